@@ -1,7 +1,10 @@
 """Conversations on a live engine: with kept KV blocks, and without.
 
-    python benchmarks/conversations.py --out benchmarks/results/conversations.json
+    python benchmarks/conversations.py --disk DIR --out benchmarks/results/conversations.json
     python benchmarks/conversations.py --conversations 6 --shrink 16 --kv-memory-gb 0.2   # small
+
+The first takes some six minutes on two threads of one core, if nobody else
+does anything.
 
 A Llama-shaped random checkpoint of 100 M parameters (or ``--model DIR``) in
 bfloat16, greedy, EOS ignored, all cores. The trace is seeded, in ShareGPT's or
@@ -12,31 +15,33 @@ its new tokens behind all that was said (``conversation_id``).
 Every mode runs in a process of its own, on the same trace. First all arrives at
 once, to find the requests a second that an engine can do (**peak**; the last
 turns run alone, so it is counted until nine tenths of all are done). Then turns
-arrive at a share of what the engine without a cache can do (**paced**), and
-latency per output token is told, as Pensieve counts it: from a turn's arrival
-to its end, over the tokens drawn. Modes: ``off``, ``on`` with all KV in DRAM,
-and, with ``--quarter``, ``on`` with a quarter of the memory that all
-conversations need.
+of the first ``--paced`` conversations arrive at a share of what the engine
+without a cache can do (**paced**), and latency per output token is told, as
+Pensieve counts it: from a turn's arrival to its end, over the tokens drawn.
+Modes: ``off``, ``on`` with all KV in DRAM, with ``--quarter`` ``on`` with a
+quarter of the memory that all conversations need, and with ``--disk DIR`` the
+same beside a disk that holds all of them; the latter two only at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import heapq
+import itertools
 import json
 import random
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
 from conversation_traces import SHAPES, PlannedConversation, PlannedTurn, conversations, means
 from end_to_end import MODELS, VOCAB
-from provenance import provenance
+from provenance import keep, provenance
 
 MAX_CONTEXT = 16_384
 MANY = 10_000
@@ -161,9 +166,24 @@ def plan(options: argparse.Namespace) -> list[PlannedConversation]:
 
 def run(mode: str, options: argparse.Namespace) -> dict[str, Any]:
     """One mode, in this process."""
+    with tempfile.TemporaryDirectory(dir=options.disk) as directory:
+        return _run(mode, options, directory)
+
+
+def _disk(
+    mode: str, options: argparse.Namespace, directory: str, num_tokens: int
+) -> dict[str, Any]:
+    """Options for a disk that has room for all; none, where there is to be none."""
+    if mode != "disk":
+        return {}
+    gigabytes = 1.5 * num_tokens * _token_bytes(options) / 1e9 + 0.1
+    return {"cache_disk": directory, "cache_disk_gb": gigabytes}
+
+
+def _run(mode: str, options: argparse.Namespace, directory: str) -> dict[str, Any]:
     from fastdecode import LLM, SamplingParams
 
-    planned = plan(options)
+    planned = plan(options)[: options.paced if options.speed else None]
     num_tokens = sum(turn.num_new + turn.num_drawn for each in planned for turn in each.turns)
     with LLM(
         options.model,
@@ -171,6 +191,7 @@ def run(mode: str, options: argparse.Namespace) -> dict[str, Any]:
         max_num_sequences=128,
         prefix_cache="off" if mode == "off" else "on",
         cache_policy=options.cache_policy,
+        **_disk(mode, options, directory, num_tokens),
     ) as llm:
         warm = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         llm.generate([[5] * 300, [7] * 20], warm)  # compilers do their work
@@ -179,8 +200,10 @@ def run(mode: str, options: argparse.Namespace) -> dict[str, Any]:
         told = player.play().told(player.began_s)
         ran = llm.stats.num_prompt_tokens - before[0]
         cached = llm.stats.num_cached_prompt_tokens - before[1]
+        tiers = asdict(llm.stats.tiers)
     return {
         **told,
+        **({"tiers": tiers} if mode == "disk" else {}),
         "prompt_tokens_run": ran,
         "prompt_tokens_cached": cached,
         "cached_share": round(cached / max(1, ran + cached), 4),
@@ -190,7 +213,6 @@ def run(mode: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row a mode and pace."""
-    num_turns = sum(len(each.turns) for each in plan(options))
     spec_gb = _quarter_gb(options)
     rows: list[dict[str, Any]] = []
 
@@ -203,24 +225,40 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         rows.append(row)
         return row
 
-    modes = ["off", "on"] + (["quarter"] if options.quarter else [])
-    more = {"quarter": ("--kv-memory-gb", str(spec_gb))}
-    peak = {mode: ask(mode, "peak", 0.0, *more.get(mode, ())) for mode in modes}
-    planned_s = plan(options)[-1].begins_s
-    offered = num_turns / planned_s  # turns a second, if nobody thought
-    speed = options.share * peak["off"]["requests_per_s"] / offered
+    modes = ["off", "on"] + ["quarter"] * options.quarter + ["disk"] * bool(options.disk)
+    quarter = ("--kv-memory-gb", str(spec_gb))
+    more = {"quarter": quarter, "disk": quarter}
     for mode in modes:
-        ask(mode, "paced", speed, *more.get(mode, ()))
+        ask(mode, "peak", 0.0, *more.get(mode, ()))
+    speed = options.share * rows[0]["requests_per_s"] / offered(plan(options)[: options.paced])
+    for mode in ("off", "on"):
+        ask(mode, "paced", speed)
     return rows
+
+
+def offered(planned: list[PlannedConversation]) -> float:
+    """Turns a second that come if every answer is there at once; the first and
+    last tenth of them, while fewer conversations are under way, aside."""
+    times: list[float] = []
+    for each in planned:
+        thoughts = itertools.accumulate(turn.think_s for turn in each.turns)
+        times += [each.begins_s + thought_s for thought_s in thoughts]
+    times.sort()
+    tenth = len(times) // 10
+    return (len(times) - 2 * tenth - 1) / (times[len(times) - 1 - tenth] - times[tenth])
 
 
 def _quarter_gb(options: argparse.Namespace) -> float:
     """A quarter of what all conversations come to."""
+    tokens = sum(turn.num_new + turn.num_drawn for each in plan(options) for turn in each.turns)
+    return max(1e-3, tokens * _token_bytes(options) / 4e9)
+
+
+def _token_bytes(options: argparse.Namespace) -> int:
     from fastdecode.core.model.checkpoint import open_checkpoint
 
-    tokens = sum(turn.num_new + turn.num_drawn for each in plan(options) for turn in each.turns)
     spec = open_checkpoint(options.model).spec()
-    return max(1e-3, tokens * spec.kv_spec(spec.choose_dtype("auto")).token_bytes / 4e9)
+    return spec.kv_spec(spec.choose_dtype("auto")).token_bytes
 
 
 def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -229,11 +267,11 @@ def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
     told = {}
     for mode in sorted({row["mode"] for row in rows} - {"off"}):
         peaks = [found[each, "peak"]["requests_per_s"] for each in (mode, "off")]
-        slow = [found[each, "paced"]["latency_per_token_ms"].get("p90") for each in (mode, "off")]
-        told[mode] = {
-            "requests_per_s": round(peaks[0] / peaks[1], 3),
-            "p90_latency": round(slow[0] / slow[1], 3) if all(slow) else None,
-        }
+        told[mode] = {"requests_per_s": round(peaks[0] / peaks[1], 3)}
+        if (mode, "paced") in found:
+            paced = (found[each, "paced"]["latency_per_token_ms"] for each in (mode, "off"))
+            slow = [each.get("p90") for each in paced]
+            told[mode]["p90_latency"] = round(slow[0] / slow[1], 3) if all(slow) else None
     return told
 
 
@@ -242,12 +280,14 @@ def main() -> None:
     parser.add_argument("--model", help="a model directory; default: 100 M random parameters")
     parser.add_argument("--shape", default="sharegpt", choices=SHAPES)
     parser.add_argument("--conversations", type=int, default=60)
+    parser.add_argument("--paced", type=int, default=24, help="of them, those that are paced")
     parser.add_argument("--rate", type=float, default=0.5, help="conversations a second")
     parser.add_argument("--think", type=float, default=10.0, help="seconds, on average")
     parser.add_argument("--share", type=float, default=0.9, help="of the peak without a cache")
     parser.add_argument("--shrink", type=int, default=1, help="lengths are divided by this")
     parser.add_argument("--kv-memory-gb", type=float, default=4.0)
     parser.add_argument("--quarter", action="store_true", help="also with a quarter of the memory")
+    parser.add_argument("--disk", help="a directory: also with a quarter, and a disk for the rest")
     parser.add_argument("--cache-policy", default="retention")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
@@ -271,12 +311,8 @@ def main() -> None:
             options.model = directory
         rows = measure(options)
     told = {**provenance(), "options": vars(options) | {"out": None}, "verdict": verdict(rows)}
-    text = json.dumps({**told, "rows": rows}, indent=1)
     print(json.dumps(told["verdict"]), file=sys.stderr)
-    if options.out is None:
-        print(text)
-    else:
-        options.out.write_text(text + "\n")
+    keep({**told, "rows": rows}, options.out)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ FASTDECODE = (
     PROMPTS
     + """
 from fastdecode import LLM, SamplingParams
-with LLM(path, dtype="bfloat16", kv_memory_gb=4) as llm:
+with LLM(path, dtype="bfloat16", kv_memory_gb=4, prefix_cache="off") as llm:
     def run(n):
         wait = llm.stats.wait_s
         started = time.perf_counter()

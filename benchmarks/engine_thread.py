@@ -33,7 +33,7 @@ def run(way: str, options: argparse.Namespace) -> dict[str, float]:
     prompts = [[5 + i % 90] * 20 for i in range(options.requests)]
     with mock.patch.object(module, "_has_a_thread", return_value=way == "own"):
         started = time.perf_counter()
-        llm = LLM(options.model, kv_memory_gb=0.5)
+        llm = LLM(options.model, kv_memory_gb=0.5, prefix_cache="off")
         load_s = time.perf_counter() - started
     llm.generate(prompts[:4], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
     speeds, cpu = [], []

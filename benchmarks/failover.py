@@ -1,5 +1,5 @@
 """How long sequences stand still when their R-worker is killed: with replicas,
-and where they are recomputed.
+and where they are recomputed; beside a run in which nothing happens.
 
     python benchmarks/failover.py --out benchmarks/results/failover.json
 
@@ -7,8 +7,8 @@ A Llama-shaped random checkpoint of 32 M parameters (or ``--model DIR``), float3
 greedy, three R-workers of one thread each at addresses of this host, one
 sequence each. A prompt is run in one chunk, and so is what is recomputed, or the
 first sequence would end before the last begins. When each has ``--at`` tokens,
-an R-worker that the seed chooses is killed (SIGKILL). The two ways take turns,
-and each round has a seed of its own: ``--seed``, and those behind it.
+an R-worker that the seed chooses is killed (SIGKILL), but for ``undisturbed``.
+The ways take turns, and each round has a seed of its own: ``--seed``, and those behind it.
 
 The **stall** is the longest time between two tokens of any sequence that comes
 after the kill; ``usual_s`` is the median between two tokens. With replicas it is
@@ -16,7 +16,7 @@ split: until the loss was noticed (``notice_s``), until no step was in flight
 (``drain_s``), until the neighbour had taken over (``resume_s``), and the rest:
 the step that follows, in which what had not arrived is run again. ``timeline``
 has the tokens of each tenth of a second, from the first token on, of the first
-round's run; ``killed_at_s`` says when.
+round's run; ``killed_at_s`` says when. ``failover_picture.py`` draws it.
 """
 
 from __future__ import annotations
@@ -30,31 +30,44 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from end_to_end import VOCAB
-from provenance import provenance
+from provenance import keep, provenance
 from r_worker_processes import model_or_random, r_workers
 
 NUM_WORKERS = 3
 TENTHS = 10
 
 
+@dataclass(frozen=True)
+class Way:
+    """How a run is made."""
+
+    name: str
+    replicas: int
+    kills: bool
+
+
+WAYS = (Way("recomputed", 0, True), Way("replicas", 1, True), Way("undisturbed", 0, False))
+
+
 class Run:
-    """One job with one kill, in this process.
+    """One job, in this process, with one kill at most.
 
     Args:
         model: its directory.
         context: tokens of every prompt.
-        replicas: how many.
+        way: how it is made.
         seed: of the prompts, and of who is killed.
         options: of this program.
     """
 
     def __init__(
-        self, model: str, context: int, replicas: int, seed: int, options: argparse.Namespace
+        self, model: str, context: int, way: Way, seed: int, options: argparse.Namespace
     ) -> None:
         self._options = options
         chance = random.Random(seed)
@@ -63,10 +76,11 @@ class Run:
         ]
         self._victim = chance.randrange(NUM_WORKERS)
         self._times: dict[str, list[float]] = {}
-        self._killed_s = 0.0
-        self._run(model, replicas)
+        self._at_s = 0.0
+        self._way = way
+        self._run(model)
 
-    def _run(self, model: str, replicas: int) -> None:
+    def _run(self, model: str) -> None:
         from fastdecode import LLM, SamplingParams
         from fastdecode.core.sequence import PromptRequest
 
@@ -82,20 +96,21 @@ class Run:
                 dtype="float32",
                 lanes=1,
                 prefill_chunk=len(self._prompts[0]) + options.tokens,
-                replicas=replicas,
+                replicas=self._way.replicas,
             ) as llm,
         ):
             for delta in llm.deltas(asked):
                 self._times[delta.request_id] += [time.monotonic()] * len(delta.token_ids)
-                if not self._killed_s and min(map(len, self._times.values())) >= options.at:
-                    workers.processes[self._victim].send_signal(signal.SIGKILL)
-                    self._killed_s = time.monotonic()
+                if not self._at_s and min(map(len, self._times.values())) >= options.at:
+                    if self._way.kills:
+                        workers.processes[self._victim].send_signal(signal.SIGKILL)
+                    self._at_s = time.monotonic()
             self._stats = llm.stats
 
     def found(self) -> dict[str, float]:
         """What came of it."""
         gaps = [
-            (after - before, after > self._killed_s)
+            (after - before, after > self._at_s)
             for each in self._times.values()
             for before, after in itertools.pairwise(each)
         ]
@@ -107,7 +122,7 @@ class Run:
         }
         if self._stats.replicas is not None:
             (failover,) = self._stats.replicas.failovers
-            notice_s = failover.noticed_s - self._killed_s
+            notice_s = failover.noticed_s - self._at_s
             found |= {
                 "notice_s": notice_s,
                 "drain_s": failover.drain_s,
@@ -122,7 +137,7 @@ class Run:
         every = sorted(itertools.chain.from_iterable(self._times.values()))
         counts = Counter(int(TENTHS * (each - every[0])) for each in every)
         return {
-            "killed_at_s": self._killed_s - every[0],
+            "killed_at_s": self._at_s - every[0] if self._way.kills else None,
             "tokens": [counts[tenth] for tenth in range(max(counts) + 1)],
         }
 
@@ -131,18 +146,18 @@ def measure(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row a context and way: medians over the rounds."""
     rows = []
     for context in options.contexts:
-        found: dict[int, list[dict[str, float]]] = {0: [], 1: []}
+        found: dict[Way, list[dict[str, float]]] = {way: [] for way in WAYS}
         timelines = {}
         for number in range(options.rounds):
-            for replicas in (0, 1) if number % 2 == 0 else (1, 0):
-                run = Run(model, context, replicas, options.seed + number, options)
-                timelines.setdefault(replicas, run.timeline())
-                found[replicas].append(run.found())
-                print(context, replicas, json.dumps(found[replicas][-1]), file=sys.stderr)
-        for replicas, runs in found.items():
+            for way in WAYS if number % 2 == 0 else WAYS[::-1]:
+                run = Run(model, context, way, options.seed + number, options)
+                timelines.setdefault(way, run.timeline())
+                found[way].append(run.found())
+                print(context, way.name, json.dumps(found[way][-1]), file=sys.stderr)
+        for way, runs in found.items():
             medians = {name: median(run[name] for run in runs) for name in runs[0]}
-            row = {"context": context, "replicas": replicas, **medians, "runs": runs}
-            rows.append({**row, "timeline": timelines[replicas]})
+            row = {"context": context, "way": way.name, "replicas": way.replicas, **medians}
+            rows.append({**row, "runs": runs, "timeline": timelines[way]})
     return rows
 
 
@@ -162,11 +177,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         model = model_or_random(options.model, options.shape, directory)
         result = {**provenance(), "rows": measure(model, options)}
-    text = json.dumps(result, indent=1)
-    if options.out is None:
-        print(text)
-    else:
-        options.out.write_text(text + "\n")
+    keep(result, options.out)
 
 
 if __name__ == "__main__":

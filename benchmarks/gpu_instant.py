@@ -3,6 +3,7 @@ used by gpu_suite.py."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -23,10 +24,13 @@ from fastdecode.core.holders import (
     SequenceId,
 )
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
+from fastdecode.engine.fleet.keepers import Keepers
+from fastdecode.engine.fleet.unasked import Unasked
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.remote import AttentionPlan
 from fastdecode.schedule.plan import Chunk
+from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.messages import Attend, AttendResult
 from sworker.graphs import StepGraphs
 from sworker.model.skeleton import Model
@@ -36,12 +40,15 @@ PAST = 100
 
 
 class InstantFleet:
-    """One R-worker whose answers are there as soon as they are asked for, and
-    are always the same."""
+    """R-workers whose answers are there as soon as they are asked for, and are
+    always the same. They lie where messages are received."""
 
     def __init__(self) -> None:
         self.lost: dict[int, Any] = {}
+        self.kept_by_gone: list[int] = []
+        self.unasked = Unasked(Keepers(1), lambda index, lie: None)
         self._answers: deque[tuple[int, AttendResult]] = deque()
+        self._pool = BufferPool()
         self._o: dict[tuple[int, ...], np.ndarray] = {}
 
     def peer(self, worker: int) -> str:
@@ -54,7 +61,9 @@ class InstantFleet:
         if isinstance(message, Attend):
             shape = message.q.shape
             if shape not in self._o:
-                self._o[shape] = message.q.copy()
+                q = message.q
+                self._o[shape] = self._pool.take(q.nbytes).view(q.dtype).reshape(shape)
+                self._o[shape][:] = q
             result = AttendResult(
                 message.step, message.lane, message.layer, self._o[shape], None, 0.0
             )
@@ -64,12 +73,18 @@ class InstantFleet:
     def is_owed(self) -> bool:
         return bool(self._answers)
 
-    def receive(self, *, wait: bool = True) -> tuple[int, AttendResult]:
+    def receive(self, *, most_s: float = math.inf) -> tuple[int, AttendResult]:
         return self._answers.popleft()
 
 
 def instant_steps(
-    model: Model, device: torch.device, num_lanes: int, rows: int, num_steps: int, capture: bool
+    model: Model,
+    device: torch.device,
+    num_lanes: int,
+    rows: int,
+    num_steps: int,
+    capture: bool,
+    num_r_workers: int = 1,
 ) -> tuple[float, float]:
     """(seconds of a step of all lanes, median; seconds of all its units one
     after the other, the least). What the ratio hides is nothing: batches are
@@ -78,9 +93,10 @@ def instant_steps(
     graphs = StepGraphs(model, device, capture=capture, num_lanes=num_lanes)
     graphs.prepare([graphs.buckets.of(rows)])
     s_worker = SWorker(model.spec, model, device, graphs)
-    holders = (
-        Holder(HolderKind.R_WORKER, attends_prompts=False, answers_at_once=False, token_bytes=1),
+    holder = Holder(
+        HolderKind.R_WORKER, attends_prompts=False, answers_at_once=False, token_bytes=1
     )
+    holders = (holder,) * num_r_workers
     plan = AttentionPlan(
         model.spec.attention, model.embed_tokens.weight.dtype, InstantFleet(), device, holders  # type: ignore[arg-type]
     )  # fmt: skip
@@ -102,7 +118,8 @@ def _batch(
     chunks = []
     for i in range(rows):
         sequence = Sequence.of(SequenceId(lane * rows + i), request, 0)
-        part = Part(PartId(sequence.sequence_id), HolderId(0), 0, PAST + 1)
+        holder = HolderId(i % len(holders))
+        part = Part(PartId(sequence.sequence_id), holder, 0, PAST + 1)
         sequence.num_cached, sequence.residence = PAST, Residence((part,))
         chunks.append(Chunk(sequence, 1))
     return StepBatch.build(chunks, holders, step=step * num_lanes + lane, lane=lane)

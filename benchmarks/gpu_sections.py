@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from gpu_end_to_end import end_to_end
 from gpu_instant import instant_steps
+from gpu_more import copies, host_turns, prompt_lengths
 from gpu_whole import BLOCK_SIZE, decode_step, decode_ways, make_cache
 
 from fastdecode.core.dtype import DType
@@ -324,6 +325,15 @@ SECTIONS: dict[str, Callable[[Setup], Rows]] = {
     "prefill": prefill,
     "decode_attention": decode_attention,
     "whole_steps": whole_steps,
+    "copies": lambda setup: copies(
+        setup.device, setup.pick((1 << 19, 1 << 20, 1 << 21, 1 << 22), (1 << 12,)), setup.seconds
+    ),
+    "prompt_lengths": lambda setup: prompt_lengths(
+        setup.spec("8b"), setup.device, setup.dtype, setup.pick(2048, 64)
+    ),
+    "host_turns": lambda setup: host_turns(
+        setup.spec("8b", 32), setup.device, setup.dtype, 16, setup.pick(20, 2)
+    ),
     "end_to_end": lambda setup: end_to_end(
         setup.device, smoke=setup.smoke, deadline_s=setup.deadline_s
     ),

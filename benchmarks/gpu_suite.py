@@ -3,6 +3,7 @@ launches; then engines end to end.
 
     benchmarks/gpu_suite.sh [--smoke]               tests, then this, --call measure
     benchmarks/gpu_suite.sh [--smoke] --end-to-end  whole engines
+    benchmarks/gpu_suite.sh [--smoke] --more        what later design hangs on
 
 Every section (gpu_sections.py) runs in a process of its own with a time limit:
 whatever goes wrong in one costs no other its results. Goals (H200): an S-step
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from device_goals import figures
 from gpu_end_to_end import BOTH_SIDES, ON_GPU
 
 from fastdecode.core.host.facts import lacks_for_triton
@@ -42,12 +44,17 @@ LIMITS_S = {
     "staging": 30,
     "decode_attention": 40,
     "whole_steps": 60,
+    "copies": 30,
+    "prompt_lengths": 40,
+    "host_turns": 90,
     "end_to_end": 565,
 }
 """Of each section, in the order of running."""
+_MORE = ("copies", "prompt_lengths", "host_turns")
 CALLS = {
-    "measure": tuple(name for name in LIMITS_S if name != "end_to_end"),
+    "measure": tuple(name for name in LIMITS_S if name not in (*_MORE, "end_to_end")),
     "end-to-end": ("end_to_end",),
+    "more": _MORE,
 }
 """Sections that are run together, in one call of gpu_suite.sh."""
 CALL_LIMIT_S = 570.0
@@ -197,17 +204,30 @@ def goals(sections: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]
         "instant", "ratio", max, lambda row: row["lanes"] == 2 and row["rows_a_lane"] >= 256
     )
     alone, short = both_sides(sections.get("end_to_end", []))
+    says = _models()
     for goal, least, most, model, found in (
-        ("8B S-step of 256 rows or more, of the matmul rate", 0.6, None, "0.61", of_matmul(s_step)),
+        (
+            "8B S-step of 256 rows or more, of the matmul rate",
+            0.6,
+            None,
+            says["s_step"],
+            of_matmul(s_step),
+        ),
         (
             "step of 2 lanes of 256 rows if R-workers answer at once, of the S-part",
             None,
             1.1,
-            "1.01-1.05",
+            says["instant"],
             instant,
         ),
-        ("the host's microseconds a layer with graphs", None, 15.0, "8-11", graphs),
-        ("prefill of 2k prompts, of the matmul rate", 0.5, None, "0.73", of_matmul(prompts)),
+        ("the host's microseconds a layer with graphs", None, 15.0, says["launches"], graphs),
+        (
+            "prefill of 2k prompts, of the matmul rate",
+            0.5,
+            None,
+            says["prefill"],
+            of_matmul(prompts),
+        ),
         ("KV on both sides, all of it on the GPU: of the GPU alone", 0.99, None, "1", alone),
         ("KV on both sides, a tenth of it on the GPU: of the GPU alone", 1.0, None, "1.4", short),
         ("vLLM's decode rate, of the GPU's alone", None, 1.3, "none", None),
@@ -219,6 +239,17 @@ def goals(sections: dict[str, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]
         )
         bounds = {"at_least": least, "at_most": most}
         yield {"goal": goal, **bounds, "model": model, "measured": found, "met": is_met}
+
+
+def _models() -> dict[str, str]:
+    """What a model says (device_goals.py)."""
+    found = figures()
+    return {
+        "s_step": f"{found['s_step_share_256']:.2f}",
+        "instant": f"{found['instant_ratio_2_lanes']:.2f}",
+        "launches": f"{found['launches_us_best']:.0f}-{found['launches_us_worst']:.0f}",
+        "prefill": f"{found['prefill_share']:.2f}",
+    }
 
 
 def both_sides(rows: list[dict[str, Any]]) -> tuple[float | None, float | None]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -33,3 +35,12 @@ def provenance() -> dict[str, Any]:
         "numpy": numpy.__version__,
         "python": platform.python_version(),
     }
+
+
+def keep(result: dict[str, Any], out: Path | None) -> None:
+    """Write a result to a file, or print it."""
+    text = json.dumps(result, indent=1)
+    if out is None:
+        print(text)
+    else:
+        out.write_text(text + "\n")

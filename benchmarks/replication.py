@@ -32,7 +32,7 @@ from statistics import median
 from typing import Any
 
 from end_to_end import VOCAB
-from provenance import provenance
+from provenance import keep, provenance
 from r_worker_processes import RWorkers, model_or_random, r_workers
 
 from fastdecode import LLM, SamplingParams
@@ -133,11 +133,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         model = model_or_random(options.model, options.shape, directory)
         result = {**provenance(), **measure(model, options)}
-    text = json.dumps(result, indent=1)
-    if options.out is None:
-        print(text)
-    else:
-        options.out.write_text(text + "\n")
+    keep(result, options.out)
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ def run_job(job: Job) -> dict[str, Any]:
         "schedule": job.mode, "load_limit": job.limit, "target_length": job.length,
         "interval": job.interval, "block_size": BLOCK_SIZE,
     }  # fmt: skip
-    with LLM(job.model, trace=records, times=Times(records), **options) as llm:
+    with LLM(job.model, trace=records, times=Times(records), prefix_cache="off", **options) as llm:
         # compiles
         llm.generate([[1]] * 2, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
         records.clear()

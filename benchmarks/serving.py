@@ -56,7 +56,7 @@ import json, sys, time
 from fastdecode import LLM, SamplingParams
 model, prompts, tokens = json.loads(sys.argv[1])
 params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-with LLM(model, kv_memory_gb=0.5) as llm:
+with LLM(model, kv_memory_gb=0.5, prefix_cache="off") as llm:
     llm.generate(prompts, params)
     print("ready", flush=True)
     for _ in sys.stdin:
@@ -98,6 +98,7 @@ def in_process(options: argparse.Namespace) -> Iterator[Callable[[], Ran]]:
 def over_http(options: argparse.Namespace) -> Iterator[Callable[[], Ran]]:
     """The same through a server."""
     command = [*FASTDECODE, "serve", options.model, "--port", "0", "--kv-memory-gb", "0.5"]
+    command += ["--prefix-cache", "off"]
     with preferred(options, serving(command)) as server:
         endpoint, load = Endpoint(server.url), closed(_shape(options))
 

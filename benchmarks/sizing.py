@@ -185,6 +185,7 @@ def config_of(model: str, kv_dtype: str, r_workers: int) -> EngineConfig:
         max_num_sequences=64,
         lanes=1,
         schedule="greedy",
+        prefix_cache="off",
     )
 
 

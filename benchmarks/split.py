@@ -69,7 +69,10 @@ def main() -> None:
             Path(directory), llama_config(**SHAPE, max_position_embeddings=1 << 17), "random"
         )
         shared = {"r_threads": 1, "kv_memory_gb": 1.0, "prefill_chunk": 2048, "lanes": 1}
-        llms = {name: LLM(directory, **{**shared, **how}) for name, how in setups.items()}
+        llms = {
+            name: LLM(directory, prefix_cache="off", **{**shared, **how})
+            for name, how in setups.items()
+        }
         for _ in range(options.rounds):
             for name, llm in llms.items():
                 times[name] += step_times(llm, prompt, options.tokens)

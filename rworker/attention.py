@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,11 +20,14 @@ from fastdecode.core.holders import HolderId
 from fastdecode.core.host.machine import free_memory_bytes
 from fastdecode.core.spec import AttentionSpec
 from fastdecode.wire.buffers import BufferPool
+from fastdecode.wire.kv.tiers import Stocked
 from fastdecode.wire.messages import Activations, AttendResult
 from rworker.instructions import (
+    Coming,
     Compute,
     CopyBlocks,
     Drop,
+    OpenTier,
     PlaceChunk,
     Prepare,
     ReadChunk,
@@ -32,6 +35,7 @@ from rworker.instructions import (
 )
 from rworker.stream.chunks import ChunkShape
 from rworker.stream.memory import gather, scatter
+from rworker.tiers.tiers import Tiers
 
 if TYPE_CHECKING:
     from cpu_kernels.team import OpenMPTeam
@@ -86,6 +90,7 @@ class AttentionExecutor:
         clock: seconds, for ``AttendResult.compute_s``.
         kernels: ``cpu_kernels`` by default.
         free_bytes: memory that this process may still take.
+        tiers: where kept blocks go beside the caches; None: nowhere.
     """
 
     def __init__(
@@ -96,8 +101,10 @@ class AttentionExecutor:
         clock: Clock = time.perf_counter,
         kernels: Kernels = cpu_kernels,
         free_bytes: Callable[[], int] = free_memory_bytes,
+        tiers: Tiers | None = None,
     ) -> None:
         self._free_bytes = free_bytes
+        self.tiers = tiers or Tiers()
         self._threads: dict[str, Any] = {"num_threads": num_threads}
         if team is not None:
             self._threads["team"] = team
@@ -114,7 +121,7 @@ class AttentionExecutor:
             CapacityError: there isn't that much free memory, or the address
                 space for it can't be had.
         """
-        self._caches.pop(prepare.holder, None)
+        self._forget(prepare.holder)
         started = self._clock()
         self._warm_up(prepare)
         warm = self._clock()
@@ -168,18 +175,36 @@ class AttentionExecutor:
 
     def drop(self, drop: Drop) -> None:
         """Free a holder's cache; one that never came to be is none."""
-        self._caches.pop(drop.holder, None)
+        self._forget(drop.holder)
+
+    def _forget(self, holder: HolderId) -> None:
+        self.tiers.close(holder)  # or threads of it would write into what is freed
+        self._caches.pop(holder, None)
+
+    def open_tier(self, wanted: OpenTier) -> Iterable[Stocked]:
+        """Open a holder's lower tier, if there is to be one; what it has."""
+        return self.tiers.open(wanted, self._caches[wanted.holder].pool)
 
     def compute(self, compute: Compute) -> AttendResult:
         """Append k and v, attend q. The result's arrays hold until the lane's
         next ``compute`` that has queries."""
         plan, cache = compute.plan, self._caches[compute.holder]
+        if plan.coming is not None:
+            self._await(compute.holder, plan.coming, compute.layer)
         started = self._clock()
         o, lse = self._run(
             cache, plan, cache.layers[compute.layer], compute.q, compute.k, compute.v
         )
         seconds = self._clock() - started
         return AttendResult(plan.step, plan.lane, compute.layer, o, lse, seconds)
+
+    def _await(self, holder: HolderId, coming: Coming, layer: int) -> None:
+        """Of blocks that are being fetched a layer is there, or has failed:
+        zeros are in its place then."""
+        self.tiers.wait_for_layer(holder, coming.jobs, layer)
+        if coming.copy_sources.size:
+            pool = self._caches[holder].pool[layer : layer + 1]
+            self._kernels.copy_blocks(pool, coming.copy_sources, coming.copy_targets)
 
     def _run(
         self,

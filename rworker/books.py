@@ -9,6 +9,8 @@ for the one on its own device.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,9 +33,12 @@ from fastdecode.wire.messages import (
 )
 from fastdecode.wire.traits import Role
 from rworker.blocks.appending import Appended
+from rworker.blocks.gaps import past_of
 from rworker.blocks.kv_store import DEFAULT_MAX_SEQUENCES, KVStore
-from rworker.checks import check_array, check_counts, check_integer, checked_keys
+from rworker.blocks.moving import Moving
+from rworker.checks import check_array, check_counts, check_integer, checked_gap, checked_keys
 from rworker.open_steps import OpenStep, OpenSteps
+from rworker.pulling.offers import Offers
 from rworker.stream.arrivals import Arrivals
 
 
@@ -53,6 +58,10 @@ class Books:
         self.store = KVStore(num_blocks, hello.kv.block_size, max_sequences=max_sequences)
         self.arrivals = Arrivals(hello.kv)
         """Sequences of which tokens are still to come as chunks."""
+        self.offers = Offers()
+        """Sequences that others may read."""
+        self.moving = Moving(self.store)
+        """Kept blocks on their way to the lower tier, or from there."""
         self._carrier = hello.activation_dtype.carrier
         self.steps = OpenSteps(hello.kv.num_layers)
 
@@ -73,7 +82,8 @@ class Books:
             elif isinstance(message, ResumeSequence):
                 num_tokens = check_integer("num_tokens", message.num_tokens, 1, MAX_SEQUENCE_TOKENS)
                 blocks = store.cached.of_keys(checked_keys(message.keys))
-                store.resume(sequence, blocks, num_tokens, num_reserved)
+                gap = checked_gap(message.gap_start, message.gap_stop)
+                store.resume(sequence, blocks, num_tokens, num_reserved, gap)
             else:
                 self._check_settled(message)
                 store.fork(message.parent_id, sequence, message.num_shared_tokens, num_reserved)
@@ -98,6 +108,7 @@ class Books:
         else:
             self.store.close(sequence)
         self.arrivals.forget(sequence)
+        self.offers.forget(sequence)
 
     def num_settled(self, sequence: int) -> int:
         """Tokens of a sequence that are there in every layer."""
@@ -128,7 +139,9 @@ class Books:
         first = check_integer("first_block", message.first_block, 0, MAX_BLOCKS)
         keys = checked_keys(message.keys)
         row = self.store.tables.row(sequence)
-        num_settled = self.steps.settled.get(sequence, int(self.store.tables.lengths[row]))
+        num_settled = self.steps.settled.get(sequence, self.store.tables.leading(row))
+        if sequence in self.arrivals:
+            num_settled = min(num_settled, self.arrivals.num_settled(sequence))
         if first + len(keys) > num_settled // self.store.block_size:
             raise ProtocolError(
                 f"blocks {first} to {first + len(keys) - 1} of sequence {sequence} are to be kept, "
@@ -148,7 +161,7 @@ class Books:
         check_integer("lane", begin.lane, 0, MAX_LANES - 1)
         self.steps.check_idle(begin.lane, begin.step)
         sequence_ids = self._check_members(begin)
-        num_past = self.store.num_tokens(begin.sequence_ids)
+        num_past = self._num_past(begin)
         check_counts(begin, num_past)
         num_queries = int(begin.num_queries.sum())
         if num_queries and self.hello.role is Role.NEIGHBOUR:
@@ -156,9 +169,12 @@ class Books:
                 "a neighbour's replica is stored, and not attended: num_queries must be 0"
             )
         growing = begin.num_new > 0
-        appended = self.store.append(begin.sequence_ids[growing], begin.num_new[growing])
+        settled = self.store.num_tokens(begin.sequence_ids)
+        appended = self.store.append(
+            begin.sequence_ids[growing], begin.num_new[growing], begin.num_past[growing]
+        )
         step = OpenStep(begin.step, sequence_ids, len(appended.slots), num_queries)
-        self.steps.begin(begin.lane, step, num_past.tolist())
+        self.steps.begin(begin.lane, step, settled.tolist())
         return appended
 
     def attend(self, attend: Attend) -> bool:
@@ -182,6 +198,7 @@ class Books:
         settled = self.steps.settled
         assert not settled.keys() & set(self.arrivals), "a step has a sequence that is arriving"
         self.store.check_invariants()
+        assert self.offers.sequences <= self.store.tables.row_of.keys(), "what is closed is offered"
         lengths = self.store.num_tokens(np.array(list(settled), np.int64))
         assert (lengths >= list(settled.values())).all() or not settled, "a step took tokens away"
 
@@ -203,8 +220,18 @@ class Books:
                 f"{message.parent_id}, which has {settled} in every layer until its open step ends"
             )
 
+    def _num_past(self, begin: BeginStep) -> NDArray[np.int64]:
+        """Tokens that come before each row's, [N]. What appends nothing sees
+        nothing behind a gap."""
+        tables = self.store.tables
+        if not tables.gaps:
+            return self.store.num_tokens(begin.sequence_ids)
+        num_past = np.where(begin.num_new > 0, begin.num_past, -1)
+        return past_of(tables, tables.rows(begin.sequence_ids), num_past)
+
     def _check_members(self, begin: BeginStep) -> list[int]:
-        """The step's sequences, each there once and free to step."""
+        """The step's sequences, each there once, or twice if it has a gap, and
+        free to step."""
         shape = np.shape(begin.sequence_ids)
         if len(shape) != 1 or shape[0] < 1:
             raise ProtocolError(
@@ -218,8 +245,7 @@ class Books:
         sequence_ids: list[int] = begin.sequence_ids.tolist()
         members = set(sequence_ids)
         if len(members) < len(sequence_ids):
-            twice = next(x for i, x in enumerate(sequence_ids) if x in sequence_ids[:i])
-            raise ProtocolError(f"sequence {twice} is in the step twice")
+            self._check_twice(sequence_ids)
         if not self.steps.settled.keys().isdisjoint(members):
             busy = next(x for x in sequence_ids if x in self.steps.settled)
             raise ProtocolError(f"sequence {busy} is in another lane's open step")
@@ -227,6 +253,13 @@ class Books:
         if arriving:
             raise ProtocolError(f"sequence {min(arriving)} is arriving: tokens of it are to come")
         return sequence_ids
+
+    def _check_twice(self, sequence_ids: list[int]) -> None:
+        """Those that stand there twice have a gap; ``append`` sees to the rest."""
+        tables, counts = self.store.tables, Counter(sequence_ids)
+        for sequence, count in counts.items():
+            if count > 1 and (count > 2 or tables.row(sequence) not in tables.gaps):
+                raise ProtocolError(f"sequence {sequence} is in the step twice")
 
 
 def blocks_within(num_bytes: int, block_bytes: int, hello: Hello) -> int:

@@ -3,7 +3,8 @@ memory is shared out among them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -32,10 +33,30 @@ class Cache:
     """Of the open steps, by lane."""
     is_replicated: bool = False
     """A neighbour is told of every change."""
+    kept_for_s: float = math.inf
+    """While it is kept: from now on."""
+    pulled: set[int] = field(default_factory=set)
+    """Sequences whose tokens come, or have come, from other R-workers."""
 
     def is_of(self, session: int) -> bool:
         """Whether it was opened in this session; 0 is none."""
         return session != 0 and self.books.hello.session == session
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether its S-worker is lost, and may resume the session."""
+        return self.owner == NOBODY and self.books.hello.outlives
+
+    def may_be_resumed(self, hello: Hello) -> bool:
+        """Whether it was kept for whoever greets so, and is what that wants."""
+        own = self.books.hello
+        is_alike = (own.model_hash, own.kv, own.attention, own.activation_dtype) == (
+            hello.model_hash,
+            hello.kv,
+            hello.attention,
+            hello.activation_dtype,
+        )
+        return self.is_of(hello.session) and own.outlives and is_alike
 
 
 class Caches:
@@ -66,20 +87,40 @@ class Caches:
         holder = HolderId(hello.holder)
         present = self._caches.get(holder)
         if present is not None and not _may_replace(present, peer, hello):
-            raise ProtocolError(f"holder {holder} serves another S-worker", code="busy")
+            raise _busy(present, f"holder {holder} serves another S-worker")
         free_bytes = self._kv_bytes - sum(cache.num_bytes for cache in self if cache is not present)
         block_bytes = layout.block_bytes * hello.kv.num_layers
         try:
             num_blocks = blocks_within(free_bytes, block_bytes, hello)
         except CapacityError:
-            if any(cache.owner != peer for cache in self):
-                raise ProtocolError(
-                    "it serves another S-worker, which has its memory", code="busy"
-                ) from None
+            for cache in self:
+                if cache.owner != peer:
+                    told = "it serves another S-worker, which has its memory"
+                    raise _busy(cache, told) from None
             raise
         books = Books(hello, num_blocks, max_sequences=self._max_sequences)
         self._caches[holder] = Cache(holder, peer, books, num_blocks * block_bytes)
         return self._caches[holder]
+
+    def resume(self, peer: int, hello: Hello) -> tuple[Cache, int, bool] | None:
+        """The cache that outlives whoever used it is the peer's from now on:
+        the cache, whose it was, and whether blocks of it were on their way to
+        its lower tier, or from there. They, and what isn't a sequence's, are
+        forgotten. None: there is no such cache."""
+        cache = self._caches.get(HolderId(hello.holder))
+        if cache is None or not cache.may_be_resumed(hello):
+            return None
+        before, cache.owner = cache.owner, peer
+        cache.plans.clear()
+        cache.is_replicated = False
+        were_moving = bool(cache.books.moving)
+        cache.books.moving.give_up()
+        cache.books.store.cached.forget_all()
+        return cache, before, were_moving
+
+    def at(self, holder: int) -> Cache | None:
+        """A holder's cache, whoever's it is."""
+        return self._caches.get(HolderId(holder))
 
     def of(self, peer: int, holder: int) -> Cache:
         """The cache that a peer's message is for.
@@ -106,13 +147,13 @@ class Caches:
         """A cache is the peer's from now on: the cache, and whose it was.
 
         Raises:
-            ProtocolError: there is none, or it is of another session; or it has
-                a replica, which would be told nothing of it.
+            ProtocolError: there is none, or it is of another session; or it is
+                another peer's that has a replica of it kept.
         """
         cache = self.of(peer, holder) if holder == THE_ONLY else self._caches.get(HolderId(holder))
         if cache is None or (cache.owner != peer and not cache.is_of(session)):
             raise ProtocolError(f"holder {holder!r} has no cache of this session")
-        if cache.is_replicated:
+        if cache.is_replicated and cache.owner != peer:
             raise ProtocolError(f"holder {holder!r} has a replica: end that first (Replicate)")
         before, cache.owner = cache.owner, peer
         hello = cache.books.hello
@@ -139,17 +180,48 @@ class Caches:
             if cache.owner == peer and cache.books.hello.session:
                 cache.owner = NOBODY
 
+    def desert(self, peer: int) -> list[HolderId]:
+        """An S-worker is lost, which may resume its session: such caches of its
+        are nobody's, and have no replica. Which they are."""
+        deserted = [x for x in self if x.owner == peer and x.books.hello.outlives]
+        for cache in deserted:
+            cache.owner = NOBODY
+            cache.is_replicated = False
+        return [cache.holder for cache in deserted]
+
     def drop(self, peer: int, session: int = 0) -> list[HolderId]:
-        """Forget a peer's caches, and those of a session that are nobody's.
+        """Forget a peer's caches, and replicas of a session that are nobody's.
         Which they were."""
-        dropped = [
-            cache.holder
+        return self._forget(
+            cache
             for cache in self
-            if cache.owner == peer or (cache.owner == NOBODY and cache.is_of(session))
-        ]
+            if cache.owner == peer
+            or (cache.owner == NOBODY and cache.is_of(session) and not cache.is_kept)
+        )
+
+    def drop_kept(self, holders: Iterable[HolderId]) -> list[HolderId]:
+        """Forget these, which nobody has resumed. Which they were."""
+        return self._forget(self._caches[holder] for holder in holders)
+
+    def _forget(self, caches: Iterable[Cache]) -> list[HolderId]:
+        dropped = [cache.holder for cache in caches]
         for holder in dropped:
             del self._caches[holder]
         return dropped
+
+
+def _busy(cache: Cache, told: str) -> ProtocolError:
+    """Why a peer can't have what a cache has that isn't its own; ``told``: where
+    somebody uses it."""
+    if cache.is_kept:
+        left = f"{cache.kept_for_s:.0f} s more" if math.isfinite(cache.kept_for_s) else "a while"
+        return ProtocolError(
+            f"it keeps the KV cache of a job whose S-worker is lost for {left} (its "
+            "--session-keep-s): resume that job (run-batch --resume), give it up (run-batch "
+            "--overwrite with its output), or wait",
+            code="session_kept",
+        )
+    return ProtocolError(told, code="busy")
 
 
 def _may_replace(present: Cache, peer: int, hello: Hello) -> bool:

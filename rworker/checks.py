@@ -118,6 +118,19 @@ def checked_keys(keys: NDArray[np.int64]) -> list[bytes]:
     return [data[at : at + size] for at in range(0, len(data), size)]
 
 
+def checked_gap(start: int, stop: int) -> range:
+    """Tokens that are missing."""
+    check_integer("gap_start", start, 0, MAX_SEQUENCE_TOKENS)
+    return range(start, check_integer("gap_stop", stop, start, MAX_SEQUENCE_TOKENS))
+
+
+def checked_identity(identity: str) -> str:
+    """Of a lower tier: a name that is part of a path."""
+    if len(identity) != 64 or not set(identity) <= set("0123456789abcdef"):
+        raise ProtocolError("identity is not 64 hexadecimal digits")
+    return identity
+
+
 def check_integer(name: str, value: int, low: int, high: int) -> int:
     if type(value) is not int or not low <= value <= high:
         raise ProtocolError(f"{name}={value!r} is not a whole number within {low}..{high}")

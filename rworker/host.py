@@ -12,6 +12,8 @@ from fastdecode.wire.messages import MAX_THREADS
 from fastdecode.wire.mpi import job as mpi_job
 from fastdecode.wire.mpi import launcher, leaving
 from rworker.binding import bind, is_bound, numa_node_cpus, numa_nodes, parse_cpu_list, usable_cpus
+from rworker.serving import ANYBODY_ONCE, Serving
+from rworker.tiers.disk import Disk, disk_of
 
 if TYPE_CHECKING:
     from fastdecode.wire.mpi.job import MpiJob
@@ -27,9 +29,8 @@ def make_worker(
     kv_memory_gb: float | None,
     num_threads: int | None,
     num_sharing: int = 1,
-    model_hash: str | None = None,
-    keeps_serving: bool = False,
-    awaits_return: bool = False,
+    disk: Disk | None = None,
+    serving: Serving = ANYBODY_ONCE,
 ) -> tuple[RWorkerState, AttentionExecutor]:
     """An R-worker's two halves, with its share of a host that ``num_sharing``
     processes use.
@@ -37,7 +38,8 @@ def make_worker(
     Args:
         kv_memory_gb: KV cache in GB; None: its share of half the free memory.
         num_threads: CPU threads; None: its CPUs, or its share of the host's.
-        model_hash, keeps_serving, awaits_return: see ``RWorkerState``.
+        disk: where kept blocks may go; None: nowhere.
+        serving: whom, and for how long.
 
     Raises:
         ConfigError: an option is out of range.
@@ -45,6 +47,7 @@ def make_worker(
     # Numba counts CPUs when it is imported, so that comes after they have been bound.
     from rworker.attention import AttentionExecutor
     from rworker.state import RWorkerState
+    from rworker.tiers.tiers import Tiers
 
     threads = num_threads
     if threads is None:
@@ -57,11 +60,10 @@ def make_worker(
         name,
         kv_bytes=kv_bytes_of(kv_memory_gb, num_sharing),
         num_threads=threads,
-        model_hash=model_hash,
-        keeps_serving=keeps_serving,
-        awaits_return=awaits_return,
+        has_tier=disk is not None,
+        serving=serving,
     )
-    return state, AttentionExecutor(num_threads=threads)
+    return state, AttentionExecutor(num_threads=threads, tiers=Tiers(disk))
 
 
 def kv_bytes_of(kv_memory_gb: float | None, num_sharing: int) -> int:
@@ -111,6 +113,8 @@ def serve_rank(
     kv_memory_gb: float | None,
     num_threads: int | None,
     num_sharing_cpus: int | None = None,
+    cache_disk: str | None = None,
+    cache_disk_gb: float | None = None,
 ) -> NoReturn:
     """Serve the S-worker of an MPI job until it says Shutdown or is gone; then
     leave the job.
@@ -122,6 +126,8 @@ def serve_rank(
             host's.
         num_sharing_cpus: ranks that run on this one's CPUs; None: all of its
             host, unless it is bound.
+        cache_disk, cache_disk_gb: where kept blocks may go, and how much of it
+            this rank takes; None: nowhere.
 
     Raises:
         ConfigError: an option is out of range, or this is the S-worker's rank.
@@ -129,19 +135,28 @@ def serve_rank(
     launcher.let_rank_0_stop()
     from fastdecode.wire.mpi.hub import connect_to_s_workers
     from fastdecode.wire.mpi.neighbours import MpiNeighbours
+    from fastdecode.wire.mpi.stages import OpenMpiHub
     from rworker.worker import serve
 
     name = f"rank {job.rank} on {job.host}"
     if num_threads is None and num_sharing_cpus is not None:
         num_threads = max(1, usable_cpus() // num_sharing_cpus)
-    hub = connect_to_s_workers(job)  # it gives signs of life from now on
+    hub = connect_to_s_workers(job, make=OpenMpiHub)  # it gives signs of life from now on
     state, executor = make_worker(
-        name, kv_memory_gb=kv_memory_gb, num_threads=num_threads, num_sharing=launcher.local_size()
+        name,
+        kv_memory_gb=kv_memory_gb,
+        num_threads=num_threads,
+        num_sharing=launcher.local_size(),
+        disk=disk_of(cache_disk, cache_disk_gb),
     )
     neighbours = MpiNeighbours(job, hub)
     serve(hub, state, executor, neighbours=neighbours)
     neighbours.close()
     hub.close()
+    _leave(job)
+
+
+def _leave(job: MpiJob) -> NoReturn:
     if mpi_job.S_RANK in job.dead:
         # It can't say itself that the job has failed, and mpirun doesn't.
         logger.critical(

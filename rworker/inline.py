@@ -9,14 +9,17 @@ for two sets of threads that spin on the same cores.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from typing import Final
 
 from fastdecode.wire.messages import Failed, FromRWorker, ToRWorker
-from fastdecode.wire.transport import closed_error
+from fastdecode.wire.transport import closed_error, timeout_error
 from rworker.attention import AttentionExecutor
 from rworker.state import RWorkerState
-from rworker.worker import Executor, last_words, obey
+from rworker.tiers.disk import Disk
+from rworker.tiers.tiers import Tiers
+from rworker.worker import Executor, last_words, obey, tell_moved
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +56,15 @@ class InlineConnection:
     def receive(self, timeout_s: float | None = None) -> FromRWorker:
         """See ``Connection``. Nobody waits for an R-worker that was asked for
         nothing: it would be for ever."""
-        answer = self.poll()
-        assert answer is not None, f"{self.peer} owes no answer"
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while (answer := self.poll()) is None:
+            assert self._worker is not None
+            tiers = self._worker[1].tiers
+            left_s = None if deadline is None else deadline - time.monotonic()
+            assert tiers.is_busy, f"{self.peer} owes no answer"
+            if left_s is not None and left_s <= 0:
+                raise timeout_error(self.peer, timeout_s or 0.0)
+            tiers.wait(left_s)
         return answer
 
     def poll(self) -> FromRWorker | None:
@@ -63,6 +73,8 @@ class InlineConnection:
         answers = self._answers.queue
         while not answers and self._requests and self._worker is not None:
             self._handle(self._requests.popleft(), *self._worker)
+        if self._worker is not None and self._worker[1].tiers.is_busy:
+            tell_moved((self._answers,), *self._worker)
         if answers:
             return answers.popleft()
         if self._worker is None:
@@ -96,6 +108,8 @@ class InlineConnection:
                 self._end()
 
     def _end(self) -> None:
+        if self._worker is not None:
+            self._worker[1].tiers.close_all()
         self._worker = None
         self._requests.clear()
 
@@ -118,7 +132,12 @@ class _Answers:
 
 
 def make_inline_worker(
-    name: str, *, kv_bytes: int, num_threads: int, openmp_library: str | None = None
+    name: str,
+    *,
+    kv_bytes: int,
+    num_threads: int,
+    openmp_library: str | None = None,
+    disk: Disk | None = None,
 ) -> InlineConnection:
     """An R-worker in this thread.
 
@@ -129,11 +148,14 @@ def make_inline_worker(
             ``num_threads`` threads the S-part runs in this
             thread: its threads run the kernels, too. None, or if it can't be
                 used: the kernels have their own.
+        disk: where kept blocks may go; None: nowhere.
 
     Raises:
         ConfigError: an option is out of range.
     """
-    state = RWorkerState(name, kv_bytes=kv_bytes, num_threads=num_threads)
+    state = RWorkerState(
+        name, kv_bytes=kv_bytes, num_threads=num_threads, has_tier=disk is not None
+    )
     team = None
     if openmp_library is not None and num_threads > 1:
         from cpu_kernels.team import OpenMPTeam
@@ -142,4 +164,5 @@ def make_inline_worker(
             team = OpenMPTeam(num_threads, openmp_library)
         except OSError as error:
             logger.info("R-worker %s has threads of its own: %s", name, error)
-    return InlineConnection(state, AttentionExecutor(num_threads=num_threads, team=team))
+    executor = AttentionExecutor(num_threads=num_threads, team=team, tiers=Tiers(disk))
+    return InlineConnection(state, executor)

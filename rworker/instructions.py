@@ -17,7 +17,9 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import AttentionSpec
 from fastdecode.wire.kv.chunks import FetchChunk, StoreChunk
+from fastdecode.wire.kv.handing import Pull
 from fastdecode.wire.messages import Activations, FromRWorker
+from rworker.blocks.moving import Move
 from rworker.stream.changes import Change
 
 if TYPE_CHECKING:
@@ -64,6 +66,16 @@ class CopyBlocks:
 
 
 @dataclass(frozen=True, eq=False)
+class Coming:
+    """Of a step: blocks that are being fetched. Each layer waits for its own,
+    and then copies what would have been copied before the step."""
+
+    jobs: tuple[int, ...]
+    copy_sources: NDArray[np.int64]  # [C]
+    copy_targets: NDArray[np.int64]  # [C]
+
+
+@dataclass(frozen=True, eq=False)
 class StepPlan:
     """Where a step's tokens go and what its queries see: the same in every
     layer. N sequences have queries."""
@@ -76,6 +88,8 @@ class StepPlan:
     query_positions: NDArray[np.int32]  # [N] of each sequence's first query
     context_lens: NDArray[np.int32]  # [N] keys visible at most
     want_lse: bool
+    coming: Coming | None = None
+    """None: all that it reads is there."""
 
     @property
     def num_queries(self) -> int:
@@ -144,6 +158,9 @@ class Link:
     number: int
     timeout_s: float
     """That the neighbour may take to make room."""
+    line: int = 0
+    """See ``Replicate``."""
+    guest_line: int = 0
 
 
 @dataclass(frozen=True)
@@ -161,6 +178,62 @@ class EndStep:
     holder: HolderId
     lane: int
     step: int
+
+
+@dataclass(frozen=True, eq=False)
+class BeginPull:
+    """Fetch what a holder's sequence expects from other R-workers in the
+    background, and tell a peer."""
+
+    to: int
+    holder: HolderId
+    books: Books
+    message: Pull
+
+
+@dataclass(frozen=True)
+class EndPull:
+    """A holder's sequence is closed: what is being fetched for it isn't wanted."""
+
+    holder: HolderId
+    sequence: int
+
+
+@dataclass(frozen=True)
+class OpenTier:
+    """Find out what a holder's lower tier has, if there is one, and tell a peer."""
+
+    to: int
+    holder: HolderId
+    identity: str
+    """Of what it may have."""
+
+
+@dataclass(frozen=True)
+class MoveBlocks:
+    """Copy blocks down or up in the background, and tell the state."""
+
+    to: int
+    holder: HolderId
+    move: Move
+
+
+@dataclass(frozen=True)
+class DropStored:
+    """A holder's lower tier gives these blocks up."""
+
+    holder: HolderId
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class Unlink:
+    """A holder's cache has no replica any more, and nobody is told."""
+
+    holder: HolderId
+    ends_moves: bool = False
+    """Blocks that are on their way to its lower tier, or from there, don't move
+    any further either."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +268,12 @@ Instruction: TypeAlias = (
     | Link
     | Follow
     | EndStep
+    | BeginPull
+    | EndPull
+    | OpenTier
+    | MoveBlocks
+    | DropStored
+    | Unlink
     | Drop
     | HangUp
     | Stop

@@ -77,7 +77,7 @@ class OpenSteps:
             return False
         del self.of_lane[lane]
         for sequence in step.sequence_ids:
-            del self.settled[sequence]
+            self.settled.pop(sequence, None)  # it may be there twice
         return True
 
     def finish(self, lane: int, step_number: int) -> None:
@@ -92,5 +92,5 @@ class OpenSteps:
 
     def check_invariants(self) -> None:
         """For tests and debugging."""
-        busy = [sequence for step in self.of_lane.values() for sequence in step.sequence_ids]
+        busy = [i for step in self.of_lane.values() for i in dict.fromkeys(step.sequence_ids)]
         assert sorted(busy) == sorted(self.settled), "open steps and busy sequences differ"

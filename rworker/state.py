@@ -9,23 +9,35 @@ Other peers notice nothing of it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NoReturn
 
-import numpy as np
-
 from cpu_kernels import BlockLayout
 from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError
-from fastdecode.wire.kv.chunks import ChunkToRWorker, ExpectTokens, FetchChunk, StoreChunk
+from fastdecode.core.holders import HolderId
+from fastdecode.wire.kv.chunks import ExpectTokens, FetchChunk, StoreChunk
+from fastdecode.wire.kv.handing import Offer, Pull, ReadOffer, ViewOffer
 from fastdecode.wire.kv.kept import (
     EndSequence,
     ForgetBlocks,
     KeepBlocks,
-    KeptToRWorker,
     ResumeSequence,
 )
-from fastdecode.wire.kv.replicating import MOST_LINK_BYTES, Dropped, Replicate
-from fastdecode.wire.kv.taking_over import DropCache, TakenOver, TakeOver, TruncateSequence
+from fastdecode.wire.kv.replicating import Dropped, Replicate
+from fastdecode.wire.kv.taking_over import (
+    SESSION_RESUMED,
+    DropCache,
+    TakenOver,
+    TakeOver,
+    TruncateSequence,
+)
+from fastdecode.wire.kv.tiers import (
+    DropBlocks,
+    FetchBlocks,
+    StoreBlocks,
+    UseTier,
+)
 from fastdecode.wire.messages import (
     MAX_ID,
     Accepted,
@@ -44,30 +56,31 @@ from fastdecode.wire.messages import (
     Welcome,
 )
 from fastdecode.wire.traits import ANYBODY, Role
-from rworker.blocks.appending import Appended
-from rworker.blocks.kv_store import DEFAULT_MAX_SEQUENCES, KVStore
+from rworker.blocks.kv_store import DEFAULT_MAX_SEQUENCES
 from rworker.caches import NOBODY, Cache, Caches
 from rworker.checks import check_hello, check_integer
 from rworker.instructions import (
-    Compute,
-    CopyBlocks,
     Drop,
-    EndStep,
     Follow,
     HangUp,
     Instruction,
-    Link,
     PlaceChunk,
     Prepare,
     ReadChunk,
     Send,
-    StepPlan,
     Stop,
     TellAboutHost,
+    Unlink,
 )
+from rworker.pulling.orders import about_handing, about_offer, after_close
+from rworker.serving import ANYBODY_ONCE, Serving
+from rworker.step_plan import attend, begin_step, copies
 from rworker.stream.changes import Change
-from rworker.stream.checks import check_seconds, expect_tokens, fetch_chunk, store_chunk
+from rworker.stream.checks import expect_tokens, fetch_chunk, store_chunk
+from rworker.stream.links import link_for
 from rworker.stream.taking_over import take_over, truncate, wanted_of
+from rworker.tiers.orders import about_tier, moved
+from rworker.tiers.tiers import Done, Further
 
 
 @dataclass
@@ -95,10 +108,8 @@ class RWorkerState:
             are offered.
         num_threads: what to tell peers; the loop's executor has them.
         max_sequences: most sequences open at once in each cache.
-        model_hash: serve S-workers that run this model only; None: any.
-        keeps_serving: whether to stay when the last S-worker has left.
-        awaits_return: whether to stay for a while when the last S-worker is
-            lost, and hasn't taken its leave.
+        has_tier: whether kept blocks may go to a lower tier.
+        serving: whom, and for how long.
 
     Raises:
         ConfigError: an option is out of range.
@@ -111,9 +122,8 @@ class RWorkerState:
         kv_bytes: int,
         num_threads: int = 1,
         max_sequences: int = DEFAULT_MAX_SEQUENCES,
-        model_hash: str | None = None,
-        keeps_serving: bool = False,
-        awaits_return: bool = False,
+        has_tier: bool = False,
+        serving: Serving = ANYBODY_ONCE,
     ) -> None:
         for option, value in (
             ("kv_bytes", kv_bytes),
@@ -125,11 +135,12 @@ class RWorkerState:
         self.name = name
         self._kv_bytes = kv_bytes
         self._num_threads = num_threads
-        self._model_hash = model_hash
-        self._keeps_serving = keeps_serving
-        self._awaits_return = awaits_return
+        self._has_tier = has_tier
+        self._serving = serving
         self.is_deserted = False
         """Whether the last S-worker is lost, and may return."""
+        self.num_lost = 0
+        """S-workers that were lost, and may return."""
         self._caches = Caches(kv_bytes, max_sequences)
         self._peers: dict[int, _Peer] = {}
 
@@ -141,23 +152,51 @@ class RWorkerState:
             text = f"{type(message).__name__}: {error.message}"
             return Send(peer, Failed(self.name, error.code, text)), HangUp(peer)
 
+    def moved(self, news: Done | Further) -> tuple[Instruction, ...]:
+        """A job of a cache is over, or has come further. Whoever asked for it
+        may be gone."""
+        cache = self._caches.at(news.holder)
+        assert cache is not None, "with a cache its jobs go"
+        told = moved(cache, news)
+        return (Send(news.to, told),) if cache.owner == news.to else ()
+
     def lost(self, peer: int, *, may_return: bool = False) -> tuple[Instruction, ...]:
-        """A peer is gone, or was hung up on: its caches go with it."""
+        """A peer is gone, or was hung up on: its caches go with it, but for those
+        that it may come back for."""
         gone = self._peers.pop(peer, _Peer())
+        done: list[Instruction] = []
         if gone.role is Role.NEIGHBOUR and self._has_session(gone.session):
             self._caches.leave(peer)  # its replicas are what the session goes on with
+        if gone.has_job and may_return:
+            self.num_lost += 1
+            if self._serving.keep_s > 0:
+                done += map(Unlink, self._caches.desert(peer))
         over = 0 if self._has_session(gone.session) else gone.session
-        drops = tuple(Drop(holder) for holder in self._caches.drop(peer, over))
-        is_over = gone.has_job and self._is_done
-        if is_over and may_return and self._awaits_return:
-            self.is_deserted = True
-            return drops
-        return (*drops, Stop()) if is_over else drops
+        done += map(Drop, self._caches.drop(peer, over))
+        if gone.has_job and self._is_done:
+            if self.kept or (may_return and self._serving.return_s > 0):
+                self.is_deserted = True
+            else:
+                done.append(Stop())
+        return tuple(done)
+
+    @property
+    def kept(self) -> list[Cache]:
+        """The caches that are kept for S-workers that are lost; whoever has a
+        clock says for how long (``kept_for_s``)."""
+        return [cache for cache in self._caches if cache.is_kept]
+
+    def forget_kept(self, holders: Iterable[HolderId]) -> tuple[Instruction, ...]:
+        """Nobody has resumed these in time."""
+        return tuple(map(Drop, self._caches.drop_kept(holders)))
 
     def check_invariants(self) -> None:
         """For tests and debugging."""
         for cache in self._caches:
             cache.books.check_invariants()
+            if cache.is_kept:
+                assert self._serving.keep_s > 0 and not cache.is_replicated
+                continue
             if cache.owner == NOBODY:
                 assert self._has_session(cache.books.hello.session), "a cache that nobody can take"
                 continue
@@ -174,49 +213,47 @@ class RWorkerState:
 
     @property
     def _is_done(self) -> bool:
-        return not self._keeps_serving and not any(peer.has_job for peer in self._peers.values())
+        return not self._serving.keeps_serving and not any(
+            peer.has_job for peer in self._peers.values()
+        )
 
     def _dispatch(self, number: int, message: ToRWorker) -> tuple[Instruction, ...]:
         peer = self._peers.setdefault(number, _Peer())
         _check_speaker(peer, message)
         match message:
             case Attend():
-                return self._attend(number, message)
+                return attend(number, self._caches.of(number, message.holder), message)
             case BeginStep():
-                return self._begin_step(self._cache(number, message), message)
+                return begin_step(self._caches.of(number, message.holder), message)
             case OpenSequence() | ForkSequence() | ExtendSequence() | ResumeSequence():
-                cache = self._cache(number, message)
+                cache = self._caches.of(number, message.holder)
                 return _answered(number, cache, message, cache.books.reserve(message))
-            case StoreChunk():
-                cache = self._cache(number, message)
-                slots = store_chunk(cache.books, message)
-                return (PlaceChunk(number, cache.holder, message, slots),)
-            case FetchChunk():
-                cache = self._cache(number, message)
-                slots = fetch_chunk(cache.books, message)
-                return (ReadChunk(number, cache.holder, message, slots),)
-            case ExpectTokens():
-                cache = self._cache(number, message)
-                return _copies(cache, expect_tokens(cache.books, message))
+            case StoreChunk() | FetchChunk() | ExpectTokens():
+                return _about_chunk(number, self._caches.of(number, message.holder), message)
             case TruncateSequence():
-                cache = self._cache(number, message)
+                cache = self._caches.of(number, message.holder)
                 return _answered(number, cache, message, truncate(cache.books, message))
             case TakeOver():
                 return self._take_over(number, peer, message)
             case DropCache():
                 return self._drop(number, peer, message)
             case Replicate():
-                return self._replicate(number, self._cache(number, message), message)
+                return (link_for(number, self._caches.of(number, message.holder), message),)
             case CloseSequence() | EndSequence():
-                cache = self._cache(number, message)
+                cache = self._caches.of(number, message.holder)
                 cache.books.close(message)
-                return _followed(cache, message)
-            case KeepBlocks():
-                self._cache(number, message).books.keep(message)
+                return (*after_close(cache, message.sequence_id), *_followed(cache, message))
+            case Offer() | Pull():
+                return about_handing(number, self._caches.of(number, message.holder), message)
+            case ViewOffer() | ReadOffer():
+                peer.role, peer.only_looks = Role.READER, True
+                return about_offer(number, self._caches, message)
+            case KeepBlocks() | ForgetBlocks():
+                books = self._caches.of(number, message.holder).books
+                books.keep(message) if isinstance(message, KeepBlocks) else books.forget(message)
                 return ()
-            case ForgetBlocks():
-                self._cache(number, message).books.forget(message)
-                return ()
+            case UseTier() | StoreBlocks() | FetchBlocks() | DropBlocks():
+                return about_tier(number, self._caches.of(number, message.holder), message)
             case Hello():
                 return self._hello(number, peer, message)
             case Inspect():
@@ -226,32 +263,19 @@ class RWorkerState:
             case _:
                 raise _unknown(message)
 
-    def _cache(
-        self,
-        number: int,
-        message: OpenSequence
-        | ForkSequence
-        | ExtendSequence
-        | CloseSequence
-        | KeptToRWorker
-        | BeginStep
-        | Attend
-        | ChunkToRWorker
-        | TruncateSequence
-        | Replicate,
-    ) -> Cache:
-        return self._caches.of(number, message.holder)
-
     def _inspect(self, number: int, peer: _Peer) -> Instruction:
         if peer.role in (Role.S_WORKER, Role.NEIGHBOUR):
             raise ProtocolError("Inspect came in the middle of a job: it has to come before Hello")
         peer.role, peer.only_looks = Role.READER, True
-        return TellAboutHost(number, self._num_threads, self._kv_bytes, self._model_hash or "")
+        return TellAboutHost(
+            number, self._num_threads, self._kv_bytes, self._serving.model_hash or ""
+        )
 
     def _leave(self, number: int, peer: _Peer) -> Instruction:
         """Whoever leaves takes only its own with it; the last S-worker ends the R-worker."""
         others = any(other.has_job for key, other in self._peers.items() if key != number)
-        may_end = peer.role in (None, Role.S_WORKER) and not others and not self._keeps_serving
+        is_needed = others or self._serving.keeps_serving or bool(self.kept)
+        may_end = peer.role in (None, Role.S_WORKER) and not is_needed
         return Stop() if may_end else HangUp(number)
 
     def _hello(self, number: int, peer: _Peer, hello: Hello) -> tuple[Instruction, ...]:
@@ -260,10 +284,10 @@ class RWorkerState:
             raise ProtocolError(f"it greeted as {peer.role.value}, and now as {hello.role.value}")
         if peer.session not in (0, hello.session):
             raise ProtocolError("it greeted in another session before")
-        if self._model_hash not in (None, hello.model_hash) and not peer.only_looks:
+        if self._serving.model_hash not in (None, hello.model_hash) and not peer.only_looks:
             raise ProtocolError(
                 f"the S-worker runs the model {hello.model_hash}, this R-worker is kept for "
-                f"{self._model_hash}",
+                f"{self._serving.model_hash}",
                 code="model_mismatch",
             )
         kv = hello.kv
@@ -271,15 +295,18 @@ class RWorkerState:
             layout = BlockLayout(kv.num_kv_heads, kv.head_dim, kv.dtype.value, kv.block_size)
         except ValueError as error:
             raise ConfigError(f"the KV cache asked for can't be laid out: {error}") from None
-        cache = self._caches.open(number, hello, layout)
+        resumed = self._caches.resume(number, hello) if hello.resumes else None
+        cache = self._caches.open(number, hello, layout) if resumed is None else resumed[0]
         peer.role = hello.role
         peer.session = hello.session
         self.is_deserted = self.is_deserted and not peer.has_job
         num_blocks = cache.books.store.num_blocks
-        return (
-            Prepare(cache.holder, layout, num_blocks, hello.attention, hello.activation_dtype),
-            Send(number, Welcome(self.name, num_blocks, kv.block_size, self._num_threads)),
-        )
+        mine = (self.name, num_blocks, kv.block_size, self._num_threads)
+        told = Send(number, Welcome(*mine, has_tier=self._has_tier))
+        if resumed is not None:
+            return (Unlink(cache.holder, resumed[2]), told, *_fence(self.name, number, resumed[1]))
+        specs = (hello.attention, hello.activation_dtype)
+        return Prepare(cache.holder, layout, num_blocks, *specs), told
 
     def _take_over(self, number: int, peer: _Peer, message: TakeOver) -> tuple[Instruction, ...]:
         """Whoever had the cache before has none any more: it is hung up on."""
@@ -287,8 +314,11 @@ class RWorkerState:
             raise ProtocolError("the first message must be Hello")
         wanted = wanted_of(message)
         cache, before = self._caches.take_over(number, message.holder, message.session)
-        told = Send(number, TakenOver(take_over(cache.books, wanted)))
-        return (told,) if before in (number, NOBODY) else (told, HangUp(before))
+        num_tokens, changes = take_over(cache.books, wanted)
+        told: list[Instruction] = [Send(number, TakenOver(num_tokens))]
+        told += [Follow(cache.holder, change) for change in changes if cache.is_replicated]
+        told += [HangUp(before)] if before not in (number, NOBODY) else []
+        return tuple(told)
 
     def _drop(self, number: int, peer: _Peer, message: DropCache) -> tuple[Instruction, ...]:
         """Whoever else used the cache is hung up on."""
@@ -303,32 +333,28 @@ class RWorkerState:
             return Drop(found.holder), told
         return Drop(found.holder), HangUp(found.owner), told
 
-    @staticmethod
-    def _begin_step(cache: Cache, begin: BeginStep) -> tuple[Instruction, ...]:
-        appended = cache.books.begin_step(begin)
-        cache.plans[begin.lane] = _plan(begin, appended, cache.books.store)
-        return _copies(cache, appended)
 
-    def _attend(self, number: int, attend: Attend) -> tuple[Instruction, ...]:
-        cache = self._cache(number, attend)
-        was_last = cache.books.attend(attend)
-        plan = cache.plans.pop(attend.lane) if was_last else cache.plans[attend.lane]
-        compute = Compute(number, cache.holder, plan, attend.layer, attend.q, attend.k, attend.v)
-        if was_last and cache.is_replicated:
-            return compute, EndStep(cache.holder, attend.lane, attend.step)
-        return (compute,)
+def _about_chunk(
+    number: int, cache: Cache, message: StoreChunk | FetchChunk | ExpectTokens
+) -> tuple[Instruction, ...]:
+    """K and V come, are asked for, or are going to come."""
+    match message:
+        case StoreChunk():
+            slots = store_chunk(cache.books, message)
+            return (PlaceChunk(number, cache.holder, message, slots),)
+        case FetchChunk():
+            slots = fetch_chunk(cache.books, message)
+            return (ReadChunk(number, cache.holder, message, slots),)
+        case ExpectTokens():
+            return copies(cache, expect_tokens(cache.books, message))
 
-    @staticmethod
-    def _replicate(number: int, cache: Cache, message: Replicate) -> tuple[Instruction, ...]:
-        link_bytes = check_integer("link_bytes", message.link_bytes, 1, MOST_LINK_BYTES)
-        if message.keeper and not cache.books.hello.session:
-            raise ProtocolError("a cache of no session can't be replicated: nobody could go on")
-        serial = check_integer("link", message.link, 0, MAX_ID)
-        timeout_s = check_seconds("timeout_s", message.timeout_s)
-        cache.is_replicated = bool(message.keeper)
-        who = (message.keeper, message.guest)
-        link = Link(number, cache.holder, cache.books, *who, link_bytes, serial, timeout_s)
-        return (link,)
+
+def _fence(name: str, number: int, before: int) -> tuple[Instruction, ...]:
+    """Hang up on whoever had a cache that a peer has resumed."""
+    if before in (number, NOBODY):
+        return ()
+    reason = "another S-worker goes on with this session: there is to be one at a time"
+    return Send(before, Failed(name, SESSION_RESUMED, reason)), HangUp(before)
 
 
 def _check_speaker(peer: _Peer, message: ToRWorker) -> None:
@@ -358,32 +384,6 @@ def _answered(
 ) -> tuple[Instruction, ...]:
     told = Send(to, answer)
     return (told, *_followed(cache, change)) if isinstance(answer, Accepted) else (told,)
-
-
-def _copies(cache: Cache, appended: Appended) -> tuple[Instruction, ...]:
-    """What has to be copied before anything is written."""
-    if not appended.copy_sources.size:
-        return ()
-    return (CopyBlocks(cache.holder, appended.copy_sources, appended.copy_targets),)
-
-
-def _plan(begin: BeginStep, appended: Appended, store: KVStore) -> StepPlan:
-    """What every layer of a step has in common. Keeps nothing of the peer's arrays."""
-    with_queries = begin.num_queries > 0
-    num_queries = begin.num_queries[with_queries]
-    query_ends = begin.num_past + begin.num_new
-    if begin.num_beyond is not None:
-        query_ends += begin.num_beyond
-    return StepPlan(
-        step=begin.step,
-        lane=begin.lane,
-        slots=appended.slots,
-        block_tables=store.block_tables(begin.sequence_ids[with_queries]),
-        query_starts=np.concatenate(([0], np.cumsum(num_queries))).astype(np.int32),
-        query_positions=query_ends[with_queries] - num_queries,
-        context_lens=begin.num_visible[with_queries],
-        want_lse=begin.want_lse,
-    )
 
 
 def _unknown(message: NoReturn) -> ProtocolError:

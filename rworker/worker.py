@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -17,7 +17,9 @@ from fastdecode.core.host.facts import this_host
 from fastdecode.wire.arrays import Array
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.kv.chunks import ChunkStored, FetchedChunk
+from fastdecode.wire.kv.handing import Pulled
 from fastdecode.wire.kv.replicating import ReplicationNews, Unprotected
+from fastdecode.wire.kv.tiers import Stocked
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
     AttendResult,
@@ -28,25 +30,35 @@ from fastdecode.wire.messages import (
     ToRWorker,
 )
 from fastdecode.wire.transport import CLOSED, TIMEOUT, Hub, PeerLostError
+from rworker.absence import Absence
 from rworker.attention import AttentionExecutor
 from rworker.instructions import (
+    BeginPull,
     Compute,
     CopyBlocks,
     Drop,
+    DropStored,
+    EndPull,
     EndStep,
     Follow,
     HangUp,
     Instruction,
     Link,
+    MoveBlocks,
+    OpenTier,
     PlaceChunk,
     Prepare,
     ReadChunk,
     Send,
     Stop,
     TellAboutHost,
+    Unlink,
 )
+from rworker.pulling.behind import Behind
 from rworker.state import RWorkerState
-from rworker.stream.links import Links, Neighbours, NoNeighbours, ThreadNeighbours
+from rworker.stream.links import Neighbours, NoNeighbours, ThreadNeighbours
+from rworker.tiers.disk import Disk
+from rworker.tiers.tiers import Tiers
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +78,12 @@ class Executor(Protocol):
 
     def drop(self, drop: Drop) -> None: ...
 
+    @property
+    def tiers(self) -> Tiers:
+        """Where kept blocks go beside the caches."""
+
+    def open_tier(self, wanted: OpenTier) -> Iterable[Stocked]: ...
+
 
 class Peer(Protocol):
     """Where answers go: a connection, as far as instructions need it."""
@@ -82,27 +100,27 @@ def serve(
     hub: Hub[FromRWorker, ToRWorker],
     state: RWorkerState,
     executor: Executor,
-    return_s: float | None = None,
+    absence: Absence | None = None,
     neighbours: Neighbours | None = None,
 ) -> None:
     """Serve the peers of a hub until the state says that all is done, or none
     is left; then close all connections.
 
-    A state that awaits the return of an S-worker is given ``return_s`` seconds
-    for it. Replicas are kept by R-workers that are reached through
-    ``neighbours``.
+    ``absence`` says for how long a state awaits the return of S-workers.
+    Replicas are kept by R-workers that are reached through ``neighbours``.
 
     Whatever goes wrong with one peer is logged, and told to that peer as
     ``Failed`` before its connection closes. The others go on.
     """
     logger.info("R-worker %s serves", state.name)
-    links = Links(executor, neighbours or NoNeighbours(), partial(_tell_news, hub))
+    behind = Behind(executor, neighbours or NoNeighbours(), partial(_tell, hub))
     try:
-        while serve_next(hub, state, executor, return_s, links):
+        while serve_next(hub, state, executor, absence, behind):
             pass
         logger.info("R-worker %s has stopped", state.name)
     finally:
-        links.close()
+        behind.close()
+        executor.tiers.close_all()
         for connection in hub.connections:
             connection.close()
 
@@ -111,42 +129,66 @@ def serve_next(
     hub: Hub[FromRWorker, ToRWorker],
     state: RWorkerState,
     executor: Executor,
-    return_s: float | None,
-    links: Links | None = None,
+    absence: Absence | None,
+    behind: Behind | None = None,
 ) -> bool:
-    """Deal with what comes next; ``links``: to neighbours, if there may be any.
-    False: leave the loop."""
-    if links is not None and links.is_late:
-        links.work()
-    link_wait_s = None if links is None else links.wait_s
-    away_s = return_s if state.is_deserted else None
+    """Deal with what comes next; ``absence``: for how long those that are lost
+    are waited for, None: for ever; ``behind``: what is done behind compute, if
+    there may be anything. False: leave the loop."""
+    if behind is not None and behind.is_late:
+        behind.work()
+    if absence is not None and (over := absence.end(state)):
+        return obey(over, hub.connections, state, executor, behind)
+    if not tell_moved(hub.connections, state, executor, behind):
+        return False
+    link_wait_s = None if behind is None else behind.wait_s
+    away_s = None if absence is None else absence.wait_s(state)
+    waits_s = [each for each in (link_wait_s, executor.tiers.wait_s, away_s) if each is not None]
     try:
-        peer, message = hub.receive_any(away_s if link_wait_s is None else link_wait_s)
+        peer, message = hub.receive_any(min(waits_s, default=None))
     except PeerLostError as error:
         if error.code == CLOSED:
             logger.info("R-worker %s goes on without a peer: %s", state.name, error)
         else:
-            _tell(hub.connections[error.index], last_words(state.name, error))
+            _tell(hub, error.index, last_words(state.name, error))
         return obey(
             (HangUp(error.index, may_return=error.code == CLOSED),),
             hub.connections,
             state,
             executor,
-            links,
+            behind,
         )
     except WorkerError as error:
-        if error.code == TIMEOUT and links is not None and link_wait_s is not None:
-            links.work()
+        if error.code == TIMEOUT and waits_s:
+            if behind is not None and link_wait_s is not None:
+                behind.work()
             return True
         logger.info("R-worker %s stops: %s", state.name, error)
         return False
+    if absence is not None:
+        absence.look(state)
     try:
-        return obey(state.handle(peer, message), hub.connections, state, executor, links)
+        return obey(state.handle(peer, message), hub.connections, state, executor, behind)
     except Exception as error:
         if isinstance(error, WorkerError) and error.code == CLOSED:
             return True  # a peer that was to be told something is gone: the hub says so next
-        _tell(hub.connections[peer], last_words(state.name, error))
-        return obey((HangUp(peer),), hub.connections, state, executor, links)
+        _tell(hub, peer, last_words(state.name, error))
+        return obey((HangUp(peer),), hub.connections, state, executor, behind)
+
+
+def tell_moved(
+    peers: Sequence[Peer], state: RWorkerState, executor: Executor, behind: Behind | None = None
+) -> bool:
+    """Tell who asked for it what has moved to a lower tier, or from there, and
+    how far. False: leave the loop."""
+    for news in executor.tiers.take_news():
+        try:
+            if not obey(state.moved(news), peers, state, executor, behind):
+                return False
+        except WorkerError as error:
+            if error.code != CLOSED:
+                raise
+    return True
 
 
 def obey(
@@ -154,14 +196,15 @@ def obey(
     peers: Sequence[Peer],
     state: RWorkerState,
     executor: Executor,
-    links: Links | None = None,
+    behind: Behind | None = None,
 ) -> bool:
-    """Carry out instructions in order. False: leave the loop. ``links``: to
-    neighbours; None: of a worker that can't reach any."""
+    """Carry out instructions in order. False: leave the loop. ``behind``:
+    what is done behind compute; None: of a worker that can't reach others."""
     for instruction in instructions:
         match instruction:
             case Compute():
-                peers[instruction.to].send(executor.compute(instruction))
+                if not _compute(instruction, peers, state, executor, behind):
+                    return False
             case Send(to, message):
                 _answer(state.name, peers[to], message)
             case TellAboutHost(to, num_threads, kv_bytes, model_hash):
@@ -177,24 +220,63 @@ def obey(
             case CopyBlocks():
                 executor.copy_blocks(instruction)
             case Prepare():
-                if links is not None:
-                    links.drop(instruction.holder)
+                if behind is not None:
+                    behind.drop(instruction.holder)
                 executor.prepare(instruction)
-            case Link() | Follow() | EndStep():
-                _obey_link(instruction, peers, links)
-            case Drop():
-                if links is not None:
-                    links.drop(instruction.holder)
-                executor.drop(instruction)
+            case Link() | Follow() | EndStep() | BeginPull() | EndPull():
+                _obey_link(instruction, peers, behind)
+            case OpenTier() | MoveBlocks() | DropStored():
+                _obey_tier(instruction, peers, executor)
+            case Unlink() | Drop():
+                if behind is not None:
+                    behind.drop(instruction.holder)
+                _let_go(instruction, executor)
             case HangUp(peer, may_return):
                 peers[peer].close()
-                if not obey(state.lost(peer, may_return=may_return), peers, state, executor, links):
+                gone = state.lost(peer, may_return=may_return)
+                if not obey(gone, peers, state, executor, behind):
                     return False
             case Stop():
                 return False
             case _:
                 assert_never(instruction)
     return True
+
+
+def _compute(
+    compute: Compute,
+    peers: Sequence[Peer],
+    state: RWorkerState,
+    executor: Executor,
+    behind: Behind | None,
+) -> bool:
+    """Answer with a layer. What has failed of the blocks that it read is told
+    before. False: leave the loop."""
+    result = executor.compute(compute)
+    if compute.plan.coming and not tell_moved(peers, state, executor, behind):
+        return False
+    peers[compute.to].send(result)
+    return True
+
+
+def _obey_tier(
+    instruction: OpenTier | MoveBlocks | DropStored, peers: Sequence[Peer], executor: Executor
+) -> None:
+    match instruction:
+        case OpenTier():
+            for page in executor.open_tier(instruction):
+                peers[instruction.to].send(page)
+        case MoveBlocks():
+            executor.tiers.begin(instruction)
+        case DropStored():
+            executor.tiers.drop(instruction)
+
+
+def _let_go(instruction: Unlink | Drop, executor: Executor) -> None:
+    if isinstance(instruction, Drop):
+        executor.drop(instruction)
+    elif instruction.ends_moves:
+        executor.tiers.close(instruction.holder)
 
 
 def _answer(name: str, peer: Peer, message: FromRWorker) -> None:
@@ -204,14 +286,19 @@ def _answer(name: str, peer: Peer, message: FromRWorker) -> None:
 
 
 def _obey_link(
-    instruction: Link | Follow | EndStep, peers: Sequence[Peer], links: Links | None
+    instruction: Link | Follow | EndStep | BeginPull | EndPull,
+    peers: Sequence[Peer],
+    behind: Behind | None,
 ) -> None:
-    if links is not None:
-        links.obey(instruction)
-    elif isinstance(instruction, Link):
-        reason = "this R-worker can't reach others"
-        news = Unprotected(instruction.holder, reason, instruction.number)
-        peers[instruction.to].send(news)
+    if behind is not None:
+        behind.obey(instruction)
+        return
+    reason = "this R-worker can't reach others"
+    if isinstance(instruction, Link):
+        peers[instruction.to].send(Unprotected(instruction.holder, reason, instruction.number))
+    elif isinstance(instruction, BeginPull):
+        sequence = instruction.message.sequence_id
+        peers[instruction.to].send(Pulled(instruction.holder, sequence, 0, 0.0, reason))
 
 
 def last_words(name: str, error: Exception) -> Failed:
@@ -223,15 +310,14 @@ def last_words(name: str, error: Exception) -> Failed:
     return Failed(name, "worker_failed", f"{type(error).__name__}: {error}")
 
 
-def _tell(peer: Peer, message: Failed | ReplicationNews) -> None:
+def _tell(
+    hub: Hub[FromRWorker, ToRWorker], index: int, message: Failed | ReplicationNews | Pulled
+) -> None:
+    peer = hub.connections[index]
     try:
         peer.send(message)
     except WorkerError:
         logger.info("%s is gone, and can't be told", peer.peer)
-
-
-def _tell_news(hub: Hub[FromRWorker, ToRWorker], peer: int, news: ReplicationNews) -> None:
-    _tell(hub.connections[peer], news)
 
 
 @dataclass(frozen=True)
@@ -275,6 +361,7 @@ def start_worker_thread(
     clock: Clock = time.perf_counter,
     executor: Executor | None = None,
     neighbours: ThreadNeighbours | None = None,
+    disk: Disk | None = None,
 ) -> WorkerThread:
     """Start an R-worker as a daemon thread of this process.
 
@@ -288,12 +375,15 @@ def start_worker_thread(
         executor: in place of ``AttentionExecutor``, for tests.
         neighbours: the other threads, which it joins; None: it keeps no
             replicas.
+        disk: where kept blocks may go; None: nowhere.
 
     Raises:
         ConfigError: an option is out of range.
     """
-    state = RWorkerState(name, kv_bytes=kv_bytes, num_threads=num_threads)
-    runner = executor or AttentionExecutor(num_threads=num_threads, clock=clock)
+    state = RWorkerState(
+        name, kv_bytes=kv_bytes, num_threads=num_threads, has_tier=disk is not None
+    )
+    runner = executor or AttentionExecutor(num_threads=num_threads, clock=clock, tiers=Tiers(disk))
     peers: InprocHub[FromRWorker, ToRWorker] = InprocHub()
     here, _ = connect(
         InprocHub() if hub is None else hub, "the S-worker", peers, f"R-worker {name}"

@@ -8,9 +8,10 @@ so that no copy waits for compute.
     copy in                                         | o of A | ── event ─┘
 
 A layer's q, k and v are packed on the device as they are sent, holder by
-holder, only what each is sent; one copy takes them to the host. The host waits
-for the device in one place: before it sends them (``Staged.wait``). What
-arrives of o goes to the device in one copy, once it is all there.
+holder, only what each is sent; one copy takes them to the host, to where they
+are sent from. The host waits for the device in one place: before it sends them
+(``Staged.wait``). What arrives of o goes to the device once it is all there: a
+long answer from where it was received, the others in one copy, side by side.
 
 On a CPU nothing is copied, every wait is over at once, and ``Staging`` is what
 remains.
@@ -34,10 +35,15 @@ from torch import Tensor
 
 from fastdecode.wire.messages import Activations
 from sworker.device import Event, Gpu, gpu_of
+from sworker.room import Room
 
 LENT_LAYERS = 5
 """Layers of a lane whose q, k and v may be on loan at a time: R-workers that
 only store them may owe the answers of all but the one that is being written."""
+
+DIRECT_BYTES = 128 << 10
+"""Of an answer that goes to the device by itself: to copy fewer on the host
+takes no longer than a call of the driver."""
 
 Shipment: TypeAlias = tuple[Activations, Activations, Activations]
 """q [n, Hq, D], k and v [m, Hkv, D] for one holder."""
@@ -97,7 +103,7 @@ class Staging:
     """Whether what arrives is where it belongs."""
 
     def __init__(self) -> None:
-        self._o = _Room(_on_host)
+        self._o = Room(_on_host)
         self._shares: Sequence[Share] = ()
 
     def begin_step(self, shares: Sequence[Share]) -> None:
@@ -108,7 +114,7 @@ class Staging:
         """Start copying q [T, Hq, D], k and v [T, Hkv, D] to the host; never
         waits. The shipments hold for ``LENT_LAYERS`` calls; on a CPU they are
         the tensors' own memory."""
-        return Staged(self.shipments(*(_as_array(x.contiguous()) for x in (q, k, v))), None)
+        return Staged(self.shipments(*(as_array(x.contiguous()) for x in (q, k, v))), None)
 
     def shipments(self, q: Activations, k: Activations, v: Activations) -> list[Shipment]:
         """Each share of a layer's rows."""
@@ -148,20 +154,24 @@ class GpuStaging(Staging):
         slot_bytes: most that a layer's q, k and v take: memory for all of them
             is taken once, since taking it stops the device. It grows if more is
             sent after all.
+        direct_bytes: see ``DIRECT_BYTES``.
     """
 
     is_home = False
 
-    def __init__(self, gpu: Gpu, slot_bytes: int = 0) -> None:
+    def __init__(self, gpu: Gpu, slot_bytes: int = 0, direct_bytes: int = DIRECT_BYTES) -> None:
         super().__init__()
         self._gpu = gpu
-        self._slots = [_Room(gpu.pinned, slot_bytes) for _ in range(LENT_LAYERS)]
-        self._landing = _Room(gpu.pinned, slot_bytes)
-        self._packed, self._o = _Room(gpu.room, slot_bytes), _Room(gpu.room)
+        self._slots = [Room(gpu.pinned, slot_bytes) for _ in range(LENT_LAYERS)]
+        self._landing = Room(gpu.pinned, slot_bytes)
+        self._packed, self._o = Room(gpu.room, slot_bytes), Room(gpu.room)
         self._next = 0
         self._out_stream, self._in_stream = gpu.new_stream(), gpu.new_stream()
         self._copied: Event | None = None
-        self._has_arrived = False
+        self._direct_bytes = direct_bytes
+        self._landed: list[slice] = []  # rows of the layer that came by way of the host
+        self._direct: list[tuple[slice, Activations]] = []  # and those that didn't
+        self._kept: list[tuple[slice, Activations]] = []  # of the last layer that was joined
         self._step = _PackedStep((), gpu.upload)
 
     @property
@@ -171,7 +181,7 @@ class GpuStaging(Staging):
 
     def begin_step(self, shares: Sequence[Share]) -> None:
         self._step = _PackedStep(shares, self._gpu.upload)
-        self._has_arrived = False
+        self._direct, self._landed = [], []
 
     def send(self, q: Tensor, k: Tensor, v: Tensor) -> Staged:
         step, gpu = self._step, self._gpu
@@ -198,17 +208,27 @@ class GpuStaging(Staging):
         return o
 
     def receive(self, array: Activations, o: Tensor, rows: slice) -> None:
+        if array.nbytes >= self._direct_bytes and self._gpu.reads(array):
+            self._direct.append((rows, array))
+            return
         np.copyto(self._step.landing[rows], array)  # with no thread but this one
-        self._has_arrived = True
+        self._landed.append(rows)
 
     def join(self) -> None:
-        if not self._has_arrived:
+        if not self._direct and not self._landed:
             return
-        self._has_arrived = False
+        landed = self._landed if self._direct else None
         with self._gpu.on(self._in_stream):
-            for o, landing in self._step.arriving:
+            for o, landing in self._step.arriving(landed):
                 o.copy_(landing, non_blocking=True)
+            for rows, array in self._direct:
+                o = self._step.o[rows]
+                o.copy_(as_tensor(array, o.dtype), non_blocking=True)
         self._gpu.current_stream().wait_stream(self._in_stream)
+        # The layer before was computed, which came behind its copies: else none
+        # of these answers would be here. So what it had is nobody's any more.
+        self._kept = self._direct
+        self._direct, self._landed = [], []
 
 
 class Fetched(_Copied):
@@ -235,7 +255,7 @@ class Fetch:
 
     def __init__(self, gpu: Gpu, num_bytes: int = 0) -> None:
         self._gpu = gpu
-        self._room = _Room(gpu.pinned, num_bytes)
+        self._room = Room(gpu.pinned, num_bytes)
 
     def __call__(self, x: Tensor) -> Fetched:
         """Never waits. The result holds until the next call."""
@@ -261,10 +281,11 @@ class _PackedStep:
         self._packed_from: tuple[Tensor, list[Tensor]] | None = None
         self._shipments: dict[int, list[Shipment]] = {}
         self._landed_at: tuple[Tensor, Tensor] | None = None
+        self.o = torch.empty(0)
+        """[T, Hq, D], on the device."""
         self.landing: Activations = np.zeros(0, np.float32)
         """What has arrived of o, [T, Hq, D], on the host."""
-        self.arriving: list[tuple[Tensor, Tensor]] = []
-        """Of o and of ``landing``, the stretches of answered rows."""
+        self._all_arriving: list[tuple[Tensor, Tensor]] = []
 
     def num_elements(self, q: Tensor, k: Tensor) -> int:
         """That are packed of such a q and such k and v."""
@@ -291,7 +312,7 @@ class _PackedStep:
     def shipments(self, packed: Tensor, q: Tensor, k: Tensor) -> list[Shipment]:
         """The shares of what was packed, on the host."""
         if packed.data_ptr() not in self._shipments:
-            self._shipments[packed.data_ptr()] = self._cut(_as_array(packed), q, k)
+            self._shipments[packed.data_ptr()] = self._cut(as_array(packed), q, k)
         return self._shipments[packed.data_ptr()]
 
     def land(self, landing: Tensor, o: Tensor) -> None:
@@ -300,7 +321,7 @@ class _PackedStep:
         if before is not None and before[0] is landing and before[1] is o:
             return
         self._landed_at = landing, o
-        self.landing = _as_array(landing)
+        self.o, self.landing = o, as_array(landing)
         stretches: list[slice] = []
         for share in self._shares:
             rows = share.answered
@@ -309,7 +330,15 @@ class _PackedStep:
             if stretches and stretches[-1].stop == rows.start:
                 rows = slice(stretches.pop().start, rows.stop)
             stretches.append(rows)
-        self.arriving = [(o[rows], landing[rows]) for rows in stretches]
+        self._all_arriving = [(o[rows], landing[rows]) for rows in stretches]
+
+    def arriving(self, landed: Sequence[slice] | None) -> list[tuple[Tensor, Tensor]]:
+        """Of o and of ``landing``, these rows; None: all that are answered, in
+        stretches."""
+        if landed is None or self._landed_at is None:
+            return self._all_arriving
+        landing, o = self._landed_at
+        return [(o[rows], landing[rows]) for rows in landed]
 
     def _cut(self, packed: Activations, q: Tensor, k: Tensor) -> list[Shipment]:
         first, shipments = 0, []
@@ -322,39 +351,6 @@ class _PackedStep:
                 first = end
             shipments.append((arrays[0], arrays[1], arrays[2]))
         return shipments
-
-
-class _Room:
-    """Memory that is lent out, again and again.
-
-    Args:
-        make: memory of so many bytes, uint8.
-        num_bytes: to begin with.
-    """
-
-    def __init__(self, make: Callable[[int], Tensor], num_bytes: int = 0) -> None:
-        self._make = make
-        self._memory = make(num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
-        self._taken: tuple[torch.Size, torch.dtype] | None = None
-        self._lent = self._memory
-
-    @property
-    def nbytes(self) -> int:
-        return self._memory.nbytes
-
-    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A tensor; it holds until the next call. Grows by half, so that growing ends."""
-        if (shape, dtype) == self._taken:
-            return self._lent
-        num_bytes = math.prod(shape) * dtype.itemsize
-        # An inference tensor may be written by whoever runs in inference mode
-        # and by nobody else: make it a plain one.
-        with torch.inference_mode(False):
-            if num_bytes > self._memory.nbytes:
-                self._memory = self._make(max(num_bytes, self._memory.nbytes * 3 // 2))
-            self._lent = self._memory[:num_bytes].view(dtype).view(shape)
-        self._taken = shape, dtype
-        return self._lent
 
 
 def _on_host(num_bytes: int) -> Tensor:
@@ -375,7 +371,7 @@ def as_tensor(array: Activations, dtype: torch.dtype) -> Tensor:
     return host if dtype == torch.float32 else host.view(dtype)
 
 
-def _as_array(x: Tensor) -> Activations:
+def as_array(x: Tensor) -> Activations:
     """A tensor on the host as an array, without a copy."""
     array: Activations = (x if x.dtype == torch.float32 else x.view(torch.uint16)).numpy()
     return array

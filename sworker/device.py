@@ -8,17 +8,20 @@ CPU and finds what nothing orders.
 from __future__ import annotations
 
 import contextlib
-import mmap
-import sys
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.errors import Given, WorkerError
+from fastdecode.wire.buffers import Pages, map_pages, pages_of
+
+log = logging.getLogger(__name__)
 
 _STAGED_BYTES = 64 << 10
 """Of memory that isn't pinned, CUDA takes so many to itself at once, without a
@@ -86,6 +89,11 @@ class Gpu(Protocol):
     def pinned(self, num_bytes: int) -> Tensor:
         """uint8 on the host, which the device copies from and to on its own."""
 
+    def reads(self, array: NDArray[Any]) -> bool:
+        """Whether the device copies from there on its own: it is pinned memory,
+        or messages' buffers, which then become that. Whoever has it copied
+        keeps the array until that is done."""
+
     def upload(self, host: Tensor) -> Tensor:
         """A copy of host memory on the device. Never waits, and the memory may
         be written again at once."""
@@ -107,17 +115,6 @@ class Gpu(Protocol):
         """
 
 
-class _Pinned(mmap.mmap):
-    """Memory that a driver was told of, until nothing looks into it any more:
-    a tensor's storage keeps it, and so does every view of the tensor."""
-
-    unpin: Callable[[], object] | None = None
-
-    def __del__(self) -> None:
-        if self.unpin is not None and not sys.is_finalizing():
-            self.unpin()
-
-
 class CudaGpu:
     """A CUDA device, by torch.
 
@@ -129,6 +126,7 @@ class CudaGpu:
         self._device = device
         self._given_cudart = cudart
         self._capturing: torch.cuda.Stream | None = None
+        self._pins_no_messages = False
 
     def new_stream(self) -> Stream:
         return torch.cuda.Stream(self._device)
@@ -146,19 +144,31 @@ class CudaGpu:
 
     def pinned(self, num_bytes: int) -> Tensor:
         # Not torch's: that rounds up to a power of two, and keeps what is given back.
-        mapping = _Pinned(-1, num_bytes)
-        memory = torch.frombuffer(mapping, dtype=torch.uint8)
-        cudart = self._given_cudart or torch.cuda.cudart()
-        error = int(cudart.cudaHostRegister(memory.data_ptr(), num_bytes, _PORTABLE))
-        if error:
+        view = map_pages(num_bytes)
+        assert isinstance(view.obj, Pages)
+        if error := self._pin(view.obj):
             raise WorkerError(
                 f"{num_bytes / 1e6:.0f} MB of the host's memory can't be pinned for {self._device} "
                 f"(CUDA error {error}): see ulimit -l, or lower ",
                 Given("max_step_tokens"),
                 code="no_pinned_memory",
             )
-        mapping.unpin = partial(cudart.cudaHostUnregister, memory.data_ptr())
-        return memory
+        return torch.frombuffer(view, dtype=torch.uint8)
+
+    def reads(self, array: NDArray[Any]) -> bool:
+        pages = pages_of(array)
+        if pages is None or self._pins_no_messages:
+            return False
+        if pages.unpin is None and (error := self._pin(pages)):
+            self._pins_no_messages = True
+            log.warning(
+                "what R-workers send can't be pinned for %s (CUDA error %d): it is copied on "
+                "the host instead; see ulimit -l",
+                self._device,
+                error,
+            )
+            return False
+        return True
 
     def upload(self, host: Tensor) -> Tensor:
         if host.nbytes <= _STAGED_BYTES:
@@ -188,6 +198,15 @@ class CudaGpu:
                 raise
         current.wait_stream(self._capturing)
         return graph  # type: ignore[no-any-return]
+
+    def _pin(self, pages: Pages) -> int:
+        """Tell the driver of this memory, until nothing looks into it any more.
+        Returns CUDA's error, or 0."""
+        cudart = self._given_cudart or torch.cuda.cudart()
+        error = int(cudart.cudaHostRegister(pages.address, pages.num_bytes, _PORTABLE))
+        if not error:
+            pages.unpin = partial(cudart.cudaHostUnregister, pages.address)
+        return error
 
     def _give_up(self, graph: Any, pool: object) -> None:
         """End a capture that failed. torch's allocator would go on believing in

@@ -171,22 +171,24 @@ class StepGraphs:
     def buffers(self, lane: int) -> LaneBuffers:
         """A lane's memory, the same at every call."""
         if lane not in self._lanes:
-            dtype = self.model.embed_tokens.weight.dtype
             with torch.inference_mode(False):
                 num_rows = self.buckets.of(self.buckets.max_rows)
                 self._lanes[lane] = LaneBuffers.allocate(
                     self.model.spec,
                     num_rows,
-                    dtype,
+                    self.model.dtype,
                     self.device,
                     num_qkv=LENT_LAYERS if self._gpu is None else 1,
                 )
         return self._lanes[lane]
 
-    def fill(self, lane: int, rows: Tensor, feed: Feed | None = None) -> int:
+    def fill(
+        self, lane: int, rows: Tensor, feed: Feed | None = None, x: Tensor | None = None
+    ) -> int:
         """Put a step's token ids and positions, int64 [2, T], on the host, into
         the lane's memory, and zeros up to its bucket, which is returned.
-        ``feed``: token ids that the host doesn't know."""
+        ``feed``: token ids that the host doesn't know. ``x``: what the stage
+        before has come to, [T, hidden], on the host, in place of token ids."""
         buffers, num_rows = self.buffers(lane), rows.shape[1]
         bucket = self.buckets.of(num_rows)
         on_device = self._upload(rows)
@@ -195,6 +197,9 @@ class StepGraphs:
             buffer[num_rows:bucket].zero_()
         if feed is not None:
             feed.put_into(buffers.token_ids[:num_rows], self._upload)
+        if x is not None:
+            buffers.x[:num_rows].copy_(self._upload(x))
+            buffers.x[num_rows:bucket].zero_()
         return bucket
 
     def _upload(self, host: Tensor) -> Tensor:
@@ -262,7 +267,8 @@ class StepGraphs:
         x, positions, layers = lane.x[rows], lane.positions[rows], self.model.layers
         added = None
         if unit == 0:
-            y = self.model.embed(lane.token_ids[rows], positions)
+            has_tokens = self.model.with_embedding
+            y = self.model.embed(lane.token_ids[rows], positions) if has_tokens else x
         else:
             y, added = layers[unit - 1].post_attention_apart(x, lane.o[rows])
         if unit < len(layers):

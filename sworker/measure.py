@@ -21,7 +21,7 @@ from fastdecode.core.measurement import Point, Timing
 from fastdecode.core.sequence import SamplingParams
 from sworker.model.skeleton import forward
 from sworker.prefill import local_causal_attention
-from sworker.sampler import SamplingState
+from sworker.sampling.sampler import SamplingState
 from sworker.worker import SWorker
 
 WARM_UP = 2

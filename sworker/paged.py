@@ -330,8 +330,7 @@ def gathered_decode(
         # anything, NaN included: what isn't seen is read from the query's own
         # slot.
         seen = torch.where(hidden, ends - 1, places)  # [n, c]
-        blocks = tables[rows].gather(1, (seen // block_size).long()).long()
-        slots = blocks * block_size + seen % block_size
+        slots = _slots_of(tables[rows], seen, block_size)
         k, v = (x[slots].transpose(1, 2) for x in (keys, values))  # [n, Hkv, c, D]
         if scales is not None:
             k_scales, v_scales = (x[slots].transpose(1, 2)[..., None] for x in scales)
@@ -339,6 +338,12 @@ def gathered_decode(
         queries = q[rows].view(-1, Hkv, G, D)
         o = _attend_group(queries, k, v, hidden, places - (ends - 1), spec, slopes)
         out[rows] = o.reshape(-1, Hkv * G, D).to(out.dtype)
+
+
+def _slots_of(tables: Tensor, places: Tensor, block_size: int) -> Tensor:
+    """Where tokens are. tables int32 [n, W], places [n, c] → int64 [n, c]."""
+    blocks = tables.gather(1, (places // block_size).long()).long()
+    return blocks * block_size + places % block_size
 
 
 def _attend_group(

@@ -24,7 +24,7 @@ from sworker.device import Gpu, Mark, gpu_of
 from sworker.feed import Feed
 from sworker.graphs import StepGraphs
 from sworker.model.skeleton import Model
-from sworker.sampler import Drawing, SampledToken, SamplingState, draw
+from sworker.sampling.sampler import Drawing, SampledToken, SamplingState, draw
 
 _DRAWN_BYTES = 64 << 10
 """Of what is drawn for a lane, to begin with: 2,700 tokens, fewer with
@@ -62,6 +62,7 @@ class SWorker:
         self.device = device
         self.graphs = graphs
         self._fetches: dict[int, Callable[[Tensor], Fetched]] = {}  # by lane
+        self._outputs: dict[int, Fetch] = {}  # by lane
         for lane in range(num_lanes):
             self._fetch(lane)
 
@@ -80,11 +81,19 @@ class SWorker:
         know. At most one step of a lane is under way."""
         return self.begin_rows(torch.from_numpy(np.stack((token_ids, positions))), lane, feed)
 
-    def begin_rows(self, rows: Tensor, lane: int, feed: Feed | None = None) -> Pass:
-        """``begin``; rows: token ids and positions, int64 [2, T], on the host."""
+    def go_on(self, x: Tensor, positions: NDArray[np.int64], lane: int = 0) -> Pass:
+        """``begin`` where the stage before has ended: x [T, hidden], its last
+        layer's output, on the host; positions [T]."""
+        return self.begin_rows(without_tokens(positions), lane, x=x)
+
+    def begin_rows(
+        self, rows: Tensor, lane: int, feed: Feed | None = None, x: Tensor | None = None
+    ) -> Pass:
+        """``begin``, or ``go_on`` with x; rows: token ids, which x takes the
+        place of, and positions, int64 [2, T], on the host."""
         if self.graphs is not None and rows.shape[1] <= self.graphs.buckets.max_rows:
-            return PaddedPass(self, self.graphs, lane, rows, feed)
-        return Pass(self, rows, feed)
+            return PaddedPass(self, self.graphs, lane, rows, feed, x)
+        return Pass(self, rows, feed, x)
 
     def upload(self, host: Tensor) -> Tensor:
         """A copy on the device; see ``to_device``."""
@@ -107,14 +116,38 @@ class SWorker:
         """What was drawn, one token a row; waits until it is here."""
         return drawing.result()
 
+    def check(self) -> None:
+        """See that what was computed until now means something, once it has come
+        to the host.
+
+        Raises:
+            WorkerError: an S-worker that this one acts as one with is lost.
+        """
+
     def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
         """``draw``, and wait."""
         return self.drawn(self.draw(logits, states)) if states else []
+
+    def to_host(self, x: Tensor, lane: int) -> Fetched:
+        """A lane's x on its way to the host; it holds until the next one of
+        the lane. On a CPU x itself."""
+        if self.gpu is None:
+            return Fetched(x)
+        if lane not in self._outputs:
+            self._outputs[lane] = Fetch(self.gpu)
+        return self._outputs[lane](x)
 
     def _fetch(self, lane: int) -> Callable[[Tensor], Fetched]:
         if lane not in self._fetches:
             self._fetches[lane] = Fetched if self.gpu is None else Fetch(self.gpu, _DRAWN_BYTES)
         return self._fetches[lane]
+
+
+def without_tokens(positions: NDArray[np.int64]) -> Tensor:
+    """A step's rows (``SWorker.begin_rows``) where x takes the tokens' place."""
+    rows = torch.zeros((2, len(positions)), dtype=torch.int64)
+    rows[1] = torch.from_numpy(positions)
+    return rows
 
 
 class Pass:
@@ -128,22 +161,24 @@ class Pass:
     """Where ``advance`` likes best to find o [T, Hq, D]; the same in every layer."""
 
     @torch.inference_mode()
-    def __init__(self, worker: SWorker, rows: Tensor, feed: Feed | None = None) -> None:
+    def __init__(
+        self, worker: SWorker, rows: Tensor, feed: Feed | None = None, x: Tensor | None = None
+    ) -> None:
         """rows: token ids and positions, int64 [2, T], on the host; ``feed``:
-        token ids that the host doesn't know."""
+        token ids that the host doesn't know; ``x``: see ``SWorker.go_on``."""
         self._model = worker.model
         self._upload = worker.upload
         self._timer = DeviceTimer(worker.gpu)
         self._layers_timer = DeviceTimer(worker.gpu, every=TIMED_LAYERS)
         self.layer = 0
         with self._timer:
-            self._begin(rows, feed)
+            self._begin(rows, feed, x)
 
     @torch.inference_mode()
     def advance(self, o: Tensor) -> bool:
         """Go on with the attention's output o [T, Hq, D]. True: the next
         layer's q, k, v are there; False: that was the last layer, and
-        ``logits`` may be asked for."""
+        ``logits`` may be asked for, or ``output``."""
         is_last = self.layer + 1 == len(self._model.layers)
         self.layer += not is_last
         with self._layers_timer:
@@ -156,16 +191,30 @@ class Pass:
         with self._timer:
             return self._model.logits(self._x[self._upload(torch.from_numpy(rows))])
 
+    @property
+    def output(self) -> Tensor:
+        """The last layer's [T, hidden], on the device: for the stage behind."""
+        return self._x
+
+    @torch.inference_mode()
+    def come_home(self, x: Tensor) -> None:
+        """x [R, hidden], on the host: what the stages behind have made of some
+        rows of ``output``. ``logits`` goes by these rows from now on."""
+        self._x = self._upload(x)
+
     def device_s(self) -> float:
         """Seconds that a GPU has computed for this step, as far as it has come;
         0 on a CPU, where the caller's clock tells."""
         return self._timer.seconds() + self._layers_timer.seconds()
 
-    def _begin(self, rows: Tensor, feed: Feed | None) -> None:
+    def _begin(self, rows: Tensor, feed: Feed | None, x: Tensor | None) -> None:
         token_ids, self._positions = self._upload(rows)
         if feed is not None:
             feed.put_into(token_ids, self._upload)
-        self._x = self._model.embed(token_ids, self._positions)  # [T, hidden]
+        if x is None:
+            self._x = self._model.embed(token_ids, self._positions)  # [T, hidden]
+        else:
+            self._x = self._upload(x)
         self.q, self.k, self.v = self._model.layers[0].pre_attention(self._x, self._positions)
 
     def _advance(self, o: Tensor, is_last: bool) -> None:
@@ -190,16 +239,17 @@ class PaddedPass(Pass):
         lane: int,
         rows: Tensor,
         feed: Feed | None = None,
+        x: Tensor | None = None,
     ) -> None:
         self._graphs, self._lane = graphs, lane
         self._buffers = graphs.buffers(lane)
         mine = slice(rows.shape[1])
         self._x, self.place = self._buffers.x[mine], self._buffers.o[mine]
         self._qkv = [tuple(x[mine] for x in qkv) for qkv in self._buffers.qkv]
-        super().__init__(worker, rows, feed)
+        super().__init__(worker, rows, feed, x)
 
-    def _begin(self, rows: Tensor, feed: Feed | None) -> None:
-        self._bucket = self._graphs.fill(self._lane, rows, feed)
+    def _begin(self, rows: Tensor, feed: Feed | None, x: Tensor | None) -> None:
+        self._bucket = self._graphs.fill(self._lane, rows, feed, x)
         self._run(0)
 
     def _advance(self, o: Tensor, is_last: bool) -> None:

@@ -14,19 +14,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdecode.core.delta import Delta, Listener, OutputFold
 from fastdecode.core.dtype import DType
-from fastdecode.core.holders import Holder
+from fastdecode.core.holders import Holder, HolderId, HolderKind
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.sequence import Request, SamplingParams
 from fastdecode.core.spec import KVSpec
 from fastdecode.engine.engine import Engine
+from fastdecode.engine.executor import Watch
 from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.workers import Reached, reach_threads
-from fastdecode.engine.step.local import reach_device
+from fastdecode.engine.step.local import LocalConnection, reach_device
+from fastdecode.engine.step.mixed import MixedAttention
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.prompts import HeldPrompts
 from fastdecode.engine.step.remote import Attention, AttentionPlan
+from fastdecode.schedule.hybrid.control import HybridOptions
+from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout
+from fastdecode.schedule.hybrid.rule import Margins
+from fastdecode.schedule.hybrid.told import Guess
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.modes import make_scheduler
+from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.codec import TextCodec
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello
 from sworker.device import Gpu
@@ -66,6 +74,9 @@ def _running(
     captures: bool = False,
     split_tokens: int | None = None,
     held_tokens: int = 0,
+    device_blocks: int = 0,
+    layout: Layout = Layout.SPLIT_1,
+    direct: bool = False,
 ) -> Iterator[Engine]:
     kv = KVSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, DType.FLOAT32, BLOCK_SIZE)
     is_local = kv_placement == "gpu"
@@ -74,9 +85,13 @@ def _running(
         if is_local
         else reach_threads(workers, kv_bytes=KV_BYTES, num_threads=1)
     )
-    fleet = Fleet(reached.hub, timeout_s=60.0)
+    beside = None
+    if device_blocks:  # KV on both sides
+        beside = LocalConnection(CPU, device_blocks * kv.block_bytes, gpu, kernels)
+    fleet = Fleet(reached.hub, timeout_s=60.0, device=beside)
     hello = Hello(PROTOCOL_VERSION, "late", kv, spec.attention, DType.FLOAT32)
-    blocks = tuple(welcome.num_blocks for welcome in fleet.greet(hello).values())
+    welcomes = greet(fleet, hello)
+    blocks = tuple(welcomes[holder].num_blocks for holder in sorted(welcomes))
     graphs = None
     if captures:
         graphs = StepGraphs(model, CPU, capture=True, num_lanes=lanes, max_rows=4, gpu=gpu)
@@ -92,24 +107,46 @@ def _running(
         if held_tokens:
             num_blocks = held_tokens // BLOCK_SIZE
             prompts = HeldPrompts(PagedKV(kv, spec.attention, num_blocks, CPU, kernels))
+        holders = (holder,) * workers
+        if beside is not None:
+            holders += (Holder(HolderKind.DEVICE, False, True, kv.token_bytes),)
         plan = AttentionPlan(
-            spec.attention, DType.FLOAT32, fleet, CPU, (holder,) * workers, gpu=gpu,
+            spec.attention, DType.FLOAT32, fleet, CPU, holders, gpu=gpu,
             slot_bytes=4096, prompts=prompts,
         )  # fmt: skip
         plan.prepare(lanes)
-        attention = plan
+        for lane in range(lanes if direct else 0):
+            staging: Any = plan.staging(lane)
+            staging._direct_bytes = 0
+        attention = plan if beside is None else MixedAttention(plan, beside, gpu)
     options = schedule_options(
-        "greedy", lanes, max_num_sequences=8, max_step_tokens=8 + 24, prefill_chunk=9,
-        split_tokens=split_tokens,
+        "greedy", 1 if device_blocks else lanes, max_num_sequences=8, max_step_tokens=8 + 24,
+        prefill_chunk=9, split_tokens=split_tokens,
     )  # fmt: skip
-    scheduler = make_scheduler(options, blocks, BLOCK_SIZE, opening_steps=0 if is_local else 1)
+    times = MeasuredTimes(min_observed=1)
+    scheduler = make_scheduler(
+        options, blocks, BLOCK_SIZE, times if device_blocks else None,
+        opening_steps=0 if is_local else 1,
+        hybrid=_sent_away(HolderId(workers), layout) if device_blocks else None,
+    )  # fmt: skip
+    watch = Watch(times=times, lanes=scheduler.hybrid) if device_blocks else None
     try:
         yield Engine(
-            s_worker, Pipeline(s_worker, attention, lanes), fleet, Lifecycle(scheduler),
-            TextCodec(None), (spec.vocab_size,),
+            s_worker, Pipeline(s_worker, attention, options.num_lanes), fleet, Lifecycle(scheduler),
+            TextCodec(None), (spec.vocab_size,), watch=watch,
         )  # fmt: skip
     finally:
         reached.close(fleet.lost, 30.0)
+
+
+def _sent_away(device: HolderId, layout: Layout) -> HybridOptions:
+    """Whoever finds no room on the device goes to R-workers."""
+
+    def rule(known: Known, now: Course, costs: Costs, margins: Margins) -> Course:
+        return Course(layout, len(known.waiting))
+
+    # However long asking takes: else the next time might be too soon.
+    return HybridOptions(device, Guess(1.0), rule=rule, clock=lambda: 0.0)
 
 
 def run(
@@ -138,7 +175,7 @@ def run(
             Listener(take, every_step=True),
         )
     for _ in range(3000):
-        if not engine.num_unfinished:
+        if not engine.requests:
             return [outputs[str(i)] for i in range(len(lengths))]
         engine.step()
     raise AssertionError("it doesn't get on")

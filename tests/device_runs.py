@@ -4,6 +4,7 @@ and layers, with R-workers that answer late."""
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from sworker.feed import Feed
 from sworker.graphs import StepGraphs
 from sworker.load.weights import random_model
 from sworker.model.skeleton import Model
-from sworker.sampler import Drawing, SamplingState
+from sworker.sampling.sampler import Drawing, SamplingState
 from sworker.worker import Pass, SWorker
 
 CPU = torch.device("cpu")
@@ -64,6 +65,8 @@ class LateFleet:
     num_queries: int = 0
     """Rows of q that were sent."""
     lost: dict[int, object] = field(default_factory=dict)
+    kept_by_gone: tuple[int, ...] = ()
+    unasked: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(of_tiers=()))
     _asked: dict[int, deque[Attend]] = field(default_factory=dict)
     _o: dict[tuple[object, ...], np.ndarray] = field(default_factory=dict)
     _wants_lse: dict[tuple[int, int], bool] = field(default_factory=dict)
@@ -88,8 +91,8 @@ class LateFleet:
             self._read(message, "what is sent")
             self._asked.setdefault(holder, deque()).append(message)
 
-    def receive(self, *, wait: bool = True) -> tuple[int, AttendResult] | None:
-        if not wait and not self.at_once and self._random.random() < 0.7:
+    def receive(self, *, most_s: float = math.inf) -> tuple[int, AttendResult] | None:
+        if most_s == 0.0 and not self.at_once and self._random.random() < 0.7:
             return None
         holder = self._random.choice([holder for holder, asked in self._asked.items() if asked])
         asked = self._asked[holder].popleft()
@@ -170,6 +173,8 @@ class Run:
     num_layers: int = NUM_LAYERS
     at_once: bool = False
     capture: bool = False
+    direct: bool = False
+    """Whether what R-workers answer goes to the device from where it is."""
     gpu: RecordedGpu = field(default_factory=RecordedGpu)
 
     def __post_init__(self) -> None:
@@ -239,9 +244,11 @@ class Run:
     def _record_landing(self, staging: Any) -> None:
         """The host writes what arrives beside torch."""
         receive = staging.receive
+        staging._direct_bytes = 0 if self.direct else 1 << 40
 
         def received(array: np.ndarray, o: torch.Tensor, rows: slice) -> None:
-            self.gpu.write(staging._step.landing[rows], "what arrives")
+            if not self.direct:
+                self.gpu.write(staging._step.landing[rows], "what arrives")
             receive(array, o, rows)
 
         staging.receive = received

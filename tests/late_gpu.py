@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -148,6 +149,12 @@ class LateGpu(TorchDispatchMode):
         memory = torch.full((num_bytes,), 255, dtype=torch.uint8)  # NaN, and no token
         self._host.append(memory)
         return memory
+
+    def reads(self, array: np.ndarray) -> bool:
+        """What a copy reads must be known to be the host's."""
+        memory = torch.from_numpy(array.view(np.uint8).reshape(-1))
+        self._host.append(memory)
+        return True
 
     def upload(self, host: Tensor) -> Tensor:
         staged = torch.from_numpy(host.numpy().copy())

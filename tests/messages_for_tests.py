@@ -20,9 +20,28 @@ from fastdecode.wire.kv.chunks import (
     FetchedChunk,
     StoreChunk,
 )
+from fastdecode.wire.kv.handing import (
+    Gone,
+    KVSource,
+    Offer,
+    OnOffer,
+    Pull,
+    Pulled,
+    ReadOffer,
+    ViewOffer,
+)
 from fastdecode.wire.kv.kept import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
 from fastdecode.wire.kv.replicating import Dropped, Replicate, Replicated, Unprotected
 from fastdecode.wire.kv.taking_over import DropCache, TakenOver, TakeOver, TruncateSequence
+from fastdecode.wire.kv.tiers import (
+    DropBlocks,
+    FetchBlocks,
+    Fetching,
+    Moved,
+    Stocked,
+    StoreBlocks,
+    UseTier,
+)
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -44,7 +63,22 @@ from fastdecode.wire.messages import (
     ToRWorker,
     Welcome,
 )
+from fastdecode.wire.stages import (
+    ColumnInterrupted,
+    ColumnLost,
+    ColumnTakenOver,
+    DropColumn,
+    FromStage,
+    StageAnswer,
+    StageDone,
+    StageHello,
+    StageMessage,
+    StagePass,
+    StageWelcome,
+)
 from rworker.stream.chunks import expectation
+
+_TICKET = "0123456789abcdef" * 2
 
 
 def same(one: Any, other: Any) -> bool:
@@ -73,6 +107,21 @@ def attend(
     q = np.arange(queries * 512, dtype=np.int64).reshape(queries, 8, 64) + step
     k = np.arange(num_tokens * 256, dtype=np.int64).reshape(num_tokens, 4, 64) + 7 * step
     return Attend(step, 0, step % 5, q.astype(dtype), k.astype(dtype), (k + 1).astype(dtype))
+
+
+def packed_attend(num_tokens: int, step: int, *, gap: int = 0) -> Attend:
+    """As ``attend``, its arrays one behind the other in one flat array, where
+    a device's copy has left them; ``gap``: elements between them."""
+    plain = attend(num_tokens, step=step)
+    arrays = (plain.q, plain.k, plain.v)
+    packed = np.zeros(sum(x.size for x in arrays) + 2 * gap, plain.q.dtype)
+    first, views = 0, []
+    for array in arrays:
+        view = packed[first : first + array.size].reshape(array.shape)
+        view[:] = array
+        views.append(view)
+        first += array.size + gap
+    return dataclasses.replace(plain, q=views[0], k=views[1], v=views[2])
 
 
 def answer(message: Attend, *, want_lse: bool = False) -> AttendResult:
@@ -114,8 +163,17 @@ def to_r_worker() -> list[ToRWorker]:
         Replicate("tcp://127.0.0.1:5555", "rank 3", 1 << 26, 4, 300.0),
         KeepBlocks(1, 2, np.arange(6).reshape(3, 2)),
         ResumeSequence(2, 100, 47, np.arange(6).reshape(3, 2)),
+        ResumeSequence(3, 200, 190, np.arange(6).reshape(3, 2), 64, 128),
         ForgetBlocks(np.arange(4).reshape(2, 2)),
         EndSequence(5, np.arange(2).reshape(1, 2)),
+        UseTier("0123456789abcdef" * 4),
+        StoreBlocks(1, np.arange(4).reshape(2, 2), np.array([64, 128], np.int32)),
+        FetchBlocks(2, np.arange(4).reshape(2, 2)),
+        DropBlocks(np.arange(4).reshape(2, 2)),
+        Offer(4, _TICKET, 2),
+        Pull(5, 0, 100, (KVSource("rank 3", 1, _TICKET, 0, 100, 2, 2),) * 2, 60.0, 1e9, 2),
+        ViewOffer(PROTOCOL_VERSION, _TICKET),
+        ReadOffer(_TICKET, ChunkForm.TOKENS, 0, 2, 1, 2, 32, 17),
         Inspect(),
         Shutdown(),
     ]
@@ -142,8 +200,36 @@ def from_r_worker() -> list[FromRWorker]:
         Replicated(2, 1, 77, 4),
         Unprotected(2, "nobody is there", 4),
         Dropped(2, 1),
+        Fetching(2, 7, 4, 32, 0.125),
+        Moved(2, 7, np.arange(2).reshape(1, 2), 1 << 20, 0.25),
+        Stocked(2, 9, np.arange(4).reshape(2, 2), np.array([64, 7], np.int32), True),
+        Pulled(2, 5, 1 << 20, 0.25, "r3 is gone"),
+        OnOffer("a hash", KVSpec(2, 4, 64, DType.BFLOAT16), 100),
+        Gone("nothing is offered"),
         FetchedChunk(np.arange(3000, dtype=np.int64).astype(np.uint8)),
         Failed("a worker", "internal_error", "it " * 3000),
+    ]
+
+
+def between_stages() -> list[StageMessage | FromStage]:
+    """One of each that stages of a pipeline say to each other."""
+    ids, counts, marks = np.arange(3), np.arange(3, dtype=np.int32), np.ones(3, np.uint8)
+    none = np.zeros(0, np.int32)
+    hello = StageHello(
+        PROTOCOL_VERSION, "a hash", 1, 2, 4, 10, 12, 64, 16, DType.BFLOAT16, DType.INT8
+    )
+    x = np.arange(64 * 700, dtype=np.int64).astype(np.uint16).reshape(700, 64)
+    return [
+        hello,
+        StageWelcome(1, (100, 0)),
+        StagePass(7, 1, x, ids, counts, counts, counts + 1, marks, none),
+        StageDone(1, 7, 1, 0.5, 0.25, np.ones(2, np.float32), counts),
+        StageDone(2, 7, 1, 0.5, 0.25, np.ones(2, np.float32), none, x[:3]),
+        StageAnswer(1, 5, "out_of_capacity", "no room: é"),
+        ColumnLost(1, "worker_timeout", "it is silent"),
+        ColumnInterrupted(1, "worker_timeout", "it is silent"),
+        ColumnTakenOver(1, counts - 2),
+        DropColumn(1),
     ]
 
 

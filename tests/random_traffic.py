@@ -45,7 +45,7 @@ def play(data: st.DataObject, harness: Harness, requests: Requests, *, lose: boo
         if lose and not harness.lost and data.draw(st.integers(0, 7)) == 0:
             harness.lose(0)
     harness.run_out()
-    assert harness.scheduler.num_running == harness.scheduler.num_waiting == 0
+    assert harness.scheduler.num_running == len(harness.scheduler.waiting) == 0
     for sequence_id, length in expected.items():
         if sequence_id in harness.finished:
             assert harness.finished[sequence_id] == [1000 * sequence_id + i for i in range(length)]

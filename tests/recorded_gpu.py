@@ -239,6 +239,9 @@ class RecordedGpu(TorchDispatchMode):
         self.calls["pinned"] += 1
         return self.host(torch.empty(num_bytes, dtype=torch.uint8))
 
+    def reads(self, array: np.ndarray) -> bool:
+        return self.checker.is_host(array.ctypes.data)
+
     def upload(self, host: Tensor) -> Tensor:
         self.refuse_if_capturing("a copy from the host")
         self.calls["upload"] += 1

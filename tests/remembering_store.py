@@ -17,21 +17,30 @@ class Store:
     def __init__(self, num_blocks: int) -> None:
         self._store = KVStore(num_blocks, BLOCK_SIZE)
         self._cells = np.full((num_blocks, BLOCK_SIZE), -1, np.int64)
+        self._disk: dict[bytes, np.ndarray] = {}
+        self._coming: set[int] = set()
+        # Of blocks that are coming: those that they are copied into, and how
+        # many of their tokens.
+        self._late: list[tuple[int, int, int]] = []
         self.open, self.fork, self.extend = self._store.open, self._store.fork, self._store.extend
 
-    def append(self, sequence_id: int, contexts: list[int]) -> None:
-        """``contexts``: of each new token, what tells all tokens up to it."""
-        appended = self._store.append(np.array([sequence_id]), np.array([len(contexts)], np.int32))
-        self._cells[appended.copy_targets] = self._cells[appended.copy_sources]
+    def append(self, sequence_id: int, first: int, contexts: list[int]) -> None:
+        """``contexts``: of each new token, from ``first`` on, what tells all
+        tokens up to it."""
+        counts = np.array([[len(contexts)], [first]], np.int32)
+        appended = self._store.append(np.array([sequence_id]), *counts)
+        for source, target in zip(appended.copy_sources, appended.copy_targets, strict=True):
+            if source in self._coming:
+                self._late.append((int(source), int(target), first % BLOCK_SIZE))
+            self._cells[target] = self._cells[source]
         self._cells.reshape(-1)[appended.slots] = contexts
 
-    def contexts(self, sequence_id: int) -> list[int]:
-        """What is in the slots of a sequence's tokens."""
-        table = self._store.block_tables(np.array([sequence_id]))[0]
-        contexts: list[int] = (
-            self._cells[table].reshape(-1)[: self.num_cached(sequence_id)].tolist()
-        )
-        return contexts
+    def contexts(self, sequence_id: int) -> list[int | None]:
+        """What is in the slots of a sequence's tokens; None: they are to be written."""
+        tables = self._store.tables
+        row = tables.row(sequence_id)
+        cells = self._cells[tables.of_row(row)].reshape(-1)[: tables.lengths[row]].tolist()
+        return [None if i in tables.gaps.get(row, ()) else cell for i, cell in enumerate(cells)]
 
     def num_cached(self, sequence_id: int) -> int:
         return int(self._store.num_tokens(np.array([sequence_id]))[0])
@@ -54,9 +63,53 @@ class Store:
         assert first_block + len(keys) <= self.num_cached(sequence_id) // BLOCK_SIZE
         self._store.cached.keep(list(keys), table[first_block : first_block + len(keys)].copy())
 
-    def resume(self, part: Part, keys: tuple[bytes, ...], num_tokens: int) -> None:
+    def resume(self, part: Part, keys: tuple[bytes, ...], num_tokens: int, gap: range) -> None:
         blocks = self._store.cached.of_keys(keys)
-        self._store.resume(part.part_id, blocks, num_tokens, part.num_tokens)
+        self._store.resume(part.part_id, blocks, num_tokens, part.num_tokens, gap)
 
     def forget(self, keys: tuple[bytes, ...]) -> None:
         self._store.cached.forget(list(keys))
+
+    def begin_move(self, keys: tuple[bytes, ...], *, is_fetch: bool) -> np.ndarray:
+        """Blocks are on their way: which they are."""
+        cached = self._store.cached
+        if not is_fetch:
+            return cached.begin_store(list(keys))
+        blocks = cached.begin_fetch(list(keys))
+        self._coming.update(blocks.tolist())
+        return blocks
+
+    def end_move(
+        self, keys: tuple[bytes, ...], blocks: np.ndarray, *, is_fetch: bool, failed: set[bytes]
+    ) -> set[bytes]:
+        """They have arrived, but for some. Which have failed in the end: the
+        disk may lack them."""
+        failed = {key for key in keys if key in failed or (is_fetch and key not in self._disk)}
+        for key, block in zip(keys, blocks.tolist(), strict=True):
+            if is_fetch:
+                self._cells[block] = -2 if key in failed else self._disk[key]
+            elif key not in failed:
+                self._disk[key] = self._cells[block].copy()
+        self._store.cached.end_move(keys, failed if is_fetch else ())
+        self._coming.difference_update(blocks.tolist())
+        for source, target, count in self._late:
+            if source not in self._coming:
+                self._cells[target, :count] = self._cells[source, :count]
+        self._late = [late for late in self._late if late[0] in self._coming]
+        return failed
+
+    def awaits(self, sequence_id: int) -> bool:
+        """Whether any block of a sequence is coming, or was to be copied into
+        one of its."""
+        row = self._store.tables.row(sequence_id)
+        coming = self._coming.union(target for _, target, _ in self._late)
+        return not coming.isdisjoint(self._store.tables.of_row(row).tolist())
+
+    def drop(self, keys: tuple[bytes, ...]) -> None:
+        """The disk gives these up, if it has them."""
+        for key in keys:
+            self._disk.pop(key, None)
+
+    @property
+    def num_on_disk(self) -> int:
+        return len(self._disk)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastdecode.core.sequence import SamplingParams
-from sworker.sampler import SamplingState
+from sworker.sampling.sampler import SamplingState
 
 V = 61
 EOS = (3, 60)

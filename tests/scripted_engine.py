@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +22,9 @@ from fastdecode.core.holders import Holder, HolderKind
 from fastdecode.core.sequence import Request, RequestOutput, SamplingParams
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.engine.engine import Engine
+from fastdecode.engine.executor import Watch
 from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.workers import Replacements
 from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.step.pipeline import Pipeline
@@ -33,14 +35,19 @@ from fastdecode.text.codec import TextCodec
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, Hello, ToRWorker
 from rworker.worker import start_worker_thread
-from sworker.sampler import SampledToken
+from sworker.sampling.sampler import SampledToken
 
 VOCAB = 97
 BLOCK_SIZE = 16
 NUM_LAYERS = 2
 SPEC = AttentionSpec(1, 1, 16, 1.0)
 KV = KVSpec(NUM_LAYERS, 1, 16, DType.FLOAT32, BLOCK_SIZE)
+NUM_HEADS = 4
+"""Of those that share out heads."""
+HEADS_SPEC = AttentionSpec(NUM_HEADS, NUM_HEADS, 16, 1.0)
+HEADS_KV = replace(KV, num_kv_heads=NUM_HEADS)
 HELLO = Hello(PROTOCOL_VERSION, "scripted", KV, (SPEC,) * NUM_LAYERS, DType.FLOAT32)
+HEADS_HELLO = replace(HELLO, kv=HEADS_KV, attention=(HEADS_SPEC,) * NUM_LAYERS)
 
 
 def next_token(context: Sequence[int]) -> int:
@@ -56,20 +63,23 @@ def continued(prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
 
 
 class ScriptedPass:
-    """All keys are alike, so attention gives the mean of all values: the tokens themselves."""
+    """All keys are alike, so attention gives the mean of all values: the tokens
+    themselves, in every head. Where heads differ, another token comes out."""
 
     place = None
 
-    def __init__(self, token_ids: np.ndarray, positions: np.ndarray) -> None:
+    def __init__(self, token_ids: np.ndarray, positions: np.ndarray, num_heads: int) -> None:
         self.layer = 0
         self._lengths = torch.from_numpy(positions + 1)
-        self.q = torch.zeros(len(token_ids), 1, 16)
-        self.k = torch.zeros(len(token_ids), 1, 16)
-        self.v = torch.from_numpy(token_ids).float()[:, None, None].expand(-1, 1, 16).contiguous()
+        self.q = torch.zeros(len(token_ids), num_heads, 16)
+        self.k = torch.zeros(len(token_ids), num_heads, 16)
+        values = torch.from_numpy(token_ids).float()[:, None, None]
+        self.v = values.expand(-1, num_heads, 16).contiguous()
         self._sums = torch.empty(0)
 
     def advance(self, o: Tensor) -> bool:
-        self._sums = (o[:, 0, 0] * self._lengths).round().long()
+        sums = (o[:, :, 0] * self._lengths[:, None]).round().long()
+        self._sums = sums[:, 0] + (sums != sums[:, :1]).any(dim=1)
         self.layer += 1
         return self.layer < NUM_LAYERS
 
@@ -95,8 +105,11 @@ class ScriptedSWorker:
     """Stands in for ``SWorker``. ``fails_at``: a request that meets an error at
     its token of this number."""
 
-    def __init__(self, fails_at: dict[str, int] | None = None) -> None:
-        self.spec = SimpleNamespace(attention=(SPEC,) * NUM_LAYERS, vocab_size=VOCAB)
+    def __init__(
+        self, fails_at: dict[str, int] | None = None, attention: AttentionSpec = SPEC
+    ) -> None:
+        self.spec = SimpleNamespace(attention=(attention,) * NUM_LAYERS, vocab_size=VOCAB)
+        self._num_heads = attention.num_kv_heads
         self.lanes: list[int] = []
         self.failure: Exception | None = None
         """Raised by the next step."""
@@ -109,7 +122,7 @@ class ScriptedSWorker:
         if self.failure is not None:
             raise self.failure
         self.lanes.append(lane)
-        return ScriptedPass(token_ids, positions)
+        return ScriptedPass(token_ids, positions, self._num_heads)
 
     def draw(self, logits: Tensor, states: Sequence[Any], lane: int) -> ScriptedDrawing:
         assert len(logits) == len(states)
@@ -157,7 +170,7 @@ class Rig:
         """Until nothing is left: what all requests have come to. The books are
         right after every step."""
         for _ in range(2000):
-            if not self.engine.num_unfinished:
+            if not self.engine.requests:
                 return self._outputs
             self.engine.step()
             self.lifecycle.check_invariants()
@@ -171,11 +184,13 @@ def assemble(
     recovery: Recovery,
     fails_at: dict[str, int] | None = None,
     cache_identity: str | None = None,
+    watch: Watch | None = None,
+    attention: AttentionSpec = SPEC,
     **options: Any,
 ) -> Rig:
     """An engine before holders that have been greeted, of so many KV blocks each."""
     holder = Holder(HolderKind.R_WORKER, attends_prompts=True, answers_at_once=False, token_bytes=1)
-    specs = (SPEC,) * NUM_LAYERS
+    specs = (attention,) * NUM_LAYERS
     plan = AttentionPlan(specs, DType.FLOAT32, fleet, torch.device("cpu"), (holder,) * len(blocks))
     chosen = {"max_num_sequences": 8, "max_step_tokens": 8 + 24, "prefill_chunk": 10}
     schedule = schedule_options("greedy", lanes, **(chosen | options))
@@ -183,9 +198,10 @@ def assemble(
         schedule, blocks, BLOCK_SIZE, opening_steps=1, cache_identity=cache_identity
     )
     lifecycle = Lifecycle(scheduler)
-    s_worker = ScriptedSWorker(fails_at)
+    s_worker = ScriptedSWorker(fails_at, attention)
     pipeline = Pipeline(s_worker, plan, lanes)  # type: ignore[arg-type]
-    engine = Engine(s_worker, pipeline, fleet, lifecycle, TextCodec(None), (VOCAB,), recovery)  # type: ignore[arg-type]
+    codec = TextCodec(None)
+    engine = Engine(s_worker, pipeline, fleet, lifecycle, codec, (VOCAB,), recovery, watch)  # type: ignore[arg-type]
     return Rig(engine, fleet, lifecycle, s_worker)
 
 
@@ -215,7 +231,7 @@ def rig(
         for i in range(num_workers)
     ]
     fleet = Fleet(hub, timeout_s=60.0)
-    fleet.greet(HELLO)
+    greet(fleet, HELLO)
     blocks = (said_blocks or num_blocks,) * num_workers
     made = assemble(fleet, blocks, lanes, Recovery(fleet, replacements), fails_at, **options)
     try:

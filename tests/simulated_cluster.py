@@ -23,9 +23,11 @@ from fastdecode.core.errors import WorkerError
 from fastdecode.wire.kv.replicating import ReplicationNews
 from fastdecode.wire.messages import AttendResult, FromRWorker, ToRWorker
 from fastdecode.wire.transport import PeerLostError, closed_error, timeout_error
+from rworker.absence import Absence
 from rworker.attention import AttentionExecutor
 from rworker.caches import Cache, Caches
 from rworker.instructions import Compute
+from rworker.serving import Serving
 from rworker.state import RWorkerState
 from rworker.stream.links import Links
 from rworker.worker import serve_next
@@ -53,7 +55,10 @@ class Process:
 
     def __init__(self, name: str, kv_bytes: int, network: Network, chance: random.Random) -> None:
         time = network.time
-        self.state = RWorkerState(name, kv_bytes=kv_bytes, keeps_serving=True)
+        serving = Serving(keeps_serving=True, keep_s=network.session_keep_s)
+        self.state = RWorkerState(name, kv_bytes=kv_bytes, serving=serving)
+        self._absence = Absence(serving, time)
+        self._awaits = False
         self.executor = _Executor(num_threads=1, clock=time)
         self.neighbours = _Neighbours(network, self)
         self.links = Links(self.executor, self.neighbours, self._tell, time)
@@ -121,9 +126,23 @@ class Process:
             return
         if not self._inbox:  # else what neighbours say waits
             self._has_answers = False
-        if not serve_next(self, self.state, self.executor, None, self.links):
+        if not serve_next(self, self.state, self.executor, self._absence, self.links):
             self.crash()
+        self._await_returns()
         self._go_on()
+
+    def _await_returns(self) -> None:
+        """Look again when an S-worker that is lost has been for too long."""
+        wait_s = self._absence.wait_s(self.state)
+        if wait_s is not None and not self._awaits:
+            self._awaits = True
+            self._time.at(self._time.now_s + wait_s, self._look_again)
+
+    def _look_again(self) -> None:
+        self._awaits = False
+        if self.is_up and not self._is_busy:
+            serve_next(self, self.state, self.executor, self._absence, self.links)
+            self._await_returns()
 
     def _tell(self, peer: int, news: ReplicationNews) -> None:
         with contextlib.suppress(WorkerError):
@@ -245,6 +264,13 @@ class Link:
             self.is_closed = True
             self._tell(_End.END)
 
+    def forsake(self, *, is_seen: bool) -> None:
+        """Nobody is at this side any more."""
+        if not self.is_closed:
+            self.is_closed = True
+            if is_seen:
+                self._tell(_End.END)
+
     @property
     def caches(self) -> list[Cache]:
         """What its R-worker keeps for this connection, if it is there."""
@@ -295,7 +321,7 @@ class _Neighbours:
         self._network = network
         self._owner = owner
 
-    def connect(self, address: str) -> _NeighbourLink:
+    def connect(self, address: str, line: int) -> _NeighbourLink:
         link = _NeighbourLink(self._network, int(address), self._owner)
         link.cut(self._cut_until_s - self._network.time.now_s)
         self._links.append(link)
@@ -307,7 +333,7 @@ class _Neighbours:
         for link in self._links:
             link.cut(for_s)
 
-    def expect(self, address: str) -> None:
+    def expect(self, address: str, line: int) -> None:
         pass
 
 
@@ -318,10 +344,19 @@ class Network:
         num_workers: processes, one connection each.
         kv_bytes: memory of each for K and V.
         chance: what nobody chooses.
+        session_keep_s: for how long processes keep caches of an S-worker that
+            is lost; 0: they don't.
     """
 
-    def __init__(self, num_workers: int, kv_bytes: int, chance: random.Random) -> None:
+    def __init__(
+        self,
+        num_workers: int,
+        kv_bytes: int,
+        chance: random.Random,
+        session_keep_s: float = 0.0,
+    ) -> None:
         self.time = VirtualTime()
+        self.session_keep_s = session_keep_s
         self.num_sent = 0
         """Messages, in both directions."""
         self._when_sent: dict[int, list[Callable[[], None]]] = {}
@@ -338,6 +373,7 @@ class Network:
         """A process comes, in the place of one that is gone."""
         assert self.processes[number] is None or not self.processes[number].is_up
         name = f"r{number}"
+        self.last_started = number
         self.processes[number] = Process(name, self._kv_bytes, self, self._chance)
 
     def when_sent(self, number: int, act: Callable[[], None]) -> None:
@@ -355,6 +391,14 @@ class Network:
     @property
     def connections(self) -> Sequence[Link]:
         return self._links
+
+    def forsake(self, *, is_seen: bool) -> None:
+        """The S-worker is gone without a goodbye, and another one comes, with
+        connections of its own. ``is_seen``: processes learn it at once."""
+        for link in self._links:
+            link.forsake(is_seen=is_seen)
+        self.arrivals.clear()
+        self._links = [Link(self, number) for number in range(len(self.processes))]
 
     def reconnect(self, index: int) -> Link:
         return Link(self, index)

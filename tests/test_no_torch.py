@@ -21,6 +21,7 @@ PACKAGES = (
     "fastdecode.server",
     # One way into an engine, also of a server that has none of its own.
     "fastdecode.engine.service",
+    "fastdecode.engine.instances.controller",
 )
 
 FORBIDDEN = ("torch", "safetensors", "transformers", "tokenizers")
@@ -65,3 +66,11 @@ def test_the_test_would_notice() -> None:
     )
     assert done.returncode != 0
     assert "torch is not for this package" in done.stderr
+
+
+@pytest.mark.parametrize("module", ["fastdecode.engine.llm", "fastdecode.cli.main"])
+def test_whoever_runs_no_mpi_job_does_not_join_one(module: str) -> None:
+    """Its library would take over signals, and needn't be there."""
+    code = f"import sys, {module}; assert not [x for x in sys.modules if x.startswith('mpi4py')]"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 from remembering_store import Store
 from schedule_choices import MAX_SEQUENCES, MAX_STEP_TOKENS, PREFILL_CHUNK
 
@@ -22,12 +23,14 @@ from fastdecode.schedule.life.events import (
     Event,
     Extend,
     Fail,
+    Fetching,
     Finish,
     Fork,
     Instruction,
     LaneIdle,
     LaneReady,
     Lost,
+    Moved,
     Open,
     Opened,
     Resume,
@@ -37,7 +40,8 @@ from fastdecode.schedule.life.events import (
 )
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.life.lives import Status
-from fastdecode.schedule.plan import Forget, Keep
+from fastdecode.schedule.plan import Chunk, DropCopies, Fetch, Forget, Keep
+from fastdecode.schedule.plan import Store as StoreDown
 
 
 def contexts_of(sequence: Sequence) -> list[int]:
@@ -82,8 +86,21 @@ class Harness:
     """Sequences that stepped together."""
     stepped: set[int] = field(default_factory=set)
     """Those that have, since they started last."""
+    moves: list[tuple[StoreDown | Fetch, np.ndarray]] = field(default_factory=list)
+    """Blocks on their way between tiers."""
+    moves_fail: Callable[[], bool] = lambda: False
+    """Asked for each block that moves."""
+    moves_tell: Callable[[], bool] = lambda: False
+    """Asked while blocks are fetched, whether it is told how far that is."""
+    num_fetched: int = 0
+    num_stepped_early: int = 0
+    """Chunks of sequences of which blocks were still coming."""
+    num_disbelieved: int = 0
+    """Those of them whose step came to nothing, since blocks didn't come."""
     has_forks: bool = False
     num_resumed_tokens: int = 0
+    num_gaps: int = 0
+    """Sequences that started with one."""
 
     def __post_init__(self) -> None:
         self.lifecycle = Lifecycle(self.scheduler)
@@ -127,7 +144,25 @@ class Harness:
         answered = self.answer()
         begun = self.begin(lane) is not None
         came = not begun and self.take_in(lane)
-        return begun or came or answered or bool(self.unanswered)
+        moved = not begun and self.end_move()
+        return begun or came or answered or moved or bool(self.unanswered)
+
+    def end_move(self) -> bool:
+        """What is longest on its way arrives, or comes half of the way. Returns
+        whether there was anything."""
+        if not self.moves:
+            return False
+        if isinstance(self.moves[0][0], Fetch) and self.moves_tell():
+            fetch = self.moves[0][0]
+            self._tell(Fetching(fetch.holder, fetch.job, 0.5, 0.5))
+            return True
+        move, blocks = self.moves.pop(0)
+        failed = {key for key in move.keys if self.moves_fail()}
+        is_fetch, store = isinstance(move, Fetch), self.stores[move.holder]
+        failed = store.end_move(move.keys, blocks, is_fetch=is_fetch, failed=failed)
+        self.num_fetched += (len(move.keys) - len(failed)) * is_fetch
+        self._tell(Moved(move.holder, move.job, tuple(failed), 1, 1.0))
+        return True
 
     def begin(self, lane: int) -> Run | None:
         """Begin the lane's next step, if anybody can step."""
@@ -143,14 +178,12 @@ class Harness:
                 part = last_part(chunk.sequence)
                 if part.holder not in self.lost:
                     store = self.stores[part.holder]
-                    assert (
-                        store.num_cached(part.part_id)
-                        == chunk.sequence.num_cached - part.first_token
-                    )
-                    first = chunk.sequence.num_cached
+                    first = chunk.first
+                    assert store.num_cached(part.part_id) == first - part.first_token
                     contexts = self._contexts_of(chunk.sequence)[first : first + chunk.num_tokens]
-                    store.append(part.part_id, contexts)
-                self._check_memory(chunk.sequence)
+                    store.append(part.part_id, first - part.first_token, contexts)
+                if not self._awaits(chunk):
+                    self._check_memory(chunk)
             return run
         return None
 
@@ -170,12 +203,20 @@ class Harness:
         """The lane's step is over: a token depends on the sequence alone,
         however often it was computed."""
         self.take_in(lane)
+        late = [chunk for chunk in self.in_flight[lane].chunks if self._awaits(chunk)]
+        while any(map(self._awaits, late)):
+            self.end_move()
         run = self.in_flight.pop(lane)
+        wanted_late = self.lifecycle.lives.wanted(late)
+        self.num_stepped_early += len(late)
+        self.num_disbelieved += len(late) - len(wanted_late)
+        for chunk in wanted_late:
+            self._check_memory(chunk)
         drawn = []
         wanted = [chunk.sequence for chunk in self.lifecycle.lives.wanted(run.chunks)]
         for chunk in run.chunks:
             sequence = chunk.sequence
-            if sequence in wanted and chunk.num_tokens == sequence.num_uncached:
+            if sequence in wanted and chunk.first + chunk.num_tokens == len(sequence.token_ids):
                 sequence_id, n = sequence.sequence_id, sequence.num_generated
                 reason = "stop" if n + 1 == self.length_of[sequence_id] else None
                 drawn.append(Drawn(sequence, 1000 * sequence_id + n, reason))  # type: ignore[arg-type]
@@ -190,6 +231,12 @@ class Harness:
                 assert sequence.num_cached == sum(
                     self.stores[p.holder].num_cached(p.part_id) for p in parts
                 )
+
+    def _awaits(self, chunk: Chunk) -> bool:
+        """Whether its sequence steps before all that it started with has come."""
+        assert chunk.sequence.residence is not None
+        parts = [x for x in chunk.sequence.residence.parts if x.holder not in self.lost]
+        return any(self.stores[part.holder].awaits(part.part_id) for part in parts)
 
     def take_in(self, lane: int) -> bool:
         """The tokens of the lane's step before are known. Whether there were any."""
@@ -210,6 +257,7 @@ class Harness:
     def lose(self, worker: int) -> None:
         self.lost.add(worker)
         self.unanswered = [part for part in self.unanswered if part.holder != worker]
+        self.moves = [move for move in self.moves if move[0].holder != worker]
         self._tell(Lost(HolderId(worker)))
 
     def _tell(self, event: Event, lane: int | None = None) -> list[Instruction]:
@@ -250,9 +298,17 @@ class Harness:
                     )
                 case Forget():
                     self.stores[instruction.holder].forget(instruction.keys)
+                case StoreDown() | Fetch():
+                    store, is_fetch = (
+                        self.stores[instruction.holder],
+                        isinstance(instruction, Fetch),
+                    )
+                    blocks = store.begin_move(instruction.keys, is_fetch=is_fetch)
+                    self.moves.append((instruction, blocks))
+                case DropCopies():
+                    self.stores[instruction.holder].drop(instruction.keys)
                 case Open() | Fork() | Resume():
-                    assert lane is not None
-                    self._open(instruction, lane)
+                    self._open(instruction)
                     left.append(instruction)
         self.lifecycle.check_invariants()
         self._check_free_blocks()
@@ -264,16 +320,28 @@ class Harness:
         ledger = self.scheduler.ledger
         for holder in ledger.capacity.present:
             said, there = ledger.free_blocks(holder), self.stores[holder].num_available
-            assert said <= there and (self.has_forks or said == there)
+            is_exact = not self.has_forks and not self._fetching()
+            assert said <= there and (not is_exact or said == there)
 
-    def _check_memory(self, sequence: Sequence) -> None:
-        """Whatever it attends to was written for it."""
+    def _fetching(self) -> set[int]:
+        """Those that wait for blocks, and hold their room meanwhile."""
+        lives = self.lifecycle.lives.by_sequence
+        return {i for i, life in lives.items() if life.is_parked}
+
+    def _check_memory(self, chunk: Chunk) -> None:
+        """Whatever it attends to was written for it, and nothing was that is
+        said to be missing."""
+        sequence, last = chunk.sequence, chunk.first + chunk.num_tokens
         assert sequence.residence is not None
         contexts = self._contexts_of(sequence)
         for part in sequence.residence.parts:
             if part.holder not in self.lost:
                 there = self.stores[part.holder].contexts(part.part_id)
-                assert there == contexts[part.first_token : part.first_token + len(there)]
+                assert None not in there[: max(0, last - part.first_token)]
+                assert all(
+                    context in (None, expected)
+                    for context, expected in zip(there, contexts[part.first_token :], strict=False)
+                )
 
     def _contexts_of(self, sequence: Sequence) -> list[int]:
         """As R-workers know it, who are sent K and V of tokens that are coming."""
@@ -287,12 +355,14 @@ class Harness:
         )
         return contexts_of(replace(sequence, token_ids=[*sequence.token_ids[:-1], token]))
 
-    def _open(self, instruction: Open | Fork | Resume, lane: int) -> None:
+    def _open(self, instruction: Open | Fork | Resume) -> None:
         part = instruction.part
         (sequence,) = [
             s for s in self.live.values() if s.residence is not None and part in s.residence.parts
         ]
         self._owners[part.part_id] = sequence.sequence_id
+        lanes = enumerate(self.scheduler.lanes)
+        (lane,) = [index for index, lane in lanes if sequence.sequence_id in lane.running]
         self.lane_of[sequence.sequence_id] = lane
         self.stepped.discard(sequence.sequence_id)
         assert part.holder not in self.lost
@@ -303,8 +373,9 @@ class Harness:
             store.fork(parent_id, part.part_id, num_shared, part.num_tokens)
             self.has_forks = True
         elif isinstance(instruction, Resume):
-            store.resume(part, instruction.keys, instruction.num_tokens)
-            self.num_resumed_tokens += instruction.num_tokens
+            store.resume(part, instruction.keys, instruction.num_tokens, instruction.gap)
+            self.num_resumed_tokens += instruction.num_tokens - len(instruction.gap)
+            self.num_gaps += len(instruction.gap) > 0
         else:
             store.open(part.part_id, part.num_tokens)
         self.unanswered.append(part)
@@ -330,13 +401,16 @@ class Harness:
         )
 
     def _members(self, lane: int) -> set[int]:
+        fetching = self._fetching()
         return {
-            i for i, s in self.live.items() if s.residence is not None and self.lane_of[i] == lane
+            i
+            for i, s in self.live.items()
+            if s.residence is not None and i not in fetching and self.lane_of[i] == lane
         }
 
     def _check_run(self, lane: int, run: Run) -> None:
         chunks = {chunk.sequence.sequence_id: chunk for chunk in run.chunks}
-        assert len(chunks) == len(run.chunks)
+        assert len(chunks) == sum(not chunk.is_behind_gap for chunk in run.chunks)
         self.together.add(tuple(sorted(chunks)))
         waits = {self._owners[part.part_id] for part in self.unanswered}
         members = {
@@ -350,13 +424,15 @@ class Harness:
         assert (members & self.stepped) - waits <= set(chunks), "nobody is held up who has begun"
         assert sum(chunk.num_tokens for chunk in run.chunks) <= MAX_STEP_TOKENS
         assert len(chunks) <= MAX_SEQUENCES
+        for sequence in [chunk.sequence for chunk in chunks.values()]:
+            count = sum(chunk.num_tokens for chunk in run.chunks if chunk.sequence is sequence)
+            assert 1 <= count <= max(1, min(PREFILL_CHUNK, sequence.num_uncached))
         loads = [0] * len(self.stores)
         here = [0] * len(self.stores)  # of each R-worker: sequences that have a part there
-        for chunk in run.chunks:
-            assert 1 <= chunk.num_tokens <= max(1, min(PREFILL_CHUNK, chunk.sequence.num_uncached))
+        for chunk in chunks.values():
             assert chunk.sequence.residence is not None
             for part in chunk.sequence.residence.parts:
-                num_cached = chunk.sequence.num_cached + chunk.num_tokens
+                num_cached = chunk.sequence.num_cached + chunk.num_tokens  # at least
                 loads[part.holder] += max(0, min(num_cached - part.first_token, part.num_tokens))
             for worker in set(chunk.sequence.residence.holders):
                 here[worker] += 1
@@ -369,7 +445,7 @@ class Harness:
         after the other would take."""
         turns = sum(2 * (len(s.token_ids) + s.request.max_tokens) for s in self.live.values()) + 1
         for _ in range(turns * (4 if self.scheduler._opening_steps else 2)):
-            if not (self.live or self.in_flight or self.unanswered or self.coming):
+            if not (self.live or self.in_flight or self.unanswered or self.coming or self.moves):
                 return
             moved = [self.turn(lane) for lane in range(self.num_lanes)]
             assert any(moved) or not self.live, "somebody can always get on"

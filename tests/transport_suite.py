@@ -9,7 +9,14 @@ from typing import Any, Protocol
 
 import numpy as np
 import pytest
-from messages_for_tests import answer, attend, from_r_worker, same, to_r_worker
+from messages_for_tests import (
+    answer,
+    attend,
+    from_r_worker,
+    packed_attend,
+    same,
+    to_r_worker,
+)
 
 from fastdecode.core.errors import WorkerError
 from fastdecode.wire.messages import (
@@ -73,6 +80,17 @@ class TransportSuite:
         sent: list[ToRWorker] = []
         for step in range(20):
             sent += [OpenSequence(step, 1), attend((1, 200, 5, 700)[step % 4], step=step)]
+        peer.start("hold", len(sent))
+        for message in sent:
+            connection.send(message)
+        assert connection.receive(WAIT_S) == Accepted(len(sent))
+        assert all(same(x, y) for x, y in zip(peer.result(), sent, strict=True))
+
+    def test_queries_keys_and_values_that_were_packed_arrive(self, star: MakeStar) -> None:
+        """They may leave from where they lie."""
+        s = star(1)
+        connection, peer = s.hub.connections[0], s.peers[0]
+        sent = [packed_attend(rows, step) for step, rows in enumerate((1, 3, 4000, 7, 5000))]
         peer.start("hold", len(sent))
         for message in sent:
             connection.send(message)

@@ -39,5 +39,10 @@ def check_turns(plain: Path, kept: Path) -> None:
         assert usage.get("cached_tokens", 0) == spared, line["id"]
 
 
+def token_ids(path: Path) -> list[list[int]]:
+    """Of every answer."""
+    return [line["token_ids"] for line in _answers(path)]
+
+
 def _answers(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]

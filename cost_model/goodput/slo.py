@@ -20,7 +20,6 @@ from cost_model.closed_forms import at_most
 from fastdecode.core.errors import ConfigError
 
 Attainment = Literal["both", "each"]
-ATTAINMENTS: tuple[Attainment, ...] = ("both", "each")
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 

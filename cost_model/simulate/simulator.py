@@ -192,10 +192,8 @@ class Simulator:
     def _arrive(self) -> None:
         """Queue the requests whose time has come."""
         now = self._now_s if self._trace.unit == "s" else self._step
-        scheduler = self._lifecycle.scheduler
-        while (
-            self._coming and self._coming[0].arrival <= now and scheduler.num_waiting < _QUEUE_AHEAD
-        ):
+        waiting = self._lifecycle.scheduler.waiting
+        while self._coming and self._coming[0].arrival <= now and len(waiting) < _QUEUE_AHEAD:
             traced = self._coming.popleft()
             request = _request(next(self._request_ids), traced)
             try:

@@ -13,14 +13,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from cost_model.simulate.tier import Tier
 from cost_model.simulate.trace import MAX_LINE_BYTES, MAX_REQUESTS, MAX_TOKENS
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.cache.costs import CostTable
-from fastdecode.schedule.cache.retention import Holding, Policy, is_short
+from fastdecode.schedule.cache.retention import TierPolicy, is_short
 
 Row: TypeAlias = "list[Any]"
 _FIELDS = ("conversation", "num_prompt_tokens", "num_output_tokens", "arrival_s")
@@ -60,12 +61,11 @@ class Totals:
 @dataclass(eq=False)
 class _Conversation:
     name: str
+    number: int
+    """They are numbered as they appear."""
     num_tokens: int = 0
-    upper: Holding = field(init=False)
-    lower: Holding = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.upper, self.lower = Holding(self.name, [], 0.0), Holding(self.name, [], 0.0)
+    last_s: float = 0.0
+    """When it was last active."""
 
 
 class Tiers:
@@ -79,24 +79,28 @@ class Tiers:
         threshold: of the upper tier's slots, the share below which free ones
             are too few.
         cost: of blocks that are recomputed.
+        keeps_rows: whether every row is kept, or only what they come to.
     """
 
     def __init__(
         self,
-        policy: Policy,
+        policy: TierPolicy,
         slots: int,
         lower_slots: int,
         block_size: int,
         threshold: float,
         cost: CostTable,
+        *,
+        keeps_rows: bool = True,
     ) -> None:
-        self._policy = policy
+        self._keeps_rows = keeps_rows
+        self._upper, self._lower = Tier(policy, block_size), Tier(policy, block_size)
         self._slots, self._lower_slots = slots // block_size, lower_slots // block_size
         self._size = block_size
         self._threshold = threshold
         self._cost = cost
         self._conversations: dict[str, _Conversation] = {}
-        self._num_upper = self._num_lower = 0
+        self._by_number: list[_Conversation] = []
         self.rows: list[Row] = []
         """``[t,"run",id,restored,recomputed,prompt,output]``,
         ``[t,"swap_out",id,n]``, ``[t,"drop",id,n]``, in tokens."""
@@ -108,11 +112,11 @@ class Tiers:
         Raises:
             ConfigError: its conversation has more tokens than the upper tier.
         """
-        found = self._conversations.setdefault(turn.conversation, _Conversation(turn.conversation))
-        before, now_s = found.num_tokens, turn.arrival_s
-        restored = self._tokens(found, found.lower.blocks)
-        present = {*found.upper.blocks, *found.lower.blocks}
-        missing = [block for block in range(self._blocks(before)) if block not in present]
+        found, now_s = self._find(turn.conversation), turn.arrival_s
+        before = found.num_tokens
+        upper, lower = (tier.blocks(found.number) for tier in (self._upper, self._lower))
+        restored = self._tokens(found, lower)
+        missing = sorted({*range(self._blocks(before))}.difference(upper, lower))
         recomputed = self._tokens(found, missing)
         found.num_tokens += turn.num_prompt_tokens + turn.num_output_tokens
         num_blocks = self._blocks(found.num_tokens)
@@ -121,20 +125,27 @@ class Tiers:
                 f"conversation {found.name!r} has {found.num_tokens} tokens, more than the "
                 f"{self._slots * self._size} of the upper tier: give it more (--kv-tokens)"
             )
-        self._num_upper += num_blocks - len(found.upper.blocks)
-        self._num_lower -= len(found.lower.blocks)
-        found.upper.blocks, found.lower.blocks = list(range(num_blocks)), []
-        found.upper.last_s = found.lower.last_s = now_s
+        found.last_s = now_s
+        self._upper.hold(found.number, list(range(num_blocks)), now_s)
+        self._lower.hold(found.number, [], now_s)
         told = [restored, recomputed, turn.num_prompt_tokens, turn.num_output_tokens]
-        self.rows.append([_number(now_s), "run", found.name, *told])
+        self._tell(now_s, "run", found.name, *told)
         self._count(before, restored, recomputed, missing)
         self._make_room(now_s)
 
     def tokens_of(self, name: str) -> tuple[int, int, int]:
         """Of a conversation: in the upper tier, in the lower one, dropped."""
         found = self._conversations[name]
-        upper, lower = (self._tokens(found, part.blocks) for part in (found.upper, found.lower))
+        tiers = self._upper, self._lower
+        upper, lower = (self._tokens(found, tier.blocks(found.number)) for tier in tiers)
         return upper, lower, found.num_tokens - upper - lower
+
+    def _find(self, name: str) -> _Conversation:
+        found = self._conversations.get(name)
+        if found is None:
+            found = self._conversations[name] = _Conversation(name, len(self._by_number))
+            self._by_number.append(found)
+        return found
 
     def _count(self, before: int, restored: int, recomputed: int, missing: list[int]) -> None:
         totals = self.totals
@@ -146,16 +157,11 @@ class Tiers:
 
     def _make_room(self, now_s: float) -> None:
         """Move blocks down until enough slots are free."""
-        while is_short(self._slots - self._num_upper, self._slots, self._threshold):
-            uppers = [each.upper for each in self._conversations.values()]
-            victim = self._policy.victim(uppers, now_s)
-            if victim is None:
+        while is_short(self._slots - self._upper.num_blocks, self._slots, self._threshold):
+            gone = self._upper.leave(now_s)
+            if gone is None:
                 return
-            found = self._conversations[victim.holding.name]
-            gone = set(victim.blocks)
-            found.upper.blocks = [block for block in found.upper.blocks if block not in gone]
-            self._num_upper -= len(victim.blocks)
-            self._take_down(found, list(victim.blocks), now_s)
+            self._take_down(self._by_number[gone[0]], gone[1], now_s)
 
     def _take_down(self, found: _Conversation, blocks: list[int], now_s: float) -> None:
         """The lower tier takes these blocks, as many as it ever can."""
@@ -163,35 +169,38 @@ class Tiers:
         fitting, rest = blocks[: self._lower_slots], blocks[self._lower_slots :]
         if fitting:
             num_tokens = self._tokens(found, fitting)
-            found.lower.blocks = sorted([*found.lower.blocks, *fitting])
-            self._num_lower += len(fitting)
+            there = sorted([*self._lower.blocks(found.number), *fitting])
+            self._lower.hold(found.number, there, found.last_s)
             self.totals.num_moved_down += num_tokens
-            self.rows.append([_number(now_s), "swap_out", found.name, num_tokens])
+            self._tell(now_s, "swap_out", found.name, num_tokens)
         if rest:
             self._tell_dropped(found, rest, now_s)
 
     def _drop_until_it_fits(self, num_blocks: int, now_s: float) -> None:
-        while self._num_lower + num_blocks > self._lower_slots:
-            lowers = [each.lower for each in self._conversations.values()]
-            victim = self._policy.victim(lowers, now_s)
-            assert victim is not None, "an empty tier has room"
-            found, gone = self._conversations[victim.holding.name], set(victim.blocks)
-            self._tell_dropped(found, list(victim.blocks), now_s)
-            found.lower.blocks = [block for block in found.lower.blocks if block not in gone]
-            self._num_lower -= len(gone)
+        while self._lower.num_blocks + num_blocks > self._lower_slots:
+            gone = self._lower.leave(now_s)
+            assert gone is not None, "an empty tier has room"
+            self._tell_dropped(self._by_number[gone[0]], gone[1], now_s)
 
     def _tell_dropped(self, found: _Conversation, blocks: list[int], now_s: float) -> None:
         num_tokens = self._tokens(found, blocks)
         self.totals.num_dropped += num_tokens
-        self.rows.append([_number(now_s), "drop", found.name, num_tokens])
+        self._tell(now_s, "drop", found.name, num_tokens)
+
+    def _tell(self, now_s: float, what: str, name: str, *counts: int) -> None:
+        if self._keeps_rows:
+            self.rows.append([_number(now_s), what, name, *counts])
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._size)
 
     def _tokens(self, found: _Conversation, blocks: list[int]) -> int:
-        """That blocks of a conversation hold: its last one may not be full."""
-        ends = (min(found.num_tokens, (block + 1) * self._size) for block in blocks)
-        return sum(end - block * self._size for block, end in zip(blocks, ends, strict=True))
+        """That blocks of a conversation hold, in order: its last one may not be
+        full."""
+        if not blocks:
+            return 0
+        beyond = (blocks[-1] + 1) * self._size - found.num_tokens
+        return len(blocks) * self._size - max(0, beyond)
 
 
 def read_turns(path: Path) -> list[TracedTurn]:

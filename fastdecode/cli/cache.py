@@ -1,4 +1,4 @@
-"""``fastdecode cache``: what is kept of conversations on disk.
+"""``fastdecode cache``: what is kept on disk of conversations, and of KV.
 
 Exit codes: 0; 1 something is damaged; 2 usage, or there is nothing.
 """
@@ -16,6 +16,7 @@ from fastdecode.cli.options import add_log_level_option
 
 if TYPE_CHECKING:
     from fastdecode.conversations.inspection import Contents
+    from rworker.tiers.inspection import KeptBlocks
 
 EXIT_DAMAGED = 1
 
@@ -24,10 +25,11 @@ def add_cache(commands: Any) -> None:
     """Add the subcommand to the parser's subcommands."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "cache",
-        help="show, verify or clear the conversations that are kept in a directory",
+        help="show, verify or clear the conversations or KV blocks that are kept in a directory",
         description="Show what is kept of conversations in the directory of --conversations, or "
-        "in the file that run-batch keeps beside its output. Every record is read, and held "
-        "against its checksum; nothing is changed.",
+        "in the file that run-batch keeps beside its output; or what KV blocks R-workers keep in "
+        "the directory of --cache-disk. Every record is read, and held against its checksum (KV "
+        "blocks with --verify only); nothing is changed.",
     )
     parser.set_defaults(run=run_cache)
     parser.add_argument("place", type=Path, metavar="DIR", help="the directory, or the file")
@@ -38,7 +40,8 @@ def add_cache(commands: Any) -> None:
     what.add_argument(
         "--clear",
         action="store_true",
-        help="end all of its conversations: the file is written over with zeros, and removed",
+        help="end all of its conversations: the file is written over with zeros, and removed; or "
+        "remove all KV blocks",
     )
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     add_log_level_option(parser, default="error")
@@ -47,7 +50,10 @@ def add_cache(commands: Any) -> None:
 def run_cache(args: argparse.Namespace) -> int:
     """Look, and tell. Returns the exit code."""
     from fastdecode.conversations.inspection import clear, file_of, inspect
+    from rworker.tiers.disk import slot_files
 
+    if args.place.is_dir() and slot_files(args.place):
+        return _of_blocks(args)
     path = file_of(args.place)
     found = inspect(path)
     if args.clear:
@@ -59,6 +65,35 @@ def run_cache(args: argparse.Namespace) -> int:
     else:
         print(_verdict(found) if args.verify else "\n".join([*_lines(found), _verdict(found)]))
     return EXIT_DAMAGED if found.damage and not args.clear else 0
+
+
+def _of_blocks(args: argparse.Namespace) -> int:
+    """The same of R-workers' files."""
+    from rworker.tiers.inspection import clear_blocks, inspect_blocks
+
+    found = inspect_blocks(args.place, verify=args.verify)
+    num_cleared = clear_blocks(args.place) if args.clear else 0
+    if args.json:
+        told = {"files": [asdict(each) for each in found], "cleared": args.clear}
+        print(json.dumps(told))
+    elif args.clear:
+        print(f"{args.place}: {num_cleared} files of KV blocks removed")
+    else:
+        for each in found:
+            print("\n".join(_block_lines(each)))
+    is_damaged = any(each.damage for each in found)
+    return EXIT_DAMAGED if is_damaged and not args.clear else 0
+
+
+def _block_lines(found: KeptBlocks) -> list[str]:
+    """What an R-worker's file has."""
+    told = [
+        f"{found.path}: {found.num_blocks} KV blocks of {found.num_slots}, "
+        f"{found.num_bytes} bytes; model and heads {found.identity[:16]}"
+    ]
+    if found.is_held:
+        told.append("an R-worker goes on with it")
+    return [*told, *(f"damaged: {what}" for what in found.damage)]
 
 
 def _lines(found: Contents) -> list[str]:

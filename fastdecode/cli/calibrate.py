@@ -152,7 +152,7 @@ def _check_host(args: argparse.Namespace) -> None:
 def run_calibrate_s(args: argparse.Namespace) -> int:
     """Measure the S-part. Returns the exit code."""
     from fastdecode.core.config.engine import EngineConfig
-    from fastdecode.core.measurement import write_profile
+    from fastdecode.core.measurement import ENOUGH, write_profile
 
     _check_repeats(args)
     config = EngineConfig.of(
@@ -176,6 +176,10 @@ def run_calibrate_s(args: argparse.Namespace) -> int:
             f"  T({point.size}) = {seconds_text(timing.median_s)} a layer (spread "
             f"{timing.spread:.1%})"
         )
+    tell(
+        f"  {ENOUGH:.0%} of the most prompt tokens a second are run {profile.batch_tokens} at a "
+        f"time: --prefill-batch-tokens {profile.batch_tokens}"
+    )
     tell(f"wrote {args.out}; use it with: fastdecode size --gpu {args.out}")
     return 0
 

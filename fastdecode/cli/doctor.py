@@ -7,14 +7,16 @@ Exit codes: 0 nothing is wrong (there may be warnings); 1 something is; 2 usage.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from fastdecode.cli.options import add_exit_code_option, add_log_level_option
 from fastdecode.core.config.groups import Cluster
@@ -25,9 +27,13 @@ from fastdecode.wire.mpi import joining, launcher
 
 if TYPE_CHECKING:
     from fastdecode.measure.doctor import Finding, WorkerFacts
+    from fastdecode.measure.links.neighbours import NeighbourFacts
+    from fastdecode.wire.measure import RConnection
 
 EXIT_FAILED = 1
+T = TypeVar("T")
 _LITTLE_DISK_GB = 0.5
+_REACH_TIMEOUT_S: Final = 5.0
 # How Open MPI is told in the environment which network to use.
 _TCP_INTERFACE = "OMPI_MCA_btl_tcp_if_include"
 
@@ -55,6 +61,10 @@ def add_doctor(commands: Any) -> None:
         "--conversations", type=Path, metavar="DIR",
         help="where conversations are to be kept: whether they can be, and are whole",
     )  # fmt: skip
+    parser.add_argument(
+        "--cache-disk", type=Path, metavar="DIR",
+        help="where R-workers here are to keep KV blocks: how quick its disk is",
+    )  # fmt: skip
     ranks = parser.add_argument_group("in an MPI job, of every rank but the first")
     ranks.add_argument(
         "--kv-memory-gb", type=float, metavar="GB", help="KV cache; default: its share"
@@ -70,37 +80,66 @@ def add_doctor(commands: Any) -> None:
 def run_doctor(args: argparse.Namespace) -> int:
     """Ask, judge, print. Returns the exit code."""
     from fastdecode.core.host.facts import lacks_for_triton, this_host
-    from fastdecode.measure.doctor import Finding, hash_of_model, judge
+    from fastdecode.measure.doctor import Finding, examine_all, hash_of_model, judge
 
-    findings: list[Finding] = []
+    findings, here = _Findings(is_quiet=args.json), this_host()
     workers: list[WorkerFacts] = []
-    try:
-        _serve_if_r_rank(args)
-        workers = _examine_all(args)
-    except MissingExtraError as error:
-        findings.append(Finding("FAIL", "transport", error.message, pip_command(error.extra)))
-    except FastDecodeError as error:
-        findings.append(Finding("FAIL", "transport", error.message))
-    findings += _launcher()
-    findings += _interfaces(len({w.report.host.host for w in workers if w.report is not None}))
-    here = this_host()
-    model_hash = None if args.model is None else hash_of_model(args.model)
-    findings += judge(here, workers, model_hash, lacks_for_triton())
+    neighbours: list[NeighbourFacts] = []
+    model = (None, None) if args.model is None else hash_of_model(args.model)
+    with contextlib.ExitStack() as opened:
+        reached = _Reached()
+        try:
+            _serve_if_r_rank(args)
+            reached = _reach_all(args, opened, workers)
+        except MissingExtraError as error:
+            findings.add(Finding("FAIL", "transport", error.message, pip_command(error.extra)))
+        except FastDecodeError as error:
+            findings.add(Finding("FAIL", "transport", error.message))
+        findings.add(*_launcher())
+        examined = _noting(examine_all(reached.asked), workers)
+        ways = _noting(_ways(reached, workers), neighbours)
+        for finding in judge(here, examined, model[0], lacks_for_triton(), ways, model[1]):
+            findings.add(finding)
+        places = {one.peer: place for place, one in enumerate(reached.asked)}
+    workers.sort(key=lambda facts: places[facts.peer])
+    findings.add(*_interfaces(len({w.report.host.host for w in workers if w.report is not None})))
     if args.conversations is not None:
-        findings.append(_conversations(args.conversations))
+        findings.add(_conversations(args.conversations))
+    if args.cache_disk is not None:
+        findings.add(_cache_disk(args.cache_disk))
     if args.json:
-        shown = {"findings": findings, "s_worker": here, "r_workers": workers}
-        print(json.dumps(shown, indent=2, default=asdict))
+        facts = {"s_worker": here, "r_workers": workers, "neighbours": neighbours}
+        print(json.dumps({"findings": findings.all, **facts}, indent=2, default=asdict))
     else:
+        print(findings.counts())
+    return EXIT_FAILED if any(x.level == "FAIL" for x in findings.all) else 0
+
+
+class _Findings:
+    """Prints each as it comes, unless ``is_quiet``."""
+
+    def __init__(self, *, is_quiet: bool) -> None:
+        self._is_quiet = is_quiet
+        self.all: list[Finding] = []
+
+    def add(self, *findings: Finding) -> None:
         for finding in findings:
-            print(f"{finding.level}  {finding.check}: {finding.text}")
-            if finding.mend:
-                print(f"      -> {finding.mend}")
-        counts = {
-            level: sum(x.level == level for x in findings) for level in ("PASS", "WARN", "FAIL")
-        }
-        print(", ".join(f"{count} {level}" for level, count in counts.items()))
-    return EXIT_FAILED if any(x.level == "FAIL" for x in findings) else 0
+            self.all.append(finding)
+            if not self._is_quiet:
+                print(f"{finding.level}  {finding.check}: {finding.text}", flush=True)
+                if finding.mend:
+                    print(f"      -> {finding.mend}", flush=True)
+
+    def counts(self) -> str:
+        """How many there are of each level, for people."""
+        levels = ("PASS", "WARN", "FAIL")
+        return ", ".join(f"{sum(x.level == level for x in self.all)} {level}" for level in levels)
+
+
+def _noting(facts: Iterable[T], noted: list[T]) -> Iterator[T]:
+    for fact in facts:
+        noted.append(fact)
+        yield fact
 
 
 def _conversations(directory: Path) -> Finding:
@@ -125,6 +164,32 @@ def _conversations(directory: Path) -> Finding:
     return Finding("PASS", check, text)
 
 
+def _cache_disk(directory: Path) -> Finding:
+    """Whether KV blocks can be kept there, and how quickly they come back."""
+    from fastdecode.measure.doctor import Finding
+    from rworker.tiers.inspection import inspect_blocks, measure_disk
+
+    check = "cache disk"
+    try:
+        speed = measure_disk(directory)
+        free_gb = shutil.disk_usage(directory).free / 1e9
+        files = inspect_blocks(directory, verify=False)
+    except (OSError, ConfigError) as error:
+        mend = "name a directory of your own on a disk with room (--cache-disk)"
+        return Finding("FAIL", check, f"{directory}: {error}", mend)
+    text = (
+        f"{directory}: written at {speed.write_gb_s:.2f} GB/s, read at {speed.read_gb_s:.2f}; "
+        f"{len(files)} files of KV blocks, {free_gb:.1f} GB free"
+    )
+    damaged = [file.path for file in files if file.damage]
+    if damaged:
+        return Finding("WARN", check, f"{text}; {damaged[0]} is damaged", "it isn't used as it is")
+    if not speed.is_direct:
+        mend = "choose another file system: memory of the host is used, and measured, instead"
+        return Finding("WARN", check, f"{text}; there are no direct reads", mend)
+    return Finding("PASS", check, text)
+
+
 def _serve_if_r_rank(args: argparse.Namespace) -> None:
     """In an MPI job every rank but the first is an R-worker, and doesn't return."""
     if launcher.launched_size() is None or args.r_worker_addresses:
@@ -136,43 +201,79 @@ def _serve_if_r_rank(args: argparse.Namespace) -> None:
         serve_rank(job, kv_memory_gb=args.kv_memory_gb, num_threads=args.r_threads)
 
 
-def _examine_all(args: argparse.Namespace) -> list[WorkerFacts]:
-    """Every R-worker there is: at the addresses given, or in this MPI job."""
+@dataclass(frozen=True)
+class _Reached:
+    """R-workers that can be asked; in place of each that can't, why."""
+
+    asked: Sequence[RConnection | WorkerFacts] = ()
+    addresses: Sequence[str] = ()
+    """What R-workers call each other."""
+
+
+def _reach_all(
+    args: argparse.Namespace, opened: contextlib.ExitStack, found: Sequence[WorkerFacts]
+) -> _Reached:
+    """Every R-worker there is, at the addresses given or in this MPI job.
+
+    Args:
+        opened: closes the connections.
+        found: what is known of them by then.
+    """
     if args.r_worker_addresses:
-        return _examine_addresses(args)
+        return _reach_addresses(args, opened)
     if launcher.launched_size() is None:
-        return []
+        return _Reached()
     from fastdecode.engine.fleet.workers import reach_ranks
-    from fastdecode.measure.doctor import examine
 
     workers = reach_ranks(silence_s=Cluster.worker_silence_s)
-    found = [examine(connection) for connection in workers.hub.connections]
-    workers.close([i for i, facts in enumerate(found) if facts.error], 5.0)
-    return found
+    connections = workers.hub.connections
+
+    def close() -> None:
+        wrong = {facts.peer for facts in found if facts.error}
+        workers.close([i for i, one in enumerate(connections) if one.peer in wrong], 5.0)
+
+    opened.callback(close)
+    return _Reached(connections, workers.addresses)
 
 
-def _examine_addresses(args: argparse.Namespace) -> list[WorkerFacts]:
-    Cluster(transport="zmq", r_worker_addresses=args.r_worker_addresses, key=args.key)
+def _reach_addresses(args: argparse.Namespace, opened: contextlib.ExitStack) -> _Reached:
+    addresses = args.r_worker_addresses
+    Cluster(transport="zmq", r_worker_addresses=addresses, key=args.key)
     from fastdecode.engine.fleet.workers import reach_addresses
-    from fastdecode.measure.doctor import WorkerFacts, examine
+    from fastdecode.measure.doctor import WorkerFacts
 
-    found = []
-    for address in args.r_worker_addresses:
-        try:
-            workers = reach_addresses(
-                [address],
-                key_file=args.key,
-                silence_s=Cluster.worker_silence_s,
-                reach_timeout_s=5.0,
-            )
-        except ConfigError:
-            raise
-        except FastDecodeError as error:
-            found.append(WorkerFacts(f"R-worker {address}", error=error.message))
-            continue
-        found.append(examine(workers.hub.connections[0]))
-        workers.close([0], 5.0)  # without a Shutdown: it waits for its job
-    return found
+    workers = reach_addresses(
+        addresses,
+        key_file=args.key,
+        silence_s=Cluster.worker_silence_s,
+        min_workers=0,
+        reach_timeout_s=_REACH_TIMEOUT_S,
+    )
+    # Without a Shutdown: they wait for their job.
+    opened.callback(workers.close, range(len(addresses)), 5.0)
+    asked = [
+        WorkerFacts(f"R-worker {addresses[i]}", error=workers.absent[i].message)
+        if i in workers.absent
+        else connection
+        for i, connection in enumerate(workers.hub.connections)
+    ]
+    return _Reached(asked, addresses)
+
+
+def _ways(reached: _Reached, found: Sequence[WorkerFacts]) -> Iterator[NeighbourFacts]:
+    """The ways between those R-workers with which nothing was found wrong."""
+    from fastdecode.measure.doctor import WorkerFacts
+    from fastdecode.measure.links.neighbours import examine_neighbours
+
+    reports = {facts.peer: facts.report for facts in found if not facts.error}
+    well = [
+        (connection, address, report.kv_bytes)
+        for connection, address in zip(reached.asked, reached.addresses, strict=True)
+        if not isinstance(connection, WorkerFacts)
+        and (report := reports.get(connection.peer)) is not None
+    ]
+    names, kv_bytes = [address for _, address, _ in well], [num_bytes for _, _, num_bytes in well]
+    yield from examine_neighbours([connection for connection, _, _ in well], names, kv_bytes)
 
 
 def _launcher() -> list[Finding]:

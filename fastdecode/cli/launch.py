@@ -24,6 +24,7 @@ from fastdecode.cli.options import (
     check_options,
     tell,
 )
+from fastdecode.core.config.s_part import MAX_PP, MAX_TP
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.install import pip_command
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED, stop_signals
@@ -195,16 +196,17 @@ def _line(args: argparse.Namespace, command: list[str], report: Path) -> JobLine
         interface=args.interface,
         extra=tuple(args.mpirun_arg),
         as_root=os.geteuid() == 0,
-        num_s_ranks=_tensor_parallel(command),
+        num_s_ranks=_number(command, "--tp", MAX_TP),
+        num_stages=_number(command, "--pp", MAX_PP),
     )
 
 
-def _tensor_parallel(command: list[str]) -> int:
-    """The N of ``--tp N``, which generate and run-batch check."""
+def _number(command: list[str], option: str, most: int) -> int:
+    """The N of ``--tp N`` or ``--pp N``, which generate and run-batch check."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--tp", default="1")
-    tp: str = parser.parse_known_args(command)[0].tp
-    return int(tp) if tp.isdecimal() and 1 <= int(tp) <= 64 else 1
+    parser.add_argument(option, default="1", dest="number")
+    told: str = parser.parse_known_args(command)[0].number
+    return int(told) if told.isdecimal() and 1 <= int(told) <= most else 1
 
 
 def _mpirun(given: str | None) -> str:

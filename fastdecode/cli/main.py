@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 
 from fastdecode import __version__
-from fastdecode.cli.bench import add_bench
-from fastdecode.cli.bench_serve import add_bench_serve
+from fastdecode.cli.bench.plan import add_bench
+from fastdecode.cli.bench.serve import add_bench_serve
 from fastdecode.cli.cache import add_cache
 from fastdecode.cli.calibrate import add_calibrate
 from fastdecode.cli.doctor import add_doctor

@@ -24,6 +24,9 @@ EXIT_SOME_FAILED = 3
 EXIT_WORKERS_LOST = 4
 
 
+_TITLES = "S-part", "R-part", "batching", "prefix cache", "cluster", "instances"
+
+
 def add_engine_options(
     parser: argparse.ArgumentParser, defaults: Mapping[str, str] = MappingProxyType({})
 ) -> None:
@@ -32,9 +35,7 @@ def add_engine_options(
     Args:
         defaults: what help says of those that the command chooses itself.
     """
-    for title, group in zip(
-        ("S-part", "R-part", "batching", "prefix cache", "cluster"), GROUPS.values(), strict=True
-    ):
+    for title, group in zip(_TITLES, GROUPS.values(), strict=True):
         add_options(parser.add_argument_group(title), group, defaults=defaults)
 
 

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fastdecode.cli.options import add_log_level_option
+from fastdecode.cli.options import EXIT_WORKERS_LOST, add_log_level_option
 from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.wire.mpi import job as mpi_job
 from fastdecode.wire.mpi import joining, launcher, leaving
@@ -70,6 +70,14 @@ def _add_resources(resources: argparse._ArgumentGroup) -> None:
         ),
     )
     resources.add_argument(
+        "--cache-disk",
+        metavar="DIR",
+        help="keep a copy of KV blocks that may come again in this directory of your own",
+    )
+    resources.add_argument(
+        "--cache-disk-gb", type=float, metavar="GB", help="how much of it this R-worker takes"
+    )
+    resources.add_argument(
         "--cpus", metavar="LIST", help="run on these CPUs only, such as 0-15,32-47"
     )
     resources.add_argument(
@@ -105,6 +113,14 @@ def _add_address(address: argparse._ArgumentGroup) -> None:
         "long, without its cache (default: 60)",
     )
     address.add_argument(
+        "--session-keep-s",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="when the S-worker of a job that can be resumed is lost, keep its KV cache so long "
+        "for the one that resumes it (default: 300; 0: not at all)",
+    )
+    address.add_argument(
         "--model-hash", metavar="HASH", help="serve S-workers that run this model only"
     )
     address.add_argument(
@@ -121,14 +137,20 @@ def _add_address(address: argparse._ArgumentGroup) -> None:
 def serve_if_r_rank(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
     """Roles by rank: in ``mpirun -n 4 fastdecode generate ...`` every rank but
     the first serves, and doesn't return. With ``--tp 2`` the second mirrors the
-    first."""
+    first; with ``--pp 2`` it is the second stage; with both the third is, and
+    the fourth mirrors that."""
     if args.kv_placement == "gpu" and (launcher.launched_size() or 1) > 1:
         raise ConfigError(
             "--kv-placement gpu has no R-workers for the other ranks to be: start it without a "
             "launcher"
         )
-    if args.tp > 1 and launcher.launched_size() is not None and 0 < joining.join().rank < args.tp:
-        _mirror_rank_0(args.model, engine_options)
+    num_s_ranks = args.pp * args.tp
+    if num_s_ranks > 1 and launcher.launched_size() is not None:
+        rank = joining.join().rank
+        if 0 < rank < num_s_ranks and rank % args.tp:
+            _mirror_leader(args.model, engine_options)
+        elif 0 < rank < num_s_ranks:
+            _serve_stage(args.model, engine_options)
     if (
         launcher.launched_size() is None
         or args.transport not in ("auto", "mpi")
@@ -139,16 +161,33 @@ def serve_if_r_rank(args: argparse.Namespace, engine_options: dict[str, Any]) ->
     if job.rank != mpi_job.S_RANK:
         from rworker.host import serve_rank
 
-        serve_rank(job, kv_memory_gb=args.kv_memory_gb, num_threads=args.r_threads)
+        serve_rank(
+            job,
+            kv_memory_gb=args.kv_memory_gb,
+            num_threads=args.r_threads,
+            cache_disk=args.cache_disk,
+            cache_disk_gb=args.cache_disk_gb,
+        )
 
 
-def _mirror_rank_0(model: str, engine_options: dict[str, Any]) -> NoReturn:
+def _mirror_leader(model: str, engine_options: dict[str, Any]) -> NoReturn:
     from fastdecode.core.config.engine import EngineConfig
-    from fastdecode.engine.setup.ranks import mirror_rank_0
+    from fastdecode.engine.setup.ranks import mirror_leader
 
     launcher.let_rank_0_stop()
-    mirror_rank_0(EngineConfig.of(model, **engine_options))
+    mirror_leader(EngineConfig.of(model, **engine_options))
     leaving.leave(0)
+
+
+def _serve_stage(model: str, engine_options: dict[str, Any]) -> NoReturn:
+    from fastdecode.core.config.engine import EngineConfig
+    from fastdecode.engine.setup.stages import serve_stage
+
+    launcher.let_rank_0_stop()
+    if serve_stage(EngineConfig.of(model, **engine_options)):
+        leaving.leave(0)  # rank 0 has been told, and says how the job ends
+    logger.critical("the first stage has died: the job ends, with exit code %d", EXIT_WORKERS_LOST)
+    leaving.leave(EXIT_WORKERS_LOST, end_job=True)
 
 
 def _r_worker(args: argparse.Namespace) -> int:
@@ -170,13 +209,18 @@ def _r_worker(args: argparse.Namespace) -> int:
             kv_memory_gb=args.kv_memory_gb,
             num_threads=args.threads,
             num_sharing_cpus=num_sharing,
+            cache_disk=args.cache_disk,
+            cache_disk_gb=args.cache_disk_gb,
         )
     if not (math.isfinite(args.silence_s) and 0.1 <= args.silence_s <= 3600):
         raise ConfigError(
             f"--silence-s={args.silence_s} is not a number of seconds from 0.1 to 3600"
         )
-    if not (math.isfinite(args.return_s) and 0 <= args.return_s <= 1e6):
-        raise ConfigError(f"--return-s={args.return_s} is not a number of seconds from 0 to 1e6")
+    for option in ("return_s", "session_keep_s"):
+        seconds = getattr(args, option)
+        if not (math.isfinite(seconds) and 0 <= seconds <= 1e6):
+            name = "--" + option.replace("_", "-")
+            raise ConfigError(f"{name}={seconds} is not a number of seconds from 0 to 1e6")
     return _serve_at(args)
 
 
@@ -185,25 +229,28 @@ def _serve_at(args: argparse.Namespace) -> int:
     access = _zmq_access()
     from fastdecode.wire.zmq.listener import ZmqListener
     from fastdecode.wire.zmq.neighbours import ZmqNeighbours
+    from rworker.absence import Absence
     from rworker.host import make_worker
+    from rworker.serving import Serving
+    from rworker.tiers.disk import disk_of
     from rworker.worker import serve
 
     key = None if args.key is None else access.ClusterKey.read(args.key)
+    serving = Serving(args.model_hash, args.keep_serving, args.return_s, args.session_keep_s)
     name = args.name or f"{socket.gethostname()} {args.bind.rpartition(':')[2]}"
     state, executor = make_worker(
         name,
         kv_memory_gb=args.kv_memory_gb,
         num_threads=args.threads,
-        model_hash=args.model_hash,
-        keeps_serving=args.keep_serving,
-        awaits_return=args.return_s > 0,
+        disk=disk_of(args.cache_disk, args.cache_disk_gb),
+        serving=serving,
     )
     _limit_files()
     listener = ZmqListener(args.bind, name, key=key, silence_s=args.silence_s)
     neighbours = ZmqNeighbours(key, args.silence_s)
     try:
         print(f"R-worker {name} listens at {listener.address}", flush=True)
-        serve(listener, state, executor, args.return_s, neighbours)
+        serve(listener, state, executor, Absence(serving), neighbours)
     finally:
         neighbours.close()
         listener.close()

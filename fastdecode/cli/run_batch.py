@@ -165,7 +165,9 @@ def _run(
     leaving.before_leaving_stuck(lambda _: tell(f"to go on: {resume_command(args.argv)}"))
     with (
         open_trace(args.trace) as trace,
-        LLM(args.model, progress=tell, trace=trace, **engine_options(args)) as llm,
+        LLM(
+            args.model, progress=tell, trace=trace, session=job.session, **engine_options(args)
+        ) as llm,
         Progress(sys.stderr) as progress,
         asked_by_signals(stopping, COMMAND),
     ):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.options import add_log_level_option
+from fastdecode.core.config.s_part import MAX_PP
 from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -101,6 +102,13 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
         "--gpus", type=int, default=1, metavar="N", help="GPUs that share every layer (default: 1)"
     )
     group.add_argument(
+        "--pp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="pipeline stages, each with so many GPUs and R-workers of its own (default: 1)",
+    )
+    group.add_argument(
         "--cpu", required=True, metavar="C", help="name, or profile.json of `calibrate r`"
     )
     group.add_argument(
@@ -157,22 +165,47 @@ def run_size(args: argparse.Namespace) -> int:
     from cost_model.plans.question import Prices
     from cost_model.plans.report import as_json, as_text
     from cost_model.plans.size import size
+    from cost_model.plans.stages import stage_question, stages_json, stages_text
 
     if args.plot is not None:
         check_plot(args.plot)
     hardware = Hardware.load()
     prices = None if args.prices is None else Prices.read(args.prices)
-    sizing = size(read_setup(args, hardware), read_goal(args), hardware, prices)
-    print(
-        json.dumps(as_json(sizing), indent=2)
-        if args.json
-        else as_text(sizing, explain=args.explain)
-    )
+    whole = setup = read_setup(args, hardware)
+    goal = read_goal(args)
+    num_stages = _num_stages(args)
+    if num_stages > 1:
+        setup, goal = stage_question(setup, goal, num_stages)
+    sizing = size(setup, goal, hardware, prices)
+    if args.json:
+        staged = {} if num_stages == 1 else {"stages": stages_json(whole, num_stages, sizing)}
+        print(json.dumps({**as_json(sizing), **staged}, indent=2))
+    else:
+        if num_stages > 1:
+            print(stages_text(whole, num_stages, sizing), end="\n\n")
+        print(as_text(sizing, explain=args.explain))
     if args.plot is not None:
         save_plot(sizing, args.plot)
     if args.emit is not None:
         _emit(sizing, args.emit, args.model)
     return 0 if sizing.feasible else EXIT_INFEASIBLE
+
+
+def _num_stages(args: argparse.Namespace) -> int:
+    """
+    Raises:
+        ConfigError: out of range, or with an option that stages have not.
+    """
+    num_stages: int = args.pp
+    if not 1 <= num_stages <= MAX_PP:
+        raise ConfigError(f"--pp {num_stages} is not a number of stages from 1 to {MAX_PP}")
+    for option, given in (("--emit", args.emit), ("--plot", args.plot), ("--prices", args.prices)):
+        if num_stages > 1 and given is not None:
+            raise ConfigError(
+                f"{option} is for one stage, and isn't there with --pp {num_stages}: leave one of "
+                "the two out"
+            )
+    return num_stages
 
 
 def read_setup(args: argparse.Namespace, hardware: Hardware) -> Setup:

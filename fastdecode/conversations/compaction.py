@@ -22,6 +22,7 @@ from fastdecode.conversations.records import (
     read_records,
     write_at,
 )
+from fastdecode.core.json_file import sync_directory
 
 SUFFIX: Final = ".anew"
 
@@ -54,7 +55,7 @@ def written_anew(path: Path, fd: int) -> tuple[int, int, dict[int, int]]:
         leave_nothing_beside(path)
         raise
     with contextlib.suppress(OSError):  # the new one has its place whatever becomes of these
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
         overwrite(fd)
     return new, end, moved
 
@@ -76,11 +77,3 @@ def _copy(fd: int, new: int) -> tuple[int, dict[int, int]]:
             moved[place] = end
             end += len(record)
     return end, moved
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -35,6 +35,8 @@ class Kept:
     history: History
     active_s: float
     """Its last turn was over at this time, in seconds since 1970."""
+    salt: str = ""
+    """Of whoever its last turn, in this process, shared KV blocks with."""
 
 
 class TurnStore(Protocol):
@@ -77,6 +79,9 @@ class Conversations:
         self._kept: OrderedDict[str, Kept] = OrderedDict()
         self._over: set[bytes] = set()
         self._talking: set[str] = set()
+        self.on_over: Callable[[Sequence[int], str], None] = lambda token_ids, salt: None
+        """Told the tokens and the salt of each conversation that is over; not
+        to wait for anything."""
         self._unrecorded: list[str] = []
         """Those that are over, but the store couldn't be told."""
         if store is not None:
@@ -101,10 +106,19 @@ class Conversations:
         return History(self._now()) if kept is None else kept.history
 
     def end(
-        self, conversation_id: str, name: str, history: History, step: Step | None = None
+        self,
+        conversation_id: str,
+        name: str,
+        history: History,
+        step: Step | None = None,
+        salt: str = "",
     ) -> None:
-        """A turn that began is over. ``step``: what it has added; None: it has
-        failed, and everything is as it was.
+        """A turn that began is over.
+
+        Args:
+            step: what it has added; None: it has failed, and everything is as
+                it was.
+            salt: of whoever it shared KV blocks with.
 
         Raises:
             FastDecodeError: (code ``output_failed``) it can't be kept, and
@@ -112,12 +126,15 @@ class Conversations:
         """
         with self._lock:
             self._talking.discard(conversation_id)
-            if step is None or digest_of(conversation_id) in self._over:
+            if step is None:
+                return
+            if digest_of(conversation_id) in self._over:
+                self.on_over(history.then(step).token_ids, salt)
                 return
             now_s = self._clock()
             if self._store is not None:
                 self._store.append(conversation_id, name, history, step, now_s)
-            self._kept[conversation_id] = Kept(history.then(step), now_s)
+            self._kept[conversation_id] = Kept(history.then(step), now_s, salt)
             self._kept.move_to_end(conversation_id)
             self._expire()
 
@@ -140,7 +157,9 @@ class Conversations:
 
     def _end_for_good(self, conversation_ids: Sequence[str]) -> None:
         for conversation_id in conversation_ids:
-            self._kept.pop(conversation_id, None)
+            kept = self._kept.pop(conversation_id, None)
+            if kept is not None:
+                self.on_over(kept.history.token_ids, kept.salt)
             self._over.add(digest_of(conversation_id))
         if self._store is not None:
             self._store.forget(conversation_ids)

@@ -4,7 +4,7 @@ of chats its messages and what text the tokens spell."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from hashlib import blake2b
@@ -65,13 +65,6 @@ class History:
         token_ids = array("i", self.token_ids[: step.num_kept])
         token_ids.extend(step.token_ids)
         return History(self.begun, token_ids, self.messages + step.messages, step.spelled)
-
-    def then_all(self, steps: Iterable[Step]) -> History:
-        """With these turns more."""
-        history = self
-        for step in steps:
-            history = history.then(step)
-        return history
 
 
 def _digest(text: str) -> bytes:

@@ -63,7 +63,7 @@ def file_of(place: Path) -> Path:
     """
     path = place / FILE if place.is_dir() else place
     if not path.is_file():
-        raise ConfigError(f"there are no conversations in {place}")
+        raise ConfigError(f"there are neither conversations nor KV blocks in {place}")
     return path
 
 

@@ -33,7 +33,8 @@ class BegunTurn:
     def end(self, conversations: Conversations, completion: Completion | None) -> None:
         """It is over, with this answer or with none."""
         step = None if completion is None else self.asked.answered(completion)
-        conversations.end(self.turn.conversation_id, self.turn.name, self.history, step)
+        turn = self.turn
+        conversations.end(turn.conversation_id, turn.name, self.history, step, turn.cache.salt)
 
 
 class Talk:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 from fastdecode.core.errors import FastDecodeError
+from fastdecode.core.holders import KVSource
 from fastdecode.core.sequence import Completion, FinishReason, RequestOutput, TokenLogprob
 
 CANCELLED = "cancelled"
@@ -35,6 +36,12 @@ class Delta:
     num_cached_tokens: int = 0
     """Of the prompt, those that this sequence didn't run; told with its last
     delta."""
+    sources: tuple[KVSource, ...] = ()
+    """The request is handed over: K and V of its prompt may be fetched here
+    until it is cancelled."""
+    has_fetched: bool = False
+    """What was offered of the prompt has been fetched, and isn't needed any
+    more where it was."""
 
     def then(self, later: Delta) -> Delta:
         """This and the next one of the same sequence as one."""
@@ -50,6 +57,8 @@ class Delta:
             later.finish_reason,
             later.error,
             later.num_cached_tokens,
+            later.sources or self.sources,
+            later.has_fetched or self.has_fetched,
         )
 
 

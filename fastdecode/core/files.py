@@ -11,6 +11,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from fastdecode.core import json_file
 from fastdecode.core.errors import ConfigError
 
 
@@ -116,11 +117,11 @@ def write_json(path: Path, value: dict[str, Any], what: str) -> None:
             finally:
                 os.close(fd)
             return
-        temporary = target.with_name(target.name + ".tmp")
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, target)
     except OSError as error:
         raise ConfigError(f"can't write the {what} file {path}: {error.strerror}") from None
+    json_file.write_whole(
+        target, text, refuse=lambda why: ConfigError(f"the {what} file {path}: {why}")
+    )
 
 
 def _identity(path: Path) -> object:

@@ -4,7 +4,8 @@ A **holder** is a cache, not a process: an R-worker may serve several, and one
 may move to another R-worker. What a
 holder keeps of a sequence is a **part**: consecutive tokens, all of them where
 the sequence is whole. The parts of a sequence together are its **residence**.
-All but the one that grows are **closed**.
+All but the one that grows are **closed**. What another engine's R-workers offer
+of one are its **sources**.
 """
 
 from __future__ import annotations
@@ -111,3 +112,27 @@ def new_residence(holders: Seq[HolderId], sizes: Seq[int], part_ids: Iterator[Pa
         parts.append(Part(next(part_ids), holder, first, num_tokens))
         first += num_tokens
     return Residence(tuple(parts))
+
+
+@dataclass(frozen=True)
+class KVSource:
+    """An R-worker that offers tokens of a sequence, counted as in the whole
+    sequence and the whole model."""
+
+    address: str
+    """As R-workers call each other."""
+    line: int
+    """Of the connection to it, for transports over which two between the same
+    two R-workers couldn't be told apart."""
+    ticket: str
+    """The right to read them; nobody else has it."""
+    first_token: int
+    num_tokens: int
+    first_head: int
+    """KV heads."""
+    num_heads: int
+
+
+def num_offered(sources: tuple[KVSource, ...]) -> int:
+    """Tokens of a sequence that sources have, from its first on."""
+    return max((source.first_token + source.num_tokens for source in sources), default=0)

@@ -83,5 +83,20 @@ def write_whole(path: Path, text: str, *, refuse: Refuse, durable: bool = False)
             if durable:
                 os.fsync(file.fileno())
         partial.replace(path)
+        if durable:
+            sync_directory(path.parent)
     except OSError as error:
         raise refuse(f"can't write it: {error.strerror or error}") from None
+
+
+def sync_directory(directory: Path) -> None:
+    """Have the names in it survive a power cut.
+
+    Raises:
+        OSError: the disk doesn't take them.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.json_file import read_object, write_whole
@@ -125,6 +125,10 @@ class ModelShape:
         )
 
 
+ENOUGH: Final = 0.95
+"""Of the best rate."""
+
+
 @dataclass(frozen=True)
 class SProfile:
     """The S-part of one model on one device."""
@@ -149,6 +153,14 @@ class SProfile:
     """Who attended those prompts, as is the default beside this device: ``s``,
     the S-worker, and its layers alone were timed; or ``r``, R-workers in the
     same process, and it was the prompt's whole way through the engine."""
+
+    @property
+    def batch_tokens(self) -> int:
+        """The fewest prompt tokens of which nearly as many run a second as of
+        any number: with more at once each prompt only waits longer."""
+        rates = {point.size: point.size / point.timing.median_s for point in self.prefill}
+        enough = ENOUGH * max(rates.values())
+        return min(size for size, rate in rates.items() if rate >= enough)
 
 
 @dataclass(frozen=True)

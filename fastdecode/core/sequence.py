@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, cast
+from typing import Final, Literal, TypeAlias
 
+from fastdecode.core.cache_use import SHARED as SHARED
+from fastdecode.core.cache_use import CacheUse as CacheUse
 from fastdecode.core.errors import FastDecodeError, Given, RequestError
-from fastdecode.core.holders import Residence, SequenceId
-from fastdecode.core.model.block_keys import MAX_SALT_CHARS
+from fastdecode.core.holders import KVSource, Residence, SequenceId
 
 FinishReason = Literal["stop", "length"]
 
@@ -28,9 +29,9 @@ def _refuse(name: str, value: object, rule: str) -> RequestError:
     return RequestError(Given(name, value), f": must be {rule}", code="invalid_sampling_params")
 
 
-def _number(
-    name: str, value: object, low: float, high: float, rule: str, *, open_low: bool = False
-) -> float:
+def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> float:
+    within = f"above {low} and at most {high}" if open_low else f"from {low} to {high}"
+    rule = f"a number {within}"
     # The comparison also refuses NaN, infinities, and whole numbers too great for a float.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise _refuse(name, value, rule)
@@ -98,21 +99,16 @@ class SamplingParams:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        put(
-            "temperature",
-            _number("temperature", self.temperature, 0, 100, "a number from 0 to 100"),
-        )
         put("top_k", 0 if self.top_k == -1 else _integer("top_k", self.top_k, 0, 1 << 30))
-        rule = "a number above 0 and at most 1"
-        put("top_p", _number("top_p", self.top_p, 0, 1, rule, open_low=True))
-        put("min_p", _number("min_p", self.min_p, 0, 1, "a number from 0 to 1"))
-        rule = "a number above 0 and at most 100"
-        put(
-            "repetition_penalty",
-            _number("repetition_penalty", self.repetition_penalty, 0, 100, rule, open_low=True),
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            put(name, _number(name, getattr(self, name), -100, 100, "a number from -100 to 100"))
+        for name, low, high in (
+            ("temperature", 0, 100),
+            ("min_p", 0, 1),
+            ("presence_penalty", -100, 100),
+            ("frequency_penalty", -100, 100),
+        ):
+            put(name, _number(name, getattr(self, name), low, high))
+        for name, high in (("top_p", 1), ("repetition_penalty", 100)):
+            put(name, _number(name, getattr(self, name), 0, high, open_low=True))
         put("logit_bias", self._checked_logit_bias())
         if self.seed is not None:
             _integer("seed", self.seed, -(1 << 63), (1 << 64) - 1)
@@ -140,9 +136,7 @@ class SamplingParams:
             except ValueError:
                 raise _refuse("logit_bias", key, "an object whose keys are token ids") from None
             token = _integer("logit_bias token id", number, 0, 1 << 31)
-            checked[token] = _number(
-                f"logit_bias[{token}]", bias, -100, 100, "a number from -100 to 100"
-            )
+            checked[token] = _number(f"logit_bias[{token}]", bias, -100, 100)
         return checked
 
     def _checked_stop_token_ids(self) -> tuple[int, ...]:
@@ -193,45 +187,6 @@ Prompt: TypeAlias = "str | abc.Sequence[int]"
 """Text, or token ids."""
 
 
-@dataclass(frozen=True)
-class CacheUse:
-    """What a request has to do with the KV cache of others.
-
-    Raises:
-        RequestError: (code ``invalid_cache``).
-    """
-
-    is_off: bool = False
-    """It leaves nothing behind, and takes nothing that others left."""
-    salt: str = ""
-    """It shares with requests of the same salt only."""
-    turn: int | None = None
-    """It is a turn of a conversation, whose earlier turns had so many leading
-    tokens of its prompt cached: its own last block is kept though it isn't
-    full. None: it isn't."""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.salt, str) or len(self.salt) > MAX_SALT_CHARS:
-            raise RequestError(
-                Given("cache_salt"),
-                f": must be a string of at most {MAX_SALT_CHARS} characters",
-                code="invalid_cache",
-            )
-
-    @classmethod
-    def of(cls, cache: object, salt: object) -> CacheUse:
-        """From what a request says; None: it doesn't."""
-        if cache not in (None, "on", "off"):
-            raise RequestError(
-                Given("cache", cache), ': must be "on" or "off"', code="invalid_cache"
-            )
-        return cls(cache == "off", "" if salt is None else cast(str, salt))
-
-
-SHARED = CacheUse()
-"""With all others of no salt."""
-
-
 def check_prompt(prompt: object) -> Prompt:
     """A text or a list of what may be token ids. Raises RequestError: it is
     neither, or an empty text."""
@@ -267,6 +222,14 @@ class Request:
     seed: int
     """``params.seed``, or the fresh seed drawn in its place."""
     cache: CacheUse = SHARED
+    drawn: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """By sequence: tokens that an earlier run has drawn for it, fewer than
+    ``max_tokens``, and none that ends it."""
+    sources: tuple[KVSource, ...] = ()
+    """Where K and V of its prompt may be fetched."""
+    hands_over: bool = False
+    """Its sequences go on elsewhere after ``max_tokens``, unless they are over
+    by then: K and V of the prompt are kept, and offered, until it is cancelled."""
 
 
 @dataclass(frozen=True)
@@ -320,6 +283,9 @@ class RequestOutput:
 COMING = -1
 """In place of a token that was drawn, and isn't known yet."""
 
+NOTHING: Final = range(0)
+"""Of a sequence's tokens."""
+
 
 @dataclass(eq=False)
 class Sequence:
@@ -341,17 +307,23 @@ class Sequence:
     """The prompt, then what was generated; its last may be ``COMING``."""
     num_cached: int = 0
     """Leading tokens whose K and V are cached."""
+    behind_gap: range = NOTHING
+    """Tokens whose K and V are cached, too, though some before them aren't:
+    those between, its **gap**, are run first."""
     residence: Residence | None = None
     """Where they are, and where there is room for more; None while waiting."""
     num_reused: int = 0
-    """Leading tokens that it didn't run when it started first, since others
-    had: those whose KV blocks were kept."""
+    """Tokens that it didn't run when it started first, since others had: those
+    whose KV blocks were kept."""
+    sources: tuple[KVSource, ...] = ()
+    """Where K and V of its first tokens may be fetched when it starts."""
     is_checked: bool = False
     """It came to logits that aren't finite: whoever attends it is looked at."""
 
     @classmethod
     def of(cls, sequence_id: SequenceId, request: Request, index: int) -> Sequence:
-        return cls(sequence_id, request, index, list(request.prompt_token_ids))
+        known = (*request.prompt_token_ids, *request.drawn.get(index, ()))
+        return cls(sequence_id, request, index, list(known), sources=request.sources)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -367,9 +339,27 @@ class Sequence:
         return self.token_ids[-1] == COMING
 
     @property
+    def gap(self) -> range:
+        """Tokens that aren't cached, with cached ones behind them."""
+        return range(self.num_cached, self.behind_gap.start) if self.behind_gap else NOTHING
+
+    @property
+    def num_present(self) -> int:
+        """Tokens whose K and V are cached, those behind a gap included."""
+        return self.num_cached + len(self.behind_gap)
+
+    @property
     def num_uncached(self) -> int:
         """Tokens to run before the next one can be drawn; 1 when decoding."""
-        return len(self.token_ids) - self.num_cached
+        return len(self.token_ids) - self.num_present
+
+    def advance(self, num_tokens: int) -> None:
+        """The next so many of its tokens are cached; they end with its gap at
+        the latest, if it has one."""
+        self.num_cached += num_tokens
+        if self.behind_gap and self.num_cached == self.behind_gap.start:
+            self.num_cached = self.behind_gap.stop
+            self.behind_gap = NOTHING
 
     @property
     def max_cached_tokens(self) -> int:

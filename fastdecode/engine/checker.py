@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fastdecode.core.errors import RequestError
+from fastdecode.core.resuming import BegunRequest
 from fastdecode.core.sequence import (
     Prompt,
     PromptRequest,
@@ -23,9 +24,17 @@ class RequestChecker:
         codec: the model's.
         vocab_size: token ids are below it.
         max_model_len: most tokens of prompt and completion together.
+        begun: what an earlier run had drawn for requests of the same ids.
     """
 
-    def __init__(self, codec: TextCodec, vocab_size: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        codec: TextCodec,
+        vocab_size: int,
+        max_model_len: int,
+        begun: Mapping[str, BegunRequest] | None = None,
+    ) -> None:
+        self._begun = begun or {}
         self._codec = codec
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -65,11 +74,28 @@ class RequestChecker:
                 code="prompt_too_long",
             )
         room = limit - len(token_ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         return Request(
             request_id=arrived.request_id,
             prompt_token_ids=token_ids,
             params=params,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            max_tokens=max_tokens,
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             cache=arrived.cache,
+            drawn=self._drawn(arrived, token_ids, max_tokens),
         )
+
+    def _drawn(
+        self, arrived: PromptRequest, token_ids: tuple[int, ...], max_tokens: int
+    ) -> dict[int, tuple[int, ...]]:
+        """What an earlier run has drawn for each sequence of this very request.
+        Where logprobs are wanted, which nobody has kept, it is drawn again."""
+        begun = self._begun.get(arrived.request_id)
+        params = arrived.params
+        if begun is None or begun.prompt_token_ids != token_ids or params.logprobs is not None:
+            return {}
+        return {
+            index: drawn[: max_tokens - 1]
+            for index, drawn in begun.drawn.items()
+            if index < params.n and all(0 <= token < self._vocab_size for token in drawn)
+        }

@@ -19,7 +19,7 @@ from fastdecode.schedule.life import events
 from fastdecode.schedule.life.lives import Lives
 from fastdecode.schedule.plan import Chunk
 from sworker.feed import Feed
-from sworker.sampler import Drawing
+from sworker.sampling.sampler import Drawing
 from sworker.worker import SWorker
 
 

@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container
+from collections.abc import Sequence as Seq
 from copy import copy
+from typing import Final
 
 from fastdecode.core.delta import Listener
 from fastdecode.core.errors import FastDecodeError, duplicate_id, without_frames
@@ -69,7 +71,8 @@ class Engine:
         self._pipeline = pipeline
         self._fleet = fleet
         self._lifecycle = lifecycle
-        self._requests = Requests(codec, eos_token_ids, s_worker.spec.vocab_size)
+        self.requests: Final = Requests(codec, eos_token_ids, s_worker.spec.vocab_size)
+        """Those that are waiting or running."""
         self._recovery = recovery or Recovery(fleet)
         self.broken: FastDecodeError | None = None
         """Why a step broke down, after which it takes no requests any more."""
@@ -79,6 +82,7 @@ class Engine:
             hybrid=None if hybrid is None else hybrid.counts,
             replicas=None if replicas is None else replicas.figures,
             resumed=lifecycle.adoptions.counts,
+            tiers=lifecycle.scheduler.ledger.cache.stock.traffic.counts,
         )
         self._executor = Executor(
             s_worker,
@@ -87,19 +91,14 @@ class Engine:
             lifecycle,
             self._recovery,
             watch or Watch(),
-            self._requests,
+            self.requests,
             self.stats,
         )
 
     @property
-    def num_unfinished(self) -> int:
-        """Requests that are waiting or running."""
-        return len(self._requests)
-
-    @property
     def num_unfinished_sequences(self) -> int:
         """Sequences that are waiting or running: a request's n."""
-        return self._requests.num_sequences
+        return self.requests.num_sequences
 
     @property
     def num_running(self) -> int:
@@ -109,13 +108,14 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything: for requests, or for what is left of cancelled ones."""
-        return bool(self._requests) or self._executor.is_busy
+        return bool(self.requests) or self._executor.is_busy
 
     @property
     def pause_s(self) -> float:
         """How long a step would do nothing, whatever work there is: all
-        R-workers are lost, and others are looked for."""
-        return self._recovery.pause_s
+        R-workers are lost, and others are looked for; or other instances are
+        waited for."""
+        return self._recovery.pause_s or self._executor.handing.pause_s
 
     def figures(self) -> EngineFigures:
         """What it tells of itself, between two steps."""
@@ -134,15 +134,19 @@ class Engine:
         """
         if self.broken is not None:
             raise copy(self.broken)
-        if request.request_id in self._requests:
+        if request.request_id in self.requests:
             raise duplicate_id(request.request_id)
         self._executor.tell(events.Submitted(request))
         sequences = self._lifecycle.lives.sequences(request.request_id)
         try:
-            self._requests.add(request, sequences, time.perf_counter(), listener)
+            self.requests.add(request, sequences, time.perf_counter(), listener)
         except FastDecodeError:
             self._executor.tell(events.Cancelled(request.request_id))
             raise
+
+    def end_conversation(self, token_ids: Seq[int], salt: str) -> None:
+        """Nobody goes on with a conversation that has come to these tokens."""
+        self._executor.tell(events.Ended(tuple(token_ids), salt))
 
     def step(self) -> None:
         """Run until some lane has finished a step, or until there is nothing to
@@ -172,9 +176,9 @@ class Engine:
         """Forget an unfinished request; False if there is none of this id. What
         it holds is free as soon as the step in flight is over, at the
         latest."""
-        if request_id not in self._requests:
+        if request_id not in self.requests:
             return False
-        self._requests.forget(request_id)
+        self.requests.forget(request_id)
         self._executor.tell(events.Cancelled(request_id))
         return True
 
@@ -189,7 +193,7 @@ class Engine:
 
     def cancel_all(self) -> None:
         """Forget every unfinished request, and free what it holds."""
-        for request_id in self._requests.ids:
+        for request_id in self.requests.ids:
             self.cancel(request_id)
         while self.broken is None and self._executor.is_busy:
             self._executor.run_on()
@@ -199,4 +203,4 @@ class Engine:
         engine takes no requests from then on, since what its R-workers hold is
         unknown."""
         self.broken = without_frames(error)
-        self._requests.fail_all(error)
+        self.requests.fail_all(error)

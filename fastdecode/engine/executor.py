@@ -6,18 +6,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence as Seq
+from copy import copy
 from dataclasses import dataclass, field, replace
 
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.holders import HolderId, HolderKind, PartId
+from fastdecode.core.resuming import Session
 from fastdecode.core.spec import longest_window
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.drawings import Drawings, Tokens
 from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.instances.handing import Exports, Handing
 from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.requests import Requests
-from fastdecode.engine.reservations import event_for, holder_of, message_for
+from fastdecode.engine.reservations import event_for, holder_of, message_for, move_event
+from fastdecode.engine.session.recorder import Recorder
 from fastdecode.engine.stats import EngineStats
 from fastdecode.engine.step.lane_step import LaneStep
 from fastdecode.engine.step.layout import StepBatch
@@ -25,9 +29,10 @@ from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.schedule.lanes import LaneChoice
 from fastdecode.schedule.life import events
 from fastdecode.schedule.life.lifecycle import Lifecycle
-from fastdecode.schedule.plan import Chunk, Forget, Keep
+from fastdecode.schedule.plan import Chunk, DropCopies, Fetch, Forget, Keep, Store
 from fastdecode.schedule.times import MeasuredTimes
-from fastdecode.wire.kv.taking_over import TakenOver
+from fastdecode.wire.kv.handing import Pulled
+from fastdecode.wire.kv.taking_over import SESSION_RESUMED, TakenOver
 from sworker.worker import SWorker
 
 logger = logging.getLogger(__name__)
@@ -43,6 +48,10 @@ class Watch:
     """How long the parts of every step took."""
     lanes: LaneChoice | None = None
     """Decides on the number of lanes; None: it stays what it is."""
+    session: Session | None = None
+    """Which tokens sequences have, and where they are."""
+    exports: Exports = field(default_factory=Exports)
+    """How other instances' R-workers reach this one's."""
 
 
 class Executor:
@@ -84,6 +93,9 @@ class Executor:
         }
         self._num_launched = 0
         self._drawings = Drawings(s_worker, lifecycle.lives, requests, stats, watch.trace)
+        self._recorder = Recorder(watch.session, lifecycle.lives)
+        self.handing = Handing(fleet, requests, lifecycle.handing, watch.exports)
+        """What is done for other instances, and by them."""
         # By lane: of steps that are over, on their way to the host.
         self._coming: dict[int, Tokens] = {}
 
@@ -92,7 +104,7 @@ class Executor:
         """Whether a step is in flight, tokens are on their way to the host, or
         an answer about a room is owed."""
         lifecycle = self._lifecycle
-        owed = lifecycle.grants or lifecycle.adoptions
+        owed = lifecycle.grants or lifecycle.adoptions or lifecycle.is_moving
         return bool(self._pipeline.in_flight or self._coming or owed)
 
     def step(self) -> None:
@@ -103,21 +115,26 @@ class Executor:
             WorkerError: no holder is left.
         """
         started, wait_s = time.perf_counter(), self._pipeline.wait_s
-        num_steps = self._stats.num_steps
+        num_steps, num_prompt_tokens = self._stats.num_steps, self._stats.num_prompt_tokens
         is_prefill = _runs_prompt(self._pipeline)
         if self._watch.lanes is not None:
             self.regroup(self._watch.lanes.decide())
         while self._stats.num_steps == num_steps:
             self._launch_idle()
             if not self.is_busy:
+                self.handing.is_idle = True
                 return
             is_prefill = _runs_prompt(self._pipeline)
             self.run_on()
         waited_s = self._pipeline.wait_s - wait_s
-        self._stats.count_time(time.perf_counter() - started, waited_s, is_prefill=is_prefill)
+        elapsed_s = time.perf_counter() - started
+        self._stats.count_time(elapsed_s, waited_s, is_prefill=is_prefill)
+        self._lifecycle.stepped(self._stats.num_prompt_tokens - num_prompt_tokens, elapsed_s)
 
     def _launch_idle(self) -> None:
         """Take in what has happened, and start the idle lanes' steps."""
+        if not self.is_busy:
+            self.handing.listen()
         self._take_news()
         if not self._recovery.is_stranded():
             for lane in self._pipeline.idle_lanes:
@@ -161,12 +178,20 @@ class Executor:
             self._watch.lanes.regrouped(num_lanes)
 
     def _take_news(self) -> None:
-        """Tell the lifecycle who has answered, who was lost, and who has come in whose place."""
+        """Tell the lifecycle who has answered, who was lost, and who has come in
+        whose place.
+
+        Raises:
+            WorkerError: another S-worker goes on with this session.
+        """
         for holder, news in self._pipeline.take_news():
             if isinstance(news, WorkerError):
+                if news.code == SESSION_RESUMED:
+                    raise copy(news)
                 self.tell(self._recovery.lose(holder, news, self._lifecycle))
             elif isinstance(news, TakenOver):
                 if (taken := self._recovery.taken_over(holder, news)) is not None:
+                    self._stats.num_rejoined += taken.is_home
                     self.tell(taken)
             elif not self._lifecycle.grants.awaits(holder, PartId(news.sequence_id)):
                 answer = (
@@ -175,13 +200,18 @@ class Executor:
                 self._fleet.lose(holder, ProtocolError(answer))
             else:
                 self.tell(event_for(news, self._fleet.peer(holder)))
+        for moved in self._fleet.unasked.take_tiers():
+            if isinstance(moved, Pulled):
+                self._stats.fetched_bytes += moved.num_bytes
+                self._stats.fetch_s += moved.seconds
+            self.tell(move_event(moved))
         replicas = self._recovery.replicas
         if replicas is not None:
             replicas.take_news(self._num_launched - 1)
         for emptied in self._recovery.emptied(self._lifecycle):
             self.tell(emptied)
         for joined in self._recovery.joined(self._lifecycle):
-            self._stats.num_rejoined += 1
+            self._stats.num_rejoined += isinstance(joined, events.Joined)
             self.tell(joined)
         if replicas is not None:
             replicas.mend()
@@ -192,6 +222,7 @@ class Executor:
         Raises:
             CapacityError: a submitted request could never fit.
         """
+        self.handing.is_idle = False
         for instruction in self._lifecycle.handle(event):
             match instruction:
                 case (
@@ -199,11 +230,17 @@ class Executor:
                     | events.Fork()
                     | events.Resume()
                     | events.Extend()
+                    | events.Truncate()
                     | events.Close()
                     | Keep()
                     | Forget()
+                    | Store()
+                    | Fetch()
+                    | DropCopies()
                 ):
                     self._fleet.send(holder_of(instruction), message_for(instruction))
+                    if isinstance(instruction, (events.Open, events.Fork, events.Resume)):
+                        self._recorder.opened(instruction.part.part_id)
                 case events.Finish():
                     self._requests.finish(instruction.sequence, instruction.reason, self._stats)
                 case events.Fail():
@@ -211,6 +248,12 @@ class Executor:
                         "request %s failed: %s", instruction.request_id, instruction.error
                     )
                     self._requests.forget(instruction.request_id).fail(instruction.error)
+                case events.Pull():
+                    self.handing.pull(instruction)
+                case events.HandOver():
+                    self.handing.offer(instruction)
+                case events.HasFetched():
+                    self.handing.fetched(instruction)
                 case events.TakeOver():
                     if (lost := self._recovery.take_over(instruction)) is not None:
                         self.tell(lost)
@@ -220,7 +263,8 @@ class Executor:
                     assert_never(instruction)
         self._stats.num_recomputed = self._lifecycle.endings.num_recomputed
         self._stats.num_suspended = self._lifecycle.num_suspended
-        self._stats.num_cached_prompt_tokens = self._lifecycle.num_reused_tokens
+        self._stats.num_cached_prompt_tokens = self._lifecycle.starting.num_reused_tokens
+        self._stats.num_gap_tokens = self._lifecycle.starting.num_gap_tokens
 
     def _launch(self, lane: int) -> None:
         """Plan and start a lane's step, as far as anybody has room."""
@@ -257,6 +301,7 @@ class Executor:
         }
         self._stats.count_step(max(each_s.values(), default=0.0), each_s)
         wanted = self._lifecycle.lives.wanted(step.batch.chunks)
+        self._recorder.stepped(wanted)
         # Before what the step has ended is freed: the holders have held it all through the step.
         self._count_load(wanted)
         tokens, step.draws = step.draws, None  # or the two would keep each other, and the model
@@ -284,6 +329,7 @@ class Executor:
 
     def _told(self, step: LaneStep, drawn: tuple[events.Drawn, ...], began_s: float) -> None:
         """The lifecycle knows what came of a step. ``began_s``: when taking it in began."""
+        self._recorder.drew(drawn)
         self._requests.tell(drawn)
         if self._watch.times is not None:
             step.tell(self._watch.times, self._watch.lanes, time.perf_counter() - began_s)
@@ -293,7 +339,7 @@ class Executor:
         self._stats.count_load(load, sum([_in_prompt(chunk) for chunk in wanted]))
         scheduler = self._lifecycle.scheduler
         now = time.perf_counter()
-        self._watch.trace.load(now, scheduler.num_running, scheduler.num_waiting, load)
+        self._watch.trace.load(now, scheduler.num_running, len(scheduler.waiting), load)
 
 
 def _runs_prompt(pipeline: Pipeline) -> bool:
@@ -303,5 +349,4 @@ def _runs_prompt(pipeline: Pipeline) -> bool:
 
 def _in_prompt(chunk: Chunk) -> int:
     """Tokens of it that are of the prompt."""
-    sequence = chunk.sequence
-    return min(chunk.num_tokens, max(0, sequence.num_prompt_tokens - sequence.num_cached))
+    return min(chunk.num_tokens, max(0, chunk.sequence.num_prompt_tokens - chunk.first))

@@ -86,6 +86,6 @@ def _loads(scheduler: ContinuousScheduler) -> Counter[HolderId]:
     for lane in scheduler.lanes:
         for run in lane.running.values():
             for part in run.residence.parts:
-                cached = run.sequence.num_cached - part.first_token
+                cached = run.sequence.num_present - part.first_token
                 loads[part.holder] += max(0, min(part.num_tokens, cached))
     return loads

@@ -27,6 +27,12 @@ class LatencyHistogram:
         self._counts[_bucket(duration_s)] += 1
         self._num += 1
 
+    def add_all(self, other: LatencyHistogram) -> None:
+        """Those that another has counted, too."""
+        for bucket, count in enumerate(other._counts):
+            self._counts[bucket] += count
+        self._num += other._num
+
     def percentile(self, percent: float) -> float | None:
         """Seconds that ``percent`` of the durations don't exceed (nearest
         rank); None if there are none."""

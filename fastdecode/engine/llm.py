@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -24,8 +25,9 @@ from fastdecode.conversations.turns import PromptTurn, Turn, check_id
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.delta import Delta
 from fastdecode.core.dtype import DType
-from fastdecode.core.errors import ConfigError, WorkerError
+from fastdecode.core.errors import ConfigError, Given, WorkerError
 from fastdecode.core.progress import Progress
+from fastdecode.core.resuming import Session
 from fastdecode.core.sequence import (
     SHARED,
     CacheUse,
@@ -34,9 +36,10 @@ from fastdecode.core.sequence import (
     RequestOutput,
     SamplingParams,
 )
-from fastdecode.core.trace import Trace
+from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.engine.feed import Arriving, Readings
+from fastdecode.engine.instances.running import RunningInstances, service_of_instances
 from fastdecode.engine.service import EngineService, Snapshot
 from fastdecode.engine.setup.launch import RunningEngine
 from fastdecode.engine.stats import EngineStats
@@ -76,6 +79,8 @@ class Facts:
     """Token ids are below it."""
     load_s: float
     """Seconds that loading the model and starting the R-workers took."""
+    stage_layers: tuple[int, ...] = ()
+    """Of each pipeline stage."""
 
 
 class LLM:
@@ -94,6 +99,8 @@ class LLM:
         trace: told what every step does, from then on.
         times: what is known of step times beforehand, for the schedule; told
             how long each step took.
+        session: of a run that another process can go on with, where R-workers
+            are at addresses (``fastdecode run-batch`` has one).
 
     Raises:
         ConfigError, ModelError, WorkerError: as their docstrings say.
@@ -106,6 +113,7 @@ class LLM:
         progress: Callable[[str], None] | None = None,
         trace: Trace | None = None,
         times: MeasuredTimes | None = None,
+        session: Session | None = None,
         **options: Any,
     ) -> None:
         keeping = Keeping.taken_from(options)
@@ -113,19 +121,26 @@ class LLM:
         self.conversations = keeping.open(Path(model))
         """What ``conversation_id`` names."""
         own_thread = _has_a_thread()
-        self._service = EngineService(
-            lambda: RunningEngine(config, progress, trace, times), own_thread=own_thread
-        )
+        make = partial(RunningEngine, config, progress, trace, times, session)
+        self._service: EngineService[Any] = EngineService(make, own_thread=own_thread)
+        if config.instances.number:
+            if not isinstance(trace, (NoTrace, type(None))):
+                raise ConfigError(Given("trace"), " is of one engine: leave out the instances")
+            self._service = service_of_instances(config, progress, times)
         try:
             self._running = self._service.open()
         except BaseException:
             self.conversations.close()
             raise
+        self.conversations.on_over = partial(_end_conversation, self._service)
         # An engine that nobody can reach any more needn't wait for the end of the process.
         weakref.finalize(self, self._service.ask_to_close).atexit = False
         self.facts = _facts(self._running)
-        checker = RequestChecker(self.codec, self.facts.vocab_size, self.facts.max_model_len)
+        begun = None if session is None else session.begun
+        limits = self.facts.vocab_size, self.facts.max_model_len
+        checker = RequestChecker(self.codec, *limits, begun)
         most_sequences = QUEUE_AHEAD * config.batching.max_num_sequences
+        most_sequences *= max(1, config.instances.decode_instances)
         self._readings = Readings(self._service, checker, most_sequences, self.conversations)
 
     def __enter__(self) -> LLM:
@@ -156,7 +171,7 @@ class LLM:
         return self._running.codec
 
     @property
-    def service(self) -> EngineService[RunningEngine]:
+    def service(self) -> EngineService[Any]:
         """Runs requests, whoever they come from."""
         return self._service
 
@@ -255,8 +270,8 @@ class LLM:
 
     def forget(self, conversation_id: str) -> None:
         """End a conversation: nothing of it is kept, and a turn that names it is
-        an error. Its KV blocks, which nobody can name any more, are given up
-        when their room is needed."""
+        an error. Those of its KV blocks that are no other's are given up before
+        the engine's next step."""
         self.conversations.forget(check_id(conversation_id))
 
     def stream(
@@ -315,6 +330,12 @@ class LLM:
         ]
 
 
+def _end_conversation(service: EngineService[Any], token_ids: Sequence[int], salt: str) -> None:
+    """Tell the engine, between two of its steps."""
+    token_ids = tuple(token_ids)
+    service.look(lambda running: running.engine.end_conversation(token_ids, salt))
+
+
 def _chat_template(model: str, path: str | Path | None) -> ChatTemplate:
     """A model's chat template, or that of a file in its place. Raises
     ConfigError: there is none."""
@@ -362,7 +383,7 @@ def _has_a_thread() -> bool:
     return not mpi_job.takes_calls_of_one_thread()
 
 
-def _facts(running: RunningEngine) -> Facts:
+def _facts(running: RunningEngine | RunningInstances) -> Facts:
     identity = running.resolved.identity
     return Facts(
         num_r_workers=running.num_r_workers,
@@ -374,4 +395,5 @@ def _facts(running: RunningEngine) -> Facts:
         max_model_len=identity.max_model_len,
         vocab_size=running.spec.vocab_size,
         load_s=running.load_s,
+        stage_layers=tuple(map(len, running.resolved.layers)),
     )

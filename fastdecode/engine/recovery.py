@@ -11,19 +11,26 @@ import logging
 import math
 import time
 from copy import copy
-from typing import TYPE_CHECKING
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.heads.replicas import GroupReplicas
+from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.engine.fleet.replicas import Replicas
-from fastdecode.schedule.life.events import Interrupted, Joined, Lost, TakenOver, TakeOver
+from fastdecode.engine.stages.replicas import ColumnReplicas
+from fastdecode.schedule.life.events import (
+    Interrupted,
+    Joined,
+    Leaving,
+    Lost,
+    Reopened,
+    TakenOver,
+    TakeOver,
+)
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.wire.kv.taking_over import TakenOver as TakenOverAnswer
-
-if TYPE_CHECKING:
-    from fastdecode.engine.fleet.workers import Replacements
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +57,7 @@ class Recovery:
         fleet: Fleet,
         replacements: Replacements | None = None,
         clock: Clock = time.monotonic,
-        replicas: Replicas | None = None,
+        replicas: Replicas | GroupReplicas | ColumnReplicas | None = None,
     ) -> None:
         self._fleet = fleet
         self.replicas = replicas
@@ -60,6 +67,8 @@ class Recovery:
         self.pause_s = 0.0
         """While all are lost: for how long there is no use in looking again."""
         self._lost: dict[HolderId, WorkerError] = {}
+        if replicas is not None:
+            replicas.hand_over_to(replacements)
 
     def lose(
         self, holder: HolderId, error: WorkerError, lifecycle: Lifecycle
@@ -73,7 +82,7 @@ class Recovery:
         return Lost(holder)
 
     def take_over(self, order: TakeOver) -> Lost | None:
-        """Have the neighbour go on for a holder. It may be lost meanwhile, too."""
+        """Have another R-worker go on for a holder. It may be lost meanwhile, too."""
         assert self.replicas is not None
         if self.replicas.take_over(order):
             return None
@@ -81,7 +90,8 @@ class Recovery:
         return Lost(order.holder)
 
     def taken_over(self, holder: HolderId, answer: TakenOverAnswer) -> TakenOver | None:
-        """The neighbour has said what it has; None: it didn't say that, and is lost."""
+        """That one has said what it has; None: it is to say so once more, or
+        didn't say that, and is lost."""
         assert self.replicas is not None
         try:
             return self.replicas.taken_over(holder, answer)
@@ -95,7 +105,11 @@ class Recovery:
         now on they are lost, and others may come in their place."""
         if self.replicas is None or not self.replicas.adopted or lifecycle.adoptions:
             return []
-        empty = [x for x in self.replicas.adopted if not lifecycle.lives.is_on(x)]
+        empty = [
+            holder
+            for holder in self.replicas.adopted
+            if not lifecycle.lives.is_on(holder) and not self.replicas.is_leaving(holder)
+        ]
         for holder in empty:
             self.replicas.emptied(holder)
             self._lost[holder] = self._fleet.lost[holder]
@@ -127,27 +141,36 @@ class Recovery:
         timeout_s = self._replacements.timeout_s
         if not stranded_s and 0 < timeout_s < math.inf:
             logger.warning(
-                "every R-worker is lost: trying to reach one, for %g s (--worker-timeout-s)",
+                "every R-worker is lost: trying to reach one, for %g s (worker_timeout_s)",
                 timeout_s,
             )
         return stranded_s < timeout_s or bool(self._replacements.look(self._lost))
 
-    def joined(self, lifecycle: Lifecycle) -> list[Joined]:
+    def joined(self, lifecycle: Lifecycle) -> list[Joined | Leaving | Reopened]:
         """Let in those that have come in the place of lost holders, once no
-        sequence remembers those."""
-        if self._replacements is None or not self._lost:
+        sequence remembers those; and have those take over that neighbours went
+        on for, once they have caught up; or where nobody comes, and all are gone
+        on for, have others start there."""
+        if isinstance(self.replicas, ColumnReplicas):
+            return [Reopened(column) for column in self.replicas.reopened()]
+        adopted = () if self.replicas is None else self.replicas.adopted
+        if self._replacements is None or not (self._lost or adopted):
             return []
-        joined = []
-        for index, welcome in self._replacements.look(self._lost).items():
+        found = self._replacements.look([*self._lost, *adopted])
+        joined: list[Joined | Leaving | Reopened] = []
+        replicas = self.replicas
+        if replicas is not None and not lifecycle.adoptions:
+            joined += map(Leaving, replicas.leaving(found, lifecycle.lives.is_on))
+        for index, welcome in found.items():
             holder = HolderId(index)
-            if not lifecycle.lives.is_on(holder):
+            if holder in self._lost and not lifecycle.lives.is_on(holder):
                 self._replacements.admit(holder)
                 self._fleet.revive(holder)
                 del self._lost[holder]
                 logger.warning(
                     "%s has joined in the place of one that was lost", self._fleet.peer(holder)
                 )
-                if self.replicas is not None:
-                    self.replicas.joined()
+                if replicas is not None:
+                    replicas.joined()
                 joined.append(Joined(holder, welcome.num_blocks))
         return joined

@@ -12,7 +12,7 @@ from fastdecode.core.sequence import FinishReason, Request, Sequence, TokenLogpr
 from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.life.events import Drawn
 from fastdecode.text.codec import SequenceText, TextCodec
-from sworker.sampler import NON_FINITE, SampledToken, SamplingState
+from sworker.sampling.sampler import NON_FINITE, SampledToken, SamplingState
 
 
 @dataclass(eq=False)
@@ -28,6 +28,8 @@ class Generation:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     num_told: int = 0
     """Tokens that deltas were made of."""
+    num_known: int = 0
+    """Tokens that were drawn before it was submitted, and have no logprobs here."""
 
     @classmethod
     def of(
@@ -38,7 +40,8 @@ class Generation:
         vocab_size: int,
         now: float,
     ) -> Generation:
-        """Of a sequence that has just been submitted."""
+        """Of a sequence that has just been submitted. What was drawn for it
+        before counts as if it were now."""
         request = sequence.request
         sampling = SamplingState(
             params=request.params,
@@ -48,9 +51,12 @@ class Generation:
             vocab_size=vocab_size,
             sample_index=sequence.index,
         )
-        return cls(
-            sequence, sampling, codec.sequence_text(request.params, request.prompt_token_ids), now
-        )
+        text = codec.sequence_text(request.params, request.prompt_token_ids)
+        generation = cls(sequence, sampling, text, now)
+        for token in request.drawn.get(sequence.index, ()):
+            generation.append(SampledToken(token), eos_token_ids)
+            generation.num_known += 1
+        return generation
 
     def append(self, drawn: SampledToken, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
         """Take in a token. Returns why the sequence is over, if the token says so."""
@@ -65,6 +71,7 @@ class Generation:
     def delta(self, reason: FinishReason | None) -> Delta:
         """What is new since the last one; all that is left if the sequence is over."""
         sequence, first = self.sequence, self.num_told
+        of_logprobs = max(0, first - self.num_known)
         self.num_told = sequence.num_generated
         if reason is not None:
             self.text.finish()
@@ -73,7 +80,7 @@ class Generation:
             index=sequence.index,
             text=self.text.take(),
             token_ids=tuple(sequence.token_ids[sequence.num_prompt_tokens + first :]),
-            logprobs=tuple(self.logprobs[first:])
+            logprobs=tuple(self.logprobs[of_logprobs:])
             if sequence.request.params.logprobs is not None
             else None,
             finish_reason=reason,
@@ -177,7 +184,8 @@ class Requests:
             stats.num_output_tokens += 1
             if generation.first_token_s is None:
                 generation.first_token_s = now
-                stats.ttft.add(now - generation.submitted_s)
+                if not generation.num_known:
+                    stats.ttft.add(now - generation.submitted_s)
             generation.last_token_s = now
             reason = generation.append(token, self._eos_token_ids)
             drawn.append(Drawn(sequence, token.token_id, reason))
@@ -190,6 +198,12 @@ class Requests:
             generation = self._generations.get(one.sequence.sequence_id)
             if generation is not None and one.error is None and not one.is_doubted:
                 self._groups[one.sequence.request.request_id].tell(generation, None)
+
+    def say(self, delta: Delta) -> None:
+        """Tell whoever listens something about a request that is no token."""
+        group = self._groups.get(delta.request_id)
+        if group is not None and group.listener is not None:
+            group.listener.tell(delta)
 
     def finish(self, sequence: Sequence, reason: FinishReason, stats: EngineStats) -> None:
         """A sequence is over, and its request, once all of them are."""

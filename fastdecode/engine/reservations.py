@@ -5,19 +5,22 @@ from __future__ import annotations
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fastdecode.core.holders import HolderId, PartId
 from fastdecode.schedule.life import events
-from fastdecode.schedule.life.events import Close, Extend, Fork, Open, Resume
-from fastdecode.schedule.plan import Forget, Keep
+from fastdecode.schedule.life.events import Close, Extend, Fork, Open, Resume, Truncate
+from fastdecode.schedule.plan import DropCopies, Fetch, Forget, Keep, Store
+from fastdecode.wire.kv.handing import MoveNews, Pulled
 from fastdecode.wire.kv.kept import (
-    KEY_WORDS,
     EndSequence,
     ForgetBlocks,
     KeepBlocks,
     ResumeSequence,
+    keys_of,
+    words_of,
 )
+from fastdecode.wire.kv.taking_over import TruncateSequence
+from fastdecode.wire.kv.tiers import DropBlocks, FetchBlocks, Fetching, Moved, StoreBlocks
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,
@@ -28,19 +31,20 @@ from fastdecode.wire.messages import (
     ToRWorker,
 )
 
-ForHolder: TypeAlias = Open | Fork | Resume | Extend | Close | Keep | Forget
+OfTiers: TypeAlias = Forget | Store | Fetch | DropCopies
+ForHolder: TypeAlias = Open | Fork | Resume | Extend | Truncate | Close | Keep | OfTiers
 """What a holder is to be told."""
 
 
 def holder_of(instruction: ForHolder) -> HolderId:
     """Who is to be told."""
-    return instruction.holder if isinstance(instruction, Forget) else instruction.part.holder
+    return instruction.holder if isinstance(instruction, OfTiers) else instruction.part.holder
 
 
 def message_for(instruction: ForHolder) -> ToRWorker:
     """What the holder is told. To a holder, a part is a sequence."""
-    if isinstance(instruction, Forget):
-        return ForgetBlocks(_words(instruction.keys))
+    if isinstance(instruction, OfTiers):
+        return _of_tiers(instruction)
     part = instruction.part
     match instruction:
         case Open():
@@ -49,21 +53,50 @@ def message_for(instruction: ForHolder) -> ToRWorker:
             parent_id, num_shared = instruction.parent.part_id, instruction.num_shared_tokens
             return ForkSequence(parent_id, part.part_id, num_shared, part.num_tokens)
         case Resume():
-            keys = _words(instruction.keys)
-            return ResumeSequence(part.part_id, part.num_tokens, instruction.num_tokens, keys)
+            keys = words_of(instruction.keys)
+            num_tokens, gap = instruction.num_tokens, instruction.gap
+            return ResumeSequence(
+                part.part_id, part.num_tokens, num_tokens, keys, gap.start, gap.stop
+            )
         case Keep():
-            return KeepBlocks(part.part_id, instruction.first_block, _words(instruction.keys))
+            return KeepBlocks(part.part_id, instruction.first_block, words_of(instruction.keys))
         case Extend():
             return ExtendSequence(part.part_id, part.num_tokens)
+        case Truncate():
+            return TruncateSequence(part.part_id, instruction.num_tokens)
         case Close():
             if instruction.tail is not None:
-                return EndSequence(part.part_id, _words((instruction.tail,)))
+                return EndSequence(part.part_id, words_of((instruction.tail,)))
             return CloseSequence(part.part_id)
 
 
-def _words(keys: tuple[bytes, ...]) -> NDArray[np.int64]:
-    """Keys as messages have them."""
-    return np.frombuffer(b"".join(keys), np.int64).reshape(-1, KEY_WORDS)
+def _of_tiers(instruction: OfTiers) -> ToRWorker:
+    keys = words_of(instruction.keys)
+    match instruction:
+        case Forget():
+            return ForgetBlocks(keys)
+        case Store():
+            return StoreBlocks(instruction.job, keys, np.array(instruction.num_tokens, np.int32))
+        case Fetch():
+            return FetchBlocks(instruction.job, keys)
+        case DropCopies():
+            return DropBlocks(keys)
+
+
+def move_event(
+    news: MoveNews,
+) -> events.Fetching | events.Moved | events.Stocked | events.Pulled:
+    """What is said of what a holder has moved, or has on disk."""
+    holder = HolderId(news.holder)
+    if isinstance(news, Fetching):
+        return events.Fetching(holder, news.job, news.num_there / news.num_layers, news.seconds)
+    if isinstance(news, Pulled):
+        return events.Pulled(PartId(news.sequence_id), news.reason)
+    if isinstance(news, Moved):
+        failed = tuple(keys_of(news.failed))
+        return events.Moved(holder, news.job, failed, news.num_bytes, news.seconds)
+    blocks = dict(zip(keys_of(news.keys), news.num_tokens.tolist(), strict=True))
+    return events.Stocked(holder, news.num_slots, blocks)
 
 
 def event_for(answer: Accepted | Refused, peer: str) -> events.Opened | events.Refused:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.replicas import ReplicaFigures
 from fastdecode.engine.latency import LatencyHistogram
+from fastdecode.engine.session.counts import AttachedCounts
+from fastdecode.schedule.cache.tiers.moves import TierCounts
 from fastdecode.schedule.hybrid.control import HybridCounts
 from fastdecode.schedule.life.adoption import AdoptionCounts
 
@@ -24,6 +26,9 @@ class EngineStats:
     num_cached_prompt_tokens: int = 0
     """Tokens that sequences started with, and others had run: a prompt's, and
     those of recomputed ones."""
+    num_gap_tokens: int = 0
+    """Tokens that were run again since their blocks had been given up, with kept
+    ones behind them."""
     num_output_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -50,12 +55,24 @@ class EngineStats:
     """What has become of replicas; None: there are none."""
     resumed: AdoptionCounts = field(default_factory=AdoptionCounts)
     """What went on from them."""
+    attached: AttachedCounts | None = None
+    """What R-workers had kept of the run that was gone on with; None: none was."""
     hybrid: HybridCounts | None = None
     """With KV on both sides: what was done where."""
     num_ahead: int = 0
     """Steps that began with tokens that were still on their way to the host."""
+    tiers: TierCounts = field(default_factory=TierCounts)
+    """Kept blocks that were moved between tiers."""
     num_suspended: int = 0
     """Sequences whose blocks were taken back for others, to be recomputed later."""
+    num_handed_over: int = 0
+    """With several instances: requests whose prompts were fetched by another one."""
+    num_moved: int = 0
+    """And those that another one went on with after a failure."""
+    fetched_bytes: int = 0
+    """K and V of prompts that R-workers have fetched from other instances'."""
+    fetch_s: float = 0.0
+    """From when each was asked for to when it was there, summed."""
 
     @property
     def step_s(self) -> float:

@@ -39,6 +39,7 @@ from fastdecode.core.sequence import Prompt, PromptRequest, RequestOutput, Sampl
 from fastdecode.jobs.journal import Recovered
 from fastdecode.jobs.line_format import LineError, LineFormat, LineId, LineRequest
 from fastdecode.jobs.lines import LineReader, too_long
+from fastdecode.jobs.session import JobSession
 from fastdecode.jobs.stopping import StopNow, Stopping
 from fastdecode.jobs.survey import Survey
 from fastdecode.openai.chat import Chat
@@ -117,7 +118,10 @@ class BatchJob:
         output: Output,
         recovered: Recovered,
         turns: TurnLog | None = None,
+        session: JobSession | None = None,
     ) -> None:
+        self.session = session
+        """What R-workers keep its caches by, if they outlive it."""
         self._turns = turns
         self._conversations = None
         if turns is not None:
@@ -152,6 +156,9 @@ class BatchJob:
             if self._turns is not None:
                 self._turns.close()
             self._output.close()
+        if self.session is not None:
+            # Whoever was told goodbye keeps nothing for it.
+            self.session.close(is_over=error is None and self._lost is None)
 
     @property
     def num_pending(self) -> int:

@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.files import write_whole
+from fastdecode.core.json_file import sync_directory
 from fastdecode.jobs.line_set import LineSet
 
 # Which line an answer is for, and whether it is an error; KeyError, ValueError
@@ -151,7 +152,7 @@ class Held:
         try:
             os.ftruncate(self.fd, 0)
             os.fsync(self.fd)
-            sync_directory(self.path)
+            sync_directory(self.path.parent)
         except OSError as error:
             raise ConfigError(
                 f"can't empty the output file {self.path}: {error.strerror}"
@@ -211,15 +212,6 @@ def hold(path: Path) -> Held:
         if _is_still(path, fd):
             return Held(path, fd, is_new=is_new)
         os.close(fd)  # whoever held it has put another file in its place, or taken it away
-
-
-def sync_directory(path: Path) -> None:
-    """Have the file's name survive a power cut."""
-    fd = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _lock(fd: int, path: Path) -> None:
@@ -316,7 +308,7 @@ def _without_errors(
                     write_whole(new, raw)
         os.fsync(new)
         os.replace(temporary, path)
-        sync_directory(path)
+        sync_directory(path.parent)
     except BaseException:
         os.close(new)
         temporary.unlink(missing_ok=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -19,6 +18,7 @@ from typing import Any
 
 from fastdecode import __version__
 from fastdecode.core.errors import CheckpointError, ConfigError
+from fastdecode.core.json_file import write_whole
 from fastdecode.core.model.files import MAX_TOKENIZER_BYTES, read_model_file
 from fastdecode.jobs.line_format import LineId
 
@@ -81,16 +81,13 @@ class Manifest:
 
     def write(self, path: Path) -> None:
         """Whole, or not at all, and for good. Raises ConfigError."""
-        temporary = path.with_name(path.name + ".tmp")
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                json.dump({"format": FORMAT, **asdict(self)}, file, indent=2)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except OSError as error:
-            raise ConfigError(f"can't write the run manifest {path}: {error.strerror}") from None
+        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
+        write_whole(
+            path,
+            text,
+            refuse=lambda why: ConfigError(f"the run manifest {path}: {why}"),
+            durable=True,
+        )
 
     def differences(self, other: Manifest) -> list[str]:
         """What keeps ``other`` from going on with this run; one line each."""

@@ -25,6 +25,7 @@ from fastdecode.jobs.line_format import LineFormat
 from fastdecode.jobs.manifest import Manifest, identify_model, new_manifest, seed_of
 from fastdecode.jobs.openai_lines import OpenAILines
 from fastdecode.jobs.ordered import OrderedOutput
+from fastdecode.jobs.session import JobSession, session_path
 from fastdecode.jobs.simple_lines import SimpleLines
 from fastdecode.jobs.survey import Survey, is_openai, survey
 from fastdecode.openai.requests import RequestReader
@@ -88,15 +89,13 @@ def open_job(options: JobOptions, config: EngineConfig, tell: Callable[[str], No
             f"the output {options.output} is not a file: a job reads in it what is done, to go on "
             "with"
         )
-    manifest_path, turns_path = Manifest.path_for(options.output), _turns_path(options.output)
-    check_paths(options.input, output=options.output, manifest=manifest_path, turns=turns_path)
-    template: ChatTemplate | None = None
-    reader: RequestReader | None = None
-    lines: LineFormat = SimpleLines(SamplingParams(**options.sampling))
-    if is_openai(options.input):
-        template = ChatTemplate.load(Path(config.model), options.chat_template)
-        reader = _reader(options, config, has_template=template is not None)
-        lines = OpenAILines(reader, run_id="")
+    beside = {
+        "manifest": Manifest.path_for(options.output),
+        "turns": _turns_path(options.output),
+        "session": session_path(options.output),
+    }
+    check_paths(options.input, output=options.output, **beside)
+    template, reader, lines = _format(options, config)
     found = _survey(options, Path(config.model), lines, tell)
     held = hold(options.output)
     try:
@@ -113,6 +112,7 @@ def open_job(options: JobOptions, config: EngineConfig, tell: Callable[[str], No
             "cut off"
         )
     turns = _turns(options, Path(config.model), held, recovered, are_wanted=found.num_turns > 0)
+    session = _session(options, config, held, recovered)
     journal = Journal(
         options.output,
         held.fd,
@@ -121,7 +121,39 @@ def open_job(options: JobOptions, config: EngineConfig, tell: Callable[[str], No
         before_sync=(lambda: None) if turns is None else turns.sync,
     )
     rules = Rules(manifest.seed_of, template, manifest.date)
-    return BatchJob(options.input, lines, rules, found, journal, recovered, turns)
+    return BatchJob(options.input, lines, rules, found, journal, recovered, turns, session)
+
+
+def _format(
+    options: JobOptions, config: EngineConfig
+) -> tuple[ChatTemplate | None, RequestReader | None, LineFormat]:
+    """How the input is read; the first two if its lines are OpenAI's."""
+    if not is_openai(options.input):
+        return None, None, SimpleLines(SamplingParams(**options.sampling))
+    template = ChatTemplate.load(Path(config.model), options.chat_template)
+    reader = _reader(options, config, has_template=template is not None)
+    return template, reader, OpenAILines(reader, run_id="")
+
+
+def _session(
+    options: JobOptions, config: EngineConfig, held: Held, recovered: Recovered
+) -> JobSession | None:
+    """That of R-workers at addresses, which outlive the job; None: there are none."""
+    addresses = config.cluster.r_worker_addresses
+    if not addresses:
+        return None
+
+    def counts(request_id: str) -> bool:
+        number = request_id.partition(".")[0]
+        return number.isdecimal() and int(number) not in recovered.done
+
+    try:
+        is_resumed = options.begin == "resume"
+        path = session_path(options.output)
+        return JobSession(path, addresses, counts if is_resumed else None)
+    except BaseException:
+        held.let_go()
+        raise
 
 
 def _turns_path(output: Path) -> Path:

@@ -54,11 +54,6 @@ class Spill:
         """All of them, ascending."""
         return sorted([*self._in_memory, *self._spilled])
 
-    @property
-    def num_file_bytes(self) -> int:
-        """What is spilled, and what was before it."""
-        return 0 if self._file is None else self._file.seek(0, 2)
-
     def put(self, place: int, answer: Answer) -> None:
         """Raises OSError: the file can't be written."""
         if len(self._in_memory) < self._max_in_memory:

@@ -102,7 +102,9 @@ def _measure_in_engine(
     batching = replace(
         config.batching, lanes=1, schedule="greedy", max_num_sequences=most, max_step_tokens=None
     )
-    one_lane = replace(config, batching=batching)
+    # Everything is run as if it had never been run before.
+    cache = replace(config.cache, prefix_cache="off")
+    one_lane = replace(config, batching=batching, cache=cache)
     running = RunningEngine(one_lane)
     try:
         context = min(STEP_CONTEXT_TOKENS, running.resolved.max_model_len // 4)

@@ -4,17 +4,20 @@ findings out."""
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from cost_model.quantities import seconds_text
+from fastdecode.core.clock import Clock
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.spec import AttentionSpec, KVSpec
+from fastdecode.measure.links.neighbours import NeighbourFacts
 from fastdecode.wire.measure import RConnection, measure_link
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed, Inspect, Report
 
@@ -58,22 +61,61 @@ class WorkerFacts:
     error: str = ""
 
 
-def examine(connection: RConnection, *, repeats: int = 10) -> WorkerFacts:
-    """Ask an R-worker about itself, and measure the way to it. It serves a job
-    afterwards as if nothing had been."""
-    report: Report | None = None
+def examine_all(
+    asked: Sequence[RConnection | WorkerFacts],
+    *,
+    repeats: int = 10,
+    clock: Clock = time.monotonic,
+) -> Iterator[WorkerFacts]:
+    """Ask R-workers about themselves, all at once, and measure the way to one
+    after the other. Each is told as it is known, those with which something is
+    wrong first. They serve a job afterwards as if nothing had been.
+
+    Args:
+        asked: connections, or what is known of who couldn't be reached.
+        repeats: of what is measured.
+        clock: seconds.
+    """
+    connections = []
+    for one in asked:
+        if isinstance(one, WorkerFacts):
+            yield one
+        else:
+            connections.append((one, _send(one, Inspect())))
+    end_s, well = clock() + ANSWER_TIMEOUT_S, []
+    for connection, failed in connections:
+        report = failed or _report(connection, max(0.0, end_s - clock()))
+        if isinstance(report, Report):
+            well.append((connection, report))
+        else:
+            yield WorkerFacts(connection.peer, error=report)
+    for connection, report in well:
+        yield _with_link(connection, report, repeats)
+
+
+def _send(connection: RConnection, message: Inspect) -> str:
+    """Why it couldn't be asked; empty: it was."""
     try:
-        connection.send(Inspect())
-        answer = connection.receive(ANSWER_TIMEOUT_S)
-        if not isinstance(answer, Report):
-            text = (
-                answer.message
-                if isinstance(answer, Failed)
-                else f"it answered {type(answer).__name__}"
-            )
-            return WorkerFacts(connection.peer, error=text)
-        report = answer
-        kv = KVSpec(1, _PROBE.num_kv_heads, _PROBE.head_dim, DType.FLOAT16, 16)
+        connection.send(message)
+    except FastDecodeError as error:
+        return error.message
+    return ""
+
+
+def _report(connection: RConnection, timeout_s: float) -> Report | str:
+    """What an R-worker says of itself, or why it doesn't."""
+    try:
+        answer = connection.receive(timeout_s)
+    except FastDecodeError as error:
+        return error.message
+    if isinstance(answer, Report):
+        return answer
+    return answer.message if isinstance(answer, Failed) else f"it answered {type(answer).__name__}"
+
+
+def _with_link(connection: RConnection, report: Report, repeats: int) -> WorkerFacts:
+    kv = KVSpec(1, _PROBE.num_kv_heads, _PROBE.head_dim, DType.FLOAT16, 16)
+    try:
         times = measure_link(connection, kv, _PROBE, DType.FLOAT16, _BATCHES, repeats=repeats)
     except FastDecodeError as error:
         return WorkerFacts(connection.peer, report, error=error.message)
@@ -82,57 +124,61 @@ def examine(connection: RConnection, *, repeats: int = 10) -> WorkerFacts:
     return WorkerFacts(connection.peer, report, link)
 
 
-def hash_of_model(directory: str) -> str:
-    """What R-workers that are kept for one model know it by.
+def hash_of_model(directory: str) -> tuple[str, int]:
+    """What R-workers that are kept for one model know it by, and how many bytes
+    K and V of a token of it are, in the model's own dtype.
 
     Raises:
         CheckpointError: it is no model's directory.
     """
-    return open_checkpoint(directory).model_hash
+    checkpoint = open_checkpoint(directory)
+    spec = checkpoint.spec()
+    return checkpoint.model_hash, spec.kv_spec(spec.choose_dtype("auto")).token_bytes
 
 
 def judge(
     here: HostFacts,
-    workers: Sequence[WorkerFacts],
+    workers: Iterable[WorkerFacts],
     model_hash: str | None = None,
     lacks_for_triton: str = "",
-) -> list[Finding]:
-    """Everything that can be said of an S-worker's host and its R-workers.
+    neighbours: Iterable[NeighbourFacts] = (),
+    token_bytes: int | None = None,
+) -> Iterator[Finding]:
+    """Everything that can be said of an S-worker's host and its R-workers, each
+    finding as soon as what it is about is known.
 
     Args:
         here: the S-worker's.
+        workers: taken one after the other.
         model_hash: of the model that is to be run.
         lacks_for_triton: what keeps the S-worker's fused kernels from being built.
+        neighbours: the ways from each R-worker to the next, taken when all of
+            those are known.
+        token_bytes: of K and V of a token of that model; None: not known.
     """
-    findings: list[Finding] = []
     if lacks_for_triton:
-        findings.append(
-            Finding(
-                "WARN",
-                "kernels",
-                f"{lacks_for_triton}: on a GPU the S-part runs without its fused kernels",
-                "install gcc and Python's development headers",
-            )
+        yield Finding(
+            "WARN",
+            "kernels",
+            f"{lacks_for_triton}: on a GPU the S-part runs without its fused kernels",
+            "install gcc and Python's development headers",
         )
+    reports = []
     for worker in workers:
+        if worker.report is not None:
+            reports.append(worker.report)
         if worker.error:
             check = "reach" if worker.report is None else "serve"
-            findings.append(
-                Finding(
-                    "FAIL",
-                    check,
-                    f"{worker.peer}: {worker.error}",
-                    "start it anew, and see its log",
-                )
-            )
-    reports = [worker.report for worker in workers if worker.report is not None]
-    findings += _versions(here, reports)
-    findings += _models(reports, model_hash)
-    findings += _huge_pages(here, reports)
-    findings += _cores(here, reports)
-    findings += _memory(reports)
-    findings += _links(workers)
-    return findings
+            text = f"{worker.peer}: {worker.error}"
+            yield Finding("FAIL", check, text, "start it anew, and see its log")
+        elif worker.link is not None:
+            yield _link(worker.peer, worker.link)
+    yield from _versions(here, reports)
+    yield from _models(reports, model_hash)
+    yield from _huge_pages(here, reports)
+    yield from _cores(here, reports)
+    yield from _memory(reports)
+    yield from _neighbours(neighbours, token_bytes)
 
 
 def _versions(here: HostFacts, reports: Sequence[Report]) -> Iterator[Finding]:
@@ -275,23 +321,46 @@ def _memory(reports: Sequence[Report]) -> Iterator[Finding]:
             yield Finding("PASS", "memory", shown)
 
 
-def _links(workers: Sequence[WorkerFacts]) -> Iterator[Finding]:
-    for worker in workers:
-        if worker.link is None:
-            continue
-        link = worker.link
-        round_trip = seconds_text(link.round_trip_s)
-        shown = (
-            f"{worker.peer}: round trip {round_trip}, {link.bytes_per_s / 1e9:.2f} GB/s each way"
+def _link(peer: str, link: LinkFacts) -> Finding:
+    round_trip = seconds_text(link.round_trip_s)
+    shown = f"{peer}: round trip {round_trip}, {link.bytes_per_s / 1e9:.2f} GB/s each way"
+    if link.round_trip_s > SLOW_ROUND_TRIP_S or link.bytes_per_s < SLOW_BYTES_PER_S:
+        mend = (
+            "check that the fast network is used (launch --interface NET), and that ranks "
+            "don't share CPUs"
         )
-        if link.round_trip_s > SLOW_ROUND_TRIP_S or link.bytes_per_s < SLOW_BYTES_PER_S:
+        return Finding("WARN", "link", f"{shown}: slow", mend)
+    return Finding("PASS", "link", shown)
+
+
+def _neighbours(neighbours: Iterable[NeighbourFacts], token_bytes: int | None) -> Iterator[Finding]:
+    """Only replicas need these: a way that is missing is a warning."""
+    for way in neighbours:
+        shown = f"{way.peer} to {way.neighbour}"
+        if way.error:
             mend = (
-                "check that the fast network is used (launch --interface NET), and that ranks "
-                "don't share CPUs"
+                "R-workers have to reach each other at the addresses that the S-worker is given; "
+                "without that --replicas protects nothing here"
             )
-            yield Finding("WARN", "link", f"{shown}: slow", mend)
+            yield Finding("WARN", "neighbours", f"{shown}: {way.error}", mend)
+            continue
+        text = f"{shown}: {way.bytes_per_s / 1e9:.2f} GB/s{_keeping_up(way, token_bytes)}"
+        if way.bytes_per_s < SLOW_BYTES_PER_S:
+            mend = "have R-workers named by addresses of the fast network, with CPUs of their own"
+            yield Finding("WARN", "neighbours", f"{text}: slow", mend)
         else:
-            yield Finding("PASS", "link", shown)
+            yield Finding("PASS", "neighbours", text)
+
+
+def _keeping_up(way: NeighbourFacts, token_bytes: int | None) -> str:
+    """What a replica's lag depends on: it grows while more comes than the way carries."""
+    if token_bytes is None:
+        a_mib_s = (1 << 20) / way.bytes_per_s
+        return f"; with --replicas 1 each MiB of K and V is there {seconds_text(a_mib_s)} later"
+    return (
+        f"; with --replicas 1 a replica keeps up with {way.bytes_per_s / token_bytes:,.0f} tokens "
+        "a second of its R-worker, and lags behind beyond"
+    )
 
 
 def _listed(text: str) -> set[int]:

@@ -62,7 +62,7 @@ def time_steady_steps(
         CapacityError: the R-workers don't hold the whole batch at once.
     """
     engine, num_lanes = running.engine, running.resolved.schedule.num_lanes
-    assert engine.num_unfinished == 0, "the engine is busy"
+    assert not engine.requests, "the engine is busy"
     prompt_len = max(1, context_tokens - WARM_UP_STEPS - num_steps // 2)
     over: list[Delta] = []
     _submit(running, batch, prompt_len, num_steps, seed, over)
@@ -96,7 +96,7 @@ def time_prompt(
     Raises:
         CapacityError: the R-workers don't hold such a prompt.
     """
-    assert running.engine.num_unfinished == 0, "the engine is busy"
+    assert not running.engine.requests, "the engine is busy"
     tokens = tuple(
         np.random.default_rng(seed).integers(0, running.spec.vocab_size, num_tokens).tolist()
     )
@@ -104,7 +104,7 @@ def time_prompt(
     started = clock()
     over: list[Delta] = []
     running.engine.submit(Request("prompt", tokens, params, 1, seed=0), _ends(over))
-    while running.engine.num_unfinished:
+    while running.engine.requests:
         _step(running.engine)
     for delta in over:
         if delta.error is not None:

@@ -40,13 +40,10 @@ def summarise(llm: LLM, *, started_s: float, num_requests: int, num_failed: int)
         "steps": stats.num_steps,
         "prompt_tokens": stats.num_prompt_tokens,
         "cached_prompt_tokens": stats.num_cached_prompt_tokens,
+        "gap_tokens": stats.num_gap_tokens,
         "output_tokens": stats.num_output_tokens,
         "output_tokens_per_s": stats.num_output_tokens / step_s,
-        "s_share": stats.s_compute_s / step_s,
-        "wait_share": stats.wait_s / step_s,
-        "r_share": stats.r_compute_s / step_s,
-        "s_idle": stats.wait_s / step_s,
-        "r_idle": max(0.0, 1 - stats.r_busy_s / (step_s * facts.num_r_workers)),
+        **_of_steps(stats, step_s, facts.num_r_workers),
         "load_mean_tokens": stats.load_mean,
         "load_peak_tokens": stats.load_peak,
         "ttft_s": _percentiles(stats.ttft),
@@ -63,7 +60,51 @@ def summarise(llm: LLM, *, started_s: float, num_requests: int, num_failed: int)
         "r_workers_rejoined": stats.num_rejoined,
         "recomputed": stats.num_recomputed,
         "replicas": _replicas(stats),
+        "tiers": asdict(stats.tiers) if stats.tiers.num_slots else None,
+        "session": _session(stats),
         "r_threads": facts.r_threads,
+        "stage_layers": list(facts.stage_layers),
+        "instances": _instances(llm),
+    }
+
+
+def _of_steps(stats: EngineStats, step_s: float, num_r_workers: int) -> dict[str, float]:
+    """Of the time of all steps."""
+    return {
+        "s_share": stats.s_compute_s / step_s,
+        "wait_share": stats.wait_s / step_s,
+        "r_share": stats.r_compute_s / step_s,
+        "s_idle": stats.wait_s / step_s,
+        "r_idle": max(0.0, 1 - stats.r_busy_s / (step_s * num_r_workers)),
+    }
+
+
+def _session(stats: EngineStats) -> dict[str, Any] | None:
+    """What R-workers had kept of the job that is gone on with; None: nothing was
+    asked for."""
+    found = stats.attached
+    if found is None:
+        return None
+    return {
+        "sequences": found.num_sequences,
+        "tokens": found.num_tokens,
+        "sequences_kept": found.num_held_sequences,
+        "tokens_kept": found.num_held_tokens,
+    }
+
+
+def _instances(llm: LLM) -> dict[str, Any] | None:
+    """What has come of several instances; None: there is one engine."""
+    chosen, stats = llm.config.instances, llm.stats
+    if not chosen.number:
+        return None
+    return {
+        "prefill": chosen.prefill_instances,
+        "decode": chosen.decode_instances,
+        "handed_over": stats.num_handed_over,
+        "moved": stats.num_moved,
+        "fetched_bytes": stats.fetched_bytes,
+        "fetch_s": stats.fetch_s,
     }
 
 
@@ -74,6 +115,7 @@ def _replicas(stats: EngineStats) -> dict[str, Any] | None:
         return None
     return {
         "failovers": [asdict(failover) for failover in figures.failovers],
+        "returns": [asdict(each) for each in figures.returns],
         "r_workers_recomputed": figures.num_recomputed_holders,
         "sequences_resumed": resumed.num_sequences,
         "tokens_resumed": resumed.num_tokens,
@@ -105,6 +147,17 @@ def _shares(s: dict[str, Any]) -> str:
     )
 
 
+def _stages(s: dict[str, Any]) -> list[str]:
+    """With several pipeline stages: who had what."""
+    layers = s.get("stage_layers") or []
+    if len(layers) < 2:
+        return []
+    return [
+        f"{len(layers)} stages of {', '.join(map(str, layers))} layers, each with "
+        f"{s['r_workers']} R-worker(s); the shares above are the first stage's"
+    ]
+
+
 def _sides(s: dict[str, Any]) -> list[str]:
     """With KV on both sides: which was used, and whether that was regretted."""
     steps, closed = s.get("hybrid_steps"), s.get("hybrid_closed")
@@ -116,12 +169,14 @@ def _sides(s: dict[str, Any]) -> list[str]:
         for mode, number in sorted(steps.items(), key=lambda item: -item[1])
     )
     line = f"KV on both sides, by steps of the home lane: {modes}"
-    if set(steps) == {"gpu-only"}:
+    if set(steps) == {"gpu-only"} and not closed:
         line += " (no R-worker was needed, or would have paid: all as with --kv-placement gpu)"
+    if "R-only" in steps:
+        line += "; fell back to R-workers alone (R-only) where the device would only hold them up"
     if closed:
         line += (
-            f"; {closed} times all was slower than the device alone should be, and nobody new went "
-            "to R-workers for a while"
+            f"; fell back to the device alone (gpu-only) {closed} time(s), since all was "
+            "slower than that should be: nobody new went to R-workers for a while"
         )
     return [line]
 
@@ -137,7 +192,35 @@ def _failovers(s: dict[str, Any]) -> list[str]:
         f"loss: {replicas['sequences_resumed']} sequences with {replicas['tokens_resumed']} tokens "
         f"of their replicas, {replicas['tokens_recomputed']} were run again; "
         f"{replicas['unprotected_s']:.1f} s with a cache of which there was no second copy; "
-        f"the ring was closed again {replicas['rings']} time(s)"
+        f"the ring was closed again {replicas['rings']} time(s)",
+        *_returns(replicas["returns"]),
+    ]
+
+
+def _returns(returns: list[dict[str, Any]]) -> list[str]:
+    """Those that went on in the place of lost ones."""
+    if not returns:
+        return []
+    stalls = [each["drain_s"] + each["resume_s"] for each in returns]
+    copies = [each["copy_s"] for each in returns]
+    return [
+        f"{len(returns)} R-worker(s) came in the place of lost ones and went on with what a "
+        f"neighbour had: copied in {max(copies):.2f} s behind its answers, taken over within "
+        f"{max(stalls):.3f} s"
+    ]
+
+
+def _tiers(s: dict[str, Any]) -> list[str]:
+    """What lower tiers took, and gave back."""
+    tiers = s.get("tiers")
+    if not tiers:
+        return []
+    rate = tiers["fetched_bytes"] / max(tiers["fetch_s"], 1e-9) / 1e6
+    told = f"; {tiers['num_failed']} couldn't be moved" if tiers["num_failed"] else ""
+    return [
+        f"kept KV blocks: {tiers['num_found']} were found in lower tiers, {tiers['num_stored']} "
+        f"stored there, {tiers['num_fetched']} fetched at {rate:.0f} MB/s, "
+        f"{tiers['num_dropped']} given up there{told}"
     ]
 
 
@@ -157,6 +240,7 @@ def render(summary: dict[str, Any]) -> str:
             f"{s['cached_prompt_tokens']} prompt tokens were reused and not run, "
             f"{s['cached_prompt_tokens'] / told:.0%} of all"
         )
+    trouble += _tiers(s)
     return "\n".join(
         [
             f"{s['requests'] - s['failed']} requests done, {s['failed']} failed; "
@@ -170,6 +254,7 @@ def render(summary: dict[str, Any]) -> str:
             f"load W {s['load_mean_tokens']:.0f} cached tokens on average, "
             f"{s['load_peak_tokens']} at its peak; "
             f"TTFT {_shown(s['ttft_s'])}, TPOT {_shown(s['tpot_s'])}",
+            *_stages(s),
             *_sides(s),
             *_failovers(s),
             *trouble,

@@ -26,19 +26,21 @@ longer than a step, what was booked and projected is put off.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
 
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.admission.load_control import MicroBatch
+from fastdecode.schedule.cache.tiers.ahead import FetchAhead
 from fastdecode.schedule.hybrid.control import HybridControl
 from fastdecode.schedule.lengths import LengthPredictor
 from fastdecode.schedule.plan import Chunk, Plan, Start, Suspend
 from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.reserving.outgrown import Outgrown
 from fastdecode.schedule.reserving.starts import Starts
-from fastdecode.schedule.running import Lane, Run
+from fastdecode.schedule.running import Lane, Parked, Run
 from fastdecode.schedule.waiting import Waiting
 
 
@@ -71,6 +73,7 @@ class ContinuousScheduler:
         max_num_sequences: int,
         opening_steps: int = 0,
         hybrid: HybridControl | None = None,
+        first_part_id: int = 0,
     ) -> None:
         self.ledger = ledger
         self.hybrid = hybrid
@@ -78,16 +81,15 @@ class ContinuousScheduler:
         self._lengths = lengths
         self._max_num_sequences = max_num_sequences
         self._opening_steps = opening_steps
-        self._starts = Starts(ledger, lengths, hybrid)
+        self._starts = Starts(ledger, lengths, hybrid, first_part_id)
         self._outgrown = Outgrown(ledger, lengths)
+        self._ahead = FetchAhead(ledger)
         self.lanes = make_lanes(num_lanes)
-        self.waiting = Waiting()
+        self.parked = Parked(ledger)
+        """Those that run no more here, and keep what is cached."""
+        self.waiting = Waiting(self.lanes[0].admission.order)
         if hybrid is not None:
             hybrid.attach(lambda: (self.lanes, list(self.waiting)))
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting)
 
     @property
     def num_running(self) -> int:
@@ -123,8 +125,12 @@ class ContinuousScheduler:
             may_start: somebody may start.
         """
         lane = self.lanes[lane_index]
-        if lane.is_planned and any(run.is_due(lane.step) for run in lane.running.values()):
-            return Plan()
+        due = [run for run in lane.running.values() if run.is_due(lane.step)]
+        if lane.is_planned and due:
+            if not self.waiting or not all(run.is_fetching for run in due):
+                return Plan()
+            for run in due:  # others needn't wait for what they wait for
+                _put_off(lane, run)
         lane.is_planned = True
         lane.step += 1
         lane.budget.next_step()
@@ -139,6 +145,11 @@ class ContinuousScheduler:
         starts = self._start_waiting(lane) if may_start else ()
         return Plan(tuple(Suspend(run.sequence) for run in suspended), tuple(grows), tuple(starts))
 
+    def move_ahead(self) -> None:
+        """Have blocks moved between tiers before anybody needs that."""
+        self.ledger.copy_down()
+        self._ahead.look(self.waiting)
+
     def chunks(self, lane_index: int) -> tuple[Chunk, ...]:
         """The lane's next step, as it was planned: of all that have their room;
         none: nobody has it yet."""
@@ -150,14 +161,14 @@ class ContinuousScheduler:
             for run in due:
                 if not run.is_open:
                     _put_off(lane, run)
-        return tuple([run.next_chunk() for run in able])
+        return tuple([chunk for run in able for chunk in run.next_chunks()])
 
     def granted(self, sequence: Sequence) -> None:
         """A running sequence has all the room that was planned for it."""
         for lane in self.lanes:
             run = lane.running.get(sequence.sequence_id)
             if run is not None:
-                run.is_open = True
+                run.is_open, run.is_fetching = True, False
 
     def rewind(self, sequence: Sequence) -> None:
         """A running sequence, which is at rest, has fewer tokens cached than it
@@ -181,7 +192,7 @@ class ContinuousScheduler:
             self._lengths.observe(sequence)
         else:
             self.waiting.remove(sequence)
-        self.ledger.cache.is_over(sequence)
+        self.ledger.cache.chains.is_over(sequence)
 
     def requeue(self, sequence: Sequence, *, was_over: bool = False) -> None:
         """A running sequence has lost its cache, or one that ``was_over`` isn't:
@@ -222,7 +233,7 @@ class ContinuousScheduler:
             head = self.waiting.head
             if head.is_coming:
                 break  # what is run of it must be known
-            sibling = _running_sibling(self.lanes, head)
+            sibling = _running_sibling(self.lanes, self.parked, head)
             candidate = self._starts.candidate(
                 lane, head, sibling, ahead=ahead, recompute=self.waiting.has_head_run
             )
@@ -237,12 +248,12 @@ class ContinuousScheduler:
         ending = sum(_ends(run, lane.step) for run in lane.running.values()) if ahead else 0
         if self.hybrid is not None:  # whoever finds room first
             most = self._max_num_sequences - self.num_running + ending
-            return max(0, min(most, self.num_waiting))
+            return max(0, min(most, len(self.waiting)))
         lane_size = -(-self._max_num_sequences // len(self.lanes))
-        share = -(-(self.num_running + self.num_waiting) // len(self.lanes))
+        share = -(-(self.num_running + len(self.waiting)) // len(self.lanes))
         in_lane = min(lane_size, share) - len(lane.running) + ending
         return max(
-            0, min(in_lane, self.num_waiting, self._max_num_sequences - self.num_running + ending)
+            0, min(in_lane, len(self.waiting), self._max_num_sequences - self.num_running + ending)
         )
 
     def _stop(self, sequence: Sequence) -> bool:
@@ -253,21 +264,21 @@ class ContinuousScheduler:
                 lane.leave(run, at=lane.step + 1)
                 self.ledger.release(run.residence, sequence)
                 return True
-        return False
+        return self.parked.end(sequence)
 
     def check_invariants(self) -> None:
         """Recount what is promised."""
         runs = [run for lane in self.lanes for run in lane.running.values()]
-        self.ledger.check_invariants(run.residence for run in runs)
-        self.ledger.cache.check_invariants(run.sequence.sequence_id for run in runs)
+        held = [*runs, *self.parked.runs.values()]
+        self.ledger.check_invariants(run.residence for run in held)
+        self.ledger.cache.check_invariants(run.sequence.sequence_id for run in held)
         for lane in self.lanes:
             reserved = {holder: tokens for holder, tokens in lane.reserved_tokens.items() if tokens}
             parts = [part for run in lane.running.values() for part in run.residence.parts]
             for part in parts:
                 reserved[part.holder] -= part.num_tokens
             assert not any(reserved.values()), "a lane counts other reservations than it has"
-        ids = [sequence.sequence_id for sequence in self.waiting]
-        assert ids == sorted(set(ids)), "the queue is out of order"
+        self.waiting.check_invariants()
 
 
 def _move(lane: Lane, run: Run) -> None:
@@ -279,12 +290,13 @@ def _move(lane: Lane, run: Run) -> None:
     lane.enter(run, run.residence)
 
 
-def _running_sibling(lanes: Iterable[Lane], sequence: Sequence) -> Run | None:
-    """A running sequence of the same request: the one that has its room, and
+def _running_sibling(lanes: Iterable[Lane], parked: Parked, sequence: Sequence) -> Run | None:
+    """A running or parked sequence of the same request: the one that has its room, and
     most tokens cached. None for one that is looked at: from its first token on."""
     if sequence.request.params.n == 1 or sequence.is_checked:
         return None
-    runs = (run for lane in lanes for run in lane.running.values())
+    running = (run for lane in lanes for run in lane.running.values())
+    runs = itertools.chain(running, parked.runs.values())
     siblings = (run for run in runs if run.sequence.request is sequence.request)
     return max(siblings, key=lambda run: (run.is_open, run.sequence.num_cached), default=None)
 

@@ -1,5 +1,5 @@
 """Which instance prefills a request, and which decodes it. Pure: the controller
-of instances and the simulator of plans are to drive the same object.
+of instances and the simulator of plans drive the same object.
 
 First come, first served. A request is bound to a prefill instance as late as
 possible: to the one with the shortest predicted queue, and only while that
@@ -11,6 +11,7 @@ room, the oldest waits, and nobody overtakes it.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -55,10 +56,12 @@ class PrefillQueue:
     seconds: Callable[[int], float]
     """Predicted, of so many prompt tokens."""
     num_tokens: int = 0
+    is_open: bool = True
+    """It is there, and its role is to prefill."""
 
     @property
     def has_room(self) -> bool:
-        return self.num_tokens < QUEUED_BATCHES * self.batch_tokens
+        return self.is_open and self.num_tokens < QUEUED_BATCHES * self.batch_tokens
 
 
 @dataclass
@@ -69,10 +72,12 @@ class DecodeRoom:
     max_sequences: int
     num_tokens: int = 0
     num_sequences: int = 0
+    is_open: bool = True
+    """It is there, and its role is to decode."""
 
     def fits(self, job: Job) -> bool:
         fits = self.num_tokens + job.reserved_tokens <= self.capacity_tokens
-        return fits and self.num_sequences < self.max_sequences
+        return self.is_open and fits and self.num_sequences < self.max_sequences
 
 
 @dataclass
@@ -84,19 +89,53 @@ class Dispatcher:
     _arrived: deque[Job] = field(default_factory=deque)
     _offered: deque[Job] = field(default_factory=deque)
 
-    def arrived(self, job: Job) -> Iterator[Bind]:
+    def arrived(self, job: Job) -> Iterator[Bind | Fetch]:
         """A request has come.
 
         Raises:
             CapacityError: no decode instance could ever hold it.
         """
-        if all(job.reserved_tokens > room.capacity_tokens for room in self.decode):
+        self.check_possible(job)
+        self._arrived.append(job)
+        return itertools.chain(self._bind(), self._fetch())
+
+    def check_possible(self, job: Job) -> None:
+        """Raises CapacityError: no decode instance could ever hold it."""
+        capacities = [room.capacity_tokens for room in self.decode if room.is_open]
+        if job.reserved_tokens > max(capacities, default=0):
             raise CapacityError(
                 f"a request of {job.reserved_tokens} tokens fits on no decode instance; the "
-                f"largest holds {max(room.capacity_tokens for room in self.decode)}"
+                f"largest holds {max(capacities, default=0)}"
             )
-        self._arrived.append(job)
-        return self._bind()
+
+    def returned(self, job: Job) -> Iterator[Bind | Fetch]:
+        """What has been run of its prompt is lost, and nothing was drawn: it
+        begins anew, before all that wait."""
+        self._arrived.appendleft(job)
+        yield from self._bind()
+        yield from self._fetch()
+
+    def resumed(self, job: Job, *, is_first: bool) -> Iterator[Fetch]:
+        """It is to be decoded by who runs its prompt, too; ``is_first``: before
+        all that wait."""
+        if is_first:
+            self._offered.appendleft(job)
+        else:
+            self._offered.append(job)
+        yield from self._fetch()
+
+    def withdrawn(self, job: Job) -> Iterator[Bind | Fetch]:
+        """It waits, and nobody wants it any more."""
+        for waiting in (self._arrived, self._offered):
+            if job in waiting:
+                waiting.remove(job)
+        yield from self._bind()
+        yield from self._fetch()
+
+    def look(self) -> Iterator[Bind | Fetch]:
+        """Instances have come, gone, or changed their roles."""
+        yield from self._bind()
+        yield from self._fetch()
 
     def prefilled(self, job: Job, instance: int) -> Iterator[Bind | Fetch]:
         """Its prompt is done, and its first token drawn; it is to be decoded."""
@@ -130,6 +169,9 @@ class Dispatcher:
         return len(self._offered)
 
     def _bind(self) -> Iterator[Bind]:
+        if self._arrived and not any(queue.is_open for queue in self.prefill):
+            self._offered.extend(self._arrived)  # whoever decodes can prefill, too
+            self._arrived.clear()
         while self._arrived:
             queues = [i for i, queue in enumerate(self.prefill) if queue.has_room]
             if not queues:

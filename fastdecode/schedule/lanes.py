@@ -11,7 +11,9 @@ T_S(B/k) + T_R(W/k) + L  a lane's own way: S-part, out, R-part, back; L is what
                          the way out and back takes
 =======================  =====================================================
 
-and after the greatest of these if the lanes fill each other's gaps. The third
+and after the greatest of these if the lanes fill each other's gaps. With N
+pipeline stages the first two are the slowest stage's, and a lane's own way leads
+through N of them: N · (T_S(B/k) + T_R(W/k)) + L. The third
 falls as k grows until it is below the others: with lanes of a given size, at k
 = 1 + (L + T_R)/T_S. The first grows with k by what a step costs whatever its
 batch. All times are of a step through all layers, as measured while it runs.
@@ -61,6 +63,8 @@ class LaneControl:
         num_lanes: at the start.
         most: lanes at most.
         every: lane steps between two decisions.
+        num_stages: pipeline stages that a step goes through; times are the
+            slowest one's.
     """
 
     def __init__(
@@ -70,11 +74,13 @@ class LaneControl:
         *,
         most: int = MAX_AUTO_LANES,
         every: int = _EVERY,
+        num_stages: int = 1,
     ) -> None:
         assert 1 <= num_lanes <= most and every >= 1
         self._times = times
         self._most = most
         self._every = every
+        self._num_stages = num_stages
         self._round_trip_s = math.inf
         self._batches: dict[int, int] = {}  # by lane: sequences that decoded in its last step
         self._loads: dict[int, dict[int, int]] = {}  # by lane and R-worker: cached tokens
@@ -138,9 +144,8 @@ class LaneControl:
             (self._times.r_part_s(w, -(-load // num_lanes)) for w, load in loads.items()),
             default=0.0,
         )
-        return max(
-            num_lanes * s_part_s, num_lanes * r_part_s, s_part_s + r_part_s + self._round_trip_s
-        )
+        own_way_s = self._num_stages * (s_part_s + r_part_s) + self._round_trip_s
+        return max(num_lanes * s_part_s, num_lanes * r_part_s, own_way_s)
 
     def _limit(self) -> int:
         """A lane that has nothing to do is of no use."""

@@ -34,13 +34,14 @@ def make_scheduler(
     hybrid: HybridOptions | None = None,
     cache_identity: str | None = None,
     cache_policy: Policy | None = None,
+    swap_threshold: float = 0.25,
+    first_part_id: int = 0,
     clock: Clock = time.monotonic,
 ) -> ContinuousScheduler:
-    """A scheduler for holders of so many KV ``blocks`` each, of ``block_size``
-    tokens.
+    """A scheduler for holders of ``blocks`` KV blocks each, of ``block_size`` tokens.
 
     Args:
-        opening_steps: see ``ContinuousScheduler``.
+        opening_steps, first_part_id: see ``ContinuousScheduler``, ``Starts``.
         times: what load limits follow from, unless ``load_limit`` is given;
             asked again now and then. Without either, the limit is the load of a
             full batch whose starts are spread evenly.
@@ -49,18 +50,18 @@ def make_scheduler(
         cache_identity: what K and V depend on beside tokens; None: no KV block
             outlives its sequence.
         cache_policy: see ``PrefixCache``.
+        swap_threshold: see ``BlockLedger``.
         clock: by which kept blocks are idle.
 
     Raises:
         ConfigError, CapacityError: see ``ScheduleOptions.fixed_interval``.
     """
-    batching = options.batching
     capacity = tuple(num_blocks * block_size for num_blocks in blocks)
-    lengths = _lengths(batching)
-    cache = PrefixCache(len(blocks), block_size, cache_identity, cache_policy, clock)
-    split, most_rows = options.split_tokens, options.max_closed_rows
-    ledger = BlockLedger(blocks, block_size, split, most_rows, cache)
-    most = batching.max_num_sequences
+    lengths = _lengths(options.batching)
+    given = (len(blocks), block_size, cache_identity, cache_policy, clock)
+    cache = PrefixCache(*given, only_ends=options.split_tokens is not None)
+    ledger = _ledger(options, blocks, block_size, cache, swap_threshold)
+    most = options.batching.max_num_sequences
     # With a home lane there are no shares: that one may have all.
     sharing = options if hybrid is None else options.with_lanes(1)
     return ContinuousScheduler(
@@ -70,8 +71,22 @@ def make_scheduler(
         num_lanes=options.num_lanes,
         max_num_sequences=most,
         opening_steps=opening_steps,
+        first_part_id=first_part_id,
         hybrid=None if hybrid is None else _control(hybrid, ledger, lengths, times, most),
     )
+
+
+def _ledger(
+    options: ScheduleOptions,
+    blocks: tuple[int, ...],
+    block_size: int,
+    cache: PrefixCache,
+    swap_threshold: float,
+) -> BlockLedger:
+    batching, split = options.batching, options.split_tokens
+    reserve = 0.0 if batching.length_quantile is None else batching.reserve
+    most_rows = options.max_closed_rows
+    return BlockLedger(blocks, block_size, split, most_rows, cache, reserve, swap_threshold)
 
 
 def _lanes(
@@ -90,6 +105,7 @@ def _lanes(
         one.batching.chunk_tokens(),
         one.max_closed_rows,
         one.split_tokens,
+        one.whole_prompts,
     )
     return [
         Lane(_admission(one, capacity, times), PrefillBudget(*budget), index=index)

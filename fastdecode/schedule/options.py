@@ -33,6 +33,10 @@ class ScheduleOptions:
     """Most queries of a step that go to an R-worker which doesn't store their
     tokens: of prompts, and as many of decoding sequences, over all lanes."""
 
+    whole_prompts: bool = False
+    """A prompt begins in a step that has room for all of it, or in one in which
+    no other runs."""
+
     def __post_init__(self) -> None:
         assert self.batching.schedule in MODES and self.batching.lanes is not None
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastdecode.core.holders import HolderId, Part, Residence
-from fastdecode.core.sequence import Sequence
+from fastdecode.core.holders import HolderId, KVSource, Part, Residence
+from fastdecode.core.sequence import NOTHING, Sequence
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,21 @@ class Start:
     kept: tuple[tuple[bytes, ...], ...] = ()
     """It isn't a fork, and starts with kept blocks: of its first parts, the
     keys of each."""
+    gap: range = NOTHING
+    """Of the tokens that those blocks would hold if there were no gap among
+    them, those that aren't there. Only of a whole sequence."""
+    awaits: frozenset[int] = frozenset()
+    """Jobs that fetch some of them: nothing is opened before these are due."""
+    num_first_tokens: int = 1
+    """That its first step runs."""
+    sources: tuple[KVSource, ...] = ()
+    """It isn't a fork, and starts with tokens that are fetched from there."""
+
+    @property
+    def behind_gap(self) -> range:
+        """Tokens that those blocks hold, and that have the gap before them."""
+        num_held = self.num_shared_tokens + len(self.gap)
+        return range(self.gap.stop, num_held) if self.gap else NOTHING
 
 
 @dataclass(frozen=True)
@@ -52,6 +67,34 @@ class Forget:
 
 
 @dataclass(frozen=True)
+class Store:
+    """A holder's lower tier gets a copy of these kept blocks."""
+
+    holder: HolderId
+    job: int
+    keys: tuple[bytes, ...]
+    num_tokens: tuple[int, ...]
+    """Up to the end of each."""
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A holder keeps these blocks, too, which its lower tier has."""
+
+    holder: HolderId
+    job: int
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class DropCopies:
+    """A holder's lower tier gives these blocks up."""
+
+    holder: HolderId
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
 class Suspend:
     """A running sequence gives its blocks back and waits again, its tokens
     kept, to be recomputed when it starts anew, which may be in the same
@@ -71,10 +114,20 @@ class Grow:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The next ``num_tokens`` uncached tokens of a running sequence."""
+    """Uncached tokens of a running sequence, the next ones. Where a step fills
+    a sequence's gap and goes on behind what is kept, it has two chunks of it,
+    in this order."""
 
     sequence: Sequence
     num_tokens: int
+    is_behind_gap: bool = False
+    """It is the second of two."""
+
+    @property
+    def first(self) -> int:
+        """Its first token; before its step is over."""
+        sequence = self.sequence
+        return sequence.behind_gap.stop if self.is_behind_gap else sequence.num_cached
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,8 @@ class PrefillBudget:
         max_closed_rows: of all prompts in one step, on one holder. No prompt
             has more closed parts there than this.
         part_tokens: sequences that are split have parts of so many tokens.
+        whole_prompts: a prompt begins in a step that has room for all of it, or
+            in one in which no other runs.
     """
 
     def __init__(
@@ -56,12 +58,14 @@ class PrefillBudget:
         max_chunk: int,
         max_closed_rows: int = 1 << 40,
         part_tokens: int | None = None,
+        whole_prompts: bool = False,
     ) -> None:
         assert max_step_tokens >= 1 and max_chunk >= 1 and max_closed_rows >= 1
         self._max_step_tokens = max_step_tokens
         self._max_chunk = max_chunk
         self._max_closed_rows = max_closed_rows
         self._part_tokens = part_tokens
+        self._whole_prompts = whole_prompts
         self._booked: deque[_Booked] = deque()  # this step's first
 
     def next_step(self) -> None:
@@ -86,6 +90,9 @@ class PrefillBudget:
             ahead: which step it is; 0 is the present one.
         """
         chunks: list[int] = []
+        taken = self._num_booked(ahead)
+        if self._whole_prompts and taken and taken + num_tokens > self._max_step_tokens:
+            return ()
         while num_tokens:
             step = ahead + len(chunks)
             booked = self._booked[step] if step < len(self._booked) else _Booked()
@@ -103,6 +110,10 @@ class PrefillBudget:
             num_tokens -= chunk
             first += chunk
         return tuple(chunks)
+
+    def _num_booked(self, step: int) -> int:
+        """Tokens of a step to come."""
+        return self._booked[step].tokens if step < len(self._booked) else 0
 
     def book(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.holders import HolderId
 
 
@@ -60,8 +60,9 @@ def neighbour(holder: HolderId, num_holders: int) -> HolderId:
     """
     if num_holders < 2:
         raise ConfigError(
-            "replicas need a second R-worker to be kept on: start more, or do without "
-            "(--replicas 0)"
+            "replicas need a second R-worker to be kept on: start more, or do without (",
+            Given("replicas", 0),
+            ")",
         )
     return HolderId((holder + 1) % num_holders)
 
@@ -81,9 +82,36 @@ def num_offered(num_blocks: Sequence[int]) -> tuple[int, ...]:
         if not offered[-1]:
             raise ConfigError(
                 f"R-worker {index} and its neighbour have {min(blocks, other)} KV block(s), too "
-                "few for a cache and a replica: give R-workers more memory (--kv-memory-gb)"
+                "few for a cache and a replica: give R-workers more memory (",
+                Given("kv_memory_gb"),
+                ")",
             )
     return tuple(offered)
+
+
+def num_shared(num_blocks: Sequence[int], block_bytes: Sequence[int]) -> int:
+    """Blocks of everybody's own cache, where all have the same tokens, each
+    other heads of them: as many as every R-worker has room for beside its
+    neighbour's replica.
+
+    Args:
+        num_blocks: that each could offer without replicas.
+        block_bytes: of each one's blocks, by its share of the heads.
+
+    Raises:
+        ConfigError: a single R-worker, or one that hasn't the memory for a
+            block of its own and one of its neighbour's.
+    """
+    neighbour(HolderId(0), len(num_blocks))
+    guests = [block_bytes[-1], *block_bytes[:-1]]  # whose replica each keeps: the one before it
+    sizes = zip(num_blocks, block_bytes, guests, strict=True)
+    least = min(blocks * own // (own + guest) for blocks, own, guest in sizes)
+    if not least:
+        raise ConfigError(
+            "an R-worker has no memory for a KV block and a replica of its neighbour's: give "
+            "R-workers more memory (--kv-memory-gb)"
+        )
+    return least
 
 
 def plan_recovery(

@@ -4,6 +4,7 @@ to them, and the lanes they are in."""
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from fastdecode.core.holders import HolderId, Residence
@@ -12,6 +13,7 @@ from fastdecode.schedule.admission.load_control import MicroBatch
 from fastdecode.schedule.admission.policies import Admission
 from fastdecode.schedule.plan import Chunk
 from fastdecode.schedule.prefill import PrefillBudget
+from fastdecode.schedule.reserving.ledger import BlockLedger
 
 
 @dataclass(eq=False)
@@ -30,6 +32,8 @@ class Run:
     """It may have so many tokens cached before it needs more room, or another projection."""
     is_open: bool = False
     """All the room that it has was granted."""
+    is_fetching: bool = False
+    """It waits for kept blocks, and nothing was asked for it yet."""
     decode: Chunk = field(init=False)
 
     def __post_init__(self) -> None:
@@ -45,8 +49,16 @@ class Run:
         """Of each part."""
         return self.residence.holders
 
-    def next_chunk(self) -> Chunk:
-        return Chunk(self.sequence, self.prefill.popleft()) if self.prefill else self.decode
+    def next_chunks(self) -> tuple[Chunk, ...]:
+        """What of it runs in the next step."""
+        if not self.prefill:
+            return (self.decode,)
+        sequence, num_tokens = self.sequence, self.prefill.popleft()
+        num_filling = min(num_tokens, len(sequence.gap))
+        if not 0 < num_filling < num_tokens:
+            return (Chunk(sequence, num_tokens),)
+        rest = num_tokens - num_filling
+        return Chunk(sequence, num_filling), Chunk(sequence, rest, is_behind_gap=True)
 
     def is_due(self, step: int) -> bool:
         """Whether it was to run in this step of its lane."""
@@ -104,6 +116,32 @@ class Lane:
         for holder, load in loads(run.residence, run.projected):
             self.admission.unload(holder, load, self.step)
         self.prolong(run, replace(run.projected, start=run.projected.start + steps))
+
+
+class Parked:
+    """Sequences that run no more, and keep what they have reserved.
+
+    Args:
+        ledger: counts that.
+    """
+
+    def __init__(self, ledger: BlockLedger) -> None:
+        self._ledger = ledger
+        self.runs: dict[int, Run] = {}
+        """By sequence_id."""
+
+    def park(self, lanes: Iterable[Lane], sequence: Sequence) -> None:
+        """A running sequence is parked."""
+        lane = next(lane for lane in lanes if sequence.sequence_id in lane.running)
+        run = self.runs[sequence.sequence_id] = lane.running[sequence.sequence_id]
+        lane.leave(run, at=lane.step + 1)
+
+    def end(self, sequence: Sequence) -> bool:
+        """What a sequence has reserved is free, if it is parked; whether it was."""
+        run = self.runs.pop(sequence.sequence_id, None)
+        if run is not None:
+            self._ledger.release(run.residence, sequence)
+        return run is not None
 
 
 def loads(residence: Residence, projected: MicroBatch) -> list[tuple[HolderId, MicroBatch]]:

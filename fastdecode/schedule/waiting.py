@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from fastdecode.core.sequence import Sequence
 
 
 class Waiting:
     """In the order in which they start: those that have run before, and after
-    them the others, each in order of arrival. All that have run came before all
-    that wait for their first start."""
+    them the others.
 
-    def __init__(self) -> None:
+    Args:
+        order: of each of both, whose value is least comes first; see
+            ``Admission``.
+    """
+
+    def __init__(self, order: Callable[[Sequence], tuple[int, ...]]) -> None:
+        self.order = order
         self._interrupted: list[Sequence] = []
         self._new: deque[Sequence] = deque()
 
@@ -37,11 +42,15 @@ class Waiting:
 
     def arrive(self, sequences: Iterable[Sequence]) -> None:
         """They have never run."""
-        self._new.extend(sequences)
+        for sequence in sequences:
+            if self._new and self.order(sequence) < self.order(self._new[-1]):
+                insort(self._new, sequence, key=self.order)
+            else:
+                self._new.append(sequence)
 
     def come_back(self, sequence: Sequence) -> None:
         """One that has run waits again, at its old place."""
-        insort(self._interrupted, sequence, key=lambda s: s.sequence_id)
+        insort(self._interrupted, sequence, key=self.order)
 
     def pop(self) -> None:
         """The head starts."""
@@ -53,3 +62,9 @@ class Waiting:
             self._interrupted.remove(sequence)
         else:
             self._new.remove(sequence)
+
+    def check_invariants(self) -> None:
+        """Everybody is in order, once."""
+        for queue in (self._interrupted, self._new):
+            places = [self.order(sequence) for sequence in queue]
+            assert places == sorted(set(places)), "the queue is out of order"

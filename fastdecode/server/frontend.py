@@ -85,7 +85,7 @@ async def _serve(connected: socket.socket) -> None:
         server = _Server(_config(options, Refusals(guard, front)), options.header_timeout_s)
         _load(server.config, options)
     except (FastDecodeError, OSError) as error:
-        channel.send(Unfit(str(error)))
+        channel.send(Unfit(_in_options(error)))
         await channel.close()
         return
     channel.send(Listening(address))
@@ -96,6 +96,13 @@ async def _serve(connected: socket.socket) -> None:
     if options.unix_socket is not None:
         Path(options.unix_socket).unlink(missing_ok=True)
     front.close()
+
+
+def _in_options(error: FastDecodeError | OSError) -> str:
+    """What is wrong, with options in the place of parameters."""
+    if isinstance(error, OSError):
+        return str(error)
+    return error.told(lambda given: "--" + given.name.replace("_", "-"))
 
 
 class _Server(uvicorn.Server):

@@ -18,7 +18,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fastdecode.core.errors import CheckpointError, ConfigError, MissingExtraError, RequestError
+from fastdecode.core.errors import (
+    CheckpointError,
+    ConfigError,
+    Given,
+    MissingExtraError,
+    RequestError,
+)
 from fastdecode.core.json_file import read_bytes
 from fastdecode.core.model.files import read_model_file, read_model_json
 from fastdecode.text.child import ChildFailedError, LimitedChild, Limits
@@ -104,7 +110,7 @@ class ChatTemplate:
             try:
                 return cls(_read_override(override), str(override), special_tokens)
             except CheckpointError as error:
-                raise ConfigError(f"--chat-template: {error}") from None
+                raise ConfigError(Given("chat_template"), f": {error}") from None
         path = model_dir / "chat_template.jinja"
         if path.exists():
             return cls(_read_text(path), str(path), special_tokens)
@@ -181,7 +187,7 @@ def _read_override(path: Path) -> str:
     """Raises ConfigError: it is somebody's own file, not one of the model's."""
 
     def refuse(why: str) -> ConfigError:
-        return ConfigError(f"--chat-template {path}: {why}")
+        return ConfigError(Given("chat_template"), f" {path}: {why}")
 
     try:
         return read_bytes(path, most_bytes=MAX_TEMPLATE_BYTES, refuse=refuse).decode()

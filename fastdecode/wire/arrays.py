@@ -143,3 +143,35 @@ class ArrayLayout:
 def aligned(num_bytes: int) -> int:
     """The next multiple of ``ALIGNMENT``."""
     return (num_bytes + ALIGNMENT - 1) & -ALIGNMENT
+
+
+def copy_into(arrays: tuple[Array | None, ...], out: memoryview, places: tuple[slice, ...]) -> None:
+    """Copy arrays to their places in ``out``."""
+    for array, place in zip(arrays, places):  # noqa: B905  (as many; checking takes time)
+        if array is not None and array.size:
+            try:
+                out[place] = array.data.cast("B")
+            except TypeError:  # it isn't contiguous; asking beforehand takes time, too
+                out[place] = np.ascontiguousarray(array).data.cast("B")
+
+
+def in_place(arrays: Sequence[Array | None], body: Body) -> Array | None:
+    """A body, uint8 [num_bytes], if its arrays lie in one flat array just as
+    they travel; else None."""
+    base = None if arrays[0] is None else arrays[0].base
+    if not isinstance(base, np.ndarray) or base.ndim != 1 or not base.flags.c_contiguous:
+        return None
+    start = _address(base)
+    first = _address(arrays[0]) - start
+    for array, place in zip(arrays, body.places, strict=True):
+        if array is None or array.base is not base or not array.flags.c_contiguous:
+            return None
+        if array.size and _address(array) - start != first + place.start:
+            return None
+    found: Array = base.view(np.uint8)[first : first + body.num_bytes]
+    return found if len(found) == body.num_bytes else None
+
+
+def _address(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address

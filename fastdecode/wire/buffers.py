@@ -9,14 +9,52 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import sys
+from collections.abc import Callable
 from sys import getrefcount
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 _SMALLEST_BYTES: Final = 1 << 12
 _HUGE_PAGE_BYTES: Final = 2 << 20
+
+
+class Pages(mmap.mmap):
+    """Memory of this process alone, in huge pages where the system grants them."""
+
+    unpin: Callable[[], object] | None = None
+    """What tells a device's driver that it has ended, if one was told of it."""
+    address: int = 0
+    """Where what is used of it begins: at a huge page's boundary."""
+    num_bytes: int = 0
+    """That are used."""
+
+    def __del__(self) -> None:
+        if self.unpin is not None and not sys.is_finalizing():
+            self.unpin()
+
+
+def map_pages(num_bytes: int) -> memoryview:
+    """Fresh memory that begins at a huge page's boundary, and is given back
+    when nobody refers to it any more."""
+    pages = Pages(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # of a kernel that has none
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    start = np.frombuffer(pages, np.uint8).ctypes.data
+    skipped = -start % _HUGE_PAGE_BYTES
+    pages.address, pages.num_bytes = start + skipped, num_bytes
+    return memoryview(pages)[skipped : skipped + num_bytes]
+
+
+def pages_of(array: NDArray[Any]) -> Pages | None:
+    """The mapping that an array lies in; None: it is other memory."""
+    owner: Any = array
+    while isinstance(owner, (np.ndarray, memoryview)):
+        owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
+    return owner if isinstance(owner, Pages) else None
 
 
 class BufferPool:
@@ -70,22 +108,9 @@ class BufferPool:
     def _new_slab(self, size: int) -> NDArray[np.uint8]:
         """From memory of its own if it is large; small ones share a huge page."""
         if size > len(self._fresh):
-            self._fresh = _map(max(size, _HUGE_PAGE_BYTES))
+            self._fresh = map_pages(max(size, _HUGE_PAGE_BYTES))
         # An array over a buffer that is no array: views of it refer to it, and
         # not to what it lies in.
         slab = np.frombuffer(self._fresh[:size], np.uint8)
         self._fresh = self._fresh[size:]
         return slab
-
-
-def _map(num_bytes: int) -> memoryview:
-    """Fresh memory that begins at a huge page's boundary, and is given back
-    when nobody refers to it any more."""
-    mapping = mmap.mmap(
-        -1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # of a kernel that has none
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-    start = -np.frombuffer(mapping, np.uint8).ctypes.data % _HUGE_PAGE_BYTES
-    return memoryview(mapping)[start : start + num_bytes]

@@ -48,10 +48,13 @@ from fastdecode.wire.arrays import (
     ArrayLayout,
     Body,
     aligned,
+    copy_into,
+    in_place,
     is_array,
 )
 from fastdecode.wire.fields import Cursor, Kind, kind_of
-from fastdecode.wire.messages import OPCODES, PROTOCOL_VERSION, Message
+from fastdecode.wire.messages import PROTOCOL_VERSION, Message
+from fastdecode.wire.opcodes import OPCODES
 
 MAGIC: Final = b"FDWP"
 MAX_HEAD_BYTES: Final = 1 << 18
@@ -108,20 +111,16 @@ class Frame(NamedTuple):
     def write(self, out: memoryview) -> None:
         """Write head and body in one piece into bytes [num_bytes]. Padding is left as it was."""
         out[: self.start.head_bytes] = self.head
-        _copy(self.arrays, out, self.start.places)
+        copy_into(self.arrays, out, self.start.places)
 
     def write_body(self, out: memoryview) -> None:
         """Copy the arrays into bytes [body_bytes]."""
-        _copy(self.arrays, out, self.start.body.places)
+        copy_into(self.arrays, out, self.start.body.places)
 
-
-def _copy(arrays: tuple[Array | None, ...], out: memoryview, places: tuple[slice, ...]) -> None:
-    for array, place in zip(arrays, places):  # noqa: B905  (as many; checking takes time)
-        if array is not None and array.size:
-            try:
-                out[place] = array.data.cast("B")
-            except TypeError:  # it isn't contiguous; asking beforehand takes time, too
-                out[place] = np.ascontiguousarray(array).data.cast("B")
+    def body_in_place(self) -> Array | None:
+        """The body, uint8 [body_bytes], if the arrays lie in one flat array
+        just as they travel; else None."""
+        return in_place(self.arrays, self.start.body)
 
 
 class Head:

@@ -45,11 +45,15 @@ message             direction  meaning, and the answer
 
 Those that move K and V between caches are in ``fastdecode.wire.kv.chunks``, those by
 which a cache outlives who used it in ``fastdecode.wire.kv.taking_over``, those by
-which a neighbour keeps it a second time in ``fastdecode.wire.kv.replicating``.
+which a neighbour keeps it a second time in ``fastdecode.wire.kv.replicating``, those
+about kept blocks on disk in ``fastdecode.wire.kv.tiers``, those by which the
+R-workers of one instance read what another's offer in
+``fastdecode.wire.kv.handing``. Those between the stages of a pipeline are in
+``fastdecode.wire.stages``.
 
 **Peers and roles.** An R-worker has several peers, and a peer's first message
-says what it is: ``Hello`` an S-worker or a neighbour (``Role``), ``Inspect`` a
-reader. A **reader** changes nothing. A **neighbour** is an R-worker that has a
+says what it is: ``Hello`` an S-worker or a neighbour (``Role``), ``Inspect`` or
+``ViewOffer`` a reader. A **reader** changes nothing. A **neighbour** is an R-worker that has a
 cache kept here as another one's replica: it stores, and never attends
 (``num_queries = 0``). Which role may say what stands with each message
 (``said_by``). What a peer may not say ends that peer's connection, with
@@ -61,7 +65,8 @@ one beside which there is no memory left, is refused as ``busy``. A peer may
 open several. Only then do messages name the holder that they are for:
 ``holder = THE_ONLY`` means the one that the peer has. Answers don't name it: an
 R-worker answers a peer in the order in which it was asked. When a peer goes,
-its caches go with it; others stay.
+its caches go with it, but for those that outlive it
+(``fastdecode.wire.kv.taking_over``); others stay.
 
 One lane has at most one step open at a holder; within a step, layers come in
 order 0 … num_layers - 1, and the last layer's ``Attend`` closes the step.
@@ -89,6 +94,13 @@ New tokens are appended to the last part; the others are **closed**: they append
 nothing and only attend (``num_new = 0``, ``num_visible = num_past``), to
 queries that stand ``num_beyond`` tokens further on.
 
+A sequence that was resumed with a **gap** (``fastdecode.wire.kv.kept``) has kept
+tokens behind tokens that are missing. Its next rows append the missing ones, and
+nothing else may; a row that ends with the gap may have a second one of the same
+sequence in its step, behind all of its tokens. A query sees what is before it,
+the gap's tokens of the same step included: a layer's K and V are appended
+before anything is attended.
+
 From ``BeginStep`` to the step's last ``Attend``, its sequences may be neither
 closed nor stepped in another lane, and forked or kept only as far as tokens
 were cached before the step: the others' K and V are not there in every layer
@@ -97,7 +109,7 @@ yet. A sequence never grows past its reservation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -109,14 +121,22 @@ from fastdecode.core.errors import ConfigError, ProtocolError
 from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.spec import AttentionSpec, HeadShare, KVSpec
 from fastdecode.core.words import make_printable
-from fastdecode.wire.kv.chunks import CHUNK_OPCODES, ChunkAnswer, ChunkToRWorker
-from fastdecode.wire.kv.kept import KEPT_OPCODES, KeptToRWorker
-from fastdecode.wire.kv.replicating import REPLICATING_OPCODES, Replicate, ReplicationNews
+from fastdecode.wire.kv.chunks import ChunkAnswer, ChunkToRWorker
+from fastdecode.wire.kv.handing import HandingAnswer, HandingToRWorker, MoveNews, ViewOffer
+from fastdecode.wire.kv.kept import KeptToRWorker
+from fastdecode.wire.kv.replicating import Replicate, ReplicationNews
+from fastdecode.wire.kv.reserving import MAX_BLOCKS as MAX_BLOCKS
 from fastdecode.wire.kv.reserving import Accepted as Accepted
 from fastdecode.wire.kv.reserving import CloseSequence as CloseSequence
 from fastdecode.wire.kv.reserving import Refused as Refused
 from fastdecode.wire.kv.reserving import Reserving
-from fastdecode.wire.kv.taking_over import TAKING_OVER_OPCODES, TakenOver, TakingOverToRWorker
+from fastdecode.wire.kv.taking_over import (
+    TakenOver,
+    TakingOverToRWorker,
+    TruncateSequence,
+)
+from fastdecode.wire.kv.tiers import TierToRWorker
+from fastdecode.wire.stages import FromStage, StageMessage
 from fastdecode.wire.traits import (
     ANYBODY,
     OWNERS,
@@ -127,7 +147,7 @@ from fastdecode.wire.traits import (
     Worded,
 )
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 8
 
 MAX_ID = (1 << 63) - 1
 """Of sequences and steps; both count from 0."""
@@ -138,8 +158,6 @@ attends there. With the longest sequence no more than the 2^24 positions that
 kernels count exactly, in float32."""
 
 MAX_HOLDERS: Final = 1 << 16
-MAX_BLOCKS: Final = (1 << 31) - 1
-"""Of one cache."""
 MAX_THREADS: Final = 4096
 """Of one R-worker."""
 
@@ -152,6 +170,8 @@ class Welcome(Worded):
     num_blocks: int
     block_size: int
     num_threads: int
+    has_tier: bool = False
+    """Whether kept blocks may go to a lower tier (``UseTier``)."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +198,9 @@ class AttendResult:
     """Seconds spent appending and attending, waiting excluded."""
 
 
-Answer: TypeAlias = Welcome | Report | Accepted | Refused | AttendResult | ChunkAnswer | TakenOver
+Answer: TypeAlias = (
+    Welcome | Report | Accepted | Refused | AttendResult | ChunkAnswer | TakenOver | HandingAnswer
+)
 """What is said because somebody asked."""
 
 
@@ -205,6 +227,10 @@ class Hello(ForHolder):
     """The most KV blocks that are wanted; 0: as many as there is memory for."""
     session: int = 0
     """Secret of the run that the cache is for; 0: none."""
+    outlives: bool = False
+    """The cache is kept for the session when its S-worker is lost."""
+    resumes: bool = False
+    """Go on with such a cache; if there is none, with a new one."""
 
     answers = (Welcome,)
     said_by = ANYBODY
@@ -217,6 +243,8 @@ class Hello(ForHolder):
             )
         if self.role not in OWNERS:
             raise ConfigError(f"a {self.role.value} keeps no cache: it says Inspect, not Hello")
+        if (self.outlives or self.resumes) and not self.session:
+            raise ConfigError("a cache of no session can't be kept for it, nor gone on with")
 
     def check(self, answer: Any) -> None:
         """See ``Asking``."""
@@ -239,7 +267,8 @@ class Hello(ForHolder):
 
     def join(self, answers: Sequence[Any]) -> Welcome:
         welcomes: Sequence[Welcome] = answers
-        return min(welcomes, key=lambda welcome: welcome.num_blocks)
+        least = min(welcomes, key=lambda welcome: welcome.num_blocks)
+        return replace(least, has_tier=all(welcome.has_tier for welcome in welcomes))
 
 
 @dataclass(frozen=True)
@@ -284,7 +313,9 @@ class BeginStep(ForHolder):
     lane: int
     sequence_ids: Annotated[NDArray[np.int64], "N"]
     num_past: Annotated[NDArray[np.int32], "N"]
-    """Tokens cached before this step; must equal the worker's own count."""
+    """Tokens cached before this step; must equal the worker's own count. Of a
+    sequence with a gap, those before the gap's first missing token; or, in a
+    second row beside the one that fills the gap, all of its tokens."""
     num_new: Annotated[NDArray[np.int32], "N"]
     """Tokens appended, >= 0; where it is 0, something is attended."""
     num_queries: Annotated[NDArray[np.int32], "N"]
@@ -345,41 +376,23 @@ ToRWorker: TypeAlias = (
     | ExtendSequence
     | CloseSequence
     | KeptToRWorker
+    | TierToRWorker
     | BeginStep
     | Attend
     | ChunkToRWorker
     | TakingOverToRWorker
     | Replicate
+    | HandingToRWorker
     | Inspect
     | Shutdown
 )
-Greeting: TypeAlias = Hello | Inspect
+Room: TypeAlias = (
+    OpenSequence | ForkSequence | ExtendSequence | CloseSequence | KeptToRWorker | TruncateSequence
+)
+"""``in_every_stage``: what the R-workers of a column are told in all stages alike."""
+Greeting: TypeAlias = Hello | Inspect | ViewOffer
 """What a peer may begin with."""
-Unasked: TypeAlias = Failed | ReplicationNews
+Unasked: TypeAlias = Failed | ReplicationNews | MoveNews
 """What an R-worker may say without having been asked."""
 FromRWorker: TypeAlias = Answer | Unasked
-Message: TypeAlias = ToRWorker | FromRWorker
-
-OPCODES: Mapping[type[Message], int] = {
-    Hello: 1,
-    OpenSequence: 2,
-    ForkSequence: 3,
-    CloseSequence: 4,
-    BeginStep: 5,
-    Attend: 6,
-    Shutdown: 7,
-    ExtendSequence: 8,
-    Inspect: 9,
-    Welcome: 65,
-    Accepted: 66,
-    Refused: 67,
-    AttendResult: 68,
-    Failed: 69,
-    Report: 70,
-    **CHUNK_OPCODES,
-    **TAKING_OVER_OPCODES,
-    **KEPT_OPCODES,
-    **REPLICATING_OPCODES,
-}
-"""What messages are called on the wire; from 65 on, those that R-workers send.
-A retired number isn't used again."""
+Message: TypeAlias = ToRWorker | FromRWorker | StageMessage | FromStage

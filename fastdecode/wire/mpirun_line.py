@@ -7,6 +7,7 @@ Open MPI 5 and MPICH (Hydra) are known. What the options are for stands in
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from dataclasses import dataclass
@@ -85,7 +86,10 @@ class JobLine:
             10.0.0.0/24 with Open MPI.
         extra: further options of mpirun.
         as_root: have Open MPI run as root, which it refuses otherwise.
-        num_s_ranks: ranks that run the S-worker's command: those of ``--tp``.
+        num_s_ranks: ranks of each stage that run the S-worker's command: those
+            of ``--tp``.
+        num_stages: pipeline stages (``--pp``). Each runs beside the first of
+            its R-workers, unless ``s_host`` is given.
     """
 
     s_command: tuple[str, ...]
@@ -98,8 +102,15 @@ class JobLine:
     extra: tuple[str, ...] = ()
     as_root: bool = False
     num_s_ranks: int = 1
+    num_stages: int = 1
 
     def __post_init__(self) -> None:
+        num_r_workers = sum(host.num_r_workers for host in self.hosts)
+        if num_r_workers % self.num_stages:
+            raise ConfigError(
+                f"the {self.num_stages} stages of --pp have as many R-workers each, and "
+                f"{num_r_workers} on --hosts isn't a multiple of {self.num_stages}"
+            )
         if self.interface is not None and not _INTERFACE.fullmatch(self.interface):
             raise ConfigError(
                 f"--interface={self.interface!r} is neither an interface such as eth0 nor "
@@ -123,21 +134,33 @@ class JobLine:
     def _parts(self) -> list[list[str]]:
         s_host = self.s_host or self.hosts[0].name
         mpirun = [self.mpirun, *self._options(), *self.extra]
-        s_app = ["-n", str(self.num_s_ranks)]
+        s_app = ["-n", str(self.num_s_ranks * self.num_stages)]
         if self.vendor == "MPICH":  # one list of hosts for all, which ranks fill in order
             num_r_workers = sum(host.num_r_workers for host in self.hosts)
             r_app = [":", "-n", str(num_r_workers), *self.r_command]
             return [[*mpirun, "-hosts", self._filled(s_host)], [*s_app, *self.s_command], r_app]
-        parts = [mpirun, [*s_app, "--host", f"{s_host}:{self.num_s_ranks}", *self.s_command]]
+        parts = [mpirun]
+        for name, ranks in itertools.groupby(self._s_hosts()):
+            num = len(list(ranks))
+            colon = [":"] if len(parts) > 1 else []
+            parts.append([*colon, "-n", str(num), "--host", f"{name}:{num}", *self.s_command])
         for host in self.hosts:
             if host.num_r_workers:
                 where = ["--host", f"{host.name}:{host.num_r_workers}"]
                 parts.append([":", "-n", str(host.num_r_workers), *where, *self.r_command])
         return parts
 
+    def _s_hosts(self) -> list[str]:
+        """Of each S-worker's rank."""
+        if self.s_host is not None or self.num_stages == 1:
+            return [self.s_host or self.hosts[0].name] * (self.num_s_ranks * self.num_stages)
+        of_r_workers = [host.name for host in self.hosts for _ in range(host.num_r_workers)]
+        leaders = of_r_workers[:: len(of_r_workers) // self.num_stages]
+        return [name for name in leaders for _ in range(self.num_s_ranks)]
+
     def _filled(self, s_host: str) -> str:
         """Every host and its ranks, the S-worker's first."""
-        counts = {s_host: self.num_s_ranks}
+        counts = {s_host: self.num_s_ranks * self.num_stages}
         for host in self.hosts:
             counts[host.name] = counts.get(host.name, 0) + host.num_r_workers
         return ",".join(f"{name}:{count}" for name, count in counts.items() if count)

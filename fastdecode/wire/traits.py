@@ -46,6 +46,9 @@ class Asking:
     said_by: ClassVar[frozenset[Role]] = S_WORKERS
     repeated: ClassVar[tuple[str, ...]] = ()
     """Its fields that an answer repeats."""
+    in_every_stage: ClassVar[bool] = False
+    """With several pipeline stages: it goes to the holder's R-worker in each of
+    them, not in the first alone."""
 
     def check(self, answer: Any) -> None:
         """

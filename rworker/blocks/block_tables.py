@@ -35,6 +35,8 @@ class BlockTables:
         """Cached tokens."""
         self.reserved = np.zeros(0, np.int64)
         """Tokens that the sequence may grow to."""
+        self.gaps: dict[int, range] = {}
+        """Row → tokens that are missing, with others behind them. Few have any."""
 
     @property
     def nbytes(self) -> int:
@@ -56,6 +58,11 @@ class BlockTables:
         except KeyError as error:
             raise ProtocolError(f"sequence {error.args[0]} is not open") from None
         return rows
+
+    def leading(self, row: int) -> int:
+        """Tokens that the sequence has without a gap: where it goes on."""
+        gap = self.gaps.get(row)
+        return int(self.lengths[row]) if gap is None else gap.start
 
     def of_row(self, row: int) -> NDArray[np.int32]:
         """A view of one table."""
@@ -96,7 +103,9 @@ class BlockTables:
         return row
 
     def remove(self, sequence_id: int) -> None:
-        self._free_rows.append(self.row_of.pop(sequence_id))
+        row = self.row_of.pop(sequence_id)
+        self.gaps.pop(row, None)
+        self._free_rows.append(row)
 
     def lengthen(self, rows: Rows, num_fresh: NDArray[np.int64], fresh: NDArray[np.int32]) -> None:
         """``num_fresh`` (>= 1) blocks more for each of them, from ``fresh`` in order."""
@@ -127,3 +136,7 @@ class BlockTables:
     def check_invariants(self) -> None:
         rows = [*self.row_of.values(), *self._free_rows]
         assert sorted(rows) == list(range(len(self.blocks))), "a row is lost or used twice"
+        assert self.gaps.keys() <= set(self.row_of.values()), "a gap of nobody's"
+        for row, gap in self.gaps.items():
+            assert 0 <= gap.start < gap.stop < self.lengths[row], "a gap with nothing behind it"
+            assert gap.stop % self.block_size == 0, "a gap ends within a block"

@@ -26,6 +26,8 @@ class CachedBlocks:
         self._pool = pool
         self._block_of: dict[bytes, int] = {}
         self._kept: set[int] = set()
+        self._moving: set[bytes] = set()
+        self._void: set[bytes] = set()  # of those that aren't there yet, or never will be
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -39,7 +41,9 @@ class CachedBlocks:
         return np.fromiter(self._kept, np.int64, len(self._kept))
 
     def of_keys(self, keys: Iterable[bytes]) -> Blocks:
-        """The blocks of these keys, [N].
+        """The blocks of these keys, [N]. They may be on their way, or have been
+        in vain: whoever asked for them may not have heard of that yet, and is
+        told before the answer to what it asks now.
 
         Raises:
             ProtocolError: one isn't kept.
@@ -83,12 +87,63 @@ class CachedBlocks:
         """Keep these blocks no more.
 
         Raises:
-            ProtocolError: one isn't kept, or is named twice.
+            ProtocolError: one isn't kept, is named twice, or is on its way.
         """
         blocks = self.of_keys(keys)
         if len(set(keys)) < len(keys):
             raise ProtocolError("a block is to be forgotten twice")
+        if not self._moving.isdisjoint(keys):
+            raise ProtocolError("a block is to be forgotten that is on its way")
+        self._void.difference_update(keys)
         self._pool.leave(blocks, has_tail=False)
         for key in keys:
             del self._block_of[key]
         self._kept.difference_update(blocks.tolist())
+
+    def begin_store(self, keys: list[bytes]) -> Blocks:
+        """These blocks, [N], are about to be copied down.
+
+        Raises:
+            ProtocolError: one isn't there, is named twice, or is on its way.
+        """
+        blocks = self.of_keys(keys)
+        if not self._void.isdisjoint(keys):
+            raise ProtocolError("a block is to be copied down that isn't there")
+        self._begin_move(keys)
+        return blocks
+
+    def begin_fetch(self, keys: list[bytes]) -> Blocks:
+        """Room for blocks that come by these keys: [N].
+
+        Raises:
+            ProtocolError: a key is used already, or named twice; or there is no
+                room.
+        """
+        if not self._block_of.keys().isdisjoint(keys):
+            raise ProtocolError("a block is to be fetched that is there")
+        if len(keys) > self._pool.num_available:
+            raise ProtocolError(
+                f"{len(keys)} blocks are to be fetched, and {self._pool.num_available} are free"
+            )
+        self._begin_move(keys)
+        self._void.update(keys)
+        self._pool.num_promised += len(keys)
+        blocks = self._pool.take(len(keys))
+        self._name(keys, blocks)
+        return blocks
+
+    def end_move(self, keys: Iterable[bytes], failed: Iterable[bytes]) -> None:
+        """These blocks aren't on their way any more; ``failed``: those that
+        were to come, and didn't."""
+        self._moving.difference_update(keys)
+        self._void.difference_update(set(keys).difference(failed))
+
+    def _begin_move(self, keys: list[bytes]) -> None:
+        if len(set(keys)) < len(keys) or not self._moving.isdisjoint(keys):
+            raise ProtocolError("a block is to be moved twice at a time")
+        self._moving.update(keys)
+
+    def forget_all(self) -> None:
+        """Keep none any more."""
+        if self._block_of:
+            self.forget(list(self._block_of))

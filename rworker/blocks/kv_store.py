@@ -2,6 +2,9 @@
 sequence, and reservations. Bookkeeping only.
 
 A sequence's cached tokens fill its blocks in order; its block table lists them.
+A sequence that was resumed with a **gap** has the gap's blocks from the start,
+and tokens behind it before those in it.
+
 A block is freed when the last sequence that refers to it is closed, if it isn't
 kept beyond that (``rworker.blocks.cached_blocks``).
 
@@ -31,11 +34,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.errors import CapacityError, ProtocolError
+from fastdecode.core.sequence import NOTHING
 from fastdecode.wire.messages import MAX_BLOCKS
 from rworker.blocks.appending import Appended, append
 from rworker.blocks.block_pool import BlockPool, Blocks
 from rworker.blocks.block_tables import BlockTables
 from rworker.blocks.cached_blocks import CachedBlocks
+from rworker.blocks.gaps import append_beside_gaps, check_gap, open_gap
 
 DEFAULT_MAX_SEQUENCES = 1 << 16
 
@@ -65,12 +70,16 @@ class KVStore:
         return sequence_id in self.tables.row_of
 
     def num_tokens(self, sequence_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Cached tokens of each sequence, [N].
+        """Cached tokens of each sequence, [N]; of one with a gap, those before
+        it.
 
         Raises:
             ProtocolError: one of them is not open.
         """
-        lengths: NDArray[np.int64] = self.tables.lengths[self.tables.rows(sequence_ids)]
+        rows = self.tables.rows(sequence_ids)
+        lengths: NDArray[np.int64] = self.tables.lengths[rows]
+        if self.tables.gaps:
+            return np.array([self.tables.leading(row) for row in rows.tolist()], np.int64)
         return lengths
 
     def block_tables(self, sequence_ids: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -87,7 +96,8 @@ class KVStore:
         first_tokens: NDArray[np.int32],
         num_tokens: NDArray[np.int32],
     ) -> NDArray[np.int64]:
-        """Where cached tokens of each sequence are, [T]; all of them cached.
+        """Where tokens of each sequence are, [T]; there are blocks for all of
+        them.
 
         Raises:
             ProtocolError: one of the sequences is not open.
@@ -154,6 +164,8 @@ class KVStore:
                 f"sequence {sequence_id} would share {num_shared_tokens} tokens of sequence "
                 f"{parent_id}, which has {num_cached} cached"
             )
+        if parent in tables.gaps:
+            raise ProtocolError(f"sequence {parent_id} has a gap, and can't be forked before")
         if num_reserved_tokens < num_shared_tokens:
             raise ProtocolError(
                 f"sequence {sequence_id} reserves {num_reserved_tokens} tokens, fewer than the "
@@ -165,11 +177,20 @@ class KVStore:
         self._begin_with(sequence_id, shared, num_shared_tokens, num_reserved_tokens, had_tail)
 
     def resume(
-        self, sequence_id: int, blocks: Blocks, num_tokens: int, num_reserved_tokens: int
+        self,
+        sequence_id: int,
+        blocks: Blocks,
+        num_tokens: int,
+        num_reserved_tokens: int,
+        gap: range = NOTHING,
     ) -> None:
         """A new sequence that starts with the ``num_tokens`` first tokens of
         kept blocks, as many blocks as those fill; it may grow to
         ``num_reserved_tokens`` tokens, those included.
+
+        Args:
+            gap: of those tokens the ones that no kept block has, whole blocks
+                of them, with some behind them. They are appended first.
 
         Raises:
             ProtocolError: the id is in use, or the numbers don't fit.
@@ -177,14 +198,18 @@ class KVStore:
                 ``exceeds_capacity``: nor in an empty store).
         """
         self._check_new(sequence_id)
+        check_gap(sequence_id, gap, num_tokens, self.block_size)
+        num_missing = len(gap) // self.block_size
         num_blocks = len(set(blocks.tolist()))
-        fits = num_blocks == len(blocks) == self.tables.blocks_for(num_tokens)
+        fits = num_blocks == len(blocks) == self.tables.blocks_for(num_tokens) - num_missing
         if not fits or not 1 <= num_tokens <= num_reserved_tokens:
             raise ProtocolError(
                 f"sequence {sequence_id} would resume {num_tokens} tokens, with "
                 f"{num_reserved_tokens} reserved, in {num_blocks} different blocks of {len(blocks)}"
             )
         self._begin_with(sequence_id, blocks, num_tokens, num_reserved_tokens, had_tail=False)
+        if gap:
+            open_gap(self.tables, self.pool, sequence_id, gap)
 
     def _begin_with(
         self,
@@ -220,6 +245,8 @@ class KVStore:
                 already, or the key is another block's.
         """
         row = self.tables.row(sequence_id)
+        if tail_key is not None and row in self.tables.gaps:
+            raise ProtocolError(f"sequence {sequence_id} has a gap, and can't leave its last block")
         blocks = self.tables.of_row(row)
         has_tail = self.tables.lengths[row] % self.block_size != 0
         if tail_key is not None:
@@ -233,7 +260,8 @@ class KVStore:
         self.tables.remove(sequence_id)
 
     def truncate(self, sequence_id: int, num_tokens: int) -> None:
-        """Forget all but the first ``num_tokens`` tokens. The reservation stays.
+        """Forget all but the first ``num_tokens`` tokens, which are none behind
+        a gap. The reservation stays.
 
         Raises:
             ProtocolError: the sequence is not open, or has fewer tokens.
@@ -243,9 +271,10 @@ class KVStore:
         tables = self.tables
         row = tables.row(sequence_id)
         length, width = int(tables.lengths[row]), int(tables.widths[row])
-        if not 0 <= num_tokens <= length:
+        if not 0 <= num_tokens <= tables.leading(row):
             raise ProtocolError(
-                f"sequence {sequence_id} has {length} tokens cached, and can't keep {num_tokens}"
+                f"sequence {sequence_id} has {tables.leading(row)} tokens cached, and can't keep "
+                f"{num_tokens}"
             )
         kept = tables.blocks_for(num_tokens)
         left = tables.blocks[row, kept:width]
@@ -266,16 +295,30 @@ class KVStore:
             self.pool.set_tail(tables.blocks[row, kept - 1 : kept], is_tail=False)
         tables.widths[row] = kept
         tables.lengths[row] = num_tokens
+        tables.gaps.pop(row, None)
 
-    def append(self, sequence_ids: NDArray[np.int64], num_new: NDArray[np.int32]) -> Appended:
-        """Make room for ``num_new`` (>= 1) more tokens in each of N distinct
-        sequences.
+    def append(
+        self,
+        sequence_ids: NDArray[np.int64],
+        num_new: NDArray[np.int32],
+        num_past: NDArray[np.int32] | None = None,
+    ) -> Appended:
+        """Make room for ``num_new`` (>= 1) more tokens in each of N sequences,
+        distinct but for those that fill a gap and go on behind it.
+
+        Args:
+            num_past: [N] the tokens that come before those; None: those before
+                its gap, if a sequence has one, else all.
 
         Raises:
-            ProtocolError: one of them is not open.
+            ProtocolError: one of them is not open, or has a gap that the new
+                tokens don't fit into.
             CapacityError: one of them would grow past its reservation.
         """
-        return append(self.tables, self.pool, sequence_ids, num_new)
+        if not self.tables.gaps:
+            return append(self.tables, self.pool, sequence_ids, num_new)
+        past = self.num_tokens(sequence_ids) if num_past is None else num_past
+        return append_beside_gaps(self.tables, self.pool, sequence_ids, num_new, past)
 
     def _check_new(self, sequence_id: int) -> None:
         if sequence_id in self.tables.row_of:

@@ -26,6 +26,7 @@ from zlib import crc32
 import numpy as np
 
 from fastdecode.core.errors import ConfigError, ProtocolError
+from fastdecode.core.json_file import sync_directory
 from fastdecode.wire import codec
 from fastdecode.wire.arrays import Array
 from fastdecode.wire.buffers import BufferPool
@@ -109,7 +110,7 @@ class KVFileWriter:
         try:
             os.fsync(self._fd)
             os.rename(self._partial, self._path)
-            _sync_directory(self._path.parent)
+            sync_directory(self._path.parent)
         except OSError as error:
             raise self._refuse(error) from None
 
@@ -259,11 +260,3 @@ def _open_own(path: Path) -> int:
         os.close(fd)
         raise refuse(reason)
     return fd
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -23,12 +23,21 @@ from fastdecode.core.holders import HolderId
 from fastdecode.wire.arrays import Array
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.kv.chunks import FetchChunk, StoreChunk
-from fastdecode.wire.kv.replicating import NO_STEP, Replicated, ReplicationNews, Unprotected
-from fastdecode.wire.messages import Failed, FromRWorker, ToRWorker, Welcome
+from fastdecode.wire.kv.replicating import (
+    MOST_LINK_BYTES,
+    NO_STEP,
+    Replicate,
+    Replicated,
+    ReplicationNews,
+    Unprotected,
+)
+from fastdecode.wire.messages import MAX_ID, Failed, FromRWorker, ToRWorker, Welcome
 from fastdecode.wire.transport import Connection
 from rworker.books import Books
+from rworker.caches import Cache
+from rworker.checks import check_integer
 from rworker.instructions import EndStep, Follow, Link, ReadChunk
-from rworker.stream.checks import fetch_chunk
+from rworker.stream.checks import check_seconds, fetch_chunk
 from rworker.stream.cutting import CacheKind
 from rworker.stream.mirror import Mirror
 
@@ -64,15 +73,18 @@ class Reader(Protocol):
 class Neighbours(Protocol):
     """How other R-workers are reached over this one's transport."""
 
-    def connect(self, address: str) -> NeighbourConnection:
+    def connect(self, address: str, line: int) -> NeighbourConnection:
         """A new connection to one. Never waits: it needn't be reached yet.
+
+        Args:
+            line: a number that no other connection between R-workers has.
 
         Raises:
             FastDecodeError: the address is none, or may not be used.
         """
 
-    def expect(self, address: str) -> None:
-        """One may connect from now on."""
+    def expect(self, address: str, line: int) -> None:
+        """One may connect from now on, over this line."""
 
 
 class ThreadNeighbours:
@@ -85,24 +97,24 @@ class ThreadNeighbours:
         """One can be reached from now on."""
         self._hubs[name] = hub
 
-    def connect(self, address: str) -> NeighbourConnection:
+    def connect(self, address: str, line: int) -> NeighbourConnection:
         """See ``Neighbours``."""
         if address not in self._hubs:
             raise ConfigError(f"there is no R-worker {address!r} in this process")
         here, _ = connect(InprocHub(), "a neighbour", self._hubs[address], f"R-worker {address}")
         return here
 
-    def expect(self, address: str) -> None:
+    def expect(self, address: str, line: int) -> None:
         """A connection is there as soon as it is made."""
 
 
 class NoNeighbours:
     """Of an R-worker that can't reach others."""
 
-    def connect(self, address: str) -> NeighbourConnection:
+    def connect(self, address: str, line: int) -> NeighbourConnection:
         raise ConfigError("this R-worker can't reach others: it keeps no replicas")
 
-    def expect(self, address: str) -> None:
+    def expect(self, address: str, line: int) -> None:
         raise ConfigError("this R-worker can't be reached by others: it keeps no replicas")
 
 
@@ -183,7 +195,7 @@ class _Replica:
         if waited_s > self.link.timeout_s:
             raise WorkerError(
                 f"{peer} hasn't made room for a replica within {self.link.timeout_s:g} s "
-                "(--worker-timeout-s)"
+                "(worker_timeout_s)"
             )
 
     def _welcome(self, answer: FromRWorker) -> None:
@@ -260,11 +272,11 @@ class Links:
             self._numbers[link.holder] = link.number
         try:
             if link.guest:
-                self._neighbours.expect(link.guest)
+                self._neighbours.expect(link.guest, link.guest_line)
             if link.keeper and is_new:
                 source = _Cache(link.holder, link.books, self._reader)
                 mirror = Mirror(link.holder, link.books, source, link.link_bytes)
-                connection = self._neighbours.connect(link.keeper)
+                connection = self._neighbours.connect(link.keeper, link.line)
                 self._replicas[link.holder] = _Replica(link, mirror, connection, self._clock)
         except FastDecodeError as error:
             self._tell(link.to, Unprotected(link.holder, error.message, link.number))
@@ -307,3 +319,25 @@ class Links:
         """All are over, and the replicas with them if nobody goes on with them."""
         for holder in list(self._replicas):
             self.drop(holder)
+
+
+def link_for(number: int, cache: Cache, message: Replicate) -> Link:
+    """What a peer says of a cache's replica, as an instruction.
+
+    Args:
+        number: the peer's.
+
+    Raises:
+        ProtocolError: there can be none like that.
+    """
+    link_bytes = check_integer("link_bytes", message.link_bytes, 1, MOST_LINK_BYTES)
+    if message.keeper and not cache.books.hello.session:
+        raise ProtocolError("a cache of no session can't be replicated: nobody could go on")
+    serial = check_integer("link", message.link, 0, MAX_ID)
+    timeout_s = check_seconds("timeout_s", message.timeout_s)
+    cache.is_replicated = bool(message.keeper)
+    lines = [
+        check_integer(name, getattr(message, name), 0, MAX_ID) for name in ("line", "guest_line")
+    ]
+    who = (message.keeper, message.guest)
+    return Link(number, cache.holder, cache.books, *who, link_bytes, serial, timeout_s, *lines)

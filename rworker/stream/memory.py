@@ -10,11 +10,18 @@ from numpy.typing import NDArray
 
 import cpu_kernels
 from cpu_kernels import BlockLayout
+from fastdecode.core.spec import KVSpec
 from fastdecode.wire.kv.chunks import ChunkForm, FetchChunk, StoreChunk
-from rworker.stream.chunks import ChunkShape, head_bytes_of
+from rworker.stream.chunks import ChunkShape, head_bytes_of, layout_of
 
 if TYPE_CHECKING:
     from cpu_kernels.team import OpenMPTeam
+
+
+def new_pool(kv: KVSpec, num_blocks: int) -> NDArray[np.uint8]:
+    """Memory for so many blocks: uint8 [num_layers, num_blocks, block_bytes]. It
+    is committed as it is written."""
+    return cpu_kernels.allocate_pool(layout_of(kv), kv.num_layers, num_blocks)
 
 
 class Kernels(Protocol):

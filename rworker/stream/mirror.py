@@ -68,7 +68,12 @@ class Mirror:
         self._link_bytes = link_bytes
         hello = books.hello
         self.hello: Final[Hello] = replace(
-            hello, role=Role.NEIGHBOUR, holder=holder, max_blocks=books.store.num_blocks
+            hello,
+            role=Role.NEIGHBOUR,
+            holder=holder,
+            max_blocks=books.store.num_blocks,
+            outlives=False,
+            resumes=False,
         )
         """What opens the replica."""
         self._told = Told(books, source)

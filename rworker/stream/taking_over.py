@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from fastdecode.wire.messages import MAX_ID, Accepted, CloseSequence, Refused
 from fastdecode.wire.traits import Role
 from rworker.books import Books
 from rworker.checks import check_array, check_integer
+from rworker.stream.changes import Change
 
 
 def truncate(books: Books, message: TruncateSequence) -> Accepted | Refused:
@@ -24,6 +25,7 @@ def truncate(books: Books, message: TruncateSequence) -> Accepted | Refused:
     arrives = sequence in books.arrivals
     if arrives and books.hello.role is not Role.NEIGHBOUR:
         raise ProtocolError(f"sequence {sequence} is arriving: tokens of it are to come")
+    books.offers.forget(sequence)
     try:
         books.store.truncate(sequence, num_tokens)
     except CapacityError as error:
@@ -33,15 +35,33 @@ def truncate(books: Books, message: TruncateSequence) -> Accepted | Refused:
     return Accepted(sequence)
 
 
-def take_over(books: Books, wanted: Mapping[int, int]) -> NDArray[np.int32]:
+def take_over(
+    books: Books, wanted: Mapping[int, int]
+) -> tuple[NDArray[np.int32], Sequence[Change]]:
     """Roll back what is half done, close what isn't wanted, and cut what is to
-    at most so many tokens: how many each has, int32 [N]. Where that can't be
-    done, the sequence is closed, too."""
+    at most so many tokens. Where that can't be done, the sequence is closed, too.
+
+    Returns:
+        How many tokens each has, int32 [N]; and what has changed of what was
+        there in every layer.
+    """
     books.roll_back()
-    for sequence in books.store.tables.row_of.keys() - wanted.keys():
+    before = {sequence: books.num_settled(sequence) for sequence in books.store.tables.row_of}
+    for sequence in before.keys() - wanted.keys():
         books.close(CloseSequence(sequence))
-    counts = [_cut(books, sequence, most) for sequence, most in wanted.items()]
-    return np.array(counts, np.int32)
+    counts = {sequence: _cut(books, sequence, most) for sequence, most in wanted.items()}
+    changes = list(_changes(before, counts))
+    return np.array(list(counts.values()), np.int32), changes
+
+
+def _changes(before: Mapping[int, int], after: Mapping[int, int]) -> Iterator[Change]:
+    """Of sequences that had so many tokens, and have now."""
+    for sequence, num_tokens in before.items():
+        left = after.get(sequence, MISSING)
+        if left == MISSING:
+            yield CloseSequence(sequence)
+        elif left < num_tokens:
+            yield TruncateSequence(sequence, left)
 
 
 def wanted_of(message: TakeOver) -> dict[int, int]:
@@ -63,6 +83,7 @@ def _cut(books: Books, sequence: int, most: int) -> int:
     if sequence not in books.store:
         return MISSING
     num_tokens = min(most, books.num_settled(sequence))
+    books.offers.forget(sequence)
     try:
         books.store.truncate(sequence, num_tokens)
     except CapacityError:

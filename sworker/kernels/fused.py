@@ -93,7 +93,7 @@ def fuse(model: Model, device: torch.device) -> bool:
     device or a dtype has none (CUDA without Triton, float16 on a CPU), nor if a
     kernel fails, or differs from torch's result by more than rounding."""
     try:
-        kernels = _kernels_of(device, model.embed_tokens.weight.dtype)
+        kernels = _kernels_of(device, model.dtype)
         return kernels is not None and fuse_checked(model, kernels)
     except Exception as error:  # compilers, a driver and the kernels raise whatever they like
         logger.warning(

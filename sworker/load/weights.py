@@ -20,12 +20,14 @@ from torch import Tensor, nn
 from fastdecode.core.errors import CapacityError, CheckpointError, ConfigError, Given
 from fastdecode.core.model.checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from fastdecode.core.model.spec import ModelSpec
+from fastdecode.core.model.stages import stage_spec
 from sworker.dtypes import torch_dtype
 from sworker.model.families import CHECKPOINT_NAMES, CheckpointNames, Layout, Names, Source
 from sworker.model.linear import Linear
 from sworker.model.rope import RotaryTable
 from sworker.model.skeleton import Model
 from sworker.ranks.sharding import Shard, shard_spec
+from sworker.ranks.stages import ModulePaths
 
 Progress = Callable[[int, int], None]
 """Called with bytes read so far and bytes to read."""
@@ -42,6 +44,9 @@ def load_model(
     max_model_len: int | None = None,
     progress: Progress | None = None,
     shard: Shard | None = None,
+    layers: range | None = None,
+    with_embedding: bool = True,
+    with_head: bool = True,
 ) -> tuple[ModelSpec, Model]:
     """Read the weights of a Hugging Face model directory.
 
@@ -50,20 +55,20 @@ def load_model(
         device: where the weights go.
         dtype: of weights and activations: float32, float16 or bfloat16; None is
             the checkpoint's own.
-        max_model_len: a lower length limit than the model's own (see
-            ``read_model_spec``).
+        max_model_len: see ``read_model_spec``.
         progress: called after every tensor with bytes read and bytes to read.
         shard: load this rank's part only; None: all.
+        layers: load this stage's only, and read or miss no others; None: all.
+        with_embedding: load what turns token ids to the first layer's input.
+        with_head: load what turns the last layer's output to logits.
 
     Returns:
         The whole model's spec, and the model (or its part) in inference mode:
         no parameter needs a gradient.
 
     Raises:
-        UnsupportedModelError: the architecture or one of its features isn't
-            implemented.
-        CheckpointError: files are missing, broken, or don't fit
-            ``config.json``.
+        UnsupportedModelError: the architecture, or a feature, isn't implemented.
+        CheckpointError: files are missing, broken, or don't fit ``config.json``.
         ConfigError: ``max_model_len`` is out of range, the device or the dtype
             can't be used, or the model doesn't divide into so many shards.
         CapacityError: the device hasn't the memory.
@@ -71,18 +76,24 @@ def load_model(
     checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
     spec = checkpoint.spec(max_model_len=max_model_len)
     target = _check_device(device)
-    kind = dtype or torch_dtype(spec.choose_dtype("auto"))
-    if kind not in _TARGET_DTYPES:
-        raise ConfigError(
-            Given("dtype", str(kind)), f" is not one of {', '.join(map(str, _TARGET_DTYPES))}"
-        )
+    kind = _check_dtype(dtype or torch_dtype(spec.choose_dtype("auto")))
+    own = spec if layers is None else stage_spec(spec, layers)
+    part = own if shard is None else shard_spec(own, shard)
     with torch.device("meta"):
-        whole = Model(spec)
-        loaded = whole if shard is None else Model(shard_spec(spec, shard))
-    placements = _plan(checkpoint, spec, whole)
+        loaded = Model(part, with_embedding=with_embedding, with_head=with_head)
+        paths = ModulePaths(loaded, range(spec.num_layers) if layers is None else layers)
+        placements = _plan(checkpoint, spec, Model(spec), paths)
     _allocate(loaded, target, kind)
     _stream(placements, spec, loaded, shard, progress)
     return spec, loaded.eval()
+
+
+def _check_dtype(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in _TARGET_DTYPES:
+        raise ConfigError(
+            Given("dtype", str(dtype)), f" is not one of {', '.join(map(str, _TARGET_DTYPES))}"
+        )
+    return dtype
 
 
 def random_model(
@@ -122,15 +133,23 @@ class _Placement:
     layout: Layout
 
 
-def _plan(checkpoint: Checkpoint, spec: ModelSpec, model: Model) -> list[_Placement]:
-    """Match every parameter with tensors on disk, and every tensor on disk with
-    a parameter; in the order on disk."""
+def _plan(
+    checkpoint: Checkpoint, spec: ModelSpec, model: Model, paths: ModulePaths
+) -> list[_Placement]:
+    """Match every parameter of the whole model with tensors on disk, and every
+    tensor on disk with a parameter; those that are loaded here, in the order on
+    disk."""
     names = CHECKPOINT_NAMES[spec.family]
     prefix = _find_prefix(checkpoint, names)
     placements: list[_Placement] = []
     missing: list[str] = []
+    others: set[str] = set()
     for path, module, sources in _matched_modules(model, names, prefix):
+        here = paths.find(path)
         for parameter, tensor in module.named_parameters(recurse=False):
+            if here is None:
+                others.update(f"{source.name}.{parameter}" for source in sources)
+                continue
             row_counts = _row_counts(module, tensor, len(sources))
             for index, (source, num_rows) in enumerate(zip(sources, row_counts, strict=True)):
                 name = f"{source.name}.{parameter}"
@@ -143,14 +162,15 @@ def _plan(checkpoint: Checkpoint, spec: ModelSpec, model: Model) -> list[_Placem
                     )
                     _check(checkpoint, entry, (num_rows, *tensor.shape[1:]), layout)
                     placements.append(
-                        _Placement(entry, path, parameter, index, len(sources), layout)
+                        _Placement(entry, here, parameter, index, len(sources), layout)
                     )
     if missing:
         raise CheckpointError(
             f"{checkpoint.directory} lacks {_some(missing)}, which its config.json calls for. The "
             "weights are incomplete or of another model: fetch them again."
         )
-    _refuse_unexpected(checkpoint, spec, names, {placement.entry.name for placement in placements})
+    used = {placement.entry.name for placement in placements}
+    _refuse_unexpected(checkpoint, spec, names, used | others)
     return sorted(placements, key=lambda p: (p.entry.file.name, p.entry.offset))
 
 
@@ -262,6 +282,7 @@ def _check_device(device: str | torch.device) -> torch.device:
 
 def _allocate(model: Model, device: torch.device, dtype: torch.dtype) -> None:
     """Give every module storage on the device; weights uninitialised, rotary tables filled."""
+    model.dtype = dtype
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             try:

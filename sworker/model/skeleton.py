@@ -150,31 +150,65 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Embedding, layers, logits. Made by ``sworker.load.weights.load_model``,
-    which fills in the weights."""
+    """Embedding, layers, logits; or some layers of a model, of which other
+    stages have the rest. Made by ``sworker.load.weights.load_model``, which
+    fills in the weights.
 
-    def __init__(self, spec: ModelSpec) -> None:
+    Args:
+        spec: of the layers that it has.
+        with_embedding: it begins with token ids, not with hidden states.
+        with_head: it ends with logits.
+    """
+
+    embed_positions: Embedding | None
+    project_in: Linear | None
+    embed_norm: nn.Module | None
+    final_norm: nn.Module | None
+    project_out: Linear | None
+    lm_head: Linear | None
+
+    def __init__(
+        self, spec: ModelSpec, *, with_embedding: bool = True, with_head: bool = True
+    ) -> None:
         super().__init__()
         self.spec = spec
-        hidden, embedding = spec.hidden_size, spec.embedding_size
-        self.embed_tokens = Embedding(spec.vocab_size, embedding)
-        self.embed_positions = (
-            Embedding(spec.num_learned_positions, hidden) if spec.num_learned_positions else None
-        )
-        self.project_in = Linear(embedding, (hidden,), bias=False) if embedding != hidden else None
-        self.embed_norm = make_norm(spec) if spec.embedding_norm else None
+        self.with_embedding, self.with_head = with_embedding, with_head
+        self.dtype = torch.get_default_dtype()
+        """Of weights and activations, once it is loaded."""
+        has_table = with_embedding or (with_head and spec.tied_embeddings)
+        self.embed_tokens = Embedding(spec.vocab_size, spec.embedding_size) if has_table else None
+        self.embed_positions = self.project_in = self.embed_norm = None
+        self.final_norm = self.project_out = self.lm_head = None
+        if with_embedding:
+            self._make_embedding(spec)
         rope = RotaryTable(spec.rope, spec.max_model_len) if spec.rope else None
         self.layers = cast(
             "Sequence[Layer]", nn.ModuleList(Layer(spec, rope) for _ in range(spec.num_layers))
         )
-        self.final_norm = make_norm(spec) if spec.final_norm else None
-        self.project_out = Linear(hidden, (embedding,), bias=False) if embedding != hidden else None
-        self.lm_head = (
-            None if spec.tied_embeddings else Linear(embedding, (spec.vocab_size,), bias=False)
-        )
+        if with_head:
+            self._make_head(spec)
+
+    def _make_embedding(self, spec: ModelSpec) -> None:
+        hidden, embedding = spec.hidden_size, spec.embedding_size
+        if spec.num_learned_positions:
+            self.embed_positions = Embedding(spec.num_learned_positions, hidden)
+        if embedding != hidden:
+            self.project_in = Linear(embedding, (hidden,), bias=False)
+        if spec.embedding_norm:
+            self.embed_norm = make_norm(spec)
+
+    def _make_head(self, spec: ModelSpec) -> None:
+        hidden, embedding = spec.hidden_size, spec.embedding_size
+        if spec.final_norm:
+            self.final_norm = make_norm(spec)
+        if embedding != hidden:
+            self.project_out = Linear(hidden, (embedding,), bias=False)
+        if not spec.tied_embeddings:
+            self.lm_head = Linear(embedding, (spec.vocab_size,), bias=False)
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """token_ids [T], positions [T] (int32 or int64) → hidden states [T, hidden]."""
+        assert self.embed_tokens is not None
         x: Tensor = self.embed_tokens(token_ids)  # [T, embedding]
         if self.spec.embedding_scale != 1.0:
             # Rounded to the activations' dtype, as Gemma was trained; a CPU
@@ -195,12 +229,17 @@ class Model(nn.Module):
             x = self.final_norm(x)
         if self.project_out is not None:
             x = self.project_out(x)
-        head: Tensor = (
-            F.linear(x, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(x)
-        )
-        logits = head.float()
+        logits = self._project(x).float()
         cap = self.spec.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _project(self, x: Tensor) -> Tensor:
+        """x [R, embedding] → [R, vocab]."""
+        if self.lm_head is not None:
+            head: Tensor = self.lm_head(x)
+            return head
+        assert self.embed_tokens is not None
+        return F.linear(x, self.embed_tokens.weight)
 
 
 def forward(model: Model, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:

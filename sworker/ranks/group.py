@@ -21,7 +21,7 @@ from fastdecode.core.errors import WorkerError
 from sworker.ranks.peers import Peers
 from sworker.ranks.sharding import Shard
 
-STOP, BEGIN, ADVANCE, LOGITS = range(4)
+STOP, BEGIN, ADVANCE, LOGITS, GO_ON, COME_HOME = range(6)
 """What rank 0 may ``tell`` first."""
 JOINING_TIMEOUT_S = 600.0
 """Until all ranks have come to the meeting place."""
@@ -118,10 +118,13 @@ class Ranks:
         return heard
 
     def share(self, rows: Tensor) -> Tensor:
-        """Rank 0's int64 rows, on the host; the others give room for them."""
+        """Rank 0's rows, on the host; the others give room for them, of that
+        shape and dtype."""
         if rows.numel():
             with self.peers.waiting():
-                sharing = dist.broadcast(rows, 0, group=self.control, async_op=True)
+                # As bytes: not every version of gloo knows every dtype.
+                data = rows.view(torch.uint8)
+                sharing = dist.broadcast(data, 0, group=self.control, async_op=True)
                 assert sharing is not None
                 sharing.wait(datetime.timedelta(seconds=self.peers.patience_s))
         return rows

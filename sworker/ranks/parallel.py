@@ -18,6 +18,11 @@ R-workers, transports, failures and placement know nothing of ranks. The price:
 all q, k, v and o pass rank 0's host link; between GPUs they take the GPUs' own
 links. Each S-worker with its own R-workers would use every host link, and would
 need to agree on every loss.
+
+In a pipeline of stages every stage is such a group, with a rank 0 of its own. A
+step begins behind the first stage with GO_ON and the rows of the stage before,
+in place of BEGIN and token ids; in the first one it ends with COME_HOME and what
+the stages behind have made of the rows whose logits are wanted.
 """
 
 from __future__ import annotations
@@ -31,9 +36,9 @@ from fastdecode.core.model.spec import ModelSpec
 from sworker.feed import Feed
 from sworker.graphs import StepGraphs
 from sworker.model.skeleton import Model
-from sworker.ranks.group import ADVANCE, BEGIN, LOGITS, STOP, Ranks
-from sworker.sampler import Drawing, SampledToken
-from sworker.worker import Pass, SWorker
+from sworker.ranks.group import ADVANCE, BEGIN, COME_HOME, GO_ON, LOGITS, STOP, Ranks
+from sworker.sampling.sampler import Drawing, SampledToken
+from sworker.worker import Pass, SWorker, without_tokens
 
 
 class ParallelPass(Pass):
@@ -43,15 +48,18 @@ class ParallelPass(Pass):
         self,
         worker: ParallelSWorker,
         lane: int,
-        token_ids: NDArray[np.int64],
-        positions: NDArray[np.int64],
+        rows: Tensor,
+        x: Tensor | None = None,
     ) -> None:
+        """rows, x: see ``SWorker.begin_rows``."""
         self._ranks, self._lane = worker.ranks, lane
         self._vocab_size = worker.spec.vocab_size
         with self._ranks.peers.exchanging():
-            self._ranks.tell(BEGIN, lane, len(token_ids))
-            rows = self._ranks.share(torch.from_numpy(np.stack((token_ids, positions))))
-            self._own = worker.begin_rows(rows, lane)
+            self._ranks.tell(BEGIN if x is None else GO_ON, lane, rows.shape[1])
+            self._ranks.share(rows)
+            if x is not None:
+                self._ranks.share(x)
+            self._own = worker.begin_rows(rows, lane, x=x)
             self._gather()
 
     def advance(self, o: Tensor) -> bool:
@@ -69,6 +77,16 @@ class ParallelPass(Pass):
             self._ranks.share(torch.from_numpy(rows))
             parts = self._ranks.gather(self._own.logits(rows))  # of [R, vocab / ranks]
         return torch.cat(parts, dim=1)[:, : self._vocab_size]
+
+    @property
+    def output(self) -> Tensor:
+        return self._own.output
+
+    @torch.inference_mode()
+    def come_home(self, x: Tensor) -> None:
+        with self._ranks.peers.exchanging():
+            self._ranks.tell(COME_HOME, self._lane, len(x))
+            self._own.come_home(self._ranks.share(x))
 
     def device_s(self) -> float:
         return self._own.device_s()
@@ -114,14 +132,20 @@ class ParallelSWorker(SWorker):
         feed: Feed | None = None,
     ) -> Pass:
         assert feed is None
-        return ParallelPass(self, lane, token_ids, positions)
+        return ParallelPass(self, lane, torch.from_numpy(np.stack((token_ids, positions))))
+
+    def go_on(self, x: Tensor, positions: NDArray[np.int64], lane: int = 0) -> Pass:
+        return ParallelPass(self, lane, without_tokens(positions), x.contiguous())
 
     def drawn(self, drawing: Drawing) -> list[SampledToken]:
         tokens = super().drawn(drawing)
         # A GPU has only now computed what it was told; had a rank ended
         # meanwhile, that would be nonsense.
-        self.ranks.peers.check()
+        self.check()
         return tokens
+
+    def check(self) -> None:
+        self.ranks.peers.check()
 
 
 @torch.inference_mode()
@@ -133,15 +157,22 @@ def mirror(spec: ModelSpec, model: Model, ranks: Ranks, graphs: StepGraphs | Non
     """
     worker = SWorker(spec, model, ranks.device, graphs)
     passes: dict[int, Pass] = {}  # by lane
+
+    def hidden(num_rows: int) -> Tensor:
+        return ranks.share(torch.empty((num_rows, spec.hidden_size), dtype=model.dtype))
+
     while True:
         with ranks.peers.exchanging():
             operation, lane, num_rows = ranks.hear()
             if operation == STOP:
                 return
-            if operation == BEGIN:
+            if operation in (BEGIN, GO_ON):
                 rows = ranks.share(torch.empty((2, num_rows), dtype=torch.int64))
-                passes[lane] = step = worker.begin_rows(rows, lane)
+                x = hidden(num_rows) if operation == GO_ON else None
+                passes[lane] = step = worker.begin_rows(rows, lane, x=x)
                 ranks.gather(torch.cat((step.q, step.k, step.v), dim=1))
+            elif operation == COME_HOME:
+                passes[lane].come_home(hidden(num_rows))
             elif operation == ADVANCE:
                 step = passes[lane]
                 if step.advance(ranks.scatter_heads(None, step.q)):

@@ -179,7 +179,7 @@ class Peers:
         what = (
             "has ended"
             if ended
-            else f"doesn't go on, or not within {self.patience_s:g} s (--worker-timeout-s)"
+            else f"doesn't go on, or not within {self.patience_s:g} s (worker_timeout_s)"
         )
         if error is not None and not ended:
             what += f": {_brief(error)}"

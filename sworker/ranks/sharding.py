@@ -112,7 +112,8 @@ def parallelize(model: Model, shard: Shard, add_up: AddUp) -> None:
     """
     if shard.size == 1:
         return
-    model.embed_tokens = VocabParallelEmbedding(model.embed_tokens, shard, add_up)
+    if model.embed_tokens is not None:
+        model.embed_tokens = VocabParallelEmbedding(model.embed_tokens, shard, add_up)
     for layer in model.layers:
         layer.o = RowParallelLinear(layer.o, add_up)
         layer.mlp.down = RowParallelLinear(layer.mlp.down, add_up)

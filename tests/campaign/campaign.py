@@ -3,13 +3,17 @@
     make campaign        # or: python tests/campaign/campaign.py --losses 20 --minutes 5
 
 R-workers are killed, stopped and terminated (``losses``), jobs are told to stop
-(``stops``), servers under load lose R-workers and processes of their own, or are
-told to stop (``servers``), calls are interrupted (``interrupts``), and messages
-are damaged (``damaged_frames``). Every job's answers, greedy and sampled, are held against
-those of an undisturbed one. Counted are jobs that **hung**, that were **lost**
-(an answer is missing though an R-worker is left) and whose answers were
-**changed**. The moments are random within a phase, whose beginning is an event
-and whose length an undisturbed job's.
+(``stops``), S-workers are killed and others go on with their sessions
+(``returns``), servers under load lose R-workers and processes of their own, or are
+told to stop (``servers``), calls are interrupted (``interrupts``), batches
+of conversations are killed and resumed (``turns``), messages are damaged
+(``damaged_frames``), and what R-workers keep on disk is damaged, or they are
+killed while they write it (``hurt_slots``), or in conversations (``disks``).
+Every job's answers, greedy and sampled, are held against those of an
+undisturbed one. Counted are jobs that **hung**, that were **lost** (an answer
+is missing though an R-worker is left) and whose answers were **changed**. The
+moments are random within a phase, whose beginning is an event and whose length
+an undisturbed job's.
 """
 
 from __future__ import annotations
@@ -30,9 +34,13 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import damaged_frames  # noqa: E402
+import disks  # noqa: E402
+import hurt_slots  # noqa: E402
 import losses  # noqa: E402
+import returns  # noqa: E402
 import servers  # noqa: E402
 import stops  # noqa: E402
+import turns  # noqa: E402
 from damaged_links import to_links  # noqa: E402
 from inherited_signals import hear_interrupts  # noqa: E402
 from mpi_launch import mpirun, open_mpi_options, running  # noqa: E402
@@ -68,23 +76,29 @@ class Campaign:
         self._options = options
         self._end = time.monotonic() + 60 * options.minutes
         self.rows: dict[str, list[dict[str, Any]]] = {
-            "losses": [], "stops": [], "servers": [], "interrupts": [], "frames": [],
+            "losses": [], "stops": [], "returns": [], "servers": [], "kills": [], "interrupts": [],
+            "frames": [], "slots": [],
         }  # fmt: skip
+        self._before = runs_of(options.out)
 
     def run(self) -> None:
         """All parts."""
         options = self._options
         self._frames(options.frames)
+        self._slots(hurt_slots, {"kills": options.slot_kills, "flips": options.slot_flips})
+        self._slots(disks, {"killed": options.disk_kills})
         self._interrupts(options.interrupts)
-        if not (options.losses or options.signals or options.servers):
+        self._returns(options.returns)
+        if not (options.losses or options.signals or options.servers or options.kills):
             return
         with tempfile.TemporaryDirectory(prefix="fd", dir="/tmp") as directory:
-            jobs = SmallJobs(Path(directory))
+            jobs = SmallJobs(Path(directory), losses.TIMES if options.replicas else 1)
             chance = random.Random(options.seed)
             hurt = losses.Losses(jobs, chance)
-            for loss in self._in_time(
-                losses.losses(options.losses, chance, replicated=options.replicas)
-            ):
+            chosen = losses.losses(
+                options.losses, chance, replicated=options.replicas, of=options.of
+            )
+            for loss in self._in_time(chosen):
                 self._keep("losses", losses.row(hurt.lose(loss)))
             told = stops.Stops(jobs, chance)
             for stop in self._in_time(stops.stops(options.signals, chance)):
@@ -92,12 +106,17 @@ class Campaign:
             serving = servers.Servers(jobs, chance)
             for blow in self._in_time(servers.blows(options.servers, chance)):
                 self._keep("servers", servers.row(serving.strike(blow)))
+            if options.kills:
+                talks = turns.Kills(jobs, chance)
+                for kill in self._in_time(turns.kills(options.kills, chance)):
+                    self._keep("kills", turns.row(talks.kill(kill)))
 
     def write(self) -> None:
-        """What is known so far."""
-        if self._options.out is not None:
-            found = {**provenance(), "seed": self._options.seed, **self.rows}
-            self._options.out.write_text(json.dumps(found, indent=1) + "\n")
+        """What is known so far, behind the runs that the file has already."""
+        if self._options.out is not None and any(self.rows.values()):
+            found = {kind: rows for kind, rows in self.rows.items() if rows}
+            runs = [*self._before, {**provenance(), "seed": self._options.seed, **found}]
+            self._options.out.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
 
     @property
     def is_good(self) -> bool:
@@ -106,10 +125,10 @@ class Campaign:
     def table(self) -> str:
         """How many of what became of what."""
         told = []
-        for kind in ("losses", "stops", "servers"):
+        for kind in ("losses", "stops", "returns", "servers", "kills"):
             rows = self.rows[kind]
             told.append(f"{len(rows)} {kind}: {_counted(Counter(row['verdict'] for row in rows))}")
-            for column in ("transport", "partition", "command", "trouble", "phase"):
+            for column in ("transport", "partition", "command", "trouble", "phase", "memory"):
                 values = sorted({row[column] for row in rows if column in row})
                 for value in values:
                     counts = Counter(row["verdict"] for row in rows if row[column] == value)
@@ -117,7 +136,9 @@ class Campaign:
         hits = Counter(hit for row in self.rows["losses"] for hit in row["hits"])
         told.append(f"losses: {_counted(Counter(hit.split()[0] for hit in hits.elements()))}")
         told.append(f"    {_counted(hits)}")
-        for kind in ("interrupts", "frames"):
+        kills = Counter(kill for row in self.rows["returns"] for kill in row["kills"])
+        told.append(f"returns: killed {_counted(kills)}")
+        for kind in ("interrupts", "frames", "slots"):
             for row in self.rows[kind]:
                 told.append(f"{kind} {row['where']}: {row['verdict']}, {_counted(row['counts'])}")
         return "\n".join(told)
@@ -143,6 +164,23 @@ class Campaign:
                 row = {"where": target, "number": round(share * weight), "counts": counts}
                 self._keep("frames", {**row, "verdict": verdict})
 
+    def _slots(self, module: Any, numbers: dict[str, int]) -> None:
+        for where, number in self._in_time(numbers.items()):
+            if number:
+                act = getattr(module, where)
+                counts = act(number, random.Random(self._options.seed))
+                verdict = "changed" if counts["changed"] or counts["failed"] else "right"
+                self._keep("slots", {"where": where, "counts": counts, "verdict": verdict})
+
+    def _returns(self, number: int) -> None:
+        if not number:
+            return
+        chance = random.Random(self._options.seed)
+        with tempfile.TemporaryDirectory(prefix="fd", dir="/tmp") as directory:
+            comes = returns.Returns(SmallJobs(Path(directory), returns.TIMES), chance)
+            for job in self._in_time(returns.returns(number, chance)):
+                self._keep("returns", returns.row(comes.kill(job)))
+
     def _interrupts(self, number: int) -> None:
         each = -(-number // len(INTERRUPTED))
         for where, options in self._in_time(INTERRUPTED.items()):
@@ -156,6 +194,15 @@ class Campaign:
                 row = {"where": where, "counts": counts, "verdict": verdict}
                 words = {} if verdict == "right" else {"last_words": outcome.output[-5000:]}
                 self._keep("interrupts", {**row, **words})
+
+
+def runs_of(path: Path | None) -> list[dict[str, Any]]:
+    """Those that a file has, in their order."""
+    if path is None or not path.exists():
+        return []
+    found = json.loads(path.read_text())
+    runs: list[dict[str, Any]] = found.get("runs", [found])
+    return runs
 
 
 def interrupt(where: str, options: dict[str, Any], number: int, seed: int) -> Any:
@@ -193,9 +240,14 @@ def main() -> None:
     for name, number, what in (
         ("losses", 90, "jobs that lose R-workers, six or eight each"),
         ("signals", 60, "jobs that are told to stop"),
+        ("returns", 60, "S-workers that are killed, and whose session another goes on with"),
         ("servers", 60, "servers under load that are hit"),
+        ("kills", 20, "times that a batch of conversations is killed, and resumed"),
         ("interrupts", 50, "calls that are interrupted"),
         ("frames", 800_000, "messages that are damaged"),
+        ("slot-kills", 50, "R-workers' movers that are killed while they store"),
+        ("slot-flips", 10_000, "bits flipped in what is kept on disk"),
+        ("disk-kills", 50, "R-workers with a disk that are killed in conversations"),
     ):
         parser.add_argument(
             f"--{name}", type=int, default=number, help=f"{what} (default: {number})"
@@ -206,8 +258,11 @@ def main() -> None:
     parser.add_argument(
         "--replicas", action="store_true", help="losses: of R-workers that keep replicas"
     )
+    parser.add_argument(
+        "--of", default="", help="with --replicas: partitions whose names begin so (heads)"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="a file, to which this run is added")
     campaign = Campaign(parser.parse_args())
     hear_interrupts()
     try:

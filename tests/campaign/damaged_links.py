@@ -24,6 +24,7 @@ from fastdecode.wire.messages import (
     ToRWorker,
 )
 from rworker.attention import AttentionExecutor
+from rworker.serving import Serving
 from rworker.state import RWorkerState
 from rworker.stream.links import Links
 from rworker.worker import obey
@@ -93,19 +94,21 @@ class Keeper:
 
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
-        self._state = RWorkerState("keeper", kv_bytes=2 * KV_BYTES, keeps_serving=True)
+        self._state = RWorkerState(
+            "keeper", kv_bytes=2 * KV_BYTES, serving=Serving(keeps_serving=True)
+        )
         self._executor = AttentionExecutor(num_threads=1)
         self.ends: dict[int, _End] = {S_WORKER: _End()}
         self.wires: list[Wire] = []
         self.tell(S_WORKER, replace(SMALL, holder=1, session=SESSION))
 
-    def connect(self, address: str) -> Wire:
+    def connect(self, address: str, line: int) -> Wire:
         index = 1 + len(self.wires)
         self.ends[index] = _End()
         self.wires.append(Wire(self._chance, self, index))
         return self.wires[-1]
 
-    def expect(self, address: str) -> None:
+    def expect(self, address: str, line: int) -> None:
         pass
 
     def tell(self, peer: int, message: ToRWorker) -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -185,7 +185,7 @@ class _Run:
                 self._until(server)
                 self._strike()
                 self._look(server)
-                self._wait_for(futures)
+                wait(futures, LIMIT_S)
             except (AssertionError, OSError) as error:
                 if not self._is_struck:  # else it has ended, or is about to
                     self.untrue.append(f"never struck: {type(error).__name__}: {error}"[:500])
@@ -242,11 +242,6 @@ class _Run:
                 self.untrue.append(f"all R-workers are gone, and /health says {status}")
             self._stack.enter_context(addresses_again(self._job))
             server.wait_until(lambda: server.status()["state"] == "ready", LIMIT_S)
-
-    def _wait_for(self, futures: list[Future[Answer]]) -> None:
-        end = time.monotonic() + LIMIT_S
-        while not all(each.done() for each in futures) and time.monotonic() < end:
-            time.sleep(0.05)
 
     def _judged(self, number: int, asked: Future[Answer]) -> str:
         """What became of a request."""

@@ -27,8 +27,12 @@ PARTITIONS = {
     "heads": ["--r-partition", "heads"],
     "split": ["--split-tokens", "64"],
     "replicas": ["--replicas", "1"],
+    "replaced": ["--replicas", "1", "--spare-r-workers", "3"],
+    "heads replicas": ["--r-partition", "heads", "--replicas", "1"],
+    "heads replaced": ["--r-partition", "heads", "--replicas", "1", "--spare-r-workers", "3"],
 }
-"""How sequences are shared out, and whether they are kept twice."""
+"""How sequences are shared out, whether they are kept twice, and whether others
+come in the place of those that are lost: at their addresses, over ZeroMQ."""
 SHAPE = {"vocab_size": 512, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3,
          "num_attention_heads": 24, "num_key_value_heads": 12, "head_dim": 16}  # fmt: skip
 PHASES = ("start", "greeting", "prompts", "decoding", "end")
@@ -36,12 +40,13 @@ PHASES = ("start", "greeting", "prompts", "decoding", "end")
 imports, ranks that join, loading."""
 
 
-def lines() -> list[dict[str, Any]]:
-    """The first is done long before the others; every other one is sampled."""
+def lines(times: int = 1) -> list[dict[str, Any]]:
+    """The first is done long before the others; every other one is sampled.
+    ``times``: so many times as long."""
     sampled = {"temperature": 0.9, "top_p": 0.9}
     return [
         {"id": str(i), "prompt_token_ids": [(7 * i + 3 * j) % 500 + 1 for j in range(20 + 40 * i)],
-         "ignore_eos": True, "max_tokens": 90 + 20 * i if i else 3, **({**sampled,
+         "ignore_eos": True, "max_tokens": times * (90 + 20 * i) if i else 3, **({**sampled,
              "seed": i} if i % 2 else {"temperature": 0})}
         for i in range(NUM_LINES)
     ]  # fmt: skip
@@ -73,16 +78,17 @@ class SmallJobs:
 
     Args:
         directory: for the model, the requests and their answers.
+        times: as of ``lines``.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, times: int = 1) -> None:
         self.directory = directory
         self.model, self.input, self.output = (
             directory / name for name in ("model", "in.jsonl", "out.jsonl")
         )
         self.model.mkdir()
         write_checkpoint(self.model, llama_config(**SHAPE, max_position_embeddings=2048), "random")
-        self.input.write_text("".join(json.dumps(line) + "\n" for line in lines()))
+        self.input.write_text("".join(json.dumps(line) + "\n" for line in lines(times)))
         self.expected: dict[str, Any] = {}
         """Answers of a job in which nothing happens."""
         with running([*FASTDECODE, *self.words("generate"), *KV_MEMORY], **PATHS) as job:
@@ -187,9 +193,20 @@ def address_of(worker: Running) -> str:
     return worker.output().split(" listens at ")[1].split()[0]
 
 
-def addresses_again(job: Job) -> contextlib.AbstractContextManager[Running]:
-    """An R-worker in the place of the job's first one, which has died."""
-    bind = ["--bind", address_of(job.r_workers[0]), "--return-s", "10"]
+def options_of(partition: str, transport: str) -> list[str]:
+    """Of a job. Over ZeroMQ others come at the addresses of those that are lost."""
+    options = PARTITIONS[partition]
+    return options[:-2] if transport == "zmq" and is_replaced(partition) else options
+
+
+def is_replaced(partition: str) -> bool:
+    """Whether others come in the place of those that are lost."""
+    return partition.endswith("replaced")
+
+
+def addresses_again(job: Job, index: int = 0) -> contextlib.AbstractContextManager[Running]:
+    """An R-worker in the place of one of the job's, which has died."""
+    bind = ["--bind", address_of(job.r_workers[index]), "--return-s", "10"]
     return running([*FASTDECODE, *R_WORKER, *bind, "--silence-s", str(SILENCE_S)], **PATHS)
 
 

@@ -88,7 +88,7 @@ def test_the_doctor_looks_at_it_too(log: Path, capsys: pytest.CaptureFixture[str
 
 def test_where_nothing_is_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = told(capsys, str(tmp_path))
-    assert code == 2 and "no conversations in" in text
+    assert code == 2 and "conversations nor KV blocks in" in text
     other = tmp_path / "other"
     other.write_bytes(b"x" * 99)
     for words in ([], ["--clear"]):

@@ -7,13 +7,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mpi_launch import mpirun, needs_mpi, open_mpi_options, run, running
 
 from fastdecode.cli.main import main
+from fastdecode.core.errors import WorkerError
 from fastdecode.core.host.facts import HostFacts, lacks_for_triton, this_host
-from fastdecode.measure.doctor import LinkFacts, WorkerFacts, judge
+from fastdecode.measure.doctor import LinkFacts, WorkerFacts, examine_all, judge
 from fastdecode.wire.messages import PROTOCOL_VERSION, Report
 
 FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
@@ -32,7 +34,7 @@ def found(
     report: Report, link: LinkFacts = FAST, here: HostFacts = HERE, model: str | None = None
 ) -> dict[str, str]:
     """What isn't right: check → level."""
-    findings = judge(here, [WorkerFacts("R-worker rank 1", report, link)], model)
+    findings = list(judge(here, [WorkerFacts("R-worker rank 1", report, link)], model))
     assert all(finding.mend for finding in findings if finding.level != "PASS")
     return {finding.check: finding.level for finding in findings if finding.level != "PASS"}
 
@@ -71,6 +73,39 @@ def test_a_slow_link_and_an_r_worker_that_is_not_there() -> None:
     assert reach.level == "FAIL" and "tcp://r0:5600: nobody there" in reach.text
 
 
+class Asked:
+    """An R-worker, as the doctor asks it: what happens is told ``story``."""
+
+    heard_s = None
+
+    def __init__(self, peer: str, story: list[str], answer: Report | None) -> None:
+        self.peer = peer
+        self._story, self._answer = story, answer
+
+    def send(self, message: object) -> None:
+        self._story.append(f"{type(message).__name__} to {self.peer}")
+
+    def receive(self, timeout_s: float) -> Report:
+        self._story.append(f"{self.peer} is waited for")
+        if self._answer is None or type(self._answer) is not Report:
+            raise WorkerError(f"{self.peer} hasn't answered within {timeout_s:g} s")
+        answer, self._answer = self._answer, None
+        return answer
+
+
+def test_all_are_asked_at_once_and_each_finding_is_told_as_it_is_known() -> None:
+    story: list[str] = []
+    asked: list[Any] = [Asked("r0", story, None), WorkerFacts("r1", error="nobody there")]
+    asked.append(Asked("r2", story, GOOD))
+    findings = judge(HERE, examine_all(asked))
+    assert next(findings).text == "r1: nobody there" and story == ["Inspect to r0"]
+    assert next(findings).text.startswith("r0: r0 hasn't answered within 30 s")
+    assert story == ["Inspect to r0", "Inspect to r2", "r0 is waited for"]
+    assert next(findings).check == "serve", "its link couldn't be measured"
+    assert story[3] == "r2 is waited for"
+    assert next(findings).check == "versions"
+
+
 def test_triton_without_a_compiler_is_told(tmp_path: Path) -> None:
     """Its kernels are built when they are first run, and nobody would know why they aren't."""
 
@@ -104,6 +139,7 @@ def test_in_an_mpi_job(tmp_path: Path) -> None:
     outcome = run(command, **PATHS)
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
     assert "2 R-worker(s) answered" in outcome.output and outcome.output.count("link: ") == 2
+    assert outcome.output.count("neighbours: ") == 2 and " GB/s; with --replicas" in outcome.output
     assert "PASS  mpi: Open MPI" in outcome.output and "FAIL  " not in outcome.output
     # More than there is.
     command = [

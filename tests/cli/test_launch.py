@@ -67,6 +67,14 @@ def test_the_lines() -> None:
     assert "-n 2 --host a:2 s : -n 2" in " ".join(
         JobLine(("s",), ("r",), hosts, num_s_ranks=2).words()
     )
+    staged = JobLine(("s",), ("r",), parse_hosts("a:2,b:2"), num_stages=2)
+    assert "-n 1 --host a:1 s : -n 1 --host b:1 s : -n 2" in " ".join(staged.words())
+    both = JobLine(("s",), ("r",), parse_hosts("a:2,b:2"), num_s_ranks=2, num_stages=2)
+    assert "-n 2 --host a:2 s : -n 2 --host b:2 s : -n 2" in " ".join(both.words())
+    on_one = JobLine(("s",), ("r",), parse_hosts("a:3,b:1"), num_stages=2)
+    assert "-n 2 --host a:2 s : -n 3 --host a:3 r" in " ".join(on_one.words())
+    with pytest.raises(ConfigError, match="isn't a multiple of 2"):
+        JobLine(("s",), ("r",), hosts, num_stages=2)
     with pytest.raises(ConfigError, match="MPICH takes"):
         JobLine(("s",), ("r",), hosts, vendor="MPICH", interface="10.0.0.0/24")
     with pytest.raises(ConfigError, match="--interface"):

@@ -53,6 +53,30 @@ def test_explain_shows_every_source(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, text.splitlines())) <= 110
 
 
+def test_stages_are_planned_as_one_of_them_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each has half of the layers, a GPU and as many R-workers; a token goes
+    through both."""
+    question = [*QUESTION, "--batch", "256", "--tpot", "0.4"]
+    assert size(*question, "--pp", "2", "--json") == 0
+    tree = json.loads(capsys.readouterr().out)
+    staged, plan = tree["stages"], tree["plan"]
+    assert tree["question"]["tpot_s"] == 0.2 and plan["batch"] == 128
+    assert staged["batch"] == 256 and staged["sockets"] == 2 * plan["sockets"]
+    assert staged["lanes"] == 2 * plan["lanes"]
+    assert 0 < staged["tpot_s"] <= 0.4
+    assert staged["tokens_per_s"] == pytest.approx(256 / staged["tpot_s"])
+    first, last = staged["stages"]
+    assert first["num_layers"] + last["num_layers"] == 32
+    assert last["first_layer"] == first["num_layers"]
+    # 6.74 G parameters of two bytes, each once.
+    assert first["weight_bytes"] + last["weight_bytes"] == pytest.approx(13.48e9, rel=1e-3)
+    assert size(*question, "--pp", "2") == 0
+    text = capsys.readouterr().out
+    assert "in 2 pipeline stages" in text and max(map(len, text.splitlines())) <= 110
+    for refused in (["--pp", "0"], ["--pp", "99"], ["--pp", "2", "--emit", "there"]):
+        assert size(*question, *refused) == 2
+
+
 def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert size(*QUESTION, "--json") == 0
     tree = json.loads(capsys.readouterr().out)

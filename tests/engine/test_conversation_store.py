@@ -3,14 +3,12 @@ and is gone when it is forgotten."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
 import pytest
+from full_disk import files_of_at_most
 
 from fastdecode.conversations.compaction import SUFFIX
 from fastdecode.conversations.conversations import Conversations, Limits
@@ -224,17 +222,6 @@ def test_a_log_that_nobody_closed_is_let_go_of_and_a_closed_one_says_so(tmp_path
         TurnLog(path, MODEL)
 
 
-@contextlib.contextmanager
-def no_file_beyond(num_bytes: int) -> Iterator[None]:
-    """The kernel lets no file of this process get any longer."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize("room", [0, 7, 90])
 def test_a_turn_without_room_for_it_leaves_the_conversation_as_it_was(
     tmp_path: Path, room: int
@@ -242,7 +229,7 @@ def test_a_turn_without_room_for_it_leaves_the_conversation_as_it_was(
     path = tmp_path / "log"
     first = opened(path)
     talk(first, "a", 1, 2)
-    with no_file_beyond(path.stat().st_size + room):
+    with files_of_at_most(path.stat().st_size + room):
         with pytest.raises(FastDecodeError, match=str(path)) as full:
             talk(first, "a", 3)
         assert tokens(first, "a") == [1, 2] and full.value.code == "output_failed"
@@ -281,7 +268,7 @@ def test_turns_go_on_though_what_is_over_cannot_be_recorded_and_that_is_made_up_
     some = opened(path, limits, clock)
     talk(some, "old", 1)
     clock.now_s += 61
-    with no_file_beyond(path.stat().st_size):
+    with files_of_at_most(path.stat().st_size):
         assert tokens(some, "new") == []
         with pytest.raises(RequestError, match="over"):
             some.begin("old")

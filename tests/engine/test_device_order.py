@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from device_runs import NUM_LAYERS, LateFleet, Run
@@ -66,6 +67,9 @@ RUNS += [
     Run(3, True, 0, rows=(5, 2), split=2, draws=True, capture=True),
     Run(2, True, rows=(5, 6), num_steps=4, feeds=True, capture=True),
     Run(1, False, rows=(4, 6), num_steps=4, feeds=True),
+    Run(1, True, rows=(5, 3), direct=True),
+    Run(3, True, 2, rows=(5, 3, 7), direct=True),
+    Run(2, False, 1, rows=(7,), later=1, split=3, direct=True),
 ]
 
 
@@ -125,6 +129,19 @@ def shared_buffers(run: Run) -> None:
     run.graphs_of._lanes[1] = run.graphs_of.buffers(0)
 
 
+def answers_in_one_place(run: Run) -> None:
+    """An R-worker answers a lane where another one's answer may still be read."""
+    room, answer = run.fleet._room, run.gpu.host(np.ones(4096, np.float32)).numpy()
+    assert room(0, 0, (1, 1)) is not None
+
+    def shared_room(holder: int, lane: int, shape: tuple[int, ...]) -> np.ndarray:
+        place = answer[: int(np.prod(shape))].reshape(shape)
+        run.gpu.write(place, "an answer")
+        return place
+
+    run.fleet._room = shared_room  # type: ignore[method-assign, assignment]
+
+
 def drawn_is_read_before_it_is_there(run: Run) -> None:
     Fetched = type(run.s_worker._fetch(0)(torch.zeros(1)))
     for lane in range(run.lanes):
@@ -181,6 +198,8 @@ MISTAKES = [
     (short_ring, Run(2, rows=(3,), prompts=3)),
     (packed_over_what_is_copied, Run(2, rows=(3,), prompts=3)),
     (memory_not_kept, Run(2)),
+    (answers_in_one_place, Run(2, at_once=True, num_holders=1, direct=True)),
+    (computed_before_it_arrived, Run(2, direct=True)),
 ]
 
 
@@ -203,16 +222,18 @@ def test_at_most_one_lane_idles_with_its_answers() -> None:
         assert len(received) <= 1
 
 
+@pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("num_holders", [1, 4])
-def test_calls_a_lane_and_layer(num_holders: int) -> None:
+def test_calls_a_lane_and_layer(num_holders: int, direct: bool) -> None:
     """Of torch and of the driver, where nothing but Python is left to be waited
     for: each takes microseconds of the thread that feeds the GPU. They are as
-    many for any number of R-workers."""
+    many for any number of R-workers, but for long answers, each of which is
+    copied from where it is."""
 
     def calls(num_layers: int) -> Counter[str]:
         run = Run(
             1, capture=True, num_steps=1, num_layers=num_layers, num_holders=num_holders,
-            rows=(8,), gpu=RecordedGpu(0),
+            rows=(8,), direct=direct, gpu=RecordedGpu(0),
         )  # fmt: skip
         return run.run().gpu.calls
 
@@ -224,6 +245,8 @@ def test_calls_a_lane_and_layer(num_holders: int) -> None:
         "wait_event": 1, "aten::cat": 1,  # packed, when the copy before is done
         "wait_stream": 2, "on": 2, "aten::copy_": 2, "record_event": 1,  # out and back
     }  # fmt: skip
+    if direct:
+        a_layer |= {"aten::copy_": 1 + num_holders, "view": 2 * num_holders}
     assert +eight_layers == {name: 8 * num for name, num in a_layer.items()} | {"mark": 2}
 
 

@@ -137,7 +137,7 @@ def test_what_can_t_be_queued_leaves_nothing_behind() -> None:
     with rig(1) as made:
         with pytest.raises(RequestError, match="tokenizer"):
             made.submit(request("s", 3, 4, stop=("x",)))
-        assert not made.engine.num_unfinished and not made.lifecycle.scheduler.num_waiting
+        assert not made.engine.requests and not made.lifecycle.scheduler.waiting
         made.submit(ASKED[0])
         with pytest.raises(RequestError, match="unfinished"):
             made.submit(ASKED[0])

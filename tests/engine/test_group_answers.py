@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from fastdecode.engine.fleet.answers import GroupAnswers
+from fastdecode.engine.fleet.heads.answers import GroupAnswers
 from fastdecode.wire.messages import Accepted, CloseSequence, OpenSequence, Refused
 
 FIRST, SECOND = OpenSequence(1, 10), OpenSequence(2, 10)
 
 
 def test_answers_come_in_the_order_of_what_was_asked() -> None:
-    group = GroupAnswers([0, 2])
+    group = GroupAnswers()
+    group.begin({0: 0, 2: 0})
     for message in (FIRST, CloseSequence(7), SECOND):  # the second has no answer
         group.ask(message)
     group.take(2, Accepted(1))
@@ -25,11 +26,14 @@ def test_answers_come_in_the_order_of_what_was_asked() -> None:
 
 
 def test_who_is_left_begins_with_nothing_asked() -> None:
-    group = GroupAnswers([0, 1])
+    group = GroupAnswers()
+    group.begin({0: 0, 1: 0})
     group.ask(FIRST)
     group.take(0, Accepted(1))
-    group.begin([0])
-    assert group.workers == [0] and group.next() is None
+    group.begin({0: 1})  # it still owes an answer to what is forgotten
+    assert group.next() is None and group.is_stale(0)
     group.ask(SECOND)
+    group.take(0, Accepted(1))
+    assert group.next() is None
     group.take(0, Accepted(2))
     assert group.next() == (SECOND, {0: Accepted(2)})

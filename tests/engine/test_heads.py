@@ -19,7 +19,7 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.engine.fleet.heads import HeadsHub, share_heads
+from fastdecode.engine.fleet.heads.hub import HeadsHub, share_heads
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
@@ -160,7 +160,7 @@ def test_a_sequence_that_one_refuses_is_closed_on_the_others() -> None:
     parts: InprocHub[ToRWorker, FromRWorker] = InprocHub()
     peers = [connect(parts, "S", InprocHub[FromRWorker, ToRWorker](), f"r{i}")[1] for i in range(2)]
     hub = HeadsHub(parts)
-    hub._shares = dict(enumerate(share_heads(4, 2, 2)))
+    hub.begin(dict(enumerate(share_heads(4, 2, 2))))
     hub.send(OpenSequence(7, 100))
     refused = Refused(7, "out_of_capacity", "full")
     peers[0].send(Accepted(7))
@@ -182,13 +182,13 @@ def test_an_answer_to_something_else_is_one_members_alone(answer: FromRWorker, r
     parts: InprocHub[ToRWorker, FromRWorker] = InprocHub()
     peers = [connect(parts, "S", InprocHub[FromRWorker, ToRWorker](), f"r{i}")[1] for i in range(3)]
     hub = HeadsHub(parts)
-    hub._shares = dict(enumerate(share_heads(6, 3, 3)))
+    hub.begin(dict(enumerate(share_heads(6, 3, 3))))
     hub.send(OpenSequence(7, 100))
     for peer, said in zip(peers, (Accepted(7), answer, Accepted(7)), strict=True):
         peer.send(said)
     with pytest.raises(WorkerError, match=f"r1 {reason}"):
         hub.receive_any(5.0)
-    assert list(hub.dead) == [1]
+    assert list(hub.members.gone) == [1]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_arrays_that_nobody_asked_for_are_one_members_alone(
     parts: InprocHub[ToRWorker, FromRWorker] = InprocHub()
     peers = [connect(parts, "S", InprocHub[FromRWorker, ToRWorker](), f"r{i}")[1] for i in range(3)]
     hub = HeadsHub(parts)
-    hub._shares = dict(enumerate(share_heads(6, 3, 3)))
+    hub.begin(dict(enumerate(share_heads(6, 3, 3))))
     one = np.ones(1, np.int64)
     two = np.full(1, 2, np.int32)
     hub.send(BeginStep(9, 1, one, 0 * two, two, two, two, want_lse=True))
@@ -221,7 +221,7 @@ def test_arrays_that_nobody_asked_for_are_one_members_alone(
         peer.send(said)
     with pytest.raises(WorkerError, match=f"r1 {reason}"):
         hub.receive_any(5.0)
-    assert list(hub.dead) == [1]
+    assert list(hub.members.gone) == [1]
 
 
 def test_who_is_greeted_twice_is_heard_once() -> None:
@@ -232,7 +232,7 @@ def test_who_is_greeted_twice_is_heard_once() -> None:
     hub = HeadsHub(parts)
     kv, spec = KVSpec(1, 2, 16, DType.FLOAT32, 16), AttentionSpec(4, 2, 16, 1.0)
     hello = Hello(PROTOCOL_VERSION, "model", kv, (spec,), DType.FLOAT32)
-    hub._shares = dict(enumerate(share_heads(4, 2, 2)))
+    hub.begin(dict(enumerate(share_heads(4, 2, 2))))
     hub.send(OpenSequence(7, 100))
     hub.send(hello)
     peers[1].close()

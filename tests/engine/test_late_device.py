@@ -13,6 +13,8 @@ from late_gpu import LateGpu
 from torch_kernels import TorchKernels
 from trouble import crash_after
 
+from fastdecode.schedule.hybrid.forecast import Layout
+
 LENGTHS = (3, 22, 11, 1)
 NUM_TOKENS = 4
 Tokens = list[tuple[int, ...]]
@@ -22,6 +24,9 @@ MODES: dict[str, dict[str, Any]] = {
     "held": {"lanes": 2, "workers": 2, "held_tokens": 48},
     "held graphs": {"lanes": 1, "captures": True, "held_tokens": 48, "kernels": TorchKernels},
     "split": {"lanes": 2, "workers": 3, "split_tokens": 16},
+    "direct": {"lanes": 2, "workers": 2, "captures": True, "direct": True},
+    "both sides": {"lanes": 2, "workers": 2, "device_blocks": 2, "direct": True},
+    "mixed": {"lanes": 1, "workers": 2, "device_blocks": 2, "layout": Layout.MIXED},
     "local": {"kv_placement": "gpu"},
     "local graphs": {"kv_placement": "gpu", "captures": True, "kernels": TorchKernels},
 }
@@ -44,7 +49,8 @@ def expected(path: Path) -> tuple[Tokens, int]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "seed"), [*((mode, None) for mode in MODES), ("split", 1), ("held", 1)]
+    ("mode", "seed"),
+    [*((mode, None) for mode in MODES), *((mode, 1) for mode in ("split", "held", "both sides"))],
 )
 def test_equal_tokens(
     mode: str, seed: int | None, path: Path, expected: tuple[Tokens, int]
@@ -55,6 +61,8 @@ def test_equal_tokens(
     with device_engine(path, gpu, **MODES[mode]) as engine:
         assert run(engine, LENGTHS, NUM_TOKENS, (stop,)) == tokens
         assert engine.stats.num_ahead > 0
+        if "device_blocks" in MODES[mode]:
+            assert engine.stats.hybrid is not None and len(engine.stats.hybrid.steps) > 1
         engine.cancel_all()  # of the last step that was begun too much
         assert not engine.has_work
     assert gpu.num_late > 500

@@ -21,6 +21,7 @@ from cpu_kernels import reference
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.greeting import greet
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.messages import (
     Accepted,
@@ -67,7 +68,7 @@ def fleet_of(num_peers: int) -> tuple[Fleet, list[InprocConnection[FromRWorker, 
 def test_a_welcome_that_cannot_be(changes: dict[str, int], reason: str) -> None:
     fleet, (end,) = fleet_of(1)
     end.send(replace(HONEST, **changes))
-    assert fleet.greet(HELLO) == {}
+    assert greet(fleet, HELLO) == {}
     assert reason in fleet.lost[0].message and fleet.lost[0].code == "protocol_error"
 
 
@@ -75,7 +76,7 @@ def test_an_answer_of_another_kind_than_was_asked() -> None:
     fleet, (one, other) = fleet_of(2)
     for end in (one, other):
         end.send(HONEST)
-    assert fleet.greet(HELLO) == {0: HONEST, 1: HONEST}
+    assert greet(fleet, HELLO) == {0: HONEST, 1: HONEST}
     for holder in (0, 1):
         fleet.send(holder, OpenSequence(1, 8))
     one.send(HONEST)
@@ -89,10 +90,20 @@ def test_an_answer_of_another_kind_than_was_asked() -> None:
     assert fleet.take_losses() == []
 
 
+def test_an_answer_to_something_else_than_was_asked() -> None:
+    fleet, (one, other) = fleet_of(2)
+    for holder, end in enumerate((one, other)):
+        fleet.send(holder, OpenSequence(1, 8))
+        end.send(Accepted(1 + holder))
+    assert fleet.receive() == (0, Accepted(1))
+    assert fleet.receive() is None
+    assert "answered OpenSequence for sequence_id=2, where 1 was due" in fleet.lost[1].message
+
+
 def test_control_characters_reach_no_log(caplog: pytest.LogCaptureFixture) -> None:
     fleet, (end,) = fleet_of(1)
     end.send(Failed("r\x1b[2J", "protocol_error", "a\nERROR all is well\x07"))
-    assert fleet.greet(HELLO) == {}
+    assert greet(fleet, HELLO) == {}
     assert r"r\x1b[2J failed: a\nERROR all is well\x07" in fleet.lost[0].message
     assert all(message.isprintable() for message in caplog.messages) and caplog.messages
     assert Refused(1, "x", "a\rb").message == r"a\rb"
@@ -110,7 +121,7 @@ def test_a_neighbour_takes_over_a_lost_holder() -> None:
     ]
     fleet = Fleet(hub, WAIT_S)
     hello = replace(HELLO, max_blocks=8)
-    assert {i: welcome.worker for i, welcome in fleet.greet(hello).items()} == {0: "r0", 1: "r1"}
+    assert {i: welcome.worker for i, welcome in greet(fleet, hello).items()} == {0: "r0", 1: "r1"}
     workers[0].connection.close()
     fleet.send(0, OpenSequence(1, 8))
     assert [holder for holder, _ in fleet.take_losses()] == [0]

@@ -62,7 +62,7 @@ def test_later_steps_take_no_more_than_the_first(tiny_checkpoint: Callable[..., 
         while llm.stats.num_steps < first_steps + examples(2000):
             llm.generate(asked, params)
         assert live_tensor_bytes() <= first
-        assert not engine.num_unfinished and not engine.num_unfinished_sequences
+        assert not engine.requests and not engine.num_unfinished_sequences
         assert not engine._lifecycle.lives.by_sequence and not engine._lifecycle.grants
 
 

@@ -11,7 +11,8 @@ pytest.importorskip("zmq")
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.engine.fleet.replacements import AddressReplacements
+from fastdecode.engine.fleet.deadlines import Deadlines
+from fastdecode.engine.fleet.replacements import HubReplacements
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello, Welcome
 from fastdecode.wire.transport import SoleHub
 from fastdecode.wire.zmq.hub import ZmqHub
@@ -53,7 +54,7 @@ def test_one_that_was_given_up_though_it_lives_may_come_back(
             hub, "reconnect", lambda index: made.append(reconnect(index)) or made[-1]
         )
         # Nobody has closed the connection to the lost one.
-        replacements = AddressReplacements(hub, hello)
+        replacements = HubReplacements(hub, hello, Deadlines(60.0))
         assert wait_for(
             lambda: replacements.look([0]) or None,
             lambda: made[-1].sockets if made[-1].is_open else (),

@@ -154,7 +154,7 @@ def test_too_little_memory_is_a_refusal_and_a_queue(tiny_checkpoint: Callable[..
         (big,) = tight.generate([[5, 6]], SamplingParams(max_tokens=140))
     assert [o.completions for o in outputs] == [o.completions for o in expected]
     assert isinstance(big.error, CapacityError)
-    assert "kv-memory" in str(big.error)
+    assert "kv_memory_gb" in str(big.error)
 
 
 def test_stream_yields_as_requests_finish_and_survives_being_dropped(llm: LLM) -> None:

@@ -211,6 +211,23 @@ def test_where_r_workers_of_this_process_run(resolved: Resolve) -> None:
     )
 
 
+def test_stages_on_shared_cores_take_turns(resolved: Resolve) -> None:
+    """Each with all cores; unless there are lanes for several at once."""
+    alone = resolved(0)
+    turns, at_once = resolved(0, pp=2), resolved(0, pp=2, lanes=2)
+    assert (turns.transport, turns.schedule.num_lanes, turns.stages_at_once) == ("inline", 1, 1)
+    assert turns.r_threads == alone.r_threads
+    assert (at_once.transport, at_once.schedule.num_lanes, at_once.stages_at_once) == (
+        "inline",
+        2,
+        2,
+    )
+    assert at_once.r_threads == max(1, alone.r_threads // 2)
+    assert resolved(0, pp=2, lanes=3).transport == "inproc"
+    on_gpus = resolved(2, pp=2, device="cuda")
+    assert on_gpus.schedule.num_lanes == 4 and on_gpus.adapts_lanes
+
+
 def test_a_load_limit_is_kept_by_one_lane_too(resolved: Resolve) -> None:
     for lanes, mode in ((1, "greedy"), (2, "stabilized")):
         assert resolved(0, lanes=lanes).schedule.batching.schedule == mode

@@ -127,7 +127,7 @@ def test_a_context_that_no_r_worker_could_hold_alone(tiny_checkpoint: Callable[.
     with LLM(str(path), **{**OPTIONS, **small}) as llm:
         assert llm.facts.num_kv_blocks * 16 < 3 * 130
         (output,) = llm.generate([asked()[3]], GREEDY)
-        assert isinstance(output.error, CapacityError) and "--split-tokens" in str(output.error)
+        assert isinstance(output.error, CapacityError) and "split_tokens" in str(output.error)
     tokens, _ = run(path, split_tokens=32, **small)
     assert tokens == expected
     with LLM(str(path), **{**OPTIONS, **small}, split_tokens=32) as llm:

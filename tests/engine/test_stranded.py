@@ -91,7 +91,7 @@ def test_requests_are_taken_and_cancelled_meanwhile(
     assert ends(service, reader, 1) == {"a": CANCELLED}
     service.submit([request("ccc", 3, 5)], reader)
     seen: list[int] = []
-    service.call(lambda served: seen.append(served.engine.num_unfinished))
+    service.call(lambda served: seen.append(len(served.engine.requests)))
     assert seen == [2]
     service.cancel("bb")
     service.cancel("ccc")

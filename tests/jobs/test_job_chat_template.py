@@ -164,7 +164,7 @@ def test_what_is_no_template_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="here is not a Jinja template"):
         ChatTemplate("{% for %}", "here", {})
     (tmp_path / "bad.jinja").write_text("{{")
-    with pytest.raises(ConfigError, match=r"--chat-template.*bad\.jinja"):
+    with pytest.raises(ConfigError, match=r"chat_template.*bad\.jinja"):
         ChatTemplate.load(tmp_path, tmp_path / "bad.jinja")
     with pytest.raises(ConfigError, match="missing"):
         ChatTemplate.load(tmp_path, tmp_path / "missing")

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from full_disk import files_of_at_most
 
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.jobs.ordered import OrderedOutput
-
-
-@contextlib.contextmanager
-def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """What a full disk is like."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_answers_wait_for_their_turn(tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ import torch
 from generate_jobs import answers_alone, write_requests
 from hybrid_jobs import HybridJob
 from mpi_launch import mpirun, needs_mpi, open_mpi_options, run, running
-from turn_lines import check_turns, write_turns
+from turn_lines import check_turns, token_ids, write_turns
 
 from examples import TRIES_ALL
 from fastdecode.cli.main import main
+from rworker.tiers.disk import slot_files
 
 pytestmark = needs_mpi
 
@@ -66,10 +67,20 @@ def test_conversations_go_on_from_kept_blocks_on_ranks(
     options += ["--block-size", "16", "--input", str(tmp_path / "turns.jsonl"), "--output"]
     plain, kept = tmp_path / "plain.jsonl", tmp_path / "kept.jsonl"
     assert main([*options, str(plain), "--kv-memory-gb", "0.01"]) == 0
+    disk = ["--cache-disk", str(tmp_path / "disk"), "--cache-disk-gb", "0.001"]
+    disk += ["--swap-threshold", "1", "--summary", str(tmp_path / "summary.json")]
     command = [mpirun(), *open_mpi_options(), "-n", "3", *FASTDECODE, *options, str(kept)]
-    outcome = run([*command, "--prefix-cache", "on", "--kv-memory-gb", "0.01"], timeout_s=120)
+    outcome = run([*command, *disk, "--kv-memory-gb", "0.01"], timeout_s=120)
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
     check_turns(plain, kept)
+    assert json.loads((tmp_path / "summary.json").read_text())["tiers"]["num_stored"] > 0
+    assert len(slot_files(tmp_path / "disk")) == 2
+    if TRIES_ALL:  # found again by another job's ranks, and memory for few of them
+        outcome = run([*command, *disk, "--kv-memory-gb", "0.0002"], timeout_s=120)
+        assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
+        assert token_ids(kept) == token_ids(plain)
+        tiers = json.loads((tmp_path / "summary.json").read_text())["tiers"]
+        assert tiers["num_found"] > 0 and tiers["num_fetched"] > 0
 
 
 def test_roles_by_rank(job: Job) -> None:
@@ -171,8 +182,8 @@ HEADS = ["--r-partition", "heads"]
 PARTS = ["--split-tokens", "64"]
 
 
-LOSSES = [(signal.SIGKILL, WHOLE), (signal.SIGSTOP, HEADS), (signal.SIGKILL, PARTS)]
-MORE_LOSSES = [(signal.SIGSTOP, WHOLE), (signal.SIGKILL, HEADS)]
+LOSSES = [(signal.SIGKILL, WHOLE), (signal.SIGSTOP, HEADS)]
+MORE_LOSSES = [(signal.SIGSTOP, WHOLE), (signal.SIGKILL, HEADS), (signal.SIGKILL, PARTS)]
 
 
 @pytest.mark.parametrize(("trouble", "partition"), LOSSES + MORE_LOSSES * TRIES_ALL)

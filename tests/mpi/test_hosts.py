@@ -159,7 +159,7 @@ def test_a_host_that_is_cut_off_changes_no_token(
     net: Net, asked: Callable[[int], tuple[list[str], Path, str]], tmp_path: Path
 ) -> None:
     pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
-    command, output, expected = asked(300)
+    command, output, expected = asked(150)
     key = str(tmp_path / "key")
     assert main(["r-worker", "--new-key", key]) == 0
     serve = [
@@ -169,6 +169,8 @@ def test_a_host_that_is_cut_off_changes_no_token(
         "--kv-memory-gb",
         "0.01",
         "--silence-s",
+        "2",
+        "--return-s",
         "2",
         "--key",
         key,

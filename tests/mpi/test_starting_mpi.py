@@ -93,9 +93,11 @@ def test_when_the_s_worker_is_killed_the_job_has_failed(
 FINISHING = ("finishing what runs", "to go on:")
 STOPS = [
     ("run-batch", signal.SIGINT, FINISHING),
+]
+MORE_STOPS = [
+    ("run-batch", signal.SIGTERM, FINISHING),
     ("generate", signal.SIGTERM, ("stopping after this step", "answers are in")),
 ]
-MORE_STOPS = [("run-batch", signal.SIGTERM, FINISHING)]
 
 
 @pytest.mark.parametrize(("command", "stop", "told"), STOPS + MORE_STOPS * TRIES_ALL)

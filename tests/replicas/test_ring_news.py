@@ -10,6 +10,7 @@ from state_machine import HELLO
 
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.replicas import Replicas
 from fastdecode.engine.fleet.ring import LinkOptions
 from fastdecode.schedule.life import events
@@ -37,7 +38,7 @@ class Ring:
         hello = replace(HELLO, session=SESSION)
         for end in self.ends:
             end.send(Welcome("r", 10, hello.kv.block_size, 1))
-        self.fleet.greet(hello)
+        greet(self.fleet, hello)
         names = [f"r{i}" for i in HOLDERS]
         links = LinkOptions(names, 1 << 20, 60.0, SESSION)
         self.replicas = Replicas(self.fleet, links, clock=lambda: self.now_s)
@@ -71,6 +72,21 @@ class Ring:
         while (message := self.ends[holder].poll()) is not None:
             told.append(message)
         return told
+
+
+def closed_again() -> Ring:
+    """One of which an R-worker was lost, and all that was on it has ended."""
+    ring = Ring()
+    for holder in HOLDERS:
+        ring.say(holder, 0, NO_STEP)
+    ring.lose(1)
+    ring.replicas.take_over(events.TakeOver(HolderId(1), (), ()))
+    ring.replicas.taken_over(HolderId(1), TakenOver(np.zeros(0, np.int32)))
+    ring.replicas.emptied(HolderId(1))
+    ring.replicas.mend()
+    ring.drop(2, 1)
+    ring.replicas.mend()
+    return ring
 
 
 def test_a_replica_is_there_when_its_owner_has_said_so() -> None:
@@ -139,31 +155,13 @@ def test_the_ring_is_closed_again_when_nothing_is_left_of_what_was_taken_over() 
 
 
 def test_what_is_said_of_a_link_that_is_over_counts_no_more() -> None:
-    ring = Ring()
-    for holder in HOLDERS:
-        ring.say(holder, 0, NO_STEP)
-    ring.lose(1)
-    ring.replicas.take_over(events.TakeOver(HolderId(1), (), ()))
-    ring.replicas.taken_over(HolderId(1), TakenOver(np.zeros(0, np.int32)))
-    ring.replicas.emptied(HolderId(1))
-    ring.replicas.mend()
-    ring.drop(2, 1)
-    ring.replicas.mend()
+    ring = closed_again()
     ring.say(0, 0, 5, link=1)
     assert not ring.lose(0), "its new neighbour hasn't made room"
 
 
 def test_after_the_ring_is_closed_again_the_next_loss_is_gone_on_with() -> None:
-    ring = Ring()
-    for holder in HOLDERS:
-        ring.say(holder, 0, NO_STEP)
-    ring.lose(1)
-    ring.replicas.take_over(events.TakeOver(HolderId(1), (), ()))
-    ring.replicas.taken_over(HolderId(1), TakenOver(np.zeros(0, np.int32)))
-    ring.replicas.emptied(HolderId(1))
-    ring.replicas.mend()
-    ring.drop(2, 1)
-    ring.replicas.mend()
+    ring = closed_again()
     ring.now_s += 2.0
     ring.say(0, 0, NO_STEP, link=3)
     lacking_s = ring.replicas.figures.unprotected_s

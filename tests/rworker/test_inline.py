@@ -13,6 +13,7 @@ import pytest
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.spec import AttentionSpec, KVSpec
+from fastdecode.wire.kv.tiers import Stocked
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -31,8 +32,9 @@ from fastdecode.wire.messages import (
 from fastdecode.wire.transport import CLOSED, Connection, SoleHub
 from rworker.attention import AttentionExecutor
 from rworker.inline import WORKER, InlineConnection, make_inline_worker
-from rworker.instructions import Compute, CopyBlocks, Drop, Prepare
+from rworker.instructions import Compute, CopyBlocks, Drop, OpenTier, Prepare
 from rworker.state import RWorkerState
+from rworker.tiers.tiers import Tiers
 from rworker.worker import Executor, start_worker_thread
 from sworker.kernels.threads import openmp_library
 
@@ -164,6 +166,11 @@ class Broken:
 
     def drop(self, drop: Drop) -> None:
         pass
+
+    tiers = Tiers()
+
+    def open_tier(self, wanted: OpenTier) -> list[Stocked]:
+        raise AssertionError("nobody wants one")
 
 
 def attending(executor: Executor) -> InlineConnection:

@@ -11,14 +11,20 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
-from state_machine import BLOCK_SIZE, HELLO, Worker, step_of
+from state_machine import BLOCK_SIZE, HELLO, NUM_LAYERS, Worker, attend, step_of
 from store_machine import BLOCK_SIZE as STORE_BLOCK
 from store_machine import NUM_BLOCKS, KVStoreMachine, counts, ids, refuses_unchanged
 
 from examples import examples
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.wire.kv.kept import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
-from fastdecode.wire.messages import Accepted, CloseSequence, OpenSequence, Refused
+from fastdecode.wire.messages import (
+    Accepted,
+    CloseSequence,
+    ForkSequence,
+    OpenSequence,
+    Refused,
+)
 from rworker.blocks.kv_store import KVStore
 
 
@@ -69,6 +75,68 @@ class KeepingMachine(KVStoreMachine):
             tokens,
             len(tokens) + more,
         )
+
+    @precondition(lambda self: any(len(tokens) == STORE_BLOCK for _, tokens in self.kept.values()))
+    @rule(data=st.data(), num_missing=st.integers(1, 3), less=st.integers(0, 3))
+    def resume_around_a_gap(self, data: st.DataObject, num_missing: int, less: int) -> None:
+        """What is missing comes in pieces, beside others' tokens; or the sequence
+        is given up, or cut back, before it has come."""
+        full = sorted(key for key, (_, tokens) in self.kept.items() if len(tokens) == STORE_BLOCK)
+        keys = data.draw(st.lists(st.sampled_from(full), min_size=1, unique=True), "keys")
+        num_before = data.draw(st.integers(0, len(keys) - 1), "before")
+        start, size = num_before * STORE_BLOCK, num_missing * STORE_BLOCK
+        blocks = self.store.cached.of_keys(keys)
+        total = len(keys) * STORE_BLOCK + size - less
+        held = [token for key in keys for token in self.kept[key][1]]
+        missing = self._fresh(size)
+        tokens = (held[:start] + missing + held[start:])[:total]
+        gap, reserved = range(start, start + size), total + 3
+        self.next_id += 1
+        new = self.next_id
+        try:
+            self.store.resume(new, blocks, total, reserved, gap)
+        except CapacityError:
+            return
+        self._fill(data, new, gap, tokens, reserved)
+
+    def _fill(
+        self, data: st.DataObject, new: int, gap: range, tokens: list[int], reserved: int
+    ) -> None:
+        while gap:
+            self.store.check_invariants()
+            (there,) = self.store.num_tokens(ids(new))
+            assert there == gap.start
+            way = data.draw(st.sampled_from(("fill", "fill", "fill", "cut", "close")), "way")
+            if way == "close":
+                self.store.close(new)
+                return
+            if way == "cut":
+                self.store.truncate(new, gap.start)
+                tokens = tokens[: gap.start]
+                break
+            count = data.draw(st.integers(1, len(gap)), "filled")
+            rows = [(new, gap.start, tokens[gap.start : gap.start + count])]
+            gap = range(gap.start + count, gap.stop)
+            if not gap and data.draw(st.booleans(), "goes on"):
+                more = self._fresh(data.draw(st.integers(1, reserved - len(tokens)), "more"))
+                rows.append((new, len(tokens), more))
+                tokens = tokens + more
+            for other in data.draw(st.sets(st.sampled_from([0, *self.tokens])), "others"):
+                if other and len(self.tokens[other]) < self.reserved[other]:
+                    rows.append((other, len(self.tokens[other]), self._fresh(1)))
+                    self.tokens[other] = self.tokens[other] + rows[-1][2]
+            self._append_rows(data.draw(st.permutations(rows), "rows"))
+        self.tokens[new], self.reserved[new] = tokens, reserved
+
+    def _append_rows(self, rows: list[tuple[int, int, list[int]]]) -> None:
+        """(sequence, tokens before, new tokens) of each."""
+        past = counts(*[first for _, first, _ in rows])
+        appended = self.store.append(
+            ids(*[row[0] for row in rows]), counts(*[len(row[2]) for row in rows]), past
+        )
+        cells = self.memory.cells
+        cells[appended.copy_targets] = cells[appended.copy_sources]
+        cells.reshape(-1)[appended.slots] = [token for row in rows for token in row[2]]
 
     @precondition(lambda self: any(len(t) % STORE_BLOCK for t in self.tokens.values()))
     @rule(data=st.data())
@@ -161,6 +229,11 @@ def test_a_store_without_room_for_the_rest_refuses_to_resume() -> None:
         (ResumeSequence(1, 9, 5, keys(9)), "would resume 5 tokens"),
         (ResumeSequence(1, 3, 4, keys(9)), "would resume 4 tokens"),
         (ResumeSequence(0, 9, 4, keys(9)), "is open already"),
+        (ResumeSequence(1, 20, 8, keys(9), 0, 5), "which isn't whole blocks"),
+        (ResumeSequence(1, 20, 8, keys(9), 4, 8), "which isn't whole blocks"),
+        (ResumeSequence(1, 20, 8, keys(9), 4, 0), "gap_stop"),
+        (ResumeSequence(1, 20, 8, keys(9), -4, 4), "gap_start"),
+        (ResumeSequence(1, 20, 12, keys(9), 0, 4), "would resume 12 tokens"),
         (EndSequence(1, keys(1)), "sequence 1 is not open"),
         (EndSequence(0, keys(1)), "no last block that isn't full"),
         (EndSequence(0, keys(1, 2)), "shape"),
@@ -200,6 +273,68 @@ def test_a_resumed_sequence_steps_from_where_its_blocks_end() -> None:
     far = replace(resume, sequence_id=2, num_reserved_tokens=1 << 20)
     refused = worker.answer(far)
     assert isinstance(refused, Refused) and refused.code == "exceeds_capacity"
+
+
+def gapped() -> Worker:
+    """Sequence 1 has blocks 0 and 2 of another, and misses tokens 4 to 7."""
+    worker = Worker()
+    worker.tell(HELLO)
+    worker.answer(OpenSequence(0, 20))
+    worker.run_step(step_of((0, 0, 3 * BLOCK_SIZE)))
+    worker.tell(KeepBlocks(0, 0, keys(1, 2, 3)))
+    worker.tell(CloseSequence(0))
+    worker.tell(ForgetBlocks(keys(2)))
+    assert worker.answer(ResumeSequence(1, 20, 11, keys(1, 3), 4, 8)) == Accepted(1)
+    return worker
+
+
+def test_a_gap_is_filled_first_and_with_its_end_the_sequence_goes_on_behind_it() -> None:
+    worker = gapped()
+    (first, *_) = worker.run_step(step_of((1, 4, 3), step=1))
+    assert first.plan.slots.tolist() == [4, 5, 6]
+    begin = step_of((1, 11, 2), (1, 7, 1), step=2)  # in any order
+    copy, *_ = worker.tell(begin)
+    assert (copy.source_ids, copy.target_ids) == ([2], [3]), "what is kept isn't written"
+    for layer in range(NUM_LAYERS):
+        (compute,) = worker.tell(attend(begin, layer))
+    plan = compute.plan
+    assert plan.slots.tolist() == [3 * 4 + 3, 4 * 4, 7]
+    assert plan.context_lens.tolist() == [13, 8] and plan.query_positions.tolist() == [11, 7]
+    worker.run_step(step_of((1, 13, 1), step=3))
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (step_of((1, 11, 1)), "behind its gap, of which 4 tokens are missing"),
+        (step_of((1, 4, 3), (1, 11, 1)), "behind its gap, of which 1 tokens are missing"),
+        (step_of((1, 4, 5)), "would append 5 tokens to its gap, of which 4"),
+        (step_of((1, 4, 2), (1, 4, 2)), "to its gap"),
+        (step_of((1, 4, 4), (1, 11, 1), (1, 11, 1)), "is in the step twice"),
+        (step_of((1, 0, 1)), "num_past must equal the 4 tokens"),
+        (step_of((1, 4, 4), (1, 11, 30)), "room was reserved for 20"),
+        (step_of((1, 11, 0), queries=[1], num_beyond=counts(1)), "must equal the 4 tokens"),
+        (ForkSequence(1, 2, 4, 20), "has a gap"),
+        (KeepBlocks(1, 1, keys(9)), "has 4 tokens in every layer"),
+        (EndSequence(1, keys(9)), "has a gap"),
+    ],
+    ids=str,
+)
+def test_nobody_gets_behind_a_gap_that_is_not_filled(message: Any, reason: str) -> None:
+    worker = gapped()
+    if "reserved for" in reason:
+        worker.fails(message, reason, code="out_of_capacity")
+    else:
+        worker.fails(message, reason)
+
+
+def test_a_sequence_is_closed_with_its_gap_and_all_is_free() -> None:
+    worker = gapped()
+    worker.tell(CloseSequence(1))
+    worker.tell(ForgetBlocks(keys(1, 3)))
+    (cache,) = worker.state._caches
+    store = cache.books.store
+    assert store.pool.num_available == store.num_blocks
 
 
 def test_the_last_block_of_a_sequence_that_ends_is_kept_as_it_is() -> None:

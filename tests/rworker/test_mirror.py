@@ -28,7 +28,7 @@ from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import KVSpec
 from fastdecode.wire.kv.chunks import ChunkStored, ExpectTokens, StoreChunk
-from fastdecode.wire.kv.taking_over import TakeOver, TruncateSequence
+from fastdecode.wire.kv.taking_over import MISSING, TakeOver, TruncateSequence
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,
@@ -44,11 +44,13 @@ from rworker.instructions import CopyBlocks, Drop, PlaceChunk, Prepare, Send
 from rworker.state import RWorkerState
 from rworker.stream.memory import gather
 from rworker.stream.mirror import Mirror
+from rworker.stream.taking_over import take_over
 
 KV = KVSpec(2, 2, 8, DType.INT8, 4)
 NUM_BLOCKS = 14
 SESSION = 5
 LINK, S_WORKER = 0, 1
+_MOSTLY = st.sampled_from([True, True, True, False])
 
 
 class Replica:
@@ -203,6 +205,23 @@ class MirrorMachine(RuleBasedStateMachine):
             self.mirror.follow(TruncateSequence(sequence, kept))
         self.tokens[sequence] = self.tokens[sequence][:kept]
         self.note(sequence)
+
+    @rule(data=st.data())
+    def roll_back(self, data: st.DataObject) -> None:
+        """Steps under way come to nothing; some sequences are cut, others closed."""
+        settled = {s: self.owner.books.num_settled(s) for s in self.tokens}
+        wanted = {s: data.draw(st.integers(0, n)) for s, n in settled.items() if data.draw(_MOSTLY)}
+        counts, changes = take_over(self.owner.books, wanted)
+        self.open_steps.clear()
+        for change in changes if self.mirror is not None else ():
+            self.mirror.follow(change)
+        left = dict(zip(wanted, counts.tolist(), strict=True))
+        for sequence in settled:
+            if left.get(sequence, MISSING) == MISSING:
+                del self.tokens[sequence], self.reserved[sequence]
+            else:
+                self.tokens[sequence] = self.tokens[sequence][: left[sequence]]
+                self.note(sequence)
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data(), more=st.integers(0, 6))

@@ -19,6 +19,7 @@ from cpu_kernels import reference
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.wire.inproc import InprocHub
+from fastdecode.wire.kv.tiers import Stocked
 from fastdecode.wire.messages import (
     Accepted,
     Attend,
@@ -34,7 +35,8 @@ from fastdecode.wire.messages import (
 from fastdecode.wire.transport import CLOSED, TIMEOUT
 from rworker import attention
 from rworker.attention import AttentionExecutor
-from rworker.instructions import Compute, CopyBlocks, Drop, Prepare
+from rworker.instructions import Compute, CopyBlocks, Drop, OpenTier, Prepare
+from rworker.tiers.tiers import Tiers
 from rworker.worker import WorkerThread, start_worker_thread
 
 
@@ -198,6 +200,11 @@ class Broken:
 
     def drop(self, drop: Drop) -> None:
         pass
+
+    tiers = Tiers()
+
+    def open_tier(self, wanted: OpenTier) -> list[Stocked]:
+        raise AssertionError("nobody wants one")
 
 
 def expect_failed_then_closed(worker: WorkerThread, code: str, *reasons: str) -> None:

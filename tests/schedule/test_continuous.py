@@ -125,11 +125,11 @@ def test_a_sequence_above_a_given_limit_is_refused_by_name() -> None:
     scheduler = make_scheduler(options("stabilized", 1, load_limit=30), WORKER_BLOCKS, BLOCK_SIZE)
     harness = Harness(scheduler, [Store(blocks) for blocks in WORKER_BLOCKS], 1)
     with pytest.raises(
-        CapacityError, match=r"grow to 31 cached.*load limit of 30 leaves.*--load-limit"
+        CapacityError, match=r"grow to 31 cached.*load limit of 30 leaves.*load_limit"
     ) as caught:
         scheduler.add([Sequence.of(0, Request("r", (1,) * 20, SamplingParams(), 12, seed=0), 0)])
     assert caught.value.code == "exceeds_load_limit"
-    assert scheduler.num_waiting == 0
+    assert len(scheduler.waiting) == 0
     assert harness.arrive(10, (5,), 5)
 
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from hypothesis import given, settings
+import pytest
+from holdings import Holding, victim_of
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from published_configs import LLAMA2_7B, MISTRAL_7B
 
 from examples import examples
+from fastdecode.core.errors import ConfigError
 from fastdecode.core.model.families import read_model_spec
-from fastdecode.schedule.cache.costs import CostTable, costs_of
+from fastdecode.schedule.cache.costs import CostTable, costs_of, measured_costs
+from fastdecode.schedule.cache.idle.blocks import IdleBlocks
 from fastdecode.schedule.cache.index import BlockIndex
-from fastdecode.schedule.cache.retention import POLICIES, Holding, Retention, policy_of
+from fastdecode.schedule.cache.kept import KeptBlock, Use
+from fastdecode.schedule.cache.retention import POLICIES, Retention, policy_of
 
 SIZE = 32
 COSTS = CostTable({32: 1.0, 1024: 2.0})
@@ -64,10 +69,75 @@ def test_the_value_is_that_of_the_simulated_policy() -> None:
     for holding in holdings:
         kept.use(holding.name, 1, holding.last_s)
     for _ in holdings:
-        victim = policy.victim(holdings, 9)
+        victim = victim_of(policy, holdings, 9, SIZE)
         assert victim is not None
-        holdings.remove(victim.holding)
-        assert kept.give_up(1, 9) == [f"{victim.holding.name}0"]
+        holdings.remove(victim[0])
+        assert kept.give_up(1, 9) == [f"{victim[0].name}0"]
+
+
+def test_of_a_conversation_the_blocks_that_cost_least_go_first() -> None:
+    """Whoever says that it goes on needs its end as much as its beginning."""
+    kept = Kept("retention")
+    said, alone = kept.use("said", 3, 0), kept.use("alone", 3, 0)
+    kept.index.lease(said[-1])
+    assert kept.give_up(2, 100) == ["said0", "said1"]
+    assert kept.give_up(4, 100)[1:] in (
+        ["alone2", "alone1", "alone0"],
+        ["said2", "alone1", "alone0"],
+    )
+    assert not {*said, *alone} & {block.key for block in kept.index}
+
+
+def test_the_order_is_that_of_the_simulated_policy_block_by_block() -> None:
+    """Pensieve's chunks: A [0, 1024) was last used at 40, B [512, 2048) at 80, C
+    [0, 64) at 10, D [1536, 4096) at 30; it is 100."""
+    lengths = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+    costs = (1.01, 1.02, 1.03, 1.05, 1.08, 1.15, 1.27, 1.5)
+    policy = Retention(SIZE, CostTable(dict(zip(lengths, costs, strict=True))))
+    index = BlockIndex(policy)
+    holdings = []
+    for name, first, stop, last_s in (
+        ("A", 0, 1024, 40),
+        ("B", 512, 2048, 80),
+        ("C", 0, 64, 10),
+        ("D", 1536, 4096, 30),
+    ):
+        keys = [f"{name}{at}".encode() for at in range(0, stop, SIZE)]
+        for at, key in zip(range(0, stop, SIZE), keys, strict=True):
+            index.add(key, keys[at // SIZE - 1] if at else None, at + SIZE)
+        index.lease(keys[-1])
+        index.release(keys, -1e9)
+        assert set(index.give_up(first // SIZE, -1e9 + 1)) == set(keys[: first // SIZE])
+        index.use(keys[first // SIZE :], as_hit=True)
+        index.release(keys[first // SIZE :], last_s)
+        holdings.append(Holding(name, list(range(first // SIZE, stop // SIZE)), last_s))
+    expected = []
+    for _ in range(40):
+        victim = victim_of(policy, holdings, 100, SIZE)
+        assert victim is not None
+        holding, (block,) = victim
+        holding.blocks.remove(block)
+        expected.append(f"{holding.name}{block * SIZE}")
+    assert expected[:8] == ["C0", "C32", "A0", "A32", "A64", "A96", "A128", "A160"]
+    assert [key.decode() for key in index.give_up(40, 100)] == expected
+
+
+def test_what_is_kept_again_is_shared_by_whom_it_was_shared_before() -> None:
+    kept = Kept("retention")
+    first = kept.use("first", 2, 0, ("system", 2))
+    second = kept.use("second", 2, 0, ("system", 2))
+    for chain in (first, second):
+        kept.index.lease(chain[-1])
+    assert kept.give_up(2, 9) == ["first0", "second0"], "the system's are worth twice as much"
+    again = kept.use("first", 2, 5, ("system", 2))
+    kept.index.check_invariants(Counter())
+    assert again == first and {b.key: b.num_leases for b in kept.index} == {
+        b"system0": 2,
+        b"system1": 2,
+        b"first0": 1,
+        b"first1": 1,
+        b"second1": 1,
+    }
 
 
 def test_what_conversations_share_is_worth_what_all_of_them_would_pay() -> None:
@@ -80,7 +150,7 @@ def test_what_conversations_share_is_worth_what_all_of_them_would_pay() -> None:
     assert kept.give_up(2, 30) == ["alone1", "alone0"], "1.03/20 against 2 × 1.03/30"
     kept.index.end_turn(shared[-1])
     again = kept.use("alone", 2, 10)
-    assert again == alone and kept.give_up(1, 30) == ["shared1"]
+    assert again == alone and kept.give_up(1, 30) == ["shared0"]
 
 
 def test_a_conversation_whose_end_is_given_up_shares_nothing_any_more() -> None:
@@ -89,8 +159,8 @@ def test_a_conversation_whose_end_is_given_up_shares_nothing_any_more() -> None:
     second = kept.use("second", 2, 0, ("system", 2))
     for chain in (first, second):
         kept.index.lease(chain[-1])
-    assert kept.give_up(4, 9) == ["first1", "first0", "second1", "second0"]
-    assert kept.give_up(2, 9) == ["system1", "system0"]
+    assert kept.give_up(3, 9) == ["first0", "second0", "first1"]
+    assert kept.give_up(3, 9) == ["system0", "system1", "second1"], "it is one's alone now"
 
 
 def test_the_trailing_half_of_the_largest_for_its_idle_time_goes_together() -> None:
@@ -115,6 +185,7 @@ def test_least_recently_used_ends_go_first() -> None:
     st.lists(st.integers(1, 6), max_size=6),
     st.sampled_from(POLICIES),
 )
+@example([(0, 2, 4), (0, 3, 2)], [4, 1], "size-idle")
 def test_whatever_the_policy_only_ends_go_and_all_of_them_in_the_end(
     uses: list[tuple[int, int, int]], counts: list[int], policy: str
 ) -> None:
@@ -130,6 +201,102 @@ def test_whatever_the_policy_only_ends_go_and_all_of_them_in_the_end(
         assert all(block.parent is None or block.parent.key in kept.index for block in kept.index)
     num_idle = len(kept.index.idle)
     assert len(kept.give_up(num_idle, 99)) == num_idle and not kept.index.idle
+
+
+class Chains:
+    """Idle blocks in chains that branch off one another, by number.
+
+    Args:
+        fewest_ahead: 0: all are looked at each time, for one block.
+    """
+
+    def __init__(self, policy: str, fewest_ahead: int) -> None:
+        self.idle = IdleBlocks(policy_of(policy, SIZE, COSTS), fewest_ahead=fewest_ahead)
+        self._is_naive = not fewest_ahead
+        self._blocks: list[KeptBlock] = []
+        self._num_uses = 0
+
+    def grow(self, behind: int, count: int, now_s: float, *, was_hit: bool) -> None:
+        """So many blocks more, behind an idle one or none."""
+        use = self._use(now_s)
+        idle = [block for block in self._blocks if block.row >= 0]
+        parent = idle[behind % len(idle)] if behind and idle else None
+        for _ in range(count):
+            num_tokens = SIZE + (parent.num_tokens if parent else 0)
+            parent = KeptBlock(b"", parent, num_tokens, was_hit=was_hit)
+            self._blocks.append(parent)
+            self.idle.add(parent, use)
+
+    def touch(self, number: int, now_s: float, what: str) -> None:
+        """Something happens to one of them."""
+        if not self._blocks:
+            return
+        block = self._blocks[number % len(self._blocks)]
+        if what == "lease" and block.row >= 0:
+            self.idle.lease(block, 1)
+        elif what == "end":
+            self.idle.end_leases(block)
+        elif what == "lose":
+            self.idle.lose_copy(block)
+        elif what in ("use", "copy") and block.row >= 0:
+            self.idle.remove(block)
+            block.is_copied |= what == "copy"
+            self.idle.add(block, self._use(now_s))
+
+    def give_up(self, count: int, now_s: float, *, only_unhit: bool) -> list[int]:
+        """Numbers of those that went."""
+        ones = [1] * count if self._is_naive else [count]
+        gone = [self.idle.give_up(one, now_s, only_unhit=only_unhit) for one in ones]
+        self.idle.check_invariants([block for block in self._blocks if block.row >= 0])
+        return [self._blocks.index(block) for some in gone for block in some]
+
+    def _use(self, now_s: float) -> Use:
+        self._num_uses += 1
+        return Use(self._num_uses, now_s)
+
+
+@settings(max_examples=examples(120), deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(("grow", "grow", "go", "go", "unhit", "lease", "end", "use", "copy")),
+            st.integers(0, 40),
+            st.integers(1, 9),
+            st.sampled_from((0.0, 0.001, 0.05, 3.0)),
+        ),
+        max_size=40,
+    ),
+    st.sampled_from(("retention", "lru")),
+    st.integers(1, 12),
+)
+def test_found_ahead_they_go_in_the_order_of_looking_at_all_for_each(
+    events: list[tuple[str, int, int, float]], policy: str, fewest_ahead: int
+) -> None:
+    chains = Chains(policy, fewest_ahead), Chains(policy, 0)
+    now_s = 0.0
+    for what, number, count, pause_s in events:
+        now_s += pause_s
+        told = []
+        for each in chains:
+            if what == "grow":
+                each.grow(number, count, now_s, was_hit=number % 2 == 0)
+            elif what in ("go", "unhit"):
+                told.append(each.give_up(count, now_s, only_unhit=what == "unhit"))
+            else:
+                each.touch(number, now_s, what)
+        assert not told or told[0] == told[1]
+    assert chains[0].give_up(999, now_s + 1, only_unhit=False) == chains[1].give_up(
+        999, now_s + 1, only_unhit=False
+    )
+
+
+def test_measured_costs_are_what_a_token_more_adds() -> None:
+    costs = measured_costs({64: 1.0, 128: 2.0, 256: 5.0, 512: 4.0})
+    assert costs(96) == 1 / 64 and costs(192) == 3 / 128
+    assert costs(144) == (1 / 64 + 3 / 128) / 2 and costs(384) == costs(999) == 3 / 128
+    for told in ({64: 1.0, 128: 2.0}, {64: 1.0, 128: 1.0, 256: 0.9}):
+        with pytest.raises(ConfigError, match="lengths don't tell"):
+            measured_costs(told)
 
 
 def test_costs_follow_from_the_model() -> None:

@@ -13,6 +13,10 @@ from random import Random
 import pytest
 
 from cost_model.simulate.drawn import draw, judge, run
+from cost_model.simulate.hybrid import HybridSimulator
+from cost_model.simulate.trace import Trace, TracedRequest
+from fastdecode.core.config.groups import Batching
+from fastdecode.schedule.hybrid.control import HybridOptions
 from fastdecode.schedule.hybrid.forecast import (
     Costs,
     Course,
@@ -26,6 +30,8 @@ from fastdecode.schedule.hybrid.forecast import (
 )
 from fastdecode.schedule.hybrid.rule import Margins, choose
 from fastdecode.schedule.hybrid.watch import Watch
+from fastdecode.schedule.modes import make_scheduler
+from fastdecode.schedule.options import ScheduleOptions
 
 NOW = Course(Layout.SPLIT_1)
 
@@ -192,6 +198,31 @@ def test_never_much_slower_when_costs_are_misjudged() -> None:
         ratios.append(judge(draw(random), error=0.2, random=random).ratio)
     assert min(ratios) >= 0.97
     assert max(ratios) > 1.2
+
+
+def test_the_rule_is_asked_at_admission_and_every_64_steps() -> None:
+    """Also while nobody comes or goes: costs may turn out otherwise."""
+    asked_at: list[int] = []
+    case = draw(Random(3))
+    request = TracedRequest(8, 300, 300)
+    slow = replace(case.times, token_s=(1.0, 1e-9))
+    case = replace(case, trace=Trace((request,) * 4), times=slow, blocks=(100, 40), most_running=8)
+
+    def asked(known: Known, now: Course, costs: Costs, margins: Margins) -> Course:
+        assert control is not None
+        asked_at.append(sum(control.counts.steps.values()))
+        return choose(known, now, costs, margins)
+
+    options = HybridOptions(case.device, rule=asked, measured_steps=0, clock=lambda: 0.0)
+    batching = Batching(max_num_sequences=8, schedule="greedy", lanes=1)
+    scheduler = make_scheduler(ScheduleOptions(batching), case.blocks, 16, slow, hybrid=options)
+    control = scheduler.hybrid
+    HybridSimulator(
+        case.trace, scheduler, slow, case.device, worker_blocks=case.blocks, block_size=16,
+        link_s=1.0, predicted_link_s=1.0,
+    ).run()  # fmt: skip
+    # When two of four have started and the others wait; then for the whole.
+    assert asked_at[:5] == [1, 1, 65, 129, 193]
 
 
 def test_where_all_fits_on_the_device_nothing_changes() -> None:

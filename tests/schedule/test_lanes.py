@@ -134,7 +134,7 @@ def test_regrouped_sequences_go_on_and_end(mode: str) -> None:
     num_lanes, changes = 2, itertools.cycle([1, 4, 3, 2])
     for step in itertools.count():
         assert step < 2000, "it doesn't get on"
-        if not scheduler.num_running + scheduler.num_waiting:
+        if not scheduler.num_running + len(scheduler.waiting):
             break
         if step % 7 == 6:
             num_lanes = next(changes)
@@ -143,12 +143,12 @@ def test_regrouped_sequences_go_on_and_end(mode: str) -> None:
         members: list[int] = []
         ended = 0
         for lane in range(num_lanes):
-            before = scheduler.num_running + scheduler.num_waiting
+            before = scheduler.num_running + len(scheduler.waiting)
             members += run_a_step(lifecycle, lane)
-            ended += before - scheduler.num_running - scheduler.num_waiting
+            ended += before - scheduler.num_running - len(scheduler.waiting)
         lifecycle.check_invariants()
         assert len(set(members)) == len(members) == scheduler.num_running + ended
-    assert scheduler.num_running == scheduler.num_waiting == 0
+    assert scheduler.num_running == len(scheduler.waiting) == 0
 
 
 def assert_even(scheduler: ContinuousScheduler, num_lanes: int) -> None:

@@ -306,7 +306,7 @@ def test_what_is_coming_may_never_come(max_tokens: int, is_doubted: bool) -> Non
     else:
         closed += tell(life, Cancelled("a"))
         assert tell(life, Came((Drawn(sequence, 8),))) == []
-        assert not life.lives.by_sequence and life.scheduler.num_waiting == 0
+        assert not life.lives.by_sequence and not life.scheduler.waiting
     assert closed == [Close(asked.part)]
 
 

@@ -179,7 +179,7 @@ def test_where_a_policy_says_no_the_next_best_is_asked() -> None:
 
 def test_what_never_fits_is_told_what_would() -> None:
     with pytest.raises(
-        CapacityError, match=r"the largest R-worker has 6 blocks \(24 tokens\).*--split-tokens"
+        CapacityError, match=r"the largest R-worker has 6 blocks \(24 tokens\).*split_tokens"
     ):
         BlockLedger((6, 6), block_size=4).capacity.check_possible(25)
     in_parts = BlockLedger((6, 6), block_size=4, part_tokens=32)
@@ -188,3 +188,15 @@ def test_what_never_fits_is_told_what_would() -> None:
     ):
         in_parts.capacity.check_possible(25)
     BlockLedger((6, 6), block_size=4, part_tokens=8).capacity.check_possible(48)
+
+
+def test_nothing_starts_within_the_reserve_and_what_runs_may_take_it() -> None:
+    """A tenth of 20 blocks: with exactly two free, nobody starts."""
+    ledger = BlockLedger((20,), block_size=4, reserve=0.1)
+    ledger.reserve(whole(0, 68))
+    assert ledger.holders_with_room(8, may_grow_to=8) == [0], "three are free"
+    ledger.reserve(whole(0, 4))
+    assert ledger.holders_with_room(4, may_grow_to=4) == []
+    assert ledger.grow(part(0, 4), 12), "it runs"
+    small = BlockLedger((1,), block_size=4, reserve=0.9)
+    assert small.holders_with_room(4, may_grow_to=4) == [0], "nobody waits for an empty holder"

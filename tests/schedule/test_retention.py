@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from holdings import Holding, victim_of
 
+from cost_model.simulate.tier import Tier
 from fastdecode.schedule.cache.costs import CostTable
 from fastdecode.schedule.cache.retention import (
-    Holding,
+    IdleColumns,
     LeastRecent,
     Retention,
     SizeIdle,
@@ -19,20 +22,20 @@ COSTS = CostTable(
 )
 
 
-def chunks(name: str, first: int, end: int, last_s: float, leases: int = 1) -> Holding:
+def chunks(name: str, first: int, end: int, last_s: float) -> Holding:
     """A conversation whose tokens from ``first`` to ``end`` are there."""
-    return Holding(name, list(range(first // CHUNK, end // CHUNK)), last_s, leases)
+    return Holding(name, list(range(first // CHUNK, end // CHUNK)), last_s)
 
 
 def order(policy: Retention, holdings: list[Holding], count: int, now_s: float) -> list[str]:
     """Who goes first, and which of its tokens."""
     gone = []
     for _ in range(count):
-        victim = policy.victim(holdings, now_s)
+        victim = victim_of(policy, holdings, now_s, CHUNK)
         assert victim is not None
-        (block,) = victim.blocks
-        victim.holding.blocks.remove(block)
-        gone.append(f"{victim.holding.name}{block * CHUNK}")
+        holding, (block,) = victim
+        holding.blocks.remove(block)
+        gone.append(f"{holding.name}{block * CHUNK}")
     return gone
 
 
@@ -44,14 +47,23 @@ def test_the_lowest_value_goes_first_and_of_one_conversation_its_beginning() -> 
         chunks("D", 1536, 4096, 30),
     ]
     policy = Retention(CHUNK, COSTS)
-    assert policy.value(holdings[2], 0, 100) == pytest.approx(1.01 / 90)
+    assert policy.score(policy.cost_of(32), 2.0, 10.0, 100) == pytest.approx(1.01 / 90)
     expected = ["C0", "C32", "A0", "A32", "A64", "A96", "A128", "A160"]
     assert order(policy, holdings, 8, 100) == expected
 
 
 def test_what_many_share_is_worth_what_all_of_them_would_pay() -> None:
-    shared, own = chunks("system", 0, 32, 0, leases=5), chunks("own", 2048, 4096, 50)
-    assert order(Retention(CHUNK, COSTS), [shared, own], 1, 100) == ["own2048"]
+    policy = Retention(CHUNK, COSTS)
+    shared, own = policy.cost_of(32) / 100 * 5, policy.cost_of(2080) / 50
+    idle = IdleColumns(
+        costs=np.array([policy.cost_of(32), policy.cost_of(2080)]),
+        idle_s=np.array([100.0, 50.0]),
+        num_leases=np.array([5.0, 1.0]),
+        last_uses=np.array([1, 2]),
+        num_tokens=np.array([32, 2080]),
+        is_end=np.array([True, True]),
+    )
+    assert policy.values(idle).tolist() == pytest.approx([shared, own]) and own < shared
 
 
 def test_what_is_in_use_goes_last() -> None:
@@ -68,18 +80,22 @@ def test_size_and_idle_time_choose_whose_trailing_half_goes() -> None:
     """Scores 10,000, 18,000 and 12,000; the least recent is C, the largest A."""
     tokens = {"A": (1000, 90), "B": (300, 40), "C": (100, -20)}
     holdings = [Holding(name, list(range(n)), last) for name, (n, last) in tokens.items()]
-    victim = SizeIdle().victim(holdings, 100)
-    assert victim is not None and victim.holding.name == "B"
-    assert victim.blocks == tuple(range(150, 300))
-    odd = SizeIdle().victim([Holding("odd", [0, 1, 2], 0)], 9)
-    assert odd is not None and odd.blocks == (1, 2), "rounded up"
-    oldest = LeastRecent().victim(holdings, 100)
-    assert oldest is not None and (oldest.holding.name, oldest.blocks) == ("C", (99,))
+    victim = victim_of(SizeIdle(), holdings, 100, 1)
+    assert victim is not None and victim[0].name == "B"
+    assert victim[1] == list(range(150, 300))
+    odd = victim_of(SizeIdle(), [Holding("odd", [0, 1, 2], 0)], 9, 1)
+    assert odd is not None and odd[1] == [1, 2], "rounded up"
+    oldest = victim_of(LeastRecent(), holdings, 100, 1)
+    assert oldest is not None and (oldest[0].name, oldest[1]) == ("C", [99])
 
 
 def test_nobody_goes_where_nothing_is() -> None:
     for policy in (Retention(CHUNK), LeastRecent(), SizeIdle()):
-        assert policy.victim([Holding("a", [], 0)], 9) is None
+        tier = Tier(policy, CHUNK)
+        assert tier.leave(9) is None
+        tier.hold(0, [0, 1], 3)
+        tier.hold(0, [], 3)
+        assert tier.leave(9) is None and tier.num_blocks == 0
 
 
 def test_the_threshold_is_strict() -> None:

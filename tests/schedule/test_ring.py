@@ -14,6 +14,7 @@ from fastdecode.schedule.ring import (
     ResumePoint,
     neighbour,
     num_offered,
+    num_shared,
     plan_recovery,
 )
 
@@ -72,7 +73,7 @@ def test_all_are_lost() -> None:
 
 def test_one_holder_has_no_neighbour() -> None:
     for act in (lambda: neighbour(HolderId(0), 1), lambda: num_offered([10])):
-        with pytest.raises(ConfigError, match=r"second R-worker .*--replicas 0"):
+        with pytest.raises(ConfigError, match=r"second R-worker .*replicas=0"):
             act()
     with pytest.raises(ConfigError, match="second R-worker"):
         plan_recovery(1, holders(0), [0])
@@ -119,3 +120,28 @@ def test_plans(num_holders: int, failed: set[int], bare: set[int], acked: list[i
         for lane, last in enumerate(acked):
             assert all(step <= last for step in range(60) if (step, lane) < before)
         assert plan.resume.step == acked[plan.resume.lane] + 1
+
+
+def test_those_that_share_heads_offer_alike() -> None:
+    """Each keeps its own heads of as many blocks, and those of the one before it."""
+    assert num_shared([10, 10], [4, 4]) == 5
+    assert num_shared([30, 20, 20], [2, 3, 3]) == 10  # 60 bytes for 3 + 2 each, then 60 for 5, 6
+    with pytest.raises(ConfigError, match="no memory for a KV block and a replica"):
+        num_shared([1, 10], [4, 4])
+    with pytest.raises(ConfigError, match="a second R-worker"):
+        num_shared([10], [4])
+
+
+@given(st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 9)), min_size=2, max_size=6))
+def test_what_is_offered_fits_beside_the_replica_and_no_more_does(
+    members: list[tuple[int, int]],
+) -> None:
+    blocks, sizes = ([one[i] for one in members] for i in (0, 1))
+    needed = [size + sizes[index - 1] for index, size in enumerate(sizes)]
+    memory = [number * size for number, size in zip(blocks, sizes, strict=True)]
+    try:
+        offered = num_shared(blocks, sizes)
+    except ConfigError:
+        offered = 0
+    assert all(offered * need <= have for need, have in zip(needed, memory, strict=True))
+    assert any((offered + 1) * need > have for need, have in zip(needed, memory, strict=True))

@@ -149,6 +149,6 @@ def test_queries_of_all_parts_fit_into_a_message() -> None:
             )
         harness.complete(0)
     with pytest.raises(
-        CapacityError, match=r"29 cached tokens, 8 parts of 4.*can go to 7 parts.*--split-tokens"
+        CapacityError, match=r"29 cached tokens, 8 parts of 4.*can go to 7 parts.*split_tokens"
     ):
         scheduler.add([Sequence.of(9, Request("r", (1,) * 20, SamplingParams(), 10, seed=0), 0)])

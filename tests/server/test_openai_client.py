@@ -254,7 +254,12 @@ def test_metrics_add_up(server: Server) -> None:
     before = values()
     usages = []
     for i in range(5):
-        body = {"prompt": [[5] * (i + 1), [6]], "max_tokens": i + 1, "n": 1 + i % 2}
+        body = {
+            "prompt": [[5] * (i + 1), [6]],
+            "max_tokens": i + 1,
+            "n": 1 + i % 2,
+            "ignore_eos": True,
+        }
         usages.append(server.complete(**body)[1]["usage"])
         more = {"stream": True, "stream_options": {"include_usage": True}}
         said = events(server.ask("POST", "/v1/completions", {**body, **more})[2])

@@ -1,5 +1,5 @@
 """Run by tests as another process: the second of two S-workers, which mirrors
-the first, once for each checkpoint.
+the first, once for each number of a checkpoint that it reads.
 
 Usage: mirror_rank.py DIRECTORY CHECKPOINT ...
 
@@ -22,7 +22,8 @@ from sworker.ranks.sharding import Shard, parallelize
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for index, path in enumerate(sys.argv[2:]):
+    for index in map(int, sys.stdin):
+        path = sys.argv[2 + index]
         ranks = Ranks.meet(Path(sys.argv[1], str(index)), Shard(1, 2), torch.device("cpu"))
         spec, model = load_model(path, device="cpu", dtype=torch.float32, shard=ranks.shard)
         parallelize(model, ranks.shard, ranks.add_up)

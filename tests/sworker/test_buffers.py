@@ -3,16 +3,19 @@ once, and over a recorded GPU's pinned memory."""
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
 from recorded_gpu import RecordedGpu
 
-from sworker.buffers import GpuStaging, Share, Staging, _Room
+from sworker.buffers import GpuStaging, Share, Staging
+from sworker.room import Room
 
 
 def test_rooms_grow_and_stay() -> None:
-    room = _Room(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8), 100)
+    room = Room(lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8), 100)
     a = room.take(torch.Size((3, 5)), torch.float32)
     assert a.shape == (3, 5) and room.nbytes == 100
     smaller = room.take(torch.Size((2, 5)), torch.bfloat16)
@@ -30,13 +33,15 @@ SHARES = (
 )
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("direct_bytes", [None, 0, 100, 1 << 20], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @torch.inference_mode()
-def test_out_and_back(dtype: torch.dtype, on_gpu: bool) -> None:
+def test_out_and_back(dtype: torch.dtype, direct_bytes: int | None) -> None:
     """Each share is sent its rows, several layers at a time; and what comes
     back goes where it belongs, and nowhere else."""
-    staging = GpuStaging(RecordedGpu(), 1000) if on_gpu else Staging()
+    staging = Staging()
+    if direct_bytes is not None:  # on a GPU: all answers from where they are, some, or none
+        staging = GpuStaging(RecordedGpu(), 1000, direct_bytes)
     staging.begin_step(SHARES)
     layers = [[torch.randn(9, heads, 4).to(dtype) for heads in (6, 2, 2)] for _ in range(4)]
     sent = []
@@ -63,6 +68,25 @@ def test_out_and_back(dtype: torch.dtype, on_gpu: bool) -> None:
     assert torch.equal(o, expected)
     own = staging.begin_layer(q.shape, dtype)
     assert staging.begin_layer(q.shape, dtype).data_ptr() == own.data_ptr()
+
+
+@torch.inference_mode()
+def test_an_answer_is_kept_until_the_next_layer_has_been_computed() -> None:
+    """Whoever received it lends its memory to somebody else when nobody looks
+    into it any more."""
+    gpu = RecordedGpu()
+    staging = GpuStaging(gpu, 1000, direct_bytes=0)
+    staging.begin_step(SHARES[2:])
+    refs = []
+    for _ in range(3):
+        o = staging.begin_layer(torch.Size((9, 6, 4)), torch.float32)
+        answer = gpu.host(np.ones((1, 6, 4), np.float32)).numpy()
+        gpu._kept.clear()
+        refs.append(weakref.ref(answer))
+        staging.receive(answer, o, slice(8, 9))
+        del answer
+        staging.join()
+    assert [ref() is None for ref in refs] == [True, True, False]
 
 
 def as_sent(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 
+import numpy as np
 import pytest
 import torch
 from recorded_gpu import RecordedGpu
 
 from fastdecode.core.errors import WorkerError
-from sworker.buffers import _Room
+from fastdecode.wire.buffers import BufferPool
 from sworker.device import CudaGpu, feed_gpu
+from sworker.room import Room
 from sworker.worker import DeviceTimer
 
 
@@ -64,7 +66,7 @@ def test_memory_is_pinned_as_long_as_anything_looks_into_it() -> None:
     tensor that they are of."""
     cudart = Cudart()
     gpu = CudaGpu(torch.device("cuda", 0), cudart)
-    room = _Room(gpu.pinned, 4096)
+    room = Room(gpu.pinned, 4096)
     lent = room.take(torch.Size((16,)), torch.float32)
     array = lent.numpy()
     room.take(torch.Size((5000,)), torch.float32)
@@ -79,6 +81,33 @@ def test_memory_is_pinned_as_long_as_anything_looks_into_it() -> None:
     del room
     gc.collect()
     assert cudart.pinned == {}
+
+
+def test_messages_buffers_are_pinned_when_they_are_first_read() -> None:
+    """Each mapping once, and as long as anything looks into it."""
+    cudart = Cudart()
+    gpu, pool = CudaGpu(torch.device("cuda", 0), cudart), BufferPool()
+    large, small = pool.take(3 << 20), pool.take(5000)
+    answers = [large[64:].view(np.float32).reshape(-1, 4), small[:400].view(np.uint16)]
+    assert all(gpu.reads(answer) for answer in answers * 2)
+    assert sorted(cudart.pinned.values()) == [2 << 20, 4 << 20]
+    assert any(first == large.ctypes.data for first in cudart.pinned)
+    assert not gpu.reads(np.zeros(5000, np.float32))
+    del large, pool, small
+    gc.collect()
+    assert len(cudart.pinned) == 2
+    del answers
+    gc.collect()
+    assert cudart.pinned == {}
+
+
+def test_where_messages_buffers_cannot_be_pinned_that_is_asked_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gpu, answer = CudaGpu(torch.device("cuda", 0), Cudart(error=2)), BufferPool().take(5000)
+    assert not gpu.reads(answer) and not gpu.reads(answer)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "ulimit -l" in caplog.text
 
 
 def test_memory_that_cannot_be_pinned() -> None:

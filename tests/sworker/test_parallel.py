@@ -58,6 +58,22 @@ def run_passes(worker: SWorker, passes: int = 2) -> list[torch.Tensor]:
     return found
 
 
+@torch.inference_mode()
+def run_stage(worker: SWorker) -> tuple[torch.Tensor, torch.Tensor]:
+    """A step whose rows come from the stage before: what it hands on, and logits
+    of what comes home from the stages behind."""
+    attend = ReferenceAttention(worker.spec.attention)
+    positions = attend.begin_step([0], [3]).numpy()
+    x = torch.linspace(-1, 1, 3 * worker.spec.hidden_size).view(3, -1)
+    forward = worker.go_on(x, positions)
+    goes_on = True
+    while goes_on:
+        goes_on = forward.advance(attend(forward.layer, forward.q, forward.k, forward.v))
+    output = forward.output.clone()
+    forward.come_home(output[1:] * 2)
+    return output, forward.logits(np.arange(2))
+
+
 @pytest.fixture(scope="module")
 def paths(tiny_checkpoint: Callable[..., Path]) -> list[Path]:
     return [tiny_checkpoint(family) for family in FAMILIES]
@@ -73,7 +89,12 @@ def mirroring(directory: Path, paths: list[Path]) -> Iterator[subprocess.Popen[b
         *map(str, paths),
     ]
     log = (directory / "log").open("wb")
-    with log, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as process:
+    with (
+        log,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT
+        ) as process,
+    ):
         try:
             yield process
         finally:
@@ -81,31 +102,53 @@ def mirroring(directory: Path, paths: list[Path]) -> Iterator[subprocess.Popen[b
 
 
 @pytest.fixture(scope="module")
-def place(paths: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def meet(
+    paths: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[int], Ranks]]:
+    """The first of two S-workers, of the checkpoint of this number."""
     directory = tmp_path_factory.mktemp("ranks")
     with mirroring(directory, paths) as process:
-        yield directory
+
+        def first_of(index: int) -> Ranks:
+            mirror(process, index)
+            return Ranks.meet(directory / str(index), Shard(0, 2), CPU)
+
+        yield first_of
+        assert process.stdin is not None
+        process.stdin.close()
         assert process.wait(20) == 0, (directory / "log").read_text()
+
+
+def mirror(process: subprocess.Popen[bytes], index: int) -> None:
+    """Have the second S-worker take part in the checkpoint of this number."""
+    assert process.stdin is not None
+    process.stdin.write(b"%d\n" % index)
+    process.stdin.flush()
 
 
 @pytest.mark.parametrize("index", range(len(FAMILIES)), ids=FAMILIES)
 @torch.inference_mode()
-def test_two_ranks_say_what_one_says(index: int, paths: list[Path], place: Path) -> None:
+def test_two_ranks_say_what_one_says(
+    index: int, paths: list[Path], meet: Callable[[int], Ranks]
+) -> None:
     spec, whole = load_model(paths[index], device="cpu", dtype=torch.float32)
-    expected = run_passes(SWorker(spec, whole, CPU))
-    ranks = Ranks.meet(place / str(index), Shard(0, 2), CPU)
+    alone = SWorker(spec, whole, CPU)
+    expected = [*run_passes(alone), *run_stage(alone)]
+    is_padded = index % 2 == 1  # as the other does; padded steps begin as the model does
+    ranks = meet(index)
     try:
         _, half = load_model(paths[index], device="cpu", dtype=torch.float32, shard=ranks.shard)
         assert half.embed_tokens.weight.shape[0] == -(-spec.vocab_size // 2)
         assert half.layers[0].mlp.up.weight.shape[0] * 2 == whole.layers[0].mlp.up.weight.shape[0]
         parallelize(half, ranks.shard, ranks.add_up)
-        graphs = StepGraphs(half, CPU, capture=False) if index % 2 else None  # as the other does
+        graphs = StepGraphs(half, CPU, capture=False) if is_padded else None
         if graphs is not None:
             graphs.prepare()
-        found = run_passes(ParallelSWorker(spec, half, ranks, graphs))
+        together = ParallelSWorker(spec, half, ranks, graphs)
+        found = [*run_passes(together), *(() if is_padded else run_stage(together))]
     finally:
         ranks.close()
-    for mine, other in zip(found, expected, strict=True):
+    for mine, other in zip(found, expected, strict=not is_padded):
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
 
 
@@ -116,6 +159,7 @@ def test_a_rank_that_is_lost_in_the_middle_of_a_step(
     """Rank 0 waits for its share of q, k and v, and is told who doesn't give it."""
     patience_s = 60.0 if is_killed else 2.0
     with mirroring(tmp_path, paths[:1]) as process:
+        mirror(process, 0)
         ranks = Ranks.meet(tmp_path / "0", Shard(0, 2), CPU, patience_s=patience_s)
         try:
             spec, half = load_model(paths[0], device="cpu", dtype=torch.float32, shard=ranks.shard)
@@ -149,6 +193,7 @@ def test_an_error_of_its_own_is_not_blamed_on_another_rank(
     """It is told as it is; leaving doesn't wait for the other rank, which waits
     for this one's part of the step."""
     with mirroring(tmp_path, paths[:1]) as process:
+        mirror(process, 0)
         ranks = Ranks.meet(tmp_path / "0", Shard(0, 2), CPU)
         try:
             spec, half = load_model(paths[0], device="cpu", dtype=torch.float32, shard=ranks.shard)

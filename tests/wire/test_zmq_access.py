@@ -30,7 +30,7 @@ from fastdecode.wire.zmq.access import ClusterKey, check_address
 )
 def test_addresses_that_are_refused(address: str, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        check_address(address, None, option="--bind")
+        check_address(address, None, parameter="bind")
 
 
 def test_addresses_that_are_allowed(tmp_path: Path) -> None:
@@ -40,15 +40,15 @@ def test_addresses_that_are_allowed(tmp_path: Path) -> None:
         "tcp://[::1]:80",
         "tcp://localhost:5555",
     ):
-        check_address(address, None, option="--bind")
+        check_address(address, None, parameter="bind")
     ClusterKey.create(tmp_path / "key")
-    check_address("tcp://10.1.2.3:5555", ClusterKey.read(tmp_path / "key"), option="--bind")
+    check_address("tcp://10.1.2.3:5555", ClusterKey.read(tmp_path / "key"), parameter="bind")
 
 
 def test_wildcards_are_refused_even_with_a_key(tmp_path: Path) -> None:
     ClusterKey.create(tmp_path / "key")
     with pytest.raises(ConfigError, match="every interface"):
-        check_address("tcp://*:5555", ClusterKey.read(tmp_path / "key"), option="--bind")
+        check_address("tcp://*:5555", ClusterKey.read(tmp_path / "key"), parameter="bind")
 
 
 def test_key_files_that_are_refused(tmp_path: Path) -> None:

@@ -242,7 +242,8 @@ def test_peers_are_accepted_by_role_so_many_of_each(hub: ZmqHub) -> None:
 def test_a_role_that_does_not_exist_is_refused_by_name(listener: ZmqListener, hub: ZmqHub) -> None:
     connection, index = served(listener, hub)
     head = bytearray(codec.encode(HELLO, epoch=9).head)
-    at = head.rindex(bytes([list(Role).index(Role.S_WORKER)]), 0, len(head) - 4)
+    other = codec.encode(replace(HELLO, role=Role.NEIGHBOUR), epoch=9).head
+    at = next(i for i, (mine, theirs) in enumerate(zip(head, other, strict=True)) if mine != theirs)
     head[at] = 77
     head[-4:] = struct.pack("<I", zlib.crc32(bytes(head[:-4])))
     with dealer(listener.address) as stranger:

@@ -13,13 +13,15 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from fastdecode.core.config.cache import Cache
-from fastdecode.core.config.groups import Batching, Cluster, RPart, SPart
+from fastdecode.core.config.groups import Batching, Cluster, RPart
+from fastdecode.core.config.instances import Instances
 from fastdecode.core.config.options import declared, group_options
+from fastdecode.core.config.s_part import SPart
 from fastdecode.core.errors import ConfigError, Given
 
 _OF_R_WORKERS = (
     "tp", "r_workers", "min_r_workers", "r_partition", "r_worker_addresses", "transport",
-    "prompt_attention", "split_tokens",
+    "prompt_attention", "split_tokens", "spare_r_workers", "cache_disk", "cache_disk_gb",
 )  # fmt: skip
 
 _OF_ONE_SIDE: Mapping[str, tuple[Any, ...]] = {
@@ -34,11 +36,37 @@ _OF_ONE_SIDE: Mapping[str, tuple[Any, ...]] = {
 
 _WITHOUT_REPLICAS: Mapping[str, tuple[Any, ...]] = {
     "kv_placement": ("r", "auto"),
-    "r_partition": ("sequences",),
-    "split_tokens": (None,),
     "prefix_cache": ("auto", "off"),
+    "cache_disk": (None,),
 }
 """What there may be beside replicas."""
+
+
+_WITH_STAGES: Mapping[str, tuple[Any, ...]] = {
+    "kv_placement": ("r", "auto"),
+    "r_partition": ("sequences",),
+    "split_tokens": (None,),
+    "transport": ("auto", "inproc", "mpi", "zmq"),
+    "spare_r_workers": (0,),
+    "cache_disk": (None,),
+}
+"""What there may be beside several pipeline stages."""
+
+_WITH_INSTANCES: Mapping[str, tuple[Any, ...]] = {
+    "kv_placement": ("r", "auto"),
+    "r_worker_addresses": ((),),
+    "transport": ("auto", "inproc"),
+    "replicas": (0,),
+    "spare_r_workers": (0,),
+    "pp": (1,),
+    "tp": (1,),
+    "cache_disk": (None,),
+}
+"""What there may be beside several instances."""
+
+_OF_INSTANCES = " is for R-workers of this process, and"
+_OF_STAGES = " keeps whole sequences on R-workers of each stage, and"
+_OF_REPLICAS = " is for sequences on R-workers, whose KV blocks end with them, and"
 
 
 @dataclass(frozen=True)
@@ -57,6 +85,7 @@ class EngineConfig:
     batching: Batching = field(default_factory=Batching)
     cache: Cache = field(default_factory=Cache)
     cluster: Cluster = field(default_factory=Cluster)
+    instances: Instances = field(default_factory=Instances)
 
     @classmethod
     def of(cls, model: str, **options: Any) -> EngineConfig:
@@ -89,8 +118,23 @@ class EngineConfig:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError("model is empty: give the path of a Hugging Face model directory")
         self._check_of_this_process()
+        if self.cache.cache_memory_gb is not None and self.r_part.kv_placement not in (
+            "gpu",
+            "auto",
+        ):
+            raise ConfigError(
+                Given("cache_memory_gb", self.cache.cache_memory_gb),
+                " is for KV on the device, whose lower tier the host's memory is: choose ",
+                Given("kv_placement", "gpu"),
+            )
+        if self.s_part.pp > 1:
+            self._check_beside("pp", _WITH_STAGES, _OF_STAGES)
         if self.r_part.replicas:
             self._check_replicas()
+        if self.instances.number:
+            self._check_instances()
+        if self.r_part.r_partition == "heads" and not self.r_part.replicas:
+            self._check_no_spares()
         if self.r_part.kv_placement == "gpu":
             self._check_none_of_r_workers()
         elif self.r_part.kv_placement == "hybrid":
@@ -105,25 +149,57 @@ class EngineConfig:
                 " yet: leave one of the two out, or keep KV on one side (r, gpu)",
             )
 
+    def _check_no_spares(self) -> None:
+        """Whoever comes in a lost one's place would have nothing to be given."""
+        if self.cluster.spare_r_workers:
+            raise ConfigError(
+                Given("spare_r_workers", self.cluster.spare_r_workers),
+                " isn't there with ",
+                Given("r_partition", "heads"),
+                ", where those that are left share the heads anew: leave one of the two out, or "
+                "choose ",
+                Given("replicas", 1),
+                " too",
+            )
+
     def _check_replicas(self) -> None:
-        """Replicas are of whole sequences on R-workers, and of no kept blocks."""
+        """Replicas are of R-workers' own sequences, and of no kept blocks."""
+        self._check_beside("replicas", _WITHOUT_REPLICAS, _OF_REPLICAS)
+
+    def _check_instances(self) -> None:
+        """Instances are of this process, each with R-workers of its own."""
+        self._check_beside("prefill_instances", _WITH_INSTANCES, _OF_INSTANCES)
+
+    def _check_beside(self, of: str, allowed: Mapping[str, tuple[Any, ...]], why: str) -> None:
+        """Some options leave others no choice. ``why``: what is said behind the
+        one that is given."""
         given = self.options
-        for name, usual in _WITHOUT_REPLICAS.items():
+        for name, usual in allowed.items():
             if given[name] not in usual:
                 raise ConfigError(
-                    Given("replicas", self.r_part.replicas),
-                    " is for whole sequences on R-workers, whose KV blocks end with them, and "
-                    "isn't there with ",
+                    Given(of, given[of]),
+                    f"{why} isn't there with ",
                     Given(name, given[name]),
-                    ": leave one of the two out",
+                    " yet: leave one of the two out",
                 )
+        addresses = self.cluster.r_worker_addresses
+        if len(addresses) % self.s_part.pp:
+            raise ConfigError(
+                Given("pp", self.s_part.pp),
+                f" takes as many R-workers for each stage, and {len(addresses)} addresses aren't "
+                f"a multiple of {self.s_part.pp}",
+            )
 
     def _check_of_this_process(self) -> None:
         """R-workers at addresses have memory and threads of their own."""
         if not self.cluster.r_worker_addresses:
             return
-        for name, theirs in (("kv_memory_gb", "--kv-memory-gb"), ("r_threads", "--threads")):
-            if getattr(self.r_part, name) is not None:
+        for name, theirs in (
+            ("kv_memory_gb", "--kv-memory-gb"),
+            ("r_threads", "--threads"),
+            ("cache_disk", "--cache-disk and --cache-disk-gb"),
+        ):
+            if self.options[name] is not None:
                 raise ConfigError(
                     Given(name),
                     " is for R-workers that this process starts; those at addresses have their "
@@ -177,6 +253,7 @@ GROUPS: Mapping[str, type] = {
     "batching": Batching,
     "cache": Cache,
     "cluster": Cluster,
+    "instances": Instances,
 }
 """The groups of ``EngineConfig``, by the names of its fields."""
 assert list(GROUPS) == [f.name for f in fields(EngineConfig)][1:]

@@ -1,4 +1,5 @@
-"""The groups of options of an engine. Frozen, and valid from construction on."""
+"""The groups of options of an engine, but for the S-part's. Frozen, and valid from
+construction on."""
 
 from __future__ import annotations
 
@@ -10,12 +11,10 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, Given
 
 MAX_R_WORKERS = 4096
-MAX_TP = 64
 R_PARTITIONS = ("sequences", "heads")
 TRANSPORTS = ("auto", "inproc", "mpi", "zmq")
 KV_PLACEMENTS = ("r", "gpu", "hybrid", "auto")
 PROMPT_ATTENTION = ("auto", "s", "r")
-CUDA_GRAPHS = ("auto", "on", "off")
 SCHEDULES = ("auto", "stabilized", "fixed-f", "greedy", "synchronized")
 COLD_STARTS = ("headroom", "none")
 
@@ -23,53 +22,6 @@ COLD_STARTS = ("headroom", "none")
 def _gigabytes(help: str) -> Any:
     """An option for an amount of memory. None: decide for me."""
     return option(None, help, low=1e-6, high=1e6, unit="GB", metavar="GB")
-
-
-@dataclass(frozen=True)
-class SPart:
-    """The S-part: every layer that has weights. None, and auto, mean "decide for me"."""
-
-    dtype: str = option(
-        "auto",
-        "weights and activations: float32, bfloat16, float16; auto: the checkpoint's",
-        metavar="DTYPE",
-    )
-    device: str = option(
-        "cpu",
-        "where the S-part runs: cpu, cuda, cuda:1, ...; auto: cuda if torch sees a GPU, else cpu",
-        metavar="DEVICE",
-    )
-    cuda_graphs: str = option(
-        "auto",
-        "S-steps as CUDA graphs: on, off; auto: on a CUDA device, with one S-worker",
-        choices=CUDA_GRAPHS,
-        metavar="MODE",
-    )
-    tp: int = option(
-        1,
-        "S-workers that act as one, a part of every layer each: the first ranks of an MPI job",
-        low=1,
-        high=MAX_TP,
-    )
-    gpu_memory_fraction: float = option(
-        0.9,
-        "of a GPU's memory, what may be in use by us and others together",
-        low=0.01,
-        high=1.0,
-        unit="all memory",
-        metavar="F",
-    )
-    max_model_len: int | None = option(
-        None,
-        "most tokens of prompt and completion together; default: the model's limit",
-        low=1,
-        high=1 << 30,
-    )
-
-    def __post_init__(self) -> None:
-        check_options(self)
-        if self.dtype != "auto":
-            DType.parse(self.dtype, option="dtype", of_kv=False)
 
 
 @dataclass(frozen=True)
@@ -101,7 +53,7 @@ class RPart:
     r_workers: int = option(
         1,
         "R-workers to start in this process: threads; a single one beside an S-part on the same "
-        "cores works in the S-worker's own thread",
+        "cores works in the S-worker's own thread; with several stages, so many of each",
         low=1,
         high=MAX_R_WORKERS,
     )
@@ -258,6 +210,15 @@ class Batching:
         unit="all lengths",
         metavar="Q",
     )
+    reserve: float = option(
+        0.1,
+        "with a length quantile: requests start only while more than this share of an R-worker's "
+        "KV blocks is free, which running ones may come to need",
+        low=0.0,
+        high=0.9,
+        unit="all KV blocks",
+        metavar="SHARE",
+    )
     expected_output_tokens: int | None = option(
         None,
         "tokens that a sequence is expected to generate until enough have finished to learn it; "
@@ -358,6 +319,13 @@ class Cluster:
         low=1,
         high=MAX_R_WORKERS,
     )
+    spare_r_workers: int = option(
+        0,
+        "R-workers that are idle until another one is lost, in whose place one of them comes then: "
+        "the last N ranks of an MPI job; in this process, so many beside --r-workers",
+        low=0,
+        high=MAX_R_WORKERS,
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -378,6 +346,13 @@ class Cluster:
                 " has no use for ",
                 listed,
                 ": leave them out, or use zmq",
+            )
+        if self.spare_r_workers and addresses:
+            raise ConfigError(
+                Given("spare_r_workers", self.spare_r_workers),
+                " is for R-workers of an MPI job, or in this process: leave it out. With ",
+                listed,
+                " whoever comes at a lost one's address is taken in",
             )
         if self.key is not None and not addresses:
             raise ConfigError(

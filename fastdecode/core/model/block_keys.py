@@ -57,3 +57,19 @@ def tail_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """
     data = np.array(token_ids, "<i4").tobytes()
     return blake2b(parent + data, digest_size=KEY_BYTES, person=b"tail").digest()
+
+
+_BLOCKS: Final = "blocks/1"
+"""How blocks lie in memory (``cpu_kernels.layout``): another number for another layout."""
+
+
+def tier_identity(identity: str) -> str:
+    """What kept blocks that outlive a process have to agree in, to the bit: 64
+    hexadecimal digits.
+
+    Args:
+        identity: of all beside tokens that K and V depend on, every byte of the
+            weights included.
+    """
+    said = f"{_BLOCKS}/{identity}".encode(errors="surrogatepass")
+    return blake2b(said, digest_size=32, person=b"kept blocks").hexdigest()

@@ -60,19 +60,24 @@ class Deadlines:
         give its first sign, and fall silent, meanwhile."""
         return max(0.0, min(until_s - now, self.silence_s))
 
-    def end(self, since_s: float, heard_s: float | None) -> tuple[float, str]:
+    def end(self, since_s: float, heard_s: float | None, num_answers: int = 1) -> tuple[float, str]:
         """When a peer has to be given up, and why.
 
         Args:
             since_s: when it was asked.
             heard_s: when it last gave a sign of life; None: it gives none.
+            num_answers: of others, one after the other, that it needs itself.
         """
-        overdue_s = since_s + self.timeout_s
-        if heard_s is not None:
-            silent_s = max(heard_s, self._looking_since_s, since_s) + self.silence_s
-            if silent_s < overdue_s:
-                return (
-                    silent_s,
-                    f"has given no sign of life for {self.silence_s:g} s (--worker-silence-s)",
-                )
-        return overdue_s, f"hasn't answered for {self.timeout_s:g} s (--worker-timeout-s)"
+        timeout_s = self.timeout_s * num_answers
+        overdue_s = since_s + timeout_s
+        silent_s, reason = self.silent_end(since_s, heard_s)
+        if silent_s < overdue_s:
+            return silent_s, reason
+        return overdue_s, f"hasn't answered for {timeout_s:g} s (worker_timeout_s)"
+
+    def silent_end(self, since_s: float, heard_s: float | None) -> tuple[float, str]:
+        """The same of one that may take as long as it likes, if it isn't silent."""
+        if heard_s is None:
+            return math.inf, ""
+        silent_s = max(heard_s, self._looking_since_s, since_s) + self.silence_s
+        return silent_s, f"has given no sign of life for {self.silence_s:g} s (worker_silence_s)"

@@ -8,25 +8,21 @@ keeps one; it may take over others' (``keepers``).
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from typing import Final
 
 from fastdecode.core.clock import Clock
-from fastdecode.core.errors import (
-    CapacityError,
-    ConfigError,
-    FastDecodeError,
-    ProtocolError,
-    WorkerError,
-)
+from fastdecode.core.errors import FastDecodeError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.keepers import Keepers
 from fastdecode.engine.fleet.peers import Peers, RConnection, RHub
-from fastdecode.wire.kv.replicating import ReplicationNews
-from fastdecode.wire.messages import Answer, Hello, ToRWorker, Welcome
+from fastdecode.engine.stages.later import LaterStages
+from fastdecode.engine.stages.links import StageLinks
+from fastdecode.wire.messages import Answer, Hello, ToRWorker
 
 
 class Fleet:
@@ -48,6 +44,9 @@ class Fleet:
             lost.
         device: the cache on the S-worker's device, beside R-workers: the last
             holder.
+        stages: other stages of the pipeline, which the hub's last connections
+            are to. To the first of them a holder is a column: an R-worker here,
+            and one in every later stage.
     """
 
     def __init__(
@@ -58,10 +57,23 @@ class Fleet:
         clock: Clock = time.monotonic,
         absent: Mapping[int, WorkerError] | None = None,
         device: RConnection | None = None,
+        stages: StageLinks | None = None,
     ) -> None:
-        self._peers = Peers(hub, Deadlines(timeout_s, silence_s, clock), absent or {}, device)
-        self.keepers = Keepers(len(self._peers))
+        deadlines = Deadlines(timeout_s, silence_s, clock)
+        num_peers = len(hub.connections) + (device is not None) - len(stages or ())
+        self.keepers = Keepers(num_peers)
         """Which peer keeps which holder."""
+        self._peers = Peers(hub, deadlines, absent or {}, self.keepers, device, stages)
+        self.unasked = self._peers.unasked
+        """What R-workers have said unasked."""
+        self.owed: Final = self._peers.owed
+        """What they owe, and when they were heard, by their connections' index."""
+        self.later: LaterStages | None = None
+        """The stages behind this one, if this is the first."""
+        if stages is not None and not stages.is_asked:
+            self.later = LaterStages(stages, self._send)
+        self.told_first: tuple[ToRWorker, ...] = ()
+        """What whoever comes in the place of a lost R-worker is told first."""
 
     def __len__(self) -> int:
         return len(self.keepers)
@@ -70,16 +82,20 @@ class Fleet:
     def lost(self) -> dict[HolderId, WorkerError]:
         """The holders that are lost, and why."""
         lost = self._peers.lost
+        void = {} if self.later is None else self.later.losses.void
         return {
-            holder: lost[self.keepers[holder]]
-            for holder in self.keepers
-            if self.keepers[holder] in lost
+            **void,
+            **{
+                holder: lost[self.keepers[holder]]
+                for holder in self.keepers
+                if self.keepers[holder] in lost
+            },
         }
 
     @property
     def is_owed(self) -> bool:
         """Whether anybody owes an answer."""
-        return self._peers.is_owed
+        return self._peers.is_owed or (self.later is not None and self.later.rooms.has_answers)
 
     @property
     def is_owed_at_once(self) -> bool:
@@ -91,6 +107,12 @@ class Fleet:
         """The R-workers that are lost, whoever has taken their holders over, and why."""
         return self._peers.lost
 
+    @property
+    def kept_by_gone(self) -> list[HolderId]:
+        """The holders whose R-worker is lost, and that nobody has taken over."""
+        gone = self._peers.lost
+        return [holder for holder in self.keepers if self.keepers[holder] in gone] if gone else []
+
     def take_losses(self) -> list[tuple[HolderId, WorkerError]]:
         """The losses of which nobody has been told yet, in their order. Each is told once."""
         losses = [
@@ -100,18 +122,10 @@ class Fleet:
         ]
         for holder, _ in losses:
             self.keepers.give_back(holder)  # another may come in its first R-worker's place
-        return losses
-
-    def take_told(self) -> list[ReplicationNews]:
-        """What R-workers have said unasked of replicas. Told once."""
-        told = []
-        for index, news in self._peers.take_told():
-            if self.keepers.keeps(index, news.holder):
-                told.append(news)
-            else:
-                text = f"{self._peers.name(index)} speaks of holder {news.holder}, which isn't its"
-                self._peers.lose(index, ProtocolError(text))
-        return told
+        if self.later is None:
+            return losses
+        self.later.losses.lose_own(losses)
+        return self.later.take_lost()
 
     def peer(self, holder: HolderId) -> str:
         """What the R-worker that keeps a holder is called."""
@@ -119,6 +133,14 @@ class Fleet:
 
     def send(self, holder: HolderId, message: ToRWorker) -> None:
         """Send, or do nothing if the holder is lost (finding that out may be this call's doing)."""
+        if self.later is None or not message.in_every_stage:
+            self._send(holder, message)
+        elif holder not in self.later.losses.over:
+            self._send(holder, message)
+            self.later.tell(holder, message)
+
+    def _send(self, holder: HolderId, message: ToRWorker) -> None:
+        """To the holder's R-worker here."""
         index = self.keepers[holder]
         if index in self._peers.lost:
             return
@@ -126,75 +148,44 @@ class Fleet:
             message = message.for_holder(holder)
         self._peers.send(index, message, holder)
 
-    def receive(self, *, wait: bool = True) -> tuple[HolderId, Answer] | None:
+    def receive(self, *, most_s: float = math.inf) -> tuple[HolderId, Answer] | None:
         """The next answer of any holder that owes one. None: look again, and at
         ``lost`` before.
 
-        Waits at most until the first peer has to be given up; or not at all.
-        Must not be called when nobody owes anything.
+        Waits at most until the first peer has to be given up, and for so many
+        seconds. Must not be called when nobody owes anything.
         """
-        return self._peers.receive(wait=wait)
+        if self.later is None:
+            return self._peers.receive(most_s=most_s)
+        if self.later.rooms.has_answers:
+            return self.later.rooms.next_answer()
+        return self.later.joined(self._peers.receive(most_s=most_s))
 
     def look(self) -> None:
         """Find out who has gone, while nobody owes an answer."""
         self._peers.look()
+        if self.later is not None:
+            self.later.listen()
 
-    def greet(
-        self, hello: Hello, max_blocks: Mapping[HolderId, int] | None = None
-    ) -> dict[HolderId, Welcome]:
-        """Say Hello to every holder's R-worker and collect the answers of those
-        that are there. ``max_blocks``: the most that each is to offer; None: as
-        many as it can.
-
-        An R-worker compiles its kernels before it answers, so this may take
-        longer than anything that follows.
-
-        Raises:
-            ConfigError: an R-worker hasn't the memory for one KV block, or
-                can't hold such a cache.
-        """
-        owed = self._peers.owed
+    @contextlib.contextmanager
+    def while_greeting(self) -> Iterator[None]:
+        """Within, R-workers may take as long to answer as the compiling of kernels does."""
+        owed = self.owed
         usual = owed.deadlines
         owed.deadlines = usual.while_greeting()
         try:
-            for holder in self.keepers:
-                most = (max_blocks or {}).get(holder, hello.max_blocks)
-                self.send(holder, replace(hello, max_blocks=most))
-            welcomes = _welcomed(self, hello)
+            yield
         finally:
             owed.deadlines = usual
-        return {holder: welcomes[holder] for holder in welcomes if holder not in self.lost}
 
     def lose(self, holder: HolderId, error: FastDecodeError) -> None:
         """Give up the R-worker that keeps a holder."""
         self._peers.lose(self.keepers[holder], error)
 
     def revive(self, holder: HolderId) -> None:
-        """The hub has another connection in the place of a lost peer's: whoever
-        is there has said ``Welcome``."""
+        """The hub has another connection in the holder's own place: whoever is
+        there has said ``Welcome``, and keeps it from now on."""
+        self.keepers.give_back(holder)
         self._peers.revive(self.keepers[holder])
-
-
-def _welcomed(fleet: Fleet, hello: Hello) -> dict[HolderId, Welcome]:
-    """What is answered to ``hello``, which all were told.
-
-    Raises:
-        ConfigError: see ``Fleet.greet``.
-    """
-    welcomes: dict[HolderId, Welcome] = {}
-    while fleet.is_owed:
-        received = fleet.receive()
-        for error in fleet.gone.values():
-            if error.code in (CapacityError.default_code, ConfigError.default_code):
-                raise ConfigError(error.message, code=error.code)
-        if received is None:
-            continue
-        holder, welcome = received
-        assert isinstance(welcome, Welcome), "nothing else was asked"
-        try:
-            hello.check(welcome)
-        except ProtocolError as lie:
-            fleet.lose(holder, ProtocolError(f"{fleet.peer(holder)} {lie.message}"))
-        else:
-            welcomes[holder] = welcome
-    return welcomes
+        for message in self.told_first:
+            self.send(holder, message)

@@ -17,6 +17,7 @@ class Keepers:
 
     def __init__(self, num_holders: int) -> None:
         self._peer_of = {HolderId(index): index for index in range(num_holders)}
+        self._former: set[tuple[int, HolderId]] = set()
         self.has_moved = False
         """An R-worker may keep several holders, or another than its own."""
 
@@ -38,6 +39,11 @@ class Keepers:
         """Whether the R-worker keeps the holder; there needn't be one of that number."""
         return self._peer_of.get(HolderId(holder)) == index
 
+    def kept_once(self, index: int, holder: int) -> bool:
+        """Whether the R-worker kept the holder, and does no more: it may not
+        know that yet."""
+        return (index, holder) in self._former
+
     def move(self, holder: HolderId, to: HolderId) -> None:
         """From now on the R-worker that keeps ``to`` keeps a lost holder, too:
         it has a cache under that name."""
@@ -45,6 +51,7 @@ class Keepers:
         self.has_moved = True
 
     def give_back(self, holder: HolderId) -> None:
-        """A holder is its first R-worker's again: whoever took it over is lost,
-        or has nothing left of it."""
+        """A holder is kept in its own place again: whoever took it over is lost,
+        has nothing left of it, or has handed it over."""
+        self._former.add((self._peer_of[holder], holder))
         self._peer_of[holder] = holder

@@ -5,19 +5,32 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Final
 
+from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.deadlines import Deadlines
-from fastdecode.wire.messages import Answer, FromRWorker, ToRWorker
+from fastdecode.wire.kv.handing import MoveNews, Pull, Pulled
+from fastdecode.wire.kv.tiers import FetchBlocks, Fetching, Moved, Stocked, StoreBlocks, UseTier
+from fastdecode.wire.messages import FromRWorker, ToRWorker, Welcome
+
+_OPENING: Final = -1
+"""In the place of a job's number: the lower tier is being opened."""
+_MOST_WAIT_S: Final = 60.0
+"""Then it is looked again, though nothing is overdue."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Due:
     """An answer that is owed."""
 
     since_s: float
     holder: HolderId
-    kinds: tuple[type[Answer], ...]
+    kinds: tuple[type[Any], ...]
+    message: ToRWorker | None = None
+    """To which it is the answer, where an R-worker owes it."""
+    num_answers: int = 1
+    """That the peer needs of others before it can give it."""
 
 
 class OwedAnswers:
@@ -35,8 +48,10 @@ class OwedAnswers:
         self, num_peers: int, deadlines: Deadlines, heard_s: Callable[[int], float | None]
     ) -> None:
         self.deadlines = deadlines
-        self._heard_s = heard_s
+        self.heard_s: Final = heard_s
+        """See ``Args``."""
         self._due: list[deque[_Due]] = [deque() for _ in range(num_peers)]
+        self._jobs: list[dict[int, float]] = [{} for _ in range(num_peers)]  # asked for when
 
     def __len__(self) -> int:
         """Of how many peers this is kept."""
@@ -45,38 +60,115 @@ class OwedAnswers:
     def ask(self, index: int, message: ToRWorker, holder: HolderId) -> None:
         """A peer is about to be asked about a holder."""
         if message.answers:
-            self._due[index].append(_Due(self.deadlines.clock(), holder, message.answers))
+            due = _Due(self.deadlines.clock(), holder, message.answers, message)
+            self._due[index].append(due)
+        elif isinstance(message, (StoreBlocks, FetchBlocks)):
+            self._jobs[index][message.job] = self.deadlines.clock()
+        elif isinstance(message, UseTier):
+            self._jobs[index][_OPENING] = self.deadlines.clock()
+        elif isinstance(message, Pull):
+            self._jobs[index][_pull(message.sequence_id)] = self.deadlines.clock()
 
-    def take(self, index: int, answer: FromRWorker) -> HolderId | None:
-        """A peer has answered. About which holder; None: it doesn't owe that."""
+    def ask_for(
+        self,
+        index: int,
+        kinds: tuple[type[Any], ...],
+        holder: HolderId,
+        num_answers: int = 1,
+    ) -> None:
+        """A peer is going to be asked for an answer of one of these kinds.
+        ``num_answers``: that it needs of others for it, one after the other."""
+        now_s = self.deadlines.clock()
+        self._due[index].append(_Due(now_s, holder, kinds, num_answers=num_answers))
+
+    def take(self, index: int, answer: FromRWorker) -> HolderId:
+        """A peer has answered. About which holder.
+
+        Raises:
+            ProtocolError: it doesn't owe that, or it can't be the answer to what
+                it was asked; to be said behind its name.
+        """
         due = self._due[index]
-        return due.popleft().holder if due and isinstance(answer, due[0].kinds) else None
+        if not due or due[0].message is None:
+            raise ProtocolError(f"sent {type(answer).__name__}, which nobody asked for")
+        due[0].message.check(answer)
+        if isinstance(answer, Welcome):  # what it was to move before is forgotten
+            self._jobs[index].clear()
+        return due.popleft().holder
+
+    def take_news(self, index: int, news: MoveNews) -> bool:
+        """A peer tells of a job; whether it was to."""
+        jobs = self._jobs[index]
+        number = _number(news)
+        if number not in jobs:
+            return False
+        if isinstance(news, Moved | Pulled) or (isinstance(news, Stocked) and news.is_last):
+            del jobs[number]
+        return True
+
+    def take_any(self, index: int, answer: Any) -> bool:
+        """A peer that needn't answer in order has answered. False: it doesn't
+        owe that."""
+        due = self._due[index]
+        found = next((one for one in due if isinstance(answer, one.kinds)), None)
+        if found is not None:
+            due.remove(found)
+        return found is not None
 
     def forget(self, index: int) -> None:
         """A peer owes nothing any more."""
         self._due[index].clear()
+        self._jobs[index].clear()
 
     def is_owed_by(self, index: int) -> bool:
         """Whether a peer owes anything."""
-        return bool(self._due[index])
+        return bool(self._due[index] or self._jobs[index])
+
+    def num_about(self, index: int, holder: HolderId) -> int:
+        """How many answers a peer owes about a holder."""
+        return sum(one.holder == holder for one in self._due[index])
 
     @property
     def any_owed(self) -> bool:
         """Whether any peer owes anything."""
-        return any(self._due)
+        return any(self._due) or any(self._jobs)
 
     def wait_s(self) -> float:
         """How long to wait for answers until the first peer may have to be
         given up. Somebody must owe one; ``deadlines.end_look`` after the wait."""
         now = self.deadlines.begin_look()
-        until_s = min(self._end(index)[0] for index, due in enumerate(self._due) if due)
-        return self.deadlines.wait_s(now, until_s)
+        until_s = min(end_s for _, end_s, _ in self._ends())
+        return min(self.deadlines.wait_s(now, until_s), _MOST_WAIT_S)
 
     def overdue(self) -> list[tuple[int, str]]:
         """The peers that have to be given up, and why."""
         now = self.deadlines.clock()
-        ends = [(index, *self._end(index)) for index, due in enumerate(self._due) if due]
-        return [(index, reason) for index, end_s, reason in ends if end_s <= now]
+        return [(index, reason) for index, end_s, reason in self._ends() if end_s <= now]
 
-    def _end(self, index: int) -> tuple[float, str]:
-        return self.deadlines.end(self._due[index][0].since_s, self._heard_s(index))
+    def _ends(self) -> list[tuple[int, float, str]]:
+        """When each peer that owes something has to be given up, and why."""
+        deadlines, ends = self.deadlines, []
+        for index, (due, jobs) in enumerate(zip(self._due, self._jobs, strict=True)):
+            if due:
+                since_s, num_answers = due[0].since_s, due[0].num_answers
+                ends.append((index, *deadlines.end(since_s, self.heard_s(index), num_answers)))
+            elif jobs:  # a disk may take its time
+                since_s = min(jobs.values())
+                ends.append((index, *deadlines.silent_end(since_s, self.heard_s(index))))
+        return ends
+
+
+def _number(news: MoveNews) -> int:
+    """Of the job that is told of."""
+    match news:
+        case Fetching() | Moved():
+            return news.job
+        case Pulled():
+            return _pull(news.sequence_id)
+        case Stocked():
+            return _OPENING
+
+
+def _pull(sequence: int) -> int:
+    """What is fetched for a sequence, in the place of a job's number."""
+    return _OPENING - 1 - sequence

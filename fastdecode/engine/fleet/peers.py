@@ -4,14 +4,19 @@ answer, and since when; who is dead, silent, or says what nobody asked for."""
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.deadlines import Deadlines
+from fastdecode.engine.fleet.keepers import Keepers
 from fastdecode.engine.fleet.owed import OwedAnswers
+from fastdecode.engine.fleet.unasked import Unasked
+from fastdecode.engine.stages.links import FromAnyStage, StageLinks
+from fastdecode.wire.kv.handing import MoveNews
 from fastdecode.wire.kv.replicating import ReplicationNews
 from fastdecode.wire.messages import Answer, Failed, FromRWorker, ToRWorker
 from fastdecode.wire.transport import TIMEOUT, Connection, Hub, PeerLostError, loss
@@ -34,8 +39,11 @@ class Peers:
         hub: one connection a peer.
         deadlines: how long a peer may take, and be silent.
         lost: those that aren't there to begin with, and why.
+        keepers: who of them keeps which holder.
         beside: one more peer, behind the hub's, that answers at once; it is
             never lost.
+        stages: other stages of the pipeline, which the hub's last connections
+            are to; whoever loses one gets a WorkerError at once.
     """
 
     def __init__(
@@ -43,21 +51,31 @@ class Peers:
         hub: RHub,
         deadlines: Deadlines,
         lost: Mapping[int, WorkerError],
+        keepers: Keepers,
         beside: RConnection | None = None,
+        stages: StageLinks | None = None,
     ) -> None:
         self._hub = hub
         self._beside = beside
+        self.unasked = Unasked(keepers, self._lied)
+        """What they have said without having been asked."""
         self.lost = dict(lost)
         """Who is lost, and why."""
         self._untold = list(self.lost)
         num_peers = len(hub.connections) + (beside is not None)
         self.owed = OwedAnswers(num_peers, deadlines, lambda index: self._connection(index).heard_s)
         """What each owes."""
+        self._stages = stages
+        self._first_stage = num_peers
+        if stages is not None:
+            assert beside is None
+            self._first_stage -= len(stages)
+            stages.join(self.owed, self._first_stage)
         self._early: deque[tuple[int, FromRWorker]] = deque()
-        self._told: list[tuple[int, ReplicationNews]] = []
 
     def __len__(self) -> int:
-        return len(self.owed)
+        """R-workers, and who is beside."""
+        return self._first_stage
 
     def name(self, index: int) -> str:
         """What a peer is called."""
@@ -78,11 +96,6 @@ class Peers:
         losses, self._untold = self._untold, []
         return losses
 
-    def take_told(self) -> list[tuple[int, ReplicationNews]]:
-        """What peers have said unasked, and who. Told once."""
-        told, self._told = self._told, []
-        return told
-
     def send(self, index: int, message: ToRWorker, holder: HolderId) -> None:
         """Send, about a holder, to a peer that isn't lost (finding out that it
         is may be this call's doing)."""
@@ -93,21 +106,22 @@ class Peers:
         except WorkerError as error:
             self.lose(index, _last_words(connection) or error)
 
-    def receive(self, *, wait: bool = True) -> tuple[HolderId, Answer] | None:
+    def receive(self, *, most_s: float = math.inf) -> tuple[HolderId, Answer] | None:
         """The next answer, and about which holder. None: look again, and at
         ``lost`` before.
 
-        Waits at most until the first peer has to be given up; or not at all.
-        Must not be called when nobody owes anything.
+        Waits at most until the first peer has to be given up, and for so many
+        seconds. Must not be called when nobody owes anything, unless orders may
+        come from other stages.
         """
         if self._early:
             return self._taken(*self._early.popleft())
         if self.is_owed_at_once:
             assert self._beside is not None
             return self._taken(len(self) - 1, self._beside.receive())
-        wait_s = self.owed.wait_s()
+        wait_s = min(most_s, self.owed.wait_s() if self.owed.any_owed else math.inf)
         try:
-            return self._taken(*self._hub.receive_any(wait_s if wait else 0.0))
+            index, message = self._hub.receive_any(None if wait_s == math.inf else wait_s)
         except PeerLostError as error:
             self.lose(error.index, error)
         except WorkerError as error:
@@ -117,22 +131,30 @@ class Peers:
                     self.lose(index, WorkerError(text, code=TIMEOUT))
             else:
                 self._find_closed()
+        else:
+            return self._taken(index, message)
         finally:
             self.owed.deadlines.end_look()
         return None
 
     def look(self) -> None:
-        """Find out who has gone, while nobody owes an answer."""
+        """Find out who has gone, while nobody awaits an answer: what is here
+        already is taken in."""
         self._find_closed()
         while self._early:
-            self._taken(*self._early.popleft())
+            while self._early:
+                self._taken(*self._early.popleft())
+            self._find_closed()
 
     def lose(self, index: int, error: FastDecodeError) -> None:
         """Give a peer up."""
         if index in self.lost:
             return
+        if index >= self._first_stage and self._stages is not None:
+            raise self._stages.lost(index, error)
         self.owed.forget(index)
         self._early = deque(early for early in self._early if early[0] != index)
+        self.unasked.forget(index)
         # Another error: one that was raised keeps all that its frames hold alive.
         self.lost[index] = WorkerError(error.message, code=error.code)
         self._untold.append(index)
@@ -153,16 +175,27 @@ class Peers:
     def _taken(self, index: int, message: FromRWorker) -> tuple[HolderId, Answer] | None:
         if index in self.lost:
             return None  # it was given up, and answers after all
+        if index >= self._first_stage and self._stages is not None:
+            self._stages.take(index, cast(FromAnyStage, message))
+            return None
         if isinstance(message, Failed):
             self.lose(index, _failure(message))
         elif isinstance(message, ReplicationNews):
-            self._told.append((index, message))
-        elif (holder := self.owed.take(index, message)) is not None:
-            return holder, message
+            self.unasked.hear_replica(index, message)
+        elif not isinstance(message, MoveNews):
+            try:
+                return self.owed.take(index, message), message
+            except ProtocolError as lie:
+                self._lied(index, lie.message)
+        elif self.owed.take_news(index, message):
+            self.unasked.hear_tier(index, message)
         else:
-            text = f"{self.name(index)} sent {type(message).__name__}, which nobody asked for"
-            self.lose(index, ProtocolError(text))
+            self._lied(index, f"sent {type(message).__name__}, which nobody asked for")
         return None
+
+    def _lied(self, index: int, what: str) -> None:
+        """A peer has said what it can't mean."""
+        self.lose(index, ProtocolError(f"{self.name(index)} {what}"))
 
     def _find_closed(self) -> None:
         """Some connection has closed: find out whose. Answers that come to

@@ -1,115 +1,309 @@
 """R-workers that take a lost one's place: another process at the same address,
-or the same one once it is reached again. Only ZeroMQ knows addresses; an MPI
-job's ranks never come back."""
+the same one once it is reached again, or a spare one. Whoever makes connections
+(a hub) knows where they are.
+
+One that comes is greeted, and waits until nothing remembers the lost one
+(``admit``). Or, where a neighbour goes on for that one, it is given the cache
+meanwhile (``make_way``), and then let in.
+"""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
+from fastdecode.core.holders import HolderId
+from fastdecode.core.spec import HeadShare
+from fastdecode.engine.fleet.deadlines import Deadlines
+from fastdecode.engine.fleet.peers import RConnection
+from fastdecode.wire.kv.replicating import Dropped, Replicate
+from fastdecode.wire.kv.taking_over import DropCache
 from fastdecode.wire.messages import FromRWorker, Hello, ToRWorker, Welcome
-from fastdecode.wire.zmq.hub import ZmqConnection, ZmqHub
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-"""Between two attempts at an address where somebody answers, but doesn't serve us."""
+"""Between two attempts where somebody answers, but doesn't serve us; and after
+one that was let in is lost again soon. Twice as long every time that it is."""
+LONGEST_PAUSE_S = 60.0
+"""But not longer; and one that has served for so long isn't lost soon."""
+
+
+class Replacements(Protocol):
+    """R-workers that take the place of lost ones. Never waits."""
+
+    @property
+    def timeout_s(self) -> float:
+        """How long to go on looking when all are lost. Infinite: whoever may
+        come is sure to answer, or to be lost, too."""
+
+    def limit(self, num_blocks: Mapping[int, int]) -> None:
+        """From now on those that come in a lost one's place offer so many KV
+        blocks, at most."""
+
+    def look(self, lost: Collection[int]) -> Mapping[int, Welcome]:
+        """Those of the lost R-workers in whose place another one waits to be let in (``admit``)."""
+
+    def admit(self, worker: int) -> None:
+        """From now on the hub's connection of that number is the new R-worker's."""
+
+
+class NewConnection(RConnection, Protocol):
+    """To an R-worker that may come."""
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the other end has been heard of."""
+
+    def check(self) -> None:
+        """Raises WorkerError: it is lost."""
+
+
+ConnectionT = TypeVar("ConnectionT", bound=NewConnection)
+
+
+class Places(Protocol[ConnectionT]):
+    """A hub whose connections can be replaced."""
+
+    @property
+    def connections(self) -> Sequence[RConnection]: ...
+
+    def reconnect(self, index: int) -> ConnectionT:
+        """To whoever may come in the place of a connection.
+
+        Raises:
+            FastDecodeError: there is nobody now.
+        """
+
+    def replace(self, index: int, connection: ConnectionT) -> None:
+        """A connection that came of ``reconnect`` is the hub's, in that place."""
 
 
 @dataclass(eq=False)
-class _Candidate:
-    connection: ZmqConnection[ToRWorker, FromRWorker]
+class _Candidate(Generic[ConnectionT]):
+    connection: ConnectionT
+    since_s: float
+    """When it was asked what it hasn't answered."""
     is_greeted: bool = False
+    welcome: Welcome | None = None
+    makes_way: bool = False
+    """It was told to give up its empty cache for the one that it is sent."""
+    has_made_way: bool = False
+
+    @property
+    def owes(self) -> bool:
+        """Whether it hasn't answered what it was asked last."""
+        return self.welcome is None or self.makes_way > self.has_made_way
+
+    def take(self, answer: FromRWorker, hello: Hello) -> None:
+        """It has said something, to ``hello`` if it was greeted.
+
+        Raises:
+            ProtocolError: nobody asked for that, or it can't be.
+        """
+        if isinstance(answer, Dropped):
+            self.has_made_way = self.makes_way
+        elif self.is_greeted and self.welcome is None and isinstance(answer, Welcome):
+            hello.check(answer)
+            self.welcome = answer
+        else:
+            raise ProtocolError(f"says: {getattr(answer, 'message', type(answer).__name__)}")
+
+    def check_patience(self, deadlines: Deadlines) -> None:
+        """
+        Raises:
+            WorkerError: it has been greeted, and doesn't answer, or gives no sign
+                of life any more.
+        """
+        end_s, reason = deadlines.end(self.since_s, self.connection.heard_s)
+        if self.is_greeted and end_s <= deadlines.clock():
+            raise WorkerError(f"{self.connection.peer} {reason}")
 
 
-class AddressReplacements:
-    """Connects again to the addresses of lost R-workers; see
-    ``fastdecode.engine.fleet.workers.Replacements``.
+class _Pauses:
+    """How long nobody is sought, by the place that one was lost from.
+
+    Args:
+        clock: seconds.
+        longest_s: a pause.
+    """
+
+    def __init__(self, clock: Clock, longest_s: float) -> None:
+        self._clock = clock
+        self._longest_s = longest_s
+        self._until_s: dict[int, float] = {}
+        self._admitted_s: dict[int, float] = {}
+        self._lengths_s: dict[int, float] = {}
+
+    def admitted(self, worker: int) -> None:
+        """One was let in."""
+        self._admitted_s[worker] = self._clock()
+
+    def is_over(self, worker: int) -> bool:
+        """Whether one is sought. If one was let in before, it is lost again."""
+        now = self._clock()
+        admitted_s = self._admitted_s.pop(worker, None)
+        if admitted_s is not None and now - admitted_s < LONGEST_PAUSE_S:
+            length_s = min(2 * self._lengths_s.get(worker, RETRY_S / 2), self._longest_s)
+            self._lengths_s[worker] = length_s
+            self._until_s[worker] = now + length_s
+        elif admitted_s is not None:
+            self._lengths_s.pop(worker, None)
+        return now >= self._until_s.get(worker, -math.inf)
+
+    def begin(self, worker: int) -> None:
+        """Nobody could come."""
+        self._until_s[worker] = self._clock() + RETRY_S
+
+
+class HubReplacements(Generic[ConnectionT]):
+    """Connects again to whoever may come; see
+    ``Replacements``.
 
     Args:
         hub: whose connections are to be replaced.
         hello: what a new R-worker is greeted with.
-        timeout_s: how long to go on when all are lost.
-        clock: seconds.
+        deadlines: how long to go on when all are lost; and how long one that is
+            greeted may take.
     """
 
-    def __init__(
-        self,
-        hub: ZmqHub,
-        hello: Hello,
-        *,
-        timeout_s: float = 0.0,
-        clock: Clock = time.monotonic,
-    ) -> None:
+    def __init__(self, hub: Places[ConnectionT], hello: Hello, deadlines: Deadlines) -> None:
         self._hub = hub
         self._hello = hello
-        self.timeout_s = timeout_s
-        self._clock = clock
+        self._greeting = deadlines.while_greeting()
+        self._waiting = replace(deadlines, timeout_s=math.inf)
+        self._clock = deadlines.clock
+        self._timeout_s = deadlines.timeout_s
         self._most_blocks: Mapping[int, int] = {}
-        self._candidates: dict[int, _Candidate] = {}
-        self._not_before: dict[int, float] = {}
-        self._welcomes: dict[int, Welcome] = {}
+        self._shares: Mapping[HolderId, HeadShare] = {}
+        self._candidates: dict[int, _Candidate[ConnectionT]] = {}
+        # When all are lost, the next is to come before the time is over.
+        longest_s = LONGEST_PAUSE_S
+        if self._timeout_s > 0:
+            longest_s = min(longest_s, self._timeout_s / 4)
+        self._pauses = _Pauses(self._clock, longest_s)
 
-    def limit(self, num_blocks: Mapping[int, int]) -> None:
+    @property
+    def timeout_s(self) -> float:
         """See ``Replacements``."""
+        return self._timeout_s
+
+    def limit(
+        self, num_blocks: Mapping[int, int], shares: Mapping[HolderId, HeadShare] | None = None
+    ) -> None:
+        """See ``Replacements``. ``shares``: the heads of each place, where they
+        are shared out."""
         self._most_blocks = num_blocks
+        self._shares = shares or {}
 
     def look(self, lost: Iterable[int]) -> dict[int, Welcome]:
         """Those of the lost R-workers in whose place another one waits to be let in (``admit``)."""
+        for deadlines in (self._greeting, self._waiting):
+            deadlines.begin_look()
         for worker in lost:
-            if worker not in self._welcomes and self._clock() >= self._not_before.get(worker, 0.0):
-                self._reconnect(worker)
-        return dict(self._welcomes)
+            if worker not in self._candidates:
+                self._seek(worker)
+            if worker in self._candidates:
+                self._hear(worker)
+        for deadlines in (self._greeting, self._waiting):
+            deadlines.end_look()
+        candidates = self._candidates.items()
+        return {worker: one.welcome for worker, one in candidates if one.welcome is not None}
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether one has been greeted that hasn't answered."""
+        return any(x.is_greeted and x.welcome is None for x in self._candidates.values())
 
     def admit(self, worker: int) -> None:
         """From now on the hub's connection of that number is the new R-worker's."""
-        del self._welcomes[worker]
+        self._pauses.admitted(worker)
         self._hub.replace(worker, self._candidates.pop(worker).connection)
 
-    def _reconnect(self, worker: int) -> None:
+    def make_way(self, worker: int, guest: str, line: int, timeout_s: float) -> None:
+        """Have one that waits give up its empty cache, and expect the neighbour
+        (``guest``) that sends it another over a line."""
+        candidate, session = self._candidates[worker], self._hello.session
+        expect = Replicate("", guest, 1, 0, timeout_s, holder=worker, guest_line=line)
+        candidate.makes_way, candidate.since_s = True, self._clock()
+        self._tell(worker, expect, DropCache(session, worker, holder=worker))
+
+    def has_made_way(self, worker: int) -> bool:
+        """Whether it is there, and has."""
+        if worker in self._candidates:
+            self._hear(worker)
         candidate = self._candidates.get(worker)
-        if candidate is None:
-            # One that was given up though it lives would go on serving the old
-            # connection, and be busy for ever.
-            self._hub.connections[worker].close()
-            try:
-                candidate = _Candidate(self._hub.reconnect(worker))
-            except (
-                FastDecodeError
-            ) as error:  # no socket left, or a name that isn't known any more: others may live
-                logger.info("no replacement yet: %s", error)
-                self._not_before[worker] = self._clock() + RETRY_S
-                return
-            self._candidates[worker] = candidate
+        return candidate is not None and candidate.has_made_way
+
+    def greet_again(self, worker: int) -> None:
+        """One that was to be given a cache is to wait with an empty one after all."""
+        candidate = self._candidates.get(worker)
+        if candidate is not None:
+            candidate.welcome = None
+            candidate.makes_way = candidate.has_made_way = False
+            self._tell(worker, DropCache(self._hello.session, worker, holder=worker))
+            self._greet(worker)
+
+    def is_whole(self, worker: int, welcome: Welcome) -> bool:
+        """Whether one that waits offers all the room that the lost one did."""
+        return welcome.num_blocks >= self._most_blocks.get(worker, 0)
+
+    def _seek(self, worker: int) -> None:
+        """Connect to whoever may be there, if it is time for that."""
+        if not self._pauses.is_over(worker):
+            return
+        # One that was given up though it lives would go on serving the old
+        # connection, and be busy for ever.
+        self._hub.connections[worker].close()
+        try:
+            connection = self._hub.reconnect(worker)
+        except FastDecodeError as error:  # no socket left, nobody, or a name not known any more
+            logger.info("no replacement yet: %s", error)
+            self._pauses.begin(worker)
+            return
+        self._candidates[worker] = _Candidate(connection, self._clock())
+
+    def _hear(self, worker: int) -> None:
+        """Take in what has come from one that may come, and greet it once it is there."""
+        candidate = self._candidates[worker]
         connection = candidate.connection
         try:
             connection.check()
             if connection.is_reached and not candidate.is_greeted:
-                most = self._most_blocks.get(worker, self._hello.max_blocks)
-                connection.send(replace(self._hello, holder=worker, max_blocks=most))
-                candidate.is_greeted = True
-            answer = connection.poll()
-            if isinstance(answer, Welcome):
-                self._hello.check(answer)
+                self._greet(worker)
+            while worker in self._candidates and (answer := connection.poll()) is not None:
+                candidate.take(answer, self._hello)
+            candidate.check_patience(self._greeting if candidate.owes else self._waiting)
         except ProtocolError as lie:
             self._give_up(worker, f"{connection.peer} {lie.message}")
-            return
         except WorkerError as error:
             self._give_up(worker, error.message)
-            return
-        if isinstance(answer, Welcome):
-            self._welcomes[worker] = answer
-        elif answer is not None:
-            self._give_up(
-                worker, f"{connection.peer}: {getattr(answer, 'message', type(answer).__name__)}"
-            )
+
+    def _greet(self, worker: int) -> None:
+        candidate = self._candidates.get(worker)
+        if candidate is not None:
+            most = self._most_blocks.get(worker, self._hello.max_blocks)
+            hello = replace(self._hello, holder=worker, max_blocks=most)
+            candidate.is_greeted, candidate.since_s = True, self._clock()
+            share = self._shares.get(HolderId(worker))
+            self._tell(worker, hello if share is None else hello.part(share))
+
+    def _tell(self, worker: int, *messages: ToRWorker) -> None:
+        try:
+            for message in messages:
+                self._candidates[worker].connection.send(message)
+        except WorkerError as error:
+            self._give_up(worker, error.message)
 
     def _give_up(self, worker: int, reason: str) -> None:
         """For now."""
         logger.info("no replacement yet: %s", reason)
-        self._candidates.pop(worker).connection.close()
-        self._not_before[worker] = self._clock() + RETRY_S
+        candidate = self._candidates.pop(worker, None)
+        if candidate is not None:
+            candidate.connection.close()
+        self._pauses.begin(worker)

@@ -14,7 +14,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +22,9 @@ import numpy as np
 from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.greeting import greet
+from fastdecode.engine.fleet.handovers import Handovers
+from fastdecode.engine.fleet.replacements import HubReplacements, Replacements
 from fastdecode.engine.fleet.ring import LinkOptions, Ring
 from fastdecode.schedule.life import events
 from fastdecode.schedule.ring import ResumePoint, num_offered
@@ -47,11 +50,30 @@ class Failover:
     """From then until the neighbour had taken over."""
 
 
+@dataclass(frozen=True)
+class Return:
+    """A cache that a neighbour went on with, and another R-worker does now, in
+    the lost one's place."""
+
+    worker: str
+    keeper: str
+    """The neighbour."""
+    copy_s: float
+    """From when it came until it had caught up, in which nobody waited for it."""
+    drain_s: float
+    """From then until no step was in flight."""
+    resume_s: float
+    """From then until it went on."""
+    went_on_s: float
+    """When that was, by the clock."""
+
+
 @dataclass
 class ReplicaFigures:
     """What has become of replicas so far."""
 
     failovers: list[Failover] = field(default_factory=list)
+    returns: list[Return] = field(default_factory=list)
     num_recomputed_holders: int = 0
     """Lost R-workers of which there was no replica, or not any more."""
     num_rings: int = 0
@@ -59,7 +81,7 @@ class ReplicaFigures:
     unprotected_s: float = 0.0
     """In which some R-worker had no replica."""
     lags: Counter[int] = field(default_factory=Counter)
-    """See ``Ring.lags``."""
+    """See ``Protection.lags``."""
 
     def lag(self, percent: float) -> int | None:
         """Steps that had begun since the one that a neighbour has, in so many of
@@ -70,6 +92,229 @@ class ReplicaFigures:
             if left <= 0:
                 return lag
         return None
+
+
+class Failovers:
+    """Who goes on for whom, of holders of a fleet, each an R-worker. Whoever has
+    them go on asks them what they have.
+
+    Args:
+        fleet: the holders.
+        options: of the links.
+        clock: seconds.
+    """
+
+    def __init__(self, fleet: Fleet, options: LinkOptions, clock: Clock = time.monotonic) -> None:
+        self._fleet = fleet
+        self._clock = clock
+        self._ring = Ring(fleet, options, clock)
+        self._is_broken = False  # somebody has left the ring, or come
+        self.failing: dict[HolderId, Failover] = {}
+        """Lost holders that others can go on for, and don't yet."""
+        self.adopted: set[HolderId] = set()
+        """Lost holders that neighbours go on for."""
+        self._handovers: Handovers | None = None
+        self.figures = ReplicaFigures(lags=self._ring.protection.lags)
+        """What has become of them so far."""
+
+    def hand_over_to(self, replacements: Replacements | None) -> None:
+        """From now on, what neighbours go on with is given to those that come in
+        the lost ones' places, if any do."""
+        if isinstance(replacements, HubReplacements):
+            self._handovers = Handovers(self._fleet, self._ring, replacements, self._clock)
+
+    def begin(self, holders: Sequence[HolderId]) -> None:
+        """Have every R-worker that is there keep its neighbour up to date."""
+        self._ring.close(holders)
+
+    def take_news(self, last_step: int) -> None:
+        """Take in what R-workers have said of their replicas. ``last_step``:
+        that has begun."""
+        for news in self._fleet.unasked.take_replicas():
+            self._ring.take(news, last_step)
+        self._ring.protection.count()
+        self.figures.unprotected_s = self._ring.protection.unprotected_s
+
+    def leaving(
+        self, found: Mapping[int, Welcome], is_used: Callable[[HolderId], bool]
+    ) -> list[HolderId]:
+        """Holders that are to leave the neighbours that go on for them, since
+        those that have come in their places have caught up.
+
+        Args:
+            found: who waits in whose place.
+            is_used: whether any sequence is on a holder.
+        """
+        if self._handovers is None:
+            return []
+        return self._handovers.advance(self.adopted, found, is_used)
+
+    def is_leaving(self, holder: HolderId) -> bool:
+        """Whether a holder is on its way back to its own place."""
+        return self._handovers is not None and holder in self._handovers
+
+    def lose(self, holder: HolderId, *, is_used: bool) -> bool:
+        """A holder is lost, which sequences are on, or not (``is_used``).
+        Whether another R-worker can go on for it."""
+        self._is_broken = True
+        self.failing.pop(holder, None)
+        if holder in self.adopted:
+            name = self._fleet.peer(holder)
+            if self._handovers is not None and self._handovers.has_second_copy(holder):
+                self.failing[holder] = Failover(name, "", None, self._clock())
+                return True
+        was_adopted = holder in self.adopted
+        self.adopted.discard(holder)
+        plan = self._ring.plan(holder)
+        self._ring.lose(holder)
+        if is_used and plan is not None and not was_adopted:
+            names = self._fleet.peer(holder), self._fleet.peer(self._ring.beside(holder, 1))
+            self.failing[holder] = Failover(*names, plan.resume, self._clock())
+            return True
+        self._ring.forget(holder)
+        if is_used:
+            self.figures.num_recomputed_holders += 1
+            logger.warning("no replica of %s: recomputed", self._fleet.peer(holder))
+        return False
+
+    def go_on(self, holder: HolderId) -> bool:
+        """Another R-worker goes on for a holder that is lost, or leaves the
+        neighbour that went on for it. Whether it is there."""
+        failover = self.failing.get(holder)
+        if failover is not None:
+            failover.drain_s = self._clock() - failover.noticed_s
+        if self._handovers is not None and self._handovers.may_go_on(holder):
+            self._handovers.let_in(holder)
+        elif not self._stay(holder):
+            self.failing.pop(holder, None)
+            self.adopted.discard(holder)
+            self._ring.forget(holder)
+            self.figures.num_recomputed_holders += 1
+            return False
+        self.adopted.add(holder)
+        return True
+
+    def _stay(self, holder: HolderId) -> bool:
+        """The neighbour goes on for a holder, as it may have before. Whether it is
+        there."""
+        if holder in self.adopted:
+            if self._handovers is not None:
+                self._handovers.cancel(holder)
+            return self._fleet.keepers[holder] not in self._fleet.gone
+        keeper = self._ring.beside(holder, 1)
+        if keeper in self._fleet.gone:
+            return False
+        self._fleet.keepers.move(holder, keeper)
+        return True
+
+    def went_on(self, holder: HolderId) -> bool:
+        """Whoever goes on for a holder has said what it has. Whether the holder
+        is in its own place again."""
+        failover = self.failing.pop(holder, None)
+        is_home = self.is_leaving(holder)
+        if failover is not None:
+            since_s = failover.noticed_s + failover.drain_s
+            failover.resume_s = self._clock() - since_s
+            failover.keeper = self._fleet.peer(holder)
+            self.figures.failovers.append(failover)
+            logger.warning(
+                "%s goes on for %s, with the replica that it has kept",
+                failover.keeper,
+                failover.worker,
+            )
+        if is_home:
+            self._return(holder, is_planned=failover is None)
+        return is_home
+
+    def _return(self, holder: HolderId, *, is_planned: bool) -> None:
+        """A holder is in its own place again."""
+        assert self._handovers is not None
+        handover = self._handovers.end(holder)
+        self.adopted.discard(holder)
+        self._is_broken = True
+        if not is_planned:
+            return
+        assert handover.leaves_s is not None and handover.asked_s is not None
+        names = self._fleet.peer(holder), self._fleet.peer(handover.source)
+        copy_s = handover.leaves_s - handover.since_s
+        drain_s = handover.asked_s - handover.leaves_s
+        now = self._clock()
+        spans = copy_s, drain_s, now - handover.asked_s
+        self.figures.returns.append(Return(*names, *spans, now))
+        logger.warning("%s goes on in the place of one that was lost, in place of %s", *names)
+
+    def emptied(self, holder: HolderId) -> None:
+        """Nothing is left of what was taken over."""
+        self.adopted.remove(holder)
+        self._ring.forget(holder)
+        self._fleet.keepers.give_back(holder)
+
+    def end_all(self) -> bool:
+        """Nobody goes on for anybody any more, and nobody keeps a replica.
+        Whether all of that is over; if not, ask again."""
+        for holder in self.adopted | self.failing.keys():
+            if self._handovers is not None:
+                self._handovers.cancel(holder)
+            self._fleet.keepers.give_back(holder)
+        self.adopted.clear()
+        self.failing.clear()
+        self._is_broken = True
+        return self._ring.make_way(())
+
+    def joined(self) -> None:
+        """An R-worker has come in the place of a lost one."""
+        self._is_broken = True
+
+    def mend(self) -> None:
+        """Close the ring again over those that are there, once no neighbour has
+        anything of a lost one."""
+        if not self._is_broken or self.failing or self.adopted:
+            return
+        lost = self._fleet.lost
+        there = [one for one in self._fleet.keepers if one not in lost]
+        if there and self._ring.make_way(there):
+            self._is_broken = False
+            self.figures.num_rings += 1
+            self._ring.close(there)
+            if len(there) > 1:
+                logger.warning("the ring of replicas is closed over %d R-workers", len(there))
+
+
+class Replicas(Failovers):
+    """As the engine uses them.
+
+    Args:
+        fleet, options, clock: see ``Failovers``.
+    """
+
+    def __init__(self, fleet: Fleet, options: LinkOptions, clock: Clock = time.monotonic) -> None:
+        super().__init__(fleet, options, clock)
+        self._session = options.session
+        self._asked: dict[HolderId, TakeOver] = {}
+
+    def take_over(self, order: events.TakeOver) -> bool:
+        """Have another R-worker go on for a holder, and ask it what it has.
+        Whether it is there."""
+        holder = order.holder
+        if not self.go_on(holder):
+            return False
+        ids = np.array([part.part_id for part in order.parts], np.int64)
+        counts = np.array(order.num_tokens, np.int32)
+        message = self._asked[holder] = TakeOver(self._session, ids, counts)
+        self._fleet.send(holder, message)
+        return True
+
+    def taken_over(self, holder: HolderId, answer: TakenOver) -> events.TakenOver:
+        """Whoever goes on for a holder has answered.
+
+        Raises:
+            ProtocolError: that can't be.
+        """
+        self._asked.pop(holder).check(answer)
+        is_home = self.went_on(holder)
+        found = answer.num_tokens.tolist()
+        counts = tuple(None if x == MISSING else x for x in found)
+        return events.TakenOver(holder, counts, is_home=is_home)
 
 
 def new_session() -> int:
@@ -96,14 +341,22 @@ def replicate(
     Raises:
         ConfigError: there is to be a single one, or one hasn't the memory.
     """
-    there = sorted(welcomes)
-    again = dict(welcomes)
-    if len(there) > 1 or len(fleet) == 1:  # else all others are lost, and it goes on alone
-        offered = num_offered([welcomes[holder].num_blocks for holder in there])
-        again = fleet.greet(hello, dict(zip(there, offered, strict=True)))
+    again = offer_halves(fleet, hello, welcomes)
     replicas = Replicas(fleet, options, clock)
     replicas.begin(sorted(again))
     return again, replicas
+
+
+def offer_halves(
+    fleet: Fleet, hello: Hello, welcomes: Mapping[HolderId, Welcome]
+) -> dict[HolderId, Welcome]:
+    """Have every R-worker that is there offer half of its KV blocks; see
+    ``replicate``."""
+    there = sorted(welcomes)
+    if len(there) == 1 < len(fleet):
+        return dict(welcomes)  # all others are lost, and it goes on alone
+    offered = num_offered([welcomes[holder].num_blocks for holder in there])
+    return greet(fleet, hello, dict(zip(there, offered, strict=True)))
 
 
 def limits(welcomes: Mapping[HolderId, Welcome], num_holders: int) -> dict[int, int]:
@@ -117,117 +370,3 @@ def limits(welcomes: Mapping[HolderId, Welcome], num_holders: int) -> dict[int, 
         index: welcomes[holder].num_blocks if (holder := HolderId(index)) in welcomes else least
         for index in range(num_holders)
     }
-
-
-class Replicas:
-    """Of holders of a fleet, each an R-worker.
-
-    Args:
-        fleet: the holders.
-        options: of the links.
-        clock: seconds.
-    """
-
-    def __init__(self, fleet: Fleet, options: LinkOptions, clock: Clock = time.monotonic) -> None:
-        self._fleet = fleet
-        self._session = options.session
-        self._clock = clock
-        self._ring = Ring(fleet, options, clock)
-        self._is_broken = False  # somebody has left the ring, or come
-        self._failing: dict[HolderId, Failover] = {}
-        self._asked: dict[HolderId, TakeOver] = {}
-        self.adopted: set[HolderId] = set()
-        """Lost holders that neighbours go on for."""
-        self.figures = ReplicaFigures(lags=self._ring.lags)
-        """What has become of them so far."""
-
-    def begin(self, holders: Sequence[HolderId]) -> None:
-        """Have every R-worker that is there keep its neighbour up to date."""
-        self._ring.close(holders)
-
-    def take_news(self, last_step: int) -> None:
-        """Take in what R-workers have said of their replicas. ``last_step``:
-        that has begun."""
-        for news in self._fleet.take_told():
-            self._ring.take(news, last_step)
-        self._ring.count()
-        self.figures.unprotected_s = self._ring.unprotected_s
-
-    def lose(self, holder: HolderId, *, is_used: bool) -> bool:
-        """A holder is lost, which sequences are on, or not (``is_used``).
-        Whether its neighbour can go on for it."""
-        self._is_broken = True
-        self._failing.pop(holder, None)
-        self._asked.pop(holder, None)
-        was_adopted = holder in self.adopted
-        self.adopted.discard(holder)
-        plan = self._ring.plan(holder)
-        self._ring.lose(holder)
-        if is_used and plan is not None and not was_adopted:
-            names = self._fleet.peer(holder), self._fleet.peer(self._ring.beside(holder, 1))
-            self._failing[holder] = Failover(*names, plan.resume, self._clock())
-            return True
-        self._ring.forget(holder)
-        if is_used:
-            self.figures.num_recomputed_holders += 1
-            logger.warning("no replica of %s: recomputed", self._fleet.peer(holder))
-        return False
-
-    def take_over(self, order: events.TakeOver) -> bool:
-        """Have the neighbour go on for a lost holder. Whether it is there."""
-        holder = order.holder
-        keeper = self._ring.beside(holder, 1)
-        failover = self._failing[holder]
-        failover.drain_s = self._clock() - failover.noticed_s
-        if keeper in self._fleet.lost:
-            del self._failing[holder]
-            self.figures.num_recomputed_holders += 1
-            return False
-        ids = np.array([part.part_id for part in order.parts], np.int64)
-        counts = np.array(order.num_tokens, np.int32)
-        message = self._asked[holder] = TakeOver(self._session, ids, counts)
-        self.adopted.add(holder)
-        self._fleet.keepers.move(holder, keeper)
-        self._fleet.send(holder, message)
-        return True
-
-    def taken_over(self, holder: HolderId, answer: TakenOver) -> events.TakenOver:
-        """The neighbour has answered.
-
-        Raises:
-            ProtocolError: that can't be.
-        """
-        self._asked.pop(holder).check(answer)
-        failover = self._failing.pop(holder)
-        since_s = failover.noticed_s + failover.drain_s
-        failover.resume_s = self._clock() - since_s
-        self.figures.failovers.append(failover)
-        logger.warning(
-            "%s goes on for %s, with the replica that it has kept", failover.keeper, failover.worker
-        )
-        found = answer.num_tokens.tolist()
-        return events.TakenOver(holder, tuple(None if x == MISSING else x for x in found))
-
-    def emptied(self, holder: HolderId) -> None:
-        """Nothing is left of what was taken over."""
-        self.adopted.remove(holder)
-        self._ring.forget(holder)
-        self._fleet.keepers.give_back(holder)
-
-    def joined(self) -> None:
-        """An R-worker has come in the place of a lost one."""
-        self._is_broken = True
-
-    def mend(self) -> None:
-        """Close the ring again over those that are there, once no neighbour has
-        anything of a lost one."""
-        if not self._is_broken or self._failing or self.adopted:
-            return
-        lost = self._fleet.lost
-        there = [one for one in self._fleet.keepers if one not in lost]
-        if there and self._ring.make_way(there):
-            self._is_broken = False
-            self.figures.num_rings += 1
-            self._ring.close(there)
-            if len(there) > 1:
-                logger.warning("the ring of replicas is closed over %d R-workers", len(there))

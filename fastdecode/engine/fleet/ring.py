@@ -8,6 +8,7 @@ with theirs.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.protection import Protection
 from fastdecode.schedule.ring import RecoveryPlan, plan_recovery
 from fastdecode.wire.kv.replicating import NO_STEP, Dropped, Replicate, Replicated, ReplicationNews
 from fastdecode.wire.kv.taking_over import DropCache
@@ -25,22 +27,63 @@ from fastdecode.wire.messages import MAX_ID, MAX_LANES
 
 logger = logging.getLogger(__name__)
 
-MOST_LAG: Final = 1000
-"""Steps; a replica that is further behind counts as that far."""
-
 
 @dataclass(frozen=True)
 class LinkOptions:
     """Of all links."""
 
     addresses: Sequence[str]
-    """What R-workers call each other, by holder."""
+    """What R-workers call each other, by the place that each has: of one in
+    whose place another comes, that one's."""
     num_bytes: int
     """That a link may have under way unanswered."""
     timeout_s: float
     """How long a neighbour may take to make room."""
     session: int
     """Secret of this run, in which holders were greeted."""
+
+
+class Links:
+    """The last link of each holder: the number by which news of it are told
+    from those of earlier ones, and the line that it goes over.
+
+    Args:
+        fleet: the holders.
+        options: of all links.
+    """
+
+    def __init__(self, fleet: Fleet, options: LinkOptions) -> None:
+        self._fleet = fleet
+        self._options = options
+        self._numbers: Counter[HolderId] = Counter()
+        self._lines: dict[HolderId, int] = {}
+        self._next_line = itertools.count(1)
+
+    def number(self, holder: HolderId) -> int:
+        """Of its last link; 0: there was none."""
+        return self._numbers[holder]
+
+    def line(self, holder: HolderId) -> int:
+        """Of its last link; 0: there was none."""
+        return self._lines.get(holder, 0)
+
+    def next_line(self, holder: HolderId) -> int:
+        """From now on its links go over another line, of this number."""
+        self._lines[holder] = next(self._next_line)
+        return self._lines[holder]
+
+    def begin(self, holder: HolderId) -> None:
+        """What it is told next is about a new link."""
+        self._numbers[holder] += 1
+
+    def tell(self, holder: HolderId, keeper: str, guest: str, guest_line: int = 0) -> None:
+        """Have it keep its replica up to date at ``keeper``; empty: nowhere. And
+        have it expect the link of ``guest``, over a line; empty: nobody's new one."""
+        options, line = self._options, self.line(holder)
+        numbers = options.num_bytes, self._numbers[holder], options.timeout_s
+        self._fleet.send(
+            holder, Replicate(keeper, guest, *numbers, line=line, guest_line=guest_line)
+        )
 
 
 class Ring:
@@ -54,21 +97,15 @@ class Ring:
 
     def __init__(self, fleet: Fleet, options: LinkOptions, clock: Clock) -> None:
         self._fleet = fleet
-        self._options = options
-        self._clock = clock
+        self.options: Final = options
         self.members: tuple[HolderId, ...] = ()
-        self._keepers: dict[HolderId, HolderId] = {}  # who keeps each one's replica
+        # Who keeps each one's replica. A holder may be its own: whoever has come
+        # in its place does, while a neighbour goes on for it.
+        self._keepers: dict[HolderId, HolderId] = {}
         self._dropping: set[tuple[HolderId, HolderId]] = set()  # replicas that end, and keepers
-        self._numbers: Counter[HolderId] = Counter()  # of the last link of each
-        self._starting: set[HolderId] = set()  # those of whose replica nobody has heard yet
-        self._without: set[HolderId] = set()  # those that have none, or not any more
-        self._held: dict[HolderId, dict[int, int]] = {}  # what each one's neighbour has: lane, step
-        self._unprotected_since_s: float | None = None
-        self.unprotected_s = 0.0
-        """In which some R-worker had no replica, up to the last ``count``."""
-        self.lags: Counter[int] = Counter()
-        """Steps that had begun since the one that a neighbour has, at most
-        ``MOST_LAG``: how often it was said."""
+        self.links: Final = Links(fleet, options)
+        self.protection: Final = Protection(clock)
+        """Which replicas are there."""
 
     def make_way(self, members: Sequence[HolderId]) -> bool:
         """End what would be in the way of a ring of these. Whether all of that
@@ -88,12 +125,18 @@ class Ring:
         before, self._keepers = self._keepers, _pairs(members)
         if not self._keepers:
             logger.warning("no replicas: all R-workers but one are lost")
-        self._starting &= self._keepers.keys()
-        self._without &= self._keepers.keys()
-        self._without |= set(members) - self._keepers.keys()
-        for holder in self._keepers:
-            self._link(holder, before)
-        self.count()
+        self.protection.only(self._keepers.keys(), members)
+        new = {holder for holder in self._keepers if before.get(holder) != self._keepers[holder]}
+        for holder in new:
+            self.links.next_line(holder)
+            self._begin(holder)
+        for holder, keeper in self._keepers.items():
+            guest = self.beside(holder, -1)
+            if holder in new or guest in new:
+                names = self.options.addresses
+                expected = names[guest] if guest in new else ""
+                self.links.tell(holder, names[keeper], expected, self.links.line(guest))
+        self.protection.count()
 
     def beside(self, holder: HolderId, step: int) -> HolderId:
         """Who keeps a member's replica (1), or whose is kept there (-1)."""
@@ -105,10 +148,10 @@ class Ring:
         can't go on for it."""
         if holder not in self.members or len(self.members) < 2:
             return None
-        bare = self._without | self._starting
-        lost, acked = self._fleet.lost, self._held.get(holder, {})
+        bare, gone, keepers = self.protection.bare, self._fleet.gone, self._fleet.keepers
+        acked = self.protection.held(holder)
         lanes = [acked.get(lane, -1) for lane in range(1 + max(acked, default=0))]
-        failed = [HolderId(place) for place, one in enumerate(self.members) if one in lost]
+        failed = [HolderId(place) for place, one in enumerate(self.members) if keepers[one] in gone]
         without = [HolderId(place) for place, one in enumerate(self.members) if one in bare]
         plan = plan_recovery(len(self.members), failed, lanes, without)
         return plan if HolderId(self.members.index(holder)) in plan.adopted else None
@@ -117,22 +160,41 @@ class Ring:
         """A holder is lost: its replica is the last of it, and the one that it
         kept is gone."""
         self._dropping = {pair for pair in self._dropping if pair[1] != holder}
-        if holder in self.members:
-            before = self.beside(holder, -1)
-            self._without |= {holder, before}
-            self._starting -= {holder, before}
-            if self._keepers.get(before) == holder:
-                self._end(before)
-                del self._keepers[before]
-        self.count()
+        self.protection.end(holder)
+        for one, keeper in list(self._keepers.items()):
+            if keeper == holder != one:
+                self._end(one)
+                del self._keepers[one]
+        self.protection.count()
 
     def forget(self, holder: HolderId) -> None:
         """Nobody goes on with a replica, or not any more; also where it was
         taken over."""
         keeper = self._keepers.pop(holder, None)
-        if keeper is not None and keeper not in self._fleet.gone:
-            self._dropping.add((holder, keeper))
-            self._fleet.send(keeper, DropCache(self._options.session, holder, keeper))
+        if keeper is not None:
+            self._drop(holder, keeper)
+
+    def copy(self, holder: HolderId) -> None:
+        """A cache that a neighbour goes on with is copied to whoever has come in
+        its holder's place, over the line that was told (``links``)."""
+        self._keepers[holder] = holder
+        self._begin(holder)
+        self.links.tell(holder, self.options.addresses[holder], "")
+        self.protection.count()
+
+    def stop_copying(self, holder: HolderId, source: HolderId) -> None:
+        """It isn't any more; the neighbour (``source``) has it as before."""
+        self._keepers[holder] = source
+        self._end(holder)
+        self.protection.count()
+
+    def moved(self, holder: HolderId, source: HolderId) -> None:
+        """Whoever has come goes on with the copy; the neighbour (``source``) has
+        no use for it any more."""
+        del self._keepers[holder]
+        self.protection.end(holder)
+        self._drop(holder, source)
+        self.protection.count()
 
     def take(self, news: ReplicationNews, last_step: int) -> None:
         """What an R-worker has said. ``last_step``: that has begun."""
@@ -140,57 +202,37 @@ class Ring:
         if isinstance(news, Dropped):
             self._dropping.discard((HolderId(news.cache), holder))
             return
-        number = self._numbers[holder]
+        number = self.links.number(holder)
         if news.link > number or (isinstance(news, Replicated) and not _may_be(news)):
             text = f"{self._fleet.peer(holder)} speaks of what can't be: {news}"
             self._fleet.lose(holder, ProtocolError(text))
         elif news.link < number or holder not in self._keepers:
             pass  # of a link that is over
         elif isinstance(news, Replicated):
-            self._starting.discard(holder)
-            self._held.setdefault(holder, {})[news.lane] = news.step
-            if news.step != NO_STEP:
-                self.lags[min(max(0, last_step - news.step), MOST_LAG)] += 1
+            self.protection.hear(news, last_step)
         else:
             name = self._fleet.peer(holder)
             logger.warning("%s has no replica any more: %s", name, news.reason)
-            self._starting.discard(holder)
-            self._without.add(holder)
-        self.count()
+            self.protection.end(holder)
+        self.protection.count()
 
-    def count(self) -> None:
-        """Count the time in which some R-worker has no replica, up to now."""
-        now = self._clock()
-        if self._unprotected_since_s is not None:
-            self.unprotected_s += now - self._unprotected_since_s
-        self._unprotected_since_s = now if self._without | self._starting else None
+    def _begin(self, holder: HolderId) -> None:
+        """A link of the holder's to a new keeper, of whom nothing was heard yet."""
+        self.links.begin(holder)
+        self.protection.begin(holder)
 
-    def _link(self, holder: HolderId, before: dict[HolderId, HolderId]) -> None:
-        """Have a member's replica kept, where that wasn't so ``before``; and
-        have it expect whoever's it keeps, where that is another."""
-        keeper, guest = self._keepers[holder], self.beside(holder, -1)
-        is_new = before.get(holder) != keeper
-        if is_new:
-            self._starting.add(holder)
-            self._without.discard(holder)
-            self._held.pop(holder, None)
-        if is_new or before.get(guest) != holder:
-            names = self._options.addresses
-            expected = names[guest] if before.get(guest) != holder else ""
-            self._tell(holder, names[keeper], expected, is_new=is_new)
-
-    def _tell(self, holder: HolderId, keeper: str, guest: str, *, is_new: bool = True) -> None:
-        self._numbers[holder] += is_new
-        options = self._options
-        where = (keeper, guest, options.num_bytes)
-        self._fleet.send(holder, Replicate(*where, self._numbers[holder], options.timeout_s))
+    def _drop(self, holder: HolderId, keeper: HolderId) -> None:
+        """Have a cache dropped."""
+        if keeper not in self._fleet.gone:
+            self._dropping.add((holder, keeper))
+            self._fleet.send(keeper, DropCache(self.options.session, holder, keeper))
 
     def _end(self, holder: HolderId) -> None:
         """Its replica isn't kept up to date any more."""
-        self._without.add(holder)
-        self._starting.discard(holder)
+        self.protection.end(holder)
         if holder not in self._fleet.lost:
-            self._tell(holder, "", "")
+            self.links.begin(holder)
+            self.links.tell(holder, "", "")
 
 
 def _pairs(members: Sequence[HolderId]) -> dict[HolderId, HolderId]:

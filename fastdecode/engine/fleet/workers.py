@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.errors import WorkerError, imports_for
-from fastdecode.core.holders import Holder, HolderKind
+from fastdecode.core.holders import Holder, HolderId, HolderKind
+from fastdecode.core.spec import HeadShare
 from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.fleet import Fleet
-from fastdecode.engine.fleet.peers import RHub
+from fastdecode.engine.fleet.peers import RConnection, RHub
+from fastdecode.engine.fleet.replacements import Replacements
+from fastdecode.engine.fleet.replicas import Replicas, replicate
+from fastdecode.engine.fleet.ring import LinkOptions
+from fastdecode.engine.instances.beside import Beside
+from fastdecode.engine.stages.links import StageLinks
 from fastdecode.wire.inproc import InprocHub
+from fastdecode.wire.joined import HubBehind, JoinedHub
 from fastdecode.wire.messages import FromRWorker, Hello, Shutdown, ToRWorker, Welcome
-from fastdecode.wire.transport import Connection, SoleHub
+from fastdecode.wire.transport import Connection, Hub, SoleHub
 from rworker.inline import make_inline_worker
 from rworker.stream.links import ThreadNeighbours
+from rworker.tiers.disk import Disk
 from rworker.worker import start_worker_thread
 
 if TYPE_CHECKING:
+    from fastdecode.engine.fleet.heads.replicas import GroupReplicas
     from fastdecode.engine.step.remote import Attention
     from sworker.worker import SWorker
 
@@ -36,23 +46,16 @@ LEAST_STUCK_S = 2.0
 keep MPI busy for a while."""
 
 
-class Replacements(Protocol):
-    """R-workers that take the place of lost ones. Never waits."""
+class Replicate(Protocol):
+    """See ``fastdecode.engine.fleet.replicas.replicate``."""
 
-    @property
-    def timeout_s(self) -> float:
-        """How long to go on looking when all are lost. Infinite: whoever may
-        come is sure to answer, or to be lost, too."""
-
-    def limit(self, num_blocks: Mapping[int, int]) -> None:
-        """From now on those that come in a lost one's place offer so many KV
-        blocks, at most."""
-
-    def look(self, lost: Collection[int]) -> Mapping[int, Welcome]:
-        """Those of the lost R-workers in whose place another one waits to be let in (``admit``)."""
-
-    def admit(self, worker: int) -> None:
-        """From now on the hub's connection of that number is the new R-worker's."""
+    def __call__(
+        self,
+        fleet: Fleet,
+        hello: Hello,
+        welcomes: Mapping[HolderId, Welcome],
+        options: LinkOptions,
+    ) -> tuple[dict[HolderId, Welcome], Replicas | GroupReplicas]: ...
 
 
 @dataclass(frozen=True)
@@ -70,10 +73,15 @@ class Reached:
     replacements: Callable[[Hello, Deadlines], Replacements] | None = None
     """Makes what looks for those that take the place of lost ones; None:
     nobody does."""
+    replicate: Replicate = replicate
+    """Has them keep replicas of each other's caches."""
     kind: HolderKind = HolderKind.R_WORKER
     answers_at_once: bool = False
-    addresses: tuple[str, ...] = ()
-    """What R-workers call each other, where they can reach one another."""
+    addresses: Sequence[str] = ()
+    """What R-workers call each other, where they can reach one another; kept up
+    to date where others come in their places."""
+    num_spares: int = 0
+    """R-workers beside those of the hub, that come when one is lost."""
     attention: Callable[[Fleet, Holder, SWorker], Attention] | None = None
     """Makes what attends, where that isn't done by sending q, k and v."""
     group: RHub | None = None
@@ -83,38 +91,73 @@ class Reached:
     give_up_heads: Callable[[NDArray[np.bool_], str], None] | None = None
     """Gives up those of the group that answered for any of some query heads,
     for a reason; None: whole holders are given up."""
+    stages: StageLinks | None = None
+    """Other stages of the pipeline: the hub's last connections."""
+    shares: Callable[[], Mapping[HolderId, HeadShare]] | None = None
+    """The heads of each, where they share them out."""
 
     @property
     def num_r_workers(self) -> int:
-        return len((self.group or self.hub).connections)
+        return len(self._r_workers)
+
+    @property
+    def _r_workers(self) -> Sequence[RConnection]:
+        hub = self.group or self.hub
+        return hub.connections[: len(hub.connections) - len(self.stages or ())]
 
     def lost(self, fleet: Fleet) -> list[WorkerError]:
-        """Why those R-workers are lost that are."""
-        return list(fleet.gone.values() if self.group is None else self.group_lost.values())
+        """Why those R-workers are lost that are; of a column, those of one stage."""
+        if self.group is not None:
+            return list(self.group_lost.values())
+        lost: dict[int, WorkerError] = {**fleet.gone}
+        if fleet.later is not None:
+            for column, error in fleet.later.losses.ever.items():
+                lost.setdefault(column, error)
+        return list(lost.values())
 
     @property
     def greeting(self) -> str:
         """What is being done before the first step, for people."""
-        peers = [connection.peer for connection in (self.group or self.hub).connections]
+        peers = [connection.peer for connection in self._r_workers]
         if self.kind is HolderKind.DEVICE:
             return f"no R-workers: {', '.join(peers)}"
-        return f"greeting {len(peers)} R-worker(s): {', '.join(peers)}"
+        spare = f"; {self.num_spares} more to spare" if self.num_spares else ""
+        return f"greeting {len(peers)} R-worker(s): {', '.join(peers)}{spare}"
 
 
-def reach_threads(num_workers: int, *, kv_bytes: int, num_threads: int) -> Reached:
+def reach_threads(
+    num_workers: int,
+    *,
+    kv_bytes: int,
+    num_threads: int,
+    disk: Disk | None = None,
+    hub: InprocHub[ToRWorker, FromRWorker] | None = None,
+    stage: int = 0,
+    beside: Beside | None = None,
+) -> Reached:
     """R-workers as threads of this process.
 
     Args:
         num_workers: how many.
         kv_bytes: KV cache of each.
         num_threads: CPU threads of each.
+        disk: where the kept blocks of each may go; None: nowhere.
+        hub: gets a connection to each; None: one that has no others.
+        stage: whose they are.
+        beside: other engines' in this process; None: they reach each other alone.
     """
-    hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
-    neighbours = ThreadNeighbours()
-    names = tuple(f"r{index}" for index in range(num_workers))
+    hub = InprocHub() if hub is None else hub
+    neighbours = ThreadNeighbours() if beside is None else beside.neighbours
+    whose = f"{beside.name}-" if beside is not None else f"s{stage}-" if stage else ""
+    names = tuple(f"{whose}r{index}" for index in range(num_workers))
     threads = [
         start_worker_thread(
-            name, kv_bytes=kv_bytes, num_threads=num_threads, hub=hub, neighbours=neighbours
+            name,
+            kv_bytes=kv_bytes,
+            num_threads=num_threads,
+            hub=hub,
+            neighbours=neighbours,
+            disk=disk,
         )
         for name in names
     ]
@@ -131,14 +174,26 @@ def reach_threads(num_workers: int, *, kv_bytes: int, num_threads: int) -> Reach
     return Reached(hub, close, addresses=names)
 
 
-def reach_inline(*, kv_bytes: int, num_threads: int, openmp_library: str | None) -> Reached:
+def reach_inline(
+    *,
+    kv_bytes: int,
+    num_threads: int,
+    openmp_library: str | None,
+    disk: Disk | None = None,
+    stage: int = 0,
+) -> Reached:
     """One R-worker in this very thread; see ``rworker.inline``.
 
     Args:
-        kv_bytes, num_threads, openmp_library: see ``make_inline_worker``.
+        stage: whose it is.
+        kv_bytes, num_threads, openmp_library, disk: see ``make_inline_worker``.
     """
     worker = make_inline_worker(
-        "r0", kv_bytes=kv_bytes, num_threads=num_threads, openmp_library=openmp_library
+        f"s{stage}-r0" if stage else "r0",
+        kv_bytes=kv_bytes,
+        num_threads=num_threads,
+        openmp_library=openmp_library,
+        disk=disk,
     )
     return Reached(SoleHub(worker), lambda lost, timeout_s: worker.close(), answers_at_once=True)
 
@@ -179,6 +234,88 @@ def reach_ranks(num_s_ranks: int = 1, *, silence_s: float) -> Reached:
     return Reached(hub, close, addresses=names)
 
 
+def reach_stage_ranks(
+    stage: int,
+    num_stages: int,
+    *,
+    tp: int = 1,
+    silence_s: float,
+    at_addresses: Reached | None = None,
+) -> Reached:
+    """A stage's R-workers as ranks of this MPI job, and the other stages, which
+    are its first ranks; this process leads the stage of that number.
+
+    Args:
+        tp: S-workers of each stage that act as one.
+        silence_s: see ``reach_ranks``.
+        at_addresses: the stage's R-workers, which are no ranks; None: they are.
+
+    Raises:
+        ConfigError: not started by a launcher, or with ranks that can't be
+            shared out to the stages.
+        MissingExtraError: mpi4py or an MPI library is missing.
+    """
+    from fastdecode.wire.mpi import joining
+    from fastdecode.wire.mpi.neighbours import link_address
+    from fastdecode.wire.mpi.roles import StageRanks
+    from fastdecode.wire.mpi.stages import connect_stage
+
+    job, stuck_after_s = joining.join(), max(LEAST_STUCK_S, silence_s)
+    ranks = StageRanks(num_stages, tp)
+    hub, others = connect_stage(
+        job, ranks, stage, stuck_after_s=stuck_after_s, with_r_workers=at_addresses is None
+    )
+    links = StageLinks(others, is_asked=stage > 0)
+    num_r_workers = len(hub.connections) - len(others)
+
+    def close(lost: Collection[int], timeout_s: float) -> None:
+        if not stage:
+            links.shut_down()
+        for index, connection in enumerate(hub.connections[:num_r_workers]):
+            if index in lost:
+                connection.give_up()
+            else:
+                _shut_down(connection)
+        for other in links.gone:
+            others[other].give_up()
+        hub.close()
+
+    if at_addresses is not None:
+        return beside_stages(at_addresses, hub, links, close)
+    r_ranks = ranks.r_workers(job, stage)
+    return Reached(hub, close, addresses=tuple(map(link_address, r_ranks)), stages=links)
+
+
+def beside_stages(
+    workers: Reached,
+    hub: Hub[Any, Any],
+    links: StageLinks,
+    close: Callable[[Collection[int], float], None],
+) -> Reached:
+    """A stage's R-workers, and the other stages, to which it is connected over
+    another transport. ``close`` lets go of those."""
+
+    def close_all(lost: Collection[int], timeout_s: float) -> None:
+        try:
+            workers.close(lost, timeout_s)
+        finally:
+            close(lost, timeout_s)
+
+    joined: RHub = JoinedHub(workers.hub, hub)
+    if workers.answers_at_once:
+        joined = HubBehind(workers.hub.connections[0], hub)
+    # Nobody comes in the place of a column's R-worker; a column answers when all
+    # stages have.
+    return replace(
+        workers,
+        hub=joined,
+        close=close_all,
+        replacements=None,
+        answers_at_once=False,
+        stages=links,
+    )
+
+
 def reach_addresses(
     addresses: Sequence[str],
     *,
@@ -204,7 +341,7 @@ def reach_addresses(
             there, or refused the key.
     """
     with imports_for("the ZeroMQ transport"):
-        from fastdecode.engine.fleet.replacements import AddressReplacements
+        from fastdecode.engine.fleet.replacements import HubReplacements
         from fastdecode.wire.zmq.access import ClusterKey
         from fastdecode.wire.zmq.hub import ZmqHub
     key = None if key_file is None else ClusterKey.read(Path(key_file))
@@ -225,9 +362,7 @@ def reach_addresses(
                 _shut_down(connection)
         hub.close()
 
-    def replacements(hello: Hello, deadlines: Deadlines) -> Replacements:
-        return AddressReplacements(hub, hello, timeout_s=deadlines.timeout_s)
-
+    replacements = partial(HubReplacements, hub)
     return Reached(hub, close, absent, replacements, addresses=tuple(addresses))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from fastdecode.core.config.groups import SPart
+from fastdecode.core.config.s_part import SPart
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.host.machine import free_memory_bytes
 from fastdecode.engine.setup.memory import FreeMemory

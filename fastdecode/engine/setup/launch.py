@@ -4,64 +4,73 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, Given, WorkerError
-from fastdecode.core.holders import Holder, HolderId, HolderKind
-from fastdecode.core.model.checkpoint import Checkpoint, open_checkpoint
+from fastdecode.core.holders import HolderId
+from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.model.spec import ModelSpec
+from fastdecode.core.model.stages import stage_spec
+from fastdecode.core.resuming import Session
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.executor import Watch
 from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.fleet import Fleet
-from fastdecode.engine.fleet.heads import share_out_heads
-from fastdecode.engine.fleet.replicas import limits, new_session, replicate
-from fastdecode.engine.fleet.ring import LinkOptions
-from fastdecode.engine.fleet.workers import (
-    REACH_TIMEOUT_S,
-    Reached,
-    Replacements,
-    reach_addresses,
-    reach_inline,
-    reach_ranks,
-    reach_threads,
-)
+from fastdecode.engine.fleet.greeting import greet
+from fastdecode.engine.fleet.replacements import Replacements
+from fastdecode.engine.fleet.replicas import limits, new_session
+from fastdecode.engine.instances.beside import Beside
 from fastdecode.engine.recovery import Recovery
+from fastdecode.engine.session.attach import attach
+from fastdecode.engine.session.counts import AttachedCounts
 from fastdecode.engine.setup.devices import describe_device
-from fastdecode.engine.setup.ranks import meet_ranks
-from fastdecode.engine.setup.resolve import ResolvedConfig, kv_spec, resolve_for_this_host
+from fastdecode.engine.setup.ranks import check_launched, meet_ranks
+from fastdecode.engine.setup.reach import (
+    device_beside,
+    exports_of,
+    has_stage_ranks,
+    make_attention,
+    make_hello,
+    reach_workers,
+    resolve_beside,
+)
+from fastdecode.engine.setup.replicas import begin_replicas
 from fastdecode.engine.setup.s_worker import make_s_worker
-from fastdecode.engine.step.local import LocalConnection, reach_device
-from fastdecode.engine.step.mixed import MixedAttention
+from fastdecode.engine.setup.scheduling import lane_control, schedule_for
+from fastdecode.engine.setup.stages import (
+    ThreadStages,
+    about_layers,
+    connected,
+    greet_stages,
+    later_setups,
+)
+from fastdecode.engine.setup.tiers import about_kept_blocks, cache_identity, open_tiers
+from fastdecode.engine.stages.links import StageLinks
+from fastdecode.engine.stages.passages import first_stage
 from fastdecode.engine.step.pipeline import Pipeline
-from fastdecode.engine.step.prompts import HeldPrompts
-from fastdecode.engine.step.remote import Attention, AttentionPlan
-from fastdecode.schedule.cache.costs import costs_of
-from fastdecode.schedule.cache.retention import Policy, policy_of
-from fastdecode.schedule.hybrid.control import HybridOptions
-from fastdecode.schedule.hybrid.told import Guess
-from fastdecode.schedule.lanes import LaneControl
+from fastdecode.schedule.cache.prefix_cache import PrefixCache
 from fastdecode.schedule.life.lifecycle import Lifecycle
-from fastdecode.schedule.modes import make_scheduler
+from fastdecode.schedule.ring import neighbour
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.codec import TextCodec
-from fastdecode.wire.messages import PROTOCOL_VERSION, Hello, Welcome
+from fastdecode.wire.inproc import InprocHub
+from fastdecode.wire.messages import Hello, Welcome
 from fastdecode.wire.transport import TIMEOUT
 from sworker.dtypes import torch_dtype
 from sworker.failures import typed_start
-from sworker.kernels.threads import openmp_library
 from sworker.load.weights import load_model
 from sworker.model.skeleton import Model
-from sworker.paged import PagedKV
 from sworker.ranks.group import Ranks
-from sworker.worker import SWorker
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +88,9 @@ class RunningEngine:
         trace: told what every step did.
         times: what is known of step times before the first one, and told how
             long each took; None: all is learnt.
+        session: of a run that another process may go on with, for R-workers at
+            addresses; None: nobody can.
+        beside: other engines' R-workers in this process, which reach this one's.
 
     Raises:
         ConfigError, ModelError: an option or the model directory is bad.
@@ -93,35 +105,57 @@ class RunningEngine:
         progress: Callable[[str], None] | None = None,
         trace: Trace | None = None,
         times: MeasuredTimes | None = None,
+        session: Session | None = None,
+        beside: Beside | None = None,
     ) -> None:
-        tell = progress or logger.info
         started = time.perf_counter()
+        check_launched(config.s_part)
         self._checkpoint = open_checkpoint(config.model)
         self.spec = self._checkpoint.spec(max_model_len=config.s_part.max_model_len)
-        self.resolved = resolve_for_this_host(config, self.spec)
-        self.codec = TextCodec.load(config.model, self.resolved.max_model_len)
-        # R-workers first: that one of them can't be reached is better known
-        # before than after a large model is loaded.
-        self._ranks: Ranks | None = None
-        workers = _reach_workers(self.resolved)
-        self._workers = workers
-        self._device = _device_beside(self.resolved)
-        self._is_closed = False
-        cluster = config.cluster
-        self._fleet = Fleet(
-            workers.hub,
-            cluster.worker_timeout_s,
-            cluster.worker_silence_s,
-            absent=workers.absent,
-            device=self._device,
-        )
-        self.num_r_workers = workers.num_r_workers
+        self.resolved = resolve_beside(config, self.spec, beside)
+        self._opened = ExitStack()
         try:
-            self.engine = self._start(tell, trace, MeasuredTimes() if times is None else times)
+            self._open(session, beside)
+            self.engine = self._start(
+                progress or logger.info, trace, MeasuredTimes() if times is None else times
+            )
         except BaseException:
             self.close()
             raise
         self.load_s = time.perf_counter() - started
+
+    def _open(self, session: Session | None, beside: Beside | None) -> None:
+        """Reach whoever serves the engine. R-workers come before the model: that
+        one of them can't be reached is better known before than after a large
+        one is loaded."""
+        config, cluster = self.resolved.config, self.resolved.config.cluster
+        self.codec = TextCodec.load(config.model, self.resolved.max_model_len)
+        self._opened.callback(self.codec.close)
+        self._ranks: Ranks | None = None
+        hub: InprocHub[Any, Any] = InprocHub()
+        self._workers = reach_workers(self.resolved, hub, beside)
+        close, self._gone = self._workers.close, self._workers.absent
+        self._opened.callback(lambda: close(self._gone, cluster.worker_timeout_s))
+        stages = self._start_stages(hub)
+        if stages is not None:
+            self._workers = connected(self._workers, hub, stages.links)
+        self._device = device_beside(self.resolved)
+        if self._device is not None:
+            self._opened.callback(self._device.close)
+        is_kept = self.resolved.transport == "zmq" and len(self.resolved.layers) == 1
+        self._session = session if is_kept else None
+        self._fleet = Fleet(
+            self._workers.hub,
+            cluster.worker_timeout_s,
+            cluster.worker_silence_s,
+            absent=self._workers.absent,
+            device=self._device,
+            stages=self._workers.stages,
+        )
+        self._gone = self._fleet.gone  # as it is, whenever they are closed
+        self.num_r_workers = self._workers.num_r_workers
+        if config.r_part.replicas:
+            neighbour(HolderId(0), self.num_r_workers)  # or it is refused
 
     def _start(
         self, tell: Callable[[str], None], trace: Trace | None, times: MeasuredTimes
@@ -131,45 +165,115 @@ class RunningEngine:
         model = self._load_model(tell)
         where = f"; before them, {self._device.peer}" if self._device is not None else ""
         tell(workers.greeting + where)
-        session = new_session() if self.resolved.config.r_part.replicas else 0
-        hello = replace(_hello(self._checkpoint, self.spec, self.resolved), session=session)
+        hello = make_hello(self._checkpoint, self._own_spec, self.resolved)
+        hello = _for_session(hello, self._session, self.resolved.config)
         deadlines = Deadlines(cluster.worker_timeout_s, cluster.worker_silence_s)
         replacements = workers.replacements and workers.replacements(hello, deadlines)
-        welcomes = self._greet(hello, replacements)
+        resumes = self._session is not None and self._session.is_resumed and hello.outlives
+        welcomes = self._greet(replace(hello, resumes=resumes), replacements)
         replicas = None
-        if session:
-            num_blocks = sum(welcome.num_blocks for welcome in welcomes.values())
-            options = LinkOptions(
-                workers.addresses, cluster.link_bytes, cluster.worker_timeout_s, session
+        if self.resolved.config.r_part.replicas:
+            welcomes, replicas = begin_replicas(
+                self._fleet, hello, welcomes, workers, cluster, tell
             )
-            welcomes, replicas = replicate(self._fleet, hello, welcomes, options)
             if replacements is not None:
                 replacements.limit(limits(welcomes, len(self._fleet)))
-            offered = sum(welcome.num_blocks for welcome in welcomes.values())
-            tell(
-                f"replicas: sequences have {offered} of {num_blocks} KV blocks; each R-worker "
-                "keeps its neighbour's in as many"
-            )
+        if workers.stages is not None:
+            welcomes = self._greet_stages(workers.stages, welcomes)
         self.welcomes = tuple(welcomes.values())
         blocks = tuple(
             welcomes[i].num_blocks if i in welcomes else 0
             for i in map(HolderId, range(len(self._fleet)))
         )
+        with_tier = [holder for holder, welcome in welcomes.items() if welcome.has_tier]
+        own = self.resolved.config
+        if with_tier and own.keeps_blocks and own.s_part.pp == 1:
+            identity = cache_identity(self.resolved, self._checkpoint) or ""
+            open_tiers(tell, self._fleet, with_tier, identity, self._checkpoint, workers.kind)
         recovery = Recovery(self._fleet, replacements, replicas=replicas)
-        return self._make_engine(model, workers, blocks, recovery, trace, times)
+        engine = self._make_engine(model, blocks, recovery, trace, times)
+        counts = engine.stats.attached
+        if counts is not None and counts.num_sequences:
+            tell(
+                f"going on with the job's session: R-workers have kept {counts.num_held_tokens} of "
+                f"{counts.num_tokens} tokens of {counts.num_sequences} unfinished sequences"
+            )
+        return engine
+
+    def _attach(self, cache: PrefixCache) -> AttachedCounts | None:
+        """Go on with what R-workers have kept of the session, if there is anything."""
+        session = self._session
+        if session is None:
+            return None
+        if session.is_resumed and self.resolved.config.keeps_blocks:
+            return attach(self._fleet, cache, session)
+        session.begin()
+        return None
+
+    @property
+    def _own_spec(self) -> ModelSpec:
+        """Of this stage's layers."""
+        layers = self.resolved.layers
+        return self.spec if len(layers) == 1 else stage_spec(self.spec, layers[0])
+
+    def _start_stages(self, hub: InprocHub[Any, Any]) -> ThreadStages | None:
+        """The other stages, as threads; None: there are none."""
+        setups = later_setups(self._checkpoint, self.spec, self.resolved)
+        if not setups or has_stage_ranks(self.resolved):
+            return None
+        num_threads = max(1, torch.get_num_threads() // self.resolved.stages_at_once)
+        if self.resolved.device.type == "cpu":
+            self._opened.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(num_threads)
+        stages = ThreadStages(setups, hub, num_threads)
+        self._opened.callback(stages.close)
+        return stages
+
+    def _greet_stages(
+        self, links: StageLinks, welcomes: dict[HolderId, Welcome]
+    ) -> dict[HolderId, Welcome]:
+        """``welcomes`` of the first stage's R-workers, with the KV blocks that
+        every stage has of a column; columns that one of them lacks are lost.
+
+        Raises:
+            WorkerError: too few columns are there.
+        """
+        setups = later_setups(self._checkpoint, self.spec, self.resolved)
+        others = greet_stages(self._fleet, links, setups)
+        least = {
+            column: min(welcome.num_blocks, *(other.num_blocks[column] for other in others))
+            for column, welcome in welcomes.items()
+        }
+        there = {
+            column: replace(welcome, num_blocks=least[column])
+            for column, welcome in welcomes.items()
+            if least[column]
+        }
+        later = [
+            WorkerError(f"the R-worker of column {column} of stage {other.stage} is not there")
+            for other in others
+            for column in welcomes
+            if not other.num_blocks[column]
+        ]
+        if later:
+            self._check_enough(len(there), later)
+        return there
 
     def _load_model(self, tell: Callable[[str], None]) -> Model:
         """The model, or this rank's part of it once the others have been met."""
         config, resolved = self.resolved.config, self.resolved
         where = describe_device(resolved.device, resolved.free)
+        if len(resolved.layers) > 1:
+            where += f" in {about_layers(resolved.layers)}"
         tell(
             f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, "
-            f"{resolved.dtype}) on {where}: {resolved.memory}; {_about_kept_blocks(config)}"
+            f"{resolved.dtype}) on {where}: {resolved.memory}; {about_kept_blocks(config)}"
         )
         if config.s_part.tp > 1:
             self._ranks = meet_ranks(
-                config.s_part.tp, resolved.device, config.cluster.worker_timeout_s
+                config.s_part, resolved.device, config.cluster.worker_timeout_s
             )
+            self._opened.callback(self._ranks.close)
         device, shard = (
             (self._ranks.device, self._ranks.shard) if self._ranks else (resolved.device, None)
         )
@@ -179,6 +283,7 @@ class RunningEngine:
             dtype=torch_dtype(resolved.dtype),
             max_model_len=config.s_part.max_model_len,
             shard=shard,
+            layers=resolved.layers[0],
         )[1]
 
     def _greet(self, hello: Hello, replacements: Replacements | None) -> dict[HolderId, Welcome]:
@@ -189,7 +294,7 @@ class RunningEngine:
             ConfigError: one can't hold such a cache.
             WorkerError: too few are there.
         """
-        welcomes = self._fleet.greet(hello)
+        welcomes = greet(self._fleet, hello)
         lost = dict(self._fleet.lost)
         if replacements is not None and lost:
             while not (found := replacements.look(lost)) and replacements.timeout_s == math.inf:
@@ -198,69 +303,61 @@ class RunningEngine:
                 replacements.admit(holder)
                 self._fleet.revive(HolderId(holder))
                 welcomes[HolderId(holder)] = welcome
-        live, at_least = self.num_live_r_workers, self.resolved.config.cluster.min_r_workers
-        if live < at_least:
-            too_few = ConfigError(
-                Given("min_r_workers", at_least), f": there are only {live} R-workers"
-            )
-            raise next(iter(self._lost), too_few)
-        if self._lost:
-            missing = "; ".join(error.message for error in self._lost)
-            logger.warning(
-                "the job starts with %d of %d R-workers: %s", live, self.num_r_workers, missing
-            )
+        self._check_enough(self.num_live_r_workers, self._lost)
         return welcomes
+
+    def _check_enough(self, num_live: int, lost: Seq[WorkerError]) -> None:
+        """
+        Raises:
+            WorkerError: too few R-workers (of columns, with stages) are there.
+        """
+        at_least = self.resolved.config.cluster.min_r_workers
+        if num_live < at_least:
+            too_few = ConfigError(
+                Given("min_r_workers", at_least), f": there are only {num_live} R-workers"
+            )
+            raise next(iter(lost), too_few)
+        if lost:
+            missing = "; ".join(error.message for error in lost)
+            logger.warning(
+                "the job starts with %d of %d R-workers: %s", num_live, self.num_r_workers, missing
+            )
 
     def _make_engine(
         self,
         model: Model,
-        workers: Reached,
         blocks: tuple[int, ...],
         recovery: Recovery,
         trace: Trace | None,
         times: MeasuredTimes,
     ) -> Engine:
         """The engine, once R-workers have said what room they have: ``blocks`` of each."""
-        resolved = self.resolved
+        resolved, fleet = self.resolved, self._fleet
         s_worker = make_s_worker(self.spec, model, resolved, self._ranks)
-        attention = _attention(workers, self._fleet, self.spec, resolved, s_worker, self._device)
-        pipeline = Pipeline(s_worker, attention, resolved.schedule.num_lanes, trace)
-        at_once = all(holder.answers_at_once for holder in attention.holders)
-        scheduler = make_scheduler(
-            resolved.schedule,
+        attention = make_attention(
+            self._workers, fleet, self._own_spec, resolved, s_worker, self._device
+        )
+        onward = first_stage(fleet, s_worker)
+        pipeline = Pipeline(s_worker, attention, resolved.schedule.num_lanes, trace, onward)
+        scheduler = schedule_for(
+            resolved,
+            self.spec,
+            attention.holders,
             blocks,
-            resolved.config.r_part.block_size,
             times,
-            opening_steps=0 if at_once else 1,
-            hybrid=_hybrid_options(self._device is not None, resolved, attention.holders),
-            cache_identity=self._cache_identity(),
-            cache_policy=self._cache_policy(),
+            cache_identity=cache_identity(resolved, self._checkpoint),
+            # No part is called what another run has called one in the same caches.
+            first_part_id=0 if self._session is None else secrets.randbelow(1 << 30) << 32,
         )
-        lanes = scheduler.hybrid or _lane_control(resolved, times)
-        watch = Watch(trace or NoTrace(), times, lanes)
-        eos = self._eos_token_ids()
-        return Engine(
-            s_worker, pipeline, self._fleet, Lifecycle(scheduler), self.codec, eos, recovery, watch
-        )
-
-    def _cache_identity(self) -> str | None:
-        """What K and V of a token depend on beside the tokens, while R-workers
-        keep them; None: nothing is kept."""
-        resolved, options = self.resolved, self.resolved.config
-        if not options.keeps_blocks:
-            return None
-        parts = (self._checkpoint.model_hash, resolved.dtype, resolved.kv_dtype)
-        return "/".join(map(str, (*parts, resolved.max_model_len, options.r_part.block_size)))
-
-    def _cache_policy(self) -> Policy:
-        config = self.resolved.config
-        return policy_of(config.cache.cache_policy, config.r_part.block_size, costs_of(self.spec))
-
-    def _eos_token_ids(self) -> tuple[int, ...]:
-        """Those that the model's configs name, or else the tokenizer's."""
-        eos = self.codec.eos_token_id
-        own = () if eos is None or eos >= self.spec.vocab_size else (eos,)
-        return self.spec.eos_token_ids or own
+        lanes = scheduler.hybrid or lane_control(resolved, times)
+        exports = exports_of(self._workers, self.spec, resolved)
+        watch = Watch(trace or NoTrace(), times, lanes, self._session, exports)
+        eos = _eos_token_ids(self.spec, self.codec)
+        joins_early = resolved.config.cache.cache_restore == "pipelined"
+        lifecycle = Lifecycle(scheduler, joins_early=joins_early)
+        engine = Engine(s_worker, pipeline, fleet, lifecycle, self.codec, eos, recovery, watch)
+        engine.stats.attached = self._attach(scheduler.ledger.cache)
+        return engine
 
     @property
     def _lost(self) -> list[WorkerError]:
@@ -278,120 +375,21 @@ class RunningEngine:
     def close(self) -> None:
         """Stop the R-workers, S-workers beside this one and what encodes
         prompts. Safe to call twice."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self.codec.close()
-        if self._ranks is not None:
-            self._ranks.close()
-        if self._device is not None:
-            self._device.close()
-        self._workers.close(self._fleet.gone, self.resolved.config.cluster.worker_timeout_s)
+        self._opened.close()
 
 
-def _about_kept_blocks(config: EngineConfig) -> str:
-    """Whether there is a prefix cache, and why not, if nobody has said so."""
-    if config.keeps_blocks:
-        return "prefix cache on"
-    if config.cache.prefix_cache == "off":
-        return "prefix cache off"
-    beside = "replicas" if config.r_part.replicas else "KV on both sides"
-    return f"prefix cache off, which isn't there with {beside} yet"
+def _eos_token_ids(spec: ModelSpec, codec: TextCodec) -> tuple[int, ...]:
+    """Those that the model's configs name, or else the tokenizer's."""
+    eos = codec.eos_token_id
+    own = () if eos is None or eos >= spec.vocab_size else (eos,)
+    return spec.eos_token_ids or own
 
 
-def _lane_control(resolved: ResolvedConfig, times: MeasuredTimes) -> LaneControl | None:
-    if not resolved.adapts_lanes:
-        return None
-    return LaneControl(times, resolved.schedule.num_lanes, most=resolved.most_lanes)
-
-
-def _device_beside(resolved: ResolvedConfig) -> LocalConnection | None:
-    """The cache on the device beside R-workers', if there is one."""
-    if resolved.config.r_part.kv_placement != "hybrid":
-        return None
-    return LocalConnection(resolved.device, resolved.device_kv_bytes)
-
-
-def _hybrid_options(
-    is_hybrid: bool, resolved: ResolvedConfig, holders: Seq[Holder]
-) -> HybridOptions | None:
-    """The device is the last of the holders."""
-    if not is_hybrid:
-        return None
-    device = HolderId(len(holders) - 1)
-    most_tpot_s = resolved.config.r_part.away_tpot_s or math.inf
-    return HybridOptions(device, Guess(holders[device].token_bytes), most_tpot_s)
-
-
-def _attention(
-    workers: Reached,
-    fleet: Fleet,
-    spec: ModelSpec,
-    resolved: ResolvedConfig,
-    s_worker: SWorker,
-    device: LocalConnection | None,
-) -> Attention:
-    token_bytes = kv_spec(resolved.config, spec, resolved.kv_dtype).token_bytes
-    holder = Holder(workers.kind, resolved.prompts_on_r, workers.answers_at_once, token_bytes)
-    if workers.attention is not None:
-        return workers.attention(fleet, holder, s_worker)
-    holders = (holder,) * len(fleet)
-    if device is not None:
-        on_device = replace(
-            holder, kind=HolderKind.DEVICE, attends_prompts=False, answers_at_once=True
-        )
-        holders = (*holders[:-1], on_device)
-    give_up = workers.give_up_heads
-    plan = AttentionPlan(
-        spec.attention,
-        resolved.kv_dtype,
-        fleet,
-        s_worker.device,
-        holders,
-        give_up,
-        slot_bytes=resolved.slot_bytes(spec),
-        prompts=_held_prompts(spec, resolved, s_worker.device),
+def _for_session(hello: Hello, session: Session | None, config: EngineConfig) -> Hello:
+    """What R-workers are greeted with, in a run that another process may go on with."""
+    number = new_session() if config.r_part.replicas else 0
+    return replace(
+        hello,
+        session=number if session is None else session.number,
+        outlives=session is not None and config.keeps_blocks,
     )
-    plan.prepare(resolved.most_lanes)
-    return plan if device is None else MixedAttention(plan, device)
-
-
-def _reach_workers(resolved: ResolvedConfig) -> Reached:
-    if resolved.transport == "local":
-        return reach_device(resolved.device, resolved.kv_bytes)
-    workers = _reach_r_workers(resolved)
-    return share_out_heads(workers) if resolved.config.r_part.r_partition == "heads" else workers
-
-
-def _reach_r_workers(resolved: ResolvedConfig) -> Reached:
-    config, cluster = resolved.config, resolved.config.cluster
-    if resolved.transport == "mpi":
-        return reach_ranks(config.s_part.tp, silence_s=cluster.worker_silence_s)
-    if resolved.transport == "zmq":
-        return reach_addresses(
-            cluster.r_worker_addresses,
-            key_file=cluster.key,
-            silence_s=cluster.worker_silence_s,
-            min_workers=cluster.min_r_workers,
-            reach_timeout_s=min(REACH_TIMEOUT_S, cluster.worker_timeout_s),
-        )
-    kv_bytes, num_threads = resolved.kv_bytes, resolved.r_threads
-    if resolved.transport == "inline":
-        # A runtime's threads serve both parts only where both want as many.
-        library = openmp_library() if num_threads == torch.get_num_threads() else None
-        return reach_inline(kv_bytes=kv_bytes, num_threads=num_threads, openmp_library=library)
-    return reach_threads(config.r_part.r_workers, kv_bytes=kv_bytes, num_threads=num_threads)
-
-
-def _hello(checkpoint: Checkpoint, spec: ModelSpec, resolved: ResolvedConfig) -> Hello:
-    kv = kv_spec(resolved.config, spec, resolved.kv_dtype)
-    return Hello(PROTOCOL_VERSION, checkpoint.model_hash, kv, spec.attention, resolved.dtype)
-
-
-def _held_prompts(
-    spec: ModelSpec, resolved: ResolvedConfig, device: torch.device
-) -> HeldPrompts | None:
-    """The device's room for prompts under way, if there is any."""
-    kv = kv_spec(resolved.config, spec, resolved.kv_dtype)
-    num_blocks = resolved.memory.held_bytes // kv.block_bytes
-    return HeldPrompts(PagedKV(kv, spec.attention, num_blocks, device)) if num_blocks else None

@@ -15,7 +15,7 @@ from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.host.machine import default_kv_bytes
 from fastdecode.core.model.spec import ModelSpec
 from sworker.buffers import LENT_LAYERS
-from sworker.sampler import MAX_BLOCK_ELEMENTS
+from sworker.sampling.sampler import MAX_BLOCK_ELEMENTS
 
 CUDA_RESERVE_BYTES = 1 << 30
 """Workspaces, fragmentation."""
@@ -35,6 +35,11 @@ class FreeMemory:
     device_bytes: int | None = None
     """Of the S-worker's GPU; None: the S-part runs on the host."""
     device_total_bytes: int = 0
+
+    def share(self, number: int) -> FreeMemory:
+        """Of one of so many that take as much."""
+        device = None if self.device_bytes is None else self.device_bytes // number
+        return FreeMemory(self.host_bytes // number, device, self.device_total_bytes // number)
 
 
 @dataclass(frozen=True)

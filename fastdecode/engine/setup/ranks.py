@@ -1,8 +1,10 @@
 """S-workers that act as one (``--tp``): how the ranks of an MPI job find each
-other, and what ranks 1 and up do.
+other, and what all but the first of them do.
 
-Ranks 0 to tp - 1 of the job are the S-workers, the others R-workers. S-workers
-share a host: they exchange partial sums twice a layer.
+Ranks 0 to tp - 1 of the job are the S-workers, the others R-workers; with
+pipeline stages ranks 0 to tp - 1 are the first stage's, the next tp the
+second's, and so on. S-workers of one stage share a host: they exchange partial
+sums twice a layer.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.config.s_part import SPart
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.engine.setup.resolve import resolve_for_this_host
 from fastdecode.engine.setup.s_worker import prepare
 from fastdecode.wire.mpi import job as mpi_job
 from fastdecode.wire.mpi import joining, launcher
+from fastdecode.wire.mpi.roles import StageRanks
 from sworker.dtypes import torch_dtype
 from sworker.failures import typed_start
 from sworker.load.weights import load_model
@@ -34,10 +38,28 @@ if TYPE_CHECKING:
     from fastdecode.wire.mpi.job import MpiJob
 
 
-def meet_ranks(num_ranks: int, device: torch.device, patience_s: float) -> Ranks:
-    """This rank's part of ``num_ranks`` S-workers, connected with the others.
+def check_launched(s_part: SPart) -> None:
+    """
+    Raises:
+        ConfigError: there are to be S-workers that act as one, and no MPI
+            launcher has started this process.
+    """
+    if s_part.tp == 1 or launcher.launched_size() is not None:
+        return
+    stages = f" --pp {s_part.pp}" if s_part.pp > 1 else ""
+    raise ConfigError(
+        Given("tp", s_part.tp),
+        f" needs an MPI launcher: mpirun -n {s_part.tp * s_part.pp} fastdecode generate --tp "
+        f"{s_part.tp}{stages} ... : -n 2 fastdecode r-worker",
+        code="no_mpi_launcher",
+    )
+
+
+def meet_ranks(s_part: SPart, device: torch.device, patience_s: float) -> Ranks:
+    """This rank's part of a stage's S-workers, connected with the others.
 
     Args:
+        s_part: how many there are, of how many stages.
         device: this rank's own.
         patience_s: how long another rank may keep this one waiting in the
             middle of a step.
@@ -47,37 +69,41 @@ def meet_ranks(num_ranks: int, device: torch.device, patience_s: float) -> Ranks
             several hosts.
         WorkerError: the others didn't come, or have ended.
     """
-    if launcher.launched_size() is None:
+    check_launched(s_part)
+    roles = StageRanks(s_part.pp, s_part.tp)
+    job = joining.join(min_ranks=roles.num_s_ranks)
+    if job.size < roles.num_s_ranks:
         raise ConfigError(
-            Given("tp", num_ranks),
-            f" needs an MPI launcher: mpirun -n {num_ranks} fastdecode generate --tp {num_ranks} "
-            "... : "
-            "-n 2 fastdecode r-worker",
-            code="no_mpi_launcher",
+            Given("tp", s_part.tp),
+            f" needs {roles.num_s_ranks} MPI ranks, and R-workers beside: {job.size} were started",
         )
-    job = joining.join(min_ranks=num_ranks)
-    if job.size < num_ranks:
-        raise ConfigError(
-            Given("tp", num_ranks),
-            f" needs as many MPI ranks, and R-workers beside: {job.size} were started",
-        )
-    with _meeting_place(job, num_ranks) as place:
-        return Ranks.meet(place, Shard(job.rank, num_ranks), device, patience_s=patience_s)
+    leader = roles.leader(roles.stage(job.rank))
+    with _meeting_place(job, range(leader, leader + s_part.tp)) as place:
+        shard = Shard(roles.place(job.rank), s_part.tp)
+        return Ranks.meet(place, shard, device, patience_s=patience_s)
 
 
-def mirror_rank_0(config: EngineConfig) -> None:
-    """What ranks 1 to tp - 1 do, from loading their part of the model until
-    rank 0 lets them go.
+def device_number(s_part: SPart) -> int:
+    """Which of a host's GPUs this rank takes, counted from the one that was
+    asked for: its place among the host's S-workers, as far as anybody says."""
+    place = StageRanks(s_part.pp, s_part.tp).place(joining.join().rank)
+    return place if s_part.pp == 1 else max(place, launcher.local_rank())
+
+
+def mirror_leader(config: EngineConfig) -> None:
+    """What all but the first of the S-workers do that act as one, from loading
+    their part of the model until that one lets them go.
 
     Raises:
         ConfigError, ModelError: as on rank 0.
         WorkerError: another rank is gone.
     """
     checkpoint = open_checkpoint(config.model)
-    max_model_len = config.s_part.max_model_len
+    s_part, max_model_len = config.s_part, config.s_part.max_model_len
     planned = checkpoint.spec(max_model_len=max_model_len)
-    resolved = resolve_for_this_host(config, planned, rank=joining.join().rank)
-    ranks = meet_ranks(config.s_part.tp, resolved.device, config.cluster.worker_timeout_s)
+    resolved = resolve_for_this_host(config, planned, rank=device_number(s_part))
+    stage = StageRanks(s_part.pp, s_part.tp).stage(joining.join().rank)
+    ranks = meet_ranks(s_part, resolved.device, config.cluster.worker_timeout_s)
     dtype = torch_dtype(resolved.dtype)
     with typed_start():
         spec, model = load_model(
@@ -86,6 +112,9 @@ def mirror_rank_0(config: EngineConfig) -> None:
             dtype=dtype,
             max_model_len=max_model_len,
             shard=ranks.shard,
+            layers=resolved.layers[stage],
+            with_embedding=not stage,
+            with_head=not stage,
         )
         step_graphs = prepare(model, resolved, ranks)
     mirror(spec, model, ranks, step_graphs)
@@ -93,21 +122,23 @@ def mirror_rank_0(config: EngineConfig) -> None:
 
 
 @contextlib.contextmanager
-def _meeting_place(job: MpiJob, num_ranks: int) -> Iterator[Path]:
-    """A path that all ranks know, in a directory of this user's alone; gone when they have met."""
-    if job.rank != mpi_job.S_RANK:
-        mpi_job.send_text(job, mpi_job.S_RANK, job.host)
-        place = mpi_job.receive_text(job, mpi_job.S_RANK, JOINING_TIMEOUT_S)
+def _meeting_place(job: MpiJob, members: range) -> Iterator[Path]:
+    """A path that all of these ranks know, in a directory of this user's alone;
+    gone when they have met."""
+    leader, others = members[0], members[1:]
+    several_hosts = _SEVERAL_HOSTS.format(tp=len(members), first=leader, last=members[-1])
+    if job.rank != leader:
+        mpi_job.send_text(job, leader, job.host)
+        place = mpi_job.receive_text(job, leader, JOINING_TIMEOUT_S)
         if not place:
-            raise ConfigError(_SEVERAL_HOSTS.format(tp=num_ranks))
+            raise ConfigError(several_hosts)
         yield Path(place)
         return
-    others = range(1, num_ranks)
     hosts = [mpi_job.receive_text(job, rank, JOINING_TIMEOUT_S) for rank in others]
     if any(host != job.host for host in hosts):
         for rank in others:
             mpi_job.send_text(job, rank, "")
-        raise ConfigError(_SEVERAL_HOSTS.format(tp=num_ranks))
+        raise ConfigError(several_hosts)
     directory = tempfile.mkdtemp(prefix="fastdecode-")
     try:
         for rank in others:
@@ -118,5 +149,5 @@ def _meeting_place(job: MpiJob, num_ranks: int) -> Iterator[Path]:
 
 
 _SEVERAL_HOSTS = (
-    "the {tp} S-workers of tp={tp} are on several hosts: place ranks 0 to tp - 1 on one host"
+    "the {tp} S-workers of tp={tp} are on several hosts: place ranks {first} to {last} on one host"
 )

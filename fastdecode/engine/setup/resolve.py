@@ -13,6 +13,7 @@ from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.host.machine import available_cores
 from fastdecode.core.model.identity import Identity, identify
 from fastdecode.core.model.spec import ModelSpec
+from fastdecode.core.model.stages import layers_of_stages, stage_spec
 from fastdecode.core.spec import KVSpec
 from fastdecode.engine.setup.devices import choose_device, free_memory, uses_graphs
 from fastdecode.engine.setup.memory import FreeMemory, MemoryPlan
@@ -27,6 +28,8 @@ class ResolvedConfig:
 
     config: EngineConfig
     identity: Identity
+    layers: tuple[range, ...]
+    """Of each stage."""
     device: torch.device
     """This rank's own."""
     free: FreeMemory
@@ -65,16 +68,25 @@ class ResolvedConfig:
         return self.schedule.batching.step_tokens * sum(spec.qkv_sizes) * self.dtype.size_bytes
 
     @property
+    def stages_at_once(self) -> int:
+        """That compute at a time."""
+        return min(len(self.layers), self.schedule.num_lanes)
+
+    @property
     def max_model_len(self) -> int:
         return self.identity.max_model_len
 
 
 def resolve_for_this_host(
-    config: EngineConfig, spec: ModelSpec, *, rank: int = 0
+    config: EngineConfig, spec: ModelSpec, *, rank: int = 0, num_engines: int = 1
 ) -> ResolvedConfig:
-    """``resolve`` with what this host has, for one of the S-workers that act as one."""
-    free = free_memory(choose_device(config.s_part.device, rank))
-    return resolve(config, spec, num_cores=available_cores(), free=free, rank=rank)
+    """``resolve`` with what this host has, for one of the S-workers that act as
+    one; ``num_engines``: that share it, each with R-workers that the others' reach."""
+    free = free_memory(choose_device(config.s_part.device, rank)).share(num_engines)
+    resolved = resolve(config, spec, num_cores=available_cores(), free=free, rank=rank)
+    if num_engines > 1 and resolved.transport == "inline":
+        return replace(resolved, transport="inproc")  # others' can't reach into a thread
+    return resolved
 
 
 def resolve(
@@ -103,17 +115,20 @@ def resolve(
         transport = "inline"
     graphs = uses_graphs(config.s_part, device)
     prompts_on_r = _prompts_on_r(config, device)
-    kv = kv_spec(config, spec, identity.kv_dtype)
-    is_held = not prompts_on_r and transport != "local" and kv.dtype is not DType.INT4
-    held_token_bytes = kv.token_bytes if is_held else 0
-    steps = Steps(config, spec, identity.dtype, transport, free, graphs, held_token_bytes)
+    held_token_bytes = 0
+    if not prompts_on_r and transport != "local":
+        held_token_bytes = _held_token_bytes(config, kv_spec(config, spec, identity.kv_dtype))
+    layers = layers_of_stages(spec, config.s_part.pp, config.s_part.layer_counts)
+    on_device = _in_one_place(spec, layers, device, transport)
+    steps = Steps(config, on_device, identity.dtype, transport, free, graphs, held_token_bytes)
     plan = steps.plan(may_overlap=placement == "r" and not shares_cores)
     return ResolvedConfig(
         config=config,
         identity=identity,
+        layers=layers,
         device=device,
         free=free,
-        r_threads=_r_threads(config, num_cores, device),
+        r_threads=_r_threads(config, num_cores, device, shares_cores=shares_cores),
         kv_bytes=plan.memory.kv_bytes,
         memory=plan.memory,
         schedule=plan.schedule,
@@ -124,6 +139,24 @@ def resolve(
         device_kv_bytes=plan.memory.device_kv_bytes,
         transport=transport,
     )
+
+
+def _held_token_bytes(config: EngineConfig, kv: KVSpec) -> int:
+    """Of a prompt that the device holds until it is done; 0: it holds none."""
+    # Later stages know of no sequence that it is a prompt's.
+    is_held = kv.dtype is not DType.INT4 and config.s_part.pp == 1
+    return kv.token_bytes if is_held else 0
+
+
+def _in_one_place(
+    spec: ModelSpec, layers: tuple[range, ...], device: torch.device, transport: str
+) -> ModelSpec:
+    """What a device has of the model: all of it, or the most layers that any of
+    several GPUs or processes has."""
+    on_several = device.type == "cuda" and torch.cuda.device_count() >= len(layers)
+    if len(layers) == 1 or not (on_several or transport == "mpi"):
+        return spec
+    return stage_spec(spec, max(layers, key=len))
 
 
 def kv_spec(config: EngineConfig, spec: ModelSpec, dtype: DType) -> KVSpec:
@@ -165,7 +198,7 @@ def _placed(config: EngineConfig, kv_dtype: DType) -> EngineConfig:
 def _best_placements(config: EngineConfig) -> tuple[str, ...]:
     """The best first; R-workers alone do where none of them does."""
     on_gpu = choose_device(config.s_part.device).type == "cuda"
-    if not on_gpu or config.r_part.replicas:
+    if not on_gpu or config.r_part.replicas or config.s_part.pp > 1:
         return ()
     asks_for_some = _transport(config) in ("mpi", "zmq") or config.r_part.r_workers > 1
     return ("hybrid",) if asks_for_some else ("gpu",)
@@ -186,17 +219,33 @@ def _transport(config: EngineConfig) -> str:
 
 
 def _has_one_worker(config: EngineConfig) -> bool:
-    """And nobody asks for lanes, or for replicas, which it can't have."""
+    """A stage; and nobody asks for more lanes than stages, or for replicas or
+    spare ones, which it can't have."""
     r_part = config.r_part
-    return r_part.r_workers == 1 and not r_part.replicas and config.batching.lanes in (None, 1)
+    others = r_part.replicas or config.cluster.spare_r_workers
+    return (
+        r_part.r_workers == 1
+        and not others
+        and config.batching.lanes
+        in (
+            None,
+            1,
+            config.s_part.pp,
+        )
+    )
 
 
-def _r_threads(config: EngineConfig, num_cores: int, device: torch.device) -> int:
+def _r_threads(
+    config: EngineConfig, num_cores: int, device: torch.device, *, shares_cores: bool
+) -> int:
     """Of each R-worker in this process. A GPU needs somebody to feed it at all
-    times, which takes one core."""
-    r_part = config.r_part
+    times, which takes one core. Stages on shared cores take turns where there
+    are fewer lanes than stages."""
+    r_part, num_stages = config.r_part, config.s_part.pp
+    if shares_cores:
+        num_stages = min(num_stages, config.batching.lanes or 1)
     spare = 1 if device.type == "cuda" and num_cores > 2 else 0
-    return r_part.r_threads or max(1, (num_cores - spare) // r_part.r_workers)
+    return r_part.r_threads or max(1, (num_cores - spare) // r_part.r_workers // num_stages)
 
 
 def _prompts_on_r(config: EngineConfig, device: torch.device) -> bool:

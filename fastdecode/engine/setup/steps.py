@@ -93,20 +93,27 @@ class Steps:
         if self.config.r_part.kv_placement == "hybrid":
             yield Lanes(1, 1, MAX_HYBRID_LANES)
             return
+        num_stages = self.config.s_part.pp
         if asked is not None or not may_overlap:
+            # On shared cores stages take turns, each with all of them: every
+            # lane more would read the weights once more.
             yield Lanes.fixed(asked or 1)
             return
-        # Fixed intervals are computed for so many lanes, and no others.
+        # Two a stage: one at its S-worker, one at its R-workers. Fixed intervals
+        # are computed for so many lanes, and no others.
+        first = 2 * num_stages
         if self.config.batching.schedule != "fixed-f":
-            for most in range(MAX_AUTO_LANES, 1, -1):
-                yield Lanes(2, 1, most)
-        yield Lanes.fixed(2)
-        yield Lanes.fixed(1)
+            for most in range(max(MAX_AUTO_LANES, first), 1, -1):
+                yield Lanes(min(first, most), 1, most)
+        yield Lanes.fixed(first)
+        yield Lanes.fixed(num_stages)
 
     def _planned(self, lanes: Lanes) -> StepPlan:
         config = self.config
         on_gpu = self.free.device_bytes is not None
-        batching = _batching(config.batching, lanes.first, on_gpu=on_gpu)
+        batching = _batching(
+            config.batching, lanes.first, on_gpu=on_gpu, num_stages=config.s_part.pp
+        )
         schedule = ScheduleOptions(batching, config.r_part.split_tokens, self._max_closed_rows)
         sizes = StepSizes(
             num_lanes=lanes.most,
@@ -129,7 +136,9 @@ class Steps:
 
     def _kv_demand(self) -> KVDemand:
         r_part = self.config.r_part
-        in_process = {"local": 1, "inline": 1, "inproc": r_part.r_workers}
+        of_stage = r_part.r_workers + self.config.cluster.spare_r_workers
+        num_threads = of_stage * self.config.s_part.pp
+        in_process = {"local": 1, "inline": num_threads, "inproc": num_threads}
         return KVDemand(
             on_device=self.transport == "local",
             num_caches=in_process.get(self.transport, 0),
@@ -169,11 +178,12 @@ class Steps:
         )
 
 
-def _batching(asked: Batching, num_lanes: int, *, on_gpu: bool) -> Batching:
+def _batching(asked: Batching, num_lanes: int, *, on_gpu: bool, num_stages: int) -> Batching:
     """With a schedule, a chunk, and so many lanes."""
     schedule = asked.schedule
     if schedule == "auto":
-        is_limited = num_lanes > 1 or asked.load_limit is not None
+        # No more lanes than stages: no stage's S-part and R-part overlap.
+        is_limited = num_lanes > num_stages or asked.load_limit is not None
         schedule = "stabilized" if is_limited else "greedy"
     chunk = asked.chunk_tokens(on_gpu=on_gpu)
     return replace(asked, schedule=schedule, lanes=num_lanes, prefill_chunk=chunk)

@@ -11,8 +11,10 @@ from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.holders import HolderId
 from fastdecode.core.trace import Trace
 from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.step.lane_step import Onward
 from fastdecode.engine.step.lanes import Lanes
 from fastdecode.wire.kv.chunks import ChunkStored, FetchedChunk
+from fastdecode.wire.kv.handing import Gone, OnOffer
 from fastdecode.wire.kv.taking_over import TakenOver
 from fastdecode.wire.messages import Accepted, Answer, AttendResult, Refused, Report, Welcome
 
@@ -28,16 +30,21 @@ class Arrivals:
     Args:
         lanes: whose steps await answers.
         trace: is told when they came.
+        onward: what this stage of several does with its steps.
     """
 
-    def __init__(self, fleet: Fleet, lanes: Lanes, trace: Trace) -> None:
+    def __init__(
+        self, fleet: Fleet, lanes: Lanes, trace: Trace, onward: Onward | None = None
+    ) -> None:
         self._fleet, self._lanes, self._trace = fleet, lanes, trace
+        self._onward = onward
         self._news: list[News] = []
 
     @property
     def has_news(self) -> bool:
         """Whether something has come that is no part of a step."""
-        return bool(self._news)
+        has_orders = self._onward is not None and self._onward.has_orders
+        return bool(self._news) or bool(self._fleet.unasked.of_tiers) or has_orders
 
     def take_news(self) -> list[News]:
         """What has, in its order. Each is told once."""
@@ -47,14 +54,28 @@ class Arrivals:
 
     def note_losses(self) -> None:
         """Tell the steps in flight who was lost."""
-        for holder, error in self._fleet.take_losses():
+        self._news += self._fleet.take_losses()
+        # Of a column that a later stage has lost, this one's R-worker answers,
+        # until it is gone, too: nobody is told of that column again.
+        for holder in self._fleet.kept_by_gone:
             for step in self._lanes.in_flight:
                 step.remote.lose(holder)
-            self._news.append((holder, error))
+
+    def note_done(self) -> None:
+        """Tell the steps in flight what later stages have done of them."""
+        for done in () if self._onward is None else self._onward.take_done():
+            step = self._lanes.step_of(done.lane)
+            if step is None or step.passage is None or step.step != done.step:
+                raise WorkerError(
+                    f"stage {done.stage} reports on step {done.step} in lane {done.lane}, which "
+                    "isn't under way: are all stages of the same version?",
+                    code="stage_lost",
+                )
+            step.passage.deliver(done)
 
     def take_in_all(self) -> None:
         """What is here by now; never waits."""
-        while self._fleet.is_owed and (received := self._fleet.receive(wait=False)) is not None:
+        while self._fleet.is_owed and (received := self._fleet.receive(most_s=0.0)) is not None:
             self.take_in(*received, time.perf_counter())
 
     def take_in(self, holder: HolderId, message: Answer, now: float) -> None:
@@ -70,7 +91,7 @@ class Arrivals:
                 self._deliver(holder, answer, arrived_s)
             case Accepted() | Refused() | TakenOver():
                 self._news.append((holder, answer))
-            case Welcome() | Report() | ChunkStored() | FetchedChunk():
+            case Welcome() | Report() | ChunkStored() | FetchedChunk() | OnOffer() | Gone():
                 raise ProtocolError(
                     f"{self._fleet.peer(holder)} sent {type(answer).__name__}, which nobody "
                     "asked for"

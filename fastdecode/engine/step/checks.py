@@ -44,7 +44,7 @@ class Checks:
         for chunk, last in zip(batch.chunks, batch.last_rows, strict=True):
             if chunk.sequence.is_checked:
                 checked.append((chunk.sequence, slice(last + 1 - chunk.num_tokens, last + 1)))
-                if chunk.sequence.num_cached == 0:  # it starts again
+                if chunk.first == 0:  # it starts again
                     self._spoilt.discard(chunk.sequence)
         return StepChecks(self, checked)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.remote import LaneAttention
 from fastdecode.schedule.lanes import LaneChoice
 from fastdecode.schedule.times import MeasuredTimes, RPartTime
+from fastdecode.wire.stages import StageDone
 from sworker.worker import Pass
 
 
@@ -30,6 +32,44 @@ class Draws(Protocol):
         """Wait until they are."""
 
 
+class Passage(Protocol):
+    """A step's way on, when a stage of several has run its own layers."""
+
+    @property
+    def copy(self) -> Draws:
+        """The stage's output, on its way to the host."""
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether ``go_on`` has something to do."""
+
+    def go_on(self) -> Tensor | None:
+        """Send what is here, or take in what has come back. Returns the step's
+        logits [R, vocab], once there are any; to stages behind the first there
+        is nobody to draw for, R = 0."""
+
+    def deliver(self, done: StageDone) -> None:
+        """A later stage has done its part of the step."""
+
+    @property
+    def reports(self) -> Seq[StageDone]:
+        """What later stages have said of it."""
+
+
+class Onward(Protocol):
+    """What a stage of several does with its steps."""
+
+    def leave(self, step: LaneStep) -> Passage:
+        """Its own layers are done."""
+
+    def take_done(self) -> Seq[StageDone]:
+        """What later stages have said of steps; told once."""
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether it has been told anything that isn't of a step in flight."""
+
+
 @dataclass(eq=False)
 class LaneStep:
     """A lane's step, in flight or just finished."""
@@ -41,6 +81,9 @@ class LaneStep:
     forward: Pass
     is_whole: bool = False
     """All layers were run at once."""
+    passage: Passage | None = None
+    """Its way through the stages behind this one, if there are any, and through
+    the layers before."""
     logits: Tensor | None = None  # [R, vocab], once all layers are done
     is_drawn: bool = False
     """The tokens that follow were asked for."""
@@ -65,7 +108,7 @@ class LaneStep:
     def can_go_on(self) -> bool:
         """Whether the next layer may be computed, or the step is over."""
         if self.logits is None:
-            return self.remote.ready
+            return self.remote.ready if self.passage is None else self.passage.can_go_on
         if not self.is_drawn:
             return self.fed_by is None
         return self.remote.settled and (self.draws is None or self.draws.done)
@@ -78,7 +121,9 @@ class LaneStep:
     @property
     def coming(self) -> list[Draws]:
         """What is on its way to the host for it, and isn't there."""
-        return [x for x in (self.fed_by, self.draws) if x is not None and not x.done]
+        of_stage = None if self.passage is None else self.passage.copy
+        copies = (self.fed_by, of_stage, self.draws)
+        return [x for x in copies if x is not None and not x.done]
 
     @property
     def r_compute_s(self) -> float:
@@ -95,19 +140,23 @@ class LaneStep:
     def tell(self, times: MeasuredTimes, lanes: LaneChoice | None, completed_s: float) -> None:
         """Tell how long the finished step's parts took, those of holders that
         were lost aside. ``completed_s``: what drawing tokens and handing them
-        on has taken."""
+        on has taken. With several stages, what the slowest one's took."""
+        reports = () if self.passage is None else self.passage.reports
         r_parts: dict[int, RPartTime] = {
             span.holder: RPartTime(
                 span.counts.load_tokens,
                 span.counts.num_prompt_tokens,
-                self.remote.r_compute_s[span.holder],
+                max(
+                    self.remote.r_compute_s[span.holder],
+                    *(float(done.r_compute_s[span.holder]) for done in reports),
+                    0.0,
+                ),
             )
             for span in self.remote.batch.spans
             if span.holder not in self.remote.lost
         }
         # A GPU works on while this thread is elsewhere.
-        own_s = self.s_compute_s + completed_s - self.remote.in_s_part_s
-        s_part_s = max(own_s, self.forward.device_s())
+        s_part_s = max(self.s_part_s(completed_s), *(done.s_part_s for done in reports), 0.0)
         times.observe(self.batch.num_decoding, self.batch.num_prompt_tokens, s_part_s, r_parts)
         if lanes is not None:
             loads = {holder: part.load_tokens for holder, part in r_parts.items()}
@@ -115,5 +164,15 @@ class LaneStep:
                 self.lane,
                 self.batch.num_decoding,
                 loads,
-                self.round_trip_s * (self.forward.layer + 1),
+                self.round_trips_s + sum([done.round_trip_s for done in reports]),
             )
+
+    def s_part_s(self, completed_s: float = 0.0) -> float:
+        """Seconds that this stage's S-part has computed for it."""
+        own_s = self.s_compute_s + completed_s - self.remote.in_s_part_s
+        return max(own_s, self.forward.device_s())
+
+    @property
+    def round_trips_s(self) -> float:
+        """Of all layers so far, by the shortest."""
+        return self.round_trip_s * (self.forward.layer + 1)

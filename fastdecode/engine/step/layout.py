@@ -22,6 +22,10 @@ a first chunk    nothing (it stores k, v)  the chunk, causally   the S-worker's
 Rows of a holder that attends prompts are all of the first kind: it attends past
 and chunk, causally, and the S-worker nothing.
 
+Of a sequence that fills a gap in this step, and goes on behind it, there are two
+chunks. Where they stand among the rows doesn't matter: holders append all of a
+layer's K and V before they attend, and the S-worker attends each chunk to itself.
+
 Of a sequence with several parts, the holder in this table is that of the part
 that grows, where k and v go. Its queries also go to the holders of its **closed
 parts**: gathered by index, behind the rows whose sequences grow there. What is
@@ -40,60 +44,25 @@ from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fastdecode.core.holders import Holder, HolderId, Part
+from fastdecode.engine.step.spans import (
+    DECODE,
+    FIRST,
+    LATER,
+    NUM_KINDS,
+    WITH_PAST,
+    ClosedRows,
+    Columns,
+    HolderCounts,
+)
+from fastdecode.engine.step.spans import HolderSpan as HolderSpan
+from fastdecode.engine.step.spans import LocalSpan as LocalSpan
 from fastdecode.schedule.plan import Chunk
 from fastdecode.wire.messages import BeginStep
+from fastdecode.wire.stages import StagePass
 from sworker.feed import Feed
-
-# Kinds of row, in the order in which they stand in a span.
-_DECODE, _WITH_PAST, _LATER, _FIRST = range(4)
-_NUM_KINDS = 4
-
-
-@dataclass(frozen=True)
-class ClosedRows:
-    """Rows of sequences of which a holder has the same closed part: the second of each, say."""
-
-    part: int
-    """Which, counted from 0."""
-    rows: NDArray[np.int64]  # [G], none twice
-
-
-@dataclass(frozen=True)
-class HolderCounts:
-    """What a step asks of one holder."""
-
-    load_tokens: int
-    """Cached tokens that it attends to; of a prompt's chunk, those of its past."""
-    num_prompt_tokens: int
-    """That it stores, or that its closed parts attend."""
-
-
-@dataclass(frozen=True)
-class HolderSpan:
-    """The rows of one step that belong to one holder."""
-
-    holder: HolderId
-    begin: BeginStep
-    rows: slice
-    """All rows: k and v."""
-    query_rows: slice
-    """The leading rows whose q the holder attends."""
-    counts: HolderCounts
-    closed: tuple[ClosedRows, ...] = ()
-    """Whose q comes behind those: rows of sequences with closed parts here."""
-
-
-@dataclass(frozen=True)
-class LocalSpan:
-    """Consecutive rows that the S-worker attends: prompt chunks, one after another."""
-
-    rows: slice
-    starts: tuple[int, ...]
-    """First row of each chunk, relative to the span, and the span's length last."""
-    merge: bool
-    """Later chunks: merge with what the holder says of their past."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +80,9 @@ class StepBatch:
     """Sequences that bring one token."""
     feed: Feed | None = None
     """Token ids that only the device knows, ``COMING`` above."""
+    hidden: Tensor | None = None
+    """[T, hidden], on the host: what the stages before have come to. Nobody but
+    the first stage knows chunks and token ids."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -136,33 +108,51 @@ class StepBatch:
         homes, keys = _homes(chunks, holders)
         order = sorted(range(len(keys)), key=keys.__getitem__)
         ordered = tuple([chunks[i] for i in order])
-        columns = _Columns.of(ordered, [homes[i] for i in order], [keys[i] for i in order])
+        columns = Columns.of(ordered, [homes[i] for i in order], [keys[i] for i in order])
         num_cached = columns.past + columns.first_tokens
         positions = np.arange(columns.num_rows) - np.repeat(
             columns.starts - num_cached, columns.lengths
         )
-        num_uncached = np.array([len(chunk.sequence.token_ids) for chunk in ordered]) - num_cached
+        num_known = np.array([len(chunk.sequence.token_ids) for chunk in ordered])
+        spans, local = columns.lay_out(step, lane)
         closed = _closed_parts(ordered, columns.starts, window)
-        spans: list[HolderSpan] = []
-        local: list[LocalSpan] = []
-        for holder, members in columns.by_holder():
-            span = _span(holder, members, step, lane)
-            spans.append(_with_closed(span, closed.pop(holder)) if holder in closed else span)
-            local += _local_spans(members)
+        spans = [
+            _with_closed(span, closed.pop(span.holder)) if span.holder in closed else span
+            for span in spans
+        ]
         for holder, here in closed.items():  # nothing grows there
             spans.append(_with_closed(_empty_span(holder, step, lane), here))
-        num_decoding = int((columns.kinds == _DECODE).sum())
-        last_rows = columns.starts + columns.lengths - 1
-        draws = columns.lengths == num_uncached
         return cls(
             ordered,
             _tokens(ordered),
             positions,
             tuple(spans),
             tuple(local),
-            last_rows,
-            draws,
-            num_decoding,
+            last_rows=columns.last_rows,
+            draws=num_cached + columns.lengths == num_known,
+            num_decoding=columns.num_decoding,
+        )
+
+    @classmethod
+    def passed_on(cls, passed: StagePass, holders: Seq[Holder], hidden: Tensor) -> StepBatch:
+        """As the stage before has laid it out.
+
+        Raises:
+            ProtocolError: no stage lays it out like that.
+        """
+        columns = Columns.of_pass(passed, holders)
+        spans, local = columns.lay_out(passed.step, passed.lane)
+        starts = np.repeat(columns.starts - columns.past, columns.lengths)
+        return cls(
+            (),
+            np.zeros(columns.num_rows, np.int64),
+            np.arange(columns.num_rows) - starts,
+            tuple(spans),
+            tuple(local),
+            last_rows=columns.last_rows,
+            draws=passed.draws.astype(bool),
+            num_decoding=columns.num_decoding,
+            hidden=hidden,
         )
 
 
@@ -178,108 +168,25 @@ def _homes(chunks: Seq[Chunk], holders: Seq[Holder]) -> tuple[list[Part], list[i
         parts = residence.parts
         part = parts[0] if len(parts) == 1 else parts[residence.index_of(sequence.num_cached)]
         if chunk.num_tokens == 1:
-            kind = _DECODE
+            kind = DECODE
         elif attends_prompts[part.holder]:
-            kind = _WITH_PAST
+            kind = WITH_PAST
         else:
-            kind = _LATER if sequence.num_cached else _FIRST
+            kind = LATER if chunk.first else FIRST
         homes.append(part)
-        keys.append(part.holder * _NUM_KINDS + kind)
+        keys.append(part.holder * NUM_KINDS + kind)
     return homes, keys
 
 
 def _tokens(chunks: Iterable[Chunk]) -> NDArray[np.int64]:
     tokens: list[int] = []
     for chunk in chunks:
-        first = chunk.sequence.num_cached
+        first = chunk.first
         if chunk.num_tokens == 1:
             tokens.append(chunk.sequence.token_ids[first])
         else:
             tokens += chunk.sequence.token_ids[first : first + chunk.num_tokens]
     return np.array(tokens, np.int64)
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """Chunks in the order of their rows, as arrays [N]."""
-
-    holders: NDArray[np.int64]
-    kinds: NDArray[np.int64]
-    part_ids: NDArray[np.int64]
-    first_tokens: NDArray[np.int32]
-    """Of the parts that the chunks go to."""
-    past: NDArray[np.int32]
-    """Tokens that those parts have."""
-    lengths: NDArray[np.int32]
-    starts: NDArray[np.int64]
-    """First rows."""
-
-    @classmethod
-    def of(cls, chunks: Seq[Chunk], homes: Seq[Part], keys: Seq[int]) -> _Columns:
-        holders, kinds = np.divmod(np.array(keys, np.int64), _NUM_KINDS)
-        first_tokens = np.array([part.first_token for part in homes], np.int32)
-        lengths = np.array([chunk.num_tokens for chunk in chunks], np.int32)
-        return cls(
-            holders,
-            kinds,
-            part_ids=np.array([part.part_id for part in homes], np.int64),
-            first_tokens=first_tokens,
-            past=np.array([chunk.sequence.num_cached for chunk in chunks], np.int32) - first_tokens,
-            lengths=lengths,
-            starts=np.cumsum(lengths, dtype=np.int64) - lengths,
-        )
-
-    @property
-    def num_rows(self) -> int:
-        return int(self.starts[-1] + self.lengths[-1])
-
-    def by_holder(self) -> Iterable[tuple[HolderId, _Columns]]:
-        """Each holder's chunks."""
-        ids, firsts = np.unique(self.holders, return_index=True)
-        for holder, first, end in zip(
-            ids.tolist(), firsts, (*firsts[1:], len(self.holders)), strict=True
-        ):
-            members = slice(first, end)
-            yield (
-                HolderId(holder),
-                _Columns(
-                    self.holders[members],
-                    self.kinds[members],
-                    self.part_ids[members],
-                    self.first_tokens[members],
-                    self.past[members],
-                    self.lengths[members],
-                    self.starts[members],
-                ),
-            )
-
-
-def _span(holder: HolderId, columns: _Columns, step: int, lane: int) -> HolderSpan:
-    kinds, lengths, past = columns.kinds, columns.lengths, columns.past
-    queries = np.where(kinds == _FIRST, 0, lengths).astype(np.int32)
-    visible = np.where(kinds <= _WITH_PAST, past + lengths, past).astype(np.int32)
-    begin = BeginStep(
-        step=step,
-        lane=lane,
-        sequence_ids=columns.part_ids,
-        num_past=past,
-        num_new=lengths,
-        num_queries=queries,
-        num_visible=visible,
-        want_lse=bool((kinds == _LATER).any() or columns.first_tokens.any()),
-    )
-    num_rows = int(lengths.sum())
-    num_decoding = int((kinds == _DECODE).sum())
-    # What a first chunk has is nothing, and one that decodes also attends to its own token.
-    counts = HolderCounts(int(past.sum()) + num_decoding, num_rows - num_decoding)
-    first = int(columns.starts[0])
-    return HolderSpan(
-        holder,
-        begin,
-        slice(first, first + num_rows),
-        slice(first, first + int(queries.sum())),
-        counts,
-    )
 
 
 @dataclass(frozen=True)
@@ -350,15 +257,3 @@ def _empty_span(holder: HolderId, step: int, lane: int) -> HolderSpan:
     none = np.zeros(0, np.int32)
     begin = BeginStep(step, lane, np.zeros(0, np.int64), none, none, none, none)
     return HolderSpan(holder, begin, slice(0, 0), slice(0, 0), HolderCounts(0, 0))
-
-
-def _local_spans(columns: _Columns) -> list[LocalSpan]:
-    spans = []
-    for kind in (_LATER, _FIRST):
-        members = np.flatnonzero(columns.kinds == kind).tolist()
-        if members:
-            first, last = int(columns.starts[members[0]]), members[-1]
-            end = int(columns.starts[last] + columns.lengths[last])
-            starts = (*(int(columns.starts[i]) - first for i in members), end - first)
-            spans.append(LocalSpan(slice(first, end), starts, merge=kind == _LATER))
-    return spans

@@ -28,9 +28,25 @@ from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.workers import Reached
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.wire.kv.chunks import ExpectTokens, FetchChunk, StoreChunk
-from fastdecode.wire.kv.kept import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
+from fastdecode.wire.kv.handing import Offer, Pull
+from fastdecode.wire.kv.kept import (
+    EndSequence,
+    ForgetBlocks,
+    KeepBlocks,
+    ResumeSequence,
+    keys_of,
+    words_of,
+)
 from fastdecode.wire.kv.replicating import Replicate
 from fastdecode.wire.kv.taking_over import DropCache, TakeOver, TruncateSequence
+from fastdecode.wire.kv.tiers import (
+    DropBlocks,
+    FetchBlocks,
+    Moved,
+    Stocked,
+    StoreBlocks,
+    UseTier,
+)
 from fastdecode.wire.messages import (
     Attend,
     AttendResult,
@@ -50,15 +66,13 @@ from fastdecode.wire.transport import SoleHub, closed_error, timeout_error
 from rworker.books import Books, blocks_within
 from sworker.buffers import to_device
 from sworker.device import Gpu
+from sworker.host_tier import HostTier
 from sworker.model.skeleton import forward
 from sworker.paged import BlockKernels, PagedKV, PagedStep, Prompt
 from sworker.whole import WholeSteps
 from sworker.worker import Pass, SWorker
 
-_MEND = (
-    "raise --kv-memory-gb or --gpu-memory-fraction, or keep the KV cache on R-workers "
-    "(--kv-placement r)"
-)
+_MEND = "raise kv_memory_gb or gpu_memory_fraction, or keep KV on R-workers (kv_placement='r')"
 
 
 def reach_device(
@@ -66,6 +80,7 @@ def reach_device(
     kv_bytes: int,
     gpu: Gpu | None = None,
     kernels: BlockKernels | None = None,
+    host_bytes: int = 0,
 ) -> Reached:
     """The device in the place of R-workers.
 
@@ -74,8 +89,10 @@ def reach_device(
         kv_bytes: memory for them; as many blocks as fit in it are offered.
         gpu: the device's driver, in place of the one that torch has.
         kernels: see ``PagedKV``.
+        host_bytes: of the host's memory, for kept blocks; 0: there is no lower
+            tier.
     """
-    connection = LocalConnection(device, kv_bytes, gpu, kernels)
+    connection = LocalConnection(device, kv_bytes, gpu, kernels, host_bytes)
     return Reached(
         SoleHub(connection),
         lambda lost, timeout_s: connection.close(),
@@ -95,11 +112,14 @@ class LocalConnection:
         kv_bytes: int,
         gpu: Gpu | None = None,
         kernels: BlockKernels | None = None,
+        host_bytes: int = 0,
     ) -> None:
         self.peer = f"the KV cache on {device}"
         self._device, self._gpu, self._kernels = device, gpu, kernels
-        self._kv_bytes = kv_bytes
+        self._kv_bytes, self._host_bytes = kv_bytes, host_bytes
+        self._tier: HostTier | None = None
         self._answers: deque[FromRWorker] = deque()
+        self._holder = 0
         self._books: Books | None = None
         self._cache: PagedKV | None = None
 
@@ -121,6 +141,13 @@ class LocalConnection:
                 self.books.keep(message)
             case ForgetBlocks():
                 self.books.forget(message)
+            case UseTier():
+                self._open_tier()
+            case StoreBlocks() | FetchBlocks():
+                self._move(message)
+            case DropBlocks():
+                for key in keys_of(message.keys):
+                    self.tier.drop(key)
             case (
                 BeginStep()
                 | Attend()
@@ -131,6 +158,8 @@ class LocalConnection:
                 | TakeOver()
                 | DropCache()
                 | Replicate()
+                | Offer()
+                | Pull()
             ):
                 raise AssertionError(f"{type(message).__name__} is for R-workers")
             case _:
@@ -150,7 +179,31 @@ class LocalConnection:
         return None
 
     def close(self) -> None:
-        self._books = self._cache = None
+        self._books = self._cache = self._tier = None
+
+    @property
+    def tier(self) -> HostTier:
+        assert self._tier is not None, "there is no lower tier, or it isn't open"
+        return self._tier
+
+    def _open_tier(self) -> None:
+        self._tier = HostTier(self.cache, self._host_bytes)
+        none = np.empty(0, np.int32)
+        self._answers.append(
+            Stocked(self._holder, self.tier.num_slots, words_of([]), none, is_last=True)
+        )
+
+    def _move(self, message: StoreBlocks | FetchBlocks) -> None:
+        """Blocks go down or up; who comes later sees them there."""
+        move = self.books.moving.begin(message)
+        started = time.perf_counter()
+        act = self.tier.fetch if move.is_fetch else self.tier.store
+        failed = act(move.keys, move.blocks)
+        self.books.moving.end(move.number, failed)
+        bad = words_of([move.keys[place] for place in sorted(failed)])
+        num_bytes = (len(move.keys) - len(failed)) * self.tier.block_bytes
+        seconds = time.perf_counter() - started
+        self._answers.append(Moved(self._holder, move.number, bad, num_bytes, seconds))
 
     @property
     def books(self) -> Books:
@@ -177,7 +230,7 @@ class LocalConnection:
         later = tuple(
             Prompt(
                 slice(int(ends[i] - begin.num_new[i]), int(ends[i])),
-                self._slots(int(begin.sequence_ids[i])),
+                self._slots(int(begin.sequence_ids[i]), int(total[i])),
             )
             for i in range(num_decoded, len(ends) - num_first)
         )
@@ -194,14 +247,11 @@ class LocalConnection:
             first_starts=tuple(starts.tolist()),
         )
 
-    def _slots(self, sequence_id: int) -> Tensor:
-        """Slots of all of a sequence's tokens, int64 [L], on the device."""
+    def _slots(self, sequence_id: int, num_tokens: int) -> Tensor:
+        """Slots of a sequence's first tokens, int64 [num_tokens], on the device."""
         ids = np.array([sequence_id], np.int64)
-        store = self.books.store
-        places = np.arange(int(store.num_tokens(ids)[0]))
-        size = store.block_size
-        table = store.block_tables(ids)[0].astype(np.int64)
-        return self._to_device(table[places // size] * size + places % size)
+        first, count = np.zeros(1, np.int32), np.array([num_tokens], np.int32)
+        return self._to_device(self.books.store.slots(ids, first, count))
 
     def _to_device(self, array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         return to_device(torch.from_numpy(array), self._device, self._gpu)
@@ -214,8 +264,9 @@ class LocalConnection:
             )
         except CapacityError as error:
             return Failed(self.peer, error.code, f"{error.message}; or {_MEND}")
-        self._books = Books(hello, num_blocks)
-        return Welcome(self.peer, num_blocks, hello.kv.block_size, torch.get_num_threads())
+        self._books, self._tier, self._holder = Books(hello, num_blocks), None, hello.holder
+        mine = (self.peer, num_blocks, hello.kv.block_size, torch.get_num_threads())
+        return Welcome(*mine, has_tier=self._host_bytes > 0)
 
 
 class LocalAttention:

@@ -26,28 +26,38 @@ from numpy.typing import NDArray
 from fastdecode.core.holders import Holder
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.step.arrivals import Arrival, Arrivals, News
-from fastdecode.engine.step.lane_step import Draws, LaneStep
+from fastdecode.engine.step.lane_step import Draws, LaneStep, Onward
 from fastdecode.engine.step.lanes import Lanes
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.remote import Attention
 from fastdecode.engine.step.waiting import Waiting
-from sworker.worker import SWorker
+from sworker.worker import Pass, SWorker
 
 Draw: TypeAlias = "Callable[[LaneStep], Draws | None]"
 TakeIn: TypeAlias = "Callable[[int], object]"
 
 
 class Pipeline:
-    """Runs lanes' steps side by side. One thread drives it."""
+    """Runs lanes' steps side by side. One thread drives it.
+
+    Args:
+        onward: where steps go behind this stage's layers; None: it has all.
+    """
 
     def __init__(
-        self, s_worker: SWorker, attention: Attention, num_lanes: int, trace: Trace | None = None
+        self,
+        s_worker: SWorker,
+        attention: Attention,
+        num_lanes: int,
+        trace: Trace | None = None,
+        onward: Onward | None = None,
     ) -> None:
         self._trace = trace or NoTrace()
+        self._onward = onward
         self._s_worker = s_worker
         self._attention = attention
         self._lanes = Lanes(num_lanes)
-        self._arrivals = Arrivals(attention.fleet, self._lanes, self._trace)
+        self._arrivals = Arrivals(attention.fleet, self._lanes, self._trace, onward)
         # Some lanes wait for R-workers, and one never does.
         self._is_hybrid = len({holder.kind for holder in attention.holders}) > 1
         self._waiting = Waiting(attention.fleet, self._lanes, is_hybrid=self._is_hybrid)
@@ -90,7 +100,7 @@ class Pipeline:
         started = time.perf_counter()
         remote = self._attention.begin(batch)
         whole = remote.run_through(self._s_worker)
-        forward = whole or self._s_worker.begin(batch.token_ids, batch.positions, lane, batch.feed)
+        forward = whole or _begin(self._s_worker, batch, lane)
         step = LaneStep(lane, batch, logit_rows, remote, forward, s_compute_s=planned_s)
         step.is_whole, step.fed_by = whole is not None, fed_by
         self._lanes.enter(step)
@@ -100,7 +110,7 @@ class Pipeline:
 
     def run(self, draw: Draw | None = None, take_in: TakeIn | None = None) -> LaneStep | None:
         """Go on until some lane has finished its step, or there is news
-        (``take_news``); then None.
+        (``take_news``) or an order (``Onward``); then None.
 
         Args:
             draw: called with a step as soon as it has logits. It starts to
@@ -113,6 +123,7 @@ class Pipeline:
             lanes.dispatch()
             self._take_in_fed(take_in)
             arrivals.note_losses()
+            arrivals.note_done()
             lanes.collect_ready()
             if self._is_hybrid and lanes.has_ready:
                 # Who is on the device can always go on; R-workers answer all the same.
@@ -150,9 +161,15 @@ class Pipeline:
 
     def _advance(self, step: LaneStep) -> None:
         started = time.perf_counter()
-        if not step.is_whole and step.forward.advance(step.remote.take()):
+        if step.passage is not None:
+            step.logits = step.passage.go_on()
+            step.count_s_part(None, started, self._trace)
+        elif not step.is_whole and step.forward.advance(step.remote.take()):
             self._scatter(step)
             step.count_s_part(step.forward.layer, started, self._trace)
+        elif self._onward is not None:
+            step.passage = self._onward.leave(step)
+            step.count_s_part(None, started, self._trace)
         else:
             step.logits = step.forward.logits(step.logit_rows)
             step.count_s_part(None, started, self._trace)
@@ -177,3 +194,9 @@ class Pipeline:
         self._trace.waited(started, now)
         if received is not None:
             self._arrivals.take_in(*received, now)
+
+
+def _begin(s_worker: SWorker, batch: StepBatch, lane: int) -> Pass:
+    if batch.hidden is not None:
+        return s_worker.go_on(batch.hidden, batch.positions, lane)
+    return s_worker.begin(batch.token_ids, batch.positions, lane, batch.feed)

@@ -126,7 +126,7 @@ class HeldPrompts:
         there is room for all of it."""
         sequence, length = chunk.sequence, len(chunk.sequence.token_ids)
         self._prompts.pop(sequence, None)  # it ran before, and was lost
-        if chunk.num_tokens == length or not _is_whole(sequence):
+        if chunk.num_tokens == length or not _is_whole(sequence) or sequence.behind_gap:
             return None
         self._forget_others()
         room = self._free(length)
@@ -140,7 +140,7 @@ class HeldPrompts:
     def _go_on(self, chunk: Chunk) -> _Held | None:
         """The place of a prompt, if all that came before this chunk is there."""
         held = self._prompts.get(chunk.sequence)
-        if held is None or held.num_tokens != chunk.sequence.num_cached:
+        if held is None or held.num_tokens != chunk.first:
             return None
         return held
 

@@ -30,8 +30,8 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import Holder, HolderId
 from fastdecode.core.spec import AttentionSpec
-from fastdecode.engine.fleet.answers import check_arrays
 from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.heads.answers import check_arrays
 from fastdecode.engine.step.checks import Checks
 from fastdecode.engine.step.layout import HolderSpan, LocalSpan, StepBatch
 from fastdecode.engine.step.parts import ClosedPartMerge

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from functools import partial
 
+from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.step.arrivals import Arrival
 from fastdecode.engine.step.lane_step import Draws
@@ -38,17 +40,17 @@ class Waiting:
         if not fleet.is_owed and copies and unsent is None and not self._is_hybrid:
             copies[0].wait()
             return None
-        found = look_until_found(partial(self._look, copies, len(fleet.lost)), None)
+        found = look_until_found(partial(self._look, copies, fleet.lost.keys()), None)
         return found[0] if found else None
 
-    def _look(self, copies: Seq[Draws], num_lost: int) -> list[Arrival] | None:
+    def _look(self, copies: Seq[Draws], lost: Collection[HolderId]) -> list[Arrival] | None:
         """An answer, if one is here; none: something was sent or drawn, a lane
         can go on, or somebody was lost; None: nothing has happened."""
         fleet = self._fleet
-        received = fleet.receive(wait=False) if fleet.is_owed else None
+        received = fleet.receive(most_s=0.0) if fleet.is_owed else None
         if received is not None:
             return [received]
         has_come = self._lanes.dispatch() or any(copy.done for copy in copies)
         # Of a lane on the device nobody says so who isn't asked.
         can_go_on = self._is_hybrid and self._lanes.any_can_go_on
-        return [] if has_come or can_go_on or len(fleet.lost) > num_lost else None
+        return [] if has_come or can_go_on or fleet.lost.keys() != lost else None

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Protocol, TypeAlias
 
+from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.admission.load_control import FixedInterval, MicroBatch
 
 Earlier: TypeAlias = Seq[tuple[int, MicroBatch]]
@@ -31,6 +32,10 @@ NOTHING_EARLIER: Earlier = ()
 
 class Admission(Protocol):
     """One lane's policy. Sequences are micro-batches of one."""
+
+    def order(self, sequence: Sequence) -> tuple[int, ...]:
+        """Whose is least starts first of those that have never run."""
+        return (sequence.sequence_id,)
 
     def check_possible(self, sizes: Seq[int]) -> None:
         """Raises CapacityError if a sequence whose parts may have so many
@@ -74,7 +79,7 @@ class Admission(Protocol):
         """From step ``at`` on a part has no load any more."""
 
 
-class Greedy:
+class Greedy(Admission):
     """Start whenever there is room."""
 
     def check_possible(self, sizes: Seq[int]) -> None:

@@ -12,16 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from fastdecode.core.errors import CapacityError
+from fastdecode.core.errors import CapacityError, Given
 from fastdecode.schedule.admission.headroom import Headroom
 from fastdecode.schedule.admission.load_control import LoadControl, MicroBatch
-from fastdecode.schedule.admission.policies import NOTHING_EARLIER, Earlier
+from fastdecode.schedule.admission.policies import NOTHING_EARLIER, Admission, Earlier
 
 # Steps between two looks at the step times, once they are known.
 RECALIBRATE_EVERY = 64
 
 
-class Stabilized:
+class Stabilized(Admission):
     """Load control for each R-worker: start on the one whose projected peak is
     lowest, relative to its limit, among those where the load stays within the
     limit until the sequence ends.
@@ -86,8 +86,8 @@ class Stabilized:
         if self._are_given and sum(sizes) > most:
             raise CapacityError(
                 f"the sequence may grow to {sum(sizes)} cached tokens, but {self._limited} leaves "
-                f"it no more than {most} {where}: lower max_tokens, or raise the load limit "
-                "(--load-limit)",
+                f"it no more than {most} {where}: lower max_tokens, or raise ",
+                Given("load_limit"),
                 code="exceeds_load_limit",
             )
 

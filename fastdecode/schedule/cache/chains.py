@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 from fastdecode.core.holders import SequenceId
 from fastdecode.core.model.block_keys import block_keys, root_key, tail_key
 from fastdecode.core.sequence import Sequence
@@ -52,6 +54,18 @@ class Chains:
         keys = self.keys(sequence, full)
         parent = keys[-1] if keys else root_key(self._identity or "", sequence.request.cache.salt)
         return [*keys, tail_key(parent, sequence.token_ids[full * self._block_size : num_tokens])]
+
+    def of_tokens(self, token_ids: Seq[int], salt: str) -> list[bytes]:
+        """Keys of all blocks of tokens that are no sequence's, the last of which
+        needn't be full."""
+        if self._identity is None:
+            return []
+        size = self._block_size
+        keys = block_keys(root_key(self._identity, salt), token_ids, size)
+        if len(token_ids) % size:
+            parent = keys[-1] if keys else root_key(self._identity, salt)
+            keys.append(tail_key(parent, token_ids[len(keys) * size :]))
+        return keys
 
     def is_over(self, sequence: Sequence) -> None:
         """Nobody asks for its blocks' keys any more."""

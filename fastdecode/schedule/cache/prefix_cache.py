@@ -4,8 +4,11 @@ with the same tokens start with them.
 Which holder keeps what is known here, on the S-worker, to the block, since
 starts count on it: holders are told by ``Keep`` and ``Forget`` (``Stock``) and
 decide nothing. What running sequences use is never given up. Of the rest a
-policy says what goes first, and of one sequence's blocks that is the last one,
-since a later block is of no use without the earlier ones.
+policy says what goes first.
+
+What is kept behind a missing block stays of use: a sequence starts with both,
+and runs the tokens of its **gap** first, together with those that are new.
+Sequences that are split have none: of their blocks only ends are given up.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from fastdecode.schedule.cache.parts import Sharing
 from fastdecode.schedule.cache.retention import Policy, Retention
 from fastdecode.schedule.cache.reuse import Reuse, reuses
 from fastdecode.schedule.cache.stock import Stock
+from fastdecode.schedule.cache.turns import Turns
 
 
 class PrefixCache:
@@ -36,6 +40,7 @@ class PrefixCache:
         policy: says what is given up first; None: what is worth least (see
             ``Retention``).
         clock: by which blocks are idle.
+        only_ends: what is behind a missing block is of no use.
     """
 
     def __init__(
@@ -45,21 +50,22 @@ class PrefixCache:
         identity: str | None = None,
         policy: Policy | None = None,
         clock: Clock = time.monotonic,
+        *,
+        only_ends: bool = False,
     ) -> None:
-        self._block_size = block_size
-        self._chains = Chains(identity, block_size)
-        self.stock = Stock(num_holders, block_size, policy or Retention(block_size), clock)
+        self.block_size = block_size
+        self.chains = Chains(identity, block_size)
+        policy = policy or Retention(block_size)
+        self.stock = Stock(num_holders, block_size, policy, clock, only_ends=only_ends)
         """What is kept where."""
+        self.turns = Turns(self.chains, self.stock, block_size)
+        """What turns of conversations keep."""
         self._sharing: dict[SequenceId, Sharing] = {}
         # Of the blocks in the tables of running sequences, summed over these,
         # those that are kept.
         self._num_shared = [0] * num_holders
         self.coming = Coming()
         """What is being computed."""
-
-    @property
-    def is_on(self) -> bool:
-        return self._chains.are_on
 
     def num_beside(self, holder: HolderId) -> int:
         """Kept blocks, less those that running sequences have reserved room
@@ -78,61 +84,86 @@ class PrefixCache:
         Args:
             sizes: tokens to reserve for each of its parts.
         """
-        if not self._chains.is_shared(sequence):
+        if not self.chains.is_shared(sequence):
             return []
-        stock, size, num_tokens = self.stock, self._block_size, len(sequence.token_ids)
-        found = reuses(stock, self._chains.keys(sequence), sizes, num_tokens - 1, size)
-        turn = sequence.request.cache.turn or 0
-        if turn % size and turn < num_tokens:
-            keys = self._chains.with_tail(sequence, turn)
-            found += reuses(stock, keys, sizes, turn, size, with_tail=True)
+        stock, size, num_tokens = self.stock, self.block_size, len(sequence.token_ids)
+        found = reuses(stock, self.chains.keys(sequence), sizes, num_tokens - 1, size)
+        for end in self.turns.ends_of(sequence):
+            keys = self.chains.with_tail(sequence, end)
+            found += reuses(stock, keys, sizes, end, size, with_tail=True)
         return sorted(found, key=lambda reuse: -reuse.num_tokens)
+
+    def keys(self, sequence: Sequence) -> list[bytes]:
+        """Of the full blocks with which a sequence could start; none, if it
+        shares none."""
+        if not self.chains.is_shared(sequence):
+            return []
+        return self.chains.keys(sequence)[: (len(sequence.token_ids) - 1) // self.block_size]
 
     def is_coming(self, sequence: Sequence, found: Seq[Reuse]) -> bool:
         """Whether a running sequence is computing the first block that this one
-        lacks.
+        lacks, or the first one behind all that it has.
 
         Args:
             found: what it could start with now.
         """
-        if not self.coming or not self._chains.is_shared(sequence):
+        if not self.coming or not self.chains.is_shared(sequence):
             return False
-        keys = self._chains.keys(sequence)
-        num_there = found[0].num_blocks if found else 0
-        return num_there < len(keys) and keys[num_there] in self.coming
+        keys = self.chains.keys(sequence)
+        missing = [0]
+        if found:
+            gap, num_there = found[0].gap, found[0].num_blocks
+            missing = [gap.start // self.block_size, num_there] if gap else [num_there]
+        return any(place < len(keys) and keys[place] in self.coming for place in missing)
 
     def begin(self, sequence: Sequence, residence: Residence, reuse: Reuse | None) -> None:
         """The sequence starts, with kept blocks or none."""
-        if not self._chains.is_shared(sequence):
+        if not self.chains.is_shared(sequence):
             return
         sharing = self._sharing[sequence.sequence_id] = Sharing.of(residence)
-        num_there = 0
-        if reuse is not None:
-            num_there = reuse.num_blocks
-            for part, used in zip(sharing.parts, reuse.keys, strict=False):
-                self.stock[part.holder].use(used, as_hit=True)
-                part.names.extend(used)
-            if reuse.num_tokens % self._block_size:
-                last = sharing.parts[len(reuse.keys) - 1]
-                last.tail = last.names.pop()
-                last.is_turns_tail = reuse.has_tail
+        keys = self.chains.keys(sequence)
+        missing = keys if reuse is None else self._start_with(sharing, reuse, keys)
         for part in sharing.parts:
             self._num_shared[part.holder] += part.num_shared
-        missing = self._chains.keys(sequence)[num_there:]
         self.coming.expect(sequence.sequence_id, sharing, missing)
         num_hit = 0 if reuse is None else reuse.num_tokens
         self.stock.fresh.started(missing, len(sequence.token_ids), num_hit)
+
+    def _start_with(self, sharing: Sharing, reuse: Reuse, keys: list[bytes]) -> list[bytes]:
+        """A sequence starts with kept blocks. Returns which of its full ones,
+        by their ``keys``, it lacks."""
+        size = self.block_size
+        gap = range(reuse.gap.start // size, reuse.gap.stop // size)
+        has_copy = reuse.num_tokens % size != 0
+        last = sharing.parts[len(reuse.keys) - 1]
+        for part, used in zip(sharing.parts, reuse.keys, strict=False):
+            before = [None, *used[:-1]]
+            if gap:
+                before[gap.start] = keys[gap.stop - 1]
+            self.stock.traffic.fetch(part.holder, used, before)
+            self.stock[part.holder].use(used, as_hit=True)
+            part.start_with(used, gap, has_copy=has_copy and part is last)
+        last.is_turns_tail = reuse.has_tail
+        return keys[gap.start : gap.stop] + keys[reuse.num_blocks :]
+
+    def awaited(self, sequence: Sequence) -> frozenset[int]:
+        """Jobs that fetch blocks with which a sequence starts."""
+        sharing = self._sharing.get(sequence.sequence_id)
+        jobs: set[int] = set()
+        for part in [] if sharing is None else sharing.parts:
+            jobs |= self.stock[part.holder].moving.jobs_of(part.keys)
+        return frozenset(jobs)
 
     def begin_fork(
         self, sequence: Sequence, residence: Residence, parent: Sequence, num_tokens: int
     ) -> None:
         """The sequence starts with so many tokens of a running one."""
-        if not self._chains.is_shared(sequence):
+        if not self.chains.is_shared(sequence):
             return
         sharing = self._sharing[sequence.sequence_id] = Sharing.of(residence)
         theirs = self._sharing.get(parent.sequence_id)
         for place, part in enumerate(sharing.parts):
-            num_full = part.num_full(num_tokens, self._block_size)
+            num_full = part.num_full(num_tokens, self.block_size)
             names = theirs.parts[place].names[:num_full] if theirs is not None and num_full else []
             part.names = names + [None] * (num_full - len(names))
             self.stock[part.holder].use(part.keys, as_hit=False)
@@ -144,21 +175,19 @@ class PrefixCache:
         if sharing is None or sequence.is_checked:
             return
         for part in sharing.parts:
-            first = len(part.names)
-            num_full = part.num_full(sequence.num_cached, self._block_size)
-            if num_full > first and not part.is_lost:
-                at = part.part.first_token // self._block_size
-                chain = self._chains.keys(sequence, at + num_full)
-                keys, before = chain[at + first :], chain[at + first - 1] if first else None
-                names = self.stock.keep(part.part, first, keys, before)
+            num_full = part.num_full(sequence.num_cached, self.block_size)
+            while not part.is_lost and (blocks := part.next_blocks(num_full)):
+                at = part.part.first_token // self.block_size
+                chain = self.chains.keys(sequence, at + blocks.stop)
+                keys = chain[at + blocks.start :]
+                before = chain[at + blocks.start - 1] if blocks.start else None
+                names = self.stock.keep(part.part, blocks.start, keys, before)
                 part.names += names
                 self._num_shared[part.holder] += sum(name is not None for name in names)
                 self.coming.arrived(sequence.sequence_id, sharing, keys)
 
     def answered(self, sequence: Sequence) -> None:
-        """A running sequence has come to its end. A turn of a conversation
-        keeps what isn't full of its last block, too; what the turn before had
-        kept of its own is of no use any more."""
+        """A running sequence has come to its end."""
         sharing = self._sharing.get(sequence.sequence_id)
         if sharing is not None and sequence.request.cache.turn is not None:
             sharing.is_answered = not sequence.is_checked
@@ -171,36 +200,10 @@ class PrefixCache:
             return
         self.coming.arrived(sequence.sequence_id, sharing, list(sharing.coming))
         if sharing.is_answered:
-            self._keep_tail(sequence, sharing)
+            self.turns.end(sequence, sharing)
         for part in sharing.parts:
             self._num_shared[part.holder] -= part.num_shared
             self.stock.release(part.holder, part.keys, for_good=sequence.is_checked)
-
-    def _keep_tail(self, sequence: Sequence, sharing: Sharing) -> None:
-        """What a turn has come to is kept, to the last token."""
-        size, turn = self._block_size, sequence.request.cache.turn
-        for part in sharing.parts:
-            index = self.stock[part.holder]
-            index.want(part.keys)
-            if part.is_turns_tail and part.tail is not None:
-                index.condemn([part.tail])
-            elif turn and turn % size == 0:
-                index.end_turn(self._chains.keys(sequence, turn // size)[-1])
-        last, num_tokens = sharing.parts[-1], sequence.num_cached
-        if num_tokens <= last.part.first_token or last.is_lost:
-            return
-        keys = self._chains.with_tail(sequence, num_tokens)
-        own = keys[last.part.first_token // size :]
-        if num_tokens % size:
-            self.stock.keep_tail(last.part, own[-1], own[-2] if len(own) > 1 else None, num_tokens)
-        else:
-            del own[-1]  # no tokens, no block
-        if own[-1] in self.stock[last.holder]:
-            self.stock[last.holder].lease(own[-1])
-
-    def is_over(self, sequence: Sequence) -> None:
-        """The sequence doesn't run, and won't start again."""
-        self._chains.is_over(sequence)
 
     def lose(self, holder: HolderId) -> None:
         """A holder is gone, and all that it kept."""
@@ -209,7 +212,7 @@ class PrefixCache:
         for sharing in self._sharing.values():
             for part in sharing.parts:
                 if part.holder == holder:
-                    part.names, part.tail, part.is_lost = [], None, True
+                    part.names, part.behind, part.tail, part.is_lost = [], [], None, True
 
     def check_invariants(self, running: Iterable[SequenceId]) -> None:
         """Recount. ``running``: those that are."""

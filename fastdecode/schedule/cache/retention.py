@@ -8,14 +8,15 @@ first. Leading blocks cost least, since they attend to least. ``lru`` takes the
 end of whatever was idle for longest. ``size-idle`` (Pensieve's first edition)
 takes the trailing half of the conversation with most blocks × idle time.
 
-What lies behind a missing block is of no use to the engine yet. So it asks
-policies about the **ends** of what is kept (``values``): whose last block goes.
-Tiers of a simulation have no such care (``victim``).
+Tiers of a simulation hold whole conversations, and ask who is to give up
+blocks, and which (``TierPolicy``). The engine asks what each block is worth
+(``values``), also of requests that are no turn of a conversation. Of these
+nobody has said that they go on: what they have in common with others is their
+beginning, so of them the end goes first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeAlias, TypeVar
 
@@ -28,62 +29,67 @@ from fastdecode.schedule.cache.costs import FLAT_TO_HALF, CostTable
 POLICIES: Final = CACHE_POLICIES
 _INSTANT_S: Final = 1e-9
 """What was used this very moment was so long ago."""
+_BEYOND_ALL_TOKENS: Final = float(1 << 25)
+"""No sequence is as long."""
 
 Values: TypeAlias = NDArray[np.float64]
 
 
-@dataclass(eq=False)
-class Holding:
-    """What a tier has of a conversation."""
-
-    name: str
-    blocks: list[int]
-    """Numbers of its blocks there, in order."""
-    last_s: float
-    """When it was last active."""
-    num_leases: int = 1
-    """Conversations that share them."""
-
-
-@dataclass(frozen=True)
-class Victim:
-    """What is to leave a tier."""
-
-    holding: Holding
-    blocks: tuple[int, ...]
-
-
 @dataclass(frozen=True, eq=False)
-class Ends:
-    """Last blocks of what is kept, [N] each."""
+class IdleColumns:
+    """Kept blocks that nobody uses, [N] each."""
 
     costs: Values
     """To compute it again; see ``Policy.cost_of``."""
     idle_s: Values
     """Since somebody used it."""
     num_leases: Values
-    """Conversations that share it, at least 1."""
-    last_uses: Values
+    """Conversations that share it."""
+    last_uses: NDArray[np.int64]
     """Number of its last use: a later one has a higher number."""
-    num_owned: Callable[[], Values]
-    """Asked for the blocks that are idle since that same use."""
+    num_tokens: NDArray[np.int64]
+    """Up to its end."""
+    is_end: NDArray[np.bool_]
+    """No idle block is behind it."""
+
+
+NumberT = TypeVar("NumberT", float, Values)
 
 
 class Policy(Protocol):
-    """Chooses who leaves a tier next."""
-
-    def victim(self, holdings: Iterable[Holding], now_s: float) -> Victim | None:
-        """Of those that have blocks, in the order in which they appeared first;
-        None: nobody has any."""
+    """Chooses which blocks go next."""
 
     def cost_of(self, num_tokens: int) -> float:
         """Of a block up to whose end there are so many tokens."""
 
-    def values(self, ends: Ends) -> Values:
-        """Of each, [N]: the lowest goes first."""
+    def values(self, idle: IdleColumns) -> Values:
+        """Of each, [N]: the lowest goes first, of equal ones the leading one.
+        Infinite: it doesn't go before others do. Unless blocks leave together,
+        a value hangs on nothing else than what is said of its own block, and
+        never rises as time goes by."""
 
-    def num_leaving(self, num_owned: int) -> int:
-        """Of as many blocks that were last used together, how many leave at a time."""
+    def num_leaving(self, num_owned: int) -> int | None:
+        """Of as many blocks that were last used together, how many leave at a
+        time, from the end on. None: each leaves by itself."""
+
+
+class TierPolicy(Policy, Protocol):
+    """Chooses also who leaves a tier of whole conversations next."""
+
+    def score(
+        self, first_cost: NumberT, num_blocks: NumberT, last_s: NumberT, now_s: float
+    ) -> NumberT:
+        """Of a conversation, or of each of several: who has the lowest gives up
+        blocks next, of equal ones who appeared first.
+
+        Args:
+            first_cost: to compute the first block again that is there.
+            num_blocks: that are there.
+            last_s: when it was active last.
+        """
+
+    def leaving(self, blocks: list[int]) -> list[int]:
+        """Of who does, which: some of the first, or of the last."""
 
 
 @dataclass(frozen=True)
@@ -93,84 +99,74 @@ class Retention:
     block_size: int
     cost: CostTable = field(default=FLAT_TO_HALF)
 
-    def value(self, holding: Holding, block: int, now_s: float) -> float:
-        """Of a block; infinite: it is being used."""
-        idle_s = now_s - holding.last_s
-        if idle_s <= 0:
-            return float("inf")
-        cost = self.cost((block + 1) * self.block_size)
-        value: float = _retained(cost, idle_s, holding.num_leases)
-        return value
-
-    def victim(self, holdings: Iterable[Holding], now_s: float) -> Victim | None:
-        filled = [holding for holding in holdings if holding.blocks]
-        if not filled:
-            return None
-        lowest = min(filled, key=lambda each: self.value(each, each.blocks[0], now_s))
-        return Victim(lowest, (lowest.blocks[0],))
-
     def cost_of(self, num_tokens: int) -> float:
         return self.cost(num_tokens)
 
-    def values(self, ends: Ends) -> Values:
-        return _retained(ends.costs, np.maximum(ends.idle_s, _INSTANT_S), ends.num_leases)
+    def values(self, idle: IdleColumns) -> Values:
+        idle_s, num_leases = np.maximum(idle.idle_s, _INSTANT_S), np.maximum(idle.num_leases, 1)
+        values = idle.costs / idle_s * num_leases
+        goes = idle.is_end | (idle.num_leases > 0)
+        return np.where(goes, values, np.inf)
 
-    def num_leaving(self, num_owned: int) -> int:
-        return 1
+    def num_leaving(self, num_owned: int) -> None:
+        return None
+
+    def score(
+        self, first_cost: NumberT, num_blocks: NumberT, last_s: NumberT, now_s: float
+    ) -> NumberT:
+        return first_cost / (now_s - last_s + _INSTANT_S)
+
+    def leaving(self, blocks: list[int]) -> list[int]:
+        return blocks[:1]
 
 
 @dataclass(frozen=True)
 class LeastRecent:
     """The last block of whoever was idle for longest."""
 
-    def victim(self, holdings: Iterable[Holding], now_s: float) -> Victim | None:
-        filled = [holding for holding in holdings if holding.blocks]
-        if not filled:
-            return None
-        oldest = min(filled, key=lambda each: each.last_s)
-        return Victim(oldest, (oldest.blocks[-1],))
-
     def cost_of(self, num_tokens: int) -> float:
         return 1.0
 
-    def values(self, ends: Ends) -> Values:
-        return ends.last_uses
+    def values(self, idle: IdleColumns) -> Values:
+        return idle.last_uses - idle.num_tokens / _BEYOND_ALL_TOKENS
 
-    def num_leaving(self, num_owned: int) -> int:
-        return 1
+    def num_leaving(self, num_owned: int) -> None:
+        return None
+
+    def score(
+        self, first_cost: NumberT, num_blocks: NumberT, last_s: NumberT, now_s: float
+    ) -> NumberT:
+        return last_s
+
+    def leaving(self, blocks: list[int]) -> list[int]:
+        return blocks[-1:]
 
 
 @dataclass(frozen=True)
 class SizeIdle:
     """The trailing half, rounded up, of the largest blocks × idle time."""
 
-    def victim(self, holdings: Iterable[Holding], now_s: float) -> Victim | None:
-        filled = [holding for holding in holdings if holding.blocks]
-        if not filled:
-            return None
-        largest = max(filled, key=lambda each: len(each.blocks) * (now_s - each.last_s))
-        kept = len(largest.blocks) - self.num_leaving(len(largest.blocks))
-        return Victim(largest, tuple(largest.blocks[kept:]))
-
     def cost_of(self, num_tokens: int) -> float:
         return 1.0
 
-    def values(self, ends: Ends) -> Values:
-        return -ends.num_owned() * ends.idle_s
+    def values(self, idle: IdleColumns) -> Values:
+        _, use, counts = np.unique(idle.last_uses, return_inverse=True, return_counts=True)
+        values: Values = -counts[use] * idle.idle_s
+        return values
 
     def num_leaving(self, num_owned: int) -> int:
         return -(-num_owned // 2)
 
+    def score(
+        self, first_cost: NumberT, num_blocks: NumberT, last_s: NumberT, now_s: float
+    ) -> NumberT:
+        return num_blocks * (last_s - now_s)
 
-NumberT = TypeVar("NumberT", float, Values)
+    def leaving(self, blocks: list[int]) -> list[int]:
+        return blocks[len(blocks) - self.num_leaving(len(blocks)) :]
 
 
-def _retained(cost: NumberT, idle_s: NumberT, num_leases: NumberT) -> NumberT:
-    """V = Cost(l) / T × leases."""
-    return cost / idle_s * num_leases
-
-
-def policy_of(name: str, block_size: int, cost: CostTable = FLAT_TO_HALF) -> Policy:
+def policy_of(name: str, block_size: int, cost: CostTable = FLAT_TO_HALF) -> TierPolicy:
     """By its name among ``POLICIES``."""
     if name == "lru":
         return LeastRecent()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from fastdecode.core.holders import HolderId
+from fastdecode.core.sequence import NOTHING
+from fastdecode.schedule.cache.index import BlockIndex
 from fastdecode.schedule.cache.stock import Stock
 
 
@@ -18,45 +21,59 @@ class Reuse:
     holders: tuple[HolderId, ...]
     """Of the sequence's first parts: where these have to be."""
     keys: tuple[tuple[bytes, ...], ...]
-    """Of each of those parts, its first blocks; all of it but in the last."""
+    """Of each of those parts, the blocks that are there; all of it but in the
+    last."""
     num_tokens: int
     """That needn't run: all but the last token of the sequence at most."""
     credit: Mapping[HolderId, int]
     """Blocks of each holder that it needn't have room for."""
     num_blocks: int
-    """Those of them that are full."""
+    """Those of its full blocks up to where what is there ends, the gap's
+    included."""
+    has_tail: bool = False
+    """The last block isn't full."""
+    gap: range = NOTHING
+    """Of a whole sequence: tokens that aren't there, whole blocks, with others
+    behind them that are."""
 
-    @classmethod
-    def of(
-        cls,
-        parts: Seq[tuple[HolderId, Seq[bytes]]],
-        stock: Stock,
-        most_tokens: int,
-        block_size: int,
-        *,
-        has_tail: bool,
-    ) -> Reuse:
-        """
+
+@dataclass(frozen=True)
+class _Found:
+    """Blocks of one chain that are there, and may be used."""
+
+    parts: Seq[tuple[HolderId, Seq[bytes]]]
+    """Of the sequence's first parts, the holder and its blocks."""
+    gap: range = NOTHING
+    """Blocks of the chain that aren't there, with those behind them that are."""
+
+    def reuse(
+        self, stock: Stock, most_tokens: int, block_size: int, *, has_tail: bool
+    ) -> Reuse | None:
+        """None: of what is behind the gap, nothing would be spared.
+
         Args:
-            parts: of the first parts, the holder and its blocks.
-            most_tokens: that it could be spared.
+            most_tokens: that the sequence could be spared, its gap included.
             has_tail: the last block isn't full.
         """
-        num_blocks = sum(len(keys) for _, keys in parts)
-        num_kept = min(num_blocks * block_size, most_tokens)
+        num_blocks = sum(len(keys) for _, keys in self.parts) + len(self.gap)
+        num_held = min(num_blocks * block_size, most_tokens)
+        gap = range(self.gap.start * block_size, self.gap.stop * block_size)
+        if gap and num_held <= gap.stop:
+            return None
         credit: Counter[HolderId] = Counter()
-        for holder, keys in parts:
-            credit[holder] += len(keys) - stock[holder].num_idle_of(keys)
-        if num_kept % block_size:
-            credit[parts[-1][0]] -= 1  # its last block is copied
-        holders = tuple([holder for holder, _ in parts])
-        keys_of = tuple([tuple(keys) for _, keys in parts])
-        return cls(holders, keys_of, num_kept, dict(credit), num_blocks - has_tail)
-
-    @property
-    def has_tail(self) -> bool:
-        """Whether the last block isn't full."""
-        return self.num_blocks < sum(map(len, self.keys))
+        for holder, keys in self.parts:
+            credit[holder] += len(keys) - _num_idle(stock[holder], keys)
+        if num_held % block_size:
+            credit[self.parts[-1][0]] -= 1  # its last block is copied
+        return Reuse(
+            tuple([holder for holder, _ in self.parts]),
+            tuple([tuple(keys) for _, keys in self.parts]),
+            num_held - len(gap),
+            dict(credit),
+            num_blocks - has_tail,
+            has_tail,
+            gap,
+        )
 
 
 def reuses(
@@ -75,17 +92,72 @@ def reuses(
         sizes: tokens to reserve for each of its parts.
         most_tokens: that it could be spared.
         block_size: tokens in a block.
-        with_tail: only all of the blocks will do, and the last isn't full.
+        with_tail: only what ends with the last of the blocks will do, and that
+            isn't full.
     """
     if len(sizes) > 1:
         parts = _parts(stock, keys, sizes, block_size)
-        chains = [parts] if parts else []
+        is_there = bool(parts) and (not with_tail or sum(len(own) for _, own in parts) == len(keys))
+        chains = [_Found(parts)] if is_there else []
     else:
-        leading = [(holder, stock[holder].num_leading(keys)) for holder in stock.holders]
-        chains = [[(holder, keys[:count])] for holder, count in leading if count]
-    if with_tail:
-        chains = [parts for parts in chains if sum(len(own) for _, own in parts) == len(keys)]
-    return [Reuse.of(parts, stock, most_tokens, block_size, has_tail=with_tail) for parts in chains]
+        chains = list(_wholes(stock, keys, block_size, with_tail=with_tail))
+    found = [one.reuse(stock, most_tokens, block_size, has_tail=with_tail) for one in chains]
+    return [reuse for reuse in found if reuse is not None]
+
+
+def _wholes(
+    stock: Stock, keys: Seq[bytes], block_size: int, *, with_tail: bool
+) -> Iterator[_Found]:
+    """Of a whole sequence: what each holder has."""
+    if with_tail and not any(stock[holder].is_usable(keys[-1]) for holder in stock.holders):
+        return
+    for holder in stock.holders:
+        leading, behind = leading_and_behind(
+            stock[holder], keys, lambda number: stock.policy.cost_of((number + 1) * block_size)
+        )
+        if with_tail and (behind or leading).stop != len(keys):
+            leading, behind = _to_the_end(stock[holder], keys)
+        own = [*keys[: leading.stop], *keys[behind.start : behind.stop]]
+        if own:
+            gap = range(leading.stop, behind.start) if behind else NOTHING
+            yield _Found([(holder, own)], gap)
+
+
+def leading_and_behind(
+    index: BlockIndex, keys: Seq[bytes], cost: Callable[[int], float]
+) -> tuple[range, range]:
+    """The leading blocks that are there, and of the stretches behind them the
+    one that costs most to compute again: there is at most one gap."""
+    leading = range(index.num_leading(keys))
+    dearest, behind = 0.0, NOTHING
+    for stretch in _stretches(index, keys, leading.stop):
+        spared = sum(map(cost, stretch))
+        if spared > dearest:
+            dearest, behind = spared, stretch
+    return leading, behind
+
+
+def _to_the_end(index: BlockIndex, keys: Seq[bytes]) -> tuple[range, range]:
+    """The same with the last stretch, if it has the last block; else nothing."""
+    leading = range(index.num_leading(keys))
+    last = [NOTHING, *_stretches(index, keys, leading.stop)][-1]
+    return (leading, last) if last.stop == len(keys) else (NOTHING, NOTHING)
+
+
+def _stretches(index: BlockIndex, keys: Seq[bytes], first: int) -> Iterator[range]:
+    """Runs of blocks that are there, from a missing one on."""
+    numbers = range(first, len(keys))
+    for is_there, members in itertools.groupby(numbers, lambda i: index.is_usable(keys[i])):
+        if is_there:
+            run = list(members)
+            yield range(run[0], run[-1] + 1)
+
+
+def _num_idle(index: BlockIndex, keys: Seq[bytes]) -> int:
+    """How many of these blocks, all of which are usable, are idle, or take room
+    once they are fetched."""
+    blocks = map(index.blocks.get, keys)
+    return sum(block is None or block.idle_since is not None for block in blocks)
 
 
 def _parts(

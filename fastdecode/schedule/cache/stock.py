@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as Seq
+from typing import Final
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId, Part, PartId
 from fastdecode.schedule.cache.fresh import FreshMemory
 from fastdecode.schedule.cache.index import BlockIndex
+from fastdecode.schedule.cache.orders import Orders
 from fastdecode.schedule.cache.retention import Policy
-from fastdecode.schedule.plan import Forget, Keep
+from fastdecode.schedule.cache.tiers.traffic import TierTraffic
+from fastdecode.schedule.plan import Keep
 
 
 class Stock:
@@ -21,14 +24,28 @@ class Stock:
         block_size: tokens in a block.
         policy: says which kept blocks are given up first.
         clock: by which they are idle.
+        only_ends: see ``IdleBlocks``.
     """
 
-    def __init__(self, num_holders: int, block_size: int, policy: Policy, clock: Clock) -> None:
+    def __init__(
+        self,
+        num_holders: int,
+        block_size: int,
+        policy: Policy,
+        clock: Clock,
+        *,
+        only_ends: bool = False,
+    ) -> None:
         self._block_size = block_size
-        self._policy = policy
+        self.policy: Final = policy
+        """Says what is given up first."""
         self._clock = clock
-        self._indices = [BlockIndex(policy) for _ in range(num_holders)]
-        self._orders: list[Keep | Forget] = []
+        self._only_ends = only_ends
+        self._indices = [BlockIndex(policy, only_ends=only_ends) for _ in range(num_holders)]
+        self.orders: Final = Orders()
+        """What holders are to be told."""
+        self.traffic: Final = TierTraffic(self._indices, self.orders, block_size, clock)
+        """What is moved between tiers."""
         self._tails: dict[PartId, bytes] = {}
         self.fresh = FreshMemory(block_size)
         """What memory kept blocks may take."""
@@ -40,11 +57,6 @@ class Stock:
     def __getitem__(self, holder: HolderId) -> BlockIndex:
         """What the holder keeps: to be asked, and told who uses it."""
         return self._indices[holder]
-
-    def take_orders(self) -> list[Keep | Forget]:
-        """What holders are to be told, in this order."""
-        orders, self._orders = self._orders, []
-        return orders
 
     def keep(
         self, part: Part, first_block: int, keys: Seq[bytes], before: bytes | None
@@ -66,11 +78,11 @@ class Stock:
                 index.add(name, before, part.first_token + (place + 1) * self._block_size)
                 run.append(name)
             elif run:
-                self._orders.append(Keep(part, place - len(run), tuple(run)))
+                self.orders.add(Keep(part, place - len(run), tuple(run)))
                 run = []
             before = key
         if run:
-            self._orders.append(Keep(part, first_block + len(keys) - len(run), tuple(run)))
+            self.orders.add(Keep(part, first_block + len(keys) - len(run), tuple(run)))
         return names
 
     def keep_tail(self, part: Part, key: bytes, before: bytes | None, num_tokens: int) -> None:
@@ -84,7 +96,7 @@ class Stock:
         index = self._indices[part.holder]
         if key not in index:
             index.add(key, before, num_tokens)
-            index.want([key])
+            index.blocks.want([key])
             index.release([key], self._clock())
             self._tails[part.part_id] = key
 
@@ -98,12 +110,21 @@ class Stock:
         more. ``for_good``: nobody is to use them again."""
         index = self._indices[holder]
         if for_good:
-            index.condemn(keys)
-        self._forget(holder, index.release(keys, self._clock()))
+            index.blocks.condemn(keys)
+            self.traffic.drop_copies(holder, filter(index.lower.__contains__, keys))
+        self.orders.forget(holder, index.release(keys, self._clock()))
 
     def give_up(self, holder: HolderId, count: int) -> None:
         """Make room: so many idle blocks are kept no more."""
-        self._forget(holder, self._indices[holder].give_up(count, self._clock()))
+        self.orders.forget(holder, self._indices[holder].give_up(count, self._clock()))
+
+    def drop(self, holder: HolderId, keys: Seq[bytes]) -> None:
+        """Of a chain that somebody has no use for any more, give up what nobody
+        else has."""
+        index = self._indices[holder]
+        gone = index.drop(keys)
+        self.orders.forget(holder, gone)
+        self.traffic.drop_copies(holder, filter(index.lower.__contains__, gone))
 
     def trim(self, num_cached_tokens: int, num_running: int) -> None:
         """Give up what would take memory that was never touched before, when so
@@ -118,21 +139,19 @@ class Stock:
             given_up = self._indices[holder].give_up(count, self._clock(), only_unhit=True)
             if not given_up:
                 return
-            self._forget(holder, given_up)
+            self.orders.forget(holder, given_up)
             self.fresh.gave_up(given_up)
             excess -= len(given_up)
 
     def lose(self, holder: HolderId) -> None:
         """A holder is gone, and all that it kept."""
-        self._indices[holder] = BlockIndex(self._policy)
-        self._orders = [order for order in self._orders if order.holder != holder]
-
-    def _forget(self, holder: HolderId, keys: list[bytes]) -> None:
-        if keys:
-            self._orders.append(Forget(holder, tuple(keys)))
+        self.traffic.lose(holder)
+        self._indices[holder] = BlockIndex(self.policy, only_ends=self._only_ends)
+        self.orders.lose(holder)
 
     def check_invariants(self, users: Seq[Counter[bytes]]) -> None:
         """Recount. ``users``: of each holder, how many running sequences use
         each block."""
         for index, used in zip(self._indices, users, strict=True):
             index.check_invariants(used)
+        self.traffic.check_invariants()

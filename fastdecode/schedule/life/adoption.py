@@ -1,19 +1,25 @@
-"""Holders that are lost, and gone on with from a replica.
+"""Holders that are lost, and gone on with from a replica; and those that go on
+elsewhere, from a copy.
 
 Between the loss and the answer of whoever keeps the replica, no step begins:
 those in flight end without the lost holder's rows, and then the neighbour is
-asked what it has of each sequence.
+asked what it has of each sequence. It is the same with a holder that leaves, but
+that what is in flight counts.
+
+A sequence with parts on several holders goes on with the tokens that all parts
+have together. Holders that have more, of steps that didn't count as well, forget
+it before the sequence goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
-from fastdecode.core.holders import HolderId
+from fastdecode.core.holders import HolderId, Part, PartId, SequenceId
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.life.endings import Endings
-from fastdecode.schedule.life.events import Extend, Instruction, TakeOver
+from fastdecode.schedule.life.events import Extend, Instruction, TakeOver, Truncate
 from fastdecode.schedule.life.grants import Grants
 from fastdecode.schedule.life.lives import Fate, Life, Lives, Status
 
@@ -29,6 +35,19 @@ class AdoptionCounts:
     """Of those that were cached, and still are."""
     num_tokens_lost: int = 0
     """Of those that were cached, and have to be run again."""
+
+
+@dataclass
+class _Resuming:
+    """A sequence that is to go on."""
+
+    life: Life
+    found: dict[PartId, int] = field(default_factory=dict)
+    """Tokens of its parts that were asked for, as far as that was answered."""
+    uneven: set[PartId] = field(default_factory=set)
+    """Parts of which the holder may have more than it said."""
+    num_tokens: int | None = None
+    """With which it goes on, once all has been; all holders are told."""
 
 
 class Adoptions:
@@ -55,73 +74,141 @@ class Adoptions:
         self._grants = grants
         self._endings = endings
         self._out = out
+        self._leaving: dict[HolderId, None] = {}
         self._waiting: dict[HolderId, None] = {}
-        self._asked: dict[HolderId, list[Life]] = {}
+        self._asked: dict[HolderId, list[tuple[Life, Part]]] = {}
+        self._resuming: dict[SequenceId, _Resuming] = {}
         self.counts = AdoptionCounts()
 
     def __bool__(self) -> bool:
-        return bool(self._waiting or self._asked)
+        under_way = self._leaving or self._waiting or self._asked
+        return bool(under_way) or any(
+            resuming.life.fate is Fate.RESUME for resuming in self._resuming.values()
+        )
 
     def begin(self, holder: HolderId) -> None:
         """A holder is lost, and its replica is to be taken over: nothing new is
         placed there, and its sequences wait for what the replica has."""
-        self._scheduler.ledger.close(holder)
+        self._scheduler.ledger.capacity.close(holder)
+        self.give_up(holder)
         self._waiting[holder] = None
         for life in self._on(holder):
-            if not self._grants.forget_asked(life):
+            if not self._grants.forget_asked(life, holder):
                 self._grants.lose(life, holder)
                 self._endings.recompute(life)
-            elif life.fate is None:
-                self._lives.tell(life, f"holder {holder} is lost, and has a replica")
-                self._lives.doom(life, Fate.RESUME)
+            elif life.fate in (None, Fate.RESUME):
+                self._wait(life, holder)
             else:
                 self._endings.settle(life)
 
+    def _wait(self, life: Life, holder: HolderId) -> None:
+        self._lives.tell(life, f"holder {holder} is lost, or leaves, and has a replica")
+        sequence_id = life.sequence.sequence_id
+        if life.fate is None:
+            self._resuming[sequence_id] = _Resuming(life)
+        self._lives.doom(life, Fate.RESUME)
+        self._resuming[sequence_id].num_tokens = None
+
+    def leave(self, holder: HolderId) -> None:
+        """A holder on which nothing new is placed goes on elsewhere."""
+        self._leaving[holder] = None
+
     def give_up(self, holder: HolderId) -> None:
         """Its replica is lost, too."""
+        self._leaving.pop(holder, None)
         self._waiting.pop(holder, None)
         self._asked.pop(holder, None)
 
     def ask(self) -> None:
-        """No step is in flight: whoever keeps the replicas is asked."""
+        """No step is in flight: whoever keeps the replicas is asked. For a holder
+        that leaves, once it has answered what it was asked."""
+        for holder in list(self._leaving):
+            if not self._grants.is_awaited(holder):
+                self.begin(holder)
         for holder in self._waiting:
-            kept = self._asked[holder] = self._on(holder)
-            parts = tuple(part for life in kept for part in life.opened.values())
-            for life in kept:
-                for part in life.opened.values():
-                    self._grants.ask(life, part)
-            counts = tuple(life.sequence.num_cached for life in kept)
-            self._out.append(TakeOver(holder, parts, counts))
+            kept = self._asked[holder] = list(self._open_on(holder))
+            for life, part in kept:
+                self._grants.ask(life, part)
+            counts = tuple(_share(part, life.sequence.num_cached) for life, part in kept)
+            self._out.append(TakeOver(holder, tuple(part for _, part in kept), counts))
         self._waiting.clear()
 
-    def end(self, holder: HolderId, num_tokens: Sequence[int | None]) -> None:
-        """Whoever keeps the replica has answered: what it has of each sequence,
-        in the order in which they were named."""
+    def end(
+        self, holder: HolderId, num_tokens: Sequence[int | None], *, is_uneven: bool = False
+    ) -> None:
+        """Whoever keeps the replica has answered: what it has of each part, in
+        the order in which they were named. ``is_uneven``: see ``TakenOver``."""
         self.counts.num_holders += 1
-        for life, found in zip(self._asked.pop(holder), num_tokens, strict=True):
-            for part_id in list(life.unanswered):
-                self._grants.opened(part_id)
+        asked = self._asked.pop(holder)
+        for (life, part), found in zip(asked, num_tokens, strict=True):
+            if part.part_id in life.unanswered:
+                self._grants.opened(part.part_id)
+            resuming = self._resuming.get(life.sequence.sequence_id)
             if found is None:
                 self._grants.lose(life, holder)
                 self._endings.recompute(life)
-            elif life.fate is Fate.RESUME:
-                self._resume(life, found)
-            else:
-                self._endings.settle(life)
+            elif resuming is not None:
+                resuming.found[part.part_id] = found
+                resuming.uneven |= {part.part_id} if is_uneven else set()
+        for life in {life.sequence.sequence_id: life for life, _ in asked}.values():
+            self.proceed(life)
 
-    def _resume(self, life: Life, num_tokens: int) -> None:
-        """A sequence goes on with so many tokens. Its room is asked for anew: the
-        replica needn't know of all that the lost holder had granted."""
+    def proceed(self, life: Life) -> None:
+        """Something that was asked for a sequence has been answered, or can't
+        be any more: it goes on once all has been."""
         sequence = life.sequence
+        if life.fate is not Fate.RESUME:
+            self._resuming.pop(sequence.sequence_id, None)
+            if life.fate is not None:
+                self._endings.settle(life)
+            return
+        if life.unanswered or self._is_awaited(life):
+            return
+        resuming = self._resuming[sequence.sequence_id]
+        if resuming.num_tokens is None:
+            resuming.num_tokens = self._cut(resuming)
+        if not life.unanswered:
+            del self._resuming[sequence.sequence_id]
+            self._resume(life, resuming)
+
+    def _is_awaited(self, life: Life) -> bool:
+        """Whether anybody is still to say what is there of a sequence."""
+        assert life.sequence.residence is not None
+        holders = life.sequence.residence.holders
+        return any(holder in self._waiting or holder in self._asked for holder in holders)
+
+    def _cut(self, resuming: _Resuming) -> int:
+        """Have all holders forget what isn't there everywhere. Returns how many
+        tokens are."""
+        life, found = resuming.life, resuming.found
+        sequence, residence = life.sequence, life.sequence.residence
+        assert residence is not None
+        num_tokens = sequence.num_cached
+        for part in residence.parts:
+            if found.get(part.part_id, part.num_tokens) < _share(part, num_tokens):
+                num_tokens = part.first_token + found[part.part_id]
+        for part in residence.parts:
+            wanted = _share(part, num_tokens)
+            most = found.get(part.part_id, part.num_tokens)
+            if wanted < most or part.part_id in resuming.uneven:
+                self._grants.ask(life, part)
+                self._out.append(Truncate(part, wanted))
+        return num_tokens
+
+    def _resume(self, life: Life, resuming: _Resuming) -> None:
+        """A sequence goes on. Its room is asked for anew where a replica is gone
+        on with: it needn't know of all that the lost holder had granted."""
+        sequence, num_tokens = life.sequence, resuming.num_tokens
+        assert num_tokens is not None and sequence.residence is not None
         self._lives.absolve(life)
         self._count(sequence.num_cached, num_tokens)
         self._lives.tell(life, f"goes on with {num_tokens} of {sequence.num_cached} tokens")
         self._lives.place(life, Status.RUNNING, num_tokens)
         self._scheduler.rewind(sequence)
-        assert sequence.residence is not None
         for part in sequence.residence.parts:
-            self._grants.ask(life, part)
-            self._out.append(Extend(part))
+            if part.part_id in resuming.found:
+                self._grants.ask(life, part)
+                self._out.append(Extend(part))
 
     def _count(self, num_before: int, num_tokens: int) -> None:
         self.counts.num_sequences += 1
@@ -132,7 +219,19 @@ class Adoptions:
         """The sequences of which the holder has a part, or had one."""
         return [life for life in self._lives.by_sequence.values() if _is_on(life, holder)]
 
+    def _open_on(self, holder: HolderId) -> Iterator[tuple[Life, Part]]:
+        """Parts that the holder has."""
+        for life in self._on(holder):
+            for part in life.opened.values():
+                if part.holder == holder:
+                    yield life, part
+
 
 def _is_on(life: Life, holder: HolderId) -> bool:
     residence = life.sequence.residence
     return residence is not None and residence.is_on(holder)
+
+
+def _share(part: Part, num_tokens: int) -> int:
+    """Of a sequence's first tokens, those that are in a part."""
+    return min(max(0, num_tokens - part.first_token), part.num_tokens)

@@ -12,6 +12,7 @@ from fastdecode.core.sequence import COMING, Sequence
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.life.endings import Endings
 from fastdecode.schedule.life.events import Drawn
+from fastdecode.schedule.life.handing import Handing
 from fastdecode.schedule.life.lives import Fate, Life, Lives, Status
 
 
@@ -22,9 +23,13 @@ class ComingTokens:
         scheduler: is told whose last token is coming.
         lives: all sequences that aren't over.
         endings: what becomes of those whose last token is known.
+        handing: and of those that go on elsewhere.
     """
 
-    def __init__(self, scheduler: ContinuousScheduler, lives: Lives, endings: Endings) -> None:
+    def __init__(
+        self, scheduler: ContinuousScheduler, lives: Lives, endings: Endings, handing: Handing
+    ) -> None:
+        self._handing = handing
         self._scheduler = scheduler
         self._lives = lives
         self._endings = endings
@@ -36,7 +41,9 @@ class ComingTokens:
         if life is None or life.fate is not None:
             return
         sequence.token_ids.append(COMING)
-        if len(sequence.token_ids) >= life.longest:
+        if len(sequence.token_ids) >= life.longest and sequence.request.hands_over:
+            self._handing.hold(life)
+        elif len(sequence.token_ids) >= life.longest:
             self._scheduler.finish(sequence)
             self._endings.set_aside(life)
             life.status = Status.FINISHED
@@ -67,5 +74,10 @@ class ComingTokens:
             self._endings.drop(sequence.request.request_id, drawn.error)
         else:
             sequence.token_ids.append(drawn.token_id)
-            if drawn.finish_reason is not None or len(sequence.token_ids) >= life.longest:
+            is_last = len(sequence.token_ids) >= life.longest
+            if is_last and drawn.finish_reason is None and sequence.request.hands_over:
+                self._handing.park(life)
+            elif is_last or drawn.finish_reason is not None:
                 self._endings.finish(life, drawn.finish_reason or "length")
+            if sequence.request.hands_over:
+                self._handing.look(sequence.request.request_id)

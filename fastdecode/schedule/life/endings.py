@@ -77,6 +77,8 @@ class Endings:
         """Carry out what becomes of a sequence, once it is at rest."""
         if life.fate is Fate.RESUME or not self._lives.is_at_rest(life):
             return
+        if life.sources or life.pulling:  # what was to be fetched isn't there, and isn't kept
+            self._lives.place(life, life.status, 0)
         is_closed = life.status is Status.FINISHED
         if life.fate is Fate.DROP:
             if not is_closed:
@@ -93,9 +95,12 @@ class Endings:
 
     def set_aside(self, life: Life) -> None:
         """Close what is open of a sequence, which waits again, or is over."""
-        self._out += self._cache.stock.take_orders()  # of blocks that are still open
+        self._out += self._cache.stock.orders.take()  # of blocks that are still open
         for part in self._grants.close(life):
             self._out.append(Close(part, self._cache.stock.take_tail(part.part_id)))
             self.was_refused = False
         self._lives.place(life, Status.INTERRUPTED, 0)
         life.sequence.residence = None
+        life.stop_awaiting()
+        life.sources = ()
+        life.pulling.clear()

@@ -3,13 +3,14 @@ takes the events of this module and gives its instructions."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from fastdecode.core.errors import FastDecodeError
-from fastdecode.core.holders import HolderId, Part, PartId
-from fastdecode.core.sequence import FinishReason, Request, Sequence
-from fastdecode.schedule.plan import Chunk, Forget, Keep
+from fastdecode.core.holders import HolderId, KVSource, Part, PartId
+from fastdecode.core.sequence import NOTHING, FinishReason, Request, Sequence
+from fastdecode.schedule.plan import Chunk, DropCopies, Fetch, Forget, Keep, Store
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Submitted:
 @dataclass(frozen=True)
 class LaneIdle:
     """No step of the lane is in flight: what comes before its next one? →
-    ``Keep``, ``Forget``, ``Close``, ``Extend``, ``Open``, ``Fork``, ``Resume``"""
+    ``Keep``, ``Forget``, ``Store``, ``DropCopies``, ``Close``, ``Extend``,
+    ``Fetch``, ``Open``, ``Fork``, ``Resume``"""
 
     lane: int
 
@@ -100,12 +102,77 @@ class Interrupted:
 
 
 @dataclass(frozen=True)
+class Leaving:
+    """A holder that a neighbour has gone on for is to go on in its own place,
+    where a copy of it is. → ``TakeOver``, once no step is in flight"""
+
+    holder: HolderId
+
+
+@dataclass(frozen=True)
 class TakenOver:
     """Whoever keeps the replica goes on for the holder."""
 
     holder: HolderId
     num_tokens: tuple[int | None, ...]
     """That each of the parts which were asked for has; None: it isn't there."""
+    is_home: bool = False
+    """In the holder's own place, where others may start, too."""
+    is_uneven: bool = False
+    """The holder is several R-workers, of some layers each: some may have more
+    tokens, which they have to forget."""
+
+
+@dataclass(frozen=True)
+class Reopened:
+    """Others may start on a holder that a neighbour goes on for: nowhere else
+    can they."""
+
+    holder: HolderId
+
+
+@dataclass(frozen=True)
+class Fetching:
+    """A job that fetches kept blocks has come further, and isn't over."""
+
+    holder: HolderId
+    job: int
+    share: float
+    """Of the layers, the first ones: they are there of all of its blocks."""
+    seconds: float
+    """That this took."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A job that moved kept blocks between a holder's tiers is over."""
+
+    holder: HolderId
+    job: int
+    failed: tuple[bytes, ...]
+    """Keys of the blocks that aren't where they were to be."""
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """What was to be fetched of a part is there, or can't be had."""
+
+    part_id: PartId
+    reason: str
+    """Why not; empty: it is there."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stocked:
+    """A holder has a lower tier."""
+
+    holder: HolderId
+    num_slots: int
+    """Blocks that it can have."""
+    blocks: Mapping[bytes, int]
+    """That it has: key → tokens up to its end."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +191,15 @@ class Cancelled:
 
 
 @dataclass(frozen=True)
+class Ended:
+    """A conversation is over that has come to these tokens, the last of which
+    was never run."""
+
+    token_ids: tuple[int, ...]
+    salt: str
+
+
+@dataclass(frozen=True)
 class Regrouped:
     """From now on there are so many lanes. No step is in flight."""
 
@@ -132,7 +208,9 @@ class Regrouped:
 
 Event: TypeAlias = (
     "Submitted | LaneIdle | LaneReady | Opened | Refused | StepDone | Came | Lost | Interrupted | "
-    "TakenOver | Joined | Cancelled | Regrouped"
+    "Leaving | TakenOver | Reopened | Joined | Cancelled | Ended | Regrouped | Fetching | Moved | "
+    "Pulled | "
+    "Stocked"
 )
 
 
@@ -154,11 +232,15 @@ class Fork:
 
 @dataclass(frozen=True)
 class Resume:
-    """As ``Open``, with the first tokens of kept blocks."""
+    """As ``Open``, with the first tokens of kept blocks, which may have a gap
+    among them."""
 
     part: Part
     keys: tuple[bytes, ...]
+    """Of the blocks that are there."""
     num_tokens: int
+    """Up to the end of what they hold, the gap included."""
+    gap: range = NOTHING
 
 
 @dataclass(frozen=True)
@@ -178,13 +260,48 @@ class Close:
 
 
 @dataclass(frozen=True)
+class Truncate:
+    """Forget a part's last tokens. To be answered by ``Opened`` or ``Refused``."""
+
+    part: Part
+    num_tokens: int
+    """That it keeps."""
+
+
+@dataclass(frozen=True)
 class TakeOver:
-    """A lost holder goes on from its replica, with these parts and at most so
-    many tokens of each. To be answered by ``TakenOver``; or ``Lost``."""
+    """A holder that is lost, or leaves, goes on from its copy, with these parts
+    and at most so many tokens of each. To be answered by ``TakenOver``; or
+    ``Lost``."""
 
     holder: HolderId
     parts: tuple[Part, ...]
     num_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pull:
+    """Fetch the first tokens of an open part, which is empty. To be answered by
+    ``Pulled``, unless it is closed before."""
+
+    part: Part
+    num_tokens: int
+    sources: tuple[KVSource, ...]
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """A request's first tokens are drawn, and the prompt may be read where one
+    of its sequences is, until it is cancelled."""
+
+    sequence: Sequence
+
+
+@dataclass(frozen=True)
+class HasFetched:
+    """What was offered of a request's prompt is here."""
+
+    sequence: Sequence
 
 
 @dataclass(frozen=True)
@@ -212,5 +329,6 @@ class Fail:
 
 
 Instruction: TypeAlias = (
-    "Open | Fork | Resume | Extend | Close | Keep | Forget | TakeOver | Run | Finish | Fail"
+    "Open | Fork | Resume | Extend | Truncate | Close | Keep | Forget | Store | Fetch | "
+    "DropCopies | TakeOver | Pull | HandOver | HasFetched | Run | Finish | Fail"
 )

@@ -36,6 +36,10 @@ class Grants:
         asked = self._asked.get(part_id)
         return asked is not None and asked.part.holder == holder
 
+    def is_awaited(self, holder: HolderId) -> bool:
+        """Whether the holder owes any answer about a part."""
+        return any(asked.part.holder == holder for asked in self._asked.values())
+
     def ask(self, life: Life, part: Part) -> None:
         """A part is to be opened or enlarged."""
         residence = life.sequence.residence
@@ -47,17 +51,17 @@ class Grants:
         self._asked[part.part_id] = Asked(life, part, is_alone)
         life.unanswered.add(part.part_id)
 
-    def forget_asked(self, life: Life) -> bool:
-        """Nobody answers any more what was asked for a sequence. Returns
-        whether all of it is open all the same: it was to be enlarged, if
-        anything."""
+    def forget_asked(self, life: Life, holder: HolderId) -> bool:
+        """A holder doesn't answer any more what was asked for a sequence.
+        Returns whether all of it is open all the same: it was to be enlarged,
+        if anything."""
         residence = life.sequence.residence
         assert residence is not None
         if any(part.part_id not in life.opened for part in residence.parts):
             return False
-        for part_id in life.unanswered:
+        for part_id in [i for i in life.unanswered if self._asked[i].part.holder == holder]:
             del self._asked[part_id]
-        life.unanswered.clear()
+            life.unanswered.remove(part_id)
         return True
 
     def opened(self, part_id: PartId) -> Life:

@@ -33,29 +33,35 @@ from fastdecode.schedule.life.endings import Endings
 from fastdecode.schedule.life.events import (
     Came,
     Cancelled,
-    Drawn,
+    Ended,
     Event,
     Extend,
-    Fork,
+    Fetching,
     Instruction,
     Interrupted,
     Joined,
     LaneIdle,
     LaneReady,
+    Leaving,
     Lost,
-    Open,
+    Moved,
     Opened,
+    Pulled,
     Refused,
     Regrouped,
-    Resume,
+    Reopened,
     Run,
     StepDone,
+    Stocked,
     Submitted,
     TakenOver,
 )
 from fastdecode.schedule.life.grants import Grants
-from fastdecode.schedule.life.lives import Fate, Life, Lives, Status
-from fastdecode.schedule.plan import Chunk, Start
+from fastdecode.schedule.life.handing import Handing
+from fastdecode.schedule.life.lives import Fate, Lives, Status
+from fastdecode.schedule.life.restores import Restores
+from fastdecode.schedule.life.starting import Starting
+from fastdecode.schedule.plan import Chunk
 
 logger = logging.getLogger(__name__)
 
@@ -67,22 +73,29 @@ class Lifecycle:
 
     Args:
         scheduler: decides who starts where, and what runs.
+        joins_early: sequences step while blocks with which they start are
+            still coming.
     """
 
-    def __init__(self, scheduler: ContinuousScheduler) -> None:
+    def __init__(self, scheduler: ContinuousScheduler, *, joins_early: bool = True) -> None:
         self.scheduler = scheduler
         self.lives = Lives()
         self.grants = Grants()
         self.num_suspended = 0
         """Sequences whose blocks were taken back for others."""
-        self.num_reused_tokens = 0
-        """Tokens with which sequences started, since their KV blocks were kept."""
         self._out: list[Instruction] = []
         self.endings = Endings(scheduler, self.lives, self.grants, self._out)
         """What becomes of sequences."""
         self.adoptions = Adoptions(scheduler, self.lives, self.grants, self.endings, self._out)
         """Lost holders that are gone on with from replicas; meanwhile no step begins."""
-        self._coming = ComingTokens(scheduler, self.lives, self.endings)
+        self.handing = Handing(scheduler, self.lives, self.grants, self.endings, self._out)
+        """Sequences that go on elsewhere, or come from there."""
+        self._coming = ComingTokens(scheduler, self.lives, self.endings, self.handing)
+        self.starting = Starting(
+            Restores(scheduler.ledger.cache.stock.traffic, joins_early=joins_early),
+            *(self.lives, self.grants, self.endings, self.handing, self._out),
+        )
+        """What sequences begin with."""
         self._flying: dict[int, tuple[Chunk, ...]] = {}  # by lane
         self._cache = scheduler.ledger.cache
 
@@ -95,9 +108,7 @@ class Lifecycle:
         """
         match event:
             case StepDone():
-                self._step_done(event.lane, event.drawn)
-                for sequence in event.coming:
-                    self._coming.expect(sequence)
+                self._step_done(event)
             case Came():
                 self._coming.take_awaited(event.drawn)
             case LaneIdle() | LaneReady() if self.adoptions:
@@ -114,17 +125,18 @@ class Lifecycle:
                 sequences = self.lives.make(event.request)
                 self.scheduler.add(sequences)
                 self.lives.add(event.request, sequences)
-            case Lost():
-                self._lost(event.holder)
-            case Interrupted():
-                self.endings.looks_for_room = True
-                self.adoptions.begin(event.holder)
-            case TakenOver():
-                self.adoptions.end(event.holder, event.num_tokens)
-            case Joined():
-                self.scheduler.ledger.regain(event.holder, event.num_blocks)
+            case Lost() | Interrupted() | Leaving() | TakenOver() | Reopened() | Joined():
+                self._about_holder(event)
             case Cancelled():
                 self.endings.drop(event.request_id)
+            case Ended():
+                self._cache.turns.end_conversation(event.token_ids, event.salt)
+            case Fetching() | Moved():
+                self.starting.hear(event)
+            case Pulled():
+                self.handing.pulled(event)
+            case Stocked():
+                self._cache.stock.traffic.stocked(event.holder, event.num_slots, event.blocks)
             case Regrouped():
                 assert not self._flying
                 self.scheduler.regroup(event.num_lanes)
@@ -132,10 +144,33 @@ class Lifecycle:
                 assert_never(event)
         if self.adoptions and not self._flying:
             self.adoptions.ask()
-        self._out += self._cache.stock.take_orders()
+        self._out += self._cache.stock.orders.take()
+        self._out += self._cache.stock.orders.take_fetches()
         instructions = self._out.copy()
         self._out.clear()
         return instructions
+
+    def _about_holder(
+        self, event: Lost | Interrupted | Leaving | TakenOver | Reopened | Joined
+    ) -> None:
+        """Somebody is gone, or there, or goes on for another."""
+        match event:
+            case Lost():
+                self._lost(event.holder)
+            case Interrupted():
+                self.endings.looks_for_room = True
+                self.handing.interrupt(event.holder)
+                self.adoptions.begin(event.holder)
+            case Leaving():
+                self.adoptions.leave(event.holder)
+            case TakenOver():
+                self.adoptions.end(event.holder, event.num_tokens, is_uneven=event.is_uneven)
+                if event.is_home:
+                    self.scheduler.ledger.capacity.reopen(event.holder)
+            case Reopened():
+                self.scheduler.ledger.capacity.reopen(event.holder)
+            case Joined():
+                self.scheduler.ledger.regain(event.holder, event.num_blocks)
 
     def _plan(self, lane: int) -> None:
         if self.endings.looks_for_room:
@@ -145,7 +180,7 @@ class Lifecycle:
         plan = self.scheduler.plan(lane, may_start=not (self.endings.was_refused and self._flying))
         # Before anything is closed, since it may be kept, and opened, since it
         # may need the room.
-        self._out += self._cache.stock.take_orders()
+        self._out += self._cache.stock.orders.take()
         for suspend in plan.suspends:
             life = self.lives.by_sequence[suspend.sequence.sequence_id]
             self.num_suspended += 1
@@ -156,31 +191,14 @@ class Lifecycle:
             part = grow.residence.parts[-1]
             self.grants.ask(self.lives.by_sequence[grow.sequence.sequence_id], part)
             self._out.append(Extend(part))
+        self._out += self._cache.stock.orders.take_fetches()
         for start in plan.starts:
-            self._start(self.lives.by_sequence[start.sequence.sequence_id], start)
+            self.starting.start(self.lives.by_sequence[start.sequence.sequence_id], start)
         flying = sum([chunk.num_tokens for chunks in self._flying.values() for chunk in chunks])
         coming = self.scheduler.lanes[lane].num_next_tokens
         num_tokens = self.lives.num_cached_tokens + flying + coming
         self._cache.stock.trim(num_tokens, self.scheduler.num_running)
-
-    def _start(self, life: Life, start: Start) -> None:
-        sequence, parent = life.sequence, start.parent
-        if parent is None:
-            self.num_reused_tokens += start.num_shared_tokens
-            if life.status is Status.WAITING:
-                sequence.num_reused = start.num_shared_tokens
-        self.lives.place(life, Status.OPENING, start.num_shared_tokens)
-        sequence.residence = start.residence
-        for index, part in enumerate(start.residence.parts):
-            self.grants.ask(life, part)
-            num_shared = min(start.num_shared_tokens - part.first_token, part.num_tokens)
-            if parent is not None and parent.residence is not None and num_shared > 0:
-                self._out.append(Fork(part, parent.residence.parts[index], num_shared))
-            elif parent is None and num_shared > 0:
-                self._out.append(Resume(part, start.kept[index], num_shared))
-            else:
-                self._out.append(Open(part))
-        self.lives.tell(life, f"opening on {', '.join(map(str, start.residence.holders))}")
+        self.scheduler.move_ahead()
 
     def _run(self, lane: int) -> None:
         chunks = self.scheduler.chunks(lane)
@@ -191,9 +209,11 @@ class Lifecycle:
 
     def _opened(self, part_id: PartId) -> None:
         life = self.grants.opened(part_id)
-        if life.fate is not None:
+        if life.fate is Fate.RESUME:
+            self.adoptions.proceed(life)
+        elif life.fate is not None:
             self.endings.settle(life)
-        elif not life.unanswered:
+        elif not life.unanswered and not self.handing.fetch(life):
             life.status = Status.RUNNING
             self.scheduler.granted(life.sequence)
             self.lives.tell(life, "running")
@@ -205,6 +225,10 @@ class Lifecycle:
         asked = self.grants.refused(event.part_id)
         life, part = asked.life, asked.part
         self.lives.tell(life, f"refused by {event.peer}: {event.message}")
+        if life.fate is Fate.RESUME:  # a holder can't be cut back, or enlarged, any more
+            self.endings.recompute(life)
+            self.adoptions.proceed(life)
+            return
         if life.fate is None:
             residence, request_id = life.sequence.residence, life.sequence.request.request_id
             assert residence is not None
@@ -220,14 +244,14 @@ class Lifecycle:
                 return
         self.endings.settle(life)
 
-    def _step_done(self, lane: int, drawn: tuple[Drawn, ...]) -> None:
+    def _step_done(self, event: StepDone) -> None:
         self.endings.was_refused = False
         lives = self.lives
-        del lives.flying[lane]
-        chunks = self._flying.pop(lane)
+        del lives.flying[event.lane]
+        chunks = self._flying.pop(event.lane)
         cache = self._cache
         for chunk in lives.wanted(chunks):
-            chunk.sequence.num_cached += chunk.num_tokens
+            chunk.sequence.advance(chunk.num_tokens)
             lives.num_cached_tokens += chunk.num_tokens
             if chunk.sequence.sequence_id in cache.coming.computing:
                 cache.keep(chunk.sequence)
@@ -235,16 +259,33 @@ class Lifecycle:
             for life in [lives.by_sequence[chunk.sequence.sequence_id] for chunk in chunks]:
                 if life.fate is not None:
                     self.endings.settle(life)
-        self._coming.take_drawn(drawn)
+        self._coming.take_drawn(event.drawn)
+        for sequence in event.coming:
+            self._coming.expect(sequence)
 
     def _lost(self, holder: HolderId) -> None:
         self.adoptions.give_up(holder)
         self.scheduler.ledger.lose(holder)
+        self.starting.restores.forget_lost()
         self.endings.looks_for_room = True
         for life in list(self.lives.by_sequence.values()):
             if self.grants.lose(life, holder):
                 self.lives.tell(life, f"lost what holder {holder} had")
-                self.endings.recompute(life)
+                if life.status is Status.PARKED:
+                    self.handing.lose(life)
+                else:
+                    self.endings.recompute(life)
+        self.handing.forget()
+
+    def stepped(self, num_prompt_tokens: int, seconds: float) -> None:
+        """A step has taken so long, in which so many tokens of prompts ran."""
+        if self._cache.stock.traffic.has_lower and not self.starting.restores:
+            self._cache.stock.traffic.rates.stepped(num_prompt_tokens, seconds)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether somebody may have to wait for what is moved between tiers."""
+        return bool(self._cache.stock.traffic.jobs) and bool(self.lives.by_sequence)
 
     def check_invariants(self) -> None:
         """Recount everything."""

@@ -10,9 +10,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
 
-from fastdecode.core.holders import HolderId, Part, PartId, SequenceId
-from fastdecode.core.sequence import Request, Sequence
-from fastdecode.schedule.plan import Chunk
+from fastdecode.core.holders import HolderId, KVSource, Part, PartId, SequenceId
+from fastdecode.core.sequence import NOTHING, Request, Sequence
+from fastdecode.schedule.plan import Chunk, Start
 
 _STORY_LENGTH = 1 << 13
 
@@ -25,6 +25,8 @@ class Status(Enum):
     OPENING = "opening"
     """It starts, and not all of its room is granted yet."""
     RUNNING = "running"
+    PARKED = "parked"
+    """It is handed over: nothing of it runs, and what is cached is kept."""
     INTERRUPTED = "interrupted"
     """It waits to be recomputed."""
     FINISHED = "finished"
@@ -51,6 +53,27 @@ class Life:
     fate: Fate | None = None
     opened: dict[PartId, Part] = field(default_factory=dict)
     unanswered: set[PartId] = field(default_factory=set)
+    fetching: Start | None = None
+    """As which it starts, or has started, while blocks are coming with which it
+    does."""
+    awaits: set[int] = field(default_factory=set)
+    """Jobs that fetch them."""
+    has_joined: bool = False
+    """It steps before all of them are there."""
+    sources: tuple[KVSource, ...] = ()
+    """From where its first tokens are to be fetched, once all parts are open."""
+    pulling: set[PartId] = field(default_factory=set)
+    """Parts that are being fetched."""
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether it waits for blocks, and nothing was asked for it yet."""
+        return self.fetching is not None and not self.has_joined
+
+    def stop_awaiting(self) -> None:
+        """No blocks are coming for it any more."""
+        self.fetching, self.has_joined = None, False
+        self.awaits.clear()
 
 
 class Stories:
@@ -116,10 +139,15 @@ class Lives:
         self.num_fates -= 1
         life.fate = None
 
-    def place(self, life: Life, status: Status, num_cached: int) -> None:
-        """So many of the sequence's tokens are cached from now on."""
-        self.num_cached_tokens += num_cached - life.sequence.num_cached
-        life.sequence.num_cached = num_cached
+    def place(
+        self, life: Life, status: Status, num_cached: int, behind_gap: range = NOTHING
+    ) -> None:
+        """So many of the sequence's leading tokens are cached from now on, and
+        these, which have a gap before them."""
+        sequence = life.sequence
+        self.num_cached_tokens -= sequence.num_present
+        sequence.num_cached, sequence.behind_gap = num_cached, behind_gap
+        self.num_cached_tokens += sequence.num_present
         life.status = status
 
     def tell(self, life: Life, what: str) -> None:
@@ -166,7 +194,8 @@ class Lives:
             for request_id, lives in self.by_request.items()
             if len(lives) == lives[0].sequence.request.params.n
             and all(
-                life.sequence.residence is None and not life.sequence.num_generated
+                life.sequence.residence is None
+                and (life.status is Status.WAITING or not life.sequence.num_generated)
                 for life in lives
             )
         ]
@@ -174,7 +203,7 @@ class Lives:
     def check_invariants(self, waiting: set[SequenceId]) -> None:
         """Recount everything. ``waiting``: those that are in the queue."""
         every = self.by_sequence.values()
-        assert self.num_cached_tokens == sum(life.sequence.num_cached for life in every), (
+        assert self.num_cached_tokens == sum(life.sequence.num_present for life in every), (
             "the load is wrong"
         )
         assert self.num_fates == sum(life.fate is not None for life in every)
@@ -195,13 +224,19 @@ def _check_life(life: Life, is_waiting: bool, is_at_rest: bool) -> None:
         "its fate could have been carried out"
     )
     if residence is None:
-        assert sequence.num_cached == 0 and not life.opened and is_at_rest
+        assert sequence.num_present == 0 and not life.opened and is_at_rest
         return
     assert 0 <= sequence.num_cached <= len(sequence.token_ids) <= sequence.max_cached_tokens + 1
-    assert life.fate is not None or sequence.num_cached < len(sequence.token_ids)
+    assert life.fate is not None or sequence.num_present < len(sequence.token_ids)
     assert sequence.num_cached <= residence.num_tokens
+    if sequence.behind_gap:
+        assert sequence.gap and len(residence.parts) == 1
+        assert sequence.behind_gap.stop < len(sequence.token_ids)
     own = {part.part_id for part in residence.parts}
     assert own >= set(life.opened) | life.unanswered
-    if life.fate is None:
+    assert (life.fetching is not None) == bool(life.awaits)
+    assert not life.has_joined or life.fetching is not None
+    if life.fate is None and not life.is_parked:
         assert own == set(life.opened) | life.unanswered, "a part is neither open nor asked for"
-        assert (life.status is Status.OPENING) == (not own <= set(life.opened))
+        is_open = own <= set(life.opened) and not life.pulling
+        assert (life.status is Status.OPENING) == (not is_open)

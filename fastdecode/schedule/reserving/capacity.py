@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from fastdecode.core.errors import CapacityError
+from fastdecode.core.errors import CapacityError, Given
 from fastdecode.core.holders import HolderId
 
 
@@ -98,6 +98,10 @@ class Capacity:
         """Nothing new goes to the holder, which goes on with what it has."""
         self._closed.add(holder)
 
+    def reopen(self, holder: HolderId) -> None:
+        """It is open again."""
+        self._closed.discard(holder)
+
     def regain(self, holder: HolderId, num_blocks: int) -> None:
         """In the place of a lost holder there is one of so many blocks."""
         self._lost.remove(holder)
@@ -105,7 +109,8 @@ class Capacity:
         self._blocks[holder] = num_blocks
 
     def is_possible(self, num_tokens: int) -> bool:
-        """Whether holders, were they empty, could hold a sequence of ``num_tokens`` tokens."""
+        """Whether holders, were they empty, could hold a sequence of ``num_tokens``
+        tokens. If all that are there are closed, those count: they will be open again."""
         try:
             self.check_possible(num_tokens)
         except CapacityError:
@@ -115,22 +120,24 @@ class Capacity:
     def check_possible(self, num_tokens: int) -> None:
         """Raises CapacityError unless ``is_possible``."""
         shape = self._shape
-        present = [self._blocks[holder] for holder in self.present]
+        present = [self._blocks[holder] for holder in self.present or self._closed - self._lost]
         most = shape.most_blocks(present)
         if shape.blocks_for(num_tokens) > most:
             if shape.part_tokens is None:
                 who = "the largest R-worker has"
-                more = (
-                    "or let several hold parts of it (--split-tokens; not with --r-partition heads)"
-                )
+                more = "or let several hold parts of it", "; not with heads shared out"
             else:
                 who = f"in parts of {shape.part_tokens} tokens R-workers together have room for"
-                more = "or take smaller parts (--split-tokens)"
+                more = "or take smaller parts", ""
             raise CapacityError(
                 f"the prompt and max_tokens may fill {num_tokens} cached tokens "
                 f"({shape.blocks_for(num_tokens)} KV blocks), but {who} {most} blocks "
                 f"({most * shape.block_size} tokens): shorten one of the two, give R-workers "
-                f"more memory (--kv-memory-gb), {more}",
+                "more memory (",
+                Given("kv_memory_gb"),
+                f"), {more[0]} (",
+                Given("split_tokens"),
+                f"{more[1]})",
                 code="exceeds_capacity",
             )
         sizes = shape.sizes(num_tokens)
@@ -139,6 +146,8 @@ class Capacity:
             raise CapacityError(
                 f"the sequence may grow to {num_tokens} cached tokens, {len(sizes)} parts of "
                 f"{sizes[0]}, but its queries can go to {most_parts} parts at most: lower "
-                "max_tokens, or let parts be longer (--split-tokens)",
+                "max_tokens, or let parts be longer (",
+                Given("split_tokens"),
+                ")",
                 code="too_many_parts",
             )

@@ -8,6 +8,7 @@ of them: the count errs on the safe side, and needs no news from the holders.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
@@ -16,6 +17,7 @@ from typing import Final
 from fastdecode.core.holders import HolderId, Part, Residence
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.cache.prefix_cache import PrefixCache
+from fastdecode.schedule.cache.retention import is_short
 from fastdecode.schedule.reserving.capacity import Capacity, PartShape
 
 _NOTHING: Mapping[HolderId, int] = {}
@@ -33,6 +35,12 @@ class BlockLedger:
         max_closed_parts: most closed parts, all but the last of each sequence,
             on one holder.
         cache: what is kept beyond its sequence; None: nothing is.
+        reserve: nothing starts on a holder unless more than this share of its
+            blocks is free, or kept for nobody who runs: those that run may need
+            them. 0: whatever is free may be used, since nobody outgrows what it
+            has reserved.
+        swap_threshold: of a holder's blocks, the share of which more should be
+            free, or be in its lower tier, too.
     """
 
     def __init__(
@@ -42,6 +50,8 @@ class BlockLedger:
         part_tokens: int | None = None,
         max_closed_parts: int = 1 << 40,
         cache: PrefixCache | None = None,
+        reserve: float = 0.0,
+        swap_threshold: float = 0.25,
     ) -> None:
         assert blocks and min(blocks) >= 0 and block_size > 0
         assert part_tokens is None or (part_tokens > 0 and part_tokens % block_size == 0)
@@ -51,6 +61,8 @@ class BlockLedger:
         self._free = list(blocks)
         """Blocks that aren't reserved, as if nothing were kept."""
         self.cache: Final = cache or PrefixCache(len(blocks), block_size)
+        self._reserve = reserve
+        self._swap_threshold = swap_threshold
         self._max_closed_parts = max_closed_parts
         self._closed_parts = [0] * len(blocks)
 
@@ -58,10 +70,6 @@ class BlockLedger:
         """The holder is gone: nothing fits on it any more."""
         self.cache.lose(holder)
         self.capacity.lose(holder)
-
-    def close(self, holder: HolderId) -> None:
-        """Nothing new goes to the holder; what it has stays until it is over."""
-        self.capacity.close(holder)
 
     def regain(self, holder: HolderId, num_blocks: int) -> None:
         """In the place of a lost holder there is an empty one, of so many blocks."""
@@ -72,6 +80,10 @@ class BlockLedger:
     def free_blocks(self, holder: HolderId) -> int:
         """Blocks that are neither reserved nor kept."""
         return self._free[holder] - self.cache.num_beside(holder)
+
+    def free_to_keep(self, holder: HolderId) -> int:
+        """Blocks that aren't reserved: so many may be kept."""
+        return self._free[holder]
 
     def holders_with_room(
         self, num_tokens: int, may_grow_to: int, taken: Mapping[HolderId, int] = _NOTHING
@@ -85,9 +97,17 @@ class BlockLedger:
         free = {
             h: self.free_blocks(h) + len(stock[h].idle) - taken.get(h, 0)
             for h in self.capacity.present
+            if self._may_start(h)
         }
         fitting = (h for h in free if free[h] >= blocks and self.capacity.blocks(h) >= most)
         return sorted(fitting, key=lambda h: (-free[h], h))
+
+    def _may_start(self, holder: HolderId) -> bool:
+        """Whether the holder has more than its reserve."""
+        if not self._reserve:
+            return True
+        free = self.free_blocks(holder) + len(self.cache.stock[holder].idle)
+        return free > self._reserve * self.capacity.blocks(holder)
 
     def candidates(
         self,
@@ -142,6 +162,20 @@ class BlockLedger:
         self._free[part.holder] -= blocks
         self.cache.make_room(part.holder, self._free[part.holder])
         return True
+
+    def copy_down(self) -> None:
+        """While fewer blocks are free, or copied, than there should be, have
+        lower tiers get more copies."""
+        stock = self.cache.stock
+        if not stock.traffic.has_lower:
+            return
+        stock.traffic.look_whether_fetching_pays()
+        for holder in self.capacity.present:
+            index, num_blocks = stock[holder], self.capacity.blocks(holder)
+            num_available = self.free_blocks(holder) + index.idle.num_copied
+            if index.lower.num_slots and is_short(num_available, num_blocks, self._swap_threshold):
+                lacking = math.ceil(self._swap_threshold * num_blocks) - num_available
+                stock.traffic.copy_down(holder, lacking, num_blocks)
 
     def release(self, residence: Residence, sequence: Sequence | None = None) -> None:
         """Free what a sequence's parts have, but for what is kept of it."""

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-from fastdecode.core.holders import HolderId, PartId, Residence, new_residence
-from fastdecode.core.sequence import Sequence
+from fastdecode.core.holders import HolderId, PartId, Residence, new_residence, num_offered
+from fastdecode.core.sequence import NOTHING, Sequence
 from fastdecode.schedule.admission.load_control import MicroBatch
 from fastdecode.schedule.cache.reuse import Reuse
 from fastdecode.schedule.hybrid.control import HybridControl
@@ -85,15 +85,20 @@ class Starts:
         ledger: counts what is reserved.
         lengths: forecasts what is to be reserved, and the load.
         hybrid: says which holders are for which lane; None: all are for all.
+        first_part_id: of the parts of sequences, which are numbered from there.
     """
 
     def __init__(
-        self, ledger: BlockLedger, lengths: LengthPredictor, hybrid: HybridControl | None = None
+        self,
+        ledger: BlockLedger,
+        lengths: LengthPredictor,
+        hybrid: HybridControl | None = None,
+        first_part_id: int = 0,
     ) -> None:
         self._ledger = ledger
         self._hybrid = hybrid
         self._lengths = lengths
-        self._part_ids = map(PartId, itertools.count())
+        self._part_ids = map(PartId, itertools.count(first_part_id))
 
     def candidate(
         self, lane: Lane, sequence: Sequence, sibling: Run | None, *, ahead: int, recompute: bool
@@ -107,19 +112,35 @@ class Starts:
                 need.
         """
         num_shared = sequence.num_prompt_tokens - 1
-        if sibling is not None and num_shared:
-            if not sibling.is_open or sibling.sequence.num_cached < num_shared:
+        if sibling is not None and num_shared and not self._keeps_more(sequence, num_shared):
+            parent = sibling.sequence
+            if not sibling.is_open or parent.num_cached < num_shared or parent.behind_gap:
                 return None
+            if self._ledger.cache.awaited(parent):
+                return None  # it may turn out that it hasn't got them
             fork = self._meet(lane, self._wish(sequence, ahead, recompute, sibling, num_shared))
             if fork is not None:
                 return fork
-        return self._with_kept(lane, self._wish(sequence, ahead, recompute))
+        wish = self._wish(sequence, ahead, recompute)
+        if sequence.sources:
+            # Of all there would be nothing to run.
+            num_fetched = min(num_offered(sequence.sources), len(sequence.token_ids) - 1)
+            return self._meet(lane, replace(wish, num_shared=num_fetched))
+        return self._with_kept(lane, wish)
+
+    def _keeps_more(self, sequence: Sequence, num_shared: int) -> bool:
+        """Whether more of a sequence that has drawn is kept than a fork shares."""
+        cache = self._ledger.cache
+        if not cache.chains.are_on or not sequence.num_generated:
+            return False
+        sizes = self._ledger.shape.sizes(sequence.max_cached_tokens)
+        return any(reuse.num_tokens > num_shared for reuse in cache.reuses(sequence, sizes))
 
     def _with_kept(self, lane: Lane, wish: Wish) -> Candidate | None:
         """How the wish can be met with as many kept blocks as possible. None:
         it can't, or some that it lacks are being computed just now."""
         cache = self._ledger.cache
-        if cache.is_on:
+        if cache.chains.are_on:
             found = cache.reuses(wish.sequence, wish.sizes)
             if cache.is_coming(wish.sequence, found):
                 return None
@@ -142,11 +163,17 @@ class Starts:
             self._hybrid.started(wish.sequence, residence)
         projected, chunks = candidate.projected, deque(candidate.chunks)
         until = min(projected.target_length, residence.num_tokens)
+        kept = () if wish.reuse is None else wish.reuse.keys
+        awaits = self._ledger.cache.awaited(wish.sequence) if kept else frozenset[int]()
         run = Run(wish.sequence, projected, chunks, lane.step + wish.ahead, until)
+        run.is_fetching = bool(awaits)
         lane.enter(run, residence)
         parent = None if wish.parent is None else wish.parent.sequence
-        kept = () if wish.reuse is None else wish.reuse.keys
-        return Start(wish.sequence, residence, parent, wish.num_shared, kept)
+        gap = NOTHING if wish.reuse is None else wish.reuse.gap
+        first = chunks[0] if chunks else 1
+        sources = wish.sequence.sources if parent is None else ()
+        shared = (wish.num_shared, kept, gap, awaits)
+        return Start(wish.sequence, residence, parent, *shared, first, sources)
 
     def _begin(self, wish: Wish, residence: Residence) -> None:
         """Tell the cache what the sequence starts with."""

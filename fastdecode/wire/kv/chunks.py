@@ -131,4 +131,4 @@ CHUNK_OPCODES: Final[Mapping[type[Any], int]] = {
     ChunkStored: 71,
     FetchedChunk: 72,
 }
-"""See ``fastdecode.wire.messages.OPCODES``."""
+"""See ``fastdecode.wire.opcodes.OPCODES``."""

@@ -6,6 +6,9 @@ same. The cache refers to a block as a sequence does that never appends, so a
 kept block is never written: a sequence that is resumed with all of its last
 block but one token, say, gets a copy of it when it appends.
 
+A sequence that is resumed with a **gap** has all its kept tokens, and appends
+first what fills the gap. See ``BeginStep``.
+
 Only full blocks are kept of sequences that go on. The last block of one that is
 closed may be kept as it is (``EndSequence``); who resumes it says how many of
 its tokens there are.
@@ -13,7 +16,7 @@ its tokens there are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -30,6 +33,16 @@ Keys: TypeAlias = NDArray[np.int64]
 """Of blocks, [N, KEY_WORDS]."""
 
 
+def words_of(keys: Sequence[bytes]) -> Keys:
+    """Keys as messages have them."""
+    return np.frombuffer(b"".join(keys), np.int64).reshape(-1, KEY_WORDS)
+
+
+def keys_of(words: Keys) -> list[bytes]:
+    """Keys that came in a message."""
+    return [row.tobytes() for row in words]
+
+
 @dataclass(frozen=True, eq=False)
 class KeepBlocks(ForHolder):
     """Full blocks of a sequence are the cache's, too, by these keys."""
@@ -40,18 +53,26 @@ class KeepBlocks(ForHolder):
     keys: Annotated[NDArray[np.int64], "N W"]
     holder: int = THE_ONLY
 
+    in_every_stage = True
+
 
 @dataclass(frozen=True, eq=False)
 class ResumeSequence(Reserving):
-    """A new sequence that starts with kept blocks."""
+    """A new sequence that starts with kept blocks. Between them there may be a
+    gap: whole blocks that it gets, and whose tokens it brings first."""
 
     sequence_id: int
     num_reserved_tokens: int
     """In all, the kept tokens included."""
     num_tokens: int
-    """Of those in the kept blocks, the first so many are the sequence's: all
-    but some of the last block's, if not all."""
+    """Of those in the kept blocks and the gap, the first so many are the
+    sequence's: all but some of the last block's, if not all."""
     keys: Annotated[NDArray[np.int64], "N W"]
+    """Of the kept blocks, in the order of their tokens."""
+    gap_start: int = 0
+    gap_stop: int = 0
+    """The tokens from ``gap_start`` up to here are none of the kept blocks';
+    equal: there is no gap."""
     holder: int = THE_ONLY
 
     def undo(self) -> CloseSequence:
@@ -67,6 +88,8 @@ class EndSequence(ForHolder):
     key: Annotated[NDArray[np.int64], "1 W"]
     holder: int = THE_ONLY
 
+    in_every_stage = True
+
 
 @dataclass(frozen=True, eq=False)
 class ForgetBlocks(ForHolder):
@@ -74,6 +97,8 @@ class ForgetBlocks(ForHolder):
 
     keys: Annotated[NDArray[np.int64], "N W"]
     holder: int = THE_ONLY
+
+    in_every_stage = True
 
 
 KeptToRWorker: TypeAlias = KeepBlocks | ResumeSequence | EndSequence | ForgetBlocks

@@ -48,6 +48,12 @@ class Replicate(ForHolder):
     timeout_s: float
     """How long the neighbour may take to make room."""
     holder: int = THE_ONLY
+    line: int = 0
+    """Of the link to the neighbour, for transports over which two links between
+    the same two R-workers couldn't be told apart: no other link of the run has
+    it."""
+    guest_line: int = 0
+    """Of the guest's."""
 
     said_by = S_WORKERS
 
@@ -85,4 +91,4 @@ REPLICATING_OPCODES: Final[Mapping[type[Any], int]] = {
     Unprotected: 75,
     Dropped: 76,
 }
-"""See ``fastdecode.wire.messages.OPCODES``."""
+"""See ``fastdecode.wire.opcodes.OPCODES``."""

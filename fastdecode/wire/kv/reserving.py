@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from fastdecode.wire.traits import THE_ONLY, ForHolder, Worded
+
+MAX_BLOCKS: Final = (1 << 31) - 1
+"""Of one cache."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class Reserving(ForHolder):
 
     answers = (Accepted, Refused)
     repeated = ("sequence_id",)
+    in_every_stage = True
+    sequence_id: int
 
     def join(self, answers: Sequence[Any]) -> Accepted | Refused:
         told: Sequence[Accepted | Refused] = answers
@@ -38,3 +43,5 @@ class Reserving(ForHolder):
 class CloseSequence(ForHolder):
     sequence_id: int
     holder: int = THE_ONLY
+
+    in_every_stage = True

@@ -17,6 +17,14 @@ the last S-worker of the session has gone; an S-worker of the same session may
 take it over, as it may its own. From then on whoever used it before has no cache
 here: what it says is refused, and ends its connection.
 
+A cache whose ``Hello`` said ``outlives`` stays, too, when its S-worker is lost
+and hasn't taken its leave (``Shutdown``), for as long as its R-worker keeps it.
+An S-worker of the same session that greets with ``resumes`` has it from then on,
+and says ``TakeOver`` next. Whoever used it before is hung up on, be it gone or
+not: two S-workers of one session never use a cache in turns. Its replica and
+the blocks kept beyond their sequences are forgotten. To an S-worker of another
+session it is memory in use.
+
 Taking over rolls back what is half done: open steps end, tokens that aren't
 there in every layer are forgotten, sequences that aren't named are closed.
 """
@@ -34,6 +42,8 @@ from fastdecode.core.errors import ProtocolError
 from fastdecode.wire.kv.reserving import Reserving
 from fastdecode.wire.traits import S_WORKERS, THE_ONLY, ForHolder
 
+SESSION_RESUMED: Final = "session_resumed"
+"""Code of what an S-worker is told whose cache another one has resumed."""
 MISSING: Final = -1
 """In the place of a number of tokens: the cache hasn't the sequence."""
 
@@ -99,4 +109,4 @@ TAKING_OVER_OPCODES: Final[Mapping[type[Any], int]] = {
     DropCache: 20,
     TakenOver: 73,
 }
-"""See ``fastdecode.wire.messages.OPCODES``."""
+"""See ``fastdecode.wire.opcodes.OPCODES``."""

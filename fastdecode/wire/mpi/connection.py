@@ -3,7 +3,8 @@ becomes of them.
 
 A small message is one MPI message: head and body in one piece. A large one is
 two, its head and its body. Both leave from a copy in buffers that MPI reads
-quickly (``fastdecode.wire.buffers``). Closing is an empty message::
+quickly (``fastdecode.wire.buffers``), but for q, k and v that were packed for
+the way: those leave from where they lie. Closing is an empty message::
 
     tag | head, body                        small
     tag | head          tag + 1 | body      large
@@ -22,7 +23,7 @@ from mpi4py import MPI
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.wire import codec
 from fastdecode.wire.buffers import BufferPool
-from fastdecode.wire.messages import Message
+from fastdecode.wire.messages import Attend, Message
 from fastdecode.wire.mpi.caller import Caller
 from fastdecode.wire.mpi.job import MpiJob
 from fastdecode.wire.mpi.pieces import SIGN_OF_LIFE, Arrived, Incoming, Outgoing, Way
@@ -88,7 +89,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
             if self._closed or self._gone:
                 raise closed_error(self._peer, by_peer=not self._closed)
             try:
-                self.outgoing.send(frame)
+                self.outgoing.send(frame, is_lent=isinstance(message, Attend))
             except MPI.Exception as error:
                 self._lose(error)
                 raise closed_error(self._peer, by_peer=True) from None

@@ -107,8 +107,19 @@ class MpiHub(Generic[SendT, ReceiveT]):
     def connections(self) -> tuple[MpiConnection[SendT, ReceiveT], ...]:
         return self._connections
 
-    def add(self, rank: int, peer: str, *, tag: int) -> None:
-        """A connection more, at any time: to a rank, over this tag and the next."""
+    def add(
+        self,
+        rank: int,
+        peer: str,
+        *,
+        tag: int,
+        receives: frozenset[type[Message]] | None = None,
+        gives_signs: bool | None = None,
+    ) -> None:
+        """A connection more, at any time: to a rank, over this tag and the
+        next. What it may send, and whether it gives signs of life: as the
+        hub's others, unless it is said."""
+        signs = self._peers_give_signs if gives_signs is None else gives_signs
         job = self._job
         with job.lock:
             job.peers.add(rank)
@@ -117,9 +128,9 @@ class MpiHub(Generic[SendT, ReceiveT]):
                 self._caller,
                 rank,
                 peer,
-                self._receives,
+                self._receives if receives is None else receives,
                 tag=tag,
-                gives_signs=self._peers_give_signs,
+                gives_signs=signs and job.threads_may_take_turns,
             )
             self._connections = (*self._connections, connection)
 
@@ -251,7 +262,11 @@ def connect_workers(
 
 
 def connect_to_s_workers(
-    job: MpiJob, *, tag: int = DEFAULT_TAG, roles: RankRoles = ONE_S_WORKER
+    job: MpiJob,
+    *,
+    tag: int = DEFAULT_TAG,
+    roles: RankRoles = ONE_S_WORKER,
+    make: type[MpiHub[FromRWorker, ToRWorker]] = MpiHub,
 ) -> MpiHub[FromRWorker, ToRWorker]:
     """An R-worker's side: a connection to each S-worker that is a peer. Never
     waits.
@@ -265,4 +280,4 @@ def connect_to_s_workers(
             "with -n 1 fastdecode generate ... and let the R-workers follow behind a colon"
         )
     peers = [(rank, f"the S-worker (rank {rank})") for rank in roles.peers]
-    return MpiHub(job, peers, frozenset(get_args(ToRWorker)), tag=tag, pulse_s=PULSE_S)
+    return make(job, peers, frozenset(get_args(ToRWorker)), tag=tag, pulse_s=PULSE_S)

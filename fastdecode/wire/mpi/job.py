@@ -18,8 +18,8 @@ S_RANK: Final = 0
 one that R-workers have as a peer."""
 DEFAULT_TAG: Final = 64
 """Of the connections between S-worker and R-workers."""
-LINK_TAGS: Final = (68, 70)
-"""Of links between R-workers, to a higher rank, and to a lower one."""
+LINK_TAGS: Final = range(68, 32_768)
+"""Of links between R-workers, two each. MPI has all of these, at least."""
 MEETING_TAG: Final = 62
 """Of what S-workers tell each other when the job begins."""
 

@@ -32,23 +32,23 @@ class MpiNeighbours:
         self._hub = hub
         self._links: list[MpiHub[ToRWorker, FromRWorker]] = []
 
-    def connect(self, address: str) -> MpiConnection[ToRWorker, FromRWorker]:
+    def connect(self, address: str, line: int) -> MpiConnection[ToRWorker, FromRWorker]:
         """See ``rworker.stream.links.Neighbours``."""
         rank = self._rank(address)
         link: MpiHub[ToRWorker, FromRWorker] = MpiHub(
             self._job,
             [(rank, f"R-worker rank {rank}")],
             frozenset(get_args(FromRWorker)),
-            tag=_tag(self._job.rank, rank),
+            tag=_tag(line),
             pump_interval_s=0,  # the R-worker's own hub has one, and looks often
         )
         self._links.append(link)
         return link.connections[0]
 
-    def expect(self, address: str) -> None:
+    def expect(self, address: str, line: int) -> None:
         """See ``rworker.stream.links.Neighbours``."""
         rank = self._rank(address)
-        self._hub.add(rank, f"the neighbour at rank {rank}", tag=_tag(rank, self._job.rank))
+        self._hub.add(rank, f"the neighbour at rank {rank}", tag=_tag(line))
 
     def close(self) -> None:
         """Close what was connected, and see off what was sent."""
@@ -63,6 +63,6 @@ class MpiNeighbours:
         return rank
 
 
-def _tag(owner: int, keeper: int) -> int:
-    """Two ranks may be each other's neighbours: each direction has its own."""
-    return LINK_TAGS[owner > keeper]
+def _tag(line: int) -> int:
+    """What was sent over a link that is over must never come in over another."""
+    return LINK_TAGS[2 * (line % (len(LINK_TAGS) // 2))]

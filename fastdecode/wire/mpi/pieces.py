@@ -64,7 +64,9 @@ class Outgoing:
     def is_busy(self) -> bool:
         return bool(self._leaving)
 
-    def send(self, frame: codec.Frame) -> None:
+    def send(self, frame: codec.Frame, *, is_lent: bool = False) -> None:
+        """A message. ``is_lent``: its arrays are left alone until it is
+        answered, so that they may leave from where they lie."""
         way = self._way
         if frame.num_bytes <= INLINE_BYTES:
             whole = way.pool.take(frame.num_bytes)
@@ -72,8 +74,10 @@ class Outgoing:
             self._send(whole, way.tag)
             return
         self._send(frame.head, way.tag)
-        body = way.pool.take(frame.body_bytes)
-        frame.write_body(body.data)
+        body = frame.body_in_place() if is_lent else None
+        if body is None:
+            body = way.pool.take(frame.body_bytes)
+            frame.write_body(body.data)
         self._send(body, way.tag + 1)
 
     def say_goodbye(self) -> None:

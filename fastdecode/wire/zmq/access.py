@@ -18,7 +18,7 @@ from pathlib import Path
 
 import zmq
 
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.%\w]+\]|[^:\[\]/]+):(?P<port>\d{1,5}|\*)")
 _SECRET = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
@@ -64,28 +64,32 @@ class ClusterKey:
             raise ConfigError(f"key file {path}: {error.strerror}") from None
 
 
-def check_address(address: str, key: ClusterKey | None, *, option: str) -> None:
+def check_address(address: str, key: ClusterKey | None, *, parameter: str) -> None:
     """Refuse addresses that reach further than was said, or further than is
     safe without a key.
+
+    Args:
+        parameter: what gave the address, in the words of an error.
 
     Raises:
         ConfigError: not tcp://HOST:PORT, a wildcard, or not loopback though
             there is no key.
     """
-    match = _ADDRESS.fullmatch(address)
+    given, match = Given(parameter, address), _ADDRESS.fullmatch(address)
     if match is None or (match["port"] != "*" and not 0 <= int(match["port"]) <= 65535):
-        raise ConfigError(f"{option}={address!r} is not of the form tcp://HOST:PORT")
+        raise ConfigError(given, " is not of the form tcp://HOST:PORT")
     found = _resolved(match["host"].strip("[]"))
     if match["host"] == "*" or any(ip.is_unspecified for ip in found):
         raise ConfigError(
-            f"{option}={address!r} would listen on every interface: name the address of the one "
-            "that S-workers reach"
+            given,
+            " would listen on every interface: name the address of the one that S-workers reach",
         )
     if key is None and not (found and all(ip.is_loopback for ip in found)):
         raise ConfigError(
-            f"{option}={address!r} can be reached from other hosts, which needs a key: "
-            "make one with fastdecode r-worker --new-key FILE, copy it to every host, and give it "
-            "with --key FILE"
+            given,
+            " can be reached from other hosts, which needs a key: make one with fastdecode "
+            "r-worker --new-key FILE, copy it to every host, and give it with ",
+            Given("key"),
         )
 
 

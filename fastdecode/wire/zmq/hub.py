@@ -36,7 +36,7 @@ from typing import Final, Generic, TypeVar, cast, get_args
 import numpy as np
 import zmq
 
-from fastdecode.core.errors import ConfigError, ProtocolError, WorkerError
+from fastdecode.core.errors import ConfigError, Given, ProtocolError, WorkerError
 from fastdecode.wire import codec
 from fastdecode.wire.arrays import Array
 from fastdecode.wire.buffers import BufferPool
@@ -298,11 +298,11 @@ class ZmqHub:
         self._connections[index] = connection
 
     def _connect(self, address: str) -> ZmqConnection[ToRWorker, FromRWorker]:
-        check_address(address, self._key, option="--r-worker")
+        check_address(address, self._key, parameter="r_worker_addresses")
         try:
             line = DealerLine(self._context, address, self._key, self._silence_s)
         except zmq.ZMQError as error:
-            raise ConfigError(f"--r-worker={address!r}: {error.strerror}") from None
+            raise ConfigError(Given("r_worker_addresses", address), f": {error.strerror}") from None
         return ZmqConnection(
             line, f"R-worker {address}", frozenset(get_args(FromRWorker)), self._lock
         )
@@ -327,15 +327,6 @@ class ZmqHub:
             if not connection.is_reached:
                 reasons.setdefault(index, _unreachable(connection.peer, timeout_s))
         return reasons
-
-    def await_workers(self, timeout_s: float) -> None:
-        """Wait until every R-worker has been reached.
-
-        Raises:
-            WorkerError: some can't be, in that time; or refused our key.
-        """
-        for error in self.reach(timeout_s).values():
-            raise error
 
     def receive_any(self, timeout_s: float | None = None) -> tuple[int, FromRWorker]:
         received = wait_for(self._poll_any, self._open_sockets, self._lock, timeout_s)

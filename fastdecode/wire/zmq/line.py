@@ -101,6 +101,7 @@ class DealerLine:
             self._socket.curve_secretkey, self._socket.curve_publickey = key.secret, key.public
             self._socket.curve_serverkey = key.public
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self._readable = [(self._socket, zmq.POLLIN), (self._monitor, zmq.POLLIN)]
         self.is_reached = False
         self._lost = ""
         self._socket.connect(address)
@@ -124,11 +125,11 @@ class DealerLine:
             raise LostError(self._lost or error.strerror) from None
 
     def receive(self) -> zmq.Frame | None:
-        try:
-            return self._socket.recv(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            pass
-        self._read_events()
+        if zmq.zmq_poll(self._readable, 0):  # a third of what a receive takes that fails
+            try:
+                return self._socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                self._read_events()
         if not self._lost:
             return None
         try:

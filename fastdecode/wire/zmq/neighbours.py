@@ -19,11 +19,11 @@ class ZmqNeighbours:
     def __init__(self, key: ClusterKey | None, silence_s: float = DEFAULT_SILENCE_S) -> None:
         self._hub = ZmqHub(key, silence_s=silence_s)
 
-    def connect(self, address: str) -> ZmqConnection[ToRWorker, FromRWorker]:
+    def connect(self, address: str, line: int) -> ZmqConnection[ToRWorker, FromRWorker]:
         """See ``rworker.stream.links.Neighbours``."""
         return self._hub.add(address)
 
-    def expect(self, address: str) -> None:
+    def expect(self, address: str, line: int) -> None:
         """Whoever has the key may connect at any time."""
 
     def close(self) -> None:

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from sampling_rows import make_state
 
-import sworker.sampler as sampler
+import sworker.sampling.weights as weights
 from fastdecode.core.sequence import SamplingParams
-from sworker.sampler import sample
+from sworker.sampling.sampler import sample
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def sweep(monkeypatch: pytest.MonkeyPatch) -> Any:
     ) -> NDArray[Any]:
         count = 4000
         monkeypatch.setattr(
-            sampler, "uniforms", lambda states: (np.arange(len(states)) + 0.5) / len(states)
+            weights, "uniforms", lambda states: (np.arange(len(states)) + 0.5) / len(states)
         )
         states = [make_state(params, vocab=len(row), **kwargs)] * count
         tokens = [s.token_id for s in sample(torch.from_numpy(np.tile(row, (count, 1))), states)]

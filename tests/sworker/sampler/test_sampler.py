@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from sampling_rows import EOS, V, make_state
 
-import sworker.sampler as sampler
+import sworker.sampling.weights as weights
 from fastdecode.core.sequence import SamplingParams
-from sworker.sampler import SamplingState, sample
-from sworker.sampling_state import uniforms
+from sworker.sampling.sampler import SamplingState, sample
+from sworker.sampling.sampling_state import uniforms
 
 
 def naive_logits(
@@ -127,7 +127,7 @@ def test_the_two_zeros_are_a_tie(sweep: Any) -> None:
 def test_a_uniform_of_zero_draws_no_impossible_token(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampler, "uniforms", lambda states: np.zeros(len(states)))
+    monkeypatch.setattr(weights, "uniforms", lambda states: np.zeros(len(states)))
     row = torch.full((1, V), -torch.inf)
     row[0, 30:] = 1.0
     assert sample(row, [make_state(SamplingParams(**options))])[0].token_id == 30

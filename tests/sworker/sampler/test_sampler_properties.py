@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import sworker.sampler as sampler
+import sworker.sampling.sampler as sampler
+import sworker.sampling.weights as weights
 from examples import examples
 from fastdecode.core.sequence import SamplingParams
-from sworker.sampler import SampledToken, SamplingState, sample
+from sworker.sampling.sampler import SampledToken, SamplingState, sample
 
 EOS = (1, 2)
 
@@ -126,16 +127,16 @@ def test_fixed_point_weights_do_not_depend_on_where_a_row_lies(
     )
     greatest = logits.amax(dim=-1, keepdim=True)
     temperature = torch.full((num_rows, 1), 0.7)
-    together = sampler._weights(logits, greatest, temperature, vocab)
+    together = weights.weights_of(logits, greatest, temperature, vocab)
     for row in range(num_rows):
         alone = slice(row, row + 1)
         assert torch.equal(
-            sampler._weights(logits[alone], greatest[alone], temperature[alone], vocab),
+            weights.weights_of(logits[alone], greatest[alone], temperature[alone], vocab),
             together[alone],
         )
 
 
 def test_the_whole_mass_of_the_largest_vocabulary_stays_exact() -> None:
     for vocab in (1, 2, 3, 128_256, 1 << 20, 1 << 24):
-        assert vocab * sampler._scale(vocab) <= 2.0**52
-    assert sampler._scale(128_256) >= 2.0**35
+        assert vocab * weights.scale_of(vocab) <= 2.0**52
+    assert weights.scale_of(128_256) >= 2.0**35

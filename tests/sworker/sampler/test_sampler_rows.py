@@ -12,7 +12,7 @@ from sampling_rows import V, make_state
 
 from fastdecode.core.errors import RequestError
 from fastdecode.core.sequence import SamplingParams
-from sworker.sampler import SamplingState, sample, validate_for_vocab
+from sworker.sampling.sampler import SamplingState, sample, validate_for_vocab
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -16,9 +16,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-import sworker.sampler as sampler
+import sworker.sampling.weights as weights
 from fastdecode.core.sequence import SamplingParams
-from sworker.sampler import SamplingState, sample
+from sworker.sampling.sampler import SamplingState, sample
 
 V, DRAWS = 97, 5000
 
@@ -60,7 +60,7 @@ def test_drawn_frequencies_are_the_processed_probabilities(
     params = SamplingParams(**options)
     rng = np.random.default_rng(17)
     monkeypatch.setattr(
-        sampler, "uniforms", lambda states: (np.arange(len(states)) + 0.5) / len(states)
+        weights, "uniforms", lambda states: (np.arange(len(states)) + 0.5) / len(states)
     )
     for _ in range(3):
         row = torch.from_numpy(rng.normal(0, 2, V).astype(np.float32))

@@ -1,0 +1,175 @@
+"""Is this tree slower on a CPU than another one was? Both run the same batches,
+in turns.
+
+    git worktree add /tmp/before COMMIT
+    python benchmarks/in_turns.py --before /tmp/before --rounds 8 --out F.json
+    python benchmarks/in_turns.py --before /tmp/before --pipeline --rounds 2 --out F.json
+
+Each tree has a process with an engine, which is warm and waits; a round runs one
+and then the other, in another order every time, so that what else the machine
+does falls on both. The workloads are those of ``end_to_end.py``: seconds to the
+first token, and of the whole, by the clock and of the CPU. What counts is the
+median of the rounds' ratios. With ``--pipeline``, each tree's own
+``pipeline.py`` is run in turns: cycles in one lane and in two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from end_to_end import MODELS, PROMPTS, WORKLOADS, make_checkpoint
+from provenance import keep, provenance
+
+ROOT = Path(__file__).parents[1]
+ENGINE = """
+import inspect
+from fastdecode import LLM, SamplingParams
+try:
+    from fastdecode.core.config.engine import EngineConfig
+    more = {"prefix_cache": "off"}
+except ImportError:  # blocks weren't kept then
+    more = {}
+with LLM(path, dtype="bfloat16", kv_memory_gb=2, **more) as llm:
+    def run(n):
+        started, cpu = time.perf_counter(), time.process_time()
+        params = SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
+        outputs = llm.generate(prompts, params)
+        assert all(len(output.completions[0].token_ids) == n for output in outputs)
+        return time.perf_counter() - started, time.process_time() - cpu
+    run(new)
+    print("warm", flush=True)
+    for line in sys.stdin:
+        (first, first_cpu), (total, total_cpu) = run(1), run(new)
+        found = {"first_s": first, "total_s": total}
+        found |= {"first_cpu_s": first_cpu, "total_cpu_s": total_cpu}
+        print(json.dumps(found), flush=True)
+"""
+SIDES = ("before", "after")
+CYCLES = ("one_lane_ms", "two_lanes_ms", "delayed_1ms_ms")
+"""Of what ``pipeline.py`` says."""
+Round = dict[str, dict[str, float]]
+
+
+class Engine:
+    """A tree's, in a process of its own."""
+
+    def __init__(self, tree: Path, model: Path, workload: tuple[int, int, int]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", PROMPTS + ENGINE, str(model), *map(str, workload)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environ(tree),
+            cwd=tree,
+        )
+        assert self._line() == "warm"
+
+    def __call__(self) -> dict[str, float]:
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        found: dict[str, float] = json.loads(self._line())
+        return found
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline().strip()
+        if not line:
+            raise RuntimeError(f"an engine ended with exit code {self._process.wait()}")
+        return line
+
+
+def environ(tree: Path) -> dict[str, str]:
+    """In which that tree's packages are found, and no other's."""
+    return {**os.environ, "PYTHONPATH": str(tree)}
+
+
+def in_turns(runs: dict[str, Callable[[], dict[str, float]]], rounds: int) -> list[Round]:
+    """Each side once in every round."""
+    found = []
+    for number in range(rounds):
+        order = random.Random(number).sample(SIDES, 2)
+        one = {side: runs[side]() for side in order}
+        found.append(one)
+        print(json.dumps(one), flush=True)
+    return found
+
+
+def ratios(found: list[Round]) -> dict[str, float]:
+    """The median of after over before, of everything that was measured."""
+    keys = found[0]["after"].keys()
+    return {
+        key: statistics.median(one["after"][key] / one["before"][key] for one in found)
+        for key in keys
+    }
+
+
+def end_to_end(trees: dict[str, Path], options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for model in options.models:
+            make_checkpoint(Path(scratch) / model, MODELS[model])
+        for model, workload in itertools.product(options.models, options.workloads):
+            path = Path(scratch) / model
+            engines = {side: Engine(trees[side], path, WORKLOADS[workload]) for side in SIDES}
+            found = in_turns(dict(engines), options.rounds)
+            for engine in engines.values():
+                engine.close()
+            row = {"model": model, "workload": workload, "ratios": ratios(found), "rounds": found}
+            rows.append(row)
+            print(model, workload, row["ratios"], flush=True)
+    return rows
+
+
+def pipelines(trees: dict[str, Path], rounds: int) -> list[dict[str, Any]]:
+    def cycles(tree: Path) -> dict[str, float]:
+        with tempfile.TemporaryDirectory() as scratch:
+            out = Path(scratch, "pipeline.json")
+            command = [sys.executable, "benchmarks/pipeline.py", "--out", str(out)]
+            subprocess.run(
+                command, cwd=tree, env=environ(tree), check=True, stdout=subprocess.DEVNULL
+            )
+            summary = json.loads(out.read_text())["summary"]
+        return {key: summary[key] for key in CYCLES}
+
+    runs = {side: lambda tree=tree: cycles(tree) for side, tree in trees.items()}
+    found = in_turns(runs, rounds)
+    return [{"ratios": ratios(found), "rounds": found}]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--before", type=Path, required=True, help="the other tree")
+    parser.add_argument("--pipeline", action="store_true", help="pipeline.py instead")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--workloads", nargs="+", default=["A", "C"], choices=WORKLOADS)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    trees = {"before": options.before.resolve(), "after": ROOT}
+    rows = pipelines(trees, options.rounds) if options.pipeline else end_to_end(trees, options)
+    before = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=options.before, capture_output=True, text=True
+    )
+    found = {"provenance": provenance(), "before": before.stdout.strip(), "rows": rows}
+    keep(found, options.out)
+
+
+if __name__ == "__main__":
+    main()

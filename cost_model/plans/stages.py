@@ -1,0 +1,139 @@
+"""A plan for a pipeline of stages (``--pp``), from the plan of one of them.
+
+A stage is a GPU, or several that share every layer, with some of the layers and
+R-workers of its own. It never waits for another one while there are enough
+lanes; so what one stage is busy with, ``size`` plans as it plans a whole model of
+that many layers. Sequences go round: of N stages each has a plan's lanes, and a
+token takes N times a plan's. What is planned is the stage with the most layers;
+hidden states on their way from stage to stage, a small part of what goes to
+R-workers, are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from cost_model.plans.question import Goal, Setup
+from cost_model.plans.size import Sizing
+from cost_model.quantities import bytes_text, counted, rate_text, seconds_text
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.model.stages import layers_of_stages, stage_spec
+
+
+@dataclass(frozen=True)
+class StageShare:
+    """What one stage has."""
+
+    stage: int
+    first_layer: int
+    num_layers: int
+    weight_bytes: int
+    """Of each of its GPUs."""
+    num_gpus: int
+    sockets: int | None
+    """R-workers, one a socket; None: there is no plan."""
+
+
+@dataclass(frozen=True)
+class StagedPlan:
+    """All stages together."""
+
+    stages: tuple[StageShare, ...]
+    batch: int
+    lanes: int
+    sockets: int
+    tokens_per_s: float
+    tpot_s: float
+
+
+def stage_question(setup: Setup, goal: Goal, num_stages: int) -> tuple[Setup, Goal]:
+    """What is to be asked about one stage, that with the most layers.
+
+    Raises:
+        ConfigError: there are too few layers, lanes or sockets for so many
+            stages.
+    """
+    layers = max(layers_of_stages(setup.spec, num_stages), key=len)
+    for option, count in (("lanes", goal.lanes), ("max-sockets", goal.max_sockets)):
+        if count is not None and count < num_stages:
+            raise ConfigError(
+                f"--{option} {count}: each of the {num_stages} stages of --pp has one"
+            )
+    asked = replace(
+        goal,
+        latency_s=None if goal.latency_s is None else goal.latency_s / num_stages,
+        tpot_s=None if goal.tpot_s is None else goal.tpot_s / num_stages,
+        batch=None if goal.batch is None else -(-goal.batch // num_stages),
+        lanes=None if goal.lanes is None else goal.lanes // num_stages,
+        max_sockets=None if goal.max_sockets is None else goal.max_sockets // num_stages,
+    )
+    return replace(setup, spec=stage_spec(setup.spec, layers)), asked
+
+
+def stage_shares(setup: Setup, num_stages: int, sizing: Sizing) -> tuple[StageShare, ...]:
+    """Of each stage. ``setup``: the whole model's; ``sizing``: one stage's."""
+    spec, num_bytes = setup.spec, setup.dtype.size_bytes
+    ends = spec.num_parameters - spec.num_layers * spec.num_layer_parameters
+    shares = []
+    for number, layers in enumerate(layers_of_stages(spec, num_stages)):
+        parameters = len(layers) * spec.num_layer_parameters + (0 if number else ends)
+        shares.append(
+            StageShare(
+                number,
+                layers.start,
+                len(layers),
+                parameters * num_bytes // setup.num_gpus,
+                setup.num_gpus,
+                None if sizing.plan is None else sizing.plan.sockets,
+            )
+        )
+    return tuple(shares)
+
+
+def staged_plan(setup: Setup, num_stages: int, sizing: Sizing) -> StagedPlan | None:
+    """All stages together; None: one of them has no plan."""
+    plan = sizing.plan
+    if plan is None:
+        return None
+    return StagedPlan(
+        stage_shares(setup, num_stages, sizing),
+        batch=plan.batch * num_stages,
+        lanes=plan.lanes * num_stages,
+        sockets=plan.sockets * num_stages,
+        tokens_per_s=plan.expected.tokens_per_s,
+        tpot_s=plan.expected.tpot_s * num_stages,
+    )
+
+
+def stages_text(setup: Setup, num_stages: int, sizing: Sizing) -> str:
+    """For people, before the plan of one stage."""
+    return "\n".join(_lines(setup, num_stages, sizing))
+
+
+def _lines(setup: Setup, num_stages: int, sizing: Sizing) -> Iterator[str]:
+    yield f"{setup.spec.name} in {num_stages} pipeline stages (--pp {num_stages})"
+    staged = staged_plan(setup, num_stages, sizing)
+    if staged is not None:
+        yield (
+            f"  Together     {counted(staged.sockets, 'socket')}, {staged.batch:,} sequences at "
+            f"once in {counted(staged.lanes, 'lane')}; {rate_text(staged.tokens_per_s)} tokens/s, "
+            f"{seconds_text(staged.tpot_s)} a token"
+        )
+    for share in stage_shares(setup, num_stages, sizing):
+        last = share.first_layer + share.num_layers - 1
+        beside = "" if share.stage else ", embedding and head"
+        gpus = f"on each of {share.num_gpus} GPUs" if share.num_gpus > 1 else "on a GPU"
+        r_workers = "" if share.sockets is None else f"; {counted(share.sockets, 'R-worker')}"
+        yield (
+            f"  Stage {share.stage:<7}layers {share.first_layer}-{last}{beside}: weights "
+            f"{bytes_text(share.weight_bytes)} {gpus}{r_workers}"
+        )
+    yield "Below, the plan of the stage with the most layers, as of a model of its own"
+
+
+def stages_json(setup: Setup, num_stages: int, sizing: Sizing) -> dict[str, Any] | None:
+    """The same, for machines."""
+    staged = staged_plan(setup, num_stages, sizing)
+    return None if staged is None else asdict(staged)

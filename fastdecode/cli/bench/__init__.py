@@ -1,0 +1,1 @@
+"""What measures: a plan against its run, links, and servers."""

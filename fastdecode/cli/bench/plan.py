@@ -1,0 +1,236 @@
+"""``fastdecode bench``: run a plan, or its twin on this machine, and compare
+what was predicted with what it takes.
+
+Exit codes: 0 every quantity is within the tolerance; 1 one is not; 2 usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastdecode.cli.bench.stream import add_stream
+from fastdecode.cli.options import add_log_level_option, tell
+from fastdecode.core.errors import ConfigError, imports_for
+from fastdecode.core.measurement import Profile, RProfile, SProfile, read_profile
+
+if TYPE_CHECKING:
+    from cost_model.steady import Quantity, SteadyBatch
+    from fastdecode.core.config.engine import EngineConfig
+    from fastdecode.core.model.spec import ModelSpec
+
+EXIT_OFF = 1
+# The twin's cached tokens, so that it is filled in seconds, and its sequences.
+MAX_TWIN_TOKENS = 65_536
+MAX_TWIN_BATCH = 64
+
+
+def add_bench(commands: Any) -> None:
+    """Add the subcommand to the parser's subcommands."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "bench",
+        help="run a plan, or its scaled-down twin here: predicted against measured; or stream: "
+        "links' rates",
+        description="Run the batch of a plan with R-workers as threads of this process, scaled "
+        "down to what this machine holds, and compare each quantity with what this machine's "
+        "profiles predict for it. `bench stream` measures links instead.",
+    )
+    add_stream(parser.add_subparsers(dest="bench", metavar="[stream]"))
+    parser.set_defaults(run=run_bench)
+    parser.add_argument(
+        "--plan", type=Path, metavar="FILE", help="of `size --json` or `size --emit`"
+    )
+    parser.add_argument("--model", metavar="DIR", help="Hugging Face model directory to run")
+    parser.add_argument(
+        "--device", default="cpu", help="cpu, cuda, cuda:1, ..., auto (default: cpu)"
+    )
+    parser.add_argument(
+        "--gpu", type=Path, metavar="FILE", help="profile of `calibrate s`; default: measured now"
+    )
+    parser.add_argument(
+        "--cpu", type=Path, metavar="FILE", help="profile of `calibrate r`; default: measured now"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=20, metavar="N", help="decode steps to time (default: 20)"
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=0.15, metavar="X", help="relative (default: 0.15)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    add_log_level_option(parser)
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """Compare one plan. Returns the exit code."""
+    from cost_model.steady import read_plan
+
+    if args.plan is None or args.model is None:
+        raise ConfigError(
+            "bench needs a plan and a model to run it with (--plan FILE --model DIR); or say what "
+            "else is to be measured (bench stream)"
+        )
+    if not 1 <= args.steps <= 100_000:
+        raise ConfigError(f"--steps {args.steps} is not a whole number from 1 to 100000")
+    if not 0.0 < args.tolerance <= 1e6:
+        raise ConfigError(f"--tolerance {args.tolerance} is not a number above 0 and at most 1e6")
+    planned = read_plan(args.plan)
+    with imports_for("fastdecode bench (an S-worker)"):
+        from fastdecode.measure.calibrate import SEffort, calibrate_s
+    spec, config, twin = _twin(args, planned.dtype, planned.kv_dtype, planned.steady)
+    if twin != planned.steady or spec.name != planned.model:
+        tell(f"the plan is for {_describe(planned.model, planned.steady)}")
+    tell(f"here runs {_describe(spec.name, twin)}")
+    s_profile = _read(args.gpu, SProfile, "--gpu", "s")
+    if s_profile is None:
+        sizes = sorted({1, max(1, twin.batch // 4), max(1, twin.batch // 2), twin.batch})
+        s_profile = calibrate_s(config, SEffort(tuple(sizes), (16, 64), 9), tell)
+    r_profile = _read(args.cpu, RProfile, "--cpu", "r") or _calibrate_r(spec, config, twin)
+    quantities = _compare(spec, config, twin, s_profile, r_profile, args.steps)
+    return _report(args, twin, quantities)
+
+
+def _twin(
+    args: argparse.Namespace, dtype: str, kv_dtype: str, planned: SteadyBatch
+) -> tuple[ModelSpec, EngineConfig, SteadyBatch]:
+    """What runs here in the plan's place."""
+    from cost_model.shapes import read_model
+    from cost_model.steady import scale_down
+    from fastdecode.core.config.engine import EngineConfig
+    from fastdecode.core.dtype import DType
+    from fastdecode.core.host.machine import available_cores, default_kv_bytes
+    from fastdecode.engine.setup.devices import choose_device
+
+    spec, cores = read_model(args.model), available_cores()
+    kv_bytes = default_kv_bytes(2)  # weights, and what steps need, have as much as the cache
+    token_bytes = spec.kv_spec(DType.parse(kv_dtype, option="kv_dtype", of_kv=True)).token_bytes
+    kv_tokens = min(MAX_TWIN_TOKENS, kv_bytes // token_bytes)
+    longest = replace(planned, context_tokens=min(planned.context_tokens, spec.max_model_len // 2))
+    on_cpu = choose_device(args.device).type == "cpu"
+    twin = scale_down(
+        longest, cores=cores, kv_tokens=kv_tokens, max_batch=MAX_TWIN_BATCH, one_lane=on_cpu
+    )
+    config = EngineConfig.of(
+        args.model,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        device=args.device,
+        r_workers=twin.r_workers,
+        r_threads=max(1, cores // twin.r_workers),
+        kv_memory_gb=kv_bytes / twin.r_workers / 1e9,
+        max_num_sequences=max(twin.batch, 2),
+        lanes=twin.lanes,
+        schedule="greedy",
+        prefix_cache="off",
+    )
+    return spec, config, twin
+
+
+def _calibrate_r(spec: ModelSpec, config: EngineConfig, twin: SteadyBatch) -> RProfile:
+    """The R-part around the twin's size."""
+    from fastdecode.core.dtype import DType
+    from rworker.measure import Effort, Host, measure_r_part
+
+    tell("R-part: sizes around the batch")
+    share = max(1, twin.batch // twin.r_workers)
+    effort = Effort(
+        sequences=tuple(sorted({1, max(1, share // 4), share})),
+        contexts=tuple(sorted({16, max(16, twin.context_tokens // 4), twin.context_tokens})),
+    )
+    kv = spec.kv_spec(
+        DType.parse(config.r_part.kv_dtype, option="kv_dtype", of_kv=True), config.r_part.block_size
+    )
+    host = Host(twin.r_workers, config.r_part.r_threads or 1)
+    memory_bytes = int((config.r_part.kv_memory_gb or 1.0) * 1e9)
+    return measure_r_part(
+        host, kv, spec.attention, DType.parse(config.s_part.dtype), memory_bytes, effort
+    )
+
+
+def _compare(
+    spec: ModelSpec,
+    config: EngineConfig,
+    twin: SteadyBatch,
+    s_profile: SProfile,
+    r_profile: RProfile,
+    num_steps: int,
+) -> list[Quantity]:
+    from cost_model.predict import System
+    from cost_model.stages import Link, RPart, SPart
+    from cost_model.steady import Quantity, predict_steady
+    from cost_model.workload import TokenCosts, Workload
+    from fastdecode.core.dtype import DType
+    from fastdecode.engine.setup.launch import RunningEngine
+    from fastdecode.measure.steady import time_steady_steps
+
+    costs = TokenCosts(spec, DType.parse(config.s_part.dtype), config.r_part.kv_dtype)
+    system = System(
+        s=SPart.from_profile(s_profile, costs),
+        r=RPart.from_profile(r_profile, costs),
+        link=Link.within_process(),
+        num_nics=1,
+        costs=costs,
+        workload=Workload(0, 1),
+    )
+    tell(f"running {num_steps} steps")
+    running = RunningEngine(config)
+    try:
+        steps = time_steady_steps(running, twin.batch, twin.context_tokens, num_steps)
+    finally:
+        running.close()
+    ran = replace(twin, context_tokens=round(steps.mean_context_tokens))
+    predicted = predict_steady(system, ran)
+    step_s, r_part_s = statistics.median(steps.step_s), statistics.median(steps.r_compute_s)
+    measured = {"step_s": step_s, "tokens_per_s": twin.batch / step_s, "r_part_s": r_part_s}
+    if twin.lanes == 1:
+        measured["s_part_s"] = statistics.median(steps.without_r_s)
+    return [Quantity(name, predicted[name], value) for name, value in measured.items()]
+
+
+def _report(args: argparse.Namespace, twin: SteadyBatch, quantities: list[Quantity]) -> int:
+    good = all(quantity.within(args.tolerance) for quantity in quantities)
+    if args.json:
+        rows = [{**asdict(each), "relative_error": each.relative_error} for each in quantities]
+        tree = {
+            "ran": asdict(twin),
+            "tolerance": args.tolerance,
+            "within": good,
+            "quantities": rows,
+        }
+        print(json.dumps(tree, indent=2))
+    else:
+        print(f"{'':<14} {'predicted':>12} {'measured':>12}   off by")
+        for each in quantities:
+            mark = "" if each.within(args.tolerance) else "   beyond the tolerance"
+            print(f"{_row(each)}   {each.relative_error:+.1%}{mark}")
+    return 0 if good else EXIT_OFF
+
+
+def _row(each: Quantity) -> str:
+    """Its name, prediction and measurement: times in ms, from 1 s on in s."""
+    name, factor = each.name, 1.0
+    if not name.endswith("_per_s") and max(each.predicted, each.measured) < 1.0:
+        name, factor = name.removesuffix("_s") + "_ms", 1e3
+    return f"{name:<14} {each.predicted * factor:>12.3f} {each.measured * factor:>12.3f}"
+
+
+def _read(path: Path | None, kind: type[Any], option: str, letter: str) -> Any:
+    if path is None:
+        return None
+    profile: Profile = read_profile(path)
+    if not isinstance(profile, kind):
+        raise ConfigError(
+            f"{option} {path} is a profile of another kind: it needs `fastdecode calibrate "
+            f"{letter}`'s"
+        )
+    return profile
+
+
+def _describe(model: str, steady: SteadyBatch) -> str:
+    return (
+        f"{model}: {steady.batch} sequences of {steady.context_tokens} tokens in {steady.lanes} "
+        f"lane(s), {steady.r_workers} R-worker(s)"
+    )

@@ -1,0 +1,48 @@
+"""What a request has to do with KV blocks that others leave behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from fastdecode.core.errors import Given, RequestError
+from fastdecode.core.model.block_keys import MAX_SALT_CHARS
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """What a request has to do with the KV cache of others.
+
+    Raises:
+        RequestError: (code ``invalid_cache``).
+    """
+
+    is_off: bool = False
+    """It leaves nothing behind, and takes nothing that others left."""
+    salt: str = ""
+    """It shares with requests of the same salt only."""
+    turn: int | None = None
+    """It is a turn of a conversation, whose earlier turns had so many leading
+    tokens of its prompt cached: its own last block is kept though it isn't
+    full. None: it isn't."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.salt, str) or len(self.salt) > MAX_SALT_CHARS:
+            raise RequestError(
+                Given("cache_salt"),
+                f": must be a string of at most {MAX_SALT_CHARS} characters",
+                code="invalid_cache",
+            )
+
+    @classmethod
+    def of(cls, cache: object, salt: object) -> CacheUse:
+        """From what a request says; None: it doesn't."""
+        if cache not in (None, "on", "off"):
+            raise RequestError(
+                Given("cache", cache), ': must be "on" or "off"', code="invalid_cache"
+            )
+        return cls(cache == "off", "" if salt is None else cast(str, salt))
+
+
+SHARED = CacheUse()
+"""With all others of no salt."""

@@ -1,0 +1,67 @@
+"""Instances: engines of which some run prompts and others go on with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastdecode.core.config.options import check_options, option
+from fastdecode.core.errors import ConfigError, Given
+
+MAX_INSTANCES = 64
+
+
+@dataclass(frozen=True)
+class Instances:
+    """How many there are, and what each is given."""
+
+    prefill_instances: int = option(
+        0,
+        "engines of this process that run prompts, whose first tokens are theirs; each has its own "
+        "weights and R-workers",
+        low=0,
+        high=MAX_INSTANCES,
+    )
+    decode_instances: int = option(
+        0,
+        "engines of this process that fetch the KV of prompts and generate all other tokens",
+        low=0,
+        high=MAX_INSTANCES,
+    )
+    prefill_batch_tokens: int | None = option(
+        None,
+        "prompt tokens that a prefill instance runs at once: whole prompts up to so many, a longer "
+        "one by itself; default: as many as a step has room for",
+        low=1,
+        high=1 << 24,
+    )
+    local_prefill_below: int = option(
+        0,
+        "prompts of fewer tokens are run by the decode instance that goes on with them",
+        low=0,
+        high=1 << 24,
+    )
+    fetch_gbps: float | None = option(
+        None,
+        "Gbit a second that each R-worker of a decode instance fetches at most, beside what it "
+        "attends; default: as many as it can",
+        low=1e-3,
+        high=1e5,
+        unit="Gbit/s",
+        metavar="GBPS",
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        for one, other in (
+            ("prefill_instances", "decode_instances"),
+            ("decode_instances", "prefill_instances"),
+        ):
+            if getattr(self, one) and not getattr(self, other):
+                raise ConfigError(
+                    Given(one, getattr(self, one)), " needs ", Given(other), ": give at least 1"
+                )
+
+    @property
+    def number(self) -> int:
+        """Of all; 0: the process is one engine."""
+        return self.prefill_instances + self.decode_instances

@@ -1,0 +1,92 @@
+"""Options of the S-part."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from fastdecode.core.config.options import check_options, option
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import ConfigError, Given
+
+MAX_TP = 64
+MAX_PP = 32
+CUDA_GRAPHS = ("auto", "on", "off")
+
+
+@dataclass(frozen=True)
+class SPart:
+    """The S-part: every layer that has weights. None, and auto, mean "decide for me"."""
+
+    dtype: str = option(
+        "auto",
+        "weights and activations: float32, bfloat16, float16; auto: the checkpoint's",
+        metavar="DTYPE",
+    )
+    device: str = option(
+        "cpu",
+        "where the S-part runs: cpu, cuda, cuda:1, ...; auto: cuda if torch sees a GPU, else cpu",
+        metavar="DEVICE",
+    )
+    cuda_graphs: str = option(
+        "auto",
+        "S-steps as CUDA graphs: on, off; auto: on a CUDA device, with one S-worker",
+        choices=CUDA_GRAPHS,
+        metavar="MODE",
+    )
+    tp: int = option(
+        1,
+        "S-workers that act as one, a part of every layer each: the first ranks of an MPI job",
+        low=1,
+        high=MAX_TP,
+    )
+    pp: int = option(
+        1,
+        "pipeline stages: S-workers that have some of the layers each, with R-workers of their "
+        "own; lanes of the running batch are in different stages at once",
+        low=1,
+        high=MAX_PP,
+    )
+    pp_layers: str | None = option(
+        None,
+        "layers of each stage, as N,N,...; the first has embedding and head beside; default: as "
+        "even as can be by what weights a step reads",
+        metavar="N,N,...",
+    )
+    gpu_memory_fraction: float = option(
+        0.9,
+        "of a GPU's memory, what may be in use by us and others together",
+        low=0.01,
+        high=1.0,
+        unit="all memory",
+        metavar="F",
+    )
+    max_model_len: int | None = option(
+        None,
+        "most tokens of prompt and completion together; default: the model's limit",
+        low=1,
+        high=1 << 30,
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.dtype != "auto":
+            DType.parse(self.dtype, option="dtype", of_kv=False)
+        if self.pp_layers is not None:
+            self._check_layers(self.pp_layers)
+
+    def _check_layers(self, told: str) -> None:
+        if not re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*", told):
+            raise ConfigError(
+                Given("pp_layers", told), " is not numbers from 1 on, one a stage, as in 10,12,12"
+            )
+        if len(told.split(",")) != self.pp:
+            raise ConfigError(
+                Given("pp_layers", told), " is not one number a stage: there are ",
+                Given("pp", self.pp), " stages",
+            )  # fmt: skip
+
+    @property
+    def layer_counts(self) -> tuple[int, ...] | None:
+        """Of each stage; None: decide for me."""
+        return None if self.pp_layers is None else tuple(map(int, self.pp_layers.split(",")))

@@ -1,0 +1,1 @@
+"""R-workers that share out the KV heads, seen as one."""

@@ -1,0 +1,220 @@
+"""Replicas of R-workers that share out the heads: each keeps its neighbour's
+heads of every sequence a second time.
+
+The members of a group are a ring of their own (``fastdecode.engine.fleet.replicas``).
+When one is lost, its neighbour goes on for it, and so has two shares of the heads
+to serve. To the engine the group's one holder is interrupted: steps in flight
+end, all members are asked what they have of each sequence, and the sequences go on
+with the tokens that all have together. A member that has more, of steps that
+didn't count, is told to forget it.
+
+Where that can't be, those that are left share the heads anew, and all is
+recomputed, as without replicas.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from fastdecode.core.clock import Clock
+from fastdecode.core.errors import WorkerError
+from fastdecode.core.holders import HolderId
+from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.greeting import greet
+from fastdecode.engine.fleet.heads.hub import GROUP, HeadsHub
+from fastdecode.engine.fleet.heads.resharing import Resharing, most_blocks
+from fastdecode.engine.fleet.replacements import HubReplacements, Replacements
+from fastdecode.engine.fleet.replicas import Failovers
+from fastdecode.engine.fleet.ring import LinkOptions
+from fastdecode.schedule.life import events
+from fastdecode.schedule.ring import neighbour
+from fastdecode.wire.kv.taking_over import MISSING, TakenOver, TakeOver
+from fastdecode.wire.messages import Hello, Welcome
+
+
+def replicate_heads(
+    hub: HeadsHub,
+    fleet: Fleet,
+    hello: Hello,
+    welcomes: Mapping[HolderId, Welcome],
+    options: LinkOptions,
+    clock: Clock = time.monotonic,
+) -> tuple[dict[HolderId, Welcome], GroupReplicas]:
+    """As ``fastdecode.engine.fleet.replicas.replicate``, of a group. If one is
+    lost meanwhile, the others share its heads.
+
+    Args:
+        hub: of the group.
+        fleet: whose only holder it is.
+
+    Raises:
+        ConfigError: there is to be a single one, or one hasn't the memory.
+        WorkerError: none is left.
+    """
+    neighbour(HolderId(0), len(hub.members))  # or there is none
+    again: dict[HolderId, Welcome] = {}
+    while not again:
+        if welcomes:
+            again = greet(fleet, hello, {GROUP: most_blocks(hub, hello)})
+        if not again:
+            _begin_again(hub, fleet)
+            welcomes = greet(fleet, hello)
+    replicas = GroupReplicas(hub, fleet, options, clock)
+    replicas.members.begin(list(hub.shares))
+    return again, replicas
+
+
+def _begin_again(hub: HeadsHub, fleet: Fleet) -> None:
+    """Those that are left are a group.
+
+    Raises:
+        WorkerError: none is.
+    """
+    hub.give_up_the_slowest()
+    for members in (hub.members, fleet):
+        members.take_losses()
+    if len(hub.members.gone) == len(hub.members):
+        raise next(iter(hub.members.gone.values()))
+    fleet.revive(GROUP)
+
+
+class GroupReplicas:
+    """See the module. The engine uses it as it does ``Replicas``.
+
+    Args:
+        hub: of the group.
+        fleet: whose only holder it is.
+        options: of the links.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, hub: HeadsHub, fleet: Fleet, options: LinkOptions, clock: Clock = time.monotonic
+    ) -> None:
+        self._hub = hub
+        self._fleet = fleet
+        self._session = options.session
+        self.members: Final = Failovers(hub.members, options, clock)
+        """Of its members."""
+        self.figures: Final = self.members.figures
+        """See ``Replicas``."""
+        self._places: HubReplacements[Any] | None = None
+        self._leaving: list[HolderId] = []  # members on their way to their own places
+        self._moved: list[HolderId] = []  # those that others go on for, once they have answered
+        self._asked: TakeOver | None = None
+        self._parts: list[int] = []  # in the order in which they were named
+        self._is_over = False  # the heads are to be shared anew
+
+    @property
+    def adopted(self) -> set[HolderId]:
+        """See ``Replicas``: the group, while a neighbour goes on for a member."""
+        return {GROUP} if self.members.adopted and not self._is_over else set()
+
+    def hand_over_to(self, replacements: Replacements | None) -> None:
+        """See ``Replicas``."""
+        if isinstance(replacements, Resharing):
+            self._places = replacements.keep_replicas(lambda: self.has_ended)
+            self.members.hand_over_to(self._places)
+
+    def take_news(self, last_step: int) -> None:
+        """See ``Replicas``."""
+        self.members.take_news(last_step)
+
+    def leaving(
+        self, found: Mapping[int, Welcome], is_used: Callable[[HolderId], bool]
+    ) -> list[HolderId]:
+        """See ``Replicas``. ``found``: who waits in the group's place, which is nobody."""
+        if self._places is None or not self.adopted:
+            return []
+        waiting = self._places.look(list(self.members.adopted))
+        leaving = self.members.leaving(waiting, lambda member: is_used(GROUP))
+        self._leaving += leaving
+        return [GROUP] if leaving else []
+
+    def is_leaving(self, holder: HolderId) -> bool:
+        """See ``Replicas``."""
+        return any(map(self.members.is_leaving, self.members.adopted))
+
+    def lose(self, holder: HolderId, *, is_used: bool) -> bool:
+        """See ``Replicas``. The group is lost since a member is."""
+        self._asked = None
+        self._hub.give_up_the_slowest()
+        losses = self._hub.members.take_losses()
+        kept = [self.members.lose(member, is_used=is_used) for member, _ in losses]
+        if is_used and not self._is_over and kept and all(kept):
+            return True
+        self._give_up()
+        return False
+
+    def take_over(self, order: events.TakeOver) -> bool:
+        """See ``Replicas``."""
+        self._moved = list(dict.fromkeys([*self.members.failing, *self._leaving]))
+        self._leaving.clear()
+        if not all(self.members.go_on(member) for member in self._moved):
+            self._give_up()
+            return False
+        self._hub.begin(self._hub.shares)
+        if GROUP in self._fleet.lost:
+            self._fleet.revive(GROUP)
+        self._parts = [part.part_id for part in order.parts]
+        self._ask(dict(zip(self._parts, order.num_tokens, strict=True)))
+        return True
+
+    def _ask(self, num_tokens: Mapping[int, int]) -> None:
+        """All members, what they have of each part."""
+        ids, counts = np.array(list(num_tokens), np.int64), list(num_tokens.values())
+        self._asked = TakeOver(self._session, ids, np.array(counts, np.int32))
+        self._fleet.send(GROUP, self._asked)
+
+    def taken_over(self, holder: HolderId, answer: TakenOver) -> events.TakenOver | None:
+        """See ``Replicas``. None: members have been told to forget what others
+        haven't, and are to answer once more."""
+        assert self._asked is not None
+        ids, wanted = self._asked.sequence_ids.tolist(), self._asked.num_tokens.tolist()
+        counts = dict(zip(ids, answer.num_tokens.tolist(), strict=True))
+        there = {part: count for part, count in counts.items() if count != MISSING}
+        if list(there.values()) != wanted:
+            self._ask(there)
+            return None
+        self._asked = None
+        for member in self._moved:
+            self.members.went_on(member)
+        found = tuple(map(there.get, self._parts))
+        return events.TakenOver(GROUP, found, is_home=not self.members.adopted)
+
+    def emptied(self, holder: HolderId) -> None:
+        """See ``Replicas``. Those that are left share the heads anew."""
+        self._give_up()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the heads are to be shared anew, and nothing is left of replicas."""
+        if not self._is_over:
+            return False
+        self._hub.members.look()  # nobody awaits an answer to what was asked before
+        self.members.take_news(0)
+        return self.members.end_all()
+
+    def joined(self) -> None:
+        """See ``Replicas``. The heads are shared anew."""
+        self._is_over = False
+        self.members.joined()
+
+    def mend(self) -> None:
+        """See ``Replicas``."""
+        if not self._is_over:
+            self.members.mend()
+
+    def _give_up(self) -> None:
+        """Nobody goes on for members any more."""
+        self._is_over = True
+        self._leaving.clear()
+        self.members.end_all()
+        if GROUP not in self._fleet.lost:
+            error = self._hub.broken or WorkerError(f"{self._hub.peer} is incomplete")
+            self._fleet.lose(GROUP, error)
+            self._fleet.take_losses()  # whoever asked knows it

@@ -1,0 +1,83 @@
+"""Which replicas are there, and how far each is, by what R-workers have said."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from typing import Final
+
+from fastdecode.core.clock import Clock
+from fastdecode.core.holders import HolderId
+from fastdecode.wire.kv.replicating import NO_STEP, Replicated
+
+MOST_LAG: Final = 1000
+"""Steps; a replica that is further behind counts as that far."""
+
+
+class Protection:
+    """Of holders' replicas.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._starting: set[HolderId] = set()  # those of whose replica nobody has heard yet
+        self._without: set[HolderId] = set()  # those that have none, or not any more
+        self._held: dict[HolderId, dict[int, int]] = {}  # what each one's keeper has: lane, step
+        self._unprotected_since_s: float | None = None
+        self.unprotected_s = 0.0
+        """In which some R-worker had no replica, up to the last ``count``."""
+        self.lags: Counter[int] = Counter()
+        """Steps that had begun since the one that a neighbour has, at most
+        ``MOST_LAG``: how often it was said."""
+
+    @property
+    def bare(self) -> set[HolderId]:
+        """Those that have no replica that could be gone on with."""
+        return self._without | self._starting
+
+    def begin(self, holder: HolderId) -> None:
+        """A new replica is to be kept, of which nothing was heard yet."""
+        self._starting.add(holder)
+        self._without.discard(holder)
+        self._held.pop(holder, None)
+
+    def end(self, holder: HolderId) -> None:
+        """Its replica isn't kept up to date any more."""
+        self._without.add(holder)
+        self._starting.discard(holder)
+
+    def only(self, kept: Collection[HolderId], members: Collection[HolderId]) -> None:
+        """Of the ring's members, replicas are kept of these; others don't count any more."""
+        self._starting.intersection_update(kept)
+        self._without.intersection_update(kept)
+        self._without |= set(members) - set(kept)
+
+    def hear(self, news: Replicated, last_step: int) -> None:
+        """How far a replica is. ``last_step``: that has begun."""
+        holder = HolderId(news.holder)
+        self._starting.discard(holder)
+        self._held.setdefault(holder, {})[news.lane] = news.step
+        if news.step != NO_STEP:
+            self.lags[min(max(0, last_step - news.step), MOST_LAG)] += 1
+
+    def held(self, holder: HolderId) -> dict[int, int]:
+        """Of each lane of which anything was said, the last step that the replica has."""
+        return self._held.get(holder, {})
+
+    def is_cut(self, holder: HolderId) -> bool:
+        """Whether there is no replica, or it isn't kept up to date any more."""
+        return holder in self._without
+
+    def has_caught_up(self, holder: HolderId) -> bool:
+        """Whether the replica has had all that was cached at the end of some step."""
+        return max(self.held(holder).values(), default=NO_STEP) > NO_STEP
+
+    def count(self) -> None:
+        """Count the time in which some R-worker has no replica, up to now."""
+        now = self._clock()
+        if self._unprotected_since_s is not None:
+            self.unprotected_s += now - self._unprotected_since_s
+        self._unprotected_since_s = now if self.bare else None

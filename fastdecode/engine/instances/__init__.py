@@ -1,0 +1,2 @@
+"""Instances: whole engines, of which some run prompts and others go on with
+them."""

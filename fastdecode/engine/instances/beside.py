@@ -1,0 +1,21 @@
+"""An engine among others of its process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rworker.stream.links import ThreadNeighbours
+
+
+@dataclass(frozen=True)
+class Beside:
+    """R-workers of this process that reach those of other engines."""
+
+    neighbours: ThreadNeighbours
+    """All of them."""
+    name: str
+    """What this engine's are called by, before their numbers."""
+    num_engines: int
+    """In this process, which share what this host has."""
+    runs_prompts: bool
+    """It runs prompts, and others go on with them."""

@@ -1,0 +1,250 @@
+"""Where requests are, and how they get from one instance to the next: carries
+out what is dispatched."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from fastdecode.core.delta import Delta, Listener
+from fastdecode.core.errors import FastDecodeError
+from fastdecode.core.sequence import Request
+from fastdecode.engine.instances.flow import Flow, Run, Stage
+from fastdecode.schedule.dispatch import Bind, DecodeRoom, Dispatcher, Fetch, Job, PrefillQueue
+
+logger = logging.getLogger(__name__)
+
+Failed = Callable[[Flow, Delta], None]
+"""A run of a request has ended with an error."""
+
+
+class Instance(Protocol):
+    """A whole engine, as far as its controller is concerned. Nothing waits."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Of KV that it has room for."""
+
+    @property
+    def max_sequences(self) -> int:
+        """That it runs at once."""
+
+    @property
+    def broken(self) -> FastDecodeError | None:
+        """Why it can't go on; None: it can."""
+
+    def submit(self, request: Request, *, every_step: bool) -> None:
+        """Run a request. Raises FastDecodeError: it is broken."""
+
+    def cancel(self, request_id: str) -> None:
+        """End a request, and let go of what it holds."""
+
+
+class Flows:
+    """All requests that aren't over.
+
+    Args:
+        block_size: in which room is counted.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._numbers = itertools.count()
+        self.by_request: dict[str, Flow] = {}
+        self.by_job: dict[int, Flow] = {}
+        self.by_run: dict[str, Flow] = {}
+
+    def make(self, request: Request, listener: Listener | None) -> Flow:
+        """Of a request that isn't queued yet. All of its sequences are reserved
+        whole."""
+        prompt, size = len(request.prompt_token_ids), self._block_size
+        blocks = -(-(prompt + request.max_tokens - 1) // size)
+        reserved = request.params.n * blocks * size
+        return Flow(request, listener, Job(next(self._numbers), prompt, reserved))
+
+    def add(self, flow: Flow) -> None:
+        """It is queued."""
+        self.by_request[flow.request.request_id] = self.by_job[flow.job.job_id] = flow
+
+    def remove(self, flow: Flow) -> None:
+        """It is over."""
+        del self.by_request[flow.request.request_id], self.by_job[flow.job.job_id]
+
+    def begin(self, flow: Flow, instance: int) -> Run:
+        """An instance is given it, by a name that no run had before."""
+        run = Run(f"{flow.job.job_id}.{next(self._numbers)}", instance)
+        self.by_run[run.name] = flow
+        return run
+
+    def end(self, run: Run) -> None:
+        """What that run says counts no more."""
+        self.by_run.pop(run.name, None)
+
+    def untouched(self, among: Container[str] | None) -> list[str]:
+        """Ids of requests, ``among`` these or all, that no instance has, and of
+        which nothing was said."""
+        return [
+            request_id
+            for request_id, flow in self.by_request.items()
+            if flow.stage in (Stage.QUEUED, Stage.WAITING)
+            and not flow.has_said
+            and (among is None or request_id in among)
+        ]
+
+    @property
+    def stages(self) -> Mapping[str, Stage]:
+        """Where each request is."""
+        return {request_id: flow.stage for request_id, flow in self.by_request.items()}
+
+
+class Desk:
+    """Gives requests to instances, and takes them back.
+
+    Args:
+        flows: all requests that aren't over.
+        prefill: instances that run prompts.
+        decode: those that go on with them.
+        batch_tokens: of prompts that a prefill instance runs at once.
+        failed: is told of instances that take nothing.
+    """
+
+    def __init__(
+        self,
+        flows: Flows,
+        prefill: Sequence[Instance],
+        decode: Sequence[Instance],
+        batch_tokens: int,
+        failed: Failed,
+    ) -> None:
+        self._flows = flows
+        self._prefill, self._decode = list(prefill), [*decode, *prefill]
+        rooms = [DecodeRoom(each.num_tokens, each.max_sequences) for each in self._decode]
+        for room in rooms[len(decode) :]:
+            room.is_open = False  # until nobody else is left
+        queues = [PrefillQueue(batch_tokens, float) for _ in prefill]
+        self.dispatcher = Dispatcher(queues, rooms)
+        self._failed = failed
+        self._decided: deque[Bind | Fetch] = deque()
+        """What is to be carried out, its room booked already."""
+        self._is_at_work = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no instance is left."""
+        return all(each.broken is not None for each in self._decode)
+
+    def where(self, flow: Flow, run: Run) -> Instance:
+        """Who has a run of a request."""
+        return (self._prefill if run is flow.offering else self._decode)[run.instance]
+
+    def arrive(self, flow: Flow) -> None:
+        """A request waits for an instance that runs its prompt."""
+        flow.stage = Stage.QUEUED
+        self.do(self.dispatcher.arrived(flow.job))
+
+    def begin_anew(self, flow: Flow) -> None:
+        """A request whose prompt is to be run again."""
+        flow.stage = Stage.QUEUED
+        self.do(self.dispatcher.returned(flow.job))
+
+    def wait(self, flow: Flow, *, is_first: bool) -> None:
+        """A request waits for an instance that does all of it that is left."""
+        flow.stage = Stage.WAITING
+        self.do(self.dispatcher.resumed(flow.job, is_first=is_first))
+
+    def offer(self, flow: Flow) -> None:
+        """Its prompt is done, and waits to be fetched."""
+        assert flow.offering is not None
+        flow.stage = Stage.OFFERED
+        self.do(self.dispatcher.prefilled(flow.job, flow.offering.instance))
+
+    def do(self, decisions: Iterable[Bind | Fetch]) -> None:
+        """Carry out what was decided, one after the other: an instance that
+        takes nothing makes others be taken back, and more be decided."""
+        self._decided.extend(decisions)
+        if self._is_at_work:
+            return
+        self._is_at_work = True
+        try:
+            while self._decided:
+                self._carry_out(self._decided.popleft())
+        finally:
+            self._is_at_work = False
+
+    def _carry_out(self, decision: Bind | Fetch) -> None:
+        flow = self._flows.by_job[decision.job.job_id]
+        run = self._flows.begin(flow, decision.instance)
+        every_step = isinstance(decision, Bind) or flow.is_watched
+        if isinstance(decision, Bind):
+            flow.stage, flow.offering = Stage.PREFILL, run
+            asked = flow.prompt_run(run.name)
+        else:
+            flow.stage, flow.decoding = Stage.DECODE, run
+            asked = flow.whole_run(run.name)
+        try:
+            self.where(flow, run).submit(asked, every_step=every_step)
+        except FastDecodeError as error:
+            self._failed(flow, Delta(run.name, 0, error=error))
+
+    def end(self, flow: Flow) -> None:
+        """A request is over, or nobody wants it."""
+        self.leave(flow)
+        self._flows.remove(flow)
+
+    def leave(self, flow: Flow) -> None:
+        """No instance has a request any more, and none is to have it."""
+        stage, flow.stage = flow.stage, Stage.OVER
+        offering, decoding = flow.offering, flow.decoding
+        decided = next((one for one in self._decided if one.job is flow.job), None)
+        self.release(flow)
+        if decided is not None:
+            self._decided.remove(decided)
+            give_back = (
+                self.dispatcher.left if isinstance(decided, Bind) else self.dispatcher.decoded
+            )
+            self.do(give_back(flow.job, decided.instance))
+        elif decoding is not None:
+            self._flows.end(decoding)
+            flow.decoding = None
+            self._decode[decoding.instance].cancel(decoding.name)
+            self.do(self.dispatcher.decoded(flow.job, decoding.instance))
+        elif stage is Stage.PREFILL and offering is not None:
+            self.do(self.dispatcher.left(flow.job, offering.instance))
+        else:
+            self.do(self.dispatcher.withdrawn(flow.job))
+
+    def release(self, flow: Flow) -> None:
+        """What is offered of a request isn't needed any more."""
+        offering, flow.offering = flow.offering, None
+        if offering is not None:
+            self._flows.end(offering)
+            self._prefill[offering.instance].cancel(offering.name)
+
+    def lose(self, lost: Instance) -> list[Flow]:
+        """An instance is broken: nothing more is given to it. Returns the
+        requests that it had, and that are to go on elsewhere."""
+        queues, rooms = self.dispatcher.prefill, self.dispatcher.decode
+        for queue, each in zip(queues, self._prefill, strict=True):
+            queue.is_open = queue.is_open and each is not lost
+        for room, each in zip(rooms, self._decode, strict=True):
+            room.is_open = room.is_open and each is not lost
+        if not any(room.is_open for room in rooms):
+            for room, each in zip(rooms, self._decode, strict=True):
+                room.is_open = each.broken is None
+        return [flow for flow in self._flows.by_request.values() if self._needs(flow, lost)]
+
+    def look(self) -> None:
+        """Instances have gone."""
+        self.do(self.dispatcher.look())
+
+    def _needs(self, flow: Flow, lost: Instance) -> bool:
+        """Whether a request can't go on without an instance. What is being
+        fetched from it is another's, who looks after that himself."""
+        run = flow.decoding or flow.offering
+        return run is not None and self.where(flow, run) is lost

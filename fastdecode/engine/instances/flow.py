@@ -1,0 +1,153 @@
+"""One request on its way through instances: what it has said so far, so that
+nothing is said twice whoever goes on with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from fastdecode.core.delta import Delta, Listener
+from fastdecode.core.holders import KVSource
+from fastdecode.core.sequence import Request
+from fastdecode.schedule.dispatch import Job
+
+
+class Stage(Enum):
+    """Where a request is."""
+
+    QUEUED = "queued"
+    """No instance has it."""
+    PREFILL = "prefill"
+    OFFERED = "offered"
+    """Its prompt is done, and waits for an instance that has room."""
+    WAITING = "waiting"
+    """It waits for an instance that runs its prompt and goes on with it."""
+    DECODE = "decode"
+    OVER = "over"
+
+
+@dataclass
+class _Seen:
+    """Of what one run of a sequence says."""
+
+    num_tokens: int = 0
+    num_chars: int = 0
+
+
+@dataclass
+class _Said:
+    """What a sequence has said to whoever reads it."""
+
+    token_ids: list[int] = field(default_factory=list)
+    num_chars: int = 0
+    is_over: bool = False
+
+
+@dataclass(eq=False)
+class Run:
+    """A request at an instance, by the name that it has there."""
+
+    name: str
+    instance: int
+    seen: dict[int, _Seen] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Flow:
+    """One request.
+
+    Args:
+        listener: who reads it.
+        job: the same, as far as dispatch is concerned.
+    """
+
+    request: Request
+    listener: Listener | None
+    job: Job
+    stage: Stage = Stage.QUEUED
+    offering: Run | None = None
+    """Where its prompt is run, or kept."""
+    decoding: Run | None = None
+    sources: tuple[KVSource, ...] = ()
+    said: list[_Said] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.said = [_Said() for _ in range(self.request.params.n)]
+
+    @property
+    def num_left(self) -> int:
+        """Sequences that aren't over."""
+        return sum(not said.is_over for said in self.said)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether it is read after every step."""
+        return self.listener is not None and self.listener.every_step
+
+    def run_of(self, delta: Delta) -> Run | None:
+        """Which of its runs says so; None: none any more."""
+        for run in (self.offering, self.decoding):
+            if run is not None and run.name == delta.request_id:
+                return run
+        return None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all of its sequences are."""
+        return all(said.is_over for said in self.said)
+
+    @property
+    def has_said(self) -> bool:
+        """Whether any token of it is known."""
+        return any(said.token_ids for said in self.said)
+
+    def prompt_run(self, name: str) -> Request:
+        """What an instance is asked that runs its prompt, and no more."""
+        hands_over = self.request.max_tokens > 1
+        return replace(self.request, request_id=name, max_tokens=1, hands_over=hands_over)
+
+    def whole_run(self, name: str) -> Request:
+        """What an instance is asked that goes on with it to the end. Sequences
+        that are over draw their last token once more, which nobody is told."""
+        drawn = {
+            index: tuple(said.token_ids[: len(said.token_ids) - said.is_over])
+            for index, said in enumerate(self.said)
+        }
+        known = {index: tokens for index, tokens in drawn.items() if tokens}
+        known = {**self.request.drawn, **known}
+        return replace(self.request, request_id=name, drawn=known, sources=self.sources)
+
+    def tell(self, delta: Delta) -> None:
+        """A run has said something: pass on what of it is new."""
+        run = self.run_of(delta)
+        if run is None:
+            return
+        said, seen = self.said[delta.index], run.seen.setdefault(delta.index, _Seen())
+        first_token, first_char = seen.num_tokens, seen.num_chars
+        seen.num_tokens += len(delta.token_ids)
+        seen.num_chars += len(delta.text)
+        if said.is_over:
+            return
+        token_ids = delta.token_ids[max(0, len(said.token_ids) - first_token) :]
+        text = delta.text[max(0, said.num_chars - first_char) :]
+        if not (token_ids or text or delta.finish_reason):
+            return
+        said.token_ids += token_ids
+        said.num_chars += len(text)
+        said.is_over = delta.finish_reason is not None
+        if self.listener is not None:
+            self.listener.tell(self._delta(delta, token_ids, text))
+
+    def _delta(self, delta: Delta, token_ids: tuple[int, ...], text: str) -> Delta:
+        logprobs = delta.logprobs
+        if logprobs is not None:
+            logprobs = logprobs[len(logprobs) - len(token_ids) :]
+        return Delta(
+            self.request.request_id,
+            delta.index,
+            text,
+            token_ids,
+            logprobs,
+            delta.finish_reason,
+            num_cached_tokens=delta.num_cached_tokens,
+        )

@@ -1,0 +1,74 @@
+"""An instance in this process: an engine with a thread of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from fastdecode.core.delta import Delta, DeltaQueue
+from fastdecode.core.errors import ConfigError, FastDecodeError
+from fastdecode.core.sequence import Request
+from fastdecode.engine.service import EngineService
+
+Arrived = Callable[[Sequence[Delta]], None]
+"""Is told what requests say; by the instance's thread, and never waits."""
+
+
+class _Reader(DeltaQueue):
+    """Passes on at once what an instance's requests say."""
+
+    def __init__(self, arrived: Arrived, *, every_step: bool) -> None:
+        super().__init__(every_step=every_step)
+        self._arrived = arrived
+
+    def put(self, deltas: Iterable[Delta]) -> None:
+        self._arrived(list(deltas))
+
+
+class _Sized(Protocol):
+    """What an engine has room for."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def max_sequences(self) -> int: ...
+
+
+class LocalInstance:
+    """See ``fastdecode.engine.instances.controller.Instance``.
+
+    Args:
+        name: what it is called towards people.
+        service: runs its engine; it is open.
+        size: what it has room for.
+        arrived: is told what its requests say.
+    """
+
+    def __init__(
+        self, name: str, service: EngineService[Any], size: _Sized, arrived: Arrived
+    ) -> None:
+        self.name = name
+        self.service = service
+        self.num_tokens, self.max_sequences = size.num_tokens, size.max_sequences
+        self._readers = {every: _Reader(arrived, every_step=every) for every in (True, False)}
+
+    @property
+    def broken(self) -> FastDecodeError | None:
+        """Why it can't go on; None: it can."""
+        snapshot = self.service.snapshot()
+        if snapshot.error is None and snapshot.state == "closed":
+            return ConfigError(f"instance {self.name} was closed", code="closed")
+        return snapshot.error
+
+    def submit(self, request: Request, *, every_step: bool) -> None:
+        """Run a request. Raises FastDecodeError: it is broken."""
+        self.service.submit([request], self._readers[every_step])
+
+    def cancel(self, request_id: str) -> None:
+        """End a request, and let go of what it holds."""
+        self.service.cancel(request_id)
+
+    def end_conversation(self, token_ids: Sequence[int], salt: str) -> None:
+        """Nobody goes on with a conversation that has come to these tokens."""
+        self.service.look(lambda served: served.engine.end_conversation(token_ids, salt))

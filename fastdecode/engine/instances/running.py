@@ -1,0 +1,293 @@
+"""Several engines in this process, of which some run prompts and others go on
+with them, as one engine."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, fields, replace
+from functools import partial
+
+import torch
+
+from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.config.instances import Instances
+from fastdecode.core.delta import Delta
+from fastdecode.core.errors import ConfigError, FastDecodeError, Given
+from fastdecode.core.host.machine import available_cores
+from fastdecode.engine.figures import EngineFigures
+from fastdecode.engine.instances.beside import Beside
+from fastdecode.engine.instances.controller import Controller
+from fastdecode.engine.instances.local import LocalInstance
+from fastdecode.engine.latency import LatencyHistogram
+from fastdecode.engine.service import EngineService
+from fastdecode.engine.setup.launch import RunningEngine
+from fastdecode.engine.stats import EngineStats
+from fastdecode.schedule.times import MeasuredTimes
+from fastdecode.wire.messages import Welcome
+from fastdecode.wire.mpi.launcher import launched_size
+from rworker.stream.links import ThreadNeighbours
+
+logger = logging.getLogger(__name__)
+
+Post = Callable[[Callable[["RunningInstances"], None]], None]
+"""Has something done by the thread that owns the instances' controller, between
+two of its steps."""
+
+
+@dataclass(frozen=True)
+class _Size:
+    num_tokens: int
+    max_sequences: int
+
+
+class RunningInstances:
+    """Instances, and their controller. Close it when done.
+
+    Args:
+        config: what the user chose, for all together.
+        progress: told what is being done, one line at a time.
+        times: what is known of step times before the first one.
+        post: has what instances say told to the controller.
+
+    Raises:
+        ConfigError, ModelError, CapacityError, WorkerError: as those of a
+            single engine.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Callable[[str], None] | None,
+        times: MeasuredTimes | None,
+        post: Post,
+    ) -> None:
+        tell, started = progress or logger.info, time.perf_counter()
+        wanted = config.instances
+        if launched_size() is not None:
+            raise ConfigError(
+                Given("prefill_instances", wanted.prefill_instances),
+                " starts instances in one process, and this is one of an MPI job's: start it "
+                "without mpirun",
+            )
+        self._post = post
+        self._services: list[EngineService[RunningEngine]] = []
+        self._running: list[RunningEngine] = []
+        self._figures: dict[str, EngineFigures] = {}
+        try:
+            self._open(_each(config), tell, times)
+            self.engine = InstancesEngine(self, config)
+        except BaseException:
+            self.close()
+            raise
+        decode = self._running[wanted.prefill_instances :]
+        self.welcomes: tuple[Welcome, ...] = tuple(x for each in decode for x in each.welcomes)
+        """Of the R-workers of those that decode, whose room is what requests have."""
+        first = self._running[0]
+        self.spec, self.codec, self.resolved = first.spec, first.codec, first.resolved
+        self.num_r_workers = sum(each.num_r_workers for each in self._running)
+        self.load_s = time.perf_counter() - started
+
+    def _open(
+        self,
+        configs: dict[str, EngineConfig],
+        tell: Callable[[str], None],
+        times: MeasuredTimes | None,
+    ) -> None:
+        neighbours = ThreadNeighbours()
+        num_threads = max(1, torch.get_num_threads() // len(configs))
+        for name, config in configs.items():
+            told = partial(_tell_of, tell, name)
+            beside = Beside(neighbours, name, len(configs), runs_prompts=name.startswith("p"))
+            service = EngineService(partial(_make, config, told, times, beside, num_threads))
+            self._services.append(service)
+            self._running.append(service.open())
+            service.call(partial(self._take_figures, name))
+
+    def instances(self, wanted: Instances) -> tuple[list[LocalInstance], list[LocalInstance]]:
+        """Those that prefill, and those that decode."""
+        names = list(_names(wanted))
+        every = [
+            LocalInstance(name, service, _size(running), self._arrived)
+            for name, service, running in zip(names, self._services, self._running, strict=True)
+        ]
+        return every[: wanted.prefill_instances], every[wanted.prefill_instances :]
+
+    def _arrived(self, deltas: Sequence[Delta]) -> None:
+        self._post(lambda running: running.engine.arrived(deltas))
+
+    @property
+    def stats(self) -> EngineStats:
+        """Of all instances together."""
+        return merged([each.engine.stats for each in self._running])
+
+    @property
+    def num_live_r_workers(self) -> int:
+        return sum(each.num_live_r_workers for each in self._running)
+
+    @property
+    def has_hung_r_workers(self) -> bool:
+        return any(each.has_hung_r_workers for each in self._running)
+
+    def figures(self) -> EngineFigures:
+        """Of all instances together, as far as each has told by now; each tells
+        more between two of its steps."""
+        for name, service in zip(list(self._figures), self._services, strict=True):
+            service.look(partial(self._take_figures, name))
+        return _together(list(self._figures.values()))
+
+    def _take_figures(self, name: str, running: RunningEngine) -> None:
+        self._figures[name] = running.engine.figures()
+
+    def close(self) -> None:
+        """Stop all instances. Safe to call twice.
+
+        Raises:
+            WorkerError: an R-worker that wasn't lost did not stop in time.
+        """
+        failed: list[FastDecodeError] = []
+        for service in self._services:
+            service.ask_to_close()
+        for service in self._services:
+            try:
+                service.close()
+            except FastDecodeError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+
+class InstancesEngine(Controller):
+    """The controller of instances in this process, as ``LLM`` asks an engine.
+
+    Args:
+        running: the instances.
+        config: what the user chose, for all together.
+    """
+
+    def __init__(self, running: RunningInstances, config: EngineConfig) -> None:
+        wanted = config.instances
+        self._all = running
+        prefill, decode = running.instances(wanted)
+        self._local = [*prefill, *decode]
+        self._num_steps = 0
+        super().__init__(
+            prefill,
+            decode,
+            batch_tokens=_batch_tokens(config),
+            block_size=config.r_part.block_size,
+            local_below=wanted.local_prefill_below,
+        )
+
+    @property
+    def stats(self) -> EngineStats:
+        """Of all instances together."""
+        stats = self._all.stats
+        stats.num_handed_over, stats.num_moved = self.num_handed_over, self.num_moved
+        return stats
+
+    def look(self) -> None:
+        """Instances look after themselves. A step of one of them is a step: who
+        asks whether this hangs is told of those."""
+        num_steps = sum(each.service.snapshot().engine.num_steps for each in self._local)
+        self.has_work = self.has_work or num_steps != self._num_steps
+        self._num_steps = num_steps
+
+    def figures(self) -> EngineFigures:
+        """See ``RunningInstances.figures``."""
+        return self._all.figures()
+
+    def end_conversation(self, token_ids: Sequence[int], salt: str) -> None:
+        """Nobody goes on with a conversation that has come to these tokens."""
+        for instance in self._local:
+            instance.end_conversation(token_ids, salt)
+
+
+def service_of_instances(
+    config: EngineConfig, progress: Callable[[str], None] | None, times: MeasuredTimes | None
+) -> EngineService[RunningInstances]:
+    """Of several engines. What each says is posted to the one that controls them."""
+
+    def make() -> RunningInstances:
+        return RunningInstances(config, progress, times, service.look)
+
+    service: EngineService[RunningInstances] = EngineService(make)
+    return service
+
+
+def _make(
+    config: EngineConfig,
+    tell: Callable[[str], None],
+    times: MeasuredTimes | None,
+    beside: Beside,
+    num_threads: int,
+) -> RunningEngine:
+    """An instance's engine, in the thread that owns it."""
+    torch.set_num_threads(num_threads)
+    return RunningEngine(config, tell, None, deepcopy(times), beside=beside)
+
+
+def _tell_of(tell: Callable[[str], None], name: str, text: str) -> None:
+    tell(f"instance {name}: {text}")
+
+
+def _names(wanted: Instances) -> Iterable[str]:
+    yield from (f"p{index}" for index in range(wanted.prefill_instances))
+    yield from (f"d{index}" for index in range(wanted.decode_instances))
+
+
+def _each(config: EngineConfig) -> dict[str, EngineConfig]:
+    """What each instance is made with: an even share of this host."""
+    wanted, r_part = config.instances, config.r_part
+    of_all = wanted.number * r_part.r_workers
+    r_threads = r_part.r_threads or max(1, available_cores() // of_all)
+    own = replace(
+        config,
+        r_part=replace(r_part, r_threads=r_threads, kv_placement="r"),
+        cluster=replace(config.cluster, transport="inproc"),
+    )
+    tokens, sequences = _batch_tokens(config), own.batching.max_num_sequences
+    prefill = replace(
+        own,
+        batching=replace(own.batching, prefill_chunk=tokens, max_step_tokens=sequences + tokens),
+    )
+    return {name: prefill if name.startswith("p") else own for name in _names(wanted)}
+
+
+def _batch_tokens(config: EngineConfig) -> int:
+    """Of prompts that a prefill instance runs at once."""
+    batching = config.batching
+    room = batching.step_tokens - batching.max_num_sequences
+    return config.instances.prefill_batch_tokens or room
+
+
+def _size(running: RunningEngine) -> _Size:
+    num_blocks = sum(welcome.num_blocks for welcome in running.welcomes)
+    config = running.resolved.config
+    return _Size(num_blocks * config.r_part.block_size, config.batching.max_num_sequences)
+
+
+def merged(each: Sequence[EngineStats]) -> EngineStats:
+    """Totals of several engines."""
+    total = EngineStats()
+    for field in fields(EngineStats):
+        values = [getattr(stats, field.name) for stats in each]
+        if isinstance(values[0], (int, float)):
+            setattr(total, field.name, sum(values))
+        elif isinstance(values[0], LatencyHistogram):
+            for histogram in values:
+                getattr(total, field.name).add_all(histogram)
+    return total
+
+
+def _together(each: Sequence[EngineFigures]) -> EngineFigures:
+    """Figures of several engines."""
+    numbers = {
+        field.name: sum(getattr(figures, field.name) for figures in each)
+        for field in fields(EngineFigures)
+        if field.name != "r_workers"
+    }
+    holders = tuple(holder for figures in each for holder in figures.r_workers)
+    return EngineFigures(**numbers, r_workers=holders)

@@ -1,0 +1,1 @@
+"""Runs that are cut off, and gone on with by another process."""

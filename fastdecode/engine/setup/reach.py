@@ -1,0 +1,203 @@
+"""Reaching holders, and attending on them, as it was configured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.holders import Holder, HolderKind
+from fastdecode.core.model.checkpoint import Checkpoint
+from fastdecode.core.model.spec import ModelSpec
+from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.heads.reached import share_out_heads
+from fastdecode.engine.fleet.spares import with_spares
+from fastdecode.engine.fleet.workers import (
+    REACH_TIMEOUT_S,
+    Reached,
+    reach_addresses,
+    reach_inline,
+    reach_ranks,
+    reach_stage_ranks,
+    reach_threads,
+)
+from fastdecode.engine.instances.beside import Beside
+from fastdecode.engine.instances.handing import Exports
+from fastdecode.engine.setup.resolve import ResolvedConfig, kv_spec, resolve_for_this_host
+from fastdecode.engine.setup.tiers import host_tier_bytes
+from fastdecode.engine.step.local import LocalConnection, reach_device
+from fastdecode.engine.step.mixed import MixedAttention
+from fastdecode.engine.step.prompts import HeldPrompts
+from fastdecode.engine.step.remote import Attention, AttentionPlan
+from fastdecode.wire.inproc import InprocHub
+from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, Hello, ToRWorker
+from fastdecode.wire.mpi.launcher import launched_size
+from rworker.tiers.disk import disk_of
+from sworker.kernels.threads import openmp_library
+from sworker.paged import PagedKV
+from sworker.worker import SWorker
+
+_GBIT_BYTES = 1e9 / 8
+
+
+def device_beside(resolved: ResolvedConfig) -> LocalConnection | None:
+    """The cache on the device beside R-workers', if there is one."""
+    if resolved.config.r_part.kv_placement != "hybrid":
+        return None
+    return LocalConnection(resolved.device, resolved.device_kv_bytes)
+
+
+def make_attention(
+    workers: Reached,
+    fleet: Fleet,
+    spec: ModelSpec,
+    resolved: ResolvedConfig,
+    s_worker: SWorker,
+    device: LocalConnection | None,
+) -> Attention:
+    token_bytes = kv_spec(resolved.config, spec, resolved.kv_dtype).token_bytes
+    holder = Holder(workers.kind, resolved.prompts_on_r, workers.answers_at_once, token_bytes)
+    if workers.attention is not None:
+        return workers.attention(fleet, holder, s_worker)
+    holders = (holder,) * len(fleet)
+    if device is not None:
+        on_device = replace(
+            holder, kind=HolderKind.DEVICE, attends_prompts=False, answers_at_once=True
+        )
+        holders = (*holders[:-1], on_device)
+    give_up = workers.give_up_heads
+    plan = AttentionPlan(
+        spec.attention,
+        resolved.kv_dtype,
+        fleet,
+        s_worker.device,
+        holders,
+        give_up,
+        slot_bytes=resolved.slot_bytes(spec),
+        prompts=_held_prompts(spec, resolved, s_worker.device),
+    )
+    plan.prepare(resolved.most_lanes)
+    return plan if device is None else MixedAttention(plan, device)
+
+
+def reach_workers(
+    resolved: ResolvedConfig,
+    hub: InprocHub[ToRWorker, FromRWorker] | None = None,
+    beside: Beside | None = None,
+) -> Reached:
+    """The R-workers of the first stage, or what is in their place.
+
+    Args:
+        hub: gets the connections to those that are threads; None: one of theirs
+            alone.
+        beside: other engines' R-workers in this process.
+    """
+    if resolved.transport == "local":
+        host_bytes = host_tier_bytes(resolved.config.cache)
+        return reach_device(resolved.device, resolved.kv_bytes, host_bytes=host_bytes)
+    workers = _reach_r_workers(resolved, hub, beside)
+    if resolved.config.cluster.spare_r_workers:
+        workers = with_spares(workers, resolved.config.cluster.spare_r_workers)
+    return share_out_heads(workers) if resolved.config.r_part.r_partition == "heads" else workers
+
+
+def _reach_r_workers(
+    resolved: ResolvedConfig,
+    hub: InprocHub[ToRWorker, FromRWorker] | None,
+    beside: Beside | None,
+) -> Reached:
+    config, cluster = resolved.config, resolved.config.cluster
+    if config.s_part.pp > 1 and has_stage_ranks(resolved):
+        return reach_stage(resolved, 0)
+    if resolved.transport == "mpi":
+        return reach_ranks(config.s_part.tp, silence_s=cluster.worker_silence_s)
+    if resolved.transport == "zmq":
+        return reach_stage_addresses(resolved, 0)
+    kv_bytes, num_threads = resolved.kv_bytes, resolved.r_threads
+    cache = config.cache
+    disk = disk_of(cache.cache_disk, cache.cache_disk_gb, config.r_part.r_workers)
+    if resolved.transport == "inline":
+        # A runtime's threads serve both parts only where both want as many.
+        library = openmp_of(resolved, torch.get_num_threads() // resolved.stages_at_once)
+        return reach_inline(
+            kv_bytes=kv_bytes, num_threads=num_threads, openmp_library=library, disk=disk
+        )
+    num_workers = config.r_part.r_workers + cluster.spare_r_workers
+    return reach_threads(
+        num_workers, kv_bytes=kv_bytes, num_threads=num_threads, disk=disk, hub=hub, beside=beside
+    )
+
+
+def has_stage_ranks(resolved: ResolvedConfig) -> bool:
+    """Whether stages are ranks of an MPI job; else they are threads."""
+    return resolved.transport in ("mpi", "zmq") and launched_size() is not None
+
+
+def reach_stage(resolved: ResolvedConfig, stage: int) -> Reached:
+    """A stage's R-workers, and the other stages, which are ranks of this job."""
+    s_part, cluster = resolved.config.s_part, resolved.config.cluster
+    workers = reach_stage_addresses(resolved, stage) if resolved.transport == "zmq" else None
+    try:
+        return reach_stage_ranks(
+            stage,
+            s_part.pp,
+            tp=s_part.tp,
+            silence_s=cluster.worker_silence_s,
+            at_addresses=workers,
+        )
+    except BaseException:
+        if workers is not None:
+            workers.close((), 0.0)
+        raise
+
+
+def reach_stage_addresses(resolved: ResolvedConfig, stage: int) -> Reached:
+    """The R-workers at addresses that are a stage's: as many for each, in their
+    order."""
+    cluster = resolved.config.cluster
+    each = len(cluster.r_worker_addresses) // resolved.config.s_part.pp
+    return reach_addresses(
+        cluster.r_worker_addresses[stage * each : (stage + 1) * each],
+        key_file=cluster.key,
+        silence_s=cluster.worker_silence_s,
+        min_workers=cluster.min_r_workers,
+        reach_timeout_s=min(REACH_TIMEOUT_S, cluster.worker_timeout_s),
+    )
+
+
+def openmp_of(resolved: ResolvedConfig, num_threads: int) -> str | None:
+    """The runtime whose threads serve both parts of a stage, where the S-part
+    has so many; None: each has its own."""
+    return openmp_library() if resolved.r_threads == max(1, num_threads) else None
+
+
+def resolve_beside(config: EngineConfig, spec: ModelSpec, beside: Beside | None) -> ResolvedConfig:
+    """``resolve_for_this_host``, for one of several engines that share it."""
+    if beside is None:
+        return resolve_for_this_host(config, spec)
+    resolved = resolve_for_this_host(config, spec, num_engines=beside.num_engines)
+    schedule = replace(resolved.schedule, whole_prompts=beside.runs_prompts)
+    return replace(resolved, schedule=schedule)
+
+
+def exports_of(workers: Reached, spec: ModelSpec, resolved: ResolvedConfig) -> Exports:
+    """How other instances' R-workers reach these."""
+    config = resolved.config
+    gbps, timeout_s = config.instances.fetch_gbps or 0.0, config.cluster.worker_timeout_s
+    bytes_per_s = gbps * _GBIT_BYTES
+    return Exports(workers.addresses, spec.num_kv_heads, workers.shares, bytes_per_s, timeout_s)
+
+
+def make_hello(checkpoint: Checkpoint, spec: ModelSpec, resolved: ResolvedConfig) -> Hello:
+    kv = kv_spec(resolved.config, spec, resolved.kv_dtype)
+    return Hello(PROTOCOL_VERSION, checkpoint.model_hash, kv, spec.attention, resolved.dtype)
+
+
+def _held_prompts(
+    spec: ModelSpec, resolved: ResolvedConfig, device: torch.device
+) -> HeldPrompts | None:
+    """The device's room for prompts under way, if there is any."""
+    kv = kv_spec(resolved.config, spec, resolved.kv_dtype)
+    num_blocks = resolved.memory.held_bytes // kv.block_bytes
+    return HeldPrompts(PagedKV(kv, spec.attention, num_blocks, device)) if num_blocks else None

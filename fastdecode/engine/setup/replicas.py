@@ -1,0 +1,64 @@
+"""Replicas as they were configured: of all R-workers, or of each stage's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from fastdecode.core.config.groups import Cluster
+from fastdecode.core.holders import HolderId
+from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.heads.replicas import GroupReplicas
+from fastdecode.engine.fleet.replicas import Replicas, offer_halves
+from fastdecode.engine.fleet.ring import LinkOptions
+from fastdecode.engine.fleet.workers import Reached
+from fastdecode.engine.stages.replicas import ColumnReplicas, StageReplicas
+from fastdecode.wire.messages import Hello, Welcome
+
+Welcomes = Mapping[HolderId, Welcome]
+
+
+def begin_replicas(
+    fleet: Fleet,
+    hello: Hello,
+    welcomes: Welcomes,
+    workers: Reached,
+    cluster: Cluster,
+    tell: Callable[[str], None],
+) -> tuple[dict[HolderId, Welcome], Replicas | GroupReplicas | ColumnReplicas]:
+    """Have every R-worker keep its neighbour's replica; with several stages,
+    those of the first one do.
+
+    Raises:
+        ConfigError: there is to be a single one, or one hasn't the memory.
+    """
+    replicas: Replicas | GroupReplicas | ColumnReplicas
+    if workers.stages is None:
+        options = _options(hello, workers, cluster)
+        again, replicas = workers.replicate(fleet, hello, welcomes, options)
+    else:
+        again, own = begin_stage_replicas(fleet, hello, welcomes, workers, cluster)
+        replicas = ColumnReplicas(own, fleet, time.monotonic)
+    num_blocks = sum(welcome.num_blocks for welcome in welcomes.values())
+    offered = sum(welcome.num_blocks for welcome in again.values())
+    tell(
+        f"replicas: sequences have {offered} of {num_blocks} KV blocks; each R-worker keeps its "
+        "neighbour's in as many"
+    )
+    return again, replicas
+
+
+def begin_stage_replicas(
+    fleet: Fleet, hello: Hello, welcomes: Welcomes, workers: Reached, cluster: Cluster
+) -> tuple[dict[HolderId, Welcome], StageReplicas]:
+    """The same, of one stage's R-workers."""
+    again = offer_halves(fleet, hello, welcomes)
+    replicas = StageReplicas(fleet, _options(hello, workers, cluster))
+    replicas.begin(sorted(again))
+    return again, replicas
+
+
+def _options(hello: Hello, workers: Reached, cluster: Cluster) -> LinkOptions:
+    return LinkOptions(
+        workers.addresses, cluster.link_bytes, cluster.worker_timeout_s, hello.session
+    )

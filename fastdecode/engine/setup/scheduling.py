@@ -1,0 +1,65 @@
+"""From a resolved configuration, and what holders offer, to a scheduler."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+
+from fastdecode.core.holders import Holder, HolderId
+from fastdecode.core.model.spec import ModelSpec
+from fastdecode.engine.setup.eviction import eviction_policy
+from fastdecode.engine.setup.resolve import ResolvedConfig
+from fastdecode.schedule.continuous import ContinuousScheduler
+from fastdecode.schedule.hybrid.control import HybridOptions
+from fastdecode.schedule.hybrid.told import Guess
+from fastdecode.schedule.lanes import LaneControl
+from fastdecode.schedule.modes import make_scheduler
+from fastdecode.schedule.times import MeasuredTimes
+
+
+def schedule_for(
+    resolved: ResolvedConfig,
+    spec: ModelSpec,
+    holders: Seq[Holder],
+    blocks: tuple[int, ...],
+    times: MeasuredTimes,
+    *,
+    cache_identity: str | None,
+    first_part_id: int,
+) -> ContinuousScheduler:
+    """
+    Args:
+        spec: of the whole model.
+        blocks: KV blocks of each of ``holders``; 0: it is lost.
+        cache_identity, first_part_id: see ``make_scheduler``.
+    """
+    at_once = all(holder.answers_at_once for holder in holders)
+    return make_scheduler(
+        resolved.schedule,
+        blocks,
+        resolved.config.r_part.block_size,
+        times,
+        opening_steps=0 if at_once else 1,
+        hybrid=_hybrid_options(resolved, holders),
+        cache_identity=cache_identity,
+        cache_policy=eviction_policy(resolved.config, spec),
+        swap_threshold=resolved.config.cache.swap_threshold,
+        first_part_id=first_part_id,
+    )
+
+
+def lane_control(resolved: ResolvedConfig, times: MeasuredTimes) -> LaneControl | None:
+    """What decides how many lanes there are; None: the user has."""
+    if not resolved.adapts_lanes:
+        return None
+    num_lanes, num_stages = resolved.schedule.num_lanes, len(resolved.layers)
+    return LaneControl(times, num_lanes, most=resolved.most_lanes, num_stages=num_stages)
+
+
+def _hybrid_options(resolved: ResolvedConfig, holders: Seq[Holder]) -> HybridOptions | None:
+    """Of KV on both sides: the device is the last of the holders."""
+    if resolved.config.r_part.kv_placement != "hybrid":
+        return None
+    device = HolderId(len(holders) - 1)
+    most_tpot_s = resolved.config.r_part.away_tpot_s or math.inf
+    return HybridOptions(device, Guess(holders[device].token_bytes), most_tpot_s)

@@ -1,0 +1,92 @@
+"""Kept blocks: what they depend on, and their lower tiers, which are opened
+before the first request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from fastdecode.core.config.cache import Cache
+from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.errors import ConfigError, Given
+from fastdecode.core.holders import HolderId, HolderKind
+from fastdecode.core.host.machine import free_memory_bytes
+from fastdecode.core.model.block_keys import tier_identity
+from fastdecode.core.model.checkpoint import Checkpoint
+from fastdecode.core.model.weights_hash import weights_hash
+from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.greeting import use_tiers
+from fastdecode.engine.setup.resolve import ResolvedConfig
+
+
+def open_tiers(
+    tell: Callable[[str], None],
+    fleet: Fleet,
+    holders: Seq[HolderId],
+    identity: str,
+    checkpoint: Checkpoint,
+    kind: HolderKind,
+) -> None:
+    """Have holders open what they keep beside their caches, for this very model.
+
+    Args:
+        tell: told what is being done.
+        holders: those that have a lower tier.
+        identity: what K and V depend on beside tokens and weights.
+        kind: of the holders: what is in this process's memory ends with it, and
+            needs to know nothing of weights.
+
+    Raises:
+        CheckpointError: the weights can't be read.
+    """
+    if kind is HolderKind.DEVICE:
+        num_slots, _ = use_tiers(fleet, tier_identity(identity), holders)
+        tell(f"kept blocks go to the host's memory, too: room for {num_slots}")
+        return
+    tell("kept blocks go to disk, too: reading all weights, which they depend on")
+    found = tier_identity(f"{identity}/{weights_hash(checkpoint)}")
+    num_slots, num_blocks = use_tiers(fleet, found, holders)
+    tell(f"kept blocks on disk: {num_blocks} found, room for {num_slots}")
+
+
+def host_tier_bytes(cache: Cache) -> int:
+    """Of this host's memory, for kept blocks of the device.
+
+    Raises:
+        ConfigError: there isn't as much.
+    """
+    num_bytes, free_bytes = int((cache.cache_memory_gb or 0) * 1e9), free_memory_bytes()
+    if num_bytes > free_bytes:
+        raise ConfigError(
+            Given("cache_memory_gb", cache.cache_memory_gb),
+            f" is more than the {free_bytes} bytes that are free here",
+        )
+    return num_bytes
+
+
+def cache_identity(resolved: ResolvedConfig, checkpoint: Checkpoint) -> str | None:
+    """What K and V of a token depend on beside the tokens, while R-workers keep
+    them; None: nothing is kept.
+
+    The S-worker's kind of device is among it, since blocks on disk may be of
+    another run: a GPU rounds otherwise than a CPU, in float32, too. What isn't:
+    threads, kernels of one kind of device, and who attends prompts. They add
+    the same numbers in another order, as a prompt does that is cut into other
+    chunks, and in float32 a request's tokens don't depend on them.
+    """
+    options = resolved.config
+    if not options.keeps_blocks:
+        return None
+    device = resolved.device.type
+    parts = (checkpoint.model_hash, resolved.dtype, resolved.kv_dtype, device)
+    return "/".join(map(str, (*parts, resolved.max_model_len, options.r_part.block_size)))
+
+
+def about_kept_blocks(config: EngineConfig) -> str:
+    """Whether there is a prefix cache, and why not, if nobody has said so."""
+    if config.keeps_blocks:
+        return "prefix cache on"
+    if config.cache.prefix_cache == "off":
+        return "prefix cache off"
+    beside = "replicas" if config.r_part.replicas else "KV on both sides"
+    return f"prefix cache off, which isn't there with {beside} yet"

@@ -1,0 +1,1 @@
+"""Pipeline stages: S-workers that each have some of the layers."""

@@ -1,0 +1,203 @@
+"""A stage behind the first: does what it is told, step by step, until it is let
+go."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fastdecode.core.errors import ProtocolError
+from fastdecode.core.holders import Holder
+from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.stages.columns import OwnColumns
+from fastdecode.engine.stages.links import FromAnyStage, StageLinks
+from fastdecode.engine.stages.passages import On, passed_on, report
+from fastdecode.engine.stages.replicas import StageReplicas
+from fastdecode.engine.step.lane_step import LaneStep
+from fastdecode.engine.step.layout import StepBatch
+from fastdecode.engine.step.pipeline import Pipeline
+from fastdecode.engine.step.remote import Attention
+from fastdecode.wire.kv.taking_over import TakeOver
+from fastdecode.wire.messages import MAX_ID, Activations, Room, Shutdown
+from fastdecode.wire.stages import DropColumn, StageDone, StagePass
+from sworker.buffers import as_tensor
+from sworker.worker import SWorker
+
+_FIRST = 0
+
+
+class LaterStage:
+    """Runs the steps that the stage before passes on, and keeps the rooms that
+    the first one asks for.
+
+    Args:
+        number: which it is, counted from 0; 1 and up.
+        num_stages: how many there are.
+        s_worker: its layers.
+        attention: on its R-workers, one a column.
+        links: to the first, the one before and the one behind.
+        num_lanes: most that there may be.
+        replicas: that its R-workers keep of each other; None: they keep none.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        num_stages: int,
+        s_worker: SWorker,
+        attention: Attention,
+        links: StageLinks,
+        num_lanes: int,
+        replicas: StageReplicas | None = None,
+    ) -> None:
+        self._number = number
+        self._next = number + 1 if number + 1 < num_stages else None
+        self._s_worker = s_worker
+        self._fleet: Fleet = attention.fleet
+        self._holders: Seq[Holder] = attention.holders
+        self._links = links
+        self._num_lanes = num_lanes
+        self._pipeline = Pipeline(s_worker, attention, num_lanes, onward=self)
+        self._waiting: deque[StagePass] = deque()
+        self._passed: dict[int, StagePass] = {}  # by lane
+        self._columns = OwnColumns(attention.fleet, links, replicas)
+        self._last_step = -1
+        self._is_over = False
+
+    def run(self) -> None:
+        """Until the first stage lets it go.
+
+        Raises:
+            WorkerError: another stage is lost, or all R-workers are.
+            ProtocolError: another stage says what it mustn't.
+        """
+        while not self._is_over:
+            self._tell_news()
+            self._take_orders()
+            self._launch()
+            if self._is_over or self._links.has_heard:
+                continue
+            if self._pipeline.in_flight:
+                self._pipeline.run()
+            else:
+                self._pipeline.receive()
+
+    # What the pipeline asks of it: see ``Onward``.
+
+    def leave(self, step: LaneStep) -> On:
+        """See ``Onward``."""
+        x = step.forward.output
+        if self._next is None:
+            x = _rows(x, self._s_worker.upload(torch.from_numpy(step.logit_rows)))
+        output = self._s_worker.to_host(x, step.lane)
+        return On(output, lambda x: self._send(step, x))
+
+    def take_done(self) -> tuple[StageDone, ...]:
+        """See ``Onward``."""
+        return ()
+
+    @property
+    def has_orders(self) -> bool:
+        """See ``Onward``."""
+        return self._links.has_heard
+
+    def _send(self, step: LaneStep, x: Activations) -> None:
+        """A step's output, to whoever goes on with it; the first stage is told."""
+        self._s_worker.check()
+        self._tell_news()  # that a column was lost is told before what came of its rows
+        passed = self._passed.pop(step.lane)
+        lost = {*passed.lost.tolist(), *self._fleet.lost}
+        done = report(self._number, step, len(self._holders), lost)
+        if self._next is None:
+            done = replace(done, x=x)
+        else:
+            self._links.tell(self._next, passed_on(passed, x, lost))
+        self._links.tell(_FIRST, done)
+
+    def _tell_news(self) -> None:
+        """What R-workers have answered, and who of them is lost."""
+        for column, news in self._pipeline.take_news():
+            self._columns.take_in(column, news)
+        self._columns.keep_up(self._last_step)
+
+    def _take_orders(self) -> None:
+        for stage, message in self._links.take_heard():
+            self._obey(stage, message)
+
+    def _obey(self, stage: int, message: FromAnyStage) -> None:
+        """Raises ProtocolError: that stage may not say that, or not now."""
+        if isinstance(message, StagePass):
+            if stage != self._number - 1:
+                raise ProtocolError(f"stage {stage} passed a step to stage {self._number}")
+            self._check(message)
+            self._waiting.append(message)
+        elif stage != _FIRST:
+            raise ProtocolError(f"stage {stage} sent {type(message).__name__}")
+        elif isinstance(message, Shutdown):
+            self._is_over = True
+        elif isinstance(message, Room | TakeOver | DropColumn):
+            self._columns.obey(message)
+        else:
+            raise ProtocolError(f"the first stage sent {type(message).__name__}")
+
+    def _launch(self) -> None:
+        """Start the steps whose lanes are idle."""
+        later: deque[StagePass] = deque()
+        for passed in self._waiting:
+            if passed.lane in self._pipeline.idle_lanes:
+                self._start(passed)
+            else:  # its last layer isn't stored yet
+                later.append(passed)
+        self._waiting = later
+
+    def _start(self, passed: StagePass) -> None:
+        x = as_tensor(passed.x, self._s_worker.model.dtype)
+        batch = StepBatch.passed_on(passed, self._holders, x)
+        self._last_step = max(self._last_step, passed.step)
+        self._passed[passed.lane] = passed
+        self._pipeline.launch(passed.lane, batch, batch.last_rows[batch.draws])
+        for step in self._pipeline.in_flight:
+            if step.lane == passed.lane:
+                for column in self._fleet.lost:
+                    step.remote.lose(column)
+
+    def _check(self, passed: StagePass) -> None:
+        """
+        Raises:
+            ProtocolError: no step can be like that.
+        """
+        num_columns, hidden_size = len(self._holders), self._s_worker.spec.hidden_size
+        dtype = np.float32 if self._s_worker.model.dtype == torch.float32 else np.uint16
+        is_sane = (
+            0 <= passed.step <= MAX_ID
+            and 0 <= passed.lane < self._num_lanes
+            and all(other.lane != passed.lane for other in self._waiting)
+            and passed.x.dtype == dtype
+            and passed.x.shape == (int(passed.num_new.sum(dtype=np.int64)), hidden_size)
+            and len(passed.num_new) > 0
+            and int(passed.num_new.min()) > 0
+            and int(passed.num_past.min()) >= 0
+            and _within(passed.columns, num_columns)
+            and _within(passed.lost, num_columns)
+        )
+        if not is_sane:
+            raise ProtocolError(
+                f"step {passed.step} came in lane {passed.lane} with {list(passed.x.shape)} rows "
+                f"of {len(passed.num_new)} sequences, which can't be: are all stages of the same "
+                "version, with the same options?"
+            )
+
+
+@torch.inference_mode()
+def _rows(x: Tensor, rows: Tensor) -> Tensor:
+    return x[rows]
+
+
+def _within(columns: NDArray[np.int32], num_columns: int) -> bool:
+    return not len(columns) or (int(columns.min()) >= 0 and int(columns.max()) < num_columns)

@@ -1,0 +1,196 @@
+"""What becomes of a step when a stage has run its own layers: to the stages
+behind and home again (``Away``), or on its way from one to the next (``On``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fastdecode.core.errors import ProtocolError, WorkerError
+from fastdecode.engine.stages.later import LaterStages
+from fastdecode.engine.step.layout import StepBatch
+from fastdecode.wire.messages import Activations
+from fastdecode.wire.stages import StageDone, StagePass
+from sworker.buffers import Fetched, as_array, as_tensor
+
+if TYPE_CHECKING:
+    from fastdecode.engine.fleet.fleet import Fleet
+    from fastdecode.engine.step.lane_step import LaneStep
+    from sworker.worker import SWorker
+
+
+def stage_pass(batch: StepBatch, x: Activations, lost: Collection[int]) -> StagePass:
+    """A step for the next stage, as the first one has laid it out.
+
+    Args:
+        x: [T, H] of its rows, the output of the first one's last layer.
+        lost: columns whose rows mean nothing.
+    """
+    begun = [span.begin for span in batch.spans]
+    lengths = [len(begin.sequence_ids) for begin in begun]
+    return StagePass(
+        step=begun[0].step,
+        lane=begun[0].lane,
+        x=x,
+        sequence_ids=np.concatenate([begin.sequence_ids for begin in begun]),
+        columns=np.repeat(np.array([span.holder for span in batch.spans], np.int32), lengths),
+        num_past=np.concatenate([begin.num_past for begin in begun]),
+        num_new=np.concatenate([begin.num_new for begin in begun]),
+        draws=batch.draws.astype(np.uint8),
+        lost=_numbers(lost),
+    )
+
+
+class Away:
+    """A step of the first stage: it leaves for the later ones, and its rows
+    that draw a token come home.
+
+    Args:
+        step: its own layers are done.
+        later: the stages.
+        output: of its last layer, on its way to the host.
+        lost: columns whose rows mean nothing.
+    """
+
+    def __init__(
+        self,
+        step: LaneStep,
+        later: LaterStages,
+        output: Fetched,
+        lost: Callable[[], Collection[int]],
+    ) -> None:
+        self._step, self._later, self._lost = step, later, lost
+        self.copy = output
+        self._is_sent = False
+        self.reports: list[StageDone] = []
+
+    @property
+    def can_go_on(self) -> bool:
+        if not self._is_sent:
+            return self.copy.done
+        return len(self.reports) == self._later.num_stages - 1
+
+    def go_on(self) -> Tensor | None:
+        """See ``Passage``. The logits [R, V] of the R rows that a token is drawn
+        from, once the last stage's output [R, H] for them is home."""
+        step = self._step
+        if not self._is_sent:
+            self._is_sent = True
+            self._later.send(stage_pass(step.batch, as_array(self.copy.host), self._lost()))
+            return None
+        last = max(self.reports, key=lambda done: done.stage)
+        sent = as_array(self.copy.host)
+        shape = len(step.logit_rows), sent.shape[1]
+        if last.x is None or last.x.shape != shape or last.x.dtype != sent.dtype:
+            found = "nothing" if last.x is None else f"{last.x.dtype} {list(last.x.shape)}"
+            raise WorkerError(
+                f"stage {last.stage} gave {found} back where {list(shape)} was due: are all "
+                "stages of the same version?",
+                code="stage_lost",
+            )
+        step.forward.come_home(as_tensor(last.x, self.copy.host.dtype))
+        return step.forward.logits(np.arange(shape[0]))
+
+    def deliver(self, done: StageDone) -> None:
+        """See ``Passage``."""
+        self.reports.append(done)
+
+
+class FirstStage:
+    """What the first stage does with its steps; see ``Onward``.
+
+    Args:
+        s_worker: its S-worker.
+        later: the others.
+        lost: columns that are lost.
+    """
+
+    has_orders = False
+
+    def __init__(
+        self, s_worker: SWorker, later: LaterStages, lost: Callable[[], Collection[int]]
+    ) -> None:
+        self._s_worker, self._later, self._lost = s_worker, later, lost
+
+    def leave(self, step: LaneStep) -> Away:
+        """See ``Onward``."""
+        output = self._s_worker.to_host(step.forward.output, step.lane)
+        return Away(step, self._later, output, self._lost)
+
+    def take_done(self) -> list[StageDone]:
+        """See ``Onward``."""
+        return self._later.take_done()
+
+
+def first_stage(fleet: Fleet, s_worker: SWorker) -> FirstStage | None:
+    """None: there are no others."""
+    if fleet.later is None:
+        return None
+    return FirstStage(s_worker, fleet.later, lambda: fleet.lost)
+
+
+class On:
+    """A step of a later stage: it leaves for the next one, or for the first.
+
+    Args:
+        output: of the stage's last layer, on its way to the host; of the last
+            stage, the rows that draw a token.
+        send: sends it.
+    """
+
+    reports = ()
+
+    def __init__(self, output: Fetched, send: Callable[[Activations], None]) -> None:
+        self.copy = output
+        self._send = send
+
+    @property
+    def can_go_on(self) -> bool:
+        return self.copy.done
+
+    def go_on(self) -> Tensor:
+        self._send(as_array(self.copy.host))
+        return torch.empty((0, 0))
+
+    def deliver(self, done: StageDone) -> None:
+        """See ``Passage``."""
+        raise ProtocolError(f"stage {done.stage} reports to the wrong stage")
+
+
+def report(stage: int, step: LaneStep, num_columns: int, lost: Collection[int]) -> StageDone:
+    """What a later stage has to say of a step: with seconds [C], of each of the
+    ``num_columns``, and the columns [L] that are lost."""
+    r_compute_s = np.zeros(num_columns, np.float32)
+    for column, seconds in step.remote.r_compute_s.items():
+        r_compute_s[column] = seconds
+    round_trips_s = step.round_trips_s
+    return StageDone(
+        stage,
+        step.step,
+        step.lane,
+        s_part_s=step.s_part_s(),
+        round_trip_s=round_trips_s if math.isfinite(round_trips_s) else 0.0,
+        r_compute_s=r_compute_s,
+        lost=_numbers(lost),
+    )
+
+
+def passed_on(passed: StagePass, x: Activations, lost: Collection[int]) -> StagePass:
+    """A step for the stage behind, from what came of the one before.
+
+    Args:
+        x: [T, H] of its rows, the output of this stage's last layer.
+        lost: columns whose rows mean nothing.
+    """
+    return replace(passed, x=x, lost=_numbers(lost))
+
+
+def _numbers(columns: Collection[int]) -> NDArray[np.int32]:
+    return np.array(sorted(columns), np.int32)

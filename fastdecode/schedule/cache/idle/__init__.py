@@ -1,0 +1,1 @@
+"""Kept blocks that nobody uses, and which of them are given up first."""

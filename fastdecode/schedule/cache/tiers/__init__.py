@@ -1,0 +1,1 @@
+"""Blocks that a lower tier has, and what is moved between tiers."""

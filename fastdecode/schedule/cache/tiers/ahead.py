@@ -1,0 +1,63 @@
+"""What requests that wait will start with is fetched while they wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Final
+
+from fastdecode.core.holders import HolderId, SequenceId
+from fastdecode.core.sequence import Sequence
+from fastdecode.schedule.reserving.ledger import BlockLedger
+
+MOST: Final = 4
+"""Requests at the head of the queue for which that is done, and the most jobs
+of a holder that fetch for some."""
+
+
+class FetchAhead:
+    """Only where there is room that nobody needs: blocks that are free, or
+    are in the lower tier, too. Each request is looked at once.
+
+    Args:
+        ledger: knows what is kept where, and what is free.
+    """
+
+    def __init__(self, ledger: BlockLedger) -> None:
+        self._ledger = ledger
+        self._seen: set[SequenceId] = set()
+
+    def look(self, waiting: Iterable[Sequence]) -> None:
+        """At those that wait, in the order of the queue."""
+        if not self._ledger.cache.stock.traffic.has_lower:
+            return
+        head = list(islice(waiting, MOST))
+        new = [sequence for sequence in head if sequence.sequence_id not in self._seen]
+        self._seen = {sequence.sequence_id for sequence in head}
+        for sequence in new:
+            self._fetch(sequence)
+
+    def _fetch(self, sequence: Sequence) -> None:
+        ledger = self._ledger
+        if len(ledger.shape.sizes(sequence.max_cached_tokens)) > 1:
+            return  # where its parts will be isn't known
+        keys = ledger.cache.keys(sequence)
+        stock = ledger.cache.stock
+        leading = {holder: stock[holder].num_leading(keys) for holder in ledger.capacity.present}
+        best = max(leading, key=leading.__getitem__, default=None)
+        if best is None:
+            return
+        chain = keys[: leading[best]]
+        num_missing = sum(key not in stock[best] for key in chain)
+        if num_missing and self._has_room(best, num_missing):
+            ledger.cache.make_room(best, ledger.free_to_keep(best) - num_missing)
+            # Unless some of these had to go for it.
+            if sum(key not in stock[best] for key in chain) == num_missing:
+                stock.traffic.fetch(best, chain, [None, *chain[:-1]])
+
+    def _has_room(self, holder: HolderId, num_blocks: int) -> bool:
+        jobs = self._ledger.cache.stock.traffic.jobs.values()
+        if sum(job.is_fetch and job.holder == holder for job in jobs) >= MOST:
+            return False
+        copied = self._ledger.cache.stock[holder].idle.num_copied
+        return self._ledger.free_blocks(holder) + copied >= num_blocks

@@ -1,0 +1,165 @@
+"""Sequences that go on elsewhere once their first token is drawn, and those that
+come from elsewhere.
+
+Whoever goes is **parked**: nothing of it runs, and what is cached stays, to be
+fetched, until its request is cancelled. Of the sequences of one request one is
+enough for that. Whoever comes has its room opened first, then its first tokens
+fetched, and runs when they are there; if they can't be had, it is recomputed.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fastdecode.core.errors import WorkerError
+from fastdecode.core.holders import HolderId, PartId
+from fastdecode.schedule.continuous import ContinuousScheduler
+from fastdecode.schedule.life.endings import Endings
+from fastdecode.schedule.life.events import HandOver, HasFetched, Instruction, Pull, Pulled
+from fastdecode.schedule.life.grants import Grants
+from fastdecode.schedule.life.lives import Fate, Life, Lives, Status
+
+HANDED_OVER_LOST: Final = "handed_over_lost"
+"""Code of what a request ends with whose prompt can't be fetched any more."""
+
+
+class Handing:
+    """Both kinds.
+
+    Args:
+        scheduler: is told who is parked, and whose tokens are there.
+        lives: all sequences that aren't over.
+        grants: what is open of them.
+        endings: what becomes of those that aren't needed, or can't be had.
+        out: what is to be done.
+    """
+
+    def __init__(
+        self,
+        scheduler: ContinuousScheduler,
+        lives: Lives,
+        grants: Grants,
+        endings: Endings,
+        out: list[Instruction],
+    ) -> None:
+        self._scheduler = scheduler
+        self._lives = lives
+        self._grants = grants
+        self._endings = endings
+        self._out = out
+        self._pulling: dict[PartId, Life] = {}
+
+    @property
+    def is_pulling(self) -> bool:
+        """Whether anything is being fetched."""
+        return bool(self._pulling)
+
+    @property
+    def has_parked(self) -> bool:
+        """Whether anything waits to be fetched by others."""
+        return bool(self._scheduler.parked.runs)
+
+    def fetch(self, life: Life) -> bool:
+        """All parts of a sequence are open: whether something has to come before
+        it runs."""
+        sources, life.sources = life.sources, ()
+        residence = life.sequence.residence
+        assert residence is not None
+        for part in residence.parts if sources else ():
+            num_tokens = min(life.sequence.num_cached - part.first_token, part.num_tokens)
+            if num_tokens > 0:
+                life.pulling.add(part.part_id)
+                self._pulling[part.part_id] = life
+                self._out.append(Pull(part, num_tokens, sources))
+        if life.pulling:
+            self._lives.tell(life, "fetches its prompt")
+        return bool(life.pulling)
+
+    def pulled(self, event: Pulled) -> None:
+        """What was to be fetched of a part is there, or can't be had. The part
+        may be closed by now."""
+        life = self._pulling.pop(event.part_id, None)
+        if life is None or event.part_id not in life.pulling:
+            return
+        life.pulling.discard(event.part_id)
+        if event.reason:
+            self._lives.tell(life, f"can't fetch its prompt: {event.reason}")
+            for sibling in self._lives.sequences(life.sequence.request.request_id):
+                sibling.sources = ()
+            self._lives.place(life, life.status, 0)  # none of it is kept
+            self._endings.recompute(life)
+        elif not life.pulling:
+            life.status = Status.RUNNING
+            self._scheduler.granted(life.sequence)
+            self._lives.tell(life, "running")
+        if not life.pulling:
+            self.started(life)
+
+    def started(self, life: Life) -> None:
+        """A sequence has its first tokens, or won't have them from elsewhere.
+        What is offered is needed as long as any of its siblings may want it."""
+        sequence = life.sequence
+        sequence.sources = ()
+        siblings = self._lives.sequences(sequence.request.request_id)
+        if sequence.request.sources and not any(sibling.sources for sibling in siblings):
+            self._out.append(HasFetched(sequence))
+
+    def hold(self, life: Life) -> None:
+        """Its last token here is drawn, though perhaps not known: nothing of it
+        runs any more."""
+        if life.status is not Status.PARKED:
+            self._scheduler.parked.park(self._scheduler.lanes, life.sequence)
+            life.status = Status.PARKED
+
+    def park(self, life: Life) -> None:
+        """Its last token here is known, and it isn't over."""
+        siblings = self._lives.by_request[life.sequence.request.request_id]
+        if any(_is_parked(other) for other in siblings if other is not life):
+            siblings.remove(life)
+            self._lives.tell(life, "handed over with a sibling")
+            self._lives.doom(life, Fate.DROP)
+            self._endings.settle(life)
+            return
+        self._lives.tell(life, "parked")
+        self.hold(life)
+
+    def look(self, request_id: str) -> None:
+        """One of a request's sequences has drawn its last token here: hand the
+        request over if all have, and some aren't over."""
+        siblings = self._lives.by_request.get(request_id, [])
+        if siblings and all(map(_is_parked, siblings)):
+            self._out.append(HandOver(siblings[0].sequence))
+
+    def lose(self, life: Life) -> None:
+        """A parked sequence has lost what was to be fetched."""
+        request_id = life.sequence.request.request_id
+        if request_id in self._lives.by_request:
+            self._endings.drop(
+                request_id,
+                WorkerError(
+                    "the R-worker is lost that had its prompt on offer", code=HANDED_OVER_LOST
+                ),
+            )
+
+    def forget(self) -> None:
+        """Nothing is heard any more of what was to come to a lost holder."""
+        self._pulling = {i: life for i, life in self._pulling.items() if i in life.pulling}
+
+    def interrupt(self, holder: HolderId) -> None:
+        """A holder is lost that has a replica, which knows of no offer, and
+        nothing of what was coming."""
+        for life in list(self._lives.by_sequence.values()):
+            residence = life.sequence.residence
+            if residence is None or not residence.is_on(holder):
+                continue
+            if life.status is Status.PARKED:
+                self._grants.lose(life, holder)
+                self.lose(life)
+            elif life.pulling:
+                self._grants.lose(life, holder)
+                self._endings.recompute(life)
+        self.forget()
+
+
+def _is_parked(life: Life) -> bool:
+    return life.status is Status.PARKED and not life.sequence.is_coming

@@ -1,0 +1,145 @@
+"""Sequences that start with kept blocks which are being fetched.
+
+Such a sequence holds its room, and **joins** when the blocks are there, or due
+in time: when every layer will have come, by what the fetch has taken so far,
+before the sequence's first step attends it, by what such steps take lately.
+Nobody else in the step then waits. Should the rest come later all the same, the
+holder's answer to that layer comes later; should it not come, the sequence
+starts again without it, and what its step has come to is believed by nobody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from fastdecode.schedule.cache.tiers.traffic import TierTraffic
+from fastdecode.schedule.life.events import Fetching, Moved
+from fastdecode.schedule.life.lives import Life
+from fastdecode.schedule.plan import Start
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Of a fetch."""
+
+    share: float
+    """Of the layers, the first ones, which are there."""
+    a_group: float
+    """The share that comes at once, at most."""
+    seconds: float
+    """That it took for those that are there."""
+
+    def comes_in_time(self, step_s: float) -> bool:
+        """Whether every layer is there when a step that begins now attends it,
+        if the others take as long each.
+
+        Args:
+            step_s: that the step takes; each layer as long.
+        """
+        all_s = self.seconds / self.share
+        left = 1.0 - self.share
+        # The next group, and the last one: those between are between.
+        is_next = all_s * min(self.a_group, left) <= step_s * self.share
+        return is_next and all_s * left <= step_s * (1.0 - min(self.a_group, left))
+
+
+Awaiting: TypeAlias = tuple[Life, Start]
+"""A sequence, and as which it starts."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What comes of news of a job."""
+
+    ready: tuple[Awaiting, ...] = ()
+    """They join, or their blocks are all there."""
+    failed: tuple[Awaiting, ...] = ()
+    """They have to start again."""
+
+
+class Restores:
+    """See the module.
+
+    Args:
+        traffic: whose jobs they are.
+        joins_early: sequences join before all of their blocks are there.
+    """
+
+    def __init__(self, traffic: TierTraffic, *, joins_early: bool = True) -> None:
+        self._traffic = traffic
+        self._joins_early = joins_early
+        self._awaiting: dict[int, list[Life]] = {}  # by job
+        self._fetching: dict[int, Progress] = {}  # by job
+
+    def __bool__(self) -> bool:
+        """Whether anybody starts with what is being fetched."""
+        return bool(self._awaiting)
+
+    def begin(self, life: Life, start: Start) -> None:
+        """A sequence starts with blocks that are coming."""
+        life.fetching, life.awaits = start, set(start.awaits)
+        for job in start.awaits:
+            self._awaiting.setdefault(job, []).append(life)
+
+    def hear(self, event: Fetching | Moved) -> Outcome:
+        """News of a job; nothing comes of that of a holder that was lost meanwhile."""
+        if event.job not in self._traffic.jobs:
+            return Outcome()
+        if isinstance(event, Fetching):
+            return self._come_further(event)
+        self._traffic.moved(event.job, event.failed, event.num_bytes, event.seconds)
+        return self._over(event)
+
+    def _come_further(self, event: Fetching) -> Outcome:
+        """More of a job's layers are there."""
+        before = self._fetching.get(event.job)
+        a_group = event.share if before is None else before.a_group
+        self._fetching[event.job] = Progress(event.share, a_group, event.seconds)
+        lives = self._awaiting.get(event.job, ())
+        awaiting = [(life, life.fetching) for life in lives if life.fetching is not None]
+        return Outcome(tuple([one for one in awaiting if self._joins(*one)]))
+
+    def _over(self, event: Moved) -> Outcome:
+        """A job is over."""
+        self._fetching.pop(event.job, None)
+        ready: list[Awaiting] = []
+        failed: list[Awaiting] = []
+        for life in self._awaiting.pop(event.job, ()):
+            start = life.fetching
+            if start is None or event.job not in life.awaits:
+                continue
+            life.awaits.discard(event.job)
+            has_all = all(set(event.failed).isdisjoint(keys) for keys in start.kept)
+            if not has_all:
+                life.stop_awaiting()
+                failed += [(life, start)] if life.fate is None else []
+            elif life.awaits:
+                ready += [(life, start)] if self._joins(life, start) else []
+            else:
+                ready += [(life, start)] if life.is_parked else []
+                life.stop_awaiting()
+        return Outcome(tuple(ready), tuple(failed))
+
+    def forget_lost(self) -> None:
+        """Jobs may be gone, with a holder; sequences that were on it are dealt with."""
+        jobs = self._traffic.jobs
+        self._awaiting = {job: lives for job, lives in self._awaiting.items() if job in jobs}
+        self._fetching = {job: told for job, told in self._fetching.items() if job in jobs}
+
+    def _joins(self, life: Life, start: Start) -> bool:
+        """Whether a sequence joins now."""
+        may_join = self._joins_early and life.is_parked and life.fate is None
+        if not may_join or not self._is_due(life, start):
+            return False
+        life.has_joined = True
+        self._traffic.counts.num_joined += 1
+        return True
+
+    def _is_due(self, life: Life, start: Start) -> bool:
+        """Whether all that it waits for comes in time."""
+        step_s = self._traffic.rates.step_s(start.num_first_tokens)
+        told = [self._fetching.get(job) for job in life.awaits]
+        return step_s is not None and all(
+            one is not None and one.comes_in_time(step_s) for one in told
+        )

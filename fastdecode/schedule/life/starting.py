@@ -1,0 +1,95 @@
+"""Sequences that start: what each begins with, and the kept blocks for which it
+waits before it is opened."""
+
+from __future__ import annotations
+
+from fastdecode.schedule.life.endings import Endings
+from fastdecode.schedule.life.events import Fetching, Fork, Instruction, Moved, Open, Resume
+from fastdecode.schedule.life.grants import Grants
+from fastdecode.schedule.life.handing import Handing
+from fastdecode.schedule.life.lives import Fate, Life, Lives, Status
+from fastdecode.schedule.life.restores import Restores
+from fastdecode.schedule.plan import Start
+
+
+class Starting:
+    """See the module.
+
+    Args:
+        restores: who waits for blocks that are fetched, and for how long.
+        lives, grants, endings: of all sequences.
+        handing: of those that come from elsewhere.
+        out: where instructions go.
+    """
+
+    def __init__(
+        self,
+        restores: Restores,
+        lives: Lives,
+        grants: Grants,
+        endings: Endings,
+        handing: Handing,
+        out: list[Instruction],
+    ) -> None:
+        self.restores = restores
+        self._handing = handing
+        self._lives = lives
+        self._grants = grants
+        self._endings = endings
+        self._out = out
+        self.num_reused_tokens = 0
+        """Tokens with which sequences started, since their KV blocks were kept."""
+        self.num_gap_tokens = 0
+        """Tokens missing before some of those."""
+
+    def start(self, life: Life, start: Start) -> None:
+        """A sequence has its place: it is opened, or waits for blocks."""
+        sequence = life.sequence
+        life.sources = start.sources
+        if start.parent is not None and sequence.sources:
+            self._handing.started(life)
+        if start.parent is None and not start.sources:
+            self.num_reused_tokens += start.num_shared_tokens
+            self.num_gap_tokens += len(start.gap)
+            if life.status is Status.WAITING:
+                sequence.num_reused = min(start.num_shared_tokens, sequence.num_prompt_tokens)
+        num_leading = start.num_shared_tokens - len(start.behind_gap)
+        self._lives.place(life, Status.OPENING, num_leading, start.behind_gap)
+        sequence.residence = start.residence
+        if not start.awaits:
+            self._open(life, start)
+            return
+        self.restores.begin(life, start)
+        self._lives.tell(life, "waits for kept blocks")
+
+    def hear(self, event: Fetching | Moved) -> None:
+        """Whoever waits for blocks goes on, or starts again without those that
+        didn't come."""
+        outcome = self.restores.hear(event)
+        for life, start in outcome.failed:
+            self._start_again(life, start)
+        for life, start in outcome.ready:
+            self._open(life, start)
+
+    def _open(self, life: Life, start: Start) -> None:
+        """All that it starts with is there, or due."""
+        parent = start.parent
+        for index, part in enumerate(start.residence.parts):
+            self._grants.ask(life, part)
+            num_shared = min(start.num_shared_tokens - part.first_token, part.num_tokens)
+            if parent is not None and parent.residence is not None and num_shared > 0:
+                self._out.append(Fork(part, parent.residence.parts[index], num_shared))
+            elif parent is None and num_shared > 0 and not start.sources:
+                num_held = num_shared + len(start.gap)
+                self._out.append(Resume(part, start.kept[index], num_held, start.gap))
+            else:
+                self._out.append(Open(part))
+        self._lives.tell(life, f"opening on {', '.join(map(str, start.residence.holders))}")
+
+    def _start_again(self, life: Life, start: Start) -> None:
+        self._lives.tell(life, "blocks that it waited for didn't come")
+        self.num_reused_tokens -= start.num_shared_tokens
+        self.num_gap_tokens -= len(start.gap)
+        life.sequence.num_reused = 0
+        self._lives.doom(life, Fate.REQUEUE)
+        self._endings.settle(life)

@@ -1,0 +1,96 @@
+"""Several hubs as one: connections over different transports that one thread
+serves together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic
+
+from fastdecode.core.errors import WorkerError
+from fastdecode.wire.patience import look_until_found
+from fastdecode.wire.transport import (
+    TIMEOUT,
+    Connection,
+    Hub,
+    PeerLostError,
+    ReceiveT,
+    SendT,
+    closed_error,
+    timeout_error,
+)
+
+
+class HubBehind(Generic[SendT, ReceiveT]):
+    """A connection whose peer works in this very thread, when it is looked for,
+    and behind it a hub's: nobody is waited for while that peer has something to
+    do.
+    """
+
+    def __init__(self, first: Connection[SendT, ReceiveT], hub: Hub[SendT, ReceiveT]) -> None:
+        self._first = first
+        self._hub = hub
+        self._is_over = False
+
+    @property
+    def connections(self) -> Sequence[Connection[SendT, ReceiveT]]:
+        return [self._first, *self._hub.connections]
+
+    def receive_any(self, timeout_s: float | None = None) -> tuple[int, ReceiveT]:
+        try:
+            message = None if self._is_over else self._first.poll()
+        except WorkerError as error:
+            self._is_over = True
+            raise PeerLostError(0, error) from None
+        if message is not None:
+            return 0, message
+        try:
+            index, message = self._hub.receive_any(timeout_s)
+        except PeerLostError as lost:
+            raise PeerLostError(1 + lost.index, lost) from None
+        return 1 + index, message
+
+
+class JoinedHub(Generic[SendT, ReceiveT]):
+    """The connections of the first hub, and behind them those of the others;
+    see ``fastdecode.wire.transport.Hub``. All but the last keep their number of
+    connections. Waiting is looking at all of them in turn, politely
+    (``fastdecode.wire.patience``): no transport can wait for another.
+    """
+
+    def __init__(self, *hubs: Hub[SendT, ReceiveT]) -> None:
+        self._hubs = hubs
+        self._next = 0
+
+    @property
+    def connections(self) -> Sequence[Connection[SendT, ReceiveT]]:
+        return [connection for hub in self._hubs for connection in hub.connections]
+
+    def receive_any(self, timeout_s: float | None = None) -> tuple[int, ReceiveT]:
+        found = look_until_found(self._look, timeout_s)
+        if found is None:
+            assert timeout_s is not None
+            raise timeout_error(" or ".join(self._names), timeout_s)
+        return found
+
+    def _look(self) -> tuple[int, ReceiveT] | None:
+        """Each hub once, each call starting behind the one that had something last."""
+        num_closed = 0
+        for turn in range(len(self._hubs)):
+            number = (self._next + turn) % len(self._hubs)
+            first = sum(len(hub.connections) for hub in self._hubs[:number])
+            try:
+                index, message = self._hubs[number].receive_any(0.0)
+            except PeerLostError as lost:
+                raise PeerLostError(first + lost.index, lost) from None
+            except WorkerError as error:
+                num_closed += error.code != TIMEOUT
+            else:
+                self._next = number + 1
+                return first + index, message
+        if num_closed == len(self._hubs):
+            raise closed_error(", ".join(self._names) or "every peer", by_peer=True)
+        return None
+
+    @property
+    def _names(self) -> list[str]:
+        return [connection.peer for connection in self.connections]

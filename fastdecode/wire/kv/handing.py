@@ -1,0 +1,165 @@
+"""Messages by which a prompt's K and V go from the R-workers of one instance to
+those of another.
+
+==================  =========  ======================================================
+message             direction  meaning, and the answer
+==================  =========  ======================================================
+``Offer``           S → R      a sequence's tokens may be read by whoever names this
+                               ticket, until the sequence is closed; no answer
+``Pull``            S → R      fetch tokens of an empty sequence from R-workers that
+                               offer them, in the background → ``Pulled``
+``Pulled``          R → S      that is over, and why if it failed; out of order
+``ViewOffer``       R → R      what does this ticket stand for? → ``OnOffer`` or
+                               ``Gone``
+``ReadOffer``       R → R      K and V of such tokens → ``FetchedChunk`` or ``Gone``
+==================  =========  ======================================================
+
+A **ticket** is 128 random bits, and the right to read one sequence's tokens as
+they are when it is offered. It ends when the sequence is closed, truncated, or
+taken over, and never by time: from then on whoever names it is told ``Gone``,
+and given no other data. Readers change nothing.
+
+While a sequence is pulled it is arriving (``fastdecode.wire.kv.chunks``): it may
+be closed at any time, which ends the pull. Nothing is written to its blocks
+from then on, whatever is still on its way. One ``Pulled`` comes for every
+``Pull``. What has come of one that failed is of no use: the sequence is to be
+closed.
+
+Tokens and heads count as in the whole sequence and the whole model: a sequence
+may have parts on several R-workers, and R-workers may share out the heads, on
+either side.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeAlias
+
+from fastdecode.core.errors import ProtocolError
+from fastdecode.core.holders import KVSource as KVSource
+from fastdecode.core.spec import HeadShare, KVSpec
+from fastdecode.wire.kv.chunks import ChunkForm, FetchedChunk
+from fastdecode.wire.kv.tiers import TierNews
+from fastdecode.wire.traits import S_WORKERS, THE_ONLY, Asking, ForHolder, Role, Worded
+
+MAX_SOURCES: Final = 1 << 10
+"""Of one pull."""
+_TICKET: Final = re.compile(r"[0-9a-f]{32}")
+_MOST_S: Final = 1e9
+
+
+def check_ticket(ticket: str) -> str:
+    """Raises ProtocolError: it is none."""
+    if not _TICKET.fullmatch(ticket):
+        raise ProtocolError("a ticket is 32 digits of hex")
+    return ticket
+
+
+@dataclass(frozen=True)
+class Gone(Worded):
+    """Nobody may read that by this ticket, or any more."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class OnOffer:
+    """What a ticket stands for: a sequence of a cache of this kind."""
+
+    model_hash: str
+    kv: KVSpec
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Offer(ForHolder):
+    sequence_id: int
+    ticket: str
+    holder: int = THE_ONLY
+
+    said_by = S_WORKERS
+
+
+@dataclass(frozen=True)
+class Pull(ForHolder):
+    sequence_id: int
+    """Of the reader; it is open, with room, and has no tokens."""
+    first_token: int
+    """In the whole sequence, of those that are pulled."""
+    num_tokens: int
+    sources: tuple[KVSource, ...]
+    timeout_s: float
+    """That a source may say nothing, though it owes an answer."""
+    bytes_per_s: float = 0.0
+    """No faster than that; 0: as fast as it goes."""
+    first_head: int = 0
+    """KV heads of the model before the cache's own."""
+    holder: int = THE_ONLY
+
+    said_by = S_WORKERS
+
+    def part(self, share: HeadShare) -> Pull:
+        return replace(self, first_head=self.first_head + int(share.kv.start))
+
+
+@dataclass(frozen=True)
+class Pulled(Worded):
+    holder: int
+    sequence_id: int
+    num_bytes: int
+    """Of K and V that have come."""
+    seconds: float
+    reason: str
+    """Why not all have; empty: they have."""
+
+    def check(self) -> None:
+        """Raises ProtocolError: no pull comes to that."""
+        if not 0 <= self.sequence_id < 1 << 62:
+            raise ProtocolError(f"speaks of a sequence {self.sequence_id}")
+        if not 0 <= self.num_bytes < 1 << 62 or not 0 <= self.seconds < _MOST_S:
+            raise ProtocolError(f"says that {self.num_bytes} bytes came in {self.seconds} s")
+
+
+@dataclass(frozen=True)
+class ViewOffer(Asking):
+    protocol_version: int
+    ticket: str
+
+    answers = (OnOffer, Gone)
+    said_by = frozenset({Role.READER})
+
+
+@dataclass(frozen=True)
+class ReadOffer(Asking):
+    """As ``FetchChunk``, of the sequence that the ticket stands for."""
+
+    ticket: str
+    form: ChunkForm
+    first_layer: int
+    num_layers: int
+    first_head: int
+    num_heads: int
+    first_token: int
+    num_tokens: int
+
+    answers = (FetchedChunk, Gone)
+    said_by = frozenset({Role.READER})
+
+
+HandingToRWorker: TypeAlias = Offer | Pull | ViewOffer | ReadOffer
+HandingAnswer: TypeAlias = OnOffer | Gone
+MoveNews: TypeAlias = TierNews | Pulled
+"""What is said of K and V that were moved in the background."""
+
+HANDING_OPCODES: Final[Mapping[type[Any], int]] = {
+    Offer: 56,
+    Pull: 57,
+    ViewOffer: 58,
+    ReadOffer: 59,
+    Pulled: 116,
+    OnOffer: 117,
+    Gone: 118,
+}
+"""See ``fastdecode.wire.messages.OPCODES``."""

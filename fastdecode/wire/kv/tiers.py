@@ -1,0 +1,164 @@
+"""Messages about kept blocks in a holder's lower tier, its disk.
+
+==================  =========  ======================================================
+message             direction  meaning, and the answer
+==================  =========  ======================================================
+``UseTier``         S → R      open the lower tier → ``Stocked``, out of order
+``StoreBlocks``     S → R      copy kept blocks down, in the background → ``Moved``
+``FetchBlocks``     S → R      make room for blocks that the lower tier has, and copy
+                               them up, in the background → ``Moved``
+``DropBlocks``      S → R      the lower tier gives blocks up, if it has them; no
+                               answer
+``Fetching``        R → S      how far a fetch has come that isn't over; out of order
+``Moved``           R → S      a job is over, and what of it has failed; out of order
+``Stocked``         R → S      what the lower tier has; several, if it is much
+==================  =========  ======================================================
+
+A block that is moved stays what it is until the job is over: it may not be
+forgotten before. One that is fetched is kept by its key from the beginning.
+Whoever is resumed with it before it is there attends a layer when that has
+come; and if the block has failed, ``Moved`` comes before the answer to the
+step's last layer, and nothing of that step is to be believed. Afterwards all
+that may be done with such a block is to forget it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Annotated, Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastdecode.core.errors import ProtocolError
+from fastdecode.core.spec import MAX_LAYERS, HeadShare
+from fastdecode.wire.kv.kept import KEY_WORDS
+from fastdecode.wire.traits import S_WORKERS, THE_ONLY, ForHolder
+
+MOST_MOVED: Final = 1 << 12
+"""Blocks of one job, and of one page of what there is."""
+MAX_SLOTS: Final = 1 << 24
+"""Of one holder's lower tier."""
+
+
+@dataclass(frozen=True)
+class UseTier(ForHolder):
+    identity: str
+    """What kept blocks hold beside tokens, to the bit, in 64 characters of hex:
+    blocks of another one aren't used."""
+    holder: int = THE_ONLY
+
+    said_by = S_WORKERS
+
+    def part(self, share: HeadShare) -> UseTier:
+        heads = f"{self.identity}/{share.kv.start}:{share.kv.stop}"
+        return replace(self, identity=blake2b(heads.encode(), digest_size=32).hexdigest())
+
+
+@dataclass(frozen=True, eq=False)
+class StoreBlocks(ForHolder):
+    job: int
+    keys: Annotated[NDArray[np.int64], "N W"]
+    num_tokens: Annotated[NDArray[np.int32], "N"]
+    """Up to each block's end; a number that is told again by ``Stocked``."""
+    holder: int = THE_ONLY
+
+    said_by = S_WORKERS
+
+
+@dataclass(frozen=True, eq=False)
+class FetchBlocks(ForHolder):
+    job: int
+    keys: Annotated[NDArray[np.int64], "N W"]
+    holder: int = THE_ONLY
+
+    said_by = S_WORKERS
+
+
+@dataclass(frozen=True, eq=False)
+class DropBlocks(ForHolder):
+    keys: Annotated[NDArray[np.int64], "N W"]
+    holder: int = THE_ONLY
+
+    said_by = S_WORKERS
+
+
+@dataclass(frozen=True)
+class Fetching:
+    holder: int
+    job: int
+    num_there: int
+    """Of all of its blocks the first so many layers are there, or have failed."""
+    num_layers: int
+    """Of the cache."""
+    seconds: float
+    """Since it was begun, until they were."""
+
+    def check(self) -> None:
+        """Raises ProtocolError: no fetch comes to that."""
+        is_bounded = 1 <= self.num_there < self.num_layers <= MAX_LAYERS
+        if not is_bounded or not 0 <= self.seconds < 1e9:
+            raise ProtocolError(
+                f"says that {self.num_there} layers of {self.num_layers} were fetched in "
+                f"{self.seconds} s"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Moved:
+    holder: int
+    job: int
+    failed: Annotated[NDArray[np.int64], "M W"]
+    num_bytes: int
+    """That were moved."""
+    seconds: float
+
+    def check(self) -> None:
+        """Raises ProtocolError: no move comes to that."""
+        if not 0 <= self.num_bytes < 1 << 62 or not 0 <= self.seconds < 1e9:
+            raise ProtocolError(f"says that {self.num_bytes} bytes moved in {self.seconds} s")
+        _check_width(self.failed)
+
+
+@dataclass(frozen=True, eq=False)
+class Stocked:
+    holder: int
+    num_slots: int
+    """Blocks that it can have; 0: there is no lower tier."""
+    keys: Annotated[NDArray[np.int64], "N W"]
+    """What was stored first comes first."""
+    num_tokens: Annotated[NDArray[np.int32], "N"]
+    is_last: bool
+    """All has been told."""
+
+    def check(self) -> None:
+        """Raises ProtocolError: no lower tier has that."""
+        if not 0 <= self.num_slots <= MAX_SLOTS or len(self.keys) > self.num_slots:
+            raise ProtocolError(f"says that {len(self.keys)} of {self.num_slots} slots are taken")
+        if len(self.num_tokens) != len(self.keys) or (self.num_tokens < 1).any():
+            raise ProtocolError("says of a block on disk that it has no tokens")
+        _check_width(self.keys)
+
+
+def _check_width(keys: NDArray[np.int64]) -> None:
+    if len(keys) and keys.shape[1] != KEY_WORDS:
+        raise ProtocolError(
+            f"names blocks by {keys.shape[1]} words, where {KEY_WORDS} are one name"
+        )
+
+
+TierToRWorker: TypeAlias = UseTier | StoreBlocks | FetchBlocks | DropBlocks
+TierNews: TypeAlias = Fetching | Moved | Stocked
+
+TIER_OPCODES: Final[Mapping[type[Any], int]] = {
+    UseTier: 40,
+    StoreBlocks: 41,
+    FetchBlocks: 42,
+    DropBlocks: 43,
+    Moved: 100,
+    Stocked: 101,
+    Fetching: 102,
+}
+"""See ``fastdecode.wire.opcodes.OPCODES``."""

@@ -1,0 +1,76 @@
+"""What the ranks of an MPI job are. Whoever asks needs no MPI."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastdecode.core.errors import ConfigError, Given
+from fastdecode.wire.mpi.job import MpiJob
+
+
+@dataclass(frozen=True)
+class StageRanks:
+    """Which ranks of a job are what."""
+
+    num_stages: int
+    tp: int = 1
+    """S-workers of each stage that act as one."""
+
+    @property
+    def num_s_ranks(self) -> int:
+        return self.num_stages * self.tp
+
+    def stage(self, rank: int) -> int:
+        """An S-worker's."""
+        return rank // self.tp
+
+    def place(self, rank: int) -> int:
+        """Which of its stage's an S-worker is; 0 leads."""
+        return rank % self.tp
+
+    def leader(self, stage: int) -> int:
+        """A stage's first rank."""
+        return stage * self.tp
+
+    def r_workers(self, job: MpiJob, stage: int) -> range:
+        """Of a stage.
+
+        Raises:
+            ConfigError: they can't be shared out to the stages.
+        """
+        num_s_ranks = self.num_s_ranks
+        num_r_workers = job.size - num_s_ranks
+        if num_r_workers < 1 or num_r_workers % self.num_stages:
+            raise ConfigError(
+                Given("pp", self.num_stages),
+                f" takes {num_s_ranks} of the {job.size} MPI ranks, and as many R-workers for "
+                f"each stage: {max(0, num_r_workers)} are left, which isn't a multiple of "
+                f"{self.num_stages}",
+                code="too_few_ranks",
+            )
+        each = num_r_workers // self.num_stages
+        first = num_s_ranks + stage * each
+        return range(first, first + each)
+
+    def none_left(self, job: MpiJob) -> range:
+        """No ranks.
+
+        Raises:
+            ConfigError: the job has others than those of the stages, or too few.
+        """
+        if job.size != self.num_s_ranks:
+            raise ConfigError(
+                Given("pp", self.num_stages),
+                f" takes {self.num_s_ranks} MPI ranks where R-workers are at addresses, and "
+                f"{job.size} were started",
+                code="too_few_ranks",
+            )
+        return range(0)
+
+    def others(self, stage: int) -> list[int]:
+        """The stages that one is connected to: the first, the one before and
+        the one behind; the first to all."""
+        if not stage:
+            return list(range(1, self.num_stages))
+        near = {0, stage - 1, stage + 1}
+        return sorted(near & set(range(self.num_stages)))

@@ -1,0 +1,216 @@
+"""Messages between the stages of a pipeline: S-workers (or groups of them) that
+each have some of the layers, and R-workers of their own.
+
+=============  ===========  ====================================================
+message        direction    meaning, and the answer
+=============  ===========  ====================================================
+``StageHello`` first → p    what the stage is to be; it has loaded its layers and
+                            greeted its R-workers → ``StageWelcome``
+rooms          first → p    ``OpenSequence``, ``ForkSequence``, ... of a column
+                            (``fastdecode.wire.messages``) → ``StageAnswer``, where
+                            R-workers answer them
+``StagePass``  p → p + 1    a lane's step, as far as stage p has computed it; of
+                            every stage behind the first one ``StageDone`` is due
+``TakeOver``   first → p    the neighbour of a column's lost R-worker goes on for it
+                            (``fastdecode.wire.kv.taking_over``)
+                            → ``ColumnTakenOver``
+``DropColumn`` first → p    nothing is left of a column whose R-worker the stage has
+                            lost: nobody need go on for it; no answer
+``Shutdown``   first → p    the stage ends; no answer
+``StageDone``  p → first    the stage has done its part of a step; the last one
+                            has the rows that a token is drawn from
+``ColumnLost`` p → first    its R-worker of a column is lost; it comes unasked, and
+                            before ``StageDone`` of any step that has missed it
+``Column-``    p → first    the same, and a neighbour has a replica that it can go
+``Interrupted``             on with
+``Failed``     p → first    the stage can't go on; it comes unasked
+=============  ===========  ====================================================
+
+R-workers of one number form a **column**, one in every stage: a sequence that
+is on column w is on R-worker w of every stage, which keeps its K and V of that
+stage's layers. To the first stage, which schedules, a column is a holder.
+Columns are independent, and so are lanes, so a stage answers in any order.
+
+Rows of columns that are lost anywhere on a step's way mean nothing: the step
+carries their numbers (``lost``), so that whoever has its result knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import ProtocolError
+from fastdecode.wire.kv.reserving import MAX_BLOCKS
+from fastdecode.wire.traits import S_WORKERS, Asking, Worded
+
+Activations: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
+"""As in ``fastdecode.wire.messages``."""
+MAX_SECONDS: Final = 1e9
+"""That anything may be said to have taken."""
+
+
+class OfColumns:
+    """A stage's words about columns."""
+
+    def check(self, stage: int, num_columns: int) -> None:
+        """
+        Args:
+            stage: whose they are.
+            num_columns: so many there are.
+
+        Raises:
+            ProtocolError: that can't be; to be said behind the stage's name.
+        """
+        column: int = getattr(self, "column", 0)
+        if not 0 <= column < num_columns:
+            raise ProtocolError(f"speaks of column {column}, and there are {num_columns}")
+
+
+@dataclass(frozen=True)
+class StageWelcome:
+    stage: int
+    num_blocks: tuple[int, ...]
+    """KV blocks of each column's R-worker; 0: it is lost."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageDone(OfColumns):
+    stage: int
+    step: int
+    lane: int
+    s_part_s: float
+    """What the stage's S-part has computed for this step."""
+    round_trip_s: float
+    """For all of its layers, on the way to R-workers and back."""
+    r_compute_s: Annotated[NDArray[np.float32], "C"]
+    """What each column's R-worker has computed for it."""
+    lost: Annotated[NDArray[np.int32], "L"]
+    """Columns whose rows mean nothing, by now."""
+    x: Annotated[Activations | None, "R H"] = None
+    """Of the last stage: its last layer's output, one row a sequence that draws
+    a token, in their order."""
+
+    def check(self, stage: int, num_columns: int) -> None:
+        """See ``OfColumns``."""
+        seconds = np.array([self.s_part_s, self.round_trip_s, *self.r_compute_s.tolist()])
+        is_time = bool(((seconds >= 0) & (seconds < MAX_SECONDS)).all())  # not so of NaN
+        is_there = bool(((self.lost >= 0) & (self.lost < num_columns)).all())
+        if self.stage != stage or not is_time or not is_there or len(self.lost) > num_columns:
+            raise ProtocolError(
+                f"reports, as stage {self.stage}, {self.s_part_s:g}, {self.round_trip_s:g} and "
+                f"{self.r_compute_s.tolist()[:9]} s, and {self.lost.tolist()[:9]} of {num_columns} "
+                "columns lost"
+            )
+
+
+@dataclass(frozen=True)
+class StageAnswer(Worded, OfColumns):
+    column: int
+    sequence_id: int
+    code: str
+    """Empty: the room is there; else as in ``Refused``, or ``column_lost``."""
+    message: str
+
+
+@dataclass(frozen=True)
+class ColumnLost(Worded, OfColumns):
+    column: int
+    code: str
+    message: str
+
+
+@dataclass(frozen=True)
+class ColumnInterrupted(Worded, OfColumns):
+    column: int
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnTakenOver(OfColumns):
+    column: int
+    num_tokens: Annotated[NDArray[np.int32], "N"]
+    """As in ``TakenOver``; all of them missing: nobody can go on for it."""
+
+
+@dataclass(frozen=True)
+class DropColumn(Asking):
+    column: int
+
+    said_by = S_WORKERS
+
+
+@dataclass(frozen=True)
+class StageHello(Asking):
+    protocol_version: int
+    model_hash: str
+    stage: int
+    """Which it is, counted from 0."""
+    num_columns: int
+    num_lanes: int
+    """Most that there may be."""
+    first_layer: int
+    num_layers: int
+    hidden_size: int
+    block_size: int
+    activation_dtype: DType
+    kv_dtype: DType
+
+    answers = (StageWelcome,)
+
+    def check(self, answer: Any) -> None:
+        """See ``Asking``."""
+        super().check(answer)
+        welcome: StageWelcome = answer
+        if welcome.stage != self.stage or len(welcome.num_blocks) != self.num_columns:
+            raise ProtocolError(
+                f"answered as stage {welcome.stage} with {len(welcome.num_blocks)} R-workers, "
+                f"where stage {self.stage} has {self.num_columns}"
+            )
+        if not all(0 <= num_blocks <= MAX_BLOCKS for num_blocks in welcome.num_blocks):
+            raise ProtocolError(f"offers num_blocks={welcome.num_blocks[:9]}, which can't be")
+
+
+@dataclass(frozen=True, eq=False)
+class StagePass(Asking):
+    step: int
+    lane: int
+    x: Annotated[Activations, "T H"]
+    """The output of the sender's last layer."""
+    sequence_ids: Annotated[NDArray[np.int64], "N"]
+    """In the order of their rows."""
+    columns: Annotated[NDArray[np.int32], "N"]
+    num_past: Annotated[NDArray[np.int32], "N"]
+    num_new: Annotated[NDArray[np.int32], "N"]
+    draws: Annotated[NDArray[np.uint8], "N"]
+    """1: a token is drawn from the sequence's last row."""
+    lost: Annotated[NDArray[np.int32], "L"]
+    """Columns whose rows mean nothing."""
+
+    answers = (StageDone,)
+    said_by = S_WORKERS
+
+
+StageMessage: TypeAlias = StageHello | StagePass | DropColumn
+FromStage: TypeAlias = (
+    StageWelcome | StageDone | StageAnswer | ColumnLost | ColumnInterrupted | ColumnTakenOver
+)
+
+STAGE_OPCODES: Final[Mapping[type[Any], int]] = {
+    StageHello: 44,
+    StagePass: 45,
+    DropColumn: 46,
+    StageWelcome: 104,
+    StageDone: 105,
+    StageAnswer: 106,
+    ColumnLost: 107,
+    ColumnInterrupted: 108,
+    ColumnTakenOver: 109,
+}
+"""See ``fastdecode.wire.opcodes.OPCODES``."""

@@ -1,0 +1,94 @@
+"""Kept blocks on their way between a cache and its lower tier. Bookkeeping only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastdecode.core.errors import ProtocolError
+from fastdecode.wire.kv.tiers import MOST_MOVED, DropBlocks, FetchBlocks, StoreBlocks
+from fastdecode.wire.messages import MAX_ID
+from rworker.blocks.kv_store import KVStore
+from rworker.checks import check_array, check_integer, checked_keys
+
+
+@dataclass(frozen=True)
+class Move:
+    """A job, as it was asked for."""
+
+    number: int
+    is_fetch: bool
+    keys: tuple[bytes, ...]
+    blocks: tuple[int, ...]
+    num_tokens: tuple[int, ...]
+    """As ``StoreBlocks`` has them; none of a fetch."""
+
+
+class Moving:
+    """Of one cache. Every method that raises changes nothing.
+
+    Args:
+        store: whose kept blocks they are.
+    """
+
+    def __init__(self, store: KVStore) -> None:
+        self._store = store
+        self._moves: dict[int, Move] = {}
+
+    @property
+    def has_fetches(self) -> bool:
+        """Whether any job fetches."""
+        return any(move.is_fetch for move in self._moves.values())
+
+    def fetches_of(self, blocks: NDArray[np.int64]) -> list[Move]:
+        """Jobs that fetch any of these blocks."""
+        fetches = [move for move in self._moves.values() if move.is_fetch]
+        return [move for move in fetches if np.isin(move.blocks, blocks).any()]
+
+    def __len__(self) -> int:
+        """Jobs that aren't over."""
+        return len(self._moves)
+
+    def begin(self, message: StoreBlocks | FetchBlocks) -> Move:
+        """Kept blocks begin to move.
+
+        Raises:
+            ProtocolError: the job's number is in use, a block isn't there to be
+                stored, or is to be fetched and there; or there is no room.
+        """
+        number = check_integer("job", message.job, 0, MAX_ID)
+        keys = checked_keys(message.keys)
+        if number in self._moves or not 1 <= len(keys) <= MOST_MOVED:
+            raise ProtocolError(f"job {number} of {len(keys)} blocks: its number or size is wrong")
+        cached = self._store.cached
+        num_tokens: tuple[int, ...] = ()
+        if isinstance(message, StoreBlocks):
+            check_array("num_tokens", message.num_tokens, np.dtype(np.int32), (len(keys),))
+            if (message.num_tokens < 1).any():
+                raise ProtocolError("num_tokens of blocks to be stored must be at least 1")
+            num_tokens = tuple(message.num_tokens.tolist())
+            blocks = cached.begin_store(keys)
+        else:
+            blocks = cached.begin_fetch(keys)
+        move = Move(number, not num_tokens, tuple(keys), tuple(blocks.tolist()), num_tokens)
+        self._moves[number] = move
+        return move
+
+    def end(self, number: int, failed: set[int]) -> Move:
+        """A job is over; of its blocks these have failed, by their place."""
+        move = self._moves.pop(number)
+        bad = [key for place, key in enumerate(move.keys) if move.is_fetch and place in failed]
+        self._store.cached.end_move(move.keys, bad)
+        return move
+
+    def give_up(self) -> None:
+        """All jobs are over; what was to come hasn't."""
+        for number, move in list(self._moves.items()):
+            self.end(number, set(range(len(move.keys))))
+
+
+def keys_to_drop(message: DropBlocks) -> list[bytes]:
+    """Raises ProtocolError: they aren't keys."""
+    return checked_keys(message.keys)

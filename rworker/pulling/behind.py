@@ -1,0 +1,80 @@
+"""All that an R-worker does behind compute: replicas are kept up to date, and
+prompts fetched."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from fastdecode.core.clock import Clock
+from fastdecode.core.holders import HolderId
+from fastdecode.wire.kv.handing import Pulled
+from fastdecode.wire.kv.replicating import ReplicationNews
+from rworker.instructions import BeginPull, EndPull, EndStep, Follow, Link
+from rworker.pulling.pull import Placer
+from rworker.pulling.pulls import Pulls
+from rworker.stream.links import Links, Neighbours, Reader
+
+
+class Memory(Reader, Placer, Protocol):
+    """What reads and writes K and V in a cache's memory."""
+
+
+class Tell(Protocol):
+    """Tells a peer."""
+
+    def __call__(self, peer: int, news: ReplicationNews | Pulled) -> None: ...
+
+
+class Behind:
+    """Of one R-worker, whose loop asks for a **unit** of work when nothing else
+    waits, or when one is late.
+
+    Args:
+        memory: of its caches.
+        neighbours: how others are reached.
+        tell: how peers are told what has come of it.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, memory: Memory, neighbours: Neighbours, tell: Tell, clock: Clock = time.monotonic
+    ) -> None:
+        self._links = Links(memory, neighbours, tell, clock)
+        self._pulls = Pulls(memory, neighbours, tell, clock)
+
+    @property
+    def wait_s(self) -> float | None:
+        """How long to wait for others' messages before ``work``; None: for as
+        long as it takes."""
+        waits_s = [each for each in (self._links.wait_s, self._pulls.wait_s) if each is not None]
+        return min(waits_s, default=None)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a unit is due, whatever else waits."""
+        return self._links.is_late or self._pulls.is_late
+
+    def obey(self, instruction: Link | Follow | EndStep | BeginPull | EndPull) -> None:
+        """Something of this begins, ends, or has to be known for it."""
+        if isinstance(instruction, BeginPull):
+            self._pulls.begin(instruction)
+        elif isinstance(instruction, EndPull):
+            self._pulls.end(instruction)
+        else:
+            self._links.obey(instruction)
+
+    def work(self) -> None:
+        """A unit of each."""
+        self._links.work()
+        self._pulls.work()
+
+    def drop(self, holder: HolderId) -> None:
+        """The cache, or its link, is over."""
+        self._links.drop(holder)
+        self._pulls.drop(holder)
+
+    def close(self) -> None:
+        """All is over."""
+        self._links.close()
+        self._pulls.close()

@@ -1,0 +1,143 @@
+"""What an R-worker is told about offers and pulls, as instructions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+
+from fastdecode.core.errors import ProtocolError
+from fastdecode.core.spec import MAX_HEADS, MAX_LAYERS, MAX_SEQUENCE_TOKENS
+from fastdecode.wire.kv.chunks import FetchChunk
+from fastdecode.wire.kv.handing import (
+    MAX_SOURCES,
+    Gone,
+    KVSource,
+    Offer,
+    OnOffer,
+    Pull,
+    ReadOffer,
+    ViewOffer,
+    check_ticket,
+)
+from fastdecode.wire.messages import MAX_ID, PROTOCOL_VERSION
+from rworker.books import Books
+from rworker.caches import Cache
+from rworker.checks import check_integer
+from rworker.instructions import BeginPull, EndPull, Instruction, ReadChunk, Send
+from rworker.pulling.offers import Offered
+from rworker.step_plan import copies
+from rworker.stream.checks import check_seconds, expect_tokens, fetch_chunk
+from rworker.stream.chunks import expectation
+
+_GONE: Final = Gone("nothing is offered by this ticket: it was released, or never given")
+
+
+def about_handing(number: int, cache: Cache, message: Offer | Pull) -> tuple[Instruction, ...]:
+    """What a peer's message about its own cache comes to.
+
+    Args:
+        number: the peer's.
+
+    Raises:
+        ProtocolError: that can't be done.
+    """
+    if isinstance(message, Offer):
+        _offer(cache.books, message)
+        return ()
+    sequence = check_integer("sequence_id", message.sequence_id, 0, MAX_ID)
+    num_tokens = check_integer("num_tokens", message.num_tokens, 1, MAX_SEQUENCE_TOKENS)
+    _check_pull(message)
+    if cache.books.num_settled(sequence) or sequence in cache.books.arrivals:
+        raise ProtocolError(f"sequence {sequence} has tokens: an empty one is pulled")
+    appended = expect_tokens(cache.books, expectation({sequence: num_tokens}))
+    cache.pulled.add(sequence)
+    return (*copies(cache, appended), BeginPull(number, cache.holder, cache.books, message))
+
+
+def after_close(cache: Cache, sequence: int) -> tuple[Instruction, ...]:
+    """A sequence is closed: nothing comes for it any more."""
+    if sequence not in cache.pulled:
+        return ()
+    cache.pulled.discard(sequence)
+    return (EndPull(cache.holder, sequence),)
+
+
+def about_offer(
+    number: int, caches: Iterable[Cache], message: ViewOffer | ReadOffer
+) -> tuple[Instruction, ...]:
+    """What a reader's message comes to, whose the cache may be.
+
+    Raises:
+        ProtocolError: no offer is like that.
+    """
+    ticket = check_ticket(message.ticket)
+    if isinstance(message, ViewOffer) and message.protocol_version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"the reader speaks protocol version {message.protocol_version}, this R-worker "
+            f"{PROTOCOL_VERSION}: install the same version of fastdecode on both",
+            code="protocol_version",
+        )
+    for cache in caches:
+        offered = cache.books.offers.find(ticket)
+        if offered is not None:
+            return (_told(number, cache, offered, message),)
+    return (Send(number, _GONE),)
+
+
+def _told(
+    number: int, cache: Cache, offered: Offered, message: ViewOffer | ReadOffer
+) -> Instruction:
+    hello = cache.books.hello
+    if isinstance(message, ViewOffer):
+        return Send(number, OnOffer(hello.model_hash, hello.kv, offered.num_tokens))
+    first = check_integer("first_token", message.first_token, 0, offered.num_tokens - 1)
+    count = check_integer("num_tokens", message.num_tokens, 1, offered.num_tokens - first)
+    request = FetchChunk(
+        message.form,
+        check_integer("first_layer", message.first_layer, 0, MAX_LAYERS),
+        check_integer("num_layers", message.num_layers, 1, MAX_LAYERS),
+        check_integer("first_head", message.first_head, 0, MAX_HEADS),
+        check_integer("num_heads", message.num_heads, 1, MAX_HEADS),
+        np.array([offered.sequence], np.int64),
+        np.array([first], np.int32),
+        np.array([count], np.int32),
+    )
+    return ReadChunk(number, cache.holder, request, fetch_chunk(cache.books, request))
+
+
+def _offer(books: Books, message: Offer) -> None:
+    sequence = check_integer("sequence_id", message.sequence_id, 0, MAX_ID)
+    books.steps.check_at_rest(sequence)
+    tables = books.store.tables
+    num_tokens = books.num_settled(sequence)
+    if sequence in books.arrivals or tables.row(sequence) in tables.gaps or not num_tokens:
+        raise ProtocolError(f"sequence {sequence} lacks tokens: it can't be offered")
+    books.offers.give(check_ticket(message.ticket), sequence, num_tokens)
+
+
+def _check_pull(message: Pull) -> None:
+    first = check_integer("first_token", message.first_token, 0, MAX_SEQUENCE_TOKENS)
+    check_integer("first_head", message.first_head, 0, MAX_HEADS)
+    check_seconds("timeout_s", message.timeout_s)
+    if not 0 <= message.bytes_per_s < 1e15:
+        raise ProtocolError(f"bytes_per_s={message.bytes_per_s!r} is no pace")
+    if not 1 <= len(message.sources) <= MAX_SOURCES:
+        raise ProtocolError(f"a pull has 1 to {MAX_SOURCES} sources, not {len(message.sources)}")
+    if first + message.num_tokens > MAX_SEQUENCE_TOKENS:
+        raise ProtocolError(f"no sequence is longer than {MAX_SEQUENCE_TOKENS} tokens")
+    for source in message.sources:
+        _check_source(source)
+
+
+def _check_source(source: KVSource) -> None:
+    check_ticket(source.ticket)
+    check_integer("line", source.line, 0, MAX_ID)
+    for name, value, least, most in (
+        ("first_token", source.first_token, 0, MAX_SEQUENCE_TOKENS),
+        ("num_tokens", source.num_tokens, 1, MAX_SEQUENCE_TOKENS),
+        ("first_head", source.first_head, 0, MAX_HEADS),
+        ("num_heads", source.num_heads, 1, MAX_HEADS),
+    ):
+        check_integer(f"{name} of a source", value, least, most)

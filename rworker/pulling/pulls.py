@@ -1,0 +1,167 @@
+"""What an R-worker fetches from others, behind compute.
+
+The loop asks for a **unit** of work when nothing else waits: at most so many
+chunks as take a millisecond or two. Where something always waits, a unit is done
+every ``LATE_S`` all the same, or nothing would ever arrive.
+
+What breaks ends the pulls that need it, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Final
+
+from fastdecode.core.clock import Clock
+from fastdecode.core.errors import FastDecodeError
+from fastdecode.core.holders import HolderId
+from fastdecode.wire.kv.handing import Pulled
+from rworker.instructions import BeginPull, EndPull
+from rworker.pulling.pull import OnePull, Place, Placer
+from rworker.pulling.ways import Way
+from rworker.stream.links import LOOK_S, Neighbours
+
+logger = logging.getLogger(__name__)
+
+LATE_S: Final = 2e-3
+_MOST_LATE_S: Final = 0.05
+"""What a pace may catch up."""
+_MOST_ANSWERS: Final = 2
+"""That a unit takes in of a way."""
+
+Tell = Callable[[int, Pulled], None]
+"""Tells a peer."""
+
+
+class Pulls:
+    """Of one R-worker.
+
+    Args:
+        placer: of its caches.
+        neighbours: how others are reached.
+        tell: how peers are told what has come.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, placer: Placer, neighbours: Neighbours, tell: Tell, clock: Clock = time.monotonic
+    ) -> None:
+        self._placer = placer
+        self._neighbours = neighbours
+        self._tell = tell
+        self._clock = clock
+        self._ways: dict[Place, Way] = {}
+        self._pulls: dict[tuple[HolderId, int], OnePull] = {}
+        self._worked_s = clock()
+        self._may_ask_s = clock()
+
+    @property
+    def _is_idle(self) -> bool:
+        return not self._pulls and not any(way.is_owed for way in self._ways.values())
+
+    @property
+    def wait_s(self) -> float | None:
+        """How long to wait for others' messages before ``work``; None: for as
+        long as it takes."""
+        return None if self._is_idle else LOOK_S
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a unit is due, whatever else waits."""
+        return not self._is_idle and self._clock() - self._worked_s >= LATE_S
+
+    def begin(self, order: BeginPull) -> None:
+        """Something is to be fetched."""
+        message = order.message
+        ways: dict[Place, Way] = {}
+        pull = OnePull(order, self._placer, ways, self._clock())
+        self._pulls[order.holder, message.sequence_id] = pull
+        try:
+            for source in message.sources:
+                place = source.address, source.line
+                ways[place] = self._way(place)
+                ways[place].timeout_s = max(ways[place].timeout_s, message.timeout_s)
+            pull.begin()
+        except FastDecodeError as error:
+            self._end(pull, error.message)
+
+    def end(self, order: EndPull) -> None:
+        """A sequence is closed: nothing more is wanted for it."""
+        pull = self._pulls.get((order.holder, order.sequence))
+        if pull is not None:
+            self._end(pull, "the sequence was closed")
+
+    def drop(self, holder: HolderId) -> None:
+        """A cache is over, or another's: nobody is told."""
+        for key in [key for key in self._pulls if key[0] == holder]:
+            self._pulls.pop(key).is_over = True
+
+    def work(self) -> None:
+        """A unit of each way and each pull."""
+        for place, way in list(self._ways.items()):
+            self._listen(place, way)
+        for pull in list(self._pulls.values()):
+            self._advance(pull)
+        self._worked_s = self._clock()
+
+    def close(self) -> None:
+        """Nothing more is fetched."""
+        self._pulls.clear()
+        for way in self._ways.values():
+            way.close()
+        self._ways.clear()
+
+    def _way(self, place: Place) -> Way:
+        """To where a source is. Raises FastDecodeError: it can't be had."""
+        if place in self._ways and not self._ways[place].is_owed:
+            self._listen(place, self._ways[place])  # it may have gone meanwhile
+        if place not in self._ways:
+            self._ways[place] = Way(self._neighbours.connect(*place), self._clock)
+        return self._ways[place]
+
+    def _listen(self, place: Place, way: Way) -> None:
+        try:
+            for _ in range(_MOST_ANSWERS):
+                if not way.take_next():
+                    break
+            way.check_patience()
+        except FastDecodeError as error:
+            self._lose(place, error.message)
+        except Exception as error:
+            logger.exception("a way to %s is given up", way.peer)
+            self._lose(place, f"{type(error).__name__}: {error}")
+
+    def _advance(self, pull: OnePull) -> None:
+        if pull.failed is not None:
+            self._end(pull, pull.failed)
+            return
+        try:
+            while self._clock() >= self._may_ask_s and (num_bytes := pull.advance()):
+                self._pace(pull.order.message.bytes_per_s, num_bytes)
+        except FastDecodeError as error:
+            self._end(pull, error.message)
+            return
+        if pull.is_done:
+            self._end(pull)
+
+    def _pace(self, bytes_per_s: float, num_bytes: int) -> None:
+        """The next chunk may be asked for when this one may have come."""
+        if bytes_per_s:
+            since_s = max(self._may_ask_s, self._clock() - _MOST_LATE_S)
+            self._may_ask_s = since_s + num_bytes / bytes_per_s
+
+    def _lose(self, place: Place, reason: str) -> None:
+        """Another R-worker is gone, or refuses: so are pulls that need it."""
+        self._ways.pop(place).close()
+        for pull in [pull for pull in self._pulls.values() if pull.uses(place)]:
+            self._end(pull, reason)
+
+    def _end(self, pull: OnePull, reason: str = "") -> None:
+        order = pull.order
+        pull.is_over = True
+        del self._pulls[order.holder, order.message.sequence_id]
+        if reason:
+            logger.info("sequence %d isn't fetched: %s", order.message.sequence_id, reason)
+        self._tell(order.to, pull.told(self._clock(), reason))

@@ -1,0 +1,85 @@
+"""A step as instructions: what is copied first, what all its layers have in
+common, and its layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from fastdecode.wire.messages import Attend, BeginStep
+from rworker.blocks.appending import Appended
+from rworker.blocks.kv_store import KVStore
+from rworker.caches import Cache
+from rworker.instructions import Coming, Compute, CopyBlocks, EndStep, Instruction, StepPlan
+
+
+def begin_step(cache: Cache, begin: BeginStep) -> tuple[Instruction, ...]:
+    """A lane's step is open from now on."""
+    appended = cache.books.begin_step(begin)
+    plan = _plan(begin, appended, cache.books.store)
+    if cache.books.moving.has_fetches:
+        plan, appended = _with_coming(plan, appended, cache)
+    cache.plans[begin.lane] = plan
+    return copies(cache, appended)
+
+
+def copies(cache: Cache, appended: Appended) -> tuple[Instruction, ...]:
+    """What has to be copied before anything is written."""
+    if not appended.copy_sources.size:
+        return ()
+    return (CopyBlocks(cache.holder, appended.copy_sources, appended.copy_targets),)
+
+
+def _plan(begin: BeginStep, appended: Appended, store: KVStore) -> StepPlan:
+    """What every layer of a step has in common. Keeps nothing of the peer's arrays."""
+    with_queries = begin.num_queries > 0
+    num_queries = begin.num_queries[with_queries]
+    query_ends = begin.num_past + begin.num_new
+    if begin.num_beyond is not None:
+        query_ends += begin.num_beyond
+    return StepPlan(
+        step=begin.step,
+        lane=begin.lane,
+        slots=appended.slots,
+        block_tables=store.block_tables(begin.sequence_ids[with_queries]),
+        query_starts=np.concatenate(([0], np.cumsum(num_queries))).astype(np.int32),
+        query_positions=query_ends[with_queries] - num_queries,
+        context_lens=begin.num_visible[with_queries],
+        want_lse=begin.want_lse,
+    )
+
+
+def _with_coming(plan: StepPlan, appended: Appended, cache: Cache) -> tuple[StepPlan, Appended]:
+    """The same, if some of the blocks that the step reads are on their way; and
+    what is to be copied at once."""
+    size = cache.books.store.block_size
+    first_tokens = np.arange(plan.block_tables.shape[1]) * size
+    seen = plan.block_tables[first_tokens < plan.context_lens[:, None]]
+    sources = appended.copy_sources
+    moves = cache.books.moving.fetches_of(np.concatenate((seen, sources)))
+    if not moves:
+        return plan, appended
+    is_late = np.isin(sources, [block for move in moves for block in move.blocks])
+    late = Coming(
+        tuple([move.number for move in moves]), sources[is_late], appended.copy_targets[is_late]
+    )
+    now = replace(
+        appended, copy_sources=sources[~is_late], copy_targets=appended.copy_targets[~is_late]
+    )
+    return replace(plan, coming=late), now
+
+
+def attend(number: int, cache: Cache, message: Attend) -> tuple[Instruction, ...]:
+    """A layer of a step that has begun; ``number``: of the peer whose it is.
+
+    Raises:
+        ProtocolError: it is no layer of an open step.
+    """
+    was_last = cache.books.attend(message)
+    lane = message.lane
+    plan = cache.plans.pop(lane) if was_last else cache.plans[lane]
+    compute = Compute(number, cache.holder, plan, message.layer, message.q, message.k, message.v)
+    if was_last and cache.is_replicated:
+        return compute, EndStep(cache.holder, lane, message.step)
+    return (compute,)

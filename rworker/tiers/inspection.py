@@ -1,0 +1,169 @@
+"""What R-workers have left on disk, for people: shown, verified, cleared."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from zlib import crc32
+
+from fastdecode.core.errors import ConfigError
+from rworker.tiers.disk import slot_files
+from rworker.tiers.format import Entry, Header, SlotShape
+from rworker.tiers.slots import lock, make_own_directory, open_slots, page_buffer, read_slots
+
+
+@dataclass(frozen=True)
+class KeptBlocks:
+    """Of one file."""
+
+    path: str
+    identity: str
+    """Of the model, its numerics, and the heads."""
+    num_slots: int
+    num_blocks: int
+    num_bytes: int
+    """That the file takes."""
+    num_layers: int
+    is_held: bool
+    """A process uses it."""
+    damage: tuple[str, ...]
+    """What isn't as it was written; a process that uses it may be writing."""
+
+
+def inspect_blocks(directory: Path, *, verify: bool) -> list[KeptBlocks]:
+    """Every file of kept blocks in a directory.
+
+    Args:
+        verify: read all blocks, too, and hold them against their checksums.
+    """
+    return [_inspect(path, verify=verify) for path in slot_files(directory)]
+
+
+def clear_blocks(directory: Path) -> int:
+    """Remove them all, or none if a process uses one; how many files there
+    were.
+
+    Raises:
+        ConfigError: a process uses one, or it can't be removed; how many were.
+    """
+    files = slot_files(directory)
+    with ExitStack() as stack:
+        held = [(path, stack.enter_context(_locked(path))) for path in files]
+        for number, (path, fd) in enumerate(held):
+            try:
+                os.ftruncate(fd, 0)
+                path.unlink()
+            except OSError as error:
+                raise ConfigError(
+                    f"can't remove {path}: {error.strerror}; {number} of {len(files)} files of KV "
+                    "blocks are removed"
+                ) from None
+    return len(files)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    """A file that nobody uses, nor begins to use meanwhile: its descriptor."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"can't remove {path}: {error.strerror}") from None
+    try:
+        if not lock(fd):
+            raise ConfigError(f"{path} is in use: end the R-worker that keeps it first")
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _inspect(path: Path, *, verify: bool) -> KeptBlocks:
+    try:
+        fd, header, entries, num_damaged = read_slots(path)
+    except (ConfigError, OSError) as error:
+        return KeptBlocks(str(path), "", 0, 0, 0, 0, False, (str(error),))
+    try:
+        damage = [f"{num_damaged} entries of the table"] if num_damaged else []
+        if verify:
+            damage += [
+                f"the block in slot {slot}"
+                for slot, entry in sorted(entries.items())
+                if not _is_whole(fd, header, slot, entry)
+            ]
+        shape, count = header.shape, header.num_slots
+        num_bytes = os.fstat(fd).st_blocks * 512
+        return KeptBlocks(
+            str(path), shape.identity, count, len(entries), num_bytes, shape.num_layers,
+            _is_held(fd), tuple(damage),
+        )  # fmt: skip
+    finally:
+        os.close(fd)
+
+
+def _is_whole(fd: int, header: Header, slot: int, entry: Entry) -> bool:
+    """Whether a slot holds what its entry says."""
+    shape = header.shape
+    buffer = page_buffer(shape.slot_bytes)
+    try:
+        at = shape.data_start(header.num_slots) + slot * shape.slot_bytes
+        count = os.preadv(fd, [buffer.data], at)
+    except OSError:
+        return False
+    size = shape.layer_bytes
+    found = [crc32(buffer[i * size : (i + 1) * size]) for i in range(shape.num_layers)]
+    return count == shape.slot_bytes and tuple(found) == entry.checksums
+
+
+def _is_held(fd: int) -> bool:
+    """Whether a process uses a file. It isn't kept from others for longer than
+    that takes."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
+
+
+@dataclass(frozen=True)
+class DiskSpeed:
+    """What a directory's disk does with blocks."""
+
+    write_gb_s: float
+    read_gb_s: float
+    is_direct: bool
+    """Past the page cache: else it isn't the disk that was read."""
+
+
+def measure_disk(directory: Path, *, num_blocks: int = 8, block_bytes: int = 8 << 20) -> DiskSpeed:
+    """Write blocks to a file that is removed again, and read them.
+
+    Raises:
+        ConfigError: the directory can't be used.
+        OSError: the disk can't be written or read.
+    """
+    make_own_directory(directory)
+    shape = SlotShape("0" * 64, 1, block_bytes)
+    with tempfile.TemporaryDirectory(dir=directory, prefix="measure-") as place:
+        slots = open_slots(Path(place), shape, shape.file_bytes(num_blocks))
+        try:
+            buffer = page_buffer(shape.slot_bytes)
+            buffer[:] = 7
+            started = time.perf_counter()
+            for number in range(num_blocks):
+                slot = slots.take_slot()
+                assert slot is not None
+                slots.write(slot, number.to_bytes(16, "little"), 1, buffer, (0,))
+            written = time.perf_counter()
+            for slot in range(num_blocks):
+                slots.read(slot, 0, buffer)
+            read = time.perf_counter()
+        finally:
+            slots.close()
+    total_gb = num_blocks * shape.slot_bytes / 1e9
+    return DiskSpeed(total_gb / (written - started), total_gb / (read - written), slots.is_direct)

@@ -1,0 +1,260 @@
+"""Moves kept KV blocks between a cache's memory and its lower tier, in threads
+of its own.
+
+A **job** is some blocks one way (``rworker.tiers.units`` says in which order).
+Every layer of a block is held against its checksum before it is put into the
+cache. While a fetch is under way its first layers may be attended
+(``wait_for_layer``).
+
+Whatever goes wrong is a block that isn't stored, or isn't there: it is counted,
+and told as failed. What is in the cache of a block that has failed is zeros:
+whoever attends it has started too early, computes nothing that isn't finite,
+and is told before anybody believes what came of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Final
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastdecode.core.clock import Clock
+from rworker.tiers.slots import SlotFile, page_buffer
+from rworker.tiers.units import Job, Unit, Units
+
+logger = logging.getLogger(__name__)
+
+UNIT_BYTES: Final = 1 << 20
+"""Several layers are read at once where one has less."""
+LEAST_UNIT_BYTES: Final = 1 << 17
+"""But fewer, where a model would come in less than ``NUM_GROUPS`` groups."""
+NUM_GROUPS: Final = 6
+NUM_THREADS: Final = 3
+MOST_FAILURES: Final = 8
+"""Writes that fail in a row: then nothing more is stored."""
+STUCK_S: Final = 30.0
+"""A read or write that takes longer: the disk isn't asked again."""
+LATE_S: Final = 1.0
+"""Steps wait for a job's layers so long in all: then it is given up."""
+
+
+@dataclass
+class Faults:
+    """What has gone wrong."""
+
+    num_unread: int = 0
+    """Blocks that couldn't be read."""
+    num_damaged: int = 0
+    """Blocks whose checksum was wrong."""
+    num_unwritten: int = 0
+    """Blocks that couldn't be written."""
+    num_late: int = 0
+    """Blocks that a step couldn't wait for any longer."""
+
+
+class Mover:
+    """See the module. One thread calls; none of its calls waits for the disk,
+    but ``close`` and ``wait_for_layer``.
+
+    Args:
+        slots: the lower tier.
+        pool: uint8 [num_layers, num_blocks, block_bytes], the cache.
+        num_threads: that read and write.
+        clock: seconds.
+        least_unit_bytes: that are read at once, if the layers have as many.
+        late_s: see ``LATE_S``.
+    """
+
+    def __init__(
+        self,
+        slots: SlotFile,
+        pool: NDArray[np.uint8],
+        num_threads: int = NUM_THREADS,
+        clock: Clock = time.monotonic,
+        least_unit_bytes: int = LEAST_UNIT_BYTES,
+        late_s: float = LATE_S,
+    ) -> None:
+        self.slots: Final = slots
+        self.faults: Final = Faults()
+        self._pool = pool
+        self._clock = clock
+        self._late_s = late_s
+        shape = slots.shape
+        self._groups = groups_of(shape.num_layers, shape.layer_bytes, least_unit_bytes)
+        self._units = Units(len(self._groups), clock)
+        self._is_broken = False  # the disk isn't asked any more
+        self._is_full = False  # nothing is stored any more
+        self._num_failures = 0
+        self._told: set[str] = set()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"mover-{i}", daemon=True)
+            for i in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job isn't over, or it wasn't told that it is."""
+        return self._units.is_busy
+
+    def begin(self, job: Job) -> None:
+        """Move blocks. Nobody writes them until the job is over; of those
+        fetched into, layers are read that were waited for."""
+        self._units.begin(job)
+
+    def take_over(self) -> list[Job]:
+        """Jobs that are over; each is told once."""
+        oldest_s = self._units.oldest_s
+        if oldest_s is not None and not self._is_broken and oldest_s <= self._clock() - STUCK_S:
+            self._is_broken = True
+            self._warn("stuck", f"doesn't answer for {STUCK_S:g} s, and isn't asked any more")
+            self._units.give_up()
+        return self._units.take_over()
+
+    def take_progress(self) -> list[tuple[Job, int]]:
+        """Of fetches that aren't over, those that have come further since that
+        was asked last, and how many leading layers are there."""
+        return [(job, self._groups[n - 1].stop) for job, n in self._units.take_progress()]
+
+    def wait(self, timeout_s: float | None, *, for_progress: bool = False) -> None:
+        """Until some job is over, or so long; or has come further."""
+        self._units.wait(timeout_s, for_progress=for_progress)
+
+    def wait_for_layer(self, numbers: Collection[int], layer: int) -> None:
+        """Until a layer of these jobs' blocks is there, or has failed: whoever
+        keeps steps waiting for too long has."""
+        group = next(i for i, layers in enumerate(self._groups) if layer in layers)
+        for job in self._units.wait_for(numbers, group, self._late_s):
+            self.faults.num_late += len(job.keys)
+            self._warn("late", "is too slow for steps that wait for it: KV blocks are run again")
+            for index in range(len(job.keys)):
+                self._clear(job, index)
+
+    def close(self) -> None:
+        """Drop what isn't begun, and wait for what is; for ``STUCK_S`` at most.
+        A disk that hangs keeps its threads and its files."""
+        self._units.close()
+        end_s = self._clock() + (0.0 if self._is_broken else STUCK_S)
+        for thread in self._threads:
+            thread.join(max(0.0, end_s - self._clock()))
+        if any(thread.is_alive() for thread in self._threads):
+            self._is_broken = True
+            self._units.give_up()
+        else:
+            self.slots.close()
+
+    def drop(self, key: bytes) -> None:
+        """A block isn't kept any more, nor found after a restart, if the disk answers."""
+        if self._is_broken:
+            self.slots.drop(key)
+            return
+        with contextlib.suppress(OSError):  # whoever finds it finds it whole
+            self.slots.erase(key)
+
+    def _work(self) -> None:
+        buffer = page_buffer(self.slots.shape.slot_bytes)
+        while (unit := self._units.next()) is not None:
+            try:
+                act = self._fetch if unit.job.is_fetch else self._store
+                is_done = act(unit, buffer)
+            except Exception:  # a mistake of ours is no reason to wait for ever
+                logger.exception("moving a KV block failed")
+                is_done = False
+            if not is_done and unit.job.is_fetch and unit.index not in unit.job.failed:
+                with self._units.placing(unit) as may_place:
+                    if may_place:
+                        self._clear(unit.job, unit.index)
+            self._units.done(unit, has_failed=not is_done)
+
+    def _clear(self, job: Job, index: int) -> None:
+        """Somebody may attend a block that has failed."""
+        self._pool[:, job.blocks[index]] = 0
+
+    def _fetch(self, unit: Unit, buffer: NDArray[np.uint8]) -> bool:
+        """Some layers of a block; says whether they are right."""
+        if self._is_broken or unit.index in unit.job.failed:
+            return False
+        key, layers = unit.job.keys[unit.index], self._groups[unit.group]
+        size = self.slots.shape.layer_bytes
+        found = self.slots.find(key)
+        if found is None:
+            return False
+        slot, entry = found
+        first, end = self.slots.shape.range_of(layers)
+        try:
+            self.slots.read(slot, first, buffer[: end - first])
+        except OSError as error:
+            self.faults.num_unread += 1
+            self._warn("unread", f"can't be read ({error.strerror}): KV blocks are run again")
+            self._lose(key, for_good=True)
+            return False
+        at = layers.start * size - first
+        data = buffer[at : at + len(layers) * size].reshape(len(layers), size)
+        if tuple(map(crc32, data)) != entry.checksums[layers.start : layers.stop]:
+            self.faults.num_damaged += 1
+            self._warn("damaged", "holds damaged KV blocks (checksum): they are run again")
+            self._lose(key)
+            return False
+        with self._units.placing(unit) as may_place:
+            if may_place:
+                self._pool[layers.start : layers.stop, unit.job.blocks[unit.index]] = data
+        return True
+
+    def _store(self, unit: Unit, buffer: NDArray[np.uint8]) -> bool:
+        """A whole block; says whether it is stored."""
+        if self._is_broken or self._is_full:
+            return False
+        job, slots = unit.job, self.slots
+        size = slots.shape.layer_bytes
+        checksums = []
+        for layer in range(slots.shape.num_layers):
+            data = buffer[layer * size : (layer + 1) * size]
+            data[:] = self._pool[layer, job.blocks[unit.index]]
+            checksums.append(crc32(data))
+        buffer[slots.shape.num_layers * size :] = 0
+        try:
+            slot = slots.take_slot()
+            if slot is None:
+                return False
+            tokens = job.num_tokens[unit.index]
+            slots.write(slot, job.keys[unit.index], tokens, buffer, tuple(checksums))
+        except OSError as error:
+            self.faults.num_unwritten += 1
+            self._num_failures += 1
+            self._is_full = self._num_failures >= MOST_FAILURES
+            self._warn("unwritten", f"can't be written ({error.strerror})")
+            if self._is_full:
+                self._warn("full", "isn't written any more: what it has is read")
+            return False
+        self._num_failures = 0
+        return True
+
+    def _lose(self, key: bytes, *, for_good: bool = False) -> None:
+        """What isn't as it was written isn't found again."""
+        with contextlib.suppress(OSError):
+            self.slots.erase(key, for_good=for_good)
+
+    def _warn(self, kind: str, what: str) -> None:
+        """Say something once."""
+        if kind not in self._told:
+            self._told.add(kind)
+            logger.warning("%s %s", self.slots.path, what)
+
+
+def groups_of(
+    num_layers: int, layer_bytes: int, least_bytes: int = LEAST_UNIT_BYTES
+) -> list[range]:
+    """Layers that are read at once."""
+    many = max(1, UNIT_BYTES // layer_bytes)
+    few = max(-(-num_layers // NUM_GROUPS), -(-least_bytes // layer_bytes))
+    a_group = min(many, few, num_layers)
+    return [range(at, min(at + a_group, num_layers)) for at in range(0, num_layers, a_group)]

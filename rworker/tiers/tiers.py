@@ -1,0 +1,193 @@
+"""The lower tiers of an R-worker's caches: opened, told what to move, and asked
+what has moved."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastdecode.core.errors import FastDecodeError
+from fastdecode.core.holders import HolderId
+from fastdecode.wire.kv.kept import words_of
+from fastdecode.wire.kv.tiers import MOST_MOVED, Stocked
+from rworker.tiers.disk import Disk
+from rworker.tiers.format import Entry, SlotShape
+from rworker.tiers.mover import Mover
+from rworker.tiers.slots import SlotFile, open_slots
+from rworker.tiers.units import Job
+
+if TYPE_CHECKING:
+    from rworker.instructions import DropStored, MoveBlocks, OpenTier
+
+logger = logging.getLogger(__name__)
+
+POLL_S: Final = 0.002
+"""While something moves, whoever waits for messages looks so often whether it has."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A job is over."""
+
+    to: int
+    """Who asked for it."""
+    holder: HolderId
+    number: int
+    failed: set[int]
+    """By their place in the job."""
+    num_bytes: int
+    """That were moved."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Further:
+    """A job that fetches has come further, and isn't over."""
+
+    to: int
+    """Who asked for it."""
+    holder: HolderId
+    number: int
+    num_there: int
+    """Layers that are there of all of its blocks."""
+    num_layers: int
+    """Of the cache."""
+    seconds: float
+    """Since it was begun."""
+
+
+class Tiers:
+    """Of one R-worker. One thread calls.
+
+    Args:
+        disk: where kept blocks may go; None: nowhere.
+        make_mover: of a file and a cache.
+    """
+
+    def __init__(
+        self,
+        disk: Disk | None = None,
+        make_mover: Callable[[SlotFile, NDArray[np.uint8]], Mover] = Mover,
+    ) -> None:
+        self._disk = disk
+        self._make_mover = make_mover
+        self._movers: dict[HolderId, Mover] = {}
+        self._asked: dict[tuple[HolderId, int], int] = {}  # who asked for a job
+        self._refused: list[Done] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether somebody is to be told of a job."""
+        return bool(self._asked or self._refused)
+
+    @property
+    def wait_s(self) -> float | None:
+        """How long to wait for messages at a time; None: as long as it takes."""
+        return POLL_S if self.is_busy else None
+
+    def open(self, wanted: OpenTier, pool: NDArray[np.uint8]) -> Iterator[Stocked]:
+        """Open a holder's, and say what it has; no slots, if it can't be had:
+        that is warned of.
+
+        Args:
+            pool: uint8 [num_layers, num_blocks, block_bytes], its cache.
+        """
+        self.close(wanted.holder)
+        if self._disk is None:
+            yield from _pages(wanted.holder, 0, [])
+            return
+        try:
+            shape = SlotShape(wanted.identity, len(pool), pool.shape[2])
+            slots = open_slots(self._disk.directory, shape, self._disk.num_bytes)
+        except FastDecodeError as error:
+            logger.warning("no KV blocks are kept on disk: %s", error.message)
+            yield from _pages(wanted.holder, 0, [])
+            return
+        logger.info(
+            "%s: room for %d KV blocks, %d there; %s", slots.path, slots.num_slots, len(slots),
+            "direct" if slots.is_direct else "through the page cache",
+        )  # fmt: skip
+        self._movers[wanted.holder] = self._make_mover(slots, pool)
+        yield from _pages(wanted.holder, slots.num_slots, slots.entries)
+
+    def begin(self, wanted: MoveBlocks) -> None:
+        """Blocks are to be moved; where there is no lower tier, that has failed."""
+        move, mover = wanted.move, self._movers.get(wanted.holder)
+        if mover is None:
+            failed = set(range(len(move.keys)))
+            self._refused.append(Done(wanted.to, wanted.holder, move.number, failed, 0, 0.0))
+            return
+        self._asked[wanted.holder, move.number] = wanted.to
+        mover.begin(Job(move.number, move.is_fetch, move.keys, move.blocks, move.num_tokens))
+
+    def drop(self, wanted: DropStored) -> None:
+        """Blocks aren't kept down there any more, nor found after a restart."""
+        mover = self._movers.get(wanted.holder)
+        if mover is not None:
+            for key in wanted.keys:
+                mover.drop(key)
+
+    def take_news(self) -> list[Done | Further]:
+        """Jobs that are over, or have come further; each is told once."""
+        news: list[Done | Further] = list(self._refused)
+        self._refused = []
+        for holder, mover in self._movers.items():
+            if not mover.is_busy:
+                continue
+            num_layers = mover.slots.shape.num_layers
+            for job, num_there in mover.take_progress():
+                to, number = self._asked[holder, job.number], job.number
+                news.append(Further(to, holder, number, num_there, num_layers, job.seconds))
+            for job in mover.take_over():
+                num_bytes = (len(job.keys) - len(job.failed)) * mover.slots.shape.slot_bytes
+                to = self._asked.pop((holder, job.number))
+                news.append(Done(to, holder, job.number, job.failed, num_bytes, job.seconds))
+        return news
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Until there is news, or so long."""
+        if not self._refused:
+            busy = [mover for mover in self._movers.values() if mover.is_busy]
+            for mover in busy:
+                mover.wait(timeout_s if len(busy) == 1 else POLL_S, for_progress=True)
+
+    def wait_for_layer(self, holder: HolderId, numbers: tuple[int, ...], layer: int) -> None:
+        """Until these jobs have fetched a layer; what hasn't come by then has
+        failed."""
+        mover = self._movers.get(holder)
+        if mover is not None:
+            mover.wait_for_layer(numbers, layer)
+
+    def close(self, holder: HolderId) -> None:
+        """A holder's cache is over: nothing is moved from or to it any more,
+        when this returns."""
+        self._refused = [done for done in self._refused if done.holder != holder]
+        self._asked = {asked: to for asked, to in self._asked.items() if asked[0] != holder}
+        mover = self._movers.pop(holder, None)
+        if mover is not None:
+            mover.close()
+
+    def close_all(self) -> None:
+        """All of them."""
+        for holder in list(self._movers):
+            self.close(holder)
+
+
+def _pages(holder: HolderId, num_slots: int, entries: list[Entry]) -> Iterator[Stocked]:
+    """What there is, in messages of bounded size."""
+    rest = iter(entries)
+    page = list(islice(rest, MOST_MOVED))
+    while True:
+        following = list(islice(rest, MOST_MOVED))
+        num_tokens = np.array([entry.num_tokens for entry in page], np.int32)
+        keys = words_of([entry.key for entry in page])
+        yield Stocked(holder, num_slots, keys, num_tokens, is_last=not following)
+        if not following:
+            return
+        page = following

@@ -1,0 +1,240 @@
+"""What the threads of a mover have to do, in units: a block that is stored, or
+some layers of a block that is fetched.
+
+Reads precede writes. What is fetched comes a **group** of layers at a time, all
+of a job's first groups before any later ones, since layers are attended in that
+order; so somebody may attend a layer while later ones are still to come.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from fastdecode.core.clock import Clock
+
+
+@dataclass(eq=False)
+class Job:
+    """Blocks to be moved."""
+
+    number: int
+    is_fetch: bool
+    keys: tuple[bytes, ...]
+    blocks: tuple[int, ...]
+    """Of the cache, one for each key."""
+    num_tokens: tuple[int, ...] = ()
+    """Up to each block's end; of one that is stored."""
+    failed: set[int] = field(default_factory=set)
+    """Those that couldn't be moved."""
+    num_left: list[int] = field(default_factory=list)
+    """Units to be done: of each group of layers, or of all."""
+    asked_s: float = 0.0
+    began_s: float = 0.0
+    """When its first unit was."""
+    seconds: float = 0.0
+    """That it took since it was asked for; while it isn't over, from its
+    beginning until its last group was there."""
+    num_told: int = 0
+    """Groups of which somebody was told that they are there."""
+    waited_s: float = 0.0
+    """That somebody has waited for layers of it."""
+
+    @property
+    def is_over(self) -> bool:
+        return not any(self.num_left)
+
+    @property
+    def num_there(self) -> int:
+        """Leading groups that are there."""
+        return next((i for i, left in enumerate(self.num_left) if left), len(self.num_left))
+
+    @property
+    def has_more(self) -> bool:
+        """Whether it is a fetch under way, of which more is there than was told."""
+        return self.is_fetch and not self.is_over and self.num_there > self.num_told
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a thread does at a time."""
+
+    job: Job
+    index: int
+    """Of the job's blocks."""
+    group: int
+
+
+class Units:
+    """Of one mover. Any thread may call.
+
+    Args:
+        num_groups: of layers.
+        clock: seconds.
+    """
+
+    def __init__(self, num_groups: int, clock: Clock) -> None:
+        self._num_groups = num_groups
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._fetches: deque[Unit] = deque()
+        self._stores: deque[Unit] = deque()
+        self._running: dict[Unit, float] = {}  # since when
+        self._placing: set[Unit] = set()  # into the cache
+        self._jobs: dict[int, Job] = {}
+        self._over: list[Job] = []
+        self._is_closed = False
+        self._is_giving_up = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job isn't over, or wasn't taken over."""
+        return bool(self._jobs)
+
+    @property
+    def oldest_s(self) -> float | None:
+        """Since when that unit runs which has run for longest; None: none does."""
+        with self._changed:
+            return min(self._running.values(), default=None)
+
+    def begin(self, job: Job) -> None:
+        """Its units are to be done."""
+        with self._changed:
+            job.asked_s = self._clock()
+            self._jobs[job.number] = job
+            count, num_groups = len(job.keys), self._num_groups if job.is_fetch else 1
+            job.num_left = [count] * num_groups
+            queue = self._fetches if job.is_fetch else self._stores
+            queue += [Unit(job, i, group) for group in range(num_groups) for i in range(count)]
+            self._changed.notify_all()
+
+    def next(self) -> Unit | None:
+        """What to do next, once there is something; None: nothing any more."""
+        with self._changed:
+            while not self._is_closed:
+                is_fetching = any(unit.job.is_fetch for unit in self._running)
+                queue = self._fetches or (None if is_fetching else self._stores)
+                if queue:
+                    unit = queue.popleft()
+                    self._running[unit] = now_s = self._clock()
+                    unit.job.began_s = unit.job.began_s or now_s
+                    return unit
+                self._changed.wait()
+        return None
+
+    @contextmanager
+    def placing(self, unit: Unit) -> Iterator[bool]:
+        """While a unit's layers are put into the cache; False: they were given
+        up, and the block may be another's by now."""
+        with self._changed:
+            may_place = unit in self._running
+            if may_place:
+                self._placing.add(unit)
+        try:
+            yield may_place
+        finally:
+            with self._changed:
+                self._placing.discard(unit)
+                if self._is_giving_up:
+                    self._changed.notify_all()
+
+    def done(self, unit: Unit, *, has_failed: bool) -> None:
+        """A unit is done, be it for nothing."""
+        job = unit.job
+        with self._changed:
+            if self._running.pop(unit, None) is None:
+                return  # it was given up
+            num_before = job.num_there
+            job.num_left[unit.group] -= 1
+            if has_failed:
+                job.failed.add(unit.index)
+            if job.num_there > num_before:
+                job.seconds = self._clock() - job.began_s
+                self._end_if_over(job)
+                self._changed.notify_all()
+            elif not job.is_fetch or not self._fetches:
+                self._changed.notify_all()  # a store may begin now
+
+    def take_over(self) -> list[Job]:
+        """Jobs that are over; each is told once."""
+        with self._changed:
+            over, self._over = self._over, []
+            for job in over:
+                del self._jobs[job.number]
+        return over
+
+    def take_progress(self) -> list[tuple[Job, int]]:
+        """Of fetches that aren't over, those of which more groups are there
+        than was told before, and how many."""
+        with self._changed:
+            ahead = [job for job in self._jobs.values() if job.has_more]
+            for job in ahead:
+                job.num_told = job.num_there
+            return [(job, job.num_there) for job in ahead]
+
+    def wait(self, timeout_s: float | None, *, for_progress: bool = False) -> None:
+        """Until some job is over, or so long. ``for_progress``: or there is
+        more of one than was told."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._over
+                    or not self._jobs
+                    or (for_progress and any(job.has_more for job in self._jobs.values()))
+                ),
+                timeout_s,
+            )
+
+    def wait_for(self, numbers: Iterable[int], group: int, most_s: float) -> list[Job]:
+        """Until a group of layers of these jobs is there. Jobs that are waited
+        for longer than ``most_s`` in all are given up: which they are."""
+        late: list[Job] = []
+        with self._changed:
+            for job in [self._jobs[number] for number in numbers if number in self._jobs]:
+                if job.num_there > group:
+                    continue
+                started_s = self._clock()
+                is_there = self._changed.wait_for(
+                    lambda job=job: job.num_there > group,  # type: ignore[misc]
+                    max(0.0, most_s - job.waited_s),
+                )
+                job.waited_s += self._clock() - started_s
+                if not is_there:
+                    late.append(job)
+        if late:
+            self.give_up(late)
+        return late
+
+    def give_up(self, jobs: Collection[Job] | None = None) -> None:
+        """Nobody waits for these any more, or for any: they have failed. A
+        thread that comes back later finds that out, and places nothing."""
+        with self._changed:
+            doomed = set(self._jobs.values() if jobs is None else jobs)
+            self._fetches = deque(unit for unit in self._fetches if unit.job not in doomed)
+            self._stores = deque(unit for unit in self._stores if unit.job not in doomed)
+            self._is_giving_up = True
+            self._changed.wait_for(lambda: all(x.job not in doomed for x in self._placing))
+            self._is_giving_up = False
+            self._running = {x: s for x, s in self._running.items() if x.job not in doomed}
+            for job in doomed:
+                if not job.is_over:
+                    job.failed.update(range(len(job.keys)))
+                    job.num_left = [0] * len(job.num_left)
+                    self._end_if_over(job)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Nothing more is begun."""
+        with self._changed:
+            self._is_closed = True
+            self._fetches.clear()
+            self._stores.clear()
+            self._changed.notify_all()
+
+    def _end_if_over(self, job: Job) -> None:
+        if job.is_over:
+            job.seconds = self._clock() - job.asked_s
+            self._over.append(job)

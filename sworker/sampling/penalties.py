@@ -1,0 +1,59 @@
+"""What changes logits before a token is drawn: bias, masks, penalties."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sworker.sampling.sampling_state import SamplingState
+
+
+def adjust(logits: Tensor, states: Sequence[SamplingState]) -> None:
+    """Apply logit_bias, min_tokens and penalties in place. Only the tokens
+    concerned are touched.
+
+    The min_tokens mask adds -inf, so it may as well come first: no penalty
+    moves -inf, and a NaN stays a NaN.
+    """
+    device = logits.device
+    additive = _entries([(row, entry) for row, s in enumerate(states) if (entry := s.additive)])
+    if additive is not None:
+        rows, ids, values = (to_device(x, device) for x in additive)
+        logits[rows, ids] += values
+    penalised = [(row, entry) for row, s in enumerate(states) if (entry := s.penalised)]
+    entries = _entries(penalised)
+    if entries is None:
+        return
+    rows, ids, counts = (to_device(x, device) for x in entries)
+    lengths = [len(entry[0]) for _, entry in penalised]
+    of_rows = [states[row].params for row, _ in penalised]
+    factors = np.array(
+        [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in of_rows],
+        np.float32,
+    )
+    repetition, frequency, presence = to_device(
+        np.repeat(factors, lengths, axis=0).T.copy(), device
+    )
+    picked = logits[rows, ids]
+    picked = torch.where(picked > 0, picked / repetition, picked * repetition)
+    logits[rows, ids] = picked - frequency * counts - presence * (counts > 0)
+
+
+def _entries(
+    of_rows: list[tuple[int, tuple[NDArray[np.int64], NDArray[np.float32]]]],
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]] | None:
+    """Per-row (ids, values) as flat (rows, ids, values); no (row, id) occurs twice."""
+    if not of_rows:
+        return None
+    lengths = [len(ids) for _, (ids, _) in of_rows]
+    rows = np.repeat(np.array([row for row, _ in of_rows]), lengths)
+    ids = np.concatenate([ids for _, (ids, _) in of_rows])
+    return rows, ids, np.concatenate([values for _, (_, values) in of_rows])
+
+
+def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)

@@ -1,0 +1,244 @@
+"""Batched sampling: logits of a running batch in, one token a row out.
+
+A row's token depends on that row alone, to the bit: nothing is summed in an
+order that could change with the batch. Probabilities become **fixed-point
+weights** (``exp`` scaled by a power of two and rounded to int64), so that every
+sum (the mass, the running sums of top-p and of the inverse CDF) is exact, in
+whatever order a device adds. A draw costs one uniform number and one prefix
+sum. The alternative, Gumbel's arg max, needs no sums, but a random number for
+every token of the vocabulary, and leaves top-p unsolved.
+
+Truncated rows (top-k, top-p) are ranked, likeliest first, ties by ascending id:
+there top-k, top-p and min-p are all prefixes, and combining them is taking the
+shortest. Rank decides which tokens are kept and nothing else: all rows are
+drawn in order of id. The last bits of logits differ with the way a model is run
+(chunks, parts, lanes), and swap tokens that are nearly tied; a draw in order of
+rank would move with them.
+
+What is left: a draw changes if its number is as close to a border between two
+tokens as that border moves, which is as little as the probabilities do; or if
+another token is the last that is kept, because two are nearly tied at the edge
+or the sum of top-p is met almost exactly. Then borders move by up to the
+probability of the token that came or went: little, but with thousands of tokens
+kept there are as many borders. Any rule for what to keep has such an edge.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fastdecode.core.sequence import validate_for_vocab
+from sworker.buffers import Fetched
+from sworker.sampling.penalties import adjust, to_device
+from sworker.sampling.sampled import NON_FINITE, SampledToken, sampled_token
+from sworker.sampling.sampling_state import SamplingState
+from sworker.sampling.weights import controls_of, draw_truncated, draw_whole, logprobs_of
+
+__all__ = [
+    "NON_FINITE",
+    "Drawing",
+    "SampledToken",
+    "SamplingState",
+    "draw",
+    "sample",
+    "validate_for_vocab",
+]
+
+SHORT_LIST = 1024
+"""Likeliest tokens that a truncated row looks at first: sorting 1,024 of 128k
+costs a twentieth of sorting all. A row that needs more (a nearly flat
+distribution under top-p, or a greater top-k) is drawn again from the whole row,
+with the same result as if it had been at once."""
+
+MAX_BLOCK_ELEMENTS = 1 << 24
+"""Rows are worked on so many logits at a time: 128 MiB for each int64 temporary."""
+
+
+class Drawing:
+    """Tokens that are drawn on a device, and on their way to the host; see
+    ``draw``.
+
+    Args:
+        logits: adjusted, [B, V].
+        short_list: likeliest tokens that truncated rows look at.
+    """
+
+    def __init__(
+        self,
+        logits: Tensor,
+        states: Sequence[SamplingState],
+        short_list: int,
+        fetch: Callable[[Tensor], Fetched],
+    ) -> None:
+        self._logits, self._states, self._fetch = logits, states, fetch
+        self._chosen = _choose(logits, states, short_list)
+        self.is_sure = _is_sure(states, short_list, logits.shape[1])
+        """No row can need a second pass: ``tokens`` are what ``result`` will say."""
+        self._fetched = fetch(self._chosen.packed)
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [B], on the device; of a row that met an error, any."""
+        return self._chosen.tokens
+
+    @property
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._fetched.done
+
+    def wait(self) -> None:
+        """Wait until the tokens are on the host."""
+        self._fetched.wait()
+
+    def result(self) -> list[SampledToken]:
+        """One a row, in order. Waits for the device if there is something to
+        wait for; only rows that outran ``SHORT_LIST`` take a second pass."""
+        self.wait()
+        results = self._chosen.results(self._fetched.host, self._states)
+        again = [row for row, result in enumerate(results) if result is None]
+        if again:
+            logits, states = self._logits, [self._states[row] for row in again]
+            rows = logits[to_device(np.array(again), logits.device)]
+            redone = Drawing(rows, states, logits.shape[1], self._fetch).result()
+            for row, result in zip(again, redone, strict=True):
+                results[row] = result
+        return [_sure(result) for result in results]
+
+
+def draw(
+    logits: Tensor,
+    states: Sequence[SamplingState],
+    fetch: Callable[[Tensor], Fetched] = Fetched,
+) -> Drawing:
+    """Draw the next token of every row. The order of operations is
+    ``SamplingParams``'s. Never waits for the device.
+
+    A row whose logits hold a NaN or +Inf, or nothing but -Inf, gives a
+    ``SampledToken`` with an ``error``; no other row notices. The states are
+    only read: call ``observe`` with the tokens that are kept.
+
+    Args:
+        logits: float32 [B, V], B >= 1, on any device. Bias and penalties are
+            applied **in place**.
+        states: one a row.
+        fetch: takes what was drawn to the host, in one copy.
+    """
+    assert logits.dtype == torch.float32 and logits.dim() == 2 and len(states) == logits.shape[0]
+    assert all(state.vocab_size == logits.shape[1] for state in states)
+    adjust(logits, states)
+    return Drawing(logits, states, SHORT_LIST, fetch)
+
+
+def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
+    """``draw``, and wait: one result a row, in order."""
+    return draw(logits, states).result() if states else []
+
+
+def _sure(result: SampledToken | None) -> SampledToken:
+    assert result is not None, "a list as long as the vocabulary leaves no row undecided"
+    return result
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """What was drawn."""
+
+    tokens: Tensor
+    """int64 [B], on the device."""
+    packed: Tensor
+    """float64, on the device: of each row token, greatest logit, and whether
+    the short list was enough, [3, B]; then the blocks of logprobs, one after
+    another, flat."""
+    num_rows: int
+    blocks: tuple[tuple[NDArray[np.int64], int], ...]
+    """Rows that ask for logprobs [m], and how many numbers each has."""
+
+    def results(self, host: Tensor, states: Sequence[SamplingState]) -> list[SampledToken | None]:
+        """``host``: what was packed, there. None: the short list wasn't enough
+        to decide."""
+        numbers = host.tolist()
+        tokens, tops, sures = (
+            numbers[i * self.num_rows : (i + 1) * self.num_rows] for i in range(3)
+        )
+        logprobs: dict[int, list[float]] = {}
+        first = 3 * self.num_rows
+        for rows, width in self.blocks:
+            for row in rows.tolist():
+                logprobs[row] = numbers[first : first + width]
+                first += width
+        return [
+            sampled_token(state, int(token), top, logprobs.get(row))
+            if sure or not math.isfinite(top)
+            else None
+            for row, (state, token, top, sure) in enumerate(
+                zip(states, tokens, tops, sures, strict=True)
+            )
+        ]
+
+
+def _choose(logits: Tensor, states: Sequence[SamplingState], short_list: int) -> _Chosen:
+    """Draw from adjusted logits [B, V]."""
+    num_rows, vocab_size = logits.shape
+    greatest, tokens = logits.max(dim=-1)  # [B], [B]; the first of equals, and NaN if there is one
+    decided = torch.ones(num_rows, dtype=torch.bool, device=logits.device)
+    whole, truncated = _split(states)
+    for rows in _blocks(whole, vocab_size):
+        at = to_device(rows, logits.device)
+        tokens[at] = draw_whole(logits[at], greatest[at, None], controls_of(states, rows, logits))
+    for rows in _blocks(truncated, vocab_size):
+        at = to_device(rows, logits.device)
+        columns = _num_columns([states[row].params.top_k for row in rows], short_list, vocab_size)
+        controls = controls_of(states, rows, logits)
+        tokens[at], decided[at] = draw_truncated(logits[at], greatest[at, None], controls, columns)
+    drawn = torch.stack([tokens.double(), greatest.double(), decided.double()])
+    asking = np.array(
+        [row for row, state in enumerate(states) if state.params.logprobs is not None], np.int64
+    )
+    pieces, blocks = [drawn.view(-1)], []
+    for rows in _blocks(asking, vocab_size):
+        at = to_device(rows, logits.device)
+        count = min(vocab_size, max(states[row].params.logprobs or 0 for row in rows))
+        found = logprobs_of(logits[at], greatest[at, None], tokens[at, None], count)
+        pieces.append(found.view(-1))
+        blocks.append((rows, found.shape[1]))
+    packed = torch.cat(pieces) if blocks else pieces[0]
+    return _Chosen(tokens, packed, num_rows, tuple(blocks))
+
+
+def _is_sure(states: Sequence[SamplingState], short_list: int, vocab_size: int) -> bool:
+    """Whether the short list is enough for every row, whatever its logits."""
+    if short_list >= vocab_size:
+        return True
+    truncated = [states[row].params for row in _split(states)[1].tolist()]
+    return all(0 < params.top_k <= short_list for params in truncated)
+
+
+def _split(states: Sequence[SamplingState]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows drawn from the whole distribution, and rows drawn from a truncated
+    one. The rest is greedy."""
+    whole: list[int] = []
+    truncated: list[int] = []
+    for row, state in enumerate(states):
+        if not state.is_greedy:
+            params = state.params
+            (truncated if params.top_k or params.top_p < 1 else whole).append(row)
+    return np.array(whole, np.int64), np.array(truncated, np.int64)
+
+
+def _num_columns(top_ks: list[int], short_list: int, vocab_size: int) -> int:
+    """How many of the likeliest tokens to look at: no more than the short list,
+    no more than any row needs."""
+    return min(short_list, vocab_size, max(top_k or vocab_size for top_k in top_ks))
+
+
+def _blocks(rows: NDArray[np.int64], vocab_size: int) -> Iterator[NDArray[np.int64]]:
+    size = max(1, MAX_BLOCK_ELEMENTS // vocab_size)
+    for start in range(0, len(rows), size):
+        yield rows[start : start + size]

@@ -1,0 +1,127 @@
+"""Kept blocks on disk whose bytes are flipped, and R-workers that are killed
+while they store: whatever is read back is right, or isn't there.
+
+As a program it stores blocks for ever: ``hurt_slots.py DIRECTORY SEED``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parents[2]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from rworker.tiers.format import SlotShape  # noqa: E402
+from rworker.tiers.mover import Mover  # noqa: E402
+from rworker.tiers.slots import open_slots  # noqa: E402
+from rworker.tiers.units import Job  # noqa: E402
+
+SHAPE = SlotShape("ab" * 32, num_layers=5, layer_bytes=3000)
+NUM_SLOTS = 16
+NUM_BLOCKS = 8
+QUOTA = SHAPE.file_bytes(NUM_SLOTS)
+WAIT_S = 30.0
+
+
+def block_of(key: bytes) -> np.ndarray:
+    """What a block of this key has to hold: uint8 [num_layers, layer_bytes]."""
+    seed = int.from_bytes(key, "little")
+    shape = (SHAPE.num_layers, SHAPE.layer_bytes)
+    return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+
+
+def run_job(mover: Mover, job: Job) -> set[int]:
+    """Which of its blocks have failed."""
+    mover.begin(job)
+    over: list[Job] = []
+    while not over:
+        mover.wait(WAIT_S)
+        over = mover.take_over()
+    return over[0].failed
+
+
+def store_for_ever(directory: Path, seed: int) -> None:
+    """Fill slots, drop some, fill them again; says when it has begun."""
+    chance, pool = random.Random(seed), np.empty((SHAPE.num_layers, NUM_BLOCKS, 3000), np.uint8)
+    mover = Mover(open_slots(directory, SHAPE, QUOTA), pool)
+    for number in itertools.count():
+        keys = tuple(chance.getrandbits(96).to_bytes(16, "little") for _ in range(NUM_BLOCKS))
+        for place, key in enumerate(keys):
+            pool[:, place] = block_of(key)
+        there = [entry.key for entry in mover.slots.entries]
+        for key in chance.sample(there, max(0, len(there) + NUM_BLOCKS - NUM_SLOTS)):
+            mover.slots.drop(key)
+        run_job(mover, Job(number, False, keys, tuple(range(NUM_BLOCKS)), (64,) * NUM_BLOCKS))
+        if number == 0:
+            print("stored", flush=True)
+
+
+def look(directory: Path, counts: Counter[str]) -> None:
+    """Read back all that is said to be there."""
+    slots = open_slots(directory, SHAPE, QUOTA)
+    keys = tuple(entry.key for entry in slots.entries)
+    pool = np.zeros((SHAPE.num_layers, max(1, len(keys)), SHAPE.layer_bytes), np.uint8)
+    mover = Mover(slots, pool)
+    failed = run_job(mover, Job(0, True, keys, tuple(range(len(keys))))) if keys else set()
+    mover.close()
+    counts["missed"] += len(failed)
+    for place, key in enumerate(keys):
+        if place not in failed:
+            is_right = bool((pool[:, place] == block_of(key)).all())
+            counts["right" if is_right else "changed"] += 1
+
+
+def kills(number: int, chance: random.Random) -> Counter[str]:
+    """R-workers' movers killed at random moments while they store."""
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory(prefix="fd") as place:
+        directory = Path(place) / "kept"
+        for _ in range(number):
+            program = [sys.executable, __file__, str(directory), str(chance.getrandbits(32))]
+            with subprocess.Popen(program, stdout=subprocess.PIPE, start_new_session=True) as job:
+                try:
+                    assert job.stdout is not None and job.stdout.readline() == b"stored\n"
+                    time.sleep(chance.uniform(0, 0.05))
+                finally:
+                    os.killpg(job.pid, signal.SIGKILL)
+            counts["kills"] += 1
+            look(directory, counts)
+    return counts
+
+
+def flips(number: int, chance: random.Random) -> Counter[str]:
+    """Single bits flipped anywhere: half of them in header and table."""
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory(prefix="fd") as place:
+        directory = Path(place) / "kept"
+        keys = tuple(n.to_bytes(16, "little") for n in range(NUM_BLOCKS))
+        pool = np.stack([block_of(key) for key in keys], 1)
+        mover = Mover(open_slots(directory, SHAPE, QUOTA), pool)
+        run_job(mover, Job(0, False, keys, tuple(range(NUM_BLOCKS)), (64,) * NUM_BLOCKS))
+        mover.close()
+        path = mover.slots.path
+        whole, head = path.read_bytes(), SHAPE.data_start(NUM_SLOTS)
+        for _ in range(number):
+            at = chance.randrange(head if chance.random() < 0.5 else len(whole))
+            damaged = bytearray(whole)
+            damaged[at] ^= 1 << chance.randrange(8)
+            path.write_bytes(damaged)
+            counts["flips"] += 1
+            look(directory, counts)
+    return counts
+
+
+if __name__ == "__main__":
+    store_for_ever(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,69 @@
+"""``fastdecode cache`` and ``doctor`` over what R-workers keep on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastdecode.cli.main import main
+from rworker.tiers.format import SlotShape
+from rworker.tiers.mover import Mover
+from rworker.tiers.slots import open_slots
+from rworker.tiers.units import Job
+
+SHAPE = SlotShape("ab" * 32, num_layers=2, layer_bytes=3000)
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """A directory with a file of three blocks."""
+    pool = np.random.default_rng(1).integers(0, 256, (2, 3, 3000), np.uint8)
+    mover = Mover(open_slots(tmp_path / "kept", SHAPE, SHAPE.file_bytes(5)), pool)
+    keys = tuple(number.to_bytes(16, "little") for number in range(3))
+    mover.begin(Job(0, False, keys, (0, 1, 2), (64, 128, 192)))
+    mover.wait(30.0)
+    (job,) = mover.take_over()
+    assert not job.failed
+    mover.close()
+    return tmp_path / "kept"
+
+
+def test_shows_verifies_and_clears(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", str(kept)]) == 0
+    assert "3 KV blocks of 5" in capsys.readouterr().out
+    assert main(["cache", str(kept), "--verify", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["files"]
+    assert found["num_blocks"] == 3 and found["damage"] == [] and not found["is_held"]
+    path = Path(found["path"])
+    data = bytearray(path.read_bytes())
+    data[SHAPE.data_start(5) + 2 * SHAPE.slot_bytes + 100] ^= 4
+    path.write_bytes(data)
+    assert main(["cache", str(kept)]) == 0, "only the table was read"
+    assert main(["cache", str(kept), "--verify"]) == 1
+    assert "damaged: the block in slot 2" in capsys.readouterr().out
+    assert main(["cache", str(kept), "--clear"]) == 0
+    assert "1 files of KV blocks removed" in capsys.readouterr().out and not path.exists()
+
+
+def test_what_an_r_worker_uses_isnt_cleared(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, slots = [open_slots(kept, SHAPE, SHAPE.file_bytes(5)) for _ in range(2)]
+    first.close()
+    assert main(["cache", str(kept), "--clear"]) == 2
+    assert "end the R-worker" in capsys.readouterr().err and slots.path.exists()
+    assert first.path.stat().st_size, "all are removed, or none"
+    assert main(["cache", str(kept)]) == 0
+    assert "an R-worker goes on with it" in capsys.readouterr().out
+    slots.close()
+
+
+def test_doctor_measures_the_disk(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "--cache-disk", str(kept), "--json"])
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    (found,) = [each for each in findings if each["check"] == "cache disk"]
+    assert found["level"] in ("PASS", "WARN") and "1 files of KV blocks" in found["text"]
+    main(["doctor", "--cache-disk", str(kept / "no" / "such"), "--json"])
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    assert [each["level"] for each in findings if each["check"] == "cache disk"] == ["FAIL"]

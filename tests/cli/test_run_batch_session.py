@@ -1,0 +1,70 @@
+"""``run-batch --resume`` goes on with what R-workers at addresses have kept of a
+job whose S-worker was killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mpi_launch import running
+from zmq_r_workers import FASTDECODE, PATHS, at, r_workers
+
+from fastdecode.cli.main import main
+
+pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
+
+
+def _write(path: Path) -> None:
+    """The first is done long before the others; every other one is sampled."""
+    sampled = {"temperature": 0.9, "top_p": 0.9}
+    lines = [
+        {
+            "id": str(i),
+            "prompt_token_ids": [(7 * i + 3 * j) % 90 + 5 for j in range(20 + 9 * i)],
+            "max_tokens": 200 if i else 2,
+            "ignore_eos": True,
+            "n": 2 if i == 3 else 1,
+            **({**sampled, "seed": i} if i % 2 else {"temperature": 0}),
+        }
+        for i in range(4)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _answers(output: Path) -> dict[str, Any]:
+    rows = [json.loads(text) for text in output.read_text().splitlines()]
+    return {row["id"]: row.get("completions", row.get("token_ids")) for row in rows}
+
+
+def test_another_s_worker_goes_on_with_what_r_workers_have_kept(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _write(tmp_path / "in.jsonl")
+    model = ["--model", str(tiny_checkpoint("llama")), "--dtype", "float32"]
+    model += ["--prefill-chunk", "16", "--input", str(tmp_path / "in.jsonl"), "--output"]
+    plain, output = tmp_path / "plain.jsonl", tmp_path / "out.jsonl"
+    assert main(["run-batch", *model, str(plain), "--kv-memory-gb", "0.01"]) == 0
+    summary, session = tmp_path / "summary.json", tmp_path / "out.jsonl.session"
+    with r_workers("*", "*", options=("--log-level", "info")) as (jobs, addresses):
+        command = ["run-batch", *model, str(output), *at(addresses)]
+        with running([*FASTDECODE, *command], **PATHS) as s_worker:
+            s_worker.wait_for_text(output)
+            s_worker.process.send_signal(signal.SIGKILL)
+            s_worker.wait()
+        assert session.stat().st_mode & 0o777 == 0o600
+        for job in jobs:  # until then it serves the one that was killed
+            job.wait_until(lambda job=job: "goes on without a peer" in job.output())
+        capsys.readouterr()
+        stranger = ["generate", *model, str(tmp_path / "other.jsonl"), *at(addresses)]
+        assert main(stranger) == 4
+        assert "keeps the KV cache of a job whose S-worker is lost" in capsys.readouterr().err
+        assert main([*command, "--resume", "--summary", str(summary)]) == 0
+        assert [job.wait().exit_code for job in jobs] == [0, 0]
+    assert _answers(output) == _answers(plain)
+    found = json.loads(summary.read_text())["session"]
+    assert found["sequences_kept"] and found["tokens_kept"] > found["tokens"] // 2, found
+    assert not session.exists()

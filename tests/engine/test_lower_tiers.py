@@ -1,0 +1,237 @@
+"""Blocks that were on disk meanwhile change no token, wherever they come back,
+and whatever becomes of the disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import FAMILIES
+from disk_talks import Said, talk_in_turns
+
+from examples import TRIES_ALL
+from fastdecode import LLM
+from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.model.checkpoint import WEIGHTS_FILE, open_checkpoint
+from fastdecode.core.model.weights_hash import weights_hash
+from rworker.tiers.disk import slot_files
+from rworker.tiers.slots import read_slots
+
+SMALL: dict[str, Any] = {
+    "dtype": "float32",
+    "r_threads": 1,
+    "block_size": 16,
+    "kv_memory_gb": 0.0002,  # 16 blocks
+    "max_num_sequences": 2,
+    "prefix_cache": "on",
+}
+WAYS: list[dict[str, Any]] = [
+    {"prefill_chunk": 23},
+    {"prompt_attention": "s"},
+    {
+        "r_workers": 2,
+        "lanes": 2,
+        "max_num_sequences": 4,
+        "cache_policy": "lru",
+        "kv_memory_gb": 0.0001,
+    },
+    {"r_workers": 2, "r_partition": "heads", "kv_memory_gb": 0.0001},
+    {"r_workers": 3, "split_tokens": 32, "prompt_attention": "s", "kv_memory_gb": 0.0001},
+    {
+        "swap_threshold": 0.9,
+        "cache_policy": "size-idle",
+        "kv_dtype": "float16",
+        "kv_memory_gb": 0.0001,
+    },
+]
+MORE_WAYS: list[dict[str, Any]] = [
+    {"lanes": 2, "max_num_sequences": 4, "transport": "inproc", "r_workers": 2,
+     "kv_memory_gb": 0.0001},
+    {"r_workers": 3, "kv_memory_gb": 0.0001, "prefill_chunk": 16},
+    {"r_workers": 2, "r_partition": "heads", "lanes": 2, "kv_memory_gb": 0.0001},
+    {"block_size": 32, "kv_memory_gb": 0.0003},
+    {"split_tokens": 32, "prompt_attention": "r", "r_workers": 2, "kv_memory_gb": 0.0001},
+    {"cache_restore": "whole"},
+]  # fmt: skip
+SOME_FAMILIES = ("gemma2",)
+"""Windows in every other layer."""
+
+
+def on_disk(directory: Path, **options: Any) -> dict[str, Any]:
+    """Options of an engine with little memory, and a disk."""
+    return {**SMALL, "cache_disk": str(directory), "cache_disk_gb": 0.001, **options}
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_checkpoint: Callable[..., Path]) -> Said:
+    options = {**SMALL, "prefix_cache": "off"}
+    with LLM(str(tiny_checkpoint("llama")), **options) as llm:
+        return talk_in_turns(llm)
+
+
+@pytest.mark.parametrize("way", WAYS + MORE_WAYS * TRIES_ALL, ids=str)
+def test_what_was_on_disk_says_the_same(
+    way: dict[str, Any], tmp_path: Path, tiny_checkpoint: Callable[..., Path], plain: Said
+) -> None:
+    options = {**SMALL, "cache_disk": str(tmp_path), "cache_disk_gb": 0.001, **way}
+    path = str(tiny_checkpoint("llama"))
+    with LLM(path, **options) as llm:
+        first = talk_in_turns(llm)
+        assert first == plain or "kv_dtype" in way
+        counts = llm.stats.tiers
+        assert counts.num_stored > 0 and counts.num_fetched > 0 and counts.num_failed == 0
+    with LLM(path, **options) as llm:  # found again
+        assert talk_in_turns(llm) == first
+        assert llm.stats.tiers.num_found > 0
+        assert llm.stats.num_cached_prompt_tokens > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES if TRIES_ALL else SOME_FAMILIES)
+def test_every_family_says_the_same(
+    family: str, tmp_path: Path, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    path = str(tiny_checkpoint(family))
+    blocks_gb = open_checkpoint(path).spec().kv_spec(DType.FLOAT32).token_bytes * 16 / 1e9
+    with LLM(path, **{**SMALL, "prefix_cache": "off"}) as llm:
+        expected = talk_in_turns(llm)
+    with LLM(path, **on_disk(tmp_path, kv_memory_gb=16.5 * blocks_gb)) as llm:
+        assert talk_in_turns(llm) == expected
+        counts = llm.stats.tiers
+        assert counts.num_stored > 0 and counts.num_fetched > 0 and counts.num_failed == 0
+
+
+@pytest.mark.parametrize("kv_dtype", ["int4", *["int8"] * TRIES_ALL])
+def test_quantized_blocks_come_back_as_they_went(
+    kv_dtype: str, tmp_path: Path, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    """Scales and all. (What is computed again may be rounded otherwise, so
+    tokens needn't be those without a disk.)"""
+    options = on_disk(tmp_path, kv_dtype=kv_dtype, kv_memory_gb=0.00006, swap_threshold=0.9)
+    with LLM(str(tiny_checkpoint("llama")), **options) as llm:
+        said = talk_in_turns(llm)
+        counts = llm.stats.tiers
+        assert counts.num_stored > 0 and counts.num_fetched > 0 and counts.num_failed == 0
+    assert all(len(tokens) == 5 for completions in said for tokens in completions)
+
+
+def test_siblings_begin_with_what_was_on_disk(
+    tmp_path: Path, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    """Several sequences of a request, of which some are drawn."""
+    path, drawn = str(tiny_checkpoint("llama")), {"n": 2, "temperature": 0.8, "seed": 3}
+    with LLM(path, **{**SMALL, "prefix_cache": "off"}) as llm:
+        expected = talk_in_turns(llm, **drawn)
+    with LLM(path, **on_disk(tmp_path, swap_threshold=0.9)) as llm:
+        assert talk_in_turns(llm, **drawn) == expected
+        assert talk_in_turns(llm, **drawn) == expected
+        counts = llm.stats.tiers
+        assert counts.num_stored > 0 and counts.num_fetched > 0 and counts.num_failed == 0
+
+
+def test_head_shares_that_were_swapped_are_no_ones_blocks(
+    tmp_path: Path, tiny_checkpoint: Callable[..., Path], plain: Said
+) -> None:
+    """Two R-workers' files with equal headers but for whose heads they hold."""
+    path, heads = str(tiny_checkpoint("llama")), {"r_workers": 2, "r_partition": "heads"}
+    options = on_disk(tmp_path, **heads, kv_memory_gb=0.0001)
+    with LLM(path, **options) as llm:
+        assert talk_in_turns(llm) == plain
+    one, other = slot_files(tmp_path)
+    assert one.parent != other.parent
+    one.rename(tmp_path / "moved"), other.rename(one), (tmp_path / "moved").rename(other)
+    with LLM(path, **options) as llm:
+        assert talk_in_turns(llm) == plain
+        assert llm.stats.tiers.num_found == 0
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_what_was_in_host_memory_says_the_same(
+    kv_dtype: str, tiny_checkpoint: Callable[..., Path], plain: Said
+) -> None:
+    device = {**SMALL, "kv_placement": "gpu", "cache_memory_gb": 0.001, "kv_dtype": kv_dtype}
+    if kv_dtype == "int8":
+        device["kv_memory_gb"] = 0.00004
+    with LLM(str(tiny_checkpoint("llama")), **device) as llm:
+        said = talk_in_turns(llm)
+        counts = llm.stats.tiers
+        assert counts.num_stored > 0 and counts.num_fetched > 0 and counts.num_failed == 0
+    assert said == plain or kv_dtype == "int8"
+
+
+def test_damaged_blocks_are_run_again(
+    tmp_path: Path, tiny_checkpoint: Callable[..., Path], plain: Said
+) -> None:
+    path = str(tiny_checkpoint("llama"))
+    options = {**SMALL, "cache_disk": str(tmp_path), "cache_disk_gb": 0.001}
+    with LLM(path, **options) as llm:
+        assert talk_in_turns(llm) == plain
+    (file,) = slot_files(tmp_path)
+    header = read_slots(file)
+    os.close(header[0])
+    data = bytearray(file.read_bytes())
+    for at in range(header[1].shape.data_start(header[1].num_slots), len(data), 700):
+        data[at] ^= 1
+    file.write_bytes(data)
+    with LLM(path, **options) as llm:
+        assert talk_in_turns(llm) == plain
+        assert llm.stats.tiers.num_found > 0 and llm.stats.tiers.num_failed > 0
+
+
+def test_a_fine_tune_with_equal_headers_finds_nothing(
+    tmp_path: Path, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    base = tiny_checkpoint("llama")
+    tuned = tmp_path / "tuned"
+    shutil.copytree(base, tuned)
+    weights = bytearray((tuned / WEIGHTS_FILE).read_bytes())
+    weights[-4096:] = weights[-8192:-4096]
+    (tuned / WEIGHTS_FILE).write_bytes(weights)
+    assert open_checkpoint(base).model_hash == open_checkpoint(tuned).model_hash
+    (tmp_path / "kept").mkdir(mode=0o700)
+    options = {**SMALL, "cache_disk": str(tmp_path / "kept"), "cache_disk_gb": 0.001}
+    with LLM(str(base), **options) as llm:
+        talk_in_turns(llm, 2)
+    with LLM(str(tuned), **options) as llm:
+        said = talk_in_turns(llm, 2)
+        assert llm.stats.tiers.num_found == 0
+    with LLM(str(tuned), **{**SMALL, "prefix_cache": "off"}) as llm:
+        assert talk_in_turns(llm, 2) == said
+
+
+def test_what_a_hash_of_weights_is_of(tmp_path: Path, tiny_checkpoint: Callable[..., Path]) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint("llama"), model)
+    known = tmp_path / "known"
+    first = weights_hash(open_checkpoint(model), known)
+    assert len(list(known.iterdir())) == 1
+    assert weights_hash(open_checkpoint(model), known) == first
+    weights = bytearray((model / WEIGHTS_FILE).read_bytes())
+    weights[-1] ^= 1
+    (model / WEIGHTS_FILE).write_bytes(weights)
+    assert weights_hash(open_checkpoint(model), known) != first
+    (next(known.iterdir())).write_text("{")
+    assert weights_hash(open_checkpoint(model), known) != first
+
+
+def test_a_disk_that_is_too_small_is_an_error_at_the_start(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    options = {**SMALL, "cache_disk": str(tmp_path)}
+    with pytest.raises(ConfigError, match="belong together"):
+        LLM(str(tiny_checkpoint("llama")), **options)
+    with pytest.raises(ConfigError, match="are free in"):
+        LLM(str(tiny_checkpoint("llama")), **options, cache_disk_gb=9e5)
+    with pytest.raises(ConfigError, match="needs prefix_cache='on'"):
+        EngineConfig.of("dir", prefix_cache="off", cache_disk="x", cache_disk_gb=1)
+    with pytest.raises(ConfigError, match="is for KV on the device"):
+        EngineConfig.of("dir", cache_memory_gb=1, kv_placement="r")
+    with pytest.raises(ConfigError, match="to each fastdecode r-worker"):
+        EngineConfig.of(
+            "dir", r_worker_addresses=("tcp://127.0.0.1:1",), cache_disk="x", cache_disk_gb=1
+        )

@@ -1,0 +1,129 @@
+"""Sequences that step while later layers of their blocks are still on disk say
+what they would have said, whatever comes of the rest."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from disk_talks import Said, talk
+from held_slots import held
+from numpy.typing import NDArray
+from trouble import give
+
+from examples import TRIES_ALL
+from fastdecode import LLM
+from rworker.attention import AttentionExecutor
+from rworker.tiers.disk import Disk
+from rworker.tiers.mover import Mover
+from rworker.tiers.slots import SlotFile
+from rworker.tiers.tiers import Tiers
+from rworker.tiers.units import Unit
+
+WAIT_S = 60.0
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "r_threads": 1,
+    "block_size": 16,
+    "kv_memory_gb": 0.00025,  # 10 blocks
+    "r_workers": 2,
+    "max_num_sequences": 4,
+    "transport": "inproc",
+    "cache_disk_gb": 0.004,
+    "swap_threshold": 0.6,
+}
+WAYS: list[tuple[dict[str, Any], float]] = [
+    ({"prompt_attention": "r"}, 0.3),
+    ({"r_partition": "heads", "lanes": 2}, 0.3),
+    ({"prompt_attention": "s"}, 0.0),
+]
+MORE_WAYS: list[tuple[dict[str, Any], float]] = [
+    ({"prompt_attention": "r"}, 0.0),
+    ({"prompt_attention": "s", "lanes": 2}, 0.3),
+    ({"r_partition": "heads"}, 0.0),
+    ({"split_tokens": 32}, 0.3),
+    ({"prefill_chunk": 16, "cache_policy": "lru"}, 0.3),
+]
+
+
+class AtTheLastMoment(Mover):
+    """Every layer but the first is on disk until a step waits for it. It all
+    takes no time, so whoever starts joins."""
+
+    def __init__(self, fails: float, slots: SlotFile, pool: NDArray[np.uint8]) -> None:
+        self._asked: dict[int, int] = {}  # by job: the last layer that a step waits for
+        self._changed = threading.Condition()
+        disk = held(slots)
+        disk.damaged = By(random.Random(5), fails)
+        for layer in range(slots.shape.num_layers):
+            disk.let(layer)
+        super().__init__(disk, pool, 2, clock=lambda: 0.0, least_unit_bytes=1, late_s=WAIT_S)
+
+    def wait_for_layer(self, numbers: Collection[int], layer: int) -> None:
+        with self._changed:
+            self._asked.update(dict.fromkeys(numbers, layer))
+            self._changed.notify_all()
+        super().wait_for_layer(numbers, layer)
+
+    def _fetch(self, unit: Unit, buffer: NDArray[np.uint8]) -> bool:
+        number, layer = unit.job.number, unit.group
+        with self._changed:
+            is_asked = self._changed.wait_for(lambda: self._asked.get(number, 0) >= layer, WAIT_S)
+        assert is_asked, "no step has waited for it"
+        return super()._fetch(unit, buffer)
+
+
+class By(set[tuple[int, int]]):
+    """What is read of later layers is damaged by chance."""
+
+    def __init__(self, chance: random.Random, share: float) -> None:
+        super().__init__()
+        self._chance, self._share = chance, share
+
+    def __contains__(self, place: object) -> bool:
+        assert isinstance(place, tuple)
+        return place[1] > 0 and self._chance.random() < self._share
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoint: Callable[..., Path]) -> str:
+    """Layers of whole pages."""
+    return str(tiny_checkpoint("llama", head_dim=32))
+
+
+@pytest.fixture(scope="module")
+def plain(model: str) -> Said:
+    options = {**OPTIONS, "prefix_cache": "off", "cache_disk_gb": None, "kv_memory_gb": 0.004}
+    with LLM(model, **options) as llm:
+        return talk(llm)
+
+
+@pytest.mark.parametrize(("way", "fails"), WAYS + MORE_WAYS * TRIES_ALL, ids=str)
+def test_who_joins_early_says_the_same(
+    way: dict[str, Any],
+    fails: float,
+    tmp_path: Path,
+    model: str,
+    plain: Said,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the same steps as others, also where a later layer turns out to be
+    damaged when the first were attended."""
+    disk = Disk(tmp_path, 4_000_000)
+    make_mover = partial(AtTheLastMoment, fails)
+
+    def executor() -> AttentionExecutor:
+        return AttentionExecutor(num_threads=1, tiers=Tiers(disk, make_mover))
+
+    give(monkeypatch, {"r0": executor, "r1": executor})
+    with LLM(model, **{**OPTIONS, **way}, cache_disk=str(tmp_path)) as llm:
+        assert talk(llm) == plain
+        counts = llm.stats.tiers
+        assert counts.num_joined > 0 and counts.num_fetched > 0
+        assert (counts.num_failed > 0) == (fails > 0)

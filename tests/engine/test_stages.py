@@ -1,0 +1,171 @@
+"""Pipeline stages as threads: a request's tokens are those of one stage, whatever
+becomes of R-workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import FAMILIES, prompts
+from trouble import crash_after
+from zmq_r_workers import r_workers
+
+from examples import TRIES_ALL
+from fastdecode import LLM, SamplingParams
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.sequence import PromptRequest
+from sworker.worker import Pass, SWorker
+
+Make = Callable[..., Path]
+OPTIONS: dict[str, Any] = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01}
+
+
+def tokens(llm: LLM, asked: list[tuple[list[int], SamplingParams]]) -> list[list[tuple[int, ...]]]:
+    outputs = llm.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+    assert all(output.ok for output in outputs), outputs
+    return [[completion.token_ids for completion in output.completions] for output in outputs]
+
+
+def mixed_requests() -> list[tuple[list[int], SamplingParams]]:
+    """Short and long, greedy and sampled, several completions of one prompt."""
+    short, long, forked, middling = prompts((5, 40, 18, 23))
+    return [
+        (short, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)),
+        (long, SamplingParams(temperature=1.0, seed=4, max_tokens=9, ignore_eos=True)),
+        (forked, SamplingParams(temperature=0.8, seed=5, top_p=0.9, max_tokens=8, n=3)),
+        (middling, SamplingParams(temperature=0, max_tokens=15, repetition_penalty=1.2)),
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_familys_tokens(family: str, tiny_checkpoint: Make) -> None:
+    path, asked = str(tiny_checkpoint(family)), mixed_requests()
+    with LLM(path, **OPTIONS) as llm:
+        expected = tokens(llm, asked)
+    with LLM(path, **OPTIONS, pp=2, prefill_chunk=16, lanes=2) as llm:
+        assert tokens(llm, asked) == expected
+    with LLM(path, **OPTIONS, pp=3, pp_layers="1,1,1", r_workers=2, lanes=4) as llm:
+        assert tokens(llm, asked) == expected
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_checkpoint: Make) -> str:
+    return str(tiny_checkpoint("llama"))
+
+
+@pytest.fixture(scope="module")
+def expected(llama: str) -> list[list[tuple[int, ...]]]:
+    with LLM(llama, **OPTIONS) as llm:
+        return tokens(llm, mixed_requests())
+
+
+WAYS: list[dict[str, Any]] = [
+    {"r_workers": 2, "prefill_chunk": 7, "prompt_attention": "s", "lanes": 4},
+    {"lanes": 1, "max_num_sequences": 2, "max_step_tokens": 9},
+    {"prefix_cache": "on", "block_size": 16},
+    {"schedule": "stabilized", "load_limit": 120, "length_quantile": 0.5, "block_size": 16},
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_ways_to_run_stages(way: dict[str, Any], llama: str, expected: Any) -> None:
+    with LLM(llama, **OPTIONS, pp=2, **way) as llm:
+        assert tokens(llm, mixed_requests()) == expected
+        assert tokens(llm, mixed_requests()) == expected
+        if way.get("prefix_cache") == "on":
+            assert llm.stats.num_cached_prompt_tokens > 16
+
+
+def test_sequences_are_suspended_and_go_on(llama: str) -> None:
+    """Twelve sequences grow beyond what is reserved for them."""
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, stop_token_ids=[0])
+    asked = [(prompt, params) for prompt in prompts((20,) * 12, seed=3)]
+    with LLM(llama, **OPTIONS) as llm:
+        alone = tokens(llm, asked)
+    small = {**OPTIONS, "kv_memory_gb": 9.3e-5, "block_size": 16, "length_quantile": 0.5}
+    few = {"expected_output_tokens": 2}
+    with LLM(llama, **small, **few, pp=3, pp_layers="1,1,1", lanes=3) as llm:
+        assert tokens(llm, asked) == alone
+        assert llm.stats.num_suspended > 0
+
+
+def test_cancelled_requests_leave_nothing_behind(llama: str, expected: Any) -> None:
+    with LLM(llama, **OPTIONS, pp=2, r_workers=2, lanes=2) as llm:
+        endless = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True, n=2)
+        deltas = llm.deltas([PromptRequest("endless", prompts((30,))[0], endless)])
+        assert next(deltas).finish_reason is None
+        deltas.close()
+        assert tokens(llm, mixed_requests()) == expected
+        figures = []
+        llm.service.call(lambda running: figures.append(running.engine.figures()))
+        assert [one.kv_blocks_used for one in figures[0].r_workers] == [0, 0]
+
+
+LOSSES = [("r1", 3), ("s1-r1", 0), ("s2-r0", 17)]
+MORE_LOSSES = [("r1", 0), ("r1", 17), ("s1-r1", 3), ("s1-r1", 17), ("s2-r0", 0), ("s2-r0", 3)]
+
+
+@pytest.mark.parametrize(("lost", "after"), LOSSES + MORE_LOSSES * TRIES_ALL)
+def test_a_lost_r_worker_of_any_stage_is_recovered(
+    lost: str, after: int, llama: str, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while prompts arrive: the first layers that it attends are theirs."""
+    crash_after(monkeypatch, {lost: after})
+    with LLM(
+        llama, **OPTIONS, pp=3, pp_layers="1,1,1", r_workers=2, prefill_chunk=16, lanes=3
+    ) as llm:
+        assert tokens(llm, mixed_requests()) == expected
+        assert llm.stats.num_recomputed > 0
+        assert llm.snapshot().engine.workers == (1, 2)
+        assert tokens(llm, mixed_requests()) == expected
+
+
+def test_r_workers_at_addresses_are_each_stages_in_their_order(llama: str, expected: Any) -> None:
+    with r_workers("*", "*") as (_, addresses):
+        options = {"dtype": "float32", "r_worker_addresses": tuple(addresses)}
+        with LLM(llama, **options, pp=2) as llm:
+            assert tokens(llm, mixed_requests()) == expected
+            assert llm.snapshot().engine.workers == (1, 1)
+
+
+def test_a_stage_without_r_workers_ends_the_job(
+    llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crash_after(monkeypatch, {"s1-r0": 9})
+    with LLM(llama, **OPTIONS, pp=2, lanes=3) as llm:  # R-workers are threads
+        outputs = llm.generate(prompts((5, 9)), SamplingParams(max_tokens=50, ignore_eos=True))
+        assert not any(output.ok for output in outputs)
+        assert all("stage 1" in output.error.message for output in outputs)
+
+
+def test_a_stage_that_breaks_down_ends_the_job_by_name(
+    llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def go_on(self: SWorker, *args: Any) -> Pass:
+        raise RuntimeError("the lights went out")
+
+    monkeypatch.setattr(SWorker, "go_on", go_on)
+    with LLM(llama, **OPTIONS, pp=2) as llm:
+        (output,) = llm.generate(prompts((5,)), SamplingParams(max_tokens=5))
+        assert output.error is not None
+        assert "stage 1" in output.error.message
+        assert "the lights went out" in output.error.message
+
+
+def test_what_isnt_there_with_stages_is_refused_by_name(llama: str) -> None:
+    for options, named in (
+        ({"r_partition": "heads"}, "r_partition"),
+        ({"split_tokens": 64}, "split_tokens"),
+        ({"kv_placement": "hybrid"}, "kv_placement"),
+        ({"kv_placement": "gpu"}, "kv_placement"),
+        ({"spare_r_workers": 1, "replicas": 1}, "spare_r_workers"),
+        ({"r_worker_addresses": ("tcp://127.0.0.1:5555",)}, "a multiple of 2"),
+        ({"tp": 2}, "needs an MPI launcher: mpirun -n 4 "),
+        ({"pp_layers": "1,2,3"}, "pp_layers"),
+        ({"pp_layers": "all"}, "pp_layers"),
+        ({"pp_layers": "1,1"}, "pp_layers"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            LLM(llama, pp=2, **options)

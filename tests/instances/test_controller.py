@@ -1,0 +1,243 @@
+"""The controller alone, over instances that a test speaks for: whatever happens,
+every request says what it would say anyway, once."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from examples import examples
+from fastdecode.core.delta import CANCELLED, Delta, Listener
+from fastdecode.core.errors import CapacityError, FastDecodeError, RequestError, WorkerError
+from fastdecode.core.holders import KVSource
+from fastdecode.core.sequence import FinishReason, Request, SamplingParams
+from fastdecode.engine.instances.controller import Controller
+from fastdecode.engine.instances.flow import Stage
+from fastdecode.schedule.life.handing import HANDED_OVER_LOST
+
+BLOCK_SIZE = 16
+SOURCE = KVSource("p-r0", 0, "ab" * 16, 0, 9, 0, 2)
+
+
+def answer(request: Request, index: int) -> list[int]:
+    """All tokens of a sequence; those that end early are shorter than they may be."""
+    rng = random.Random(f"{request.seed}/{index}")
+    most = request.params.max_tokens or 1
+    return [rng.randrange(100) for _ in range(rng.choice([1, most, rng.randint(1, most)]))]
+
+
+class Scripted:
+    """An instance, as ``controller.Instance``. Text is a letter a token, of which
+    the last is held back until the next is there."""
+
+    def __init__(self, name: str, *, num_tokens: int = 16 * BLOCK_SIZE) -> None:
+        self.name, self.num_tokens, self.max_sequences = name, num_tokens, 100
+        self.broken: FastDecodeError | None = None
+        self.asked: dict[str, Request] = {}
+        self._drawn: dict[str, dict[int, int]] = {}
+        self._told: dict[str, set[str]] = {}
+        self.most = 0
+
+    def submit(self, request: Request, *, every_step: bool) -> None:
+        if self.broken is not None:
+            raise self.broken
+        assert request.request_id not in self.asked
+        self.asked[request.request_id] = request
+        known = {i: len(request.drawn.get(i, ())) for i in range(request.params.n)}
+        for index, count in known.items():
+            assert list(request.drawn.get(index, ())) == answer(request, index)[:count]
+            assert count < len(answer(request, index)), "one that is over isn't asked for"
+        self._drawn[request.request_id] = known
+        self._told[request.request_id] = set()
+        self.most = max(self.most, len(self.asked))
+
+    def cancel(self, request_id: str) -> None:
+        self.asked.pop(request_id, None)
+
+    def step(self, name: str) -> list[Delta]:
+        """The next token of each of a request's sequences."""
+        request, told = self.asked[name], []
+        if request.sources and "fetched" not in self._told[name]:
+            self._told[name].add("fetched")
+            return [Delta(name, 0, has_fetched=True)]
+        for index, count in self._drawn[name].items():
+            tokens = answer(request, index)
+            limit = len(request.drawn.get(index, ())) + 1 if request.hands_over else len(tokens)
+            if count < min(limit, len(tokens)):
+                is_over = count + 1 == len(tokens)
+                first = 0 if f"{index}" not in self._told[name] else count
+                self._told[name].add(f"{index}")
+                text = "".join(chr(256 + token) for token in tokens[: count + is_over])
+                before = max(0, first - 1)
+                reason: FinishReason | None = "length" if is_over else None
+                token_ids = tuple(tokens[first : count + 1])
+                told.append(Delta(name, index, text[before:], token_ids, finish_reason=reason))
+                self._drawn[name][index] += 1
+        if request.hands_over and "offered" not in self._told[name]:
+            self._told[name].add("offered")
+            if any(len(answer(request, i)) > 1 for i in range(request.params.n)):
+                told.insert(0, Delta(name, 0, sources=(SOURCE,)))
+        return told
+
+    def fail(self, error: FastDecodeError) -> list[Delta]:
+        self.broken = error
+        names, self.asked = list(self.asked), {}
+        return [Delta(name, 0, error=error) for name in names]
+
+
+class World:
+    """A controller, its instances, and who listens."""
+
+    def __init__(self, num_prefill: int, num_decode: int, **options: int) -> None:
+        self.prefill = [Scripted(f"p{i}") for i in range(num_prefill)]
+        self.decode = [Scripted(f"d{i}") for i in range(num_decode)]
+        self.controller = Controller(
+            self.prefill, self.decode, batch_tokens=40, block_size=BLOCK_SIZE, **options
+        )
+        self.requests: dict[str, Request] = {}
+        self.said: dict[str, list[Delta]] = {}
+        self.cancelled: set[str] = set()
+
+    def submit(self, name: str, rng: random.Random) -> None:
+        tokens = rng.randint(1, 20)
+        params = SamplingParams(n=rng.choice([1, 1, 3]), max_tokens=tokens)
+        prompt = (5,) * rng.randint(1, 30)
+        request = Request(name, prompt, params, tokens, seed=rng.randrange(1 << 30))
+        self.requests[name], self.said[name] = request, []
+        listener = Listener(self.said[name].append, every_step=rng.random() < 0.5)
+        self.controller.submit(request, listener)
+
+    def cancel(self, name: str) -> None:
+        if self.controller.cancel(name):
+            self.cancelled.add(name)
+
+    def turn(self, rng: random.Random) -> bool:
+        """Some instance says something; False: none has anything to say."""
+        able = [x for x in (*self.prefill, *self.decode) if x.broken is None and x.asked]
+        rng.shuffle(able)
+        for instance in able:
+            names = list(instance.asked)
+            rng.shuffle(names)
+            told: list[Delta] = []
+            most = rng.randint(1, 9)
+            while names and len(told) < most:
+                told += instance.step(names.pop())
+            if told:
+                self.controller.arrived(told)
+                self.controller.step()
+                return True
+        return False
+
+    def lose(self, instance: Scripted) -> None:
+        self.controller.arrived(instance.fail(WorkerError(f"{instance.name} is lost")))
+
+    def check(self) -> None:
+        """All that weren't cancelled have said what they would say anyway."""
+        for name, request in self.requests.items():
+            whole = [answer(request, index) for index in range(request.params.n)]
+            for index, tokens in enumerate(whole):
+                deltas = [delta for delta in self.said[name] if delta.index == index]
+                said = [token for delta in deltas for token in delta.token_ids]
+                text = "".join(delta.text for delta in deltas)
+                assert said == tokens[: len(said)], "a token was repeated, or left out"
+                assert text == "".join(chr(256 + token) for token in tokens)[: len(text)]
+                if name not in self.cancelled:
+                    assert said == tokens and len(text) == len(tokens)
+                    assert [d.finish_reason for d in deltas].count("length") == 1
+        controller = self.controller
+        flows, dispatcher = controller.flows, controller.desk.dispatcher
+        assert not (flows.by_request or flows.by_job or flows.by_run)
+        assert not controller.num_unfinished_sequences and not controller.num_running
+        assert not (dispatcher.num_waiting or dispatcher.num_offered)
+        assert not any(queue.num_tokens for queue in dispatcher.prefill)
+        assert not any(room.num_tokens or room.num_sequences for room in dispatcher.decode)
+        for instance in (*self.prefill, *self.decode):
+            assert instance.broken is not None or not instance.asked, "a ticket is left"
+
+
+@pytest.fixture(params=range(examples(100, 5)))
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    return random.Random(request.param)
+
+
+def test_cancelling_and_losses_at_any_stage(rng: random.Random) -> None:
+    world = World(rng.randint(1, 3), rng.randint(1, 3), local_below=rng.choice([0, 0, 9]))
+    left = len(world.prefill) + len(world.decode) - 1
+    for number in range(40):
+        world.submit(f"r{number}", rng)
+        for _ in range(rng.randint(0, 6)):
+            world.turn(rng)
+        if rng.random() < 0.3:
+            world.cancel(f"r{rng.randrange(number + 1)}")
+        if rng.random() < 0.05 and left:
+            alive = [x for x in (*world.prefill, *world.decode) if x.broken is None]
+            world.lose(rng.choice(alive))
+            left -= 1
+    while world.turn(rng):
+        pass
+    world.check()
+
+
+def test_a_burst_waits_for_room() -> None:
+    rng, world = random.Random(1), World(1, 1)
+    for number in range(300):
+        world.submit(f"r{number}", rng)
+    while world.turn(rng):
+        assert world.controller.desk.dispatcher.decode[0].num_tokens <= 16 * BLOCK_SIZE
+    world.check()
+    assert world.decode[0].most <= 16, "each has a block at least"
+    assert world.controller.num_moved == 0
+
+
+def test_what_cannot_be_prefilled_or_fetched_is_run_where_it_is_decoded() -> None:
+    rng = random.Random(2)
+    for error in (CapacityError("too long"), WorkerError("lost", code=HANDED_OVER_LOST)):
+        world = World(1, 1)
+        world.submit("a", rng)
+        (name,) = world.prefill[0].asked
+        world.controller.arrived([Delta(name, 0, error=error)])
+        assert not world.prefill[0].asked or error.code == HANDED_OVER_LOST
+        while world.turn(rng):
+            pass
+        world.check()
+        assert world.controller.num_moved == 1
+
+
+def test_its_own_errors_end_a_request_and_no_other() -> None:
+    rng, world = random.Random(3), World(1, 1)
+    world.submit("a", rng)
+    world.submit("b", rng)
+    name, other = world.prefill[0].asked
+    cancelled = RequestError("it was cancelled", code=CANCELLED)
+    world.controller.arrived([Delta(other, 0, error=cancelled)])
+    world.controller.arrived([Delta(name, 0, error=RequestError("not finite"))])
+    assert world.said["a"][-1].error is not None and not world.said["b"]
+    del world.requests["a"]
+    while world.turn(rng):
+        pass
+    world.check()
+
+
+def test_when_no_instance_is_left_all_end() -> None:
+    rng, world = random.Random(4), World(1, 1)
+    for number in range(3):
+        world.submit(f"r{number}", rng)
+    world.lose(world.prefill[0])
+    assert {flow.stage for flow in world.controller.flows.by_request.values()} == {Stage.DECODE}
+    world.lose(world.decode[0])
+    with pytest.raises(WorkerError, match="no instance is left"):
+        world.controller.step()
+    world.controller.abandon(WorkerError("no instance is left"))
+    assert all(said[-1].error is not None for said in world.said.values())
+    with pytest.raises(WorkerError):
+        world.controller.submit(replace(world.requests["r0"], request_id="new"))
+
+
+def test_what_fits_nowhere_is_refused_at_once() -> None:
+    world = World(1, 1)
+    request = Request("a", (5,) * 300, SamplingParams(), 100, seed=0)
+    with pytest.raises(CapacityError, match="fits on no decode instance"):
+        world.controller.submit(request)
+    assert not world.controller.flows.by_request

@@ -1,0 +1,239 @@
+"""Prefill and decode instances in one process: the tokens are those of one
+engine, whatever happens on the way."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples import examples
+from fastdecode import LLM, SamplingParams
+from fastdecode.cli.main import main
+from fastdecode.core.delta import DeltaQueue, OutputFold
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.sequence import PromptRequest, Request, RequestOutput
+from fastdecode.engine.instances.running import InstancesEngine
+from fastdecode.schedule.life.lifecycle import Lifecycle
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "r_threads": 1,
+    "kv_memory_gb": 0.004,
+    "block_size": 16,
+    "prefix_cache": "off",
+}
+BOTH = {"prefill_instances": 1, "decode_instances": 1}
+WAIT_S = 120.0
+
+
+def prompts(count: int, seed: int = 3) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(5, 200) for _ in range(rng.randint(1, 60))] for _ in range(count)]
+
+
+def params(count: int, seed: int = 4, n: int = 1) -> list[SamplingParams]:
+    rng = random.Random(seed)
+    return [
+        SamplingParams(
+            temperature=rng.choice([0.0, 1.0]),
+            seed=rng.randrange(1 << 30),
+            max_tokens=rng.choice([1, 2, 9, 23]),
+            n=n,
+            logprobs=rng.choice([None, 2]),
+            frequency_penalty=rng.choice([0.0, 0.5]),
+            ignore_eos=rng.random() < 0.5,
+        )
+        for _ in range(count)
+    ]
+
+
+def requests_of(asked: list[list[int]], how: list[SamplingParams]) -> Iterator[PromptRequest]:
+    for i, (prompt, sampling) in enumerate(zip(asked, how, strict=True)):
+        yield PromptRequest(str(i), prompt, sampling)
+
+
+def said(outputs: list[RequestOutput]) -> list[Any]:
+    return [(output.error, output.completions) for output in outputs]
+
+
+def tokens(outputs: list[RequestOutput]) -> list[Any]:
+    """Their log-probabilities are rounded otherwise where parts are merged."""
+    return [[each.token_ids for each in output.completions] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoint: Callable[..., Path]) -> str:
+    return str(tiny_checkpoint("llama"))
+
+
+@pytest.fixture(scope="module")
+def one(model: str) -> Iterator[LLM]:
+    with LLM(model, **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def four(model: str) -> Iterator[LLM]:
+    with LLM(model, prefill_instances=2, decode_instances=2, r_workers=2, **OPTIONS) as llm:
+        yield llm
+
+
+def engines(llm: LLM) -> list[Any]:
+    controller = llm._running.engine
+    assert isinstance(controller, InstancesEngine)
+    return [each.engine for each in controller._all._running]
+
+
+def assert_nothing_is_left(llm: LLM) -> None:
+    """No instance has a sequence, a block, or an offer."""
+    controller = llm._running.engine
+    flows, dispatcher = controller.flows, controller.desk.dispatcher
+    assert not (flows.by_request or flows.by_run or flows.by_job)
+    assert not dispatcher.num_waiting and not dispatcher.num_offered
+    assert not any(queue.num_tokens for queue in dispatcher.prefill)
+    assert not any(room.num_tokens or room.num_sequences for room in dispatcher.decode)
+    for service in controller._all._services:
+        service.call(_check_empty)
+
+
+def _check_empty(running: Any) -> None:
+    lifecycle: Lifecycle = running.engine._lifecycle
+    while running.engine.has_work:
+        running.engine.step()
+    lifecycle.check_invariants()
+    assert not lifecycle.lives.by_sequence and not lifecycle.handing.has_parked
+    ledger = lifecycle.scheduler.ledger
+    for holder in ledger.capacity.present:
+        assert ledger.free_blocks(holder) == ledger.capacity.blocks(holder)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_tokens_are_those_of_one_engine(one: LLM, four: LLM, n: int) -> None:
+    asked, how = prompts(24), params(24, n=n)
+    assert said(four.generate(asked, how)) == said(one.generate(asked, how))
+    assert four.stats.num_recomputed == 0
+    assert_nothing_is_left(four)
+    figures = four._running.engine.figures()
+    names = [f"R-worker {name}-r{i}" for name in ("p0", "p1", "d0", "d1") for i in range(2)]
+    assert [each.name for each in figures.r_workers] == names
+
+
+def test_deltas_come_once_and_in_order(one: LLM, four: LLM) -> None:
+    asked, how = prompts(8, seed=9), params(8, seed=9, n=2)
+    folds = [OutputFold(str(i), None, tuple(prompt), 2) for i, prompt in enumerate(asked)]
+    outputs: dict[str, RequestOutput] = {}
+    for delta in four.deltas(requests_of(asked, how)):
+        output = folds[int(delta.request_id)].add(delta)
+        if output is not None:
+            outputs[delta.request_id] = output
+    assert said([outputs[str(i)] for i in range(8)]) == said(one.generate(asked, how))
+
+
+def test_a_burst_waits_and_nothing_is_recomputed(model: str, one: LLM) -> None:
+    """300 prompts, a buffer for about 20, decode room for about 10."""
+    asked = prompts(300, seed=6)
+    how = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)] * 300
+    longest = 71  # tokens: five blocks
+    block_bytes = one.facts.num_kv_blocks and 0.004e9 / one.facts.num_kv_blocks
+    few = {**OPTIONS, "kv_memory_gb": 10 * -(-longest // 16) * block_bytes / 1e9}
+    with LLM(model, prefill_instances=1, decode_instances=1, **few) as llm:
+        outputs = llm.generate(asked, how)
+        assert said(outputs) == said(one.generate(asked, how))
+        assert llm.stats.num_recomputed == llm.stats.num_suspended == 0
+        assert llm._running.engine.num_handed_over == 300
+        assert_nothing_is_left(llm)
+
+
+def test_whoever_is_cancelled_at_any_stage_leaves_nothing(four: LLM) -> None:
+    rng, number = random.Random(8), examples(1000, 8)
+    reader = DeltaQueue()
+    asked, how = prompts(number, seed=8), params(number, seed=8)
+    waiting = {}
+    for i, (prompt, sampling) in enumerate(zip(asked, how, strict=True)):
+        request = Request(f"c{i}", tuple(prompt), sampling, sampling.max_tokens or 1, seed=i)
+        four.service.submit([request], reader)
+        waiting[f"c{i}"] = rng.random()
+        if rng.random() < 0.3:
+            for delta in reader.take(0.01):
+                if delta.error is not None or delta.finish_reason is not None:
+                    waiting.pop(delta.request_id, None)
+        for name in [name for name in waiting if rng.random() < 0.2]:
+            four.service.cancel(name)
+    for name in list(waiting):
+        four.service.cancel(name)
+    drained = four.service._loop.when_drained()
+    drained.get(timeout=WAIT_S)
+    assert_nothing_is_left(four)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_who_is_lost_is_gone_on_without(model: str, one: LLM, lost: int) -> None:
+    """0 prefills, 1 decodes."""
+    asked, how = prompts(20, seed=12), params(20, seed=12, n=2)
+    with LLM(model, prefill_instances=1, decode_instances=2, **OPTIONS) as llm:
+        ticks = iter(range(1 << 20))
+
+        def break_one() -> None:
+            if next(ticks) == 0:
+                llm._running._services[lost].look(_fail)
+
+        outputs = {o.request_id: o for o in llm.stream(requests_of(asked, how), break_one)}
+        assert said([outputs[str(i)] for i in range(20)]) == said(one.generate(asked, how))
+        for service in llm._running._services:
+            service._loop.when_drained().get(timeout=WAIT_S)  # all that was asked before is done
+        broken = [service.snapshot().error is not None for service in llm._running._services]
+        assert broken == [index == lost for index in range(3)]
+
+
+def _fail(running: Any) -> None:
+    raise ConfigError("it is broken by a test")
+
+
+@pytest.mark.parametrize("options", [{"r_partition": "heads"}, {"split_tokens": 16}], ids=str)
+def test_r_workers_may_share_out_what_they_have(
+    model: str, one: LLM, options: dict[str, Any]
+) -> None:
+    asked, how = prompts(8, seed=5), params(8, seed=5, n=2)
+    with LLM(model, **BOTH, r_workers=2, **options, **OPTIONS) as llm:
+        assert tokens(llm.generate(asked, how)) == tokens(one.generate(asked, how))
+        assert llm.stats.num_recomputed == 0 and llm.stats.fetched_bytes > 0
+
+
+def test_by_its_command(model: str, one: LLM, tmp_path: Path) -> None:
+    lines = [{"id": str(i), "prompt_token_ids": ids} for i, ids in enumerate(prompts(5, seed=2))]
+    asked, told, summary = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "summary.json"))
+    asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = [
+        *("generate", "--model", model, "--input", str(asked), "--output", str(told)),
+        *("--summary", str(summary), "--prefill-instances", "1", "--decode-instances", "1"),
+        *("--dtype", "float32", "--temperature", "0", "--max-tokens", "5", "--ignore-eos"),
+        *("--kv-memory-gb", "0.004", "--r-threads", "1", "--block-size", "16"),
+    ]
+    assert main(words) == 0
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    outputs = one.generate(prompts(5, seed=2), params)
+    answers = [json.loads(line) for line in told.read_text().splitlines()]
+    assert [tuple(answer["token_ids"]) for answer in answers] == [
+        output.completions[0].token_ids for output in outputs
+    ]
+    counted = json.loads(summary.read_text())["instances"]
+    assert (counted["handed_over"], counted["moved"]) == (5, 0)
+    assert counted["fetched_bytes"] > 0
+
+
+def test_what_instances_are_not_there_with_is_refused_by_name(model: str) -> None:
+    for options, named in (
+        ({"prefill_instances": 1}, "decode_instances"),
+        (
+            {"prefill_instances": 1, "decode_instances": 1, "replicas": 1, "r_workers": 2},
+            "replicas",
+        ),
+        ({**BOTH, "kv_placement": "gpu"}, "kv_placement"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            LLM(model, **options)

@@ -1,0 +1,222 @@
+"""A job's session: what is on record of it, and what becomes of a file that is
+torn, damaged or another one's."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from full_disk import files_of_at_most
+
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.holders import HolderId, Part, PartId, Residence, SequenceId
+from fastdecode.core.resuming import HeldSequence
+from fastdecode.core.sequence import COMING, CacheUse, Request, SamplingParams, Sequence
+from fastdecode.jobs import session as module
+from fastdecode.jobs.session import JobSession
+
+ADDRESSES = ("tcp://h1:1", "tcp://h2:1")
+
+
+def sequence(
+    number: int, name: str = "1.0", index: int = 0, cache: CacheUse | None = None
+) -> Sequence:
+    """Of three tokens' prompt, on holder 1."""
+    params = SamplingParams(n=2, max_tokens=100)
+    request = Request(name, (5, 6, 7), params, 100, 0, cache or CacheUse(salt="a salt"))
+    made = Sequence.of(SequenceId(number), request, index)
+    made.residence = Residence((Part(PartId(40 + number), HolderId(1), 0, 64),))
+    return made
+
+
+def opened(path: Path, addresses: tuple[str, ...] = ADDRESSES) -> JobSession:
+    return JobSession(path, addresses, lambda name: name != "done.0")
+
+
+def known(session: JobSession) -> dict[tuple[str, int], HeldSequence]:
+    return {(held.request_id, held.index): held for held in session.held}
+
+
+def test_what_a_killed_job_knew_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "out.session"
+    first = opened(path)
+    assert not first.is_resumed and first.held == [] and 0 < first.number < 1 << 63
+    first.begin()
+    one, other, done = sequence(0), sequence(1, index=1), sequence(2, "done.0")
+    for each in (one, other, done):
+        first.place(each)
+    one.token_ids += [11, 12]
+    other.token_ids += [21, COMING]
+    first.add([one, other, done])
+    other.token_ids[-1] = 22
+    first.add([other])
+
+    second = opened(path)
+    assert second.is_resumed and second.number == first.number
+    assert set(known(second)) == {("1.0", 0), ("1.0", 1)}
+    held = known(second)["1.0", 1]
+    assert held.token_ids == (5, 6, 7, 21, 22) and held.num_prompt_tokens == 3
+    assert held.parts == (Part(PartId(41), HolderId(1), 0, 64),)
+    assert (held.salt, held.num_siblings) == ("a salt", 2)
+    begun = second.begun["1.0"]
+    assert begun.prompt_token_ids == (5, 6, 7) and begun.drawn == {0: (11, 12), 1: (21, 22)}
+
+
+def test_only_its_owner_may_read_it_and_it_goes_with_the_job(tmp_path: Path) -> None:
+    path = tmp_path / "out.session"
+    session = opened(path)
+    session.begin()
+    assert path.stat().st_mode & 0o777 == 0o600
+    session.close(is_over=False)
+    assert path.exists()
+    again = opened(path)
+    again.close(is_over=True)
+    assert not path.exists() and not list(tmp_path.iterdir())
+
+
+def test_a_sequence_that_starts_anew_is_where_it_was_last(tmp_path: Path) -> None:
+    path, one = tmp_path / "out.session", sequence(0)
+    session = opened(path)
+    session.begin()
+    session.place(one)
+    one.token_ids += [11]
+    session.add([one])
+    one.residence = Residence((Part(PartId(77), HolderId(0), 0, 64),))
+    session.place(one)
+    one.token_ids += [12]
+    session.add([one])
+    held = known(opened(path))["1.0", 0]
+    assert held.token_ids == (5, 6, 7, 11, 12) and held.parts[0].part_id == 77
+
+
+def test_what_is_gone_on_with_is_on_record_before_it_has_come(tmp_path: Path) -> None:
+    """Killed again before its requests were submitted: no token is forgotten,
+    but holders know it by other names."""
+    path, one = tmp_path / "out.session", sequence(0)
+    first = opened(path)
+    first.begin()
+    first.place(one)
+    one.token_ids += [11]
+    first.add([one])
+    opened(path).begin()
+    third = opened(path)
+    assert known(third)["1.0", 0].token_ids == (5, 6, 7, 11)
+    assert known(third)["1.0", 0].parts == ()
+
+
+def test_what_is_over_is_thrown_away_in_time(tmp_path: Path) -> None:
+    path, one, other = tmp_path / "out.session", sequence(0), sequence(1, index=1)
+    session = JobSession(path, ADDRESSES, None, most_more_bytes=2000)
+    session.begin()
+    for each in (one, other):
+        session.place(each)
+    sizes = []
+    for token in range(2000):
+        one.token_ids.append(token)
+        session.add([one])
+        if session.is_long:
+            session.condense([one])
+        sizes.append(path.stat().st_size)
+    assert max(sizes) < 2 * 4 * 2000 + 4000
+    held = known(opened(path))
+    assert held["1.0", 0].token_ids[3:] == tuple(range(2000)) and ("1.0", 1) not in held
+
+
+@pytest.mark.parametrize("cut", [1, 7, 30])
+def test_a_torn_end_is_left_out(tmp_path: Path, cut: int) -> None:
+    path, one = tmp_path / "out.session", sequence(0)
+    session = opened(path)
+    session.begin()
+    session.place(one)
+    for token in (11, 12):
+        one.token_ids.append(token)
+        session.add([one])
+    os.truncate(path, path.stat().st_size - cut)
+    found = known(opened(path))["1.0", 0].token_ids
+    assert (5, 6, 7, 11, 12)[: len(found)] == found and len(found) >= 3
+
+
+@pytest.mark.parametrize("content", [b"", b"something else", b"FDSESSN\x01".ljust(64, b"\0")])
+def test_another_file_there_is_no_session(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "out.session"
+    path.write_bytes(content)
+    session = opened(path)
+    assert not session.is_resumed and session.held == [] and session.number
+    assert opened(path).is_resumed  # the new one has taken its place
+
+
+def test_a_link_in_its_place_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "out.session"
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"out\.session"):
+        opened(path)
+
+
+def test_r_workers_at_other_places_hold_nothing_that_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "out.session"
+    session = opened(path)
+    session.begin()
+    session.place(sequence(0))
+    assert known(opened(path, ADDRESSES))["1.0", 0].parts
+    assert not known(opened(path, (ADDRESSES[0], "tcp://h3:1")))["1.0", 0].parts
+    assert not known(opened(path, ADDRESSES[:1]))["1.0", 0].parts
+
+
+def test_what_leaves_nothing_to_others_is_nowhere(tmp_path: Path) -> None:
+    path = tmp_path / "out.session"
+    session = opened(path)
+    session.begin()
+    session.place(sequence(0, cache=CacheUse(is_off=True)))
+    checked = sequence(1, "2.0")
+    checked.is_checked = True
+    session.place(checked)
+    assert all(not held.parts for held in opened(path).held)
+    assert len(opened(path).held) == 2
+
+
+def test_an_output_that_is_begun_anew_has_the_caches_that_were_kept_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "out.session"
+    first = opened(path)
+    first.begin()
+    first.place(sequence(0))
+    anew = JobSession(path, ADDRESSES, None)
+    assert anew.number == first.number and not anew.is_resumed and anew.held == []
+
+
+def test_a_full_disk_costs_what_comes_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, one = tmp_path / "out.session", sequence(0)
+    session = opened(path)
+    session.begin()
+    session.place(one)
+
+    def full(fd: int, data: bytes, place: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "write_at", full)
+        one.token_ids.append(11)
+        session.add([one])
+    one.token_ids.append(12)
+    session.add([one])
+    assert known(opened(path))["1.0", 0] == replace(
+        known(opened(path))["1.0", 0], token_ids=(5, 6, 7)
+    )
+
+
+def test_names_of_a_run_before_are_no_more_where_a_new_run_cant_write_its_own(
+    tmp_path: Path,
+) -> None:
+    """Else parts of this run could be taken for those of the one before."""
+    path = tmp_path / "out.session"
+    first = opened(path)
+    first.begin()
+    first.place(sequence(0))
+    second = opened(path)
+    assert second.held
+    with files_of_at_most(0):
+        second.begin()
+    assert not path.exists() and not opened(path).held

@@ -1,0 +1,108 @@
+"""``fastdecode bench stream``: every link of this machine has a rate; and the ways
+between R-workers are found, slow or missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fastdecode.cli.main import main
+from fastdecode.core.host.facts import this_host
+from fastdecode.measure.doctor import judge
+from fastdecode.measure.links.neighbours import NeighbourFacts, examine_neighbours
+from fastdecode.wire.inproc import InprocHub
+from fastdecode.wire.messages import FromRWorker, ToRWorker
+from rworker.stream.links import ThreadNeighbours
+from rworker.worker import start_worker_thread
+
+ENOUGH = 200 << 20
+FEW = ["--mib", "4", "--rounds", "1"]
+
+
+def examined(names: list[str], kv_bytes: int = ENOUGH) -> list[NeighbourFacts]:
+    """Of R-workers r0 and r1, which are called so."""
+    hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
+    neighbours = ThreadNeighbours()
+    workers = [
+        start_worker_thread(f"r{i}", kv_bytes=kv_bytes, hub=hub, neighbours=neighbours)
+        for i in range(2)
+    ]
+    try:
+        connections = [worker.connection for worker in workers]
+        return examine_neighbours(connections, names, [kv_bytes] * 2)
+    finally:
+        for worker in workers:
+            worker.stop()
+        for worker in workers:
+            worker.join(30)
+
+
+def test_every_link_of_this_machine_has_a_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("zmq")
+    command = ["bench", "stream", *FEW, "--disk", str(tmp_path), "--json"]
+    assert main([*command, "--least", "0"]) == 0
+    rows = {row["link"]: row for row in json.loads(capsys.readouterr().out)["links"]}
+    between = ["threads, R-worker to R-worker", "zmq, R-worker to R-worker"]
+    assert sorted(rows) == sorted(["memory", "threads", "disk", "zmq", *between])
+    assert all(row["bytes_per_s"] > 0 and row["share"] > 0 for row in rows.values())
+    assert all(row["num_bytes"] >= 4 << 20 for row in rows.values())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_link_below_its_share_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "stream", *FEW, "--links", "memory", "--least", "0"]) == 0
+    assert "of the raw rate" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mib", "6"], "--mib 6"),
+        (["--rounds", "0"], "--rounds 0"),
+        (["--least", "2"], "--least 2"),
+        (["--disk", "/nonexistent"], "/nonexistent"),
+        (["--r-worker", "h1:1"], "tcp://HOST:PORT"),
+    ],
+)
+def test_usage(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "stream", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_bench_without_a_plan_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 2
+    assert "--plan FILE --model DIR" in capsys.readouterr().err
+
+
+def test_ways_that_are_there_and_ways_that_are_missing() -> None:
+    for way in examined(["r0", "r1"]):
+        assert not way.error and way.num_bytes and way.bytes_per_s > 0
+    first, second = examined(["r0", "r7"])
+    assert "no R-worker 'r7'" in first.error  # and r0 can be reached
+    assert not second.error
+    little = examined(["r0", "r1"], kv_bytes=1 << 20)
+    assert all("MB of KV memory each" in way.error for way in little)
+    assert examine_neighbours([], [], []) == []
+
+
+def test_the_doctor_names_slow_and_missing_ways_and_what_they_cost() -> None:
+    ways = [
+        NeighbourFacts("R-worker a", "R-worker b", 1 << 30, 0.5),
+        NeighbourFacts("R-worker b", "R-worker c", 1 << 20, 0.1),
+        NeighbourFacts("R-worker c", "R-worker a", error="nobody is there"),
+    ]
+    found = [x for x in judge(this_host(), [], neighbours=ways) if x.check == "neighbours"]
+    assert [finding.level for finding in found] == ["PASS", "WARN", "WARN"]
+    assert "R-worker b to R-worker c: 0.01 GB/s" in found[1].text and "slow" in found[1].text
+    assert "nobody is there" in found[2].text and "--replicas" in found[2].mend
+    assert "each MiB of K and V is there 100 ms later" in found[1].text
+    (with_model, *_) = [
+        x
+        for x in judge(this_host(), [], neighbours=ways, token_bytes=1 << 19)
+        if x.check == "neighbours"
+    ]
+    assert "keeps up with 4,096 tokens a second" in with_model.text

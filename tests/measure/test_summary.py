@@ -1,0 +1,33 @@
+"""What a summary says of a run with KV on both sides."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastdecode.measure.summary import _sides
+
+
+@pytest.mark.parametrize(
+    ("steps", "closed", "says", "says_not"),
+    [
+        ({"gpu-only": 9}, 0, ["gpu-only 100%", "no R-worker was needed"], ["fell back"]),
+        ({"split-1": 3, "gpu-only": 1}, 0, ["split-1 75%, gpu-only 25%"], ["fell back", "needed"]),
+        ({"gpu-only": 3, "split-1": 1}, 2, ["to the device alone (gpu-only) 2 time"], ["needed"]),
+        (
+            {"R-only": 3, "mixed": 1},
+            0,
+            ["R-only 75%", "to R-workers alone (R-only)"],
+            ["device al"],
+        ),
+    ],
+    ids=["all fits", "both", "device alone", "R-workers alone"],
+)
+def test_a_run_that_falls_back_to_one_side_says_so(
+    steps: dict[str, int], closed: int, says: list[str], says_not: list[str]
+) -> None:
+    (line,) = _sides({"hybrid_steps": steps, "hybrid_closed": closed})
+    assert all(text in line for text in says) and not any(text in line for text in says_not)
+
+
+def test_a_run_on_one_side_says_nothing_of_both() -> None:
+    assert _sides({"hybrid_steps": None, "hybrid_closed": None}) == []

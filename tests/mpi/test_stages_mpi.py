@@ -1,0 +1,164 @@
+"""Pipeline stages as ranks of an MPI job: the tokens of one stage; a stage or an
+R-worker of one is killed or stopped."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+import psutil
+import pytest
+from generate_jobs import answers_alone, write_requests
+from mpi_launch import Running, mpirun, needs_mpi, open_mpi_options, run, running
+
+from examples import TRIES_ALL
+
+pytestmark = needs_mpi
+
+FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
+R_WORKER = [*FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
+
+FORKED = (
+    '{"id": "forked", "prompt_token_ids": [7, 8, 9, 7, 8, 9, 7, 8, 9, 7, 8, 9, 7, 8, 9, 7, 8], '
+    '"max_tokens": 8, "n": 3, "temperature": 0.8, "seed": 5, "ignore_eos": true}\n'
+)
+Job: TypeAlias = Callable[..., tuple[list[str], Path, Callable[[], str]]]
+
+
+@pytest.fixture
+def job(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Job:
+    """``job(num_stages, num_r_workers, max_tokens, *options)``: the command, its
+    output file, and what is to be in it. Each stage is ``tp`` ranks."""
+
+    def make(
+        num_stages: int,
+        num_r_workers: int,
+        max_tokens: int,
+        *more: str,
+        tp: int = 1,
+        family: str = "llama",
+    ) -> tuple[list[str], Path, Callable[[], str]]:
+        source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        write_requests(source, max_tokens)
+        with source.open("a") as lines:
+            lines.write(FORKED)
+        options = ["--model", str(tiny_checkpoint(family)), "--dtype", "float32"]
+        options += ["--prefill-chunk", "16"]
+        files = ["--input", str(source), "--output", str(output)]
+        stages = ["--pp", str(num_stages), "--tp", str(tp), *more]
+        stages += ["--exit-code-file", str(exit_code_file(tmp_path))]
+        num_s_ranks = str(num_stages * tp)
+        command = [mpirun(), *open_mpi_options(), "-n", num_s_ranks, *FASTDECODE, "generate"]
+        command += [*options, *files, *stages, ":", "-n", str(num_r_workers), *R_WORKER]
+        return command, output, lambda: answers_alone(source, *options)
+
+    return make
+
+
+def exit_code_file(directory: Path) -> Path:
+    """Where the first stage says how the job has ended; mpirun's own exit code
+    says little once a rank was lost."""
+    return directory / "exit_code"
+
+
+def rank_of(started: Running, rank: int) -> psutil.Process:
+    return next(
+        p for p in started.processes() if p.environ().get("OMPI_COMM_WORLD_RANK") == str(rank)
+    )
+
+
+ALONE_AND_TOGETHER = [(2, 1, 4), (3, 1, 6)]
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "tp", "num_r_workers"), [(2, 2, 2), *ALONE_AND_TOGETHER * TRIES_ALL]
+)
+def test_stages_as_ranks(num_stages: int, tp: int, num_r_workers: int, job: Job) -> None:
+    """Each of them several S-workers that act as one, or a single one."""
+    command, output, expected = job(num_stages, num_r_workers, 12, tp=tp)
+    outcome = run(command, timeout_s=120)
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
+    assert output.read_text() == expected()
+
+
+@pytest.mark.skipif(not TRIES_ALL, reason="make campaign: one family stands for all")
+@pytest.mark.parametrize("family", ["phi3", "gemma2", "gpt2", "gpt_neox", "bloom", "opt"])
+def test_every_familys_tokens_in_stages_of_two_s_workers(family: str, job: Job) -> None:
+    command, output, expected = job(2, 2, 12, tp=2, family=family)
+    outcome = run(command, timeout_s=120)
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
+    assert output.read_text() == expected()
+
+
+@pytest.mark.parametrize("trouble", [signal.SIGKILL, *[signal.SIGSTOP] * TRIES_ALL])
+def test_a_lost_stage_ends_the_job(trouble: signal.Signals, job: Job, tmp_path: Path) -> None:
+    """Soon, by its name, with exit code 4, and with every process."""
+    command, output, _ = job(2, 2, 400, "--worker-silence-s", "3")
+    with running(command) as started:
+        started.wait_for_text(output)
+        rank_of(started, 1).send_signal(trouble)
+        outcome = started.wait(timeout_s=60)
+    assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome.output
+    assert "stage 1" in outcome.output and "is lost" in outcome.output, outcome.output
+    assert exit_code_file(tmp_path).read_text().strip() == "4", outcome.output
+
+
+@pytest.mark.skipif(not TRIES_ALL, reason="make campaign: tests/sworker plays a lost rank")
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_a_lost_s_worker_of_a_stage_ends_the_job(rank: int, job: Job, tmp_path: Path) -> None:
+    """One of the first stage's, the one that leads the second, and another of that."""
+    command, output, _ = job(2, 2, 400, "--worker-silence-s", "3", tp=2)
+    with running(command) as started:
+        started.wait_for_text(output)
+        rank_of(started, rank).kill()
+        outcome = started.wait(timeout_s=60)
+    assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome.output
+    says = "S-worker 1 of 2 has ended" if rank % 2 else "stage 1"
+    assert says in outcome.output, outcome.output
+    assert exit_code_file(tmp_path).read_text().strip() == "4", outcome.output
+
+
+ONE_OF_EACH_STAGE = [("16", ""), ("16", "--replicas"), ("2", "--replicas")]
+
+
+@pytest.mark.parametrize(
+    ("victim", "chunk", "replicas"),
+    [(3, "2", ""), *[(n, *how) for how in ONE_OF_EACH_STAGE for n in (0, 3)] * TRIES_ALL],
+)
+def test_a_lost_r_worker_of_a_stage_changes_no_token(
+    victim: int, chunk: str, replicas: str, job: Job
+) -> None:
+    """The first one's, and the second one's; while others' prompts arrive, where
+    chunks are small; and where its neighbour goes on for it."""
+    more = ["--prefill-chunk", chunk, *([replicas, "1"] if replicas else [])]
+    command, output, expected = job(2, 4, 150, *more)
+    with running(command) as started:
+        workers = started.r_workers(4)
+        workers = sorted(workers, key=lambda p: int(p.environ()["OMPI_COMM_WORLD_RANK"]))
+        started.wait_for_text(output)
+        workers[victim].kill()
+        outcome = started.wait(timeout_s=120)
+    assert output.read_text() == expected(), outcome.output
+    assert "is lost" in outcome.output
+    assert not replicas or "goes on for R-worker rank" in outcome.output, outcome.output
+    assert outcome.exit_code is not None and not outcome.orphans, outcome
+
+
+@pytest.mark.skipif(not TRIES_ALL, reason="make campaign: see tests/wire/test_stage_ranks.py")
+def test_r_workers_that_cant_be_shared_out(job: Job) -> None:
+    command, _, _ = job(2, 3, 5)
+    outcome = run(command, timeout_s=60)
+    assert outcome.exit_code == 2, outcome.output
+    assert "isn't a multiple of 2" in outcome.output and "Traceback" not in outcome.output
+
+
+@pytest.mark.skipif(not TRIES_ALL, reason="make campaign: the same as with an R-worker")
+def test_a_first_stage_that_never_begins_keeps_nobody_waiting(job: Job) -> None:
+    """Its output can't be written, which no other rank finds out."""
+    command, output, _ = job(2, 2, 5)
+    output.mkdir()
+    outcome = run(command, timeout_s=60)
+    assert outcome.exit_code == 2 and outcome.orphans == [], outcome.output

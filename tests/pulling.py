@@ -1,0 +1,213 @@
+"""R-workers that offer sequences and fetch them, one message at a time, in the
+hands of a test."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from stream_suite import NUM_BLOCKS, hello_for
+
+from cpu_kernels import allocate_tokens, reference
+from fastdecode.core.errors import ConfigError, WorkerError
+from fastdecode.core.holders import HolderId
+from fastdecode.core.spec import KVSpec
+from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
+from fastdecode.wire.kv.chunks import ChunkForm, StoreChunk
+from fastdecode.wire.kv.handing import KVSource, Offer, Pull, Pulled
+from fastdecode.wire.messages import (
+    Accepted,
+    CloseSequence,
+    FromRWorker,
+    OpenSequence,
+    ToRWorker,
+    Welcome,
+)
+from fastdecode.wire.transport import PeerLostError
+from rworker.attention import AttentionExecutor
+from rworker.books import Books
+from rworker.instructions import HangUp
+from rworker.pulling.behind import Behind
+from rworker.state import RWorkerState
+from rworker.stream.chunks import ChunkShape, expectation, layout_of
+from rworker.stream.links import NeighbourConnection
+from rworker.worker import obey
+
+TIMEOUT_S = 60.0
+
+
+class Hosts:
+    """R-workers by name, which reach each other."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Host] = {}
+        self.now_s = 0.0
+
+    def add(self, name: str, kv: KVSpec, first_head: int = 0) -> Host:
+        self.by_name[name] = Host(self, name, kv, first_head)
+        return self.by_name[name]
+
+    def connect(self, address: str, line: int) -> NeighbourConnection:
+        """See ``Neighbours``."""
+        if address not in self.by_name:
+            raise ConfigError(f"there is no R-worker {address!r}")
+        here, there = connect(InprocHub(), "a reader", self.by_name[address].hub, address)
+        self.by_name[address].readers.append(there)
+        return here
+
+    def expect(self, address: str, line: int) -> None:
+        """A connection is there as soon as it is made."""
+
+    def run(self, most_turns: int = 10_000) -> None:
+        """Until nobody has anything to do."""
+        for _ in range(most_turns):
+            busy = [host.turn() for host in list(self.by_name.values())]
+            if not any(busy):
+                return
+        raise AssertionError("they never come to an end")
+
+
+class Host:
+    """An R-worker, and the S-worker that speaks to it."""
+
+    def __init__(self, hosts: Hosts, name: str, kv: KVSpec, first_head: int) -> None:
+        self.name, self.kv, self.first_head = name, kv, first_head
+        self.hub: InprocHub[FromRWorker, ToRWorker] = InprocHub()
+        self.readers: list[InprocConnection[FromRWorker, ToRWorker]] = []
+        own: InprocHub[ToRWorker, FromRWorker] = InprocHub()
+        self.s_worker, _ = connect(own, name, self.hub, "the S-worker")
+        self.state = RWorkerState(name, kv_bytes=64 << 20)
+        self.executor = AttentionExecutor(kernels=reference)
+        self.behind = Behind(self.executor, hosts, self._tell, lambda: hosts.now_s)
+        welcome = self.ask(replace(hello_for(kv), max_blocks=NUM_BLOCKS))
+        assert isinstance(welcome, Welcome)
+
+    def _tell(self, peer: int, news: Any) -> None:
+        self.hub.connections[peer].send(news)
+
+    @property
+    def books(self) -> Books:
+        cache = self.state._caches.at(0)
+        assert cache is not None
+        return cache.books
+
+    @property
+    def num_free(self) -> int:
+        return self.books.store.pool.num_available
+
+    def turn(self) -> bool:
+        """Deal with one message, or with what is behind; whether there was
+        something."""
+        try:
+            peer, message = self.hub.receive_any(0)
+        except PeerLostError as error:
+            self._obey((HangUp(error.index),))
+            return True
+        except WorkerError:
+            if self.behind.wait_s is None:
+                return False
+            self.behind.work()
+            return True
+        self._obey(self.state.handle(peer, message))
+        return True
+
+    def _obey(self, instructions: Any) -> None:
+        assert obey(instructions, self.hub.connections, self.state, self.executor, self.behind)
+        self.state.check_invariants()
+
+    def tell(self, message: ToRWorker) -> None:
+        """Of the S-worker; it is dealt with at once."""
+        self.s_worker.send(message)
+        while not self.hub._arrivals.empty() or self.hub._pending:
+            self.turn()
+
+    def ask(self, message: ToRWorker) -> Any:
+        self.tell(message)
+        answer = self.s_worker.poll()
+        assert answer is not None
+        return answer
+
+    def news(self) -> list[Pulled]:
+        """What the S-worker was told unasked."""
+        told: list[Pulled] = []
+        while (answer := self.s_worker.poll()) is not None:
+            assert isinstance(answer, Pulled), answer
+            told.append(answer)
+        return told
+
+    def open(self, sequence: int, num_tokens: int) -> None:
+        assert self.ask(OpenSequence(sequence, num_tokens)) == Accepted(sequence)
+
+    def close(self, sequence: int) -> None:
+        self.tell(CloseSequence(sequence))
+
+    def fill(self, sequence: int, num_tokens: int, seed: int, first_token: int = 0) -> None:
+        """A sequence whose tokens are known by ``seed``; or some of its tokens
+        and heads."""
+        self.open(sequence, num_tokens)
+        self.tell(expectation({sequence: num_tokens}))
+        kv, width = self.kv, layout_of(self.kv)
+        ids, counts = np.array([sequence], np.int64), np.array([num_tokens], np.int32)
+        none = np.zeros(1, np.int32)
+        where = ChunkForm.TOKENS, 0, kv.num_layers, 0, kv.num_kv_heads, ids, none, counts
+        shape = ChunkShape(width, ChunkForm.TOKENS, kv.num_layers, kv.num_kv_heads, num_tokens)
+        data = np.zeros(shape.num_bytes, np.uint8)
+        for layer in range(kv.num_layers):
+            for rows in shape.tokens(data, layer):
+                if rows is not None:
+                    rows[...] = self._known(seed, layer, first_token, rows)
+        self.ask(StoreChunk("a model", kv, *where, data))
+
+    def _known(self, seed: int, layer: int, first_token: int, rows: NDArray[Any]) -> Any:
+        """Rows [T, heads, width] that every host would make of these tokens and
+        heads of a sequence."""
+        tokens = np.arange(first_token, first_token + rows.shape[0])[:, None, None]
+        heads = np.arange(self.first_head, self.first_head + rows.shape[1])[None, :, None]
+        width = np.arange(rows.shape[2])[None, None, :]
+        mixed = seed * 101 + layer * 31 + tokens * 7 + heads * 3 + width
+        return (mixed % 113).astype(rows.dtype)
+
+    def holds(self, sequence: int, num_tokens: int, seed: int, first_token: int = 0) -> bool:
+        """Whether that is what it has of a sequence, to the bit."""
+        ids, counts = np.array([sequence], np.int64), np.array([num_tokens], np.int32)
+        slots = self.books.store.slots(ids, np.zeros(1, np.int32), counts)
+        layout = layout_of(self.kv)
+        for layer, pool in enumerate(self.executor._caches[HolderId(0)].pool):
+            tokens = allocate_tokens(layout, num_tokens)
+            reference.gather(layout, pool, slots, *tokens)
+            for rows in tokens:
+                if rows is not None:
+                    known = self._known(seed, layer, first_token, rows)
+                    if rows.tobytes() != np.ascontiguousarray(known).tobytes():
+                        return False
+        return True
+
+    def offer(self, sequence: int, ticket: str) -> None:
+        self.tell(Offer(sequence, ticket))
+
+    def pull(
+        self,
+        sequence: int,
+        num_tokens: int,
+        *sources: KVSource,
+        first_token: int = 0,
+        **options: Any,
+    ) -> None:
+        """An open sequence is to be fetched."""
+        self.tell(
+            Pull(
+                sequence, first_token, num_tokens, sources, TIMEOUT_S,
+                first_head=self.first_head, **options,
+            )
+        )  # fmt: skip
+
+    def source(self, ticket: str, num_tokens: int, first_token: int = 0) -> KVSource:
+        heads = self.first_head, self.kv.num_kv_heads
+        return KVSource(self.name, 0, ticket, first_token, num_tokens, *heads)
+
+    def die(self) -> None:
+        """Its connections close."""
+        for reader in self.readers:
+            reader.close()

@@ -1,0 +1,108 @@
+"""Spare R-workers: one of them comes in a lost one's place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from replica_jobs import run
+from trouble import crash_after
+
+from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.holders import HolderId
+from fastdecode.engine.fleet.spares import SpareHub
+from fastdecode.wire.inproc import InprocHub, connect
+from fastdecode.wire.messages import Accepted, CloseSequence, FromRWorker, ToRWorker, Welcome
+from fastdecode.wire.transport import PeerLostError
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_a_spare_one_comes_in_a_lost_ones_place(
+    replicas: int, monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    path = tiny_checkpoint("llama")
+    expected, _ = run(path, replicas=0)
+    crash_after(monkeypatch, {"r1": 30})
+    tokens, stats = run(path, replicas=replicas, spare_r_workers=1)
+    assert tokens == expected
+    assert stats.num_rejoined == 1
+    if not replicas:
+        assert stats.num_recomputed > 0
+        return
+    assert stats.replicas is not None and stats.num_recomputed == 0
+    (back,) = stats.replicas.returns
+    assert (back.worker, back.keeper) == ("R-worker r3", "R-worker r2")
+    assert stats.replicas.num_rings == 1
+
+
+def test_a_spare_one_that_is_lost_too_is_replaced_by_the_next(
+    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    path = tiny_checkpoint("llama")
+    expected, _ = run(path, replicas=0)
+    crash_after(monkeypatch, {"r0": 20, "r1": 4})
+    tokens, stats = run(path, replicas=0, r_workers=1, lanes=1, spare_r_workers=2)
+    assert tokens == expected
+    assert stats.num_rejoined == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"r_worker_addresses": ("tcp://127.0.0.1:7000",)}, "whoever comes at"),
+        ({"r_partition": "heads"}, "share the heads anew"),
+        ({"kv_placement": "gpu"}, "has none"),
+    ],
+)
+def test_where_there_are_no_spare_ones_is_said(options: dict[str, Any], names: str) -> None:
+    with pytest.raises(ConfigError, match=names) as refused:
+        EngineConfig.of("model", spare_r_workers=1, **options)
+    assert "spare" in str(refused.value)
+
+
+def hub_of(num_workers: int, num_spares: int) -> tuple[SpareHub, list[Any]]:
+    hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
+    ends = [
+        connect(hub, "S", InprocHub[FromRWorker, ToRWorker](), f"r{i}")[1]
+        for i in range(num_workers + num_spares)
+    ]
+    return SpareHub(hub, num_spares, [f"r{i}" for i in range(len(ends))]), ends
+
+
+def test_what_a_spare_one_says_waits_until_it_is_asked() -> None:
+    hub, ends = hub_of(2, 1)
+    spare = hub.reconnect(1)
+    assert hub.addresses == ["r0", "r2"]
+    ends[2].send(Welcome("r2", 10, 16, 1))
+    ends[0].send(Accepted(5))
+    assert hub.receive_any(1.0) == (0, Accepted(5))
+    assert spare.poll() == Welcome("r2", 10, 16, 1)
+    assert spare.poll() is None
+    hub.replace(1, spare)
+    spare.send(CloseSequence(1))
+    assert ends[2].poll() == CloseSequence(1)
+    ends[2].send(Accepted(6))
+    ends[1].send(Accepted(7))
+    assert hub.receive_any(1.0) == (1, Accepted(6)), "the lost one isn't listened to"
+    assert hub.given_up == {1}
+    ends[2].close()
+    with pytest.raises(PeerLostError) as lost:
+        hub.receive_any(1.0)
+    assert lost.value.index == HolderId(1)
+
+
+def test_a_spare_one_that_dies_is_found_when_it_is_needed() -> None:
+    hub, ends = hub_of(1, 2)
+    ends[1].close()
+    ends[0].send(Accepted(1))
+    assert hub.receive_any(1.0) == (0, Accepted(1))
+    first = hub.reconnect(0)
+    for _ in range(2):
+        with pytest.raises(Exception, match="closed"):
+            first.poll()
+    assert hub.num_left == 1 and hub.reconnect(0).poll() is None
+    with pytest.raises(ConfigError, match="no spare"):
+        hub.reconnect(0)

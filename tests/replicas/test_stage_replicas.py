@@ -1,0 +1,72 @@
+"""R-workers of a pipeline's stages: what one has lost, its neighbour in the same
+stage has, and the other stages forget what didn't count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from checkpoints import prompts
+from replica_jobs import GREEDY, run
+from trouble import crash_after
+
+from examples import TRIES_ALL
+from fastdecode import LLM
+from fastdecode.core.sequence import RequestOutput
+
+Losses = dict[str, int]
+ONE: list[Losses] = [{"s1-r1": 30}, *[{"r1": 30}, {"s1-r0": 9}, {"r0": 50}] * TRIES_ALL]
+TWO: list[Losses] = [{"r0": 30, "s1-r1": 36}, *[{"r0": 30, "s1-r0": 30}] * TRIES_ALL]
+"""Layers that R-workers attend before they are lost. Column w is R-worker w of
+each stage."""
+
+
+@pytest.fixture(scope="module")
+def path(tiny_checkpoint: Callable[..., Path]) -> Path:
+    return tiny_checkpoint("llama")
+
+
+@pytest.fixture(scope="module")
+def expected(path: Path) -> list[list[tuple[int, ...]]]:
+    return run(path, replicas=0)[0]
+
+
+@pytest.mark.parametrize("lost", ONE + TWO, ids=str)
+def test_a_column_goes_on_from_the_replicas_of_the_stages_that_lost_it(
+    lost: Losses, path: Path, expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crash_after(monkeypatch, lost)
+    tokens, stats = run(path, pp=2)
+    assert tokens == expected
+    assert stats.replicas is not None and stats.num_recomputed == 0
+    assert 1 <= len(stats.replicas.failovers) <= len(lost)
+    assert stats.resumed.num_tokens > 0
+
+
+def test_others_start_on_a_column_that_goes_on_where_there_is_no_other(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each stage has lost an R-worker, of different columns."""
+    crash_after(monkeypatch, {"r0": 20, "s1-r1": 26})
+    options = {"dtype": "float32", "kv_memory_gb": 0.01, "r_threads": 1}
+    with LLM(str(path), **options, pp=2, r_workers=2, replicas=1) as llm:
+        first, second = ([o.completions[0].token_ids for o in answers(llm)] for _ in range(2))
+        assert first == second and all(len(tokens) == 24 for tokens in first)
+        assert llm.stats.replicas is not None and len(llm.stats.replicas.failovers) == 2
+
+
+def answers(llm: LLM) -> list[RequestOutput]:
+    outputs = llm.generate(prompts([3, 30, 11, 1], seed=2), GREEDY)
+    assert all(output.ok for output in outputs), outputs
+    return outputs
+
+
+def test_without_a_second_copy_a_column_is_recomputed(
+    path: Path, expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The neighbour that goes on for it is lost, too."""
+    crash_after(monkeypatch, {"s1-r0": 30, "s1-r1": 40})
+    tokens, stats = run(path, pp=2)
+    assert tokens == expected
+    assert stats.num_recomputed > 0

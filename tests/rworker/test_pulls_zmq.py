@@ -1,0 +1,86 @@
+"""Fetches over real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from stream_suite import ALL_KV, KV, WAIT_S, Memory, Worker, assert_same, move, pieces_between
+
+from cpu_kernels import reference
+from fastdecode.core.spec import KVSpec
+from fastdecode.wire.kv.handing import KVSource, Offer, Pull, Pulled
+from fastdecode.wire.messages import CloseSequence
+from rworker.attention import AttentionExecutor
+from rworker.state import RWorkerState
+from rworker.worker import serve
+
+pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
+
+
+@contextlib.contextmanager
+def r_worker(name: str) -> Iterator[str]:
+    """In a thread that listens at an address, and reaches others."""
+    from fastdecode.wire.zmq.listener import ZmqListener
+    from fastdecode.wire.zmq.neighbours import ZmqNeighbours
+
+    listener, neighbours = ZmqListener("tcp://127.0.0.1:*", name), ZmqNeighbours(None)
+    state = RWorkerState(name, kv_bytes=16 << 20)
+    runs = AttentionExecutor(kernels=reference)
+    args = listener, state, runs, None, neighbours
+    thread = threading.Thread(target=serve, args=args, daemon=True)
+    thread.start()
+    try:
+        yield listener.address
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    finally:
+        neighbours.close()
+        listener.close()
+
+
+@contextlib.contextmanager
+def reached(address: str, kv: KVSpec) -> Iterator[Worker]:
+    from fastdecode.wire.zmq.hub import ZmqHub
+
+    hub = ZmqHub()
+    worker = Worker(hub.add(address), kv)
+    try:
+        yield worker
+        worker.leave()
+    finally:
+        hub.close()
+
+
+def pulled(worker: Any, sequence: int, address: str, ticket: str, num_tokens: int) -> Pulled:
+    source = KVSource(address, 0, ticket, 0, num_tokens, 0, KV.num_kv_heads)
+    worker.connection.send(Pull(sequence, 0, num_tokens, (source,), WAIT_S))
+    news = worker.connection.receive(WAIT_S)
+    assert isinstance(news, Pulled)
+    return news
+
+
+@pytest.mark.parametrize("kv", [ALL_KV[0], ALL_KV[-1]], ids=lambda kv: kv.dtype.value)
+def test_over_sockets(kv: KVSpec) -> None:
+    home, back, lengths = Memory(kv), Memory(kv), {0: 61}
+    home.fill(lengths, seed=3)
+    with (
+        r_worker("p") as address,
+        r_worker("d") as other,
+        reached(address, kv) as p,
+        reached(other, kv) as d,
+    ):
+        move(pieces_between(lengths, kv), home, p)
+        ticket = secrets.token_hex(16)
+        p.connection.send(Offer(0, ticket))
+        d.open(5, 64)
+        assert pulled(d, 5, address, ticket, 61).reason == ""
+        move(pieces_between({5: 61}, kv, by=-5), d.source(), back)
+        assert_same(home, back, lengths)
+        p.connection.send(CloseSequence(0))
+        d.open(6, 64)
+        assert "released" in pulled(d, 6, address, ticket, 61).reason

@@ -1,0 +1,262 @@
+"""Caches that outlive their S-worker: kept for its session, gone on with by
+another S-worker of it, or freed when nobody comes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from state_machine import HELLO, KV, KV_BYTES, NUM_LAYERS, Worker, attend, step_of
+from virtual_time import VirtualTime
+
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.holders import HolderId
+from fastdecode.wire.kv.kept import EndSequence, KeepBlocks
+from fastdecode.wire.kv.replicating import Replicate
+from fastdecode.wire.kv.taking_over import SESSION_RESUMED, TakenOver, TakeOver
+from fastdecode.wire.kv.tiers import FetchBlocks, StoreBlocks
+from fastdecode.wire.messages import Failed, Hello, OpenSequence, Shutdown, Welcome
+from rworker.absence import Absence
+from rworker.instructions import Drop, HangUp, Link, Prepare, Send, Stop, Unlink
+from rworker.serving import Serving
+from rworker.tiers.tiers import Done
+
+FIRST, SECOND, STRANGER = range(3)
+SESSION = 77
+OURS = replace(HELLO, session=SESSION, outlives=True)
+RESUMING = replace(OURS, resumes=True)
+THEIRS = replace(HELLO, session=78, outlives=True)
+KEEP_S = 300.0
+KEEPING = Serving(return_s=60.0, keep_s=KEEP_S)
+KEY = np.arange(2, dtype=np.int64).reshape(1, 2)
+
+
+class Peers(Worker):
+    """A worker whose first S-worker has two sequences, of 3 and of 20 tokens,
+    the second of which is in an open step."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(KV_BYTES, **({"serving": KEEPING} | options))
+        self.say(FIRST, OURS)
+        for sequence, num_tokens in ((4, 3), (9, 20)):
+            self.say(FIRST, OpenSequence(sequence, 40))
+            self.run(FIRST, step_of((sequence, 0, num_tokens)))
+        begin = step_of((9, 20, 1), step=1)
+        self.say(FIRST, begin)
+        self.say(FIRST, attend(begin, 0))
+
+    def say(self, peer: int, message: Any) -> tuple[Any, ...]:
+        instructions = self.state.handle(peer, message)
+        self.state.check_invariants()
+        return instructions
+
+    def run(self, peer: int, begin: Any) -> None:
+        self.say(peer, begin)
+        for layer in range(NUM_LAYERS):
+            self.say(peer, attend(begin, layer))
+
+    def lose(self, peer: int, *, may_return: bool = True) -> tuple[Any, ...]:
+        instructions = self.state.lost(peer, may_return=may_return)
+        self.state.check_invariants()
+        return instructions
+
+    def hold(self, peer: int, **counts: int) -> list[int]:
+        """What it says that it has of sequences, asked for so many tokens of each."""
+        ids = np.array([int(name[1:]) for name in counts], np.int64)
+        most = np.array(list(counts.values()), np.int32)
+        (send,) = self.say(peer, TakeOver(SESSION, ids, most))
+        assert isinstance(send.message, TakenOver)
+        found: list[int] = send.message.num_tokens.tolist()
+        return found
+
+
+def test_another_s_worker_of_the_session_goes_on_with_what_is_there_in_every_layer() -> None:
+    peers = Peers()
+    assert peers.lose(FIRST) == (Unlink(HolderId(0)),) and peers.state.is_deserted
+    unlink, welcome = peers.say(SECOND, RESUMING)  # and no Prepare, which would empty it
+    assert unlink == Unlink(HolderId(0)) and isinstance(welcome.message, Welcome)
+    assert not peers.state.is_deserted
+    assert peers.hold(SECOND, _9=40, _4=2, _5=8) == [20, 2, -1]
+    peers.run(SECOND, step_of((9, 20, 1), (4, 2, 1)))
+
+
+def test_what_is_not_named_is_closed_and_what_was_kept_is_forgotten() -> None:
+    peers = Peers()
+    peers.say(FIRST, KeepBlocks(9, 0, KEY))
+    peers.say(FIRST, EndSequence(4, KEY + 7))
+    peers.lose(FIRST)
+    peers.say(SECOND, RESUMING)
+    assert peers.hold(SECOND) == []
+    (cache,) = peers.state._caches
+    assert cache.books.store.pool.num_free == cache.books.store.num_blocks
+
+
+def test_the_first_is_fenced_from_the_moment_the_second_has_attached() -> None:
+    peers = Peers()
+    _, welcome, told, hang_up = peers.say(SECOND, RESUMING)
+    assert welcome.to == SECOND and isinstance(told.message, Failed)
+    assert told.to == FIRST and told.message.code == SESSION_RESUMED
+    assert hang_up == HangUp(FIRST)
+    _, refusal = peers.say(FIRST, OpenSequence(11, 8)), peers.lose(FIRST, may_return=False)
+    assert refusal == ()  # nothing is dropped, and the worker doesn't stop
+    assert peers.hold(SECOND, _9=40, _4=40) == [20, 3]
+
+
+@pytest.mark.parametrize("hello", [THEIRS, replace(THEIRS, resumes=True), HELLO])
+def test_a_stranger_changes_nothing_and_is_told_that_memory_is_kept(hello: Hello) -> None:
+    peers = Peers()
+    peers.lose(FIRST)
+    refusal, hang_up = peers.say(STRANGER, hello)
+    assert refusal.message.code == "session_kept" and "--session-keep-s" in refusal.message.message
+    assert hang_up == HangUp(STRANGER) and peers.lose(STRANGER, may_return=False) == ()
+    peers.say(SECOND, RESUMING)
+    assert peers.hold(SECOND, _9=40, _4=40) == [20, 3]
+
+
+def test_a_stranger_beside_one_that_lives_is_refused_too() -> None:
+    peers = Peers()
+    refusal, _ = peers.say(STRANGER, replace(THEIRS, resumes=True))
+    assert refusal.message.code == "busy"
+    peers.run(FIRST, step_of((4, 3, 1), step=2, lane=1))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(RESUMING, model_hash="another"),
+        replace(RESUMING, kv=replace(KV, block_size=2 * KV.block_size)),
+        replace(OURS),
+    ],
+)
+def test_whoever_wants_another_cache_of_the_session_gets_a_new_one(other: Hello) -> None:
+    peers = Peers()
+    peers.lose(FIRST)
+    prepare, welcome = peers.say(SECOND, other)
+    assert isinstance(prepare, Prepare) and isinstance(welcome.message, Welcome)
+    assert peers.hold(SECOND, _9=40) == [-1]
+
+
+def test_a_goodbye_ends_the_session_at_once() -> None:
+    assert Peers().say(FIRST, Shutdown()) == (Stop(),)
+    peers = Peers(serving=replace(KEEPING, keeps_serving=True))
+    assert peers.say(FIRST, Shutdown()) == (HangUp(FIRST),)
+    assert peers.lose(FIRST, may_return=False) == (Drop(HolderId(0)),)
+    prepare, _ = peers.say(STRANGER, THEIRS)
+    assert isinstance(prepare, Prepare)
+
+
+def test_whoever_broke_the_protocol_is_kept_nothing() -> None:
+    assert Peers().lose(FIRST, may_return=False) == (Drop(HolderId(0)), Stop())
+    assert Peers(serving=Serving()).lose(FIRST) == (Drop(HolderId(0)), Stop())
+
+
+def test_a_replicated_cache_has_no_replica_when_it_is_gone_on_with() -> None:
+    peers = Peers()
+    (link,) = peers.say(FIRST, Replicate("r8", "", 1 << 20, 1, 9.0))
+    assert isinstance(link, Link)
+    assert peers.lose(FIRST) == (Unlink(HolderId(0)),)
+    peers.say(SECOND, RESUMING)
+    assert peers.hold(SECOND, _9=20) == [20]
+    (again,) = peers.say(SECOND, Replicate("r8", "", 1 << 20, 1, 9.0))
+    assert isinstance(again, Link) and again.number == 1
+
+
+@pytest.mark.parametrize("keeps_serving", [False, True])
+def test_nobody_comes_in_time(keeps_serving: bool) -> None:
+    serving = replace(KEEPING, keeps_serving=keeps_serving)
+    peers, time = Peers(serving=serving), VirtualTime()
+    absence = Absence(serving, time)
+    assert absence.wait_s(peers.state) is None and absence.end(peers.state) == ()
+    peers.lose(FIRST)
+    assert absence.wait_s(peers.state) == KEEP_S
+    time.now_s = KEEP_S - 1
+    assert absence.end(peers.state) == () and absence.wait_s(peers.state) == 1
+    time.now_s = KEEP_S
+    assert absence.end(peers.state) == (Drop(HolderId(0)),)
+    assert absence.end(peers.state) == (() if keeps_serving else (Stop(),))
+    if keeps_serving:
+        prepare, _ = peers.say(STRANGER, THEIRS)
+        assert isinstance(prepare, Prepare)
+
+
+def test_the_time_begins_anew_with_every_loss() -> None:
+    peers, time = Peers(), VirtualTime()
+    absence = Absence(KEEPING, time)
+    peers.lose(FIRST)
+    absence.wait_s(peers.state)
+    time.now_s = 200.0
+    peers.say(SECOND, RESUMING)
+    assert absence.wait_s(peers.state) is None
+    time.now_s = 1000.0
+    peers.lose(SECOND)
+    assert absence.wait_s(peers.state) == KEEP_S
+
+
+def test_the_time_runs_from_the_loss_of_whose_cache_it_is() -> None:
+    """However many others come and are lost meanwhile."""
+    state, time = Worker(KV_BYTES, serving=KEEPING).state, VirtualTime()
+    absence = Absence(KEEPING, time)
+    for peer, hello in enumerate((OURS, THEIRS)):
+        state.handle(peer, replace(hello, holder=peer, max_blocks=1))
+    state.lost(FIRST, may_return=True)
+    assert absence.wait_s(state) == KEEP_S
+    time.now_s = 200.0
+    state.lost(SECOND, may_return=True)
+    assert absence.wait_s(state) == KEEP_S - 200
+    time.now_s = KEEP_S
+    assert absence.end(state) == (Drop(HolderId(0)),)
+    assert absence.wait_s(state) == 200
+    time.now_s = KEEP_S + 200
+    assert absence.end(state) == (Drop(HolderId(1)),)
+
+
+def test_who_is_refused_is_told_for_how_long_and_what_to_do() -> None:
+    peers, time = Peers(), VirtualTime()
+    absence = Absence(KEEPING, time)
+    peers.lose(FIRST)
+    absence.look(peers.state)
+    time.now_s = 200.0
+    absence.look(peers.state)
+    refusal, _ = peers.say(STRANGER, THEIRS)
+    for words in ("100 s more", "--resume", "--overwrite"):
+        assert words in refusal.message.message
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("is_over", [False, True])
+def test_blocks_were_on_their_way_to_disk_when_the_s_worker_was_lost(
+    is_over: bool, is_known: bool
+) -> None:
+    """``is_known``: the R-worker knows that it is; else the connection is open
+    at this end still. What is on its way then ends with ``Unlink``."""
+    peers = Peers(has_tier=True)
+    peers.say(FIRST, KeepBlocks(9, 0, KEY))
+    peers.say(FIRST, StoreBlocks(1, KEY, np.array([KV.block_size], np.int32)))
+    peers.say(FIRST, FetchBlocks(2, KEY + 100))
+    if is_known:
+        peers.lose(FIRST)
+    if is_over:
+        for job in (1, 2):
+            peers.state.moved(Done(FIRST, HolderId(0), job, set(), 0, 0.0))
+    unlink, welcome, *fence = peers.say(SECOND, RESUMING)
+    assert unlink == Unlink(HolderId(0), ends_moves=not is_over)
+    assert isinstance(welcome.message, Welcome)
+    assert bool(fence) != is_known
+    assert peers.hold(SECOND, _9=40) == [20]
+    (cache,) = peers.state._caches
+    assert not len(cache.books.store.cached) and not len(cache.books.moving)
+    peers.say(SECOND, KeepBlocks(9, 0, KEY))
+    peers.say(SECOND, StoreBlocks(1, KEY, np.array([KV.block_size], np.int32)))
+
+
+def test_only_a_session_is_kept() -> None:
+    with pytest.raises(ConfigError, match="of no session"):
+        replace(HELLO, outlives=True)
+
+
+def test_a_worker_that_has_a_cache_of_nobody_is_a_new_one_to_who_resumes() -> None:
+    worker = Worker(KV_BYTES, serving=KEEPING)
+    prepare, welcome = worker.state.handle(SECOND, RESUMING)
+    assert isinstance(prepare, Prepare) and isinstance(welcome, Send)

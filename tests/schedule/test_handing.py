@@ -1,0 +1,252 @@
+"""Sequences that go on elsewhere, and those that come from there: a lifecycle by
+itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from remembering_store import BLOCK_SIZE
+from schedule_choices import options
+
+from fastdecode.core.holders import HolderId, KVSource, num_offered
+from fastdecode.core.sequence import Request, SamplingParams
+from fastdecode.schedule.life.events import (
+    Cancelled,
+    Close,
+    Drawn,
+    Event,
+    Fail,
+    Finish,
+    Fork,
+    HandOver,
+    HasFetched,
+    Instruction,
+    Interrupted,
+    Keep,
+    LaneIdle,
+    LaneReady,
+    Lost,
+    Open,
+    Opened,
+    Pull,
+    Pulled,
+    Run,
+    StepDone,
+    Submitted,
+)
+from fastdecode.schedule.life.handing import HANDED_OVER_LOST
+from fastdecode.schedule.life.lifecycle import Lifecycle
+from fastdecode.schedule.modes import make_scheduler
+from fastdecode.schedule.prefill import PrefillBudget
+
+SOURCES = (KVSource("p-r0", 0, "ab" * 16, 0, 5, 0, 2),)
+
+
+def lifecycle(blocks: tuple[int, ...] = (40,)) -> Lifecycle:
+    return Lifecycle(make_scheduler(options("greedy", 1), blocks, BLOCK_SIZE, opening_steps=1))
+
+
+def tell(life: Lifecycle, event: Event) -> list[Instruction]:
+    instructions = life.handle(event)
+    life.check_invariants()
+    return instructions
+
+
+def request(name: str, n: int = 1, num_tokens: int = 5) -> Request:
+    return Request(name, (5,) * num_tokens, SamplingParams(n=n), 1, seed=0, hands_over=True)
+
+
+def open_all(life: Lifecycle) -> list[Instruction]:
+    asked = [x for x in tell(life, LaneIdle(0)) if isinstance(x, (Open, Fork))]
+    for one in asked:
+        tell(life, Opened(one.part.part_id))
+    return list(asked)
+
+
+def step(life: Lifecycle, reasons: dict[int, str] | None = None) -> list[Instruction]:
+    (run,) = tell(life, LaneReady(0))
+    assert isinstance(run, Run)
+    drawn = [
+        Drawn(chunk.sequence, 7, (reasons or {}).get(chunk.sequence.index))  # type: ignore[arg-type]
+        for chunk in run.chunks
+        if chunk.num_tokens == chunk.sequence.num_uncached
+    ]
+    return tell(life, StepDone(0, tuple(drawn)))
+
+
+def test_a_request_is_handed_over_and_kept_until_it_is_cancelled() -> None:
+    life = lifecycle()
+    tell(life, Submitted(request("a")))
+    (opened,) = open_all(life)
+    (handed,) = step(life)
+    assert isinstance(handed, HandOver) and handed.sequence.token_ids == [5] * 5 + [7]
+    assert handed.sequence.num_cached == 5 and life.handing.has_parked
+    assert tell(life, LaneIdle(0)) == [] == tell(life, LaneReady(0)), "nothing of it runs"
+    assert isinstance(opened, Open)
+    assert tell(life, Cancelled("a")) == [Close(opened.part)]
+    assert not life.handing.has_parked and not life.lives.by_sequence
+
+
+def test_one_that_is_over_with_its_first_token_is_not_handed_over() -> None:
+    life = lifecycle()
+    tell(life, Submitted(request("a")))
+    open_all(life)
+    finish, close = step(life, {0: "stop"})
+    assert isinstance(finish, Finish) and isinstance(close, Close)
+
+
+@pytest.mark.parametrize("over", [(), (0,), (1,), (0, 1, 2)])
+def test_of_several_sequences_one_is_kept(over: tuple[int, ...]) -> None:
+    life = lifecycle()
+    tell(life, Submitted(request("a", n=3)))
+    reasons = dict.fromkeys(over, "stop")
+    told: list[Instruction] = []
+    num_forks = 0
+    for _ in range(3):
+        num_forks += sum(isinstance(one, Fork) for one in open_all(life))
+        if life.scheduler.num_running:
+            told += step(life, reasons)
+    assert num_forks == 2 or 0 in over, "a parked sequence may be forked"
+    assert sum(isinstance(one, Finish) for one in told) == len(over)
+    handed = [one for one in told if isinstance(one, HandOver)]
+    assert len(handed) == (len(over) < 3)
+    assert len(life.scheduler.parked.runs) == len(handed)
+    if handed:
+        assert isinstance(told[-1], HandOver), "when all have drawn"
+        (close,) = tell(life, Cancelled("a"))
+        assert isinstance(close, Close)
+    assert not life.lives.by_sequence
+
+
+@pytest.mark.parametrize("event", [Lost(HolderId(0)), Interrupted(HolderId(0))])
+def test_who_loses_what_was_to_be_fetched_says_so(event: Event) -> None:
+    life = lifecycle((40, 40))
+    tell(life, Submitted(request("a")))
+    open_all(life)
+    step(life)
+    fails = [one for one in tell(life, event) if isinstance(one, Fail)]
+    assert [fail.error.code for fail in fails] == [HANDED_OVER_LOST]
+    assert not life.lives.by_sequence
+
+
+def coming(max_tokens: int = 4) -> Request:
+    return replace(
+        request("a"), max_tokens=max_tokens, hands_over=False, drawn={0: (7,)}, sources=SOURCES
+    )
+
+
+def test_who_comes_runs_when_its_prompt_is_here() -> None:
+    life = lifecycle()
+    tell(life, Submitted(coming()))
+    (asked,) = tell(life, LaneIdle(0))
+    assert isinstance(asked, Open)
+    assert tell(life, Opened(asked.part.part_id)) == [Pull(asked.part, 5, SOURCES)]
+    assert life.handing.is_pulling and tell(life, LaneReady(0)) == []
+    (fetched,) = tell(life, Pulled(asked.part.part_id, ""))
+    assert isinstance(fetched, HasFetched) and not life.handing.is_pulling
+    (run,) = tell(life, LaneReady(0))
+    assert isinstance(run, Run) and [chunk.num_tokens for chunk in run.chunks] == [1]
+    assert life.endings.num_recomputed == 0 and life.starting.num_reused_tokens == 0
+
+
+def test_what_is_offered_is_needed_until_all_siblings_have_begun() -> None:
+    """The first may be over before the last has room."""
+    life = lifecycle((3,))
+    drawn = {0: (7,), 1: (7,), 2: (7,)}
+    asked = replace(coming(max_tokens=2), params=SamplingParams(n=3), drawn=drawn)
+    tell(life, Submitted(asked))
+    told: list[Instruction] = []
+    pulls = 0
+    while life.lives.by_sequence:
+        for one in tell(life, LaneIdle(0)):
+            if isinstance(one, (Open, Fork)):
+                for then in tell(life, Opened(one.part.part_id)):
+                    pulls += isinstance(then, Pull)
+                    assert isinstance(then, Pull)
+                    told += tell(life, Pulled(then.part.part_id, ""))
+            told.append(one)
+        if any(run.is_open for run in life.scheduler.lanes[0].running.values()):
+            told += step(life)
+    fetched = [place for place, one in enumerate(told) if isinstance(one, HasFetched)]
+    begun = [place for place, one in enumerate(told) if isinstance(one, (Open, Fork))]
+    assert len(fetched) == 1 and len(begun) == 3 and fetched[0] >= begun[-1] - 1
+    assert pulls >= 1 and life.endings.num_recomputed == 0
+
+
+def test_who_cannot_be_fetched_is_recomputed() -> None:
+    life = lifecycle()
+    tell(life, Submitted(coming()))
+    (asked,) = tell(life, LaneIdle(0))
+    assert isinstance(asked, Open)
+    tell(life, Opened(asked.part.part_id))
+    close, fetched = tell(life, Pulled(asked.part.part_id, "gone"))
+    assert close == Close(asked.part) and isinstance(fetched, HasFetched)
+    open_all(life)
+    (run,) = tell(life, LaneReady(0))
+    assert isinstance(run, Run) and run.chunks[0].first == 0, "from its beginning"
+    assert life.endings.num_recomputed == 1
+
+
+def test_who_is_cancelled_or_lost_while_it_is_fetched() -> None:
+    life = lifecycle((40, 40))
+    tell(life, Submitted(coming()))
+    (asked,) = tell(life, LaneIdle(0))
+    assert isinstance(asked, Open)
+    tell(life, Opened(asked.part.part_id))
+    assert tell(life, Lost(asked.part.holder)) == []
+    (again,) = tell(life, LaneIdle(0))
+    assert isinstance(again, Open) and again.part.holder != asked.part.holder
+    assert tell(life, Opened(again.part.part_id)) == [Pull(again.part, 5, SOURCES)]
+    assert tell(life, Pulled(asked.part.part_id, "it is lost")) == []
+    assert tell(life, Cancelled("a")) == [Close(again.part)]
+    assert tell(life, Pulled(again.part.part_id, "it was closed")) == []
+    assert not life.lives.by_sequence and not life.handing.is_pulling
+
+
+def test_tokens_that_are_to_be_drawn_again_are_not_fetched() -> None:
+    """Of a sequence that has drawn nothing, all but the last of its prompt."""
+    life = lifecycle()
+    tell(life, Submitted(replace(coming(), drawn={})))
+    (asked,) = tell(life, LaneIdle(0))
+    assert isinstance(asked, Open)
+    assert tell(life, Opened(asked.part.part_id)) == [Pull(asked.part, 4, SOURCES)]
+    assert num_offered(SOURCES) == 5
+
+
+def test_prompts_run_whole_or_alone() -> None:
+    budget = PrefillBudget(100, 100, whole_prompts=True)
+    assert budget.chunks(60) == (60,)
+    budget.book((60,))
+    assert budget.chunks(41) == () and budget.chunks(40) == (40,)
+    budget.next_step()
+    assert budget.chunks(250) == (100, 100, 50)
+    budget.book((100, 100, 50))
+    assert budget.chunks(1) == ()
+    budget.next_step()
+    budget.next_step()
+    assert budget.chunks(50) == (50,) and budget.chunks(51) == ()
+
+
+@pytest.mark.parametrize("when", ["opening", "fetching", "failing"])
+def test_what_was_to_be_fetched_and_has_not_come_is_kept_for_nobody(when: str) -> None:
+    life = Lifecycle(
+        make_scheduler(options("greedy", 1), (40,), BLOCK_SIZE, opening_steps=1, cache_identity="a")
+    )
+    prompt = tuple(range(5 * BLOCK_SIZE + 3))
+    asked = Request("a", prompt, SamplingParams(), 4, seed=0)
+    sources = (replace(SOURCES[0], num_tokens=len(prompt)),)
+    tell(life, Submitted(replace(asked, sources=sources)))
+    (opened,) = [one for one in tell(life, LaneIdle(0)) if isinstance(one, Open)]
+    told: list[Instruction] = []
+    if when == "opening":
+        told += tell(life, Cancelled("a"))
+    told += tell(life, Opened(opened.part.part_id))
+    if when == "fetching":
+        told += tell(life, Cancelled("a"))
+    elif when == "failing":
+        told += tell(life, Pulled(opened.part.part_id, "gone"))
+    assert any(isinstance(one, Close) for one in told)
+    assert not any(isinstance(one, Keep) for one in told), "unwritten blocks would be others'"
+    if when == "failing":
+        assert any(isinstance(one, Open) for one in tell(life, LaneIdle(0))), "from its beginning"

@@ -1,0 +1,183 @@
+"""Lower tiers of kept blocks, put to work: on R-workers' real KV stores, with a
+memory and a disk that remember what each slot was written for."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_traffic import Requests, play, traffic
+from remembering_store import BLOCK_SIZE, Store
+from schedule_choices import options
+from traffic import Harness
+
+from examples import examples
+from fastdecode.core.holders import HolderId
+from fastdecode.core.sequence import CacheUse
+from fastdecode.schedule.cache.retention import POLICIES, policy_of
+from fastdecode.schedule.cache.tiers.moves import Rates
+from fastdecode.schedule.life.events import Stocked
+from fastdecode.schedule.life.restores import Progress
+from fastdecode.schedule.modes import make_scheduler
+
+BLOCKS = (12, 20)
+briefly = settings(max_examples=examples(25, share=8), deadline=None)
+
+
+def harness(
+    blocks: tuple[int, ...] = BLOCKS,
+    slots: int = 15,
+    policy: str = "retention",
+    lanes: int = 1,
+    opening: int = 0,
+    threshold: float = 0.5,
+    mode: str = "greedy",
+) -> Harness:
+    """R-workers with disks of so many blocks."""
+    ticks = itertools.count()
+    scheduler = make_scheduler(
+        options(mode, lanes),
+        blocks,
+        BLOCK_SIZE,
+        opening_steps=opening,
+        cache_identity="a",
+        cache_policy=policy_of(policy, BLOCK_SIZE),
+        swap_threshold=threshold,
+        clock=lambda: float(next(ticks)),
+    )
+    busy = Harness(scheduler, [Store(count) for count in blocks], lanes)
+    for holder in range(len(blocks)):
+        busy._tell(Stocked(HolderId(holder), slots, {}))
+    return busy
+
+
+@briefly
+@given(
+    st.data(),
+    traffic(forks=False) | traffic(forks=True),
+    st.integers(1, 3),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(POLICIES),
+    st.sampled_from((0.3, 0.9, 1.0)),
+    st.integers(1, 15),
+    st.sampled_from((0.0, 0.0, 0.3)),
+    st.integers(0, 1 << 32),
+)
+def test_nobody_reads_what_was_not_written_for_it_wherever_it_was_meanwhile(
+    data: st.DataObject,
+    requests: Requests,
+    num_lanes: int,
+    lose: bool,
+    late: bool,
+    policy: str,
+    threshold: float,
+    slots: int,
+    failing: float,
+    seed: int,
+) -> None:
+    """Prompts all begin alike. Counts are compared after every event, some
+    blocks don't arrive, and some sequences step before theirs have."""
+    chance = random.Random(seed)
+    busy = harness(
+        slots=slots, policy=policy, lanes=num_lanes, opening=int(late), threshold=threshold
+    )
+    busy.moves_fail = lambda: chance.random() < failing
+    busy.moves_tell = lambda: chance.random() < 0.5
+    busy.lifecycle.stepped(BLOCK_SIZE, 1e6)  # so that all fetches come in time
+    play(data, busy, requests, lose=lose)
+    assert failing or all(store.num_on_disk <= slots for store in busy.stores)
+
+
+def turns(busy: Harness, num_rounds: int, num_conversations: int = 4) -> None:
+    """Conversations go on in turns, each with prompts of its own."""
+    histories: list[tuple[int, ...]] = [()] * num_conversations
+    for number in range(num_rounds):
+        for i, history in enumerate(histories):
+            new = tuple(1000 * i + 10 * number + j for j in range(6))
+            use = CacheUse(turn=max(0, len(history) - 1))
+            first = busy.num_arrived
+            assert busy.arrive(0, (3,), 3, prompt=history + new, cache=use)
+            busy.run_out()
+            histories[i] = history + new + tuple(busy.finished[first])
+
+
+def test_sequences_join_before_their_blocks_have_come_and_start_again_without_those_that_fail() -> (
+    None
+):
+    """Whatever is in a block that fails after that, nothing that was attended
+    with it is believed."""
+    chance = random.Random(3)
+    busy = harness((10,), slots=40)
+    busy.lifecycle.stepped(BLOCK_SIZE, 1e6)
+    busy.moves_tell = lambda: chance.random() < 0.7
+    busy.moves_fail = lambda: chance.random() < 0.25
+    turns(busy, 4, 6)
+    counts = busy.lifecycle.scheduler.ledger.cache.stock.traffic.counts
+    assert counts.num_joined > 4 and counts.num_failed > 0 and counts.num_fetched > 0
+    assert busy.num_stepped_early > 4 and busy.num_disbelieved > 0
+
+
+def test_a_fetch_that_is_slower_than_the_step_is_waited_for() -> None:
+    busy = harness((10,), slots=40)
+    busy.lifecycle.stepped(BLOCK_SIZE, 1e-6)
+    told = itertools.cycle((True, False))
+    busy.moves_tell = lambda: next(told)
+    turns(busy, 3)
+    counts = busy.lifecycle.scheduler.ledger.cache.stock.traffic.counts
+    assert counts.num_fetched > 0 and not counts.num_joined and not busy.num_stepped_early
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_conversations_find_on_disk_what_memory_has_no_room_for(policy: str) -> None:
+    busy = harness((10,), slots=40, policy=policy)
+    turns(busy, 3)
+    counts = busy.lifecycle.scheduler.ledger.cache.stock.traffic.counts
+    assert busy.num_fetched > 0 and counts.num_fetched == busy.num_fetched
+    assert counts.num_failed == 0 and busy.num_resumed_tokens > 20
+
+
+def test_a_full_disk_drops_and_keeps_its_quota() -> None:
+    busy = harness((10,), slots=5)
+    turns(busy, 3)
+    counts = busy.lifecycle.scheduler.ledger.cache.stock.traffic.counts
+    assert counts.num_dropped > 0 and busy.stores[0].num_on_disk <= 5
+
+
+def test_nothing_goes_down_that_nobody_has_hit() -> None:
+    busy = harness((10,), slots=40, threshold=1.0)
+    for number in range(6):
+        busy.arrive(0, (2,), 2, prompt=tuple(range(100 * number, 100 * number + 9)))
+        busy.run_out()
+    assert busy.lifecycle.scheduler.ledger.cache.stock.traffic.counts.num_stored == 0
+
+
+def test_when_a_fetch_comes_in_time() -> None:
+    """Of six groups of layers, while a step takes a second."""
+    sixth = 1 / 6
+
+    def comes(num_groups: int, fetch_s: float) -> bool:
+        share = num_groups * sixth
+        return Progress(share, sixth, share * fetch_s).comes_in_time(1.0)
+
+    assert comes(1, 0.99), "both take as long: the first group is ahead"
+    assert not comes(1, 1.01), "the second is attended before it is there"
+    assert comes(2, 1.2) and not comes(2, 1.3), "the last is"
+    assert [n for n in range(1, 6) if comes(n, 3.0)] == [5]
+    assert not any(comes(n, 6.0) for n in range(1, 6))
+
+
+def test_fetching_has_to_pay() -> None:
+    """By what both took lately; now and then it is tried again."""
+    rates, holder = Rates(block_size=64), HolderId(0)
+    assert rates.pays(holder), "nobody knows yet"
+    rates.stepped(640, 0.64)  # 1 ms a token
+    rates.fetched(holder, 4, 4 * 0.063)
+    assert rates.pays(holder)
+    for _ in range(20):
+        rates.fetched(holder, 4, 4 * 0.2)
+    told = [rates.pays(holder) for _ in range(128)]
+    assert sum(told) == 2 and rates.pays(HolderId(1))
