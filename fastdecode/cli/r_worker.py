@@ -138,13 +138,13 @@ def serve_if_r_rank(args: argparse.Namespace, engine_options: dict[str, Any]) ->
     """Roles by rank: in ``mpirun -n 4 fastdecode generate ...`` every rank but
     the first serves, and doesn't return. With ``--tp 2`` the second mirrors the
     first; with ``--pp 2`` it is the second stage; with both the third is, and
-    the fourth mirrors that."""
+    the fourth mirrors that. With ``--prompt-pp`` such stages come behind the others."""
     if args.kv_placement == "gpu" and (launcher.launched_size() or 1) > 1:
         raise ConfigError(
             "--kv-placement gpu has no R-workers for the other ranks to be: start it without a "
             "launcher"
         )
-    num_s_ranks = args.pp * args.tp
+    num_s_ranks = (args.pp + args.prompt_pp) * args.tp
     if num_s_ranks > 1 and launcher.launched_size() is not None:
         rank = joining.join().rank
         if 0 < rank < num_s_ranks and rank % args.tp:
@@ -181,7 +181,7 @@ def _mirror_leader(model: str, engine_options: dict[str, Any]) -> NoReturn:
 
 def _serve_stage(model: str, engine_options: dict[str, Any]) -> NoReturn:
     from fastdecode.core.config.engine import EngineConfig
-    from fastdecode.engine.setup.stages import serve_stage
+    from fastdecode.engine.setup.stage_ranks import serve_stage
 
     launcher.let_rank_0_stop()
     if serve_stage(EngineConfig.of(model, **engine_options)):

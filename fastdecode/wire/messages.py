@@ -121,6 +121,9 @@ from fastdecode.core.errors import ConfigError, ProtocolError
 from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.spec import AttentionSpec, HeadShare, KVSpec
 from fastdecode.core.words import make_printable
+from fastdecode.wire.kv.attending import Activations as Activations
+from fastdecode.wire.kv.attending import AttendResult as AttendResult
+from fastdecode.wire.kv.attending import StorePrompt as StorePrompt
 from fastdecode.wire.kv.chunks import ChunkAnswer, ChunkToRWorker
 from fastdecode.wire.kv.handing import HandingAnswer, HandingToRWorker, MoveNews, ViewOffer
 from fastdecode.wire.kv.kept import KeptToRWorker
@@ -147,7 +150,7 @@ from fastdecode.wire.traits import (
     Worded,
 )
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 MAX_ID = (1 << 63) - 1
 """Of sequences and steps; both count from 0."""
@@ -160,8 +163,6 @@ kernels count exactly, in float32."""
 MAX_HOLDERS: Final = 1 << 16
 MAX_THREADS: Final = 4096
 """Of one R-worker."""
-
-Activations: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
 
 
 @dataclass(frozen=True)
@@ -184,18 +185,6 @@ class Report(Worded):
     """Memory that it would give to K and V."""
     model_hash: str
     """Of the only model that it serves; empty: any."""
-
-
-@dataclass(frozen=True, eq=False)
-class AttendResult:
-    step: int
-    lane: int
-    layer: int
-    o: Annotated[Activations, "T_q Hq D"]
-    lse: Annotated[NDArray[np.float32] | None, "T_q Hq"]
-    """None unless the step wants it."""
-    compute_s: float
-    """Seconds spent appending and attending, waiting excluded."""
 
 
 Answer: TypeAlias = (
@@ -231,6 +220,9 @@ class Hello(ForHolder):
     """The cache is kept for the session when its S-worker is lost."""
     resumes: bool = False
     """Go on with such a cache; if there is none, with a new one."""
+    feeders: tuple[str, ...] = ()
+    """Addresses of those that bring prompts (``StorePrompt``), in the session's
+    name; none: nobody else does."""
 
     answers = (Welcome,)
     said_by = ANYBODY
@@ -380,6 +372,7 @@ ToRWorker: TypeAlias = (
     | BeginStep
     | Attend
     | ChunkToRWorker
+    | StorePrompt
     | TakingOverToRWorker
     | Replicate
     | HandingToRWorker

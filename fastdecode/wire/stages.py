@@ -55,6 +55,13 @@ MAX_SECONDS: Final = 1e9
 """That anything may be said to have taken."""
 
 
+def stage_name(number: int, first_prompt_stage: int) -> str:
+    """What people call a stage; those from a number on run prompts only."""
+    if number >= first_prompt_stage:
+        return f"prompt stage {number - first_prompt_stage}"
+    return f"stage {number}" if number else "the first stage"
+
+
 class OfColumns:
     """A stage's words about columns."""
 
@@ -76,7 +83,10 @@ class OfColumns:
 class StageWelcome:
     stage: int
     num_blocks: tuple[int, ...]
-    """KV blocks of each column's R-worker; 0: it is lost."""
+    """KV blocks of each column's R-worker; 0: it is lost. A prompt stage has no
+    R-workers of its own: as many as there may be."""
+    session: int = 0
+    """In whose name its R-workers take prompts; 0: they don't."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,6 +171,8 @@ class StageHello(Asking):
     block_size: int
     activation_dtype: DType
     kv_dtype: DType
+    sessions: tuple[int, ...] = ()
+    """Of a prompt stage: in whose names R-workers take prompts, by token stage."""
 
     answers = (StageWelcome,)
 

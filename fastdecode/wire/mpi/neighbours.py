@@ -14,11 +14,6 @@ from fastdecode.wire.mpi.job import LINK_TAGS, MpiJob
 _RANK: Final = re.compile(r"rank ([0-9]{1,9})")
 
 
-def link_address(rank: int) -> str:
-    """What R-workers call a rank that a link leads to."""
-    return f"rank {rank}"
-
-
 class MpiNeighbours:
     """How an R-worker reaches, and is reached by, other ranks.
 
