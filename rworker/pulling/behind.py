@@ -4,18 +4,17 @@ prompts fetched."""
 from __future__ import annotations
 
 import time
-from typing import Final, Protocol
+from typing import Protocol
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId
+from fastdecode.wire.kv.attending import FEEDING_LINE
 from fastdecode.wire.kv.handing import Pulled
 from fastdecode.wire.kv.replicating import ReplicationNews
 from rworker.instructions import Admit, BeginPull, EndPull, EndStep, Follow, Link
 from rworker.pulling.pull import Placer
 from rworker.pulling.pulls import Pulls
 from rworker.stream.links import Links, Neighbours, Reader
-
-_FEEDING_LINE: Final = 0
 
 
 class Memory(Reader, Placer, Protocol):
@@ -62,7 +61,7 @@ class Behind:
         """Something of this begins, ends, or has to be known for it."""
         if isinstance(instruction, Admit):
             for address in instruction.addresses:
-                self._neighbours.expect(address, _FEEDING_LINE)
+                self._neighbours.expect(address, FEEDING_LINE)
         elif isinstance(instruction, BeginPull):
             self._pulls.begin(instruction)
         elif isinstance(instruction, EndPull):

@@ -11,10 +11,12 @@ from typing import Any
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import Holder
 from fastdecode.engine.fleet.fleet import Fleet
-from fastdecode.engine.fleet.workers import Reached
+from fastdecode.engine.fleet.workers import LEAST_STUCK_S, Reached
+from fastdecode.engine.setup.reach import stage_ranks
 from fastdecode.engine.setup.resolve import kv_spec
 from fastdecode.engine.setup.stages import StageSetup
 from fastdecode.engine.stages.layer_hub import LayerHub, homes_of, stages_of
+from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.prompts import LanePrompts
 from fastdecode.engine.stages.replicas import StageReplicas
 from fastdecode.engine.step.remote import Attention, AttentionPlan
@@ -64,6 +66,36 @@ class PromptStageSetup(StageSetup):
                 connection.close()
 
         return Reached(LayerHub(hub, homes, num_columns), close)
+
+    def reach_ranks(self) -> Reached:
+        """The same, as ranks of this job, and the other stages.
+
+        Raises:
+            ConfigError: ranks can't be shared out to the stages.
+        """
+        from fastdecode.wire.mpi import joining
+        from fastdecode.wire.mpi.stages import connect_stage
+
+        job, ranks = joining.join(), stage_ranks(self.resolved.config.s_part)
+        silence_s = self.resolved.config.cluster.worker_silence_s
+        homes = homes_of(self.layers, self.resolved.layers)
+        fed = stages_of(homes)
+        hub, others = connect_stage(
+            job, ranks, self.number, stuck_after_s=max(LEAST_STUCK_S, silence_s), fed=fed
+        )
+        links = StageLinks(others, is_asked=True, first_prompt_stage=ranks.num_stages)
+        num_columns = len(ranks.r_workers(job, 0))
+        connections = hub.connections[: len(fed) * num_columns]
+
+        def close(lost: Collection[int], timeout_s: float) -> None:
+            for index, connection in enumerate(connections):
+                if index % num_columns in lost:
+                    connection.give_up()
+            for other in links.gone:
+                others[other].give_up()
+            hub.close()
+
+        return Reached(LayerHub(hub, homes, num_columns), close, stages=links)
 
     def greet(self, workers: Reached, fleet: Fleet) -> tuple[StageWelcome, StageReplicas | None]:
         """See ``StageSetup``. Their own stages greet them."""

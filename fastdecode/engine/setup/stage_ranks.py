@@ -35,9 +35,13 @@ def serve_stage(config: EngineConfig) -> bool:
     resolved = resolve_for_this_host(config, spec, rank=device_number(config.s_part))
     ranks = stage_ranks(config.s_part)
     number = ranks.stage(job.rank)
-    kind = PromptStageSetup if number in ranks.prompt_stages else StageSetup
-    setup = kind(checkpoint, spec, resolved, number)
-    workers = reach_stage(resolved, number)
+    setup: StageSetup
+    if number in ranks.prompt_stages:
+        setup = PromptStageSetup(checkpoint, spec, resolved, number)
+        workers = setup.reach_ranks()
+    else:
+        setup = StageSetup(checkpoint, spec, resolved, number)
+        workers = reach_stage(resolved, number)
     assert workers.stages is not None
     try:
         setup.run(workers, workers.stages)

@@ -151,6 +151,11 @@ class ColumnConnection:
         due.answer = replace(answer, layer=due.layer)
         return self.next_answer()
 
+    @property
+    def is_owed(self) -> bool:
+        """Whether an answer is to come."""
+        return bool(self._due)
+
     def next_answer(self) -> AttendResult | None:
         """The answer for the next layer, if it is here."""
         if not self._due or self._due[0].answer is None:
@@ -208,9 +213,9 @@ class LayerHub:
             try:
                 index, message = self._hub.receive_any(left_s)
             except PeerLostError as lost:
-                if self._number(lost.index) not in self._lost:
+                if self._is_missed(lost.index):
                     raise self._loss(lost.index, lost) from None
-                continue
+                continue  # whoever sends to it hears of it
             if index >= self._num_r_workers:
                 return self._number(index), message
             try:
@@ -220,6 +225,14 @@ class LayerHub:
                 raise self._loss(index, lie) from None
             if told is not None:
                 return number, told
+
+    def _is_missed(self, index: int) -> bool:
+        """Whether somebody waits for who is lost: a stage, or an R-worker that
+        owes something. At the end of a job others let R-workers go."""
+        if index >= self._num_r_workers:
+            return True
+        number = self._number(index)
+        return number not in self._lost and self._columns[number].is_owed
 
     def _number(self, index: int) -> int:
         """What a connection of the hub behind this one is here."""

@@ -33,6 +33,8 @@ from fastdecode.wire.traits import ForHolder, Role
 Activations: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
 MAX_FEEDERS: Final = 64
 """Of one cache."""
+FEEDING_LINE: Final = 0
+"""Of the links over which they come, where links have numbers."""
 
 
 @dataclass(frozen=True, eq=False)
