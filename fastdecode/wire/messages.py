@@ -48,14 +48,16 @@ which a cache outlives who used it in ``fastdecode.wire.kv.taking_over``, those 
 which a neighbour keeps it a second time in ``fastdecode.wire.kv.replicating``, those
 about kept blocks on disk in ``fastdecode.wire.kv.tiers``, those by which the
 R-workers of one instance read what another's offer in
-``fastdecode.wire.kv.handing``. Those between the stages of a pipeline are in
+``fastdecode.wire.kv.handing``, those by which prompts come from stages of their
+own in ``fastdecode.wire.kv.attending``. Those between the stages of a pipeline are in
 ``fastdecode.wire.stages``.
 
 **Peers and roles.** An R-worker has several peers, and a peer's first message
 says what it is: ``Hello`` an S-worker or a neighbour (``Role``), ``Inspect`` or
-``ViewOffer`` a reader. A **reader** changes nothing. A **neighbour** is an R-worker that has a
-cache kept here as another one's replica: it stores, and never attends
-(``num_queries = 0``). Which role may say what stands with each message
+``ViewOffer`` a reader, ``StorePrompt`` a prompt stage. A **reader** changes
+nothing. A **neighbour** is an R-worker that has a cache kept here as another
+one's replica: it stores, and never attends (``num_queries = 0``). A **prompt
+stage** stores prompts in somebody else's cache. Which role may say what stands with each message
 (``said_by``). What a peer may not say ends that peer's connection, with
 ``Failed``, and no other's.
 

@@ -29,6 +29,11 @@ rooms          first → p    ``OpenSequence``, ``ForkSequence``, ... of a colum
 R-workers of one number form a **column**, one in every stage: a sequence that
 is on column w is on R-worker w of every stage, which keeps its K and V of that
 stage's layers. To the first stage, which schedules, a column is a holder.
+Stages that run prompts only have the highest numbers, and no columns of their
+own: the first one passes steps of prompts to the first of them, as to stage 1
+those that decode, and each sends K and V to the R-workers of whatever stages keep
+its layers (``fastdecode.wire.kv.attending``). They are told no rooms.
+
 Columns are independent, and so are lanes, so a stage answers in any order.
 
 Rows of columns that are lost anywhere on a step's way mean nothing: the step

@@ -1,0 +1,55 @@
+"""What is known of an engine once it is ready."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastdecode.core.dtype import DType
+from fastdecode.engine.instances.running import RunningInstances
+from fastdecode.engine.setup.launch import RunningEngine
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of an LLM once it is ready."""
+
+    num_r_workers: int
+    """R-workers that it began with."""
+    r_threads: int
+    """CPU threads of each R-worker; where they differ, the most that one has."""
+    num_kv_blocks: int
+    """KV blocks of all R-workers together."""
+    dtype: DType
+    """Of weights and activations."""
+    kv_dtype: DType
+    """Of the KV cache."""
+    kv_placement: str
+    """Where it is: r, gpu or hybrid."""
+    max_model_len: int
+    """Most tokens of prompt and completion together."""
+    vocab_size: int
+    """Token ids are below it."""
+    load_s: float
+    """Seconds that loading the model and starting the R-workers took."""
+    stage_layers: tuple[int, ...] = ()
+    """Of each pipeline stage."""
+    prompt_stage_layers: tuple[int, ...] = ()
+    """Of each that runs prompts only."""
+
+
+def facts_of(running: RunningEngine | RunningInstances) -> Facts:
+    """Of an engine that runs, or several."""
+    identity = running.resolved.identity
+    return Facts(
+        num_r_workers=running.num_r_workers,
+        r_threads=max(welcome.num_threads for welcome in running.welcomes),
+        num_kv_blocks=sum(welcome.num_blocks for welcome in running.welcomes),
+        dtype=identity.dtype,
+        kv_dtype=identity.kv_dtype,
+        kv_placement=running.resolved.config.r_part.kv_placement,
+        max_model_len=identity.max_model_len,
+        vocab_size=running.spec.vocab_size,
+        load_s=running.load_s,
+        stage_layers=tuple(map(len, running.resolved.layers)),
+        prompt_stage_layers=tuple(map(len, running.resolved.prompt_layers)),
+    )
