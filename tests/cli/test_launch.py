@@ -78,7 +78,7 @@ def test_the_lines() -> None:
         "-n 1 --host a:1 s : -n 1 --host p:1 s : -n 1 --host q:1 s : -n 1 --host p:1 s : -n 2"
         in " ".join(prompts.words())
     )
-    beside = JobLine(("s",), ("r",), hosts, num_prompt_stages=1)
+    beside = JobLine(("s",), ("r",), parse_hosts("a:2"), num_prompt_stages=1)
     assert "-n 2 --host a:2 s : -n 2" in " ".join(beside.words())
     with pytest.raises(ConfigError, match="isn't a multiple of 2"):
         JobLine(("s",), ("r",), hosts, num_stages=2)
