@@ -18,7 +18,7 @@ from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.fleet.workers import Reached, beside_stages, reach_inline, reach_threads
 from fastdecode.engine.setup.devices import choose_device
 from fastdecode.engine.setup.prompt_stages import PromptStageSetup
-from fastdecode.engine.setup.reach import openmp_of, reach_stage_addresses
+from fastdecode.engine.setup.reach import openmp_of, reach_own_device, reach_stage_addresses
 from fastdecode.engine.setup.resolve import ResolvedConfig
 from fastdecode.engine.setup.stages import StageSetup
 from fastdecode.engine.stages.layer_hub import LayerHub
@@ -117,6 +117,8 @@ def _reach_own(
     resolved = setup.resolved
     if isinstance(setup, PromptStageSetup):
         return setup.reach_threads(hub, reached)
+    if resolved.transport == "local":
+        return reach_own_device(resolved)
     if resolved.transport == "zmq":
         return reach_stage_addresses(resolved, setup.number)
     if resolved.transport == "inline":
