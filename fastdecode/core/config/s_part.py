@@ -53,6 +53,11 @@ class SPart:
         "even as can be by what weights a step reads",
         metavar="N,N,...",
     )
+    swap: bool = option(
+        False,
+        "with three stages or more and KV on their devices: only two lanes' KV is on a device at a "
+        "time, all of it in the host's memory; the next lane's is brought while one computes",
+    )
     gpu_memory_fraction: float = option(
         0.9,
         "of a GPU's memory, what may be in use by us and others together",

@@ -123,6 +123,7 @@ def resolve(
     on_device = spec if len(layers) == 1 or len(here) > 1 else stage_spec(spec, here[0])
     steps = Steps(
         config, on_device, identity.dtype, transport, free, graphs, held_token_bytes,
+        kv_token_bytes=kv_spec(config, on_device, identity.kv_dtype).token_bytes,
         num_stages_here=len(layers) if device.type == "cpu" else len(here),
         usual_lanes=len(layers) if transport == "local" and len(here) == 1 else 1,
     )  # fmt: skip
