@@ -31,6 +31,7 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ from sworker.room import Room
 from sworker.swap.host import HostKV, Staged, parts_of, row_bytes, stretches
 
 NUM_SLOTS = 2
-Blocks = NDArray[np.int64]
+Blocks: TypeAlias = NDArray[np.int64]
 """Names of blocks, ascending, none twice."""
 
 

@@ -30,7 +30,10 @@ MODES: dict[str, dict[str, Any]] = {
     "local": {"kv_placement": "gpu"},
     "swapped": {"kv_placement": "gpu", "swap": True, "lanes": 3},
     "swapped graphs": {
-        "kv_placement": "gpu", "swap": True, "lanes": 4, "captures": True,
+        "kv_placement": "gpu",
+        "swap": True,
+        "lanes": 4,
+        "captures": True,
         "kernels": TorchKernels,
     },
     "local graphs": {"kv_placement": "gpu", "captures": True, "kernels": TorchKernels},

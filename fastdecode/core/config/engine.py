@@ -195,7 +195,7 @@ class EngineConfig:
                 ", or leave it out",
             )
         lanes = self.batching.lanes
-        if self.s_part.pp < LEAST_SWAPPED or not LEAST_SWAPPED <= (lanes or LEAST_SWAPPED):
+        if min(self.s_part.pp, lanes or LEAST_SWAPPED) < LEAST_SWAPPED:
             name, number = ("pp", self.s_part.pp) if lanes is None else ("lanes", lanes)
             raise ConfigError(
                 given,

@@ -172,9 +172,7 @@ def plan_memory(
     return MemoryPlan(weights, activations, staging, kv_bytes, graphs, device_kv, held, swapped)
 
 
-def _swapped_bytes(
-    kv: KVDemand, room: int, where: str, host_room: int | None
-) -> tuple[int, int]:
+def _swapped_bytes(kv: KVDemand, room: int, where: str, host_room: int | None) -> tuple[int, int]:
     """Of each cache, which has two lanes' KV, and of all lanes' on the host.
     ``host_room``: beside ``room`` on the device; None: it is the same."""
     at_a_time = 2

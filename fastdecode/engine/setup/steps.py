@@ -74,6 +74,8 @@ class Steps:
     hold; 0: they attend prompts, or the device can't hold their dtype."""
     num_stages_here: int = 1
     """That share the memory of this one's device."""
+    num_stages_on_host: int = 1
+    """That share this host's memory."""
     kv_token_bytes: int = 0
     """K and V of a token that this S-worker's device keeps."""
     usual_lanes: int = 1
@@ -153,7 +155,7 @@ class Steps:
             device_cache_bytes=_bytes(r_part.device_kv_gb),
             swapped_lanes=num_lanes if swaps else 0,
             stored_bytes=self.kv_token_bytes * step_tokens if swaps else 0,
-            num_stages=self.config.s_part.pp,
+            num_stages=self.num_stages_on_host,
         )
 
     def _held_bytes(self, batching: Batching) -> int:

@@ -31,7 +31,7 @@ from rworker.blocks.kv_store import KVStore
 from rworker.books import blocks_within
 from sworker.device import Gpu
 from sworker.paged import BlockKernels, PagedKV
-from sworker.swap.swapped import NUM_SLOTS, Blocks, SwappedKV, SwapFigures
+from sworker.swap.swapped import NUM_SLOTS, Blocks, SwapFigures, SwappedKV
 from sworker.worker import Pass, SWorker
 
 
@@ -220,9 +220,7 @@ def blocks_of(
     return np.unique(tables[is_used]).astype(np.int64)
 
 
-def filled_slots(
-    store: KVStore, begin: BeginStep, targets: NDArray[np.int64]
-) -> NDArray[np.int64]:
+def filled_slots(store: KVStore, begin: BeginStep, targets: NDArray[np.int64]) -> NDArray[np.int64]:
     """Of blocks that were copied for a step, the slots that its sequences have
     filled: nobody but the device has that copy."""
     num_filled = begin.num_past % store.block_size
