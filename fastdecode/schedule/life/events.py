@@ -239,8 +239,9 @@ class Resume:
     keys: tuple[bytes, ...]
     """Of the blocks that are there."""
     num_tokens: int
-    """Up to the end of what they hold, the gap included."""
+    """Of the part, up to the end of what they hold, the gap included."""
     gap: range = NOTHING
+    """Of the part, too."""
 
 
 @dataclass(frozen=True)
