@@ -153,6 +153,8 @@ class Moved:
     """Keys of the blocks that aren't where they were to be."""
     num_bytes: int
     seconds: float
+    faults: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """Of the tier, since the last such event: see ``TierCounts.count_faults``."""
 
 
 @dataclass(frozen=True)
