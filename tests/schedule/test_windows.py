@@ -17,13 +17,13 @@ from traffic import Harness
 
 from examples import examples
 from fastdecode.core.holders import HolderId
-from fastdecode.core.sequence import CacheUse
+from fastdecode.core.sequence import CacheUse, Request, SamplingParams
 from fastdecode.core.spec import first_seen
 from fastdecode.schedule.cache.index import BlockIndex
 from fastdecode.schedule.cache.retention import POLICIES, policy_of
 from fastdecode.schedule.cache.reuse import reuses
 from fastdecode.schedule.cache.stock import Stock
-from fastdecode.schedule.life.events import LaneIdle, Resume, Stocked
+from fastdecode.schedule.life.events import LaneIdle, Open, Resume, Stocked, Submitted
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import MODES
 
@@ -218,6 +218,18 @@ def test_where_prompts_have_parted_what_both_began_with_stays() -> None:
     turn(chat, (*common, *range(400, 420)), None)
     assert chat.num_resumed_tokens - before == 12 - first_seen(12, 6) // BLOCK_SIZE * BLOCK_SIZE
     assert 12 in ends(chat) and 4 not in ends(chat), "but not what isn't seen from there"
+
+
+def test_what_is_handed_over_is_whole() -> None:
+    """Whoever goes on with it fetches all of its tokens."""
+    chat = harness(6, (60,))
+    tokens = turn(chat, range(30))
+    past = len(tokens) - 1
+    params, use = SamplingParams(), CacheUse(turn=past)
+    handed = Request("handed", (*tokens, 70), params, 2, seed=0, cache=use, hands_over=True)
+    chat.lifecycle.handle(Submitted(handed))
+    opened = [x for x in chat.lifecycle.handle(LaneIdle(0)) if isinstance(x, (Open, Resume))]
+    assert [one.part.first_token for one in opened] == [0]
 
 
 def test_where_a_layer_sees_all_everything_is_kept() -> None:

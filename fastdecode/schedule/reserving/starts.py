@@ -160,6 +160,8 @@ class Starts:
             if cache.is_coming(wish.sequence, found):
                 return None
             for reuse in _worth_it(lane, self._ledger.capacity.present, found):
+                if reuse.first_token and wish.sequence.request.hands_over:
+                    continue  # whoever it is handed over to fetches all of it
                 started = replace(wish, reuse=reuse, num_shared=reuse.num_tokens)
                 candidate = self._meet(lane, started.without(reuse.first_token))
                 if candidate is not None:
