@@ -34,6 +34,9 @@ MOST_WRITES = 40 * WRITES_A_BLOCK
 """Of one that is killed; each conversation has ten blocks."""
 MOST_ROUNDS = 40
 """For each kill: if it takes more, nothing is stored."""
+KILLS_A_RACK = 10
+"""Of one engine: R-workers that are lost again and again are asked back ever
+less often."""
 SILENCE_S = 3.0
 OPTIONS = {"dtype": "float32", "block_size": 16, "max_num_sequences": 4}
 
@@ -66,21 +69,29 @@ def killed(number: int, chance: random.Random) -> Counter[str]:
         write_checkpoint(model, config, "random")
         with LLM(str(model), **OPTIONS, prefix_cache="off", kv_memory_gb=0.02) as llm:
             expected = talk(llm, "plain")
-        with Rack(Path(place), number, chance) as rack:
-            with rack.engine(model) as llm:
-                for one in range(MOST_ROUNDS * number):
-                    if rack.num_killed == number:
-                        break
-                    _compare(talk(llm, f"k{one}", str(one // 2)), expected, counts)
-                else:
-                    raise AssertionError(f"{rack.num_killed} were killed: {rack.words()}")
-                _compare(talk(llm, "last", str(one // 2)), expected, counts)
-                tiers = llm.stats.tiers
-            counts["kills"] = rack.num_killed
-            counts["orphans"] = rack.end()
-        for name in ("num_stored", "num_fetched", "num_found", "num_joined", "num_failed"):
-            counts[name.removeprefix("num_")] += getattr(tiers, name)
+        while (left := number - counts["kills"]) > 0:
+            with Rack(Path(place), min(left, KILLS_A_RACK), chance) as rack:
+                _talk_while_they_die(rack, model, expected, counts)
+                print(dict(counts), flush=True)
     return counts
+
+
+def _talk_while_they_die(
+    rack: Rack, model: Path, expected: list[tuple[int, ...] | None], counts: Counter[str]
+) -> None:
+    """Until all are killed that are to be."""
+    with rack.engine(model) as llm:
+        one, first = 0, counts["kills"]
+        while rack.num_killed < rack.number:
+            assert one < MOST_ROUNDS * rack.number, rack.words()
+            _compare(talk(llm, f"k{one}", f"{first} {one // 2}"), expected, counts)
+            one += 1
+        _compare(talk(llm, "last", f"{first} {one // 2}"), expected, counts)
+        tiers = llm.stats.tiers
+    counts["kills"] += rack.num_killed
+    counts["orphans"] += rack.end()
+    for name in ("num_stored", "num_fetched", "num_found", "num_joined", "num_failed"):
+        counts[name.removeprefix("num_").replace("failed", "unmoved")] += getattr(tiers, name)
 
 
 def _compare(
@@ -102,7 +113,7 @@ class Rack:
 
     def __init__(self, directory: Path, number: int, chance: random.Random) -> None:
         self._disk = directory / "kept"
-        self._number = number
+        self.number = number
         self._chance = chance
         self._stack = contextlib.ExitStack()
         self._lock = threading.Lock()
@@ -165,7 +176,7 @@ class Rack:
     def _start(self, address: str) -> Running:
         """With memory for few of the conversations' blocks. As many are started
         that are going to die as are to be killed."""
-        writes = self._chance.randint(1, MOST_WRITES) if self._num_mortal < self._number else 0
+        writes = self._chance.randint(1, MOST_WRITES) if self._num_mortal < self.number else 0
         self._num_mortal += writes > 0
         words = [sys.executable, str(Path(__file__).with_name("dying.py"))]
         words += [str(writes), str(self._chance.random())]
