@@ -10,9 +10,11 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import Holder, HolderKind
 from fastdecode.core.spec import AttentionSpec, KVSpec
+from fastdecode.engine.stages.passages import On
 from fastdecode.engine.stages.prompts import LanePrompts
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.wire.stages import StagePass
+from sworker.buffers import Fetched
 from sworker.paged import PagedKV
 from sworker.prefill import local_causal_attention
 
@@ -103,3 +105,33 @@ def test_a_room_is_the_next_ones_when_its_prompt_is_over_or_gone(prompts: LanePr
     with pytest.raises(ProtocolError, match="6 of 7 are under way"):
         prompts.begin(batch((9, ENDS, 8, 2)))
     assert prompts.begin(batch((7, ENDS, 6, 2))) is not None
+
+
+def test_a_prompt_stage_reports_when_all_is_stored() -> None:
+    """The next stage needn't wait for that."""
+    done: list[str] = []
+    x, stored = torch.zeros(2, 4), [False]
+    passage = On(
+        Fetched(x),
+        lambda rows: done.append("passed on"),
+        lambda rows: done.append("reported"),
+        lambda: stored[0],
+    )
+    assert passage.can_go_on and passage.go_on() is None
+    assert done == ["passed on"] and not passage.can_go_on
+    stored[0] = True
+    assert passage.can_go_on and passage.go_on() is not None
+    assert done == ["passed on", "reported"]
+
+
+def test_other_stages_report_at_once() -> None:
+    """Their R-workers are told of what comes next behind what they store."""
+    done: list[str] = []
+    passage = On(
+        Fetched(torch.zeros(2, 4)),
+        lambda rows: done.append("passed on"),
+        lambda rows: done.append("reported"),
+        lambda: True,
+    )
+    assert passage.go_on() is not None
+    assert done == ["passed on", "reported"]
