@@ -18,6 +18,7 @@ from fastdecode.schedule.lengths import LearntLengths, LengthPredictor, LongestL
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.schedule.prefill import PrefillBudget
 from fastdecode.schedule.reserving.ledger import BlockLedger
+from fastdecode.schedule.reserving.places import Places
 from fastdecode.schedule.running import Lane
 from fastdecode.schedule.times import StepTimes, balanced_loads
 
@@ -36,12 +37,14 @@ def make_scheduler(
     cache_policy: Policy | None = None,
     swap_threshold: float = 0.25,
     first_part_id: int = 0,
+    places: Places | None = None,
     clock: Clock = time.monotonic,
 ) -> ContinuousScheduler:
     """A scheduler for holders of ``blocks`` KV blocks each, of ``block_size`` tokens.
 
     Args:
-        opening_steps, first_part_id: see ``ContinuousScheduler``, ``Starts``.
+        opening_steps, first_part_id, places: see ``ContinuousScheduler``,
+            ``Starts``.
         times: what load limits follow from, unless ``load_limit`` is given;
             asked again now and then. Without either, the limit is the load of a
             full batch whose starts are spread evenly.
@@ -72,6 +75,7 @@ def make_scheduler(
         max_num_sequences=most,
         opening_steps=opening_steps,
         first_part_id=first_part_id,
+        places=places,
         hybrid=None if hybrid is None else _control(hybrid, ledger, lengths, times, most),
     )
 

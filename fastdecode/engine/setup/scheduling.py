@@ -14,6 +14,7 @@ from fastdecode.schedule.hybrid.control import HybridOptions
 from fastdecode.schedule.hybrid.told import Guess
 from fastdecode.schedule.lanes import LaneControl
 from fastdecode.schedule.modes import make_scheduler
+from fastdecode.schedule.reserving.places import OwnHolders
 from fastdecode.schedule.times import MeasuredTimes
 
 
@@ -45,6 +46,7 @@ def schedule_for(
         cache_policy=eviction_policy(resolved.config, spec),
         swap_threshold=resolved.config.cache.swap_threshold,
         first_part_id=first_part_id,
+        places=OwnHolders() if resolved.config.s_part.swap else None,
     )
 
 

@@ -20,10 +20,10 @@ from fastdecode.core.sequence import NOTHING, Sequence
 from fastdecode.schedule.admission.load_control import MicroBatch
 from fastdecode.schedule.apart import without_last_token
 from fastdecode.schedule.cache.reuse import Reuse
-from fastdecode.schedule.hybrid.control import HybridControl
 from fastdecode.schedule.lengths import LengthPredictor
 from fastdecode.schedule.plan import Start
 from fastdecode.schedule.reserving.ledger import BlockLedger
+from fastdecode.schedule.reserving.places import Places
 from fastdecode.schedule.running import Lane, Run, cached_at_end
 
 _TOKENS_A_TOKEN = 4
@@ -85,7 +85,7 @@ class Starts:
     Args:
         ledger: counts what is reserved.
         lengths: forecasts what is to be reserved, and the load.
-        hybrid: says which holders are for which lane; None: all are for all.
+        places: says which holders are for which lane; None: all are for all.
         first_part_id: of the parts of sequences, which are numbered from there.
     """
 
@@ -93,11 +93,11 @@ class Starts:
         self,
         ledger: BlockLedger,
         lengths: LengthPredictor,
-        hybrid: HybridControl | None = None,
+        places: Places | None = None,
         first_part_id: int = 0,
     ) -> None:
         self._ledger = ledger
-        self._hybrid = hybrid
+        self._places = places
         self._lengths = lengths
         self._part_ids = map(PartId, itertools.count(first_part_id))
 
@@ -160,8 +160,8 @@ class Starts:
         residence = new_residence(holders, wish.sizes, self._part_ids)
         self._begin(wish, residence)
         self._ledger.reserve(residence)
-        if self._hybrid is not None:
-            self._hybrid.started(wish.sequence, residence)
+        if self._places is not None:
+            self._places.started(wish.sequence, residence)
         projected, chunks = candidate.projected, deque(candidate.chunks)
         until = min(projected.target_length, residence.num_tokens)
         kept = () if wish.reuse is None else wish.reuse.keys
@@ -268,9 +268,10 @@ class Starts:
         """A holder for the part that comes after those that are ``placed``;
         ``shares``: the load of each part."""
         part = len(placed)
+        tiers: Seq[list[HolderId]]
         tiers = self._ledger.candidates(placed, wish.sizes, wish.may_grow_to, wish.credit)
-        if self._hybrid is not None:
-            tiers = self._hybrid.among(lane.index, wish.sequence, tiers)
+        if self._places is not None:
+            tiers = self._places.among(lane.index, wish.sequence, tiers)
         if part < len(fixed):
             tiers = [[fixed[part]]] if any(fixed[part] in tier for tier in tiers) else []
         earlier = tuple(zip(placed, shares, strict=False))
