@@ -102,6 +102,7 @@ def _instances(llm: LLM) -> dict[str, Any] | None:
         "prefill": chosen.prefill_instances,
         "decode": chosen.decode_instances,
         "handed_over": stats.num_handed_over,
+        "failed_fetches": stats.num_failed_fetches,
         "moved": stats.num_moved,
         "fetched_bytes": stats.fetched_bytes,
         "fetch_s": stats.fetch_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fastdecode.core.instance_role import InstanceRole
 from rworker.stream.links import ThreadNeighbours
 
 
@@ -17,5 +18,5 @@ class Beside:
     """What this engine's are called by, before their numbers."""
     num_engines: int
     """In this process, which share what this host has."""
-    runs_prompts: bool
-    """It runs prompts, and others go on with them."""
+    role: InstanceRole
+    """What it is given at first."""

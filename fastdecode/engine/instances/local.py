@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from fastdecode.core.delta import Delta, DeltaQueue
 from fastdecode.core.errors import ConfigError, FastDecodeError
+from fastdecode.core.instance_role import InstanceRole
 from fastdecode.core.sequence import Request
 from fastdecode.engine.service import EngineService
 
@@ -68,6 +69,10 @@ class LocalInstance:
     def cancel(self, request_id: str) -> None:
         """End a request, and let go of what it holds."""
         self.service.cancel(request_id)
+
+    def give_role(self, role: InstanceRole) -> None:
+        """What it will be given from now on."""
+        self.service.look(lambda served: served.engine.give_role(role))
 
     def end_conversation(self, token_ids: Sequence[int], salt: str) -> None:
         """Nobody goes on with a conversation that has come to these tokens."""

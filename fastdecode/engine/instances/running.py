@@ -17,6 +17,7 @@ from fastdecode.core.config.instances import Instances
 from fastdecode.core.delta import Delta
 from fastdecode.core.errors import ConfigError, FastDecodeError, Given
 from fastdecode.core.host.machine import available_cores
+from fastdecode.core.instance_role import InstanceRole
 from fastdecode.engine.figures import EngineFigures
 from fastdecode.engine.instances.beside import Beside
 from fastdecode.engine.instances.controller import Controller
@@ -77,7 +78,7 @@ class RunningInstances:
         self._running: list[RunningEngine] = []
         self._figures: dict[str, EngineFigures] = {}
         try:
-            self._open(_each(config), tell, times)
+            self._open(_each(config), _roles(wanted), tell, times)
             self.engine = InstancesEngine(self, config)
         except BaseException:
             self.close()
@@ -93,14 +94,15 @@ class RunningInstances:
     def _open(
         self,
         configs: dict[str, EngineConfig],
+        roles: Sequence[InstanceRole],
         tell: Callable[[str], None],
         times: MeasuredTimes | None,
     ) -> None:
         neighbours = ThreadNeighbours()
         num_threads = max(1, torch.get_num_threads() // len(configs))
-        for name, config in configs.items():
+        for (name, config), role in zip(configs.items(), roles, strict=True):
             told = partial(_tell_of, tell, name)
-            beside = Beside(neighbours, name, len(configs), runs_prompts=name.startswith("p"))
+            beside = Beside(neighbours, name, len(configs), role)
             service = EngineService(partial(_make, config, told, times, beside, num_threads))
             self._services.append(service)
             self._running.append(service.open())
@@ -186,6 +188,7 @@ class InstancesEngine(Controller):
         """Of all instances together."""
         stats = self._all.stats
         stats.num_handed_over, stats.num_moved = self.num_handed_over, self.num_moved
+        stats.num_failed_fetches = self.num_failed_fetches
         return stats
 
     def look(self) -> None:
@@ -238,6 +241,11 @@ def _names(wanted: Instances) -> Iterable[str]:
     yield from (f"d{index}" for index in range(wanted.decode_instances))
 
 
+def _roles(wanted: Instances) -> list[InstanceRole]:
+    prefill = [InstanceRole.PREFILL] * wanted.prefill_instances
+    return [*prefill, *[InstanceRole.DECODE] * wanted.decode_instances]
+
+
 def _each(config: EngineConfig) -> dict[str, EngineConfig]:
     """What each instance is made with: an even share of this host."""
     wanted, r_part = config.instances, config.r_part
@@ -253,7 +261,10 @@ def _each(config: EngineConfig) -> dict[str, EngineConfig]:
         own,
         batching=replace(own.batching, prefill_chunk=tokens, max_step_tokens=sequences + tokens),
     )
-    return {name: prefill if name.startswith("p") else own for name in _names(wanted)}
+    return {
+        name: prefill if role is InstanceRole.PREFILL else own
+        for name, role in zip(_names(wanted), _roles(wanted), strict=True)
+    }
 
 
 def _batch_tokens(config: EngineConfig) -> int:

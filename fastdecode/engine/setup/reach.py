@@ -8,6 +8,7 @@ import torch
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.holders import Holder, HolderKind
+from fastdecode.core.instance_role import InstanceRole
 from fastdecode.core.model.checkpoint import Checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.fleet.fleet import Fleet
@@ -177,7 +178,7 @@ def resolve_beside(config: EngineConfig, spec: ModelSpec, beside: Beside | None)
     if beside is None:
         return resolve_for_this_host(config, spec)
     resolved = resolve_for_this_host(config, spec, num_engines=beside.num_engines)
-    schedule = replace(resolved.schedule, whole_prompts=beside.runs_prompts)
+    schedule = replace(resolved.schedule, whole_prompts=beside.role is InstanceRole.PREFILL)
     return replace(resolved, schedule=schedule)
 
 
