@@ -228,17 +228,14 @@ def test_what_has_been_decided_of_a_request_that_leaves_takes_no_room() -> None:
     rng, world = random.Random(9), World(1, 1)
     dispatcher = world.controller.desk.dispatcher
     decode, (_, queue) = dispatcher.decode, dispatcher.prefill
+    decode[0].num_sequences = decode[0].max_sequences
     world.submit("G", rng)
-    decode[0].is_open = False
     while world.turn(rng):
         pass
-    assert world.controller.flows.stages == {"G": Stage.OFFERED}
-    decode[0].is_open = True
-    queue.num_tokens = 1000  # so A waits
+    queue.num_tokens = 1000
     world.submit("A", rng)
-    decode[0].is_open = False
-    assert world.controller.flows.stages["A"] is Stage.QUEUED
-    queue.num_tokens, decode[0].is_open = 0, True
+    assert world.controller.flows.stages == {"G": Stage.OFFERED, "A": Stage.QUEUED}
+    queue.num_tokens = decode[0].num_sequences = 0
     world.prefill[0].broken = WorkerError("it takes nothing, and nobody knows")
     world.controller.desk.look()
     while world.turn(rng):
