@@ -23,9 +23,9 @@ from collections.abc import Sequence as Seq
 from copy import copy
 from typing import Final
 
+from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.delta import Listener
 from fastdecode.core.errors import FastDecodeError, duplicate_id, without_frames
-from fastdecode.core.instance_role import InstanceRole
 from fastdecode.core.sequence import Request
 from fastdecode.engine.executor import Executor, Watch
 from fastdecode.engine.figures import EngineFigures, figures_of

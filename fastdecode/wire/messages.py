@@ -49,7 +49,7 @@ which a neighbour keeps it a second time in ``fastdecode.wire.kv.replicating``, 
 about kept blocks on disk in ``fastdecode.wire.kv.tiers``, those by which the
 R-workers of one instance read what another's offer in
 ``fastdecode.wire.kv.handing``. Those between the stages of a pipeline are in
-``fastdecode.wire.stages``.
+``fastdecode.wire.stages``, a controller's in ``fastdecode.wire.instances.messages``.
 
 **Peers and roles.** An R-worker has several peers, and a peer's first message
 says what it is: ``Hello`` an S-worker or a neighbour (``Role``), ``Inspect`` or
@@ -121,6 +121,7 @@ from fastdecode.core.errors import ConfigError, ProtocolError
 from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.spec import AttentionSpec, HeadShare, KVSpec
 from fastdecode.core.words import make_printable
+from fastdecode.wire.instances.messages import InstanceSays, ToInstance
 from fastdecode.wire.kv.chunks import ChunkAnswer, ChunkToRWorker
 from fastdecode.wire.kv.handing import HandingAnswer, HandingToRWorker, MoveNews, ViewOffer
 from fastdecode.wire.kv.kept import KeptToRWorker
@@ -147,7 +148,7 @@ from fastdecode.wire.traits import (
     Worded,
 )
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 MAX_ID = (1 << 63) - 1
 """Of sequences and steps; both count from 0."""
@@ -158,8 +159,7 @@ attends there. With the longest sequence no more than the 2^24 positions that
 kernels count exactly, in float32."""
 
 MAX_HOLDERS: Final = 1 << 16
-MAX_THREADS: Final = 4096
-"""Of one R-worker."""
+MAX_THREADS: Final = 4096  # of one R-worker
 
 Activations: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
 
@@ -395,4 +395,4 @@ Greeting: TypeAlias = Hello | Inspect | ViewOffer
 Unasked: TypeAlias = Failed | ReplicationNews | MoveNews
 """What an R-worker may say without having been asked."""
 FromRWorker: TypeAlias = Answer | Unasked
-Message: TypeAlias = ToRWorker | FromRWorker | StageMessage | FromStage
+Message: TypeAlias = ToRWorker | FromRWorker | StageMessage | FromStage | ToInstance | InstanceSays

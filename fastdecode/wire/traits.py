@@ -20,6 +20,7 @@ class Role(Enum):
     S_WORKER = "S-worker"
     NEIGHBOUR = "neighbour"
     READER = "reader"
+    CONTROLLER = "controller"
 
 
 ANYBODY: Final = frozenset(Role)

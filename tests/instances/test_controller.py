@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from examples import examples
+from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.delta import CANCELLED, Delta, Listener
 from fastdecode.core.errors import (
     CapacityError,
@@ -18,7 +19,6 @@ from fastdecode.core.errors import (
     WorkerError,
 )
 from fastdecode.core.holders import KVSource
-from fastdecode.core.instance_role import InstanceRole
 from fastdecode.core.sequence import FinishReason, Request, SamplingParams
 from fastdecode.engine.instances.controller import Controller
 from fastdecode.engine.instances.flow import Stage

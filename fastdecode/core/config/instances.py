@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from fastdecode.core.config.options import check_options, option
 from fastdecode.core.errors import ConfigError, Given
 
 MAX_INSTANCES = 64
+
+
+class InstanceRole(Enum):
+    """What an instance is given; nothing else tells it from others."""
+
+    PREFILL = "prefill"
+    """Prompts, with which others go on."""
+    DECODE = "decode"
+    """Requests whose prompts others have run."""
+    BOTH = "both"
+    """Whole requests; prompts alone where it has no room for more."""
+
+    @property
+    def prefills(self) -> bool:
+        return self is not InstanceRole.DECODE
+
+    @property
+    def decodes(self) -> bool:
+        return self is not InstanceRole.PREFILL
 
 
 @dataclass(frozen=True)

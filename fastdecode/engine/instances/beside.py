@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastdecode.core.instance_role import InstanceRole
+from fastdecode.core.config.instances import InstanceRole
 from rworker.stream.links import ThreadNeighbours
 
 

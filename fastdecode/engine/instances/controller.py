@@ -16,6 +16,7 @@ import logging
 from collections.abc import Container, Iterable, Sequence
 from copy import copy
 
+from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.delta import CANCELLED, Delta, Listener
 from fastdecode.core.errors import (
     CapacityError,
@@ -25,7 +26,6 @@ from fastdecode.core.errors import (
     duplicate_id,
     without_frames,
 )
-from fastdecode.core.instance_role import InstanceRole
 from fastdecode.core.sequence import Request
 from fastdecode.engine.instances.desk import Desk, Flows, Instance
 from fastdecode.engine.instances.flow import Flow, Stage

@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Protocol
 
+from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.delta import Delta, Listener
 from fastdecode.core.errors import FastDecodeError
-from fastdecode.core.instance_role import InstanceRole
 from fastdecode.core.sequence import Request
 from fastdecode.engine.instances.flow import Flow, Run, Stage
 from fastdecode.schedule.dispatch import Bind, DecodeRoom, Dispatcher, Fetch, Job, PrefillQueue

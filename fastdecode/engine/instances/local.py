@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.delta import Delta, DeltaQueue
 from fastdecode.core.errors import ConfigError, FastDecodeError
-from fastdecode.core.instance_role import InstanceRole
 from fastdecode.core.sequence import Request
 from fastdecode.engine.service import EngineService
 

@@ -13,11 +13,10 @@ from functools import partial
 import torch
 
 from fastdecode.core.config.engine import EngineConfig
-from fastdecode.core.config.instances import Instances
+from fastdecode.core.config.instances import InstanceRole, Instances
 from fastdecode.core.delta import Delta
 from fastdecode.core.errors import ConfigError, FastDecodeError, Given
 from fastdecode.core.host.machine import available_cores
-from fastdecode.core.instance_role import InstanceRole
 from fastdecode.engine.figures import EngineFigures
 from fastdecode.engine.instances.beside import Beside
 from fastdecode.engine.instances.controller import Controller

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.holders import Holder, HolderKind
-from fastdecode.core.instance_role import InstanceRole
 from fastdecode.core.model.checkpoint import Checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.fleet.fleet import Fleet
