@@ -6,7 +6,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -24,8 +24,7 @@ from fastdecode.conversations.keeping import Keeping
 from fastdecode.conversations.turns import PromptTurn, Turn, check_id
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.delta import Delta
-from fastdecode.core.dtype import DType
-from fastdecode.core.errors import ConfigError, Given, WorkerError
+from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.progress import Progress
 from fastdecode.core.resuming import Session
 from fastdecode.core.sequence import (
@@ -36,18 +35,17 @@ from fastdecode.core.sequence import (
     RequestOutput,
     SamplingParams,
 )
-from fastdecode.core.trace import NoTrace, Trace
+from fastdecode.core.trace import Trace
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.engine.feed import Arriving, Readings
-from fastdecode.engine.instances.running import RunningInstances, service_of_instances
 from fastdecode.engine.service import EngineService, Snapshot
-from fastdecode.engine.setup.launch import RunningEngine
+from fastdecode.engine.setup.opening import Facts as Facts
+from fastdecode.engine.setup.opening import facts_of, make_service
 from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import Message, as_chats
 from fastdecode.text.codec import TextCodec
-from fastdecode.wire.mpi import job as mpi_job
 
 # Requests kept queued beside the running ones, as a multiple of those: enough
 # that a freed place is filled at once, few enough that a long input file isn't
@@ -55,32 +53,6 @@ from fastdecode.wire.mpi import job as mpi_job
 QUEUE_AHEAD = 2
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What is known of an LLM once it is ready."""
-
-    num_r_workers: int
-    """R-workers that it began with."""
-    r_threads: int
-    """CPU threads of each R-worker; where they differ, the most that one has."""
-    num_kv_blocks: int
-    """KV blocks of all R-workers together."""
-    dtype: DType
-    """Of weights and activations."""
-    kv_dtype: DType
-    """Of the KV cache."""
-    kv_placement: str
-    """Where it is: r, gpu or hybrid."""
-    max_model_len: int
-    """Most tokens of prompt and completion together."""
-    vocab_size: int
-    """Token ids are below it."""
-    load_s: float
-    """Seconds that loading the model and starting the R-workers took."""
-    stage_layers: tuple[int, ...] = ()
-    """Of each pipeline stage."""
 
 
 class LLM:
@@ -120,13 +92,7 @@ class LLM:
         self.config = config = EngineConfig.of(model, **options)
         self.conversations = keeping.open(Path(model))
         """What ``conversation_id`` names."""
-        own_thread = _has_a_thread()
-        make = partial(RunningEngine, config, progress, trace, times, session)
-        self._service: EngineService[Any] = EngineService(make, own_thread=own_thread)
-        if config.instances.number:
-            if not isinstance(trace, (NoTrace, type(None))):
-                raise ConfigError(Given("trace"), " is of one engine: leave out the instances")
-            self._service = service_of_instances(config, progress, times)
+        self._service = make_service(config, progress, trace, times, session)
         try:
             self._running = self._service.open()
         except BaseException:
@@ -135,12 +101,12 @@ class LLM:
         self.conversations.on_over = partial(_end_conversation, self._service)
         # An engine that nobody can reach any more needn't wait for the end of the process.
         weakref.finalize(self, self._service.ask_to_close).atexit = False
-        self.facts = _facts(self._running)
+        self.facts = facts_of(config, self._running)
         begun = None if session is None else session.begun
         limits = self.facts.vocab_size, self.facts.max_model_len
         checker = RequestChecker(self.codec, *limits, begun)
         most_sequences = QUEUE_AHEAD * config.batching.max_num_sequences
-        most_sequences *= max(1, config.instances.decode_instances)
+        most_sequences *= max(1, config.instances.most_decoding)
         self._readings = Readings(self._service, checker, most_sequences, self.conversations)
 
     def __enter__(self) -> LLM:
@@ -163,12 +129,14 @@ class LLM:
 
     @property
     def stats(self) -> EngineStats:
-        return self._running.engine.stats
+        stats: EngineStats = self._running.engine.stats
+        return stats
 
     @property
     def codec(self) -> TextCodec:
         """Between text and the model's token ids."""
-        return self._running.codec
+        codec: TextCodec = self._running.codec
+        return codec
 
     @property
     def service(self) -> EngineService[Any]:
@@ -375,25 +343,3 @@ def _shown(
         bar.begin(total)
         yield tick
         tick()
-
-
-def _has_a_thread() -> bool:
-    """Whether an engine may have a thread of its own: not where MPI takes calls
-    of the thread alone that joined."""
-    return not mpi_job.takes_calls_of_one_thread()
-
-
-def _facts(running: RunningEngine | RunningInstances) -> Facts:
-    identity = running.resolved.identity
-    return Facts(
-        num_r_workers=running.num_r_workers,
-        r_threads=max(welcome.num_threads for welcome in running.welcomes),
-        num_kv_blocks=sum(welcome.num_blocks for welcome in running.welcomes),
-        dtype=identity.dtype,
-        kv_dtype=identity.kv_dtype,
-        kv_placement=running.resolved.config.r_part.kv_placement,
-        max_model_len=identity.max_model_len,
-        vocab_size=running.spec.vocab_size,
-        load_s=running.load_s,
-        stage_layers=tuple(map(len, running.resolved.layers)),
-    )

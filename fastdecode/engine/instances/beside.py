@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastdecode.core.config.instances import InstanceRole
-from rworker.stream.links import ThreadNeighbours
+from rworker.stream.links import Neighbourhood
 
 
 @dataclass(frozen=True)
 class Beside:
-    """R-workers of this process that reach those of other engines."""
+    """R-workers of this process that reach those of other engines, in it or
+    elsewhere."""
 
-    neighbours: ThreadNeighbours
+    neighbours: Neighbourhood
     """All of them."""
     name: str
     """What this engine's are called by, before their numbers."""

@@ -177,7 +177,7 @@ def resolve_beside(config: EngineConfig, spec: ModelSpec, beside: Beside | None)
     """``resolve_for_this_host``, for one of several engines that share it."""
     if beside is None:
         return resolve_for_this_host(config, spec)
-    resolved = resolve_for_this_host(config, spec, num_engines=beside.num_engines)
+    resolved = resolve_for_this_host(config, spec, num_engines=beside.num_engines, is_reached=True)
     schedule = replace(resolved.schedule, whole_prompts=beside.role is InstanceRole.PREFILL)
     return replace(resolved, schedule=schedule)
 
