@@ -51,3 +51,11 @@ def said(outputs: list[RequestOutput]) -> list[Any]:
 def tokens(outputs: list[RequestOutput]) -> list[Any]:
     """Their log-probabilities are rounded otherwise where parts are merged."""
     return [[each.token_ids for each in output.completions] for output in outputs]
+
+
+def answers(outputs: list[RequestOutput]) -> list[Any]:
+    """All but their log-probabilities, which are rounded otherwise in other batches."""
+    return [
+        (output.error, [(x.text, x.token_ids, x.finish_reason) for x in output.completions])
+        for output in outputs
+    ]

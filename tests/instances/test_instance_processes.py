@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from instance_processes import PATHS, SILENCE_S, Process, instance, instances, ready
-from instance_runs import OPTIONS, params, prompts, requests_of, said, tokens
+from instance_runs import OPTIONS, answers, params, prompts, requests_of, tokens
 
 from fastdecode import LLM
 from fastdecode.core.config.instances import InstanceRole
@@ -90,7 +90,7 @@ def test_tokens_are_those_of_one_engine(
 ) -> None:
     asked, how = prompts(24), params(24, n=n)
     with controller(model, four[several]) as llm:
-        assert said(llm.generate(asked, how)) == said(one.generate(asked, how))
+        assert answers(llm.generate(asked, how)) == answers(one.generate(asked, how))
         assert llm.stats.num_recomputed == llm.stats.num_moved == llm.stats.num_failed_fetches == 0
         assert llm.stats.num_handed_over > 0 and llm.stats.fetched_bytes > 0
         assert_all_is_free(llm)
@@ -100,7 +100,7 @@ def test_controllers_come_one_after_another(model: str, one: LLM, four: list[Pro
     asked, how = prompts(6, seed=4), params(6, seed=4)
     for _ in range(2):
         with controller(model, four) as llm:
-            assert said(llm.generate(asked, how)) == said(one.generate(asked, how))
+            assert answers(llm.generate(asked, how)) == answers(one.generate(asked, how))
             with pytest.raises(WorkerError, match="serves another"):
                 LLM(model, instance_addresses=[four[0].address], worker_timeout_s=1.0)
 
@@ -118,7 +118,7 @@ def test_roles_change_while_they_run(model: str, one: LLM, four: list[Process]) 
 
         outputs = {o.request_id: o for o in llm.stream(requests_of(asked, how), flip)}
         found = [outputs[str(i)] for i in range(60)]
-        assert said(found) == said(one.generate(asked, how))
+        assert answers(found) == answers(one.generate(asked, how))
         assert engine(llm).num_moved == 0
         assert_all_is_free(llm)
 
@@ -170,7 +170,7 @@ def test_who_is_lost_is_gone_on_without_and_may_come_back(
                 else:
                     ready(stack.enter_context(instance(model, role, port=port)), role)
                 until(lambda: engine(llm).remote[0].broken is None)
-                assert said(llm.generate(asked, how)) == said(one.generate(asked, how))
+                assert answers(llm.generate(asked, how)) == answers(one.generate(asked, how))
                 assert_all_is_free(llm)
 
 
@@ -209,9 +209,9 @@ def test_by_its_command_and_without_torch(
     )
     assert done.returncode == 0, done.stderr
     how = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    told = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     outputs = one.generate(prompts(5, seed=2), how)
-    assert [tuple(x["token_ids"]) for x in answers] == [y.completions[0].token_ids for y in outputs]
+    assert [tuple(x["token_ids"]) for x in told] == [y.completions[0].token_ids for y in outputs]
     counted = json.loads((tmp_path / "s.json").read_text())["instances"]
     assert (counted["handed_over"], counted["moved"], counted["failed_fetches"]) == (5, 0, 0)
 
@@ -236,7 +236,7 @@ def test_when_the_controller_is_lost_all_is_freed(
         os.kill(lost.pid, trouble)
         with controller(model, four) as llm:  # once they have lost the other one
             asked, how = prompts(8, seed=33), params(8, seed=33)
-            assert said(llm.generate(asked, how)) == said(one.generate(asked, how))
+            assert answers(llm.generate(asked, how)) == answers(one.generate(asked, how))
             assert_all_is_free(llm)
     finally:
         os.killpg(lost.pid, signal.SIGKILL)
@@ -261,7 +261,7 @@ def test_what_does_not_fit_together_is_refused_by_name(
         LLM(model, instance_addresses=addresses, prefill_instances=1, decode_instances=1)
     with pytest.raises(ConfigError, match="give each address once"):
         LLM(model, instance_addresses=[addresses[0]] * 2)
-    other = str(tiny_checkpoint("llama", seed=99, num_hidden_layers=3))
+    other = str(tiny_checkpoint("qwen2"))
     with pytest.raises(WorkerError, match="another model"):
         LLM(other, instance_addresses=addresses)
     with pytest.raises(ConfigError, match="max_model_len"):
