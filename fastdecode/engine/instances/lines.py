@@ -40,6 +40,7 @@ INSTANCES: Final = Others(
 BUSY: Final = "busy"
 _BUSY_S: Final = 0.1
 """Between two attempts at one that serves another controller, which may be gone."""
+_ANSWER_S: Final = 10.0
 _LOOK_S: Final = 1.0
 _LOOK_FOR_LOST_S: Final = 0.1
 _TRY_S: Final = 1.0
@@ -77,15 +78,17 @@ def greet(line: InstanceLine, hello: InstanceHello, end_s: float) -> InstanceWel
     Raises:
         WorkerError: it is gone, has refused, or answers nothing.
     """
-    while True:
+    was_busy = False
+    while not was_busy or time.monotonic() + _BUSY_S < end_s:
         line.send(hello)
-        answer = line.receive(max(0.0, end_s - time.monotonic()))
-        welcome = _welcome(line, hello, answer)
+        # One that has answered once does so at once.
+        wait_s = _ANSWER_S if was_busy else max(0.0, end_s - time.monotonic())
+        welcome = _welcome(line, hello, line.receive(wait_s))
         if welcome is not None:
             return welcome
-        if time.monotonic() + _BUSY_S > end_s:
-            raise WorkerError(f"{line.peer} serves another controller: end that first", code=BUSY)
+        was_busy = True
         time.sleep(_BUSY_S)
+    raise WorkerError(f"{line.peer} serves another controller: end that first", code=BUSY)
 
 
 def _welcome(
