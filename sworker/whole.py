@@ -83,17 +83,26 @@ class WholeSteps:
         return step.only_decodes and len(step.slots) <= self._graphs.buckets.max_rows
 
     @torch.inference_mode()
-    def run(self, lane: int, rows: Tensor, step: PagedStep, feed: Feed | None = None) -> Tensor:
+    def run(
+        self,
+        lane: int,
+        rows: Tensor,
+        step: PagedStep,
+        feed: Feed | None = None,
+        x: Tensor | None = None,
+    ) -> Tensor:
         """A step from its first to its last layer.
 
         Args:
             rows: token ids and positions, int64 [2, T], on the host.
             feed: token ids that the host doesn't know.
+            x: what the stage before has come to, [T, hidden], on the host, in
+                place of token ids.
 
         Returns:
             Hidden states [T, hidden], in the lane's memory.
         """
-        bucket = self._graphs.fill(lane, rows, feed)
+        bucket = self._graphs.fill(lane, rows, feed, x)
         self._room(lane).fill(step, bucket)
         if not self._graphs.replay((lane, _WHOLE, bucket)):
             self._step(lane, bucket)

@@ -3,6 +3,7 @@ small memory holds."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from checkpoints import prompts
@@ -15,6 +16,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 NUM_CONVERSATIONS, NUM_ROUNDS = 5, 3
 FIRST, LATER = (40, 70, 33, 52, 61), (3, 9, 1, 16, 7)
 """New tokens of each, in the first turn and in others."""
+MOST_TALKS = 20
 
 
 def talk(llm: LLM, name: str = "c", num_rounds: int = NUM_ROUNDS) -> Said:
@@ -44,4 +46,13 @@ def talk_in_turns(llm: LLM, num_rounds: int = NUM_ROUNDS, **params: Any) -> Said
             assert output.ok, output
             said.append([list(one.token_ids) for one in output.completions])
             history += output.completions[0].token_ids
+    return said
+
+
+def until_some_are_fetched(llm: LLM, say: Callable[[], Said]) -> list[Said]:
+    """What is said each time, until blocks have come back from the disk: it may
+    still be writing the first ones while all is said for the first time."""
+    said = [say()]
+    while not llm.stats.tiers.num_fetched and len(said) < MOST_TALKS:
+        said.append(say())
     return said

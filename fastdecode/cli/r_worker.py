@@ -139,12 +139,13 @@ def serve_if_r_rank(args: argparse.Namespace, engine_options: dict[str, Any]) ->
     the first serves, and doesn't return. With ``--tp 2`` the second mirrors the
     first; with ``--pp 2`` it is the second stage; with both the third is, and
     the fourth mirrors that."""
-    if args.kv_placement == "gpu" and (launcher.launched_size() or 1) > 1:
+    num_s_ranks = args.pp * args.tp
+    num_ranks = launcher.launched_size() or 1
+    if args.kv_placement == "gpu" and num_ranks > 1 and num_ranks != num_s_ranks:
         raise ConfigError(
             "--kv-placement gpu has no R-workers for the other ranks to be: start it without a "
-            "launcher"
+            "launcher, or one rank for each stage (--pp)"
         )
-    num_s_ranks = args.pp * args.tp
     if num_s_ranks > 1 and launcher.launched_size() is not None:
         rank = joining.join().rank
         if 0 < rank < num_s_ranks and rank % args.tp:

@@ -22,7 +22,7 @@ class HolderFigures:
     """Why it is lost; None: it isn't."""
     kv_blocks: int
     kv_blocks_used: int
-    """Reserved."""
+    """Reserved, or in use: not those that are only kept for requests to come."""
     load_tokens: int
     """Cached for sequences that run."""
     busy_s: float
@@ -74,7 +74,7 @@ def _holder(
     load: int,
 ) -> HolderFigures:
     num_blocks = scheduler.ledger.capacity.blocks(holder)
-    used = num_blocks - scheduler.ledger.free_blocks(holder) if lost is None else 0
+    used = num_blocks - scheduler.ledger.available_blocks(holder) if lost is None else 0
     name = fleet.peer(holder)
     why = None if lost is None else lost.message
     return HolderFigures(name, why, num_blocks, used, load, stats.r_busy_each_s[holder])

@@ -43,12 +43,13 @@ def look_until_found(look: Callable[[], T | None], timeout_s: float | None) -> T
 
 
 class Watchdog(threading.Thread):
-    """Barks, once, when somebody should be looking and hasn't for ``num_ticks``
-    ticks: a call that never waits does.
+    """Barks when somebody should be looking and hasn't for ``num_ticks`` ticks: a
+    call that never waits does.
 
     Args:
         looks: how often somebody has looked by now; None while nobody should.
-        bark: what to do then.
+        bark: what to do then; told for how many ticks nobody has looked. Where it
+            returns False it is called again a tick later; else never again.
         tick_s: between two of its own looks. Ticks are counted, not time: a
             process that was stopped has missed both.
     """
@@ -56,7 +57,7 @@ class Watchdog(threading.Thread):
     def __init__(
         self,
         looks: Callable[[], int | None],
-        bark: Callable[[], None],
+        bark: Callable[[int], bool],
         *,
         tick_s: float,
         num_ticks: int,
@@ -77,8 +78,7 @@ class Watchdog(threading.Thread):
             looks = self._looks()
             num_same = num_same + 1 if looks is not None and looks == before else 0
             before = looks
-            if num_same >= self._num_ticks:
-                self._bark()
+            if num_same >= self._num_ticks and self._bark(num_same):
                 return
 
 

@@ -160,13 +160,15 @@ def test_more_connections_than_an_r_worker_takes_change_no_token(
     with r_workers("*") as ((job,), (address,)), contextlib.ExitStack() as strangers:
         with running([*FASTDECODE, *options, *at([address])], **PATHS) as s_worker:
             s_worker.wait_for_text(output)
+            s_worker.process.suspend()  # or it might be done before all of them have come
             host, port = address.removeprefix("tcp://").split(":")
             for _ in range(MOST_FILES + 40):
                 stranger = strangers.enter_context(socket.socket())
                 stranger.setblocking(False)
                 stranger.connect_ex((host, int(port)))
             r_worker = job.process
-            s_worker.wait_until(lambda: r_worker.num_fds() == MOST_FILES)
+            job.wait_until(lambda: r_worker.num_fds() == MOST_FILES)
+            s_worker.process.resume()
             outcome = s_worker.wait()
         assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
         assert output.read_text() == expected() and "is lost" not in outcome.output

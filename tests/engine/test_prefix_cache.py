@@ -15,6 +15,7 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.sequence import CacheUse, RequestOutput
+from fastdecode.engine.figures import EngineFigures
 
 Said: TypeAlias = "list[list[list[int]]]"
 GREEDY = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
@@ -175,3 +176,14 @@ def test_outputs_tell_what_was_reused_and_private_requests_leave_nothing(
         assert cached(is_off=True) == 0
         stats = llm.stats
         assert stats.num_cached_prompt_tokens == 64
+
+
+def test_what_is_only_kept_is_not_told_as_used(tiny_checkpoint: Callable[..., Path]) -> None:
+    with LLM(str(tiny_checkpoint("llama")), **SHARED) as llm:
+        asked = prompts((COMMON,), seed=3)
+        llm.generate(asked, GREEDY)
+        figures: list[EngineFigures] = []
+        llm.service.call(lambda running: figures.append(running.engine.figures()))
+        assert [each.kv_blocks_used for each in figures[0].r_workers] == [0]
+        (again,) = llm.generate(asked, GREEDY)
+        assert again.num_cached_tokens > 0

@@ -50,6 +50,26 @@ def test_every_familys_tokens(family: str, tiny_checkpoint: Make) -> None:
         assert tokens(llm, asked) == expected
 
 
+ON_DEVICE: dict[str, Any] = {
+    "dtype": "float32",
+    "kv_memory_gb": 0.01,
+    "kv_placement": "gpu",
+    "pp_layers": "1,1,1",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_familys_tokens_with_kv_on_each_stages_device(
+    family: str, tiny_checkpoint: Make
+) -> None:
+    path, asked = str(tiny_checkpoint(family)), mixed_requests()
+    with LLM(path, **OPTIONS) as llm:
+        expected = tokens(llm, asked)
+    with LLM(path, **ON_DEVICE, pp=3, prefill_chunk=16, lanes=4) as llm:
+        assert tokens(llm, asked) == expected
+        assert tokens(llm, asked) == expected
+
+
 @pytest.fixture(scope="module")
 def llama(tiny_checkpoint: Make) -> str:
     return str(tiny_checkpoint("llama"))
@@ -78,21 +98,53 @@ def test_ways_to_run_stages(way: dict[str, Any], llama: str, expected: Any) -> N
             assert llm.stats.num_cached_prompt_tokens > 16
 
 
-def test_sequences_are_suspended_and_go_on(llama: str) -> None:
+DEVICE_WAYS: list[dict[str, Any]] = [
+    {"prefix_cache": "on", "block_size": 16, "lanes": 3},
+    {"lanes": 1, "max_num_sequences": 2, "max_step_tokens": 9},
+    {"schedule": "stabilized", "load_limit": 180, "lanes": 3},
+    {"schedule": "synchronized", "lanes": 2, "prefill_chunk": 7},
+]
+
+
+@pytest.mark.parametrize("way", DEVICE_WAYS, ids=str)
+def test_ways_to_run_stages_with_kv_on_their_devices(
+    way: dict[str, Any], llama: str, expected: Any
+) -> None:
+    with LLM(llama, **ON_DEVICE, pp=3, **way) as llm:
+        assert tokens(llm, mixed_requests()) == expected
+        assert tokens(llm, mixed_requests()) == expected
+        if way.get("prefix_cache") == "on":
+            assert llm.stats.num_cached_prompt_tokens > 16
+
+
+ON_R_WORKERS = {**OPTIONS, "pp_layers": "1,1,1"}
+
+
+@pytest.mark.parametrize("where", [ON_R_WORKERS, ON_DEVICE], ids=["r", "gpu"])
+def test_sequences_are_suspended_and_go_on(where: dict[str, Any], llama: str) -> None:
     """Twelve sequences grow beyond what is reserved for them."""
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, stop_token_ids=[0])
     asked = [(prompt, params) for prompt in prompts((20,) * 12, seed=3)]
     with LLM(llama, **OPTIONS) as llm:
         alone = tokens(llm, asked)
-    small = {**OPTIONS, "kv_memory_gb": 9.3e-5, "block_size": 16, "length_quantile": 0.5}
+    small = {**where, "kv_memory_gb": 9.3e-5, "block_size": 16, "length_quantile": 0.5}
     few = {"expected_output_tokens": 2}
-    with LLM(llama, **small, **few, pp=3, pp_layers="1,1,1", lanes=3) as llm:
+    with LLM(llama, **small, **few, pp=3, lanes=3) as llm:
         assert tokens(llm, asked) == alone
         assert llm.stats.num_suspended > 0
 
 
-def test_cancelled_requests_leave_nothing_behind(llama: str, expected: Any) -> None:
-    with LLM(llama, **OPTIONS, pp=2, r_workers=2, lanes=2) as llm:
+PLACES: list[dict[str, Any]] = [
+    {**OPTIONS, "pp": 2, "r_workers": 2, "lanes": 2},
+    {**ON_DEVICE, "pp": 3, "lanes": 2},
+]
+
+
+@pytest.mark.parametrize("options", PLACES, ids=["r", "gpu"])
+def test_cancelled_requests_leave_nothing_behind(
+    options: dict[str, Any], llama: str, expected: Any
+) -> None:
+    with LLM(llama, **options) as llm:
         endless = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True, n=2)
         deltas = llm.deltas([PromptRequest("endless", prompts((30,))[0], endless)])
         assert next(deltas).finish_reason is None
@@ -100,7 +152,7 @@ def test_cancelled_requests_leave_nothing_behind(llama: str, expected: Any) -> N
         assert tokens(llm, mixed_requests()) == expected
         figures = []
         llm.service.call(lambda running: figures.append(running.engine.figures()))
-        assert [one.kv_blocks_used for one in figures[0].r_workers] == [0, 0]
+        assert {one.kv_blocks_used for one in figures[0].r_workers} == {0}
 
 
 LOSSES = [("r1", 3), ("s1-r1", 0), ("s2-r0", 17)]
@@ -159,7 +211,7 @@ def test_what_isnt_there_with_stages_is_refused_by_name(llama: str) -> None:
         ({"r_partition": "heads"}, "r_partition"),
         ({"split_tokens": 64}, "split_tokens"),
         ({"kv_placement": "hybrid"}, "kv_placement"),
-        ({"kv_placement": "gpu"}, "kv_placement"),
+        ({"kv_placement": "gpu", "cache_memory_gb": 1.0}, "cache_memory_gb"),
         ({"spare_r_workers": 1, "replicas": 1}, "spare_r_workers"),
         ({"r_worker_addresses": ("tcp://127.0.0.1:5555",)}, "a multiple of 2"),
         ({"tp": 2}, "needs an MPI launcher: mpirun -n 4 "),

@@ -84,6 +84,18 @@ def test_stages_as_ranks(num_stages: int, tp: int, num_r_workers: int, job: Job)
     assert output.read_text() == expected()
 
 
+def test_kv_on_each_stages_device(job: Job) -> None:
+    """No rank is an R-worker; one that is left over is told so."""
+    more = ["--kv-placement", "gpu", "--kv-memory-gb", "0.01"]
+    command, output, expected = job(3, 1, 12, *more)
+    outcome = run(command, timeout_s=120)
+    assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome.output
+    assert "one rank for each stage" in outcome.output, outcome.output
+    outcome = run(command[: command.index(":")], timeout_s=120)
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
+    assert output.read_text() == expected()
+
+
 @pytest.mark.skipif(not TRIES_ALL, reason="make campaign: one family stands for all")
 @pytest.mark.parametrize("family", ["phi3", "gemma2", "gpt2", "gpt_neox", "bloom", "opt"])
 def test_every_familys_tokens_in_stages_of_two_s_workers(family: str, job: Job) -> None:

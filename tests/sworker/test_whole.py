@@ -4,6 +4,7 @@ plain torch's here, the GPU a recorded one."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +89,39 @@ def test_as_layer_by_layer(family: str, tiny_checkpoint: Callable[..., Path]) ->
         )
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(of_sequences, plain.pool, atol=2e-5, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_stage_by_stage(tiny_checkpoint: Callable[..., Path]) -> None:
+    """Steps that begin with what the stage before has come to."""
+    path, num_rows = tiny_checkpoint("llama"), 5
+    spec, model = load_model(path, device=CPU, dtype=torch.float32)
+    num_blocks = num_rows * MAX_TOKENS // BLOCK_SIZE
+    kv = KVSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, DType.FLOAT32, BLOCK_SIZE)
+    plain, rng = PagedKV(kv, spec.attention, num_blocks, CPU), np.random.default_rng(4)
+    plain.pool.normal_()
+    step = Rows([5, 0, 40, 17, 63], plain, rng).step(num_rows)
+    ids = rng.integers(0, spec.vocab_size, num_rows)
+    rows = torch.from_numpy(np.stack((ids, step.context_lens_host - 1)))
+    x, first = None, 0
+    for num_layers in (2, spec.num_layers - 2):
+        layers = range(first, first + num_layers)
+        own, stage = load_model(
+            path, device=CPU, dtype=torch.float32, layers=layers, with_embedding=not first,
+            with_head=not first,
+        )  # fmt: skip
+        own_kv = replace(kv, num_layers=num_layers)
+        cache = PagedKV(
+            own_kv, own.attention[layers.start : layers.stop], num_blocks, CPU, TorchKernels
+        )
+        cache.pool.copy_(plain.pool[layers.start : layers.stop])
+        whole = WholeSteps(StepGraphs(stage, CPU, capture=False), cache, MAX_TOKENS)
+        x = whole.run(0, rows, step, x=x).clone()
+        first = layers.stop
+    expected = forward(
+        model, rows[0], rows[1], lambda layer, q, k, v: plain.attend(layer, q, k, v, step)
+    )
+    torch.testing.assert_close(x, expected, atol=2e-5, rtol=1e-4)
 
 
 def test_the_kernels_of_this_test_say_what_torch_says() -> None:

@@ -43,12 +43,13 @@ _WITHOUT_REPLICAS: Mapping[str, tuple[Any, ...]] = {
 
 
 _WITH_STAGES: Mapping[str, tuple[Any, ...]] = {
-    "kv_placement": ("r", "auto"),
+    "kv_placement": ("r", "gpu", "auto"),
     "r_partition": ("sequences",),
     "split_tokens": (None,),
     "transport": ("auto", "inproc", "mpi", "zmq"),
     "spare_r_workers": (0,),
     "cache_disk": (None,),
+    "cache_memory_gb": (None,),
 }
 """What there may be beside several pipeline stages."""
 
@@ -74,7 +75,7 @@ _OF_A_CONTROLLER = frozenset(
 """What there is to choose about instances at addresses from outside."""
 
 _OF_INSTANCES = " is for R-workers of this process, and"
-_OF_STAGES = " keeps whole sequences on R-workers of each stage, and"
+_OF_STAGES = " keeps whole sequences in every stage, and"
 _OF_REPLICAS = " is for sequences on R-workers, whose KV blocks end with them, and"
 
 

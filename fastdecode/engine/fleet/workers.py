@@ -241,7 +241,7 @@ def reach_stage_ranks(
     *,
     tp: int = 1,
     silence_s: float,
-    at_addresses: Reached | None = None,
+    elsewhere: Reached | None = None,
 ) -> Reached:
     """A stage's R-workers as ranks of this MPI job, and the other stages, which
     are its first ranks; this process leads the stage of that number.
@@ -249,7 +249,8 @@ def reach_stage_ranks(
     Args:
         tp: S-workers of each stage that act as one.
         silence_s: see ``reach_ranks``.
-        at_addresses: the stage's R-workers, which are no ranks; None: they are.
+        elsewhere: the stage's R-workers, or what is in their place, which are
+            no ranks; None: they are.
 
     Raises:
         ConfigError: not started by a launcher, or with ranks that can't be
@@ -264,7 +265,7 @@ def reach_stage_ranks(
     job, stuck_after_s = joining.join(), max(LEAST_STUCK_S, silence_s)
     ranks = StageRanks(num_stages, tp)
     hub, others = connect_stage(
-        job, ranks, stage, stuck_after_s=stuck_after_s, with_r_workers=at_addresses is None
+        job, ranks, stage, stuck_after_s=stuck_after_s, with_r_workers=elsewhere is None
     )
     links = StageLinks(others, is_asked=stage > 0)
     num_r_workers = len(hub.connections) - len(others)
@@ -281,8 +282,8 @@ def reach_stage_ranks(
             others[other].give_up()
         hub.close()
 
-    if at_addresses is not None:
-        return beside_stages(at_addresses, hub, links, close)
+    if elsewhere is not None:
+        return beside_stages(elsewhere, hub, links, close)
     r_ranks = ranks.r_workers(job, stage)
     return Reached(hub, close, addresses=tuple(map(link_address, r_ranks)), stages=links)
 

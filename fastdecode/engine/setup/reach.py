@@ -25,7 +25,12 @@ from fastdecode.engine.fleet.workers import (
 )
 from fastdecode.engine.instances.beside import Beside
 from fastdecode.engine.instances.handing import Exports
-from fastdecode.engine.setup.resolve import ResolvedConfig, kv_spec, resolve_for_this_host
+from fastdecode.engine.setup.resolve import (
+    ResolvedConfig,
+    kv_spec,
+    resolve_for_this_host,
+    stages_are_ranks,
+)
 from fastdecode.engine.setup.tiers import host_tier_bytes
 from fastdecode.engine.step.local import LocalConnection, reach_device
 from fastdecode.engine.step.mixed import MixedAttention
@@ -33,7 +38,6 @@ from fastdecode.engine.step.prompts import HeldPrompts
 from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, Hello, ToRWorker
-from fastdecode.wire.mpi.launcher import launched_size
 from rworker.tiers.disk import disk_of
 from sworker.kernels.threads import openmp_library
 from sworker.paged import PagedKV
@@ -95,8 +99,7 @@ def reach_workers(
         beside: other engines' R-workers in this process.
     """
     if resolved.transport == "local":
-        host_bytes = host_tier_bytes(resolved.config.cache)
-        return reach_device(resolved.device, resolved.kv_bytes, host_bytes=host_bytes)
+        return reach_stage(resolved, 0) if has_stage_ranks(resolved) else reach_own_device(resolved)
     workers = _reach_r_workers(resolved, hub, beside)
     if resolved.config.cluster.spare_r_workers:
         workers = with_spares(workers, resolved.config.cluster.spare_r_workers)
@@ -109,7 +112,7 @@ def _reach_r_workers(
     beside: Beside | None,
 ) -> Reached:
     config, cluster = resolved.config, resolved.config.cluster
-    if config.s_part.pp > 1 and has_stage_ranks(resolved):
+    if has_stage_ranks(resolved):
         return reach_stage(resolved, 0)
     if resolved.transport == "mpi":
         return reach_ranks(config.s_part.tp, silence_s=cluster.worker_silence_s)
@@ -131,21 +134,33 @@ def _reach_r_workers(
 
 
 def has_stage_ranks(resolved: ResolvedConfig) -> bool:
-    """Whether stages are ranks of an MPI job; else they are threads."""
-    return resolved.transport in ("mpi", "zmq") and launched_size() is not None
+    """Whether stages, if there are several, are ranks of an MPI job; else they
+    are threads."""
+    return len(resolved.layers) > 1 and stages_are_ranks(resolved.transport)
+
+
+def reach_own_device(resolved: ResolvedConfig) -> Reached:
+    """The cache on this S-worker's device."""
+    host_bytes = host_tier_bytes(resolved.config.cache)
+    return reach_device(resolved.device, resolved.kv_bytes, host_bytes=host_bytes)
 
 
 def reach_stage(resolved: ResolvedConfig, stage: int) -> Reached:
-    """A stage's R-workers, and the other stages, which are ranks of this job."""
+    """A stage's R-workers, or what is in their place, and the other stages,
+    which are ranks of this job."""
     s_part, cluster = resolved.config.s_part, resolved.config.cluster
-    workers = reach_stage_addresses(resolved, stage) if resolved.transport == "zmq" else None
+    workers = None
+    if resolved.transport == "zmq":
+        workers = reach_stage_addresses(resolved, stage)
+    elif resolved.transport == "local":
+        workers = reach_own_device(resolved)
     try:
         return reach_stage_ranks(
             stage,
             s_part.pp,
             tp=s_part.tp,
             silence_s=cluster.worker_silence_s,
-            at_addresses=workers,
+            elsewhere=workers,
         )
     except BaseException:
         if workers is not None:

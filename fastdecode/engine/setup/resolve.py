@@ -124,8 +124,13 @@ def resolve(
     if not prompts_on_r and transport != "local":
         held_token_bytes = _held_token_bytes(config, kv_spec(config, spec, identity.kv_dtype))
     layers = layers_of_stages(spec, config.s_part.pp, config.s_part.layer_counts)
-    on_device = _in_one_place(spec, layers, device, transport)
-    steps = Steps(config, on_device, identity.dtype, transport, free, graphs, held_token_bytes)
+    here = _layers_here(layers, device, transport)
+    on_device = spec if len(layers) == 1 or len(here) > 1 else stage_spec(spec, here[0])
+    steps = Steps(
+        config, on_device, identity.dtype, transport, free, graphs, held_token_bytes,
+        num_stages_here=len(layers) if device.type == "cpu" else len(here),
+        usual_lanes=len(layers) if transport == "local" and len(here) == 1 else 1,
+    )  # fmt: skip
     plan = steps.plan(may_overlap=placement == "r" and not shares_cores)
     return ResolvedConfig(
         config=config,
@@ -153,15 +158,18 @@ def _held_token_bytes(config: EngineConfig, kv: KVSpec) -> int:
     return kv.token_bytes if is_held else 0
 
 
-def _in_one_place(
-    spec: ModelSpec, layers: tuple[range, ...], device: torch.device, transport: str
-) -> ModelSpec:
-    """What a device has of the model: all of it, or the most layers that any of
-    several GPUs or processes has."""
+def _layers_here(
+    layers: tuple[range, ...], device: torch.device, transport: str
+) -> tuple[range, ...]:
+    """What a device has of the model: the layers of all stages, or of the one
+    that has most, where each has a GPU or a process of its own."""
     on_several = device.type == "cuda" and torch.cuda.device_count() >= len(layers)
-    if len(layers) == 1 or not (on_several or transport == "mpi"):
-        return spec
-    return stage_spec(spec, max(layers, key=len))
+    return (max(layers, key=len),) if on_several or stages_are_ranks(transport) else layers
+
+
+def stages_are_ranks(transport: str) -> bool:
+    """Whether stages would be ranks of an MPI job; else they are threads."""
+    return transport in ("mpi", "zmq", "local") and launched_size() is not None
 
 
 def kv_spec(config: EngineConfig, spec: ModelSpec, dtype: DType) -> KVSpec:

@@ -29,6 +29,7 @@ from fastdecode.engine.setup.reach import (
     make_attention,
     make_hello,
     openmp_of,
+    reach_own_device,
     reach_stage,
     reach_stage_addresses,
 )
@@ -348,6 +349,8 @@ def later_setups(
 def _reach_own(setup: StageSetup, hub: InprocHub[Any, Any], num_threads: int) -> Reached:
     """The R-workers of a stage that is a thread, and whose S-part has so many."""
     resolved = setup.resolved
+    if resolved.transport == "local":
+        return reach_own_device(resolved)
     if resolved.transport == "zmq":
         return reach_stage_addresses(resolved, setup.number)
     if resolved.transport == "inline":

@@ -72,6 +72,10 @@ class Steps:
     held_token_bytes: int = 0
     """K and V of a token of a prompt that the S-worker attends and R-workers
     hold; 0: they attend prompts, or the device can't hold their dtype."""
+    num_stages_here: int = 1
+    """That share the memory of this one's device."""
+    usual_lanes: int = 1
+    """Where S-part and R-part don't overlap: as many as stages that do."""
 
     def plan(self, *, may_overlap: bool) -> StepPlan:
         """As many lanes as may be of use and there is memory for.
@@ -97,7 +101,7 @@ class Steps:
         if asked is not None or not may_overlap:
             # On shared cores stages take turns, each with all of them: every
             # lane more would read the weights once more.
-            yield Lanes.fixed(asked or 1)
+            yield Lanes.fixed(asked or self.usual_lanes)
             return
         # Two a stage: one at its S-worker, one at its R-workers. Fixed intervals
         # are computed for so many lanes, and no others.
@@ -138,7 +142,7 @@ class Steps:
         r_part = self.config.r_part
         of_stage = r_part.r_workers + self.config.cluster.spare_r_workers
         num_threads = of_stage * self.config.s_part.pp
-        in_process = {"local": 1, "inline": num_threads, "inproc": num_threads}
+        in_process = {"local": self.num_stages_here, "inline": num_threads, "inproc": num_threads}
         return KVDemand(
             on_device=self.transport == "local",
             num_caches=in_process.get(self.transport, 0),

@@ -67,7 +67,7 @@ from rworker.books import Books, blocks_within
 from sworker.buffers import to_device
 from sworker.device import Gpu
 from sworker.host_tier import HostTier
-from sworker.model.skeleton import forward
+from sworker.model.skeleton import run_layers
 from sworker.paged import BlockKernels, PagedKV, PagedStep, Prompt
 from sworker.whole import WholeSteps
 from sworker.worker import Pass, SWorker
@@ -321,7 +321,7 @@ class LocalStep:
         self._books.steps.finish(begin.lane, begin.step)
         if self._whole is not None and self._whole.takes(self._paged):
             return s_worker.run_through(
-                partial(self._whole.run, begin.lane, rows, self._paged, batch.feed)
+                partial(self._whole.run, begin.lane, rows, self._paged, batch.feed, batch.hidden)
             )
         return s_worker.run_through(partial(self._run_layers, s_worker, rows))
 
@@ -329,7 +329,9 @@ class LocalStep:
         token_ids, positions = s_worker.upload(rows)
         if self.batch.feed is not None:
             self.batch.feed.put_into(token_ids, s_worker.upload)
-        return forward(s_worker.model, token_ids, positions, self._attend)
+        model, hidden = s_worker.model, self.batch.hidden
+        x = model.embed(token_ids, positions) if hidden is None else s_worker.upload(hidden)
+        return run_layers(model, x, positions, self._attend)
 
     def scatter(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None

@@ -81,6 +81,11 @@ class BlockLedger:
         """Blocks that are neither reserved nor kept."""
         return self._free[holder] - self.cache.num_beside(holder)
 
+    def available_blocks(self, holder: HolderId) -> int:
+        """Blocks that nobody who runs needs: free ones, and those that are kept
+        for who may come, and given up for who does."""
+        return self.free_blocks(holder) + len(self.cache.stock[holder].idle)
+
     def free_to_keep(self, holder: HolderId) -> int:
         """Blocks that aren't reserved: so many may be kept."""
         return self._free[holder]
@@ -92,10 +97,8 @@ class BlockLedger:
         ``may_grow_to`` if they were empty; those with most free blocks first.
         ``taken``: holder → blocks that are as good as reserved."""
         blocks, most = self.shape.blocks_for(num_tokens), self.shape.blocks_for(may_grow_to)
-        # What is kept for nobody who runs is as good as free.
-        stock = self.cache.stock
         free = {
-            h: self.free_blocks(h) + len(stock[h].idle) - taken.get(h, 0)
+            h: self.available_blocks(h) - taken.get(h, 0)
             for h in self.capacity.present
             if self._may_start(h)
         }
@@ -106,8 +109,7 @@ class BlockLedger:
         """Whether the holder has more than its reserve."""
         if not self._reserve:
             return True
-        free = self.free_blocks(holder) + len(self.cache.stock[holder].idle)
-        return free > self._reserve * self.capacity.blocks(holder)
+        return self.available_blocks(holder) > self._reserve * self.capacity.blocks(holder)
 
     def candidates(
         self,
@@ -157,7 +159,7 @@ class BlockLedger:
     def grow(self, part: Part, num_tokens: int) -> bool:
         """Enlarge a part to so many tokens, if there is room; says whether there was."""
         blocks = self.shape.blocks_for(num_tokens) - self.shape.blocks_for(part.num_tokens)
-        if blocks > self.free_blocks(part.holder) + len(self.cache.stock[part.holder].idle):
+        if blocks > self.available_blocks(part.holder):
             return False
         self._free[part.holder] -= blocks
         self.cache.make_room(part.holder, self._free[part.holder])

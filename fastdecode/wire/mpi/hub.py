@@ -30,6 +30,7 @@ from fastdecode.wire.mpi.caller import Caller
 from fastdecode.wire.mpi.connection import MpiConnection
 from fastdecode.wire.mpi.job import DEFAULT_TAG, S_RANK, MpiJob
 from fastdecode.wire.mpi.leaving import leave_stuck
+from fastdecode.wire.mpi.siblings import ranks_here, stopped_siblings
 from fastdecode.wire.patience import Pump, Watchdog, look_until_found
 from fastdecode.wire.transport import PeerLostError, closed_error
 
@@ -44,7 +45,7 @@ _PUMP_GIVES_UP_AFTER_S: Final = 30.0
 _PUMP_RESTS_IN_WAIT_AFTER_S: Final = 0.01
 _LINGER_S: Final = 2.0
 STUCK_AFTER_S: Final = 15.0
-"""A call of MPI's that takes longer never returns."""
+"""A call of MPI's that takes longer never returns, whatever the ranks look like."""
 _STUCK_TICKS: Final = 20
 """In which the watchdog counts that."""
 
@@ -63,8 +64,11 @@ class MpiHub(Generic[SendT, ReceiveT]):
             there is no pump.
         pulse_s: how often to give the peers a sign of life; 0: never.
         peers_give_signs: whether the peers give this side signs of life.
-        stuck_after_s: end the process when a call of MPI's takes longer. Calls
-            that move large messages take a second.
+        stuck_after_s: end the process when a call of MPI's takes longer, and a
+            rank on this host has been stopped or has ended. Calls that move
+            large messages take a second. Where all ranks run, MPI gets
+            ``STUCK_AFTER_S`` if that is more: one that compiles, on a host with
+            much else to do, keeps others waiting for seconds.
     """
 
     def __init__(
@@ -87,11 +91,10 @@ class MpiHub(Generic[SendT, ReceiveT]):
         for rank, peer in peers:
             self.add(rank, peer, tag=tag)
         self._first = 0
+        self._tick_s = stuck_after_s / _STUCK_TICKS
+        self._ranks_here = ranks_here()
         self._watchdog = Watchdog(
-            self._caller.looks,
-            lambda: leave_stuck(stuck_after_s),
-            tick_s=stuck_after_s / _STUCK_TICKS,
-            num_ticks=_STUCK_TICKS,
+            self._caller.looks, self._note_stuck, tick_s=self._tick_s, num_ticks=_STUCK_TICKS
         )
         self._watchdog.start()
         self._pulse: Pump | None = None
@@ -106,6 +109,15 @@ class MpiHub(Generic[SendT, ReceiveT]):
     @property
     def connections(self) -> tuple[MpiConnection[SendT, ReceiveT], ...]:
         return self._connections
+
+    def _note_stuck(self, num_ticks: int) -> bool:
+        """Leave, unless MPI may still return."""
+        waited_s = num_ticks * self._tick_s
+        all_run = not stopped_siblings() and self._ranks_here <= ranks_here()
+        if all_run and waited_s < STUCK_AFTER_S:
+            return False
+        leave_stuck(waited_s)
+        return True
 
     def add(
         self,

@@ -61,7 +61,7 @@ class StageRanks:
         if job.size != self.num_s_ranks:
             raise ConfigError(
                 Given("pp", self.num_stages),
-                f" takes {self.num_s_ranks} MPI ranks where R-workers are at addresses, and "
+                f" takes {self.num_s_ranks} MPI ranks where no rank is an R-worker, and "
                 f"{job.size} were started",
                 code="too_few_ranks",
             )

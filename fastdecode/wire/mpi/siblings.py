@@ -57,6 +57,11 @@ def stopped_siblings() -> list[str]:
     return [str(sibling) for sibling in siblings() if sibling.is_stopped]
 
 
+def ranks_here() -> frozenset[int]:
+    """The processes of ranks on this host, this one's among them."""
+    return frozenset(sibling.pid for sibling in siblings() if sibling.rank)
+
+
 def end_siblings(*, stopped: bool = False, at_least: int = 1) -> None:
     """Kill the other ranks on this host.
 

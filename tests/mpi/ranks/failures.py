@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from fastdecode.wire.mpi.leaving import before_leaving_stuck
 from fastdecode.wire.transport import CLOSED, TIMEOUT
 
 STUCK_AFTER_S = 0.2
+STUCK_THOUGH_ALL_RUN_S = 4 * STUCK_AFTER_S
 
 
 @pytest.fixture
@@ -79,9 +81,10 @@ def test_left_stopped(mpi: Any, hub: Any) -> None:
 
 
 @pytest.fixture
-def kept(mpi: Any) -> Iterator[Any]:
+def kept(mpi: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Holds the lock as a thread has it that MPI keeps, so that whoever calls
     MPI next is kept too."""
+    monkeypatch.setattr(mpi_transport, "STUCK_AFTER_S", STUCK_THOUGH_ALL_RUN_S)
     for puppet in mpi.puppets:
         puppet.call("open", 64)
     hub = connect_workers(mpi.job, stuck_after_s=STUCK_AFTER_S)
@@ -91,16 +94,27 @@ def kept(mpi: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("call", ["send", "poll", "close"])
 def test_kept_by_mpi(call: str, kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call of MPI's that doesn't return, be it the pump's, is noticed after
-    the time that was asked for."""
-    barked = threading.Event()
-    waited: list[float] = []
-    monkeypatch.setattr(
-        mpi_transport, "leave_stuck", lambda seconds: (waited.append(seconds), barked.set())
-    )
+    """A call of MPI's that doesn't return, be it the pump's, is noticed, though
+    all ranks run: they may be busy, so not at once."""
+    waited = note_leaving(monkeypatch)
     call_in_thread(kept, call)
-    assert barked.wait(WAIT_S)
-    assert waited == [STUCK_AFTER_S]
+    assert waited.get(timeout=WAIT_S) == pytest.approx(STUCK_THOUGH_ALL_RUN_S)
+
+
+def test_kept_by_who_was_stopped(mpi: Any, kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the time that was asked for."""
+    waited = note_leaving(monkeypatch)
+    os.kill(mpi.puppets[1].pid, signal.SIGSTOP)
+    call_in_thread(kept, "poll")
+    assert waited.get(timeout=WAIT_S) < STUCK_THOUGH_ALL_RUN_S
+    os.kill(mpi.puppets[1].pid, signal.SIGCONT)
+
+
+def note_leaving(monkeypatch: pytest.MonkeyPatch) -> Queue[float]:
+    """Where it says after how many seconds a rank would have left."""
+    waited: Queue[float] = Queue()
+    monkeypatch.setattr(mpi_transport, "leave_stuck", waited.put)
+    return waited
 
 
 def test_kept_until_the_end(mpi: Any, kept: Any) -> None:
