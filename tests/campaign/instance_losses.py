@@ -137,6 +137,13 @@ class Cluster:
     def __init__(self, model: str, *, with_r_workers: bool) -> None:
         self.model = model
         self.members: dict[str, list[Member]] = {kind: [] for kind in KINDS}
+        try:
+            self._begin(with_r_workers)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, with_r_workers: bool) -> None:
         for role in ("prefill", "decode"):
             own = self.members[f"{role}'s R-worker"]
             if with_r_workers:
@@ -365,18 +372,18 @@ def run(options: argparse.Namespace) -> None:
             share_s = (
                 end_s if with_r_workers or options.of else time.monotonic() + 36 * options.minutes
             )
-            cluster = Cluster(campaign.model, with_r_workers=with_r_workers) if kinds else None
-            for blow in blows(options.each, chance, kinds):
-                assert cluster is not None
-                if time.monotonic() > share_s:
-                    break
-                reports.append(campaign.strike(cluster, blow, chance))
-                print(reports[-1], flush=True)
-                if options.out is not None:
-                    mine = {**provenance(), "seed": options.seed, **_told(reports)}
-                    options.out.write_text(json.dumps({"runs": [*before, mine]}, indent=1) + "\n")
-            if cluster is not None:
-                cluster.close()
+            if not kinds:
+                continue
+            with contextlib.closing(Cluster(campaign.model, with_r_workers=with_r_workers)) as all_:
+                for blow in blows(options.each, chance, kinds):
+                    if time.monotonic() > share_s:
+                        break
+                    reports.append(campaign.strike(all_, blow, chance))
+                    print(reports[-1], flush=True)
+                    if options.out is not None:
+                        mine = {**provenance(), "seed": options.seed, **_told(reports)}
+                        told = json.dumps({"runs": [*before, mine]}, indent=1)
+                        options.out.write_text(told + "\n")
     print(json.dumps(_told(reports)["counts"], indent=1))
 
 

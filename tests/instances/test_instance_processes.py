@@ -10,19 +10,31 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from instance_processes import PATHS, SILENCE_S, Process, instance, instances, ready
 from instance_runs import OPTIONS, answers, params, prompts, requests_of, tokens
+from zmq_r_workers import at, r_workers
 
 from fastdecode import LLM
+from fastdecode.cli.main import main
 from fastdecode.core.config.instances import InstanceRole
+from fastdecode.core.delta import OutputFold
 from fastdecode.core.errors import ConfigError, WorkerError
-from fastdecode.core.sequence import RequestOutput, SamplingParams
+from fastdecode.core.model.checkpoint import open_checkpoint
+from fastdecode.core.sequence import Request, RequestOutput, SamplingParams
 from fastdecode.engine.instances.cluster import ClusterEngine
+from fastdecode.engine.instances.lines import InstanceHub, greet
+from fastdecode.engine.instances.remote import packed
+from fastdecode.wire.instances.messages import InstanceHello, RequestsSay, RunRequests
+from fastdecode.wire.instances.told import request_to_json
+from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 
@@ -75,8 +87,6 @@ def _used(running: Any, number: int) -> int | None:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    import time
-
     end_s = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < end_s, "it never comes to that"
@@ -93,6 +103,54 @@ def test_tokens_are_those_of_one_engine(
         assert answers(llm.generate(asked, how)) == answers(one.generate(asked, how))
         assert llm.stats.num_recomputed == llm.stats.num_moved == llm.stats.num_failed_fetches == 0
         assert llm.stats.num_handed_over > 0 and llm.stats.fetched_bytes > 0
+        assert_all_is_free(llm)
+
+
+def test_with_a_key_and_r_workers_at_addresses(model: str, one: LLM, tmp_path: Path) -> None:
+    key = str(tmp_path / "key")
+    assert main(["r-worker", "--new-key", key]) == 0
+    asked, how = prompts(8, seed=41), params(8, seed=41, n=2)
+    with contextlib.ExitStack() as stack:
+        options = ("--keep-serving", "--key", key)
+        _, addresses = stack.enter_context(r_workers("*", "*", options=options))
+        few = ("--dtype", "float32", "--block-size", "16", "--prefix-cache", "off", "--key", key)
+        jobs = [
+            stack.enter_context(instance(model, "prefill", *at(addresses), engine=few)),
+            stack.enter_context(instance(model, "decode", "--key", key)),
+        ]
+        with LLM(
+            model, instance_addresses=[ready(job, "").address for job in jobs], key=key
+        ) as llm:
+            assert answers(llm.generate(asked, how)) == answers(one.generate(asked, how))
+            assert llm.stats.num_handed_over > 0 and llm.stats.num_failed_fetches == 0
+            assert_all_is_free(llm)
+
+
+def test_nonsense_ends_the_controller_that_says_it(
+    model: str, one: LLM, four: list[Process]
+) -> None:
+    with controller(model, four) as llm:
+        expected = answers(llm.generate(prompts(3), params(3)))
+    model_hash = open_checkpoint(model).model_hash
+    hello = InstanceHello(PROTOCOL_VERSION, model_hash)
+    request = Request("a", (5, 6), SamplingParams(), 8, seed=1)
+    for said in (
+        b"no JSON",
+        b"[[1, 2]]",
+        bytes(packed([request_to_json(replace(request, prompt_token_ids=(1 << 30,)))])),
+        bytes(packed([request_to_json(replace(request, max_tokens=1 << 23))])),
+        bytes(packed([request_to_json(replace(request, drawn={4: (1,)}))])),
+    ):
+        hub = InstanceHub([four[0].address], None, SILENCE_S)
+        (line,) = hub.connections
+        assert greet(line, hello, time.monotonic() + WAIT_S).role is InstanceRole.PREFILL
+        line.send(RunRequests(True, np.frombuffer(said, np.uint8)))
+        while not isinstance(refused := line.receive(WAIT_S), Failed):
+            assert not isinstance(refused, RequestsSay)
+        assert refused.message
+        hub.close()
+    with controller(model, four) as llm:
+        assert answers(llm.generate(prompts(3), params(3))) == expected
         assert_all_is_free(llm)
 
 
@@ -131,8 +189,6 @@ class Trouble:
 
     def run(self, asked: list[list[int]], how: list[SamplingParams]) -> list[RequestOutput]:
         """The outputs, of which no token was told twice."""
-        from fastdecode.core.delta import OutputFold
-
         folds = [OutputFold(str(i), None, tuple(x), how[i].n) for i, x in enumerate(asked)]
         outputs: dict[str, RequestOutput] = {}
         count = 0
