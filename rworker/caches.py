@@ -143,6 +143,17 @@ class Caches:
             )
         return owned[0]
 
+    def fed(self, holder: int, session: int) -> Cache:
+        """The cache into which prompts come that others have run.
+
+        Raises:
+            ProtocolError: there is none, or not for whoever names that session.
+        """
+        cache = self._caches.get(HolderId(holder))
+        if cache is None or not cache.is_of(session) or not cache.books.hello.feeders:
+            raise ProtocolError(f"holder {holder!r} has no cache that prompts may come into")
+        return cache
+
     def take_over(self, peer: int, holder: int, session: int) -> tuple[Cache, int]:
         """A cache is the peer's from now on: the cache, and whose it was.
 

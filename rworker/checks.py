@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
+from fastdecode.wire.kv.attending import MAX_FEEDERS
 from fastdecode.wire.kv.kept import KEY_WORDS
 from fastdecode.wire.messages import (
     MAX_BLOCKS,
@@ -39,6 +40,12 @@ def check_hello(hello: Hello) -> None:
     check_integer("holder", hello.holder, 0, MAX_HOLDERS - 1)
     check_integer("max_blocks", hello.max_blocks, 0, MAX_BLOCKS)
     check_integer("session", hello.session, 0, MAX_ID)
+    if len(hello.feeders) > MAX_FEEDERS or len(set(hello.feeders)) < len(hello.feeders):
+        raise ProtocolError(
+            f"{len(hello.feeders)} feeders: {MAX_FEEDERS}, none twice, are the most"
+        )
+    if hello.feeders and not hello.session:
+        raise ProtocolError("prompts come by a session's name, and there is none")
     kv = hello.kv
     if len(hello.attention) != kv.num_layers:
         raise ProtocolError(f"{len(hello.attention)} attention specs for {kv.num_layers} layers")

@@ -227,6 +227,13 @@ class DropStored:
 
 
 @dataclass(frozen=True)
+class Admit:
+    """Others may connect to this R-worker, to bring prompts."""
+
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Unlink:
     """A holder's cache has no replica any more, and nobody is told."""
 
@@ -270,6 +277,7 @@ Instruction: TypeAlias = (
     | EndStep
     | BeginPull
     | EndPull
+    | Admit
     | OpenTier
     | MoveBlocks
     | DropStored

@@ -52,6 +52,7 @@ from fastdecode.wire.messages import (
     OpenSequence,
     Refused,
     Shutdown,
+    StorePrompt,
     ToRWorker,
     Welcome,
 )
@@ -59,7 +60,9 @@ from fastdecode.wire.traits import ANYBODY, Role
 from rworker.blocks.kv_store import DEFAULT_MAX_SEQUENCES
 from rworker.caches import NOBODY, Cache, Caches
 from rworker.checks import check_hello, check_integer
+from rworker.feeding import store_prompt
 from rworker.instructions import (
+    Admit,
     Drop,
     Follow,
     HangUp,
@@ -230,6 +233,10 @@ class RWorkerState:
                 return _answered(number, cache, message, cache.books.reserve(message))
             case StoreChunk() | FetchChunk() | ExpectTokens():
                 return _about_chunk(number, self._caches.of(number, message.holder), message)
+            case StorePrompt():
+                cache = self._caches.fed(message.holder, message.session)
+                peer.role = Role.FEEDER
+                return store_prompt(number, cache, message)
             case TruncateSequence():
                 cache = self._caches.of(number, message.holder)
                 return _answered(number, cache, message, truncate(cache.books, message))
@@ -306,7 +313,8 @@ class RWorkerState:
         if resumed is not None:
             return (Unlink(cache.holder, resumed[2]), told, *_fence(self.name, number, resumed[1]))
         specs = (hello.attention, hello.activation_dtype)
-        return Prepare(cache.holder, layout, num_blocks, *specs), told
+        prepare = Prepare(cache.holder, layout, num_blocks, *specs)
+        return (prepare, told, Admit(hello.feeders)) if hello.feeders else (prepare, told)
 
     def _take_over(self, number: int, peer: _Peer, message: TakeOver) -> tuple[Instruction, ...]:
         """Whoever had the cache before has none any more: it is hung up on."""

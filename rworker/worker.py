@@ -33,6 +33,7 @@ from fastdecode.wire.transport import CLOSED, TIMEOUT, Hub, PeerLostError
 from rworker.absence import Absence
 from rworker.attention import AttentionExecutor
 from rworker.instructions import (
+    Admit,
     BeginPull,
     Compute,
     CopyBlocks,
@@ -179,8 +180,7 @@ def serve_next(
 def tell_moved(
     peers: Sequence[Peer], state: RWorkerState, executor: Executor, behind: Behind | None = None
 ) -> bool:
-    """Tell who asked for it what has moved to a lower tier, or from there, and
-    how far. False: leave the loop."""
+    """Tell who asked for it what has moved between tiers. False: leave the loop."""
     for news in executor.tiers.take_news():
         try:
             if not obey(state.moved(news), peers, state, executor, behind):
@@ -223,7 +223,7 @@ def obey(
                 if behind is not None:
                     behind.drop(instruction.holder)
                 executor.prepare(instruction)
-            case Link() | Follow() | EndStep() | BeginPull() | EndPull():
+            case Link() | Follow() | EndStep() | BeginPull() | EndPull() | Admit():
                 _obey_link(instruction, peers, behind)
             case OpenTier() | MoveBlocks() | DropStored():
                 _obey_tier(instruction, peers, executor)
@@ -286,7 +286,7 @@ def _answer(name: str, peer: Peer, message: FromRWorker) -> None:
 
 
 def _obey_link(
-    instruction: Link | Follow | EndStep | BeginPull | EndPull,
+    instruction: Link | Follow | EndStep | BeginPull | EndPull | Admit,
     peers: Sequence[Peer],
     behind: Behind | None,
 ) -> None:

@@ -73,6 +73,7 @@ from fastdecode.wire.messages import (
     Refused,
     Report,
     Shutdown,
+    StorePrompt,
     ToRWorker,
     Welcome,
 )
@@ -151,9 +152,12 @@ def to_r_worker() -> list[ToRWorker]:
     )
     counts = [np.arange(5, dtype=np.int32) + i for i in range(4)]
     pieces = np.arange(3), counts[0][:3], counts[1][:3]
+    brought = attend(6, step=8)
+    hello = Hello(PROTOCOL_VERSION, "a hash", kv, layers, DType.FLOAT16)
     data = np.arange(20_000, dtype=np.int64).astype(np.uint8)
     return [
-        Hello(PROTOCOL_VERSION, "a hash", kv, layers, DType.FLOAT16),
+        hello,
+        dataclasses.replace(hello, session=5, feeders=("rank 2", "rank 3")),
         OpenSequence(1, 100),
         ForkSequence(1, 2, 10, 100),
         ExtendSequence(2, 200),
@@ -169,6 +173,7 @@ def to_r_worker() -> list[ToRWorker]:
         expectation({3: 50}),
         FetchChunk(ChunkForm.BLOCKS, 0, 2, 1, 1, *pieces),
         StoreChunk("a hash", kv, ChunkForm.TOKENS, 0, 2, 0, 4, *pieces, data),
+        StorePrompt(1 << 62, 3, 1, 2, *pieces, brought.k, brought.v, 1),
         StoreChunk("a hash", kv, ChunkForm.BLOCKS, 1, 1, 0, 4, *pieces, data.repeat(300)),
         TruncateSequence(2, 7),
         TakeOver(1 << 62, *pieces[:2]),
@@ -234,7 +239,8 @@ def between_stages() -> list[StageMessage | FromStage]:
     x = np.arange(64 * 700, dtype=np.int64).astype(np.uint16).reshape(700, 64)
     return [
         hello,
-        StageWelcome(1, (100, 0)),
+        dataclasses.replace(hello, stage=2, sessions=(7, 1 << 62)),
+        StageWelcome(1, (100, 0), 1 << 62),
         StagePass(7, 1, x, ids, counts, counts, counts + 1, marks, none),
         StageDone(1, 7, 1, 0.5, 0.25, np.ones(2, np.float32), counts),
         StageDone(2, 7, 1, 0.5, 0.25, np.ones(2, np.float32), none, x[:3]),

@@ -198,15 +198,17 @@ def _line(args: argparse.Namespace, command: list[str], report: Path) -> JobLine
         as_root=os.geteuid() == 0,
         num_s_ranks=_number(command, "--tp", MAX_TP),
         num_stages=_number(command, "--pp", MAX_PP),
+        num_prompt_stages=_number(command, "--prompt-pp", MAX_PP, usual=0),
     )
 
 
-def _number(command: list[str], option: str, most: int) -> int:
-    """The N of ``--tp N`` or ``--pp N``, which generate and run-batch check."""
+def _number(command: list[str], option: str, most: int, *, usual: int = 1) -> int:
+    """The N of ``--tp N``, ``--pp N`` and the like, which generate and run-batch
+    check."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(option, default="1", dest="number")
+    parser.add_argument(option, default=str(usual), dest="number")
     told: str = parser.parse_known_args(command)[0].number
-    return int(told) if told.isdecimal() and 1 <= int(told) <= most else 1
+    return int(told) if told.isdecimal() and usual <= int(told) <= most else usual
 
 
 def _mpirun(given: str | None) -> str:

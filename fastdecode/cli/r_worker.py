@@ -138,8 +138,8 @@ def serve_if_r_rank(args: argparse.Namespace, engine_options: dict[str, Any]) ->
     """Roles by rank: in ``mpirun -n 4 fastdecode generate ...`` every rank but
     the first serves, and doesn't return. With ``--tp 2`` the second mirrors the
     first; with ``--pp 2`` it is the second stage; with both the third is, and
-    the fourth mirrors that."""
-    num_s_ranks = args.pp * args.tp
+    the fourth mirrors that. With ``--prompt-pp`` such stages come behind the others."""
+    num_s_ranks = (args.pp + args.prompt_pp) * args.tp
     num_ranks = launcher.launched_size() or 1
     if args.kv_placement == "gpu" and num_ranks > 1 and num_ranks != num_s_ranks:
         raise ConfigError(
@@ -182,7 +182,7 @@ def _mirror_leader(model: str, engine_options: dict[str, Any]) -> NoReturn:
 
 def _serve_stage(model: str, engine_options: dict[str, Any]) -> NoReturn:
     from fastdecode.core.config.engine import EngineConfig
-    from fastdecode.engine.setup.stages import serve_stage
+    from fastdecode.engine.setup.stage_ranks import serve_stage
 
     launcher.let_rank_0_stop()
     if serve_stage(EngineConfig.of(model, **engine_options)):

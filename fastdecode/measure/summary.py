@@ -64,6 +64,7 @@ def summarise(llm: LLM, *, started_s: float, num_requests: int, num_failed: int)
         "session": _session(stats),
         "r_threads": facts.r_threads,
         "stage_layers": list(facts.stage_layers),
+        "prompt_stage_layers": list(facts.prompt_stage_layers),
         "instances": _instances(llm),
     }
 
@@ -151,13 +152,19 @@ def _shares(s: dict[str, Any]) -> str:
 
 def _stages(s: dict[str, Any]) -> list[str]:
     """With several pipeline stages: who had what."""
-    layers = s.get("stage_layers") or []
-    if len(layers) < 2:
-        return []
-    return [
-        f"{len(layers)} stages of {', '.join(map(str, layers))} layers, each with "
-        f"{s['r_workers']} R-worker(s); the shares above are the first stage's"
-    ]
+    layers, of_prompts = s.get("stage_layers") or [], s.get("prompt_stage_layers") or []
+    told = []
+    if len(layers) > 1:
+        told.append(
+            f"{len(layers)} stages of {', '.join(map(str, layers))} layers, each with "
+            f"{s['r_workers']} R-worker(s); the shares above are the first stage's"
+        )
+    if of_prompts:
+        told.append(
+            f"prompts on {len(of_prompts)} stage(s) of their own, of "
+            f"{', '.join(map(str, of_prompts))} layers"
+        )
+    return told
 
 
 def _sides(s: dict[str, Any]) -> list[str]:

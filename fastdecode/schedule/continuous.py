@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.admission.load_control import MicroBatch
+from fastdecode.schedule.apart import join_decoding, without_last_token
 from fastdecode.schedule.cache.tiers.ahead import FetchAhead
 from fastdecode.schedule.hybrid.control import HybridControl
 from fastdecode.schedule.lengths import LengthPredictor
@@ -125,7 +126,7 @@ class ContinuousScheduler:
             may_start: somebody may start.
         """
         lane = self.lanes[lane_index]
-        due = [run for run in lane.running.values() if run.is_due(lane.step)]
+        due = lane.due
         if lane.is_planned and due:
             if not self.waiting or not all(run.is_fetching for run in due):
                 return Plan()
@@ -136,7 +137,9 @@ class ContinuousScheduler:
         lane.budget.next_step()
         if not lane.running:
             lane.budget.clear()
-        grows, suspended = self._outgrown.make_room(lane)
+        if lane.decodes_only:
+            join_decoding(self.lanes, lane)
+        grows, suspended = ([], []) if lane.runs_prompts_only else self._outgrown.make_room(lane)
         for run in suspended:
             self.waiting.come_back(run.sequence)
         for run in lane.running.values():
@@ -154,7 +157,7 @@ class ContinuousScheduler:
         """The lane's next step, as it was planned: of all that have their room;
         none: nobody has it yet."""
         lane = self.lanes[lane_index]
-        due = [run for run in lane.running.values() if run.is_due(lane.step)]
+        due = lane.due
         able = [run for run in due if run.is_open]
         lane.is_planned = bool(due) and not able
         if len(able) < len(due) and able:
@@ -227,7 +230,7 @@ class ContinuousScheduler:
 
     def _start_waiting(self, lane: Lane) -> list[Start]:
         """Start as many as blocks, prefill budget and policy allow."""
-        is_busy = any(run.is_open and run.is_due(lane.step) for run in lane.running.values())
+        is_busy = any(run.is_open for run in lane.due)
         ahead = self._opening_steps if is_busy else 0
         if self.hybrid is not None and lane.index == 0:
             ahead = 0  # the device answers at once
@@ -240,7 +243,8 @@ class ContinuousScheduler:
             head = self.waiting.head
             if head.is_coming:
                 break  # what is run of it must be known
-            sibling = _running_sibling(self.lanes, self.parked, head)
+            is_whole = lane.is_apart and head.num_generated > 0
+            sibling = None if is_whole else _running_sibling(self.lanes, self.parked, head)
             candidate = self._starts.candidate(
                 lane, head, sibling, ahead=ahead, recompute=self.waiting.has_head_run
             )
@@ -252,8 +256,10 @@ class ContinuousScheduler:
 
     def _num_startable(self, lane: Lane, ahead: int) -> int:
         """Sequences for which there will be a place in the lane."""
-        ending = sum(_ends(run, lane.step) for run in lane.running.values()) if ahead else 0
-        if self.hybrid is not None:  # whoever finds room first
+        ending = 0
+        if ahead and not lane.is_apart:
+            ending = sum(_ends(run, lane.step) for run in lane.running.values())
+        if self.hybrid is not None or lane.is_apart:  # whoever finds room first
             most = self._max_num_sequences - self.num_running + ending
             return max(0, min(most, len(self.waiting)))
         lane_size = -(-self._max_num_sequences // len(self.lanes))
@@ -331,6 +337,8 @@ def _book(lane: Lane, run: Run, ahead: int) -> bool:
         if not chunks:
             run.first_step = None
             return False
+        if lane.runs_prompts_only:
+            chunks = without_last_token(chunks)
         lane.budget.book(chunks, first, parts=parts, ahead=ahead)
         run.prefill = deque(chunks)
     return True

@@ -68,7 +68,7 @@ def make_scheduler(
         ledger,
         partial(_lanes, sharing, capacity, times, are_shares=hybrid is None),
         lengths,
-        num_lanes=options.num_lanes,
+        num_lanes=options.num_all_lanes,
         max_num_sequences=most,
         opening_steps=opening_steps,
         first_part_id=first_part_id,
@@ -99,7 +99,8 @@ def _lanes(
 ) -> list[Lane]:
     """So many lanes. ``are_shares``: each has its part of what there may be in
     all; else each may have all of it."""
-    one = options.with_lanes(num_lanes) if are_shares else options
+    num_prompt_lanes = options.num_prompt_lanes
+    one = options.with_lanes(num_lanes - num_prompt_lanes) if are_shares else options
     budget = (
         one.batching.step_tokens - one.lane_size,
         one.batching.chunk_tokens(),
@@ -107,10 +108,24 @@ def _lanes(
         one.split_tokens,
         one.whole_prompts,
     )
-    return [
-        Lane(_admission(one, capacity, times), PrefillBudget(*budget), index=index)
-        for index in range(num_lanes)
+    decodes_only = num_prompt_lanes > 0
+    lanes = [
+        Lane(
+            _admission(one, capacity, times),
+            PrefillBudget(*budget),
+            index=index,
+            decodes_only=decodes_only,
+        )
+        for index in range(num_lanes - num_prompt_lanes)
     ]
+    return lanes + [_prompt_lane(one, len(lanes) + index) for index in range(num_prompt_lanes)]
+
+
+def _prompt_lane(options: ScheduleOptions, index: int) -> Lane:
+    """It runs nothing but prompts, a step's tokens of them at a time."""
+    most = min(options.batching.chunk_tokens(), options.batching.step_tokens)
+    budget = PrefillBudget(most, most, whole_prompts=True)
+    return Lane(Greedy(), budget, index=index, runs_prompts_only=True)
 
 
 def _lengths(batching: Batching) -> LengthPredictor:

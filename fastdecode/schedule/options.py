@@ -37,6 +37,10 @@ class ScheduleOptions:
     """A prompt begins in a step that has room for all of it, or in one in which
     no other runs."""
 
+    num_prompt_lanes: int = 0
+    """Lanes that run prompts only, behind the others, which only decode then; 0:
+    all run both."""
+
     def __post_init__(self) -> None:
         assert self.batching.schedule in MODES and self.batching.lanes is not None
 
@@ -46,12 +50,17 @@ class ScheduleOptions:
         return self.batching.lanes
 
     @property
+    def num_all_lanes(self) -> int:
+        """Those of prompts included."""
+        return self.num_lanes + self.num_prompt_lanes
+
+    @property
     def lane_size(self) -> int:
         """Most sequences of a lane."""
         return -(-self.batching.max_num_sequences // self.num_lanes)
 
     def with_lanes(self, num_lanes: int) -> ScheduleOptions:
-        """The same for so many lanes."""
+        """The same for so many lanes, not counting those of prompts."""
         return replace(self, batching=replace(self.batching, lanes=num_lanes))
 
     def fixed_interval(self) -> FixedInterval:

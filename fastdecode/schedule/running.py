@@ -78,11 +78,24 @@ class Lane:
     reserved_tokens: Counter[HolderId] = field(default_factory=Counter)
     index: int = 0
     """Which lane it is."""
+    runs_prompts_only: bool = False
+    decodes_only: bool = False
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether prompts and decoding sequences have lanes of their own."""
+        return self.runs_prompts_only or self.decodes_only
+
+    @property
+    def due(self) -> list[Run]:
+        """Those that were to run in its present step."""
+        due = [run for run in self.running.values() if run.is_due(self.step)]
+        return [run for run in due if run.prefill] if self.runs_prompts_only else due
 
     @property
     def num_next_tokens(self) -> int:
         """Most that its next step runs, once that is planned."""
-        due = [run for run in self.running.values() if run.is_due(self.step)]
+        due = self.due
         return sum([run.prefill[0] if run.prefill else 1 for run in due])
 
     def enter(self, run: Run, residence: Residence) -> None:

@@ -48,14 +48,16 @@ which a cache outlives who used it in ``fastdecode.wire.kv.taking_over``, those 
 which a neighbour keeps it a second time in ``fastdecode.wire.kv.replicating``, those
 about kept blocks on disk in ``fastdecode.wire.kv.tiers``, those by which the
 R-workers of one instance read what another's offer in
-``fastdecode.wire.kv.handing``. Those between the stages of a pipeline are in
+``fastdecode.wire.kv.handing``, those by which prompts come from stages of their
+own in ``fastdecode.wire.kv.attending``. Those between the stages of a pipeline are in
 ``fastdecode.wire.stages``, a controller's in ``fastdecode.wire.instances.messages``.
 
 **Peers and roles.** An R-worker has several peers, and a peer's first message
 says what it is: ``Hello`` an S-worker or a neighbour (``Role``), ``Inspect`` or
-``ViewOffer`` a reader. A **reader** changes nothing. A **neighbour** is an R-worker that has a
-cache kept here as another one's replica: it stores, and never attends
-(``num_queries = 0``). Which role may say what stands with each message
+``ViewOffer`` a reader, ``StorePrompt`` a prompt stage. A **reader** changes
+nothing. A **neighbour** is an R-worker that has a cache kept here as another
+one's replica: it stores, and never attends (``num_queries = 0``). A **prompt
+stage** stores prompts in somebody else's cache. Which role may say what stands with each message
 (``said_by``). What a peer may not say ends that peer's connection, with
 ``Failed``, and no other's.
 
@@ -122,6 +124,9 @@ from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.spec import AttentionSpec, HeadShare, KVSpec
 from fastdecode.core.words import make_printable
 from fastdecode.wire.instances.messages import InstanceSays, ToInstance
+from fastdecode.wire.kv.attending import Activations as Activations
+from fastdecode.wire.kv.attending import AttendResult as AttendResult
+from fastdecode.wire.kv.attending import StorePrompt as StorePrompt
 from fastdecode.wire.kv.chunks import ChunkAnswer, ChunkToRWorker
 from fastdecode.wire.kv.handing import HandingAnswer, HandingToRWorker, MoveNews, ViewOffer
 from fastdecode.wire.kv.kept import KeptToRWorker
@@ -161,8 +166,6 @@ kernels count exactly, in float32."""
 MAX_HOLDERS: Final = 1 << 16
 MAX_THREADS: Final = 4096  # of one R-worker
 
-Activations: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
-
 
 @dataclass(frozen=True)
 class Welcome(Worded):
@@ -184,18 +187,6 @@ class Report(Worded):
     """Memory that it would give to K and V."""
     model_hash: str
     """Of the only model that it serves; empty: any."""
-
-
-@dataclass(frozen=True, eq=False)
-class AttendResult:
-    step: int
-    lane: int
-    layer: int
-    o: Annotated[Activations, "T_q Hq D"]
-    lse: Annotated[NDArray[np.float32] | None, "T_q Hq"]
-    """None unless the step wants it."""
-    compute_s: float
-    """Seconds spent appending and attending, waiting excluded."""
 
 
 Answer: TypeAlias = (
@@ -231,6 +222,9 @@ class Hello(ForHolder):
     """The cache is kept for the session when its S-worker is lost."""
     resumes: bool = False
     """Go on with such a cache; if there is none, with a new one."""
+    feeders: tuple[str, ...] = ()
+    """Addresses of those that bring prompts (``StorePrompt``), in the session's
+    name; none: nobody else does."""
 
     answers = (Welcome,)
     said_by = ANYBODY
@@ -380,6 +374,7 @@ ToRWorker: TypeAlias = (
     | BeginStep
     | Attend
     | ChunkToRWorker
+    | StorePrompt
     | TakingOverToRWorker
     | Replicate
     | HandingToRWorker

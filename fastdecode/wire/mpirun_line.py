@@ -90,6 +90,9 @@ class JobLine:
             of ``--tp``.
         num_stages: pipeline stages (``--pp``). Each runs beside the first of
             its R-workers, unless ``s_host`` is given.
+        num_prompt_stages: more stages, that run prompts only (``--prompt-pp``):
+            on the hosts without R-workers, in turn; if the S-worker's is the
+            only such one, there.
     """
 
     s_command: tuple[str, ...]
@@ -103,6 +106,7 @@ class JobLine:
     as_root: bool = False
     num_s_ranks: int = 1
     num_stages: int = 1
+    num_prompt_stages: int = 0
 
     def __post_init__(self) -> None:
         num_r_workers = sum(host.num_r_workers for host in self.hosts)
@@ -134,7 +138,7 @@ class JobLine:
     def _parts(self) -> list[list[str]]:
         s_host = self.s_host or self.hosts[0].name
         mpirun = [self.mpirun, *self._options(), *self.extra]
-        s_app = ["-n", str(self.num_s_ranks * self.num_stages)]
+        s_app = ["-n", str(len(self._s_hosts()))]
         if self.vendor == "MPICH":  # one list of hosts for all, which ranks fill in order
             num_r_workers = sum(host.num_r_workers for host in self.hosts)
             r_app = [":", "-n", str(num_r_workers), *self.r_command]
@@ -152,15 +156,18 @@ class JobLine:
 
     def _s_hosts(self) -> list[str]:
         """Of each S-worker's rank."""
-        if self.s_host is not None or self.num_stages == 1:
-            return [self.s_host or self.hosts[0].name] * (self.num_s_ranks * self.num_stages)
         of_r_workers = [host.name for host in self.hosts for _ in range(host.num_r_workers)]
         leaders = of_r_workers[:: len(of_r_workers) // self.num_stages]
+        if self.s_host is not None or self.num_stages == 1:
+            leaders = [self.s_host or self.hosts[0].name] * self.num_stages
+        idle = [host.name for host in self.hosts if not host.num_r_workers]
+        places = [name for name in idle if name not in leaders] or leaders[:1]
+        leaders += [places[i % len(places)] for i in range(self.num_prompt_stages)]
         return [name for name in leaders for _ in range(self.num_s_ranks)]
 
     def _filled(self, s_host: str) -> str:
         """Every host and its ranks, the S-worker's first."""
-        counts = {s_host: self.num_s_ranks * self.num_stages}
+        counts = {s_host: len(self._s_hosts())}
         for host in self.hosts:
             counts[host.name] = counts.get(host.name, 0) + host.num_r_workers
         return ",".join(f"{name}:{count}" for name, count in counts.items() if count)

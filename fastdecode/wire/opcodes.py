@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from fastdecode.wire.instances.messages import INSTANCE_OPCODES
+from fastdecode.wire.kv.attending import FEEDING_OPCODES
 from fastdecode.wire.kv.chunks import CHUNK_OPCODES
 from fastdecode.wire.kv.handing import HANDING_OPCODES
 from fastdecode.wire.kv.kept import KEPT_OPCODES
@@ -49,6 +50,7 @@ OPCODES: Final[Mapping[type[Message], int]] = {
     Failed: 69,
     Report: 70,
     **CHUNK_OPCODES,
+    **FEEDING_OPCODES,
     **TAKING_OVER_OPCODES,
     **KEPT_OPCODES,
     **REPLICATING_OPCODES,

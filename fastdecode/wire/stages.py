@@ -29,6 +29,11 @@ rooms          first → p    ``OpenSequence``, ``ForkSequence``, ... of a colum
 R-workers of one number form a **column**, one in every stage: a sequence that
 is on column w is on R-worker w of every stage, which keeps its K and V of that
 stage's layers. To the first stage, which schedules, a column is a holder.
+Stages that run prompts only have the highest numbers, and no columns of their
+own: the first one passes steps of prompts to the first of them, as to stage 1
+those that decode, and each sends K and V to the R-workers of whatever stages keep
+its layers (``fastdecode.wire.kv.attending``). They are told no rooms.
+
 Columns are independent, and so are lanes, so a stage answers in any order.
 
 Rows of columns that are lost anywhere on a step's way mean nothing: the step
@@ -55,6 +60,13 @@ MAX_SECONDS: Final = 1e9
 """That anything may be said to have taken."""
 
 
+def stage_name(number: int, first_prompt_stage: int) -> str:
+    """What people call a stage; those from a number on run prompts only."""
+    if number >= first_prompt_stage:
+        return f"prompt stage {number - first_prompt_stage}"
+    return f"stage {number}" if number else "the first stage"
+
+
 class OfColumns:
     """A stage's words about columns."""
 
@@ -76,7 +88,10 @@ class OfColumns:
 class StageWelcome:
     stage: int
     num_blocks: tuple[int, ...]
-    """KV blocks of each column's R-worker; 0: it is lost."""
+    """KV blocks of each column's R-worker; 0: it is lost. A prompt stage has no
+    R-workers of its own: as many as there may be."""
+    session: int = 0
+    """In whose name its R-workers take prompts; 0: they don't."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,6 +176,8 @@ class StageHello(Asking):
     block_size: int
     activation_dtype: DType
     kv_dtype: DType
+    sessions: tuple[int, ...] = ()
+    """Of a prompt stage: in whose names R-workers take prompts, by token stage."""
 
     answers = (StageWelcome,)
 

@@ -20,6 +20,7 @@ class Role(Enum):
     S_WORKER = "S-worker"
     NEIGHBOUR = "neighbour"
     READER = "reader"
+    FEEDER = "prompt stage"
     CONTROLLER = "controller"
 
 

@@ -8,9 +8,10 @@ from typing import Protocol
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId
+from fastdecode.wire.kv.attending import FEEDING_LINE
 from fastdecode.wire.kv.handing import Pulled
 from fastdecode.wire.kv.replicating import ReplicationNews
-from rworker.instructions import BeginPull, EndPull, EndStep, Follow, Link
+from rworker.instructions import Admit, BeginPull, EndPull, EndStep, Follow, Link
 from rworker.pulling.pull import Placer
 from rworker.pulling.pulls import Pulls
 from rworker.stream.links import Links, Neighbours, Reader
@@ -40,6 +41,7 @@ class Behind:
     def __init__(
         self, memory: Memory, neighbours: Neighbours, tell: Tell, clock: Clock = time.monotonic
     ) -> None:
+        self._neighbours = neighbours
         self._links = Links(memory, neighbours, tell, clock)
         self._pulls = Pulls(memory, neighbours, tell, clock)
 
@@ -55,9 +57,12 @@ class Behind:
         """Whether a unit is due, whatever else waits."""
         return self._links.is_late or self._pulls.is_late
 
-    def obey(self, instruction: Link | Follow | EndStep | BeginPull | EndPull) -> None:
+    def obey(self, instruction: Link | Follow | EndStep | BeginPull | EndPull | Admit) -> None:
         """Something of this begins, ends, or has to be known for it."""
-        if isinstance(instruction, BeginPull):
+        if isinstance(instruction, Admit):
+            for address in instruction.addresses:
+                self._neighbours.expect(address, FEEDING_LINE)
+        elif isinstance(instruction, BeginPull):
             self._pulls.begin(instruction)
         elif isinstance(instruction, EndPull):
             self._pulls.end(instruction)

@@ -73,6 +73,13 @@ def test_the_lines() -> None:
     assert "-n 2 --host a:2 s : -n 2 --host b:2 s : -n 2" in " ".join(both.words())
     on_one = JobLine(("s",), ("r",), parse_hosts("a:3,b:1"), num_stages=2)
     assert "-n 2 --host a:2 s : -n 3 --host a:3 r" in " ".join(on_one.words())
+    prompts = JobLine(("s",), ("r",), parse_hosts("a:2,p:0,q:0"), num_prompt_stages=3)
+    assert (
+        "-n 1 --host a:1 s : -n 1 --host p:1 s : -n 1 --host q:1 s : -n 1 --host p:1 s : -n 2"
+        in " ".join(prompts.words())
+    )
+    beside = JobLine(("s",), ("r",), parse_hosts("a:2"), num_prompt_stages=1)
+    assert "-n 2 --host a:2 s : -n 2" in " ".join(beside.words())
     with pytest.raises(ConfigError, match="isn't a multiple of 2"):
         JobLine(("s",), ("r",), hosts, num_stages=2)
     with pytest.raises(ConfigError, match="MPICH takes"):

@@ -211,7 +211,7 @@ def test_a_step_may_take_a_stage_as_long_as_its_layers_may_take_r_workers() -> N
     stages.later.greet({1: hello, 2: replace(hello, stage=2, num_layers=2)})
     stages.say(1, StageWelcome(1, (9, 9)))
     stages.say(2, StageWelcome(2, (9, 9)))
-    stages.later.send(a_pass())
+    stages.later.send(a_pass(), stages.later.token_stages)
     clock[0] += 3 * 60 - 1
     assert not stages.owed.overdue()
     clock[0] += 1

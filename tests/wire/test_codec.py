@@ -87,6 +87,7 @@ from fastdecode.wire.messages import (
     Refused,
     Report,
     Shutdown,
+    StorePrompt,
     ToRWorker,
     Welcome,
 )
@@ -135,9 +136,9 @@ def hellos(draw: st.DrawFn) -> Hello:
         draw(st.integers(1, 100)), draw(st.integers(1, 64)), 64, draw(st.sampled_from(DType))
     )
     layers = tuple(draw(st.lists(attention_specs(), max_size=4)))
-    return Hello(
-        draw(st.integers(0, 99)), draw(TEXTS), kv, layers, draw(st.sampled_from(ACTIVATION_DTYPES))
-    )
+    feeders = tuple(draw(st.lists(TEXTS, max_size=3)))
+    dtype = draw(st.sampled_from(ACTIVATION_DTYPES))
+    return Hello(draw(st.integers(0, 99)), draw(TEXTS), kv, layers, dtype, feeders=feeders)
 
 
 @st.composite
@@ -158,6 +159,14 @@ def attends(draw: st.DrawFn) -> Attend:
     return Attend(
         draw(INTS), draw(INTS), draw(INTS), draw(arrays_of(dtype, (queries, heads, dim))), *kv
     )
+
+
+@st.composite
+def store_prompts(draw: st.DrawFn) -> StorePrompt:
+    of, n = draw(attends()), draw(st.integers(0, 5))
+    counts = [draw(arrays_of(np.int32, n)) for _ in range(2)]
+    ids = draw(arrays_of(np.int64, n))
+    return StorePrompt(draw(INTS), of.step, of.lane, of.layer, ids, *counts, of.k, of.v, draw(INTS))
 
 
 @st.composite
@@ -260,6 +269,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     Gone: st.builds(Gone, TEXTS),
     FetchChunk: fetch_chunks(),
     StoreChunk: store_chunks(),
+    StorePrompt: store_prompts(),
     ChunkStored: st.builds(ChunkStored, INTS),
     FetchedChunk: st.builds(FetchedChunk, arrays_of(np.uint8, (7,))),
     Inspect: st.just(Inspect()),
@@ -274,8 +284,9 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         StageHello,
         *(INTS, TEXTS, INTS, INTS, INTS, INTS, INTS, INTS, INTS),
         *(st.sampled_from(DType), st.sampled_from(DType)),
+        st.lists(INTS, max_size=3).map(tuple),
     ),
-    StageWelcome: st.builds(StageWelcome, INTS, st.lists(INTS, max_size=3).map(tuple)),
+    StageWelcome: st.builds(StageWelcome, INTS, st.lists(INTS, max_size=3).map(tuple), INTS),
     StagePass: stage_passes(),
     StageDone: stage_dones(),
     StageAnswer: st.builds(StageAnswer, INTS, INTS, TEXTS, TEXTS),

@@ -78,7 +78,7 @@ def test_golden_bytes_of_nested_fields() -> None:
         num_q_heads=4, num_kv_heads=2, head_dim=64, scale=0.125, logit_softcap=30.0
     )
     head = unhex(
-        "46445750 0900 01 00 00000000 97000000 0000000000000000"  # header: Hello
+        "46445750 0900 01 00 00000000 9b000000 0000000000000000"  # header: Hello
         "0100000000000000 0000000000000000"  # protocol_version, holder
         "0000000000000000 0000000000000000"  # max_blocks, session
         "03000000 616263"  # model_hash
@@ -86,6 +86,6 @@ def test_golden_bytes_of_nested_fields() -> None:
         "01000000 0400000000000000 0200000000000000"  # one layer: heads
         "4000000000000000 000000000000c03f"  # dim, scale
         "00 00 01 0000000000003e40"  # no window, no slopes, a soft-cap
-        "01 00 00 00"  # activation_dtype, role, outlives, resumes
+        "01 00 00 00 00000000"  # activation_dtype, role, outlives, resumes, no feeders
     )
     assert in_one_piece(Hello(1, "abc", kv, (layer,), DType.FLOAT16)).tobytes() == with_crc(head)

@@ -74,6 +74,25 @@ _OF_A_CONTROLLER = frozenset(
 )  # fmt: skip
 """What there is to choose about instances at addresses from outside."""
 
+_WITH_PROMPT_STAGES: Mapping[str, tuple[Any, ...]] = {
+    "tp": (1,),
+    "kv_placement": ("r", "auto"),
+    "r_partition": ("sequences",),
+    "split_tokens": (None,),
+    "prompt_attention": ("auto", "s"),
+    "replicas": (0,),
+    "r_worker_addresses": ((),),
+    "transport": ("auto", "inproc", "mpi"),
+    "spare_r_workers": (0,),
+    "schedule": ("auto", "greedy"),
+    "load_limit": (None,),
+    "prefix_cache": ("auto", "off"),
+    "cache_disk": (None,),
+    "prefill_instances": (0,),
+}
+"""What there may be beside stages of prompts."""
+
+_OF_PROMPT_STAGES = " runs prompts as a whole, for R-workers that only store them, and"
 _OF_INSTANCES = " is for R-workers of this process, and"
 _OF_STAGES = " keeps whole sequences in every stage, and"
 _OF_REPLICAS = " is for sequences on R-workers, whose KV blocks end with them, and"
@@ -122,7 +141,8 @@ class EngineConfig:
         cache is."""
         if self.cache.prefix_cache != "auto":
             return self.cache.prefix_cache == "on"
-        return self.r_part.kv_placement in ("r", "gpu") and not self.r_part.replicas
+        has_others = self.r_part.replicas or self.s_part.prompt_pp
+        return self.r_part.kv_placement in ("r", "gpu") and not has_others
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -139,6 +159,9 @@ class EngineConfig:
             )
         if self.s_part.pp > 1:
             self._check_beside("pp", _WITH_STAGES, _OF_STAGES)
+        if self.s_part.prompt_pp:
+            self._check_beside("prompt_pp", _WITH_PROMPT_STAGES, _OF_PROMPT_STAGES)
+            self._check_chunk()
         if self.r_part.replicas:
             self._check_replicas()
         if self.instances.number:
@@ -203,6 +226,16 @@ class EngineConfig:
                         Given("instance_addresses"),
                         " have their own: give it to fastdecode instance",
                     )
+
+    def _check_chunk(self) -> None:
+        """Of a prompt on stages of its own: a single token is decoded."""
+        if self.batching.prefill_chunk == 1:
+            raise ConfigError(
+                Given("prefill_chunk", 1),
+                " is what a decoding sequence runs, and ",
+                Given("prompt_pp", self.s_part.prompt_pp),
+                " runs none: choose 2 or more",
+            )
 
     def _check_beside(self, of: str, allowed: Mapping[str, tuple[Any, ...]], why: str) -> None:
         """Some options leave others no choice. ``why``: what is said behind the

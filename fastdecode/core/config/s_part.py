@@ -53,6 +53,13 @@ class SPart:
         "even as can be by what weights a step reads",
         metavar="N,N,...",
     )
+    prompt_pp: int = option(
+        0,
+        "stages that run prompts only, beside those of pp, which only decode then: their keys and "
+        "values stream to the R-workers of those, layer by layer; 0: stages of pp run both",
+        low=0,
+        high=MAX_PP,
+    )
     gpu_memory_fraction: float = option(
         0.9,
         "of a GPU's memory, what may be in use by us and others together",
@@ -85,6 +92,11 @@ class SPart:
                 Given("pp_layers", told), " is not one number a stage: there are ",
                 Given("pp", self.pp), " stages",
             )  # fmt: skip
+
+    @property
+    def num_stages(self) -> int:
+        """Of both kinds."""
+        return self.pp + self.prompt_pp
 
     @property
     def layer_counts(self) -> tuple[int, ...] | None:

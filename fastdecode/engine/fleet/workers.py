@@ -80,6 +80,8 @@ class Reached:
     addresses: Sequence[str] = ()
     """What R-workers call each other, where they can reach one another; kept up
     to date where others come in their places."""
+    doors: Sequence[InprocHub[FromRWorker, ToRWorker]] = ()
+    """Of those that are threads: where others are connected to them."""
     num_spares: int = 0
     """R-workers beside those of the hub, that come when one is lost."""
     attention: Callable[[Fleet, Holder, SWorker], Attention] | None = None
@@ -172,7 +174,7 @@ def reach_threads(
                 thread.join(timeout_s)
 
     addresses = tuple(map(neighbours.address_of, names))
-    return Reached(hub, close, addresses=addresses)
+    return Reached(hub, close, addresses=addresses, doors=[thread.hub for thread in threads])
 
 
 def reach_inline(
@@ -215,7 +217,7 @@ def reach_ranks(num_s_ranks: int = 1, *, silence_s: float) -> Reached:
     """
     from fastdecode.wire.mpi import hub as mpi
     from fastdecode.wire.mpi import joining
-    from fastdecode.wire.mpi.neighbours import link_address
+    from fastdecode.wire.mpi.roles import link_address
 
     hub = mpi.connect_workers(
         joining.join(),
@@ -241,6 +243,7 @@ def reach_stage_ranks(
     *,
     tp: int = 1,
     silence_s: float,
+    num_prompt_stages: int = 0,
     elsewhere: Reached | None = None,
 ) -> Reached:
     """A stage's R-workers as ranks of this MPI job, and the other stages, which
@@ -249,6 +252,7 @@ def reach_stage_ranks(
     Args:
         tp: S-workers of each stage that act as one.
         silence_s: see ``reach_ranks``.
+        num_prompt_stages: more stages, that run prompts only.
         elsewhere: the stage's R-workers, or what is in their place, which are
             no ranks; None: they are.
 
@@ -258,16 +262,15 @@ def reach_stage_ranks(
         MissingExtraError: mpi4py or an MPI library is missing.
     """
     from fastdecode.wire.mpi import joining
-    from fastdecode.wire.mpi.neighbours import link_address
-    from fastdecode.wire.mpi.roles import StageRanks
+    from fastdecode.wire.mpi.roles import StageRanks, link_address
     from fastdecode.wire.mpi.stages import connect_stage
 
     job, stuck_after_s = joining.join(), max(LEAST_STUCK_S, silence_s)
-    ranks = StageRanks(num_stages, tp)
+    ranks = StageRanks(num_stages, tp, num_prompt_stages)
     hub, others = connect_stage(
         job, ranks, stage, stuck_after_s=stuck_after_s, with_r_workers=elsewhere is None
     )
-    links = StageLinks(others, is_asked=stage > 0)
+    links = StageLinks(others, is_asked=stage > 0, first_prompt_stage=num_stages)
     num_r_workers = len(hub.connections) - len(others)
 
     def close(lost: Collection[int], timeout_s: float) -> None:

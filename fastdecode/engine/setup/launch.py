@@ -28,7 +28,7 @@ from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.replacements import Replacements
-from fastdecode.engine.fleet.replicas import limits, new_session
+from fastdecode.engine.fleet.replicas import limits
 from fastdecode.engine.instances.beside import Beside
 from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.session.attach import attach
@@ -47,16 +47,12 @@ from fastdecode.engine.setup.reach import (
 from fastdecode.engine.setup.replicas import begin_replicas
 from fastdecode.engine.setup.s_worker import make_s_worker
 from fastdecode.engine.setup.scheduling import lane_control, schedule_for
-from fastdecode.engine.setup.stages import (
-    ThreadStages,
-    about_layers,
-    connected,
-    greet_stages,
-    later_setups,
-)
+from fastdecode.engine.setup.stage_threads import ThreadStages, connected, later_setups
+from fastdecode.engine.setup.stages import about_layers, greet_stages
 from fastdecode.engine.setup.tiers import about_kept_blocks, cache_identity, open_tiers
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.passages import first_stage
+from fastdecode.engine.stages.prompts import ApartAttention
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.schedule.cache.prefix_cache import PrefixCache
 from fastdecode.schedule.life.lifecycle import Lifecycle
@@ -179,7 +175,7 @@ class RunningEngine:
             if replacements is not None:
                 replacements.limit(limits(welcomes, len(self._fleet)))
         if workers.stages is not None:
-            welcomes = self._greet_stages(workers.stages, welcomes)
+            welcomes = self._greet_stages(workers.stages, welcomes, hello.session)
         self.welcomes = tuple(welcomes.values())
         blocks = tuple(
             welcomes[i].num_blocks if i in welcomes else 0
@@ -225,23 +221,24 @@ class RunningEngine:
         if self.resolved.device.type == "cpu":
             self._opened.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(num_threads)
-        stages = ThreadStages(setups, hub, num_threads)
+        stages = ThreadStages(setups, hub, num_threads, self._workers)
         self._opened.callback(stages.close)
         return stages
 
     def _greet_stages(
-        self, links: StageLinks, welcomes: dict[HolderId, Welcome]
+        self, links: StageLinks, welcomes: dict[HolderId, Welcome], session: int
     ) -> dict[HolderId, Welcome]:
         """``welcomes`` of the first stage's R-workers, with the KV blocks that
         every stage has of a column; columns that one of them lacks are lost.
+        ``session``: of their caches.
 
         Raises:
             WorkerError: too few columns are there.
         """
         setups = later_setups(self._checkpoint, self.spec, self.resolved)
-        others = greet_stages(self._fleet, links, setups)
+        others = greet_stages(self._fleet, links, setups, session)
         least = {
-            column: min(welcome.num_blocks, *(other.num_blocks[column] for other in others))
+            column: min([welcome.num_blocks, *(other.num_blocks[column] for other in others)])
             for column, welcome in welcomes.items()
         }
         there = {
@@ -263,8 +260,8 @@ class RunningEngine:
         """The model, or this rank's part of it once the others have been met."""
         config, resolved = self.resolved.config, self.resolved
         where = describe_device(resolved.device, resolved.free)
-        if len(resolved.layers) > 1:
-            where += f" in {about_layers(resolved.layers)}"
+        if config.s_part.num_stages > 1:
+            where += f" in {about_layers(resolved.layers, resolved.prompt_layers)}"
         tell(
             f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, "
             f"{resolved.dtype}) on {where}: {resolved.memory}; {about_kept_blocks(config)}"
@@ -337,8 +334,11 @@ class RunningEngine:
         attention = make_attention(
             self._workers, fleet, self._own_spec, resolved, s_worker, self._device
         )
-        onward = first_stage(fleet, s_worker)
-        pipeline = Pipeline(s_worker, attention, resolved.schedule.num_lanes, trace, onward)
+        num_lanes = resolved.schedule.num_lanes  # those of prompts are behind them
+        if resolved.prompt_layers:
+            attention = ApartAttention(attention, num_lanes)
+        onward = first_stage(fleet, s_worker, num_lanes)
+        pipeline = Pipeline(s_worker, attention, resolved.schedule.num_all_lanes, trace, onward)
         scheduler = schedule_for(
             resolved,
             self.spec,
@@ -387,9 +387,8 @@ def _eos_token_ids(spec: ModelSpec, codec: TextCodec) -> tuple[int, ...]:
 
 def _for_session(hello: Hello, session: Session | None, config: EngineConfig) -> Hello:
     """What R-workers are greeted with, in a run that another process may go on with."""
-    number = new_session() if config.r_part.replicas else 0
     return replace(
         hello,
-        session=number if session is None else session.number,
+        session=hello.session if session is None else session.number,
         outlives=session is not None and config.keeps_blocks,
     )

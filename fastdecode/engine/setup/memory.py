@@ -63,6 +63,10 @@ class StepSizes:
     held_bytes: int = 0
     """Of use for K and V of prompts under way that go to R-workers; 0: none are
     held on the device."""
+    prompt_bytes: int = 0
+    """For K and V of prompts under way on stages that run nothing else."""
+    num_models: int = 1
+    """So many times all weights are in this process."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ def plan_memory(
     weights = _weights_bytes(spec, sizes)
     activations = _activation_bytes(spec, sizes)
     graphs = _graph_bytes(spec, sizes)
-    s_part = weights + activations + graphs
+    s_part = weights + activations + graphs + sizes.prompt_bytes
     staging, where, room = 0, "the host", free.host_bytes
     if free.device_bytes is not None:
         if not kv.on_device:
@@ -136,6 +140,8 @@ def plan_memory(
         used = free.device_total_bytes - free.device_bytes
         room = int(free.device_total_bytes * gpu_memory_fraction) - used - CUDA_RESERVE_BYTES
     of_graphs = f", CUDA graphs {_gb(graphs)}" if graphs else ""
+    if sizes.prompt_bytes:
+        of_graphs += f", prompts of max_model_len under way {_gb(sizes.prompt_bytes)}"
     what = (
         f"the S-part of {spec.name} (weights {_gb(weights)}, a step's activations "
         f"{_gb(activations)}{of_graphs})"
@@ -152,6 +158,7 @@ def plan_memory(
         where, left = "the host", free.host_bytes - staging
     is_all_theirs = kv.on_device and free.device_bytes is not None
     kv_bytes = _kv_bytes(kv, left, where, is_all_theirs=is_all_theirs)
+    held += sizes.prompt_bytes
     return MemoryPlan(weights, activations, staging, kv_bytes, graphs, device_kv, held)
 
 
@@ -188,7 +195,7 @@ def _checked_staging_bytes(spec: ModelSpec, sizes: StepSizes, room: int) -> int:
 
 
 def _weights_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
-    parameters = spec.num_parameters * sizes.itemsize // sizes.num_shards
+    parameters = spec.num_parameters * sizes.itemsize * sizes.num_models // sizes.num_shards
     rotary = spec.max_model_len * spec.rope.dim * 4 if spec.rope is not None else 0
     return parameters + rotary
 

@@ -87,7 +87,7 @@ def device_number(s_part: SPart) -> int:
     """Which of a host's GPUs this rank takes, counted from the one that was
     asked for: its place among the host's S-workers, as far as anybody says."""
     place = StageRanks(s_part.pp, s_part.tp).place(joining.join().rank)
-    return place if s_part.pp == 1 else max(place, launcher.local_rank())
+    return place if s_part.num_stages == 1 else max(place, launcher.local_rank())
 
 
 def mirror_leader(config: EngineConfig) -> None:

@@ -8,11 +8,13 @@ import torch
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.instances import InstanceRole
+from fastdecode.core.config.s_part import SPart
 from fastdecode.core.holders import Holder, HolderKind
 from fastdecode.core.model.checkpoint import Checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.heads.reached import share_out_heads
+from fastdecode.engine.fleet.replicas import new_session
 from fastdecode.engine.fleet.spares import with_spares
 from fastdecode.engine.fleet.workers import (
     REACH_TIMEOUT_S,
@@ -38,6 +40,8 @@ from fastdecode.engine.step.prompts import HeldPrompts
 from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, Hello, ToRWorker
+from fastdecode.wire.mpi.roles import StageRanks, link_address
+from fastdecode.wire.stages import stage_name
 from rworker.tiers.disk import disk_of
 from sworker.kernels.threads import openmp_library
 from sworker.paged import PagedKV
@@ -136,7 +140,7 @@ def _reach_r_workers(
 def has_stage_ranks(resolved: ResolvedConfig) -> bool:
     """Whether stages, if there are several, are ranks of an MPI job; else they
     are threads."""
-    return len(resolved.layers) > 1 and stages_are_ranks(resolved.transport)
+    return resolved.config.s_part.num_stages > 1 and stages_are_ranks(resolved.transport)
 
 
 def reach_own_device(resolved: ResolvedConfig) -> Reached:
@@ -160,12 +164,18 @@ def reach_stage(resolved: ResolvedConfig, stage: int) -> Reached:
             s_part.pp,
             tp=s_part.tp,
             silence_s=cluster.worker_silence_s,
+            num_prompt_stages=s_part.prompt_pp,
             elsewhere=workers,
         )
     except BaseException:
         if workers is not None:
             workers.close((), 0.0)
         raise
+
+
+def stage_ranks(s_part: SPart) -> StageRanks:
+    """Which ranks of an MPI job are what."""
+    return StageRanks(s_part.pp, s_part.tp, s_part.prompt_pp)
 
 
 def reach_stage_addresses(resolved: ResolvedConfig, stage: int) -> Reached:
@@ -206,8 +216,29 @@ def exports_of(workers: Reached, spec: ModelSpec, resolved: ResolvedConfig) -> E
 
 
 def make_hello(checkpoint: Checkpoint, spec: ModelSpec, resolved: ResolvedConfig) -> Hello:
-    kv = kv_spec(resolved.config, spec, resolved.kv_dtype)
-    return Hello(PROTOCOL_VERSION, checkpoint.model_hash, kv, spec.attention, resolved.dtype)
+    """In a session of its own, where its caches are to outlive their R-workers,
+    or others bring prompts."""
+    config = resolved.config
+    kv = kv_spec(config, spec, resolved.kv_dtype)
+    feeders = _feeders(resolved)
+    return Hello(
+        PROTOCOL_VERSION,
+        checkpoint.model_hash,
+        kv,
+        spec.attention,
+        resolved.dtype,
+        session=new_session() if config.r_part.replicas or feeders else 0,
+        feeders=feeders,
+    )
+
+
+def _feeders(resolved: ResolvedConfig) -> tuple[str, ...]:
+    """What the R-workers call the stages that bring them prompts."""
+    s_part = resolved.config.s_part
+    ranks = stage_ranks(s_part)
+    if has_stage_ranks(resolved):
+        return tuple(link_address(ranks.leader(stage)) for stage in ranks.prompt_stages)
+    return tuple(stage_name(stage, s_part.pp) for stage in ranks.prompt_stages)
 
 
 def _held_prompts(
@@ -216,4 +247,6 @@ def _held_prompts(
     """The device's room for prompts under way, if there is any."""
     kv = kv_spec(resolved.config, spec, resolved.kv_dtype)
     num_blocks = resolved.memory.held_bytes // kv.block_bytes
+    if resolved.prompt_layers:
+        return None  # they run elsewhere
     return HeldPrompts(PagedKV(kv, spec.attention, num_blocks, device)) if num_blocks else None

@@ -13,7 +13,7 @@ from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.host.machine import available_cores
 from fastdecode.core.model.identity import Identity, identify
 from fastdecode.core.model.spec import ModelSpec
-from fastdecode.core.model.stages import layers_of_stages, stage_spec
+from fastdecode.core.model.stages import layers_of_prompt_stages, layers_of_stages, stage_spec
 from fastdecode.core.spec import KVSpec
 from fastdecode.engine.setup.devices import choose_device, free_memory, uses_graphs
 from fastdecode.engine.setup.memory import FreeMemory, MemoryPlan
@@ -29,7 +29,9 @@ class ResolvedConfig:
     config: EngineConfig
     identity: Identity
     layers: tuple[range, ...]
-    """Of each stage."""
+    """Of each stage that decodes, or runs all."""
+    prompt_layers: tuple[range, ...]
+    """Of each stage that runs prompts only."""
     device: torch.device
     """This rank's own."""
     free: FreeMemory
@@ -70,7 +72,7 @@ class ResolvedConfig:
     @property
     def stages_at_once(self) -> int:
         """That compute at a time."""
-        return min(len(self.layers), self.schedule.num_lanes)
+        return min(len(self.layers), self.schedule.num_lanes) + len(self.prompt_layers)
 
     @property
     def max_model_len(self) -> int:
@@ -110,6 +112,13 @@ def resolve(
     config = _placed(config, identity.kv_dtype)
     placement = config.r_part.kv_placement
     _check_kv_dtype(identity.kv_dtype, placement)
+    if config.s_part.prompt_pp and identity.kv_dtype is DType.INT4:
+        raise ConfigError(
+            Given("kv_dtype", "int4"),
+            " isn't there with ",
+            Given("prompt_pp", config.s_part.prompt_pp),
+            ", whose stages can't keep it: choose int8, float32, bfloat16 or float16",
+        )
     device = choose_device(config.s_part.device, rank)
     transport = _transport(config)
     # Where S-part and R-part share their hardware, lanes would only get into
@@ -124,10 +133,13 @@ def resolve(
     if not prompts_on_r and transport != "local":
         held_token_bytes = _held_token_bytes(config, kv_spec(config, spec, identity.kv_dtype))
     layers = layers_of_stages(spec, config.s_part.pp, config.s_part.layer_counts)
-    here = _layers_here(layers, device, transport)
-    on_device = spec if len(layers) == 1 or len(here) > 1 else stage_spec(spec, here[0])
+    prompt_layers = layers_of_prompt_stages(spec, config.s_part.prompt_pp)
+    all_layers = (*layers, *prompt_layers)
+    here = _layers_here(all_layers, device, transport)
+    on_device = spec if len(all_layers) == 1 or len(here) > 1 else stage_spec(spec, here[0])
+    of_prompts = kv_spec(config, on_device, identity.kv_dtype).token_bytes if prompt_layers else 0
     steps = Steps(
-        config, on_device, identity.dtype, transport, free, graphs, held_token_bytes,
+        config, on_device, identity.dtype, transport, free, graphs, held_token_bytes, of_prompts,
         num_stages_here=len(layers) if device.type == "cpu" else len(here),
         usual_lanes=len(layers) if transport == "local" and len(here) == 1 else 1,
     )  # fmt: skip
@@ -136,6 +148,7 @@ def resolve(
         config=config,
         identity=identity,
         layers=layers,
+        prompt_layers=prompt_layers,
         device=device,
         free=free,
         r_threads=_r_threads(config, num_cores, device, shares_cores=shares_cores),
@@ -144,7 +157,7 @@ def resolve(
         schedule=plan.schedule,
         prompts_on_r=prompts_on_r,
         adapts_lanes=plan.lanes.adapt,
-        most_lanes=plan.lanes.most,
+        most_lanes=plan.lanes.most + config.s_part.prompt_pp,
         max_graphs=steps.max_graphs,
         device_kv_bytes=plan.memory.device_kv_bytes,
         transport=transport,
@@ -154,7 +167,7 @@ def resolve(
 def _held_token_bytes(config: EngineConfig, kv: KVSpec) -> int:
     """Of a prompt that the device holds until it is done; 0: it holds none."""
     # Later stages know of no sequence that it is a prompt's.
-    is_held = kv.dtype is not DType.INT4 and config.s_part.pp == 1
+    is_held = kv.dtype is not DType.INT4 and config.s_part.num_stages == 1
     return kv.token_bytes if is_held else 0
 
 
@@ -211,7 +224,7 @@ def _placed(config: EngineConfig, kv_dtype: DType) -> EngineConfig:
 def _best_placements(config: EngineConfig) -> tuple[str, ...]:
     """The best first; R-workers alone do where none of them does."""
     on_gpu = choose_device(config.s_part.device).type == "cuda"
-    if not on_gpu or config.r_part.replicas or config.s_part.pp > 1:
+    if not on_gpu or config.r_part.replicas or config.s_part.num_stages > 1:
         return ()
     asks_for_some = _transport(config) in ("mpi", "zmq") or config.r_part.r_workers > 1
     return ("hybrid",) if asks_for_some else ("gpu",)
@@ -233,9 +246,9 @@ def _transport(config: EngineConfig) -> str:
 
 def _has_one_worker(config: EngineConfig) -> bool:
     """A stage; and nobody asks for more lanes than stages, or for replicas or
-    spare ones, which it can't have."""
+    spare ones, which it can't have, or brings it prompts."""
     r_part = config.r_part
-    others = r_part.replicas or config.cluster.spare_r_workers
+    others = r_part.replicas or config.cluster.spare_r_workers or config.s_part.prompt_pp
     return (
         r_part.r_workers == 1
         and not others
@@ -256,13 +269,13 @@ def _r_threads(
     are fewer lanes than stages."""
     r_part, num_stages = config.r_part, config.s_part.pp
     if shares_cores:
-        num_stages = min(num_stages, config.batching.lanes or 1)
+        num_stages = min(num_stages, config.batching.lanes or 1) + config.s_part.prompt_pp
     spare = 1 if device.type == "cuda" and num_cores > 2 else 0
     return r_part.r_threads or max(1, (num_cores - spare) // r_part.r_workers // num_stages)
 
 
 def _prompts_on_r(config: EngineConfig, device: torch.device) -> bool:
-    if config.r_part.kv_placement == "gpu":
+    if config.r_part.kv_placement == "gpu" or config.s_part.prompt_pp:
         return False
     return config.r_part.prompt_attention == "r" or (
         config.r_part.prompt_attention == "auto" and device.type == "cpu"

@@ -72,6 +72,9 @@ class Steps:
     held_token_bytes: int = 0
     """K and V of a token of a prompt that the S-worker attends and R-workers
     hold; 0: they attend prompts, or the device can't hold their dtype."""
+    prompt_token_bytes: int = 0
+    """K and V of a token of a prompt that runs on stages of its own; 0: there
+    are none."""
     num_stages_here: int = 1
     """That share the memory of this one's device."""
     usual_lanes: int = 1
@@ -103,6 +106,9 @@ class Steps:
             # lane more would read the weights once more.
             yield Lanes.fixed(asked or self.usual_lanes)
             return
+        if self.config.s_part.prompt_pp:
+            yield Lanes.fixed(2 * num_stages)
+            return
         # Two a stage: one at its S-worker, one at its R-workers. Fixed intervals
         # are computed for so many lanes, and no others.
         first = 2 * num_stages
@@ -118,9 +124,15 @@ class Steps:
         batching = _batching(
             config.batching, lanes.first, on_gpu=on_gpu, num_stages=config.s_part.pp
         )
-        schedule = ScheduleOptions(batching, config.r_part.split_tokens, self._max_closed_rows)
+        num_prompt_lanes = config.s_part.prompt_pp
+        schedule = ScheduleOptions(
+            batching,
+            config.r_part.split_tokens,
+            self._max_closed_rows,
+            num_prompt_lanes=num_prompt_lanes,
+        )
         sizes = StepSizes(
-            num_lanes=lanes.most,
+            num_lanes=lanes.most + num_prompt_lanes,
             step_tokens=batching.step_tokens,
             logit_rows=-(-batching.max_num_sequences // lanes.fewest),
             itemsize=self.dtype.size_bytes,
@@ -128,6 +140,8 @@ class Steps:
             num_graphs=self._num_graphs(lanes.most),
             graph_rows=MAX_GRAPH_ROWS if self.max_graphs else 0,
             held_bytes=self._held_bytes(batching),
+            prompt_bytes=num_prompt_lanes * self.prompt_token_bytes * self.spec.max_model_len,
+            num_models=2 if self.prompt_token_bytes and self.transport == "inproc" else 1,
         )
         memory = plan_memory(
             self.spec,

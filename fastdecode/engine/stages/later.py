@@ -4,7 +4,7 @@ is lost once it is lost in one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeAlias
 
 from fastdecode.core.errors import ProtocolError, WorkerError
@@ -44,30 +44,33 @@ class LaterStages:
     def __init__(self, links: StageLinks, tell_own: TellOwn) -> None:
         self._links = links
         self._tell_own = tell_own
-        self._stages = links.later
-        self.num_stages = 1 + len(self._stages)
-        """The first included."""
-        self.rooms = ColumnRooms(self.num_stages, self._tell)
+        self.token_stages = tuple(x for x in links.later if x < links.first_prompt_stage)
+        """Those behind the first that decode, or run all."""
+        self.prompt_stages = tuple(x for x in links.later if x >= links.first_prompt_stage)
+        """Those that run prompts only."""
+        num_stages = 1 + len(self.token_stages)
+        self.rooms = ColumnRooms(num_stages, self._tell)
         """What columns answer."""
         self.losses = ColumnLosses()
         """What is lost of them."""
-        self.takings = ColumnTakings(self.num_stages, self._tell)
+        self.takings = ColumnTakings(num_stages, self._tell)
         """Columns that neighbours are asked to go on for."""
         self._done: list[StageDone] = []
         self._welcomes: dict[int, StageWelcome] = {}
         self._num_layers: dict[int, int] = {}  # up to the end of each
 
     def greet(self, hellos: dict[int, StageHello]) -> None:
-        """Tell every stage what it is to be; ``welcomes`` are due."""
-        for stage in self._stages:
-            self._links.send(stage, hellos[stage])
-            layers = [hellos[other].num_layers for other in self._stages if other <= stage]
-            self._num_layers[stage] = sum(layers)
+        """Tell stages what they are to be; ``welcomes`` are due."""
+        num_layers = 0
+        for stage, hello in hellos.items():
+            self._links.send(stage, hello)
+            num_layers += hello.num_layers
+            self._num_layers[stage] = num_layers
 
-    @property
-    def welcomes(self) -> dict[int, StageWelcome] | None:
-        """By stage, once all have answered."""
-        return self._welcomes if len(self._welcomes) == len(self._stages) else None
+    def welcomes(self, stages: Collection[int]) -> dict[int, StageWelcome] | None:
+        """By stage, once all of these have answered."""
+        answered = {stage: told for stage, told in self._welcomes.items() if stage in stages}
+        return answered if len(answered) == len(stages) else None
 
     def tell(self, column: HolderId, message: ToRWorker) -> None:
         """The column's first R-worker has been told this: so are the others, if
@@ -76,16 +79,16 @@ class LaterStages:
             return
         if isinstance(message, Reserving):
             self.rooms.ask(column, message)
-        for stage in self._stages:
+        for stage in self.token_stages:
             self._links.send(stage, message.for_holder(column))
 
-    def send(self, message: StagePass) -> None:
-        """A step leaves for the stages, all of which have to report on it. Each
+    def send(self, message: StagePass, stages: Sequence[int]) -> None:
+        """A step leaves for stages, all of which have to report on it. Each
         layer of theirs, and of those before them, may take its R-workers as long
         as any answer may."""
-        for stage in self._stages:
+        for stage in stages:
             self._links.owed.expect(stage, message, self._num_layers.get(stage, 1))
-        self._links.tell(self._stages[0], message)
+        self._links.tell(stages[0], message)
 
     def joined(self, received: tuple[HolderId, Answer] | None) -> tuple[HolderId, Answer] | None:
         """What the first stage's own R-worker of a column has said, or nobody

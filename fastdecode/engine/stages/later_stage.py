@@ -38,7 +38,8 @@ class LaterStage:
 
     Args:
         number: which it is, counted from 0; 1 and up.
-        num_stages: how many there are.
+        before: the stage that passes steps on to it.
+        behind: the one that it passes them on to; None: home.
         s_worker: its layers.
         attention: on its R-workers, one a column.
         links: to the first, the one before and the one behind.
@@ -49,7 +50,8 @@ class LaterStage:
     def __init__(
         self,
         number: int,
-        num_stages: int,
+        before: int,
+        behind: int | None,
         s_worker: SWorker,
         attention: Attention,
         links: StageLinks,
@@ -57,7 +59,7 @@ class LaterStage:
         replicas: StageReplicas | None = None,
     ) -> None:
         self._number = number
-        self._next = number + 1 if number + 1 < num_stages else None
+        self._before, self._next = before, behind
         self._s_worker = s_worker
         self._fleet: Fleet = attention.fleet
         self._holders: Seq[Holder] = attention.holders
@@ -133,7 +135,7 @@ class LaterStage:
     def _obey(self, stage: int, message: FromAnyStage) -> None:
         """Raises ProtocolError: that stage may not say that, or not now."""
         if isinstance(message, StagePass):
-            if stage != self._number - 1:
+            if stage != self._before:
                 raise ProtocolError(f"stage {stage} passed a step to stage {self._number}")
             self._check(message)
             self._waiting.append(message)

@@ -4,7 +4,7 @@ behind and home again (``Away``), or on its way from one to the next (``On``).""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -57,6 +57,7 @@ class Away:
         later: the stages.
         output: of its last layer, on its way to the host.
         lost: columns whose rows mean nothing.
+        stages: those that it passes, in their order.
     """
 
     def __init__(
@@ -65,8 +66,10 @@ class Away:
         later: LaterStages,
         output: Fetched,
         lost: Callable[[], Collection[int]],
+        stages: Sequence[int],
     ) -> None:
         self._step, self._later, self._lost = step, later, lost
+        self._stages = stages
         self.copy = output
         self._is_sent = False
         self.reports: list[StageDone] = []
@@ -75,7 +78,7 @@ class Away:
     def can_go_on(self) -> bool:
         if not self._is_sent:
             return self.copy.done
-        return len(self.reports) == self._later.num_stages - 1
+        return len(self.reports) == len(self._stages)
 
     def go_on(self) -> Tensor | None:
         """See ``Passage``. The logits [R, V] of the R rows that a token is drawn
@@ -83,7 +86,8 @@ class Away:
         step = self._step
         if not self._is_sent:
             self._is_sent = True
-            self._later.send(stage_pass(step.batch, as_array(self.copy.host), self._lost()))
+            passed = stage_pass(step.batch, as_array(self.copy.host), self._lost())
+            self._later.send(passed, self._stages)
             return None
         last = max(self.reports, key=lambda done: done.stage)
         sent = as_array(self.copy.host)
@@ -110,30 +114,42 @@ class FirstStage:
         s_worker: its S-worker.
         later: the others.
         lost: columns that are lost.
+        first_prompt_lane: lanes from this one on are of prompts, if any stages
+            are for them.
     """
 
     has_orders = False
 
     def __init__(
-        self, s_worker: SWorker, later: LaterStages, lost: Callable[[], Collection[int]]
+        self,
+        s_worker: SWorker,
+        later: LaterStages,
+        lost: Callable[[], Collection[int]],
+        first_prompt_lane: int,
     ) -> None:
         self._s_worker, self._later, self._lost = s_worker, later, lost
+        self._first_prompt_lane = first_prompt_lane
 
-    def leave(self, step: LaneStep) -> Away:
+    def leave(self, step: LaneStep) -> Away | None:
         """See ``Onward``."""
+        later = self._later
+        is_prompts = bool(later.prompt_stages) and step.lane >= self._first_prompt_lane
+        stages = later.prompt_stages if is_prompts else later.token_stages
+        if not stages:
+            return None
         output = self._s_worker.to_host(step.forward.output, step.lane)
-        return Away(step, self._later, output, self._lost)
+        return Away(step, later, output, self._lost, stages)
 
     def take_done(self) -> list[StageDone]:
         """See ``Onward``."""
         return self._later.take_done()
 
 
-def first_stage(fleet: Fleet, s_worker: SWorker) -> FirstStage | None:
+def first_stage(fleet: Fleet, s_worker: SWorker, first_prompt_lane: int) -> FirstStage | None:
     """None: there are no others."""
     if fleet.later is None:
         return None
-    return FirstStage(s_worker, fleet.later, lambda: fleet.lost)
+    return FirstStage(s_worker, fleet.later, lambda: fleet.lost, first_prompt_lane)
 
 
 class On:

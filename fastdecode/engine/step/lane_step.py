@@ -59,8 +59,8 @@ class Passage(Protocol):
 class Onward(Protocol):
     """What a stage of several does with its steps."""
 
-    def leave(self, step: LaneStep) -> Passage:
-        """Its own layers are done."""
+    def leave(self, step: LaneStep) -> Passage | None:
+        """Its own layers are done. None: so are all."""
 
     def take_done(self) -> Seq[StageDone]:
         """What later stages have said of steps; told once."""

@@ -58,6 +58,7 @@ from fastdecode.wire.messages import (
     FromRWorker,
     Hello,
     OpenSequence,
+    StorePrompt,
     ToRWorker,
     Welcome,
 )
@@ -154,6 +155,7 @@ class LocalConnection:
                 | ExpectTokens()
                 | StoreChunk()
                 | FetchChunk()
+                | StorePrompt()
                 | TruncateSequence()
                 | TakeOver()
                 | DropCache()

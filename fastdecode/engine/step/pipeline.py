@@ -167,10 +167,11 @@ class Pipeline:
         elif not step.is_whole and step.forward.advance(step.remote.take()):
             self._scatter(step)
             step.count_s_part(step.forward.layer, started, self._trace)
-        elif self._onward is not None:
-            step.passage = self._onward.leave(step)
-            step.count_s_part(None, started, self._trace)
         else:
+            step.passage = None if self._onward is None else self._onward.leave(step)
+            if step.passage is not None:
+                step.count_s_part(None, started, self._trace)
+                return
             step.logits = step.forward.logits(step.logit_rows)
             step.count_s_part(None, started, self._trace)
 

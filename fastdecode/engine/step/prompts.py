@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
@@ -58,7 +59,8 @@ class HeldChunks:
     """Rows and their slots."""
     _later: tuple[tuple[Prompt, ...], ...]
     """Chunks that see more than themselves, by stretches of rows."""
-    _kept: tuple[_Held, ...]
+    _kept: tuple[object, ...]
+    """Their places, as long as the step needs them."""
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> None:
         """Keep a layer's k and v [T, Hkv, D] of these rows, and attend q [T, Hq,
@@ -67,6 +69,13 @@ class HeldChunks:
             self._cache.store(layer, k[rows], v[rows], slots)
         for chunks in self._later:
             self._cache.attend_later(layer, q, chunks, o)
+
+
+class PromptsUnderWay(Protocol):
+    """What keeps K and V of prompts on the device until they are done."""
+
+    def begin(self, batch: StepBatch) -> HeldChunks | None:
+        """A step begins. None: it has no such prompts."""
 
 
 class HeldPrompts:

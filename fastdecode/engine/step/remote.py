@@ -35,7 +35,7 @@ from fastdecode.engine.fleet.heads.answers import check_arrays
 from fastdecode.engine.step.checks import Checks
 from fastdecode.engine.step.layout import HolderSpan, LocalSpan, StepBatch
 from fastdecode.engine.step.parts import ClosedPartMerge
-from fastdecode.engine.step.prompts import HeldChunks, HeldPrompts
+from fastdecode.engine.step.prompts import HeldChunks, PromptsUnderWay
 from fastdecode.wire.messages import Attend, AttendResult
 from sworker.buffers import (
     LENT_LAYERS,
@@ -152,7 +152,7 @@ class AttentionPlan:
     """Most that q, k and v of a layer take."""
     _staging: dict[int, Staging] = field(default_factory=dict)  # by lane
     checks: Checks = field(default_factory=Checks)
-    prompts: HeldPrompts | None = None
+    prompts: PromptsUnderWay | None = None
     """On the device, until they are done; None: R-workers attend what they hold
     of them."""
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from fastdecode.core.holders import HolderId, PartId, Residence, new_residence, num_offered
 from fastdecode.core.sequence import NOTHING, Sequence
 from fastdecode.schedule.admission.load_control import MicroBatch
+from fastdecode.schedule.apart import without_last_token
 from fastdecode.schedule.cache.reuse import Reuse
 from fastdecode.schedule.hybrid.control import HybridControl
 from fastdecode.schedule.lengths import LengthPredictor
@@ -223,11 +224,12 @@ class Starts:
         self, lane: Lane, wish: Wish, parts: tuple[HolderId, ...] | None
     ) -> tuple[int, ...] | None:
         num_tokens = len(wish.sequence.token_ids) - wish.num_shared
+        if lane.is_apart and lane.runs_prompts_only == (num_tokens == 1):
+            return None
         if num_tokens == 1:
             return ()
-        return (
-            lane.budget.chunks(num_tokens, wish.num_shared, parts=parts, ahead=wish.ahead) or None
-        )
+        chunks = lane.budget.chunks(num_tokens, wish.num_shared, parts=parts, ahead=wish.ahead)
+        return (without_last_token(chunks) if lane.runs_prompts_only else chunks) or None
 
     def _projected(self, lane: Lane, wish: Wish, num_chunks: int) -> MicroBatch:
         # Holders have all of its tokens after the last prefill step, and one

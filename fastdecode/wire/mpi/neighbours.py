@@ -14,11 +14,6 @@ from fastdecode.wire.mpi.job import LINK_TAGS, MpiJob
 _RANK: Final = re.compile(r"rank ([0-9]{1,9})")
 
 
-def link_address(rank: int) -> str:
-    """What R-workers call a rank that a link leads to."""
-    return f"rank {rank}"
-
-
 class MpiNeighbours:
     """How an R-worker reaches, and is reached by, other ranks.
 
@@ -39,7 +34,7 @@ class MpiNeighbours:
             self._job,
             [(rank, f"R-worker rank {rank}")],
             frozenset(get_args(FromRWorker)),
-            tag=_tag(line),
+            tag=link_tag(line),
             pump_interval_s=0,  # the R-worker's own hub has one, and looks often
         )
         self._links.append(link)
@@ -48,7 +43,7 @@ class MpiNeighbours:
     def expect(self, address: str, line: int) -> None:
         """See ``rworker.stream.links.Neighbours``."""
         rank = self._rank(address)
-        self._hub.add(rank, f"the neighbour at rank {rank}", tag=_tag(line))
+        self._hub.add(rank, f"the neighbour at rank {rank}", tag=link_tag(line))
 
     def close(self) -> None:
         """Close what was connected, and see off what was sent."""
@@ -63,6 +58,6 @@ class MpiNeighbours:
         return rank
 
 
-def _tag(line: int) -> int:
+def link_tag(line: int) -> int:
     """What was sent over a link that is over must never come in over another."""
     return LINK_TAGS[2 * (line % (len(LINK_TAGS) // 2))]

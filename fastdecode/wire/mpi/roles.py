@@ -8,6 +8,11 @@ from fastdecode.core.errors import ConfigError, Given
 from fastdecode.wire.mpi.job import MpiJob
 
 
+def link_address(rank: int) -> str:
+    """What R-workers call a rank that a link leads to."""
+    return f"rank {rank}"
+
+
 @dataclass(frozen=True)
 class StageRanks:
     """Which ranks of a job are what."""
@@ -15,10 +20,16 @@ class StageRanks:
     num_stages: int
     tp: int = 1
     """S-workers of each stage that act as one."""
+    num_prompt_stages: int = 0
+    """Behind those: they run prompts only, and have no R-workers."""
+
+    @property
+    def num_all_stages(self) -> int:
+        return self.num_stages + self.num_prompt_stages
 
     @property
     def num_s_ranks(self) -> int:
-        return self.num_stages * self.tp
+        return self.num_all_stages * self.tp
 
     def stage(self, rank: int) -> int:
         """An S-worker's."""
@@ -69,8 +80,13 @@ class StageRanks:
 
     def others(self, stage: int) -> list[int]:
         """The stages that one is connected to: the first, the one before and
-        the one behind; the first to all."""
+        the one behind of its kind; the first to all."""
         if not stage:
-            return list(range(1, self.num_stages))
-        near = {0, stage - 1, stage + 1}
-        return sorted(near & set(range(self.num_stages)))
+            return list(range(1, self.num_all_stages))
+        of_prompts = stage >= self.num_stages
+        own = self.prompt_stages if of_prompts else range(self.num_stages)
+        return sorted({0} | ({stage - 1, stage + 1} & set(own)))
+
+    @property
+    def prompt_stages(self) -> range:
+        return range(self.num_stages, self.num_all_stages)

@@ -1,7 +1,8 @@
 """The stages of a pipeline as ranks of an MPI job: the first ranks, one a stage,
 or as many for each as act as one (``--tp``), of whom the first leads: it is the
 one that others speak to. All behind them are R-workers, as many for each stage,
-in the order of stages.
+in the order of stages. Stages that run prompts only stand between the two, and
+speak to R-workers over links.
 
 An R-worker isn't told whose it is. It expects rank 0, and whatever other rank
 speaks to it first is its stage's S-worker.
@@ -9,15 +10,18 @@ speaks to it first is its stage's S-worker.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, get_args
 
 from fastdecode.core.errors import WorkerError
+from fastdecode.wire.kv.attending import FEEDING_LINE
 from fastdecode.wire.messages import Failed, FromRWorker, ToRWorker
 from fastdecode.wire.mpi.connection import MpiConnection
 from fastdecode.wire.mpi.hub import PULSE_S, MpiHub
 from fastdecode.wire.mpi.job import DEFAULT_TAG, S_RANK, MpiJob
+from fastdecode.wire.mpi.neighbours import link_tag
 from fastdecode.wire.mpi.roles import StageRanks
-from fastdecode.wire.stages import FromStage, StageMessage
+from fastdecode.wire.stages import FromStage, StageMessage, stage_name
 from fastdecode.wire.transport import TIMEOUT
 
 _LOOK_EVERY_S: Final = 0.05
@@ -35,6 +39,7 @@ def connect_stage(
     *,
     stuck_after_s: float,
     with_r_workers: bool = True,
+    fed: Sequence[int] | None = None,
 ) -> tuple[MpiHub[Any, Any], dict[int, MpiConnection[Any, Any]]]:
     """A stage's side: connections to its R-workers, and behind them those to
     other stages, which are given by stage, too. Never waits.
@@ -43,16 +48,22 @@ def connect_stage(
         stuck_after_s: see ``MpiHub``.
         with_r_workers: ranks behind those of stages are R-workers; else there
             are none.
+        fed: of a stage that runs prompts only: the stages to whose R-workers it
+            brings them, over links; one after the other.
 
     Raises:
         ConfigError: R-workers can't be shared out, or ranks are left over.
     """
-    r_ranks = ranks.r_workers(job, stage) if with_r_workers else ranks.none_left(job)
+    if fed is not None:
+        r_ranks = [rank for each in fed for rank in ranks.r_workers(job, each)]
+    else:
+        r_ranks = [*(ranks.r_workers(job, stage) if with_r_workers else ranks.none_left(job))]
     peers = [(rank, f"R-worker rank {rank}") for rank in r_ranks]
     hub: MpiHub[Any, Any] = MpiHub(
         job,
         peers,
         frozenset(get_args(FromRWorker)),
+        tag=DEFAULT_TAG if fed is None else link_tag(FEEDING_LINE),
         peers_give_signs=True,
         pulse_s=PULSE_S if stage else 0.0,
         stuck_after_s=stuck_after_s,
@@ -60,7 +71,7 @@ def connect_stage(
     others = ranks.others(stage)
     for other in others:
         rank = ranks.leader(other)
-        name = f"stage {other} (rank {rank})" if other else "the first stage (rank 0)"
+        name = f"{stage_name(other, ranks.num_stages)} (rank {rank})"
         # Over the tag on which ranks say goodbye that never get as far as this.
         hub.add(rank, name, tag=DEFAULT_TAG, receives=_BETWEEN_STAGES, gives_signs=not stage)
     return hub, dict(zip(others, hub.connections[len(peers) :], strict=True))

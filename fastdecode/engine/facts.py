@@ -1,0 +1,80 @@
+"""What is known of an engine once it is ready."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.dtype import DType
+
+if TYPE_CHECKING:
+    from fastdecode.engine.instances.cluster import RunningCluster
+    from fastdecode.engine.instances.running import RunningInstances
+    from fastdecode.engine.setup.launch import RunningEngine
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of an LLM once it is ready."""
+
+    num_r_workers: int
+    """R-workers that it began with."""
+    r_threads: int
+    """CPU threads of each R-worker; where they differ, the most that one has."""
+    num_kv_blocks: int
+    """KV blocks of all R-workers together."""
+    dtype: DType
+    """Of weights and activations."""
+    kv_dtype: DType
+    """Of the KV cache."""
+    kv_placement: str
+    """Where it is: r, gpu or hybrid."""
+    max_model_len: int
+    """Most tokens of prompt and completion together."""
+    vocab_size: int
+    """Token ids are below it."""
+    load_s: float
+    """Seconds that loading the model and starting the R-workers took."""
+    stage_layers: tuple[int, ...] = ()
+    """Of each pipeline stage."""
+    prompt_stage_layers: tuple[int, ...] = ()
+    """Of each that runs prompts only."""
+
+
+def facts_of(config: EngineConfig, running: Any) -> Facts:
+    """Of what runs by ``config``."""
+    is_cluster = bool(config.instances.instance_addresses)
+    return _facts_of_cluster(running) if is_cluster else _facts_of_engine(running)
+
+
+def _facts_of_engine(running: RunningEngine | RunningInstances) -> Facts:
+    identity = running.resolved.identity
+    return Facts(
+        num_r_workers=running.num_r_workers,
+        r_threads=max(welcome.num_threads for welcome in running.welcomes),
+        num_kv_blocks=sum(welcome.num_blocks for welcome in running.welcomes),
+        dtype=identity.dtype,
+        kv_dtype=identity.kv_dtype,
+        kv_placement=running.resolved.config.r_part.kv_placement,
+        max_model_len=identity.max_model_len,
+        vocab_size=running.spec.vocab_size,
+        load_s=running.load_s,
+        stage_layers=tuple(map(len, running.resolved.layers)),
+        prompt_stage_layers=tuple(map(len, running.resolved.prompt_layers)),
+    )
+
+
+def _facts_of_cluster(running: RunningCluster) -> Facts:
+    decoding = [x for x in running.welcomes if x.role.decodes] or list(running.welcomes)
+    return Facts(
+        num_r_workers=running.num_r_workers,
+        r_threads=max(welcome.num_threads for welcome in running.welcomes),
+        num_kv_blocks=sum(x.num_tokens // x.block_size for x in decoding),
+        dtype=running.identity.dtype,
+        kv_dtype=running.identity.kv_dtype,
+        kv_placement="r",
+        max_model_len=running.identity.max_model_len,
+        vocab_size=running.spec.vocab_size,
+        load_s=running.load_s,
+    )

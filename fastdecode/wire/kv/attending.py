@@ -1,0 +1,75 @@
+"""What R-workers answer for a layer, and K and V of prompts that they only store.
+
+================  =========  ==========================================================
+message           direction  meaning, and the answer
+================  =========  ==========================================================
+``StorePrompt``   P → R      one layer's K and V of prompts' next tokens, from a stage
+                             that runs prompts only → ``AttendResult`` without queries
+================  =========  ==========================================================
+
+Prompt stages (P) have layers of their own, cut otherwise than those of the stages
+whose the R-workers are: several of them may have layers that one R-worker keeps,
+and reach it over connections of their own. So nothing is begun: the first that
+comes of a sequence's next tokens makes room for them, and the sequence is
+**arriving** (``fastdecode.wire.kv.chunks``) until they have come in every layer.
+They come once in each, in any order of layers, and the tokens behind them only
+then. The sequence is open, with room for them, and nobody steps it meanwhile.
+
+Who may say this: whoever names the session of a cache whose S-worker has said
+that prompts come from elsewhere (``Hello.feeders``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastdecode.wire.traits import ForHolder, Role
+
+Activations: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
+MAX_FEEDERS: Final = 64
+"""Of one cache."""
+FEEDING_LINE: Final = 0
+"""Of the links over which they come, where links have numbers."""
+
+
+@dataclass(frozen=True, eq=False)
+class AttendResult:
+    step: int
+    lane: int
+    layer: int
+    o: Annotated[Activations, "T_q Hq D"]
+    lse: Annotated[NDArray[np.float32] | None, "T_q Hq"]
+    """None unless the step wants it."""
+    compute_s: float
+    """Seconds spent appending and attending, waiting excluded."""
+
+
+@dataclass(frozen=True, eq=False)
+class StorePrompt(ForHolder):
+    session: int
+    step: int
+    lane: int
+    layer: int
+    """Of those that the R-worker keeps."""
+    sequence_ids: Annotated[NDArray[np.int64], "N"]
+    num_past: Annotated[NDArray[np.int32], "N"]
+    """Tokens that came before, in every layer."""
+    num_new: Annotated[NDArray[np.int32], "N"]
+    """At least 1 each."""
+    k: Annotated[Activations, "T_kv Hkv D"]
+    v: Annotated[Activations, "T_kv Hkv D"]
+    holder: int
+    """Whose cache it is; the sender has none of its own."""
+
+    answers = (AttendResult,)
+    said_by = frozenset({Role.FEEDER})
+    repeated = ("step", "lane", "layer")
+
+
+FEEDING_OPCODES: Final[Mapping[type[Any], int]] = {StorePrompt: 60}
+"""See ``fastdecode.wire.opcodes.OPCODES``."""

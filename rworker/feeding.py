@@ -1,0 +1,121 @@
+"""K and V of prompts that prompt stages bring into a cache of somebody else's:
+what comes is checked, and where it goes.
+
+Like all that peers say of a cache, what breaks the protocol raises
+``ProtocolError`` and changes nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastdecode.core.errors import ProtocolError
+from fastdecode.core.spec import MAX_SEQUENCE_TOKENS, AttentionSpec
+from fastdecode.wire.messages import MAX_ID, MAX_LANES, MAX_STEP_TOKENS, StorePrompt
+from rworker.books import Books
+from rworker.caches import Cache
+from rworker.checks import check_array, check_integer
+from rworker.instructions import Compute, Instruction, StepPlan
+from rworker.step_plan import copies
+
+
+def store_prompt(number: int, cache: Cache, message: StorePrompt) -> tuple[Instruction, ...]:
+    """A layer of prompts' next tokens is appended; ``number``: of the peer that
+    brings it. The first layer of them that comes makes room for all.
+
+    Raises:
+        ProtocolError: they aren't what comes next, or don't fit.
+        CapacityError: a sequence would grow past its reservation.
+    """
+    books = cache.books
+    ids, past, new = _checked(books, message)
+    layers, heads = slice(message.layer, message.layer + 1), slice(None)
+    begins = _begins(books, message)
+    for sequence, first, count, is_new in zip(
+        ids.tolist(), past.tolist(), new.tolist(), begins.tolist(), strict=True
+    ):
+        if not is_new:
+            books.arrivals.check(sequence, layers, heads, first, count)
+    appended = None
+    if begins.any():
+        appended = books.store.append(ids[begins], new[begins])
+        for sequence, first, count in zip(
+            ids[begins].tolist(), past[begins].tolist(), new[begins].tolist(), strict=True
+        ):
+            books.arrivals.expect(sequence, first, count)
+    for sequence, count in zip(ids.tolist(), new.tolist(), strict=True):
+        books.arrivals.arrive(sequence, layers, heads, count)
+    plan = _plan(message, books.store.slots(ids, past, new))
+    q = np.empty((0, *_query_shape(books, message.layer)), message.k.dtype)
+    stored = Compute(number, cache.holder, plan, message.layer, q, message.k, message.v)
+    return (*(() if appended is None else copies(cache, appended)), stored)
+
+
+def _begins(books: Books, message: StorePrompt) -> NDArray[np.bool_]:
+    """Which sequences' tokens haven't come in any layer yet, [N]."""
+    ids = message.sequence_ids
+    present, settled = books.store.num_tokens(ids), books.settled(ids)
+    begins = present == message.num_past
+    continues = present == message.num_past.astype(np.int64) + message.num_new
+    for index, sequence in enumerate(ids.tolist()):
+        if not (begins[index] or continues[index]) or settled[index] != message.num_past[index]:
+            raise ProtocolError(
+                f"tokens {message.num_past[index]} to "
+                f"{int(message.num_past[index]) + int(message.num_new[index]) - 1} of sequence "
+                f"{sequence} have come, which has {present[index]}, and {settled[index]} of them "
+                "in every layer"
+            )
+    return begins
+
+
+def _checked(
+    books: Books, message: StorePrompt
+) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
+    """Sequences, tokens before and tokens that come, [N] each, as far as they
+    make sense by themselves."""
+    hello = books.hello
+    check_integer("step", message.step, 0, MAX_ID)
+    check_integer("lane", message.lane, 0, MAX_LANES - 1)
+    check_integer("layer", message.layer, 0, hello.kv.num_layers - 1)
+    ids, past, new = message.sequence_ids, message.num_past, message.num_new
+    shape = np.shape(ids)
+    if len(shape) != 1 or shape[0] < 1:
+        raise ProtocolError(f"sequence_ids must have an entry at least, not shape {shape}")
+    check_array("sequence_ids", ids, np.dtype(np.int64), shape)
+    check_array("num_past", past, np.dtype(np.int32), shape)
+    check_array("num_new", new, np.dtype(np.int32), shape)
+    if (past < 0).any() or (new < 1).any() or (new > MAX_SEQUENCE_TOKENS).any():
+        raise ProtocolError("num_past must be at least 0, and num_new at least 1")
+    total = int(new.sum(dtype=np.int64))
+    if total > MAX_STEP_TOKENS:
+        raise ProtocolError(f"{total} tokens at a time; {MAX_STEP_TOKENS} is the most")
+    sequences = ids.tolist()
+    if len(set(sequences)) < len(sequences):
+        raise ProtocolError("a sequence is there twice")
+    for sequence in sequences:
+        books.steps.check_at_rest(sequence)
+    kv_shape = (total, hello.kv.num_kv_heads, hello.kv.head_dim)
+    check_array("k", message.k, hello.activation_dtype.carrier, kv_shape)
+    check_array("v", message.v, hello.activation_dtype.carrier, kv_shape)
+    return ids, past, new
+
+
+def _query_shape(books: Books, layer: int) -> tuple[int, int]:
+    spec: AttentionSpec = books.hello.attention[layer]
+    return spec.num_q_heads, spec.head_dim
+
+
+def _plan(message: StorePrompt, slots: NDArray[np.int64]) -> StepPlan:
+    """A step without queries."""
+    none = np.empty(0, np.int32)
+    return StepPlan(
+        message.step,
+        message.lane,
+        slots,
+        block_tables=np.empty((0, 0), np.int32),
+        query_starts=np.zeros(1, np.int32),
+        query_positions=none,
+        context_lens=none,
+        want_lse=False,
+    )

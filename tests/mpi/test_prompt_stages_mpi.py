@@ -1,0 +1,115 @@
+"""Stages that run prompts only as ranks of an MPI job: the tokens of one stage; a
+stage or an R-worker is killed or stopped while prompts arrive."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+import psutil
+import pytest
+from generate_jobs import answers_alone, write_requests
+from mpi_launch import Running, mpirun, needs_mpi, open_mpi_options, run, running
+
+from examples import TRIES_ALL
+
+pytestmark = needs_mpi
+
+FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
+R_WORKER = [*FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
+FORKED = (
+    '{"id": "forked", "prompt_token_ids": [7, 8, 9, 7, 8, 9, 7, 8, 9, 7, 8, 9, 7, 8, 9, 7, 8], '
+    '"max_tokens": 8, "n": 3, "temperature": 0.8, "seed": 5, "ignore_eos": true}\n'
+)
+Job: TypeAlias = Callable[..., tuple[list[str], Path, Callable[[], str]]]
+
+
+@pytest.fixture
+def job(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Job:
+    """``job(prompt_pp, pp, num_r_workers, max_tokens, *options)``: the command, its
+    output file, and what is to be in it."""
+
+    def make(
+        prompt_pp: int, pp: int, num_r_workers: int, max_tokens: int, *more: str
+    ) -> tuple[list[str], Path, Callable[[], str]]:
+        source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        write_requests(source, max_tokens)
+        with source.open("a") as lines:
+            lines.write(FORKED)
+        options = ["--model", str(tiny_checkpoint("llama")), "--dtype", "float32"]
+        options += ["--prefill-chunk", "16"]
+        files = ["--input", str(source), "--output", str(output)]
+        stages = ["--pp", str(pp), "--prompt-pp", str(prompt_pp), *more]
+        stages += ["--exit-code-file", str(exit_code_file(tmp_path))]
+        command = [mpirun(), *open_mpi_options(), "-n", str(pp + prompt_pp), *FASTDECODE]
+        command += ["generate", *options, *files, *stages]
+        command += [":", "-n", str(num_r_workers), *R_WORKER]
+        return command, output, lambda: answers_alone(source, *options)
+
+    return make
+
+
+def exit_code_file(directory: Path) -> Path:
+    """Where the first stage says how the job has ended; mpirun's own exit code
+    says little once a rank was lost."""
+    return directory / "exit_code"
+
+
+def rank_of(started: Running, rank: int) -> psutil.Process:
+    return next(
+        p for p in started.processes() if p.environ().get("OMPI_COMM_WORLD_RANK") == str(rank)
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt_pp", "pp", "num_r_workers"), [(2, 1, 2), *[(1, 2, 4), (3, 2, 2)] * TRIES_ALL]
+)
+def test_prompt_stages_as_ranks(prompt_pp: int, pp: int, num_r_workers: int, job: Job) -> None:
+    command, output, expected = job(prompt_pp, pp, num_r_workers, 12)
+    outcome = run(command, timeout_s=120)
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
+    assert output.read_text() == expected()
+    assert "is lost" not in outcome.output, outcome.output
+
+
+LOST = [(2, signal.SIGKILL, "prompt stage 1")]
+MORE_LOST = [
+    (1, signal.SIGKILL, "prompt stage 0"),
+    (2, signal.SIGSTOP, "prompt stage 1"),
+    (1, signal.SIGSTOP, "prompt stage 0"),
+]
+
+
+@pytest.mark.parametrize(("rank", "trouble", "name"), LOST + MORE_LOST * TRIES_ALL)
+def test_a_lost_prompt_stage_ends_the_job(
+    rank: int, trouble: signal.Signals, name: str, job: Job, tmp_path: Path
+) -> None:
+    """Soon, by its name, with exit code 4, and with every process; at a prompt
+    where it is stopped, since nothing is expected of it before."""
+    command, output, _ = job(2, 1, 2, 400, "--worker-silence-s", "3", "--max-num-sequences", "2")
+    with running(command) as started:
+        started.wait_for_text(output)
+        rank_of(started, rank).send_signal(trouble)
+        outcome = started.wait(timeout_s=90)
+    assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome.output
+    assert name in outcome.output and "is lost" in outcome.output, outcome.output
+    assert exit_code_file(tmp_path).read_text().strip() == "4", outcome.output
+
+
+@pytest.mark.parametrize("victim", [1, *[0, 2, 3] * TRIES_ALL])
+def test_a_lost_r_worker_changes_no_token(victim: int, job: Job) -> None:
+    """While prompts arrive: chunks are small, and the queue is long."""
+    more = ["--prefill-chunk", "2", "--max-num-sequences", "3"]
+    command, output, expected = job(2, 2, 4, 60, *more)
+    with running(command) as started:
+        workers = started.r_workers(4)
+        workers = sorted(workers, key=lambda p: int(p.environ()["OMPI_COMM_WORLD_RANK"]))
+        started.wait_for_text(output)
+        workers[victim].kill()
+        outcome = started.wait(timeout_s=120)
+    assert output.read_text() == expected(), outcome.output
+    assert "is lost" in outcome.output
+    assert outcome.exit_code is not None and not outcome.orphans, outcome
