@@ -24,7 +24,7 @@ from fastdecode.wire.mpi.launcher import launched_size
 from fastdecode.wire.zmq.access import ClusterKey, check_address
 from rworker.pulling.gates import Gates
 
-_REFUSED = ("replicas", "spare_r_workers", "pp", "tp")
+_REFUSED = ("replicas", "spare_r_workers", "pp", "prompt_pp", "tp")
 """What there isn't yet with instances."""
 
 
