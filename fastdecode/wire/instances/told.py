@@ -18,6 +18,8 @@ from fastdecode.core.errors import (
 )
 from fastdecode.core.holders import KVSource
 from fastdecode.core.sequence import MAX_N, CacheUse, Request, SamplingParams, TokenLogprob
+from fastdecode.core.spec import MAX_HEADS, MAX_SEQUENCE_TOKENS
+from fastdecode.wire.kv.handing import MAX_SOURCES, check_ticket
 
 _ERRORS: Final[Mapping[str, type[FastDecodeError]]] = {
     kind.__name__: kind
@@ -110,13 +112,24 @@ def _logprob(said: Any) -> TokenLogprob:
 
 
 def _sources(said: Any) -> tuple[KVSource, ...]:
-    """Whoever fetches looks at them closely."""
-    sources = []
-    for address, line, ticket, *numbers in said:
-        first_token, num_tokens, first_head, num_heads = (_whole(x, 0, 1 << 40) for x in numbers)
-        own = _text(address), _whole(line, 0, 1 << 40), _text(ticket)
-        sources.append(KVSource(*own, first_token, num_tokens, first_head, num_heads))
-    return tuple(sources)
+    """As R-workers take them: these refuse others, and whoever sends them."""
+    if len(said) > MAX_SOURCES:
+        raise ValueError(f"a prompt has {MAX_SOURCES} sources at most, not {len(said)}")
+    return tuple(_source(*each) for each in said)
+
+
+def _source(
+    address: Any, line: Any, ticket: Any, first: Any, count: Any, head: Any, heads: Any
+) -> KVSource:
+    return KVSource(
+        _text(address),
+        _whole(line, 0, MAX_SEQUENCE_TOKENS),
+        check_ticket(_text(ticket)),
+        _whole(first, 0, MAX_SEQUENCE_TOKENS),
+        _whole(count, 1, MAX_SEQUENCE_TOKENS),
+        _whole(head, 0, MAX_HEADS),
+        _whole(heads, 1, MAX_HEADS),
+    )
 
 
 def _tokens(said: Any) -> tuple[int, ...]:
