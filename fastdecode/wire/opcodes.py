@@ -59,4 +59,5 @@ OPCODES: Final[Mapping[type[Message], int]] = {
     **STAGE_OPCODES,
     **INSTANCE_OPCODES,
 }
-"""From 65 on, those that R-workers send. A retired number isn't used again."""
+"""From 65 on, those that R-workers send; those of instances from 129 on. A retired
+number isn't used again."""

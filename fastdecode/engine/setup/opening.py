@@ -37,10 +37,11 @@ def make_service(
             from fastdecode.engine.instances.cluster import service_of_cluster
         return service_of_cluster(config, progress)
     if config.instances.number:
-        from fastdecode.engine.instances.running import service_of_instances
-
+        with imports_for("an S-worker"):
+            from fastdecode.engine.instances.running import service_of_instances
         return service_of_instances(config, progress, times)
-    from fastdecode.engine.setup.launch import RunningEngine
+    with imports_for("an S-worker"):
+        from fastdecode.engine.setup.launch import RunningEngine
 
     # An engine may have no thread of its own where MPI takes calls of the thread
     # alone that joined.

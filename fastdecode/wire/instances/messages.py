@@ -143,13 +143,13 @@ ToInstance: TypeAlias = (
 InstanceSays: TypeAlias = InstanceWelcome | RequestsSay | InstanceSeen
 
 INSTANCE_OPCODES: Final[Mapping[type[Any], int]] = {
-    InstanceHello: 60,
-    RunRequests: 61,
-    CancelRequests: 62,
-    SetInstanceRole: 63,
-    EndConversation: 64,
-    InstanceWelcome: 120,
-    RequestsSay: 121,
-    InstanceSeen: 122,
+    InstanceHello: 129,
+    RunRequests: 130,
+    CancelRequests: 131,
+    SetInstanceRole: 132,
+    EndConversation: 133,
+    InstanceWelcome: 193,
+    RequestsSay: 194,
+    InstanceSeen: 195,
 }
-"""See ``fastdecode.wire.opcodes.OPCODES``."""
+"""See ``fastdecode.wire.opcodes.OPCODES``; from 193 on, those that instances send."""
