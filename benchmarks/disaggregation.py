@@ -10,6 +10,9 @@ an MPI job on this host, whose ranks are bound to CPUs:
   stage on ``--prompt-cpus``;
 * ``together``: S-worker and R-worker on ``--cpus``, and nothing else.
 
+Both have ``--lanes`` lanes of sequences that decode: as S-worker and R-worker share
+their CPUs, one is best.
+
 Some sequences decode all the time. Phases take turns: in one nothing else happens,
 in the next a prompt of ``--prompt`` tokens comes every ``--every-s`` seconds, which
 generates ``--prompt-tokens`` tokens. ``gap_s``: the time between two tokens of a
@@ -104,7 +107,8 @@ def inner(options: argparse.Namespace) -> None:
     """Rank 0 of a job: write what was found to a file."""
     found: dict[str, dict[str, list[float]]] = {name: {} for name in PHASES}
     more = {"prompt_pp": 1} if options.prompt_pp else {}
-    with LLM(options.model, dtype=options.dtype, prefix_cache="off", **more) as llm:
+    more |= {"lanes": options.lanes, "prefix_cache": "off"}
+    with LLM(options.model, dtype=options.dtype, **more) as llm:
         for number in range(-1, options.rounds):  # the first one compiles
             for kind in PHASES[:: 1 if number % 2 else -1]:
                 told = phase(llm, options.seed + number, options, with_prompts=kind == "prompts")
@@ -122,15 +126,25 @@ def job(model: str, way: str, out: Path, options: argparse.Namespace) -> list[st
     started = line.words()
     own = [
         f"--{name.replace('_', '-')}={getattr(options, name)}"
-        for name in ("rounds", "seed", "sequences", "tokens", "prompt", "prompt_tokens", "every_s")
+        for name in (
+            "rounds",
+            "seed",
+            "sequences",
+            "tokens",
+            "prompt",
+            "prompt_tokens",
+            "every_s",
+            "lanes",
+        )
     ]
     given = ["--model", model, "--dtype", options.dtype]
+    lanes = ["--lanes", str(options.lanes)]
     fastdecode = [sys.executable, "-m", "fastdecode.cli.main"]
     first = [*bound, sys.executable, __file__, f"--inner={out}", f"--prompt-pp={WAYS[way]}"]
     stage = [*of_prompts, *fastdecode, "generate", "--prompt-pp", "1", "--prefix-cache", "off"]
     words = [*started[: started.index("-n")], "--oversubscribe", "-n", "1", *first, *given, *own]
     if WAYS[way]:
-        words += [":", "-n", "1", *stage, *given]
+        words += [":", "-n", "1", *stage, *lanes, *given]
         words += ["--input", os.devnull, "--output", os.devnull]
     r_worker = [*bound, *fastdecode, "r-worker", "--threads", "1", "--kv-memory-gb", "0.5"]
     return [*words, ":", "-n", "1", *r_worker]
@@ -168,6 +182,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--cpus", default="0", help="of S-worker and R-worker")
     parser.add_argument("--prompt-cpus", default="1", help="of the prompt stage")
+    parser.add_argument("--lanes", type=int, default=1, help="of sequences that decode")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--sequences", type=int, default=8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,14 @@ from fastdecode.engine.step.mixed import MixedAttention
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.prompts import HeldPrompts
 from fastdecode.engine.step.remote import Attention, AttentionPlan
+from fastdecode.engine.step.swapped import reach_swapped
 from fastdecode.schedule.hybrid.control import HybridOptions
 from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout
 from fastdecode.schedule.hybrid.rule import Margins
 from fastdecode.schedule.hybrid.told import Guess
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.modes import make_scheduler
+from fastdecode.schedule.reserving.places import OwnHolders
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.codec import TextCodec
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello
@@ -47,6 +49,7 @@ from sworker.worker import SWorker
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16
 KV_BYTES = 20_000_000
+SWAPPED_BYTES = 2_000_000
 
 
 @contextlib.contextmanager
@@ -77,11 +80,15 @@ def _running(
     device_blocks: int = 0,
     layout: Layout = Layout.SPLIT_1,
     direct: bool = False,
+    swap: bool = False,
+    see: Callable[[Any], None] = lambda attention: None,
 ) -> Iterator[Engine]:
     kv = KVSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, DType.FLOAT32, BLOCK_SIZE)
     is_local = kv_placement == "gpu"
     reached: Reached = (
-        reach_device(CPU, KV_BYTES, gpu, kernels)
+        reach_swapped(CPU, SWAPPED_BYTES, lanes, gpu, kernels)
+        if swap
+        else reach_device(CPU, KV_BYTES, gpu, kernels)
         if is_local
         else reach_threads(workers, kv_bytes=KV_BYTES, num_threads=1)
     )
@@ -95,7 +102,7 @@ def _running(
     graphs = None
     if captures:
         graphs = StepGraphs(model, CPU, capture=True, num_lanes=lanes, max_rows=4, gpu=gpu)
-        if not is_local:
+        if swap or not is_local:
             graphs.prepare()
     s_worker = SWorker(spec, model, CPU, graphs, gpu, num_lanes=lanes)
     holder = Holder(reached.kind, False, reached.answers_at_once, kv.token_bytes)
@@ -119,6 +126,7 @@ def _running(
             staging: Any = plan.staging(lane)
             staging._direct_bytes = 0
         attention = plan if beside is None else MixedAttention(plan, beside, gpu)
+    see(attention)
     options = schedule_options(
         "greedy", 1 if device_blocks else lanes, max_num_sequences=8, max_step_tokens=8 + 24,
         prefill_chunk=9, split_tokens=split_tokens,
@@ -128,6 +136,7 @@ def _running(
         options, blocks, BLOCK_SIZE, times if device_blocks else None,
         opening_steps=0 if is_local else 1,
         hybrid=_sent_away(HolderId(workers), layout) if device_blocks else None,
+        places=OwnHolders() if swap else None,
     )  # fmt: skip
     watch = Watch(times=times, lanes=scheduler.hybrid) if device_blocks else None
     try:

@@ -250,6 +250,8 @@ class RecordedGpu(TorchDispatchMode):
         staged = torch.from_numpy(host.numpy().copy())
         if span := span_of(staged):
             self.checker.forget(span)
+        if self._streams[-1].name != COMPUTE:
+            self.stays(staged)  # allocated for that stream, and lent again in its order
         return staged
 
     def room(self, num_bytes: int) -> Tensor:

@@ -219,6 +219,14 @@ def _returns(returns: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+_FAULTS = {
+    "num_unread": "couldn't be read",
+    "num_damaged": "were damaged",
+    "num_unwritten": "couldn't be written",
+    "num_late": "came too late",
+}
+
+
 def _tiers(s: dict[str, Any]) -> list[str]:
     """What lower tiers took, and gave back."""
     tiers = s.get("tiers")
@@ -226,6 +234,8 @@ def _tiers(s: dict[str, Any]) -> list[str]:
         return []
     rate = tiers["fetched_bytes"] / max(tiers["fetch_s"], 1e-9) / 1e6
     told = f"; {tiers['num_failed']} couldn't be moved" if tiers["num_failed"] else ""
+    faults = [f"{tiers[name]} {what}" for name, what in _FAULTS.items() if tiers[name]]
+    told += f" ({', '.join(faults)})" if faults else ""
     return [
         f"kept KV blocks: {tiers['num_found']} were found in lower tiers, {tiers['num_stored']} "
         f"stored there, {tiers['num_fetched']} fetched at {rate:.0f} MB/s, "

@@ -40,6 +40,7 @@ from fastdecode.schedule.lengths import LengthPredictor
 from fastdecode.schedule.plan import Chunk, Plan, Start, Suspend
 from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.reserving.outgrown import Outgrown
+from fastdecode.schedule.reserving.places import Places
 from fastdecode.schedule.reserving.starts import Starts
 from fastdecode.schedule.running import Lane, Parked, Run
 from fastdecode.schedule.waiting import Waiting
@@ -62,6 +63,7 @@ class ContinuousScheduler:
             else 1.
         hybrid: where one holder is the device: says who goes where, and which
             lane is for whom.
+        places: which holders are for which lane; None: as ``hybrid`` says.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class ContinuousScheduler:
         opening_steps: int = 0,
         hybrid: HybridControl | None = None,
         first_part_id: int = 0,
+        places: Places | None = None,
     ) -> None:
         self.ledger = ledger
         self.hybrid = hybrid
@@ -82,7 +85,7 @@ class ContinuousScheduler:
         self._lengths = lengths
         self._max_num_sequences = max_num_sequences
         self._opening_steps = opening_steps
-        self._starts = Starts(ledger, lengths, hybrid, first_part_id)
+        self._starts = Starts(ledger, lengths, places or hybrid, first_part_id)
         self._outgrown = Outgrown(ledger, lengths)
         self._ahead = FetchAhead(ledger)
         self.lanes = make_lanes(num_lanes)

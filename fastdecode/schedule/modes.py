@@ -18,6 +18,7 @@ from fastdecode.schedule.lengths import LearntLengths, LengthPredictor, LongestL
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.schedule.prefill import PrefillBudget
 from fastdecode.schedule.reserving.ledger import BlockLedger
+from fastdecode.schedule.reserving.places import Places
 from fastdecode.schedule.running import Lane
 from fastdecode.schedule.times import StepTimes, balanced_loads
 
@@ -34,14 +35,17 @@ def make_scheduler(
     hybrid: HybridOptions | None = None,
     cache_identity: str | None = None,
     cache_policy: Policy | None = None,
+    window: int | None = None,
     swap_threshold: float = 0.25,
     first_part_id: int = 0,
+    places: Places | None = None,
     clock: Clock = time.monotonic,
 ) -> ContinuousScheduler:
     """A scheduler for holders of ``blocks`` KV blocks each, of ``block_size`` tokens.
 
     Args:
-        opening_steps, first_part_id: see ``ContinuousScheduler``, ``Starts``.
+        opening_steps, first_part_id, places: see ``ContinuousScheduler``,
+            ``Starts``.
         times: what load limits follow from, unless ``load_limit`` is given;
             asked again now and then. Without either, the limit is the load of a
             full batch whose starts are spread evenly.
@@ -49,7 +53,8 @@ def make_scheduler(
             ``times``.
         cache_identity: what K and V depend on beside tokens; None: no KV block
             outlives its sequence.
-        cache_policy: see ``PrefixCache``.
+        cache_policy, window: see ``PrefixCache``; split sequences are kept as a
+            whole, whatever the window.
         swap_threshold: see ``BlockLedger``.
         clock: by which kept blocks are idle.
 
@@ -59,7 +64,8 @@ def make_scheduler(
     capacity = tuple(num_blocks * block_size for num_blocks in blocks)
     lengths = _lengths(options.batching)
     given = (len(blocks), block_size, cache_identity, cache_policy, clock)
-    cache = PrefixCache(*given, only_ends=options.split_tokens is not None)
+    is_split = options.split_tokens is not None
+    cache = PrefixCache(*given, only_ends=is_split, window=None if is_split else window)
     ledger = _ledger(options, blocks, block_size, cache, swap_threshold)
     most = options.batching.max_num_sequences
     # With a home lane there are no shares: that one may have all.
@@ -72,6 +78,7 @@ def make_scheduler(
         max_num_sequences=most,
         opening_steps=opening_steps,
         first_part_id=first_part_id,
+        places=places,
         hybrid=None if hybrid is None else _control(hybrid, ledger, lengths, times, most),
     )
 

@@ -21,33 +21,45 @@ from fastdecode.wire.transport import (
 
 
 class HubBehind(Generic[SendT, ReceiveT]):
-    """A connection whose peer works in this very thread, when it is looked for,
-    and behind it a hub's: nobody is waited for while that peer has something to
-    do.
+    """Connections whose peers work in this very thread, when they are looked
+    for, and behind them a hub's: nobody is waited for while one of those peers
+    has something to do.
+
+    Args:
+        hub: None: there are no others.
     """
 
-    def __init__(self, first: Connection[SendT, ReceiveT], hub: Hub[SendT, ReceiveT]) -> None:
-        self._first = first
+    def __init__(
+        self,
+        firsts: Sequence[Connection[SendT, ReceiveT]],
+        hub: Hub[SendT, ReceiveT] | None = None,
+    ) -> None:
+        self._firsts = tuple(firsts)
         self._hub = hub
-        self._is_over = False
+        self._over: set[int] = set()
 
     @property
     def connections(self) -> Sequence[Connection[SendT, ReceiveT]]:
-        return [self._first, *self._hub.connections]
+        return [*self._firsts, *(() if self._hub is None else self._hub.connections)]
 
     def receive_any(self, timeout_s: float | None = None) -> tuple[int, ReceiveT]:
-        try:
-            message = None if self._is_over else self._first.poll()
-        except WorkerError as error:
-            self._is_over = True
-            raise PeerLostError(0, error) from None
-        if message is not None:
-            return 0, message
+        for index, first in enumerate(self._firsts):
+            if index in self._over:
+                continue
+            try:
+                message = first.poll()
+            except WorkerError as error:
+                self._over.add(index)
+                raise PeerLostError(index, error) from None
+            if message is not None:
+                return index, message
+        if self._hub is None:  # they answer at once, or never
+            raise timeout_error(", ".join(first.peer for first in self._firsts), timeout_s or 0.0)
         try:
             index, message = self._hub.receive_any(timeout_s)
         except PeerLostError as lost:
-            raise PeerLostError(1 + lost.index, lost) from None
-        return 1 + index, message
+            raise PeerLostError(len(self._firsts) + lost.index, lost) from None
+        return len(self._firsts) + index, message
 
 
 class JoinedHub(Generic[SendT, ReceiveT]):

@@ -28,6 +28,14 @@ MODES: dict[str, dict[str, Any]] = {
     "both sides": {"lanes": 2, "workers": 2, "device_blocks": 2, "direct": True},
     "mixed": {"lanes": 1, "workers": 2, "device_blocks": 2, "layout": Layout.MIXED},
     "local": {"kv_placement": "gpu"},
+    "swapped": {"kv_placement": "gpu", "swap": True, "lanes": 3},
+    "swapped graphs": {
+        "kv_placement": "gpu",
+        "swap": True,
+        "lanes": 4,
+        "captures": True,
+        "kernels": TorchKernels,
+    },
     "local graphs": {"kv_placement": "gpu", "captures": True, "kernels": TorchKernels},
 }
 

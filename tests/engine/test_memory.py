@@ -104,6 +104,43 @@ def test_refusals_have_numbers(kv: KVDemand, free: FreeMemory, says: str) -> Non
     assert caught.value.code == "out_of_memory"
 
 
+SWAPPED = replace(LOCAL, swapped_lanes=4, num_stages=4, stored_bytes=GB // 4)
+
+
+def test_lanes_that_are_swapped_have_room_on_the_host() -> None:
+    """Two lanes' on the device, all lanes' on the host: as much as both have
+    room for, beside what steps have stored."""
+    plain, ample, short = (
+        plan_memory(LLAMA_8B, SIZES, kv, free, gpu_memory_fraction=0.9)
+        for kv, free in (
+            (LOCAL, H200),
+            (SWAPPED, replace(H200, host_bytes=8000 * GB)),
+            (SWAPPED, replace(H200, host_bytes=162 * GB)),
+        )
+    )
+    assert ample.kv_bytes == plain.kv_bytes - GB // 4
+    assert ample.swapped_bytes == 2 * ample.kv_bytes
+    # Half of the host's memory, of which each of four stages has a part.
+    assert short.swapped_bytes == pytest.approx(20 * GB, abs=4)
+    assert short.kv_bytes == pytest.approx(10 * GB, abs=2)
+    assert "all lanes' KV on the host 20.00 GB" in str(short)
+    asked = replace(SWAPPED, cache_bytes=21 * GB)
+    with pytest.raises(
+        ConfigError, match=r"of 42\.00 GB a stage, takes 168\.00 GB, but the host has"
+    ):
+        plan_memory(
+            LLAMA_8B, SIZES, asked, replace(H200, host_bytes=162 * GB), gpu_memory_fraction=0.9
+        )
+
+
+def test_lanes_that_are_swapped_on_a_cpu_share_its_memory() -> None:
+    kv = replace(SWAPPED, num_caches=4, stored_bytes=0)
+    plan = plan_memory(LLAMA_8B, SIZES, kv, FreeMemory(100 * GB), gpu_memory_fraction=0.9)
+    assert plan.swapped_bytes == pytest.approx(2 * plan.kv_bytes, abs=2)
+    left = 100 * GB - plan.weights_bytes - plan.activation_bytes
+    assert 4 * (plan.kv_bytes + plan.swapped_bytes) == pytest.approx(left / 2, rel=1e-6)
+
+
 def test_what_a_user_meets() -> None:
     config = EngineConfig.of("llama-8b", r_workers=2)
     resolved = resolve(config, LLAMA_8B, num_cores=8, free=FreeMemory(40 * GB))

@@ -91,9 +91,11 @@ def test_kv_on_each_stages_device(job: Job) -> None:
     outcome = run(command, timeout_s=120)
     assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome.output
     assert "one rank for each stage" in outcome.output, outcome.output
-    outcome = run(command[: command.index(":")], timeout_s=120)
-    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
-    assert output.read_text() == expected()
+    for swap in ([], ["--swap"]):
+        outcome = run([*command[: command.index(":")], *swap], timeout_s=120)
+        assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
+        assert output.read_text() == expected()
+        output.unlink()
 
 
 @pytest.mark.skipif(not TRIES_ALL, reason="make campaign: one family stands for all")

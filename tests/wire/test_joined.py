@@ -69,7 +69,7 @@ def test_who_works_in_this_thread_is_asked_first() -> None:
     at_once, behind = InprocHub[Any, Any](), InprocHub[Any, Any]()
     first, there = connect(at_once, "us", InprocHub(), "the inline one")
     _, other = connect(behind, "us", InprocHub(), "another")
-    hub = HubBehind(first, behind)
+    hub = HubBehind([first], behind)
     other.send(Accepted(2))
     there.send(Accepted(1))
     assert [hub.receive_any(1.0) for _ in range(2)] == [(0, Accepted(1)), (1, Accepted(2))]

@@ -53,6 +53,14 @@ _WITH_STAGES: Mapping[str, tuple[Any, ...]] = {
 }
 """What there may be beside several pipeline stages."""
 
+_WITH_SWAP: Mapping[str, tuple[Any, ...]] = {
+    "schedule": ("auto", "greedy", "synchronized"),
+    "load_limit": (None,),
+}
+"""What there may be where each lane has KV blocks of its own."""
+LEAST_SWAPPED = 3
+"""Stages, and lanes: two lanes would find all their KV on the device."""
+
 _WITH_INSTANCES: Mapping[str, tuple[Any, ...]] = {
     "kv_placement": ("r", "auto"),
     "r_worker_addresses": ((),),
@@ -95,6 +103,7 @@ _WITH_PROMPT_STAGES: Mapping[str, tuple[Any, ...]] = {
 _OF_PROMPT_STAGES = " runs prompts as a whole, for R-workers that only store them, and"
 _OF_INSTANCES = " is for R-workers of this process, and"
 _OF_STAGES = " keeps whole sequences in every stage, and"
+_OF_SWAP = " gives each lane KV blocks of its own, and"
 _OF_REPLICAS = " is for sequences on R-workers, whose KV blocks end with them, and"
 
 
@@ -162,6 +171,8 @@ class EngineConfig:
         if self.s_part.prompt_pp:
             self._check_beside("prompt_pp", _WITH_PROMPT_STAGES, _OF_PROMPT_STAGES)
             self._check_chunk()
+        if self.s_part.swap:
+            self._check_swap()
         if self.r_part.replicas:
             self._check_replicas()
         if self.instances.number:
@@ -236,6 +247,30 @@ class EngineConfig:
                 Given("prompt_pp", self.s_part.prompt_pp),
                 " runs none: choose 2 or more",
             )
+
+    def _check_swap(self) -> None:
+        """Swapping is for a device that keeps KV, and for more lanes than it
+        has room for."""
+        given = Given("swap", True)
+        if self.r_part.kv_placement != "gpu":
+            raise ConfigError(
+                given,
+                " is for KV on the stages' devices; R-workers' is in the host's memory as it is: "
+                "choose ",
+                Given("kv_placement", "gpu"),
+                ", or leave it out",
+            )
+        lanes = self.batching.lanes
+        if min(self.s_part.pp, lanes or LEAST_SWAPPED) < LEAST_SWAPPED:
+            name, number = ("pp", self.s_part.pp) if lanes is None else ("lanes", lanes)
+            raise ConfigError(
+                given,
+                f" keeps two lanes' KV on each device, which with fewer than {LEAST_SWAPPED} "
+                "stages and lanes is all of it: raise ",
+                Given(name, number),
+                ", or leave it out",
+            )
+        self._check_beside("swap", _WITH_SWAP, _OF_SWAP)
 
     def _check_beside(self, of: str, allowed: Mapping[str, tuple[Any, ...]], why: str) -> None:
         """Some options leave others no choice. ``why``: what is said behind the

@@ -60,6 +60,11 @@ class SPart:
         low=0,
         high=MAX_PP,
     )
+    swap: bool = option(
+        False,
+        "with three stages or more and KV on their devices: only two lanes' KV is on a device at a "
+        "time, all of it in the host's memory; the next lane's is brought while one computes",
+    )
     gpu_memory_fraction: float = option(
         0.9,
         "of a GPU's memory, what may be in use by us and others together",

@@ -308,7 +308,7 @@ def beside_stages(
 
     joined: RHub = JoinedHub(workers.hub, hub)
     if workers.answers_at_once:
-        joined = HubBehind(workers.hub.connections[0], hub)
+        joined = HubBehind(workers.hub.connections, hub)
     # Nobody comes in the place of a column's R-worker; a column answers when all
     # stages have.
     return replace(

@@ -9,7 +9,7 @@ has a fixed share of its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.host.machine import default_kv_bytes
@@ -81,6 +81,13 @@ class KVDemand:
     """Of each; None: what is left."""
     is_on_both: bool = False
     """A cache on the device beside those."""
+    swapped_lanes: int = 0
+    """Lanes whose KV is in the host's memory, and two lanes' of it in each
+    cache; 0: nothing is swapped."""
+    num_stages: int = 1
+    """That keep their lanes' KV on this host."""
+    stored_bytes: int = 0
+    """Of KV that a step stores, where that is copied to the host."""
     device_cache_bytes: int | None = None
     """Of that one; None: what is left there, or as much as the others on a host."""
 
@@ -101,6 +108,8 @@ class MemoryPlan:
     """Of the cache on the device, where others are on R-workers."""
     held_bytes: int = 0
     """For prompts under way, on the device."""
+    swapped_bytes: int = 0
+    """Of all lanes' KV on the host, of a stage."""
 
     def __str__(self) -> str:
         parts = (
@@ -111,6 +120,7 @@ class MemoryPlan:
             ("prompts under way", self.held_bytes),
             ("KV cache on the device", self.device_kv_bytes),
             ("KV cache", self.kv_bytes),
+            ("all lanes' KV on the host", self.swapped_bytes),
         )
         return ", ".join(f"{name} {_gb(num)}" for name, num in parts if num)
 
@@ -153,13 +163,45 @@ def plan_memory(
     if kv.is_on_both:
         device_kv = _device_kv_bytes(kv, room - s_part, where, on_gpu=free.device_bytes is not None)
     if kv.on_device or free.device_bytes is None:
-        left = room - s_part - device_kv
+        left = room - s_part - device_kv - kv.stored_bytes * kv.num_caches
     else:
         where, left = "the host", free.host_bytes - staging
     is_all_theirs = kv.on_device and free.device_bytes is not None
-    kv_bytes = _kv_bytes(kv, left, where, is_all_theirs=is_all_theirs)
+    swapped = 0
+    if kv.swapped_lanes:
+        # On the host what two steps have stored waits for its place.
+        stored = 2 * kv.stored_bytes * kv.num_stages
+        on_host = free.host_bytes - stored if is_all_theirs else None
+        kv_bytes, swapped = _swapped_bytes(kv, left, where, on_host)
+    else:
+        kv_bytes = _kv_bytes(kv, left, where, is_all_theirs=is_all_theirs)
     held += sizes.prompt_bytes
-    return MemoryPlan(weights, activations, staging, kv_bytes, graphs, device_kv, held)
+    return MemoryPlan(weights, activations, staging, kv_bytes, graphs, device_kv, held, swapped)
+
+
+def _swapped_bytes(kv: KVDemand, room: int, where: str, host_room: int | None) -> tuple[int, int]:
+    """Of each cache, which has two lanes' KV, and of all lanes' on the host.
+    ``host_room``: beside ``room`` on the device; None: it is the same."""
+    at_a_time = 2
+    mend = (Given("kv_memory_gb"), " or ", Given("lanes"))
+    if host_room is None:
+        share = _kv_bytes(replace(kv, cache_bytes=None), room, where, is_all_theirs=False)
+        most = share * at_a_time // (at_a_time + kv.swapped_lanes)
+    else:
+        share = default_kv_bytes(kv.num_stages, host_room)
+        on_device = _kv_bytes(kv, room, where, is_all_theirs=True)
+        most = min(on_device, share * at_a_time // kv.swapped_lanes)
+    kv_bytes = most if kv.cache_bytes is None else kv.cache_bytes
+    swapped = kv_bytes // at_a_time * kv.swapped_lanes
+    what = (
+        f"KV of {kv.swapped_lanes} lanes in each of {kv.num_stages} stages, of {_gb(swapped)} a "
+        "stage,"
+    )
+    if host_room is None:
+        _check(what, (swapped + kv_bytes) * kv.num_caches, room, where, mend)
+    else:
+        _check(what, swapped * kv.num_stages, host_room, "the host", mend)
+    return kv_bytes, swapped
 
 
 def _device_kv_bytes(kv: KVDemand, room: int, where: str, *, on_gpu: bool) -> int:

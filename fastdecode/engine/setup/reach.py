@@ -38,6 +38,7 @@ from fastdecode.engine.step.local import LocalConnection, reach_device
 from fastdecode.engine.step.mixed import MixedAttention
 from fastdecode.engine.step.prompts import HeldPrompts
 from fastdecode.engine.step.remote import Attention, AttentionPlan
+from fastdecode.engine.step.swapped import reach_swapped
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, Hello, ToRWorker
 from fastdecode.wire.mpi.roles import StageRanks, link_address
@@ -144,7 +145,10 @@ def has_stage_ranks(resolved: ResolvedConfig) -> bool:
 
 
 def reach_own_device(resolved: ResolvedConfig) -> Reached:
-    """The cache on this S-worker's device."""
+    """The cache on this S-worker's device; or those of its lanes, which are swapped."""
+    if resolved.config.s_part.swap:
+        num_lanes, most_tokens = resolved.most_lanes, resolved.schedule.batching.step_tokens
+        return reach_swapped(resolved.device, resolved.kv_bytes, num_lanes, most_tokens=most_tokens)
     host_bytes = host_tier_bytes(resolved.config.cache)
     return reach_device(resolved.device, resolved.kv_bytes, host_bytes=host_bytes)
 

@@ -19,7 +19,7 @@ from fastdecode.engine.setup.devices import choose_device, free_memory, uses_gra
 from fastdecode.engine.setup.memory import FreeMemory, MemoryPlan
 from fastdecode.engine.setup.steps import Steps
 from fastdecode.schedule.options import ScheduleOptions
-from fastdecode.wire.mpi.launcher import launched_size
+from fastdecode.wire.mpi.launcher import launched_size, local_size
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,14 @@ def resolve(
     all_layers = (*layers, *prompt_layers)
     here = _layers_here(all_layers, device, transport)
     on_device = spec if len(all_layers) == 1 or len(here) > 1 else stage_spec(spec, here[0])
-    of_prompts = kv_spec(config, on_device, identity.kv_dtype).token_bytes if prompt_layers else 0
+    on_host = min(len(layers), local_size()) if stages_are_ranks(transport) else len(layers)
+    kv_token_bytes = kv_spec(config, on_device, identity.kv_dtype).token_bytes
     steps = Steps(
-        config, on_device, identity.dtype, transport, free, graphs, held_token_bytes, of_prompts,
-        num_stages_here=len(layers) if device.type == "cpu" else len(here),
+        config, on_device, identity.dtype, transport, free, graphs, held_token_bytes,
+        prompt_token_bytes=kv_token_bytes if prompt_layers else 0,
+        kv_token_bytes=kv_token_bytes,
+        num_stages_here=on_host if device.type == "cpu" else len(here),
+        num_stages_on_host=on_host,
         usual_lanes=len(layers) if transport == "local" and len(here) == 1 else 1,
     )  # fmt: skip
     plan = steps.plan(may_overlap=placement == "r" and not shares_cores)

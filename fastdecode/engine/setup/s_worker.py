@@ -74,7 +74,7 @@ def step_graphs(
         model, resolved.device, capture=True, num_lanes=num_lanes, max_graphs=max_graphs
     )
     gc.collect()  # what is left of an engine before this one: its graphs and weights
-    if resolved.transport == "local":
+    if resolved.transport == "local" and not resolved.config.s_part.swap:
         return graphs  # whole steps are captured, once there is a cache
     with contextlib.nullcontext() if ranks is None else ranks.peers.exchanging():
         graphs.prepare()

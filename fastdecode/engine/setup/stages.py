@@ -72,6 +72,11 @@ class StageSetup:
         return self.number + 1 if self.number + 1 < len(self.resolved.layers) else None
 
     @property
+    def is_of_prompts(self) -> bool:
+        """Whether it runs prompts only."""
+        return self.number >= len(self.resolved.layers)
+
+    @property
     def name(self) -> str:
         """For people."""
         return stage_name(self.number, len(self.resolved.layers))
@@ -150,6 +155,7 @@ class StageSetup:
             links,
             asked.num_lanes,
             replicas,
+            stores_elsewhere=self.is_of_prompts,
         )
         with typed_failures():
             stage.run()

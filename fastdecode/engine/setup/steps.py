@@ -77,6 +77,10 @@ class Steps:
     are none."""
     num_stages_here: int = 1
     """That share the memory of this one's device."""
+    num_stages_on_host: int = 1
+    """That share this host's memory."""
+    kv_token_bytes: int = 0
+    """K and V of a token that this S-worker's device keeps."""
     usual_lanes: int = 1
     """Where S-part and R-part don't overlap: as many as stages that do."""
 
@@ -96,7 +100,7 @@ class Steps:
         raise refusal
 
     def _choices(self, may_overlap: bool) -> Iterator[Lanes]:
-        asked = self.config.batching.lanes
+        config, asked = self.config, self.config.batching.lanes
         if self.config.r_part.kv_placement == "hybrid":
             yield Lanes(1, 1, MAX_HYBRID_LANES)
             return
@@ -104,7 +108,7 @@ class Steps:
         if asked is not None or not may_overlap:
             # On shared cores stages take turns, each with all of them: every
             # lane more would read the weights once more.
-            yield Lanes.fixed(asked or self.usual_lanes)
+            yield Lanes.fixed(asked or (num_stages if config.s_part.swap else self.usual_lanes))
             return
         if self.config.s_part.prompt_pp:
             yield Lanes.fixed(2 * num_stages)
@@ -146,14 +150,14 @@ class Steps:
         memory = plan_memory(
             self.spec,
             sizes,
-            self._kv_demand(),
+            self._kv_demand(lanes.most, batching.step_tokens),
             self.free,
             gpu_memory_fraction=config.s_part.gpu_memory_fraction,
         )
         return StepPlan(lanes, schedule, memory)
 
-    def _kv_demand(self) -> KVDemand:
-        r_part = self.config.r_part
+    def _kv_demand(self, num_lanes: int, step_tokens: int) -> KVDemand:
+        r_part, swaps = self.config.r_part, self.config.s_part.swap
         of_stage = r_part.r_workers + self.config.cluster.spare_r_workers
         num_threads = of_stage * self.config.s_part.pp
         in_process = {"local": self.num_stages_here, "inline": num_threads, "inproc": num_threads}
@@ -163,6 +167,9 @@ class Steps:
             cache_bytes=_bytes(r_part.kv_memory_gb),
             is_on_both=r_part.kv_placement == "hybrid",
             device_cache_bytes=_bytes(r_part.device_kv_gb),
+            swapped_lanes=num_lanes if swaps else 0,
+            stored_bytes=self.kv_token_bytes * step_tokens if swaps else 0,
+            num_stages=self.num_stages_on_host,
         )
 
     def _held_bytes(self, batching: Batching) -> int:

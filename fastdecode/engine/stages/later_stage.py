@@ -45,6 +45,8 @@ class LaterStage:
         links: to the first, the one before and the one behind.
         num_lanes: most that there may be.
         replicas: that its R-workers keep of each other; None: they keep none.
+        stores_elsewhere: it brings K and V to R-workers that others step: it
+            has done its part of a step when these have answered for all.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class LaterStage:
         links: StageLinks,
         num_lanes: int,
         replicas: StageReplicas | None = None,
+        *,
+        stores_elsewhere: bool = False,
     ) -> None:
         self._number = number
         self._before, self._next = before, behind
@@ -69,6 +73,7 @@ class LaterStage:
         self._waiting: deque[StagePass] = deque()
         self._passed: dict[int, StagePass] = {}  # by lane
         self._columns = OwnColumns(attention.fleet, links, replicas)
+        self._stores_elsewhere = stores_elsewhere
         self._last_step = -1
         self._is_over = False
 
@@ -98,7 +103,12 @@ class LaterStage:
         if self._next is None:
             x = _rows(x, self._s_worker.upload(torch.from_numpy(step.logit_rows)))
         output = self._s_worker.to_host(x, step.lane)
-        return On(output, lambda x: self._send(step, x))
+        return On(
+            output,
+            lambda x: self._send(step, x),
+            lambda x: self._report(step, x),
+            lambda: step.remote.settled or not self._stores_elsewhere,
+        )
 
     def take_done(self) -> tuple[StageDone, ...]:
         """See ``Onward``."""
@@ -110,17 +120,23 @@ class LaterStage:
         return self._links.has_heard
 
     def _send(self, step: LaneStep, x: Activations) -> None:
-        """A step's output, to whoever goes on with it; the first stage is told."""
+        """A step's output, to whoever goes on with it."""
         self._s_worker.check()
         self._tell_news()  # that a column was lost is told before what came of its rows
+        if self._next is not None:
+            passed = self._passed[step.lane]
+            self._links.tell(self._next, passed_on(passed, x, self._lost_of(passed)))
+
+    def _report(self, step: LaneStep, x: Activations) -> None:
+        """The first stage is told of a step; of its output by the last one."""
+        self._tell_news()
         passed = self._passed.pop(step.lane)
-        lost = {*passed.lost.tolist(), *self._fleet.lost}
-        done = report(self._number, step, len(self._holders), lost)
-        if self._next is None:
-            done = replace(done, x=x)
-        else:
-            self._links.tell(self._next, passed_on(passed, x, lost))
-        self._links.tell(_FIRST, done)
+        done = report(self._number, step, len(self._holders), self._lost_of(passed))
+        self._links.tell(_FIRST, done if self._next is not None else replace(done, x=x))
+
+    def _lost_of(self, passed: StagePass) -> set[int]:
+        """Columns whose rows mean nothing by now."""
+        return {*passed.lost.tolist(), *self._fleet.lost}
 
     def _tell_news(self) -> None:
         """What R-workers have answered, and who of them is lost."""

@@ -158,21 +158,37 @@ class On:
     Args:
         output: of the stage's last layer, on its way to the host; of the last
             stage, the rows that draw a token.
-        send: sends it.
+        send: passes it on, unless the stage is the last.
+        report: tells the first stage that this one has done its part.
+        may_report: whether it has.
     """
 
     reports = ()
 
-    def __init__(self, output: Fetched, send: Callable[[Activations], None]) -> None:
+    def __init__(
+        self,
+        output: Fetched,
+        send: Callable[[Activations], None],
+        report: Callable[[Activations], None],
+        may_report: Callable[[], bool],
+    ) -> None:
         self.copy = output
-        self._send = send
+        self._send, self._report, self._may_report = send, report, may_report
+        self._is_sent = False
 
     @property
     def can_go_on(self) -> bool:
-        return self.copy.done
+        return self._may_report() if self._is_sent else self.copy.done
 
-    def go_on(self) -> Tensor:
-        self._send(as_array(self.copy.host))
+    def go_on(self) -> Tensor | None:
+        """See ``Passage``."""
+        x = as_array(self.copy.host)
+        if not self._is_sent:
+            self._is_sent = True
+            self._send(x)
+        if not self._may_report():
+            return None
+        self._report(x)
         return torch.empty((0, 0))
 
     def deliver(self, done: StageDone) -> None:

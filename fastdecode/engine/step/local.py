@@ -64,6 +64,8 @@ from fastdecode.wire.messages import (
 )
 from fastdecode.wire.traits import ForHolder
 from fastdecode.wire.transport import SoleHub, closed_error, timeout_error
+from rworker.blocks.appending import Appended
+from rworker.blocks.kv_store import KVStore
 from rworker.books import Books, blocks_within
 from sworker.buffers import to_device
 from sworker.device import Gpu
@@ -222,8 +224,7 @@ class LocalConnection:
         the order of ``begin``'s sequences: decoded ones, later chunks, first
         chunks."""
         appended = self.books.begin_step(begin)
-        if appended.copy_sources.size:
-            self.cache.copy_blocks(appended.copy_sources, appended.copy_targets)
+        self._prepare(begin, appended)
         total = begin.num_past + begin.num_new
         is_decoded = begin.num_new == 1
         is_first = ~is_decoded & (begin.num_past == 0)
@@ -232,7 +233,7 @@ class LocalConnection:
         later = tuple(
             Prompt(
                 slice(int(ends[i] - begin.num_new[i]), int(ends[i])),
-                self._slots(int(begin.sequence_ids[i]), int(total[i])),
+                self._to_device(_slots(self.books.store, begin.sequence_ids[i], total[i])),
             )
             for i in range(num_decoded, len(ends) - num_first)
         )
@@ -249,26 +250,38 @@ class LocalConnection:
             first_starts=tuple(starts.tolist()),
         )
 
-    def _slots(self, sequence_id: int, num_tokens: int) -> Tensor:
-        """Slots of a sequence's first tokens, int64 [num_tokens], on the device."""
-        ids = np.array([sequence_id], np.int64)
-        first, count = np.zeros(1, np.int32), np.array([num_tokens], np.int32)
-        return self._to_device(self.books.store.slots(ids, first, count))
+    def _prepare(self, begin: BeginStep, appended: Appended) -> None:
+        """The step finds what it sees, and its own copies of what others share."""
+        if appended.copy_sources.size:
+            self.cache.copy_blocks(appended.copy_sources, appended.copy_targets)
 
     def _to_device(self, array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         return to_device(torch.from_numpy(array), self._device, self._gpu)
 
     def _greet(self, hello: Hello) -> Welcome | Failed:
         try:
-            num_blocks = blocks_within(self._kv_bytes, hello.kv.block_bytes, hello)
-            self._cache = PagedKV(
-                hello.kv, hello.attention, num_blocks, self._device, self._kernels
-            )
+            num_blocks = self._take_memory(hello)
         except CapacityError as error:
             return Failed(self.peer, error.code, f"{error.message}; or {_MEND}")
         self._books, self._tier, self._holder = Books(hello, num_blocks), None, hello.holder
         mine = (self.peer, num_blocks, hello.kv.block_size, torch.get_num_threads())
         return Welcome(*mine, has_tier=self._host_bytes > 0)
+
+    def _take_memory(self, hello: Hello) -> int:
+        """How many KV blocks there are now.
+
+        Raises:
+            CapacityError: there is no memory for any.
+        """
+        num_blocks = blocks_within(self._kv_bytes, hello.kv.block_bytes, hello)
+        self._cache = PagedKV(hello.kv, hello.attention, num_blocks, self._device, self._kernels)
+        return num_blocks
+
+
+def _slots(store: KVStore, sequence_id: int, num_tokens: int) -> NDArray[np.int64]:
+    """Of a sequence's first tokens, [num_tokens]."""
+    first, count = np.zeros(1, np.int32), np.array([num_tokens], np.int32)
+    return store.slots(np.array([sequence_id], np.int64), first, count)
 
 
 class LocalAttention:
@@ -306,9 +319,9 @@ class LocalStep:
         self.batch = batch
         self._begin, self._holder = span.begin, span.holder
         self._books = connection.books
+        self._paged = connection.begin_step(span.begin)
         self._cache = connection.cache
         self._whole = whole
-        self._paged = connection.begin_step(span.begin)
         self._o = torch.empty(0)
         self._is_timed = self._cache.pool.device.type == "cpu"
         self.computed_s = {span.holder: 0.0}

@@ -100,7 +100,7 @@ class Pipeline:
         started = time.perf_counter()
         remote = self._attention.begin(batch)
         whole = remote.run_through(self._s_worker)
-        forward = whole or _begin(self._s_worker, batch, lane)
+        forward = whole or begin_pass(self._s_worker, batch, lane)
         step = LaneStep(lane, batch, logit_rows, remote, forward, s_compute_s=planned_s)
         step.is_whole, step.fed_by = whole is not None, fed_by
         self._lanes.enter(step)
@@ -197,7 +197,8 @@ class Pipeline:
             self._arrivals.take_in(*received, now)
 
 
-def _begin(s_worker: SWorker, batch: StepBatch, lane: int) -> Pass:
+def begin_pass(s_worker: SWorker, batch: StepBatch, lane: int) -> Pass:
+    """A step up to its first layer's attention, wherever it begins."""
     if batch.hidden is not None:
         return s_worker.go_on(batch.hidden, batch.positions, lane)
     return s_worker.begin(batch.token_ids, batch.positions, lane, batch.feed)

@@ -20,10 +20,10 @@ from fastdecode.core.sequence import NOTHING, Sequence
 from fastdecode.schedule.admission.load_control import MicroBatch
 from fastdecode.schedule.apart import without_last_token
 from fastdecode.schedule.cache.reuse import Reuse
-from fastdecode.schedule.hybrid.control import HybridControl
 from fastdecode.schedule.lengths import LengthPredictor
 from fastdecode.schedule.plan import Start
 from fastdecode.schedule.reserving.ledger import BlockLedger
+from fastdecode.schedule.reserving.places import Places
 from fastdecode.schedule.running import Lane, Run, cached_at_end
 
 _TOKENS_A_TOKEN = 4
@@ -47,6 +47,16 @@ class Wish:
     """The kept blocks that it starts with, if it is no fork."""
     num_shared: int = 0
     """Tokens that it needn't run, since its parent has them, or they are kept."""
+    first_token: int = 0
+    """Those before it are in none of its parts: no layer sees them any more."""
+
+    def without(self, num_unseen: int) -> Wish:
+        """Of a whole sequence: so many tokens are in no part of it."""
+        if not num_unseen:
+            return self
+        (size,), (most,) = self.sizes, self.may_grow_to
+        sizes, may_grow_to = (size - num_unseen,), (most - num_unseen,)
+        return replace(self, sizes=sizes, may_grow_to=may_grow_to, first_token=num_unseen)
 
     @property
     def is_split(self) -> bool:
@@ -85,7 +95,7 @@ class Starts:
     Args:
         ledger: counts what is reserved.
         lengths: forecasts what is to be reserved, and the load.
-        hybrid: says which holders are for which lane; None: all are for all.
+        places: says which holders are for which lane; None: all are for all.
         first_part_id: of the parts of sequences, which are numbered from there.
     """
 
@@ -93,11 +103,11 @@ class Starts:
         self,
         ledger: BlockLedger,
         lengths: LengthPredictor,
-        hybrid: HybridControl | None = None,
+        places: Places | None = None,
         first_part_id: int = 0,
     ) -> None:
         self._ledger = ledger
-        self._hybrid = hybrid
+        self._places = places
         self._lengths = lengths
         self._part_ids = map(PartId, itertools.count(first_part_id))
 
@@ -119,7 +129,11 @@ class Starts:
                 return None
             if self._ledger.cache.awaited(parent):
                 return None  # it may turn out that it hasn't got them
-            fork = self._meet(lane, self._wish(sequence, ahead, recompute, sibling, num_shared))
+            first = sibling.residence.parts[0].first_token
+            fork = None
+            if first <= self._ledger.cache.stock.window.unseen_tokens(num_shared):
+                wish = self._wish(sequence, ahead, recompute, sibling, num_shared)
+                fork = self._meet(lane, wish.without(first))
             if fork is not None:
                 return fork
         wish = self._wish(sequence, ahead, recompute)
@@ -146,8 +160,10 @@ class Starts:
             if cache.is_coming(wish.sequence, found):
                 return None
             for reuse in _worth_it(lane, self._ledger.capacity.present, found):
+                if reuse.first_token and wish.sequence.request.hands_over:
+                    continue  # whoever it is handed over to fetches all of it
                 started = replace(wish, reuse=reuse, num_shared=reuse.num_tokens)
-                candidate = self._meet(lane, started)
+                candidate = self._meet(lane, started.without(reuse.first_token))
                 if candidate is not None:
                     return candidate
         return self._meet(lane, wish)
@@ -157,11 +173,11 @@ class Starts:
         wish, holders = candidate.wish, candidate.holders
         parts = holders if wish.is_split else None
         lane.budget.book(candidate.chunks, wish.num_shared, parts=parts, ahead=wish.ahead)
-        residence = new_residence(holders, wish.sizes, self._part_ids)
+        residence = new_residence(holders, wish.sizes, self._part_ids, wish.first_token)
         self._begin(wish, residence)
         self._ledger.reserve(residence)
-        if self._hybrid is not None:
-            self._hybrid.started(wish.sequence, residence)
+        if self._places is not None:
+            self._places.started(wish.sequence, residence)
         projected, chunks = candidate.projected, deque(candidate.chunks)
         until = min(projected.target_length, residence.num_tokens)
         kept = () if wish.reuse is None else wish.reuse.keys
@@ -268,9 +284,10 @@ class Starts:
         """A holder for the part that comes after those that are ``placed``;
         ``shares``: the load of each part."""
         part = len(placed)
+        tiers: Seq[list[HolderId]]
         tiers = self._ledger.candidates(placed, wish.sizes, wish.may_grow_to, wish.credit)
-        if self._hybrid is not None:
-            tiers = self._hybrid.among(lane.index, wish.sequence, tiers)
+        if self._places is not None:
+            tiers = self._places.among(lane.index, wish.sequence, tiers)
         if part < len(fixed):
             tiers = [[fixed[part]]] if any(fixed[part] in tier for tier in tiers) else []
         earlier = tuple(zip(placed, shares, strict=False))

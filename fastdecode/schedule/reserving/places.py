@@ -1,0 +1,35 @@
+"""Which holders are for which lane, where not all are for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+from fastdecode.core.holders import HolderId, Residence
+from fastdecode.core.sequence import Sequence
+
+
+class Places(Protocol):
+    """Says where a sequence that starts may go."""
+
+    def among(
+        self, lane: int, sequence: Sequence, tiers: Seq[Seq[HolderId]]
+    ) -> Seq[list[HolderId]]:
+        """Of the holders that have room for a sequence, those where it may
+        start in this lane."""
+
+    def started(self, sequence: Sequence, residence: Residence) -> None:
+        """A sequence starts there."""
+
+
+class OwnHolders:
+    """Each lane has a holder of its own, of the lane's number."""
+
+    def among(
+        self, lane: int, sequence: Sequence, tiers: Seq[Seq[HolderId]]
+    ) -> list[list[HolderId]]:
+        """See ``Places``."""
+        return [[holder for holder in tier if holder == lane] for tier in tiers]
+
+    def started(self, sequence: Sequence, residence: Residence) -> None:
+        """See ``Places``."""

@@ -1,0 +1,279 @@
+"""KV of many lanes on a device that has room for two: the lane that computes,
+and the one that is next (DéjàVu, section 4.3).
+
+All K and V lie in the host's memory, a lane's in blocks of its own names. A
+lane's step finds the blocks that it sees in one of two **slots** on the device;
+into the other one those of the lane that is due next are copied meanwhile,
+layer by layer::
+
+    compute     | lane 0: layer 0 | layer 1 | … | lane 1: layer 0 | layer 1 | …
+    copies in    lane 1: layer 0 | layer 1 | …   lane 2: layer 0 | layer 1 | …
+    copies out                                  | lane 0's new tokens |
+
+A layer waits for its own copies and for no others. When a step is over, what it
+has stored is gathered from all layers, and goes to the host in one copy; the
+host puts it to where it belongs later. As soon as it is gathered the slot may be
+filled again. Nothing else leaves the
+device, since nothing else has changed. The host waits for such a copy when its
+lane is to be brought back, or the memory that it came to is needed again: by
+then other lanes have been computed.
+
+What a lane finds in its slot from its step before isn't copied again.
+
+Streams: ``in`` and ``out``, beside the one that computes. On a CPU all is done
+at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fastdecode.core.spec import AttentionSpec, KVSpec
+from sworker.device import Event, Gpu, Stream, gpu_of
+from sworker.paged import BlockKernels, PagedKV
+from sworker.room import Room
+from sworker.swap.host import HostKV, Staged, parts_of, row_bytes, stretches
+
+NUM_SLOTS = 2
+Blocks: TypeAlias = NDArray[np.int64]
+"""Names of blocks, ascending, none twice."""
+
+
+@dataclass
+class SwapFigures:
+    """What was copied, over all layers together."""
+
+    num_steps: int = 0
+    num_blocks_in: int = 0
+    num_late_blocks: int = 0
+    """Of those, the ones that were asked for when their lane's step began: it
+    wasn't foreseen that they would be needed, or that the lane would be next."""
+    num_unused_blocks: int = 0
+    """Of those, the ones that no step has seen."""
+    num_prefetches: int = 0
+    """How often a lane's blocks were brought before its step began."""
+    num_tokens_out: int = 0
+    num_copies_out: int = 0
+
+
+@dataclass(eq=False)
+class Slot:
+    """The device's room for one lane."""
+
+    cache: PagedKV
+    staging: Room
+    """On the host, for what was stored."""
+    lane: int | None = None
+    is_here: NDArray[np.bool_] = field(init=False)
+    """By block, whether the slot has what the host has, or more."""
+    is_unused: NDArray[np.bool_] = field(init=False)
+    """Of those, what was copied in and no step has seen."""
+    arrived: list[Event | None] = field(init=False)
+    """When copies in of each layer are done; None: they are."""
+    gathered: Event | None = None
+    """When what was stored has been read."""
+    leaving: Staged | None = None
+    """What is in ``staging``, until it has its place; another lane's, perhaps."""
+
+    def __post_init__(self) -> None:
+        num_blocks = self.cache.num_slots // self.cache.kv.block_size
+        self.is_here = np.zeros(num_blocks, np.bool_)
+        self.is_unused = np.zeros(num_blocks, np.bool_)
+        self.arrived = [None] * self.cache.kv.num_layers
+
+
+class SwappedKV:
+    """See the module. Lanes' steps come one after another: ``enter``, what
+    computes (``wait`` before each layer), ``leave``.
+
+    Args:
+        kv, attention, device, kernels: see ``PagedKV``.
+        num_blocks: of each lane, and of each slot.
+        num_lanes: how many lanes there are.
+        gpu: the device's driver, in place of the one that torch has.
+        most_tokens: of a step, for which pinned memory is taken now.
+
+    Raises:
+        CapacityError: the device or the host hasn't the memory.
+    """
+
+    def __init__(
+        self,
+        kv: KVSpec,
+        attention: Sequence[AttentionSpec],
+        num_blocks: int,
+        num_lanes: int,
+        device: torch.device,
+        gpu: Gpu | None = None,
+        kernels: BlockKernels | None = None,
+        most_tokens: int = 0,
+    ) -> None:
+        self._gpu = gpu or gpu_of(device)
+        self.figures = SwapFigures()
+        caches = [PagedKV(kv, attention, num_blocks, device, kernels) for _ in range(NUM_SLOTS)]
+        staged_bytes = most_tokens * sum(map(_token_bytes, parts_of(caches[0])))
+        on_host = _on_host if self._gpu is None else self._gpu.pinned
+        on_device = _on_host if self._gpu is None else self._gpu.room
+        own_bytes = 0 if self._gpu is None else staged_bytes  # else there is nothing to copy
+        self.slots = tuple(Slot(cache, Room(on_host, own_bytes)) for cache in caches)
+        self.hosts = tuple(HostKV(caches[0], self._gpu) for _ in range(num_lanes))
+        self._packed = Room(on_device, own_bytes)
+        self._in: Stream | None = None
+        self._out: Stream | None = None
+        if self._gpu is not None:
+            self._in, self._out = self._gpu.new_stream(), self._gpu.new_stream()
+        self._present = 0  # the slot whose lane began last
+
+    def enter(self, lane: int, past: Blocks) -> PagedKV:
+        """A lane's step begins that sees these blocks, beside what it stores.
+        They are copied in, as far as they aren't on their way. Returns where
+        they are, and what is stored goes; ``wait`` says when."""
+        slot = self._slot_for(lane)
+        self._present = self.slots.index(slot)
+        self.figures.num_late_blocks += self._copy_in(slot, past)
+        slot.is_unused[past] = False
+        if self._gpu is not None and slot.gathered is not None:
+            self._gpu.current_stream().wait_event(slot.gathered)
+        return slot.cache
+
+    def prefetch(self, lane: int, blocks: Blocks) -> None:
+        """A lane will be next, or it is expected to be: bring blocks that it
+        will see into the slot that the present one doesn't use."""
+        if self.slots[self._present].lane == lane:
+            return
+        slot = self._slot_for(lane)
+        self.figures.num_prefetches += self._copy_in(slot, blocks, is_early=True) > 0
+
+    def wait(self, layer: int) -> None:
+        """What is computed from now on comes after the copies of this layer."""
+        event = self.slots[self._present].arrived[layer]
+        if self._gpu is not None and event is not None:
+            self._gpu.current_stream().wait_event(event)
+
+    def wait_for_all(self) -> None:
+        """``wait`` for all layers: copies of the last one come last."""
+        self.wait(len(self.slots[self._present].arrived) - 1)
+
+    def leave(self, tokens: NDArray[np.int64]) -> None:
+        """The present lane's step has stored these slots [T]: they go to the
+        host."""
+        slot = self.slots[self._present]
+        assert slot.lane is not None
+        self._place(slot)  # or it would be overwritten
+        slot.is_here[np.unique(tokens // slot.cache.kv.block_size)] = True
+        slot.arrived = [None] * len(slot.arrived)
+        slot.leaving = self._sent(slot, slot.lane, tokens)
+        if self._gpu is None:
+            self._place(slot)
+        self.figures.num_steps += 1
+        self.figures.num_tokens_out += len(tokens)
+        self.figures.num_copies_out += 1
+
+    def _slot_for(self, lane: int) -> Slot:
+        """The one that has it; else the one that the present lane doesn't use,
+        from now on."""
+        for slot in self.slots:
+            if slot.lane == lane:
+                return slot
+        slot = self.slots[1 - self._present]
+        self.figures.num_unused_blocks += int(slot.is_unused.sum())
+        slot.lane = lane
+        slot.is_here[:] = slot.is_unused[:] = False
+        return slot  # what was still to arrive there is waited for all the same
+
+    def _copy_in(self, slot: Slot, blocks: Blocks, *, is_early: bool = False) -> int:
+        """Have the slot get those of its lane's blocks that it lacks; how many
+        these are."""
+        missing = blocks[~slot.is_here[blocks]]
+        if not missing.size:
+            return 0
+        assert slot.lane is not None
+        for other in self.slots:
+            if other.leaving is not None and other.leaving.lane == slot.lane:
+                self._place(other)
+        slot.is_here[missing] = True
+        slot.is_unused[missing] = is_early
+        runs = list(stretches(missing, slot.cache.kv.block_size))
+        pairs = list(zip(parts_of(slot.cache), self.hosts[slot.lane].parts, strict=True))
+        if self._in is not None and slot.gathered is not None:
+            self._in.wait_event(slot.gathered)
+        with self._on(self._in):
+            for layer in range(len(slot.arrived)):
+                for there, here in pairs:
+                    for half in range(2):
+                        for run in runs:
+                            target = there[layer, half, run]
+                            target.copy_(here[layer, half, run], non_blocking=True)
+                if self._in is not None:
+                    slot.arrived[layer] = self._in.record_event()
+        self.figures.num_blocks_in += len(missing)
+        return len(missing)
+
+    def _sent(self, slot: Slot, lane: int, tokens: NDArray[np.int64]) -> Staged:
+        """Slots' tokens [T] on their way to the host."""
+        parts = parts_of(slot.cache)
+        sizes = [len(tokens) * _token_bytes(part) for part in parts]
+        packed = self._packed.take(torch.Size((sum(sizes),)), torch.uint8)
+        if self._gpu is None or self._out is None:
+            _gather(parts, torch.from_numpy(tokens), packed)
+            return Staged(lane, tokens, _rows(parts, packed), None)
+        self._out.wait_stream(self._gpu.current_stream())
+        staging = slot.staging.take(packed.shape, torch.uint8)
+        with self._gpu.on(self._out):
+            _gather(parts, self._gpu.upload(torch.from_numpy(tokens)), packed)
+            slot.gathered = self._out.record_event()
+            staging.copy_(packed, non_blocking=True)
+            event = self._out.record_event()
+        return Staged(lane, tokens, _rows(parts, staging), event)
+
+    def _place(self, slot: Slot) -> None:
+        """What has left a slot gets its place on the host; waits until it is
+        there."""
+        leaving, slot.leaving = slot.leaving, None
+        if leaving is not None:
+            leaving.wait()
+            self.hosts[leaving.lane].place(leaving.tokens, leaving)
+
+    def _on(self, stream: Stream | None) -> AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._gpu is None else self._gpu.on(stream)
+
+
+def _gather(parts: Sequence[Tensor], tokens: Tensor, packed: Tensor) -> None:
+    """Slots [T] of all layers, one part behind the other, into uint8 memory."""
+    first = 0
+    for part in parts:
+        end = first + len(tokens) * _token_bytes(part)
+        shape = (*part.shape[:2], len(tokens), *part.shape[3:])
+        torch.index_select(part, 2, tokens, out=packed[first:end].view(part.dtype).view(shape))
+        first = end
+
+
+def _rows(parts: Sequence[Tensor], packed: Tensor) -> list[NDArray[np.uint8]]:
+    """The same memory on the host, as ``Staged`` has it."""
+    rows: list[NDArray[np.uint8]] = []
+    first = 0
+    num_tokens = packed.nbytes // sum(map(_token_bytes, parts))
+    for part in parts:
+        end = first + num_tokens * _token_bytes(part)
+        rows.append(packed[first:end].numpy().reshape(-1, num_tokens, row_bytes(part)))
+        first = end
+    return rows
+
+
+def _token_bytes(part: Tensor) -> int:
+    """Of one slot, K and V of all layers."""
+    return math.prod(part.shape[:2]) * row_bytes(part)
+
+
+def _on_host(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)

@@ -1,0 +1,137 @@
+"""Prompts under way on a prompt stage: one a lane, which goes on where it was."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import ProtocolError
+from fastdecode.core.holders import Holder, HolderKind
+from fastdecode.core.spec import AttentionSpec, KVSpec
+from fastdecode.engine.stages.passages import On
+from fastdecode.engine.stages.prompts import LanePrompts
+from fastdecode.engine.step.layout import StepBatch
+from fastdecode.wire.stages import StagePass
+from sworker.buffers import Fetched
+from sworker.paged import PagedKV
+from sworker.prefill import local_causal_attention
+
+FIRST_LANE, MOST_TOKENS, NUM_LANES = 2, 32, 2
+SPEC = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8, scale=0.3)
+KV = KVSpec(1, 2, 8, DType.FLOAT32, 16)
+
+
+@pytest.fixture
+def prompts() -> LanePrompts:
+    num_blocks = NUM_LANES * MOST_TOKENS // KV.block_size
+    return LanePrompts(
+        PagedKV(KV, (SPEC,), num_blocks, torch.device("cpu")), FIRST_LANE, MOST_TOKENS
+    )
+
+
+def batch(*rows: tuple[int, int, int, int], lane: int = FIRST_LANE) -> StepBatch:
+    """Rows of (sequence, column, tokens before, tokens that come): it ends with
+    them unless the column is negative."""
+    ids, columns, past, new = (np.array(x) for x in zip(*rows, strict=True))
+    draws = (columns >= 0).astype(np.uint8)
+    x = np.zeros((int(new.sum()), 4), np.float32)
+    passed = StagePass(
+        0, lane, x, ids, (np.abs(columns) % 10).astype(np.int32), past.astype(np.int32),
+        new.astype(np.int32), draws, np.zeros(0, np.int32),
+    )  # fmt: skip
+    holder = Holder(HolderKind.R_WORKER, False, False, KV.token_bytes)
+    return StepBatch.passed_on(passed, (holder,) * 3, torch.from_numpy(x))
+
+
+ENDS, GOES_ON = 1, -11
+"""In the place of a column, 1."""
+
+
+def test_prompts_that_begin_and_end_in_a_step_need_no_room(prompts: LanePrompts) -> None:
+    assert prompts.begin(batch((5, ENDS, 0, 3), (6, ENDS, 0, 40))) is None
+
+
+def test_a_longer_one_sees_all_that_came_before(prompts: LanePrompts) -> None:
+    """Beside others, in three steps, in both lanes by turns."""
+    torch.manual_seed(3)
+    qkv = [torch.randn(20, heads, 8) for heads in (4, 2, 2)]
+    whole, _ = local_causal_attention(*qkv, (0,), SPEC, want_lse=False)
+    past = 0
+    for count, told in ((8, GOES_ON), (7, GOES_ON), (5, ENDS)):
+        for lane in (FIRST_LANE, FIRST_LANE + 1):
+            step = batch((9, told, past, count), (3, 2, 0, 4), lane=lane)
+            held = prompts.begin(step)
+            assert held is not None
+            assert not any(span.begin.num_queries.any() for span in held.batch.spans)
+            assert not any(span.merge for span in held.batch.local)
+            rows = slice(past, past + count)
+            q, k, v = (torch.cat((x[rows], torch.randn(4, *x.shape[1:]))) for x in qkv)
+            o = torch.zeros_like(q)
+            held.run(0, q, k, v, o)
+            if past:
+                torch.testing.assert_close(o[:count], whole[rows])
+                assert not o[count:].any(), "the others' rows are attended elsewhere"
+        past += count
+
+
+REFUSED: list[tuple[list[tuple[int, int, int, int]], int, str]] = [
+    ([(5, GOES_ON, 0, 4), (6, GOES_ON, 0, 4)], FIRST_LANE, "2 prompts at a time"),
+    ([(9, GOES_ON, 8, 4), (6, 2, 8, 4)], FIRST_LANE, "2 prompts at a time"),
+    ([(9, ENDS, 7, 4)], FIRST_LANE, "7 tokens"),
+    ([(6, ENDS, 8, 4)], FIRST_LANE, "sequence 6 goes on"),
+    ([(9, ENDS, 8, 4)], FIRST_LANE + 1, "nothing are under way"),
+    ([(9, ENDS, 8, 1)], FIRST_LANE, "a row that decodes"),
+    ([(9, GOES_ON, 8, 25)], FIRST_LANE, "32 is the most"),
+    ([(5, ENDS, 0, 4)], 0, "lane 0 isn't one of prompts"),
+    ([(5, ENDS, 0, 4)], FIRST_LANE + NUM_LANES, "isn't one of prompts"),
+]
+
+
+@pytest.mark.parametrize(("rows", "lane", "reason"), REFUSED, ids=str)
+def test_what_a_scheduler_never_does_is_refused(
+    rows: list[tuple[int, int, int, int]], lane: int, reason: str, prompts: LanePrompts
+) -> None:
+    """Nobody's K and V are read as another's."""
+    assert prompts.begin(batch((9, GOES_ON, 0, 8))) is not None
+    with pytest.raises(ProtocolError, match=reason):
+        prompts.begin(batch(*rows, lane=lane))
+
+
+def test_a_room_is_the_next_ones_when_its_prompt_is_over_or_gone(prompts: LanePrompts) -> None:
+    assert prompts.begin(batch((9, GOES_ON, 0, 8))) is not None
+    assert prompts.begin(batch((7, GOES_ON, 0, 6))) is not None
+    with pytest.raises(ProtocolError, match="6 of 7 are under way"):
+        prompts.begin(batch((9, ENDS, 8, 2)))
+    assert prompts.begin(batch((7, ENDS, 6, 2))) is not None
+
+
+def test_a_prompt_stage_reports_when_all_is_stored() -> None:
+    """The next stage needn't wait for that."""
+    done: list[str] = []
+    x, stored = torch.zeros(2, 4), [False]
+    passage = On(
+        Fetched(x),
+        lambda rows: done.append("passed on"),
+        lambda rows: done.append("reported"),
+        lambda: stored[0],
+    )
+    assert passage.can_go_on and passage.go_on() is None
+    assert done == ["passed on"] and not passage.can_go_on
+    stored[0] = True
+    assert passage.can_go_on and passage.go_on() is not None
+    assert done == ["passed on", "reported"]
+
+
+def test_other_stages_report_at_once() -> None:
+    """Their R-workers are told of what comes next behind what they store."""
+    done: list[str] = []
+    passage = On(
+        Fetched(torch.zeros(2, 4)),
+        lambda rows: done.append("passed on"),
+        lambda rows: done.append("reported"),
+        lambda: True,
+    )
+    assert passage.go_on() is not None
+    assert done == ["passed on", "reported"]

@@ -1,0 +1,254 @@
+"""KV of lanes that is swapped (``--swap``): tokens are those of one stage, and
+what is copied is what is needed, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import FAMILIES, prompts
+from device_engine import device_engine, run
+from recorded_gpu import RecordedGpu
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.sequence import PromptRequest
+from sworker.swap.host import HostKV
+from sworker.swap.swapped import SwappedKV
+
+Make = Callable[..., Path]
+Tokens = list[list[tuple[int, ...]]]
+ALONE: dict[str, Any] = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01}
+SWAPPED: dict[str, Any] = {
+    "dtype": "float32", "kv_memory_gb": 0.01, "kv_placement": "gpu", "pp": 3,
+    "pp_layers": "1,1,1", "swap": True,
+}  # fmt: skip
+
+
+def tokens(llm: LLM, asked: list[tuple[list[int], SamplingParams]]) -> Tokens:
+    outputs = llm.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+    assert all(output.ok for output in outputs), outputs
+    return [[completion.token_ids for completion in output.completions] for output in outputs]
+
+
+def mixed_requests() -> list[tuple[list[int], SamplingParams]]:
+    """Short and long, greedy and sampled, several completions of one prompt."""
+    short, long, forked, middling, other = prompts((5, 40, 18, 23, 31))
+    return [
+        (short, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)),
+        (long, SamplingParams(temperature=1.0, seed=4, max_tokens=9, ignore_eos=True)),
+        (forked, SamplingParams(temperature=0.8, seed=5, top_p=0.9, max_tokens=8, n=7)),
+        (middling, SamplingParams(temperature=0, max_tokens=15, repetition_penalty=1.2)),
+        (other, SamplingParams(temperature=0, max_tokens=25, ignore_eos=True)),
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_familys_tokens(family: str, tiny_checkpoint: Make) -> None:
+    path, asked = str(tiny_checkpoint(family)), mixed_requests()
+    with LLM(path, **ALONE) as llm:
+        expected = tokens(llm, asked)
+    with LLM(path, **SWAPPED, prefill_chunk=16, block_size=16) as llm:
+        assert tokens(llm, asked) == expected
+        assert tokens(llm, asked) == expected
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_checkpoint: Make) -> str:
+    return str(tiny_checkpoint("llama"))
+
+
+@pytest.fixture(scope="module")
+def expected(llama: str) -> Tokens:
+    with LLM(llama, **ALONE) as llm:
+        return tokens(llm, mixed_requests())
+
+
+WAYS: list[dict[str, Any]] = [
+    {"prefix_cache": "on", "block_size": 16},
+    {"prefix_cache": "off", "lanes": 5, "prefill_chunk": 7},
+    {"max_num_sequences": 4, "max_step_tokens": 19},
+    {"schedule": "synchronized", "lanes": 4},
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_ways_to_run(way: dict[str, Any], llama: str, expected: Tokens) -> None:
+    with LLM(llama, **SWAPPED, **way) as llm:
+        assert tokens(llm, mixed_requests()) == expected
+        assert tokens(llm, mixed_requests()) == expected
+
+
+def test_sequences_are_suspended_and_go_on(llama: str) -> None:
+    """Twelve sequences grow beyond what is reserved for them in their lanes."""
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, stop_token_ids=[0])
+    asked = [(prompt, params) for prompt in prompts((20,) * 12, seed=3)]
+    with LLM(llama, **ALONE) as llm:
+        alone = tokens(llm, asked)
+    small = {"kv_memory_gb": 8e-5, "block_size": 16, "length_quantile": 0.5}
+    with LLM(llama, **{**SWAPPED, **small}, expected_output_tokens=2) as llm:
+        assert tokens(llm, asked) == alone
+        assert llm.stats.num_suspended > 0
+
+
+def test_cancelled_requests_leave_nothing_behind(llama: str, expected: Tokens) -> None:
+    with LLM(llama, **SWAPPED) as llm:
+        endless = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True, n=4)
+        deltas = llm.deltas([PromptRequest("endless", prompts((30,))[0], endless)])
+        assert next(deltas).finish_reason is None
+        deltas.close()
+        assert tokens(llm, mixed_requests()) == expected
+        figures = []
+        llm.service.call(lambda running: figures.append(running.engine.figures()))
+        assert {one.kv_blocks_used for one in figures[0].r_workers} == {0}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"kv_placement": "r"}, "R-workers' is in the host's memory as it is"),
+    ({"kv_placement": "auto"}, "R-workers' is in the host's memory as it is"),
+    ({"pp": 2, "pp_layers": None}, "is all of it: raise pp=2"),
+    ({"lanes": 2}, "is all of it: raise lanes=2"),
+    ({"schedule": "stabilized"}, "schedule='stabilized'"),
+    ({"load_limit": 100}, "load_limit"),
+    ({"kv_memory_gb": 1e5}, "3 lanes in each of 3 stages"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), REFUSED, ids=str)
+def test_refused_elsewhere(options: dict[str, Any], says: str, llama: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        LLM(llama, **{**SWAPPED, **options})
+    assert says in refusal.value.message
+
+
+@dataclass
+class Seen:
+    """What one stage's swapped KV was asked for, and what a simple count makes
+    of it."""
+
+    swap: SwappedKV
+    log: list[tuple[str, int]] = field(default_factory=list)
+    needed: int = 0
+    """Blocks that steps saw, of lanes that had left the device since."""
+    stored: int = 0
+    lately: list[int] = field(default_factory=list)
+
+    def enter(self, lane: int, num_blocks: int) -> None:
+        self.log.append(("enter", lane))
+        assert lane not in self.lately[-2:], "three lanes take turns"
+        self.needed += num_blocks
+        self.lately.append(lane)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> dict[int, Seen]:
+    """Of each stage, once it is there; by the object that it is."""
+    stages: dict[int, Seen] = {}
+    enter, leave, prefetch = SwappedKV.enter, SwappedKV.leave, SwappedKV.prefetch
+
+    def of(swap: SwappedKV) -> Seen:
+        return stages.setdefault(id(swap), Seen(swap))
+
+    def entered(self: SwappedKV, lane: int, past: Any) -> Any:
+        of(self).enter(lane, len(past))
+        return enter(self, lane, past)
+
+    def left(self: SwappedKV, tokens: Any) -> None:
+        of(self).stored += len(tokens)
+        leave(self, tokens)
+
+    def brought(self: SwappedKV, lane: int, blocks: Any) -> None:
+        of(self).log.append(("bring", lane))
+        prefetch(self, lane, blocks)
+
+    monkeypatch.setattr(SwappedKV, "enter", entered)
+    monkeypatch.setattr(SwappedKV, "leave", left)
+    monkeypatch.setattr(SwappedKV, "prefetch", brought)
+    return stages
+
+
+def test_each_block_in_once_each_token_out_once(llama: str, seen: dict[int, Seen]) -> None:
+    """Two sequences in each of three lanes, all of the same length."""
+    num_prompt, num_tokens, block_size = 20, 30, 16
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    asked = [(prompt, params) for prompt in prompts((num_prompt,) * 6, seed=3)]
+    options = {"block_size": block_size, "max_num_sequences": 6, "prefix_cache": "off"}
+    with LLM(llama, **SWAPPED, **options) as llm:
+        tokens(llm, asked)
+    assert len(seen) == 3
+    # The last token that is drawn is never stored.
+    lengths = range(num_prompt, num_prompt + num_tokens - 1)
+    of_a_lane = sum(2 * -(-length // block_size) for length in lengths)
+    for stage in seen.values():
+        figures = stage.swap.figures
+        unused = sum(int(slot.is_unused.sum()) for slot in stage.swap.slots)
+        assert stage.needed == 3 * of_a_lane
+        assert figures.num_blocks_in - figures.num_unused_blocks - unused == stage.needed
+        assert figures.num_unused_blocks + unused <= 2 * 2 * 4, "of lanes that had ended"
+        assert figures.num_late_blocks == 0
+        assert figures.num_tokens_out == stage.stored == 6 * (num_prompt + num_tokens - 1)
+        num_steps = sum(kind == "enter" for kind, _ in stage.log)
+        assert figures.num_copies_out == figures.num_steps == num_steps >= 3 * num_tokens
+        # Each lane is brought as soon as all of the one before it is queued.
+        for place, (kind, lane) in enumerate(stage.log):
+            if kind == "enter" and place > 3:
+                assert stage.log[place - 1] == ("bring", lane)
+
+
+def on_recorded_gpu(path: Path, mistake: Callable[[SwappedKV], None]) -> RecordedGpu:
+    """Prompts in chunks, and tokens, of a whole engine's three lanes."""
+    gpu = RecordedGpu()
+
+    def see(attention: Any) -> None:
+        swap: SwappedKV = attention.swap.kv
+        for slot in swap.slots:
+            gpu.stays(slot.cache.pool)
+        for host in swap.hosts:
+            record_places(gpu, host)
+        mistake(swap)
+
+    how = {"kv_placement": "gpu", "swap": True, "lanes": 3, "captures": True, "see": see}
+    with device_engine(path, gpu, **how) as engine:
+        run(engine, (3, 22, 11, 17, 9), 4)
+    return gpu
+
+
+def record_places(gpu: RecordedGpu, host: HostKV) -> None:
+    place = host.place
+
+    def placed(slots: Any, staged: Any) -> None:
+        for rows, came in zip(host._rows, staged.rows, strict=True):
+            gpu.read(came, "what has come")
+            for there in rows:
+                for slot in slots.tolist():
+                    gpu.write(there[slot], "its place on the host")
+        place(slots, staged)
+
+    host.place = placed  # type: ignore[method-assign]
+
+
+def launched_before_it_is_there(swap: SwappedKV) -> None:
+    swap.wait = lambda layer: None  # type: ignore[method-assign]
+
+
+def overwritten_while_it_leaves(swap: SwappedKV) -> None:
+    leave = swap.leave
+
+    def left(slots: Any) -> None:
+        leave(slots)
+        for slot in swap.slots:
+            slot.gathered = None
+
+    swap.leave = left  # type: ignore[method-assign]
+
+
+def test_no_races_in_a_whole_engine(tiny_checkpoint: Make) -> None:
+    path = tiny_checkpoint("llama", num_hidden_layers=4)
+    checker = on_recorded_gpu(path, lambda swap: None).checker
+    assert checker.num_accesses > 1000
+    assert checker.races == [] and checker.unkept == []
+    for mistake in (launched_before_it_is_there, overwritten_while_it_leaves):
+        assert on_recorded_gpu(path, mistake).checker.races, mistake

@@ -1,0 +1,334 @@
+"""Swapped KV by itself: whatever lanes do, they find what they stored; what is
+copied is what is missing; and nothing is read or written too early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from late_gpu import LateGpu
+from recorded_gpu import RecordedGpu
+
+from fastdecode.core.dtype import DType
+from fastdecode.core.spec import AttentionSpec, KVSpec
+from sworker.paged import PagedKV
+from sworker.swap.host import Staged, stretches
+from sworker.swap.swapped import SwappedKV
+
+CPU = torch.device("cpu")
+NUM_LAYERS, BLOCK, NUM_BLOCKS = 3, 16, 6
+SPEC = AttentionSpec(num_q_heads=2, num_kv_heads=2, head_dim=8, scale=1.0)
+
+
+@dataclass
+class Lanes:
+    """Lanes that store and read, beside what each ought to have."""
+
+    num_lanes: int = 3
+    dtype: DType = DType.FLOAT32
+    gpu: Any = None
+    num_layers: int = NUM_LAYERS
+    found: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """What was read, and what ought to have been."""
+    copied: int = 0
+    """Blocks that a step needed and weren't there from the lane's last step."""
+
+    def __post_init__(self) -> None:
+        self.random = np.random.default_rng(3)
+        self.kv = KVSpec(self.num_layers, 2, 8, self.dtype, BLOCK)
+        specs = [SPEC] * self.num_layers
+        self.swap = SwappedKV(
+            self.kv, specs, NUM_BLOCKS, self.num_lanes, CPU, self.gpu, most_tokens=40
+        )
+        self.own = [PagedKV(self.kv, specs, NUM_BLOCKS, CPU) for _ in range(self.num_lanes)]
+        self.lengths = [0] * self.num_lanes
+        self.lately: list[int] = []
+        for cache in [slot.cache for slot in self.swap.slots] + self.own:
+            for memory in (cache.pool, cache.scales):
+                if memory is not None and isinstance(self.gpu, RecordedGpu):
+                    self.gpu.stays(memory)
+        for host in self.swap.hosts:
+            self._record(host)
+
+    def past(self, lane: int) -> np.ndarray:
+        """A lane's tokens fill blocks from its last to its first."""
+        num_blocks = -(-self.lengths[lane] // BLOCK)
+        return np.arange(NUM_BLOCKS - num_blocks, NUM_BLOCKS)
+
+    def step(self, lane: int, num_new: int, next_lane: int | None = None) -> None:
+        """A lane's step, after which another lane's KV is brought."""
+        first = self.lengths[lane]
+        num_new = min(num_new, NUM_BLOCKS * BLOCK - first)
+        past = self.past(lane)
+        if lane not in self.lately[-2:]:
+            self.copied += len(past)
+        places = np.arange(first, first + num_new)
+        tokens = (NUM_BLOCKS - 1 - places // BLOCK) * BLOCK + places % BLOCK
+        slots = torch.from_numpy(tokens)
+        cache = self.swap.enter(lane, past)
+        shape = (num_new, 2, 8)
+        for layer in range(self.num_layers):
+            self.swap.wait(layer)
+            k, v = (torch.from_numpy(self.random.standard_normal(shape, np.float32)) for _ in "kv")
+            self._read(cache, self.own[lane], layer, first)
+            for each in (cache, self.own[lane]):
+                each.store(layer, k, v, slots)
+        self.lengths[lane] += num_new
+        self.swap.leave(tokens)
+        self.lately = [*(x for x in self.lately[-2:] if x != lane), lane]
+        if next_lane is not None:
+            self.swap.prefetch(next_lane, self.past(next_lane))
+
+    def _read(self, cache: PagedKV, own: PagedKV, layer: int, num_tokens: int) -> None:
+        places = torch.arange(num_tokens)
+        slots = (NUM_BLOCKS - 1 - places // BLOCK) * BLOCK + places % BLOCK
+        for mine, whole in ((cache.pool, own.pool), (cache.scales, own.scales)):
+            if mine is not None and whole is not None:
+                self.found.append((mine[layer][:, slots], whole[layer][:, slots]))
+
+    def _record(self, host: Any) -> None:
+        """The host's own writes, of which torch knows nothing."""
+        place = host.place
+
+        def placed(tokens: np.ndarray, staged: Staged) -> None:
+            if isinstance(self.gpu, RecordedGpu):
+                for rows, came in zip(host._rows, staged.rows, strict=True):
+                    self.gpu.read(came, "what has come")
+                    for there in rows:
+                        for token in tokens.tolist():
+                            self.gpu.write(there[token], "its place on the host")
+            place(tokens, staged)
+
+        host.place = placed
+
+    def check(self) -> None:
+        assert self.found
+        for mine, own in self.found:
+            torch.testing.assert_close(mine, own, rtol=0, atol=0)
+
+
+def in_turns(lanes: Lanes, num_rounds: int = 4) -> Lanes:
+    """Each stores a prompt, and then a token in each of its steps."""
+    num_lanes = lanes.num_lanes
+    for number in range(num_rounds):
+        for lane in range(num_lanes):
+            lanes.step(lane, 1 if number else 20 + lane, (lane + 1) % num_lanes)
+    return lanes
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16, DType.INT8])
+@pytest.mark.parametrize("num_lanes", [3, 4])
+def test_in_turns_only_what_is_needed_is_copied(num_lanes: int, dtype: DType) -> None:
+    lanes = in_turns(Lanes(num_lanes, dtype))
+    lanes.check()
+    figures = lanes.swap.figures
+    num_steps = 4 * num_lanes
+    assert (figures.num_steps, figures.num_copies_out) == (num_steps, num_steps)
+    assert figures.num_tokens_out == sum(lanes.lengths)
+    # Two blocks for each lane's 20 tokens and a few, in each step but the
+    # first; those of the step after the last are there, too.
+    assert lanes.copied == 2 * 3 * num_lanes
+    assert figures.num_blocks_in == lanes.copied + 2
+    assert figures.num_late_blocks == figures.num_unused_blocks == 0
+    assert figures.num_prefetches == 3 * num_lanes + 1
+
+
+def test_two_lanes_stay_where_they_are() -> None:
+    lanes = in_turns(Lanes(2))
+    lanes.check()
+    assert lanes.swap.figures.num_blocks_in == 0
+    assert lanes.swap.figures.num_tokens_out == sum(lanes.lengths)
+
+
+def test_a_lane_that_was_not_foreseen_is_brought_late() -> None:
+    lanes = in_turns(Lanes(4))
+    lanes.step(2, 1, 1)  # 0 was brought in vain
+    lanes.step(1, 1, 0)
+    lanes.check()
+    figures = lanes.swap.figures
+    assert figures.num_late_blocks == figures.num_unused_blocks == 2
+
+
+Steps = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(1, 9), st.none() | st.integers(0, 3)), min_size=1
+)
+
+
+@given(Steps, st.sampled_from([DType.FLOAT32, DType.INT8]))
+@settings(deadline=None)
+def test_whatever_lanes_do(steps: list[tuple[int, int, int | None]], dtype: DType) -> None:
+    lanes = Lanes(4, dtype)
+    for lane, num_new, next_lane in steps:
+        if lanes.lengths[lane] < NUM_BLOCKS * BLOCK:
+            lanes.step(lane, num_new, next_lane)
+    figures, unused = lanes.swap.figures, sum(int(x.is_unused.sum()) for x in lanes.swap.slots)
+    for mine, own in lanes.found:
+        torch.testing.assert_close(mine, own, rtol=0, atol=0)
+    assert figures.num_tokens_out == sum(lanes.lengths)
+    seen = figures.num_blocks_in - figures.num_unused_blocks - unused
+    assert 0 <= figures.num_late_blocks <= seen
+
+
+@given(Steps, st.none() | st.integers(0, 99))
+@settings(deadline=None, max_examples=30)
+def test_whatever_lanes_do_however_late(
+    steps: list[tuple[int, int, int | None]], seed: int | None
+) -> None:
+    gpu = LateGpu(seed)
+    with gpu:
+        lanes = Lanes(4, gpu=gpu)
+        for lane, num_new, next_lane in steps:
+            if lanes.lengths[lane] < NUM_BLOCKS * BLOCK:
+                lanes.step(lane, num_new, next_lane)
+        gpu.finish()
+    for mine, own in lanes.found:
+        torch.testing.assert_close(mine, own, rtol=0, atol=0)
+
+
+def recorded(mistake: Callable[[Lanes], None] = lambda lanes: None, gpu: Any = None) -> Lanes:
+    """Lanes in turns, and then one that wasn't foreseen, and one that has
+    nothing yet."""
+    gpu = gpu or RecordedGpu()
+    with gpu:
+        lanes = Lanes(5, gpu=gpu)
+        mistake(lanes)
+        for number in range(4):
+            for lane in range(4):
+                lanes.step(lane, 1 if number else 20 + lane, (lane + 1) % 4)
+        lanes.step(4, 3, 2)
+        lanes.step(1, 1, 3)
+        for lane, next_lane in ((3, 0), (0, 2), (3, 1)):
+            lanes.step(lane, 1, next_lane)
+        if isinstance(gpu, LateGpu):
+            gpu.finish()
+    return lanes
+
+
+def test_no_races() -> None:
+    lanes = recorded()
+    lanes.check()
+    checker = lanes.gpu.checker
+    assert checker.num_accesses > 500
+    assert checker.races == [] and checker.unkept == []
+
+
+def launched_before_it_is_there(lanes: Lanes) -> None:
+    lanes.swap.wait = lambda layer: None  # type: ignore[method-assign]
+
+
+def the_layer_before_is_waited_for(lanes: Lanes) -> None:
+    wait = lanes.swap.wait
+    lanes.swap.wait = lambda layer: wait(max(0, layer - 1))  # type: ignore[method-assign]
+
+
+def overwritten_while_it_leaves(lanes: Lanes) -> None:
+    leave = lanes.swap.leave
+
+    def left(tokens: np.ndarray) -> None:
+        leave(tokens)
+        for slot in lanes.swap.slots:
+            slot.gathered = None
+
+    lanes.swap.leave = left  # type: ignore[method-assign]
+
+
+def copied_out_before_it_is_computed(lanes: Lanes) -> None:
+    lanes.swap._out.wait_stream = lambda stream: None  # type: ignore[union-attr, method-assign]
+
+
+def placed_before_it_has_come(lanes: Lanes) -> None:
+    place = lanes.swap._place
+
+    def placed(slot: Any) -> None:
+        if slot.leaving is not None:
+            slot.leaving.event = None
+        place(slot)
+
+    lanes.swap._place = placed  # type: ignore[method-assign]
+
+
+def one_staging_for_both_slots(lanes: Lanes) -> None:
+    first, second = lanes.swap.slots
+    second.staging = first.staging
+
+
+def brought_before_it_has_its_place(lanes: Lanes) -> None:
+    place, leave = lanes.swap._place, lanes.swap.leave
+    is_leaving = [False]
+
+    def left(tokens: np.ndarray) -> None:
+        is_leaving[0] = True
+        leave(tokens)
+        is_leaving[0] = False
+
+    def placed(slot: Any) -> None:
+        if is_leaving[0]:
+            place(slot)
+
+    lanes.swap.leave, lanes.swap._place = left, placed  # type: ignore[method-assign]
+
+
+def forgotten_that_another_lanes_is_still_coming(lanes: Lanes) -> None:
+    slot_for = lanes.swap._slot_for
+
+    def found(lane: int) -> Any:
+        slot = slot_for(lane)
+        if not slot.is_here.any():
+            slot.arrived = [None] * len(slot.arrived)
+        return slot
+
+    lanes.swap._slot_for = found  # type: ignore[method-assign]
+
+
+MISTAKES = [
+    launched_before_it_is_there,
+    the_layer_before_is_waited_for,
+    overwritten_while_it_leaves,
+    copied_out_before_it_is_computed,
+    placed_before_it_has_come,
+    one_staging_for_both_slots,
+    forgotten_that_another_lanes_is_still_coming,
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_planted_mistakes_are_found(mistake: Callable[[Lanes], None]) -> None:
+    assert recorded(mistake).gpu.checker.races
+
+
+@pytest.mark.parametrize(
+    ("mistake", "seed"),
+    [(launched_before_it_is_there, None), (brought_before_it_has_its_place, 1)],
+)
+def test_planted_mistakes_give_other_numbers(
+    mistake: Callable[[Lanes], None], seed: int | None
+) -> None:
+    """What runs late reads what isn't there; of the second one there is no
+    race, since the host does one after the other."""
+    recorded(gpu=LateGpu(seed)).check()
+    mistaken = recorded(mistake, LateGpu(seed))
+    with pytest.raises(AssertionError, match="not equal"):
+        mistaken.check()
+
+
+def test_calls_of_a_step() -> None:
+    """Blocks side by side are one copy for K and one for V of each layer, and
+    all that a step has stored is one."""
+    gpu = RecordedGpu()
+    with gpu:
+        lanes = in_turns(Lanes(3, gpu=gpu))
+        gpu.calls.clear()
+        in_turns(lanes, 2)
+    copies, num_steps = gpu.calls["aten::copy_"], 2 * 3
+    assert copies == num_steps * (1 + 2 * NUM_LAYERS)
+
+
+def test_stretches() -> None:
+    found = stretches(np.array([2, 3, 4, 7, 9, 10]), 16)
+    assert list(found) == [slice(32, 80), slice(112, 128), slice(144, 176)]
