@@ -39,8 +39,8 @@ from fastdecode.core.trace import Trace
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.engine.facts import facts_of
 from fastdecode.engine.feed import Arriving, Readings
+from fastdecode.engine.instances.opening import make_service
 from fastdecode.engine.service import EngineService, Snapshot
-from fastdecode.engine.setup.opening import make_service
 from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.chat_template import ChatTemplate
