@@ -61,6 +61,7 @@ def summarise(llm: LLM, *, started_s: float, num_requests: int, num_failed: int)
         "recomputed": stats.num_recomputed,
         "replicas": _replicas(stats),
         "tiers": asdict(stats.tiers) if stats.tiers.num_slots else None,
+        "swap": None if stats.swap is None else asdict(stats.swap),
         "session": _session(stats),
         "r_threads": facts.r_threads,
         "stage_layers": list(facts.stage_layers),
@@ -243,6 +244,19 @@ def _tiers(s: dict[str, Any]) -> list[str]:
     ]
 
 
+def _swapped(s: dict[str, Any]) -> list[str]:
+    """What was copied of lanes' KV, in the first stage."""
+    swap = s.get("swap")
+    if not swap or not swap["num_steps"]:
+        return []
+    blocks_in, steps = swap["num_blocks_in"], swap["num_steps"]
+    return [
+        f"lanes were swapped: {blocks_in / steps:.0f} KV blocks in and "
+        f"{swap['num_tokens_out'] / steps:.0f} tokens out a step of the first stage; of all "
+        f"blocks {swap['num_late_blocks']} came late and {swap['num_unused_blocks']} in vain"
+    ]
+
+
 def render(summary: dict[str, Any]) -> str:
     """The summary in a few lines for a person."""
     s = summary
@@ -276,6 +290,7 @@ def render(summary: dict[str, Any]) -> str:
             *_stages(s),
             *_sides(s),
             *_failovers(s),
+            *_swapped(s),
             *trouble,
         ]
     )
