@@ -35,7 +35,7 @@ MOST_WRITES = 40 * WRITES_A_BLOCK
 """Of one that is killed; each conversation has ten blocks."""
 MOST_ROUNDS = 40
 """For each kill: if it takes more, nothing is stored."""
-KILLS_A_RACK = 10
+KILLS_A_RACK = 5
 """Of one engine: R-workers that are lost again and again are asked back ever
 less often."""
 SILENCE_S = 3.0
