@@ -156,7 +156,10 @@ def plan_memory(
         f"the S-part of {spec.name} (weights {_gb(weights)}, a step's activations "
         f"{_gb(activations)}{of_graphs})"
     )
-    _check(what, s_part, room, where, _s_part_mend(graphs > 0, free.device_bytes is not None))
+    mend = _s_part_mend(graphs > 0, free.device_bytes is not None)
+    if sizes.prompt_bytes:
+        mend = (Given("max_model_len"), ", ", *mend)
+    _check(what, s_part, room, where, mend)
     held = min(sizes.held_bytes, (room - s_part) // _HELD_SHARE)
     s_part += held
     device_kv = 0
