@@ -249,9 +249,11 @@ def offered(planned: list[PlannedConversation]) -> float:
 
 
 def _quarter_gb(options: argparse.Namespace) -> float:
-    """A quarter of what all conversations come to."""
-    tokens = sum(turn.num_new + turn.num_drawn for each in plan(options) for turn in each.turns)
-    return max(1e-3, tokens * _token_bytes(options) / 4e9)
+    """A quarter of what all conversations come to; of few short ones what the
+    longest needs."""
+    tokens = [sum(x.num_new + x.num_drawn for x in each.turns) for each in plan(options)]
+    most = max(sum(tokens) / 4, 1.25 * max(tokens) + 256)
+    return most * _token_bytes(options) / 1e9
 
 
 def _token_bytes(options: argparse.Namespace) -> int:

@@ -27,6 +27,7 @@ together only the end goes, and what lies behind a missing block is of no use.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 from dataclasses import dataclass
@@ -108,10 +109,10 @@ def trace(
 
 
 def measure(
-    shape: str, think_s: float, setting: Setting, options: argparse.Namespace
+    shape: str, think_s: float, setting: Setting, options: argparse.Namespace, seed: int
 ) -> list[dict[str, Any]]:
     """A row a policy."""
-    turns = trace(shape, setting.count, setting.rate, think_s, random.Random(options.seed))
+    turns = trace(shape, setting.count, setting.rate, think_s, random.Random(seed))
     rows = []
     for name in POLICIES:
         tiers = Tiers(
@@ -136,6 +137,7 @@ def measure(
                 "recomputed_a_turn": round(t.num_recomputed / t.num_turns, 1),
                 "restored_a_turn": round(t.num_restored / t.num_turns, 1),
                 "recompute_cost": round(t.recompute_cost, 1),
+                "seed": seed,
             }
         )
         print(json.dumps(rows[-1]), flush=True)
@@ -193,9 +195,11 @@ class Kept:
         return [*leading] if self._only_ends else [*leading, *behind]
 
 
-def measure_index(shape: str, think_s: float, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_index(
+    shape: str, think_s: float, options: argparse.Namespace, seed: int
+) -> list[dict[str, Any]]:
     """A row a policy."""
-    turns = trace(shape, options.conversations, options.rate, think_s, random.Random(options.seed))
+    turns = trace(shape, options.conversations, options.rate, think_s, random.Random(seed))
     rows = []
     for name in POLICIES:
         kept = Kept(name, options.slots, options.block_size, only_ends=options.ends)
@@ -203,10 +207,27 @@ def measure_index(shape: str, think_s: float, options: argparse.Namespace) -> li
             kept.run(turn)
         row = {"shape": shape, "think_s": think_s, "policy": name, "turns": kept.num_turns}
         row["hit_share"] = round(1 - kept.num_recomputed / kept.num_history, 4)
-        row["recompute_cost"] = round(kept.recompute_cost, 1)
+        row |= {"recompute_cost": round(kept.recompute_cost, 1), "seed": seed}
         print(json.dumps(row))
         rows.append(row)
     return rows
+
+
+def to_lru(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What recomputing costs, all seeds together, to what it does under lru."""
+    cells: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in rows:
+        cell = cells.setdefault((row.get("model"), row["shape"], row["think_s"]), {})
+        cell[row["policy"]] = cell.get(row["policy"], 0.0) + row["recompute_cost"]
+    return [
+        {
+            "model": model,
+            "shape": shape,
+            "think_s": think_s,
+            **{name: round(cost / costs["lru"], 4) for name, cost in costs.items()},
+        }
+        for (model, shape, think_s), costs in cells.items()
+    ]
 
 
 def main() -> None:
@@ -217,7 +238,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=32)
     parser.add_argument("--think", type=float, nargs="+", default=[30, 60, 300])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--index", action="store_true", help="the engine's own index, one tier")
     parser.add_argument("--ends", action="store_true", help="the same; only ends go")
     parser.add_argument("--models", nargs="*", default=[], choices=MODELS)
@@ -225,22 +246,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for shape in options.shapes:
-        for think_s in options.think:
-            if options.index or options.ends:
-                rows += measure_index(shape, think_s, options)
-            for name in options.models:
-                setting = of_model(MODELS[name], shape, think_s, options.share)
-                found = measure(shape, think_s, setting, options)
-                rows += [{"model": name, **row} for row in found]
-            if not (options.index or options.ends or options.models):
-                rows += measure(shape, think_s, of_slots(options), options)
+    for shape, think_s, seed in itertools.product(options.shapes, options.think, options.seeds):
+        if options.index or options.ends:
+            rows += measure_index(shape, think_s, options, seed)
+        for name in options.models:
+            setting = of_model(MODELS[name], shape, think_s, options.share)
+            found = measure(shape, think_s, setting, options, seed)
+            rows += [{"model": name, **row} for row in found]
+        if not (options.index or options.ends or options.models):
+            rows += measure(shape, think_s, of_slots(options), options, seed)
     keep(
         {
             **provenance(),
             "slots": options.slots,
             "rate": options.rate,
             "share": options.share,
+            "to_lru": to_lru(rows),
             "rows": rows,
         },
         options.out,

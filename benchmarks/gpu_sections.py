@@ -27,6 +27,7 @@ import torch
 from gpu_end_to_end import end_to_end
 from gpu_instant import instant_steps
 from gpu_more import copies, host_turns, prompt_lengths
+from gpu_swap import swap_steps
 from gpu_whole import BLOCK_SIZE, decode_step, decode_ways, make_cache
 
 from fastdecode.core.dtype import DType
@@ -333,6 +334,13 @@ SECTIONS: dict[str, Callable[[Setup], Rows]] = {
     ),
     "host_turns": lambda setup: host_turns(
         setup.spec("8b", 32), setup.device, setup.dtype, 16, setup.pick(20, 2)
+    ),
+    "swap": lambda setup: swap_steps(
+        setup.spec("8b"),
+        setup.device,
+        setup.dtype,
+        setup.pick(((24, 1024), (96, 1024), (24, 8192)), ((3, 40),)),
+        setup.pick(8, 1),
     ),
     "end_to_end": lambda setup: end_to_end(
         setup.device, smoke=setup.smoke, deadline_s=setup.deadline_s

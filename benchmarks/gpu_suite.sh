@@ -6,8 +6,9 @@
 #   benchmarks/gpu_suite.sh [--smoke] --end-to-end [OUT_DIRECTORY]
 #   benchmarks/gpu_suite.sh [--smoke] --more [OUT_DIRECTORY]
 #
-# The third one, of five minutes, is beside the goals: CUDA's sanitizer over what copies and attends, pinned memory of
-# either kind, prompts of 40 lengths one by one, and what the host takes a lane and layer by the number of R-workers.
+# The third one, of seven minutes, is beside the goals: CUDA's sanitizer over what copies and attends, pinned memory of
+# either kind, prompts of 40 lengths one by one, what the host takes a lane and layer by the number of R-workers, and
+# lanes whose KV is swapped.
 #
 # Needs a Python (PYTHON, default python3) with torch, numba, numpy, psutil, mpi4py, safetensors, tokenizers,
 # transformers and pytest. With --smoke it runs on a CPU with tiny sizes, to see that it would run.
@@ -40,7 +41,7 @@ if [[ $call == more ]]; then
         > "$out/gpu_sanitizer.txt" 2>&1
     tests=$?
     tail -20 "$out/gpu_sanitizer.txt"
-    "$python" benchmarks/gpu_suite.py "${smoke[@]}" --call more --limit-s $((300 - SECONDS)) \
+    "$python" benchmarks/gpu_suite.py "${smoke[@]}" --call more --limit-s $((400 - SECONDS)) \
         --tests-exit-code "$tests" --out "$out/gpu_more.json"
     suite=$?
     exit $((suite ? suite : tests))

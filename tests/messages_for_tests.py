@@ -206,7 +206,7 @@ def from_r_worker() -> list[FromRWorker]:
         Unprotected(2, "nobody is there", 4),
         Dropped(2, 1),
         Fetching(2, 7, 4, 32, 0.125),
-        Moved(2, 7, np.arange(2).reshape(1, 2), 1 << 20, 0.25),
+        Moved(2, 7, np.arange(2).reshape(1, 2), 1 << 20, 0.25, 3, 2, 1, 4),
         Stocked(2, 9, np.arange(4).reshape(2, 2), np.array([64, 7], np.int32), True),
         Pulled(2, 5, 1 << 20, 0.25, "r3 is gone"),
         OnOffer("a hash", KVSpec(2, 4, 64, DType.BFLOAT16), 100),

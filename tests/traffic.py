@@ -14,6 +14,7 @@ from schedule_choices import MAX_SEQUENCES, MAX_STEP_TOKENS, PREFILL_CHUNK
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.holders import HolderId, Part
 from fastdecode.core.sequence import SHARED, CacheUse, Request, SamplingParams, Sequence
+from fastdecode.core.spec import first_seen
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.life.events import (
     Came,
@@ -228,7 +229,7 @@ class Harness:
         for sequence in wanted:
             if sequence.residence is not None:
                 parts = sequence.residence.parts
-                assert sequence.num_cached == sum(
+                assert sequence.num_cached == parts[0].first_token + sum(
                     self.stores[p.holder].num_cached(p.part_id) for p in parts
                 )
 
@@ -329,10 +330,12 @@ class Harness:
         return {i for i, life in lives.items() if life.is_parked}
 
     def _check_memory(self, chunk: Chunk) -> None:
-        """Whatever it attends to was written for it, and nothing was that is
-        said to be missing."""
+        """Whatever it attends to is there and was written for it, and nothing
+        was that is said to be missing."""
         sequence, last = chunk.sequence, chunk.first + chunk.num_tokens
         assert sequence.residence is not None
+        window = self.scheduler.ledger.cache.stock.window.num_tokens
+        assert sequence.residence.parts[0].first_token <= first_seen(chunk.first, window)
         contexts = self._contexts_of(sequence)
         for part in sequence.residence.parts:
             if part.holder not in self.lost:
@@ -442,9 +445,12 @@ class Harness:
 
     def run_out(self) -> None:
         """Until nothing is left, within as many turns as running one sequence
-        after the other would take."""
+        after the other would take, and then as blocks take that are copied down
+        a few at a time."""
         turns = sum(2 * (len(s.token_ids) + s.request.max_tokens) for s in self.live.values()) + 1
-        for _ in range(turns * (4 if self.scheduler._opening_steps else 2)):
+        turns *= 4 if self.scheduler._opening_steps else 2
+        for number in range(turns + 200):
+            assert number <= turns or not self.live, "somebody starves"
             if not (self.live or self.in_flight or self.unanswered or self.coming or self.moves):
                 return
             moved = [self.turn(lane) for lane in range(self.num_lanes)]

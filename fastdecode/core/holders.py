@@ -68,18 +68,19 @@ class Part:
 @dataclass(frozen=True)
 class Residence:
     """All parts of a sequence, of whatever lengths, in the order of their
-    tokens. A whole one has a single part."""
+    tokens. A whole one has a single part. Tokens before the first part are of
+    use to nobody any more: no layer sees as far back."""
 
     parts: tuple[Part, ...]
     num_tokens: int = field(init=False)
-    """That there is room for in all."""
+    """That there is room for in all, those included that are of no use."""
 
     def __post_init__(self) -> None:
-        end = 0
+        assert self.parts
+        end = self.parts[0].first_token
         for part in self.parts:
             assert part.first_token == end and part.num_tokens >= 1, "parts follow upon each other"
             end = part.end
-        assert self.parts
         object.__setattr__(self, "num_tokens", end)
 
     @property
@@ -104,10 +105,13 @@ class Residence:
         return Residence((*closed, replace(last, num_tokens=num_tokens - last.first_token)))
 
 
-def new_residence(holders: Seq[HolderId], sizes: Seq[int], part_ids: Iterator[PartId]) -> Residence:
-    """Parts of so many tokens each on these holders, with ids that no part had before."""
+def new_residence(
+    holders: Seq[HolderId], sizes: Seq[int], part_ids: Iterator[PartId], first_token: int = 0
+) -> Residence:
+    """Parts of so many tokens each on these holders, with ids that no part had
+    before. ``first_token``: of the first of them."""
     parts: list[Part] = []
-    first = 0
+    first = first_token
     for holder, num_tokens in zip(holders, sizes, strict=True):
         parts.append(Part(next(part_ids), holder, first, num_tokens))
         first += num_tokens

@@ -287,6 +287,11 @@ NOTHING: Final = range(0)
 """Of a sequence's tokens."""
 
 
+def shifted(tokens: range, by: int) -> range:
+    """The same, counted from elsewhere; nothing stays nothing."""
+    return range(tokens.start + by, tokens.stop + by) if tokens else NOTHING
+
+
 @dataclass(eq=False)
 class Sequence:
     """One continuation in the making: its tokens, how many of them are cached,

@@ -113,6 +113,15 @@ def longest_window(layers: Iterable[AttentionSpec]) -> int | None:
     return None if None in windows else max(window for window in windows if window is not None)
 
 
+def first_seen(num_past: int, window: int | None) -> int:
+    """The first token that any layer sees from behind so many.
+
+    Args:
+        window: see ``longest_window``.
+    """
+    return 0 if window is None else max(0, num_past + 1 - window)
+
+
 @dataclass(frozen=True)
 class KVSpec:
     """The KV cache of one model on one R-worker. A KV block holds

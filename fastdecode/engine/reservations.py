@@ -94,7 +94,7 @@ def move_event(
         return events.Pulled(PartId(news.sequence_id), news.reason)
     if isinstance(news, Moved):
         failed = tuple(keys_of(news.failed))
-        return events.Moved(holder, news.job, failed, news.num_bytes, news.seconds)
+        return events.Moved(holder, news.job, failed, news.num_bytes, news.seconds, news.faults)
     blocks = dict(zip(keys_of(news.keys), news.num_tokens.tolist(), strict=True))
     return events.Stocked(holder, news.num_slots, blocks)
 

@@ -13,6 +13,7 @@ from fastdecode.engine.session.counts import AttachedCounts
 from fastdecode.schedule.cache.tiers.moves import TierCounts
 from fastdecode.schedule.hybrid.control import HybridCounts
 from fastdecode.schedule.life.adoption import AdoptionCounts
+from sworker.swap.figures import SwapFigures
 
 
 @dataclass
@@ -63,6 +64,9 @@ class EngineStats:
     """Steps that began with tokens that were still on their way to the host."""
     tiers: TierCounts = field(default_factory=TierCounts)
     """Kept blocks that were moved between tiers."""
+    swap: SwapFigures | None = None
+    """What was copied of lanes' KV, in the first stage; None: nothing is
+    swapped."""
     num_suspended: int = 0
     """Sequences whose blocks were taken back for others, to be recomputed later."""
     num_handed_over: int = 0

@@ -61,6 +61,7 @@ def summarise(llm: LLM, *, started_s: float, num_requests: int, num_failed: int)
         "recomputed": stats.num_recomputed,
         "replicas": _replicas(stats),
         "tiers": asdict(stats.tiers) if stats.tiers.num_slots else None,
+        "swap": None if stats.swap is None else asdict(stats.swap),
         "session": _session(stats),
         "r_threads": facts.r_threads,
         "stage_layers": list(facts.stage_layers),
@@ -217,6 +218,14 @@ def _returns(returns: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+_FAULTS = {
+    "num_unread": "couldn't be read",
+    "num_damaged": "were damaged",
+    "num_unwritten": "couldn't be written",
+    "num_late": "came too late",
+}
+
+
 def _tiers(s: dict[str, Any]) -> list[str]:
     """What lower tiers took, and gave back."""
     tiers = s.get("tiers")
@@ -224,10 +233,25 @@ def _tiers(s: dict[str, Any]) -> list[str]:
         return []
     rate = tiers["fetched_bytes"] / max(tiers["fetch_s"], 1e-9) / 1e6
     told = f"; {tiers['num_failed']} couldn't be moved" if tiers["num_failed"] else ""
+    faults = [f"{tiers[name]} {what}" for name, what in _FAULTS.items() if tiers[name]]
+    told += f" ({', '.join(faults)})" if faults else ""
     return [
         f"kept KV blocks: {tiers['num_found']} were found in lower tiers, {tiers['num_stored']} "
         f"stored there, {tiers['num_fetched']} fetched at {rate:.0f} MB/s, "
         f"{tiers['num_dropped']} given up there{told}"
+    ]
+
+
+def _swapped(s: dict[str, Any]) -> list[str]:
+    """What was copied of lanes' KV, in the first stage."""
+    swap = s.get("swap")
+    if not swap or not swap["num_steps"]:
+        return []
+    blocks_in, steps = swap["num_blocks_in"], swap["num_steps"]
+    return [
+        f"lanes were swapped: {blocks_in / steps:.0f} KV blocks in and "
+        f"{swap['num_tokens_out'] / steps:.0f} tokens out a step of the first stage; of all "
+        f"blocks {swap['num_late_blocks']} came late and {swap['num_unused_blocks']} in vain"
     ]
 
 
@@ -264,6 +288,7 @@ def render(summary: dict[str, Any]) -> str:
             *_stages(s),
             *_sides(s),
             *_failovers(s),
+            *_swapped(s),
             *trouble,
         ]
     )

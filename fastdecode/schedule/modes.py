@@ -35,6 +35,7 @@ def make_scheduler(
     hybrid: HybridOptions | None = None,
     cache_identity: str | None = None,
     cache_policy: Policy | None = None,
+    window: int | None = None,
     swap_threshold: float = 0.25,
     first_part_id: int = 0,
     places: Places | None = None,
@@ -52,7 +53,8 @@ def make_scheduler(
             ``times``.
         cache_identity: what K and V depend on beside tokens; None: no KV block
             outlives its sequence.
-        cache_policy: see ``PrefixCache``.
+        cache_policy, window: see ``PrefixCache``; split sequences are kept as a
+            whole, whatever the window.
         swap_threshold: see ``BlockLedger``.
         clock: by which kept blocks are idle.
 
@@ -62,7 +64,8 @@ def make_scheduler(
     capacity = tuple(num_blocks * block_size for num_blocks in blocks)
     lengths = _lengths(options.batching)
     given = (len(blocks), block_size, cache_identity, cache_policy, clock)
-    cache = PrefixCache(*given, only_ends=options.split_tokens is not None)
+    is_split = options.split_tokens is not None
+    cache = PrefixCache(*given, only_ends=is_split, window=None if is_split else window)
     ledger = _ledger(options, blocks, block_size, cache, swap_threshold)
     most = options.batching.max_num_sequences
     # With a home lane there are no shares: that one may have all.

@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Final
 from zlib import crc32
 
@@ -59,6 +59,11 @@ class Faults:
     num_late: int = 0
     """Blocks that a step couldn't wait for any longer."""
 
+    def since(self, before: Faults) -> Faults:
+        """What has come to those that there were before."""
+        pairs = zip(astuple(self), astuple(before), strict=True)
+        return Faults(*(now - then for now, then in pairs))
+
 
 class Mover:
     """See the module. One thread calls; none of its calls waits for the disk,
@@ -84,6 +89,7 @@ class Mover:
     ) -> None:
         self.slots: Final = slots
         self.faults: Final = Faults()
+        self._told_faults = Faults()
         self._pool = pool
         self._clock = clock
         self._late_s = late_s
@@ -119,6 +125,12 @@ class Mover:
             self._warn("stuck", f"doesn't answer for {STUCK_S:g} s, and isn't asked any more")
             self._units.give_up()
         return self._units.take_over()
+
+    def take_faults(self) -> Faults:
+        """What has gone wrong since that was asked last."""
+        now = replace(self.faults)
+        new, self._told_faults = now.since(self._told_faults), now
+        return new
 
     def take_progress(self) -> list[tuple[Job, int]]:
         """Of fetches that aren't over, those that have come further since that

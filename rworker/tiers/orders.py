@@ -3,6 +3,8 @@ it tells."""
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 from fastdecode.core.errors import ProtocolError
 from fastdecode.wire.kv.kept import words_of
 from fastdecode.wire.kv.tiers import (
@@ -48,4 +50,5 @@ def moved(cache: Cache, news: Done | Further) -> Moved | Fetching:
         return Fetching(news.holder, news.number, news.num_there, news.num_layers, news.seconds)
     move = cache.books.moving.end(news.number, news.failed)
     failed = words_of([move.keys[place] for place in sorted(news.failed)])
-    return Moved(news.holder, news.number, failed, news.num_bytes, news.seconds)
+    faults = astuple(news.faults)
+    return Moved(news.holder, news.number, failed, news.num_bytes, news.seconds, *faults)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
@@ -18,7 +18,7 @@ from fastdecode.wire.kv.kept import words_of
 from fastdecode.wire.kv.tiers import MOST_MOVED, Stocked
 from rworker.tiers.disk import Disk
 from rworker.tiers.format import Entry, SlotShape
-from rworker.tiers.mover import Mover
+from rworker.tiers.mover import Faults, Mover
 from rworker.tiers.slots import SlotFile, open_slots
 from rworker.tiers.units import Job
 
@@ -44,6 +44,8 @@ class Done:
     num_bytes: int
     """That were moved."""
     seconds: float
+    faults: Faults = field(default_factory=Faults)
+    """Of the holder's tier, since that was told last."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,8 @@ class Tiers:
             for job in mover.take_over():
                 num_bytes = (len(job.keys) - len(job.failed)) * mover.slots.shape.slot_bytes
                 to = self._asked.pop((holder, job.number))
-                news.append(Done(to, holder, job.number, job.failed, num_bytes, job.seconds))
+                done = (to, holder, job.number, job.failed, num_bytes, job.seconds)
+                news.append(Done(*done, mover.take_faults()))
         return news
 
     def wait(self, timeout_s: float | None) -> None:

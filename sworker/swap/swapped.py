@@ -42,28 +42,12 @@ from fastdecode.core.spec import AttentionSpec, KVSpec
 from sworker.device import Event, Gpu, Stream, gpu_of
 from sworker.paged import BlockKernels, PagedKV
 from sworker.room import Room
+from sworker.swap.figures import SwapFigures
 from sworker.swap.host import HostKV, Staged, parts_of, row_bytes, stretches
 
 NUM_SLOTS = 2
 Blocks: TypeAlias = NDArray[np.int64]
 """Names of blocks, ascending, none twice."""
-
-
-@dataclass
-class SwapFigures:
-    """What was copied, over all layers together."""
-
-    num_steps: int = 0
-    num_blocks_in: int = 0
-    num_late_blocks: int = 0
-    """Of those, the ones that were asked for when their lane's step began: it
-    wasn't foreseen that they would be needed, or that the lane would be next."""
-    num_unused_blocks: int = 0
-    """Of those, the ones that no step has seen."""
-    num_prefetches: int = 0
-    """How often a lane's blocks were brought before its step began."""
-    num_tokens_out: int = 0
-    num_copies_out: int = 0
 
 
 @dataclass(eq=False)

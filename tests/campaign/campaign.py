@@ -169,7 +169,8 @@ class Campaign:
             if number:
                 act = getattr(module, where)
                 counts = act(number, random.Random(self._options.seed))
-                verdict = "changed" if counts["changed"] or counts["failed"] else "right"
+                is_bad = counts["changed"] or counts["failed"] or counts["orphans"]
+                verdict = "changed" if is_bad else "right"
                 self._keep("slots", {"where": where, "counts": counts, "verdict": verdict})
 
     def _returns(self, number: int) -> None:

@@ -1,36 +1,49 @@
-"""R-workers at addresses, each with a disk, that are killed while conversations
-go on: whoever comes in their place offers what the disk has.
+"""R-workers at addresses, each with a disk, that are killed (SIGKILL) in the
+middle of a write to it while conversations go on: whoever comes in their place
+offers what the disk has.
 
-One engine talks all the while. What it says is held against what it says
-without a cache.
+Each ends in a write of its own choosing, by a seed and not by the clock (see
+``dying``). One engine talks all the while. What it says is held against what it
+says without a cache.
 """
 
 from __future__ import annotations
 
 import contextlib
 import random
+import signal
+import sys
 import tempfile
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from dying import WRITES_A_BLOCK
 from mpi_launch import Running, running
 from random_llama import llama_config, write_checkpoint
-from small_jobs import FASTDECODE, LIMIT_S, PATHS, SHAPE, address_of
+from small_jobs import LIMIT_S, PATHS, SHAPE, address_of
 
 from fastdecode import LLM, SamplingParams
+from fastdecode.core.sequence import CacheUse
 
 NUM_R_WORKERS = 2
 NUM_CONVERSATIONS, NUM_TURNS, NUM_NEW, NUM_DRAWN = 5, 4, 24, 16
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_DRAWN, ignore_eos=True)
+MOST_WRITES = 40 * WRITES_A_BLOCK
+"""Of one that is killed; each conversation has ten blocks."""
+MOST_ROUNDS = 40
+"""For each kill: if it takes more, nothing is stored."""
+KILLS_A_RACK = 10
+"""Of one engine: R-workers that are lost again and again are asked back ever
+less often."""
 SILENCE_S = 3.0
 OPTIONS = {"dtype": "float32", "block_size": 16, "max_num_sequences": 4}
 
 
-def talk(llm: LLM, name: str) -> list[tuple[int, ...] | None]:
-    """Turns of all conversations; None: one has failed."""
+def talk(llm: LLM, name: str, salt: str = "") -> list[tuple[int, ...] | None]:
+    """Turns of all conversations; None: one has failed. ``salt``: who shares
+    their blocks."""
     said: list[tuple[int, ...] | None] = []
     for turn in range(NUM_TURNS):
         prompts = [
@@ -38,14 +51,16 @@ def talk(llm: LLM, name: str) -> list[tuple[int, ...] | None]:
             for i in range(NUM_CONVERSATIONS)
         ]
         names = [f"{name}-{i}" for i in range(NUM_CONVERSATIONS)]
-        for output in llm.generate(prompts, GREEDY, conversation_id=names):
+        use = CacheUse(salt=salt)
+        for output in llm.generate(prompts, GREEDY, conversation_id=names, cache=use):
             said.append(output.completions[0].token_ids if output.ok else None)
     return said
 
 
 def killed(number: int, chance: random.Random) -> Counter[str]:
-    """R-workers that are killed so often, at random moments, and others that
-    come in their place."""
+    """R-workers that are killed so often while they store, and others that come
+    in their place. Of two rounds of talks the second begins with what the first
+    has left."""
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="fd", dir="/tmp") as place:
         model = Path(place) / "model"
@@ -53,21 +68,30 @@ def killed(number: int, chance: random.Random) -> Counter[str]:
         config = llama_config(**SHAPE, max_position_embeddings=2048)
         write_checkpoint(model, config, "random")
         with LLM(str(model), **OPTIONS, prefix_cache="off", kv_memory_gb=0.02) as llm:
-            began_s = time.monotonic()
             expected = talk(llm, "plain")
-            plain_s = time.monotonic() - began_s
-        with Rack(Path(place)) as rack, rack.engine(model) as llm:
-            for kill in range(number):
-                timer = threading.Timer(chance.uniform(0, 2 * plain_s), rack.replace, [chance])
-                timer.start()
-                said = talk(llm, f"k{kill}")
-                timer.join(LIMIT_S)
-                counts["kills"] += 1
-                _compare(said, expected, counts)
-            tiers = llm.stats.tiers
-            for name in ("num_stored", "num_fetched", "num_found", "num_joined", "num_failed"):
-                counts[name.removeprefix("num_")] += getattr(tiers, name)
+        while (left := number - counts["kills"]) > 0:
+            with Rack(Path(place), min(left, KILLS_A_RACK), chance) as rack:
+                _talk_while_they_die(rack, model, expected, counts)
+                print(dict(counts), flush=True)
     return counts
+
+
+def _talk_while_they_die(
+    rack: Rack, model: Path, expected: list[tuple[int, ...] | None], counts: Counter[str]
+) -> None:
+    """Until all are killed that are to be."""
+    with rack.engine(model) as llm:
+        one, first = 0, counts["kills"]
+        while rack.num_killed < rack.number:
+            assert one < MOST_ROUNDS * rack.number, rack.words()
+            _compare(talk(llm, f"k{one}", f"{first} {one // 2}"), expected, counts)
+            one += 1
+        _compare(talk(llm, "last", f"{first} {one // 2}"), expected, counts)
+        tiers = llm.stats.tiers
+    counts["kills"] += rack.num_killed
+    counts["orphans"] += rack.end()
+    for name in ("num_stored", "num_fetched", "num_found", "num_joined", "num_failed"):
+        counts[name.removeprefix("num_").replace("failed", "unmoved")] += getattr(tiers, name)
 
 
 def _compare(
@@ -78,26 +102,39 @@ def _compare(
 
 
 class Rack:
-    """R-workers' processes.
+    """R-workers' processes, at addresses of their own: where one has been
+    killed, another comes.
 
     Args:
         directory: for their disks.
+        number: so many are killed.
+        chance: says in which write.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, number: int, chance: random.Random) -> None:
         self._disk = directory / "kept"
+        self.number = number
+        self._chance = chance
         self._stack = contextlib.ExitStack()
+        self._lock = threading.Lock()
         self._workers: list[Running] = []
         self._addresses: list[str] = []
+        self._watches: list[threading.Thread] = []
+        self._is_over = False
+        self._num_mortal = 0
+        self.num_killed = 0
 
     def __enter__(self) -> Rack:
         for _ in range(NUM_R_WORKERS):
-            worker = self._start("tcp://127.0.0.1:*")
-            self._workers.append(worker)
-            self._addresses.append(address_of(worker))
+            self._workers.append(self._start("tcp://127.0.0.1:*"))
+            self._addresses.append(address_of(self._workers[-1]))
+        for place in range(NUM_R_WORKERS):
+            self._watches.append(threading.Thread(target=self._watch, args=(place,), daemon=True))
+            self._watches[-1].start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._is_over = True
         self._stack.close()
 
     @contextlib.contextmanager
@@ -113,15 +150,37 @@ class Rack:
         ) as llm:
             yield llm
 
-    def replace(self, chance: random.Random) -> None:
-        """One is killed, and another comes."""
-        number = chance.randrange(NUM_R_WORKERS)
-        self._workers[number].process.kill()
-        self._workers[number] = self._start(self._addresses[number])
+    def words(self) -> str:
+        """What R-workers have said last."""
+        return "\n".join(worker.output()[-1000:] for worker in self._workers)
+
+    def end(self) -> int:
+        """R-workers leave, since nobody talks to them any more. How many
+        processes are left of all that there ever were."""
+        self._is_over = True
+        for watch in self._watches:
+            watch.join(LIMIT_S)
+        return sum(len(worker.wait(LIMIT_S).orphans) for worker in self._workers)
+
+    def _watch(self, place: int) -> None:
+        """Another comes for each one that is killed in a place."""
+        while not self._is_over:
+            exit_code = self._workers[place].wait_for_end(LIMIT_S)
+            if exit_code == -signal.SIGKILL and not self._is_over:
+                with self._lock:
+                    self.num_killed += 1
+                    self._workers[place] = self._start(self._addresses[place])
+            elif exit_code is not None:
+                return
 
     def _start(self, address: str) -> Running:
-        """With memory for few of the conversations' blocks."""
-        words = ["r-worker", "--threads", "1", "--bind", address, "--kv-memory-gb", "0.0016"]
+        """With memory for few of the conversations' blocks. As many are started
+        that are going to die as are to be killed."""
+        writes = self._chance.randint(1, MOST_WRITES) if self._num_mortal < self.number else 0
+        self._num_mortal += writes > 0
+        words = [sys.executable, str(Path(__file__).with_name("dying.py"))]
+        words += [str(writes), str(self._chance.random())]
+        words += ["--threads", "1", "--bind", address, "--kv-memory-gb", "0.0016"]
         words += ["--cache-disk", str(self._disk), "--cache-disk-gb", "0.05"]
         words += ["--silence-s", str(SILENCE_S), "--return-s", "10"]
-        return self._stack.enter_context(running([*FASTDECODE, *words], **PATHS))
+        return self._stack.enter_context(running(words, **PATHS))

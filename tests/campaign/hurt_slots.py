@@ -1,7 +1,8 @@
 """Kept blocks on disk whose bytes are flipped, and R-workers that are killed
 while they store: whatever is read back is right, or isn't there.
 
-As a program it stores blocks for ever: ``hurt_slots.py DIRECTORY SEED``.
+As a program it stores blocks until it is killed in the middle of a write:
+``hurt_slots.py DIRECTORY SEED WRITES SHARE`` (see ``dying``).
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -22,6 +22,8 @@ import numpy as np
 ROOT = Path(__file__).parents[2]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
+
+from dying import WRITES_A_BLOCK, die_in_write  # noqa: E402
 
 from rworker.tiers.format import SlotShape  # noqa: E402
 from rworker.tiers.mover import Mover  # noqa: E402
@@ -32,6 +34,8 @@ SHAPE = SlotShape("ab" * 32, num_layers=5, layer_bytes=3000)
 NUM_SLOTS = 16
 NUM_BLOCKS = 8
 QUOTA = SHAPE.file_bytes(NUM_SLOTS)
+MOST_WRITES = 12 * NUM_BLOCKS * WRITES_A_BLOCK
+"""Of one that is killed: of twelve jobs."""
 WAIT_S = 30.0
 
 
@@ -53,7 +57,7 @@ def run_job(mover: Mover, job: Job) -> set[int]:
 
 
 def store_for_ever(directory: Path, seed: int) -> None:
-    """Fill slots, drop some, fill them again; says when it has begun."""
+    """Fill slots, drop some, fill them again."""
     chance, pool = random.Random(seed), np.empty((SHAPE.num_layers, NUM_BLOCKS, 3000), np.uint8)
     mover = Mover(open_slots(directory, SHAPE, QUOTA), pool)
     for number in itertools.count():
@@ -64,8 +68,6 @@ def store_for_ever(directory: Path, seed: int) -> None:
         for key in chance.sample(there, max(0, len(there) + NUM_BLOCKS - NUM_SLOTS)):
             mover.slots.drop(key)
         run_job(mover, Job(number, False, keys, tuple(range(NUM_BLOCKS)), (64,) * NUM_BLOCKS))
-        if number == 0:
-            print("stored", flush=True)
 
 
 def look(directory: Path, counts: Counter[str]) -> None:
@@ -84,19 +86,20 @@ def look(directory: Path, counts: Counter[str]) -> None:
 
 
 def kills(number: int, chance: random.Random) -> Counter[str]:
-    """R-workers' movers killed at random moments while they store."""
+    """R-workers' movers that are killed in the middle of a random write."""
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="fd") as place:
         directory = Path(place) / "kept"
         for _ in range(number):
-            program = [sys.executable, __file__, str(directory), str(chance.getrandbits(32))]
-            with subprocess.Popen(program, stdout=subprocess.PIPE, start_new_session=True) as job:
+            given = chance.getrandbits(32), chance.randint(1, MOST_WRITES), chance.random()
+            program = [sys.executable, __file__, str(directory), *map(str, given)]
+            with subprocess.Popen(program, start_new_session=True) as job:
                 try:
-                    assert job.stdout is not None and job.stdout.readline() == b"stored\n"
-                    time.sleep(chance.uniform(0, 0.05))
+                    exit_code = job.wait(WAIT_S)
                 finally:
-                    os.killpg(job.pid, signal.SIGKILL)
-            counts["kills"] += 1
+                    if job.returncode is None:
+                        os.killpg(job.pid, signal.SIGKILL)
+            counts["kills" if exit_code == -signal.SIGKILL else "failed"] += 1
             look(directory, counts)
     return counts
 
@@ -124,4 +127,5 @@ def flips(number: int, chance: random.Random) -> Counter[str]:
 
 
 if __name__ == "__main__":
+    die_in_write(int(sys.argv[3]), float(sys.argv[4]))
     store_for_ever(Path(sys.argv[1]), int(sys.argv[2]))

@@ -182,7 +182,10 @@ def test_damaged_blocks_are_run_again(
     file.write_bytes(data)
     with LLM(path, **options) as llm:
         assert talk_in_turns(llm) == plain
-        assert llm.stats.tiers.num_found > 0 and llm.stats.tiers.num_failed > 0
+        counts = llm.stats.tiers
+        assert counts.num_found > 0 and counts.num_failed > 0
+        assert 0 < counts.num_damaged <= counts.num_failed, "told is why"
+        assert counts.num_unread == counts.num_unwritten == counts.num_late == 0
 
 
 def test_a_fine_tune_with_equal_headers_finds_nothing(

@@ -178,7 +178,9 @@ def test_each_block_in_once_each_token_out_once(llama: str, seen: dict[int, Seen
     options = {"block_size": block_size, "max_num_sequences": 6, "prefix_cache": "off"}
     with LLM(llama, **SWAPPED, **options) as llm:
         tokens(llm, asked)
+        told = llm.stats.swap
     assert len(seen) == 3
+    assert any(told is stage.swap.figures for stage in seen.values())
     # The last token that is drawn is never stored.
     lengths = range(num_prompt, num_prompt + num_tokens - 1)
     of_a_lane = sum(2 * -(-length // block_size) for length in lengths)

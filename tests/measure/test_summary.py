@@ -1,10 +1,14 @@
-"""What a summary says of a run with KV on both sides."""
+"""What a summary says of a run with KV on both sides, or swapped, and of lower tiers."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
-from fastdecode.measure.summary import _sides
+from fastdecode.measure.summary import _sides, _swapped, _tiers
+from fastdecode.schedule.cache.tiers.moves import TierCounts
+from sworker.swap.figures import SwapFigures
 
 
 @pytest.mark.parametrize(
@@ -31,3 +35,21 @@ def test_a_run_that_falls_back_to_one_side_says_so(
 
 def test_a_run_on_one_side_says_nothing_of_both() -> None:
     assert _sides({"hybrid_steps": None, "hybrid_closed": None}) == []
+
+
+def test_what_went_wrong_with_lower_tiers_is_told_by_what_it_was() -> None:
+    counts = TierCounts(num_slots=9, num_stored=5, num_failed=3)
+    counts.count_faults(1, 2, 0, 0)
+    (line,) = _tiers({"tiers": asdict(counts)})
+    assert line.endswith("; 3 couldn't be moved (1 couldn't be read, 2 were damaged)")
+    (line,) = _tiers({"tiers": asdict(TierCounts(num_slots=9))})
+    assert line.endswith("0 given up there"), "nothing did"
+    assert _tiers({"tiers": None}) == []
+
+
+def test_a_run_whose_lanes_were_swapped_says_what_was_copied() -> None:
+    figures = SwapFigures(4, 40, num_late_blocks=3, num_unused_blocks=5, num_tokens_out=28)
+    (line,) = _swapped({"swap": asdict(figures)})
+    assert "10 KV blocks in and 7 tokens out a step" in line
+    assert "3 came late and 5 in vain" in line
+    assert _swapped({"swap": None}) == _swapped({"swap": asdict(SwapFigures())}) == []

@@ -11,7 +11,7 @@ import pytest
 from held_slots import HeldSlots, held
 
 from rworker.tiers.format import SlotShape
-from rworker.tiers.mover import Mover
+from rworker.tiers.mover import Faults, Mover
 from rworker.tiers.slots import open_slots
 from rworker.tiers.units import Job
 
@@ -87,6 +87,7 @@ def test_a_block_that_fails_in_a_later_layer_is_zeros_and_told(stored: Path) -> 
         mover.wait_for_layer((7,), layer)
     (job,) = mover.take_over()
     assert job.failed == {1} and mover.faults.num_damaged == 1
+    assert mover.take_faults() == Faults(num_damaged=1) and mover.take_faults() == Faults()
     assert not pool[:, 1].any() and (pool[:, [0, 2]] == filled()[:, [0, 2]]).all()
     assert KEYS[1] not in mover.slots
     mover.close()

@@ -54,6 +54,7 @@ from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.passages import first_stage
 from fastdecode.engine.stages.prompts import ApartAttention
 from fastdecode.engine.step.pipeline import Pipeline
+from fastdecode.engine.step.swapped import swap_figures
 from fastdecode.schedule.cache.prefix_cache import PrefixCache
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.ring import neighbour
@@ -356,6 +357,7 @@ class RunningEngine:
         joins_early = resolved.config.cache.cache_restore == "pipelined"
         lifecycle = Lifecycle(scheduler, joins_early=joins_early)
         engine = Engine(s_worker, pipeline, fleet, lifecycle, self.codec, eos, recovery, watch)
+        engine.stats.swap = swap_figures(attention)
         engine.stats.attached = self._attach(scheduler.ledger.cache)
         return engine
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 
 from fastdecode.core.holders import Holder, HolderId
 from fastdecode.core.model.spec import ModelSpec
+from fastdecode.core.spec import longest_window
 from fastdecode.engine.setup.eviction import eviction_policy
 from fastdecode.engine.setup.resolve import ResolvedConfig
 from fastdecode.schedule.continuous import ContinuousScheduler
@@ -44,10 +45,18 @@ def schedule_for(
         hybrid=_hybrid_options(resolved, holders),
         cache_identity=cache_identity,
         cache_policy=eviction_policy(resolved.config, spec),
+        window=_window(resolved, spec),
         swap_threshold=resolved.config.cache.swap_threshold,
         first_part_id=first_part_id,
         places=OwnHolders() if resolved.config.s_part.swap else None,
     )
+
+
+def _window(resolved: ResolvedConfig, spec: ModelSpec) -> int | None:
+    """Tokens that the layer sees which sees most; None: all, or sequences have
+    to be whole for those who read them."""
+    is_whole = resolved.config.instances.number or len(resolved.layers) > 1
+    return None if is_whole else longest_window(spec.attention)
 
 
 def lane_control(resolved: ResolvedConfig, times: MeasuredTimes) -> LaneControl | None:

@@ -47,6 +47,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.holders import Holder, HolderId, Part
+from fastdecode.core.spec import first_seen
 from fastdecode.engine.step.spans import (
     DECODE,
     FIRST,
@@ -214,7 +215,7 @@ def _closed_parts(
             continue
         num_cached = chunk.sequence.num_cached
         rows = np.arange(start, start + chunk.num_tokens)
-        seen = 0 if window is None else max(0, num_cached + 1 - window)  # the first token that is
+        seen = first_seen(num_cached, window)
         for index, part in enumerate(residence.parts[: residence.index_of(num_cached)]):
             if part.end > seen:
                 num_beyond = num_cached + chunk.num_tokens - part.end

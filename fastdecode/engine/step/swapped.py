@@ -24,6 +24,7 @@ from fastdecode.engine.fleet.workers import Reached
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.local import LocalConnection, LocalStep
 from fastdecode.engine.step.pipeline import begin_pass
+from fastdecode.engine.step.remote import Attention
 from fastdecode.wire.joined import HubBehind
 from fastdecode.wire.messages import BeginStep, Hello
 from rworker.blocks.appending import Appended
@@ -31,7 +32,8 @@ from rworker.blocks.kv_store import KVStore
 from rworker.books import blocks_within
 from sworker.device import Gpu
 from sworker.paged import BlockKernels, PagedKV
-from sworker.swap.swapped import NUM_SLOTS, Blocks, SwapFigures, SwappedKV
+from sworker.swap.figures import SwapFigures
+from sworker.swap.swapped import NUM_SLOTS, Blocks, SwappedKV
 from sworker.worker import Pass, SWorker
 
 
@@ -85,11 +87,6 @@ class LaneSwap:
     def kv(self) -> SwappedKV:
         assert self._kv is not None, "not greeted, or closed"
         return self._kv
-
-    @property
-    def figures(self) -> SwapFigures:
-        """What was copied so far."""
-        return SwapFigures() if self._kv is None else self._kv.figures
 
     def open(self, hello: Hello) -> int:
         """How many blocks each lane has.
@@ -185,6 +182,11 @@ class SwappedAttention:
     def begin(self, batch: StepBatch) -> SwappedStep:
         (span,) = batch.spans
         return SwappedStep(self.swap.connections[span.holder], batch)
+
+
+def swap_figures(attention: Attention) -> SwapFigures | None:
+    """What was copied so far, kept up to date; None: nothing is swapped."""
+    return attention.swap.kv.figures if isinstance(attention, SwappedAttention) else None
 
 
 class SwappedStep(LocalStep):

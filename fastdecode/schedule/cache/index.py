@@ -24,13 +24,15 @@ class BlockIndex:
 
     Args:
         policy: says what is given up first.
-        only_ends: see ``IdleBlocks``.
+        only_ends, window: see ``IdleBlocks``.
     """
 
-    def __init__(self, policy: Policy, *, only_ends: bool = False) -> None:
+    def __init__(
+        self, policy: Policy, *, only_ends: bool = False, window: int | None = None
+    ) -> None:
         self.blocks: Final = KeptBlocks()
         """To be asked, and marked."""
-        self.idle: Final = IdleBlocks(policy, only_ends=only_ends)
+        self.idle: Final = IdleBlocks(policy, only_ends=only_ends, window=window)
         """To be counted."""
         self.lower: Final = LowerTier(policy)
         """What the holder's lower tier has."""
@@ -104,8 +106,8 @@ class BlockIndex:
         return condemned
 
     def lease(self, key: bytes) -> None:
-        """A conversation's turn has ended with this block: it shares it, and all
-        before it, until its next turn has ended."""
+        """A conversation's turn has ended with this block: it shares it, and what
+        is seen of those before it, until its next turn has ended."""
         self.idle.lease(self.blocks[key], 1)
 
     def end_turn(self, key: bytes) -> None:
@@ -143,7 +145,17 @@ class BlockIndex:
         users = {block.key: block.num_users for block in self if block.num_users}
         assert users == dict(used), "users are miscounted"
         self.blocks.check_invariants()
+        self._check_leases()
         self.lower.check_invariants(set(users))
         idle = [block for block in self if not block.num_users and block.job is None]
         self.idle.check_invariants(idle)
         assert not any(block.is_condemned for block in idle), "it was to be given up"
+
+    def _check_leases(self) -> None:
+        leases: Counter[int] = Counter()
+        for block in self:
+            for each in self.idle.shared_with(block) if block.num_turns else ():
+                leases[id(each)] += block.num_turns
+        assert all(block.num_leases == leases[id(block)] for block in self), (
+            "conversations that share a block are miscounted"
+        )

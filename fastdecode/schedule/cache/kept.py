@@ -51,6 +51,10 @@ class KeptBlock(_Named):
     """None: it isn't idle."""
     num_idle_behind: int = 0
     """Idle blocks whose parent it is."""
+    followed_by: bytes | None = None
+    """The key of a full block that was kept behind it last."""
+    has_branches: bool = False
+    """Different ones were."""
     job: int | None = None
     """That moves it between tiers: it is neither given up nor idle meanwhile."""
     is_coming: bool = False
@@ -112,6 +116,13 @@ class KeptBlocks:
         del self._blocks[block.key]
         self._gone[block.key] = block
 
+    def follow(self, before: bytes | None, key: bytes) -> None:
+        """A full block is kept behind another, which may be there."""
+        block = self._find(before)
+        if block is not None:
+            block.has_branches |= block.followed_by not in (None, key)
+            block.followed_by = key
+
     def want(self, keys: Iterable[bytes]) -> None:
         """These blocks, which are in use, are worth memory as if they were hit."""
         for key in keys:
@@ -133,7 +144,6 @@ class KeptBlocks:
             assert block.num_leases >= block.num_turns >= 0 and block.key == key
             before = block.parent
             if before is not None:
-                assert before.num_leases >= block.num_leases
                 assert before is self._find(before.key), "it is there twice"
 
     def _find(self, key: bytes | None) -> KeptBlock | None:

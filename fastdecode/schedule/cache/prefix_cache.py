@@ -20,7 +20,7 @@ from collections.abc import Sequence as Seq
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId, Residence, SequenceId
-from fastdecode.core.sequence import Sequence
+from fastdecode.core.sequence import Sequence, shifted
 from fastdecode.schedule.cache.chains import Chains
 from fastdecode.schedule.cache.coming import Coming
 from fastdecode.schedule.cache.parts import Sharing
@@ -41,6 +41,7 @@ class PrefixCache:
             ``Retention``).
         clock: by which blocks are idle.
         only_ends: what is behind a missing block is of no use.
+        window: tokens that the layer sees which sees most; None: all.
     """
 
     def __init__(
@@ -52,11 +53,15 @@ class PrefixCache:
         clock: Clock = time.monotonic,
         *,
         only_ends: bool = False,
+        window: int | None = None,
     ) -> None:
+        assert window is None or not only_ends, "parts of sequences are kept as a whole"
         self.block_size = block_size
         self.chains = Chains(identity, block_size)
         policy = policy or Retention(block_size)
-        self.stock = Stock(num_holders, block_size, policy, clock, only_ends=only_ends)
+        self.stock = Stock(
+            num_holders, block_size, policy, clock, only_ends=only_ends, window=window
+        )
         """What is kept where."""
         self.turns = Turns(self.chains, self.stock, block_size)
         """What turns of conversations keep."""
@@ -132,17 +137,18 @@ class PrefixCache:
     def _start_with(self, sharing: Sharing, reuse: Reuse, keys: list[bytes]) -> list[bytes]:
         """A sequence starts with kept blocks. Returns which of its full ones,
         by their ``keys``, it lacks."""
-        size = self.block_size
+        size, first = self.block_size, reuse.first_token // self.block_size
         gap = range(reuse.gap.start // size, reuse.gap.stop // size)
+        own_gap = shifted(gap, -first)
         has_copy = reuse.num_tokens % size != 0
         last = sharing.parts[len(reuse.keys) - 1]
         for part, used in zip(sharing.parts, reuse.keys, strict=False):
-            before = [None, *used[:-1]]
+            before = [keys[first - 1] if first else None, *used[:-1]]
             if gap:
-                before[gap.start] = keys[gap.stop - 1]
+                before[own_gap.start] = keys[gap.stop - 1]
             self.stock.traffic.fetch(part.holder, used, before)
             self.stock[part.holder].use(used, as_hit=True)
-            part.start_with(used, gap, has_copy=has_copy and part is last)
+            part.start_with(used, own_gap, has_copy=has_copy and part is last)
         last.is_turns_tail = reuse.has_tail
         return keys[gap.start : gap.stop] + keys[reuse.num_blocks :]
 
@@ -204,6 +210,7 @@ class PrefixCache:
         for part in sharing.parts:
             self._num_shared[part.holder] -= part.num_shared
             self.stock.release(part.holder, part.keys, for_good=sequence.is_checked)
+            self.stock.drop_unseen(part.holder, part.keys, sequence.num_cached)
 
     def lose(self, holder: HolderId) -> None:
         """A holder is gone, and all that it kept."""

@@ -22,7 +22,7 @@ def keep_held(
         Of parts that end in a block that isn't full, and is kept: its key.
     """
     tails: dict[PartId, bytes] = {}
-    num_there = 0
+    num_there = held.parts[0].first_token if held.parts else 0  # nobody sees what is before
     for part, count in counts.items():
         if part.first_token == num_there:  # else nobody can start with it
             key = _keep_part(cache, held, part, count)

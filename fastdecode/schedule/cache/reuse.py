@@ -28,13 +28,16 @@ class Reuse:
     credit: Mapping[HolderId, int]
     """Blocks of each holder that it needn't have room for."""
     num_blocks: int
-    """Those of its full blocks up to where what is there ends, the gap's
-    included."""
+    """Those of its full blocks up to where what is there ends, the gap's and
+    the unseen ones included."""
     has_tail: bool = False
     """The last block isn't full."""
     gap: range = NOTHING
     """Of a whole sequence: tokens that aren't there, whole blocks, with others
     behind them that are."""
+    first_token: int = 0
+    """Of a whole sequence: no layer sees those before it, whole blocks. They
+    needn't be there."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class _Found:
     """Of the sequence's first parts, the holder and its blocks."""
     gap: range = NOTHING
     """Blocks of the chain that aren't there, with those behind them that are."""
+    num_unseen: int = 0
+    """Blocks of the chain before all of these."""
 
     def reuse(
         self, stock: Stock, most_tokens: int, block_size: int, *, has_tail: bool
@@ -55,7 +60,8 @@ class _Found:
             most_tokens: that the sequence could be spared, its gap included.
             has_tail: the last block isn't full.
         """
-        num_blocks = sum(len(keys) for _, keys in self.parts) + len(self.gap)
+        num_own = sum(len(keys) for _, keys in self.parts)
+        num_blocks = self.num_unseen + num_own + len(self.gap)
         num_held = min(num_blocks * block_size, most_tokens)
         gap = range(self.gap.start * block_size, self.gap.stop * block_size)
         if gap and num_held <= gap.stop:
@@ -73,6 +79,7 @@ class _Found:
             num_blocks - has_tail,
             has_tail,
             gap,
+            self.num_unseen * block_size,
         )
 
 
@@ -100,46 +107,77 @@ def reuses(
         is_there = bool(parts) and (not with_tail or sum(len(own) for _, own in parts) == len(keys))
         chains = [_Found(parts)] if is_there else []
     else:
-        chains = list(_wholes(stock, keys, block_size, with_tail=with_tail))
+        chains = list(_wholes(stock, keys, most_tokens, block_size, with_tail=with_tail))
     found = [one.reuse(stock, most_tokens, block_size, has_tail=with_tail) for one in chains]
     return [reuse for reuse in found if reuse is not None]
 
 
 def _wholes(
-    stock: Stock, keys: Seq[bytes], block_size: int, *, with_tail: bool
+    stock: Stock, keys: Seq[bytes], most_tokens: int, block_size: int, *, with_tail: bool
 ) -> Iterator[_Found]:
     """Of a whole sequence: what each holder has."""
     if with_tail and not any(stock[holder].is_usable(keys[-1]) for holder in stock.holders):
         return
+
+    def num_unseen(num_blocks: int) -> int:
+        return stock.window.num_unseen(min(num_blocks * block_size, most_tokens))
+
     for holder in stock.holders:
-        leading, behind = leading_and_behind(
-            stock[holder], keys, lambda number: stock.policy.cost_of((number + 1) * block_size)
+        index = stock[holder]
+        leading = leading_blocks(index, keys, num_unseen)
+        behind = _dearest(
+            index, keys, leading.stop, lambda block: stock.policy.cost_of((block + 1) * block_size)
         )
         if with_tail and (behind or leading).stop != len(keys):
-            leading, behind = _to_the_end(stock[holder], keys)
-        own = [*keys[: leading.stop], *keys[behind.start : behind.stop]]
+            leading, behind = _to_the_end(index, keys, leading)
+        own = [*keys[leading.start : leading.stop], *keys[behind.start : behind.stop]]
         if own:
             gap = range(leading.stop, behind.start) if behind else NOTHING
-            yield _Found([(holder, own)], gap)
+            yield _Found([(holder, own)], gap, leading.start)
+
+
+def leading_blocks(index: BlockIndex, keys: Seq[bytes], num_unseen: Callable[[int], int]) -> range:
+    """The blocks of a chain that are there and that a sequence can start with,
+    without a gap: its first ones, or, as many as there are, those that are seen
+    from behind them.
+
+    Args:
+        num_unseen: of the blocks before a sequence's first token to run, as many
+            as are given, those that it sees nothing of.
+    """
+    found = range(index.num_leading(keys))
+    if num_unseen(len(keys)):
+        for run in _stretches(index, keys, found.stop):
+            if run.start <= num_unseen(run.stop):
+                found = run
+    return range(min(num_unseen(found.stop), max(0, found.stop - 1)), found.stop)
 
 
 def leading_and_behind(
     index: BlockIndex, keys: Seq[bytes], cost: Callable[[int], float]
 ) -> tuple[range, range]:
-    """The leading blocks that are there, and of the stretches behind them the
-    one that costs most to compute again: there is at most one gap."""
-    leading = range(index.num_leading(keys))
+    """Where all is seen: the leading blocks that are there, and of the stretches
+    behind them the one that costs most to compute again."""
+    leading = leading_blocks(index, keys, lambda _: 0)
+    return leading, _dearest(index, keys, leading.stop, cost)
+
+
+def _dearest(
+    index: BlockIndex, keys: Seq[bytes], first: int, cost: Callable[[int], float]
+) -> range:
+    """Of the stretches of blocks that are there the one that costs most to
+    compute again: there is at most one gap."""
     dearest, behind = 0.0, NOTHING
-    for stretch in _stretches(index, keys, leading.stop):
+    for stretch in _stretches(index, keys, first):
         spared = sum(map(cost, stretch))
         if spared > dearest:
             dearest, behind = spared, stretch
-    return leading, behind
+    return behind
 
 
-def _to_the_end(index: BlockIndex, keys: Seq[bytes]) -> tuple[range, range]:
-    """The same with the last stretch, if it has the last block; else nothing."""
-    leading = range(index.num_leading(keys))
+def _to_the_end(index: BlockIndex, keys: Seq[bytes], leading: range) -> tuple[range, range]:
+    """The leading blocks and the last stretch, if it has the last block; else
+    nothing."""
     last = [NOTHING, *_stretches(index, keys, leading.stop)][-1]
     return (leading, last) if last.stop == len(keys) else (NOTHING, NOTHING)
 

@@ -13,6 +13,7 @@ from fastdecode.schedule.cache.index import BlockIndex
 from fastdecode.schedule.cache.orders import Orders
 from fastdecode.schedule.cache.retention import Policy
 from fastdecode.schedule.cache.tiers.traffic import TierTraffic
+from fastdecode.schedule.cache.window import Window, drop_unseen
 from fastdecode.schedule.plan import Keep
 
 
@@ -25,6 +26,7 @@ class Stock:
         policy: says which kept blocks are given up first.
         clock: by which they are idle.
         only_ends: see ``IdleBlocks``.
+        window: tokens that the layer sees which sees most; None: all.
     """
 
     def __init__(
@@ -35,13 +37,16 @@ class Stock:
         clock: Clock,
         *,
         only_ends: bool = False,
+        window: int | None = None,
     ) -> None:
         self._block_size = block_size
+        self.window: Final = Window(window, block_size)
+        """What is seen of a sequence."""
         self.policy: Final = policy
         """Says what is given up first."""
         self._clock = clock
         self._only_ends = only_ends
-        self._indices = [BlockIndex(policy, only_ends=only_ends) for _ in range(num_holders)]
+        self._indices = [self._empty() for _ in range(num_holders)]
         self.orders: Final = Orders()
         """What holders are to be told."""
         self.traffic: Final = TierTraffic(self._indices, self.orders, block_size, clock)
@@ -76,6 +81,7 @@ class Stock:
         for place, (key, name) in enumerate(zip(keys, names, strict=True), first_block):
             if name is not None:
                 index.add(name, before, part.first_token + (place + 1) * self._block_size)
+                index.blocks.follow(before, name)
                 run.append(name)
             elif run:
                 self.orders.add(Keep(part, place - len(run), tuple(run)))
@@ -121,10 +127,20 @@ class Stock:
     def drop(self, holder: HolderId, keys: Seq[bytes]) -> None:
         """Of a chain that somebody has no use for any more, give up what nobody
         else has."""
-        index = self._indices[holder]
-        gone = index.drop(keys)
+        self._drop(holder, self._indices[holder].drop(keys))
+
+    def drop_unseen(self, holder: HolderId, keys: Seq[bytes], num_past: int) -> None:
+        """See ``cache.window``: also of copies in the lower tier."""
+        self._drop(holder, drop_unseen(self._indices[holder], keys, num_past, self.window))
+
+    def _drop(self, holder: HolderId, gone: list[bytes]) -> None:
         self.orders.forget(holder, gone)
-        self.traffic.drop_copies(holder, filter(index.lower.__contains__, gone))
+        lower = self._indices[holder].lower
+        self.traffic.drop_copies(holder, filter(lower.__contains__, gone))
+
+    def _empty(self) -> BlockIndex:
+        window = self.window.num_tokens
+        return BlockIndex(self.policy, only_ends=self._only_ends, window=window)
 
     def trim(self, num_cached_tokens: int, num_running: int) -> None:
         """Give up what would take memory that was never touched before, when so
@@ -146,7 +162,7 @@ class Stock:
     def lose(self, holder: HolderId) -> None:
         """A holder is gone, and all that it kept."""
         self.traffic.lose(holder)
-        self._indices[holder] = BlockIndex(self.policy, only_ends=self._only_ends)
+        self._indices[holder] = self._empty()
         self.orders.lose(holder)
 
     def check_invariants(self, users: Seq[Counter[bytes]]) -> None:

@@ -153,6 +153,8 @@ class Moved:
     """Keys of the blocks that aren't where they were to be."""
     num_bytes: int
     seconds: float
+    faults: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """Of the tier, since the last such event: see ``TierCounts.count_faults``."""
 
 
 @dataclass(frozen=True)
@@ -239,8 +241,9 @@ class Resume:
     keys: tuple[bytes, ...]
     """Of the blocks that are there."""
     num_tokens: int
-    """Up to the end of what they hold, the gap included."""
+    """Of the part, up to the end of what they hold, the gap included."""
     gap: range = NOTHING
+    """Of the part, too."""
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,7 @@ class Restores:
         if isinstance(event, Fetching):
             return self._come_further(event)
         self._traffic.moved(event.job, event.failed, event.num_bytes, event.seconds)
+        self._traffic.counts.count_faults(*event.faults)
         return self._over(event)
 
     def _come_further(self, event: Fetching) -> Outcome:

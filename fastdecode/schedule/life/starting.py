@@ -3,6 +3,7 @@ waits before it is opened."""
 
 from __future__ import annotations
 
+from fastdecode.core.sequence import shifted
 from fastdecode.schedule.life.endings import Endings
 from fastdecode.schedule.life.events import Fetching, Fork, Instruction, Moved, Open, Resume
 from fastdecode.schedule.life.grants import Grants
@@ -81,7 +82,8 @@ class Starting:
                 self._out.append(Fork(part, parent.residence.parts[index], num_shared))
             elif parent is None and num_shared > 0 and not start.sources:
                 num_held = num_shared + len(start.gap)
-                self._out.append(Resume(part, start.kept[index], num_held, start.gap))
+                gap = shifted(start.gap, -part.first_token)
+                self._out.append(Resume(part, start.kept[index], num_held, gap))
             else:
                 self._out.append(Open(part))
         self._lives.tell(life, f"opening on {', '.join(map(str, start.residence.holders))}")

@@ -70,7 +70,7 @@ class Outgrown:
         while run.sequence.sequence_id in lane.running:
             num_tokens = self._grow(run, part)
             if num_tokens:
-                lane.reserved_tokens[part.holder] += num_tokens - part.num_tokens
+                lane.reserved_tokens[part.holder] += num_tokens - part.end
                 return num_tokens, suspended
             # Only this lane is at rest; the others' sequences may be in the middle of a step.
             here = (
@@ -89,6 +89,6 @@ class Outgrown:
         next_block = shape.block_size * shape.blocks_for(sequence.num_cached + 1)
         safe = cached_at_end(sequence, self._lengths.safe(sequence))
         for num_tokens in (safe, min(next_block, sequence.max_cached_tokens)):
-            if self._ledger.grow(part, num_tokens):
+            if self._ledger.grow(part, num_tokens - part.first_token):
                 return num_tokens
         return 0

@@ -47,6 +47,16 @@ class Wish:
     """The kept blocks that it starts with, if it is no fork."""
     num_shared: int = 0
     """Tokens that it needn't run, since its parent has them, or they are kept."""
+    first_token: int = 0
+    """Those before it are in none of its parts: no layer sees them any more."""
+
+    def without(self, num_unseen: int) -> Wish:
+        """Of a whole sequence: so many tokens are in no part of it."""
+        if not num_unseen:
+            return self
+        (size,), (most,) = self.sizes, self.may_grow_to
+        sizes, may_grow_to = (size - num_unseen,), (most - num_unseen,)
+        return replace(self, sizes=sizes, may_grow_to=may_grow_to, first_token=num_unseen)
 
     @property
     def is_split(self) -> bool:
@@ -119,7 +129,11 @@ class Starts:
                 return None
             if self._ledger.cache.awaited(parent):
                 return None  # it may turn out that it hasn't got them
-            fork = self._meet(lane, self._wish(sequence, ahead, recompute, sibling, num_shared))
+            first = sibling.residence.parts[0].first_token
+            fork = None
+            if first <= self._ledger.cache.stock.window.unseen_tokens(num_shared):
+                wish = self._wish(sequence, ahead, recompute, sibling, num_shared)
+                fork = self._meet(lane, wish.without(first))
             if fork is not None:
                 return fork
         wish = self._wish(sequence, ahead, recompute)
@@ -146,8 +160,10 @@ class Starts:
             if cache.is_coming(wish.sequence, found):
                 return None
             for reuse in _worth_it(lane, self._ledger.capacity.present, found):
+                if reuse.first_token and wish.sequence.request.hands_over:
+                    continue  # whoever it is handed over to fetches all of it
                 started = replace(wish, reuse=reuse, num_shared=reuse.num_tokens)
-                candidate = self._meet(lane, started)
+                candidate = self._meet(lane, started.without(reuse.first_token))
                 if candidate is not None:
                     return candidate
         return self._meet(lane, wish)
@@ -157,7 +173,7 @@ class Starts:
         wish, holders = candidate.wish, candidate.holders
         parts = holders if wish.is_split else None
         lane.budget.book(candidate.chunks, wish.num_shared, parts=parts, ahead=wish.ahead)
-        residence = new_residence(holders, wish.sizes, self._part_ids)
+        residence = new_residence(holders, wish.sizes, self._part_ids, wish.first_token)
         self._begin(wish, residence)
         self._ledger.reserve(residence)
         if self._places is not None:

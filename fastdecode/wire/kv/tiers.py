@@ -41,6 +41,7 @@ MOST_MOVED: Final = 1 << 12
 """Blocks of one job, and of one page of what there is."""
 MAX_SLOTS: Final = 1 << 24
 """Of one holder's lower tier."""
+_MOST_FAULTS: Final = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -114,12 +115,28 @@ class Moved:
     num_bytes: int
     """That were moved."""
     seconds: float
+    num_unread: int = 0
+    """Of blocks of any job, since that was told last: those that the disk
+    didn't give."""
+    num_damaged: int = 0
+    """That weren't as they had been written."""
+    num_unwritten: int = 0
+    """That the disk didn't take."""
+    num_late: int = 0
+    """That a step couldn't wait for any longer."""
 
     def check(self) -> None:
         """Raises ProtocolError: no move comes to that."""
         if not 0 <= self.num_bytes < 1 << 62 or not 0 <= self.seconds < 1e9:
             raise ProtocolError(f"says that {self.num_bytes} bytes moved in {self.seconds} s")
+        if min(self.faults) < 0 or max(self.faults) > _MOST_FAULTS:
+            raise ProtocolError(f"says that of what was moved {self.faults} blocks had faults")
         _check_width(self.failed)
+
+    @property
+    def faults(self) -> tuple[int, int, int, int]:
+        """Unread, damaged, unwritten and late ones."""
+        return self.num_unread, self.num_damaged, self.num_unwritten, self.num_late
 
 
 @dataclass(frozen=True, eq=False)

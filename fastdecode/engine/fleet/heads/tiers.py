@@ -62,7 +62,8 @@ class GroupTiers:
         failed = {key for each in told.values() for key in keys_of(each.failed)}
         num_bytes = sum(each.num_bytes for each in told.values())
         seconds = max(each.seconds for each in told.values())
-        return Moved(news.holder, news.job, words_of(sorted(failed)), num_bytes, seconds)
+        faults = map(sum, zip(*(each.faults for each in told.values()), strict=True))
+        return Moved(news.holder, news.job, words_of(sorted(failed)), num_bytes, seconds, *faults)
 
     def _take_pulled(self, worker: int, news: Pulled, group: Collection[int]) -> Pulled | None:
         """A sequence is here when all have their heads of it."""

@@ -4,11 +4,12 @@ first."""
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from typing import Final
 
 import numpy as np
 
+from fastdecode.core.spec import first_seen
 from fastdecode.schedule.cache.idle.candidates import Candidates, Queue
 from fastdecode.schedule.cache.idle.copying import blocks_to_copy
 from fastdecode.schedule.cache.idle.rows import Among, IdleRows
@@ -26,13 +27,20 @@ class IdleBlocks:
         policy: says which goes.
         only_ends: whatever the policy, what has idle blocks behind it stays:
             they would be of no use.
+        window: of the layer that sees most tokens; None: it sees all.
         fewest_ahead: of blocks that go next, so many are found at a time.
     """
 
     def __init__(
-        self, policy: Policy, *, only_ends: bool = False, fewest_ahead: int = _FEWEST_AHEAD
+        self,
+        policy: Policy,
+        *,
+        only_ends: bool = False,
+        window: int | None = None,
+        fewest_ahead: int = _FEWEST_AHEAD,
     ) -> None:
         self._policy = policy
+        self._window = window
         self._rows = IdleRows(policy)
         is_apart = policy.num_leaving(1) is None
         # What leaves together is an end, and some of what is before it.
@@ -75,13 +83,21 @@ class IdleBlocks:
 
     def lease(self, block: KeptBlock, count: int) -> None:
         """So many conversations more, or fewer, had their last turn end with
-        this block: they share it and all before it."""
+        this block: they share it, and of those before it all that their next
+        tokens see."""
         block.num_turns += count
-        each: KeptBlock | None = block
-        while each is not None:
+        for each in self.shared_with(block):
             each.num_leases += count
             self._changed(each)
-            each = each.parent
+
+    def shared_with(self, block: KeptBlock) -> Iterator[KeptBlock]:
+        """A block, and of those before it what tokens behind it see."""
+        seen_from = first_seen(block.num_tokens, self._window)
+        yield block
+        before = block.parent
+        while before is not None and before.num_tokens > seen_from:
+            yield before
+            before = before.parent
 
     def end_leases(self, block: KeptBlock) -> bool:
         """A block is kept no more: whose last turn ended with it shares nothing

@@ -8,6 +8,7 @@ from typing import Final
 
 from fastdecode.core.holders import HolderId, SequenceId
 from fastdecode.core.sequence import Sequence
+from fastdecode.schedule.cache.reuse import leading_blocks
 from fastdecode.schedule.reserving.ledger import BlockLedger
 
 MOST: Final = 4
@@ -43,17 +44,25 @@ class FetchAhead:
             return  # where its parts will be isn't known
         keys = ledger.cache.keys(sequence)
         stock = ledger.cache.stock
-        leading = {holder: stock[holder].num_leading(keys) for holder in ledger.capacity.present}
-        best = max(leading, key=leading.__getitem__, default=None)
+        size, most_tokens = ledger.shape.block_size, len(sequence.token_ids) - 1
+
+        def num_unseen(num_blocks: int) -> int:
+            return stock.window.num_unseen(min(num_blocks * size, most_tokens))
+
+        present = ledger.capacity.present
+        leading = {h: leading_blocks(stock[h], keys, num_unseen) for h in present}
+        best = max(leading, key=lambda holder: leading[holder].stop, default=None)
         if best is None:
             return
-        chain = keys[: leading[best]]
+        first = leading[best].start
+        chain = keys[first : leading[best].stop]
         num_missing = sum(key not in stock[best] for key in chain)
         if num_missing and self._has_room(best, num_missing):
             ledger.cache.make_room(best, ledger.free_to_keep(best) - num_missing)
             # Unless some of these had to go for it.
             if sum(key not in stock[best] for key in chain) == num_missing:
-                stock.traffic.fetch(best, chain, [None, *chain[:-1]])
+                before = keys[first - 1] if first else None
+                stock.traffic.fetch(best, chain, [before, *chain[:-1]])
 
     def _has_room(self, holder: HolderId, num_blocks: int) -> bool:
         jobs = self._ledger.cache.stock.traffic.jobs.values()

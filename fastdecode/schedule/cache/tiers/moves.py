@@ -42,11 +42,28 @@ class TierCounts:
     """Sequences that began to step before all of their blocks had come."""
     num_failed: int = 0
     """That couldn't be stored, or fetched."""
+    num_unread: int = 0
+    """Of those, what the disk didn't give."""
+    num_damaged: int = 0
+    """What wasn't as it had been written."""
+    num_unwritten: int = 0
+    """What the disk didn't take."""
+    num_late: int = 0
+    """What a step couldn't wait for any longer."""
     num_found: int = 0
     """That lower tiers had from before."""
     stored_bytes: int = 0
     fetched_bytes: int = 0
     fetch_s: float = 0.0
+
+    def count_faults(
+        self, num_unread: int, num_damaged: int, num_unwritten: int, num_late: int
+    ) -> None:
+        """Of some holder's lower tier."""
+        self.num_unread += num_unread
+        self.num_damaged += num_damaged
+        self.num_unwritten += num_unwritten
+        self.num_late += num_late
 
 
 @dataclass

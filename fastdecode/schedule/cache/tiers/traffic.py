@@ -140,11 +140,13 @@ class TierTraffic:
 
     def check_invariants(self) -> None:
         """What moves is moved by a job of its own holder."""
-        moving = {key: job.number for job in self.jobs.values() for key in job.keys}
+        moving = {
+            (job.holder, key, number) for number, job in self.jobs.items() for key in job.keys
+        }
         found = {
-            block.key: block.job
-            for index in self._indices
+            (holder, block.key, block.job)
+            for holder, index in enumerate(self._indices)
             for block in index
             if block.job is not None
         }
-        assert found.items() <= moving.items(), "a block is moved by no job"
+        assert found <= moving, "a block is moved by no job"

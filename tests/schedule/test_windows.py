@@ -1,0 +1,240 @@
+"""Models whose every layer has a sliding window: of kept blocks only those stay
+that somebody sees who goes on, and nobody needs any others."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence as Seq
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_traffic import Requests, play, traffic
+from remembering_store import BLOCK_SIZE, Store
+from schedule_choices import options
+from traffic import Harness
+
+from examples import examples
+from fastdecode.core.holders import HolderId
+from fastdecode.core.sequence import CacheUse, Request, SamplingParams
+from fastdecode.core.spec import first_seen
+from fastdecode.schedule.cache.index import BlockIndex
+from fastdecode.schedule.cache.retention import POLICIES, policy_of
+from fastdecode.schedule.cache.reuse import reuses
+from fastdecode.schedule.cache.stock import Stock
+from fastdecode.schedule.life.events import LaneIdle, Open, Resume, Stocked, Submitted
+from fastdecode.schedule.modes import make_scheduler
+from fastdecode.schedule.options import MODES
+
+A = HolderId(0)
+WINDOWS = (1, 3, 4, 5, 9, 14)
+briefly = settings(max_examples=examples(120, share=8), deadline=None)
+
+
+def harness(
+    window: int | None,
+    blocks: tuple[int, ...] = (12, 20),
+    mode: str = "greedy",
+    lanes: int = 1,
+    policy: str = "retention",
+    slots: int = 0,
+    **more: object,
+) -> Harness:
+    """``slots``: blocks of each R-worker's disk."""
+    ticks = itertools.count()
+    scheduler = make_scheduler(
+        options(mode, lanes, **more),
+        blocks,
+        BLOCK_SIZE,
+        cache_identity="a",
+        cache_policy=policy_of(policy, BLOCK_SIZE),
+        window=window,
+        swap_threshold=0.9,
+        clock=lambda: float(next(ticks)),
+    )
+    busy = Harness(scheduler, [Store(count) for count in blocks], lanes)
+    for holder in range(len(blocks) if slots else 0):
+        busy._tell(Stocked(HolderId(holder), slots, {}))
+    return busy
+
+
+def turn(chat: Harness, prompt: Seq[int], past: int | None = 0, length: int = 2) -> tuple[int, ...]:
+    """A turn of a conversation, alone; ``past``: tokens that were cached when
+    the one before it had ended. None: it is no conversation's."""
+    name = chat.num_arrived
+    assert chat.arrive(0, (length,), length, prompt=tuple(prompt), cache=CacheUse(turn=past))
+    chat.run_out()
+    return tuple(prompt) + tuple(chat.finished[name])
+
+
+def index_of(chat: Harness) -> BlockIndex:
+    return chat.scheduler.ledger.cache.stock[A]
+
+
+def ends(chat: Harness) -> list[int]:
+    """Of the kept blocks: the tokens up to each."""
+    return sorted(block.num_tokens for block in index_of(chat))
+
+
+@briefly
+@given(
+    st.data(),
+    traffic(forks=False) | traffic(forks=True),
+    st.sampled_from(WINDOWS),
+    st.sampled_from(MODES),
+    st.integers(1, 2),
+    st.booleans(),
+    st.sampled_from(POLICIES),
+    st.sampled_from((0, 3, 15)),
+    st.sampled_from((None, 0.3)),
+)
+def test_everybody_sees_what_was_written_for_it_as_far_as_it_sees(
+    data: st.DataObject,
+    requests: Requests,
+    window: int,
+    mode: str,
+    num_lanes: int,
+    lose: bool,
+    policy: str,
+    slots: int,
+    quantile: float | None,
+) -> None:
+    """Prompts all begin alike. Some sequences have to be suspended."""
+    more = {} if quantile is None else {"length_quantile": quantile}
+    busy = harness(window, mode=mode, lanes=num_lanes, policy=policy, slots=slots, **more)
+    play(data, busy, requests, lose=lose)
+
+
+@briefly
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(1, 6)), max_size=14),
+    st.sampled_from(WINDOWS),
+    st.sampled_from(POLICIES),
+    st.sampled_from((0, 30)),
+    st.sampled_from((0.0, 0.3)),
+    st.integers(0, 1 << 32),
+)
+def test_conversations_that_branch_and_fail_see_what_was_written_for_them(
+    turns: list[tuple[int, int, int]],
+    window: int,
+    policy: str,
+    slots: int,
+    failing: float,
+    seed: int,
+) -> None:
+    """A conversation goes on from any moment of any other."""
+    chance = random.Random(seed)
+    chat = harness(window, (9, 14), lanes=2, policy=policy, slots=slots)
+    chat.moves_fail = lambda: chance.random() < failing
+    chat.moves_tell = lambda: chance.random() < 0.5
+    chat.lifecycle.stepped(BLOCK_SIZE, 1e6)
+    histories: list[tuple[int, ...]] = [()]
+    running: dict[int, tuple[int, ...]] = {}
+    for which, num_new, length in turns:
+        past = chance.choice(histories[-3:])
+        past = past[: len(past) - chance.choice((0, 0, which * BLOCK_SIZE // 2))]
+        prompt = past + tuple(range(num_new))
+        name, cache = chat.num_arrived, CacheUse(turn=max(0, len(past) - 1))
+        if chat.arrive(0, (length,), length, prompt=prompt, cache=cache):
+            running[name] = prompt
+        for _ in range(chance.randrange(12)):
+            chat.turn(chance.randrange(2))
+        for name in [name for name in running if name in chat.finished]:
+            histories.append(running.pop(name) + tuple(chat.finished[name]))
+    chat.run_out()
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("slots", [0, 40])
+def test_a_conversation_keeps_what_its_next_turn_sees_and_takes_no_other_room(
+    window: int, slots: int
+) -> None:
+    chat = harness(window, (40,), slots=slots)
+    tokens: tuple[int, ...] = ()
+    for number, new in enumerate((17, 3, 9, 1, 6, 12, 2)):
+        past = max(0, len(tokens) - 1)
+        before = chat.num_resumed_tokens
+        seen = first_seen(past, window) // BLOCK_SIZE * BLOCK_SIZE
+        tokens = turn(chat, (*tokens, *range(100 * number, 100 * number + new)), past)
+        kept = chat.num_resumed_tokens - before
+        assert kept == (past - seen if seen < past or not past else kept) and kept <= window + 3
+        past, seen = len(tokens) - 1, first_seen(len(tokens) - 1, window)
+        wanted = [end for end in range(BLOCK_SIZE, past + 1, BLOCK_SIZE) if end > seen]
+        wanted += [past] * (past % BLOCK_SIZE != 0)
+        assert set(wanted) <= set(ends(chat)) and len(ends(chat)) <= len(wanted) + 1
+        assert chat.stores[0].num_on_disk <= len(wanted) + 1
+        copied = sum(block.num_leases > 0 for block in index_of(chat))
+        assert copied == max(1, len(wanted)), "the conversation shares what it will see"
+    assert chat.stores[0].num_available == 40 - len(ends(chat))
+
+
+def test_a_sequence_that_starts_with_a_window_reserves_room_for_no_more() -> None:
+    chat = harness(8, (40,))
+    tokens = turn(chat, range(33))
+    assert chat.arrive(0, (2,), 2, prompt=(*tokens, 70), cache=CacheUse(turn=len(tokens) - 1))
+    (resumed,) = [x for x in chat._tell(LaneIdle(0), 0) if isinstance(x, Resume)]
+    assert resumed.part.first_token == 24 and resumed.part.end == len(tokens) + 2
+    assert resumed.num_tokens == 34 - 24 and len(resumed.keys) == 3
+    chat.run_out()
+
+
+@pytest.mark.parametrize(
+    ("there", "most_tokens", "spared", "first", "gap"),
+    [
+        ("xxxx", 99, 16, 8, range(0)),
+        ("..xx", 99, 16, 8, range(0)),
+        (".xxx", 15, 15, 4, range(0)),  # the last token runs: it sees one more block
+        ("..xx", 15, 3 + 4, 0, range(8)),  # which isn't there
+        ("...x", 99, 4, 0, range(12)),
+        ("..xx..", 99, 16, 8, range(0)),
+        ("..xx.x", 99, 20, 8, range(16, 20)),  # the gap sees what is before it
+        ("...x.x", 99, 4, 0, range(12)),  # as here it doesn't: all is run again
+        ("x.xx.xxx", 99, 32, 24, range(0)),
+        ("x.x...x", 99, 8, 0, range(4, 8)),
+    ],
+)
+def test_a_beginning_is_as_good_as_what_is_seen_of_it(
+    there: str, most_tokens: int, spared: int, first: int, gap: range
+) -> None:
+    """Of what is kept of a chain, where nine tokens are seen."""
+    stock = Stock(1, BLOCK_SIZE, policy_of("lru", BLOCK_SIZE), lambda: 1.0, window=9)
+    keys = [bytes([number]) * 16 for number in range(len(there))]
+    for number in [number for number, mark in enumerate(there) if mark == "x"]:
+        stock[A].add(keys[number], None, (number + 1) * BLOCK_SIZE)
+    (found,) = reuses(stock, keys, (99,), most_tokens, BLOCK_SIZE)
+    assert (found.num_tokens, found.first_token, found.gap) == (spared, first, gap)
+    num_blocks = len(there[first // BLOCK_SIZE : found.num_blocks])
+    assert len(found.keys[0]) == num_blocks - len(gap) // BLOCK_SIZE
+
+
+def test_where_prompts_have_parted_what_both_began_with_stays() -> None:
+    """Nobody who goes on from either end sees it."""
+    chat = harness(6, (60,))
+    common = tuple(range(12))
+    for own in (100, 200, 300):
+        turn(chat, (*common, *range(own, own + 20)), None)
+    before = chat.num_resumed_tokens
+    turn(chat, (*common, *range(400, 420)), None)
+    assert chat.num_resumed_tokens - before == 12 - first_seen(12, 6) // BLOCK_SIZE * BLOCK_SIZE
+    assert 12 in ends(chat) and 4 not in ends(chat), "but not what isn't seen from there"
+
+
+def test_what_is_handed_over_is_whole() -> None:
+    """Whoever goes on with it fetches all of its tokens."""
+    chat = harness(6, (60,))
+    tokens = turn(chat, range(30))
+    past = len(tokens) - 1
+    params, use = SamplingParams(), CacheUse(turn=past)
+    handed = Request("handed", (*tokens, 70), params, 2, seed=0, cache=use, hands_over=True)
+    chat.lifecycle.handle(Submitted(handed))
+    opened = [x for x in chat.lifecycle.handle(LaneIdle(0)) if isinstance(x, (Open, Resume))]
+    assert [one.part.first_token for one in opened] == [0]
+
+
+def test_where_a_layer_sees_all_everything_is_kept() -> None:
+    chat = harness(None, (40,))
+    tokens = turn(chat, range(33))
+    turn(chat, (*tokens, 70), len(tokens) - 1)
+    assert chat.num_resumed_tokens == len(tokens) - 1
+    assert ends(chat)[:8] == list(range(4, 36, 4))
