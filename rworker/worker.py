@@ -57,7 +57,7 @@ from rworker.instructions import (
 )
 from rworker.pulling.behind import Behind
 from rworker.state import RWorkerState
-from rworker.stream.links import Neighbours, NoNeighbours, ThreadNeighbours
+from rworker.stream.links import Neighbourhood, Neighbours, NoNeighbours
 from rworker.tiers.disk import Disk
 from rworker.tiers.tiers import Tiers
 
@@ -360,7 +360,7 @@ def start_worker_thread(
     hub: InprocHub[ToRWorker, FromRWorker] | None = None,
     clock: Clock = time.perf_counter,
     executor: Executor | None = None,
-    neighbours: ThreadNeighbours | None = None,
+    neighbours: Neighbourhood | None = None,
     disk: Disk | None = None,
 ) -> WorkerThread:
     """Start an R-worker as a daemon thread of this process.
@@ -373,8 +373,7 @@ def start_worker_thread(
             own.
         clock: seconds, for the times that the worker reports.
         executor: in place of ``AttentionExecutor``, for tests.
-        neighbours: the other threads, which it joins; None: it keeps no
-            replicas.
+        neighbours: others, which it joins; None: it reaches nobody.
         disk: where kept blocks may go; None: nowhere.
 
     Raises:
@@ -388,11 +387,10 @@ def start_worker_thread(
     here, _ = connect(
         InprocHub() if hub is None else hub, "the S-worker", peers, f"R-worker {name}"
     )
-    if neighbours is not None:
-        neighbours.add(name, peers)
+    reaches = None if neighbours is None else neighbours.add(name, peers)
     thread = threading.Thread(
         target=serve,
-        args=(peers, state, runner, None, neighbours),
+        args=(peers, state, runner, None, reaches),
         name=f"rworker-{name}",
         daemon=True,
     )

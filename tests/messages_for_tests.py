@@ -9,10 +9,23 @@ from typing import Any
 
 import numpy as np
 
+from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.dtype import DType
 from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire import codec
+from fastdecode.wire.instances.messages import (
+    CancelRequests,
+    EndConversation,
+    InstanceHello,
+    InstanceSays,
+    InstanceSeen,
+    InstanceWelcome,
+    RequestsSay,
+    RunRequests,
+    SetInstanceRole,
+    ToInstance,
+)
 from fastdecode.wire.kv.chunks import (
     ChunkForm,
     ChunkStored,
@@ -236,6 +249,25 @@ def between_stages() -> list[StageMessage | FromStage]:
         ColumnInterrupted(1, "worker_timeout", "it is silent"),
         ColumnTakenOver(1, counts - 2),
         DropColumn(1),
+    ]
+
+
+def between_instances() -> list[ToInstance | InstanceSays]:
+    """One of every kind that a controller and an instance say."""
+    said = np.frombuffer('[["é"]]'.encode(), np.uint8)
+    welcome = InstanceWelcome(
+        "p0", InstanceRole.PREFILL, "a hash", DType.FLOAT32, DType.INT8, 4096, 1 << 16, 16, 64, 512,
+        2, 8,
+    )  # fmt: skip
+    return [
+        InstanceHello(PROTOCOL_VERSION, "a hash"),
+        welcome,
+        RunRequests(True, said),
+        CancelRequests(("0.1", "0.2")),
+        SetInstanceRole(InstanceRole.BOTH),
+        EndConversation(np.arange(3), "salt"),
+        RequestsSay(said),
+        InstanceSeen(7, 2, said),
     ]
 
 

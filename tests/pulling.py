@@ -36,6 +36,7 @@ from rworker.stream.links import NeighbourConnection
 from rworker.worker import obey
 
 TIMEOUT_S = 60.0
+TURN_S = 5e-3
 
 
 class Hosts:
@@ -63,6 +64,7 @@ class Hosts:
     def run(self, most_turns: int = 10_000) -> None:
         """Until nobody has anything to do."""
         for _ in range(most_turns):
+            self.now_s += TURN_S
             busy = [host.turn() for host in list(self.by_name.values())]
             if not any(busy):
                 return

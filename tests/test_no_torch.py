@@ -22,6 +22,8 @@ PACKAGES = (
     # One way into an engine, also of a server that has none of its own.
     "fastdecode.engine.service",
     "fastdecode.engine.instances.controller",
+    "fastdecode.engine.instances.cluster",
+    "fastdecode.engine.llm",
 )
 
 FORBIDDEN = ("torch", "safetensors", "transformers", "tokenizers")

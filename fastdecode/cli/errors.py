@@ -12,7 +12,11 @@ from collections.abc import Collection
 from fastdecode.core.errors import FastDecodeError, Given
 
 # Those that aren't called what sets them.
-_OPTIONS = {"r_worker_addresses": "--r-worker", "num_lanes": "--lanes"}
+_OPTIONS = {
+    "r_worker_addresses": "--r-worker",
+    "instance_addresses": "--instances",
+    "num_lanes": "--lanes",
+}
 
 
 def as_typed(error: FastDecodeError, parameters: Collection[str]) -> str:

@@ -20,6 +20,7 @@ from fastdecode.cli.options import (
     engine_options,
     given,
     leave_summary,
+    load_engine,
     sampling_given,
     tell,
 )
@@ -78,6 +79,7 @@ def _generate(args: argparse.Namespace) -> int:
     check_options(args)
     serve_if_r_rank(args, engine_options(args))
     with imports_for("fastdecode generate (an S-worker)"):
+        load_engine(args)
         from fastdecode.engine.llm import LLM
         from fastdecode.jobs.opening import JobOptions, open_ordered_job
         from fastdecode.measure.chrome_trace import open_trace

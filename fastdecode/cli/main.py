@@ -25,6 +25,7 @@ from fastdecode.cli.calibrate import add_calibrate
 from fastdecode.cli.doctor import add_doctor
 from fastdecode.cli.errors import as_typed
 from fastdecode.cli.generate import add_generate
+from fastdecode.cli.instance import add_instance
 from fastdecode.cli.launch import add_launch
 from fastdecode.cli.options import EXIT_WORKERS_LOST, tell
 from fastdecode.cli.plan import add_plan
@@ -133,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     add_bench(commands)
     add_simulate(commands)
     add_r_worker(commands)
+    add_instance(commands)
     add_launch(commands)
     add_cache(commands)
     add_doctor(commands)

@@ -157,6 +157,13 @@ def add_sampling_options(
     )
 
 
+def load_engine(args: argparse.Namespace) -> None:
+    """Import what runs a model, unless instances elsewhere do. Raises
+    ModuleNotFoundError: a package is missing."""
+    if not args.instance_addresses:
+        import fastdecode.engine.setup.launch  # noqa: F401
+
+
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options of ``EngineConfig`` as given."""
     return {name: value for group in GROUPS.values() for name, value in given(args, group).items()}

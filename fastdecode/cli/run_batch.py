@@ -25,6 +25,7 @@ from fastdecode.cli.options import (
     check_options,
     engine_options,
     leave_summary,
+    load_engine,
     sampling_given,
     tell,
 )
@@ -140,6 +141,7 @@ def run_run_batch(args: argparse.Namespace) -> int:
     check_options(args)
     serve_if_r_rank(args, engine_options(args))
     with imports_for(f"{COMMAND} (an S-worker)"):
+        load_engine(args)
         from fastdecode.jobs.opening import open_job
         from fastdecode.measure.summary import render
     check_paths(args.input, output=args.output, summary=args.summary, trace=args.trace)

@@ -28,6 +28,7 @@ from fastdecode.cli.options import (
     check_options,
     engine_options,
     given,
+    load_engine,
     sampling_given,
     tell,
 )
@@ -203,6 +204,7 @@ def _start(
         assert http is not None, "rank 0 has it, and others don't return"
         tell(f"{COMMAND}: listening at {http.address}; loading")
         with stops.put_off(), imports_for(f"{COMMAND} (an S-worker)"):
+            load_engine(args)
             from fastdecode.engine.llm import LLM
         with LLM(args.model, progress=tell, **engine_options(args)) as llm:
             stack.enter_context(stops_noted(wishes))

@@ -42,6 +42,8 @@ class Delta:
     has_fetched: bool = False
     """What was offered of the prompt has been fetched, and isn't needed any
     more where it was."""
+    fetch_failed: bool = False
+    """It couldn't be fetched: its prompt is run again."""
 
     def then(self, later: Delta) -> Delta:
         """This and the next one of the same sequence as one."""
@@ -59,6 +61,7 @@ class Delta:
             later.num_cached_tokens,
             later.sources or self.sources,
             later.has_fetched or self.has_fetched,
+            later.fetch_failed or self.fetch_failed,
         )
 
 

@@ -23,6 +23,7 @@ from collections.abc import Sequence as Seq
 from copy import copy
 from typing import Final
 
+from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.delta import Listener
 from fastdecode.core.errors import FastDecodeError, duplicate_id, without_frames
 from fastdecode.core.sequence import Request
@@ -120,6 +121,10 @@ class Engine:
     def figures(self) -> EngineFigures:
         """What it tells of itself, between two steps."""
         return figures_of(self.stats, self._lifecycle.scheduler, self._fleet)
+
+    def give_role(self, role: InstanceRole) -> None:
+        """What it will be given from now on, one instance among others."""
+        self._lifecycle.scheduler.set_whole_prompts(role is InstanceRole.PREFILL)
 
     def submit(self, request: Request, listener: Listener | None = None) -> None:
         """Queue a valid request. ``listener`` is told what it says, and its

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.dtype import DType
-from fastdecode.engine.instances.running import RunningInstances
-from fastdecode.engine.setup.launch import RunningEngine
+
+if TYPE_CHECKING:
+    from fastdecode.engine.instances.cluster import RunningCluster
+    from fastdecode.engine.instances.running import RunningInstances
+    from fastdecode.engine.setup.launch import RunningEngine
 
 
 @dataclass(frozen=True)
@@ -37,8 +42,13 @@ class Facts:
     """Of each that runs prompts only."""
 
 
-def facts_of(running: RunningEngine | RunningInstances) -> Facts:
-    """Of an engine that runs, or several."""
+def facts_of(config: EngineConfig, running: Any) -> Facts:
+    """Of what runs by ``config``."""
+    is_cluster = bool(config.instances.instance_addresses)
+    return _facts_of_cluster(running) if is_cluster else _facts_of_engine(running)
+
+
+def _facts_of_engine(running: RunningEngine | RunningInstances) -> Facts:
     identity = running.resolved.identity
     return Facts(
         num_r_workers=running.num_r_workers,
@@ -52,4 +62,19 @@ def facts_of(running: RunningEngine | RunningInstances) -> Facts:
         load_s=running.load_s,
         stage_layers=tuple(map(len, running.resolved.layers)),
         prompt_stage_layers=tuple(map(len, running.resolved.prompt_layers)),
+    )
+
+
+def _facts_of_cluster(running: RunningCluster) -> Facts:
+    decoding = [x for x in running.welcomes if x.role.decodes] or list(running.welcomes)
+    return Facts(
+        num_r_workers=running.num_r_workers,
+        r_threads=max(welcome.num_threads for welcome in running.welcomes),
+        num_kv_blocks=sum(x.num_tokens // x.block_size for x in decoding),
+        dtype=running.identity.dtype,
+        kv_dtype=running.identity.kv_dtype,
+        kv_placement="r",
+        max_model_len=running.identity.max_model_len,
+        vocab_size=running.spec.vocab_size,
+        load_s=running.load_s,
     )

@@ -33,6 +33,18 @@ class LatencyHistogram:
             self._counts[bucket] += count
         self._num += other._num
 
+    @property
+    def counts(self) -> dict[int, int]:
+        """By bucket, as far as there are any."""
+        return {bucket: count for bucket, count in enumerate(self._counts) if count}
+
+    def add_count(self, bucket: int, count: int) -> None:
+        """So many more in a bucket. Raises IndexError: there is none like that."""
+        if bucket < 0 or count < 0:
+            raise IndexError(f"{count} durations in bucket {bucket}")
+        self._counts[bucket] += count
+        self._num += count
+
     def percentile(self, percent: float) -> float | None:
         """Seconds that ``percent`` of the durations don't exceed (nearest
         rank); None if there are none."""

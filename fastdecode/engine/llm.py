@@ -24,7 +24,7 @@ from fastdecode.conversations.keeping import Keeping
 from fastdecode.conversations.turns import PromptTurn, Turn, check_id
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.delta import Delta
-from fastdecode.core.errors import ConfigError, Given, WorkerError
+from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.progress import Progress
 from fastdecode.core.resuming import Session
 from fastdecode.core.sequence import (
@@ -35,19 +35,17 @@ from fastdecode.core.sequence import (
     RequestOutput,
     SamplingParams,
 )
-from fastdecode.core.trace import NoTrace, Trace
+from fastdecode.core.trace import Trace
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.engine.facts import facts_of
 from fastdecode.engine.feed import Arriving, Readings
-from fastdecode.engine.instances.running import service_of_instances
+from fastdecode.engine.instances.opening import make_service
 from fastdecode.engine.service import EngineService, Snapshot
-from fastdecode.engine.setup.launch import RunningEngine
 from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import Message, as_chats
 from fastdecode.text.codec import TextCodec
-from fastdecode.wire.mpi import job as mpi_job
 
 # Requests kept queued beside the running ones, as a multiple of those: enough
 # that a freed place is filled at once, few enough that a long input file isn't
@@ -94,13 +92,7 @@ class LLM:
         self.config = config = EngineConfig.of(model, **options)
         self.conversations = keeping.open(Path(model))
         """What ``conversation_id`` names."""
-        own_thread = _has_a_thread()
-        make = partial(RunningEngine, config, progress, trace, times, session)
-        self._service: EngineService[Any] = EngineService(make, own_thread=own_thread)
-        if config.instances.number:
-            if not isinstance(trace, (NoTrace, type(None))):
-                raise ConfigError(Given("trace"), " is of one engine: leave out the instances")
-            self._service = service_of_instances(config, progress, times)
+        self._service = make_service(config, progress, trace, times, session)
         try:
             self._running = self._service.open()
         except BaseException:
@@ -109,12 +101,12 @@ class LLM:
         self.conversations.on_over = partial(_end_conversation, self._service)
         # An engine that nobody can reach any more needn't wait for the end of the process.
         weakref.finalize(self, self._service.ask_to_close).atexit = False
-        self.facts = facts_of(self._running)
+        self.facts = facts_of(config, self._running)
         begun = None if session is None else session.begun
         limits = self.facts.vocab_size, self.facts.max_model_len
         checker = RequestChecker(self.codec, *limits, begun)
         most_sequences = QUEUE_AHEAD * config.batching.max_num_sequences
-        most_sequences *= max(1, config.instances.decode_instances)
+        most_sequences *= max(1, config.instances.most_decoding)
         self._readings = Readings(self._service, checker, most_sequences, self.conversations)
 
     def __enter__(self) -> LLM:
@@ -137,12 +129,14 @@ class LLM:
 
     @property
     def stats(self) -> EngineStats:
-        return self._running.engine.stats
+        stats: EngineStats = self._running.engine.stats
+        return stats
 
     @property
     def codec(self) -> TextCodec:
         """Between text and the model's token ids."""
-        return self._running.codec
+        codec: TextCodec = self._running.codec
+        return codec
 
     @property
     def service(self) -> EngineService[Any]:
@@ -349,9 +343,3 @@ def _shown(
         bar.begin(total)
         yield tick
         tick()
-
-
-def _has_a_thread() -> bool:
-    """Whether an engine may have a thread of its own: not where MPI takes calls
-    of the thread alone that joined."""
-    return not mpi_job.takes_calls_of_one_thread()

@@ -71,6 +71,8 @@ class EngineStats:
     """Sequences whose blocks were taken back for others, to be recomputed later."""
     num_handed_over: int = 0
     """With several instances: requests whose prompts were fetched by another one."""
+    num_failed_fetches: int = 0
+    """Those whose prompts couldn't be, and were run again."""
     num_moved: int = 0
     """And those that another one went on with after a failure."""
     fetched_bytes: int = 0

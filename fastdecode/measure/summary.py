@@ -98,12 +98,14 @@ def _session(stats: EngineStats) -> dict[str, Any] | None:
 def _instances(llm: LLM) -> dict[str, Any] | None:
     """What has come of several instances; None: there is one engine."""
     chosen, stats = llm.config.instances, llm.stats
-    if not chosen.number:
+    if not chosen.is_several:
         return None
     return {
         "prefill": chosen.prefill_instances,
         "decode": chosen.decode_instances,
+        "addresses": list(chosen.instance_addresses),
         "handed_over": stats.num_handed_over,
+        "failed_fetches": stats.num_failed_fetches,
         "moved": stats.num_moved,
         "fetched_bytes": stats.fetched_bytes,
         "fetch_s": stats.fetch_s,

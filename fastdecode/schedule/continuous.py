@@ -213,7 +213,9 @@ class ContinuousScheduler:
         the room that was booked for them, so for a few steps a lane may run
         more tokens than it should."""
         runs = [run for lane in self.lanes for run in lane.running.values()]
+        whole_prompts = self.lanes[0].budget.whole_prompts
         self.lanes = self._make_lanes(num_lanes)
+        self.set_whole_prompts(whole_prompts)
         # Like cards, so that every lane gets as many of each holder, long and short.
         runs.sort(key=lambda run: (-len(run.prefill), run.holders, -run.sequence.num_cached))
         for i, run in enumerate(runs):
@@ -223,6 +225,11 @@ class ContinuousScheduler:
                 else self.hybrid.lane_of(run.holders[0], i, num_lanes)
             )
             _move(self.lanes[lane], run)
+
+    def set_whole_prompts(self, whole_prompts: bool) -> None:
+        """How prompts begin from now on; see ``PrefillBudget``."""
+        for lane in self.lanes:
+            lane.budget.whole_prompts = whole_prompts
 
     def _start_waiting(self, lane: Lane) -> list[Start]:
         """Start as many as blocks, prefill budget and policy allow."""

@@ -150,6 +150,18 @@ class Dispatcher:
         assert queue.num_tokens >= 0
         yield from self._bind()
 
+    def kept(self, bound: Bind) -> Fetch | None:
+        """A prompt is bound to an instance that may go on with it itself: whether
+        it does, since it has room, and nobody waits for that. It is to be
+        prefilled and decoded there then."""
+        job, room = bound.job, self.decode[bound.instance]
+        if self._offered or not room.fits(job):
+            return None
+        self.prefill[bound.instance].num_tokens -= job.prompt_tokens
+        room.num_tokens += job.reserved_tokens
+        room.num_sequences += 1
+        return Fetch(job, bound.instance)
+
     def decoded(self, job: Job, instance: int) -> Iterator[Fetch]:
         """It is over, and its room is free."""
         room = self.decode[instance]

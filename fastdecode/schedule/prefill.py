@@ -65,7 +65,7 @@ class PrefillBudget:
         self._max_chunk = max_chunk
         self._max_closed_rows = max_closed_rows
         self._part_tokens = part_tokens
-        self._whole_prompts = whole_prompts
+        self.whole_prompts = whole_prompts
         self._booked: deque[_Booked] = deque()  # this step's first
 
     def next_step(self) -> None:
@@ -91,7 +91,7 @@ class PrefillBudget:
         """
         chunks: list[int] = []
         taken = self._num_booked(ahead)
-        if self._whole_prompts and taken and taken + num_tokens > self._max_step_tokens:
+        if self.whole_prompts and taken and taken + num_tokens > self._max_step_tokens:
             return ()
         while num_tokens:
             step = ahead + len(chunks)

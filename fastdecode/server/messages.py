@@ -25,19 +25,18 @@ Either end may close the socket: the other one ends, too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
 from fastdecode.core.delta import Delta
-from fastdecode.core.errors import (
-    CapacityError,
-    ConfigError,
-    FastDecodeError,
-    ProtocolError,
-    RequestError,
-    WorkerError,
+from fastdecode.core.errors import ProtocolError, RequestError
+from fastdecode.core.sequence import Request
+from fastdecode.wire.instances.told import (
+    delta_from_json,
+    delta_to_json,
+    request_from_json,
+    request_to_json,
 )
-from fastdecode.core.sequence import CacheUse, Request, SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -148,19 +147,15 @@ _KINDS: Mapping[str, type[Any]] = {
         Drained,
     )
 }  # fmt: skip
-_ERRORS: Mapping[str, type[FastDecodeError]] = {
-    kind.__name__: kind
-    for kind in (FastDecodeError, RequestError, CapacityError, WorkerError, ConfigError)
-}
 
 
 def to_json(message: Message) -> dict[str, Any]:
     """A message in JSON's types."""
     kind = type(message).__name__
     if isinstance(message, Told):
-        return {"kind": kind, "deltas": [_delta_to_json(delta) for delta in message.deltas]}
+        return {"kind": kind, "deltas": [delta_to_json(delta) for delta in message.deltas]}
     if isinstance(message, Asked):
-        return {"kind": kind, "requests": [_request_to_json(r) for r in message.requests]}
+        return {"kind": kind, "requests": [request_to_json(r) for r in message.requests]}
     return {"kind": kind, **asdict(message)}
 
 
@@ -169,56 +164,10 @@ def from_json(said: Any) -> Message:
     try:
         kind = _KINDS[said.pop("kind")]
         if kind is Told:
-            return Told([_delta_from_json(delta) for delta in said["deltas"]])
+            return Told([delta_from_json(delta) for delta in said["deltas"]])
         if kind is Asked:
-            return Asked([_request_from_json(request) for request in said["requests"]])
+            return Asked([request_from_json(request) for request in said["requests"]])
         message: Message = kind(**said)
         return message
     except (KeyError, TypeError, ValueError, AttributeError, RequestError) as error:
         raise ProtocolError(f"the other process said what is no message: {error}") from None
-
-
-def _request_to_json(request: Request) -> list[Any]:
-    params = {f.name: getattr(request.params, f.name) for f in fields(SamplingParams)}
-    return [
-        request.request_id, request.prompt_token_ids, params, request.max_tokens, request.seed,
-        request.cache.is_off, request.cache.salt, request.cache.turn,
-    ]  # fmt: skip
-
-
-def _request_from_json(said: Any) -> Request:
-    request_id, token_ids, params, max_tokens, seed, is_off, salt, turn = said
-    cache = CacheUse(is_off is True, salt, turn)
-    return Request(request_id, tuple(token_ids), SamplingParams(**params), max_tokens, seed, cache)
-
-
-def _delta_to_json(delta: Delta) -> list[Any]:
-    error = delta.error and [_name_of(delta.error), delta.error.message, delta.error.code]
-    logprobs = delta.logprobs and [
-        (step.token_id, step.logprob, step.top) for step in delta.logprobs
-    ]
-    return [
-        delta.request_id, delta.index, delta.text, delta.token_ids, logprobs, delta.finish_reason,
-        error, delta.num_cached_tokens,
-    ]  # fmt: skip
-
-
-def _name_of(error: FastDecodeError) -> str:
-    """Of the closest class that the other side knows."""
-    return next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _ERRORS)
-
-
-def _delta_from_json(said: Any) -> Delta:
-    request_id, index, text, token_ids, logprobs, finish_reason, error, num_cached = said
-    steps = None
-    if logprobs is not None:
-        steps = tuple(
-            TokenLogprob(token, logprob, tuple((one, p) for one, p in top))
-            for token, logprob, top in logprobs
-        )
-    raised = None
-    if error is not None:
-        name, message, code = error
-        raised = _ERRORS[name](message, code=code)
-    tokens = tuple(token_ids)
-    return Delta(request_id, index, text, tokens, steps, finish_reason, raised, num_cached)

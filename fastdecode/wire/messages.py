@@ -50,7 +50,7 @@ about kept blocks on disk in ``fastdecode.wire.kv.tiers``, those by which the
 R-workers of one instance read what another's offer in
 ``fastdecode.wire.kv.handing``, those by which prompts come from stages of their
 own in ``fastdecode.wire.kv.attending``. Those between the stages of a pipeline are in
-``fastdecode.wire.stages``.
+``fastdecode.wire.stages``, a controller's in ``fastdecode.wire.instances.messages``.
 
 **Peers and roles.** An R-worker has several peers, and a peer's first message
 says what it is: ``Hello`` an S-worker or a neighbour (``Role``), ``Inspect`` or
@@ -123,6 +123,7 @@ from fastdecode.core.errors import ConfigError, ProtocolError
 from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.spec import AttentionSpec, HeadShare, KVSpec
 from fastdecode.core.words import make_printable
+from fastdecode.wire.instances.messages import InstanceSays, ToInstance
 from fastdecode.wire.kv.attending import Activations as Activations
 from fastdecode.wire.kv.attending import AttendResult as AttendResult
 from fastdecode.wire.kv.attending import StorePrompt as StorePrompt
@@ -163,8 +164,7 @@ attends there. With the longest sequence no more than the 2^24 positions that
 kernels count exactly, in float32."""
 
 MAX_HOLDERS: Final = 1 << 16
-MAX_THREADS: Final = 4096
-"""Of one R-worker."""
+MAX_THREADS: Final = 4096  # of one R-worker
 
 
 @dataclass(frozen=True)
@@ -390,4 +390,4 @@ Greeting: TypeAlias = Hello | Inspect | ViewOffer
 Unasked: TypeAlias = Failed | ReplicationNews | MoveNews
 """What an R-worker may say without having been asked."""
 FromRWorker: TypeAlias = Answer | Unasked
-Message: TypeAlias = ToRWorker | FromRWorker | StageMessage | FromStage
+Message: TypeAlias = ToRWorker | FromRWorker | StageMessage | FromStage | ToInstance | InstanceSays

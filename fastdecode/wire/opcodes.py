@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from fastdecode.wire.instances.messages import INSTANCE_OPCODES
 from fastdecode.wire.kv.attending import FEEDING_OPCODES
 from fastdecode.wire.kv.chunks import CHUNK_OPCODES
 from fastdecode.wire.kv.handing import HANDING_OPCODES
@@ -56,5 +57,7 @@ OPCODES: Final[Mapping[type[Message], int]] = {
     **TIER_OPCODES,
     **HANDING_OPCODES,
     **STAGE_OPCODES,
+    **INSTANCE_OPCODES,
 }
-"""From 65 on, those that R-workers send. A retired number isn't used again."""
+"""From 65 on, those that R-workers send; those of instances from 129 on. A retired
+number isn't used again."""

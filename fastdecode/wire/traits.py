@@ -21,6 +21,7 @@ class Role(Enum):
     NEIGHBOUR = "neighbour"
     READER = "reader"
     FEEDER = "prompt stage"
+    CONTROLLER = "controller"
 
 
 ANYBODY: Final = frozenset(Role)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Final, Protocol, TypeAlias
 
+from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, ProtocolError
 from fastdecode.core.holders import HolderId, PartId, SequenceId
 from fastdecode.wire.kv.chunks import FetchedChunk
@@ -22,6 +23,10 @@ from rworker.stream.pieces import Box, Piece, Region, redistribute, turns
 _SEQUENCE: Final = SequenceId(0)
 """As both sides' parts are called here."""
 _HERE: Final = HolderId(-1)
+OFFERED_WITHIN_S: Final = 1.0
+"""An offer and whoever fetches it come over different connections: so long may
+the offer come behind."""
+_ASK_AGAIN_S: Final = 5e-3
 
 Place: TypeAlias = "tuple[str, int]"
 """An address, and a line."""
@@ -42,16 +47,20 @@ class OnePull:
         order: what was asked for; room for it is there.
         placer: writes what comes.
         ways: to the sources.
-        began_s: now.
+        clock: seconds.
     """
 
     def __init__(
-        self, order: BeginPull, placer: Placer, ways: Mapping[Place, Way], began_s: float
+        self, order: BeginPull, placer: Placer, ways: Mapping[Place, Way], clock: Clock
     ) -> None:
         self.order = order
         self._placer = placer
         self._ways = ways
-        self._began_s = began_s
+        self._clock = clock
+        self._began_s = clock()
+        self._not_yet: list[int] = []
+        """Sources that don't know their tickets yet."""
+        self._ask_again_s = 0.0
         self._own = CacheKind(order.books.hello.model_hash, order.books.hello.kv)
         self._kinds: dict[int, CacheKind] = {}
         self._turns: deque[list[Piece]] = deque()
@@ -75,14 +84,15 @@ class OnePull:
 
     def begin(self) -> None:
         """Find out what the sources have. Raises WorkerError: one is gone."""
-        for index, source in enumerate(self._sources):
-            view = ViewOffer(PROTOCOL_VERSION, source.ticket)
-            self._ask(index, view, partial(self._seen, index))
+        self._not_yet = list(range(len(self._sources)))
+        self._ask_again()
 
     def advance(self) -> int:
         """Ask for a chunk, if one is left to be asked for, and its way has
         credit: how many bytes it has; 0: none was. Raises FastDecodeError: a
         source is gone, or can't be read."""
+        if self._not_yet and self._clock() >= self._ask_again_s:
+            self._ask_again()
         if not self._cuts and self._turns and not self._num_due:
             self._begin_turn()
         for _ in range(len(self._cuts)):
@@ -96,6 +106,12 @@ class OnePull:
                 self._ask(index, self._request(index, cut), partial(self._came, cut))
                 return ChunkShape.of(layout_of(self._kinds[index].kv), cut.request).num_bytes
         return 0
+
+    def _ask_again(self) -> None:
+        asked, self._not_yet = self._not_yet, []
+        for index in asked:
+            view = ViewOffer(PROTOCOL_VERSION, self._sources[index].ticket)
+            self._ask(index, view, partial(self._seen, index))
 
     def told(self, now_s: float, reason: str = "") -> Pulled:
         """What is said of it when it is over."""
@@ -129,7 +145,12 @@ class OnePull:
         """A source has said what its ticket stands for."""
         peer, source = self._way(index).peer, self._sources[index]
         if isinstance(answer, Gone):
-            raise ProtocolError(f"{peer} says: {answer.reason}", code="gone")
+            now_s = self._clock()
+            if now_s - self._began_s >= OFFERED_WITHIN_S:
+                raise ProtocolError(f"{peer} says: {answer.reason}", code="gone")
+            self._not_yet.append(index)
+            self._ask_again_s = now_s + _ASK_AGAIN_S
+            return
         if not isinstance(answer, OnOffer):
             raise ProtocolError(f"{peer} answered {type(answer).__name__} to ViewOffer")
         kv = answer.kv

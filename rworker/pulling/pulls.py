@@ -76,7 +76,7 @@ class Pulls:
         """Something is to be fetched."""
         message = order.message
         ways: dict[Place, Way] = {}
-        pull = OnePull(order, self._placer, ways, self._clock())
+        pull = OnePull(order, self._placer, ways, self._clock)
         self._pulls[order.holder, message.sequence_id] = pull
         try:
             for source in message.sources:

@@ -87,15 +87,30 @@ class Neighbours(Protocol):
         """One may connect from now on, over this line."""
 
 
+class Neighbourhood(Protocol):
+    """Where R-workers that are threads of this process meet others."""
+
+    def add(self, name: str, hub: InprocHub[FromRWorker, ToRWorker]) -> Neighbours:
+        """One can be reached from now on. Returns how it reaches others."""
+
+    def address_of(self, name: str) -> str:
+        """By what others reach it."""
+
+
 class ThreadNeighbours:
     """R-workers that are threads of this process, by name."""
 
     def __init__(self) -> None:
         self._hubs: dict[str, InprocHub[FromRWorker, ToRWorker]] = {}
 
-    def add(self, name: str, hub: InprocHub[FromRWorker, ToRWorker]) -> None:
-        """One can be reached from now on."""
+    def add(self, name: str, hub: InprocHub[FromRWorker, ToRWorker]) -> Neighbours:
+        """See ``Neighbourhood``."""
         self._hubs[name] = hub
+        return self
+
+    def address_of(self, name: str) -> str:
+        """See ``Neighbourhood``."""
+        return name
 
     def connect(self, address: str, line: int) -> NeighbourConnection:
         """See ``Neighbours``."""

@@ -316,7 +316,7 @@ def test_too_few_that_are_there_are_refused(
         (["--r-worker", "127.0.0.1:1"], "not of the form tcp://HOST:PORT"),
         (["--r-worker", "tcp://10.0.0.1:1"], "needs a key"),
         (["--r-worker", "tcp://127.0.0.1:1", "--key", "/nonexistent"], "/nonexistent"),
-        (["--key", "/nonexistent"], "for R-workers at addresses"),
+        (["--key", "/nonexistent"], "for R-workers and instances at addresses"),
         (
             ["--r-worker", "tcp://127.0.0.1:1", "--kv-memory-gb", "1"],
             "give --kv-memory-gb to each fastdecode r-worker",

@@ -9,8 +9,15 @@ from dataclasses import replace
 import pytest
 
 from examples import examples
+from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.delta import CANCELLED, Delta, Listener
-from fastdecode.core.errors import CapacityError, FastDecodeError, RequestError, WorkerError
+from fastdecode.core.errors import (
+    CapacityError,
+    ConfigError,
+    FastDecodeError,
+    RequestError,
+    WorkerError,
+)
 from fastdecode.core.holders import KVSource
 from fastdecode.core.sequence import FinishReason, Request, SamplingParams
 from fastdecode.engine.instances.controller import Controller
@@ -55,6 +62,9 @@ class Scripted:
 
     def cancel(self, request_id: str) -> None:
         self.asked.pop(request_id, None)
+
+    def give_role(self, role: InstanceRole) -> None:
+        self.role = role
 
     def step(self, name: str) -> list[Delta]:
         """The next token of each of a request's sequences."""
@@ -175,6 +185,71 @@ def test_cancelling_and_losses_at_any_stage(rng: random.Random) -> None:
             alive = [x for x in (*world.prefill, *world.decode) if x.broken is None]
             world.lose(rng.choice(alive))
             left -= 1
+    while world.turn(rng):
+        pass
+    world.check()
+
+
+def test_roles_that_change_at_any_stage(rng: random.Random) -> None:
+    world = World(rng.randint(1, 3), rng.randint(1, 3))
+    every = [*world.prefill, *world.decode]
+    for number in range(40):
+        world.submit(f"r{number}", rng)
+        for _ in range(rng.randint(0, 6)):
+            world.turn(rng)
+        if rng.random() < 0.5:
+            name, role = rng.choice(every).name, rng.choice(list(InstanceRole))
+            world.controller.set_role(name, role)
+            assert next(x.role for x in every if x.name == name) is role
+        if rng.random() < 0.1:
+            world.cancel(f"r{rng.randrange(number + 1)}")
+    while world.turn(rng):
+        pass
+    world.check()
+    assert world.controller.num_moved == 0
+
+
+def test_whoever_has_both_roles_is_given_whole_requests_while_it_has_room() -> None:
+    rng, world = random.Random(5), World(1, 1)
+    world.controller.set_role("p0", InstanceRole.BOTH)
+    world.submit("a", rng)
+    (asked,) = world.prefill[0].asked.values()
+    assert not asked.hands_over and asked.max_tokens == world.requests["a"].max_tokens
+    with pytest.raises(ConfigError, match="there is no instance 'p9': they are d0, p0"):
+        world.controller.set_role("p9", InstanceRole.DECODE)
+    while world.turn(rng):
+        pass
+    world.check()
+
+
+def test_what_has_been_decided_of_a_request_that_leaves_takes_no_room() -> None:
+    """Room is booked for G, but before G is sent there, an instance that takes
+    nothing turns out to have had its prompt."""
+    rng, world = random.Random(9), World(1, 1)
+    dispatcher = world.controller.desk.dispatcher
+    decode, (_, queue) = dispatcher.decode, dispatcher.prefill
+    decode[0].num_sequences = decode[0].max_sequences
+    world.submit("G", rng)
+    while world.turn(rng):
+        pass
+    queue.num_tokens = 1000
+    world.submit("A", rng)
+    assert world.controller.flows.stages == {"G": Stage.OFFERED, "A": Stage.QUEUED}
+    queue.num_tokens = decode[0].num_sequences = 0
+    world.prefill[0].broken = WorkerError("it takes nothing, and nobody knows")
+    world.controller.desk.look()
+    while world.turn(rng):
+        pass
+    world.check()
+
+
+def test_who_comes_back_is_given_requests_again() -> None:
+    rng, world = random.Random(7), World(1, 1)
+    world.lose(world.prefill[0])
+    world.prefill[0].broken = None
+    world.controller.came_back(world.prefill[0])
+    world.submit("a", rng)
+    assert world.prefill[0].asked
     while world.turn(rng):
         pass
     world.check()

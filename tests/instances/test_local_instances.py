@@ -10,61 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from instance_runs import OPTIONS, params, prompts, requests_of, said, tokens
 
 from examples import examples
 from fastdecode import LLM, SamplingParams
 from fastdecode.cli.main import main
 from fastdecode.core.delta import DeltaQueue, OutputFold
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.sequence import PromptRequest, Request, RequestOutput
+from fastdecode.core.sequence import Request, RequestOutput
 from fastdecode.engine.instances.running import InstancesEngine
 from fastdecode.schedule.life.lifecycle import Lifecycle
 
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "r_threads": 1,
-    "kv_memory_gb": 0.004,
-    "block_size": 16,
-    "prefix_cache": "off",
-}
 BOTH = {"prefill_instances": 1, "decode_instances": 1}
 WAIT_S = 120.0
-
-
-def prompts(count: int, seed: int = 3) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(5, 200) for _ in range(rng.randint(1, 60))] for _ in range(count)]
-
-
-def params(count: int, seed: int = 4, n: int = 1) -> list[SamplingParams]:
-    rng = random.Random(seed)
-    return [
-        SamplingParams(
-            temperature=rng.choice([0.0, 1.0]),
-            seed=rng.randrange(1 << 30),
-            max_tokens=rng.choice([1, 2, 9, 23]),
-            n=n,
-            logprobs=rng.choice([None, 2]),
-            frequency_penalty=rng.choice([0.0, 0.5]),
-            ignore_eos=rng.random() < 0.5,
-        )
-        for _ in range(count)
-    ]
-
-
-def requests_of(asked: list[list[int]], how: list[SamplingParams]) -> Iterator[PromptRequest]:
-    for i, (prompt, sampling) in enumerate(zip(asked, how, strict=True)):
-        yield PromptRequest(str(i), prompt, sampling)
-
-
-def said(outputs: list[RequestOutput]) -> list[Any]:
-    return [(output.error, output.completions) for output in outputs]
-
-
-def tokens(outputs: list[RequestOutput]) -> list[Any]:
-    """Their log-probabilities are rounded otherwise where parts are merged, or
-    what was lost is run again in other batches."""
-    return [[each.token_ids for each in output.completions] for output in outputs]
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +142,9 @@ def test_who_is_lost_is_gone_on_without(model: str, one: LLM, lost: int) -> None
                 llm._running._services[lost].look(_fail)
 
         outputs = {o.request_id: o for o in llm.stream(requests_of(asked, how), break_one)}
+        # Those of tokens that were run again are rounded otherwise, too.
         assert tokens([outputs[str(i)] for i in range(20)]) == tokens(one.generate(asked, how))
+        assert not any(output.error for output in outputs.values())
         for service in llm._running._services:
             service._loop.when_drained().get(timeout=WAIT_S)  # all that was asked before is done
         broken = [service.snapshot().error is not None for service in llm._running._services]

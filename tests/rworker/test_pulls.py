@@ -146,6 +146,22 @@ def test_a_ticket_that_was_released_or_never_given_is_refused() -> None:
     assert isinstance(refused, Failed) and "a reader may not say that" in refused.message
 
 
+def test_an_offer_may_come_behind_whoever_fetches_it() -> None:
+    """They come over different connections."""
+    hosts = Hosts()
+    one, other = hosts.add("p", KV), hosts.add("d", KV)
+    one.fill(3, 20, seed=1)
+    other.open(1, 20)
+    other.pull(1, 20, one.source(given := ticket(), 20))
+    for _ in range(20):
+        one.turn()
+        other.turn()
+    assert not other.news()
+    one.offer(3, given)
+    hosts.run()
+    assert [pulled.reason for pulled in other.news()] == [""] and other.holds(1, 20, seed=1)
+
+
 def test_nobody_reads_beyond_what_was_offered() -> None:
     hosts = Hosts()
     one = hosts.add("p", KV)

@@ -9,15 +9,27 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from stream_suite import ALL_KV, KV, WAIT_S, Memory, Worker, assert_same, move, pieces_between
+from stream_suite import (
+    ALL_KV,
+    KV,
+    WAIT_S,
+    Memory,
+    Worker,
+    assert_same,
+    hello_for,
+    move,
+    pieces_between,
+)
 
 from cpu_kernels import reference
+from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.spec import KVSpec
-from fastdecode.wire.kv.handing import KVSource, Offer, Pull, Pulled
-from fastdecode.wire.messages import CloseSequence
+from fastdecode.wire.inproc import InprocHub
+from fastdecode.wire.kv.handing import KVSource, Offer, Pull, Pulled, ViewOffer
+from fastdecode.wire.messages import PROTOCOL_VERSION, CloseSequence, Failed
 from rworker.attention import AttentionExecutor
 from rworker.state import RWorkerState
-from rworker.worker import serve
+from rworker.worker import serve, start_worker_thread
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 
@@ -62,6 +74,68 @@ def pulled(worker: Any, sequence: int, address: str, ticket: str, num_tokens: in
     news = worker.connection.receive(WAIT_S)
     assert isinstance(news, Pulled)
     return news
+
+
+@contextlib.contextmanager
+def behind_a_gate(name: str, kv: KVSpec) -> Iterator[tuple[str, Worker]]:
+    """In a thread of this process; others read it at a gate's address."""
+    from rworker.pulling.gates import Gates
+
+    gates, runs = Gates("tcp://127.0.0.1:*", None), AttentionExecutor(kernels=reference)
+    thread = start_worker_thread(name, kv_bytes=16 << 20, executor=runs, neighbours=gates)
+    try:
+        yield gates.address_of(name), Worker(thread.connection, kv)
+        thread.stop()
+        thread.join(WAIT_S)
+    finally:
+        thread.connection.close()
+        gates.close()
+
+
+@pytest.mark.parametrize("kv", ALL_KV, ids=lambda kv: kv.dtype.value)
+def test_threads_behind_gates(kv: KVSpec) -> None:
+    home, back, lengths = Memory(kv), Memory(kv), {0: 61}
+    home.fill(lengths, seed=3)
+    with behind_a_gate("p", kv) as (address, p), behind_a_gate("d", kv) as (_, d):
+        move(pieces_between(lengths, kv), home, p)
+        ticket = secrets.token_hex(16)
+        p.connection.send(Offer(0, ticket))
+        d.open(5, 64)
+        assert pulled(d, 5, address, ticket, 61).reason == ""
+        move(pieces_between({5: 61}, kv, by=-5), d.source(), back)
+        assert_same(home, back, lengths)
+        p.connection.send(CloseSequence(0))
+        d.open(6, 64)
+        assert "released" in pulled(d, 6, address, ticket, 61).reason
+
+
+def test_a_gate_is_for_readers_alone() -> None:
+    from fastdecode.wire.zmq.hub import ZmqHub
+
+    hub = ZmqHub()
+    with behind_a_gate("p", KV) as (address, p):
+        stranger = hub.add(address)
+        stranger.send(hello_for(KV))
+        refused = stranger.receive(WAIT_S)
+        assert isinstance(refused, Failed) and "takes no S-worker" in refused.message
+        reader = hub.add(address)
+        reader.send(ViewOffer(PROTOCOL_VERSION, "no ticket"))
+        refused = reader.receive(WAIT_S)
+        assert isinstance(refused, Failed) and "ticket" in refused.message
+        with pytest.raises(WorkerError):
+            reader.receive(WAIT_S)  # its R-worker has hung up
+        p.open(1, 16)  # and serves its own all the same
+    hub.close()
+
+
+def test_ports_follow_upon_the_first() -> None:
+    from rworker.pulling.gates import Gates
+
+    gates = Gates("tcp://127.0.0.1:65535", None)
+    gates.add("r0", InprocHub())
+    with pytest.raises(ConfigError, match="leaves no port for R-worker 1"):
+        gates.add("r1", InprocHub())
+    gates.close()
 
 
 @pytest.mark.parametrize("kv", [ALL_KV[0], ALL_KV[-1]], ids=lambda kv: kv.dtype.value)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays as arrays_of
 from messages_for_tests import (
     attend,
+    between_instances,
     between_stages,
     from_r_worker,
     in_one_piece,
@@ -21,11 +22,24 @@ from messages_for_tests import (
     to_r_worker,
 )
 
+from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire import arrays, codec, fields
+from fastdecode.wire.instances.messages import (
+    CancelRequests,
+    EndConversation,
+    InstanceHello,
+    InstanceSays,
+    InstanceSeen,
+    InstanceWelcome,
+    RequestsSay,
+    RunRequests,
+    SetInstanceRole,
+    ToInstance,
+)
 from fastdecode.wire.kv.chunks import (
     ChunkForm,
     ChunkStored,
@@ -280,6 +294,21 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     ColumnInterrupted: st.builds(ColumnInterrupted, INTS, TEXTS, TEXTS),
     ColumnTakenOver: st.builds(ColumnTakenOver, INTS, arrays_of(np.int32, (3,))),
     DropColumn: st.builds(DropColumn, INTS),
+    InstanceHello: st.builds(InstanceHello, INTS, TEXTS),
+    InstanceWelcome: st.builds(
+        InstanceWelcome,
+        TEXTS,
+        st.sampled_from(InstanceRole),
+        TEXTS,
+        *[st.sampled_from(DType)] * 2,
+        *[INTS] * 7,
+    ),
+    RunRequests: st.builds(RunRequests, st.booleans(), arrays_of(np.uint8, (3,))),
+    CancelRequests: st.builds(CancelRequests, st.lists(TEXTS, max_size=3).map(tuple)),
+    SetInstanceRole: st.builds(SetInstanceRole, st.sampled_from(InstanceRole)),
+    EndConversation: st.builds(EndConversation, arrays_of(np.int64, (3,)), TEXTS),
+    RequestsSay: st.builds(RequestsSay, arrays_of(np.uint8, (3,))),
+    InstanceSeen: st.builds(InstanceSeen, INTS, INTS, arrays_of(np.uint8, (3,))),
 }
 
 
@@ -310,11 +339,13 @@ def test_a_body_that_does_not() -> None:
 def test_every_message_of_the_protocol_has_an_opcode_and_is_tested_here() -> None:
     kinds = {*get_args(ToRWorker), *get_args(FromRWorker)}
     of_stages = {*get_args(StageMessage), *get_args(FromStage)}
-    assert kinds | of_stages == set(OPCODES) == set(MESSAGES)
+    of_instances = {*get_args(ToInstance), *get_args(InstanceSays)}
+    assert kinds | of_stages | of_instances == set(OPCODES) == set(MESSAGES)
     assert {type(message) for message in [*to_r_worker(), *from_r_worker()]} == kinds, (
         "what every transport is tried with"
     )
     assert {type(message) for message in between_stages()} == of_stages
+    assert {type(message) for message in between_instances()} == of_instances
     assert len(set(OPCODES.values())) == len(OPCODES)
 
 

@@ -73,6 +73,15 @@ _WITH_INSTANCES: Mapping[str, tuple[Any, ...]] = {
 }
 """What there may be beside several instances."""
 
+_OF_A_CONTROLLER = frozenset(
+    (
+        "instance_addresses", "key", "worker_silence_s", "worker_timeout_s", "max_model_len",
+        "local_prefill_below", "max_num_sequences", "learn_lengths", "length_quantile",
+        "expected_output_tokens", "dtype", "kv_dtype",
+    )
+)  # fmt: skip
+"""What there is to choose about instances at addresses from outside."""
+
 _WITH_PROMPT_STAGES: Mapping[str, tuple[Any, ...]] = {
     "tp": (1,),
     "kv_placement": ("r", "auto"),
@@ -168,6 +177,17 @@ class EngineConfig:
             self._check_replicas()
         if self.instances.number:
             self._check_instances()
+        if self.instances.instance_addresses:
+            self._check_controller()
+        elif self.cluster.key is not None and not self.cluster.r_worker_addresses:
+            raise ConfigError(
+                Given("key", self.cluster.key),
+                " is for R-workers and instances at addresses: give ",
+                Given("r_worker_addresses"),
+                " or ",
+                Given("instance_addresses"),
+                " too",
+            )
         if self.r_part.r_partition == "heads" and not self.r_part.replicas:
             self._check_no_spares()
         if self.r_part.kv_placement == "gpu":
@@ -204,6 +224,19 @@ class EngineConfig:
     def _check_instances(self) -> None:
         """Instances are of this process, each with R-workers of its own."""
         self._check_beside("prefill_instances", _WITH_INSTANCES, _OF_INSTANCES)
+
+    def _check_controller(self) -> None:
+        """Whoever only gives requests to instances has no engine of its own."""
+        for group in GROUPS.values():
+            for each in declared(group):
+                value = self.options[each.name]
+                if each.name not in _OF_A_CONTROLLER and value != each.default:
+                    raise ConfigError(
+                        Given(each.name, value),
+                        " is of an engine, and those at ",
+                        Given("instance_addresses"),
+                        " have their own: give it to fastdecode instance",
+                    )
 
     def _check_chunk(self) -> None:
         """Of a prompt on stages of its own: a single token is decoded."""

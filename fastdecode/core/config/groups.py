@@ -354,7 +354,3 @@ class Cluster:
                 listed,
                 " whoever comes at a lost one's address is taken in",
             )
-        if self.key is not None and not addresses:
-            raise ConfigError(
-                Given("key", self.key), " is for R-workers at addresses: give ", listed, " too"
-            )

@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from fastdecode.core.config.options import check_options, option
 from fastdecode.core.errors import ConfigError, Given
 
 MAX_INSTANCES = 64
+
+
+class InstanceRole(Enum):
+    """What an instance is given; nothing else tells it from others."""
+
+    PREFILL = "prefill"
+    """Prompts, with which others go on."""
+    DECODE = "decode"
+    """Requests whose prompts others have run."""
+    BOTH = "both"
+    """Whole requests; prompts alone where it has no room for more."""
+
+    @property
+    def prefills(self) -> bool:
+        return self is not InstanceRole.DECODE
+
+    @property
+    def decodes(self) -> bool:
+        return self is not InstanceRole.PREFILL
 
 
 @dataclass(frozen=True)
@@ -26,6 +46,13 @@ class Instances:
         "engines of this process that fetch the KV of prompts and generate all other tokens",
         low=0,
         high=MAX_INSTANCES,
+    )
+    instance_addresses: tuple[str, ...] = option(
+        (),
+        "an instance's address, tcp://HOST:PORT, where fastdecode instance runs; repeatable, "
+        "or several with commas between",
+        flag="--instances",
+        metavar="ADDRESSES",
     )
     prefill_batch_tokens: int | None = option(
         None,
@@ -52,6 +79,18 @@ class Instances:
 
     def __post_init__(self) -> None:
         check_options(self)
+        several = [each for given in self.instance_addresses for each in given.split(",")]
+        object.__setattr__(self, "instance_addresses", tuple(several))
+        listed = Given("instance_addresses")
+        if len(set(several)) < len(several) or len(several) > MAX_INSTANCES:
+            raise ConfigError(listed, f": give each address once, and {MAX_INSTANCES} at most")
+        if several and self.number:
+            raise ConfigError(
+                listed,
+                " are processes of their own, and ",
+                Given("prefill_instances", self.prefill_instances),
+                " of this one: leave one of the two out",
+            )
         for one, other in (
             ("prefill_instances", "decode_instances"),
             ("decode_instances", "prefill_instances"),
@@ -63,5 +102,15 @@ class Instances:
 
     @property
     def number(self) -> int:
-        """Of all; 0: the process is one engine."""
+        """Of this process; 0: it is one engine, or none."""
         return self.prefill_instances + self.decode_instances
+
+    @property
+    def is_several(self) -> bool:
+        """Whether requests go from one instance to another, wherever those are."""
+        return bool(self.number or self.instance_addresses)
+
+    @property
+    def most_decoding(self) -> int:
+        """Instances that may decode."""
+        return self.decode_instances or len(self.instance_addresses)

@@ -28,7 +28,7 @@ from fastdecode.wire.joined import HubBehind, JoinedHub
 from fastdecode.wire.messages import FromRWorker, Hello, Shutdown, ToRWorker, Welcome
 from fastdecode.wire.transport import Connection, Hub, SoleHub
 from rworker.inline import make_inline_worker
-from rworker.stream.links import ThreadNeighbours
+from rworker.stream.links import Neighbourhood, ThreadNeighbours
 from rworker.tiers.disk import Disk
 from rworker.worker import start_worker_thread
 
@@ -149,7 +149,7 @@ def reach_threads(
         beside: other engines' in this process; None: they reach each other alone.
     """
     hub = InprocHub() if hub is None else hub
-    neighbours = ThreadNeighbours() if beside is None else beside.neighbours
+    neighbours: Neighbourhood = ThreadNeighbours() if beside is None else beside.neighbours
     whose = f"{beside.name}-" if beside is not None else f"s{stage}-" if stage else ""
     names = tuple(f"{whose}r{index}" for index in range(num_workers))
     threads = [
@@ -173,7 +173,8 @@ def reach_threads(
             else:
                 thread.join(timeout_s)
 
-    return Reached(hub, close, addresses=names, doors=[thread.hub for thread in threads])
+    addresses = tuple(map(neighbours.address_of, names))
+    return Reached(hub, close, addresses=addresses, doors=[thread.hub for thread in threads])
 
 
 def reach_inline(

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rworker.stream.links import ThreadNeighbours
+from fastdecode.core.config.instances import InstanceRole
+from rworker.stream.links import Neighbourhood
 
 
 @dataclass(frozen=True)
 class Beside:
-    """R-workers of this process that reach those of other engines."""
+    """R-workers of this process that reach those of other engines, in it or
+    elsewhere."""
 
-    neighbours: ThreadNeighbours
+    neighbours: Neighbourhood
     """All of them."""
     name: str
     """What this engine's are called by, before their numbers."""
     num_engines: int
     """In this process, which share what this host has."""
-    runs_prompts: bool
-    """It runs prompts, and others go on with them."""
+    role: InstanceRole
+    """What it is given at first."""

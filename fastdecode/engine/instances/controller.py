@@ -16,9 +16,11 @@ import logging
 from collections.abc import Container, Iterable, Sequence
 from copy import copy
 
+from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.delta import CANCELLED, Delta, Listener
 from fastdecode.core.errors import (
     CapacityError,
+    ConfigError,
     FastDecodeError,
     WorkerError,
     duplicate_id,
@@ -37,7 +39,7 @@ class Controller:
 
     Args:
         prefill: run prompts.
-        decode: go on with them.
+        decode: go on with them; whoever is among both does both.
         batch_tokens: of prompts that a prefill instance runs at once.
         block_size: in which room is counted.
         local_below: prompts shorter than that are run by who goes on with them.
@@ -55,13 +57,17 @@ class Controller:
         self._local_below = local_below
         self.flows = Flows(block_size)
         """All requests that aren't over."""
-        self.desk = Desk(self.flows, prefill, decode, batch_tokens, self._failed)
+        every = [*decode, *(each for each in prefill if each not in decode)]
+        roles = [_role(each in prefill, each in decode) for each in every]
+        self.desk = Desk(self.flows, every, roles, batch_tokens, self._failed)
         """Gives them to instances."""
         self._broken: FastDecodeError | None = None
         self.has_work = False
         """Something has been said since the last step."""
         self.num_handed_over = 0
         """Requests whose prompts were fetched."""
+        self.num_failed_fetches = 0
+        """Those that couldn't be: whoever was to fetch them has run them again."""
         self.num_moved = 0
         """Requests that an instance went on with after a failure."""
 
@@ -146,7 +152,8 @@ class Controller:
         if delta.error is not None:
             self._failed(flow, delta)
         elif delta.has_fetched:
-            self.num_handed_over += 1
+            self.num_handed_over += not delta.fetch_failed
+            self.num_failed_fetches += delta.fetch_failed
             self.desk.release(flow)
         elif flow.is_over:
             self.desk.end(flow)
@@ -160,10 +167,10 @@ class Controller:
         assert error is not None
         if error.code == CANCELLED or run is None:
             return
-        where, is_prompt = self.desk.where(flow, run), run is flow.offering
+        where, is_prompt = self.desk.where(run), run is flow.offering
         is_too_long = isinstance(error, CapacityError)
         if where.broken is not None:
-            self._lose(where, error)
+            self.lost(where, error)
         elif is_prompt and flow.decoding is not None:  # who fetches it looks after himself
             self.desk.release(flow)
         elif is_prompt and (is_too_long or error.code == HANDED_OVER_LOST):
@@ -171,7 +178,7 @@ class Controller:
         else:
             self._fail(flow, error)
 
-    def _lose(self, lost: Instance, error: FastDecodeError) -> None:
+    def lost(self, lost: Instance, error: FastDecodeError) -> None:
         """An instance is broken: all that it had goes on elsewhere."""
         logger.error("instance %s is lost: %s", lost.name, error)
         had = self.desk.lose(lost)
@@ -183,6 +190,31 @@ class Controller:
             if flow.stage is not Stage.OVER:
                 self._go_on(flow)
         self.desk.look()
+        self._check_waiting()
+
+    def came_back(self, instance: Instance) -> None:
+        """One that was lost is there again."""
+        self.desk.came_back(instance)
+
+    def set_role(self, name: str, role: InstanceRole) -> None:
+        """What an instance is given from now on. What it has, it goes on with.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        if not self.desk.set_role(name, role):
+            names = ", ".join(each.name for each in self.desk.instances)
+            raise ConfigError(f"there is no instance {name!r}: they are {names}")
+        self._check_waiting()
+
+    def _check_waiting(self) -> None:
+        """Those that wait may fit on nobody any more, and are waited for."""
+        for flow in list(self.flows.by_request.values()):
+            if flow.stage in (Stage.QUEUED, Stage.OFFERED, Stage.WAITING):
+                try:
+                    self.desk.dispatcher.check_possible(flow.job)
+                except CapacityError as error:
+                    self._fail(flow, error)
 
     def _go_on(self, flow: Flow, *, fits_prefill: bool = True) -> None:
         """What was made of a request is lost but for its tokens."""
@@ -203,3 +235,9 @@ class Controller:
         self.desk.end(flow)
         if flow.listener is not None:
             flow.listener.tell(Delta(flow.request.request_id, 0, error=without_frames(error)))
+
+
+def _role(prefills: bool, decodes: bool) -> InstanceRole:
+    if prefills and decodes:
+        return InstanceRole.BOTH
+    return InstanceRole.PREFILL if prefills else InstanceRole.DECODE

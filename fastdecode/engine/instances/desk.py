@@ -4,18 +4,16 @@ out what is dispatched."""
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Protocol
 
+from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.delta import Delta, Listener
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import Request
 from fastdecode.engine.instances.flow import Flow, Run, Stage
 from fastdecode.schedule.dispatch import Bind, DecodeRoom, Dispatcher, Fetch, Job, PrefillQueue
-
-logger = logging.getLogger(__name__)
 
 Failed = Callable[[Flow, Delta], None]
 """A run of a request has ended with an error."""
@@ -44,6 +42,9 @@ class Instance(Protocol):
 
     def cancel(self, request_id: str) -> None:
         """End a request, and let go of what it holds."""
+
+    def give_role(self, role: InstanceRole) -> None:
+        """What it will be given from now on."""
 
 
 class Flows:
@@ -108,27 +109,29 @@ class Desk:
 
     Args:
         flows: all requests that aren't over.
-        prefill: instances that run prompts.
-        decode: those that go on with them.
-        batch_tokens: of prompts that a prefill instance runs at once.
+        instances: all that there are.
+        roles: of each.
+        batch_tokens: of prompts that one runs at once.
         failed: is told of instances that take nothing.
     """
 
     def __init__(
         self,
         flows: Flows,
-        prefill: Sequence[Instance],
-        decode: Sequence[Instance],
+        instances: Sequence[Instance],
+        roles: Sequence[InstanceRole],
         batch_tokens: int,
         failed: Failed,
     ) -> None:
         self._flows = flows
-        self._prefill, self._decode = list(prefill), [*decode, *prefill]
-        rooms = [DecodeRoom(each.num_tokens, each.max_sequences) for each in self._decode]
-        for room in rooms[len(decode) :]:
-            room.is_open = False  # until nobody else is left
-        queues = [PrefillQueue(batch_tokens, float) for _ in prefill]
-        self.dispatcher = Dispatcher(queues, rooms)
+        self.instances = tuple(instances)
+        self.roles = list(roles)
+        self._is_there = [True for _ in instances]
+        self.dispatcher = Dispatcher(
+            [PrefillQueue(batch_tokens, float) for _ in instances],
+            [DecodeRoom(each.num_tokens, each.max_sequences) for each in instances],
+        )
+        self._set_open()
         self._failed = failed
         self._decided: deque[Bind | Fetch] = deque()
         """What is to be carried out, its room booked already."""
@@ -137,11 +140,11 @@ class Desk:
     @property
     def is_empty(self) -> bool:
         """Whether no instance is left."""
-        return all(each.broken is not None for each in self._decode)
+        return all(each.broken is not None for each in self.instances)
 
-    def where(self, flow: Flow, run: Run) -> Instance:
-        """Who has a run of a request."""
-        return (self._prefill if run is flow.offering else self._decode)[run.instance]
+    def where(self, run: Run) -> Instance:
+        """Who has a run."""
+        return self.instances[run.instance]
 
     def arrive(self, flow: Flow) -> None:
         """A request waits for an instance that runs its prompt."""
@@ -179,6 +182,8 @@ class Desk:
 
     def _carry_out(self, decision: Bind | Fetch) -> None:
         flow = self._flows.by_job[decision.job.job_id]
+        if isinstance(decision, Bind) and self.roles[decision.instance] is InstanceRole.BOTH:
+            decision = self.dispatcher.kept(decision) or decision
         run = self._flows.begin(flow, decision.instance)
         every_step = isinstance(decision, Bind) or flow.is_watched
         if isinstance(decision, Bind):
@@ -188,7 +193,7 @@ class Desk:
             flow.stage, flow.decoding = Stage.DECODE, run
             asked = flow.whole_run(run.name)
         try:
-            self.where(flow, run).submit(asked, every_step=every_step)
+            self.where(run).submit(asked, every_step=every_step)
         except FastDecodeError as error:
             self._failed(flow, Delta(run.name, 0, error=error))
 
@@ -212,7 +217,7 @@ class Desk:
         elif decoding is not None:
             self._flows.end(decoding)
             flow.decoding = None
-            self._decode[decoding.instance].cancel(decoding.name)
+            self.instances[decoding.instance].cancel(decoding.name)
             self.do(self.dispatcher.decoded(flow.job, decoding.instance))
         elif stage is Stage.PREFILL and offering is not None:
             self.do(self.dispatcher.left(flow.job, offering.instance))
@@ -224,27 +229,50 @@ class Desk:
         offering, flow.offering = flow.offering, None
         if offering is not None:
             self._flows.end(offering)
-            self._prefill[offering.instance].cancel(offering.name)
+            self.instances[offering.instance].cancel(offering.name)
 
     def lose(self, lost: Instance) -> list[Flow]:
         """An instance is broken: nothing more is given to it. Returns the
         requests that it had, and that are to go on elsewhere."""
-        queues, rooms = self.dispatcher.prefill, self.dispatcher.decode
-        for queue, each in zip(queues, self._prefill, strict=True):
-            queue.is_open = queue.is_open and each is not lost
-        for room, each in zip(rooms, self._decode, strict=True):
-            room.is_open = room.is_open and each is not lost
-        if not any(room.is_open for room in rooms):
-            for room, each in zip(rooms, self._decode, strict=True):
-                room.is_open = each.broken is None
+        self._is_there[self.instances.index(lost)] = False
+        self._set_open()
         return [flow for flow in self._flows.by_request.values() if self._needs(flow, lost)]
 
+    def came_back(self, instance: Instance) -> None:
+        """One that was lost is there again, and has nothing."""
+        self._is_there[self.instances.index(instance)] = True
+        self._set_open()
+        self.look()
+
+    def set_role(self, name: str, role: InstanceRole) -> bool:
+        """What an instance is given from now on; what it has it goes on with.
+        False: there is none of that name."""
+        found = [i for i, each in enumerate(self.instances) if each.name == name]
+        for index in found:
+            self.roles[index] = role
+            self.instances[index].give_role(role)
+        self._set_open()
+        self.look()
+        return bool(found)
+
     def look(self) -> None:
-        """Instances have gone."""
+        """Instances have come, gone, or changed their roles."""
         self.do(self.dispatcher.look())
+
+    def _set_open(self) -> None:
+        """Who is given what; if nobody is left to decode, all do."""
+        every = list(zip(self.instances, self.roles, self._is_there, strict=True))
+        able = [is_there and each.broken is None for each, _, is_there in every]
+        for index, role in enumerate(self.roles):
+            self.dispatcher.prefill[index].is_open = able[index] and role.prefills
+            self.dispatcher.decode[index].is_open = able[index] and role.decodes
+        rooms = self.dispatcher.decode
+        if not any(room.is_open for room in rooms):
+            for index, room in enumerate(rooms):
+                room.is_open = able[index]
 
     def _needs(self, flow: Flow, lost: Instance) -> bool:
         """Whether a request can't go on without an instance. What is being
         fetched from it is another's, who looks after that himself."""
         run = flow.decoding or flow.offering
-        return run is not None and self.where(flow, run) is lost
+        return run is not None and self.where(run) is lost

@@ -128,7 +128,9 @@ class Handing:
         """Whoever offered it needn't keep it."""
         sequence = instruction.sequence
         request_id = sequence.request.request_id
-        self._requests.say(Delta(request_id, sequence.index, has_fetched=True))
+        failed = instruction.failed
+        delta = Delta(request_id, sequence.index, has_fetched=True, fetch_failed=failed)
+        self._requests.say(delta)
 
     def _offer(self, part: Part, num_tokens: int) -> list[KVSource]:
         ticket = secrets.token_hex(_TICKET_BYTES)

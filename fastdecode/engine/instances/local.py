@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.delta import Delta, DeltaQueue
 from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.sequence import Request
@@ -68,6 +69,10 @@ class LocalInstance:
     def cancel(self, request_id: str) -> None:
         """End a request, and let go of what it holds."""
         self.service.cancel(request_id)
+
+    def give_role(self, role: InstanceRole) -> None:
+        """What it will be given from now on."""
+        self.service.look(lambda served: served.engine.give_role(role))
 
     def end_conversation(self, token_ids: Sequence[int], salt: str) -> None:
         """Nobody goes on with a conversation that has come to these tokens."""

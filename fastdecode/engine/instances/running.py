@@ -7,13 +7,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from fastdecode.core.config.engine import EngineConfig
-from fastdecode.core.config.instances import Instances
+from fastdecode.core.config.instances import InstanceRole, Instances
 from fastdecode.core.delta import Delta
 from fastdecode.core.errors import ConfigError, FastDecodeError, Given
 from fastdecode.core.host.machine import available_cores
@@ -21,7 +21,7 @@ from fastdecode.engine.figures import EngineFigures
 from fastdecode.engine.instances.beside import Beside
 from fastdecode.engine.instances.controller import Controller
 from fastdecode.engine.instances.local import LocalInstance
-from fastdecode.engine.latency import LatencyHistogram
+from fastdecode.engine.instances.seen import merged, together
 from fastdecode.engine.service import EngineService
 from fastdecode.engine.setup.launch import RunningEngine
 from fastdecode.engine.stats import EngineStats
@@ -38,7 +38,7 @@ two of its steps."""
 
 
 @dataclass(frozen=True)
-class _Size:
+class Size:
     num_tokens: int
     max_sequences: int
 
@@ -77,7 +77,7 @@ class RunningInstances:
         self._running: list[RunningEngine] = []
         self._figures: dict[str, EngineFigures] = {}
         try:
-            self._open(_each(config), tell, times)
+            self._open(_each(config), _roles(wanted), tell, times)
             self.engine = InstancesEngine(self, config)
         except BaseException:
             self.close()
@@ -93,14 +93,15 @@ class RunningInstances:
     def _open(
         self,
         configs: dict[str, EngineConfig],
+        roles: Sequence[InstanceRole],
         tell: Callable[[str], None],
         times: MeasuredTimes | None,
     ) -> None:
         neighbours = ThreadNeighbours()
         num_threads = max(1, torch.get_num_threads() // len(configs))
-        for name, config in configs.items():
+        for (name, config), role in zip(configs.items(), roles, strict=True):
             told = partial(_tell_of, tell, name)
-            beside = Beside(neighbours, name, len(configs), runs_prompts=name.startswith("p"))
+            beside = Beside(neighbours, name, len(configs), role)
             service = EngineService(partial(_make, config, told, times, beside, num_threads))
             self._services.append(service)
             self._running.append(service.open())
@@ -110,7 +111,7 @@ class RunningInstances:
         """Those that prefill, and those that decode."""
         names = list(_names(wanted))
         every = [
-            LocalInstance(name, service, _size(running), self._arrived)
+            LocalInstance(name, service, size_of(running), self._arrived)
             for name, service, running in zip(names, self._services, self._running, strict=True)
         ]
         return every[: wanted.prefill_instances], every[wanted.prefill_instances :]
@@ -136,7 +137,7 @@ class RunningInstances:
         more between two of its steps."""
         for name, service in zip(list(self._figures), self._services, strict=True):
             service.look(partial(self._take_figures, name))
-        return _together(list(self._figures.values()))
+        return together(list(self._figures.values()))
 
     def _take_figures(self, name: str, running: RunningEngine) -> None:
         self._figures[name] = running.engine.figures()
@@ -176,7 +177,7 @@ class InstancesEngine(Controller):
         super().__init__(
             prefill,
             decode,
-            batch_tokens=_batch_tokens(config),
+            batch_tokens=batch_tokens(config),
             block_size=config.r_part.block_size,
             local_below=wanted.local_prefill_below,
         )
@@ -186,6 +187,7 @@ class InstancesEngine(Controller):
         """Of all instances together."""
         stats = self._all.stats
         stats.num_handed_over, stats.num_moved = self.num_handed_over, self.num_moved
+        stats.num_failed_fetches = self.num_failed_fetches
         return stats
 
     def look(self) -> None:
@@ -238,6 +240,11 @@ def _names(wanted: Instances) -> Iterable[str]:
     yield from (f"d{index}" for index in range(wanted.decode_instances))
 
 
+def _roles(wanted: Instances) -> list[InstanceRole]:
+    prefill = [InstanceRole.PREFILL] * wanted.prefill_instances
+    return [*prefill, *[InstanceRole.DECODE] * wanted.decode_instances]
+
+
 def _each(config: EngineConfig) -> dict[str, EngineConfig]:
     """What each instance is made with: an even share of this host."""
     wanted, r_part = config.instances, config.r_part
@@ -248,46 +255,28 @@ def _each(config: EngineConfig) -> dict[str, EngineConfig]:
         r_part=replace(r_part, r_threads=r_threads, kv_placement="r"),
         cluster=replace(config.cluster, transport="inproc"),
     )
-    tokens, sequences = _batch_tokens(config), own.batching.max_num_sequences
-    prefill = replace(
-        own,
-        batching=replace(own.batching, prefill_chunk=tokens, max_step_tokens=sequences + tokens),
-    )
-    return {name: prefill if name.startswith("p") else own for name in _names(wanted)}
+    prefill = for_batches(own)
+    return {
+        name: prefill if role is InstanceRole.PREFILL else own
+        for name, role in zip(_names(wanted), _roles(wanted), strict=True)
+    }
 
 
-def _batch_tokens(config: EngineConfig) -> int:
+def for_batches(config: EngineConfig) -> EngineConfig:
+    """With steps that have room for a batch of prompts, whole."""
+    tokens, batching = batch_tokens(config), config.batching
+    room = batching.max_num_sequences + tokens
+    return replace(config, batching=replace(batching, prefill_chunk=tokens, max_step_tokens=room))
+
+
+def batch_tokens(config: EngineConfig) -> int:
     """Of prompts that a prefill instance runs at once."""
     batching = config.batching
     room = batching.step_tokens - batching.max_num_sequences
     return config.instances.prefill_batch_tokens or room
 
 
-def _size(running: RunningEngine) -> _Size:
+def size_of(running: RunningEngine) -> Size:
     num_blocks = sum(welcome.num_blocks for welcome in running.welcomes)
     config = running.resolved.config
-    return _Size(num_blocks * config.r_part.block_size, config.batching.max_num_sequences)
-
-
-def merged(each: Sequence[EngineStats]) -> EngineStats:
-    """Totals of several engines."""
-    total = EngineStats()
-    for field in fields(EngineStats):
-        values = [getattr(stats, field.name) for stats in each]
-        if isinstance(values[0], (int, float)):
-            setattr(total, field.name, sum(values))
-        elif isinstance(values[0], LatencyHistogram):
-            for histogram in values:
-                getattr(total, field.name).add_all(histogram)
-    return total
-
-
-def _together(each: Sequence[EngineFigures]) -> EngineFigures:
-    """Figures of several engines."""
-    numbers = {
-        field.name: sum(getattr(figures, field.name) for figures in each)
-        for field in fields(EngineFigures)
-        if field.name != "r_workers"
-    }
-    holders = tuple(holder for figures in each for holder in figures.r_workers)
-    return EngineFigures(**numbers, r_workers=holders)
+    return Size(num_blocks * config.r_part.block_size, config.batching.max_num_sequences)

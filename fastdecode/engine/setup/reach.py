@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.config.s_part import SPart
 from fastdecode.core.holders import Holder, HolderKind
 from fastdecode.core.model.checkpoint import Checkpoint
@@ -205,8 +206,8 @@ def resolve_beside(config: EngineConfig, spec: ModelSpec, beside: Beside | None)
     """``resolve_for_this_host``, for one of several engines that share it."""
     if beside is None:
         return resolve_for_this_host(config, spec)
-    resolved = resolve_for_this_host(config, spec, num_engines=beside.num_engines)
-    schedule = replace(resolved.schedule, whole_prompts=beside.runs_prompts)
+    resolved = resolve_for_this_host(config, spec, num_engines=beside.num_engines, is_reached=True)
+    schedule = replace(resolved.schedule, whole_prompts=beside.role is InstanceRole.PREFILL)
     return replace(resolved, schedule=schedule)
 
 

@@ -80,13 +80,18 @@ class ResolvedConfig:
 
 
 def resolve_for_this_host(
-    config: EngineConfig, spec: ModelSpec, *, rank: int = 0, num_engines: int = 1
+    config: EngineConfig,
+    spec: ModelSpec,
+    *,
+    rank: int = 0,
+    num_engines: int = 1,
+    is_reached: bool = False,
 ) -> ResolvedConfig:
     """``resolve`` with what this host has, for one of the S-workers that act as
-    one; ``num_engines``: that share it, each with R-workers that the others' reach."""
+    one; ``num_engines``: that share it; ``is_reached``: by others' R-workers."""
     free = free_memory(choose_device(config.s_part.device, rank)).share(num_engines)
     resolved = resolve(config, spec, num_cores=available_cores(), free=free, rank=rank)
-    if num_engines > 1 and resolved.transport == "inline":
+    if is_reached and resolved.transport == "inline":
         return replace(resolved, transport="inproc")  # others' can't reach into a thread
     return resolved
 

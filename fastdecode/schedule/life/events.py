@@ -302,9 +302,11 @@ class HandOver:
 
 @dataclass(frozen=True)
 class HasFetched:
-    """What was offered of a request's prompt is here."""
+    """What was offered of a request's prompt is here, or won't be."""
 
     sequence: Sequence
+    failed: bool
+    """It couldn't be fetched, and is run again."""
 
 
 @dataclass(frozen=True)

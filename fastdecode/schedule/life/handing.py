@@ -48,6 +48,8 @@ class Handing:
         self._endings = endings
         self._out = out
         self._pulling: dict[PartId, Life] = {}
+        self._failed: set[str] = set()
+        """Requests of whose prompts a part couldn't be fetched."""
 
     @property
     def is_pulling(self) -> bool:
@@ -84,6 +86,7 @@ class Handing:
         life.pulling.discard(event.part_id)
         if event.reason:
             self._lives.tell(life, f"can't fetch its prompt: {event.reason}")
+            self._failed.add(life.sequence.request.request_id)
             for sibling in self._lives.sequences(life.sequence.request.request_id):
                 sibling.sources = ()
             self._lives.place(life, life.status, 0)  # none of it is kept
@@ -102,7 +105,9 @@ class Handing:
         sequence.sources = ()
         siblings = self._lives.sequences(sequence.request.request_id)
         if sequence.request.sources and not any(sibling.sources for sibling in siblings):
-            self._out.append(HasFetched(sequence))
+            failed = sequence.request.request_id in self._failed
+            self._failed.discard(sequence.request.request_id)
+            self._out.append(HasFetched(sequence, failed))
 
     def hold(self, life: Life) -> None:
         """Its last token here is drawn, though perhaps not known: nothing of it

@@ -17,7 +17,9 @@ message             direction  meaning, and the answer
 A **ticket** is 128 random bits, and the right to read one sequence's tokens as
 they are when it is offered. It ends when the sequence is closed, truncated, or
 taken over, and never by time: from then on whoever names it is told ``Gone``,
-and given no other data. Readers change nothing.
+and given no other data. Readers change nothing. An ``Offer`` may come behind
+whoever reads it, since they come over different connections: a reader that is
+told ``Gone`` at first asks again for a second.
 
 While a sequence is pulled it is arriving (``fastdecode.wire.kv.chunks``): it may
 be closed at any time, which ends the pull. Nothing is written to its blocks

@@ -3,6 +3,7 @@ and how its loss is noticed."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import threading
@@ -270,23 +271,59 @@ def set_options(socket: Socket, address: str, silence_s: float) -> None:
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(1000 * silence_s * 3 / 4)))
 
 
+class Bell:
+    """Has the thread that waits for sockets look up. Any thread may ring it."""
+
+    def __init__(self) -> None:
+        self._ear, self._rope = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._lock = threading.Lock()
+        self._is_open = True
+
+    @property
+    def ear(self) -> int:
+        """Readable when it has rung."""
+        return self._ear
+
+    def ring(self) -> None:
+        """Safe after ``close``, too."""
+        with self._lock, contextlib.suppress(BlockingIOError):
+            if self._is_open:
+                os.write(self._rope, b"!")
+
+    def hush(self) -> bool:
+        """Whether it has rung since the last time."""
+        with self._lock, contextlib.suppress(BlockingIOError):
+            return self._is_open and bool(os.read(self._ear, 1 << 12))
+        return False
+
+    def close(self) -> None:
+        with self._lock:
+            if self._is_open:
+                self._is_open = False
+                os.close(self._ear)
+                os.close(self._rope)
+
+
 def wait_for(
     look: Callable[[], T | None],
     sockets: Callable[[], Iterable[Socket]],
     lock: threading.RLock,
     timeout_s: float | None,
+    bell: Bell | None = None,
 ) -> T | None:
-    """What ``look`` gives once it isn't None; None when the time is over. It
-    looks whenever a socket is readable."""
+    """What ``look`` gives once it isn't None; None when the time is over, or
+    ``bell`` has rung. It looks whenever a socket is readable."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     num_glances = _NUM_GLANCES
     while True:
         found = look()
         remaining_s = _SLICE_S if deadline is None else deadline - time.monotonic()
-        if found is not None or remaining_s <= 0:
+        if found is not None or remaining_s <= 0 or (bell is not None and bell.hush()):
             return found
         with lock:
-            items = [(socket, zmq.POLLIN) for socket in sockets()]
+            items: list[tuple[Any, int]] = [(socket, zmq.POLLIN) for socket in sockets()]
+            if bell is not None:
+                items.append((bell.ear, zmq.POLLIN))
             while num_glances and not zmq.zmq_poll(items, 0):
                 num_glances -= 1
                 os.sched_yield()

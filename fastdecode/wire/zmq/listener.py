@@ -1,11 +1,11 @@
-"""An R-worker's end of the ZeroMQ transport: one socket, peers that are
-accepted by role."""
+"""The listening end of the ZeroMQ transport, as R-workers have it: one socket,
+peers that are accepted by role."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Final, TypeAlias, get_args
+from typing import Any, Final, Generic, get_args
 
 import numpy as np
 import zmq
@@ -13,13 +13,15 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from fastdecode.core.errors import ConfigError, Given, ProtocolError, WorkerError
 from fastdecode.wire import codec
-from fastdecode.wire.messages import FromRWorker, Greeting, Hello, ToRWorker
+from fastdecode.wire.instances.messages import InstanceHello
+from fastdecode.wire.messages import FromRWorker, Greeting, Hello, Message, ToRWorker
 from fastdecode.wire.patience import Pump
 from fastdecode.wire.traits import Role
 from fastdecode.wire.transport import PeerLostError, timeout_error
 from fastdecode.wire.zmq.access import ClusterKey, check_address
-from fastdecode.wire.zmq.hub import DEFAULT_SILENCE_S, ZmqConnection
-from fastdecode.wire.zmq.line import LINGER_MS, RouterLine, Socket, set_options, wait_for
+from fastdecode.wire.zmq.connection import ReceiveT, SendT, ZmqConnection
+from fastdecode.wire.zmq.hub import DEFAULT_SILENCE_S
+from fastdecode.wire.zmq.line import LINGER_MS, Bell, RouterLine, Socket, set_options, wait_for
 from fastdecode.wire.zmq.strangers import Strangers
 
 _ZAP_DOMAIN: Final = "fastdecode"
@@ -27,11 +29,11 @@ MOST_PEERS: Final = {Role.S_WORKER: 8, Role.NEIGHBOUR: 4, Role.READER: 128}
 """That an R-worker has at a time. Whose caches it serves is its own business."""
 _PUMP_INTERVAL_S: Final = 0.01
 _FRAMES_A_TURN: Final = 256
-_Connection: TypeAlias = ZmqConnection[FromRWorker, ToRWorker]
+_GREETINGS: Final = (*get_args(Greeting), InstanceHello)
 
 
-class ZmqListener:
-    """An R-worker's socket, at which its peers connect; see
+class PeerListener(Generic[SendT, ReceiveT]):
+    """A socket at which peers connect; see
     ``fastdecode.wire.transport.Hub``. Close it when done.
 
     The place of a peer that is gone, and of whom that has been told, is
@@ -40,7 +42,8 @@ class ZmqListener:
 
     Args:
         address: tcp://HOST:PORT; the port may be * for any that is free.
-        name: the R-worker's, for those who are told that it is busy.
+        name: whose it is, for those who are told that it is busy.
+        hears: the messages that peers may send.
         key: of the cluster; None: peers of this host only.
         silence_s: a peer that gives no sign of life for so long is lost.
         most_peers: of each role; a role that isn't there isn't accepted.
@@ -54,11 +57,14 @@ class ZmqListener:
         self,
         address: str,
         name: str,
+        hears: frozenset[type[Message]],
         *,
         key: ClusterKey | None = None,
         silence_s: float = DEFAULT_SILENCE_S,
         most_peers: Mapping[Role, int] = MOST_PEERS,
     ) -> None:
+        self._hears = hears
+        self._bell = Bell()
         check_address(address, key, parameter="bind")
         self._most_peers = most_peers
         self._lock = threading.RLock()
@@ -68,7 +74,7 @@ class ZmqListener:
         self._socket = self._context.socket(zmq.ROUTER)
         self._readable = [(self._socket, zmq.POLLIN)]
         self._strangers = Strangers(self._socket, name)
-        self._connections: list[_Connection] = []
+        self._connections: list[ZmqConnection[SendT, ReceiveT]] = []
         self._peers: list[tuple[bytes, RouterLine, Role]] = []  # of each connection
         self._index_of: dict[bytes, int] = {}  # by identity
         self._accepted: list[int] = []  # connections that ``accept`` hasn't given yet
@@ -92,18 +98,23 @@ class ZmqListener:
         return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     @property
-    def connections(self) -> tuple[_Connection, ...]:
+    def connections(self) -> tuple[ZmqConnection[SendT, ReceiveT], ...]:
         return tuple(self._connections)
 
-    def receive_any(self, timeout_s: float | None = None) -> tuple[int, ToRWorker]:
+    def receive_any(self, timeout_s: float | None = None) -> tuple[int, ReceiveT]:
         """See ``Hub``. Others may come at any time, so that it waits where no peer is left."""
-        received = wait_for(self._look, lambda: (self._socket,), self._lock, timeout_s)
+        waiting = self._look, lambda: (self._socket,), self._lock, timeout_s, self._bell
+        received = wait_for(*waiting)
         if received is None:
-            assert timeout_s is not None
-            raise timeout_error(f"every peer of {self.address}", timeout_s)
+            raise timeout_error(f"every peer of {self.address}", timeout_s or 0.0)
         return received
 
-    def accept(self, timeout_s: float | None = None) -> _Connection | None:
+    def wake(self) -> None:
+        """Have whoever waits in ``receive_any`` look up, or who does so next, as
+        if its time were over; any thread."""
+        self._bell.ring()
+
+    def accept(self, timeout_s: float | None = None) -> ZmqConnection[SendT, ReceiveT] | None:
         """The next peer that greets; None: none came in time."""
         return wait_for(self._accept, lambda: (self._socket,), self._lock, timeout_s)
 
@@ -117,6 +128,7 @@ class ZmqListener:
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()
+        self._bell.close()
 
     def _admit_only(self, key: ClusterKey) -> None:
         class Members:
@@ -130,7 +142,7 @@ class ZmqListener:
         self._socket.curve_secretkey, self._socket.curve_publickey = key.secret, key.public
         self._socket.zap_domain = _ZAP_DOMAIN.encode()
 
-    def _look(self) -> tuple[int, ToRWorker] | None:
+    def _look(self) -> tuple[int, ReceiveT] | None:
         """Each call starts behind the one that answered last."""
         with self._lock:
             while True:
@@ -151,7 +163,7 @@ class ZmqListener:
                         raise PeerLostError(index, error) from None
             return None
 
-    def _poll(self, index: int) -> ToRWorker | None:
+    def _poll(self, index: int) -> ReceiveT | None:
         """What a peer has sent that has been taken in. Raises PeerLostError."""
         connection, line = self._connections[index], self._peers[index][1]
         if not (line.has_news and connection.is_open):
@@ -162,7 +174,7 @@ class ZmqListener:
             connection.told = True
             raise PeerLostError(index, error) from None
 
-    def _accept(self) -> _Connection | None:
+    def _accept(self) -> ZmqConnection[SendT, ReceiveT] | None:
         with self._lock:
             while not self._accepted and self._take_in_one():
                 pass
@@ -203,7 +215,7 @@ class ZmqListener:
             self._peers[index][1].arrive(frame)
             return True
         head = self._strangers.head_of(identity, frame)
-        if head is not None and head.kind in get_args(Greeting):
+        if head is not None and head.kind in _GREETINGS:
             self._greet(identity, frame, head)
         return True
 
@@ -214,8 +226,8 @@ class ZmqListener:
         except ProtocolError as error:
             self._strangers.refuse(identity, frame, error)
             return
-        assert isinstance(greeting, get_args(Greeting))
-        role = greeting.role if isinstance(greeting, Hello) else Role.READER
+        assert isinstance(greeting, _GREETINGS)
+        role = _role_of(greeting)
         present = [
             x
             for x, (_, _, other) in zip(self._connections, self._peers, strict=True)
@@ -230,13 +242,17 @@ class ZmqListener:
         line = RouterLine(self._socket, identity, head.epoch, self._take_in_for)
         line.arrive(frame)
         peer = f"the {role.value} at {frame.get('Peer-Address')}"
-        connection = ZmqConnection[FromRWorker, ToRWorker](
-            line, peer, frozenset(get_args(ToRWorker)), self._lock
-        )
+        connection = ZmqConnection[SendT, ReceiveT](line, peer, self._hears, self._lock)
         index = self._place(identity, line, role, connection)
         self._accepted.append(index)
 
-    def _place(self, identity: bytes, line: RouterLine, role: Role, connection: _Connection) -> int:
+    def _place(
+        self,
+        identity: bytes,
+        line: RouterLine,
+        role: Role,
+        connection: ZmqConnection[SendT, ReceiveT],
+    ) -> int:
         """The connection's index: that of one that is over, if there is any."""
         over = [index for index, other in enumerate(self._connections) if other.is_closed]
         index = over[0] if over else len(self._connections)
@@ -249,3 +265,29 @@ class ZmqListener:
             self._peers.append((identity, line, role))
         self._index_of[identity] = index
         return index
+
+
+def _role_of(greeting: Any) -> Role:
+    if isinstance(greeting, InstanceHello):
+        return Role.CONTROLLER
+    return greeting.role if isinstance(greeting, Hello) else Role.READER
+
+
+class ZmqListener(PeerListener[FromRWorker, ToRWorker]):
+    """An R-worker's socket.
+
+    Args:
+        address, name, key, silence_s, most_peers: see ``PeerListener``.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        *,
+        key: ClusterKey | None = None,
+        silence_s: float = DEFAULT_SILENCE_S,
+        most_peers: Mapping[Role, int] = MOST_PEERS,
+    ) -> None:
+        hears = frozenset(get_args(ToRWorker))
+        super().__init__(address, name, hears, key=key, silence_s=silence_s, most_peers=most_peers)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fastdecode.wire.messages import FromRWorker, ToRWorker
 from fastdecode.wire.zmq.access import ClusterKey
-from fastdecode.wire.zmq.hub import DEFAULT_SILENCE_S, ZmqConnection, ZmqHub
+from fastdecode.wire.zmq.connection import ZmqConnection
+from fastdecode.wire.zmq.hub import DEFAULT_SILENCE_S, ZmqHub
 
 
 class ZmqNeighbours:

@@ -1,0 +1,265 @@
+"""The rate that instances carry within an SLO: simulated beforehand, and measured.
+
+    python benchmarks/goodput.py --out benchmarks/results/goodput.json
+
+A Llama-shaped random checkpoint of 32 M parameters (or ``--model DIR``), one
+engine, and a prefill beside a decode instance, threads of this process. First
+each way's own steps are timed: prompts of several lengths by themselves, and
+decode steps of several batches and contexts; both are fitted by least squares
+(``fit``, with its worst residual). With those times alone the simulator of
+``fastdecode plan goodput`` says what rate would be carried: **predicted**.
+**measured**: the same requests, sent at those moments, and the same bisection over
+rates. ``error``: predicted over measured, less 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from end_to_end import VOCAB
+from provenance import keep, provenance
+from r_worker_processes import model_or_random
+
+from cost_model.goodput.simulator import (
+    DecodeSpec,
+    PrefillSpec,
+    Run,
+    simulate,
+    simulate_colocated,
+)
+from cost_model.goodput.slo import RequestTimes, Slo
+from cost_model.goodput.workload import Draw, Lengths, drawn
+from fastdecode import LLM, SamplingParams
+from fastdecode.core.delta import DeltaQueue
+from fastdecode.core.sequence import Request
+
+WAYS: dict[str, dict[str, Any]] = {
+    "one engine": {"r_workers": 2},
+    "instances": {"prefill_instances": 1, "decode_instances": 1},
+}
+WORKLOADS = {"short": ("128", "32"), "long": ("lognormal:384,0.4", "16")}
+BATCH_TOKENS = 512
+PRECISION = 0.05
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Step times as ``InstanceTimes``: linear in what is there."""
+
+    prompt: tuple[float, float, float]
+    """Seconds of a batch, a token, a token squared."""
+    step: tuple[float, float, float]
+    """Of a step, a sequence, a cached token."""
+    num_stages: int = 1
+
+    def prefill_s(self, lengths: Sequence[int]) -> float:
+        a, b, c = self.prompt
+        return a + b * sum(lengths) + c * sum(length * length for length in lengths)
+
+    def decode_s(self, num_sequences: int, context: int, num_steps: int) -> np.ndarray:
+        a, b, c = self.step
+        contexts = context + num_sequences * np.arange(num_steps)
+        steps_s: np.ndarray = a + b * num_sequences + c * contexts
+        return steps_s
+
+    def mixed_s(self, num_sequences: int, context: int, chunks: Sequence[tuple[int, int]]) -> float:
+        _, b, c = self.prompt
+        fixed_s = self.prompt[0] if chunks else 0.0
+        prompts_s = sum(b * new + c * ((past + new) ** 2 - past**2) for past, new in chunks)
+        alone_s = float(self.decode_s(num_sequences, context, 1)[0]) if num_sequences else 0.0
+        return prompts_s + max(alone_s, fixed_s)
+
+
+def asked(name: str, num_prompt: int, num_tokens: int) -> Request:
+    chance = random.Random(name)
+    prompt = tuple(chance.randrange(3, VOCAB) for _ in range(num_prompt))
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    return Request(name, prompt, params, num_tokens, seed=0)
+
+
+class Driver:
+    """Sends requests to an LLM at their moments, and notes when tokens come."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._numbers = itertools.count()
+
+    def run(self, requests: Sequence[tuple[float, int, int]]) -> list[list[float]]:
+        """Seconds, from the first moment on, of each request's tokens."""
+        reader, first = DeltaQueue(), next(self._numbers)
+        names = [f"{first}/{number}" for number in range(len(requests))]
+        made = [asked(name, *x[1:]) for name, x in zip(names, requests, strict=True)]
+        times: dict[str, list[float]] = {name: [] for name in names}
+        left, waiting = sum(x[2] for x in requests), list(range(len(requests)))[::-1]
+        started = time.perf_counter()
+        while left:
+            now = time.perf_counter() - started
+            while waiting and requests[waiting[-1]][0] <= now:
+                self._llm.service.submit([made[waiting.pop()]], reader)
+            next_s = requests[waiting[-1]][0] - now if waiting else 1.0
+            for delta in reader.take(max(0.0, min(1.0, next_s))):
+                assert delta.error is None, delta.error
+                came_s = time.perf_counter() - started
+                times[delta.request_id] += [came_s] * len(delta.token_ids)
+                left -= len(delta.token_ids)
+        return list(times.values())
+
+
+def least_squares(rows: list[list[float]], seconds: list[float]) -> tuple[tuple[float, ...], float]:
+    """Coefficients, none below 0, that make the relative errors small; and the
+    worst of these."""
+    a, t = np.array(rows), np.array(seconds)
+    keep_columns = list(range(a.shape[1]))
+    while True:
+        scaled = a[:, keep_columns] / t[:, None]
+        found, *_ = np.linalg.lstsq(scaled, np.ones(len(t)), rcond=None)
+        if (found >= 0).all():
+            break
+        keep_columns.remove(keep_columns[int(np.argmin(found))])
+    whole = np.zeros(a.shape[1])
+    whole[keep_columns] = found
+    return tuple(whole.tolist()), float(np.abs(a @ whole / t - 1).max())
+
+
+def fit(driver: Driver, rounds: int) -> tuple[Fitted, dict[str, Any]]:
+    prompts, prompt_s, steps, step_s = [], [], [], []
+    for lengths in ([32], [128], [256], [512], [128] * 2, [128] * 4, [256] * 2):
+        seconds = [
+            max(x[0] for x in driver.run([(0.0, length, 1) for length in lengths]))
+            for _ in range(rounds)
+        ]
+        prompts.append([1.0, float(sum(lengths)), float(sum(x * x for x in lengths))])
+        prompt_s.append(median(seconds))
+    for batch, context in itertools.product((1, 4, 16), (64, 384)):
+        gaps = []
+        for _ in range(rounds):
+            times = driver.run([(0.0, context, 24)] * batch)
+            began = max(x[0] for x in times)
+            gaps += [
+                after - before
+                for x in times
+                for before, after in itertools.pairwise(x)
+                if before >= began
+            ]
+        steps.append([1.0, float(batch), float(batch * (context + 12))])
+        step_s.append(median(gaps))
+    (a, b, c), prompt_error = least_squares(prompts, prompt_s)
+    (d, e, f), step_error = least_squares(steps, step_s)
+    told = {"prompt_s": prompt_s, "step_s": step_s, "worst": [prompt_error, step_error]}
+    return Fitted((a, b, c), (d, e, f)), told
+
+
+def times_of(
+    requests: Sequence[tuple[float, int, int]], tokens: list[list[float]]
+) -> list[RequestTimes]:
+    return [
+        RequestTimes(
+            arrived_s,
+            came[0] - arrived_s,
+            (came[-1] - came[0]) / (len(came) - 1) if len(came) > 1 else None,
+        )
+        for (arrived_s, _, _), came in zip(requests, tokens, strict=True)
+    ]
+
+
+def greatest(is_carried: Callable[[float], bool], guess: float) -> float:
+    """Requests a second, to ``PRECISION``."""
+    low, high = guess, guess
+    if is_carried(guess):
+        while is_carried(high := high * 1.3):
+            low = high
+    else:
+        while not is_carried(low := low / 1.3):
+            high = low
+            if low < guess / 100:
+                return 0.0
+    while high > low * (1 + PRECISION):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if is_carried(middle) else (low, middle)
+    return low
+
+
+def predict(way: str, fitted: Fitted, draw: Draw, slo: Slo, options: argparse.Namespace) -> float:
+    def is_carried(rate: float) -> bool:
+        requests = draw.at(rate, options.requests)
+        if way == "instances":
+            run = simulate(requests, [PrefillSpec(fitted, BATCH_TOKENS)], [DecodeSpec(fitted)], 0.0)
+        else:
+            run = simulate_colocated(requests, [DecodeSpec(fitted)], BATCH_TOKENS)
+        return slo.is_attained(run.times) and run.is_sustained
+
+    return greatest(is_carried, 5.0)
+
+
+def measure_rate(
+    driver: Driver, draw: Draw, slo: Slo, guess: float, options: argparse.Namespace
+) -> float:
+    def is_carried(rate: float) -> bool:
+        requests = draw.at(rate, options.requests)
+        run = Run(times_of(requests, driver.run(requests)))
+        print(f"  {rate:.2f}/s: {slo.share(run.times):.0%}", file=sys.stderr)
+        return slo.is_attained(run.times) and run.is_sustained
+
+    return greatest(is_carried, guess)
+
+
+def slo_of(fitted: Fitted, draw: Draw, options: argparse.Namespace) -> Slo:
+    """So many times what a request by itself takes."""
+    prompt, output = int(draw.mean_prompt), int(draw.mean_output)
+    alone_s = fitted.prefill_s([prompt])
+    step_s = float(fitted.decode_s(1, prompt + output // 2, 1)[0])
+    return Slo(options.slack * alone_s, options.slack * step_s, 0.9)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="a model directory; default: random parameters")
+    parser.add_argument("--shape", default="mha32m", help="of the random parameters")
+    parser.add_argument("--requests", type=int, default=80)
+    parser.add_argument("--rounds", type=int, default=3, help="of each timing")
+    parser.add_argument("--slack", type=float, default=4.0, help="of the SLO")
+    parser.add_argument("--seed", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    chosen = {name: value for name, value in vars(options).items() if name != "out"}
+    rows = []
+    with tempfile.TemporaryDirectory() as directory:
+        model = model_or_random(options.model, options.shape, directory)
+        for way, given in WAYS.items():
+            common = {"dtype": "float32", "kv_memory_gb": 0.3, "prefix_cache": "off"}
+            more = {"r_threads": 1, "prefill_batch_tokens": BATCH_TOKENS}
+            with LLM(model, **common, **(more if way == "instances" else {"r_threads": 1}),
+                     **given) as llm:  # fmt: skip
+                driver = Driver(llm)
+                fit(driver, 1)  # compiles
+                fitted, told = fit(driver, options.rounds)
+                for name, (prompt, output) in WORKLOADS.items():
+                    lengths = [Lengths.parse("length", text) for text in (prompt, output)]
+                    draw = drawn(lengths[0], lengths[1], 1.0, options.requests, options.seed)
+                    slo = slo_of(fitted, draw, options)
+                    predicted = predict(way, fitted, draw, slo, options)
+                    found = measure_rate(driver, draw, slo, max(0.1, predicted), options)
+                    rows.append({
+                        "way": way, "workload": name, "slo": asdict(slo), "fit": told,
+                        "predicted": predicted, "measured": found,
+                        "error": predicted / found - 1 if found else None,
+                    })  # fmt: skip
+                    print(json.dumps(rows[-1]), file=sys.stderr)
+    keep({**provenance(), "options": chosen, "rows": rows}, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""``fastdecode instance``: a whole engine that runs what a controller gives it.
+
+Exit codes: 0 it was asked to end; 2 options, or the model directory; 4 its
+R-workers were lost, or its engine broke down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import socket
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from fastdecode.cli.options import (
+    EXIT_WORKERS_LOST,
+    add_engine_options,
+    add_log_level_option,
+    engine_options,
+    tell,
+)
+from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.config.instances import InstanceRole
+from fastdecode.core.errors import imports_for
+from fastdecode.core.host.interrupts import interrupt
+from fastdecode.jobs.stopping import stop_signals
+
+if TYPE_CHECKING:
+    from fastdecode.engine.instances.serving import InstanceServing
+
+COMMAND = "fastdecode instance"
+ANY_PORT = "tcp://127.0.0.1:*"
+
+
+def add_instance(commands: Any) -> None:
+    """Add the subcommand to the parser's subcommands."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "instance",
+        help="be an engine that runs prompts, or goes on with them, for another process",
+        description="Load a model, and run what a controller gives this process: generate, "
+        "run-batch or serve with --instances. Serves one controller at a time, and then the next. "
+        "Stops upon SIGTERM or Ctrl-C.",
+    )
+    parser.set_defaults(run=_instance)
+    parser.add_argument("model", metavar="MODEL", help="Hugging Face model directory")
+    group = parser.add_argument_group("instance")
+    group.add_argument(
+        "--role",
+        choices=[role.value for role in InstanceRole],
+        default=InstanceRole.BOTH.value,
+        help="what controllers give it: prompts, requests whose prompts others have run, or both; "
+        "they may change that (default: both)",
+    )
+    group.add_argument(
+        "--bind",
+        default=ANY_PORT,
+        metavar="ADDRESS",
+        help=f"where controllers connect (default: {ANY_PORT}, any free port)",
+    )
+    group.add_argument(
+        "--export",
+        metavar="ADDRESS",
+        help="where other instances' R-workers fetch prompts from the first of its own; the next "
+        "ones' ports follow upon it (default: free ports of the host of --bind)",
+    )
+    group.add_argument(
+        "--name", metavar="NAME", help="what to be called in logs; default: the host and port"
+    )
+    add_engine_options(parser)
+    add_log_level_option(parser)
+
+
+@stop_signals(interrupt)  # until it serves
+def _instance(args: argparse.Namespace) -> int:
+    options = engine_options(args)
+    key = options["key"]
+    if not options["r_worker_addresses"]:
+        options["key"] = None  # it is for those who connect to this process
+    config = EngineConfig.of(args.model, **options)
+    with imports_for(f"{COMMAND} (an S-worker)"):
+        from fastdecode.engine.instances.process import InstancePlace, serve_instance
+    name = args.name or f"{socket.gethostname()} {args.bind.rpartition(':')[2]}"
+    place = InstancePlace(InstanceRole(args.role), args.bind, args.export, key, name)
+
+    def listening(address: str, serving: InstanceServing) -> None:
+        def end(number: int, frame: FrameType | None) -> None:
+            serving.end()
+
+        stops.enter_context(stop_signals(end))
+        print(f"instance {name} ({args.role}) listens at {address}", flush=True)
+
+    with contextlib.ExitStack() as stops:
+        broken = serve_instance(config, place, tell, listening)
+    if broken is None:
+        return 0
+    tell(f"{COMMAND}: the engine broke down: {broken}")
+    return EXIT_WORKERS_LOST

@@ -1,0 +1,336 @@
+"""Instances at addresses, each a process of its own, as one engine. Needs no
+torch: the model is theirs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.delta import Delta
+from fastdecode.core.errors import ConfigError, FastDecodeError, Given, ProtocolError, WorkerError
+from fastdecode.core.model.checkpoint import open_checkpoint
+from fastdecode.core.model.identity import Identity, identify
+from fastdecode.engine.figures import EngineFigures
+from fastdecode.engine.instances.controller import Controller
+from fastdecode.engine.instances.lines import FromInstance, InstanceHub, Lines, greet
+from fastdecode.engine.instances.remote import RemoteInstance, unpacked
+from fastdecode.engine.instances.seen import merged, seen_from_json, together
+from fastdecode.engine.service import EngineService
+from fastdecode.engine.stats import EngineStats
+from fastdecode.text.codec import TextCodec
+from fastdecode.wire.instances.messages import (
+    InstanceHello,
+    InstanceSeen,
+    InstanceWelcome,
+    RequestsSay,
+)
+from fastdecode.wire.instances.told import delta_from_json
+from fastdecode.wire.messages import PROTOCOL_VERSION
+from fastdecode.wire.zmq.access import ClusterKey
+
+logger = logging.getLogger(__name__)
+
+Post = Callable[[Callable[["RunningCluster"], None]], None]
+"""Has something done by the thread that owns the controller, between two of its
+steps."""
+_REACH_S = 20.0
+"""For instances that are being started at the same time, and whose models are
+loaded."""
+
+
+@dataclass
+class _Seen:
+    """What an instance has told of itself last."""
+
+    welcome: InstanceWelcome | None
+    """None: it hasn't been there."""
+    stats: EngineStats
+    figures: EngineFigures | None = None
+    num_steps: int = 0
+    num_live_r_workers: int = 0
+
+
+class RunningCluster:
+    """Connections to instances, and their controller. Close it when done.
+
+    Args:
+        config: what the user chose.
+        progress: told what is being done, one line at a time.
+        post: has what instances say told to the controller.
+
+    Raises:
+        ConfigError: an address can't be used, or instances don't fit together.
+        ModelError: the model directory is bad.
+        WorkerError: no instance is there.
+    """
+
+    def __init__(
+        self, config: EngineConfig, progress: Callable[[str], None] | None, post: Post
+    ) -> None:
+        started, tell = time.perf_counter(), progress or logger.info
+        self._post = post
+        checkpoint = open_checkpoint(config.model)
+        self.spec = checkpoint.spec(max_model_len=config.s_part.max_model_len)
+        self.codec = TextCodec.load(config.model, identify(config, self.spec).max_model_len)
+        self._lines: Lines | None = None
+        try:
+            self._open(config, InstanceHello(PROTOCOL_VERSION, checkpoint.model_hash), tell)
+        except BaseException:
+            self.close()
+            raise
+        self.load_s = time.perf_counter() - started
+
+    def _open(
+        self, config: EngineConfig, hello: InstanceHello, tell: Callable[[str], None]
+    ) -> None:
+        cluster, addresses = config.cluster, config.instances.instance_addresses
+        key = None if cluster.key is None else ClusterKey.read(Path(cluster.key))
+        self._hub = InstanceHub(addresses, key, cluster.worker_silence_s)
+        try:
+            welcomes = self._greet_all(addresses, hello, min(_REACH_S, cluster.worker_timeout_s))
+            self.identity = _common(config, self.spec, welcomes)
+        except BaseException:
+            self._hub.close()
+            raise
+        for number, address in enumerate(addresses):
+            found = welcomes.get(number)
+            what = "isn't there yet" if found is None else f"{found.name}, {found.role.value}"
+            tell(f"instance {address}: {what}")
+        absent = [number for number in range(len(addresses)) if number not in welcomes]
+        self._seen = [_Seen(welcomes.get(i), EngineStats()) for i in range(len(addresses))]
+        self._lines = Lines(self._hub, hello, absent, self)
+        self.engine = ClusterEngine(self, config, addresses, welcomes, self._lines)
+        self._lines.start()
+
+    def _greet_all(
+        self, addresses: Sequence[str], hello: InstanceHello, timeout_s: float
+    ) -> dict[int, InstanceWelcome]:
+        """Of those that are there. Raises WorkerError: none is."""
+        end_s = time.monotonic() + timeout_s
+        failed = self._hub.reach(timeout_s)
+        welcomes: dict[int, InstanceWelcome] = {}
+        for number in range(len(addresses)):
+            try:
+                if number not in failed:
+                    line = self._hub.connections[number]
+                    welcomes[number] = greet(line, hello, end_s + timeout_s)
+            except WorkerError as error:
+                failed[number] = error
+        if not welcomes:
+            raise next(iter(failed.values()))
+        for number, why in failed.items():
+            logger.warning("the job starts without an instance: %s", why.message)
+            self._hub.connections[number].close()
+        return welcomes
+
+    def heard(self, number: int, message: FromInstance) -> None:
+        """See ``Heard``."""
+        if isinstance(message, RequestsSay):
+            said = unpacked(message.said)
+            if not isinstance(said, list):
+                raise ProtocolError("what should be news of requests is none")
+            deltas = [delta_from_json(delta) for delta in said]
+            self._post(lambda running: running.engine.heard(number, deltas))
+        elif isinstance(message, InstanceSeen):
+            seen = self._seen[number]
+            seen.stats, figures = seen_from_json(unpacked(message.said))
+            seen.figures = figures or seen.figures
+            seen.num_steps, seen.num_live_r_workers = message.num_steps, message.num_live_r_workers
+        else:
+            raise ProtocolError(f"an instance sent {type(message).__name__}, unasked")
+
+    def lost(self, number: int, error: FastDecodeError) -> None:
+        """See ``Heard``."""
+        self._post(lambda running: running.engine.lose(number, error))
+
+    def came_back(self, number: int, welcome: InstanceWelcome) -> bool:
+        """See ``Heard``."""
+        if _identity(welcome) != self.identity:
+            return False
+        self._seen[number].welcome = welcome
+        self._post(lambda running: running.engine.find_again(number, welcome))
+        return True
+
+    @property
+    def stats(self) -> EngineStats:
+        """Of all instances together, as far as each has told."""
+        return merged([seen.stats for seen in self._seen])
+
+    def figures(self) -> EngineFigures:
+        """Likewise."""
+        return together([seen.figures for seen in self._seen if seen.figures is not None])
+
+    @property
+    def num_steps(self) -> int:
+        return sum(seen.num_steps for seen in self._seen)
+
+    @property
+    def welcomes(self) -> tuple[InstanceWelcome, ...]:
+        """Of all that have been there."""
+        return tuple(seen.welcome for seen in self._seen if seen.welcome is not None)
+
+    @property
+    def num_r_workers(self) -> int:
+        return sum(welcome.num_r_workers for welcome in self.welcomes)
+
+    @property
+    def num_live_r_workers(self) -> int:
+        """As far as is known: instances tell now and then, lost ones have none."""
+        every = zip(self._seen, self.engine.remote, strict=True)
+        return sum(
+            seen.num_live_r_workers or seen.welcome.num_r_workers
+            for seen, instance in every
+            if seen.welcome is not None and instance.broken is None
+        )
+
+    @property
+    def has_hung_r_workers(self) -> bool:
+        """Other processes' R-workers keep nobody here from ending."""
+        return False
+
+    def close(self) -> None:
+        """Say goodbye to the instances, which go on without. Safe to call twice."""
+        if self._lines is not None:
+            self._lines.close()
+        self.codec.close()
+
+
+class ClusterEngine(Controller):
+    """The controller of instances at addresses, as ``LLM`` asks an engine.
+
+    Args:
+        running: the connections.
+        config: what the user chose.
+        addresses: of the instances.
+        welcomes: of those that are there.
+        lines: to them.
+    """
+
+    def __init__(
+        self,
+        running: RunningCluster,
+        config: EngineConfig,
+        addresses: Sequence[str],
+        welcomes: dict[int, InstanceWelcome],
+        lines: Lines,
+    ) -> None:
+        self._all = running
+        self._num_steps = 0
+        any_of_them = next(iter(welcomes.values()))
+        every = [welcomes.get(number, any_of_them) for number in range(len(addresses))]
+        self.remote = [
+            RemoteInstance(number, address, lines.post, welcome)
+            for number, (address, welcome) in enumerate(zip(addresses, every, strict=True))
+        ]
+        pairs = list(zip(self.remote, every, strict=True))
+        super().__init__(
+            [instance for instance, welcome in pairs if welcome.role.prefills],
+            [instance for instance, welcome in pairs if welcome.role.decodes],
+            batch_tokens=min(welcome.batch_tokens for welcome in every),
+            block_size=max(welcome.block_size for welcome in every),
+            local_below=config.instances.local_prefill_below,
+        )
+        for number, instance in enumerate(self.remote):
+            if number not in welcomes:
+                instance.broken = WorkerError(f"instance {instance.name} isn't there yet")
+                self.desk.lose(instance)
+
+    def heard(self, number: int, deltas: Sequence[Delta]) -> None:
+        """What an instance says of its requests."""
+        for delta in deltas:
+            flow = self.flows.by_run.get(delta.request_id)
+            run = None if flow is None else flow.run_of(delta)
+            if flow is None or run is None:
+                continue
+            is_its_own = self.desk.where(run) is self.remote[number]
+            known = all(token < self._all.spec.vocab_size for token in delta.token_ids)
+            if not (is_its_own and known and delta.index < flow.request.params.n):
+                error = ProtocolError("says of a request what can't be")
+                self.lose(number, error)
+                return
+        self.arrived(deltas)
+
+    def lose(self, number: int, error: FastDecodeError) -> None:
+        """An instance is gone."""
+        instance = self.remote[number]
+        if instance.broken is None:
+            instance.broken = error
+            self.has_work = True
+            self.lost(instance, error)
+
+    def find_again(self, number: int, welcome: InstanceWelcome) -> None:
+        """An instance that was gone is there again."""
+        instance = self.remote[number]
+        role = self.desk.roles[self.desk.instances.index(instance)]
+        instance.came_back(welcome, role)
+        logger.warning("instance %s is there again", instance.name)
+        self.came_back(instance)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Of all instances together."""
+        stats = self._all.stats
+        stats.num_handed_over, stats.num_moved = self.num_handed_over, self.num_moved
+        stats.num_failed_fetches = self.num_failed_fetches
+        return stats
+
+    def look(self) -> None:
+        """Instances look after themselves. A step of one of them is a step."""
+        num_steps = self._all.num_steps
+        self.has_work = self.has_work or num_steps != self._num_steps
+        self._num_steps = num_steps
+
+    def figures(self) -> EngineFigures:
+        """See ``RunningCluster.figures``."""
+        return self._all.figures()
+
+    def end_conversation(self, token_ids: Sequence[int], salt: str) -> None:
+        """Nobody goes on with a conversation that has come to these tokens."""
+        for instance in self.remote:
+            instance.end_conversation(token_ids, salt)
+
+
+def service_of_cluster(
+    config: EngineConfig, progress: Callable[[str], None] | None
+) -> EngineService[RunningCluster]:
+    """Of instances at addresses. What each says is posted to the one that
+    controls them."""
+
+    def make() -> RunningCluster:
+        return RunningCluster(config, progress, service.look)
+
+    service: EngineService[RunningCluster] = EngineService(make)
+    return service
+
+
+def _identity(welcome: InstanceWelcome) -> Identity:
+    return Identity(welcome.dtype, welcome.kv_dtype, welcome.max_model_len)
+
+
+def _common(config: EngineConfig, spec: Any, welcomes: dict[int, InstanceWelcome]) -> Identity:
+    """What is the same of all. Raises ConfigError: they don't fit together."""
+    found = {number: _identity(welcome) for number, welcome in welcomes.items()}
+    first = next(iter(found.values()))
+    if any(identity != first for identity in found.values()):
+        told = "; ".join(
+            f"{welcomes[i].name}: {x.dtype.value}, KV {x.kv_dtype.value}, {x.max_model_len} tokens"
+            for i, x in found.items()
+        )
+        raise ConfigError(
+            Given("instance_addresses"),
+            f" name instances that can't go on with each other's requests ({told}): start them "
+            "with the same dtype, kv_dtype and max_model_len",
+        )
+    wanted = identify(config, spec).max_model_len
+    if first.max_model_len != wanted:
+        raise ConfigError(
+            Given("max_model_len", config.s_part.max_model_len),
+            f": the instances serve {first.max_model_len} tokens, and this process means {wanted}: "
+            "give the same on both sides",
+        )
+    return first

@@ -1,0 +1,257 @@
+"""The controller's connections to instances that are processes of their own.
+
+A thread owns them: it sends what it is given, passes on what comes, and looks
+for those that are gone, who may come back at their addresses.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Final, Protocol, TypeAlias, get_args
+
+from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
+from fastdecode.wire.instances.messages import (
+    InstanceHello,
+    InstanceSays,
+    InstanceWelcome,
+    ToInstance,
+)
+from fastdecode.wire.messages import Failed
+from fastdecode.wire.transport import TIMEOUT, PeerLostError
+from fastdecode.wire.zmq.access import ClusterKey
+from fastdecode.wire.zmq.connection import ZmqConnection
+from fastdecode.wire.zmq.hub import DealerHub, Others
+
+logger = logging.getLogger(__name__)
+
+FromInstance: TypeAlias = InstanceSays | Failed
+InstanceLine: TypeAlias = ZmqConnection[ToInstance, FromInstance]
+INSTANCES: Final = Others(
+    "instance",
+    "fastdecode instance --bind",
+    "instance_addresses",
+    frozenset([*get_args(InstanceSays), Failed]),
+)
+BUSY: Final = "busy"
+_BUSY_S: Final = 0.1
+"""Between two attempts at one that serves another controller, which may be gone."""
+_ANSWER_S: Final = 10.0
+_LOOK_S: Final = 1.0
+_LOOK_FOR_LOST_S: Final = 0.1
+_TRY_S: Final = 1.0
+"""Between two attempts at an address."""
+
+
+class InstanceHub(DealerHub[ToInstance, FromInstance]):
+    """Of a controller.
+
+    Args:
+        addresses: of the instances.
+        key, silence_s: see ``DealerHub``.
+
+    Raises:
+        ConfigError: one of them is none, or may not be used without a key.
+    """
+
+    def __init__(self, addresses: Sequence[str], key: ClusterKey | None, silence_s: float) -> None:
+        super().__init__(key, silence_s, INSTANCES)
+        try:
+            for address in addresses:
+                self.add(address)
+        except BaseException:
+            self.close()
+            raise
+
+
+def greet(line: InstanceLine, hello: InstanceHello, end_s: float) -> InstanceWelcome:
+    """Say hello to an instance, again and again while it serves another
+    controller.
+
+    Args:
+        end_s: on ``time.monotonic``; then it is given up.
+
+    Raises:
+        WorkerError: it is gone, has refused, or answers nothing.
+    """
+    was_busy = False
+    while not was_busy or time.monotonic() + _BUSY_S < end_s:
+        line.send(hello)
+        # One that has answered once does so at once.
+        wait_s = _ANSWER_S if was_busy else max(0.0, end_s - time.monotonic())
+        welcome = _welcome(line, hello, line.receive(wait_s))
+        if welcome is not None:
+            return welcome
+        was_busy = True
+        time.sleep(_BUSY_S)
+    raise WorkerError(f"{line.peer} serves another controller: end that first", code=BUSY)
+
+
+def _welcome(
+    line: InstanceLine, hello: InstanceHello, answer: FromInstance
+) -> InstanceWelcome | None:
+    """None: it is busy. Raises WorkerError: it has refused, or is another's."""
+    if isinstance(answer, Failed):
+        if answer.code == BUSY:
+            return None
+        raise WorkerError(f"{line.peer} has refused: {answer.message}", code=answer.code)
+    try:
+        if not isinstance(answer, InstanceWelcome):
+            raise ProtocolError(f"answered {type(answer).__name__} where its welcome was due")
+        answer.check()
+    except ProtocolError as error:
+        raise WorkerError(f"{line.peer} {error.message}", code=error.code) from None
+    if answer.model_hash != hello.model_hash:
+        raise WorkerError(
+            f"{line.peer} runs another model: start it with the same model directory",
+            code="other_model",
+        )
+    return answer
+
+
+class Heard(Protocol):
+    """Is told what comes; by the lines' thread, and never waits."""
+
+    def heard(self, number: int, message: FromInstance) -> None:
+        """An instance says something. Raises FastDecodeError: it can't be."""
+
+    def lost(self, number: int, error: FastDecodeError) -> None:
+        """One is gone: nothing that was sent to it and isn't answered will be."""
+
+    def came_back(self, number: int, welcome: InstanceWelcome) -> bool:
+        """One that was lost is there again, and has nothing. False: it is of no
+        use as it is now."""
+
+
+@dataclass
+class _Lost:
+    """An instance that is gone."""
+
+    try_s: float
+    """When its address is tried next."""
+    line: InstanceLine | None = None
+    is_greeted: bool = False
+
+
+class Lines(threading.Thread):
+    """See the module.
+
+    Args:
+        hub: whose instances have been greeted; the thread's from ``start`` on.
+        hello: for those that come back.
+        absent: those that aren't there.
+        heard: is told what comes.
+    """
+
+    def __init__(
+        self, hub: InstanceHub, hello: InstanceHello, absent: Sequence[int], heard: Heard
+    ) -> None:
+        super().__init__(name="instances", daemon=True)
+        self._hub = hub
+        self._hello = hello
+        self._heard = heard
+        self._lost = {number: _Lost(time.monotonic() + _TRY_S) for number in absent}
+        self._turns = [0 for _ in hub.connections]
+        """How often each was there before."""
+        self._outbox: SimpleQueue[tuple[int, int, ToInstance]] = SimpleQueue()
+        self._is_closing = False
+
+    def post(self, number: int, turn: int, message: ToInstance) -> None:
+        """Send something to an instance, if it is still the one that came back
+        ``turn`` times; any thread."""
+        self._outbox.put((number, turn, message))
+        self._hub.wake()
+
+    def run(self) -> None:
+        while not self._is_closing:
+            self._send_all()
+            self._receive()
+            self._look_for_lost()
+
+    def close(self) -> None:
+        """Say goodbye to all of them. Safe to call twice."""
+        self._is_closing = True
+        self._hub.wake()
+        if self.is_alive():
+            self.join()
+        self._hub.close()
+
+    def _send_all(self) -> None:
+        while True:
+            try:
+                number, turn, message = self._outbox.get_nowait()
+            except Empty:
+                return
+            if number in self._lost or turn != self._turns[number]:
+                continue
+            try:
+                self._hub.connections[number].send(message)
+            except WorkerError as error:
+                self._lose(number, error)
+
+    def _receive(self) -> None:
+        if len(self._lost) == len(self._turns):
+            time.sleep(_LOOK_FOR_LOST_S)
+            return
+        try:
+            number, message = self._hub.receive_any(_LOOK_FOR_LOST_S if self._lost else _LOOK_S)
+        except PeerLostError as error:
+            self._lose(error.index, error)
+            return
+        except WorkerError as error:
+            if error.code != TIMEOUT:
+                logger.debug("nobody is left to hear: %s", error)
+            return
+        if number in self._lost:
+            return
+        try:
+            if isinstance(message, Failed):
+                raise WorkerError(
+                    f"{self._hub.connections[number].peer} gives up: {message.message}",
+                    code=message.code,
+                )
+            self._heard.heard(number, message)
+        except FastDecodeError as error:
+            self._lose(number, error)
+
+    def _lose(self, number: int, error: FastDecodeError) -> None:
+        if number not in self._lost:
+            self._lost[number] = _Lost(time.monotonic() + _TRY_S)
+            self._hub.connections[number].close()
+            self._heard.lost(number, error)
+
+    def _look_for_lost(self) -> None:
+        for number, lost in list(self._lost.items()):
+            try:
+                self._look_for(number, lost)
+            except FastDecodeError as error:
+                logger.debug("instance %d isn't back yet: %s", number, error)
+                if lost.line is not None:
+                    lost.line.close()
+                self._lost[number] = _Lost(time.monotonic() + _TRY_S)
+
+    def _look_for(self, number: int, lost: _Lost) -> None:
+        """Raises FastDecodeError: whoever is there now is of no use."""
+        if lost.line is None:
+            if time.monotonic() >= lost.try_s:
+                lost.line = self._hub.reconnect(number)
+            return
+        lost.line.check()
+        if not lost.line.is_reached:
+            return
+        if not lost.is_greeted:
+            lost.line.send(self._hello)
+            lost.is_greeted = True
+        answer = lost.line.poll()
+        if answer is None:
+            return
+        welcome = _welcome(lost.line, self._hello, answer)
+        if welcome is None or not self._heard.came_back(number, welcome):
+            raise WorkerError(f"{lost.line.peer} can't be used as it is")
+        self._hub.replace(number, lost.line)
+        self._turns[number] += 1
+        del self._lost[number]

@@ -1,0 +1,50 @@
+"""From a configuration to the service that runs it: one engine, several in this
+process, or instances at addresses, for which no torch is needed here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.errors import ConfigError, Given, imports_for
+from fastdecode.core.resuming import Session
+from fastdecode.core.trace import NoTrace, Trace
+from fastdecode.engine.service import EngineService
+from fastdecode.schedule.times import MeasuredTimes
+from fastdecode.wire.mpi import job as mpi_job
+
+
+def make_service(
+    config: EngineConfig,
+    progress: Callable[[str], None] | None,
+    trace: Trace | None,
+    times: MeasuredTimes | None,
+    session: Session | None,
+) -> EngineService[Any]:
+    """What runs requests as it was configured; it isn't open yet. For the
+    arguments see ``fastdecode.engine.llm.LLM``.
+
+    Raises:
+        ConfigError: some of them are of one engine only.
+        MissingExtraError: a package is missing.
+    """
+    if config.instances.is_several and not isinstance(trace, (NoTrace, type(None))):
+        raise ConfigError(Given("trace"), " is of one engine: leave out the instances")
+    if config.instances.instance_addresses:
+        with imports_for("instances at addresses"):
+            from fastdecode.engine.instances.cluster import service_of_cluster
+        return service_of_cluster(config, progress)
+    if config.instances.number:
+        with imports_for("an S-worker"):
+            from fastdecode.engine.instances.running import service_of_instances
+        return service_of_instances(config, progress, times)
+    with imports_for("an S-worker"):
+        from fastdecode.engine.setup.launch import RunningEngine
+
+    # An engine may have no thread of its own where MPI takes calls of the thread
+    # alone that joined.
+    own_thread = not mpi_job.takes_calls_of_one_thread()
+    make = partial(RunningEngine, config, progress, trace, times, session)
+    return EngineService(make, own_thread=own_thread)

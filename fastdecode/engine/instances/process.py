@@ -1,0 +1,140 @@
+"""An instance that is this process: its engine, its R-workers, and where others
+reach them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.config.instances import InstanceRole
+from fastdecode.core.errors import ConfigError, FastDecodeError, Given
+from fastdecode.core.host.machine import available_cores
+from fastdecode.core.model.checkpoint import open_checkpoint
+from fastdecode.engine.instances.beside import Beside
+from fastdecode.engine.instances.running import batch_tokens, for_batches, size_of
+from fastdecode.engine.instances.serving import InstanceListener, InstanceServing
+from fastdecode.engine.service import EngineService
+from fastdecode.engine.setup.launch import RunningEngine
+from fastdecode.wire.instances.messages import InstanceWelcome
+from fastdecode.wire.mpi.launcher import launched_size
+from fastdecode.wire.zmq.access import ClusterKey, check_address
+from rworker.pulling.gates import Gates
+
+_REFUSED = ("replicas", "spare_r_workers", "pp", "prompt_pp", "tp")
+"""What there isn't yet with instances."""
+
+
+@dataclass(frozen=True)
+class InstancePlace:
+    """What a process that is an instance is told beside its engine's options."""
+
+    role: InstanceRole
+    bind: str
+    """tcp://HOST:PORT, where controllers connect."""
+    export: str | None
+    """Where others read what its R-workers offer, if these are threads of this
+    process; None: at any free ports of the same host."""
+    key: str | None
+    """File with the cluster's key."""
+    name: str
+
+
+def serve_instance(
+    config: EngineConfig,
+    place: InstancePlace,
+    tell: Callable[[str], None],
+    listening: Callable[[str, InstanceServing], None],
+) -> FastDecodeError | None:
+    """Be an instance until asked to end, or the engine breaks down: why.
+
+    Args:
+        config: of the engine.
+        tell: told what is being done, one line at a time.
+        listening: told at what address controllers may connect, once all is
+            ready; and by what it is asked to end.
+
+    Raises:
+        ConfigError, ModelError, CapacityError, WorkerError: as ``RunningEngine``.
+    """
+    _check(config, place)
+    key = None if place.key is None else ClusterKey.read(Path(place.key))
+    silence_s = config.cluster.worker_silence_s
+    host = place.bind.rpartition(":")[0]
+    check_address(place.bind, key, parameter="bind")
+    check_address(place.export or f"{host}:*", key, parameter="export")
+    is_here = not config.cluster.r_worker_addresses
+    own = _own(config, place.role, is_here=is_here)
+    with contextlib.ExitStack() as stack:
+        gates = Gates(place.export or f"{host}:*", key, silence_s)
+        stack.callback(gates.close)
+        beside = Beside(gates, place.name, 1, place.role) if is_here else None
+        make = partial(RunningEngine, own, tell, None, None, None, beside)
+        service: EngineService[RunningEngine] = EngineService(make)
+        stack.callback(service.close)
+        running = service.open()
+        service.call(lambda opened: opened.engine.give_role(place.role))
+        listener = InstanceListener(place.bind, place.name, key=key, silence_s=silence_s)
+        stack.callback(listener.close)
+        welcome = _welcome(running, place)
+        vocab_size = running.spec.vocab_size
+        serving = InstanceServing(listener, service, running, welcome, vocab_size)
+        listening(listener.address, serving)
+        return serving.run()
+
+
+def _check(config: EngineConfig, place: InstancePlace) -> None:
+    """Raises ConfigError: there is no such instance."""
+    if launched_size() is not None:
+        raise ConfigError("an instance is a process by itself: start it without mpirun")
+    if config.instances.is_several:
+        raise ConfigError("an instance has no instances: leave out those options")
+    usual = EngineConfig(config.model).options
+    for name in _REFUSED:
+        if config.options[name] != usual[name]:
+            raise ConfigError(
+                Given(name, config.options[name]),
+                " isn't there with instances yet: leave it out",
+            )
+    if config.r_part.kv_placement not in ("r", "auto"):
+        raise ConfigError(
+            Given("kv_placement", config.r_part.kv_placement),
+            " isn't there with instances yet: they hand over what R-workers keep",
+        )
+    if config.cluster.r_worker_addresses and place.export is not None:
+        raise ConfigError(
+            Given("export", place.export),
+            " is for R-workers of this process; those at addresses are read there: leave it out",
+        )
+
+
+def _own(config: EngineConfig, role: InstanceRole, *, is_here: bool) -> EngineConfig:
+    """What its engine is made with."""
+    r_part = replace(config.r_part, kv_placement="r")
+    if is_here and r_part.r_threads is None:
+        r_part = replace(r_part, r_threads=max(1, available_cores() // r_part.r_workers))
+    own = replace(config, r_part=r_part)
+    is_for_batches = role is InstanceRole.PREFILL or config.instances.prefill_batch_tokens
+    return for_batches(own) if is_for_batches else own
+
+
+def _welcome(running: RunningEngine, place: InstancePlace) -> InstanceWelcome:
+    identity, config = running.resolved.identity, running.resolved.config
+    size = size_of(running)
+    return InstanceWelcome(
+        place.name,
+        place.role,
+        open_checkpoint(config.model).model_hash,
+        identity.dtype,
+        identity.kv_dtype,
+        identity.max_model_len,
+        size.num_tokens,
+        config.r_part.block_size,
+        size.max_sequences,
+        batch_tokens(config),
+        running.num_r_workers,
+        max(welcome.num_threads for welcome in running.welcomes),
+    )

@@ -1,0 +1,264 @@
+"""An instance as a process of its own: serves a controller, and then the next."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from queue import Empty, SimpleQueue
+from typing import Any, Final, TypeAlias, get_args
+
+from fastdecode.core.delta import Delta, DeltaQueue
+from fastdecode.core.errors import FastDecodeError, ProtocolError, RequestError, WorkerError
+from fastdecode.core.sequence import Request, validate_for_vocab
+from fastdecode.engine.instances.lines import FromInstance
+from fastdecode.engine.instances.remote import packed, unpacked
+from fastdecode.engine.instances.seen import seen_to_json
+from fastdecode.engine.service import EngineService
+from fastdecode.wire.instances.messages import (
+    MAX_NAMES,
+    CancelRequests,
+    EndConversation,
+    InstanceHello,
+    InstanceSeen,
+    InstanceWelcome,
+    RequestsSay,
+    RunRequests,
+    SetInstanceRole,
+    ToInstance,
+)
+from fastdecode.wire.instances.told import delta_to_json, request_from_json
+from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
+from fastdecode.wire.traits import Role
+from fastdecode.wire.transport import PeerLostError
+from fastdecode.wire.zmq.access import ClusterKey
+from fastdecode.wire.zmq.hub import DEFAULT_SILENCE_S
+from fastdecode.wire.zmq.listener import PeerListener
+
+logger = logging.getLogger(__name__)
+
+_ONE_CONTROLLER: Final = {Role.CONTROLLER: 1}
+_LOOK_S: Final = 0.2
+_SEE_S: Final = 0.5
+_Said: TypeAlias = "tuple[object, list[Delta], dict[str, Any] | None]"
+
+
+class InstanceListener(PeerListener[FromInstance, ToInstance]):
+    """Where a controller connects.
+
+    Args:
+        address, name, key, silence_s: see ``PeerListener``.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        *,
+        key: ClusterKey | None = None,
+        silence_s: float = DEFAULT_SILENCE_S,
+    ) -> None:
+        hears = frozenset(get_args(ToInstance))
+        most = _ONE_CONTROLLER
+        super().__init__(address, name, hears, key=key, silence_s=silence_s, most_peers=most)
+
+
+class _Reader(DeltaQueue):
+    """Passes on what requests of one controller say; by the engine's thread."""
+
+    def __init__(self, say: Callable[[list[Delta]], None], *, every_step: bool) -> None:
+        super().__init__(every_step=every_step)
+        self._say = say
+
+    def put(self, deltas: Iterable[Delta]) -> None:
+        self._say(list(deltas))
+
+
+class InstanceServing:
+    """Used by one thread.
+
+    Args:
+        listener: where controllers connect.
+        service: runs the engine; it is open.
+        running: what it runs.
+        welcome: what is said to controllers.
+        vocab_size: token ids are below it.
+    """
+
+    def __init__(
+        self,
+        listener: InstanceListener,
+        service: EngineService[Any],
+        running: Any,
+        welcome: InstanceWelcome,
+        vocab_size: int,
+    ) -> None:
+        self._listener = listener
+        self._service = service
+        self._running = running
+        self._welcome = welcome
+        self._vocab_size = vocab_size
+        self._controller: int | None = None
+        self._readers: dict[bool, _Reader] = {}
+        self._outbox: SimpleQueue[_Said] = SimpleQueue()
+        self._turn: object = None
+        """Of the present controller; what is said for another one counts no more."""
+        self._see_s = 0.0
+        self._is_ending = False
+
+    def run(self) -> FastDecodeError | None:
+        """Until it is asked to end, or the engine breaks down: why."""
+        while not self._is_ending:
+            self._work()
+            snapshot = self._service.snapshot()
+            if snapshot.error is not None:
+                self._say(Failed(self._welcome.name, snapshot.error.code, snapshot.error.message))
+                return snapshot.error
+        return None
+
+    def end(self) -> None:
+        """Have it end soon; any thread, or a signal's handler."""
+        self._is_ending = True
+
+    def _work(self) -> None:
+        self._pass_out()
+        self._look_at_engine()
+        try:
+            peer, message = self._listener.receive_any(_LOOK_S)
+        except PeerLostError as lost:
+            self._lose(lost.index, lost)
+            return
+        except WorkerError:
+            return  # woken, or nothing came
+        try:
+            self._obey(peer, message)
+        except (ProtocolError, RequestError) as error:
+            logger.error("instance %s gives up on its controller: %s", self._welcome.name, error)
+            self._say_to(peer, Failed(self._welcome.name, error.code, error.message))
+            self._lose(peer, error)
+        except FastDecodeError as error:
+            logger.error("instance %s: %s", self._welcome.name, error)  # ``run`` says so
+
+    def _obey(self, peer: int, message: ToInstance) -> None:
+        if isinstance(message, InstanceHello):
+            self._greet(peer, message)
+        elif peer != self._controller:
+            raise ProtocolError(f"{type(message).__name__} comes before InstanceHello")
+        elif isinstance(message, RunRequests):
+            said = unpacked(message.said)
+            if not isinstance(said, list):
+                raise ProtocolError("what should be requests are none")
+            requests = [self._checked(request_from_json(each)) for each in said]
+            self._service.submit(requests, self._readers[message.every_step])
+        elif isinstance(message, CancelRequests):
+            if len(message.names) > MAX_NAMES:
+                raise ProtocolError(f"{len(message.names)} requests can't be cancelled at once")
+            for name in message.names:
+                self._service.cancel(name)
+        elif isinstance(message, SetInstanceRole):
+            role = message.role
+            logger.info("instance %s is for %s from now on", self._welcome.name, role.value)
+            self._service.look(lambda running: running.engine.give_role(role))
+        else:
+            self._end_conversation(message)
+
+    def _greet(self, peer: int, hello: InstanceHello) -> None:
+        if hello.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"the controller speaks protocol version {hello.protocol_version}, this instance "
+                f"{PROTOCOL_VERSION}: install the same version of fastdecode on both",
+                code="protocol_version",
+            )
+        if hello.model_hash != self._welcome.model_hash:
+            raise ProtocolError("the controller means another model", code="other_model")
+        if self._controller is not None:
+            raise ProtocolError("a controller says hello once")
+        self._controller, self._turn = peer, object()
+        self._readers = {every: self._reader(every) for every in (True, False)}
+        self._service.look(lambda running: running.engine.give_role(self._welcome.role))
+        self._say(self._welcome)
+        logger.info("instance %s serves a controller", self._welcome.name)
+
+    def _reader(self, every_step: bool) -> _Reader:
+        """Of the present controller. When something of a request is over, totals
+        are told before that is."""
+        turn, outbox, wake = self._turn, self._outbox, self._listener.wake
+
+        def say(deltas: list[Delta]) -> None:
+            ends = any(x.finish_reason or x.error or x.sources or x.has_fetched for x in deltas)
+            outbox.put((turn, deltas, self._totals() if ends else None))
+            wake()
+
+        return _Reader(say, every_step=every_step)
+
+    def _totals(self, *, with_figures: bool = False) -> dict[str, Any]:
+        """By the engine's thread."""
+        engine = self._running.engine
+        return seen_to_json(engine.stats, engine.figures() if with_figures else None)
+
+    def _checked(self, request: Request) -> Request:
+        """Raises ProtocolError: no controller that means this model asks for that."""
+        n, limit = request.params.n, self._welcome.max_model_len
+        prompt, drawn = request.prompt_token_ids, request.drawn
+        tokens = [*prompt, *(token for each in drawn.values() for token in each)]
+        if not prompt or len(prompt) + request.max_tokens > limit:
+            raise ProtocolError(f"a request of {len(prompt)} and {request.max_tokens} tokens")
+        if any(token >= self._vocab_size for token in tokens):
+            raise ProtocolError("a request has tokens that the model doesn't have")
+        if any(index >= n or len(x) >= request.max_tokens for index, x in drawn.items()):
+            raise ProtocolError("a request has drawn more than it may")
+        validate_for_vocab(request.params, self._vocab_size)
+        return request
+
+    def _end_conversation(self, message: EndConversation) -> None:
+        token_ids, salt = tuple(message.token_ids.tolist()), message.salt
+        self._service.look(lambda running: running.engine.end_conversation(token_ids, salt))
+
+    def _pass_out(self) -> None:
+        """Tell the controller what requests have said."""
+        told: list[Delta] = []
+        while True:
+            try:
+                turn, deltas, totals = self._outbox.get_nowait()
+            except Empty:
+                break
+            if turn is not self._turn:
+                continue
+            if totals is not None:
+                self._see(totals)
+            told += deltas
+        if told:
+            self._say(RequestsSay(packed([delta_to_json(delta) for delta in told])))
+
+    def _look_at_engine(self) -> None:
+        """Now and then, how the engine is; it answers between two steps."""
+        now = time.monotonic()
+        if self._controller is None or now < self._see_s:
+            return
+        self._see_s, turn, outbox = now + _SEE_S, self._turn, self._outbox
+        self._service.look(lambda running: outbox.put((turn, [], self._totals(with_figures=True))))
+
+    def _see(self, totals: dict[str, Any]) -> None:
+        numbers = self._service.snapshot().engine
+        self._say(InstanceSeen(numbers.num_steps, numbers.num_live_r_workers, packed(totals)))
+
+    def _lose(self, peer: int, error: FastDecodeError) -> None:
+        """A peer is gone. If that is the controller, all that is run for it is
+        let go of."""
+        self._listener.connections[peer].close()
+        if peer != self._controller:
+            return
+        logger.warning("instance %s has lost its controller: %s", self._welcome.name, error)
+        self._controller, self._turn = None, None
+        for reader in self._readers.values():
+            self._service.forgetting(reader)()
+
+    def _say(self, message: FromInstance) -> None:
+        if self._controller is not None:
+            self._say_to(self._controller, message)
+
+    def _say_to(self, peer: int, message: FromInstance) -> None:
+        try:
+            self._listener.connections[peer].send(message)
+        except WorkerError:
+            logger.debug("the controller is gone; the listener says so next")

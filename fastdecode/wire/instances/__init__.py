@@ -1,0 +1,1 @@
+"""What a controller and instances say to each other."""

@@ -1,0 +1,155 @@
+"""Every message between the controller of instances and an instance that is a
+process of its own. This docstring is the protocol.
+
+====================  ==========  ===================================================
+message               direction   meaning, and the answer
+====================  ==========  ===================================================
+``InstanceHello``     C → I       which model is meant → ``InstanceWelcome``
+``InstanceWelcome``   I → C       what it has room for, and its role
+``RunRequests``       C → I       run these; what they say comes as ``RequestsSay``
+``CancelRequests``    C → I       they aren't wanted any more; what they hold is let
+                                  go of; no answer, but what was on the way
+``SetInstanceRole``   C → I       what it will be given from now on; no answer
+``EndConversation``   C → I       nobody goes on with a conversation; no answer
+``RequestsSay``       I → C       what requests have said since the last time
+``InstanceSeen``      I → C       how it is; now and then, and when nothing is left
+                                  to be done
+``Failed``            I → C       it serves another controller (``busy``), or can't
+                                  go on
+====================  ==========  ===================================================
+
+An instance serves one controller at a time. When that is gone, however it went,
+the instance forgets its requests, frees all that they held, and waits for the
+next. When an instance is gone, its requests go on elsewhere.
+
+``said`` is JSON in UTF-8: requests and deltas as
+``fastdecode.wire.instances.told`` has them. A request is known by a name that
+its controller gives to no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastdecode.core.config.instances import InstanceRole
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import ProtocolError
+from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
+from fastdecode.wire.traits import Asking, Role, Worded
+
+MAX_NAMES: Final = 1 << 12
+"""Of one ``CancelRequests``."""
+_MOST: Final = 1 << 40
+_CONTROLLERS: Final = frozenset({Role.CONTROLLER})
+
+
+@dataclass(frozen=True)
+class InstanceWelcome(Worded):
+    name: str
+    role: InstanceRole
+    model_hash: str
+    dtype: DType
+    """Of weights and activations."""
+    kv_dtype: DType
+    max_model_len: int
+    num_tokens: int
+    """Of KV that it has room for."""
+    block_size: int
+    max_sequences: int
+    """That it runs at once."""
+    batch_tokens: int
+    """Of prompts that it runs at once."""
+    num_r_workers: int
+    num_threads: int
+    """Of each of those; where they differ, the most that one has."""
+
+    def check(self) -> None:
+        """Raises ProtocolError: that can't be."""
+        for name, most in (
+            ("max_model_len", MAX_SEQUENCE_TOKENS),
+            ("num_tokens", _MOST),
+            ("block_size", 1 << 20),
+            ("max_sequences", 1 << 20),
+            ("batch_tokens", 1 << 24),
+            ("num_r_workers", 1 << 16),
+            ("num_threads", 1 << 16),
+        ):
+            value = getattr(self, name)
+            if not 1 <= value <= most:
+                raise ProtocolError(f"offers {name}={value}, which is not within 1..{most}")
+
+
+@dataclass(frozen=True)
+class InstanceHello(Asking):
+    protocol_version: int
+    model_hash: str
+
+    answers = (InstanceWelcome,)
+    said_by = _CONTROLLERS
+
+
+@dataclass(frozen=True, eq=False)
+class RunRequests(Asking):
+    every_step: bool
+    """Tell after every step what they say; or of each sequence once it is over."""
+    said: Annotated[NDArray[np.uint8], "N"]
+
+    said_by = _CONTROLLERS
+
+
+@dataclass(frozen=True)
+class CancelRequests(Asking):
+    names: tuple[str, ...]
+
+    said_by = _CONTROLLERS
+
+
+@dataclass(frozen=True)
+class SetInstanceRole(Asking):
+    role: InstanceRole
+
+    said_by = _CONTROLLERS
+
+
+@dataclass(frozen=True, eq=False)
+class EndConversation(Asking):
+    token_ids: Annotated[NDArray[np.int64], "N"]
+    salt: str
+
+    said_by = _CONTROLLERS
+
+
+@dataclass(frozen=True, eq=False)
+class RequestsSay:
+    said: Annotated[NDArray[np.uint8], "N"]
+
+
+@dataclass(frozen=True, eq=False)
+class InstanceSeen:
+    num_steps: int
+    num_live_r_workers: int
+    said: Annotated[NDArray[np.uint8], "N"]
+    """Its totals and figures."""
+
+
+ToInstance: TypeAlias = (
+    InstanceHello | RunRequests | CancelRequests | SetInstanceRole | EndConversation
+)
+InstanceSays: TypeAlias = InstanceWelcome | RequestsSay | InstanceSeen
+
+INSTANCE_OPCODES: Final[Mapping[type[Any], int]] = {
+    InstanceHello: 129,
+    RunRequests: 130,
+    CancelRequests: 131,
+    SetInstanceRole: 132,
+    EndConversation: 133,
+    InstanceWelcome: 193,
+    RequestsSay: 194,
+    InstanceSeen: 195,
+}
+"""See ``fastdecode.wire.opcodes.OPCODES``; from 193 on, those that instances send."""

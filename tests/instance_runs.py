@@ -1,0 +1,61 @@
+"""What tests of instances ask, and what they compare."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from fastdecode import SamplingParams
+from fastdecode.core.sequence import PromptRequest, RequestOutput
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "r_threads": 1,
+    "kv_memory_gb": 0.004,
+    "block_size": 16,
+    "prefix_cache": "off",
+}
+
+
+def prompts(count: int, seed: int = 3) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(5, 200) for _ in range(rng.randint(1, 60))] for _ in range(count)]
+
+
+def params(count: int, seed: int = 4, n: int = 1) -> list[SamplingParams]:
+    rng = random.Random(seed)
+    return [
+        SamplingParams(
+            temperature=rng.choice([0.0, 1.0]),
+            seed=rng.randrange(1 << 30),
+            max_tokens=rng.choice([1, 2, 9, 23]),
+            n=n,
+            logprobs=rng.choice([None, 2]),
+            frequency_penalty=rng.choice([0.0, 0.5]),
+            ignore_eos=rng.random() < 0.5,
+        )
+        for _ in range(count)
+    ]
+
+
+def requests_of(asked: list[list[int]], how: list[SamplingParams]) -> Iterator[PromptRequest]:
+    for i, (prompt, sampling) in enumerate(zip(asked, how, strict=True)):
+        yield PromptRequest(str(i), prompt, sampling)
+
+
+def said(outputs: list[RequestOutput]) -> list[Any]:
+    return [(output.error, output.completions) for output in outputs]
+
+
+def tokens(outputs: list[RequestOutput]) -> list[Any]:
+    """Their log-probabilities are rounded otherwise where parts are merged."""
+    return [[each.token_ids for each in output.completions] for output in outputs]
+
+
+def answers(outputs: list[RequestOutput]) -> list[Any]:
+    """All but their log-probabilities, which are rounded otherwise in other batches."""
+    return [
+        (output.error, [(x.text, x.token_ids, x.finish_reason) for x in output.completions])
+        for output in outputs
+    ]

@@ -1,0 +1,326 @@
+"""Instances that are processes of their own, over ZeroMQ: the tokens are those of
+one engine, whoever is lost on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from instance_processes import PATHS, SILENCE_S, Process, instance, instances, ready
+from instance_runs import OPTIONS, answers, params, prompts, requests_of, tokens
+from zmq_r_workers import at, r_workers
+
+from fastdecode import LLM
+from fastdecode.cli.main import main
+from fastdecode.core.config.instances import InstanceRole
+from fastdecode.core.delta import OutputFold
+from fastdecode.core.errors import ConfigError, WorkerError
+from fastdecode.core.model.checkpoint import open_checkpoint
+from fastdecode.core.sequence import Request, RequestOutput, SamplingParams
+from fastdecode.engine.instances.cluster import ClusterEngine
+from fastdecode.engine.instances.lines import InstanceHub, greet
+from fastdecode.engine.instances.remote import packed
+from fastdecode.wire.instances.messages import InstanceHello, RequestsSay, RunRequests
+from fastdecode.wire.instances.told import request_to_json
+from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
+
+pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
+
+WAIT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoint: Callable[..., Path]) -> str:
+    return str(tiny_checkpoint("llama"))
+
+
+@pytest.fixture(scope="module")
+def one(model: str) -> Iterator[LLM]:
+    with LLM(model, **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def four(model: str) -> Iterator[list[Process]]:
+    with instances(model, "prefill", "prefill", "decode", "decode") as processes:
+        yield processes
+
+
+def controller(model: str, processes: list[Process]) -> LLM:
+    addresses = [each.address for each in processes]
+    return LLM(model, instance_addresses=addresses, worker_silence_s=SILENCE_S)
+
+
+def engine(llm: LLM) -> ClusterEngine:
+    found = llm._running.engine
+    assert isinstance(found, ClusterEngine)
+    return found
+
+
+def assert_all_is_free(llm: LLM) -> None:
+    """No instance has a sequence, or a block of one."""
+    running = llm._running
+    flows, dispatcher = engine(llm).flows, engine(llm).desk.dispatcher
+    assert not (flows.by_request or flows.by_run or flows.by_job)
+    assert not any(queue.num_tokens for queue in dispatcher.prefill)
+    assert not any(room.num_tokens or room.num_sequences for room in dispatcher.decode)
+    for number, each in enumerate(engine(llm).remote):
+        if each.broken is None:
+            until(lambda number=number: _used(running, number) == 0)
+
+
+def _used(running: Any, number: int) -> int | None:
+    figures = running._seen[number].figures
+    return None if figures is None else sum(x.kv_blocks_used for x in figures.r_workers)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end_s, "it never comes to that"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("several", [slice(0, 4), slice(1, 3)], ids=["2+2", "1+1"])
+def test_tokens_are_those_of_one_engine(
+    model: str, one: LLM, four: list[Process], n: int, several: slice
+) -> None:
+    asked, how = prompts(24), params(24, n=n)
+    with controller(model, four[several]) as llm:
+        assert answers(llm.generate(asked, how)) == answers(one.generate(asked, how))
+        assert llm.stats.num_recomputed == llm.stats.num_moved == llm.stats.num_failed_fetches == 0
+        assert llm.stats.num_handed_over > 0 and llm.stats.fetched_bytes > 0
+        assert_all_is_free(llm)
+
+
+def test_with_a_key_and_r_workers_at_addresses(model: str, one: LLM, tmp_path: Path) -> None:
+    key = str(tmp_path / "key")
+    assert main(["r-worker", "--new-key", key]) == 0
+    asked, how = prompts(8, seed=41), params(8, seed=41, n=2)
+    with contextlib.ExitStack() as stack:
+        options = ("--keep-serving", "--key", key)
+        _, addresses = stack.enter_context(r_workers("*", "*", options=options))
+        few = ("--dtype", "float32", "--block-size", "16", "--prefix-cache", "off", "--key", key)
+        jobs = [
+            stack.enter_context(instance(model, "prefill", *at(addresses), engine=few)),
+            stack.enter_context(instance(model, "decode", "--key", key)),
+        ]
+        with LLM(
+            model, instance_addresses=[ready(job, "").address for job in jobs], key=key
+        ) as llm:
+            assert answers(llm.generate(asked, how)) == answers(one.generate(asked, how))
+            assert llm.stats.num_handed_over > 0 and llm.stats.num_failed_fetches == 0
+            assert_all_is_free(llm)
+
+
+def test_nonsense_ends_the_controller_that_says_it(
+    model: str, one: LLM, four: list[Process]
+) -> None:
+    with controller(model, four) as llm:
+        expected = answers(llm.generate(prompts(3), params(3)))
+    model_hash = open_checkpoint(model).model_hash
+    hello = InstanceHello(PROTOCOL_VERSION, model_hash)
+    request = Request("a", (5, 6), SamplingParams(), 8, seed=1)
+    for said in (
+        b"no JSON",
+        b"[[1, 2]]",
+        bytes(packed([request_to_json(replace(request, prompt_token_ids=(1 << 30,)))])),
+        bytes(packed([request_to_json(replace(request, max_tokens=1 << 23))])),
+        bytes(packed([request_to_json(replace(request, drawn={4: (1,)}))])),
+    ):
+        hub = InstanceHub([four[0].address], None, SILENCE_S)
+        (line,) = hub.connections
+        assert greet(line, hello, time.monotonic() + WAIT_S).role is InstanceRole.PREFILL
+        line.send(RunRequests(True, np.frombuffer(said, np.uint8)))
+        while not isinstance(refused := line.receive(WAIT_S), Failed):
+            assert not isinstance(refused, RequestsSay)
+        assert refused.message
+        hub.close()
+    with controller(model, four) as llm:
+        assert answers(llm.generate(prompts(3), params(3))) == expected
+        assert_all_is_free(llm)
+
+
+def test_controllers_come_one_after_another(model: str, one: LLM, four: list[Process]) -> None:
+    asked, how = prompts(6, seed=4), params(6, seed=4)
+    for _ in range(2):
+        with controller(model, four) as llm:
+            assert answers(llm.generate(asked, how)) == answers(one.generate(asked, how))
+            with pytest.raises(WorkerError, match="serves another"):
+                LLM(model, instance_addresses=[four[0].address], worker_timeout_s=1.0)
+
+
+def test_roles_change_while_they_run(model: str, one: LLM, four: list[Process]) -> None:
+    asked, how = prompts(60, seed=21), params(60, seed=21, n=2)
+    chance, ticks = random.Random(2), iter(range(1 << 20))
+    roles = list(InstanceRole)
+    with controller(model, four) as llm:
+
+        def flip() -> None:
+            if next(ticks) % 2:
+                name, role = chance.choice(four).address, chance.choice(roles)
+                llm.service.look(lambda running: running.engine.set_role(name, role))
+
+        outputs = {o.request_id: o for o in llm.stream(requests_of(asked, how), flip)}
+        found = [outputs[str(i)] for i in range(60)]
+        assert answers(found) == answers(one.generate(asked, how))
+        assert engine(llm).num_moved == 0
+        assert_all_is_free(llm)
+
+
+class Trouble:
+    """Has something done to a process when so many tokens have been told."""
+
+    def __init__(self, llm: LLM, after: int, act: Callable[[], object]) -> None:
+        self.llm, self.after, self.act = llm, after, act
+
+    def run(self, asked: list[list[int]], how: list[SamplingParams]) -> list[RequestOutput]:
+        """The outputs, of which no token was told twice."""
+        folds = [OutputFold(str(i), None, tuple(x), how[i].n) for i, x in enumerate(asked)]
+        outputs: dict[str, RequestOutput] = {}
+        count = 0
+        for delta in self.llm.deltas(requests_of(asked, how)):
+            count += len(delta.token_ids)
+            if self.after >= 0 and count >= self.after:
+                self.after = -1
+                self.act()
+            output = folds[int(delta.request_id)].add(delta)
+            if output is not None:
+                outputs[delta.request_id] = output
+        assert self.after < 0, "nothing happened"
+        return [outputs[str(i)] for i in range(len(asked))]
+
+
+@pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP], ids=lambda x: x.name)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_who_is_lost_is_gone_on_without_and_may_come_back(
+    model: str, one: LLM, four: list[Process], role: str, trouble: signal.Signals
+) -> None:
+    asked, how = prompts(30, seed=12), params(30, seed=12, n=2)
+    expected = tokens(one.generate(asked, how))
+    with instance(model, role) as job:
+        hurt = ready(job, role)
+        port = hurt.address.rpartition(":")[2]
+        with controller(model, [hurt, *four]) as llm:
+            act = Trouble(llm, 20, lambda: os.kill(hurt.pid, trouble))
+            outputs = act.run(asked, how)
+            assert not any(output.error for output in outputs)
+            assert tokens(outputs) == expected
+            until(lambda: engine(llm).remote[0].broken is not None)
+            with contextlib.ExitStack() as stack:
+                if trouble is signal.SIGSTOP:
+                    os.kill(hurt.pid, signal.SIGCONT)
+                else:
+                    ready(stack.enter_context(instance(model, role, port=port)), role)
+                until(lambda: engine(llm).remote[0].broken is None)
+                assert answers(llm.generate(asked, how)) == answers(one.generate(asked, how))
+                assert_all_is_free(llm)
+
+
+CONTROLLER = """
+import json, sys
+
+class Forbidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "safetensors"):
+            raise ImportError(f"{name} is not for a controller")
+
+sys.meta_path.insert(0, Forbidden())
+from fastdecode.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def command(model: str, processes: list[Process], directory: Path) -> list[str]:
+    lines = [{"id": str(i), "prompt_token_ids": x} for i, x in enumerate(prompts(5, seed=2))]
+    asked = directory / "in.jsonl"
+    asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return [
+        *(sys.executable, "-c", CONTROLLER, "generate", "--model", model, "--input", str(asked)),
+        *("--output", str(directory / "out.jsonl"), "--summary", str(directory / "s.json")),
+        *("--instances", ",".join(each.address for each in processes)),
+        *("--temperature", "0", "--max-tokens", "5", "--ignore-eos"),
+    ]
+
+
+def test_by_its_command_and_without_torch(
+    model: str, one: LLM, four: list[Process], tmp_path: Path
+) -> None:
+    words = command(model, four, tmp_path)
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=WAIT_S, env={**os.environ, **PATHS}
+    )
+    assert done.returncode == 0, done.stderr
+    how = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    told = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    outputs = one.generate(prompts(5, seed=2), how)
+    assert [tuple(x["token_ids"]) for x in told] == [y.completions[0].token_ids for y in outputs]
+    counted = json.loads((tmp_path / "s.json").read_text())["instances"]
+    assert (counted["handed_over"], counted["moved"], counted["failed_fetches"]) == (5, 0, 0)
+
+
+@pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP], ids=lambda x: x.name)
+def test_when_the_controller_is_lost_all_is_freed(
+    model: str, one: LLM, four: list[Process], tmp_path: Path, trouble: signal.Signals
+) -> None:
+    words = [*command(model, four, tmp_path), "--worker-silence-s", str(SILENCE_S)]
+    words[words.index("--max-tokens") + 1] = "2000"
+    words[words.index("--input") + 1] = str(tmp_path / "long.jsonl")
+    line = {"id": "a", "prompt_token_ids": [5] * 40, "n": 3}
+    (tmp_path / "long.jsonl").write_text(
+        "".join(json.dumps({**line, "id": str(i)}) + "\n" for i in range(400))
+    )
+    lost = subprocess.Popen(
+        words, stderr=subprocess.DEVNULL, env={**os.environ, **PATHS}, start_new_session=True
+    )
+    try:
+        until(lambda: lost.poll() is not None or _is_connected(lost.pid))
+        assert lost.poll() is None
+        os.kill(lost.pid, trouble)
+        with controller(model, four) as llm:  # once they have lost the other one
+            asked, how = prompts(8, seed=33), params(8, seed=33)
+            assert answers(llm.generate(asked, how)) == answers(one.generate(asked, how))
+            assert_all_is_free(llm)
+    finally:
+        os.killpg(lost.pid, signal.SIGKILL)
+        lost.wait(WAIT_S)
+
+
+def _is_connected(pid: int) -> bool:
+    """Whether it speaks to all four."""
+    import psutil
+
+    connections = psutil.Process(pid).net_connections("tcp")
+    return len([each for each in connections if each.status == "ESTABLISHED"]) >= 4
+
+
+def test_what_does_not_fit_together_is_refused_by_name(
+    model: str, four: list[Process], tiny_checkpoint: Callable[..., Path]
+) -> None:
+    addresses = [each.address for each in four]
+    with pytest.raises(ConfigError, match="r_workers=2 is of an engine"):
+        LLM(model, instance_addresses=addresses, r_workers=2)
+    with pytest.raises(ConfigError, match="leave one of the two out"):
+        LLM(model, instance_addresses=addresses, prefill_instances=1, decode_instances=1)
+    with pytest.raises(ConfigError, match="give each address once"):
+        LLM(model, instance_addresses=[addresses[0]] * 2)
+    other = str(tiny_checkpoint("qwen2"))
+    with pytest.raises(WorkerError, match="another model"):
+        LLM(other, instance_addresses=addresses)
+    with pytest.raises(ConfigError, match="max_model_len"):
+        LLM(model, instance_addresses=addresses, max_model_len=64)
+    with pytest.raises(ConfigError, match="needs a key"):
+        LLM(model, instance_addresses=["tcp://8.8.8.8:7000"])

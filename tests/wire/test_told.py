@@ -1,0 +1,155 @@
+"""Requests and what they say, as they go from one process to another."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastdecode.core.delta import Delta
+from fastdecode.core.errors import (
+    CapacityError,
+    FastDecodeError,
+    ProtocolError,
+    RequestError,
+    WorkerError,
+)
+from fastdecode.core.holders import KVSource
+from fastdecode.core.sequence import CacheUse, Request, SamplingParams, TokenLogprob
+from fastdecode.wire.instances.told import (
+    delta_from_json,
+    delta_to_json,
+    request_from_json,
+    request_to_json,
+)
+
+TOKENS = st.lists(st.integers(0, 1 << 30), max_size=5).map(tuple)
+TEXTS = st.text(max_size=20)
+FLOATS = st.floats(-1e9, 0)
+SOURCES = st.builds(
+    KVSource,
+    TEXTS,
+    st.integers(0, 9),
+    st.text("0123456789abcdef", min_size=32, max_size=32),
+    st.integers(0, 1 << 20),
+    st.integers(1, 1 << 20),
+    st.integers(0, 9),
+    st.integers(1, 9),
+)
+LOGPROBS = st.builds(
+    TokenLogprob,
+    st.integers(0, 99),
+    FLOATS,
+    st.lists(st.tuples(st.integers(0, 9), FLOATS)).map(tuple),
+)
+REQUESTS = st.builds(
+    Request,
+    TEXTS,
+    TOKENS,
+    st.builds(
+        SamplingParams,
+        n=st.integers(1, 9),
+        seed=st.none() | st.integers(0, 1 << 63),
+        stop=st.lists(st.text(min_size=1, max_size=9), max_size=3).map(tuple),
+        logit_bias=st.dictionaries(st.integers(0, 99), st.floats(-100, 100)),
+        temperature=st.floats(0, 2),
+    ),
+    st.integers(1, 1 << 20),
+    st.integers(0, 1 << 63),
+    st.builds(CacheUse, st.booleans(), TEXTS, st.none() | st.integers(0, 9)),
+    st.dictionaries(st.integers(0, 9), TOKENS, max_size=2),
+    st.lists(SOURCES, max_size=2).map(tuple),
+    st.booleans(),
+)
+DELTAS = st.builds(
+    Delta,
+    TEXTS,
+    st.integers(0, 9),
+    TEXTS,
+    TOKENS,
+    st.none() | st.lists(LOGPROBS, max_size=2).map(tuple),
+    st.sampled_from([None, "stop", "length"]),
+    st.none(),
+    st.integers(0, 9),
+    st.lists(SOURCES, max_size=2).map(tuple),
+    st.booleans(),
+    st.booleans(),
+)
+SOURCE = KVSource("tcp://127.0.0.1:7000", 0, "ab" * 16, 0, 9, 0, 2)
+REQUEST = Request("a", (5, 6), SamplingParams(), 8, seed=1, sources=(SOURCE,))
+
+
+def through(said: Any) -> Any:
+    return json.loads(json.dumps(said))
+
+
+@given(REQUESTS)
+def test_requests_come_as_they_went(request: Request) -> None:
+    assert request_from_json(through(request_to_json(request))) == request
+
+
+@given(DELTAS)
+def test_deltas_come_as_they_went(delta: Delta) -> None:
+    assert delta_from_json(through(delta_to_json(delta))) == delta
+
+
+@pytest.mark.parametrize("kind", [FastDecodeError, RequestError, CapacityError, WorkerError])
+def test_errors_keep_their_class(kind: type[FastDecodeError]) -> None:
+    told = delta_from_json(through(delta_to_json(Delta("a", 0, error=kind("why", code="how")))))
+    assert type(told.error) is kind
+    assert told.error is not None and (told.error.message, told.error.code) == ("why", "how")
+
+
+def test_a_class_that_nobody_else_knows_comes_as_the_closest_that_is_known() -> None:
+    told = delta_from_json(delta_to_json(Delta("a", 0, error=ProtocolError("why"))))
+    assert type(told.error) is FastDecodeError
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (0, 7), (1, [-1]), (1, [1.5]), (1, [True]), (1, None), (2, {"n": 0}), (2, {"no": 1}),
+        (3, 0), (3, 1 << 60), (4, "x"), (4, 1 << 70), (7, -1), (8, [[-1, []]]), (8, [[0, ["x"]]]),
+        (9, [["a"]]), (9, [[1] * 7]), (9, None),
+    ],
+)  # fmt: skip
+def test_what_is_no_request_is_refused(place: int, value: Any) -> None:
+    said = through(request_to_json(REQUEST))
+    assert request_from_json(said) == REQUEST
+    said[place] = value
+    with pytest.raises(ProtocolError):
+        request_from_json(said)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        replace(SOURCE, ticket="ab"), replace(SOURCE, num_tokens=0),
+        replace(SOURCE, first_token=-1), replace(SOURCE, num_tokens=1 << 62),
+        replace(SOURCE, num_heads=0), replace(SOURCE, first_head=1 << 40),
+    ],
+)  # fmt: skip
+def test_sources_that_no_r_worker_would_read_are_refused(source: KVSource) -> None:
+    said = through(request_to_json(replace(REQUEST, sources=(source,))))
+    with pytest.raises(ProtocolError):
+        request_from_json(said)
+    with pytest.raises(ProtocolError):
+        delta_from_json(through(delta_to_json(Delta("a", 0, sources=(source,)))))
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (0, None), (1, -1), (1, 1 << 20), (2, 5), (3, [1 << 40]), (4, [[1]]), (5, "tired"),
+        (6, ["NoError", "a", "b"]), (6, ["WorkerError", 1, "b"]), (7, -3), (8, 5),
+    ],
+)  # fmt: skip
+def test_what_is_no_delta_is_refused(place: int, value: Any) -> None:
+    said = through(delta_to_json(Delta("a", 0, "x", (1,))))
+    said[place] = value
+    with pytest.raises(ProtocolError):
+        delta_from_json(said)
