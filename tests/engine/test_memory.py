@@ -187,3 +187,27 @@ def test_graphs_are_planned_for() -> None:
     assert graphs.graph_bytes > 2310 * GRAPH_BYTES and plain.graph_bytes == 0
     assert plain.kv_bytes - graphs.kv_bytes == graphs.graph_bytes
     assert "CUDA graphs 0." in str(graphs) and "CUDA graphs" not in str(plain)
+
+
+def test_prompt_stages_have_room_for_one_prompt_each_and_weights_of_their_own() -> None:
+    """Beside the others' in one process; a prompt may be as long as there are any."""
+    host = FreeMemory(120 * GB)
+    plain = plan_memory(LLAMA_8B, SIZES, THREADS, host, gpu_memory_fraction=0.9)
+    sizes = replace(SIZES, prompt_bytes=3 * GB, num_models=2)
+    plan = plan_memory(LLAMA_8B, sizes, THREADS, host, gpu_memory_fraction=0.9)
+    assert plan.weights_bytes == pytest.approx(2 * plain.weights_bytes, rel=0.01)
+    assert plan.held_bytes == 3 * GB and "prompts under way 3.00 GB" in str(plan)
+    assert plan.kv_bytes < plain.kv_bytes
+    with pytest.raises(ConfigError, match=r"prompts of max_model_len under way 95.*max_model_len"):
+        plan_memory(
+            LLAMA_8B, replace(sizes, prompt_bytes=95 * GB), THREADS, host, gpu_memory_fraction=0.9
+        )
+    config = EngineConfig.of("m", prompt_pp=3, pp=2, dtype="float32", max_model_len=4096)
+    resolved = resolve(config, replace(LLAMA_8B, max_model_len=4096), num_cores=8, free=host)
+    assert [len(each) for each in resolved.prompt_layers] == [10, 11, 11]
+    token_bytes = 32 * 2 * 8 * 128 * 4
+    assert resolved.memory.held_bytes == 3 * 4096 * token_bytes
+    assert (resolved.most_lanes, resolved.schedule.num_all_lanes, resolved.transport) == (
+        4, 4, "inproc"
+    )  # fmt: skip
+    assert resolved.stages_at_once == 1 + 3 and not resolved.adapts_lanes

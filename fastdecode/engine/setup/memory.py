@@ -150,7 +150,7 @@ def plan_memory(
         used = free.device_total_bytes - free.device_bytes
         room = int(free.device_total_bytes * gpu_memory_fraction) - used - CUDA_RESERVE_BYTES
     what = _s_part_words(spec.name, weights, activations, graphs, sizes.prompt_bytes)
-    _check(what, s_part, room, where, _s_part_mend(graphs > 0, free.device_bytes is not None))
+    _check(what, s_part, room, where, _s_part_mend(graphs, free.device_bytes, sizes.prompt_bytes))
     held = min(sizes.held_bytes, (room - s_part) // _HELD_SHARE)
     s_part += held
     device_kv = 0
@@ -291,7 +291,9 @@ def _staging_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
     )
 
 
-def _s_part_mend(has_graphs: bool, on_device: bool) -> tuple[str | Given, ...]:
+def _s_part_mend(graphs: int, device_bytes: int | None, prompts: int) -> tuple[str | Given, ...]:
+    """What would make it less, or the room more: bytes of graphs and of prompts
+    under way, and those of a GPU that are free."""
     mend: tuple[str | Given, ...] = (
         Given("max_step_tokens"),
         ", ",
@@ -300,9 +302,11 @@ def _s_part_mend(has_graphs: bool, on_device: bool) -> tuple[str | Given, ...]:
         Given("lanes"),
         ", choose a smaller dtype",
     )
-    if has_graphs:
+    if prompts:
+        mend = (Given("max_model_len"), ", ", *mend)
+    if graphs:
         mend += (", set ", Given("cuda_graphs", "off"))
-    if on_device:
+    if device_bytes is not None:
         mend += (", raise ", Given("gpu_memory_fraction"))
     return mend
 

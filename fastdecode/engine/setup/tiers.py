@@ -89,4 +89,6 @@ def about_kept_blocks(config: EngineConfig) -> str:
     if config.cache.prefix_cache == "off":
         return "prefix cache off"
     beside = "replicas" if config.r_part.replicas else "KV on both sides"
+    if config.s_part.prompt_pp:
+        beside = "stages of prompts"
     return f"prefix cache off, which isn't there with {beside} yet"
