@@ -16,6 +16,7 @@ from recorded_gpu import RecordedGpu
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.sequence import PromptRequest
+from sworker.paged import PagedKV
 from sworker.swap.host import HostKV
 from sworker.swap.swapped import SwappedKV
 
@@ -80,6 +81,28 @@ def test_ways_to_run(way: dict[str, Any], llama: str, expected: Tokens) -> None:
     with LLM(llama, **SWAPPED, **way) as llm:
         assert tokens(llm, mixed_requests()) == expected
         assert tokens(llm, mixed_requests()) == expected
+
+
+def test_what_forks_copy_for_themselves_goes_to_the_host_too(
+    llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three completions in each lane share a block that isn't full; with the
+    lanes beside, none of them stays on the device."""
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=24, ignore_eos=True, n=9)
+    asked = [(prompts((25,))[0], params)]
+    with LLM(llama, **ALONE) as llm:
+        alone = tokens(llm, asked)
+    copied: list[int] = []
+    copy_blocks = PagedKV.copy_blocks
+
+    def copy(self: PagedKV, sources: Any, targets: Any) -> None:
+        copied.append(len(targets))
+        copy_blocks(self, sources, targets)
+
+    monkeypatch.setattr(PagedKV, "copy_blocks", copy)
+    with LLM(llama, **SWAPPED, block_size=16, max_num_sequences=9) as llm:
+        assert tokens(llm, asked) == alone
+        assert sum(copied) >= 3 * 2, "in three stages"
 
 
 def test_sequences_are_suspended_and_go_on(llama: str) -> None:

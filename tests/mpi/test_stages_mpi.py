@@ -120,6 +120,21 @@ def test_a_lost_stage_ends_the_job(trouble: signal.Signals, job: Job, tmp_path: 
     assert exit_code_file(tmp_path).read_text().strip() == "4", outcome.output
 
 
+@pytest.mark.parametrize("trouble", [signal.SIGKILL, *[signal.SIGSTOP] * TRIES_ALL])
+def test_a_lost_stage_whose_kv_is_swapped_ends_the_job(
+    trouble: signal.Signals, job: Job, tmp_path: Path
+) -> None:
+    more = ["--kv-placement", "gpu", "--kv-memory-gb", "0.01", "--swap"]
+    command, output, _ = job(3, 1, 400, *more, "--worker-silence-s", "3")
+    with running(command[: command.index(":")]) as started:
+        started.wait_for_text(output)
+        rank_of(started, 2).send_signal(trouble)
+        outcome = started.wait(timeout_s=60)
+    assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome.output
+    assert "stage 2" in outcome.output and "is lost" in outcome.output, outcome.output
+    assert exit_code_file(tmp_path).read_text().strip() == "4", outcome.output
+
+
 @pytest.mark.skipif(not TRIES_ALL, reason="make campaign: tests/sworker plays a lost rank")
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_a_lost_s_worker_of_a_stage_ends_the_job(rank: int, job: Job, tmp_path: Path) -> None:
