@@ -54,8 +54,7 @@ def summarise(llm: LLM, *, started_s: float, num_requests: int, num_failed: int)
         "kv_dtype": facts.kv_dtype.value,
         "kv_placement": facts.kv_placement,
         "r_workers": 0 if facts.kv_placement == "gpu" else facts.num_r_workers,
-        "hybrid_steps": None if stats.hybrid is None else dict(stats.hybrid.steps),
-        "hybrid_closed": None if stats.hybrid is None else stats.hybrid.num_closed,
+        **_of_hybrid(stats),
         "r_workers_lost": now.num_r_workers - now.num_live_r_workers,
         "r_workers_rejoined": stats.num_rejoined,
         "recomputed": stats.num_recomputed,
@@ -68,6 +67,12 @@ def summarise(llm: LLM, *, started_s: float, num_requests: int, num_failed: int)
         "prompt_stage_layers": list(facts.prompt_stage_layers),
         "instances": _instances(llm),
     }
+
+
+def _of_hybrid(stats: EngineStats) -> dict[str, Any]:
+    if stats.hybrid is None:
+        return {"hybrid_steps": None, "hybrid_closed": None}
+    return {"hybrid_steps": dict(stats.hybrid.steps), "hybrid_closed": stats.hybrid.num_closed}
 
 
 def _of_steps(stats: EngineStats, step_s: float, num_r_workers: int) -> dict[str, float]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.config.groups import Batching
@@ -61,26 +63,43 @@ def make_scheduler(
     Raises:
         ConfigError, CapacityError: see ``ScheduleOptions.fixed_interval``.
     """
-    capacity = tuple(num_blocks * block_size for num_blocks in blocks)
     lengths = _lengths(options.batching)
-    given = (len(blocks), block_size, cache_identity, cache_policy, clock)
-    is_split = options.split_tokens is not None
-    cache = PrefixCache(*given, only_ends=is_split, window=None if is_split else window)
+    cache = _cache(options, window, len(blocks), block_size, cache_identity, cache_policy, clock)
     ledger = _ledger(options, blocks, block_size, cache, swap_threshold)
-    most = options.batching.max_num_sequences
-    # With a home lane there are no shares: that one may have all.
-    sharing = options if hybrid is None else options.with_lanes(1)
     return ContinuousScheduler(
         ledger,
-        partial(_lanes, sharing, capacity, times, are_shares=hybrid is None),
+        _lane_maker(options, blocks, block_size, times, has_home=hybrid is not None),
         lengths,
         num_lanes=options.num_all_lanes,
-        max_num_sequences=most,
+        max_num_sequences=options.batching.max_num_sequences,
         opening_steps=opening_steps,
         first_part_id=first_part_id,
         places=places,
-        hybrid=None if hybrid is None else _control(hybrid, ledger, lengths, times, most),
+        hybrid=None
+        if hybrid is None
+        else _control(hybrid, ledger, lengths, times, options.batching),
     )
+
+
+def _cache(options: ScheduleOptions, window: int | None, *given: Any) -> PrefixCache:
+    """``given``: what ``PrefixCache`` is given first."""
+    is_split = options.split_tokens is not None
+    return PrefixCache(*given, only_ends=is_split, window=None if is_split else window)
+
+
+def _lane_maker(
+    options: ScheduleOptions,
+    blocks: tuple[int, ...],
+    block_size: int,
+    times: StepTimes | None,
+    *,
+    has_home: bool,
+) -> Callable[[int], list[Lane]]:
+    """What makes so many lanes. With a home lane there are no shares: that one
+    may have all."""
+    capacity = tuple(num_blocks * block_size for num_blocks in blocks)
+    sharing = options.with_lanes(1) if has_home else options
+    return partial(_lanes, sharing, capacity, times, are_shares=not has_home)
 
 
 def _ledger(
@@ -147,11 +166,12 @@ def _control(
     ledger: BlockLedger,
     lengths: LengthPredictor,
     times: StepTimes | None,
-    most_sequences: int,
+    batching: Batching,
 ) -> HybridControl:
     """What decides on which side a sequence's KV is."""
     assert times is not None, "what goes where follows from step times"
-    teller = Teller(hybrid.device, ledger, lengths, times, hybrid.guess, most_sequences)
+    most = batching.max_num_sequences
+    teller = Teller(hybrid.device, ledger, lengths, times, hybrid.guess, most)
     return HybridControl(hybrid, ledger, teller)
 
 

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 from dying import WRITES_A_BLOCK
 from mpi_launch import Running, running
 from random_llama import llama_config, write_checkpoint
@@ -34,10 +35,12 @@ MOST_WRITES = 40 * WRITES_A_BLOCK
 """Of one that is killed; each conversation has ten blocks."""
 MOST_ROUNDS = 40
 """For each kill: if it takes more, nothing is stored."""
-KILLS_A_RACK = 10
+KILLS_A_RACK = 5
 """Of one engine: R-workers that are lost again and again are asked back ever
 less often."""
 SILENCE_S = 3.0
+LEAVES_S = 60.0
+"""Who is told to leave does within this time."""
 OPTIONS = {"dtype": "float32", "block_size": 16, "max_num_sequences": 4}
 
 
@@ -118,6 +121,7 @@ class Rack:
         self._stack = contextlib.ExitStack()
         self._lock = threading.Lock()
         self._workers: list[Running] = []
+        self._all: list[Running] = []
         self._addresses: list[str] = []
         self._watches: list[threading.Thread] = []
         self._is_over = False
@@ -155,12 +159,17 @@ class Rack:
         return "\n".join(worker.output()[-1000:] for worker in self._workers)
 
     def end(self) -> int:
-        """R-workers leave, since nobody talks to them any more. How many
-        processes are left of all that there ever were."""
+        """R-workers that nobody talks to any more are told to leave. How many
+        processes are left then, of all that there ever were."""
         self._is_over = True
+        for worker in self._workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.process.terminate()
+        ended = [worker.wait_for_end(LEAVES_S) is not None for worker in self._workers]
         for watch in self._watches:
-            watch.join(LIMIT_S)
-        return sum(len(worker.wait(LIMIT_S).orphans) for worker in self._workers)
+            watch.join(LEAVES_S)
+        left = sum(len(worker.processes()) for worker in self._all)
+        return max(left, ended.count(False))
 
     def _watch(self, place: int) -> None:
         """Another comes for each one that is killed in a place."""
@@ -183,4 +192,5 @@ class Rack:
         words += ["--threads", "1", "--bind", address, "--kv-memory-gb", "0.0016"]
         words += ["--cache-disk", str(self._disk), "--cache-disk-gb", "0.05"]
         words += ["--silence-s", str(SILENCE_S), "--return-s", "10"]
-        return self._stack.enter_context(running(words, **PATHS))
+        self._all.append(self._stack.enter_context(running(words, **PATHS)))
+        return self._all[-1]

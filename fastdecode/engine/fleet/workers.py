@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from rworker.worker import start_worker_thread
 if TYPE_CHECKING:
     from fastdecode.engine.fleet.heads.replicas import GroupReplicas
     from fastdecode.engine.step.remote import Attention
+    from fastdecode.wire.mpi.connection import MpiConnection
     from sworker.worker import SWorker
 
 logger = logging.getLogger(__name__)
@@ -226,11 +227,7 @@ def reach_ranks(num_s_ranks: int = 1, *, silence_s: float) -> Reached:
     )
 
     def close(lost: Collection[int], timeout_s: float) -> None:
-        for index, connection in enumerate(hub.connections):
-            if index in lost:
-                connection.give_up()
-            else:
-                _shut_down(connection)
+        _part_with(hub.connections, lost)
         hub.close()
 
     names = tuple(link_address(num_s_ranks + index) for index in range(len(hub.connections)))
@@ -276,11 +273,7 @@ def reach_stage_ranks(
     def close(lost: Collection[int], timeout_s: float) -> None:
         if not stage:
             links.shut_down()
-        for index, connection in enumerate(hub.connections[:num_r_workers]):
-            if index in lost:
-                connection.give_up()
-            else:
-                _shut_down(connection)
+        _part_with(hub.connections[:num_r_workers], lost)
         for other in links.gone:
             others[other].give_up()
         hub.close()
@@ -369,6 +362,17 @@ def reach_addresses(
 
     replacements = partial(HubReplacements, hub)
     return Reached(hub, close, absent, replacements, addresses=tuple(addresses))
+
+
+def _part_with(
+    connections: Iterable[MpiConnection[ToRWorker, FromRWorker]], lost: Collection[int]
+) -> None:
+    """Those that are left shut down; what was sent to others is given up."""
+    for index, connection in enumerate(connections):
+        if index in lost:
+            connection.give_up()
+        else:
+            _shut_down(connection)
 
 
 def _shut_down(connection: Connection[ToRWorker, FromRWorker]) -> None:

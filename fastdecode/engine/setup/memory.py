@@ -149,13 +149,7 @@ def plan_memory(
         where = f"the GPU (fraction {gpu_memory_fraction:g} of {_gb(free.device_total_bytes)})"
         used = free.device_total_bytes - free.device_bytes
         room = int(free.device_total_bytes * gpu_memory_fraction) - used - CUDA_RESERVE_BYTES
-    of_graphs = f", CUDA graphs {_gb(graphs)}" if graphs else ""
-    if sizes.prompt_bytes:
-        of_graphs += f", prompts of max_model_len under way {_gb(sizes.prompt_bytes)}"
-    what = (
-        f"the S-part of {spec.name} (weights {_gb(weights)}, a step's activations "
-        f"{_gb(activations)}{of_graphs})"
-    )
+    what = _s_part_words(spec.name, weights, activations, graphs, sizes.prompt_bytes)
     _check(what, s_part, room, where, _s_part_mend(graphs > 0, free.device_bytes is not None))
     held = min(sizes.held_bytes, (room - s_part) // _HELD_SHARE)
     s_part += held
@@ -177,6 +171,15 @@ def plan_memory(
         kv_bytes = _kv_bytes(kv, left, where, is_all_theirs=is_all_theirs)
     held += sizes.prompt_bytes
     return MemoryPlan(weights, activations, staging, kv_bytes, graphs, device_kv, held, swapped)
+
+
+def _s_part_words(name: str, weights: int, activations: int, graphs: int, prompts: int) -> str:
+    """What takes so many bytes each."""
+    more = f", CUDA graphs {_gb(graphs)}" if graphs else ""
+    if prompts:
+        more += f", prompts of max_model_len under way {_gb(prompts)}"
+    parts = f"weights {_gb(weights)}, a step's activations {_gb(activations)}{more}"
+    return f"the S-part of {name} ({parts})"
 
 
 def _swapped_bytes(kv: KVDemand, room: int, where: str, host_room: int | None) -> tuple[int, int]:

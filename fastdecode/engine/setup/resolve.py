@@ -112,40 +112,20 @@ def resolve(
     config = _placed(config, identity.kv_dtype)
     placement = config.r_part.kv_placement
     _check_kv_dtype(identity.kv_dtype, placement)
-    if config.s_part.prompt_pp and identity.kv_dtype is DType.INT4:
-        raise ConfigError(
-            Given("kv_dtype", "int4"),
-            " isn't there with ",
-            Given("prompt_pp", config.s_part.prompt_pp),
-            ", whose stages can't keep it: choose int8, float32, bfloat16 or float16",
-        )
+    _check_prompt_stages(config, identity.kv_dtype)
     device = choose_device(config.s_part.device, rank)
     transport = _transport(config)
-    # Where S-part and R-part share their hardware, lanes would only get into
-    # each other's way, and a single R-worker needs no thread of its own. With
-    # KV on both sides there is one to begin with, the home lane.
+    # Where S-part and R-part share their hardware, lanes get into each other's way, and one R-worker
+    # needs no thread. With KV on both sides there is one lane to begin with, the home lane.
     shares_cores = transport == "inproc" and device.type == "cpu"
     if shares_cores and placement == "r" and _has_one_worker(config):
         transport = "inline"
-    graphs = uses_graphs(config.s_part, device)
     prompts_on_r = _prompts_on_r(config, device)
-    held_token_bytes = 0
-    if not prompts_on_r and transport != "local":
-        held_token_bytes = _held_token_bytes(config, kv_spec(config, spec, identity.kv_dtype))
     layers = layers_of_stages(spec, config.s_part.pp, config.s_part.layer_counts)
     prompt_layers = layers_of_prompt_stages(spec, config.s_part.prompt_pp)
-    all_layers = (*layers, *prompt_layers)
-    here = _layers_here(all_layers, device, transport)
-    on_device = spec if len(all_layers) == 1 or len(here) > 1 else stage_spec(spec, here[0])
-    on_host = min(len(layers), local_size()) if stages_are_ranks(transport) else len(layers)
-    kv_token_bytes = kv_spec(config, on_device, identity.kv_dtype).token_bytes
-    steps = Steps(
-        config, on_device, identity.dtype, transport, free, graphs, held_token_bytes,
-        prompt_token_bytes=kv_token_bytes if prompt_layers else 0,
-        kv_token_bytes=kv_token_bytes,
-        num_stages_here=on_host if device.type == "cpu" else len(here),
-        num_stages_on_host=on_host,
-        usual_lanes=len(layers) if transport == "local" and len(here) == 1 else 1,
+    steps = _steps(
+        config, identity, spec, (layers, prompt_layers), device, transport, free,
+        holds_prompts=not prompts_on_r and transport != "local",
     )  # fmt: skip
     plan = steps.plan(may_overlap=placement == "r" and not shares_cores)
     return ResolvedConfig(
@@ -166,6 +146,53 @@ def resolve(
         device_kv_bytes=plan.memory.device_kv_bytes,
         transport=transport,
     )
+
+
+def _steps(
+    config: EngineConfig,
+    identity: Identity,
+    spec: ModelSpec,
+    stages: tuple[tuple[range, ...], tuple[range, ...]],
+    device: torch.device,
+    transport: str,
+    free: FreeMemory,
+    *,
+    holds_prompts: bool,
+) -> Steps:
+    """What steps of this process will be like.
+
+    Args:
+        stages: layers of those of tokens, and of those of prompts alone.
+        holds_prompts: the device does, until they are done.
+    """
+    layers, prompt_layers = stages
+    all_layers = (*layers, *prompt_layers)
+    here = _layers_here(all_layers, device, transport)
+    on_device = spec if len(all_layers) == 1 or len(here) > 1 else stage_spec(spec, here[0])
+    on_host = min(len(layers), local_size()) if stages_are_ranks(transport) else len(layers)
+    kv_token_bytes = kv_spec(config, on_device, identity.kv_dtype).token_bytes
+    held_token_bytes = 0
+    if holds_prompts:
+        held_token_bytes = _held_token_bytes(config, kv_spec(config, spec, identity.kv_dtype))
+    return Steps(
+        config, on_device, identity.dtype, transport, free, uses_graphs(config.s_part, device),
+        held_token_bytes,
+        prompt_token_bytes=kv_token_bytes if prompt_layers else 0,
+        kv_token_bytes=kv_token_bytes,
+        num_stages_here=on_host if device.type == "cpu" else len(here),
+        num_stages_on_host=on_host,
+        usual_lanes=len(layers) if transport == "local" and len(here) == 1 else 1,
+    )  # fmt: skip
+
+
+def _check_prompt_stages(config: EngineConfig, kv_dtype: DType) -> None:
+    if config.s_part.prompt_pp and kv_dtype is DType.INT4:
+        raise ConfigError(
+            Given("kv_dtype", "int4"),
+            " isn't there with ",
+            Given("prompt_pp", config.s_part.prompt_pp),
+            ", whose stages can't keep it: choose int8, float32, bfloat16 or float16",
+        )
 
 
 def _held_token_bytes(config: EngineConfig, kv: KVSpec) -> int:
