@@ -116,7 +116,7 @@ def resolve(
     device = choose_device(config.s_part.device, rank)
     transport = _transport(config)
     # Where S-part and R-part share their hardware, lanes get into each other's way, and a sole
-    # R-worker needs no thread. With KV on both sides there is one lane to begin with, the home lane.
+    # R-worker needs no thread. With KV on both sides one lane begins, the home lane.
     shares_cores = transport == "inproc" and device.type == "cpu"
     if shares_cores and placement == "r" and _has_one_worker(config):
         transport = "inline"
