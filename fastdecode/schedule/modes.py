@@ -75,9 +75,7 @@ def make_scheduler(
         opening_steps=opening_steps,
         first_part_id=first_part_id,
         places=places,
-        hybrid=None
-        if hybrid is None
-        else _control(hybrid, ledger, lengths, times, options.batching),
+        hybrid=_control(hybrid, ledger, lengths, times, options.batching),
     )
 
 
@@ -162,13 +160,15 @@ def _lengths(batching: Batching) -> LengthPredictor:
 
 
 def _control(
-    hybrid: HybridOptions,
+    hybrid: HybridOptions | None,
     ledger: BlockLedger,
     lengths: LengthPredictor,
     times: StepTimes | None,
     batching: Batching,
-) -> HybridControl:
-    """What decides on which side a sequence's KV is."""
+) -> HybridControl | None:
+    """What decides on which side a sequence's KV is, if there are two."""
+    if hybrid is None:
+        return None
     assert times is not None, "what goes where follows from step times"
     most = batching.max_num_sequences
     teller = Teller(hybrid.device, ledger, lengths, times, hybrid.guess, most)
