@@ -170,6 +170,9 @@ def _cache_disk(directory: Path) -> Finding:
     from rworker.tiers.inspection import inspect_blocks, measure_disk
 
     check = "cache disk"
+    if not directory.exists() and directory.parent.is_dir():
+        mend = "make it, if the path is right; generate and serve do, too"
+        return Finding("WARN", check, f"{directory}: there is no such directory", mend)
     try:
         speed = measure_disk(directory)
         free_gb = shutil.disk_usage(directory).free / 1e9

@@ -64,6 +64,8 @@ def test_doctor_measures_the_disk(kept: Path, capsys: pytest.CaptureFixture[str]
     findings = json.loads(capsys.readouterr().out)["findings"]
     (found,) = [each for each in findings if each["check"] == "cache disk"]
     assert found["level"] in ("PASS", "WARN") and "1 files of KV blocks" in found["text"]
-    main(["doctor", "--cache-disk", str(kept / "no" / "such"), "--json"])
-    findings = json.loads(capsys.readouterr().out)["findings"]
-    assert [each["level"] for each in findings if each["check"] == "cache disk"] == ["FAIL"]
+    for path, level in ((kept / "no" / "such", "FAIL"), (kept / "none", "WARN")):
+        main(["doctor", "--cache-disk", str(path), "--json"])
+        findings = json.loads(capsys.readouterr().out)["findings"]
+        assert [x["level"] for x in findings if x["check"] == "cache disk"] == [level]
+        assert not path.exists(), "doctor makes nothing"

@@ -222,6 +222,27 @@ def test_whoever_has_both_roles_is_given_whole_requests_while_it_has_room() -> N
     world.check()
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_who_keeps_prompts_lets_others_be_bound(seed: int) -> None:
+    """A large request leaves no room; as soon as it is over, many small ones are
+    kept at once, though they were more than a batch of prompts."""
+    rng, world = random.Random(seed), World(1, 1)
+    both = Scripted("b", num_tokens=40 * BLOCK_SIZE)
+    world.prefill, world.decode = [], [both]
+    world.controller = Controller([both], [both], batch_tokens=40, block_size=BLOCK_SIZE)
+    for name, num_prompt, num_tokens in [
+        ("large", 10, 610),
+        *((str(i), 30, number) for i, number in enumerate(rng.choices(range(2, 21), k=20))),
+    ]:
+        params = SamplingParams(max_tokens=num_tokens)
+        request = Request(name, (5,) * num_prompt, params, num_tokens, seed=rng.randrange(1 << 30))
+        world.requests[name], world.said[name] = request, []
+        world.controller.submit(request, Listener(world.said[name].append, every_step=False))
+    while world.turn(rng):
+        pass
+    assert world.controller.flows.stages == {}
+
+
 def test_what_has_been_decided_of_a_request_that_leaves_takes_no_room() -> None:
     """Room is booked for G, but before G is sent there, an instance that takes
     nothing turns out to have had its prompt."""

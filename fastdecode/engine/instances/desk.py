@@ -183,7 +183,7 @@ class Desk:
     def _carry_out(self, decision: Bind | Fetch) -> None:
         flow = self._flows.by_job[decision.job.job_id]
         if isinstance(decision, Bind) and self.roles[decision.instance] is InstanceRole.BOTH:
-            decision = self.dispatcher.kept(decision) or decision
+            decision = self._kept(decision)
         run = self._flows.begin(flow, decision.instance)
         every_step = isinstance(decision, Bind) or flow.is_watched
         if isinstance(decision, Bind):
@@ -196,6 +196,15 @@ class Desk:
             self.where(run).submit(asked, every_step=every_step)
         except FastDecodeError as error:
             self._failed(flow, Delta(run.name, 0, error=error))
+
+    def _kept(self, bound: Bind) -> Bind | Fetch:
+        """Whether the instance goes on with the prompt itself. It waits for no
+        batch of prompts there then, and so others may be bound."""
+        fetch = self.dispatcher.kept(bound)
+        if fetch is None:
+            return bound
+        self._decided.extend(self.dispatcher.look())
+        return fetch
 
     def end(self, flow: Flow) -> None:
         """A request is over, or nobody wants it."""
