@@ -232,3 +232,25 @@ def test_a_load_limit_is_kept_by_one_lane_too(resolved: Resolve) -> None:
     for lanes, mode in ((1, "greedy"), (2, "stabilized")):
         assert resolved(0, lanes=lanes).schedule.batching.schedule == mode
         assert resolved(0, lanes=lanes, load_limit=100).schedule.batching.schedule == "stabilized"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prompt_pp": 1},
+        {"prompt_pp": 1, "pp": 2, "pp_layers": "1,2"},
+        {"prompt_pp": 2, "lanes": 4},
+        {"swap": True, "kv_placement": "gpu", "pp": 3, "pp_layers": "1,1,1", "lanes": 6},
+    ],
+    ids=str,
+)
+def test_auto_is_no_schedule_that_is_refused_by_name(
+    options: dict[str, Any], resolved: Resolve
+) -> None:
+    """Also where lanes are more than stages, and S-part and R-part overlap."""
+    with pytest.raises(ConfigError, match="schedule"):
+        resolved(1, device="cuda", schedule="stabilized", **options)
+    plan = resolved(1, device="cuda", **options)
+    assert plan.schedule.num_lanes > len(plan.layers)
+    assert plan.schedule.batching.schedule == "greedy"
+    assert resolved(1, device="cuda", lanes=2).schedule.batching.schedule == "stabilized"

@@ -125,9 +125,7 @@ class Steps:
     def _planned(self, lanes: Lanes) -> StepPlan:
         config = self.config
         on_gpu = self.free.device_bytes is not None
-        batching = _batching(
-            config.batching, lanes.first, on_gpu=on_gpu, num_stages=config.s_part.pp
-        )
+        batching = _batching(config, lanes.first, on_gpu=on_gpu)
         num_prompt_lanes = config.s_part.prompt_pp
         schedule = ScheduleOptions(
             batching,
@@ -203,13 +201,16 @@ class Steps:
         )
 
 
-def _batching(asked: Batching, num_lanes: int, *, on_gpu: bool, num_stages: int) -> Batching:
+def _batching(config: EngineConfig, num_lanes: int, *, on_gpu: bool) -> Batching:
     """With a schedule, a chunk, and so many lanes."""
+    asked, s_part = config.batching, config.s_part
     schedule = asked.schedule
     if schedule == "auto":
-        # No more lanes than stages: no stage's S-part and R-part overlap.
-        is_limited = num_lanes > num_stages or asked.load_limit is not None
-        schedule = "stabilized" if is_limited else "greedy"
+        # No more lanes than stages: no stage's S-part and R-part overlap. Lanes
+        # with KV blocks of their own, or without prompts, have no load limit.
+        is_limited = num_lanes > s_part.pp or asked.load_limit is not None
+        may_be_limited = not (s_part.swap or s_part.prompt_pp)
+        schedule = "stabilized" if is_limited and may_be_limited else "greedy"
     chunk = asked.chunk_tokens(on_gpu=on_gpu)
     return replace(asked, schedule=schedule, lanes=num_lanes, prefill_chunk=chunk)
 
