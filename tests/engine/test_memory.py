@@ -211,3 +211,19 @@ def test_prompt_stages_have_room_for_one_prompt_each_and_weights_of_their_own() 
         4, 4, "inproc"
     )  # fmt: skip
     assert resolved.stages_at_once == 1 + 3 and not resolved.adapts_lanes
+
+
+def test_stages_with_a_gpu_each_have_their_own_weights_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only where stages of prompts share a device with the others are there two."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    config = EngineConfig.of("m", prompt_pp=2, pp=2, device="cuda", max_model_len=4096)
+
+    def weights_bytes(num_gpus: int) -> int:
+        monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+        return resolve(config, LLAMA_8B, num_cores=8, free=H200).memory.weights_bytes
+
+    shared, alone = weights_bytes(1), weights_bytes(4)
+    assert shared == pytest.approx(2 * 16.06 * GB, rel=0.01)
+    assert shared / 4 < alone < shared / 3  # half of the layers, embeddings or the head

@@ -178,6 +178,7 @@ def _steps(
         config, on_device, identity.dtype, transport, free, uses_graphs(config.s_part, device),
         held_token_bytes,
         prompt_token_bytes=kv_token_bytes if prompt_layers else 0,
+        num_models=2 if prompt_layers and len(here) > 1 else 1,
         kv_token_bytes=kv_token_bytes,
         num_stages_here=on_host if device.type == "cpu" else len(here),
         num_stages_on_host=on_host,

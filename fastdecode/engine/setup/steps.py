@@ -75,6 +75,8 @@ class Steps:
     prompt_token_bytes: int = 0
     """K and V of a token of a prompt that runs on stages of its own; 0: there
     are none."""
+    num_models: int = 1
+    """That this one's device has: stages of prompts have weights of their own."""
     num_stages_here: int = 1
     """That share the memory of this one's device."""
     num_stages_on_host: int = 1
@@ -143,7 +145,7 @@ class Steps:
             graph_rows=MAX_GRAPH_ROWS if self.max_graphs else 0,
             held_bytes=self._held_bytes(batching),
             prompt_bytes=num_prompt_lanes * self.prompt_token_bytes * self.spec.max_model_len,
-            num_models=2 if self.prompt_token_bytes and self.transport == "inproc" else 1,
+            num_models=self.num_models,
         )
         memory = plan_memory(
             self.spec,
