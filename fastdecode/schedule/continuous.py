@@ -262,11 +262,14 @@ class ContinuousScheduler:
         ending = 0
         if ahead and not lane.is_apart:
             ending = sum(_ends(run, lane.step) for run in lane.running.values())
-        if self.hybrid is not None or lane.is_apart:  # whoever finds room first
+        if self.hybrid is not None or lane.runs_prompts_only:  # whoever finds room first
             most = self._max_num_sequences - self.num_running + ending
             return max(0, min(most, len(self.waiting)))
-        lane_size = -(-self._max_num_sequences // len(self.lanes))
-        share = -(-(self.num_running + len(self.waiting)) // len(self.lanes))
+        # Prompts that run apart decode in one of these lanes later. Some lane
+        # always has less than its share, so nobody waits for ever.
+        num_lanes = sum(not each.runs_prompts_only for each in self.lanes)
+        lane_size = -(-self._max_num_sequences // num_lanes)
+        share = -(-(self.num_running + len(self.waiting)) // num_lanes)
         in_lane = min(lane_size, share) - len(lane.running) + ending
         return max(
             0, min(in_lane, len(self.waiting), self._max_num_sequences - self.num_running + ending)

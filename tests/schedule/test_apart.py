@@ -3,16 +3,18 @@ else, and all that decodes moves on."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from random_traffic import Requests, play, relaxed, traffic
 from remembering_store import BLOCK_SIZE, Store
-from schedule_choices import options
+from schedule_choices import MAX_SEQUENCES, options
 from traffic import Harness
 
-from fastdecode.schedule.life.events import Run
+from fastdecode.schedule.life.events import Event, Instruction, Open, Run
 from fastdecode.schedule.modes import make_scheduler
 
 WORKER_BLOCKS = (12, 20)
@@ -25,6 +27,19 @@ class ApartHarness(Harness):
     first_prompt_lane: int = 1
     under_way: dict[int, int] = field(default_factory=dict)
     """By lane: the prompt that takes several steps."""
+    num_whole: int = 0
+    """Sequences that started with nothing cached."""
+    most_running: Counter[int] = field(default_factory=Counter)
+    """By lane."""
+    most_at_once: int = 0
+
+    def _tell(self, event: Event, lane: int | None = None) -> list[Instruction]:
+        left = super()._tell(event, lane)
+        self.num_whole += sum(isinstance(one, Open) for one in left)
+        self.most_at_once = max(self.most_at_once, self.scheduler.num_running)
+        for each in self.scheduler.lanes:
+            self.most_running[each.index] = max(self.most_running[each.index], len(each.running))
+        return left
 
     def _members(self, lane: int) -> set[int]:
         running = self.scheduler.lanes[lane].running.values()
@@ -39,6 +54,8 @@ class ApartHarness(Harness):
     def _check_run(self, lane: int, run: Run) -> None:
         super()._check_run(lane, run)
         if lane < self.first_prompt_lane:
+            lane_size = -(-MAX_SEQUENCES // self.first_prompt_lane)
+            assert len(self.scheduler.lanes[lane].running) <= lane_size
             assert all(chunk.num_tokens == 1 for chunk in run.chunks), "a prompt where others wait"
             return
         assert all(chunk.num_tokens > 1 for chunk in run.chunks), "a token among prompts"
@@ -81,3 +98,36 @@ def test_prompts_and_tokens_never_share_a_step(
     if opening_steps:
         harness.is_late = lambda: data.draw(st.booleans())
     play(data, harness, requests, lose=lose)
+
+
+def fork(num_lanes: int, blocks: tuple[int, ...], num_forks: int, **more: object) -> ApartHarness:
+    """A prompt whose answers are many, in lanes of which that of prompts is the
+    quickest."""
+    chosen = replace(options("greedy", num_lanes, **more), num_prompt_lanes=1)
+    scheduler = make_scheduler(chosen, blocks, BLOCK_SIZE)
+    harness = ApartHarness(
+        scheduler, [Store(one) for one in blocks], num_lanes + 1, first_prompt_lane=num_lanes
+    )
+    assert harness.arrive(9, (5,) * num_forks, 5)
+    for _ in range(60):
+        for lane in [num_lanes] * 6 + [*range(num_lanes)]:
+            harness.turn(lane)
+    assert len(harness.finished) == num_forks and not harness.live
+    return harness
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2, 3])
+def test_forks_share_a_prompt_and_all_lanes_that_decode(num_lanes: int) -> None:
+    """No lane has more of them than its share."""
+    harness = fork(num_lanes, (200, 200), 6)
+    decoding = [harness.most_running[lane] for lane in range(num_lanes)]
+    assert decoding == [6 // num_lanes] * num_lanes
+
+
+def test_who_can_never_be_a_fork_runs_the_prompt() -> None:
+    """The others have ended, or have no room beside them while others have."""
+    assert fork(2, (200,), 3, max_num_sequences=1).num_whole == 3
+    whole_blocks = -(-(9 + 5 - 1) // BLOCK_SIZE)
+    assert fork(2, (whole_blocks,), 3).num_whole == 3
+    harness = fork(2, (whole_blocks, whole_blocks), 2)
+    assert (harness.num_whole, harness.most_at_once) == (2, 2)
