@@ -118,8 +118,9 @@ def fork(num_lanes: int, blocks: tuple[int, ...], num_forks: int, **more: object
 
 @pytest.mark.parametrize("num_lanes", [1, 2, 3])
 def test_forks_share_a_prompt_and_all_lanes_that_decode(num_lanes: int) -> None:
-    """No lane has more of them than its share."""
+    """The prompt is run once, and no lane has more of them than its share."""
     harness = fork(num_lanes, (200, 200), 6)
+    assert harness.num_whole == 1
     decoding = [harness.most_running[lane] for lane in range(num_lanes)]
     assert decoding == [6 // num_lanes] * num_lanes
 

@@ -133,7 +133,10 @@ class Starts:
             fork = None
             if first <= self._ledger.cache.stock.window.unseen_tokens(num_shared):
                 wish = self._wish(sequence, ahead, recompute, sibling, num_shared)
-                fork = self._meet(lane, wish.without(first))
+                wish = wish.without(first)
+                if lane.runs_prompts_only and self._has_room(lane, wish):
+                    return None  # a lane that decodes forks it
+                fork = self._meet(lane, wish)
             if fork is not None:
                 return fork
         wish = self._wish(sequence, ahead, recompute)
@@ -235,6 +238,10 @@ class Starts:
         projected = self._projected(lane, wish, len(chunks))
         holders = self._place(lane, wish, projected, fixed)
         return None if holders is None else Candidate(wish, chunks, holders, projected)
+
+    def _has_room(self, lane: Lane, wish: Wish) -> bool:
+        """Whether a whole sequence that decodes at once would find its room now."""
+        return self._place(lane, wish, self._projected(lane, wish, 0), wish.fixed) is not None
 
     def _chunks(
         self, lane: Lane, wish: Wish, parts: tuple[HolderId, ...] | None
