@@ -27,11 +27,11 @@ WAYS = ("own", "waiting")
 def run(way: str, options: argparse.Namespace) -> dict[str, float]:
     """One process's part."""
     from fastdecode import LLM, SamplingParams
-    from fastdecode.engine import llm as module
+    from fastdecode.wire.mpi import job as module
 
     params = SamplingParams(temperature=0, max_tokens=options.tokens, ignore_eos=True)
     prompts = [[5 + i % 90] * 20 for i in range(options.requests)]
-    with mock.patch.object(module, "_has_a_thread", return_value=way == "own"):
+    with mock.patch.object(module, "takes_calls_of_one_thread", return_value=way != "own"):
         started = time.perf_counter()
         llm = LLM(options.model, kv_memory_gb=0.5, prefix_cache="off")
         load_s = time.perf_counter() - started

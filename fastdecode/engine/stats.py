@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.replicas import ReplicaFigures
@@ -13,7 +14,9 @@ from fastdecode.engine.session.counts import AttachedCounts
 from fastdecode.schedule.cache.tiers.moves import TierCounts
 from fastdecode.schedule.hybrid.control import HybridCounts
 from fastdecode.schedule.life.adoption import AdoptionCounts
-from sworker.swap.figures import SwapFigures
+
+if TYPE_CHECKING:
+    from sworker.swap.figures import SwapFigures  # would bring torch to who controls instances
 
 
 @dataclass

@@ -22,7 +22,7 @@ from fastdecode import LLM, PromptRequest, SamplingParams
 from fastdecode.core.delta import OutputFold
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.core.sequence import RequestOutput
-from fastdecode.engine import llm as llm_module
+from fastdecode.wire.mpi import job as mpi_job
 
 VOCAB = 400
 TEMPLATE = (
@@ -155,7 +155,7 @@ def interrupted(act: Callable[[], object], after_s: float) -> bool:
 def test_an_interrupt_at_any_moment_leaves_the_llm_usable(
     own_thread: bool, tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llm_module, "_has_a_thread", lambda: own_thread)
+    monkeypatch.setattr(mpi_job, "takes_calls_of_one_thread", lambda: not own_thread)
     asked = prompts((20, 3, 7, 11), seed=1)
     params = [
         SamplingParams(temperature=0.9, seed=i, max_tokens=10 + 9 * i, ignore_eos=True)

@@ -89,7 +89,7 @@ def test_a_lost_prompt_stage_ends_the_job(
 ) -> None:
     """Soon, by its name, with exit code 4, and with every process; at a prompt
     where it is stopped, since nothing is expected of it before."""
-    command, output, _ = job(2, 1, 2, 400, "--worker-silence-s", "3", "--max-num-sequences", "2")
+    command, output, _ = job(2, 1, 2, 400, "--worker-silence-s", "3", "--max-num-sequences", "1")
     with running(command) as started:
         started.wait_for_text(output)
         rank_of(started, rank).send_signal(trouble)

@@ -107,7 +107,7 @@ def test_a_job_that_is_launched_may_finish_what_runs(
     told: tuple[str, str],
     asked: Asked,
 ) -> None:
-    options, output, _ = asked(command, 150)
+    options, output, _ = asked(command, 400)
     launch = [
         *FASTDECODE,
         "launch",
