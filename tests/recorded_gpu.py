@@ -258,6 +258,11 @@ class RecordedGpu(TorchDispatchMode):
         self.calls["room"] += 1
         return self.stays(torch.empty(num_bytes, dtype=torch.uint8))
 
+    def lend_again(self, memory: Tensor) -> None:
+        """The computing stream writes what was given back."""
+        if span := span_of(memory):
+            self.checker.access(COMPUTE, [span], "memory that was given back", writes=True)
+
     def new_pool(self) -> object:
         return object()
 

@@ -163,6 +163,14 @@ class SwappedKV:
         self.figures.num_tokens_out += len(tokens)
         self.figures.num_copies_out += 1
 
+    def close(self) -> None:
+        """What is under way has come, so memory may be given back: its owners
+        know nothing of the streams."""
+        for stream in (self._in, self._out):
+            if stream is not None:
+                with contextlib.suppress(RuntimeError):  # a device that failed copies nothing more
+                    stream.record_event().synchronize()
+
     def _slot_for(self, lane: int) -> Slot:
         """The one that has it; else the one that the present lane doesn't use,
         from now on."""

@@ -103,6 +103,8 @@ class LaneSwap:
         return num_blocks
 
     def close(self) -> None:
+        if self._kv is not None:
+            self._kv.close()
         for connection in self.connections:
             connection.close()
         self._kv = None
