@@ -106,6 +106,29 @@ def test_what_forks_copy_for_themselves_goes_to_the_host_too(
         assert sum(copied) >= 3 * 2, "in three stages"
 
 
+def test_what_forks_copy_has_room(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but one of a block's tokens, for each of a lane's sequences."""
+    rooms, stored = [], []
+    make, leave = SwappedKV.__init__, SwappedKV.leave
+
+    def made(self: SwappedKV, *args: Any, most_tokens: int) -> None:
+        rooms.append(most_tokens)
+        make(self, *args, most_tokens=most_tokens)
+
+    def left(self: SwappedKV, tokens: Any) -> None:
+        stored.append(len(tokens))
+        leave(self, tokens)
+
+    monkeypatch.setattr(SwappedKV, "__init__", made)
+    monkeypatch.setattr(SwappedKV, "leave", left)
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True, n=9)
+    asked = [(prompts((31,))[0], params)]
+    with LLM(llama, **SWAPPED, block_size=16, max_num_sequences=9, max_step_tokens=10) as llm:
+        tokens(llm, asked)
+    assert len(rooms) == 3
+    assert 10 < max(stored) <= min(rooms)
+
+
 def test_sequences_are_suspended_and_go_on(llama: str) -> None:
     """Twelve sequences grow beyond what is reserved for them in their lanes."""
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, stop_token_ids=[0])
