@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -255,8 +256,18 @@ class RecordedGpu(TorchDispatchMode):
         return staged
 
     def room(self, num_bytes: int) -> Tensor:
+        """Once nobody has it, torch's allocator lends it to the computing stream."""
         self.calls["room"] += 1
-        return self.stays(torch.empty(num_bytes, dtype=torch.uint8))
+        memory = np.empty(num_bytes, np.uint8)
+        kept = self.stays(torch.from_numpy(memory))
+        lent = memory[:]
+        weakref.finalize(lent, self.lend_again, kept)
+        return torch.from_numpy(lent)
+
+    def lend_again(self, memory: Tensor) -> None:
+        """The computing stream writes what was given back."""
+        if span := span_of(memory):
+            self.checker.access(COMPUTE, [span], "memory that was given back", writes=True)
 
     def new_pool(self) -> object:
         return object()

@@ -59,6 +59,11 @@ class ScheduleOptions:
         """Most sequences of a lane."""
         return -(-self.batching.max_num_sequences // self.num_lanes)
 
+    def stored_tokens(self, block_size: int) -> int:
+        """Most tokens that a lane's step stores: its own, and those before them
+        in blocks that forks share, of which each sequence gets a copy."""
+        return self.batching.step_tokens + self.lane_size * (block_size - 1)
+
     def with_lanes(self, num_lanes: int) -> ScheduleOptions:
         """The same for so many lanes, not counting those of prompts."""
         return replace(self, batching=replace(self.batching, lanes=num_lanes))

@@ -85,7 +85,8 @@ class SwappedKV:
         num_blocks: of each lane, and of each slot.
         num_lanes: how many lanes there are.
         gpu: the device's driver, in place of the one that torch has.
-        most_tokens: of a step, for which pinned memory is taken now.
+        most_tokens: that a step stores, for which memory is taken now; if there
+            are more, it grows.
 
     Raises:
         CapacityError: the device or the host hasn't the memory.
@@ -163,6 +164,14 @@ class SwappedKV:
         self.figures.num_tokens_out += len(tokens)
         self.figures.num_copies_out += 1
 
+    def close(self) -> None:
+        """What is under way has come, so memory may be given back: its owners
+        know nothing of the streams."""
+        for stream in (self._in, self._out):
+            if stream is not None:
+                with contextlib.suppress(RuntimeError):  # a device that failed copies nothing more
+                    stream.record_event().synchronize()
+
     def _slot_for(self, lane: int) -> Slot:
         """The one that has it; else the one that the present lane doesn't use,
         from now on."""
@@ -207,11 +216,16 @@ class SwappedKV:
         """Slots' tokens [T] on their way to the host."""
         parts = parts_of(slot.cache)
         sizes = [len(tokens) * _token_bytes(part) for part in parts]
-        packed = self._packed.take(torch.Size((sum(sizes),)), torch.uint8)
+        shape = torch.Size((sum(sizes),))
         if self._gpu is None or self._out is None:
+            packed = self._packed.take(shape, torch.uint8)
             _gather(parts, torch.from_numpy(tokens), packed)
             return Staged(lane, tokens, _rows(parts, packed), None)
-        self._out.wait_stream(self._gpu.current_stream())
+        computing = self._gpu.current_stream()
+        if sum(sizes) > self._packed.nbytes:
+            computing.wait_stream(self._out)  # to which the smaller memory is lent again
+        packed = self._packed.take(shape, torch.uint8)
+        self._out.wait_stream(computing)
         staging = slot.staging.take(packed.shape, torch.uint8)
         with self._gpu.on(self._out):
             _gather(parts, self._gpu.upload(torch.from_numpy(tokens)), packed)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
+import torch
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError
@@ -139,6 +141,24 @@ def test_lanes_that_are_swapped_on_a_cpu_share_its_memory() -> None:
     assert plan.swapped_bytes == pytest.approx(2 * plan.kv_bytes, abs=2)
     left = 100 * GB - plan.weights_bytes - plan.activation_bytes
     assert 4 * (plan.kv_bytes + plan.swapped_bytes) == pytest.approx(left / 2, rel=1e-6)
+
+
+def test_there_is_room_for_what_forks_copy() -> None:
+    """Each of a lane's 32 sequences may have to send its own copy of all but
+    one of a block's tokens, beside what the step computes."""
+    free = FreeMemory(8000 * GB, 140 * GB, 141 * GB)
+    asked = {"device": "cuda", "kv_placement": "gpu", "pp": 4, "swap": True}
+    configs = [
+        EngineConfig.of("llama-8b", max_num_sequences=128, block_size=block_size, **asked)
+        for block_size in (16, 256)
+    ]
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "device_count", return_value=1),
+    ):
+        small, large = (resolve(config, LLAMA_8B, num_cores=8, free=free) for config in configs)
+    token_bytes = 32 * 2 * 8 * 128 * 2
+    assert small.kv_bytes - large.kv_bytes == pytest.approx(32 * 240 * token_bytes, abs=4)
 
 
 def test_what_a_user_meets() -> None:

@@ -4,6 +4,7 @@ what is copied is what is needed, once."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,29 @@ def test_what_forks_copy_for_themselves_goes_to_the_host_too(
     with LLM(llama, **SWAPPED, block_size=16, max_num_sequences=9) as llm:
         assert tokens(llm, asked) == alone
         assert sum(copied) >= 3 * 2, "in three stages"
+
+
+def test_what_forks_copy_has_room(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but one of a block's tokens, for each of a lane's sequences."""
+    rooms, stored = [], []
+    make, leave = SwappedKV.__init__, SwappedKV.leave
+
+    def made(self: SwappedKV, *args: Any, most_tokens: int) -> None:
+        rooms.append(most_tokens)
+        make(self, *args, most_tokens=most_tokens)
+
+    def left(self: SwappedKV, tokens: Any) -> None:
+        stored.append(len(tokens))
+        leave(self, tokens)
+
+    monkeypatch.setattr(SwappedKV, "__init__", made)
+    monkeypatch.setattr(SwappedKV, "leave", left)
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True, n=9)
+    asked = [(prompts((31,))[0], params)]
+    with LLM(llama, **SWAPPED, block_size=16, max_num_sequences=9, max_step_tokens=10) as llm:
+        tokens(llm, asked)
+    assert len(rooms) == 3
+    assert 10 < max(stored) <= min(rooms)
 
 
 def test_sequences_are_suspended_and_go_on(llama: str) -> None:
@@ -223,12 +247,23 @@ def test_each_block_in_once_each_token_out_once(llama: str, seen: dict[int, Seen
                 assert stage.log[place - 1] == ("bring", lane)
 
 
-def on_recorded_gpu(path: Path, mistake: Callable[[SwappedKV], None]) -> RecordedGpu:
-    """Prompts in chunks, and tokens, of a whole engine's three lanes."""
+class Abort(BaseException):
+    pass
+
+
+def on_recorded_gpu(
+    path: Path, mistake: Callable[[SwappedKV], None], last_prefetch: int | None = None
+) -> RecordedGpu:
+    """Prompts in chunks, and tokens, of a whole engine's three lanes; after which
+    its memory is somebody else's. ``last_prefetch``: aborted behind that one."""
     gpu = RecordedGpu()
+    lent: list[SwappedKV] = []
 
     def see(attention: Any) -> None:
         swap: SwappedKV = attention.swap.kv
+        lent.append(swap)
+        if last_prefetch is not None:
+            abort_behind(swap, last_prefetch)
         for slot in swap.slots:
             gpu.stays(slot.cache.pool)
         for host in swap.hosts:
@@ -236,9 +271,28 @@ def on_recorded_gpu(path: Path, mistake: Callable[[SwappedKV], None]) -> Recorde
         mistake(swap)
 
     how = {"kv_placement": "gpu", "swap": True, "lanes": 3, "captures": True, "see": see}
-    with device_engine(path, gpu, **how) as engine:
+    with (
+        nullcontext() if last_prefetch is None else pytest.raises(Abort),
+        device_engine(path, gpu, **how) as engine,
+    ):
         run(engine, (3, 22, 11, 17, 9), 4)
+    for slot in lent[0].slots:
+        gpu.lend_again(slot.cache.pool)
+    for host in lent[0].hosts:
+        for part in host.parts:
+            gpu.write(part.numpy(), "other pages")
     return gpu
+
+
+def abort_behind(swap: SwappedKV, last_prefetch: int) -> None:
+    prefetch = swap.prefetch
+
+    def brought(lane: int, blocks: Any) -> None:
+        prefetch(lane, blocks)
+        if swap.figures.num_prefetches == last_prefetch:
+            raise Abort
+
+    swap.prefetch = brought  # type: ignore[method-assign]
 
 
 def record_places(gpu: RecordedGpu, host: HostKV) -> None:
@@ -268,6 +322,20 @@ def overwritten_while_it_leaves(swap: SwappedKV) -> None:
             slot.gathered = None
 
     swap.leave = left  # type: ignore[method-assign]
+
+
+def given_back_while_it_is_copied(swap: SwappedKV) -> None:
+    swap.close = lambda: None  # type: ignore[method-assign]
+
+
+def test_nothing_is_under_way_when_memory_is_given_back(tiny_checkpoint: Make) -> None:
+    path = tiny_checkpoint("llama", num_hidden_layers=4)
+    checker = on_recorded_gpu(path, lambda swap: None, last_prefetch=5).checker
+    assert checker.num_accesses > 500
+    assert checker.races == []
+    races = on_recorded_gpu(path, given_back_while_it_is_copied, last_prefetch=5).checker.races
+    assert any(race.startswith("memory that was given back") for race in races)
+    assert any(race.startswith("other pages on host and aten::copy_") for race in races)
 
 
 def test_no_races_in_a_whole_engine(tiny_checkpoint: Make) -> None:

@@ -69,6 +69,8 @@ def test_a_call_of_mpi_that_does_not_return_is_noticed() -> None:
     for call in ("send", "poll", "close"):
         outcome = run_ranks("failures.py", 2, "self,sm", "-k", f"kept_by_mpi and {call}")
         assert "1 passed" in outcome.output and not outcome.orphans, outcome.output
+    outcome = run_ranks("failures.py", 3, "self,sm", "-k", "kept_by_who_was_stopped")
+    assert "1 passed" in outcome.output and not outcome.orphans, outcome.output
 
 
 def test_a_job_that_mpi_keeps_ends_and_says_whom_it_waited_for() -> None:

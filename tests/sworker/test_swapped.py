@@ -34,6 +34,7 @@ class Lanes:
     dtype: DType = DType.FLOAT32
     gpu: Any = None
     num_layers: int = NUM_LAYERS
+    most_tokens: int = 40
     found: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """What was read, and what ought to have been."""
     copied: int = 0
@@ -44,8 +45,9 @@ class Lanes:
         self.kv = KVSpec(self.num_layers, 2, 8, self.dtype, BLOCK)
         specs = [SPEC] * self.num_layers
         self.swap = SwappedKV(
-            self.kv, specs, NUM_BLOCKS, self.num_lanes, CPU, self.gpu, most_tokens=40
-        )
+            self.kv, specs, NUM_BLOCKS, self.num_lanes, CPU, self.gpu,
+            most_tokens=self.most_tokens,
+        )  # fmt: skip
         self.own = [PagedKV(self.kv, specs, NUM_BLOCKS, CPU) for _ in range(self.num_lanes)]
         self.lengths = [0] * self.num_lanes
         self.lately: list[int] = []
@@ -191,12 +193,14 @@ def test_whatever_lanes_do_however_late(
         torch.testing.assert_close(mine, own, rtol=0, atol=0)
 
 
-def recorded(mistake: Callable[[Lanes], None] = lambda lanes: None, gpu: Any = None) -> Lanes:
+def recorded(
+    mistake: Callable[[Lanes], None] = lambda lanes: None, gpu: Any = None, most_tokens: int = 40
+) -> Lanes:
     """Lanes in turns, and then one that wasn't foreseen, and one that has
     nothing yet."""
     gpu = gpu or RecordedGpu()
     with gpu:
-        lanes = Lanes(5, gpu=gpu)
+        lanes = Lanes(5, gpu=gpu, most_tokens=most_tokens)
         mistake(lanes)
         for number in range(4):
             for lane in range(4):
@@ -216,6 +220,21 @@ def test_no_races() -> None:
     checker = lanes.gpu.checker
     assert checker.num_accesses > 500
     assert checker.races == [] and checker.unkept == []
+
+
+def lent_again_while_it_leaves(lanes: Lanes) -> None:
+    lanes.gpu.current_stream().wait_stream = lambda stream: None
+
+
+def test_memory_is_taken_once_or_grows_when_nobody_uses_it() -> None:
+    lanes = recorded()
+    assert lanes.gpu.calls["room"] == 1
+    assert lanes.gpu.calls["pinned"] == 5 + 2, "each lane's, and what leaves each slot"
+    grown = recorded(most_tokens=10)
+    grown.check()
+    assert grown.gpu.calls["room"] > 1
+    assert grown.gpu.checker.races == []
+    assert recorded(lent_again_while_it_leaves, most_tokens=10).gpu.checker.races
 
 
 def launched_before_it_is_there(lanes: Lanes) -> None:

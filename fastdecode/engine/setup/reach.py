@@ -147,8 +147,10 @@ def has_stage_ranks(resolved: ResolvedConfig) -> bool:
 def reach_own_device(resolved: ResolvedConfig) -> Reached:
     """The cache on this S-worker's device; or those of its lanes, which are swapped."""
     if resolved.config.s_part.swap:
-        num_lanes, most_tokens = resolved.most_lanes, resolved.schedule.batching.step_tokens
-        return reach_swapped(resolved.device, resolved.kv_bytes, num_lanes, most_tokens=most_tokens)
+        most_tokens = resolved.schedule.stored_tokens(resolved.config.r_part.block_size)
+        return reach_swapped(
+            resolved.device, resolved.kv_bytes, resolved.most_lanes, most_tokens=most_tokens
+        )
     host_bytes = host_tier_bytes(resolved.config.cache)
     return reach_device(resolved.device, resolved.kv_bytes, host_bytes=host_bytes)
 

@@ -150,16 +150,17 @@ class Steps:
         memory = plan_memory(
             self.spec,
             sizes,
-            self._kv_demand(lanes.most, batching.step_tokens),
+            self._kv_demand(lanes.most, schedule),
             self.free,
             gpu_memory_fraction=config.s_part.gpu_memory_fraction,
         )
         return StepPlan(lanes, schedule, memory)
 
-    def _kv_demand(self, num_lanes: int, step_tokens: int) -> KVDemand:
+    def _kv_demand(self, num_lanes: int, schedule: ScheduleOptions) -> KVDemand:
         r_part, swaps = self.config.r_part, self.config.s_part.swap
         of_stage = r_part.r_workers + self.config.cluster.spare_r_workers
         num_threads = of_stage * self.config.s_part.pp
+        stored_bytes = self.kv_token_bytes * schedule.stored_tokens(r_part.block_size)
         in_process = {"local": self.num_stages_here, "inline": num_threads, "inproc": num_threads}
         return KVDemand(
             on_device=self.transport == "local",
@@ -168,7 +169,7 @@ class Steps:
             is_on_both=r_part.kv_placement == "hybrid",
             device_cache_bytes=_bytes(r_part.device_kv_gb),
             swapped_lanes=num_lanes if swaps else 0,
-            stored_bytes=self.kv_token_bytes * step_tokens if swaps else 0,
+            stored_bytes=stored_bytes if swaps else 0,
             num_stages=self.num_stages_on_host,
         )
 

@@ -53,7 +53,7 @@ def reach_swapped(
         num_lanes: how many lanes there are.
         gpu: the device's driver, in place of the one that torch has.
         kernels: see ``PagedKV``.
-        most_tokens: of a step.
+        most_tokens: that a step stores.
     """
     swap = LaneSwap(device, kv_bytes, num_lanes, gpu, kernels, most_tokens)
     return Reached(
@@ -98,11 +98,13 @@ class LaneSwap:
         if self._kv is None:
             self._kv = SwappedKV(
                 hello.kv, hello.attention, num_blocks, len(self.connections), self._device,
-                self._gpu, self._kernels, self._most_tokens,
+                self._gpu, self._kernels, most_tokens=self._most_tokens,
             )  # fmt: skip
         return num_blocks
 
     def close(self) -> None:
+        if self._kv is not None:
+            self._kv.close()
         for connection in self.connections:
             connection.close()
         self._kv = None

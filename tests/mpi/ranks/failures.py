@@ -105,9 +105,11 @@ def test_kept_by_who_was_stopped(mpi: Any, kept: Any, monkeypatch: pytest.Monkey
     """After the time that was asked for."""
     waited = note_leaving(monkeypatch)
     os.kill(mpi.puppets[1].pid, signal.SIGSTOP)
-    call_in_thread(kept, "poll")
-    assert waited.get(timeout=WAIT_S) < STUCK_THOUGH_ALL_RUN_S
-    os.kill(mpi.puppets[1].pid, signal.SIGCONT)
+    try:
+        call_in_thread(kept, "poll")
+        assert waited.get(timeout=WAIT_S) < STUCK_THOUGH_ALL_RUN_S
+    finally:
+        os.kill(mpi.puppets[1].pid, signal.SIGCONT)
 
 
 def note_leaving(monkeypatch: pytest.MonkeyPatch) -> Queue[float]:
