@@ -38,6 +38,7 @@ from cpu_kernels import allocate_pool
 from fastdecode.core.dtype import DType
 from fastdecode.core.holders import HolderId, PartId
 from fastdecode.core.spec import AttentionSpec, KVSpec
+from fastdecode.measure.links.rates import Raw, copy_twice, write_file
 from fastdecode.wire.kv.chunks import MAX_CHUNK_BYTES
 from fastdecode.wire.messages import PROTOCOL_VERSION, CloseSequence, Hello, OpenSequence, Shutdown
 from rworker.books import Books
@@ -55,9 +56,6 @@ TOKENS = 256
 HERE, THERE = HolderId(0), HolderId(1)
 SIZES = (1 << 18, 1 << 20, MAX_CHUNK_BYTES)
 KV_BYTES = 2 << 30
-
-Raw = Callable[[int, int], float]
-"""(bytes in all, bytes of a buffer) → seconds."""
 
 
 @dataclass(frozen=True)
@@ -175,31 +173,6 @@ def measure(way: str, make: Callable[[KVSpec], Any], raw: Raw, rounds: int) -> l
             rows.append(Row(way, form, size, num_bytes, raw_s, ours_s, ratio))
             print(rows[-1], flush=True)
     return rows
-
-
-def copy_twice(num_bytes: int, size: int) -> float:
-    one, buffer, other = (np.ones(x, np.uint8) for x in (num_bytes, size, num_bytes))
-    started = time.perf_counter()
-    for at in range(0, num_bytes, size):
-        count = min(size, num_bytes - at)
-        buffer[:count] = one[at : at + count]
-        other[at : at + count] = buffer[:count]
-    return time.perf_counter() - started
-
-
-def write_file(path: Path) -> Raw:
-    def write(num_bytes: int, size: int) -> float:
-        data = np.ones(size, np.uint8)
-        path.unlink(missing_ok=True)
-        started = time.perf_counter()
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-        for at in range(0, num_bytes, size):
-            os.write(fd, data[: min(size, num_bytes - at)].data)
-        os.fsync(fd)
-        os.close(fd)
-        return time.perf_counter() - started
-
-    return write
 
 
 def by_region(rounds: int) -> dict[str, Any]:

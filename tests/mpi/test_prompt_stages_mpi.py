@@ -4,26 +4,19 @@ stage or an R-worker is killed or stopped while prompts arrive."""
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
-import psutil
 import pytest
-from generate_jobs import answers_alone, write_requests
-from mpi_launch import Running, mpirun, needs_mpi, open_mpi_options, run, running
+from generate_jobs import answers_alone
+from mpi_launch import mpirun, needs_mpi, open_mpi_options, run, running
+from stage_ranks import FASTDECODE, R_WORKER, exit_code_file, rank_of, write_some_forked
 
 from examples import TRIES_ALL
 
 pytestmark = needs_mpi
 
-FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
-R_WORKER = [*FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
-FORKED = (
-    '{"id": "forked", "prompt_token_ids": [7, 8, 9, 7, 8, 9, 7, 8, 9, 7, 8, 9, 7, 8, 9, 7, 8], '
-    '"max_tokens": 8, "n": 3, "temperature": 0.8, "seed": 5, "ignore_eos": true}\n'
-)
 Job: TypeAlias = Callable[..., tuple[list[str], Path, Callable[[], str]]]
 
 
@@ -36,9 +29,7 @@ def job(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Job:
         prompt_pp: int, pp: int, num_r_workers: int, max_tokens: int, *more: str
     ) -> tuple[list[str], Path, Callable[[], str]]:
         source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-        write_requests(source, max_tokens)
-        with source.open("a") as lines:
-            lines.write(FORKED)
+        write_some_forked(source, max_tokens)
         options = ["--model", str(tiny_checkpoint("llama")), "--dtype", "float32"]
         options += ["--prefill-chunk", "16"]
         files = ["--input", str(source), "--output", str(output)]
@@ -50,18 +41,6 @@ def job(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Job:
         return command, output, lambda: answers_alone(source, *options)
 
     return make
-
-
-def exit_code_file(directory: Path) -> Path:
-    """Where the first stage says how the job has ended; mpirun's own exit code
-    says little once a rank was lost."""
-    return directory / "exit_code"
-
-
-def rank_of(started: Running, rank: int) -> psutil.Process:
-    return next(
-        p for p in started.processes() if p.environ().get("OMPI_COMM_WORLD_RANK") == str(rank)
-    )
 
 
 @pytest.mark.parametrize(
