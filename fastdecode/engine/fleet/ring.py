@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from fastdecode.core.clock import Clock
-from fastdecode.core.errors import ProtocolError
+from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.protection import Protection
@@ -24,8 +24,12 @@ from fastdecode.schedule.ring import RecoveryPlan, plan_recovery
 from fastdecode.wire.kv.replicating import NO_STEP, Dropped, Replicate, Replicated, ReplicationNews
 from fastdecode.wire.kv.taking_over import DropCache
 from fastdecode.wire.messages import MAX_ID, MAX_LANES
+from fastdecode.wire.transport import TIMEOUT
 
 logger = logging.getLogger(__name__)
+
+_LOOK_S: Final = 1.0
+"""Whoever waits looks at least so often: a sign of life may have lain so long."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,8 @@ class Ring:
         # Who keeps each one's replica. A holder may be its own: whoever has come
         # in its place does, while a neighbour goes on for it.
         self._keepers: dict[HolderId, HolderId] = {}
-        self._dropping: set[tuple[HolderId, HolderId]] = set()  # replicas that end, and keepers
+        # Replicas that end, and their keepers: since when they are to be dropped.
+        self._dropping: dict[tuple[HolderId, HolderId], float] = {}
         self.links: Final = Links(fleet, options)
         self.protection: Final = Protection(clock)
         """Which replicas are there."""
@@ -115,9 +120,23 @@ class Ring:
             if wanted.get(holder) != keeper:
                 self._end(holder)
                 self.forget(holder)
+        self._give_up_silent()
         gone = self._fleet.gone
-        self._dropping = {pair for pair in self._dropping if pair[1] not in gone}
+        self._dropping = {
+            pair: since_s for pair, since_s in self._dropping.items() if pair[1] not in gone
+        }
         return not self._dropping
+
+    def _give_up_silent(self) -> None:
+        """Keepers that are to drop a replica, and hang. They owe no answer: where
+        no step is under way, nobody else would miss them."""
+        owed = self._fleet.owed
+        now = owed.deadlines.clock()
+        for (_, keeper), since_s in list(self._dropping.items()):
+            end_s, reason = owed.deadlines.end(since_s, owed.heard_s(keeper))
+            if end_s + _LOOK_S <= now and keeper not in self._fleet.gone:
+                error = WorkerError(f"{self._fleet.peer(keeper)} {reason}", code=TIMEOUT)
+                self._fleet.lose(keeper, error)
 
     def close(self, members: Sequence[HolderId]) -> None:
         """From now on these are the ring."""
@@ -159,7 +178,8 @@ class Ring:
     def lose(self, holder: HolderId) -> None:
         """A holder is lost: its replica is the last of it, and the one that it
         kept is gone."""
-        self._dropping = {pair for pair in self._dropping if pair[1] != holder}
+        for pair in [pair for pair in self._dropping if pair[1] == holder]:
+            del self._dropping[pair]
         self.protection.end(holder)
         for one, keeper in list(self._keepers.items()):
             if keeper == holder != one:
@@ -200,7 +220,7 @@ class Ring:
         """What an R-worker has said. ``last_step``: that has begun."""
         holder = HolderId(news.holder)
         if isinstance(news, Dropped):
-            self._dropping.discard((HolderId(news.cache), holder))
+            self._dropping.pop((HolderId(news.cache), holder), None)
             return
         number = self.links.number(holder)
         if news.link > number or (isinstance(news, Replicated) and not _may_be(news)):
@@ -224,7 +244,7 @@ class Ring:
     def _drop(self, holder: HolderId, keeper: HolderId) -> None:
         """Have a cache dropped."""
         if keeper not in self._fleet.gone:
-            self._dropping.add((holder, keeper))
+            self._dropping[holder, keeper] = self._fleet.owed.deadlines.clock()
             self._fleet.send(keeper, DropCache(self.options.session, holder, keeper))
 
     def _end(self, holder: HolderId) -> None:
