@@ -27,6 +27,10 @@ from rworker.tiers.tiers import Tiers
 from rworker.tiers.units import Unit
 
 WAIT_S = 60.0
+NUM_THREADS = 24
+"""Some for each layer of what may be on its way: with few, units that no step has
+asked for yet would keep all of them, and what a step waits for would stay queued,
+here or at the other R-worker."""
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "r_threads": 1,
@@ -63,7 +67,7 @@ class AtTheLastMoment(Mover):
         disk.damaged = By(random.Random(5), fails)
         for layer in range(slots.shape.num_layers):
             disk.let(layer)
-        super().__init__(disk, pool, 2, clock=lambda: 0.0, least_unit_bytes=1, late_s=WAIT_S)
+        super().__init__(disk, pool, NUM_THREADS, clock=lambda: 0.0, least_unit_bytes=1, late_s=WAIT_S)
 
     def wait_for_layer(self, numbers: Collection[int], layer: int) -> None:
         with self._changed:

@@ -16,6 +16,8 @@ from fastdecode.core.sequence import Request, SamplingParams
 from fastdecode.engine.service import EngineService
 
 PATIENCE_S = 60.0
+ENDLESS = 10**12
+"""More tokens than anybody says before he is stopped."""
 
 
 def request(request_id: str, max_tokens: int = 3, n: int = 1) -> Request:
@@ -35,6 +37,7 @@ class Counting:
     num_r_workers: int = 2
     num_live_r_workers: int = 2
     has_hung_r_workers: bool = False
+    most_tokens: int = 1000
     said: dict[str, tuple[Request, Listener | None, int]] = field(default_factory=dict)
 
     @property
@@ -54,7 +57,7 @@ class Counting:
         return len(self.said)
 
     def submit(self, request: Request, listener: Listener | None = None) -> None:
-        if request.max_tokens > 1000:
+        if request.max_tokens > self.most_tokens:
             raise CapacityError("too long")
         self.said[request.request_id] = (request, listener, 0)
 
@@ -150,9 +153,9 @@ def test_refusals_end_one_request_alone(serve: Serve) -> None:
 
 
 def test_a_cancelled_request_ends_with_an_error_once(serve: Serve) -> None:
-    engine, reader = Counting(), DeltaQueue()
+    engine, reader = Counting(most_tokens=ENDLESS), DeltaQueue()
     service = serve(engine)
-    service.submit([request("a", 1000), request("b", 3)], reader)
+    service.submit([request("a", ENDLESS), request("b", 3)], reader)
     service.cancel("a")
     service.cancel("a")
     service.cancel("nobody")
@@ -163,9 +166,9 @@ def test_a_cancelled_request_ends_with_an_error_once(serve: Serve) -> None:
 
 
 def test_a_forgotten_reader_is_told_nothing_more(serve: Serve) -> None:
-    engine, gone, reader = Counting(), DeltaQueue(), DeltaQueue()
+    engine, gone, reader = Counting(most_tokens=ENDLESS), DeltaQueue(), DeltaQueue()
     service = serve(engine)
-    service.submit([request("a", 1000)], gone)
+    service.submit([request("a", ENDLESS)], gone)
     forget = service.forgetting(gone)
     forget()
     forget()
@@ -242,9 +245,9 @@ def test_only_the_waiting_requests_of_one_reader_are_cancelled(serve: Serve) -> 
 
 
 def test_closing_ends_what_is_open_with_an_error(serve: Serve) -> None:
-    engine, reader = Counting(), DeltaQueue()
+    engine, reader = Counting(most_tokens=ENDLESS), DeltaQueue()
     service = serve(engine)
-    service.submit([request("a", 1000)], reader)
+    service.submit([request("a", ENDLESS)], reader)
     service.take(reader, PATIENCE_S)
     service.close()
     service.close()
