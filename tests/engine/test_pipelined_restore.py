@@ -67,7 +67,9 @@ class AtTheLastMoment(Mover):
         disk.damaged = By(random.Random(5), fails)
         for layer in range(slots.shape.num_layers):
             disk.let(layer)
-        super().__init__(disk, pool, NUM_THREADS, clock=lambda: 0.0, least_unit_bytes=1, late_s=WAIT_S)
+        super().__init__(
+            disk, pool, NUM_THREADS, clock=lambda: 0.0, least_unit_bytes=1, late_s=WAIT_S
+        )
 
     def wait_for_layer(self, numbers: Collection[int], layer: int) -> None:
         with self._changed:
