@@ -273,9 +273,9 @@ class Link:
 
     @property
     def caches(self) -> list[Cache]:
-        """What its R-worker keeps for this connection, if it is there."""
+        """What its R-worker keeps for this connection, if it is there and answers."""
         process = self._process
-        if process is None or not process.is_up:
+        if process is None or not process.is_up or process.hangs:
             return []
         caches: Caches = process.state._caches
         return [cache for cache in caches if cache.owner == self._index]

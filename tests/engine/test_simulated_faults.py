@@ -46,7 +46,8 @@ from fastdecode.engine.recovery import Recovery
 NUM_SEEDS = 300
 SILENCE_S = 1.0
 TIMEOUT_S = 8.0
-KINDS = ("crash", "crash", "failure", "hang", "pause", "cut", "flicker")
+KINDS = ("crash", "crash", "failure", "hang", "hang for good", "pause", "cut", "flicker")
+FOR_GOOD_S = 1e7
 MOST_STEPS = 20_000
 NUM_FAILURES = 6
 """Of an R-worker in a row, that is taken in again after each."""
@@ -107,6 +108,8 @@ class Trial:
                 process.executor.num_failures = NUM_FAILURES
             if kind == "hang":
                 process.hang(long_s)
+            if kind == "hang for good":
+                process.hang(FOR_GOOD_S)
             if kind == "pause":
                 process.hang(short_s)
             if kind == "cut":

@@ -140,17 +140,20 @@ class Adoptions:
         the order in which they were named. ``is_uneven``: see ``TakenOver``."""
         self.counts.num_holders += 1
         asked = self._asked.pop(holder)
+        lacking: set[SequenceId] = set()
         for (life, part), found in zip(asked, num_tokens, strict=True):
             if part.part_id in life.unanswered:
                 self._grants.opened(part.part_id)
             resuming = self._resuming.get(life.sequence.sequence_id)
             if found is None:
-                self._grants.lose(life, holder)
-                self._endings.recompute(life)
+                lacking.add(life.sequence.sequence_id)
             elif resuming is not None:
                 resuming.found[part.part_id] = found
                 resuming.uneven |= {part.part_id} if is_uneven else set()
-        for life in {life.sequence.sequence_id: life for life, _ in asked}.values():
+        for sequence_id, life in {life.sequence.sequence_id: life for life, _ in asked}.items():
+            if sequence_id in lacking:  # once, however many of its parts aren't there
+                self._grants.lose(life, holder)
+                self._endings.recompute(life)
             self.proceed(life)
 
     def proceed(self, life: Life) -> None:
