@@ -144,7 +144,9 @@ def test_readers_that_come_and_go_leave_nothing_at_a_gate() -> None:
         reader.send(ViewOffer(PROTOCOL_VERSION, "no ticket" if is_sent_away else "ab" * 16))
         assert isinstance(reader.receive(WAIT_S), Failed if is_sent_away else Gone)
         reader.close()
-        until(lambda: not any(x.is_open for x in (*thread.hub.connections[1:], *inside.connections)))
+        until(
+            lambda: not any(x.is_open for x in (*thread.hub.connections[1:], *inside.connections))
+        )
     assert len(thread.hub.connections) <= 3 and len(inside.connections) <= 2
     owner.open(1, 16)
     thread.stop()
