@@ -383,7 +383,7 @@ def start_worker_thread(
         name, kv_bytes=kv_bytes, num_threads=num_threads, has_tier=disk is not None
     )
     runner = executor or AttentionExecutor(num_threads=num_threads, clock=clock, tiers=Tiers(disk))
-    peers: InprocHub[FromRWorker, ToRWorker] = InprocHub()
+    peers: InprocHub[FromRWorker, ToRWorker] = InprocHub(keeps_places=False)
     here, _ = connect(
         InprocHub() if hub is None else hub, "the S-worker", peers, f"R-worker {name}"
     )

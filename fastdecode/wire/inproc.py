@@ -8,6 +8,7 @@ What arrives for a connection that isn't asked for is **pending** until it is.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from enum import Enum
@@ -45,6 +46,8 @@ class InprocConnection(Generic[SendT, ReceiveT]):
     def __init__(self, peer: str, hub: InprocHub[SendT, ReceiveT]) -> None:
         self._peer = peer
         self._hub = hub
+        self.index = -1
+        """Its place among the hub's; given by that."""
         self._remote: _Remote[SendT] | None = None
         self._closed = False
         self._ended = False  # the end has been taken from the queue
@@ -101,6 +104,11 @@ class InprocConnection(Generic[SendT, ReceiveT]):
     def is_open(self) -> bool:
         return not (self._closed or self._ended)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether this side has closed it."""
+        return self._closed
+
 
 _Arrival: TypeAlias = "tuple[InprocConnection[SendT, ReceiveT], ReceiveT | _End]"
 
@@ -110,10 +118,15 @@ class InprocHub(Generic[SendT, ReceiveT]):
 
     Args:
         clock: seconds, for deadlines.
+        keeps_places: a connection that this side has closed keeps its index;
+            else that is another's then, as it is at a listener where others
+            come and go.
     """
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
+    def __init__(self, clock: Clock = time.monotonic, *, keeps_places: bool = True) -> None:
         self._clock = clock
+        self._keeps_places = keeps_places
+        self._adding = threading.Lock()
         self._connections: list[InprocConnection[SendT, ReceiveT]] = []
         self._arrivals: SimpleQueue[_Arrival[SendT, ReceiveT]] = SimpleQueue()
         self._pending: deque[_Arrival[SendT, ReceiveT]] = deque()
@@ -123,10 +136,17 @@ class InprocHub(Generic[SendT, ReceiveT]):
         return tuple(self._connections)
 
     def add(self, peer: str) -> InprocConnection[SendT, ReceiveT]:
-        """This hub's side of a new pair; ``connect`` joins it to the other."""
+        """This hub's side of a new pair; ``connect`` joins it to the other. From
+        any thread."""
         connection = InprocConnection(peer, self)
-        self._connections.append(connection)
+        with self._adding:
+            connection.index = self._free_place()
+            self._connections[connection.index : connection.index + 1] = [connection]
         return connection
+
+    def _free_place(self) -> int:
+        over = [] if self._keeps_places else [x.index for x in self._connections if x.is_closed]
+        return over[0] if over else len(self._connections)
 
     def arrive(
         self, connection: InprocConnection[SendT, ReceiveT], message: ReceiveT | _End
@@ -151,11 +171,10 @@ class InprocHub(Generic[SendT, ReceiveT]):
                     assert timeout_s is not None
                     raise timeout_error(" or ".join(still_open), timeout_s) from None
             if message is not _End.CLOSED_HERE and connection.is_open:
-                index = self._connections.index(connection)
                 try:
-                    return index, connection.take(message)
+                    return connection.index, connection.take(message)
                 except WorkerError as error:
-                    raise PeerLostError(index, error) from None
+                    raise PeerLostError(connection.index, error) from None
 
     def receive_from(
         self, wanted: InprocConnection[SendT, ReceiveT], timeout_s: float | None

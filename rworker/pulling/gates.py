@@ -39,7 +39,7 @@ class _Inside(InprocHub[ToRWorker, FromRWorker]):
     something."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        super().__init__()
+        super().__init__(keeps_places=False)
         self._wake = wake
 
     def arrive(self, connection: InprocConnection[ToRWorker, FromRWorker], message: object) -> None:
@@ -117,9 +117,8 @@ class Gate(threading.Thread):
         outside = self._listener.connections[reader]
         within = self._within.get(reader)
         if within is None:
-            number = len(self._inside.connections)
             within, _ = connect(self._inside, outside.peer, self._worker, f"R-worker {self._whose}")
-            self._within[reader], self._outside[number] = within, outside
+            self._within[reader], self._outside[within.index] = within, outside
         try:
             within.send(message)
         except WorkerError:
@@ -144,11 +143,12 @@ class Gate(threading.Thread):
         self._listener.connections[reader].close()
         within = self._within.pop(reader, None)
         if within is not None:
-            within.close()
-            self._outside.pop(self._inside.connections.index(within), None)
+            self._outside.pop(within.index, None)
+            within.close()  # from here on its place is another's
 
     def _see_off(self, number: int) -> None:
         """The R-worker wants no more of a reader."""
+        self._inside.connections[number].close()
         outside = self._outside.pop(number, None)
         if outside is not None:
             reader = next(i for i, each in enumerate(self._listener.connections) if each is outside)

@@ -14,11 +14,22 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from instance_processes import PATHS, SILENCE_S, Process, instance, instances, ready
+from instance_processes import (
+    PATHS,
+    SILENCE_S,
+    WAIT_S,
+    Process,
+    assert_all_is_free,
+    controller,
+    engine,
+    instance,
+    instances,
+    ready,
+    until,
+)
 from instance_runs import OPTIONS, answers, params, prompts, requests_of, tokens
 from zmq_r_workers import at, r_workers
 
@@ -29,7 +40,6 @@ from fastdecode.core.delta import OutputFold
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.sequence import Request, RequestOutput, SamplingParams
-from fastdecode.engine.instances.cluster import ClusterEngine
 from fastdecode.engine.instances.lines import InstanceHub, greet
 from fastdecode.engine.instances.remote import packed
 from fastdecode.wire.instances.messages import InstanceHello, RequestsSay, RunRequests
@@ -37,8 +47,6 @@ from fastdecode.wire.instances.told import request_to_json
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
-
-WAIT_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -56,41 +64,6 @@ def one(model: str) -> Iterator[LLM]:
 def four(model: str) -> Iterator[list[Process]]:
     with instances(model, "prefill", "prefill", "decode", "decode") as processes:
         yield processes
-
-
-def controller(model: str, processes: list[Process]) -> LLM:
-    addresses = [each.address for each in processes]
-    return LLM(model, instance_addresses=addresses, worker_silence_s=SILENCE_S)
-
-
-def engine(llm: LLM) -> ClusterEngine:
-    found = llm._running.engine
-    assert isinstance(found, ClusterEngine)
-    return found
-
-
-def assert_all_is_free(llm: LLM) -> None:
-    """No instance has a sequence, or a block of one."""
-    running = llm._running
-    flows, dispatcher = engine(llm).flows, engine(llm).desk.dispatcher
-    assert not (flows.by_request or flows.by_run or flows.by_job)
-    assert not any(queue.num_tokens for queue in dispatcher.prefill)
-    assert not any(room.num_tokens or room.num_sequences for room in dispatcher.decode)
-    for number, each in enumerate(engine(llm).remote):
-        if each.broken is None:
-            until(lambda number=number: _used(running, number) == 0)
-
-
-def _used(running: Any, number: int) -> int | None:
-    figures = running._seen[number].figures
-    return None if figures is None else sum(x.kv_blocks_used for x in figures.r_workers)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, "it never comes to that"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("n", [1, 3])

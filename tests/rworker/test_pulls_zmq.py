@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from cpu_kernels import reference
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.spec import KVSpec
 from fastdecode.wire.inproc import InprocHub
-from fastdecode.wire.kv.handing import KVSource, Offer, Pull, Pulled, ViewOffer
+from fastdecode.wire.kv.handing import Gone, KVSource, Offer, Pull, Pulled, ViewOffer
 from fastdecode.wire.messages import PROTOCOL_VERSION, CloseSequence, Failed
 from rworker.attention import AttentionExecutor
 from rworker.state import RWorkerState
@@ -126,6 +127,40 @@ def test_a_gate_is_for_readers_alone() -> None:
             reader.receive(WAIT_S)  # its R-worker has hung up
         p.open(1, 16)  # and serves its own all the same
     hub.close()
+
+
+def test_readers_that_come_and_go_leave_nothing_at_a_gate() -> None:
+    from fastdecode.wire.zmq.hub import ZmqHub
+    from rworker.pulling.gates import Gates
+
+    gates, hub = Gates("tcp://127.0.0.1:*", None), ZmqHub()
+    runs = AttentionExecutor(kernels=reference)
+    thread = start_worker_thread("p", kv_bytes=16 << 20, executor=runs, neighbours=gates)
+    owner = Worker(thread.connection, KV)
+    inside = gates._gates["p"]._inside
+    for i in range(12):
+        reader = hub.add(gates.address_of("p"))
+        is_sent_away = bool(i % 2)
+        reader.send(ViewOffer(PROTOCOL_VERSION, "no ticket" if is_sent_away else "ab" * 16))
+        assert isinstance(reader.receive(WAIT_S), Failed if is_sent_away else Gone)
+        reader.close()
+        until(
+            lambda: not any(x.is_open for x in (*thread.hub.connections[1:], *inside.connections))
+        )
+    assert len(thread.hub.connections) <= 3 and len(inside.connections) <= 2
+    owner.open(1, 16)
+    thread.stop()
+    thread.join(WAIT_S)
+    thread.connection.close()
+    gates.close()
+    hub.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end_s, "it never comes to that"
+        time.sleep(0.005)
 
 
 def test_ports_follow_upon_the_first() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from fastdecode.core.errors import WorkerError
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
-from fastdecode.wire.transport import CLOSED, TIMEOUT, Connection, Hub
+from fastdecode.wire.transport import CLOSED, TIMEOUT, Connection, Hub, PeerLostError
 
 
 def pair() -> tuple[Connection[str, int], Connection[int, str]]:
@@ -159,6 +159,33 @@ def test_hub_forgets_what_came_over_a_connection_that_it_closed() -> None:
     assert hub.receive_any(0.0) == (1, 20)
     assert code_of(lambda: hub.receive_any(0.0), "worker 1") == TIMEOUT
     assert code_of(lambda: a.send(11), "the S side has closed") == CLOSED
+
+
+def test_where_others_come_and_go_the_place_of_one_that_is_over_is_anothers() -> None:
+    hub = InprocHub[str, int](keeps_places=False)
+
+    def another(name: str) -> InprocConnection[int, str]:
+        return connect(hub, "the S side", InprocHub[int, str](), name)[1]
+
+    stays = another("stays")
+    for i in range(5):
+        guest = another(f"guest {i}")
+        guest.send(i)
+        guest.send(i)
+        assert hub.receive_any(0.0) == (1, i)
+        hub.connections[1].close()  # and what it has said besides counts no more
+    assert [x.peer for x in hub.connections] == ["stays", "guest 4"]
+    gone = another("gone")
+    gone.close()
+    with pytest.raises(PeerLostError) as lost:
+        hub.receive_any(0.0)
+    assert lost.value.index == 1
+    assert another("next").send(7) is None and hub.receive_any(0.0) == (2, 7)
+    hub.connections[1].close()  # only then is its end known to whoever serves it
+    another("last").send(9)
+    stays.send(3)
+    assert [hub.receive_any(0.0) for _ in range(2)] == [(1, 9), (0, 3)]
+    assert len(hub.connections) == 3
 
 
 def test_closing_the_last_connection_wakes_the_hub() -> None:

@@ -103,7 +103,7 @@ class RunningCluster:
             tell(f"instance {address}: {what}")
         absent = [number for number in range(len(addresses)) if number not in welcomes]
         self._seen = [_Seen(welcomes.get(i), EngineStats()) for i in range(len(addresses))]
-        self._lines = Lines(self._hub, hello, absent, self)
+        self._lines = Lines(self._hub, hello, absent, self, cluster.worker_timeout_s)
         self.engine = ClusterEngine(self, config, addresses, welcomes, self._lines)
         self._lines.start()
 
@@ -220,6 +220,7 @@ class ClusterEngine(Controller):
         lines: Lines,
     ) -> None:
         self._all = running
+        self._lines = lines
         self._num_steps = 0
         any_of_them = next(iter(welcomes.values()))
         every = [welcomes.get(number, any_of_them) for number in range(len(addresses))]
@@ -251,6 +252,8 @@ class ClusterEngine(Controller):
             known = all(token < self._all.spec.vocab_size for token in delta.token_ids)
             if not (is_its_own and known and delta.index < flow.request.params.n):
                 error = ProtocolError("says of a request what can't be")
+                instance = self.remote[number]
+                self._lines.give_up(number, instance.turn, error)
                 self.lose(number, error)
                 return
         self.arrived(deltas)

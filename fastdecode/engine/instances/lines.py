@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Final, Protocol, TypeAlias, get_args
 
+from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.wire.instances.messages import (
     InstanceHello,
@@ -81,8 +82,8 @@ def greet(line: InstanceLine, hello: InstanceHello, end_s: float) -> InstanceWel
     was_busy = False
     while not was_busy or time.monotonic() + _BUSY_S < end_s:
         line.send(hello)
-        # One that has answered once does so at once.
-        wait_s = _ANSWER_S if was_busy else max(0.0, end_s - time.monotonic())
+        # One that has answered once does so soon: once its engine has come by.
+        wait_s = max(_ANSWER_S if was_busy else 0.0, end_s - time.monotonic())
         welcome = _welcome(line, hello, line.receive(wait_s))
         if welcome is not None:
             return welcome
@@ -137,6 +138,34 @@ class _Lost:
     is_greeted: bool = False
 
 
+class Quiet:
+    """For how long an instance has said nothing. Its engine says something twice
+    a second whenever it comes by, and so a process that lives says nothing once
+    its engine hangs. Only time in which we listened counts: who has been
+    stopped, and goes on, has heard nobody.
+
+    Args:
+        num: instances.
+        clock: seconds.
+    """
+
+    def __init__(self, num: int, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._looked_s = clock()
+        self._quiet_s = [0.0] * num
+
+    def hear(self, number: int) -> None:
+        """It has said something, or begins to."""
+        self._quiet_s[number] = 0.0
+
+    def look(self) -> list[float]:
+        """Of each, in seconds."""
+        now = self._clock()
+        passed_s, self._looked_s = min(now - self._looked_s, _LOOK_S), now
+        self._quiet_s = [quiet_s + passed_s for quiet_s in self._quiet_s]
+        return self._quiet_s
+
+
 class Lines(threading.Thread):
     """See the module.
 
@@ -145,10 +174,16 @@ class Lines(threading.Thread):
         hello: for those that come back.
         absent: those that aren't there.
         heard: is told what comes.
+        timeout_s: an instance that lives, and says nothing for so long, hangs.
     """
 
     def __init__(
-        self, hub: InstanceHub, hello: InstanceHello, absent: Sequence[int], heard: Heard
+        self,
+        hub: InstanceHub,
+        hello: InstanceHello,
+        absent: Sequence[int],
+        heard: Heard,
+        timeout_s: float,
     ) -> None:
         super().__init__(name="instances", daemon=True)
         self._hub = hub
@@ -157,7 +192,9 @@ class Lines(threading.Thread):
         self._lost = {number: _Lost(time.monotonic() + _TRY_S) for number in absent}
         self._turns = [0 for _ in hub.connections]
         """How often each was there before."""
-        self._outbox: SimpleQueue[tuple[int, int, ToInstance]] = SimpleQueue()
+        self._quiet = Quiet(len(self._turns))
+        self._timeout_s = timeout_s
+        self._outbox: SimpleQueue[tuple[int, int, ToInstance | FastDecodeError]] = SimpleQueue()
         self._is_closing = False
 
     def post(self, number: int, turn: int, message: ToInstance) -> None:
@@ -166,10 +203,16 @@ class Lines(threading.Thread):
         self._outbox.put((number, turn, message))
         self._hub.wake()
 
+    def give_up(self, number: int, turn: int, error: FastDecodeError) -> None:
+        """Hang up on that one likewise, which may come back; any thread."""
+        self._outbox.put((number, turn, error))
+        self._hub.wake()
+
     def run(self) -> None:
         while not self._is_closing:
             self._send_all()
             self._receive()
+            self._look_for_hung()
             self._look_for_lost()
 
     def close(self) -> None:
@@ -187,6 +230,9 @@ class Lines(threading.Thread):
             except Empty:
                 return
             if number in self._lost or turn != self._turns[number]:
+                continue
+            if isinstance(message, FastDecodeError):
+                self._lose(number, message)
                 continue
             try:
                 self._hub.connections[number].send(message)
@@ -208,6 +254,7 @@ class Lines(threading.Thread):
             return
         if number in self._lost:
             return
+        self._quiet.hear(number)
         try:
             if isinstance(message, Failed):
                 raise WorkerError(
@@ -223,6 +270,13 @@ class Lines(threading.Thread):
             self._lost[number] = _Lost(time.monotonic() + _TRY_S)
             self._hub.connections[number].close()
             self._heard.lost(number, error)
+
+    def _look_for_hung(self) -> None:
+        for number, quiet_s in enumerate(self._quiet.look()):
+            if quiet_s > self._timeout_s and number not in self._lost:
+                peer = self._hub.connections[number].peer
+                why = f"{peer} lives, but its engine has said nothing for {quiet_s:.3g} s: it hangs"
+                self._lose(number, WorkerError(why, code=TIMEOUT))
 
     def _look_for_lost(self) -> None:
         for number, lost in list(self._lost.items()):
@@ -254,4 +308,5 @@ class Lines(threading.Thread):
             raise WorkerError(f"{lost.line.peer} can't be used as it is")
         self._hub.replace(number, lost.line)
         self._turns[number] += 1
+        self._quiet.hear(number)
         del self._lost[number]

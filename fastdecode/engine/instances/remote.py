@@ -44,7 +44,8 @@ class RemoteInstance:
         self.number = number
         self.name = address
         self._post = post
-        self._turn = 0
+        self.turn = 0
+        """How often it was there before."""
         self.broken: FastDecodeError | None = None
         """Why it is lost; None: it isn't."""
         self.num_tokens, self.max_sequences = welcome.num_tokens, welcome.max_sequences
@@ -69,7 +70,7 @@ class RemoteInstance:
 
     def came_back(self, welcome: InstanceWelcome, role: InstanceRole) -> None:
         """It was lost, and is there again."""
-        self._turn += 1
+        self.turn += 1
         self.broken = None
         self.num_tokens, self.max_sequences = welcome.num_tokens, welcome.max_sequences
         if role is not welcome.role:
@@ -78,7 +79,7 @@ class RemoteInstance:
     def _send(self, message: ToInstance) -> None:
         """What is lost on the way to one that is gone, nobody misses."""
         if self.broken is None:
-            self._post(self.number, self._turn, message)
+            self._post(self.number, self.turn, message)
 
 
 def packed(said: Any) -> Array:

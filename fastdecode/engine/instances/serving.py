@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _ONE_CONTROLLER: Final = {Role.CONTROLLER: 1}
 _LOOK_S: Final = 0.2
 _SEE_S: Final = 0.5
-_Said: TypeAlias = "tuple[object, list[Delta], dict[str, Any] | None]"
+_Said: TypeAlias = "tuple[object, list[Delta] | InstanceWelcome, dict[str, Any] | None]"
 
 
 class InstanceListener(PeerListener[FromInstance, ToInstance]):
@@ -104,6 +104,8 @@ class InstanceServing:
         self._turn: object = None
         """Of the present controller; what is said for another one counts no more."""
         self._see_s = 0.0
+        self._is_asked = False
+        """The engine is asked how it is, and hasn't answered."""
         self._is_ending = False
 
     def run(self) -> FastDecodeError | None:
@@ -175,9 +177,20 @@ class InstanceServing:
             raise ProtocolError("a controller says hello once")
         self._controller, self._turn = peer, object()
         self._readers = {every: self._reader(every) for every in (True, False)}
-        self._service.look(lambda running: running.engine.give_role(self._welcome.role))
-        self._say(self._welcome)
+        self._service.look(self._welcomed())
         logger.info("instance %s serves a controller", self._welcome.name)
+
+    def _welcomed(self) -> Callable[[Any], None]:
+        """What has the present controller welcomed: by the engine's thread, once
+        that has forgotten what others wanted. One that hangs welcomes nobody."""
+        turn, outbox, wake = self._turn, self._outbox, self._listener.wake
+
+        def welcome(running: Any) -> None:
+            running.engine.give_role(self._welcome.role)
+            outbox.put((turn, self._welcome, None))
+            wake()
+
+        return welcome
 
     def _reader(self, every_step: bool) -> _Reader:
         """Of the present controller. When something of a request is over, totals
@@ -224,6 +237,9 @@ class InstanceServing:
                 break
             if turn is not self._turn:
                 continue
+            if isinstance(deltas, InstanceWelcome):
+                self._say(deltas)
+                continue
             if totals is not None:
                 self._see(totals)
             told += deltas
@@ -233,10 +249,15 @@ class InstanceServing:
     def _look_at_engine(self) -> None:
         """Now and then, how the engine is; it answers between two steps."""
         now = time.monotonic()
-        if self._controller is None or now < self._see_s:
+        if self._controller is None or self._is_asked or now < self._see_s:
             return
-        self._see_s, turn, outbox = now + _SEE_S, self._turn, self._outbox
-        self._service.look(lambda running: outbox.put((turn, [], self._totals(with_figures=True))))
+        self._see_s, self._is_asked, turn = now + _SEE_S, True, self._turn
+
+        def tell(running: Any) -> None:
+            self._is_asked = False
+            self._outbox.put((turn, [], self._totals(with_figures=True)))
+
+        self._service.look(tell)
 
     def _see(self, totals: dict[str, Any]) -> None:
         numbers = self._service.snapshot().engine

@@ -5,7 +5,8 @@ process of its own. This docstring is the protocol.
 message               direction   meaning, and the answer
 ====================  ==========  ===================================================
 ``InstanceHello``     C → I       which model is meant → ``InstanceWelcome``
-``InstanceWelcome``   I → C       what it has room for, and its role
+``InstanceWelcome``   I → C       what it has room for, and its role; once its engine
+                                  has forgotten what another controller wanted
 ``RunRequests``       C → I       run these; what they say comes as ``RequestsSay``
 ``CancelRequests``    C → I       they aren't wanted any more; what they hold is let
                                   go of; no answer, but what was on the way
@@ -17,6 +18,9 @@ message               direction   meaning, and the answer
 ``Failed``            I → C       it serves another controller (``busy``), or can't
                                   go on
 ====================  ==========  ===================================================
+
+``InstanceSeen`` comes twice a second, by an engine that isn't busy with a long
+step: who hears nothing for minutes of an instance that lives knows that it hangs.
 
 An instance serves one controller at a time. When that is gone, however it went,
 the instance forgets its requests, frees all that they held, and waits for the

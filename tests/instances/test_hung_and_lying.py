@@ -1,0 +1,172 @@
+"""Instances that live and are of no use: one whose engine hangs, and one that
+says what can't be. Requests go on elsewhere, and they may come back."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from instance_processes import (
+    SILENCE_S,
+    WAIT_S,
+    Process,
+    assert_all_is_free,
+    controller,
+    engine,
+    instance,
+    instances,
+    ready,
+    until,
+)
+from instance_runs import OPTIONS, answers, params, prompts, tokens
+from zmq_r_workers import at, r_workers
+
+from fastdecode import LLM
+from fastdecode.core.config.instances import InstanceRole
+from fastdecode.core.delta import Delta
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import WorkerError
+from fastdecode.core.model.checkpoint import open_checkpoint
+from fastdecode.engine.instances.lines import Quiet
+from fastdecode.engine.instances.remote import packed, unpacked
+from fastdecode.engine.instances.serving import InstanceListener
+from fastdecode.wire.instances.messages import (
+    InstanceHello,
+    InstanceWelcome,
+    RequestsSay,
+    RunRequests,
+)
+from fastdecode.wire.instances.told import delta_to_json, request_from_json
+from fastdecode.wire.transport import TIMEOUT, PeerLostError
+
+pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
+
+NEVER = "600"
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoint: Callable[..., Path]) -> str:
+    return str(tiny_checkpoint("llama"))
+
+
+@pytest.fixture(scope="module")
+def one(model: str) -> Iterator[LLM]:
+    with LLM(model, **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def two(model: str) -> Iterator[list[Process]]:
+    with instances(model, "prefill", "decode") as processes:
+        yield processes
+
+
+def test_only_time_in_which_somebody_listened_is_quiet() -> None:
+    now = [0.0]
+    quiet = Quiet(2, lambda: now[0])
+    now[0] = 0.75
+    assert quiet.look() == [0.75, 0.75]
+    now[0] = 500.0  # the controller was stopped
+    quiet.hear(1)
+    assert quiet.look() == [1.75, 1.0]
+    quiet.hear(0)
+    now[0] = 500.5
+    assert quiet.look() == [0.5, 1.5]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_that_hangs_in_a_process_that_lives_is_gone_on_without(
+    model: str, one: LLM, two: list[Process], role: str
+) -> None:
+    asked, how = prompts(16, seed=51), params(16, seed=51, n=2)
+    with contextlib.ExitStack() as stack:
+        options = ("--keep-serving", "--silence-s", NEVER)
+        (r_worker,), addresses = stack.enter_context(r_workers("*", options=options))
+        few = ("--dtype", "float32", "--block-size", "16", "--prefix-cache", "off")
+        its_own = (*few, "--worker-silence-s", NEVER, *at(addresses))
+        hurt = ready(stack.enter_context(instance(model, role, engine=its_own)), role)
+        with controller(model, [hurt, *two], worker_timeout_s=3.0) as llm:
+            assert answers(llm.generate(asked, how)) == answers(one.generate(asked, how))
+            r_worker.process.send_signal(signal.SIGSTOP)
+            try:
+                outputs = llm.generate(asked, how)
+                assert not any(output.error for output in outputs)
+                assert tokens(outputs) == tokens(one.generate(asked, how))
+                until(lambda: engine(llm).remote[0].broken is not None)
+                why = engine(llm).remote[0].broken
+                assert isinstance(why, WorkerError) and why.code == TIMEOUT
+                assert hurt.job.process.is_running()
+            finally:
+                r_worker.process.send_signal(signal.SIGCONT)
+            until(lambda: engine(llm).remote[0].broken is None)
+            assert answers(llm.generate(asked, how)) == answers(one.generate(asked, how))
+            assert_all_is_free(llm)
+
+
+class Liar(threading.Thread):
+    """Says of the first request that it is given what can't be; and welcomes
+    whoever comes next once it is told to."""
+
+    def __init__(self, model: str, max_model_len: int) -> None:
+        super().__init__(daemon=True)
+        self._max_model_len = max_model_len
+        self._hash = open_checkpoint(model).model_hash
+        self._listener = InstanceListener("tcp://127.0.0.1:*", "liar", silence_s=SILENCE_S)
+        self.address = self._listener.address
+        self.greeted = 0
+        self.may_welcome = threading.Event()
+        self.may_welcome.set()
+        self.is_over = False
+
+    def run(self) -> None:
+        while not self.is_over:
+            try:
+                peer, message = self._listener.receive_any(0.1)
+            except PeerLostError as lost:
+                self._listener.connections[lost.index].close()
+                continue
+            except WorkerError:
+                continue  # woken, or nothing came
+            if isinstance(message, InstanceHello):
+                self.greeted += 1
+                assert self.may_welcome.wait(WAIT_S)
+                self._listener.connections[peer].send(self._welcome())
+            elif isinstance(message, RunRequests):
+                request = request_from_json(unpacked(message.said)[0])
+                lie = Delta(request.request_id, request.params.n, token_ids=(7,))
+                self.may_welcome.clear()
+                self._listener.connections[peer].send(RequestsSay(packed([delta_to_json(lie)])))
+
+    def _welcome(self) -> InstanceWelcome:
+        role, dtype = InstanceRole.BOTH, DType("float32")
+        return InstanceWelcome(
+            "liar", role, self._hash, dtype, dtype, self._max_model_len, 1 << 20, 16, 64, 512, 1, 1
+        )
+
+    def end(self) -> None:
+        self.is_over = True
+        self.may_welcome.set()
+        self._listener.wake()
+        self.join(WAIT_S)
+        self._listener.close()
+
+
+def test_who_says_what_cannot_be_may_come_back(model: str, one: LLM, two: list[Process]) -> None:
+    asked, how = prompts(12, seed=52), params(12, seed=52)
+    liar = Liar(model, one.facts.max_model_len)
+    liar.start()
+    try:
+        lies = Process(two[0].job, "both", liar.address)
+        with controller(model, [lies, *two]) as llm:
+            outputs = llm.generate(asked, how)
+            assert answers(outputs) == answers(one.generate(asked, how))
+            assert "what can't be" in str(engine(llm).remote[0].broken)
+            liar.may_welcome.set()
+            until(lambda: engine(llm).remote[0].broken is None)
+            assert liar.greeted >= 2
+    finally:
+        liar.end()
