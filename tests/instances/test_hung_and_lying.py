@@ -139,7 +139,8 @@ class Liar(threading.Thread):
                 request = request_from_json(unpacked(message.said)[0])
                 lie = Delta(request.request_id, request.params.n, token_ids=(7,))
                 self.may_welcome.clear()
-                self._listener.connections[peer].send(RequestsSay(packed([delta_to_json(lie)])))
+                with contextlib.suppress(WorkerError):  # the controller may have hung up by now
+                    self._listener.connections[peer].send(RequestsSay(packed([delta_to_json(lie)])))
 
     def _welcome(self) -> InstanceWelcome:
         role, dtype = InstanceRole.BOTH, DType("float32")
