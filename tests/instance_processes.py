@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mpi_launch import Running, running
+from news import NewsLLM
 
 from fastdecode import LLM
 from fastdecode.engine.instances.cluster import ClusterEngine
@@ -18,7 +18,6 @@ from fastdecode.engine.instances.cluster import ClusterEngine
 FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
 PATHS = {"PYTHONPATH": str(Path(__file__).parents[1])}
 SILENCE_S = 2.0
-WAIT_S = 120.0
 ENGINE = (
     *("--dtype", "float32", "--r-threads", "1", "--kv-memory-gb", "0.004"),
     *("--block-size", "16", "--prefix-cache", "off", "--worker-silence-s", str(SILENCE_S)),
@@ -67,9 +66,9 @@ def instances(model: str, *roles: str, options: tuple[str, ...] = ()) -> Iterato
         yield [ready(job, role) for job, role in zip(jobs, roles, strict=True)]
 
 
-def controller(model: str, processes: list[Process], **options: Any) -> LLM:
+def controller(model: str, processes: list[Process], **options: Any) -> NewsLLM:
     addresses = [each.address for each in processes]
-    return LLM(model, instance_addresses=addresses, worker_silence_s=SILENCE_S, **options)
+    return NewsLLM(model, instance_addresses=addresses, worker_silence_s=SILENCE_S, **options)
 
 
 def engine(llm: LLM) -> ClusterEngine:
@@ -78,7 +77,7 @@ def engine(llm: LLM) -> ClusterEngine:
     return found
 
 
-def assert_all_is_free(llm: LLM) -> None:
+def assert_all_is_free(llm: NewsLLM) -> None:
     """No instance has a sequence, or a block of one."""
     running = llm._running
     flows, dispatcher = engine(llm).flows, engine(llm).desk.dispatcher
@@ -87,16 +86,9 @@ def assert_all_is_free(llm: LLM) -> None:
     assert not any(room.num_tokens or room.num_sequences for room in dispatcher.decode)
     for number, each in enumerate(engine(llm).remote):
         if each.broken is None:
-            until(lambda number=number: _used(running, number) == 0)
+            assert llm.until(lambda number=number: _used(running, number) == 0)
 
 
 def _used(running: Any, number: int) -> int | None:
     figures = running._seen[number].figures
     return None if figures is None else sum(x.kv_blocks_used for x in figures.r_workers)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, "it never comes to that"
-        time.sleep(0.02)

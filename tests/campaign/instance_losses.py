@@ -41,6 +41,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 from checkpoints import save_checkpoint  # noqa: E402
 from instance_processes import PATHS, SILENCE_S  # noqa: E402
 from instance_runs import OPTIONS  # noqa: E402
+from news import NewsLLM  # noqa: E402
 from provenance import provenance  # noqa: E402
 from small_clusters import KINDS, Cluster  # noqa: E402
 
@@ -214,21 +215,22 @@ class Campaign:
             except FastDecodeError as error:
                 if time.monotonic() > end_s:
                     return str(error)
-                time.sleep(0.2)
 
-    def _left(self, llm: LLM, end_s: float) -> str:
+    def _left(self, llm: NewsLLM, end_s: float) -> str:
         running = llm._running
-        while True:
-            lost = [x.name for x in running.engine.remote if x.broken is not None]
-            figures = [seen.figures for seen in running._seen]
-            used = [
-                -1 if x is None else sum(r.kv_blocks_used for r in x.r_workers) for x in figures
+
+        def lost() -> list[str]:
+            return [x.name for x in running.engine.remote if x.broken is not None]
+
+        def used() -> list[int]:
+            return [
+                -1 if x is None else sum(r.kv_blocks_used for r in x.r_workers)
+                for x in (seen.figures for seen in running._seen)
             ]
-            if not lost and not any(used):
-                return ""
-            if time.monotonic() > end_s:
-                return f"lost: {lost}; blocks used: {used}"
-            time.sleep(0.05)
+
+        if llm.until(lambda: not lost() and not any(used()), max(0.0, end_s - time.monotonic())):
+            return ""
+        return f"lost: {lost()}; blocks used: {used()}"
 
 
 def blows(each: int, chance: random.Random, kinds: tuple[str, ...]) -> list[Blow]:

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 
 from instance_processes import ENGINE, PATHS, SILENCE_S, instance, ready
 from mpi_launch import Running, running
+from news import NewsLLM
 from small_jobs import FASTDECODE
-
-from fastdecode import LLM
 
 KINDS = ("prefill", "decode", "controller", "prefill's R-worker", "decode's R-worker")
 SLOW = ("--fetch-gbps", "0.004")
@@ -98,8 +97,8 @@ class Cluster:
     def addresses(self) -> list[str]:
         return [member.address for member in self.instances]
 
-    def controller(self) -> LLM:
-        return LLM(
+    def controller(self) -> NewsLLM:
+        return NewsLLM(
             self.model,
             instance_addresses=self.addresses,
             worker_silence_s=SILENCE_S,

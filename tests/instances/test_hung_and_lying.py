@@ -20,7 +20,6 @@ from instance_processes import (
     instance,
     instances,
     ready,
-    until,
 )
 from instance_runs import OPTIONS, answers, params, prompts, tokens
 from zmq_r_workers import at, r_workers
@@ -96,13 +95,13 @@ def test_an_engine_that_hangs_in_a_process_that_lives_is_gone_on_without(
                 outputs = llm.generate(asked, how)
                 assert not any(output.error for output in outputs)
                 assert tokens(outputs) == tokens(one.generate(asked, how))
-                until(lambda: engine(llm).remote[0].broken is not None)
+                assert llm.until(lambda: engine(llm).remote[0].broken is not None)
                 why = engine(llm).remote[0].broken
                 assert isinstance(why, WorkerError) and why.code == TIMEOUT
                 assert hurt.job.process.is_running()
             finally:
                 r_worker.process.send_signal(signal.SIGCONT)
-            until(lambda: engine(llm).remote[0].broken is None)
+            assert llm.until(lambda: engine(llm).remote[0].broken is None)
             assert answers(llm.generate(asked, how)) == answers(one.generate(asked, how))
             assert_all_is_free(llm)
 
@@ -167,7 +166,7 @@ def test_who_says_what_cannot_be_may_come_back(model: str, one: LLM, two: list[P
             assert answers(outputs) == answers(one.generate(asked, how))
             assert "what can't be" in str(engine(llm).remote[0].broken)
             liar.may_welcome.set()
-            until(lambda: engine(llm).remote[0].broken is None)
+            assert llm.until(lambda: engine(llm).remote[0].broken is None)
             assert liar.greeted >= 2
     finally:
         liar.end()

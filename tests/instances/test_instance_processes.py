@@ -20,7 +20,6 @@ import pytest
 from instance_processes import (
     PATHS,
     SILENCE_S,
-    WAIT_S,
     Process,
     assert_all_is_free,
     controller,
@@ -28,9 +27,10 @@ from instance_processes import (
     instance,
     instances,
     ready,
-    until,
 )
 from instance_runs import OPTIONS, answers, params, prompts, requests_of, tokens
+from mpi_launch import running
+from news import WAIT_S, NewsLLM
 from zmq_r_workers import at, r_workers
 
 from fastdecode import LLM
@@ -91,7 +91,7 @@ def test_with_a_key_and_r_workers_at_addresses(model: str, one: LLM, tmp_path: P
             stack.enter_context(instance(model, "prefill", *at(addresses), engine=few)),
             stack.enter_context(instance(model, "decode", "--key", key)),
         ]
-        with LLM(
+        with NewsLLM(
             model, instance_addresses=[ready(job, "").address for job in jobs], key=key
         ) as llm:
             assert answers(llm.generate(asked, how)) == answers(one.generate(asked, how))
@@ -192,13 +192,13 @@ def test_who_is_lost_is_gone_on_without_and_may_come_back(
             outputs = act.run(asked, how)
             assert not any(output.error for output in outputs)
             assert tokens(outputs) == expected
-            until(lambda: engine(llm).remote[0].broken is not None)
+            assert llm.until(lambda: engine(llm).remote[0].broken is not None)
             with contextlib.ExitStack() as stack:
                 if trouble is signal.SIGSTOP:
                     os.kill(hurt.pid, signal.SIGCONT)
                 else:
                     ready(stack.enter_context(instance(model, role, port=port)), role)
-                until(lambda: engine(llm).remote[0].broken is None)
+                assert llm.until(lambda: engine(llm).remote[0].broken is None)
                 assert answers(llm.generate(asked, how)) == answers(one.generate(asked, how))
                 assert_all_is_free(llm)
 
@@ -256,28 +256,13 @@ def test_when_the_controller_is_lost_all_is_freed(
     (tmp_path / "long.jsonl").write_text(
         "".join(json.dumps({**line, "id": str(i)}) + "\n" for i in range(400))
     )
-    lost = subprocess.Popen(
-        words, stderr=subprocess.DEVNULL, env={**os.environ, **PATHS}, start_new_session=True
-    )
-    try:
-        until(lambda: lost.poll() is not None or _is_connected(lost.pid))
-        assert lost.poll() is None
+    with running(words, **PATHS) as lost:
+        lost.wait_until(lambda: lost.output().count("\ninstance tcp") == len(four))
         os.kill(lost.pid, trouble)
         with controller(model, four) as llm:  # once they have lost the other one
             asked, how = prompts(8, seed=33), params(8, seed=33)
             assert answers(llm.generate(asked, how)) == answers(one.generate(asked, how))
             assert_all_is_free(llm)
-    finally:
-        os.killpg(lost.pid, signal.SIGKILL)
-        lost.wait(WAIT_S)
-
-
-def _is_connected(pid: int) -> bool:
-    """Whether it speaks to all four."""
-    import psutil
-
-    connections = psutil.Process(pid).net_connections("tcp")
-    return len([each for each in connections if each.status == "ESTABLISHED"]) >= 4
 
 
 def test_what_does_not_fit_together_is_refused_by_name(

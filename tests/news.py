@@ -1,0 +1,39 @@
+"""Waiting for what a controller of instances at addresses comes to know."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from fastdecode import LLM
+
+WAIT_S = 120.0
+
+
+class NewsLLM(LLM):
+    """An ``LLM`` of instances at addresses, of whose news others may wait."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._news = threading.Condition()
+        for name in ("heard", "lost", "came_back"):
+            hear = getattr(self._running, name)
+            setattr(self._running, name, self._followed_by_news(hear))
+
+    def _followed_by_news(self, hear: Callable[..., Any]) -> Callable[..., Any]:
+        def hear_and_tell(*told: Any) -> Any:
+            answer = hear(*told)
+            self.service.look(lambda running: self._tell())  # behind what ``hear`` has posted
+            return answer
+
+        return hear_and_tell
+
+    def _tell(self) -> None:
+        with self._news:
+            self._news.notify_all()
+
+    def until(self, condition: Callable[[], bool], timeout_s: float = WAIT_S) -> bool:
+        """Once something has come true that only news change; False: it hasn't in time."""
+        with self._news:
+            return self._news.wait_for(condition, timeout_s)
