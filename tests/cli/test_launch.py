@@ -175,6 +175,21 @@ def test_exit_codes_of_mpirun_pass_through(generate: Generate) -> None:
     assert (outcome.exit_code, outcome.orphans) == (2, []), outcome
 
 
+SEES_OFF = """
+import signal, sys
+if sys.argv[1:] == ["--version"]:
+    print("Open MPI")
+    sys.exit()
+stops = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
+signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+print("begins", flush=True)
+signal.sigwait(stops)
+print("sees them off", flush=True)
+sys.stdin.read()
+"""
+"""An mpirun that goes on until its stdin ends, once it is told to stop."""
+
+
 @pytest.mark.parametrize(
     ("stop", "its_code", "code"),
     [(signal.SIGINT, 7, 7), (signal.SIGTERM, 7, 7), (signal.SIGTERM, 1, 130)],
@@ -184,13 +199,7 @@ def test_mpirun_has_time_to_see_the_ranks_off(
 ) -> None:
     """The last: its ranks were killed before they could say anything."""
     mpirun = tmp_path / "mpirun"
-    mpirun.write_text(
-        "#!/bin/sh\n"
-        'if [ "$1" = --version ]; then echo Open MPI; exit; fi\n'
-        f"trap 'sleep 1; exit {its_code}' INT TERM USR1\n"
-        "echo begins\n"
-        "while true; do sleep 0.1; done\n"
-    )
+    mpirun.write_text(f"#!{sys.executable}\n{SEES_OFF}sys.exit({its_code})\n")
     mpirun.chmod(0o755)
     line = [
         *FASTDECODE,
@@ -204,11 +213,14 @@ def test_mpirun_has_time_to_see_the_ranks_off(
     ]
     with subprocess.Popen(
         line,
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, **PATHS},
     ) as launch:
-        assert launch.stdout is not None and launch.stdout.readline() == "begins\n"
+        assert launch.stdin is not None and launch.stdout is not None
+        assert launch.stdout.readline() == "begins\n"
         launch.send_signal(stop)
+        assert launch.stdout.readline() == "sees them off\n"
+        launch.stdin.close()
         assert launch.wait(60) == code

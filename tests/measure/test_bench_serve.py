@@ -183,10 +183,9 @@ async def scripted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
     if head.startswith(b"GET"):
         writer.write(b'{"data": [{"id": "m"}]}')
     else:
-        for i in range(3):
+        for _ in range(3):
             writer.write(b'data: {"choices": [{"text": "x"}], "usage": null}\n\n')
             await writer.drain()
-            await asyncio.sleep(0.001 * i)
         writer.write(b'data: {"choices": [], "usage": {"completion_tokens": 3}}\n\n')
         writer.write(b"data: [DONE]\n\n")
     await writer.drain()
