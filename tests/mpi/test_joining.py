@@ -43,6 +43,23 @@ def test_a_rank_with_a_bad_command_keeps_nobody_waiting(
     assert told in outcome.output and "Traceback" not in outcome.output
 
 
+THREADS = """
+from fastdecode.wire.mpi import hub, joining
+from fastdecode.wire.mpi.library import MPI
+print("loaded:", MPI.Is_initialized())
+joining.join()
+print("joined:", MPI.Query_thread() == MPI.THREAD_SERIALIZED)
+"""
+
+
+def test_mpi_is_joined_by_us_and_not_by_whoever_loads_it() -> None:
+    """For threads that take turns: where all may call at once, jobs have hung."""
+    outcome = run([mpirun(), *open_mpi_options(), "-n", "2", sys.executable, "-c", THREADS])
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
+    told = sorted(outcome.output.splitlines())
+    assert told == ["joined: True", "joined: True", "loaded: False", "loaded: False"]
+
+
 # Every rank says who it is, and waits for a line before it joins.
 MEET = """
 import os, signal, sys

@@ -23,7 +23,7 @@ _PEER: Final = 1
 def send_raw(job: MpiJob, num_sequences: int, rounds: int) -> Raw:
     """What raw sends to the second rank take, which calls ``take_raw`` at the
     same time; before anybody has made a connection."""
-    from mpi4py import MPI
+    from fastdecode.wire.mpi.library import MPI
 
     seconds = []
     num_bytes = num_sequences * SEQUENCE_BYTES
@@ -40,7 +40,7 @@ def send_raw(job: MpiJob, num_sequences: int, rounds: int) -> Raw:
 
 def take_raw(job: MpiJob, num_sequences: int, rounds: int) -> None:
     """The other side of ``send_raw``; nothing, of other ranks."""
-    from mpi4py import MPI
+    from fastdecode.wire.mpi.library import MPI
 
     if job.rank != _PEER:
         return

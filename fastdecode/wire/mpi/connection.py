@@ -18,14 +18,13 @@ import contextlib
 import time
 from typing import Final, Generic, TypeVar, cast
 
-from mpi4py import MPI
-
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.wire import codec
 from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.messages import Attend, Message
 from fastdecode.wire.mpi.caller import Caller
 from fastdecode.wire.mpi.job import MpiJob
+from fastdecode.wire.mpi.library import MPI
 from fastdecode.wire.mpi.pieces import SIGN_OF_LIFE, Arrived, Incoming, Outgoing, Way
 from fastdecode.wire.transport import CLOSED, closed_error
 

@@ -93,7 +93,7 @@ def receive_text(job: MpiJob, rank: int, timeout_s: float) -> str:
 
 
 def _look_for_text(job: MpiJob, rank: int) -> str | None:
-    from mpi4py import MPI
+    from fastdecode.wire.mpi.library import MPI
 
     status = MPI.Status()
     with job.lock:

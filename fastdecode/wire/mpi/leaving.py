@@ -91,7 +91,7 @@ def part(exit_code: int = 1, timeout_s: float = LEAVING_TIMEOUT_S) -> None:
     connecting to them. MPI_Finalize waits for all ranks, and after one has
     failed it may never return.
     """
-    from mpi4py import MPI
+    from fastdecode.wire.mpi.library import MPI
 
     if MPI.Is_finalized() or not MPI.Is_initialized():
         return
@@ -111,7 +111,7 @@ def part(exit_code: int = 1, timeout_s: float = LEAVING_TIMEOUT_S) -> None:
 
 
 def _abort(exit_code: int, timeout_s: float) -> None:
-    from mpi4py import MPI
+    from fastdecode.wire.mpi.library import MPI
 
     if MPI.Is_initialized() and not MPI.Is_finalized():
         _exit_later(exit_code, timeout_s, end_job=True)
@@ -161,7 +161,7 @@ def _exit(exit_code: int) -> NoReturn:
 def _abort_world(exit_code: int) -> None:
     """MPI_Abort of all ranks, while other threads of this one run: it waits for
     the launcher, which may hang."""
-    from mpi4py import MPI
+    from fastdecode.wire.mpi.library import MPI
 
     abort = _without_pythons_lock("MPI_Abort")
     if abort is None:
@@ -174,7 +174,7 @@ def _abort_world(exit_code: int) -> None:
 
 def _finalize() -> None:
     """MPI_Finalize, while other threads of this process run."""
-    from mpi4py import MPI
+    from fastdecode.wire.mpi.library import MPI
 
     (_without_pythons_lock("MPI_Finalize") or MPI.Finalize)()
 
@@ -182,7 +182,7 @@ def _finalize() -> None:
 def _without_pythons_lock(function: str) -> Callable[..., object] | None:
     """MPI's function itself: mpi4py's keeps Python's lock, so that no deadline
     of ours would pass while it hangs. None: it can't be found."""
-    from mpi4py import MPI
+    from fastdecode.wire.mpi.library import MPI
 
     try:
         found: Callable[..., object] = getattr(ctypes.CDLL(MPI.__file__), function)

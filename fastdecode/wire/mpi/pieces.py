@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from mpi4py import MPI
 from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
@@ -21,6 +20,7 @@ from fastdecode.wire import codec
 from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.messages import Message
 from fastdecode.wire.mpi.job import MpiJob
+from fastdecode.wire.mpi.library import MPI
 
 INLINE_BYTES: Final = codec.MAX_HEAD_BYTES
 """Messages of up to so many bytes travel in one piece: receives for heads,

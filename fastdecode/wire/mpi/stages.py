@@ -101,7 +101,7 @@ class OpenMpiHub(MpiHub[FromRWorker, ToRWorker]):
 
     def _who_speaks(self) -> int | None:
         """Another rank than 0, from which a message has come."""
-        from mpi4py import MPI
+        from fastdecode.wire.mpi.library import MPI
 
         status = MPI.Status()
         with self._job.lock:
