@@ -7,7 +7,6 @@ import contextlib
 import importlib.util
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +20,9 @@ import psutil
 import pytest
 
 TAG = "FASTDECODE_TEST_JOB"
+_KILLED_WITHIN_S = 10.0
+_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else "/tmp"
+"""Where Open MPI keeps what ranks share, which ranks that are killed leave there."""
 _INHERITED = ("PMIX_", "PMI_", "OMPI_", "PRTE_", "MPI_", "MPICH_", "HYDRA_", "SLURM_")
 
 needs_mpi = pytest.mark.skipif(
@@ -67,30 +69,31 @@ def open_mpi_options(btl: str = "self,sm") -> list[str]:
 @contextlib.contextmanager
 def running(command: Sequence[str], **environ: str) -> Iterator[Running]:
     """A command in a session of its own, its output in a file. At the end every
-    process that it started is killed."""
-    directory = tempfile.mkdtemp(prefix="fd", dir="/tmp")  # short: sockets live below it
-    tag = secrets.token_hex(8)
-    env = {k: v for k, v in os.environ.items() if not k.startswith(_INHERITED)}
-    env.update({
-        TAG: tag, "TMPDIR": directory, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **environ,
-    })  # fmt: skip
-    log = Path(directory, "output")
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=env,
-            start_new_session=True,
-        )
-    job = Running(process, log, tag)
-    try:
+    process that it started is killed, and what they have left is removed."""
+    with contextlib.ExitStack() as stack:
+        # Short: sockets live below it.
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="fd", dir="/tmp"))
+        memory = stack.enter_context(tempfile.TemporaryDirectory(prefix="fd", dir=_MEMORY))
+        tag = secrets.token_hex(8)
+        env = {k: v for k, v in os.environ.items() if not k.startswith(_INHERITED)}
+        env.update({
+            TAG: tag, "TMPDIR": directory, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_btl_sm_backing_directory": memory, **environ,
+        })  # fmt: skip
+        log = Path(directory, "output")
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,
+            )
+        job = Running(process, log, tag)
+        stack.callback(job.kill)
         yield job
-    finally:
-        job.kill()
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 class Running:
@@ -186,9 +189,13 @@ class Running:
         return found
 
     def kill(self) -> None:
-        for process in self.processes():
-            with contextlib.suppress(psutil.Error):
-                process.send_signal(signal.SIGKILL)
+        """Everything that is left of it. Then nobody writes in its directory."""
+        end = time.monotonic() + _KILLED_WITHIN_S
+        while (found := self.processes()) and time.monotonic() < end:
+            for process in found:
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(signal.SIGKILL)
+            psutil.wait_procs(found, 1.0)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5.0)
 

@@ -25,6 +25,7 @@ def test_a_signal_that_was_ignored_goes_on_being_ignored() -> None:
     """As SIGINT is where a script runs a command in the background."""
     asked: list[int] = []
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    on_term = signal.getsignal(signal.SIGTERM)
     try:
         with stop_signals(lambda number, _: asked.append(number)):
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -33,7 +34,7 @@ def test_a_signal_that_was_ignored_goes_on_being_ignored() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert asked == [signal.SIGTERM, signal.SIGUSR1]
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is on_term
 
 
 def test_an_interrupt_that_was_caught_is_not_how_the_process_ends(tmp_path: Path) -> None:
