@@ -39,6 +39,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 from checkpoints import save_checkpoint  # noqa: E402
+from inherited_signals import hear_interrupts  # noqa: E402
 from instance_processes import PATHS, SILENCE_S  # noqa: E402
 from instance_runs import OPTIONS  # noqa: E402
 from news import NewsLLM  # noqa: E402
@@ -303,6 +304,7 @@ def main() -> None:
     if options.as_controller:
         be_controller(json.loads(options.as_controller))
     else:
+        hear_interrupts()
         run(options)
 
 
