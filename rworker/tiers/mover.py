@@ -19,7 +19,6 @@ import logging
 import threading
 import time
 from collections.abc import Collection
-from dataclasses import astuple, dataclass, replace
 from typing import Final
 from zlib import crc32
 
@@ -27,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.clock import Clock
+from rworker.tiers.health import Health
 from rworker.tiers.slots import SlotFile, page_buffer
 from rworker.tiers.units import Job, Unit, Units
 
@@ -38,31 +38,10 @@ LEAST_UNIT_BYTES: Final = 1 << 17
 """But fewer, where a model would come in less than ``NUM_GROUPS`` groups."""
 NUM_GROUPS: Final = 6
 NUM_THREADS: Final = 3
-MOST_FAILURES: Final = 8
-"""Writes that fail in a row: then nothing more is stored."""
 STUCK_S: Final = 30.0
 """A read or write that takes longer: the disk isn't asked again."""
 LATE_S: Final = 1.0
 """Steps wait for a job's layers so long in all: then it is given up."""
-
-
-@dataclass
-class Faults:
-    """What has gone wrong."""
-
-    num_unread: int = 0
-    """Blocks that couldn't be read."""
-    num_damaged: int = 0
-    """Blocks whose checksum was wrong."""
-    num_unwritten: int = 0
-    """Blocks that couldn't be written."""
-    num_late: int = 0
-    """Blocks that a step couldn't wait for any longer."""
-
-    def since(self, before: Faults) -> Faults:
-        """What has come to those that there were before."""
-        pairs = zip(astuple(self), astuple(before), strict=True)
-        return Faults(*(now - then for now, then in pairs))
 
 
 class Mover:
@@ -88,18 +67,13 @@ class Mover:
         late_s: float = LATE_S,
     ) -> None:
         self.slots: Final = slots
-        self.faults: Final = Faults()
-        self._told_faults = Faults()
+        self.health: Final = Health(slots.path)
         self._pool = pool
         self._clock = clock
         self._late_s = late_s
         shape = slots.shape
         self._groups = groups_of(shape.num_layers, shape.layer_bytes, least_unit_bytes)
         self._units = Units(len(self._groups), clock)
-        self._is_broken = False  # the disk isn't asked any more
-        self._is_full = False  # nothing is stored any more
-        self._num_failures = 0
-        self._told: set[str] = set()
         self._threads = [
             threading.Thread(target=self._work, name=f"mover-{i}", daemon=True)
             for i in range(num_threads)
@@ -120,17 +94,11 @@ class Mover:
     def take_over(self) -> list[Job]:
         """Jobs that are over; each is told once."""
         oldest_s = self._units.oldest_s
-        if oldest_s is not None and not self._is_broken and oldest_s <= self._clock() - STUCK_S:
-            self._is_broken = True
-            self._warn("stuck", f"doesn't answer for {STUCK_S:g} s, and isn't asked any more")
+        stuck_s = self._clock() - STUCK_S
+        if oldest_s is not None and oldest_s <= stuck_s and not self.health.is_broken:
+            self.health.note_stuck(STUCK_S)
             self._units.give_up()
         return self._units.take_over()
-
-    def take_faults(self) -> Faults:
-        """What has gone wrong since that was asked last."""
-        now = replace(self.faults)
-        new, self._told_faults = now.since(self._told_faults), now
-        return new
 
     def take_progress(self) -> list[tuple[Job, int]]:
         """Of fetches that aren't over, those that have come further since that
@@ -146,8 +114,7 @@ class Mover:
         keeps steps waiting for too long has."""
         group = next(i for i, layers in enumerate(self._groups) if layer in layers)
         for job in self._units.wait_for(numbers, group, self._late_s):
-            self.faults.num_late += len(job.keys)
-            self._warn("late", "is too slow for steps that wait for it: KV blocks are run again")
+            self.health.note_late(len(job.keys))
             for index in range(len(job.keys)):
                 self._clear(job, index)
 
@@ -155,18 +122,18 @@ class Mover:
         """Drop what isn't begun, and wait for what is; for ``STUCK_S`` at most.
         A disk that hangs keeps its threads and its files."""
         self._units.close()
-        end_s = self._clock() + (0.0 if self._is_broken else STUCK_S)
+        end_s = self._clock() + (0.0 if self.health.is_broken else STUCK_S)
         for thread in self._threads:
             thread.join(max(0.0, end_s - self._clock()))
         if any(thread.is_alive() for thread in self._threads):
-            self._is_broken = True
+            self.health.is_broken = True
             self._units.give_up()
         else:
             self.slots.close()
 
     def drop(self, key: bytes) -> None:
         """A block isn't kept any more, nor found after a restart, if the disk answers."""
-        if self._is_broken:
+        if self.health.is_broken:
             self.slots.drop(key)
             return
         with contextlib.suppress(OSError):  # whoever finds it finds it whole
@@ -193,7 +160,7 @@ class Mover:
 
     def _fetch(self, unit: Unit, buffer: NDArray[np.uint8]) -> bool:
         """Some layers of a block; says whether they are right."""
-        if self._is_broken or unit.index in unit.job.failed:
+        if self.health.is_broken or unit.index in unit.job.failed:
             return False
         key, layers = unit.job.keys[unit.index], self._groups[unit.group]
         size = self.slots.shape.layer_bytes
@@ -205,15 +172,13 @@ class Mover:
         try:
             self.slots.read(slot, first, buffer[: end - first])
         except OSError as error:
-            self.faults.num_unread += 1
-            self._warn("unread", f"can't be read ({error.strerror}): KV blocks are run again")
+            self.health.note_unread(error)
             self._lose(key, for_good=True)
             return False
         at = layers.start * size - first
         data = buffer[at : at + len(layers) * size].reshape(len(layers), size)
         if tuple(map(crc32, data)) != entry.checksums[layers.start : layers.stop]:
-            self.faults.num_damaged += 1
-            self._warn("damaged", "holds damaged KV blocks (checksum): they are run again")
+            self.health.note_damaged()
             self._lose(key)
             return False
         with self._units.placing(unit) as may_place:
@@ -223,7 +188,7 @@ class Mover:
 
     def _store(self, unit: Unit, buffer: NDArray[np.uint8]) -> bool:
         """A whole block; says whether it is stored."""
-        if self._is_broken or self._is_full:
+        if self.health.is_broken or self.health.is_full:
             return False
         job, slots = unit.job, self.slots
         size = slots.shape.layer_bytes
@@ -240,26 +205,15 @@ class Mover:
             tokens = job.num_tokens[unit.index]
             slots.write(slot, job.keys[unit.index], tokens, buffer, tuple(checksums))
         except OSError as error:
-            self.faults.num_unwritten += 1
-            self._num_failures += 1
-            self._is_full = self._num_failures >= MOST_FAILURES
-            self._warn("unwritten", f"can't be written ({error.strerror})")
-            if self._is_full:
-                self._warn("full", "isn't written any more: what it has is read")
+            self.health.note_unwritten(error)
             return False
-        self._num_failures = 0
+        self.health.note_written()
         return True
 
     def _lose(self, key: bytes, *, for_good: bool = False) -> None:
         """What isn't as it was written isn't found again."""
         with contextlib.suppress(OSError):
             self.slots.erase(key, for_good=for_good)
-
-    def _warn(self, kind: str, what: str) -> None:
-        """Say something once."""
-        if kind not in self._told:
-            self._told.add(kind)
-            logger.warning("%s %s", self.slots.path, what)
 
 
 def groups_of(

@@ -18,7 +18,8 @@ from fastdecode.wire.kv.kept import words_of
 from fastdecode.wire.kv.tiers import MOST_MOVED, Stocked
 from rworker.tiers.disk import Disk
 from rworker.tiers.format import Entry, SlotShape
-from rworker.tiers.mover import Faults, Mover
+from rworker.tiers.health import Faults
+from rworker.tiers.mover import Mover
 from rworker.tiers.slots import SlotFile, open_slots
 from rworker.tiers.units import Job
 
@@ -150,7 +151,7 @@ class Tiers:
                 num_bytes = (len(job.keys) - len(job.failed)) * mover.slots.shape.slot_bytes
                 to = self._asked.pop((holder, job.number))
                 done = (to, holder, job.number, job.failed, num_bytes, job.seconds)
-                news.append(Done(*done, mover.take_faults()))
+                news.append(Done(*done, mover.health.take_faults()))
         return news
 
     def wait(self, timeout_s: float | None) -> None:

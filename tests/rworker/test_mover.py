@@ -11,7 +11,8 @@ import pytest
 from held_slots import HeldSlots, held
 
 from rworker.tiers.format import SlotShape
-from rworker.tiers.mover import Faults, Mover
+from rworker.tiers.health import Faults
+from rworker.tiers.mover import Mover
 from rworker.tiers.slots import open_slots
 from rworker.tiers.units import Job
 
@@ -86,8 +87,11 @@ def test_a_block_that_fails_in_a_later_layer_is_zeros_and_told(stored: Path) -> 
         slots.let(layer)
         mover.wait_for_layer((7,), layer)
     (job,) = mover.take_over()
-    assert job.failed == {1} and mover.faults.num_damaged == 1
-    assert mover.take_faults() == Faults(num_damaged=1) and mover.take_faults() == Faults()
+    assert job.failed == {1} and mover.health.faults.num_damaged == 1
+    assert (
+        mover.health.take_faults() == Faults(num_damaged=1)
+        and mover.health.take_faults() == Faults()
+    )
     assert not pool[:, 1].any() and (pool[:, [0, 2]] == filled()[:, [0, 2]]).all()
     assert KEYS[1] not in mover.slots
     mover.close()
@@ -103,7 +107,7 @@ def test_who_keeps_a_step_waiting_is_given_up(stored: Path) -> None:
     mover.wait(WAIT_S, for_progress=True)
     mover.wait_for_layer((7,), 1)
     (job,) = mover.take_over()
-    assert job.failed == {0, 1, 2} and mover.faults.num_late == 3 and not pool.any()
+    assert job.failed == {0, 1, 2} and mover.health.faults.num_late == 3 and not pool.any()
     pool[:] = 5
     for layer in (1, 2, 3):
         slots.let(layer)

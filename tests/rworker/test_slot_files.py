@@ -15,7 +15,8 @@ import pytest
 from fastdecode.core.errors import ConfigError
 from rworker.tiers.disk import disk_of, slot_files
 from rworker.tiers.format import SlotShape
-from rworker.tiers.mover import MOST_FAILURES, Mover
+from rworker.tiers.health import MOST_FAILURES
+from rworker.tiers.mover import Mover
 from rworker.tiers.slots import SlotFile, open_slots, page_buffer, read_slots
 from rworker.tiers.units import Job
 
@@ -169,7 +170,7 @@ def test_a_file_that_shrinks_under_way_is_a_miss(tmp_path: Path) -> None:
     mover = Mover(open_slots(tmp_path, SHAPE, QUOTA), filled())
     os.truncate(mover.slots.path, SHAPE.data_start(8))
     assert move(mover, 1, [1, 2], fetch=True) == {0, 1}
-    assert mover.faults.num_unread >= 2 and len(mover.slots) == 0
+    assert mover.health.faults.num_unread >= 2 and len(mover.slots) == 0
     mover.close()
 
 
@@ -189,7 +190,7 @@ def test_a_disk_that_takes_nothing_is_asked_no_more(
     mover = Mover(slots, filled())
     blocks = list(range(1, 12))
     assert move(mover, 0, blocks) == set(range(11))
-    assert mover.faults.num_unwritten <= MOST_FAILURES + 2
+    assert mover.health.faults.num_unwritten <= MOST_FAILURES + 2
     assert move(mover, 1, [0], fetch=True) == set(), "what it has is read"
     mover.close()
     assert sum("can't be written" in record.message for record in caplog.records) == 1
