@@ -22,6 +22,7 @@ from fastdecode.wire.zmq.access import ClusterKey, check_address
 from fastdecode.wire.zmq.connection import ReceiveT, SendT, ZmqConnection
 from fastdecode.wire.zmq.hub import DEFAULT_SILENCE_S
 from fastdecode.wire.zmq.line import LINGER_MS, Bell, RouterLine, Socket, set_options, wait_for
+from fastdecode.wire.zmq.places import Peer, Places
 from fastdecode.wire.zmq.strangers import Strangers
 
 _ZAP_DOMAIN: Final = "fastdecode"
@@ -36,8 +37,7 @@ class PeerListener(Generic[SendT, ReceiveT]):
     """A socket at which peers connect; see
     ``fastdecode.wire.transport.Hub``. Close it when done.
 
-    The place of a peer that is gone, and of whom that has been told, is
-    another's then. While the caller computes, a thread goes on taking in what
+    While the caller computes, a thread goes on taking in what
     arrives: strangers' frames are dropped before they pile up.
 
     Args:
@@ -74,11 +74,7 @@ class PeerListener(Generic[SendT, ReceiveT]):
         self._socket = self._context.socket(zmq.ROUTER)
         self._readable = [(self._socket, zmq.POLLIN)]
         self._strangers = Strangers(self._socket, name)
-        self._connections: list[ZmqConnection[SendT, ReceiveT]] = []
-        self._peers: list[tuple[bytes, RouterLine, Role]] = []  # of each connection
-        self._index_of: dict[bytes, int] = {}  # by identity
-        self._accepted: list[int] = []  # connections that ``accept`` hasn't given yet
-        self._first = 0
+        self._places: Places[SendT, ReceiveT] = Places()
         set_options(self._socket, address, silence_s)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if key is not None:
@@ -99,7 +95,7 @@ class PeerListener(Generic[SendT, ReceiveT]):
 
     @property
     def connections(self) -> tuple[ZmqConnection[SendT, ReceiveT], ...]:
-        return tuple(self._connections)
+        return self._places.connections
 
     def receive_any(self, timeout_s: float | None = None) -> tuple[int, ReceiveT]:
         """See ``Hub``. Others may come at any time, so that it waits where no peer is left."""
@@ -122,7 +118,7 @@ class PeerListener(Generic[SendT, ReceiveT]):
         """Close every connection, and stop listening."""
         if self._pump is not None:
             self._pump.stop()
-        for connection in self._connections:
+        for connection in self._places.connections:
             connection.close()
         self._socket.close(LINGER_MS)
         if self._authenticator is not None:
@@ -146,15 +142,14 @@ class PeerListener(Generic[SendT, ReceiveT]):
         """Each call starts behind the one that answered last."""
         with self._lock:
             while True:
-                for i in range(len(self._connections)):
-                    index = (self._first + i) % len(self._connections)
-                    message = self._poll(index)
+                for index, peer in self._places.in_turn():
+                    message = _polled(index, peer)
                     if message is not None:
-                        self._first = index + 1
+                        self._places.begin_behind(index)
                         return index, message
                 if not self._take_in_one():
                     break
-            for index, connection in enumerate(self._connections):
+            for index, connection in enumerate(self._places.connections):
                 if connection.is_open:  # and nothing is left to read of it
                     try:
                         connection.check()
@@ -163,22 +158,11 @@ class PeerListener(Generic[SendT, ReceiveT]):
                         raise PeerLostError(index, error) from None
             return None
 
-    def _poll(self, index: int) -> ReceiveT | None:
-        """What a peer has sent that has been taken in. Raises PeerLostError."""
-        connection, line = self._connections[index], self._peers[index][1]
-        if not (line.has_news and connection.is_open):
-            return None
-        try:
-            return connection.poll()
-        except WorkerError as error:
-            connection.told = True
-            raise PeerLostError(index, error) from None
-
     def _accept(self) -> ZmqConnection[SendT, ReceiveT] | None:
         with self._lock:
-            while not self._accepted and self._take_in_one():
+            while not self._places.has_new and self._take_in_one():
                 pass
-            return self._connections[self._accepted.pop(0)] if self._accepted else None
+            return self._places.take_new() if self._places.has_new else None
 
     def _take_in_while_busy(self) -> bool:
         """The pump's work: whoever looks holds the lock, and takes in what arrives itself."""
@@ -210,9 +194,9 @@ class PeerListener(Generic[SendT, ReceiveT]):
             self._strangers.drop(f"{len(parts) - 1} frames where one belongs")
             return True
         identity, frame = parts[0].bytes, parts[1]
-        index = self._index_of.get(identity)
-        if index is not None and self._connections[index].is_open:
-            self._peers[index][1].arrive(frame)
+        line = self._places.open_line(identity)
+        if line is not None:
+            line.arrive(frame)
             return True
         head = self._strangers.head_of(identity, frame)
         if head is not None and head.kind in _GREETINGS:
@@ -228,12 +212,7 @@ class PeerListener(Generic[SendT, ReceiveT]):
             return
         assert isinstance(greeting, _GREETINGS)
         role = _role_of(greeting)
-        present = [
-            x
-            for x, (_, _, other) in zip(self._connections, self._peers, strict=True)
-            if other is role
-        ]
-        taken = [connection for connection in present if connection.is_open]
+        taken = self._places.open_in(role)
         if len(taken) >= self._most_peers.get(role, 0):
             whom = f" ({', '.join(connection.peer for connection in taken)})" if taken else ""
             busy = f"it serves another {role.value}{whom}" if taken else f"it takes no {role.value}"
@@ -243,28 +222,19 @@ class PeerListener(Generic[SendT, ReceiveT]):
         line.arrive(frame)
         peer = f"the {role.value} at {frame.get('Peer-Address')}"
         connection = ZmqConnection[SendT, ReceiveT](line, peer, self._hears, self._lock)
-        index = self._place(identity, line, role, connection)
-        self._accepted.append(index)
+        self._places.add(Peer(identity, line, role, connection))
 
-    def _place(
-        self,
-        identity: bytes,
-        line: RouterLine,
-        role: Role,
-        connection: ZmqConnection[SendT, ReceiveT],
-    ) -> int:
-        """The connection's index: that of one that is over, if there is any."""
-        over = [index for index, other in enumerate(self._connections) if other.is_closed]
-        index = over[0] if over else len(self._connections)
-        if over:
-            self._index_of.pop(self._peers[index][0], None)
-            self._accepted = [other for other in self._accepted if other != index]
-            self._connections[index], self._peers[index] = connection, (identity, line, role)
-        else:
-            self._connections.append(connection)
-            self._peers.append((identity, line, role))
-        self._index_of[identity] = index
-        return index
+
+def _polled(index: int, peer: Peer[SendT, ReceiveT]) -> ReceiveT | None:
+    """What a peer has sent that has been taken in. Raises PeerLostError."""
+    connection = peer.connection
+    if not (peer.line.has_news and connection.is_open):
+        return None
+    try:
+        return connection.poll()
+    except WorkerError as error:
+        connection.told = True
+        raise PeerLostError(index, error) from None
 
 
 def _role_of(greeting: Any) -> Role:
