@@ -154,7 +154,7 @@ class BlockIndex:
     def _check_leases(self) -> None:
         leases: Counter[int] = Counter()
         for block in self:
-            for each in self.idle.shared_with(block) if block.num_turns else ():
+            for each in self.idle.leases.shared_with(block) if block.num_turns else ():
                 leases[id(each)] += block.num_turns
         assert all(block.num_leases == leases[id(block)] for block in self), (
             "conversations that share a block are miscounted"

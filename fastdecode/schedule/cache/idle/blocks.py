@@ -4,14 +4,14 @@ first."""
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from typing import Final
 
 import numpy as np
 
-from fastdecode.core.spec import first_seen
 from fastdecode.schedule.cache.idle.candidates import Candidates, Queue
 from fastdecode.schedule.cache.idle.copying import blocks_to_copy
+from fastdecode.schedule.cache.idle.leases import Leases
 from fastdecode.schedule.cache.idle.rows import Among, IdleRows
 from fastdecode.schedule.cache.idle.worth import Worth
 from fastdecode.schedule.cache.kept import KeptBlock, Use
@@ -40,7 +40,7 @@ class IdleBlocks:
         fewest_ahead: int = _FEWEST_AHEAD,
     ) -> None:
         self._policy = policy
-        self._window = window
+        self.leases: Final = Leases(window)
         self._rows = IdleRows(policy)
         is_apart = policy.num_leaving(1) is None
         # What leaves together is an end, and some of what is before it.
@@ -85,19 +85,8 @@ class IdleBlocks:
         """So many conversations more, or fewer, had their last turn end with
         this block: they share it, and of those before it all that their next
         tokens see."""
-        block.num_turns += count
-        for each in self.shared_with(block):
-            each.num_leases += count
+        for each in self.leases.add(block, count):
             self._changed(each)
-
-    def shared_with(self, block: KeptBlock) -> Iterator[KeptBlock]:
-        """A block, and of those before it what tokens behind it see."""
-        seen_from = first_seen(block.num_tokens, self._window)
-        yield block
-        before = block.parent
-        while before is not None and before.num_tokens > seen_from:
-            yield before
-            before = before.parent
 
     def end_leases(self, block: KeptBlock) -> bool:
         """A block is kept no more: whose last turn ended with it shares nothing
