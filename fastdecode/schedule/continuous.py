@@ -43,6 +43,7 @@ from fastdecode.schedule.reserving.outgrown import Outgrown
 from fastdecode.schedule.reserving.places import Places
 from fastdecode.schedule.reserving.starts import Starts
 from fastdecode.schedule.running import Lane, Parked, Run
+from fastdecode.schedule.shares import LaneShares
 from fastdecode.schedule.waiting import Waiting
 
 
@@ -83,7 +84,7 @@ class ContinuousScheduler:
         self.hybrid = hybrid
         self._make_lanes = make_lanes
         self._lengths = lengths
-        self._max_num_sequences = max_num_sequences
+        self._shares = LaneShares(max_num_sequences, are_even=hybrid is None)
         self._opening_steps = opening_steps
         self._starts = Starts(ledger, lengths, places or hybrid, first_part_id)
         self._outgrown = Outgrown(ledger, lengths)
@@ -237,7 +238,10 @@ class ContinuousScheduler:
         ahead = self._opening_steps if is_busy else 0
         if self.hybrid is not None and lane.index == 0:
             ahead = 0  # the device answers at once
-        most = self._num_startable(lane, ahead)
+        num_ending = 0
+        if ahead and not lane.is_apart:
+            num_ending = sum(_ends(run, lane.step) for run in lane.running.values())
+        most = self._shares.num_free(lane, self.lanes, len(self.waiting), num_ending)
         lane.admission.begin_step(lane.step, len(lane.running), most)
         if most and self.hybrid is not None:
             self.hybrid.begin_plan(self.waiting.head)
@@ -256,24 +260,6 @@ class ContinuousScheduler:
             self.waiting.pop()
             starts.append(self._starts.start(lane, candidate))
         return starts
-
-    def _num_startable(self, lane: Lane, ahead: int) -> int:
-        """Sequences for which there will be a place in the lane."""
-        ending = 0
-        if ahead and not lane.is_apart:
-            ending = sum(_ends(run, lane.step) for run in lane.running.values())
-        if self.hybrid is not None or lane.runs_prompts_only:  # whoever finds room first
-            most = self._max_num_sequences - self.num_running + ending
-            return max(0, min(most, len(self.waiting)))
-        # Prompts that run apart decode in one of these lanes later. Some lane
-        # always has less than its share, so nobody waits for ever.
-        num_lanes = sum(not each.runs_prompts_only for each in self.lanes)
-        lane_size = -(-self._max_num_sequences // num_lanes)
-        share = -(-(self.num_running + len(self.waiting)) // num_lanes)
-        in_lane = min(lane_size, share) - len(lane.running) + ending
-        return max(
-            0, min(in_lane, len(self.waiting), self._max_num_sequences - self.num_running + ending)
-        )
 
     def _stop(self, sequence: Sequence) -> bool:
         """A sequence runs no more, if it does."""
