@@ -134,6 +134,7 @@ def s_worker(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     from fastdecode.core.config.engine import EngineConfig
     from fastdecode.engine.setup.launch import RunningEngine
+    from fastdecode.measure.steady import cancel_all
 
     sums = Sums()
     config = EngineConfig.of(
@@ -154,7 +155,7 @@ def s_worker(options: argparse.Namespace) -> None:
         segments = [bench.segment(1 + i % 2) for i in range(SEGMENTS)]
         if options.trace:
             record(bench, options.trace)
-    running.engine.cancel_all()
+    cancel_all(running.engine)
     running.close()
     result = {"context": context, "segments": [asdict(segment) for segment in segments]}
     options.out.write_text(json.dumps(result))
@@ -192,11 +193,13 @@ class Bench:
 
     def balanced_context(self) -> int:
         """The context at which the R-part takes as long as the S-part."""
+        from fastdecode.measure.steady import cancel_all
+
         self.start(PROBE_CONTEXT)
         for _ in range(4):
             self.cycle()
         probe = self.segment(1)
-        self._engine.cancel_all()
+        cancel_all(self._engine)
         return round((PROBE_CONTEXT + 4 + CYCLES) * probe.s_part_s / probe.r_part_s)
 
     def segment(self, lanes: int) -> Segment:

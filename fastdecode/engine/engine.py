@@ -196,13 +196,6 @@ class Engine:
             self.cancel(request_id)
         return waiting
 
-    def cancel_all(self) -> None:
-        """Forget every unfinished request, and free what it holds."""
-        for request_id in self.requests.ids:
-            self.cancel(request_id)
-        while self.broken is None and self._executor.is_busy:
-            self._executor.run_on()
-
     def abandon(self, error: FastDecodeError) -> None:
         """A step broke down: end every unfinished request with this error. The
         engine takes no requests from then on, since what its R-workers hold is

@@ -76,11 +76,19 @@ def time_steady_steps(
             steps.append(clock() - started)
             computes.append(engine.stats.r_compute_s - r_before)
     finally:
-        engine.cancel_all()
+        cancel_all(engine)
     context = prompt_len + num_generated / batch + WARM_UP_STEPS + num_steps / 2
     return SteadySteps(
         batch, context, tuple(steps[WARM_UP_STEPS:]), tuple(computes[WARM_UP_STEPS:])
     )
+
+
+def cancel_all(engine: Engine) -> None:
+    """Forget every unfinished request, and free what it holds."""
+    for request_id in engine.requests.ids:
+        engine.cancel(request_id)
+    while engine.broken is None and engine.has_work:
+        engine.step()
 
 
 def time_prompt(

@@ -8,10 +8,9 @@ keeps one; it may take over others' (``keepers``).
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 from fastdecode.core.clock import Clock
@@ -166,17 +165,6 @@ class Fleet:
         self._peers.look()
         if self.later is not None:
             self.later.listen()
-
-    @contextlib.contextmanager
-    def while_greeting(self) -> Iterator[None]:
-        """Within, R-workers may take as long to answer as the compiling of kernels does."""
-        owed = self.owed
-        usual = owed.deadlines
-        owed.deadlines = usual.while_greeting()
-        try:
-            yield
-        finally:
-            owed.deadlines = usual
 
     def lose(self, holder: HolderId, error: FastDecodeError) -> None:
         """Give up the R-worker that keeps a holder."""

@@ -27,7 +27,7 @@ def greet(
         ConfigError: an R-worker hasn't the memory for one KV block, or can't
             hold such a cache.
     """
-    with fleet.while_greeting():
+    with fleet.owed.while_greeting():
         for holder in fleet.keepers:
             most = (max_blocks or {}).get(holder, hello.max_blocks)
             fleet.send(holder, replace(hello, max_blocks=most))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -56,6 +57,16 @@ class OwedAnswers:
     def __len__(self) -> int:
         """Of how many peers this is kept."""
         return len(self._due)
+
+    @contextlib.contextmanager
+    def while_greeting(self) -> Iterator[None]:
+        """Within, peers may take as long to answer as the compiling of kernels does."""
+        usual = self.deadlines
+        self.deadlines = usual.while_greeting()
+        try:
+            yield
+        finally:
+            self.deadlines = usual
 
     def ask(self, index: int, message: ToRWorker, holder: HolderId) -> None:
         """A peer is about to be asked about a holder."""
