@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from instance_processes import (
     SILENCE_S,
-    WAIT_S,
     Process,
     assert_all_is_free,
     controller,
@@ -22,6 +21,7 @@ from instance_processes import (
     ready,
 )
 from instance_runs import OPTIONS, answers, params, prompts, tokens
+from news import WAIT_S
 from zmq_r_workers import at, r_workers
 
 from fastdecode import LLM
