@@ -9,144 +9,19 @@ then goes on where it was, and a **cut** link delivers nothing until it heals.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import Any
 
+from simulated_process import End, Process
 from virtual_time import VirtualTime
 
 from fastdecode.core.errors import WorkerError
-from fastdecode.wire.kv.replicating import ReplicationNews
-from fastdecode.wire.messages import AttendResult, FromRWorker, ToRWorker
+from fastdecode.wire.messages import FromRWorker, ToRWorker
 from fastdecode.wire.transport import PeerLostError, closed_error, timeout_error
-from rworker.absence import Absence
-from rworker.attention import AttentionExecutor
 from rworker.caches import Cache, Caches
-from rworker.instructions import Compute
-from rworker.serving import Serving
-from rworker.state import RWorkerState
-from rworker.stream.links import Links
-from rworker.worker import serve_next
-
-
-class _End(Enum):
-    END = "the other side has closed the connection"
-
-
-class _Executor(AttentionExecutor):
-    """Whose next computations may be made to fail."""
-
-    num_failures = 0
-    """So many are left."""
-
-    def compute(self, compute: Compute) -> AttendResult:
-        if self.num_failures:
-            self.num_failures -= 1
-            raise MemoryError("no more memory")
-        return super().compute(compute)
-
-
-class Process:
-    """One R-worker's process, and its side of every connection to it."""
-
-    def __init__(self, name: str, kv_bytes: int, network: Network, chance: random.Random) -> None:
-        time = network.time
-        serving = Serving(keeps_serving=True, keep_s=network.session_keep_s)
-        self.state = RWorkerState(name, kv_bytes=kv_bytes, serving=serving)
-        self._absence = Absence(serving, time)
-        self._awaits = False
-        self.executor = _Executor(num_threads=1, clock=time)
-        self.neighbours = _Neighbours(network, self)
-        self.links = Links(self.executor, self.neighbours, self._tell, time)
-        self.is_up = True
-        self.hangs_until_s = 0.0
-        self.hung_since_s = math.inf
-        self.connections: list[_WorkersSide] = []
-        self._time = time
-        self._chance = chance
-        self._inbox: deque[tuple[int, ToRWorker | _End]] = deque()
-        self._has_answers = False
-        self._is_busy = False
-
-    def connect(self, side: _WorkersSide) -> int:
-        self.connections.append(side)
-        return len(self.connections) - 1
-
-    def deliver(self, peer: int, message: ToRWorker | _End) -> None:
-        self._inbox.append((peer, message))
-        self._go_on()
-
-    def receive_any(self, timeout_s: float | None = None) -> tuple[int, ToRWorker]:
-        """As a hub's; if there is nothing, links have something to do."""
-        if not self._inbox:
-            raise timeout_error("every peer", 0.0)
-        peer, message = self._inbox.popleft()
-        if isinstance(message, _End):
-            raise PeerLostError(peer, closed_error("the S-worker", by_peer=True))
-        return peer, message
-
-    def crash(self) -> None:
-        self.is_up = False
-        self.links.close()
-        for side in self.connections:
-            side.close()
-
-    def wake(self) -> None:
-        """A neighbour has answered."""
-        self._has_answers = True
-        self._go_on()
-
-    def hang(self, for_s: float) -> None:
-        if self._time.now_s >= self.hangs_until_s:
-            self.hung_since_s = self._time.now_s
-        self.hangs_until_s = max(self.hangs_until_s, self._time.now_s + for_s)
-        self._time.at(self.hangs_until_s, self._go_on)
-
-    @property
-    def hangs(self) -> bool:
-        return self._time.now_s < self.hangs_until_s
-
-    @property
-    def _has_work(self) -> bool:
-        wait_s = self.links.wait_s  # None: there are no links any more
-        return bool(self._inbox or wait_s == 0 or (self._has_answers and wait_s is not None))
-
-    def _go_on(self) -> None:
-        if self._has_work and self.is_up and not self.hangs and not self._is_busy:
-            self._is_busy = True
-            self._time.at(self._time.now_s + self._chance.uniform(0, 2e-4), self._work)
-
-    def _work(self) -> None:
-        self._is_busy = False
-        if not self.is_up or self.hangs or not self._has_work:
-            return
-        if not self._inbox:  # else what neighbours say waits
-            self._has_answers = False
-        if not serve_next(self, self.state, self.executor, self._absence, self.links):
-            self.crash()
-        self._await_returns()
-        self._go_on()
-
-    def _await_returns(self) -> None:
-        """Look again when an S-worker that is lost has been for too long."""
-        wait_s = self._absence.wait_s(self.state)
-        if wait_s is not None and not self._awaits:
-            self._awaits = True
-            self._time.at(self._time.now_s + wait_s, self._look_again)
-
-    def _look_again(self) -> None:
-        self._awaits = False
-        if self.is_up and not self._is_busy:
-            serve_next(self, self.state, self.executor, self._absence, self.links)
-            self._await_returns()
-
-    def _tell(self, peer: int, news: ReplicationNews) -> None:
-        with contextlib.suppress(WorkerError):
-            self.connections[peer].send(news)
 
 
 class _WorkersSide:
@@ -168,7 +43,7 @@ class _WorkersSide:
     def close(self) -> None:
         if not self.is_closed:
             self.is_closed = True
-            self._link.travel(lambda: self._link.arrive(_End.END), to_worker=False)
+            self._link.travel(lambda: self._link.arrive(End.END), to_worker=False)
 
 
 class Link:
@@ -228,12 +103,12 @@ class Link:
         at_s = self._last_s[to_worker] = max(at_s, self._last_s[to_worker])
         self._network.time.at(at_s, act)
 
-    def arrive(self, message: FromRWorker | _End) -> None:
+    def arrive(self, message: FromRWorker | End) -> None:
         if not self.is_closed:
             self._network.arrivals.append((self, message))
 
     def check(self) -> None:
-        if any(link is self and message is _End.END for link, message in self._network.arrivals):
+        if any(link is self and message is End.END for link, message in self._network.arrivals):
             raise closed_error(self.peer, by_peer=True)
 
     def send(self, message: ToRWorker) -> None:
@@ -253,8 +128,8 @@ class Link:
                 return self.take(message)
         return None
 
-    def take(self, message: FromRWorker | _End) -> FromRWorker:
-        if isinstance(message, _End):
+    def take(self, message: FromRWorker | End) -> FromRWorker:
+        if isinstance(message, End):
             self.has_ended = True
             raise closed_error(self.peer, by_peer=True)
         return message
@@ -262,14 +137,14 @@ class Link:
     def close(self) -> None:
         if not self.is_closed:
             self.is_closed = True
-            self._tell(_End.END)
+            self._tell(End.END)
 
     def forsake(self, *, is_seen: bool) -> None:
         """Nobody is at this side any more."""
         if not self.is_closed:
             self.is_closed = True
             if is_seen:
-                self._tell(_End.END)
+                self._tell(End.END)
 
     @property
     def caches(self) -> list[Cache]:
@@ -280,7 +155,7 @@ class Link:
         caches: Caches = process.state._caches
         return [cache for cache in caches if cache.owner == self._index]
 
-    def _tell(self, message: ToRWorker | _End) -> None:
+    def _tell(self, message: ToRWorker | End) -> None:
         process, index = self._process, self._index
         if process is not None:
             self.travel(lambda: process.deliver(index, message), to_worker=True)
@@ -297,11 +172,11 @@ class _NeighbourLink(Link):
     """From one R-worker to another."""
 
     def __init__(self, network: Network, number: int, owner: Process) -> None:
-        self._arrived: deque[FromRWorker | _End] = deque()
+        self._arrived: deque[FromRWorker | End] = deque()
         self._owner = owner
         super().__init__(network, number)
 
-    def arrive(self, message: FromRWorker | _End) -> None:
+    def arrive(self, message: FromRWorker | End) -> None:
         if not self.is_closed:
             self._arrived.append(message)
             self._owner.wake()
@@ -360,7 +235,7 @@ class Network:
         self.num_sent = 0
         """Messages, in both directions."""
         self._when_sent: dict[int, list[Callable[[], None]]] = {}
-        self.arrivals: deque[tuple[Link, FromRWorker | _End]] = deque()
+        self.arrivals: deque[tuple[Link, FromRWorker | End]] = deque()
         self._kv_bytes = kv_bytes
         self._chance = chance
         self._usual_s = chance.choice([1e-5, 1e-4, 2e-3])
@@ -374,7 +249,14 @@ class Network:
         assert self.processes[number] is None or not self.processes[number].is_up
         name = f"r{number}"
         self.last_started = number
-        self.processes[number] = Process(name, self._kv_bytes, self, self._chance)
+        self.processes[number] = Process(
+            name,
+            self._kv_bytes,
+            self.session_keep_s,
+            self.time,
+            self._chance,
+            lambda process: _Neighbours(self, process),
+        )
 
     def when_sent(self, number: int, act: Callable[[], None]) -> None:
         """Do it when so many messages have been sent."""
@@ -419,7 +301,7 @@ class Network:
                 assert timeout_s is not None
                 raise timeout_error("any R-worker", timeout_s)
 
-    def _taken(self, link: Link, message: FromRWorker | _End) -> tuple[int, FromRWorker]:
+    def _taken(self, link: Link, message: FromRWorker | End) -> tuple[int, FromRWorker]:
         index = self._links.index(link)
         try:
             return index, link.take(message)

@@ -7,14 +7,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 from remembering_store import Store
-from schedule_choices import MAX_SEQUENCES, MAX_STEP_TOKENS, PREFILL_CHUNK
+from schedule_choices import MAX_SEQUENCES
+from traffic_checks import check_loads, check_memory, check_sizes, contexts_of, last_part
+from traffic_moves import Moves
 
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.holders import HolderId, Part
 from fastdecode.core.sequence import SHARED, CacheUse, Request, SamplingParams, Sequence
-from fastdecode.core.spec import first_seen
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.life.events import (
     Came,
@@ -24,14 +24,12 @@ from fastdecode.schedule.life.events import (
     Event,
     Extend,
     Fail,
-    Fetching,
     Finish,
     Fork,
     Instruction,
     LaneIdle,
     LaneReady,
     Lost,
-    Moved,
     Open,
     Opened,
     Resume,
@@ -43,16 +41,6 @@ from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.life.lives import Status
 from fastdecode.schedule.plan import Chunk, DropCopies, Fetch, Forget, Keep
 from fastdecode.schedule.plan import Store as StoreDown
-
-
-def contexts_of(sequence: Sequence) -> list[int]:
-    """Of each of a sequence's tokens, what tells its salt and all tokens up to it."""
-    context = hash(sequence.request.cache.salt)
-    contexts = []
-    for token in sequence.token_ids:
-        context = hash((context, token))
-        contexts.append(context)
-    return contexts
 
 
 @dataclass(eq=False)
@@ -87,13 +75,7 @@ class Harness:
     """Sequences that stepped together."""
     stepped: set[int] = field(default_factory=set)
     """Those that have, since they started last."""
-    moves: list[tuple[StoreDown | Fetch, np.ndarray]] = field(default_factory=list)
-    """Blocks on their way between tiers."""
-    moves_fail: Callable[[], bool] = lambda: False
-    """Asked for each block that moves."""
-    moves_tell: Callable[[], bool] = lambda: False
-    """Asked while blocks are fetched, whether it is told how far that is."""
-    num_fetched: int = 0
+    moves: Moves = field(default_factory=Moves)
     num_stepped_early: int = 0
     """Chunks of sequences of which blocks were still coming."""
     num_disbelieved: int = 0
@@ -151,19 +133,10 @@ class Harness:
     def end_move(self) -> bool:
         """What is longest on its way arrives, or comes half of the way. Returns
         whether there was anything."""
-        if not self.moves:
-            return False
-        if isinstance(self.moves[0][0], Fetch) and self.moves_tell():
-            fetch = self.moves[0][0]
-            self._tell(Fetching(fetch.holder, fetch.job, 0.5, 0.5))
-            return True
-        move, blocks = self.moves.pop(0)
-        failed = {key for key in move.keys if self.moves_fail()}
-        is_fetch, store = isinstance(move, Fetch), self.stores[move.holder]
-        failed = store.end_move(move.keys, blocks, is_fetch=is_fetch, failed=failed)
-        self.num_fetched += (len(move.keys) - len(failed)) * is_fetch
-        self._tell(Moved(move.holder, move.job, tuple(failed), 1, 1.0))
-        return True
+        news = self.moves.next(self.stores)
+        if news is not None:
+            self._tell(news)
+        return news is not None
 
     def begin(self, lane: int) -> Run | None:
         """Begin the lane's next step, if anybody can step."""
@@ -258,7 +231,7 @@ class Harness:
     def lose(self, worker: int) -> None:
         self.lost.add(worker)
         self.unanswered = [part for part in self.unanswered if part.holder != worker]
-        self.moves = [move for move in self.moves if move[0].holder != worker]
+        self.moves.lose(worker)
         self._tell(Lost(HolderId(worker)))
 
     def _tell(self, event: Event, lane: int | None = None) -> list[Instruction]:
@@ -278,13 +251,10 @@ class Harness:
                     del self.live[sequence.sequence_id]
                 case Fail():
                     assert self.lost
-                    failed = [
-                        i
-                        for i, s in self.live.items()
-                        if s.request.request_id == instruction.request_id
-                    ]
-                    for sequence_id in failed:
-                        del self.live[sequence_id]
+                    failed = instruction.request_id
+                    for sequence in [*self.live.values()]:
+                        if sequence.request.request_id == failed:
+                            del self.live[sequence.sequence_id]
                 case Run():
                     left.append(instruction)
                 case Extend():
@@ -300,12 +270,7 @@ class Harness:
                 case Forget():
                     self.stores[instruction.holder].forget(instruction.keys)
                 case StoreDown() | Fetch():
-                    store, is_fetch = (
-                        self.stores[instruction.holder],
-                        isinstance(instruction, Fetch),
-                    )
-                    blocks = store.begin_move(instruction.keys, is_fetch=is_fetch)
-                    self.moves.append((instruction, blocks))
+                    self.moves.begin(instruction, self.stores[instruction.holder])
                 case DropCopies():
                     self.stores[instruction.holder].drop(instruction.keys)
                 case Open() | Fork() | Resume():
@@ -330,21 +295,9 @@ class Harness:
         return {i for i, life in lives.items() if life.is_parked}
 
     def _check_memory(self, chunk: Chunk) -> None:
-        """Whatever it attends to is there and was written for it, and nothing
-        was that is said to be missing."""
-        sequence, last = chunk.sequence, chunk.first + chunk.num_tokens
-        assert sequence.residence is not None
         window = self.scheduler.ledger.cache.stock.window.num_tokens
-        assert sequence.residence.parts[0].first_token <= first_seen(chunk.first, window)
-        contexts = self._contexts_of(sequence)
-        for part in sequence.residence.parts:
-            if part.holder not in self.lost:
-                there = self.stores[part.holder].contexts(part.part_id)
-                assert None not in there[: max(0, last - part.first_token)]
-                assert all(
-                    context in (None, expected)
-                    for context, expected in zip(there, contexts[part.first_token :], strict=False)
-                )
+        there = {holder: x for holder, x in enumerate(self.stores) if holder not in self.lost}
+        check_memory(chunk, self._contexts_of(chunk.sequence), there, window)
 
     def _contexts_of(self, sequence: Sequence) -> list[int]:
         """As R-workers know it, who are sent K and V of tokens that are coming."""
@@ -425,23 +378,9 @@ class Harness:
             assert set(chunks) == members, "everyone gets on in every step"
             assert len(self._members(lane)) <= self.scheduler.num_running <= MAX_SEQUENCES
         assert (members & self.stepped) - waits <= set(chunks), "nobody is held up who has begun"
-        assert sum(chunk.num_tokens for chunk in run.chunks) <= MAX_STEP_TOKENS
-        assert len(chunks) <= MAX_SEQUENCES
-        for sequence in [chunk.sequence for chunk in chunks.values()]:
-            count = sum(chunk.num_tokens for chunk in run.chunks if chunk.sequence is sequence)
-            assert 1 <= count <= max(1, min(PREFILL_CHUNK, sequence.num_uncached))
-        loads = [0] * len(self.stores)
-        here = [0] * len(self.stores)  # of each R-worker: sequences that have a part there
-        for chunk in chunks.values():
-            assert chunk.sequence.residence is not None
-            for part in chunk.sequence.residence.parts:
-                num_cached = chunk.sequence.num_cached + chunk.num_tokens  # at least
-                loads[part.holder] += max(0, min(num_cached - part.first_token, part.num_tokens))
-            for worker in set(chunk.sequence.residence.holders):
-                here[worker] += 1
+        check_sizes(run)
         if self.lane_limits is not None:
-            for load, members_here, limit in zip(loads, here, self.lane_limits, strict=True):
-                assert load <= limit or members_here == 1, "no start above the limit"
+            check_loads(run, self.lane_limits)
 
     def run_out(self) -> None:
         """Until nothing is left, within as many turns as running one sequence
@@ -456,9 +395,3 @@ class Harness:
             moved = [self.turn(lane) for lane in range(self.num_lanes)]
             assert any(moved) or not self.live, "somebody can always get on"
         raise AssertionError("somebody starves")
-
-
-def last_part(sequence: Sequence) -> Part:
-    """The one that grows."""
-    assert sequence.residence is not None
-    return sequence.residence.parts[sequence.residence.index_of(sequence.num_cached)]

@@ -85,8 +85,8 @@ def test_nobody_reads_what_was_not_written_for_it_wherever_it_was_meanwhile(
     busy = harness(
         slots=slots, policy=policy, lanes=num_lanes, opening=int(late), threshold=threshold
     )
-    busy.moves_fail = lambda: chance.random() < failing
-    busy.moves_tell = lambda: chance.random() < 0.5
+    busy.moves.fail = lambda: chance.random() < failing
+    busy.moves.tell = lambda: chance.random() < 0.5
     busy.lifecycle.stepped(BLOCK_SIZE, 1e6)  # so that all fetches come in time
     play(data, busy, requests, lose=lose)
     assert failing or all(store.num_on_disk <= slots for store in busy.stores)
@@ -113,8 +113,8 @@ def test_sequences_join_before_their_blocks_have_come_and_start_again_without_th
     chance = random.Random(3)
     busy = harness((10,), slots=40)
     busy.lifecycle.stepped(BLOCK_SIZE, 1e6)
-    busy.moves_tell = lambda: chance.random() < 0.7
-    busy.moves_fail = lambda: chance.random() < 0.25
+    busy.moves.tell = lambda: chance.random() < 0.7
+    busy.moves.fail = lambda: chance.random() < 0.25
     turns(busy, 4, 6)
     counts = busy.lifecycle.scheduler.ledger.cache.stock.traffic.counts
     assert counts.num_joined > 4 and counts.num_failed > 0 and counts.num_fetched > 0
@@ -125,7 +125,7 @@ def test_a_fetch_that_is_slower_than_the_step_is_waited_for() -> None:
     busy = harness((10,), slots=40)
     busy.lifecycle.stepped(BLOCK_SIZE, 1e-6)
     told = itertools.cycle((True, False))
-    busy.moves_tell = lambda: next(told)
+    busy.moves.tell = lambda: next(told)
     turns(busy, 3)
     counts = busy.lifecycle.scheduler.ledger.cache.stock.traffic.counts
     assert counts.num_fetched > 0 and not counts.num_joined and not busy.num_stepped_early
@@ -136,7 +136,7 @@ def test_conversations_find_on_disk_what_memory_has_no_room_for(policy: str) -> 
     busy = harness((10,), slots=40, policy=policy)
     turns(busy, 3)
     counts = busy.lifecycle.scheduler.ledger.cache.stock.traffic.counts
-    assert busy.num_fetched > 0 and counts.num_fetched == busy.num_fetched
+    assert busy.moves.num_fetched > 0 and counts.num_fetched == busy.moves.num_fetched
     assert counts.num_failed == 0 and busy.num_resumed_tokens > 20
 
 

@@ -126,8 +126,8 @@ def test_conversations_that_branch_and_fail_see_what_was_written_for_them(
     """A conversation goes on from any moment of any other."""
     chance = random.Random(seed)
     chat = harness(window, (9, 14), lanes=2, policy=policy, slots=slots)
-    chat.moves_fail = lambda: chance.random() < failing
-    chat.moves_tell = lambda: chance.random() < 0.5
+    chat.moves.fail = lambda: chance.random() < failing
+    chat.moves.tell = lambda: chance.random() < 0.5
     chat.lifecycle.stepped(BLOCK_SIZE, 1e6)
     histories: list[tuple[int, ...]] = [()]
     running: dict[int, tuple[int, ...]] = {}
