@@ -39,9 +39,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from instances import asked, percentile
+from instances import asked
+from percentiles import percentile
 from provenance import keep, provenance
-from r_worker_processes import model_or_random
+from r_worker_processes import add_model_options, model_or_random
 
 from fastdecode import LLM
 from fastdecode.core.delta import DeltaQueue
@@ -177,8 +178,7 @@ def measure(model: str, directory: str, options: argparse.Namespace) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="a model directory; default: random parameters")
-    parser.add_argument("--shape", default="mha32m", help="of the random parameters")
+    add_model_options(parser)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--cpus", default="0", help="of S-worker and R-worker")
     parser.add_argument("--prompt-cpus", default="1", help="of the prompt stage")

@@ -37,7 +37,7 @@ from typing import Any
 
 from end_to_end import VOCAB
 from provenance import keep, provenance
-from r_worker_processes import model_or_random, r_workers
+from r_worker_processes import add_model_options, model_or_random, r_workers
 
 NUM_WORKERS = 3
 TENTHS = 10
@@ -163,8 +163,7 @@ def measure(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="a model directory; default: random parameters")
-    parser.add_argument("--shape", default="mha32m", help="of the random parameters")
+    add_model_options(parser)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 1024, 2048, 4096])

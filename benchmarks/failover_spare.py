@@ -36,7 +36,7 @@ from typing import Any
 import psutil
 from end_to_end import VOCAB
 from provenance import keep, provenance
-from r_worker_processes import COMMAND, model_or_random
+from r_worker_processes import COMMAND, add_model_options, model_or_random
 
 NUM_WORKERS = 3
 LIMIT_S = 3600.0
@@ -150,8 +150,7 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="a model directory; default: random parameters")
-    parser.add_argument("--shape", default="mha32m", help="of the random parameters")
+    add_model_options(parser)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--context", type=int, default=500)

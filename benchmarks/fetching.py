@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from percentiles import percentile
 from provenance import keep, provenance
 
 from cpu_kernels import allocate_pool
@@ -261,10 +262,6 @@ def steps(
         return taken, 0.0
     fetches.end(target.news.pop(0) if target.news else target.hear(Pulled))
     return taken, fetches.num_bytes / (time.perf_counter() - began_s)
-
-
-def percentile(values: list[float], percent: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(len(values) * percent / 100))]
 
 
 def steps_beside(

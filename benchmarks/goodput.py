@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from end_to_end import VOCAB
 from provenance import keep, provenance
-from r_worker_processes import model_or_random
+from r_worker_processes import add_model_options, model_or_random
 
 from cost_model.goodput.simulator import (
     DecodeSpec,
@@ -226,8 +226,7 @@ def slo_of(fitted: Fitted, draw: Draw, options: argparse.Namespace) -> Slo:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="a model directory; default: random parameters")
-    parser.add_argument("--shape", default="mha32m", help="of the random parameters")
+    add_model_options(parser)
     parser.add_argument("--requests", type=int, default=80)
     parser.add_argument("--rounds", type=int, default=3, help="of each timing")
     parser.add_argument("--slack", type=float, default=4.0, help="of the SLO")

@@ -32,8 +32,9 @@ from statistics import median
 from typing import Any
 
 from end_to_end import VOCAB
+from percentiles import percentile
 from provenance import keep, provenance
-from r_worker_processes import model_or_random
+from r_worker_processes import add_model_options, model_or_random
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.delta import DeltaQueue
@@ -92,10 +93,6 @@ def run(llm: LLM, seed: int, options: argparse.Namespace) -> dict[str, list[floa
     }
 
 
-def percentile(values: list[float], percent: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(len(values) * percent / 100))]
-
-
 def row(way: str, llm: LLM, found: dict[str, list[float]]) -> dict[str, Any]:
     told = {
         name: {f"p{percent}": percentile(values, percent) for percent in (50, 90, 99)}
@@ -134,8 +131,7 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="a model directory; default: random parameters")
-    parser.add_argument("--shape", default="mha32m", help="of the random parameters")
+    add_model_options(parser)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=7)

@@ -3,6 +3,7 @@ benchmarks."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import subprocess
 import sys
@@ -48,6 +49,12 @@ def r_workers(number: int, kv_memory_gb: float) -> Iterator[RWorkers]:
         for process in processes:
             process.kill()
             process.wait()
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """What ``model_or_random`` is told."""
+    parser.add_argument("--model", help="a model directory; default: random parameters")
+    parser.add_argument("--shape", default="mha32m", help="of the random parameters")
 
 
 def model_or_random(model: str | None, shape: str, directory: str) -> str:

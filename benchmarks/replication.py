@@ -33,7 +33,7 @@ from typing import Any
 
 from end_to_end import VOCAB
 from provenance import keep, provenance
-from r_worker_processes import RWorkers, model_or_random, r_workers
+from r_worker_processes import RWorkers, add_model_options, model_or_random, r_workers
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.sequence import PromptRequest
@@ -117,8 +117,7 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="a model directory; default: random parameters")
-    parser.add_argument("--shape", default="mha32m", help="of the random parameters")
+    add_model_options(parser)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--lanes", type=int, default=1)
     parser.add_argument("--kv-dtype", default="bfloat16")
