@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -270,15 +269,21 @@ def death_of(puppet: Puppet, signal_number: int) -> Callable[[], None]:
     return lambda: os.kill(puppet.pid, signal_number)
 
 
-def test_an_r_worker_that_was_killed_is_noticed_at_once(stage: Stage, hub: ZmqHub) -> None:
+@pytest.fixture
+def patient_hub() -> Iterator[ZmqHub]:
+    """Whose heartbeats don't tell it that anybody is lost."""
+    with contextlib.closing(ZmqHub(silence_s=10 * WAIT_S)) as made:
+        yield made
+
+
+def test_an_r_worker_that_was_killed_is_noticed_at_once(stage: Stage, patient_hub: ZmqHub) -> None:
+    hub = patient_hub
     connections = [connect(hub, puppet)[0] for puppet in stage.puppets]
     stage.puppets[1].send(Accepted(5))
     assert hub.receive_any(WAIT_S) == (1, Accepted(5))
     connections[1].send(attend(4000))
-    started = time.monotonic()
     stage.puppets[1].kill()
     assert code_of(lambda: hub.receive_any(WAIT_S), connections[1].peer, "is lost") == CLOSED
-    assert time.monotonic() - started < 5.0  # heartbeats alone would need that long
     assert code_of(lambda: connections[1].send(attend(1)), connections[1].peer) == CLOSED
     for worker in (0, 2):
         stage.puppets[worker].start("answer", 1)
@@ -300,8 +305,8 @@ def test_a_silent_r_worker_is_lost(stage: Stage) -> None:
 def test_an_idle_s_worker_is_not_lost(stage: Stage, hub: ZmqHub) -> None:
     """Heartbeats need no Python: neither side calls anything while several
     times the silence goes by."""
-    connection, _ = connect(hub, stage.puppets[0], silence_s=0.2)
-    assert code_of(lambda: stage.puppets[0].receive(2.5), "S-worker") == TIMEOUT
+    connection, _ = connect(hub, stage.puppets[0], silence_s=1.0)
+    assert code_of(lambda: stage.puppets[0].receive(3.0), "S-worker") == TIMEOUT
     connection.send(OpenSequence(1, 1))
     assert stage.puppets[0].receive(WAIT_S) == OpenSequence(1, 1)
 
