@@ -63,6 +63,11 @@ class PrefillQueue:
     def has_room(self) -> bool:
         return self.is_open and self.num_tokens < QUEUED_BATCHES * self.batch_tokens
 
+    @property
+    def queued_s(self) -> float:
+        """Predicted, of all that is bound to it."""
+        return self.seconds(self.num_tokens)
+
 
 @dataclass
 class DecodeRoom:
@@ -74,6 +79,11 @@ class DecodeRoom:
     num_sequences: int = 0
     is_open: bool = True
     """It is there, and its role is to decode."""
+
+    @property
+    def fullness(self) -> float:
+        """Which share of its room is reserved."""
+        return self.num_tokens / self.capacity_tokens
 
     def fits(self, job: Job) -> bool:
         fits = self.num_tokens + job.reserved_tokens <= self.capacity_tokens
@@ -188,14 +198,10 @@ class Dispatcher:
             queues = [i for i, queue in enumerate(self.prefill) if queue.has_room]
             if not queues:
                 return
-            best = min(queues, key=self._queued_s)
+            best = min(queues, key=lambda i: self.prefill[i].queued_s)
             job = self._arrived.popleft()
             self.prefill[best].num_tokens += job.prompt_tokens
             yield Bind(job, best)
-
-    def _queued_s(self, instance: int) -> float:
-        queue = self.prefill[instance]
-        return queue.seconds(queue.num_tokens)
 
     def _fetch(self) -> Iterator[Fetch]:
         while self._offered:
@@ -203,12 +209,8 @@ class Dispatcher:
             rooms = [i for i, room in enumerate(self.decode) if room.fits(job)]
             if not rooms:
                 return
-            best = min(rooms, key=self._fullness)
+            best = min(rooms, key=lambda i: self.decode[i].fullness)
             self._offered.popleft()
             self.decode[best].num_tokens += job.reserved_tokens
             self.decode[best].num_sequences += 1
             yield Fetch(job, best)
-
-    def _fullness(self, instance: int) -> float:
-        room = self.decode[instance]
-        return room.num_tokens / room.capacity_tokens
