@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ from fastdecode.core.spec import KVSpec
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.kv.handing import Gone, KVSource, Offer, Pull, Pulled, ViewOffer
 from fastdecode.wire.messages import PROTOCOL_VERSION, CloseSequence, Failed
+from fastdecode.wire.patience import look_until_found
 from rworker.attention import AttentionExecutor
 from rworker.state import RWorkerState
 from rworker.worker import serve, start_worker_thread
@@ -144,9 +144,12 @@ def test_readers_that_come_and_go_leave_nothing_at_a_gate() -> None:
         reader.send(ViewOffer(PROTOCOL_VERSION, "no ticket" if is_sent_away else "ab" * 16))
         assert isinstance(reader.receive(WAIT_S), Failed if is_sent_away else Gone)
         reader.close()
-        until(
-            lambda: not any(x.is_open for x in (*thread.hub.connections[1:], *inside.connections))
-        )
+
+        def have_hung_up() -> bool | None:
+            both = *thread.hub.connections[1:], *inside.connections
+            return True if not any(x.is_open for x in both) else None
+
+        assert look_until_found(have_hung_up, WAIT_S)
     assert len(thread.hub.connections) <= 3 and len(inside.connections) <= 2
     owner.open(1, 16)
     thread.stop()
@@ -154,13 +157,6 @@ def test_readers_that_come_and_go_leave_nothing_at_a_gate() -> None:
     thread.connection.close()
     gates.close()
     hub.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s, "it never comes to that"
-        time.sleep(0.005)
 
 
 def test_ports_follow_upon_the_first() -> None:
