@@ -182,7 +182,7 @@ class Controller:
         """An instance is broken: all that it had goes on elsewhere."""
         logger.error("instance %s is lost: %s", lost.name, error)
         had = self.desk.lose(lost)
-        if self.desk.is_empty:
+        if self.desk.members.are_all_lost:
             self._broken = WorkerError(f"no instance is left: {error.message}", code=error.code)
             self.has_work = True
             return
@@ -193,8 +193,9 @@ class Controller:
         self._check_waiting()
 
     def came_back(self, instance: Instance) -> None:
-        """One that was lost is there again."""
-        self.desk.came_back(instance)
+        """One that was lost is there again, and has nothing."""
+        self.desk.members.come_and_go(instance, is_there=True)
+        self.desk.look()
 
     def set_role(self, name: str, role: InstanceRole) -> None:
         """What an instance is given from now on. What it has, it goes on with.
@@ -203,7 +204,7 @@ class Controller:
             ConfigError: there is none of that name.
         """
         if not self.desk.set_role(name, role):
-            names = ", ".join(each.name for each in self.desk.instances)
+            names = ", ".join(each.name for each in self.desk.members.all)
             raise ConfigError(f"there is no instance {name!r}: they are {names}")
         self._check_waiting()
 

@@ -104,6 +104,59 @@ class Flows:
         return {request_id: flow.stage for request_id, flow in self.by_request.items()}
 
 
+class Members:
+    """The instances that there are: what each is given, and who can be given anything.
+
+    Args:
+        instances: all.
+        roles: of each.
+        dispatcher: is told who is open for what.
+    """
+
+    def __init__(
+        self,
+        instances: Sequence[Instance],
+        roles: Sequence[InstanceRole],
+        dispatcher: Dispatcher,
+    ) -> None:
+        self.all = tuple(instances)
+        self.roles = list(roles)
+        self._is_there = [True for _ in instances]
+        self._dispatcher = dispatcher
+        self._set_open()
+
+    @property
+    def are_all_lost(self) -> bool:
+        """Whether no instance is left."""
+        return all(each.broken is not None for each in self.all)
+
+    def come_and_go(self, instance: Instance, *, is_there: bool) -> None:
+        """One is lost, or is there again."""
+        self._is_there[self.all.index(instance)] = is_there
+        self._set_open()
+
+    def set_role(self, name: str, role: InstanceRole) -> bool:
+        """What an instance is given from now on. False: there is none of that name."""
+        found = [i for i, each in enumerate(self.all) if each.name == name]
+        for index in found:
+            self.roles[index] = role
+            self.all[index].give_role(role)
+        self._set_open()
+        return bool(found)
+
+    def _set_open(self) -> None:
+        """Who is given what; if nobody is left to decode, all do."""
+        every = list(zip(self.all, self.roles, self._is_there, strict=True))
+        able = [is_there and each.broken is None for each, _, is_there in every]
+        for index, role in enumerate(self.roles):
+            self._dispatcher.prefill[index].is_open = able[index] and role.prefills
+            self._dispatcher.decode[index].is_open = able[index] and role.decodes
+        rooms = self._dispatcher.decode
+        if not any(room.is_open for room in rooms):
+            for index, room in enumerate(rooms):
+                room.is_open = able[index]
+
+
 class Desk:
     """Gives requests to instances, and takes them back.
 
@@ -124,27 +177,19 @@ class Desk:
         failed: Failed,
     ) -> None:
         self._flows = flows
-        self.instances = tuple(instances)
-        self.roles = list(roles)
-        self._is_there = [True for _ in instances]
         self.dispatcher = Dispatcher(
             [PrefillQueue(batch_tokens, float) for _ in instances],
             [DecodeRoom(each.num_tokens, each.max_sequences) for each in instances],
         )
-        self._set_open()
+        self.members = Members(instances, roles, self.dispatcher)
         self._failed = failed
         self._decided: deque[Bind | Fetch] = deque()
         """What is to be carried out, its room booked already."""
         self._is_at_work = False
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no instance is left."""
-        return all(each.broken is not None for each in self.instances)
-
     def where(self, run: Run) -> Instance:
         """Who has a run."""
-        return self.instances[run.instance]
+        return self.members.all[run.instance]
 
     def arrive(self, flow: Flow) -> None:
         """A request waits for an instance that runs its prompt."""
@@ -182,7 +227,10 @@ class Desk:
 
     def _carry_out(self, decision: Bind | Fetch) -> None:
         flow = self._flows.by_job[decision.job.job_id]
-        if isinstance(decision, Bind) and self.roles[decision.instance] is InstanceRole.BOTH:
+        if (
+            isinstance(decision, Bind)
+            and self.members.roles[decision.instance] is InstanceRole.BOTH
+        ):
             decision = self._kept(decision)
         run = self._flows.begin(flow, decision.instance)
         every_step = isinstance(decision, Bind) or flow.is_watched
@@ -226,7 +274,7 @@ class Desk:
         elif decoding is not None:
             self._flows.end(decoding)
             flow.decoding = None
-            self.instances[decoding.instance].cancel(decoding.name)
+            self.where(decoding).cancel(decoding.name)
             self.do(self.dispatcher.decoded(flow.job, decoding.instance))
         elif stage is Stage.PREFILL and offering is not None:
             self.do(self.dispatcher.left(flow.job, offering.instance))
@@ -238,50 +286,27 @@ class Desk:
         offering, flow.offering = flow.offering, None
         if offering is not None:
             self._flows.end(offering)
-            self.instances[offering.instance].cancel(offering.name)
+            self.where(offering).cancel(offering.name)
 
     def lose(self, lost: Instance) -> list[Flow]:
         """An instance is broken: nothing more is given to it. Returns the
         requests that it had, and that are to go on elsewhere."""
-        self._is_there[self.instances.index(lost)] = False
-        self._set_open()
-        return [flow for flow in self._flows.by_request.values() if self._needs(flow, lost)]
-
-    def came_back(self, instance: Instance) -> None:
-        """One that was lost is there again, and has nothing."""
-        self._is_there[self.instances.index(instance)] = True
-        self._set_open()
-        self.look()
+        self.members.come_and_go(lost, is_there=False)
+        had = []
+        for flow in self._flows.by_request.values():
+            # What is being fetched from it is another's, who looks after that himself.
+            run = flow.decoding or flow.offering
+            if run is not None and self.where(run) is lost:
+                had.append(flow)
+        return had
 
     def set_role(self, name: str, role: InstanceRole) -> bool:
         """What an instance is given from now on; what it has it goes on with.
         False: there is none of that name."""
-        found = [i for i, each in enumerate(self.instances) if each.name == name]
-        for index in found:
-            self.roles[index] = role
-            self.instances[index].give_role(role)
-        self._set_open()
+        is_known = self.members.set_role(name, role)
         self.look()
-        return bool(found)
+        return is_known
 
     def look(self) -> None:
         """Instances have come, gone, or changed their roles."""
         self.do(self.dispatcher.look())
-
-    def _set_open(self) -> None:
-        """Who is given what; if nobody is left to decode, all do."""
-        every = list(zip(self.instances, self.roles, self._is_there, strict=True))
-        able = [is_there and each.broken is None for each, _, is_there in every]
-        for index, role in enumerate(self.roles):
-            self.dispatcher.prefill[index].is_open = able[index] and role.prefills
-            self.dispatcher.decode[index].is_open = able[index] and role.decodes
-        rooms = self.dispatcher.decode
-        if not any(room.is_open for room in rooms):
-            for index, room in enumerate(rooms):
-                room.is_open = able[index]
-
-    def _needs(self, flow: Flow, lost: Instance) -> bool:
-        """Whether a request can't go on without an instance. What is being
-        fetched from it is another's, who looks after that himself."""
-        run = flow.decoding or flow.offering
-        return run is not None and self.where(run) is lost
