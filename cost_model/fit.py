@@ -162,10 +162,10 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     if len(x) == 1 or x[0] == x[-1]:
         return 0.0, float(np.mean(y / x))
     columns = np.stack([1.0 / y, x / y], axis=1)
-    return _non_negative(columns, np.ones(len(x)))  # type: ignore[return-value]
+    return non_negative(columns, np.ones(len(x)))  # type: ignore[return-value]
 
 
-def _non_negative(columns: np.ndarray, target: np.ndarray) -> tuple[float, ...]:
+def non_negative(columns: np.ndarray, target: np.ndarray) -> tuple[float, ...]:
     """Least squares with no negative coefficient: the best over all subsets of
     columns; there are two or three."""
     best: tuple[float, np.ndarray] | None = None
@@ -218,8 +218,8 @@ def fit_decode(points: Sequence[DecodePoint]) -> DecodeFit:
     for i in range(len(points)):
         keep = np.arange(len(points)) != i
         errors.append(
-            abs(float(columns[i] @ _non_negative(columns[keep], np.ones(len(points) - 1))) - 1.0)
+            abs(float(columns[i] @ non_negative(columns[keep], np.ones(len(points) - 1))) - 1.0)
         )
     spread = float(np.median([point.timing.spread for point in points]))
-    call_s, sequence_s, token_s = _non_negative(columns, np.ones(len(points)))
+    call_s, sequence_s, token_s = non_negative(columns, np.ones(len(points)))
     return DecodeFit(call_s, sequence_s, token_s, math.hypot(_most(errors), spread))

@@ -28,6 +28,8 @@ class Load:
     draw: Draw
     slo: Slo
     how: Attainment = "both"
+    min_requests: int = MIN_REQUESTS
+    """Of a run."""
 
     @property
     def residence_s(self) -> float:
@@ -36,7 +38,7 @@ class Load:
 
     def requests(self, rate: float) -> list[tuple[float, int, int]]:
         wanted = math.ceil(RESIDENCES * rate * self.residence_s)
-        num = max(MIN_REQUESTS, min(MAX_REQUESTS, wanted))
+        num = max(self.min_requests, min(MAX_REQUESTS, wanted))
         return self.draw.at(rate, num)
 
     def is_carried(self, run: Run) -> bool:

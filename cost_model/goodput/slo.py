@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from cost_model.closed_forms import at_most
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 
 Attainment = Literal["both", "each"]
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -52,8 +52,11 @@ class Slo:
             )
 
     @classmethod
-    def parse(cls, text: str, attainment: float) -> Slo:
+    def parse(cls, text: str, attainment: float, option: str = "slo") -> Slo:
         """``ttft=400ms,tpot=40ms``; times have units.
+
+        Args:
+            option: where it was given.
 
         Raises:
             ConfigError: it is something else.
@@ -64,12 +67,13 @@ class Slo:
             match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(ms|us|s)", value.strip())
             if name not in ("ttft", "tpot") or name in found or match is None:
                 raise ConfigError(
-                    f"--slo {text}: {part.strip()!r} is not like ttft=400ms or tpot=40ms; units "
-                    "are s, ms and us"
+                    Given(option, text),
+                    f": {part.strip()!r} is not like ttft=400ms or tpot=40ms; units "
+                    "are s, ms and us",
                 )
             found[name] = float(match[1]) * _SECONDS[match[2]]
         if len(found) < 2:
-            raise ConfigError(f"--slo {text}: give both, like ttft=400ms,tpot=40ms")
+            raise ConfigError(Given(option, text), ": give both, like ttft=400ms,tpot=40ms")
         return cls(found["ttft"], found["tpot"], attainment)
 
     def is_met_by(self, request: RequestTimes) -> bool:

@@ -135,9 +135,13 @@ def _gamma_distance(gaps: np.ndarray, cv: float) -> float:
 
 def resampled(trace: Trace, cv: float, num_requests: int, seed: int) -> Draw:
     """Gaps from the fit, lengths of requests of the trace, drawn at random, pair by pair."""
+    return drawn_from(_lengths(trace), cv, num_requests, seed)
+
+
+def drawn_from(pairs: Sequence[tuple[int, int]], cv: float, num_requests: int, seed: int) -> Draw:
+    """Gamma gaps, and pairs of lengths picked at random."""
     gaps = unit_gaps(num_requests, cv, seed)
-    picked = _generator(seed).integers(0, len(trace.requests), num_requests)
-    pairs = _lengths(trace)
+    picked = _generator(seed).integers(0, len(pairs), num_requests)
     lengths = tuple(pairs[index] for index in picked)
     return Draw((0.0, *(float(gap) for gap in gaps[1:])), lengths)
 

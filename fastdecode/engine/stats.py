@@ -78,6 +78,8 @@ class EngineStats:
     """Those whose prompts couldn't be, and were run again."""
     num_moved: int = 0
     """And those that another one went on with after a failure."""
+    num_role_changes: int = 0
+    """Instances that were given another role."""
     fetched_bytes: int = 0
     """K and V of prompts that R-workers have fetched from other instances'."""
     fetch_s: float = 0.0

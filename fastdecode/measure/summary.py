@@ -112,6 +112,7 @@ def _instances(llm: LLM) -> dict[str, Any] | None:
         "handed_over": stats.num_handed_over,
         "failed_fetches": stats.num_failed_fetches,
         "moved": stats.num_moved,
+        "role_changes": stats.num_role_changes,
         "fetched_bytes": stats.fetched_bytes,
         "fetch_s": stats.fetch_s,
     }

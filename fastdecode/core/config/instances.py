@@ -76,6 +76,37 @@ class Instances:
         unit="Gbit/s",
         metavar="GBPS",
     )
+    replan: str = option(
+        "off",
+        "look at the instances' roles again as traffic shifts: off, advise (say which would be "
+        "better), apply (change them)",
+        choices=("off", "advise", "apply"),
+        metavar="WAY",
+    )
+    replan_slo: str | None = option(
+        None,
+        "what requests are to keep, by which roles are judged: ttft=400ms,tpot=40ms",
+        metavar="LIMITS",
+    )
+    replan_attainment: float = option(
+        0.9, "part of the requests that are to keep it", low=0.01, high=1.0, metavar="X"
+    )
+    replan_every_s: float = option(
+        3600.0,
+        "roles are looked at after so long even if nothing shifts",
+        low=1.0,
+        high=1e7,
+        unit="seconds",
+        metavar="S",
+    )
+    replan_window_s: float = option(
+        300.0,
+        "how long a time, and 100 requests at least, traffic is judged by",
+        low=1.0,
+        high=1e6,
+        unit="seconds",
+        metavar="S",
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -99,6 +130,28 @@ class Instances:
                 raise ConfigError(
                     Given(one, getattr(self, one)), " needs ", Given(other), ": give at least 1"
                 )
+        self._check_replan()
+
+    def _check_replan(self) -> None:
+        replan = Given("replan", self.replan)
+        if self.replan == "off":
+            if self.replan_slo is not None:
+                raise ConfigError(
+                    Given("replan_slo", self.replan_slo), " is for roles that are looked at again: "
+                    "choose ", Given("replan", "advise"), " or ", Given("replan", "apply"),
+                )  # fmt: skip
+            return
+        if not self.is_several:
+            raise ConfigError(
+                replan, " changes roles of instances, and there is one engine: give ",
+                Given("instance_addresses"), " or ", Given("prefill_instances"),
+                ", or leave it out",
+            )  # fmt: skip
+        if self.replan_slo is None:
+            raise ConfigError(
+                replan, " judges roles by what requests are to keep: give ", Given("replan_slo"),
+                " like ttft=400ms,tpot=40ms",
+            )  # fmt: skip
 
     @property
     def number(self) -> int:

@@ -3,6 +3,7 @@ torch: the model is theirs."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from fastdecode.engine.instances.controller import Controller
 from fastdecode.engine.instances.lines import FromInstance, InstanceHub, Lines, greet
 from fastdecode.engine.instances.remote import RemoteInstance, unpacked
 from fastdecode.engine.instances.seen import merged, seen_from_json, together
+from fastdecode.engine.replanning.starting import start_replanning
 from fastdecode.engine.service import EngineService
 from fastdecode.engine.stats import EngineStats
 from fastdecode.text.codec import TextCodec
@@ -78,6 +80,7 @@ class RunningCluster:
         self.spec = checkpoint.spec(max_model_len=config.s_part.max_model_len)
         self.codec = TextCodec.load(config.model, identify(config, self.spec).max_model_len)
         self._lines: Lines | None = None
+        self._replanning = contextlib.ExitStack()
         try:
             self._open(config, InstanceHello(PROTOCOL_VERSION, checkpoint.model_hash), tell)
         except BaseException:
@@ -106,6 +109,8 @@ class RunningCluster:
         self._lines = Lines(self._hub, hello, absent, self, cluster.worker_timeout_s)
         self.engine = ClusterEngine(self, config, addresses, welcomes, self._lines)
         self._lines.start()
+        kv = self.spec.kv_spec(self.identity.kv_dtype)
+        self._replanning = start_replanning(config, self.engine, kv.token_bytes, tell, self._post)
 
     def _greet_all(
         self, addresses: Sequence[str], hello: InstanceHello, timeout_s: float
@@ -195,6 +200,7 @@ class RunningCluster:
 
     def close(self) -> None:
         """Say goodbye to the instances, which go on without. Safe to call twice."""
+        self._replanning.close()
         if self._lines is not None:
             self._lines.close()
         self.codec.close()
@@ -280,7 +286,14 @@ class ClusterEngine(Controller):
         stats = self._all.stats
         stats.num_handed_over, stats.num_moved = self.num_handed_over, self.num_moved
         stats.num_failed_fetches = self.num_failed_fetches
+        stats.num_role_changes = self.num_role_changes
         return stats
+
+    @property
+    def each_stats(self) -> dict[str, EngineStats]:
+        """See ``fastdecode.engine.replanning.replanner.Controls``."""
+        every = zip(self.remote, self._all._seen, strict=True)
+        return {instance.name: seen.stats for instance, seen in every}
 
     def look(self) -> None:
         """Instances look after themselves. A step of one of them is a step."""

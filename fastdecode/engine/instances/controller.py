@@ -28,7 +28,7 @@ from fastdecode.core.errors import (
 )
 from fastdecode.core.sequence import Request
 from fastdecode.engine.instances.desk import Desk, Flows, Instance
-from fastdecode.engine.instances.flow import Flow, Stage
+from fastdecode.engine.instances.flow import Flow, Observer, Stage
 from fastdecode.schedule.life.handing import HANDED_OVER_LOST
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,8 @@ class Controller:
         roles = [_role(each in prefill, each in decode) for each in every]
         self.desk = Desk(self.flows, every, roles, batch_tokens, self._failed)
         """Gives them to instances."""
+        self.observer: Observer | None = None
+        """Is told of requests, from when it is put there."""
         self._broken: FastDecodeError | None = None
         self.has_work = False
         """Something has been said since the last step."""
@@ -70,6 +72,8 @@ class Controller:
         """Those that couldn't be: whoever was to fetch them has run them again."""
         self.num_moved = 0
         """Requests that an instance went on with after a failure."""
+        self.num_role_changes = 0
+        """Instances that were given another role."""
 
     pause_s = 0.0
 
@@ -98,6 +102,9 @@ class Controller:
         flow = self.flows.make(request, listener)
         self.desk.dispatcher.check_possible(flow.job)
         self.flows.add(flow)
+        if self.observer is not None:
+            flow.is_observed = True
+            self.observer.arrived(flow)
         if flow.job.prompt_tokens < self._local_below or request.drawn:
             self.desk.wait(flow, is_first=False)
         else:
@@ -121,6 +128,8 @@ class Controller:
             flow = self.flows.by_run.get(delta.request_id)
             if flow is not None and delta.error is None:
                 flow.tell(delta)
+                if self.observer is not None:
+                    self.observer.told(flow)
         for delta in told:
             flow = self.flows.by_run.get(delta.request_id)
             if flow is not None:
@@ -156,6 +165,8 @@ class Controller:
             self.num_failed_fetches += delta.fetch_failed
             self.desk.release(flow)
         elif flow.is_over:
+            if self.observer is not None:
+                self.observer.over(flow)
             self.desk.end(flow)
         elif delta.sources and flow.stage is Stage.PREFILL:
             flow.sources = delta.sources
@@ -206,6 +217,7 @@ class Controller:
         if not self.desk.set_role(name, role):
             names = ", ".join(each.name for each in self.desk.members.all)
             raise ConfigError(f"there is no instance {name!r}: they are {names}")
+        self.num_role_changes += 1
         self._check_waiting()
 
     def _check_waiting(self) -> None:

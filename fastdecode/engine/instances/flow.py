@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Protocol
 
 from fastdecode.core.delta import Delta, Listener
 from fastdecode.core.holders import KVSource
@@ -52,6 +53,19 @@ class Run:
     seen: dict[int, _Seen] = field(default_factory=dict)
 
 
+class Observer(Protocol):
+    """Is told of requests as they go; by their controller's thread, and never waits."""
+
+    def arrived(self, flow: Flow) -> None:
+        """It has been queued."""
+
+    def told(self, flow: Flow) -> None:
+        """An instance has said something of it."""
+
+    def over(self, flow: Flow) -> None:
+        """It has come to its end."""
+
+
 @dataclass(eq=False)
 class Flow:
     """One request.
@@ -70,6 +84,12 @@ class Flow:
     decoding: Run | None = None
     sources: tuple[KVSource, ...] = ()
     said: list[_Said] = field(init=False)
+    is_observed: bool = False
+    """Whether it is told what it says after every step, whoever reads it."""
+    arrived_s: float | None = None
+    """These are its observer's."""
+    first_s: float | None = None
+    last_s: float | None = None
 
     def __post_init__(self) -> None:
         self.said = [_Said() for _ in range(self.request.params.n)]
@@ -82,7 +102,7 @@ class Flow:
     @property
     def is_watched(self) -> bool:
         """Whether it is read after every step."""
-        return self.listener is not None and self.listener.every_step
+        return self.is_observed or (self.listener is not None and self.listener.every_step)
 
     def run_of(self, delta: Delta) -> Run | None:
         """Which of its runs says so; None: none any more."""

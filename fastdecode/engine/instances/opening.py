@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from cost_model.goodput.slo import Slo
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, Given, imports_for
 from fastdecode.core.resuming import Session
@@ -30,6 +31,12 @@ def make_service(
         ConfigError: some of them are of one engine only.
         MissingExtraError: a package is missing.
     """
+    if config.instances.replan != "off":
+        Slo.parse(
+            config.instances.replan_slo or "",
+            config.instances.replan_attainment,
+            option="replan_slo",
+        )
     if config.instances.is_several and not isinstance(trace, (NoTrace, type(None))):
         raise ConfigError(Given("trace"), " is of one engine: leave out the instances")
     if config.instances.instance_addresses:

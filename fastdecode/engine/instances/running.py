@@ -3,6 +3,7 @@ with them, as one engine."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,7 @@ from fastdecode.engine.instances.beside import Beside
 from fastdecode.engine.instances.controller import Controller
 from fastdecode.engine.instances.local import LocalInstance
 from fastdecode.engine.instances.seen import merged, together
+from fastdecode.engine.replanning.starting import start_replanning
 from fastdecode.engine.service import EngineService
 from fastdecode.engine.setup.launch import RunningEngine
 from fastdecode.engine.stats import EngineStats
@@ -76,9 +78,12 @@ class RunningInstances:
         self._services: list[EngineService[RunningEngine]] = []
         self._running: list[RunningEngine] = []
         self._figures: dict[str, EngineFigures] = {}
+        self._replanning = contextlib.ExitStack()
         try:
             self._open(_each(config), _roles(wanted), tell, times)
             self.engine = InstancesEngine(self, config)
+            kv = self._running[0].spec.kv_spec(self._running[0].resolved.kv_dtype)
+            self._replanning = start_replanning(config, self.engine, kv.token_bytes, tell, post)
         except BaseException:
             self.close()
             raise
@@ -149,6 +154,7 @@ class RunningInstances:
             WorkerError: an R-worker that wasn't lost did not stop in time.
         """
         failed: list[FastDecodeError] = []
+        self._replanning.close()
         for service in self._services:
             service.ask_to_close()
         for service in self._services:
@@ -188,7 +194,14 @@ class InstancesEngine(Controller):
         stats = self._all.stats
         stats.num_handed_over, stats.num_moved = self.num_handed_over, self.num_moved
         stats.num_failed_fetches = self.num_failed_fetches
+        stats.num_role_changes = self.num_role_changes
         return stats
+
+    @property
+    def each_stats(self) -> dict[str, EngineStats]:
+        """See ``fastdecode.engine.replanning.replanner.Controls``."""
+        every = zip(self._local, self._all._running, strict=True)
+        return {instance.name: running.engine.stats for instance, running in every}
 
     def look(self) -> None:
         """Instances look after themselves. A step of one of them is a step: who
@@ -255,9 +268,9 @@ def _each(config: EngineConfig) -> dict[str, EngineConfig]:
         r_part=replace(r_part, r_threads=r_threads, kv_placement="r"),
         cluster=replace(config.cluster, transport="inproc"),
     )
-    prefill = for_batches(own)
+    prefill, applies = for_batches(own), wanted.replan == "apply"
     return {
-        name: prefill if role is InstanceRole.PREFILL else own
+        name: prefill if applies or role is InstanceRole.PREFILL else own
         for name, role in zip(_names(wanted), _roles(wanted), strict=True)
     }
 

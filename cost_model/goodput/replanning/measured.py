@@ -1,0 +1,113 @@
+"""Step times of instances that run, fitted to their totals: what they did
+between two looks at them, and how long that took."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from cost_model.fit import non_negative
+
+_MOST_ROWS = 2000
+_LEAST_ROWS = 20
+_LEAST_S = 1e-3
+"""Of steps, between two looks: less says nothing."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Of one instance, since it began."""
+
+    steps: float = 0.0
+    tokens: float = 0.0
+    """Drawn: a sequence's in a step."""
+    load: float = 0.0
+    """Cached tokens of all that ran, summed over steps."""
+    prompt_tokens: float = 0.0
+    seconds: float = 0.0
+    """Of all steps."""
+    fetched_tokens: float = 0.0
+    fetch_s: float = 0.0
+
+    def since(self, before: Totals) -> Totals:
+        """What came after it."""
+        names = [field.name for field in fields(self)]
+        return Totals(*(getattr(self, name) - getattr(before, name) for name in names))
+
+
+@dataclass(frozen=True)
+class LinearTimes:
+    """As ``InstanceTimes``: straight lines."""
+
+    step_s: float
+    """Of any step."""
+    token_s: float
+    """More for each sequence that draws a token."""
+    cached_s: float
+    """More for each token that is attended to."""
+    prompt_s: float
+    """More for each token of a prompt."""
+    num_stages: int = 1
+
+    def prefill_s(self, lengths: Sequence[int]) -> float:
+        """As ``InstanceTimes``."""
+        return self.step_s + self.token_s * len(lengths) + self.prompt_s * sum(lengths)
+
+    def decode_s(self, num_sequences: int, context: int, num_steps: int) -> np.ndarray:
+        """As ``InstanceTimes``."""
+        contexts = context + num_sequences * np.arange(num_steps)
+        steps_s: np.ndarray = self.step_s + self.token_s * num_sequences + self.cached_s * contexts
+        return steps_s
+
+    def mixed_s(self, num_sequences: int, context: int, chunks: Sequence[tuple[int, int]]) -> float:
+        """As ``InstanceTimes``."""
+        alone_s = self.step_s + self.token_s * num_sequences + self.cached_s * context
+        return alone_s + self.prompt_s * sum(new for _, new in chunks)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is known of instances that are alike."""
+
+    times: LinearTimes
+    fetched_tokens_s: float | None
+    """Of K and V, a second, that one fetches; None: none were fetched."""
+    num_looks: int
+
+
+class StepLog:
+    """What instances did between looks at them; the latest."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, Totals] = {}
+        self._rows: deque[Totals] = deque(maxlen=_MOST_ROWS)
+
+    def look(self, name: str, totals: Totals) -> None:
+        """An instance's totals as they are now. They fall where it is another
+        process than before."""
+        before = self._last.get(name)
+        self._last[name] = totals
+        if before is None or totals.steps < before.steps:
+            return
+        row = totals.since(before)
+        if row.steps > 0 and row.seconds >= _LEAST_S:
+            self._rows.append(row)
+
+    def measured(self) -> Measured | None:
+        """None: too little has run, or none of prompts, or of what decodes."""
+        rows = list(self._rows)
+        drew = sum(row.tokens for row in rows)
+        ran = sum(row.prompt_tokens for row in rows)
+        if len(rows) < _LEAST_ROWS or not (drew and ran):
+            return None
+        table = np.array([[row.steps, row.tokens, row.load, row.prompt_tokens] for row in rows])
+        seconds = np.array([row.seconds for row in rows])
+        relative = table / seconds[:, None]
+        step_s, token_s, cached_s, prompt_s = non_negative(relative, np.ones(len(rows)))
+        fetched = sum(row.fetched_tokens for row in rows)
+        fetch_s = sum(row.fetch_s for row in rows)
+        pace = fetched / fetch_s if fetched > 0 and fetch_s > 0 else None
+        return Measured(LinearTimes(step_s, token_s, cached_s, prompt_s), pace, len(rows))

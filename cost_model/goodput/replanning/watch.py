@@ -1,0 +1,137 @@
+"""When the roles of instances are looked at again."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from cost_model.goodput.replanning.roles import Judged, Roles
+from cost_model.goodput.replanning.traffic import Seen, Traffic, traffic
+from cost_model.goodput.slo import Slo
+
+MOST_REQUESTS = 10_000
+"""Of a window: more don't say more."""
+_LOOKS = 10
+"""In a window."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Of a watch."""
+
+    period_s: float = 3600.0
+    """At the latest after so long, roles are looked at."""
+    window_s: float = 300.0
+    min_requests: int = 100
+    """Of a window, which is as long as it takes then."""
+    shift: float = 0.25
+    """Part by which rate, cv or lengths are otherwise than planned."""
+    short: float = 0.05
+    """Part of the requests by which attainment falls short."""
+    gain: float = 0.10
+    """Part by which other roles must carry more."""
+    cool_down_s: float = 600.0
+    """Nothing is looked at after that was done."""
+
+
+@dataclass(frozen=True)
+class Due:
+    """The roles are to be looked at."""
+
+    reason: str
+    traffic: Traffic
+
+
+class Watch:
+    """Is told what comes and what is over, and says when that is another traffic
+    than the roles were chosen for.
+
+    Args:
+        slo: what requests are to keep.
+        now_s: its clock's time; all others are of the same clock.
+    """
+
+    def __init__(self, slo: Slo, rules: Rules, now_s: float) -> None:
+        self.slo = slo
+        self.rules = rules
+        self._arrived: deque[float] = deque(maxlen=MOST_REQUESTS)
+        self._over: deque[tuple[float, Seen]] = deque(maxlen=MOST_REQUESTS)
+        self._planned: Traffic | None = None
+        """What the present roles were judged for."""
+        self._since_s = now_s
+        """Of what came before nothing is counted."""
+        self._looks_s = now_s
+        self._judged_s = now_s
+        self._is_asked = False
+        self.better: Roles | None = None
+        """That the last window wants, and the next one is to want, too."""
+
+    def arrived(self, now_s: float) -> None:
+        """A request has come."""
+        self._arrived.append(now_s)
+
+    def over(self, now_s: float, seen: Seen) -> None:
+        """A request has come to its end."""
+        if seen.times.arrived_s >= self._since_s:
+            self._over.append((now_s, seen))
+
+    def due(self, now_s: float) -> Due | None:
+        """Whether the roles are to be looked at, which ``decided`` ends."""
+        if self._is_asked or now_s < self._looks_s:
+            return None
+        self._looks_s = now_s + self.rules.window_s / _LOOKS
+        self._forget(now_s)
+        enough = min(len(self._arrived), len(self._over)) >= self.rules.min_requests
+        if not enough or now_s - self._since_s < self.rules.window_s:
+            return None
+        found = traffic(self._arrived, [seen for _, seen in self._over], self.slo, now_s)
+        reason = self._reason(now_s, found)
+        self._is_asked = reason is not None
+        return None if reason is None else Due(reason, found)
+
+    def decided(self, now_s: float, due: Due, judged: Judged | None) -> bool:
+        """What came of looking at them; None: nothing could be said. Returns
+        whether the roles should change now: two windows, one after the other,
+        want the same."""
+        self._is_asked = False
+        self._judged_s = now_s
+        self._looks_s = now_s + self.rules.cool_down_s
+        if judged is None:
+            return False
+        self._planned = due.traffic
+        better, self.better = self.better, None
+        if judged.best == judged.present or judged.gain < self.rules.gain:
+            return False
+        # A window may be odd: the next one, which has nothing of it, is to say the same.
+        is_sure = better == judged.best
+        self._begin_anew(now_s)
+        if not is_sure:
+            self.better = judged.best
+            self._looks_s = now_s
+        return is_sure
+
+    def _begin_anew(self, now_s: float) -> None:
+        """Nothing that was seen before counts any more."""
+        self._since_s = now_s
+        self._arrived.clear()
+        self._over.clear()
+
+    def _reason(self, now_s: float, found: Traffic) -> str | None:
+        if self._planned is None:
+            return "the first window is full"
+        if self.better is not None:
+            return f"a second window, after one that wants {self.better}"
+        rules = self.rules
+        shifted = found.shift_from(self._planned, rules.shift)
+        shifted = shifted or found.shortfall(self.slo, rules.short)
+        if shifted is None and now_s - self._judged_s >= rules.period_s:
+            return f"{rules.period_s:g} s are over"
+        return shifted
+
+    def _forget(self, now_s: float) -> None:
+        """What is before the window."""
+        begins_s, least = now_s - self.rules.window_s, self.rules.min_requests
+        while len(self._arrived) > least and self._arrived[0] < begins_s:
+            self._arrived.popleft()
+        while len(self._over) > least and self._over[0][0] < begins_s:
+            self._over.popleft()

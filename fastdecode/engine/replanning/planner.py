@@ -1,0 +1,87 @@
+"""Asks a process of its own which roles would carry more. Nothing waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from typing import IO
+
+from cost_model.goodput.replanning.asking import Question, judged_from_json, question_to_json
+from cost_model.goodput.replanning.roles import Judged
+from fastdecode.core.clock import Clock
+from fastdecode.wire.mpi.launcher import without_launcher
+
+ANSWERS_WITHIN_S = 600.0
+# The child looks for modules where we do, and nowhere else.
+_BOOT = (
+    "import sys; sys.path[:] = sys.argv[1:]; from cost_model.goodput.replanning.asking import "
+    "main; main()"
+)
+
+
+class Planner:
+    """One question at a time. Close it when done; belongs to one thread.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._process: subprocess.Popen[bytes] | None = None
+        self._answer: IO[bytes] | None = None
+        self._asked_s = 0.0
+
+    def ask(self, question: Question) -> None:
+        """Have it answered; none is being answered."""
+        assert self._process is None
+        # Files, not pipes: nobody has to read or write while the other does.
+        with tempfile.TemporaryFile() as asked:
+            asked.write(question_to_json(question).encode())
+            asked.seek(0)
+            self._answer = tempfile.TemporaryFile()  # noqa: SIM115  (until it is read)
+            self._asked_s = self._clock()
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-c", _BOOT, *sys.path],
+                stdin=asked,
+                stdout=self._answer,
+                stderr=subprocess.DEVNULL,
+                env=without_launcher(os.environ),
+                start_new_session=True,
+            )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether what was asked has been answered, or won't be."""
+        if self._process is None:
+            return False
+        is_late = self._clock() - self._asked_s > ANSWERS_WITHIN_S
+        return is_late or self._process.poll() is not None
+
+    def take(self) -> Judged | None:
+        """The answer, once it is over; None: there is none."""
+        assert self._process is not None and self._answer is not None
+        has_failed = self._process.poll() != 0
+        self._answer.seek(0)
+        said = self._answer.read()
+        self.close()
+        if has_failed:
+            return None
+        try:
+            return judged_from_json(said.decode())
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def close(self) -> None:
+        """Ask no more. Safe to call twice."""
+        process, self._process = self._process, None
+        answer, self._answer = self._answer, None
+        if process is not None:
+            with contextlib.suppress(OSError):
+                process.kill()
+            process.wait()
+        if answer is not None:
+            answer.close()

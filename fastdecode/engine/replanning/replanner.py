@@ -1,0 +1,234 @@
+"""Watches a controller's requests, and changes the roles of its instances, or
+says which it would change."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from cost_model.goodput.replanning.asking import Question
+from cost_model.goodput.replanning.measured import StepLog, Totals
+from cost_model.goodput.replanning.roles import Alike, Comes, Judged, Roles
+from cost_model.goodput.replanning.traffic import Seen
+from cost_model.goodput.replanning.watch import Due, Watch
+from cost_model.goodput.slo import RequestTimes
+from fastdecode.core.clock import Clock
+from fastdecode.core.config.instances import InstanceRole
+from fastdecode.engine.instances.desk import Desk
+from fastdecode.engine.instances.flow import Flow
+from fastdecode.engine.replanning.planner import Planner
+from fastdecode.engine.stats import EngineStats
+from fastdecode.schedule.role_changes import role_changes
+
+logger = logging.getLogger(__name__)
+
+LOOKS_EVERY_S = 1.0
+_MOST_LENGTHS = 2000
+"""Of a window, that a planner is told."""
+
+
+class Controls(Protocol):
+    """A controller, as far as its instances' roles are concerned."""
+
+    desk: Desk
+
+    @property
+    def each_stats(self) -> Mapping[str, EngineStats]:
+        """Of the instances, by name; of those that have told."""
+
+    def set_role(self, name: str, role: InstanceRole) -> None: ...
+
+
+class Replanner:
+    """Belongs to the thread that owns the controller. Close it when done.
+
+    Args:
+        controls: whose instances these are.
+        watch: decides when to look.
+        applies: whether roles are changed, or only said.
+        batch_tokens: of prompts that an instance runs at once.
+        token_bytes: K and V of a token, all layers.
+        tell: is told what was found, one line at a time.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        controls: Controls,
+        watch: Watch,
+        *,
+        applies: bool,
+        batch_tokens: int,
+        token_bytes: int,
+        tell: Callable[[str], None],
+        clock: Clock,
+    ) -> None:
+        self._controls = controls
+        self._watch = watch
+        self._applies = applies
+        self._batch_tokens = batch_tokens
+        self._token_bytes = token_bytes
+        self._tell = tell
+        self._clock = clock
+        self._log = StepLog()
+        self._planner = Planner(clock)
+        self._asked: Due | None = None
+        self.num_looks = 0
+        """Times that roles were looked at."""
+        self.num_changes = 0
+        """Instances whose roles were changed."""
+
+    def arrived(self, flow: Flow) -> None:
+        """See ``Observer``."""
+        flow.arrived_s = self._clock()
+        self._watch.arrived(flow.arrived_s)
+
+    def told(self, flow: Flow) -> None:
+        """See ``Observer``."""
+        if flow.has_said:
+            flow.last_s = self._clock()
+            flow.first_s = flow.last_s if flow.first_s is None else flow.first_s
+
+    def over(self, flow: Flow) -> None:
+        """See ``Observer``. Of several sequences the longest counts."""
+        if flow.arrived_s is None or flow.first_s is None or flow.last_s is None:
+            return
+        tokens = max(len(said.token_ids) for said in flow.said)
+        tpot_s = (flow.last_s - flow.first_s) / (tokens - 1) if tokens > 1 else None
+        times = RequestTimes(flow.arrived_s, flow.first_s - flow.arrived_s, tpot_s)
+        self._watch.over(self._clock(), Seen(times, flow.job.prompt_tokens, tokens))
+
+    def look(self) -> None:
+        """Now and then."""
+        for name, stats in self._controls.each_stats.items():
+            self._log.look(name, self._totals(stats))
+        if self._asked is not None:
+            if self._planner.is_over:
+                self._take(self._asked)
+            return
+        due = self._watch.due(self._clock())
+        if due is not None:
+            self._ask(due)
+
+    def close(self) -> None:
+        """Look no more. Safe to call twice."""
+        self._planner.close()
+
+    def _ask(self, due: Due) -> None:
+        question = self._question(due)
+        if question is None:
+            self._watch.decided(self._clock(), due, None)
+            return
+        self.num_looks += 1
+        self._asked = due
+        self._planner.ask(question)
+
+    def _question(self, due: Due) -> Question | None:
+        """None: too little is known of the instances, or there is no choice."""
+        measured, present = self._log.measured(), self._present()
+        if measured is None or present.num < 2:
+            return None
+        alive = [each for each in self._controls.desk.instances if each.broken is None]
+        alike = Alike(
+            measured.times,
+            self._batch_tokens,
+            min(each.num_tokens for each in alive),
+            min(each.max_sequences for each in alive),
+            measured.fetched_tokens_s,
+        )
+        found = due.traffic
+        comes = Comes(found.rate.value, found.cv.value, found.lengths[-_MOST_LENGTHS:])
+        return Question(alike, comes, self._watch.slo, present)
+
+    def _take(self, due: Due) -> None:
+        judged, self._asked = self._planner.take(), None
+        if judged is not None and judged.present != self._present():
+            judged = None  # somebody was lost meanwhile, or changed by hand
+        changes = self._watch.decided(self._clock(), due, judged)
+        if judged is None:
+            logger.warning("roles: what others would carry couldn't be found out")
+            return
+        end = "if another window says so, too, better:" if self._watch.better else ""
+        if changes:
+            end = "changing to" if self._applies else "better:"
+        self._tell(_text(due, judged, end))
+        if changes and self._applies:
+            self._change(judged.best)
+
+    def _change(self, best: Roles) -> None:
+        desk = self._controls.desk
+        places = [i for i, each in enumerate(desk.instances) if each.broken is None]
+        dispatcher = desk.dispatcher
+        busy = [
+            dispatcher.decode[i].num_tokens / dispatcher.decode[i].capacity_tokens
+            + dispatcher.prefill[i].num_tokens / dispatcher.prefill[i].batch_tokens
+            for i in places
+        ]
+        wanted = dict(zip(_ORDER, best.each, strict=True))
+        changes = role_changes([desk.roles[i] for i in places], wanted, busy)
+        for index, role in changes.items():
+            name = desk.instances[places[index]].name
+            self._controls.set_role(name, role)
+            self.num_changes += 1
+            self._tell(f"roles: instance {name} is for {role.value} from now on")
+
+    def _present(self) -> Roles:
+        desk = self._controls.desk
+        pairs = zip(desk.instances, desk.roles, strict=True)
+        roles = [role for each, role in pairs if each.broken is None]
+        return Roles(*(roles.count(role) for role in _ORDER))
+
+    def _totals(self, stats: EngineStats) -> Totals:
+        return Totals(
+            stats.num_steps,
+            stats.num_output_tokens,
+            stats.load_sum,
+            stats.num_prompt_tokens,
+            stats.step_s,
+            stats.fetched_bytes / self._token_bytes,
+            stats.fetch_s,
+        )
+
+
+_ORDER = (InstanceRole.PREFILL, InstanceRole.DECODE, InstanceRole.BOTH)
+"""As ``Roles`` has them."""
+
+
+def _text(due: Due, judged: Judged, end: str) -> str:
+    """What was found, for people."""
+    rate = due.traffic.rate.value
+    said = (
+        f"roles: {due.reason}; {rate:.3g} requests a second come, {judged.present} carry "
+        f"{judged.present_goodput:.3g} of them within the SLO; "
+    )
+    if end:
+        return said + f"{end} {judged.best}, which carry {judged.best_goodput:.3g}"
+    if judged.best_goodput >= rate:
+        return said + "they stay"
+    more = f"about {judged.enough} instances would" if judged.enough else "nor would more"
+    return said + f"no other roles carry enough, {more}"
+
+
+class Ticking(threading.Thread):
+    """Has a replanner look now and then, by the thread that owns it.
+
+    Args:
+        look: has that done; doesn't wait.
+    """
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        super().__init__(name="replanning", daemon=True)
+        self._look = look
+        self._is_over = threading.Event()
+
+    def run(self) -> None:
+        while not self._is_over.wait(LOOKS_EVERY_S):
+            self._look()
+
+    def close(self) -> None:
+        """Look no more. Safe to call twice."""
+        self._is_over.set()
+        if self.is_alive():
+            self.join()

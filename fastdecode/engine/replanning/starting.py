@@ -1,0 +1,65 @@
+"""From what was configured to a replanner that looks now and then."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from cost_model.goodput.replanning.watch import Rules, Watch
+from cost_model.goodput.slo import Slo
+from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.config.instances import Instances
+from fastdecode.engine.instances.flow import Observer
+from fastdecode.engine.replanning.replanner import Controls, Replanner, Ticking
+
+
+class Watched(Controls, Protocol):
+    """A controller whose requests are watched."""
+
+    observer: Observer | None
+
+
+Post = Callable[[Callable[[Any], None]], None]
+"""Has something done by the thread that owns the controller."""
+
+
+def slo_of(wanted: Instances) -> Slo:
+    """What requests are to keep. Raises ConfigError: it is none."""
+    assert wanted.replan_slo is not None
+    return Slo.parse(wanted.replan_slo, wanted.replan_attainment, option="replan_slo")
+
+
+def start_replanning(
+    config: EngineConfig,
+    engine: Watched,
+    token_bytes: int,
+    tell: Callable[[str], None],
+    post: Post,
+) -> contextlib.ExitStack:
+    """Have roles looked at, if that is wanted. Close what it returns to end that.
+
+    Args:
+        engine: the controller, which is told who observes it.
+        token_bytes: K and V of a token, all layers.
+    """
+    stack, wanted = contextlib.ExitStack(), config.instances
+    if wanted.replan == "off":
+        return stack
+    rules = Rules(period_s=wanted.replan_every_s, window_s=wanted.replan_window_s)
+    replanner = Replanner(
+        engine,
+        Watch(slo_of(wanted), rules, time.monotonic()),
+        applies=wanted.replan == "apply",
+        batch_tokens=engine.desk.dispatcher.prefill[0].batch_tokens,
+        token_bytes=token_bytes,
+        tell=tell,
+        clock=time.monotonic,
+    )
+    engine.observer = replanner
+    stack.callback(replanner.close)
+    ticking = Ticking(lambda: post(lambda running: replanner.look()))
+    ticking.start()
+    stack.callback(ticking.close)
+    return stack

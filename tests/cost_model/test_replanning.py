@@ -1,0 +1,352 @@
+"""When roles are looked at again, and what comes of it: against requests whose
+traffic is known, and simulated days."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cost_model.goodput.replanning.asking import (
+    Question,
+    judged_from_json,
+    judged_to_json,
+    main,
+    question_from_json,
+    question_to_json,
+)
+from cost_model.goodput.replanning.measured import LinearTimes, StepLog, Totals
+from cost_model.goodput.replanning.roles import HEADROOM, Alike, Comes, Judge, Judged, Roles
+from cost_model.goodput.replanning.traffic import Seen, traffic
+from cost_model.goodput.replanning.watch import Rules, Watch
+from cost_model.goodput.simulator import DecodeSpec, PrefillSpec, Run, simulate, simulate_colocated
+from cost_model.goodput.slo import RequestTimes, Slo
+from cost_model.goodput.workload import Lengths, drawn
+from fastdecode.core.config.instances import InstanceRole
+from fastdecode.schedule.role_changes import role_changes
+
+SLO = Slo(1.0, 0.05)
+RULES = Rules()
+STAY = Judged(Roles(1, 1), 1.0, Roles(1, 1), 1.0, 0.0, 2)
+
+
+def requests(
+    num: int, rate: float, cv: float = 1.0, prompt: int = 100, output: int = 50, seed: int = 1
+) -> list[tuple[float, int, int]]:
+    draw = drawn(Lengths(prompt, 0.5), Lengths(output, 0.5), cv, num, seed)
+    return draw.at(rate)
+
+
+class Day:
+    """Requests that a watch is told of as they come and end.
+
+    Args:
+        asked: arrivals, prompt and output tokens.
+        times: what each saw; by default all keep the SLO.
+        judge: answers the watch; by default roles stay.
+    """
+
+    def __init__(
+        self,
+        asked: Sequence[tuple[float, int, int]],
+        times: Sequence[RequestTimes] | None = None,
+        judge: Callable[[object], Judged | None] = lambda due: STAY,
+        rules: Rules = RULES,
+        every_s: float = 10.0,
+    ) -> None:
+        self.reasons: list[tuple[float, str]] = []
+        self.applied: list[float] = []
+        seen = times or [RequestTimes(at_s, 0.1, 0.01) for at_s, _, _ in asked]
+        told = []
+        for (at_s, prompt, output), each in zip(asked, seen, strict=True):
+            over_s = at_s + each.ttft_s + (each.tpot_s or 0.0) * (output - 1)
+            told += [(at_s, 0, None), (over_s, 1, Seen(each, prompt, output))]
+        told.sort(key=lambda one: one[:2])
+        watch, next_s = Watch(SLO, rules, 0.0), 0.0
+        for now_s, _, over in told:
+            while next_s <= now_s:
+                self._look(watch, next_s, judge)
+                next_s += every_s
+            if over is None:
+                watch.arrived(now_s)
+            else:
+                watch.over(now_s, over)
+
+    def _look(self, watch: Watch, now_s: float, judge: Callable[[object], Judged | None]) -> None:
+        due = watch.due(now_s)
+        if due is None:
+            return
+        assert watch.due(now_s + 1e6) is None, "one look at a time"
+        self.reasons.append((now_s, due.reason))
+        if watch.decided(now_s, due, judge(due)):
+            self.applied.append(now_s)
+
+
+def test_traffic_is_what_was_drawn() -> None:
+    asked = requests(10_000, 5.0, cv=2.0, prompt=300, output=40)
+    over = [Seen(RequestTimes(at, 0.5, 0.01), p, o) for at, p, o in asked]
+    found = traffic([at for at, _, _ in asked], over, SLO, asked[-1][0])
+    for name, value in (("rate", 5.0), ("cv", 2.0), ("prompts", 300.0), ("outputs", 40.0)):
+        estimate = getattr(found, name)
+        assert abs(estimate.value - value) < 3 * estimate.error
+        assert 0 < estimate.error < 0.05 * value
+    assert found.kept.value == 1.0 and len(found.lengths) == 10_000
+
+
+@pytest.mark.parametrize("cv", [0.5, 1.0, 4.0])
+def test_errors_are_those_of_many_windows(cv: float) -> None:
+    """The spread of what 400 windows say is what each says of itself."""
+    found = []
+    for seed in range(400):
+        asked = requests(300, 1.0, cv=cv, seed=seed)
+        over = [Seen(RequestTimes(at, 0.5, 0.01), p, o) for at, p, o in asked]
+        found.append(traffic([at for at, _, _ in asked], over, SLO, asked[-1][0]))
+    for name in ("rate", "prompts", "outputs"):
+        values = [getattr(each, name).value for each in found]
+        told = float(np.median([getattr(each, name).error for each in found]))
+        assert np.std(values) == pytest.approx(told, rel=0.35)
+
+
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [({"rate": 2.0}, "rate"), ({"prompt": 200}, "prompts"), ({"output": 100}, "outputs"),
+     ({"cv": 4.0}, "cv")],
+)  # fmt: skip
+def test_a_shift_is_seen_within_a_window(more: dict[str, float], word: str) -> None:
+    before = requests(3600, 1.0)
+    end_s = before[-1][0] + 1.0
+    options = {"rate": 1.0, "seed": 2, **more}
+    after = [(at + end_s, p, o) for at, p, o in requests(3600, **options)]  # type: ignore[arg-type]
+    rules = Rules(period_s=1e6)
+    day = Day([*before, *after], rules=rules)
+    assert [reason for at, reason in day.reasons if at < end_s] == ["the first window is full"]
+    at_s, reason = next(each for each in day.reasons if each[0] >= end_s)
+    assert reason.startswith(word)
+    assert at_s <= end_s + 2 * rules.window_s
+
+
+def test_too_few_keep_the_slo() -> None:
+    asked = requests(2000, 1.0)
+    late = [RequestTimes(at, 2.0 if at > 1000 and i % 4 == 0 else 0.1, 0.01)
+            for i, (at, _, _) in enumerate(asked)]  # fmt: skip
+    day = Day(asked, late, rules=Rules(period_s=1e6))
+    (_, first), (at_s, second), *_ = day.reasons
+    assert first.startswith("the first window") and 1000 < at_s < 1600
+    assert "keep the SLO, not 90%" in second
+
+
+def test_a_period_and_the_time_after_a_look() -> None:
+    rules = Rules(period_s=1000.0, cool_down_s=700.0)
+    times = [at for at, _ in Day(requests(6000, 1.0, cv=0.5), rules=rules).reasons]
+    assert len(times) >= 4
+    assert all(1000 <= after - before <= 1060 for before, after in itertools.pairwise(times))
+    # What never keeps the SLO is looked at no more often than this.
+    asked = requests(4000, 1.0)
+    bad = [RequestTimes(at, 9.0, 0.01) for at, _, _ in asked]
+    times = [at for at, _ in Day(asked, bad, rules=rules).reasons]
+    assert all(after - before >= 700 for before, after in itertools.pairwise(times))
+    assert len(times) > 3
+
+
+def better(best: Roles, gain: float = 1.0) -> Judged:
+    return Judged(Roles(2, 2), 1.0, best, 2.0, gain, 3)
+
+
+@pytest.mark.parametrize(
+    ("answers", "applied"),
+    [
+        ([better(Roles(1, 3)), better(Roles(1, 3))], [1]),
+        ([better(Roles(1, 3)), STAY, better(Roles(1, 3))], []),
+        ([better(Roles(1, 3)), better(Roles(3, 1)), better(Roles(3, 1))], [2]),
+        ([better(Roles(1, 3)), better(Roles(1, 3), gain=0.09)], []),
+        ([None, better(Roles(1, 3)), None, better(Roles(1, 3)), better(Roles(1, 3))], [4]),
+    ],
+    ids=["two alike", "one", "two others", "too little", "nothing known"],
+)
+def test_two_windows_are_to_want_the_same(answers: list[Judged | None], applied: list[int]) -> None:
+    asked, rules = iter(answers), Rules(period_s=100.0, cool_down_s=100.0, window_s=50.0)
+    day = Day(requests(6000, 5.0), judge=lambda due: next(asked, STAY), rules=rules)
+    assert day.applied == [day.reasons[i][0] for i in applied]
+    for one, another in itertools.pairwise(at for at, _ in day.reasons):
+        assert another - one >= 50.0
+    for at_s in day.applied:
+        assert not any(at_s < looked_s < at_s + 100.0 for looked_s, _ in day.reasons)
+
+
+def test_no_requests_are_nothing_to_judge_by() -> None:
+    watch = Watch(SLO, Rules(), 0.0)
+    assert [watch.due(at) for at in (0.0, 1e3, 1e6)] == [None] * 3
+    watch.arrived(1e6)
+    assert watch.due(2e6) is None
+
+
+TIMES = LinearTimes(0.04, 1.6e-3, 1.6e-6, 2.4e-3)
+ALIKE = Alike(TIMES, 2048, 200_000, 256, 1.25e5)
+STRICT = Slo(48.0, 0.24)
+
+
+def run_of(roles: Roles, asked: list[tuple[float, int, int]]) -> Run:
+    both = DecodeSpec(
+        TIMES, ALIKE.capacity_tokens, ALIKE.max_sequences, ALIKE.fetched_tokens_s or 0
+    )
+    if roles.both:
+        return simulate_colocated(asked, [both] * roles.both, ALIKE.batch_tokens)
+    prefill = PrefillSpec(TIMES, ALIKE.batch_tokens)
+    return simulate(asked, [prefill] * roles.prefill, [both] * roles.decode, 1.0)
+
+
+def test_nothing_is_applied_in_a_stationary_day() -> None:
+    """24 hours, gaps with a coefficient of variation of 4: windows differ widely."""
+    rate, cv = 0.03, 4.0
+    draw = drawn(Lengths(1024, 0.8), Lengths(128, 0.8), cv, int(rate * 86400), 5)
+    asked = draw.at(rate)
+    present = Judge(ALIKE, Comes(rate, cv, draw.lengths[:4000]), STRICT).judge(Roles(0, 0, 2)).best
+    assert present == Roles(1, 1)
+    run = run_of(present, asked)
+    judged = []
+
+    def judge(due: object) -> Judged:
+        found = due.traffic  # type: ignore[attr-defined]
+        comes = Comes(found.rate.value, found.cv.value, found.lengths)
+        judged.append(Judge(ALIKE, comes, STRICT).judge(present))
+        return judged[-1]
+
+    day = Day(asked, run.times, judge, every_s=30.0)
+    assert len(judged) >= 20 and not day.applied
+
+
+def test_longer_answers_want_other_roles() -> None:
+    """The watch, the judge and the simulator together: answers grow to 24 times
+    their length, the roles change once, and more keep the SLO then."""
+    rate = 0.4
+    few = drawn(Lengths(1024, 0.8), Lengths(32, 0.5), 1.0, 1500, 1).at(rate)
+    many = drawn(Lengths(256, 0.8), Lengths(768, 0.5), 1.0, 1500, 2).at(rate)
+    later = [(at + few[-1][0] + 1.0, p, o) for at, p, o in many]
+    present, slo = Roles(2, 1), Slo(30.0, 0.2)
+
+    def judge(due: object) -> Judged:
+        found = due.traffic  # type: ignore[attr-defined]
+        comes = Comes(found.rate.value, found.cv.value, found.lengths)
+        return Judge(ALIKE, comes, slo).judge(present)
+
+    asked = [*few, *later]
+    day = Day(asked, run_of(present, asked).times, judge, every_s=30.0)
+    assert len(day.applied) >= 1 and day.applied[0] > later[0][0]
+    best = Judge(ALIKE, Comes(rate, 1.0, tuple(x[1:] for x in many)), slo).judge(present)
+    assert best.best != present and best.gain >= Rules().gain
+    assert slo.share(run_of(best.best, many).times) > slo.share(run_of(present, many).times) + 0.1
+
+
+def test_the_best_roles_are_those_of_all() -> None:
+    comes = Comes(1.0, 1.0, ((1000, 20), (500, 60), (100, 100)))
+    judge = Judge(ALIKE, comes, Slo(20.0, 0.2))
+    found = judge.judge(Roles(1, 3))
+    every = [Roles(i, 4 - i) for i in range(1, 4)] + [Roles(0, 0, 4)]
+    goodputs = {roles: judge.goodput(roles) for roles in every}
+    assert goodputs[found.best] == max(goodputs.values()) == found.best_goodput
+    assert found.present_goodput == goodputs[Roles(1, 3)]
+
+
+def test_who_carries_more_than_comes_stays() -> None:
+    comes = Comes(0.01, 1.0, ((100, 10),))
+    found = Judge(ALIKE, comes, STRICT).judge(Roles(3, 1))
+    assert (found.best, found.gain) == (Roles(3, 1), 0.0)
+    assert found.present_goodput == HEADROOM * 0.01
+
+
+def test_many_instances_are_tried_here_and_there() -> None:
+    comes = Comes(1e-3, 1.0, ((100, 10),))
+    judge = Judge(ALIKE, comes, Slo(1e-9, 1e-9))
+    found = judge.judge(Roles(30, 34))
+    assert found.best == Roles(30, 34) and (found.best_goodput, found.enough) == (0.0, 0)
+    assert len(judge._found) < 30
+
+
+def test_fewest_flips() -> None:
+    assert Roles(2, 2).flips_to(Roles(3, 1)) == 1
+    assert Roles(2, 2).flips_to(Roles(0, 0, 4)) == 4
+    assert str(Roles(1, 2)) == "1 prefill + 2 decode"
+
+
+def test_step_times_are_found_in_totals() -> None:
+    rng, log, totals = random.Random(3), StepLog(), {"p": Totals(), "d": Totals()}
+    truth = LinearTimes(2e-3, 1e-4, 1e-7, 3e-4)
+    for _ in range(200):
+        for name in totals:
+            steps = rng.randint(1, 20)
+            tokens = steps * rng.randint(1, 30)
+            load = tokens * rng.randint(10, 900) * (name == "d")
+            prompt = steps * rng.randint(50, 500) * (name == "p")
+            seconds = (truth.step_s * steps + truth.token_s * tokens + truth.cached_s * load
+                       + truth.prompt_s * prompt) * rng.uniform(0.95, 1.05)  # fmt: skip
+            was = totals[name]
+            totals[name] = Totals(
+                was.steps + steps, was.tokens + tokens, was.load + load,
+                was.prompt_tokens + prompt, was.seconds + seconds,
+                was.fetched_tokens + 100 * (name == "d"), was.fetch_s + 0.5 * (name == "d"),
+            )  # fmt: skip
+            log.look(name, totals[name])
+    found = log.measured()
+    assert found is not None and found.fetched_tokens_s == pytest.approx(200.0)
+    for length in (100, 800):
+        assert found.times.prefill_s([length]) == pytest.approx(truth.prefill_s([length]), rel=0.1)
+    for batch, context in ((1, 500), (30, 15_000)):
+        ours = found.times.decode_s(batch, context, 3)
+        assert ours == pytest.approx(truth.decode_s(batch, context, 3), rel=0.1)
+    assert found.times.mixed_s(4, 400, [(0, 100)]) > found.times.mixed_s(4, 400, [])
+
+
+def test_totals_that_fall_or_say_too_little_are_none() -> None:
+    log = StepLog()
+    for steps in (10, 20, 5, 15):
+        log.look("p", Totals(steps, steps, 0, steps, steps * 0.1))
+    assert log.measured() is None
+    for steps in range(20, 60):
+        log.look("p", Totals(steps, steps, 0, 0, steps * 0.1))
+    assert log.measured() is None or log.measured().num_looks >= 20  # type: ignore[union-attr]
+    only_decode = StepLog()
+    for steps in range(60):
+        only_decode.look("d", Totals(steps, steps, 10 * steps, 0, steps * 0.1))
+    assert only_decode.measured() is None
+
+
+def test_questions_and_answers_come_through_json() -> None:
+    comes = Comes(2.0, 1.0, ((100, 10), (50, 5)))
+    asked = Question(ALIKE, comes, STRICT, Roles(1, 1))
+    assert question_from_json(question_to_json(asked)) == asked
+    told = io.StringIO()
+    nice, main_nice = [], __import__("os").nice
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.nice", nice.append)
+        main(io.StringIO(question_to_json(asked)), told)
+    assert nice == [19] and main_nice is not None
+    assert judged_from_json(told.getvalue()) == asked.answer()
+    assert json.loads(judged_to_json(STAY))["best"] == {"prefill": 1, "decode": 1, "both": 0}
+
+
+ROLES = st.sampled_from(list(InstanceRole))
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(ROLES, ROLES, st.integers(0, 5)), min_size=1, max_size=12))
+def test_as_few_roles_change_as_it_takes(
+    each: list[tuple[InstanceRole, InstanceRole, int]],
+) -> None:
+    roles, wanted = [role for role, _, _ in each], Counter(role for _, role, _ in each)
+    busy = [float(number) for _, _, number in each]
+    changes = role_changes(roles, wanted, busy)
+    after = [changes.get(index, role) for index, role in enumerate(roles)]
+    assert Counter(after) == wanted
+    assert len(changes) == sum(max(0, wanted[role] - roles.count(role)) for role in InstanceRole)
+    assert all(roles[index] is not role for index, role in changes.items())
+    for index in changes:
+        others = [i for i, role in enumerate(roles) if role is roles[index] and i not in changes]
+        assert all(busy[index] <= busy[other] for other in others)

@@ -1,0 +1,209 @@
+"""Roles that a running controller looks at again: its instances' totals and its
+requests are what they are judged by, and changes reach them while they run."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from instance_processes import instances
+from instance_runs import OPTIONS, answers, params, prompts, requests_of, said
+
+from cost_model.goodput.replanning.asking import Question
+from cost_model.goodput.replanning.roles import Judged, Roles
+from fastdecode import LLM
+from fastdecode.core.config.instances import InstanceRole
+from fastdecode.core.errors import ConfigError
+from fastdecode.engine.replanning import planner, replanner
+
+SLO = "ttft=5s,tpot=1s"
+WAIT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoint: Callable[..., Path]) -> str:
+    return str(tiny_checkpoint("llama"))
+
+
+@pytest.fixture(scope="module")
+def one(model: str) -> Iterator[LLM]:
+    with LLM(model, **OPTIONS) as llm:
+        yield llm
+
+
+def flipping(llm: LLM, names: list[str], every_s: float = 1.0) -> Callable[[], None]:
+    """Gives one instance after the other another role, each second."""
+    turns = zip(itertools.cycle(names), itertools.cycle(InstanceRole))
+    next_s = time.monotonic()
+
+    def tick() -> None:
+        nonlocal next_s
+        if time.monotonic() >= next_s:
+            next_s += every_s
+            name, role = next(turns)
+            llm.service.look(lambda running: running.engine.set_role(name, role))
+
+    return tick
+
+
+def test_roles_flip_each_second_under_load(model: str, one: LLM) -> None:
+    """Until they have flipped five times, requests come; in this process."""
+    with LLM(model, prefill_instances=2, decode_instances=2, replan="apply", replan_slo=SLO,
+             **OPTIONS) as llm:  # fmt: skip
+        assert_flips(llm, one, ["p0", "d0", "p1", "d1"])
+
+
+def test_roles_of_processes_flip_each_second_under_load(model: str, one: LLM) -> None:
+    with instances(model, "prefill", "decode", "decode") as processes:
+        addresses = [each.address for each in processes]
+        with LLM(model, instance_addresses=addresses) as llm:
+            assert_flips(llm, one, addresses)
+
+
+def assert_flips(llm: LLM, one: LLM, names: list[str]) -> None:
+    tick, rounds = flipping(llm, names), 0
+    asked, how = prompts(40, seed=31), params(40, seed=31, n=2)
+    expected = answers(one.generate(asked, how))
+    while llm.stats.num_role_changes < 5:
+        rounds += 1
+        outputs = {o.request_id: o for o in llm.stream(requests_of(asked, how), tick)}
+        assert answers([outputs[str(i)] for i in range(40)]) == expected
+    assert rounds > 1 and llm.stats.num_moved == 0
+
+
+class Planned:
+    """In the place of ``Planner``: keeps the question, and gives the answer that a
+    test wants."""
+
+    def __init__(self, best: Roles, gain: float) -> None:
+        self.asked: list[Question] = []
+        self._best, self._gain = best, gain
+        self.is_over = False
+
+    def __call__(self, clock: Callable[[], float]) -> Planned:
+        return self
+
+    def ask(self, question: Question) -> None:
+        self.asked.append(question)
+        self.is_over = True
+
+    def take(self) -> Judged:
+        self.is_over = False
+        return Judged(self.asked[-1].present, 1.0, self._best, 2.0, self._gain, 1)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def watched(
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    planned: Planned,
+    replan: str,
+    told: list[str],
+    looks: int = 2,
+) -> tuple[list[Any], dict[str, Any]]:
+    """Two prefill and two decode instances under load until roles were looked at so
+    many times. Gives what was answered, and the instances' roles."""
+    monkeypatch.setattr(replanner, "Planner", planned)
+    monkeypatch.setattr(replanner, "LOOKS_EVERY_S", 0.05)
+    asked, how = prompts(60, seed=5), params(60, seed=5)
+    end_s = time.monotonic() + WAIT_S
+    with LLM(model, prefill_instances=2, decode_instances=2, replan=replan, replan_slo=SLO,
+             replan_window_s=1.0, progress=told.append, **OPTIONS) as llm:  # fmt: skip
+        while sum("come, " in line for line in told) < looks:
+            assert time.monotonic() < end_s, "nobody looks at roles"
+            found = said(llm.generate(asked, how))
+        desk = llm._running.engine.desk
+        roles = {x.name: r for x, r in zip(desk.instances, desk.roles, strict=True)}
+        return found, roles
+
+
+def test_what_comes_is_judged_and_roles_are_changed(
+    model: str, one: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    planned = Planned(Roles(3, 1), gain=0.5)
+    found, roles = watched(model, monkeypatch, planned, "apply", told)
+    assert found == said(one.generate(prompts(60, seed=5), params(60, seed=5)))
+    asked = planned.asked[0]
+    assert asked.present == Roles(2, 2) and asked.slo.ttft_s == 5.0
+    times, alike = asked.alike.times, asked.alike
+    assert times.prompt_s >= 0 and times.step_s + times.token_s + times.cached_s > 0
+    assert alike.capacity_tokens > 0 and alike.max_sequences > 0
+    lengths = {len(prompt) for prompt in prompts(60, seed=5)}
+    assert {prompt for prompt, _ in asked.comes.lengths} <= lengths
+    assert {output for _, output in asked.comes.lengths} <= set(range(1, 24))
+    assert [role.value for role in roles.values()].count("prefill") == 3
+    assert any("from now on" in line for line in told)
+
+
+@pytest.mark.parametrize(("replan", "gain"), [("advise", 0.5), ("apply", 0.05)])
+def test_nothing_changes_without_leave_or_gain(
+    model: str, monkeypatch: pytest.MonkeyPatch, replan: str, gain: float
+) -> None:
+    told: list[str] = []
+    looks = 2 if replan == "advise" else 1
+    planned = Planned(Roles(3, 1), gain)
+    _, roles = watched(model, monkeypatch, planned, replan, told, looks)
+    assert [role.value for role in roles.values()].count("prefill") == 2
+    assert any("better: 3 prefill + 1 decode" in line for line in told) == (replan == "advise")
+    assert not any("from now on" in line for line in told)
+
+
+def test_a_planner_that_fails_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = question()
+    one = planner.Planner(time.monotonic)
+    for boot in ("print('no JSON')", "raise SystemExit(3)", "print('{}')"):
+        monkeypatch.setattr(planner, "_BOOT", boot)
+        one.ask(asked)
+        wait(one)
+        assert one.take() is None and not one.is_over
+    one.close()
+
+
+def test_a_planner_answers_what_would_be_answered_here() -> None:
+    asked = question()
+    one = planner.Planner(time.monotonic)
+    one.ask(asked)
+    wait(one)
+    assert one.take() == asked.answer()
+
+
+def wait(one: planner.Planner) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not one.is_over:
+        assert time.monotonic() < end_s, "the planner never ends"
+
+
+def question() -> Question:
+    from cost_model.goodput.replanning.measured import LinearTimes
+    from cost_model.goodput.replanning.roles import Alike, Comes
+    from cost_model.goodput.slo import Slo
+
+    alike = Alike(LinearTimes(1e-3, 1e-4, 1e-7, 1e-4), 512, 10_000, 64, 1e6)
+    return Question(alike, Comes(5.0, 1.0, ((64, 16), (128, 8))), Slo(0.5, 0.05), Roles(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"replan": "apply", "replan_slo": SLO}, "one engine"),
+        ({"replan": "advise", "prefill_instances": 1, "decode_instances": 1}, "replan_slo"),
+        ({"replan_slo": SLO, "prefill_instances": 1, "decode_instances": 1}, "replan_slo"),
+        (
+            {"replan": "apply", "replan_slo": "5", "prefill_instances": 1, "decode_instances": 1},
+            "ttft=400ms",
+        ),
+        ({"replan": "perhaps", "prefill_instances": 1, "decode_instances": 1}, "one of off"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(
+    model: str, options: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        LLM(model, **options)
