@@ -11,8 +11,9 @@ stream's, the median over pairs.
 
 **steps**: the R-worker that fetches attends decode steps of ``--sequences``
 sequences with ``--context`` tokens each. Rounds without a fetch, with one prompt
-after the other being fetched as fast as it goes, and with fetches that are paced
-(``--fetch-gbps``), take turns; ``ratio`` is the median step over that without.
+after the other being **fetched** at the pace that is usual, as fast as it goes
+(**unpaced**), and at a given pace (``--fetch-gbps``), take turns; ``ratio`` is the median
+step over that without.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ from rworker.stream.places import MemoryCache, WorkerCache
 from rworker.stream.streams import expect_pieces, stream_out
 
 TIMEOUT_S = 60.0
+UNPACED = 1e14
 KV = KVSpec(4, 8, 128, DType.BFLOAT16, 64)
 SPEC = AttentionSpec(8, 8, 128, 0.088)
 HERE, THERE = HolderId(0), HolderId(1)
@@ -302,13 +304,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         print(fetch, file=sys.stderr)
         context = filled(options.sequences, options.context)
         batch = Batch(options.sequences, options.context)
-        room = options.context + options.steps * 3 * (options.rounds + 1) + 1
+        room = options.context + options.steps * 4 * (options.rounds + 1) + 1
         decoding = range(FIRST_DECODING, FIRST_DECODING + options.sequences)
         pour(context, target, decoding, options.context, room)
         paced = Fetches(
             source, target, tickets, options.tokens, options.fetch_gbps / 8 * 1e9, FIRST_FETCHED * 2
         )
-        ways = {"alone": None, "fetching": fetches, f"{options.fetch_gbps:g} Gbit/s": paced}
+        unpaced = Fetches(source, target, tickets, options.tokens, UNPACED, FIRST_FETCHED * 3)
+        ways = {
+            "alone": None,
+            "fetching": fetches,
+            "unpaced": unpaced,
+            f"{options.fetch_gbps:g} Gbit/s": paced,
+        }
         rows = steps_beside(target, ways, batch, options)
         print(rows, file=sys.stderr)
         return {"fetch": fetch, "steps": rows}

@@ -253,6 +253,8 @@ def _compute(
     """Answer with a layer. What has failed of the blocks that it read is told
     before. False: leave the loop."""
     result = executor.compute(compute)
+    if behind is not None:
+        behind.attended()
     if compute.plan.coming and not tell_moved(peers, state, executor, behind):
         return False
     peers[compute.to].send(result)

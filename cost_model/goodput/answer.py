@@ -6,21 +6,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cost_model.goodput.hardware import Hardware
-from cost_model.goodput.placements import Degrees
+from cost_model.goodput.placements import Degrees, Prices
 from cost_model.goodput.rates import Load
-from cost_model.goodput.report import Answer, queueing_notes
+from cost_model.goodput.report import Answer, Nearest, queueing_notes
 from cost_model.goodput.search import (
+    NEARLY,
     Affinity,
     Objective,
-    Prices,
     Search,
     plan_colocated,
     plan_high_affinity,
     plan_low_affinity,
 )
 from cost_model.goodput.simulator import simulate
+from cost_model.quantities import counted
 from fastdecode.core.errors import ConfigError
 
+_SLACK = 1.05
 _QUIET = 1 << 10
 """At a rate so many times below the asked one, requests hardly ever wait."""
 
@@ -77,27 +79,47 @@ def answer(question: Question, progress: Callable[[str], object] = lambda _: Non
         hardware.cluster.num_gpus, question.prices, question.objective, apart, colocated, nearest,
         f"{system.s.name} ({system.s.provenance}), {system.r.name} ({system.r.provenance}), "
         f"{system.link.name} ({system.link.provenance})",
-        question.described, tuple(_notes(search)),
+        question.described, tuple(_notes(search)), tuple(_limits(search, question)),
     )  # fmt: skip
 
 
-def _nearest(search: Search) -> tuple[float, float]:
-    """TTFT and TPOT that requests see where they never wait, on the instances
-    that are best for each; the limits that are kept, as asked."""
+def _nearest(search: Search) -> Nearest:
+    """What requests see where they never wait, on the instances that are best
+    for each; the limits that are kept, as asked."""
     load, hardware = search.load, search.hardware
     requests = load.requests(search.rate / _QUIET)
-    ttfts, tpots = [], []
+    ttfts: list[float] = []
+    tpots: list[tuple[float, Degrees, int, bool]] = []
     for degrees in search.degrees():
         prompts = simulate(requests, [hardware.prefill(degrees)], [])
         ttfts.append(load.slo.quantiles(prompts.times)[0])
-        for sockets in hardware.sockets(degrees)[-1:]:
+        counts = hardware.sockets(degrees)
+        for sockets in counts:
             tokens = simulate(requests, [], [hardware.decode(degrees, sockets)])
-            tpots.append(load.slo.quantiles(tokens.times)[1])
-    slack = 1.05
-    return (
-        max(load.slo.ttft_s, slack * min(ttfts)),
-        max(load.slo.tpot_s, slack * min(tpots, default=load.slo.tpot_s)),
+            tpot_s = load.slo.quantiles(tokens.times)[1]
+            if tpots and tpots[-1][1] == degrees and tpot_s > NEARLY * tpots[-1][0]:
+                break  # more sockets hardly help
+            tpots.append((tpot_s, degrees, sockets, sockets == counts[-1]))
+    ttft_s = max(load.slo.ttft_s, _SLACK * min(ttfts))
+    if not tpots:
+        return Nearest(ttft_s, load.slo.tpot_s, search.degrees()[0], 0, False)
+    tpot_s, degrees, sockets, is_last = min(tpots, key=lambda each: each[0])
+    is_short = _SLACK * tpot_s > load.slo.tpot_s
+    return Nearest(
+        ttft_s, max(load.slo.tpot_s, _SLACK * tpot_s), degrees, sockets, is_short and is_last
     )
+
+
+def _limits(search: Search, question: Question) -> list[str]:
+    """Where the search ended before more sockets were of no use."""
+    option = "--max-sockets"
+    if question.affinity == "low":
+        option = f"--sockets-per-node {question.sockets_per_node}"
+    return [
+        f"{option} binds: an instance ({degrees}) has {counted(few, 'socket')}, and with "
+        f"{enough} each fewer instances would do"
+        for degrees, (few, enough) in sorted(search.limits.items())
+    ]
 
 
 def _notes(search: Search) -> list[str]:

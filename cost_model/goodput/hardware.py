@@ -97,9 +97,13 @@ class Hardware:
             ports if self.crosses_nodes else math.inf,
         )
 
-    def sockets(self, degrees: Degrees, most: int | None = None) -> list[int]:
-        """Numbers of sockets to look at: a pipeline's stages have as many each."""
+    def sockets(
+        self, degrees: Degrees, most: int | None = None, *, limited: bool = True
+    ) -> list[int]:
+        """Numbers of sockets to look at: a pipeline's stages have as many each.
+        ``limited``: no more than there may be."""
         limit = self.max_sockets if most is None else min(most, self.max_sockets)
+        limit = limit if limited else SOCKETS[-1] * degrees.pp
         found = [count * degrees.pp for count in SOCKETS if count * degrees.pp <= limit]
         if not found and limit >= 1 and degrees.pp == 1:
             found = [limit]

@@ -13,8 +13,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from typing import Literal
 
 from cost_model.closed_forms import at_most, whole
+from cost_model.goodput.simulator import Run
+from cost_model.goodput.slo import RequestTimes, Slo
 
 
 @dataclass(frozen=True, order=True)
@@ -161,6 +164,93 @@ class Replicated:
 def replicate(judged: Judged, rate: float) -> Replicated:
     """As many as carry the rate: ⌈rate / goodput⌉, where 0.1 + 0.2 is three tenths."""
     return Replicated(judged, whole(rate / judged.goodput))
+
+
+@dataclass(frozen=True)
+class Prices:
+    """In any one unit; a socket costs a twentieth of a GPU, unless somebody says more."""
+
+    gpu: float = 1.0
+    socket: float = 0.05
+
+    def of(self, gpus: int, sockets: int) -> float:
+        return gpus * self.gpu + sockets * self.socket
+
+
+@dataclass(frozen=True)
+class Instances:
+    """So many alike for one role."""
+
+    role: Literal["prefill", "decode", "both"]
+    degrees: Degrees
+    count: int
+    sockets: int
+    """Of each, beside those of its own host."""
+    goodput: float
+    """Requests a second of each, by itself."""
+
+    @property
+    def num_gpus(self) -> int:
+        return self.count * self.degrees.num_gpus
+
+    @property
+    def num_sockets(self) -> int:
+        return self.count * self.sockets
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Instances that carry a rate together."""
+
+    kind: Literal["disaggregated", "colocated"]
+    instances: tuple[Instances, ...]
+    rate: float
+    """That they were made for."""
+    goodput: float
+    """Requests a second that they carry."""
+    run: Run
+    """At that rate."""
+    share: float
+    """Of its requests that keep the SLO."""
+    is_carried: bool
+    """Enough of them, and they don't wait longer and longer."""
+    counted: tuple[RequestTimes, ...]
+    """Those of the run that say so."""
+    segments: int = 1
+    """Nodes that a pair is spread over."""
+
+    @property
+    def num_gpus(self) -> int:
+        return sum(each.num_gpus for each in self.instances)
+
+    @property
+    def num_sockets(self) -> int:
+        return sum(each.num_sockets for each in self.instances)
+
+    def quantiles(self, slo: Slo) -> tuple[float, float]:
+        """TTFT and TPOT at the attainment."""
+        return slo.quantiles(self.counted)
+
+    @property
+    def gpu_goodput(self) -> float:
+        return self.goodput / self.num_gpus
+
+    def carried_by(self, gpus: int) -> float:
+        """Requests a second, of such instances on so many GPUs; 0: they don't
+        hold one of each role."""
+        first, *others = self.instances
+        most = 0.0
+        for count in range(1, gpus // first.degrees.num_gpus + 1):
+            left, carried = gpus - count * first.degrees.num_gpus, count * first.goodput
+            for other in others:
+                num = count if self.segments > 1 else left // other.degrees.num_gpus
+                fits = num * other.degrees.num_gpus <= left
+                carried = min(carried, num * other.goodput) if fits else 0.0
+            most = max(most, carried)
+        return most
+
+    def price(self, prices: Prices) -> float:
+        return prices.of(self.num_gpus, self.num_sockets)
 
 
 def algorithm_1(

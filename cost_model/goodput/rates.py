@@ -48,27 +48,41 @@ class Load:
 
 
 def greatest_rate(
-    load: Load, run_at: Callable[[list[tuple[float, int, int]]], Run], most: float
+    load: Load,
+    run_at: Callable[[list[tuple[float, int, int]]], Run],
+    most: float,
+    top: float | None = None,
 ) -> float:
     """Requests a second, to 2 %, and no more than ``most``; 0 if the SLO isn't
     kept at any rate worth the name. The same requests come at every rate, only
-    closer."""
+    closer.
 
-    def is_carried(rate: float) -> bool:
-        return load.is_carried(run_at(load.requests(rate)))
+    Args:
+        top: rates that are looked at are this, and 2 % apart from each other
+            below it, so that what instances carry can be compared; None:
+            ``most``.
+    """
+    top = most if top is None else top
+    step = 1 + PRECISION
 
-    if is_carried(most):
-        return most
-    least = most / _SPAN
+    def rate(place: int) -> float:
+        return top / step**place
+
+    def is_carried(place: int) -> bool:
+        return load.is_carried(run_at(load.requests(rate(place))))
+
+    high = max(0, math.ceil(math.log(top / most) / math.log(step) - 1e-9))
+    if is_carried(high):
+        return rate(high)
+    least = high + math.ceil(math.log(_SPAN) / math.log(step))
     if not is_carried(least):
         return 0.0
-    low, high = most / 2, most
-    while low > least and not is_carried(low):
-        low, high = low / 2, low
-    while high > low * (1 + PRECISION):
-        middle = math.sqrt(low * high)
-        if is_carried(middle):
-            low = middle
-        else:
-            high = middle
-    return low
+    halving = round(math.log(2) / math.log(step))
+    low = high + halving
+    while low < least and not is_carried(low):
+        low, high = low + halving, low
+    low = min(low, least)
+    while low - high > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_carried(middle) else (low, middle)
+    return rate(low)

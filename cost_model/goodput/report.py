@@ -7,12 +7,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cost_model.goodput.placements import Degrees, Instances, Plan, Prices
 from cost_model.goodput.queueing import PromptQueue, crossing
-from cost_model.goodput.search import Instances, Plan, Prices
 from cost_model.goodput.slo import Slo
 from cost_model.quantities import counted, round_to, seconds_text
 
 PLACEMENT_FORMAT = "fastdecode-placement/1"
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """A TTFT and a TPOT that could be kept, by requests that never wait."""
+
+    ttft_s: float
+    tpot_s: float
+    degrees: Degrees
+    """Of the instance that keeps the TPOT."""
+    sockets: int
+    """Of it; 0: there is none."""
+    is_bound: bool
+    """More sockets would make it shorter, and there may be none."""
+
+    @property
+    def told(self) -> str:
+        """On what the TPOT is kept."""
+        if not self.sockets:
+            return ""
+        more = ", which are all that there may be: more make it shorter" if self.is_bound else ""
+        return f", the latter on {self.degrees} and {counted(self.sockets, 'socket')}{more}"
 
 
 @dataclass(frozen=True)
@@ -29,11 +51,13 @@ class Answer:
     objective: str
     disaggregated: Plan | None
     colocated: Plan | None
-    nearest: tuple[float, float] | None
-    """Where no plan keeps the SLO: a TTFT and a TPOT that could be kept."""
+    nearest: Nearest | None
+    """Where no plan keeps the SLO."""
     provenance: str
     workload: str
     notes: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
+    """Of the search, that bind."""
 
     @property
     def plans(self) -> list[Plan]:
@@ -74,18 +98,20 @@ class Answer:
 
     def _infeasible(self) -> str:
         if self.nearest is not None:
-            ttft, tpot = map(seconds_text, self.nearest)
+            ttft, tpot = seconds_text(self.nearest.ttft_s), seconds_text(self.nearest.tpot_s)
             return (
                 f"no instance keeps the SLO, at any rate; the nearest that one keeps: "
-                f"ttft={ttft.replace(' ', '')},tpot={tpot.replace(' ', '')}"
+                f"ttft={ttft.replace(' ', '')},tpot={tpot.replace(' ', '')}{self.nearest.told}"
             )
         least = min(self.plans, key=lambda plan: plan.num_gpus)
-        most = round_to(least.gpu_goodput * self.num_gpus, 3)
+        most = round_to(max(plan.carried_by(self.num_gpus) for plan in self.plans), 3)
         if least.num_gpus <= self.num_gpus:
             return f"the SLO is missed at {self.rate:g} requests a second; try a lower --rate"
         return (
             f"{self.rate:g} requests a second take {counted(least.num_gpus, 'GPU')} and there are "
             f"{self.num_gpus}, which carry about {most:g}: give more, or lower --rate"
+            if most
+            else f"{self.num_gpus}, too few for any instance that keeps the SLO: give more"
         )
 
 
@@ -109,11 +135,13 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "objective": answer.objective,
         "verdict": answer.verdict,
         "chosen": None if best is None else best.kind,
-        "nearest_slo_s": answer.nearest,
+        "nearest_slo_s": answer.nearest and (answer.nearest.ttft_s, answer.nearest.tpot_s),
+        "nearest_sockets": answer.nearest and answer.nearest.sockets,
         "plans": {plan.kind: _plan_as_json(plan, answer) for plan in answer.plans},
         "times": answer.provenance,
         "workload": answer.workload,
         "notes": list(answer.notes),
+        "limits": list(answer.limits),
     }
 
 
@@ -167,6 +195,7 @@ def as_text(answer: Answer, *, explain: bool = False) -> str:
         f"{answer.workload}",
         "",
         f"  Verdict  {answer.verdict}",
+        *(f"  Limit    {limit}" for limit in answer.limits),
     ]
     for plan in answer.plans:
         lines += ["", *_plan_lines(plan, answer)]

@@ -9,23 +9,27 @@ which its goodput is greatest for its price.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
+from cost_model.closed_forms import whole
 from cost_model.goodput.hardware import Hardware, prompts_of
 from cost_model.goodput.placements import (
     Degrees,
+    Instances,
     Judged,
     Pair,
+    Plan,
+    Prices,
     Replicated,
     best_per_gpu,
     replicate,
 )
 from cost_model.goodput.rates import Load, greatest_rate
 from cost_model.goodput.simulator import DecodeSpec, PrefillSpec, Run, simulate, simulate_colocated
-from cost_model.goodput.slo import RequestTimes, Slo
 
 Affinity = Literal["high", "low"]
 Objective = Literal["gpu", "cost"]
@@ -35,79 +39,6 @@ _SLACK = 1.25
 _MAX_BATCH = 1 << 16
 STEP_TOKENS = 512
 """Of prompts in a step of an instance for both phases."""
-
-
-@dataclass(frozen=True)
-class Prices:
-    """In any one unit; a socket costs a twentieth of a GPU, unless somebody says more."""
-
-    gpu: float = 1.0
-    socket: float = 0.05
-
-    def of(self, gpus: int, sockets: int) -> float:
-        return gpus * self.gpu + sockets * self.socket
-
-
-@dataclass(frozen=True)
-class Instances:
-    """So many alike for one role."""
-
-    role: Literal["prefill", "decode", "both"]
-    degrees: Degrees
-    count: int
-    sockets: int
-    """Of each, beside those of its own host."""
-    goodput: float
-    """Requests a second of each, by itself."""
-
-    @property
-    def num_gpus(self) -> int:
-        return self.count * self.degrees.num_gpus
-
-    @property
-    def num_sockets(self) -> int:
-        return self.count * self.sockets
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Instances that carry a rate together."""
-
-    kind: Literal["disaggregated", "colocated"]
-    instances: tuple[Instances, ...]
-    rate: float
-    """That they were made for."""
-    goodput: float
-    """Requests a second that they carry."""
-    run: Run
-    """At that rate."""
-    share: float
-    """Of its requests that keep the SLO."""
-    is_carried: bool
-    """Enough of them, and they don't wait longer and longer."""
-    counted: tuple[RequestTimes, ...]
-    """Those of the run that say so."""
-    segments: int = 1
-    """Nodes that a pair is spread over."""
-
-    @property
-    def num_gpus(self) -> int:
-        return sum(each.num_gpus for each in self.instances)
-
-    @property
-    def num_sockets(self) -> int:
-        return sum(each.num_sockets for each in self.instances)
-
-    def quantiles(self, slo: Slo) -> tuple[float, float]:
-        """TTFT and TPOT at the attainment."""
-        return slo.quantiles(self.counted)
-
-    @property
-    def gpu_goodput(self) -> float:
-        return self.goodput / self.num_gpus
-
-    def price(self, prices: Prices) -> float:
-        return prices.of(self.num_gpus, self.num_sockets)
 
 
 @dataclass
@@ -121,6 +52,9 @@ class Search:
     objective: Objective = "gpu"
     prices: Prices = field(default_factory=Prices)
     progress: Callable[[str], object] = lambda _: None
+    limits: dict[Degrees, tuple[int, int]] = field(default_factory=dict)
+    """Where fewer instances would do with more sockets than there may be: how many
+    these are, and with how many they would."""
     _found: dict[object, float] = field(default_factory=dict)
 
     def prefill(self, degrees: Degrees) -> float:
@@ -176,30 +110,73 @@ class Search:
         self, goodput: Callable[[int], float], degrees: Degrees, gpus: int, most: int | None = None
     ) -> tuple[int, float]:
         """Sockets of the best instance by the objective, and its goodput; (0, 0)
-        where there is none."""
+        where there is none. Looked at from few to many until more don't help: how
+        many there may be matters only where more would (``limits``)."""
         counts = self.hardware.sockets(degrees, most)
-        if not counts:
-            return 0, 0.0
-        if self.objective == "cost":
-            per_price = {count: goodput(count) / self.prices.of(gpus, count) for count in counts}
-            best = max(counts, key=lambda count: (per_price[count], -count))
-            return best, goodput(best)
-        return counts[-1], goodput(counts[-1])
+        look = self._dearest if self.objective == "cost" else self._until_enough
+        best, found = look(goodput, counts, gpus)
+        if counts and best == counts[-1] and found < self.rate:
+            more = self.hardware.sockets(degrees, limited=False)
+            further = [count for count in more if count > best]
+            beyond, carried = look(goodput, [best, *further], gpus)
+            if self._instances(carried) < self._instances(found):
+                self.limits[degrees] = best, beyond
+        return best, found
+
+    def _instances(self, goodput: float) -> float:
+        """That carry the rate."""
+        return whole(self.rate / goodput) if goodput else math.inf
+
+    def _until_enough(
+        self, goodput: Callable[[int], float], counts: Sequence[int], gpus: int
+    ) -> tuple[int, float]:
+        """Twice as many each time, until that gives nothing more."""
+        best, found, last = 0, 0.0, 0
+        for count in counts:
+            if count < 2 * last and count != counts[-1]:
+                continue
+            carried, last = goodput(count), count
+            if found and carried * NEARLY <= found:
+                break
+            best, found = count, carried
+            if found >= self.rate:
+                break
+        return best, found
+
+    def _dearest(
+        self, goodput: Callable[[int], float], counts: Sequence[int], gpus: int
+    ) -> tuple[int, float]:
+        """The most goodput for its price; none carries more than is asked for."""
+        best, found, worth = 0, 0.0, -1.0
+        for count in counts:
+            price = self.prices.of(gpus, count)
+            if self.rate / price <= worth:
+                break
+            carried = goodput(count)
+            if carried / price > worth:
+                best, found, worth = count, carried, carried / price
+        return best, found
 
     def fewest(
         self, goodput: Callable[[int], float], degrees: Degrees, sockets: int
     ) -> tuple[int, float]:
-        """As few sockets as give nearly the goodput of so many."""
+        """As few sockets as give nearly the goodput of so many, or with which no
+        more instances are needed."""
         if self.objective == "cost" or not sockets:
             return sockets, goodput(sockets)
         counts = [count for count in self.hardware.sockets(degrees) if count <= sockets] or [
             sockets
         ]
-        enough = NEARLY * goodput(sockets)
+        best = goodput(sockets)
+
+        def is_enough(carried: float) -> bool:
+            as_many = carried > 0 and whole(self.rate / carried) <= whole(self.rate / best)
+            return carried >= NEARLY * best or as_many
+
         low, high = 0, len(counts) - 1
         while low < high:
             middle = (low + high) // 2
-            if goodput(counts[middle]) >= enough:
+            if is_enough(goodput(counts[middle])):
                 high = middle
             else:
                 low = middle + 1
@@ -224,7 +201,7 @@ class Search:
         self, key: object, run_at: Callable[[list[tuple[float, int, int]]], Run], most: float
     ) -> float:
         if key not in self._found:
-            self._found[key] = greatest_rate(self.load, run_at, min(self.rate, most))
+            self._found[key] = greatest_rate(self.load, run_at, min(self.rate, most), self.rate)
             self.progress(f"{len(self._found)} instances and pairs simulated")
         return self._found[key]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
@@ -84,6 +85,15 @@ def _add_option(arguments: argparse._ArgumentGroup, each: Declared, default: str
             metavar=each.option.metavar,
             help=text,
         )
+
+
+def duration(text: str) -> float:
+    """Seconds: ``5``, ``0.005s``, ``5ms``, ``800us``."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(?:[eE]([+-]?\d+))?\s*(s|ms|us)?", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: give seconds, or like 5ms")
+    value = float(match[1]) * 10.0 ** int(match[2] or 0)
+    return value * {"us": 1e-6, "ms": 1e-3}.get(match[3], 1.0)
 
 
 def lanes(text: str) -> int | None:

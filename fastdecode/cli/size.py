@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.cli.options import add_log_level_option
+from fastdecode.cli.options import add_log_level_option, duration
 from fastdecode.core.config.s_part import MAX_PP
 from fastdecode.core.errors import ConfigError
 
@@ -125,9 +125,14 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
 def _add_goal(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what to hold")
     group.add_argument(
-        "--latency", type=float, metavar="S", help="most seconds for a whole sequence"
+        "--latency",
+        type=duration,
+        metavar="S",
+        help="most seconds for a whole sequence, or like 30s, 800ms",
     )
-    group.add_argument("--tpot", type=float, metavar="S", help="most seconds a token")
+    group.add_argument(
+        "--tpot", type=duration, metavar="S", help="most seconds a token, or like 40ms"
+    )
     group.add_argument(
         "--survive",
         type=int,

@@ -69,6 +69,10 @@ class Behind:
         else:
             self._links.obey(instruction)
 
+    def attended(self) -> None:
+        """A layer has been attended."""
+        self._pulls.attended()
+
     def work(self) -> None:
         """A unit of each."""
         self._links.work()

@@ -4,6 +4,12 @@ The loop asks for a **unit** of work when nothing else waits: at most so many
 chunks as take a millisecond or two. Where something always waits, a unit is done
 every ``LATE_S`` all the same, or nothing would ever arrive.
 
+Where this R-worker attends, what is fetched without a pace of its own takes a
+part of its time, ``SHARE``, and no more: a chunk costs about as much at the
+other end, and in the threads that carry it, and whoever attends meanwhile has
+that many fewer cores and bytes a second. As soon as nothing is attended, all of
+the time is for fetching.
+
 What breaks ends the pulls that need it, and nothing else.
 """
 
@@ -26,6 +32,10 @@ from rworker.stream.links import LOOK_S, Neighbours
 logger = logging.getLogger(__name__)
 
 LATE_S: Final = 2e-3
+SHARE: Final = 0.05
+"""Of the time, that fetching may take beside what is attended."""
+ATTENDING_S: Final = 0.1
+"""So long after it was asked for a layer, an R-worker expects the next one."""
 _MOST_LATE_S: Final = 0.05
 """What a pace may catch up."""
 _MOST_ANSWERS: Final = 2
@@ -56,6 +66,8 @@ class Pulls:
         self._pulls: dict[tuple[HolderId, int], OnePull] = {}
         self._worked_s = clock()
         self._may_ask_s = clock()
+        self._may_work_s = clock()
+        self._attended_s: float | None = None
 
     @property
     def _is_idle(self) -> bool:
@@ -65,12 +77,18 @@ class Pulls:
     def wait_s(self) -> float | None:
         """How long to wait for others' messages before ``work``; None: for as
         long as it takes."""
-        return None if self._is_idle else LOOK_S
+        return None if self._is_idle else max(LOOK_S, self._may_work_s - self._clock())
 
     @property
     def is_late(self) -> bool:
         """Whether a unit is due, whatever else waits."""
-        return not self._is_idle and self._clock() - self._worked_s >= LATE_S
+        if self._is_idle:
+            return False
+        return self._clock() >= max(self._worked_s + LATE_S, self._may_work_s)
+
+    def attended(self) -> None:
+        """A layer has been attended."""
+        self._attended_s = self._clock()
 
     def begin(self, order: BeginPull) -> None:
         """Something is to be fetched."""
@@ -99,12 +117,25 @@ class Pulls:
             self._pulls.pop(key).is_over = True
 
     def work(self) -> None:
-        """A unit of each way and each pull."""
+        """A unit of each way and each pull, unless the next one is for later."""
+        began_s = self._clock()
+        gives_way = self._gives_way(began_s)
+        if gives_way and began_s < self._may_work_s:
+            return
+        most = 1 if gives_way else _MOST_ANSWERS
         for place, way in list(self._ways.items()):
-            self._listen(place, way)
+            self._listen(place, way, most)
         for pull in list(self._pulls.values()):
             self._advance(pull)
-        self._worked_s = self._clock()
+        self._worked_s = self._may_work_s = self._clock()
+        if gives_way:
+            self._may_work_s += (self._worked_s - began_s) * (1 / SHARE - 1)
+
+    def _gives_way(self, now_s: float) -> bool:
+        """Whether something is attended, and somebody set no pace."""
+        if self._attended_s is None or now_s - self._attended_s > ATTENDING_S:
+            return False
+        return any(not pull.order.message.bytes_per_s for pull in self._pulls.values())
 
     def close(self) -> None:
         """Nothing more is fetched."""
@@ -116,14 +147,14 @@ class Pulls:
     def _way(self, place: Place) -> Way:
         """To where a source is. Raises FastDecodeError: it can't be had."""
         if place in self._ways and not self._ways[place].is_owed:
-            self._listen(place, self._ways[place])  # it may have gone meanwhile
+            self._listen(place, self._ways[place], _MOST_ANSWERS)  # it may have gone meanwhile
         if place not in self._ways:
             self._ways[place] = Way(self._neighbours.connect(*place), self._clock)
         return self._ways[place]
 
-    def _listen(self, place: Place, way: Way) -> None:
+    def _listen(self, place: Place, way: Way, most: int) -> None:
         try:
-            for _ in range(_MOST_ANSWERS):
+            for _ in range(most):
                 if not way.take_next():
                     break
             way.check_patience()

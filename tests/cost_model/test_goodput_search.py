@@ -9,14 +9,15 @@ import pytest
 
 from cost_model.goodput.answer import Question, answer
 from cost_model.goodput.hardware import Hardware, batch_tokens
-from cost_model.goodput.placements import Degrees, Pair
+from cost_model.goodput.placements import Degrees, Pair, Prices
 from cost_model.goodput.rates import Load, greatest_rate
 from cost_model.goodput.report import as_json, as_text, binds, placement_file
-from cost_model.goodput.search import Prices, Search
+from cost_model.goodput.search import Search
 from cost_model.goodput.simulator import PrefillSpec, simulate
 from cost_model.goodput.slo import Slo
 from cost_model.goodput.times import FixedTimes, SystemTimes
 from cost_model.goodput.workload import Lengths, drawn
+from cost_model.quantities import round_to
 from cost_model.hardware import Hardware as Catalogue
 from cost_model.plans.question import Setup
 from cost_model.shapes import model_named
@@ -112,13 +113,64 @@ def test_the_cheapest_or_the_fewest_gpus() -> None:
     assert dear.with_sockets(lambda _: 3.0, one, 1) == (1, 3.0)
 
 
+@pytest.mark.parametrize("most", [4, 5, 8, 13, 64])
+def test_where_the_search_ends_changes_nothing_unless_it_binds(most: int) -> None:
+    """Beyond six sockets they are only in each other's way."""
+    search = Search(replace(hardware(), max_sockets=most), question().load, 7.0)
+    one = Degrees(1, 1)
+
+    def goodput(sockets: int) -> float:
+        return 5.0 * min(1.0, sockets / 6) - 0.02 * max(0, sockets - 6)
+
+    sockets, _ = search.with_sockets(goodput, one, 1)
+    # Two instances carry 7 with 4.2 sockets each as with six.
+    fewest, carried = search.fewest(goodput, one, sockets)
+    if most == 4:
+        assert (fewest, search.limits) == (4, {one: (4, 8)})
+    else:
+        assert (fewest, carried, search.limits) == (5, goodput(5), {})
+
+
+def test_no_verdict_depends_on_where_the_search_ends() -> None:
+    asked = question(rate=6.0)
+    trees = []
+    for most in (2, 8, 64):
+        found = as_json(answer(replace(asked, hardware=replace(hardware(), max_sockets=most))))
+        trees.append((found["verdict"], found["limits"], found["plans"]))
+    assert trees[0] == trees[1] == trees[2]
+    assert not trees[0][1]
+
+
+def test_says_where_the_search_ends_too_soon() -> None:
+    long = Load(drawn(Lengths(2048), Lengths(400), 1.0, 300, 0), Slo(2.0, 0.2, 0.9))
+    few = replace(hardware(gpus=4), max_sockets=1, mean_prompt=2048.0)
+    found = answer(question(load=long, rate=2.0, hardware=few))
+    assert any("--max-sockets binds" in limit for limit in found.limits)
+    assert found.limits[0] in as_text(found)
+
+
+def test_what_gpus_carry_that_are_too_few() -> None:
+    asked = question(rate=40.0)
+    found = answer(asked)
+    assert found.best is None
+    most = max(plan.carried_by(2) for plan in found.plans)
+    assert f"carry about {round_to(most, 3):g}" in found.verdict
+    # What is said they carry, they do; and little more.
+    assert answer(replace(asked, rate=0.9 * most)).best is not None
+    assert answer(replace(asked, rate=1.15 * most)).best is None
+
+
 def test_says_the_nearest_slo_or_rate() -> None:
     found = answer(question("ttft=1ms,tpot=100ms"))
     assert found.best is None and found.nearest is not None
-    ttft_s, tpot_s = found.nearest
+    ttft_s, tpot_s = found.nearest.ttft_s, found.nearest.tpot_s
     assert "no instance keeps the SLO" in found.verdict and tpot_s == 0.1
+    assert "socket" in found.verdict
     kept = answer(question(f"ttft={ttft_s:.6f}s,tpot={tpot_s}s", rate=0.01))
     assert kept.best is not None
+    few = answer(question("ttft=600ms,tpot=1ms", hardware=replace(hardware(), max_sockets=1)))
+    assert few.nearest is not None and few.nearest.sockets == 1 and few.nearest.is_bound
+    assert "1 socket, which are all that there may be" in few.verdict
     many = answer(question(rate=40.0))
     assert many.best is None and "give more, or lower --rate" in many.verdict
 

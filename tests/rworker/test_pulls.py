@@ -25,6 +25,7 @@ from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.kv.chunks import ChunkForm, FetchedChunk
 from fastdecode.wire.kv.handing import Gone, Offer, OnOffer, ReadOffer, ViewOffer
 from fastdecode.wire.messages import PROTOCOL_VERSION, Accepted, Failed, ForkSequence
+from rworker.pulling.pulls import ATTENDING_S
 from rworker.stream.links import REACH_S
 
 
@@ -223,6 +224,60 @@ def test_a_pace_is_kept() -> None:
         told += len(other.news())
         hosts.now_s += 0.05
     assert hosts.now_s >= 8.0 and other.holds(7, 40, seed=1)
+
+
+class Ticking:
+    """A clock that goes on by itself a little whenever it is read."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1e-4
+        return self.now_s
+
+
+def test_what_is_fetched_gives_way_to_what_is_attended() -> None:
+    """With a layer attended again and again, fetching takes its share of the time;
+    without, and at a pace that somebody gave, all that it likes."""
+    spent: dict[str, float] = {}
+    for way in ("alone", "attending", "paced"):
+        hosts, clock = Hosts(), Ticking()
+        one, other = hosts.add("p", KV), hosts.add("d", KV)
+        other.behind._pulls._clock = clock
+        one.fill(3, 40, seed=1)
+        one.offer(3, given := ticket())
+        other.open(3, 40)
+        other.pull(3, 40, one.source(given, 40), bytes_per_s=1e14 * (way == "paced"))
+        began_s, worked_s = clock.now_s, 0.0
+        while not (told := other.news()):
+            one.turn()
+            if way != "alone":
+                other.behind.attended()
+            before_s = clock.now_s
+            other.turn()
+            worked_s += clock.now_s - before_s
+            clock.now_s += 1e-3  # of whatever else
+        assert not told[0].reason and other.holds(3, 40, seed=1)
+        spent[way] = clock.now_s - began_s
+    assert spent["alone"] == pytest.approx(spent["paced"], rel=0.3)
+    assert spent["attending"] > 2 * spent["alone"]
+
+
+def test_what_was_attended_long_ago_holds_nothing_up() -> None:
+    hosts = Hosts()
+    one, other = hosts.add("p", KV), hosts.add("d", KV)
+    one.fill(3, 40, seed=1)
+    one.offer(3, given := ticket())
+    other.behind.attended()
+    hosts.now_s += 2 * ATTENDING_S
+    other.open(3, 40)
+    other.pull(3, 40, one.source(given, 40))
+    assert not other.behind._pulls._gives_way(hosts.now_s)
+    other.behind.attended()
+    assert other.behind._pulls._gives_way(hosts.now_s)
+    hosts.run()
+    assert [pulled.reason for pulled in other.news()] == [""] and other.holds(3, 40, seed=1)
 
 
 class Handing(RuleBasedStateMachine):

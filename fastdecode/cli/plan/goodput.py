@@ -20,7 +20,7 @@ from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from cost_model.goodput.answer import Question
-    from cost_model.goodput.search import Prices
+    from cost_model.goodput.placements import Prices
     from cost_model.goodput.workload import Draw
 
 NUM_REQUESTS = 300
@@ -153,7 +153,7 @@ def _setup(args: argparse.Namespace, draw: Draw) -> Any:
 
 
 def _prices(text: str | None) -> Prices:
-    from cost_model.goodput.search import Prices
+    from cost_model.goodput.placements import Prices
 
     if text is None:
         return Prices()

@@ -70,7 +70,8 @@ class Instances:
     fetch_gbps: float | None = option(
         None,
         "Gbit a second that each R-worker of a decode instance fetches at most, beside what it "
-        "attends; default: as many as it can",
+        "attends; default: as many as it can while it attends nothing, and in a twentieth of its "
+        "time while it does",
         low=1e-3,
         high=1e5,
         unit="Gbit/s",
