@@ -6,8 +6,12 @@ A Llama-shaped random checkpoint of 32 M parameters (or ``--model DIR``), one
 engine, and a prefill beside a decode instance, threads of this process. First
 each way's own steps are timed: prompts of several lengths by themselves, and
 decode steps of several batches and contexts; both are fitted by least squares
-(``fit``, with its worst residual). With those times alone the simulator of
-``fastdecode plan goodput`` says what rate would be carried: **predicted**.
+(``fit``, with its worst residual). Instances that share a machine slow each other
+down: **beside** says how many times as long a batch of prompts takes while eight
+sequences decode, and a step of these while prompts run; each counts for the part
+of the time in which the other is busy, which is what the simulation says (found
+by iteration; ``alone`` is what would be predicted without). With those times the
+simulator of ``fastdecode plan goodput`` says what rate would be carried: **predicted**.
 **measured**: the same requests, sent at those moments, and the same bisection over
 rates. ``error``: predicted over measured, less 1.
 """
@@ -23,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -53,6 +57,7 @@ WAYS: dict[str, dict[str, Any]] = {
 WORKLOADS = {"short": ("128", "32"), "long": ("lognormal:384,0.4", "16")}
 BATCH_TOKENS = 512
 PRECISION = 0.05
+ITERATIONS = 4
 
 
 @dataclass(frozen=True)
@@ -63,17 +68,20 @@ class Fitted:
     """Seconds of a batch, a token, a token squared."""
     step: tuple[float, float, float]
     """Of a step, a sequence, a cached token."""
+    slower: tuple[float, float] = (1.0, 1.0)
+    """How many times as long prompts and steps take, beside others."""
     num_stages: int = 1
 
     def prefill_s(self, lengths: Sequence[int]) -> float:
         a, b, c = self.prompt
-        return a + b * sum(lengths) + c * sum(length * length for length in lengths)
+        alone_s = a + b * sum(lengths) + c * sum(length * length for length in lengths)
+        return self.slower[0] * alone_s
 
     def decode_s(self, num_sequences: int, context: int, num_steps: int) -> np.ndarray:
         a, b, c = self.step
         contexts = context + num_sequences * np.arange(num_steps)
         steps_s: np.ndarray = a + b * num_sequences + c * contexts
-        return steps_s
+        return self.slower[1] * steps_s
 
     def mixed_s(self, num_sequences: int, context: int, chunks: Sequence[tuple[int, int]]) -> float:
         _, b, c = self.prompt
@@ -162,6 +170,39 @@ def fit(driver: Driver, rounds: int) -> tuple[Fitted, dict[str, Any]]:
     return Fitted((a, b, c), (d, e, f)), told
 
 
+BESIDE = (8, 128, 160)
+"""Sequences that decode beside prompts, their prompts, and their tokens."""
+PROMPTS_BESIDE = (24, 256)
+
+
+def beside(driver: Driver, fitted: Fitted) -> tuple[float, float]:
+    """How many times as long a batch of prompts takes while others decode, and a
+    step of these meanwhile."""
+    batch, prompt, tokens = BESIDE
+    count, length = PROMPTS_BESIDE
+    times = driver.run([(0.0, prompt, tokens)] * batch + [(0.0, length, 1)] * count)
+    decoding, prompts = times[:batch], [came[0] for came in times[batch:]]
+    began = max(came[0] for came in decoding)
+    over = min(came[-1] for came in decoding)
+    done = sorted({round(at, 4) for at in prompts if began <= at <= over})
+    batches = [after - before for before, after in itertools.pairwise(done)]
+    each = BATCH_TOKENS // length
+    # Those of a batch are told within a moment.
+    batches = [seconds for seconds in batches if seconds > 0.3 * fitted.prefill_s([length])]
+    last = min(over, max(prompts))
+    gaps = [
+        after - before
+        for came in decoding
+        for before, after in itertools.pairwise(came)
+        if before >= began and after <= last
+    ]
+    steps_s = fitted.decode_s(batch, batch * (prompt + tokens // 2), 1)
+    if len(batches) < 3 or not gaps:
+        return 1.0, 1.0
+    longer = sum(batches) / len(batches) / fitted.prefill_s([length] * each)
+    return max(1.0, longer), max(1.0, float(np.mean(gaps)) / float(steps_s[0]))
+
+
 def times_of(
     requests: Sequence[tuple[float, int, int]], tokens: list[list[float]]
 ) -> list[RequestTimes]:
@@ -192,13 +233,27 @@ def greatest(is_carried: Callable[[float], bool], guess: float) -> float:
     return low
 
 
-def predict(way: str, fitted: Fitted, draw: Draw, slo: Slo, options: argparse.Namespace) -> float:
+def predict(
+    way: str,
+    fitted: Fitted,
+    slower: tuple[float, float],
+    draw: Draw,
+    slo: Slo,
+    options: argparse.Namespace,
+) -> float:
+    def run_at(requests: list[tuple[float, int, int]]) -> Run:
+        if way != "instances":
+            return simulate_colocated(requests, [DecodeSpec(fitted)], BATCH_TOKENS)
+        times = fitted
+        for _ in range(ITERATIONS):
+            run = simulate(requests, [PrefillSpec(times, BATCH_TOKENS)], [DecodeSpec(times)], 0.0)
+            shares = run.decode_busy[0], run.prefill_busy[0]
+            longer = (1 + (slow - 1) * share for slow, share in zip(slower, shares, strict=True))
+            times = replace(fitted, slower=(next(longer), next(longer)))
+        return run
+
     def is_carried(rate: float) -> bool:
-        requests = draw.at(rate, options.requests)
-        if way == "instances":
-            run = simulate(requests, [PrefillSpec(fitted, BATCH_TOKENS)], [DecodeSpec(fitted)], 0.0)
-        else:
-            run = simulate_colocated(requests, [DecodeSpec(fitted)], BATCH_TOKENS)
+        run = run_at(draw.at(rate, options.requests))
         return slo.is_attained(run.times) and run.is_sustained
 
     return greatest(is_carried, 5.0)
@@ -245,15 +300,20 @@ def main() -> None:
                 driver = Driver(llm)
                 fit(driver, 1)  # compiles
                 fitted, told = fit(driver, options.rounds)
+                slower = (1.0, 1.0)
+                if way == "instances":
+                    found_slower = [beside(driver, fitted) for _ in range(options.rounds)]
+                    slower = tuple(median(each) for each in zip(*found_slower, strict=True))
                 for name, (prompt, output) in WORKLOADS.items():
                     lengths = [Lengths.parse("length", text) for text in (prompt, output)]
                     draw = drawn(lengths[0], lengths[1], 1.0, options.requests, options.seed)
                     slo = slo_of(fitted, draw, options)
-                    predicted = predict(way, fitted, draw, slo, options)
+                    predicted = predict(way, fitted, slower, draw, slo, options)
+                    alone = predict(way, fitted, (1.0, 1.0), draw, slo, options)
                     found = measure_rate(driver, draw, slo, max(0.1, predicted), options)
                     rows.append({
                         "way": way, "workload": name, "slo": asdict(slo), "fit": told,
-                        "predicted": predicted, "measured": found,
+                        "beside": slower, "alone": alone, "predicted": predicted, "measured": found,
                         "error": predicted / found - 1 if found else None,
                     })  # fmt: skip
                     print(json.dumps(rows[-1]), file=sys.stderr)

@@ -89,7 +89,9 @@ def _add_option(arguments: argparse._ArgumentGroup, each: Declared, default: str
 
 def duration(text: str) -> float:
     """Seconds: ``5``, ``0.005s``, ``5ms``, ``800us``."""
-    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(?:[eE]([+-]?\d+))?\s*(s|ms|us)?", text.strip())
+    match = re.fullmatch(
+        r"([+-]?(?:\d+(?:\.\d*)?|\.\d+))(?:[eE]([+-]?\d+))?\s*(s|ms|us)?", text.strip()
+    )
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no time: give seconds, or like 5ms")
     value = float(match[1]) * 10.0 ** int(match[2] or 0)

@@ -128,8 +128,9 @@ class Pulls:
         for pull in list(self._pulls.values()):
             self._advance(pull)
         self._worked_s = self._may_work_s = self._clock()
-        if gives_way:
-            self._may_work_s += (self._worked_s - began_s) * (1 / SHARE - 1)
+        if gives_way:  # no longer than something is attended
+            rest_s = (self._worked_s - began_s) * (1 / SHARE - 1)
+            self._may_work_s += min(rest_s, ATTENDING_S)
 
     def _gives_way(self, now_s: float) -> bool:
         """Whether something is attended, and somebody set no pace."""

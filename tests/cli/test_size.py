@@ -244,6 +244,17 @@ def test_plot(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -
         )
 
 
+def test_times_may_have_units(capsys: pytest.CaptureFixture[str]) -> None:
+    told = []
+    for tpot, latency in (("0.2", "300"), ("200ms", "300s"), ("2e5us", "3e5 ms")):
+        assert size(*QUESTION, "--tpot", tpot, "--latency", latency) in (0, 1)
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1] == told[2]
+    with pytest.raises(SystemExit):
+        size(*QUESTION, "--tpot", "5 parsecs")
+    assert "is no time: give seconds, or like 5ms" in capsys.readouterr().err
+
+
 def test_plot_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert size(*QUESTION, "--plot", str(tmp_path / "plot.doc")) == 2
     told = capsys.readouterr()

@@ -205,7 +205,7 @@ def run_of(roles: Roles, asked: list[tuple[float, int, int]]) -> Run:
 
 def test_nothing_is_applied_in_a_stationary_day() -> None:
     """24 hours, gaps with a coefficient of variation of 4: windows differ widely."""
-    rate, cv = 0.03, 4.0
+    rate, cv = 0.02, 4.0
     draw = drawn(Lengths(1024, 0.8), Lengths(128, 0.8), cv, int(rate * 86400), 5)
     asked = draw.at(rate)
     present = Judge(ALIKE, Comes(rate, cv, draw.lengths[:4000]), STRICT).judge(Roles(0, 0, 2)).best
@@ -220,13 +220,13 @@ def test_nothing_is_applied_in_a_stationary_day() -> None:
         return judged[-1]
 
     day = Day(asked, run.times, judge, every_s=30.0)
-    assert len(judged) >= 20 and not day.applied
+    assert len(judged) >= 12 and not day.applied
 
 
 def test_longer_answers_want_other_roles() -> None:
     """The watch, the judge and the simulator together: answers grow to 24 times
     their length, the roles change once, and more keep the SLO then."""
-    rate = 0.4
+    rate = 0.5
     few = drawn(Lengths(1024, 0.8), Lengths(32, 0.5), 1.0, 1500, 1).at(rate)
     many = drawn(Lengths(256, 0.8), Lengths(768, 0.5), 1.0, 1500, 2).at(rate)
     later = [(at + few[-1][0] + 1.0, p, o) for at, p, o in many]

@@ -16,6 +16,7 @@ from instance_runs import OPTIONS, answers, params, prompts, requests_of, said
 from cost_model.goodput.replanning.asking import Question
 from cost_model.goodput.replanning.roles import Judged, Roles
 from fastdecode import LLM
+from fastdecode.cli.main import main
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.errors import ConfigError
 from fastdecode.engine.replanning import planner, replanner
@@ -153,6 +154,47 @@ def test_nothing_changes_without_leave_or_gain(
     assert [role.value for role in roles.values()].count("prefill") == 2
     assert any("better: 3 prefill + 1 decode" in line for line in told) == (replan == "advise")
     assert not any("from now on" in line for line in told)
+
+
+class Unable(Planned):
+    """No process can be started."""
+
+    def ask(self, question: Question) -> None:
+        super().ask(question)
+        raise OSError("too many processes")
+
+
+def test_what_goes_wrong_with_looking_ends_nothing(
+    model: str, one: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replanner, "Planner", planned := Unable(Roles(3, 1), 0.5))
+    monkeypatch.setattr(replanner, "LOOKS_EVERY_S", 0.05)
+    asked, how = prompts(60, seed=5), params(60, seed=5)
+    expected = said(one.generate(asked, how))
+    end_s = time.monotonic() + WAIT_S
+    with LLM(model, prefill_instances=2, decode_instances=2, replan="apply", replan_slo=SLO,
+             replan_window_s=1.0, **OPTIONS) as llm:  # fmt: skip
+        while not planned.asked:
+            assert time.monotonic() < end_s, "nobody looks at roles"
+            assert said(llm.generate(asked, how)) == expected
+        assert said(llm.generate(asked, how)) == expected
+        assert llm.stats.num_role_changes == 0
+
+
+def test_options_come_from_the_command(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked, told = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    asked.write_text('{"id": "a", "prompt_token_ids": [5, 6, 7]}\n')
+    words = ["--model", model, "--input", str(asked), "--output", str(told), "--replan", "apply"]
+    for command in ("generate", "run-batch"):
+        assert main([command, *words]) == 2
+        assert "--replan apply changes roles of instances" in capsys.readouterr().err
+    both = ["--prefill-instances", "1", "--decode-instances", "1", "--kv-memory-gb", "0.004"]
+    assert main(["generate", *words, *both]) == 2
+    assert "give --replan-slo like ttft=400ms" in capsys.readouterr().err
+    assert main(["generate", *words, *both, "--replan-slo", "ttft=1s,tpot=1s"]) == 0
+    assert told.read_text().count("\n") == 1
 
 
 def test_a_planner_that_fails_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:

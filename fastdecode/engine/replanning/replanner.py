@@ -101,7 +101,13 @@ class Replanner:
         self._watch.over(self._clock(), Seen(times, flow.job.prompt_tokens, tokens))
 
     def look(self) -> None:
-        """Now and then."""
+        """Now and then. What goes wrong here is no reason to end what runs."""
+        try:
+            self._look()
+        except Exception:
+            logger.exception("roles aren't looked at this time")
+
+    def _look(self) -> None:
         for name, stats in self._controls.each_stats.items():
             self._log.look(name, self._totals(stats))
         if self._asked is not None:
@@ -122,8 +128,12 @@ class Replanner:
             self._watch.decided(self._clock(), due, None)
             return
         self.num_looks += 1
+        try:
+            self._planner.ask(question)
+        except OSError:
+            self._watch.decided(self._clock(), due, None)
+            raise
         self._asked = due
-        self._planner.ask(question)
 
     def _question(self, due: Due) -> Question | None:
         """None: too little is known of the instances, or there is no choice."""
