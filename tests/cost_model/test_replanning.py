@@ -227,8 +227,8 @@ def test_longer_answers_want_other_roles() -> None:
     """The watch, the judge and the simulator together: answers grow to 24 times
     their length, the roles change once, and more keep the SLO then."""
     rate = 0.5
-    few = drawn(Lengths(1024, 0.8), Lengths(32, 0.5), 1.0, 1500, 1).at(rate)
-    many = drawn(Lengths(256, 0.8), Lengths(768, 0.5), 1.0, 1500, 2).at(rate)
+    few = drawn(Lengths(1024, 0.8), Lengths(32, 0.5), 1.0, 400, 1).at(rate)
+    many = drawn(Lengths(256, 0.8), Lengths(768, 0.5), 1.0, 1000, 2).at(rate)
     later = [(at + few[-1][0] + 1.0, p, o) for at, p, o in many]
     present, slo = Roles(2, 1), Slo(30.0, 0.2)
 

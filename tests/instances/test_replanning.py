@@ -119,8 +119,8 @@ def watched(
         while sum("come, " in line for line in told) < looks:
             assert time.monotonic() < end_s, "nobody looks at roles"
             found = said(llm.generate(asked, how))
-        desk = llm._running.engine.desk
-        roles = {x.name: r for x, r in zip(desk.instances, desk.roles, strict=True)}
+        members = llm._running.engine.desk.members
+        roles = {x.name: r for x, r in zip(members.all, members.roles, strict=True)}
         return found, roles
 
 

@@ -72,8 +72,7 @@ class Watch:
 
     def over(self, now_s: float, seen: Seen) -> None:
         """A request has come to its end."""
-        if seen.times.arrived_s >= self._since_s:
-            self._over.append((now_s, seen))
+        self._over.append((now_s, seen))
 
     def due(self, now_s: float) -> Due | None:
         """Whether the roles are to be looked at, which ``decided`` ends."""

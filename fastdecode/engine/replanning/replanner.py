@@ -140,7 +140,7 @@ class Replanner:
         measured, present = self._log.measured(), self._present()
         if measured is None or present.num < 2:
             return None
-        alive = [each for each in self._controls.desk.instances if each.broken is None]
+        alive = [each for each in self._controls.desk.members.all if each.broken is None]
         alike = Alike(
             measured.times,
             self._batch_tokens,
@@ -169,7 +169,7 @@ class Replanner:
 
     def _change(self, best: Roles) -> None:
         desk = self._controls.desk
-        places = [i for i, each in enumerate(desk.instances) if each.broken is None]
+        places = [i for i, each in enumerate(desk.members.all) if each.broken is None]
         dispatcher = desk.dispatcher
         busy = [
             dispatcher.decode[i].num_tokens / dispatcher.decode[i].capacity_tokens
@@ -177,16 +177,16 @@ class Replanner:
             for i in places
         ]
         wanted = dict(zip(_ORDER, best.each, strict=True))
-        changes = role_changes([desk.roles[i] for i in places], wanted, busy)
+        changes = role_changes([desk.members.roles[i] for i in places], wanted, busy)
         for index, role in changes.items():
-            name = desk.instances[places[index]].name
+            name = desk.members.all[places[index]].name
             self._controls.set_role(name, role)
             self.num_changes += 1
             self._tell(f"roles: instance {name} is for {role.value} from now on")
 
     def _present(self) -> Roles:
         desk = self._controls.desk
-        pairs = zip(desk.instances, desk.roles, strict=True)
+        pairs = zip(desk.members.all, desk.members.roles, strict=True)
         roles = [role for each, role in pairs if each.broken is None]
         return Roles(*(roles.count(role) for role in _ORDER))
 
