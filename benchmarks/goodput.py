@@ -12,6 +12,8 @@ sequences decode, and a step of these while prompts run; each counts for the par
 of the time in which the other is busy, which is what the simulation says (found
 by iteration; ``alone`` is what would be predicted without). With those times the
 simulator of ``fastdecode plan goodput`` says what rate would be carried: **predicted**.
+**observed** is what it says by the engines' own totals (``--replan``'s way) of a run of
+the same requests at half of the rate that is predicted alone.
 **measured**: the same requests, sent at those moments, and the same bisection over
 rates. ``error``: predicted over measured, less 1.
 """
@@ -37,6 +39,7 @@ from end_to_end import VOCAB
 from provenance import keep, provenance
 from r_worker_processes import add_model_options, model_or_random
 
+from cost_model.goodput.replanning.measured import LinearTimes, Measured, StepLog
 from cost_model.goodput.simulator import (
     DecodeSpec,
     PrefillSpec,
@@ -49,6 +52,7 @@ from cost_model.goodput.workload import Draw, Lengths, drawn
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.delta import DeltaQueue
 from fastdecode.core.sequence import Request
+from fastdecode.engine.replanning.replanner import totals_of
 
 WAYS: dict[str, dict[str, Any]] = {
     "one engine": {"r_workers": 2},
@@ -58,6 +62,8 @@ WORKLOADS = {"short": ("128", "32"), "long": ("lognormal:384,0.4", "16")}
 BATCH_TOKENS = 512
 PRECISION = 0.05
 ITERATIONS = 4
+LOOK_S = 0.2
+OBSERVED_AT = 0.5
 
 
 @dataclass(frozen=True)
@@ -105,8 +111,26 @@ class Driver:
         self._llm = llm
         self._numbers = itertools.count()
 
-    def run(self, requests: Sequence[tuple[float, int, int]]) -> list[list[float]]:
-        """Seconds, from the first moment on, of each request's tokens."""
+    def observe(self, requests: Sequence[tuple[float, int, int]]) -> Measured | None:
+        """What the engines' own steps took while these ran, as ``--replan`` has it."""
+        log = StepLog()
+
+        def look() -> None:
+            engine = self._llm._running.engine
+            each = getattr(engine, "each_stats", {"one": self._llm.stats})
+            for name, stats in each.items():
+                log.look(name, totals_of(stats, 1))
+
+        self.run(requests, look)
+        return log.measured()
+
+    def run(
+        self,
+        requests: Sequence[tuple[float, int, int]],
+        look: Callable[[], object] = lambda: None,
+    ) -> list[list[float]]:
+        """Seconds, from the first moment on, of each request's tokens; ``look``: is
+        called now and then meanwhile."""
         reader, first = DeltaQueue(), next(self._numbers)
         names = [f"{first}/{number}" for number in range(len(requests))]
         made = [asked(name, *x[1:]) for name, x in zip(names, requests, strict=True)]
@@ -118,7 +142,8 @@ class Driver:
             while waiting and requests[waiting[-1]][0] <= now:
                 self._llm.service.submit([made[waiting.pop()]], reader)
             next_s = requests[waiting[-1]][0] - now if waiting else 1.0
-            for delta in reader.take(max(0.0, min(1.0, next_s))):
+            look()
+            for delta in reader.take(max(0.0, min(LOOK_S, next_s))):
                 assert delta.error is None, delta.error
                 came_s = time.perf_counter() - started
                 times[delta.request_id] += [came_s] * len(delta.token_ids)
@@ -235,7 +260,7 @@ def greatest(is_carried: Callable[[float], bool], guess: float) -> float:
 
 def predict(
     way: str,
-    fitted: Fitted,
+    fitted: Fitted | LinearTimes,
     slower: tuple[float, float],
     draw: Draw,
     slo: Slo,
@@ -249,6 +274,8 @@ def predict(
             run = simulate(requests, [PrefillSpec(times, BATCH_TOKENS)], [DecodeSpec(times)], 0.0)
             shares = run.decode_busy[0], run.prefill_busy[0]
             longer = (1 + (slow - 1) * share for slow, share in zip(slower, shares, strict=True))
+            if isinstance(fitted, LinearTimes):
+                break  # measured as they slowed each other down
             times = replace(fitted, slower=(next(longer), next(longer)))
         return run
 
@@ -310,10 +337,15 @@ def main() -> None:
                     slo = slo_of(fitted, draw, options)
                     predicted = predict(way, fitted, slower, draw, slo, options)
                     alone = predict(way, fitted, (1.0, 1.0), draw, slo, options)
+                    seen = driver.observe(draw.at(OBSERVED_AT * alone, options.requests))
+                    observed = None
+                    if seen is not None:
+                        observed = predict(way, seen.times, slower, draw, slo, options)
                     found = measure_rate(driver, draw, slo, max(0.1, predicted), options)
                     rows.append({
                         "way": way, "workload": name, "slo": asdict(slo), "fit": told,
-                        "beside": slower, "alone": alone, "predicted": predicted, "measured": found,
+                        "beside": slower, "alone": alone, "predicted": predicted,
+                        "observed": observed, "measured": found,
                         "error": predicted / found - 1 if found else None,
                     })  # fmt: skip
                     print(json.dumps(rows[-1]), file=sys.stderr)

@@ -109,7 +109,7 @@ class Replanner:
 
     def _look(self) -> None:
         for name, stats in self._controls.each_stats.items():
-            self._log.look(name, self._totals(stats))
+            self._log.look(name, totals_of(stats, self._token_bytes))
         if self._asked is not None:
             if self._planner.is_over:
                 self._take(self._asked)
@@ -190,16 +190,18 @@ class Replanner:
         roles = [role for each, role in pairs if each.broken is None]
         return Roles(*(roles.count(role) for role in _ORDER))
 
-    def _totals(self, stats: EngineStats) -> Totals:
-        return Totals(
-            stats.num_steps,
-            stats.num_output_tokens,
-            stats.load_sum,
-            stats.num_prompt_tokens,
-            stats.step_s,
-            stats.fetched_bytes / self._token_bytes,
-            stats.fetch_s,
-        )
+
+def totals_of(stats: EngineStats, token_bytes: int) -> Totals:
+    """Of one instance. ``token_bytes``: K and V of a token, all layers."""
+    return Totals(
+        stats.num_steps,
+        stats.num_output_tokens,
+        stats.load_sum,
+        stats.num_prompt_tokens,
+        stats.step_s,
+        stats.fetched_bytes / token_bytes,
+        stats.fetch_s,
+    )
 
 
 _ORDER = (InstanceRole.PREFILL, InstanceRole.DECODE, InstanceRole.BOTH)
