@@ -114,6 +114,18 @@ class LaterStages:
             self.takings.forget(column, own=own)
         return [(column, error) for column, (error, _) in lost.items()]
 
+    def lost_r_workers(
+        self, own: Collection[tuple[int, int]]
+    ) -> dict[tuple[int, int], WorkerError]:
+        """Why those are lost that later stages have lost, by stage and column.
+        ``own``: those of the first one. A prompt stage speaks of others' R-workers:
+        it counts where these haven't noticed by now."""
+        told = self.losses.r_workers
+        lost = {each: error for each, error in told.items() if each[0] in self.token_stages}
+        columns = {column for _, column in (*own, *lost)}
+        others = {(0, column): error for (_, column), error in told.items()}
+        return {**lost, **{each: x for each, x in others.items() if each[1] not in columns}}
+
     def take_over(self, column: HolderId, message: TakeOver, stages: Collection[int]) -> None:
         """Have neighbours go on for a column, in these stages; the first one's
         has been asked, if it is among them."""
@@ -139,6 +151,7 @@ class LaterStages:
             if isinstance(message, (ColumnLost, ColumnInterrupted)):
                 error = WorkerError(f"stage {stage}: {message.message}", code=message.code)
                 is_kept = isinstance(message, ColumnInterrupted)
+                self.losses.r_workers[stage, message.column] = error
                 self._lose(stage, message.column, error, is_kept=is_kept)
             else:
                 self._links.answered(stage, message)

@@ -23,7 +23,7 @@ from fastdecode.wire.stages import (
     StageMessage,
     StagePass,
 )
-from fastdecode.wire.transport import Connection
+from fastdecode.wire.transport import Connection, loss
 
 ToStage: TypeAlias = ToRWorker | StageMessage
 FromAnyStage: TypeAlias = FromStage | Failed | ToStage
@@ -192,9 +192,8 @@ class StageLinks:
         self.gone.add(stage)
         if (failed := _last_words(self._connections[stage])) is not None:
             return _failure(name, failed)
-        reason = error.message.removeprefix(f"{name} ")
         return WorkerError(
-            f"{name} is lost: {reason}. Without its layers the job can't go on: see its own "
+            f"{loss(name, error)}. Without its layers the job can't go on: see its own "
             "output, and start the job again (fastdecode run-batch --resume keeps what is done)",
             code="stage_lost",
         )
