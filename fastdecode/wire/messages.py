@@ -153,7 +153,7 @@ from fastdecode.wire.traits import (
     Worded,
 )
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 MAX_ID = (1 << 63) - 1
 """Of sequences and steps; both count from 0."""
@@ -382,7 +382,13 @@ ToRWorker: TypeAlias = (
     | Shutdown
 )
 Room: TypeAlias = (
-    OpenSequence | ForkSequence | ExtendSequence | CloseSequence | KeptToRWorker | TruncateSequence
+    OpenSequence
+    | ForkSequence
+    | ExtendSequence
+    | CloseSequence
+    | KeptToRWorker
+    | TruncateSequence
+    | TierToRWorker
 )
 """``in_every_stage``: what the R-workers of a column are told in all stages alike."""
 Greeting: TypeAlias = Hello | Inspect | ViewOffer

@@ -18,9 +18,12 @@ from typing import Any
 
 import psutil
 from losses import NOBODY_CAN, pause
-from small_jobs import LIMIT_S, PHASES, Job, SmallJobs
+from small_jobs import PHASES, Job, SmallJobs
 
 TRANSPORTS = ("mpi", "launch")
+LIMIT_S = 150.0
+"""A job that takes longer hangs: undisturbed it takes some ten seconds."""
+GOING_S = 30.0
 SERVED = ("greeting", "prompts", "decoding", "end")
 NUM_COLUMNS = 3
 """R-workers of each stage that has any."""
@@ -127,8 +130,9 @@ class Report:
         if any(blow.whom == "R-worker" for blow in self.blows):
             told = self.exit_code == 4 and any(words in self.last_words for words in NOBODY_CAN)
             return "ended by MPI" if told else "lost"
-        if self.blows[0].rank == 0:  # which would say how the job has ended
-            return "right" if self.exit_code else "other exit code"
+        if self.blows[0].rank == 0:  # which would say how the job has ended, and not mpirun
+            is_told = self.exit_code or self.loss.transport == "mpi"
+            return "right" if is_told else "other exit code"
         if self.exit_code != 4:
             return "other exit code"
         return "right" if self.is_named else "unnamed"
@@ -191,7 +195,12 @@ class StageLosses:
         self._jobs.clear()
         with self._start(loss.transport, shape) as job:
             found = list(self._strike(job, loss.blows, lengths))
-            outcome = job.command.wait(LIMIT_S)
+            if job.command.wait_for_end(LIMIT_S) is None and self._answered:
+                # All is written, and the launcher waits for who was stopped on its way out.
+                for blow in found:
+                    for process in _of_rank(job, blow.rank):
+                        process.resume()
+            outcome = job.command.wait(GOING_S)
         answers, expected = self._jobs.answers(), self._jobs.expected
         names = [name for blow in found for name in _names(shape, blow)]
         return Report(
@@ -213,6 +222,11 @@ class StageLosses:
         return self._jobs.start(
             transport, shape.num_r_workers, words, num_s_ranks=shape.num_s_ranks
         )
+
+    @property
+    def _answered(self) -> bool:
+        """Whether the job is over for its user."""
+        return self._jobs.answers().keys() == self._jobs.expected.keys()
 
     @property
     def _told(self) -> Any:

@@ -48,7 +48,6 @@ _WITH_STAGES: Mapping[str, tuple[Any, ...]] = {
     "split_tokens": (None,),
     "transport": ("auto", "inproc", "mpi", "zmq"),
     "spare_r_workers": (0,),
-    "cache_disk": (None,),
     "cache_memory_gb": (None,),
 }
 """What there may be beside several pipeline stages."""

@@ -50,7 +50,7 @@ def use_tiers(fleet: Fleet, identity: str, holders: Iterable[HolderId]) -> tuple
         fleet.send(holder, UseTier(identity))
     while fleet.is_owed:
         fleet.receive()
-    told = [news for news in fleet.unasked.of_tiers if isinstance(news, Stocked)]
+    told = [news for news in fleet.moved if isinstance(news, Stocked)]
     num_slots = sum(news.num_slots for news in told if news.is_last)
     return num_slots, sum(len(news.keys) for news in told)
 

@@ -183,7 +183,7 @@ class RunningEngine:
         )
         with_tier = [holder for holder, welcome in welcomes.items() if welcome.has_tier]
         own = self.resolved.config
-        if with_tier and own.keeps_blocks and own.s_part.pp == 1:
+        if with_tier and own.keeps_blocks:
             identity = cache_identity(self.resolved, self._checkpoint) or ""
             open_tiers(tell, self._fleet, with_tier, identity, self._checkpoint, workers.kind)
         recovery = Recovery(self._fleet, replacements, replicas=replicas)
@@ -343,7 +343,10 @@ class RunningEngine:
         exports = exports_of(self._workers, self.spec, resolved)
         watch = Watch(trace or NoTrace(), times, lanes, self._session, exports)
         eos = _eos_token_ids(self.spec, self.codec)
-        joins_early = resolved.config.cache.cache_restore == "pipelined"
+        # What a later stage couldn't read is known too late for the step that has begun.
+        joins_early = (
+            resolved.config.cache.cache_restore == "pipelined" and len(resolved.layers) == 1
+        )
         lifecycle = Lifecycle(scheduler, joins_early=joins_early)
         engine = Engine(s_worker, pipeline, fleet, lifecycle, self.codec, eos, recovery, watch)
         engine.stats.swap = swap_figures(attention)
