@@ -187,7 +187,7 @@ class StageLosses:
     def __init__(self, jobs: SmallJobs, chance: random.Random) -> None:
         self._jobs = jobs
         self._chance = chance
-        self._lengths: dict[str, dict[str, float]] = {}  # by shape
+        self._lengths: dict[bool, dict[str, float]] = {}  # with R-workers, or none
 
     def lose(self, loss: StageLoss) -> Report:
         """One job with its losses."""
@@ -253,8 +253,8 @@ class StageLosses:
                         yield blow
 
     def _lengths_of(self, loss: StageLoss) -> dict[str, float]:
-        """How long each phase is, in s, in a job in which nothing happens."""
-        kind = loss.shape
+        """How long each phase is, in s, in such a job in which nothing happens."""
+        kind = SHAPES[loss.shape].num_columns > 0
         if kind not in self._lengths:
             self._jobs.clear()
             begins = []

@@ -91,7 +91,7 @@ def test_its_ranks_end_whether_it_hangs_or_not(says: bytes, hanging: psutil.Pope
     hanging.stdin.write(says)
     hanging.stdin.flush()
     try:
-        end(hanging, patience_s=1.0, terminating_s=1.0)
+        end(hanging, patience_s=1.0, terminating_s=1.0, ranks=[rank])
         assert hanging.wait(30.0) == (-signal.SIGTERM if says == b"hang\n" else 0)
         psutil.wait_procs([rank], 30.0)
         assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE

@@ -57,6 +57,11 @@ class UseTier(ForHolder):
     def part(self, share: HeadShare) -> UseTier:
         return self._of(f"{share.kv.start}:{share.kv.stop}")
 
+    def of_column(self, column: int) -> UseTier:
+        """What a column's R-workers are told. Blocks are there if all of them have
+        theirs, so each is to find its own column's file again."""
+        return self._of(f"column {column}")
+
     def of_stage(self, stage: int) -> UseTier:
         """What a later stage's R-workers are told, which keep other layers."""
         return self._of(f"stage {stage}")

@@ -51,11 +51,18 @@ def see_off(names: tuple[str, ...] = NAMES) -> int | None:
 
 
 def end(
-    launcher: psutil.Process, patience_s: float = PATIENCE_S, terminating_s: float = TERMINATING_S
+    launcher: psutil.Process,
+    patience_s: float = PATIENCE_S,
+    terminating_s: float = TERMINATING_S,
+    ranks: list[psutil.Process] | None = None,
 ) -> None:
     """Wait for it to end, then see to it, and to its ranks before. One that was
-    stopped hangs because somebody wants it to, and is left alone."""
-    ranks = ranks_of(launcher)
+    stopped hangs because somebody wants it to, and is left alone.
+
+    Args:
+        ranks: that it has started; None: those that it has now.
+    """
+    ranks = ranks_of(launcher) if ranks is None else ranks
     with contextlib.suppress(psutil.TimeoutExpired, psutil.NoSuchProcess):
         launcher.wait(patience_s)
         _kill(psutil.wait_procs(ranks, terminating_s)[1])
