@@ -29,7 +29,7 @@ SMALL: dict[str, Any] = {
     "max_num_sequences": 2,
     "prefix_cache": "on",
 }
-KEYS = [bytes([i]) * 32 for i in range(4)]
+KEYS = [bytes([i]) * 16 for i in range(4)]
 W = HolderId(1)
 
 
