@@ -82,7 +82,7 @@ def test_blocks_that_one_stage_has_lost_are_given_up_in_the_others(
         assert counts.num_found == 0 and counts.num_fetched > 0 and counts.num_failed == 0
 
 
-@pytest.mark.parametrize("lost", ["r1", "s1-r1"])
+@pytest.mark.parametrize("lost", ["r0", "s1-r0"])
 def test_a_lost_r_worker_and_its_disk_change_no_token(
     lost: str,
     tmp_path: Path,
