@@ -30,7 +30,7 @@ def as_typed(error: FastDecodeError, parameters: Collection[str]) -> str:
         flag = _OPTIONS.get(given.name, "--" + given.name.replace("_", "-"))
         if given.name not in parameters and given.name not in _OPTIONS:
             return str(given)
-        if not given.has_value:
+        if not given.has_value or given.value is True:
             return flag
         return f"{flag} {given.shown.strip(chr(39)) or given.shown}"
 

@@ -70,7 +70,8 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
         "--hosts",
         required=True,
         metavar="A:2,B:2",
-        help="hosts and their R-workers; one for each NUMA node is best",
+        help="hosts and their R-workers; one for each NUMA node is best. Where the command needs "
+        "none (--kv-placement gpu, --r-worker): hosts and their stages",
     )
     parser.add_argument(
         "--s-host", metavar="HOST", help="where the S-worker runs (default: the first of --hosts)"
@@ -175,20 +176,17 @@ def _truthful(mpirun_code: int, report: Path | None, *, was_stopped: bool) -> in
 
 
 def _line(args: argparse.Namespace, command: list[str], report: Path) -> JobLine:
-    hosts = parse_hosts(args.hosts)
+    hosts, shape = parse_hosts(args.hosts), _shape(command)
     mpirun = _mpirun(args.mpirun)
     s_command = [*_fastdecode(), *command]
     s_host = args.s_host or hosts[0].name
     can_tell = command[0] != "calibrate" and s_host in (*_LOCAL, socket.gethostname())
     if can_tell and not args.dry_run:
         s_command += ["--exit-code-file", str(report)]
-    r_command = [*_fastdecode(), "r-worker"]
-    r_command += [] if args.no_numa else ["--numa-node", "auto"]
-    r_command += [] if args.r_threads is None else ["--threads", str(args.r_threads)]
-    r_command += [] if args.kv_memory_gb is None else ["--kv-memory-gb", str(args.kv_memory_gb)]
+    has_r_workers = shape.kv_placement != "gpu" and not shape.r_worker
     return JobLine(
         tuple(s_command),
-        tuple(r_command),
+        _r_command(args, has_r_workers=has_r_workers),
         hosts,
         vendor=vendor_of(_version(mpirun)),
         mpirun=mpirun,
@@ -196,18 +194,42 @@ def _line(args: argparse.Namespace, command: list[str], report: Path) -> JobLine
         interface=args.interface,
         extra=tuple(args.mpirun_arg),
         as_root=os.geteuid() == 0,
-        num_s_ranks=_number(command, "--tp", MAX_TP),
-        num_stages=_number(command, "--pp", MAX_PP),
-        num_prompt_stages=_number(command, "--prompt-pp", MAX_PP, usual=0),
+        num_s_ranks=_number(shape.tp, 1, MAX_TP),
+        num_stages=_number(shape.pp, 1, MAX_PP),
+        num_prompt_stages=_number(shape.prompt_pp, 0, MAX_PP),
+        has_r_workers=has_r_workers,
     )
 
 
-def _number(command: list[str], option: str, most: int, *, usual: int = 1) -> int:
-    """The N of ``--tp N``, ``--pp N`` and the like, which generate and run-batch
-    check."""
+def _r_command(args: argparse.Namespace, *, has_r_workers: bool) -> tuple[str, ...]:
+    """
+    Raises:
+        ConfigError: there are no R-workers for what is given of them.
+    """
+    command = [*_fastdecode(), "r-worker"]
+    command += [] if args.no_numa else ["--numa-node", "auto"]
+    for option, value in (("--threads", args.r_threads), ("--kv-memory-gb", args.kv_memory_gb)):
+        if value is not None and not has_r_workers:
+            given = "--r-threads" if option == "--threads" else f"{option} before --"
+            raise ConfigError(
+                f"{given} is of R-workers that are launched, and with --kv-placement gpu or "
+                "--r-worker there are none: leave it out, or give the command its own"
+            )
+        command += [] if value is None else [option, str(value)]
+    return tuple(command)
+
+
+def _shape(command: list[str]) -> argparse.Namespace:
+    """What a command says of its ranks, which generate and run-batch check."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(option, default=str(usual), dest="number")
-    told: str = parser.parse_known_args(command)[0].number
+    for option in ("--tp", "--pp", "--prompt-pp", "--kv-placement"):
+        parser.add_argument(option, default="")
+    parser.add_argument("--r-worker", action="append")
+    return parser.parse_known_args(command)[0]
+
+
+def _number(told: str, usual: int, most: int) -> int:
+    """The N of ``--tp N``, ``--pp N`` and the like."""
     return int(told) if told.isdecimal() and usual <= int(told) <= most else usual
 
 

@@ -75,9 +75,10 @@ class Progress:
         speed = (self._done - self._done_before) / elapsed_s
         eta = str(timedelta(seconds=round((self._total - self._done) / speed))) if speed else "-"
         live, num_workers = self._workers
+        workers = f", R-workers {live}/{num_workers}" if num_workers else ""
         return (
             f"{self._unit} {self._done}/{self._total}, {self._num_failed} failed, "
-            f"{self._num_tokens / elapsed_s:.0f} tok/s, ETA {eta}, R-workers {live}/{num_workers}"
+            f"{self._num_tokens / elapsed_s:.0f} tok/s, ETA {eta}{workers}"
         )
 
     def print(self, text: str) -> None:

@@ -19,7 +19,7 @@ class Facts:
     """What is known of an LLM once it is ready."""
 
     num_r_workers: int
-    """R-workers that it began with."""
+    """R-workers that it began with, in all stages; 0: KV is on the S-worker's device."""
     r_threads: int
     """CPU threads of each R-worker; where they differ, the most that one has."""
     num_kv_blocks: int

@@ -43,7 +43,7 @@ def summarise(llm: LLM, *, started_s: float, num_requests: int, num_failed: int)
         "gap_tokens": stats.num_gap_tokens,
         "output_tokens": stats.num_output_tokens,
         "output_tokens_per_s": stats.num_output_tokens / step_s,
-        **_of_steps(stats, step_s, facts.num_r_workers),
+        **_of_steps(stats, step_s, facts.num_r_workers // max(1, len(facts.stage_layers))),
         "load_mean_tokens": stats.load_mean,
         "load_peak_tokens": stats.load_peak,
         "ttft_s": _percentiles(stats.ttft),
@@ -53,7 +53,7 @@ def summarise(llm: LLM, *, started_s: float, num_requests: int, num_failed: int)
         "dtype": facts.dtype.value,
         "kv_dtype": facts.kv_dtype.value,
         "kv_placement": facts.kv_placement,
-        "r_workers": 0 if facts.kv_placement == "gpu" else facts.num_r_workers,
+        "r_workers": facts.num_r_workers,
         **_of_hybrid(stats),
         "r_workers_lost": now.num_r_workers - now.num_live_r_workers,
         "r_workers_rejoined": stats.num_rejoined,
@@ -76,13 +76,14 @@ def _of_hybrid(stats: EngineStats) -> dict[str, Any]:
 
 
 def _of_steps(stats: EngineStats, step_s: float, num_r_workers: int) -> dict[str, float]:
-    """Of the time of all steps."""
+    """Of the time of all steps; with several stages, in the first one, which has
+    so many R-workers."""
     return {
         "s_share": stats.s_compute_s / step_s,
         "wait_share": stats.wait_s / step_s,
         "r_share": stats.r_compute_s / step_s,
         "s_idle": stats.wait_s / step_s,
-        "r_idle": max(0.0, 1 - stats.r_busy_s / (step_s * num_r_workers)),
+        "r_idle": max(0.0, 1 - stats.r_busy_s / (step_s * max(1, num_r_workers))),
     }
 
 
@@ -148,11 +149,19 @@ def peak_rss_bytes() -> int:
 
 def _shares(s: dict[str, Any]) -> str:
     """Of the time that steps took."""
-    if not s["r_workers"]:
+    num_stages = len(s.get("stage_layers") or [1])
+    has_others = num_stages > 1 or bool(s.get("prompt_stage_layers"))
+    if not s["r_workers"] and not has_others:
         return "no R-workers: the S-worker's device attended, too"
+    others = ["R-workers"] * bool(s["r_workers"]) + ["other stages"] * has_others
+    told = (
+        f"of each step on average: S-part {s['s_share']:.0%}, waiting for {' and '.join(others)} "
+        f"{s['wait_share']:.0%}"
+    )
+    if not s["r_workers"]:
+        return f"{told} (no R-workers: the stages' devices attended, too)"
     return (
-        f"of each step on average: S-part {s['s_share']:.0%}, waiting for R-workers "
-        f"{s['wait_share']:.0%} (the busiest of {s['r_workers']} R-workers computed "
+        f"{told} (the busiest of {s['r_workers'] // num_stages} R-workers computed "
         f"{s['r_share']:.0%} of the time; on average they idled {s['r_idle']:.0%})"
     )
 
@@ -162,9 +171,11 @@ def _stages(s: dict[str, Any]) -> list[str]:
     layers, of_prompts = s.get("stage_layers") or [], s.get("prompt_stage_layers") or []
     told = []
     if len(layers) > 1:
+        each = s["r_workers"] // len(layers)
+        own = f"{each} R-worker(s)" if each else "the KV of these on its device"
         told.append(
             f"{len(layers)} stages of {', '.join(map(str, layers))} layers, each with "
-            f"{s['r_workers']} R-worker(s); the shares above are the first stage's"
+            f"{own}; the shares above are the first stage's"
         )
     if of_prompts:
         told.append(

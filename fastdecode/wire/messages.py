@@ -382,7 +382,13 @@ ToRWorker: TypeAlias = (
     | Shutdown
 )
 Room: TypeAlias = (
-    OpenSequence | ForkSequence | ExtendSequence | CloseSequence | KeptToRWorker | TruncateSequence
+    OpenSequence
+    | ForkSequence
+    | ExtendSequence
+    | CloseSequence
+    | KeptToRWorker
+    | TruncateSequence
+    | TierToRWorker
 )
 """``in_every_stage``: what the R-workers of a column are told in all stages alike."""
 Greeting: TypeAlias = Hello | Inspect | ViewOffer

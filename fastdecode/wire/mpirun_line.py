@@ -1,4 +1,4 @@
-"""The mpirun line of a job: one S-worker, and R-workers on any number of hosts.
+"""The mpirun line of a job: S-workers, and R-workers on any number of hosts.
 Pure: nothing is run or looked up here.
 
 Open MPI 5 and MPICH (Hydra) are known. What the options are for stands in
@@ -24,7 +24,8 @@ _INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,63}(,[A-Za-z0-9][A-Za-z0
 
 @dataclass(frozen=True)
 class Host:
-    """A host, and how many R-workers it gets: one for each NUMA node is best."""
+    """A host, and how many R-workers it gets: one for each NUMA node is best. Of
+    a job without R-workers, how many stages."""
 
     name: str
     num_r_workers: int = 1
@@ -93,6 +94,9 @@ class JobLine:
         num_prompt_stages: more stages, that run prompts only (``--prompt-pp``):
             on the hosts without R-workers, in turn; if the S-worker's is the
             only such one, there.
+        has_r_workers: ranks are R-workers. Else K and V are on the stages'
+            devices, or with R-workers at addresses, and hosts say how many
+            stages each has.
     """
 
     s_command: tuple[str, ...]
@@ -107,13 +111,15 @@ class JobLine:
     num_s_ranks: int = 1
     num_stages: int = 1
     num_prompt_stages: int = 0
+    has_r_workers: bool = True
 
     def __post_init__(self) -> None:
-        num_r_workers = sum(host.num_r_workers for host in self.hosts)
-        if num_r_workers % self.num_stages:
+        if not self.has_r_workers:
+            self._check_stages()
+        elif self._num_on_hosts % self.num_stages:
             raise ConfigError(
                 f"the {self.num_stages} stages of --pp have as many R-workers each, and "
-                f"{num_r_workers} on --hosts isn't a multiple of {self.num_stages}"
+                f"{self._num_on_hosts} on --hosts isn't a multiple of {self.num_stages}"
             )
         if self.interface is not None and not _INTERFACE.fullmatch(self.interface):
             raise ConfigError(
@@ -125,6 +131,24 @@ class JobLine:
         if self.vendor == "MPICH" and self.interface is not None and "/" in self.interface:
             raise ConfigError(
                 f"--interface={self.interface!r}: MPICH takes an interface's name, such as eth0"
+            )
+
+    @property
+    def _num_on_hosts(self) -> int:
+        return sum(host.num_r_workers for host in self.hosts)
+
+    def _check_stages(self) -> None:
+        """Of a job without R-workers."""
+        if self.s_host is not None:
+            raise ConfigError(
+                f"--s-host={self.s_host}: the command needs no R-workers, and --hosts says where "
+                "its stages are: leave one of the two out"
+            )
+        if self._num_on_hosts != self.num_stages:
+            raise ConfigError(
+                f"the command needs no R-workers, so --hosts says where its stages (--pp) are, and "
+                f"has room for {self._num_on_hosts} where there are {self.num_stages}: say "
+                "HOST:NUMBER_OF_STAGES"
             )
 
     def words(self) -> list[str]:
@@ -140,24 +164,25 @@ class JobLine:
         mpirun = [self.mpirun, *self._options(), *self.extra]
         s_app = ["-n", str(len(self._s_hosts()))]
         if self.vendor == "MPICH":  # one list of hosts for all, which ranks fill in order
-            num_r_workers = sum(host.num_r_workers for host in self.hosts)
-            r_app = [":", "-n", str(num_r_workers), *self.r_command]
-            return [[*mpirun, "-hosts", self._filled(s_host)], [*s_app, *self.s_command], r_app]
+            parts = [[*mpirun, "-hosts", self._filled(s_host)], [*s_app, *self.s_command]]
+            if self.has_r_workers:
+                parts.append([":", "-n", str(self._num_on_hosts), *self.r_command])
+            return parts
         parts = [mpirun]
         for name, ranks in itertools.groupby(self._s_hosts()):
             num = len(list(ranks))
             colon = [":"] if len(parts) > 1 else []
             parts.append([*colon, "-n", str(num), "--host", f"{name}:{num}", *self.s_command])
         for host in self.hosts:
-            if host.num_r_workers:
+            if host.num_r_workers and self.has_r_workers:
                 where = ["--host", f"{host.name}:{host.num_r_workers}"]
                 parts.append([":", "-n", str(host.num_r_workers), *where, *self.r_command])
         return parts
 
     def _s_hosts(self) -> list[str]:
         """Of each S-worker's rank."""
-        of_r_workers = [host.name for host in self.hosts for _ in range(host.num_r_workers)]
-        leaders = of_r_workers[:: len(of_r_workers) // self.num_stages]
+        places = [host.name for host in self.hosts for _ in range(host.num_r_workers)]
+        leaders = places[:: len(places) // self.num_stages]
         if self.s_host is not None or self.num_stages == 1:
             leaders = [self.s_host or self.hosts[0].name] * self.num_stages
         idle = [host.name for host in self.hosts if not host.num_r_workers]
@@ -167,6 +192,9 @@ class JobLine:
 
     def _filled(self, s_host: str) -> str:
         """Every host and its ranks, the S-worker's first."""
+        if not self.has_r_workers:
+            names = self._s_hosts()
+            return ",".join(f"{name}:{names.count(name)}" for name in dict.fromkeys(names))
         counts = {s_host: len(self._s_hosts())}
         for host in self.hosts:
             counts[host.name] = counts.get(host.name, 0) + host.num_r_workers

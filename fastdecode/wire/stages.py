@@ -23,6 +23,8 @@ rooms          first → p    ``OpenSequence``, ``ForkSequence``, ... of a colum
                             before ``StageDone`` of any step that has missed it
 ``Column-``    p → first    the same, and a neighbour has a replica that it can go
 ``Interrupted``             on with
+``Moved``,     p → first    of a column's lower tier there; before ``StageDone`` of
+``Stocked``                 any step that it matters to
 ``Failed``     p → first    the stage can't go on; it comes unasked
 =============  ===========  ====================================================
 
@@ -52,6 +54,7 @@ from numpy.typing import NDArray
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
 from fastdecode.wire.kv.reserving import MAX_BLOCKS
+from fastdecode.wire.kv.tiers import Moved, Stocked
 from fastdecode.wire.traits import S_WORKERS, Asking, Worded
 
 Activations: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
@@ -216,7 +219,14 @@ class StagePass(Asking):
 
 StageMessage: TypeAlias = StageHello | StagePass | DropColumn
 FromStage: TypeAlias = (
-    StageWelcome | StageDone | StageAnswer | ColumnLost | ColumnInterrupted | ColumnTakenOver
+    StageWelcome
+    | StageDone
+    | StageAnswer
+    | ColumnLost
+    | ColumnInterrupted
+    | ColumnTakenOver
+    | Moved
+    | Stocked
 )
 
 STAGE_OPCODES: Final[Mapping[type[Any], int]] = {

@@ -2,7 +2,8 @@
 
     make campaign        # or: python tests/campaign/campaign.py --losses 20 --minutes 5
 
-R-workers are killed, stopped and terminated (``losses``), jobs are told to stop
+R-workers are killed, stopped and terminated (``losses``), and so are pipeline
+stages and theirs (``stage_losses``), jobs are told to stop
 (``stops``), S-workers are killed and others go on with their sessions
 (``returns``), servers under load lose R-workers and processes of their own, or are
 told to stop (``servers``), calls are interrupted (``interrupts``), batches
@@ -39,6 +40,7 @@ import hurt_slots  # noqa: E402
 import losses  # noqa: E402
 import returns  # noqa: E402
 import servers  # noqa: E402
+import stage_losses  # noqa: E402
 import stops  # noqa: E402
 import turns  # noqa: E402
 from damaged_links import to_links  # noqa: E402
@@ -76,8 +78,8 @@ class Campaign:
         self._options = options
         self._end = time.monotonic() + 60 * options.minutes
         self.rows: dict[str, list[dict[str, Any]]] = {
-            "losses": [], "stops": [], "returns": [], "servers": [], "kills": [], "interrupts": [],
-            "frames": [], "slots": [],
+            "losses": [], "stages": [], "stops": [], "returns": [], "servers": [], "kills": [],
+            "interrupts": [], "frames": [], "slots": [],
         }  # fmt: skip
         self._before = runs_of(options.out)
 
@@ -89,6 +91,7 @@ class Campaign:
         self._slots(disks, {"killed": options.disk_kills})
         self._interrupts(options.interrupts)
         self._returns(options.returns)
+        self._stages(options.stages)
         if not (options.losses or options.signals or options.servers or options.kills):
             return
         with tempfile.TemporaryDirectory(prefix="fd", dir="/tmp") as directory:
@@ -125,10 +128,11 @@ class Campaign:
     def table(self) -> str:
         """How many of what became of what."""
         told = []
-        for kind in ("losses", "stops", "returns", "servers", "kills"):
+        for kind in ("losses", "stages", "stops", "returns", "servers", "kills"):
             rows = self.rows[kind]
             told.append(f"{len(rows)} {kind}: {_counted(Counter(row['verdict'] for row in rows))}")
-            for column in ("transport", "partition", "command", "trouble", "phase", "memory"):
+            for column in ("transport", "partition", "command", "trouble", "phase", "memory",
+                           "shape"):  # fmt: skip
                 values = sorted({row[column] for row in rows if column in row})
                 for value in values:
                     counts = Counter(row["verdict"] for row in rows if row[column] == value)
@@ -136,6 +140,8 @@ class Campaign:
         hits = Counter(hit for row in self.rows["losses"] for hit in row["hits"])
         told.append(f"losses: {_counted(Counter(hit.split()[0] for hit in hits.elements()))}")
         told.append(f"    {_counted(hits)}")
+        blows = Counter(blow for row in self.rows["stages"] for blow in row["blows"])
+        told.append(f"stages: {sum(blows.values())} blows: {_counted(blows)}")
         kills = Counter(kill for row in self.rows["returns"] for kill in row["kills"])
         told.append(f"returns: killed {_counted(kills)}")
         for kind in ("interrupts", "frames", "slots"):
@@ -181,6 +187,16 @@ class Campaign:
             comes = returns.Returns(SmallJobs(Path(directory), returns.TIMES), chance)
             for job in self._in_time(returns.returns(number, chance)):
                 self._keep("returns", returns.row(comes.kill(job)))
+
+    def _stages(self, number: int) -> None:
+        if not number:
+            return
+        chance = random.Random(self._options.seed)
+        with tempfile.TemporaryDirectory(prefix="fd", dir="/tmp") as directory:
+            hurt = stage_losses.StageLosses(SmallJobs(Path(directory)), chance)
+            chosen = stage_losses.stage_losses(number, chance, self._options.of)
+            for loss in self._in_time(chosen):
+                self._keep("stages", stage_losses.row(hurt.lose(loss)))
 
     def _interrupts(self, number: int) -> None:
         each = -(-number // len(INTERRUPTED))
@@ -240,6 +256,7 @@ def main() -> None:
     )
     for name, number, what in (
         ("losses", 90, "jobs that lose R-workers, six or eight each"),
+        ("stages", 60, "jobs of pipeline stages that lose one of those, or R-workers of theirs"),
         ("signals", 60, "jobs that are told to stop"),
         ("returns", 60, "S-workers that are killed, and whose session another goes on with"),
         ("servers", 60, "servers under load that are hit"),
@@ -260,7 +277,9 @@ def main() -> None:
         "--replicas", action="store_true", help="losses: of R-workers that keep replicas"
     )
     parser.add_argument(
-        "--of", default="", help="with --replicas: partitions whose names begin so (heads)"
+        "--of",
+        default="",
+        help="with --replicas: partitions whose names begin so (heads); of stages: shapes (swap)",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="a file, to which this run is added")

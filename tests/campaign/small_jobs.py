@@ -116,9 +116,12 @@ class SmallJobs:
         num_r_workers: int,
         options: Sequence[str] = (),
         command: str = "generate",
+        *,
+        num_s_ranks: int = 1,
         **environ: str,
     ) -> Iterator[Job]:
-        """A job over ``zmq``, ``launch`` or plain ``mpi``, or in one process."""
+        """A job over ``zmq``, ``launch`` or plain ``mpi``, or in one process.
+        ``num_s_ranks``: of stages, over MPI, which may have no R-workers."""
         words = [*self.words(command), *options, "--worker-silence-s", str(SILENCE_S)]
         environ = {**PATHS, **environ}
         if transport == "inproc":
@@ -133,11 +136,13 @@ class SmallJobs:
             ):
                 yield Job(job, workers)
             return
-        line = [*FASTDECODE, "launch", "--hosts", f"localhost:{num_r_workers}", "--r-threads", "1"]
-        line += [*KV_MEMORY, "--", *words]
+        line = [*FASTDECODE, "launch", "--hosts", f"localhost:{num_r_workers or num_s_ranks}"]
+        line += ["--r-threads", "1", *KV_MEMORY] if num_r_workers else []
+        line += ["--", *words]
         if transport == "mpi":
-            line = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *words]
-            line += [":", "-n", str(num_r_workers), *FASTDECODE, *R_WORKER]
+            line = [mpirun(), *open_mpi_options(), "-n", str(num_s_ranks), *FASTDECODE, *words]
+            r_workers = [":", "-n", str(num_r_workers), *FASTDECODE, *R_WORKER]
+            line += r_workers if num_r_workers else []
         with running(line, **environ) as job:
             yield Job(job, ())
 
@@ -155,7 +160,8 @@ class SmallJobs:
         """Whether a phase has: an event that any process can see."""
 
         def greeted() -> bool:
-            return "greeting" in job.command.output()
+            told = job.command.output()
+            return "greeting" in told or "no R-workers: " in told
 
         def num_done() -> int:
             with contextlib.suppress(FileNotFoundError):

@@ -84,6 +84,8 @@ def test_parameters_become_options(
             ["--kv-placement", "gpu", "--r-workers", "2"],
             "--r-workers 2 is for R-workers, and --kv-placement gpu has none",
         ),
+        (["--kv-placement", "gpu", "--tp", "2"], "KV heads aren't shared out on devices yet"),
+        (["--swap", "--pp", "3"], "generate: --swap is for KV on the stages' devices"),
         (["--temperature", "-1"], "--temperature -1.0: must be"),
     ],
 )

@@ -26,6 +26,19 @@ SMALL = ("--r-threads", "1", "--kv-memory-gb", "0.01")
 LAUNCH = [*FASTDECODE, "launch", "--hosts", "localhost:2", *SMALL]
 
 
+Generate: TypeAlias = tuple[list[str], Path, Callable[[], str]]
+
+
+@pytest.fixture
+def generate(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Generate:
+    """The command, its output file and what is to be in it."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_requests(source, 150, [9] * 6)
+    model = ["--model", str(tiny_checkpoint("llama")), "--dtype", "float32"]
+    command = ["generate", *model, "--input", str(source), "--output", str(output)]
+    return command, output, lambda: answers_alone(source, *model)
+
+
 def test_hosts() -> None:
     assert parse_hosts("a:2, b,node-3.cluster:0") == (
         Host("a", 2),
@@ -91,6 +104,47 @@ def test_the_lines() -> None:
             JobLine(("s",), ("r",), hosts, s_host=bad)
 
 
+def test_the_lines_of_stages_without_r_workers() -> None:
+    """Their hosts' numbers are of stages, each of which may be several ranks."""
+    hosts = parse_hosts("a:2,b,c:0")
+    line = JobLine(("s",), ("r",), hosts, num_stages=3, has_r_workers=False)
+    assert " ".join(line.words()).endswith("tcp -n 2 --host a:2 s : -n 1 --host b:1 s")
+    both = JobLine(("s",), ("r",), hosts, num_stages=3, num_s_ranks=2, has_r_workers=False)
+    assert " ".join(both.words()).endswith("-n 4 --host a:4 s : -n 2 --host b:2 s")
+    mpich = JobLine(("s",), ("r",), hosts, num_stages=3, vendor="MPICH", has_r_workers=False)
+    assert mpich.words() == shlex.split("mpirun -hosts a:2,b:1 -n 3 s")
+    with pytest.raises(ConfigError, match="room for 3 where there are 4"):
+        JobLine(("s",), ("r",), hosts, num_stages=4, has_r_workers=False)
+    with pytest.raises(ConfigError, match="--s-host=c: the command needs no R-workers"):
+        JobLine(("s",), ("r",), hosts, num_stages=3, s_host="c", has_r_workers=False)
+
+
+@needs_mpi
+@pytest.mark.parametrize("less", [["--kv-placement", "gpu"], ["--r-worker=tcp://a:1", "--r-worker",
+                                                              "tcp://b:1"]])  # fmt: skip
+def test_commands_that_need_no_r_workers_get_none(
+    less: list[str], generate: Generate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, _, _ = generate
+    more = ["--", *command, "--pp", "2", *less]
+    assert main(["launch", "--hosts", "a,b", "--dry-run", *more]) == 0
+    shown = capsys.readouterr().out
+    assert "--host a:1" in shown and "--host b:1" in shown and " r-worker " not in shown
+    for given in (["--kv-memory-gb", "1"], ["--r-threads", "1"]):
+        assert main(["launch", "--hosts", "a,b", *given, "--dry-run", *more]) == 2
+        assert f"{given[0]}" in capsys.readouterr().err
+
+
+@needs_mpi
+def test_stages_that_keep_kv_on_their_devices_are_launched(generate: Generate) -> None:
+    command, output, expected = generate
+    stages = ["--pp", "2", "--kv-placement", "gpu", "--kv-memory-gb", "0.01"]
+    launch = [*FASTDECODE, "launch", "--hosts", "localhost:2", "--", *command, *stages]
+    outcome = run(launch, timeout_s=120, **PATHS)
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
+    assert output.read_text() == expected()
+
+
 @needs_mpi
 @pytest.mark.parametrize(
     ("options", "match"),
@@ -107,19 +161,6 @@ def test_options_that_are_refused(
 ) -> None:
     assert main(["launch", *options]) == 2
     assert match in capsys.readouterr().err
-
-
-Generate: TypeAlias = tuple[list[str], Path, Callable[[], str]]
-
-
-@pytest.fixture
-def generate(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Generate:
-    """The command, its output file and what is to be in it."""
-    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    write_requests(source, 150, [9] * 6)
-    model = ["--model", str(tiny_checkpoint("llama")), "--dtype", "float32"]
-    command = ["generate", *model, "--input", str(source), "--output", str(output)]
-    return command, output, lambda: answers_alone(source, *model)
 
 
 @needs_mpi

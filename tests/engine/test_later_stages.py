@@ -253,6 +253,8 @@ def test_a_stage_is_lost_by_its_name() -> None:
     stages = Stages()
     with pytest.raises(WorkerError, match=r"stage 2 .*nobody asked for"):
         stages.say(2, done(2, []))
+    told = stages.links.loss(2, WorkerError("stage 2 is lost: its process has died")).message
+    assert told.startswith("stage 2 is lost: its process has died. Without its layers"), told
     stages = Stages()
     stages.ends[1].send(Failed("stage 1", "out_of_capacity", "too little memory"))
     stages.ends[1].close()

@@ -185,7 +185,7 @@ def test_a_lost_r_worker_is_recovered(
     with LLM(llama, **OPTIONS, **options) as llm:
         assert tokens(llm, mixed_requests()) == expected
         assert llm.stats.num_recomputed > 0
-        assert llm.snapshot().engine.workers == (1, 2)
+        assert llm.snapshot().engine.workers == (3, 4)
         assert tokens(llm, mixed_requests()) == expected
 
 

@@ -153,7 +153,7 @@ def test_a_lost_r_worker_of_any_stage_is_recovered(
     ) as llm:
         assert tokens(llm, mixed_requests()) == expected
         assert llm.stats.num_recomputed > 0
-        assert llm.snapshot().engine.workers == (1, 2)
+        assert llm.snapshot().engine.workers == (5, 6)  # of all stages
         assert tokens(llm, mixed_requests()) == expected
 
 
@@ -162,7 +162,7 @@ def test_r_workers_at_addresses_are_each_stages_in_their_order(llama: str, expec
         options = {"dtype": "float32", "r_worker_addresses": tuple(addresses)}
         with LLM(llama, **options, pp=2) as llm:
             assert tokens(llm, mixed_requests()) == expected
-            assert llm.snapshot().engine.workers == (1, 1)
+            assert llm.snapshot().engine.workers == (2, 2)
 
 
 def test_a_stage_without_r_workers_ends_the_job(

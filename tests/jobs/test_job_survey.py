@@ -157,6 +157,12 @@ def test_progress_says_what_is_done_and_when_the_rest_will_be() -> None:
     ]
 
 
+def test_progress_speaks_of_no_r_workers_where_there_are_none() -> None:
+    progress = Progress(io.StringIO(), clock=lambda: 0.0)
+    progress.update(done=1, num_failed=0, num_tokens=5, workers=(0, 0))
+    assert "ETA" in progress.line() and "R-workers" not in progress.line()
+
+
 def test_progress_on_a_terminal_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     now, out = [0.0], io.StringIO()
     monkeypatch.setattr(out, "isatty", lambda: True)

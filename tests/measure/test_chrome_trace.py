@@ -165,6 +165,27 @@ def test_a_run_tells_every_step_of_every_lane_and_worker(
     assert max(loads) == load_peak
 
 
+@pytest.mark.parametrize(
+    ("options", "num", "says"),
+    [
+        ({"r_workers": 2}, 4, ("waiting for R-workers and other stages", "each with 2 R-worker(s)",
+                               "the busiest of 2 R-workers")),
+        ({"kv_placement": "gpu"}, 0, ("waiting for other stages", "its device; the shares")),
+    ],
+)  # fmt: skip
+def test_the_summary_counts_r_workers_of_all_stages(
+    options: dict[str, Any], num: int, says: tuple[str, ...], tiny_checkpoint: Callable[..., Path]
+) -> None:
+    model = str(tiny_checkpoint("llama"))
+    with LLM(model, dtype="float32", kv_memory_gb=0.01, r_threads=1, pp=2, **options) as llm:
+        llm.generate([[5, 6]], SamplingParams(max_tokens=3))
+        assert llm.snapshot().engine.workers == (num, num)
+        summary = summarise(llm, started_s=0.0, num_requests=1, num_failed=0)
+    assert summary["r_workers"] == num and 0 <= summary["r_idle"] <= 1
+    for words in says:
+        assert words in render(summary), render(summary)
+
+
 def test_load_and_latencies_are_counted(tiny_checkpoint: Callable[..., Path]) -> None:
     with LLM(str(tiny_checkpoint("llama")), dtype="float32", kv_memory_gb=0.01) as llm:
         empty = summarise(llm, started_s=0.0, num_requests=0, num_failed=0)

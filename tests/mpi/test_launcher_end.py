@@ -13,7 +13,7 @@ import psutil
 import pytest
 from mpi_launch import mpirun, needs_mpi, open_mpi_options, run
 
-from fastdecode.wire.mpi.launcher_end import end, see_off
+from fastdecode.wire.mpi.launcher_end import end, ranks_of, see_off
 
 DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); input()"
 NAMED = """
@@ -66,6 +66,39 @@ def test_one_that_ends_by_itself_is_waited_for(hanging: psutil.Popen) -> None:
 
 def test_what_started_us_is_not_ended_unless_it_is_a_launcher() -> None:
     assert see_off(names=()) is None and see_off() is None
+
+
+RANKS = """
+import os, subprocess, sys
+wait = "import sys; sys.stdin.read()"
+for environ in ({"OMPI_COMM_WORLD_RANK": "1"}, {"PATH": os.environ["PATH"]}):
+    subprocess.Popen([sys.executable, "-c", wait], stdin=subprocess.PIPE, env=environ)
+print(flush=True)
+if sys.stdin.readline() == "hang\\n":
+    sys.stdin.read()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("says", [b"hang\n", b"end\n"])
+@pytest.mark.parametrize("hanging", [RANKS], indirect=True)
+def test_its_ranks_end_whether_it_hangs_or_not(says: bytes, hanging: psutil.Popen) -> None:
+    """Stopped ones, too; and no other process that it has started."""
+    children = psutil.Process(hanging.pid).children()
+    (rank,) = ranks_of(psutil.Process(hanging.pid))
+    (other,) = (child for child in children if child != rank)
+    rank.suspend()
+    hanging.stdin.write(says)
+    hanging.stdin.flush()
+    try:
+        end(hanging, patience_s=1.0, terminating_s=1.0, ranks=[rank])
+        assert hanging.wait(30.0) == (-signal.SIGTERM if says == b"hang\n" else 0)
+        psutil.wait_procs([rank], 30.0)
+        assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
+    finally:
+        for process in (rank, other):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 @needs_mpi

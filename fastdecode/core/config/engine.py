@@ -48,7 +48,6 @@ _WITH_STAGES: Mapping[str, tuple[Any, ...]] = {
     "split_tokens": (None,),
     "transport": ("auto", "inproc", "mpi", "zmq"),
     "spare_r_workers": (0,),
-    "cache_disk": (None,),
     "cache_memory_gb": (None,),
 }
 """What there may be beside several pipeline stages."""
@@ -318,6 +317,13 @@ class EngineConfig:
                 value = given[each.name]
                 if each.name not in _OF_R_WORKERS or value == each.default:
                     continue
+                if each.name == "tp":
+                    raise ConfigError(
+                        Given("tp", value),
+                        " shares out layers, and KV heads aren't shared out on devices yet: leave "
+                        "out one of it and ",
+                        Given("kv_placement", "gpu"),
+                    )
                 if (each.name, value) != ("prompt_attention", "s"):
                     raise ConfigError(
                         Given(each.name, value),

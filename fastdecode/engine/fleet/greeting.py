@@ -45,12 +45,13 @@ def use_tiers(fleet: Fleet, identity: str, holders: Iterable[HolderId]) -> tuple
     Returns:
         How many blocks they can have, and how many are there, in all.
     """
-    fleet.told_first = (UseTier(identity),)
+    message = UseTier(identity)
+    fleet.told_first = (message,)
     for holder in holders:
-        fleet.send(holder, UseTier(identity))
+        fleet.send(holder, message if fleet.later is None else message.of_column(holder))
     while fleet.is_owed:
         fleet.receive()
-    told = [news for news in fleet.unasked.of_tiers if isinstance(news, Stocked)]
+    told = [news for news in fleet.moved if isinstance(news, Stocked)]
     num_slots = sum(news.num_slots for news in told if news.is_last)
     return num_slots, sum(len(news.keys) for news in told)
 

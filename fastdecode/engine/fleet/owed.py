@@ -73,12 +73,19 @@ class OwedAnswers:
         if message.answers:
             due = _Due(self.deadlines.clock(), holder, message.answers, message)
             self._due[index].append(due)
-        elif isinstance(message, (StoreBlocks, FetchBlocks)):
-            self._jobs[index][message.job] = self.deadlines.clock()
-        elif isinstance(message, UseTier):
-            self._jobs[index][_OPENING] = self.deadlines.clock()
-        elif isinstance(message, Pull):
-            self._jobs[index][_pull(message.sequence_id)] = self.deadlines.clock()
+        elif (job := job_of(message)) is not None:
+            self.begin(index, job)
+
+    def begin(self, index: int, job: int) -> None:
+        """A peer has a job, and tells when it is over."""
+        self._jobs[index][job] = self.deadlines.clock()
+
+    def end(self, index: int, jobs: Callable[[int], bool]) -> bool:
+        """A peer has none of these jobs any more. Whether it had any."""
+        found = [job for job in self._jobs[index] if jobs(job)]
+        for job in found:
+            del self._jobs[index][job]
+        return bool(found)
 
     def ask_for(
         self,
@@ -110,7 +117,7 @@ class OwedAnswers:
     def take_news(self, index: int, news: MoveNews) -> bool:
         """A peer tells of a job; whether it was to."""
         jobs = self._jobs[index]
-        number = _number(news)
+        number = number_of(news)
         if number not in jobs:
             return False
         if isinstance(news, Moved | Pulled) or (isinstance(news, Stocked) and news.is_last):
@@ -169,7 +176,19 @@ class OwedAnswers:
         return ends
 
 
-def _number(news: MoveNews) -> int:
+def job_of(message: ToRWorker) -> int | None:
+    """The number of the job that a message asks for, if it asks for one."""
+    match message:
+        case StoreBlocks() | FetchBlocks():
+            return message.job
+        case UseTier():
+            return _OPENING
+        case Pull():
+            return _pull(message.sequence_id)
+    return None
+
+
+def number_of(news: MoveNews) -> int:
     """Of the job that is told of."""
     match news:
         case Fetching() | Moved():

@@ -100,7 +100,8 @@ class Reached:
     """The heads of each, where they share them out."""
 
     @property
-    def num_r_workers(self) -> int:
+    def num_holders(self) -> int:
+        """R-workers, or what is in their place; of several stages, this one's."""
         return len(self._r_workers)
 
     @property
@@ -109,13 +110,12 @@ class Reached:
         return hub.connections[: len(hub.connections) - len(self.stages or ())]
 
     def lost(self, fleet: Fleet) -> list[WorkerError]:
-        """Why those R-workers are lost that are; of a column, those of one stage."""
+        """Why those R-workers are lost that are, in whatever stage."""
         if self.group is not None:
             return list(self.group_lost.values())
-        lost: dict[int, WorkerError] = {**fleet.gone}
+        lost = {(0, column): error for column, error in fleet.gone.items()}
         if fleet.later is not None:
-            for column, error in fleet.later.losses.ever.items():
-                lost.setdefault(column, error)
+            lost.update(fleet.later.lost_r_workers(lost))
         return list(lost.values())
 
     @property
@@ -125,7 +125,8 @@ class Reached:
         if self.kind is HolderKind.DEVICE:
             return f"no R-workers: {', '.join(peers)}"
         spare = f"; {self.num_spares} more to spare" if self.num_spares else ""
-        return f"greeting {len(peers)} R-worker(s): {', '.join(peers)}{spare}"
+        whose = " of the first stage" if self.stages is not None else ""
+        return f"greeting {len(peers)} R-worker(s){whose}: {', '.join(peers)}{spare}"
 
 
 def reach_threads(

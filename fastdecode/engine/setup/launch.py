@@ -16,7 +16,7 @@ import torch
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, Given, WorkerError
-from fastdecode.core.holders import HolderId
+from fastdecode.core.holders import HolderId, HolderKind
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.stages import stage_spec
@@ -48,7 +48,7 @@ from fastdecode.engine.setup.replicas import begin_replicas
 from fastdecode.engine.setup.s_worker import make_s_worker
 from fastdecode.engine.setup.scheduling import lane_control, schedule_for
 from fastdecode.engine.setup.stage_threads import ThreadStages, connected, later_setups
-from fastdecode.engine.setup.stages import about_layers, greet_stages
+from fastdecode.engine.setup.stages import about_layers, greet_stages, whole_columns
 from fastdecode.engine.setup.tiers import about_kept_blocks, cache_identity, open_tiers
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.passages import first_stage
@@ -150,9 +150,8 @@ class RunningEngine:
             stages=self._workers.stages,
         )
         self._gone = self._fleet.gone  # as it is, whenever they are closed
-        self.num_r_workers = self._workers.num_r_workers
         if config.r_part.replicas:
-            neighbour(HolderId(0), self.num_r_workers)  # or it is refused
+            neighbour(HolderId(0), self._workers.num_holders)  # or it is refused
 
     def _start(
         self, tell: Callable[[str], None], trace: Trace | None, times: MeasuredTimes
@@ -184,7 +183,7 @@ class RunningEngine:
         )
         with_tier = [holder for holder, welcome in welcomes.items() if welcome.has_tier]
         own = self.resolved.config
-        if with_tier and own.keeps_blocks and own.s_part.pp == 1:
+        if with_tier and own.keeps_blocks:
             identity = cache_identity(self.resolved, self._checkpoint) or ""
             open_tiers(tell, self._fleet, with_tier, identity, self._checkpoint, workers.kind)
         recovery = Recovery(self._fleet, replacements, replicas=replicas)
@@ -238,23 +237,9 @@ class RunningEngine:
         """
         setups = later_setups(self._checkpoint, self.spec, self.resolved)
         others = greet_stages(self._fleet, links, setups, session)
-        least = {
-            column: min([welcome.num_blocks, *(other.num_blocks[column] for other in others)])
-            for column, welcome in welcomes.items()
-        }
-        there = {
-            column: replace(welcome, num_blocks=least[column])
-            for column, welcome in welcomes.items()
-            if least[column]
-        }
-        later = [
-            WorkerError(f"the R-worker of column {column} of stage {other.stage} is not there")
-            for other in others
-            for column in welcomes
-            if not other.num_blocks[column]
-        ]
-        if later:
-            self._check_enough(len(there), later)
+        there, missing = whole_columns(welcomes, others)
+        if missing:
+            self._check_enough(len(there), missing)
         return there
 
     def _load_model(self, tell: Callable[[str], None]) -> Model:
@@ -301,7 +286,7 @@ class RunningEngine:
                 replacements.admit(holder)
                 self._fleet.revive(HolderId(holder))
                 welcomes[HolderId(holder)] = welcome
-        self._check_enough(self.num_live_r_workers, self._lost)
+        self._check_enough(self._workers.num_holders - len(self._lost), self._lost)
         return welcomes
 
     def _check_enough(self, num_live: int, lost: Seq[WorkerError]) -> None:
@@ -318,7 +303,11 @@ class RunningEngine:
         if lost:
             missing = "; ".join(error.message for error in lost)
             logger.warning(
-                "the job starts with %d of %d R-workers: %s", num_live, self.num_r_workers, missing
+                "the job starts with %d of %d R-workers%s: %s",
+                num_live,
+                self._workers.num_holders,
+                " a stage" if self._workers.stages is not None else "",
+                missing,
             )
 
     def _make_engine(
@@ -354,7 +343,10 @@ class RunningEngine:
         exports = exports_of(self._workers, self.spec, resolved)
         watch = Watch(trace or NoTrace(), times, lanes, self._session, exports)
         eos = _eos_token_ids(self.spec, self.codec)
-        joins_early = resolved.config.cache.cache_restore == "pipelined"
+        # What a later stage couldn't read is known too late for the step that has begun.
+        joins_early = (
+            resolved.config.cache.cache_restore == "pipelined" and len(resolved.layers) == 1
+        )
         lifecycle = Lifecycle(scheduler, joins_early=joins_early)
         engine = Engine(s_worker, pipeline, fleet, lifecycle, self.codec, eos, recovery, watch)
         engine.stats.swap = swap_figures(attention)
@@ -371,8 +363,15 @@ class RunningEngine:
         return any(error.code == TIMEOUT for error in self._lost)
 
     @property
+    def num_r_workers(self) -> int:
+        """That it began with, in all stages."""
+        if self._workers.kind is HolderKind.DEVICE:
+            return 0
+        return self._workers.num_holders * len(self.resolved.layers)
+
+    @property
     def num_live_r_workers(self) -> int:
-        return self.num_r_workers - len(self._lost)
+        return max(0, self.num_r_workers - len(self._lost))
 
     def close(self) -> None:
         """Stop the R-workers, S-workers beside this one and what encodes

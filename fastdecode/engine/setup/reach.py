@@ -43,7 +43,7 @@ from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, Hello, ToRWorker
 from fastdecode.wire.mpi.roles import StageRanks, link_address
 from fastdecode.wire.stages import stage_name
-from rworker.tiers.disk import disk_of
+from rworker.tiers.disk import Disk, disk_of
 from sworker.kernels.threads import openmp_library
 from sworker.paged import PagedKV
 from sworker.worker import SWorker
@@ -124,8 +124,7 @@ def _reach_r_workers(
     if resolved.transport == "zmq":
         return reach_stage_addresses(resolved, 0)
     kv_bytes, num_threads = resolved.kv_bytes, resolved.r_threads
-    cache = config.cache
-    disk = disk_of(cache.cache_disk, cache.cache_disk_gb, config.r_part.r_workers)
+    disk = own_disk(config)
     if resolved.transport == "inline":
         # A runtime's threads serve both parts only where both want as many.
         library = openmp_of(resolved, torch.get_num_threads() // resolved.stages_at_once)
@@ -136,6 +135,12 @@ def _reach_r_workers(
     return reach_threads(
         num_workers, kv_bytes=kv_bytes, num_threads=num_threads, disk=disk, hub=hub, beside=beside
     )
+
+
+def own_disk(config: EngineConfig) -> Disk | None:
+    """Where the R-workers of this process may keep blocks, those of all stages."""
+    num_workers = config.r_part.r_workers * config.s_part.pp
+    return disk_of(config.cache.cache_disk, config.cache.cache_disk_gb, num_workers)
 
 
 def has_stage_ranks(resolved: ResolvedConfig) -> bool:

@@ -18,7 +18,12 @@ from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.fleet.workers import Reached, beside_stages, reach_inline, reach_threads
 from fastdecode.engine.setup.devices import choose_device
 from fastdecode.engine.setup.prompt_stages import PromptStageSetup
-from fastdecode.engine.setup.reach import openmp_of, reach_own_device, reach_stage_addresses
+from fastdecode.engine.setup.reach import (
+    openmp_of,
+    own_disk,
+    reach_own_device,
+    reach_stage_addresses,
+)
 from fastdecode.engine.setup.resolve import ResolvedConfig
 from fastdecode.engine.setup.stages import StageSetup
 from fastdecode.engine.stages.layer_hub import LayerHub
@@ -126,12 +131,14 @@ def _reach_own(
             kv_bytes=resolved.kv_bytes,
             num_threads=resolved.r_threads,
             openmp_library=openmp_of(resolved, num_threads),
+            disk=own_disk(resolved.config),
             stage=setup.number,
         )
     return reach_threads(
         resolved.config.r_part.r_workers,
         kv_bytes=resolved.kv_bytes,
         num_threads=resolved.r_threads,
+        disk=own_disk(resolved.config),
         hub=hub,
         stage=setup.number,
     )

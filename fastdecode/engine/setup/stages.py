@@ -4,6 +4,7 @@ first do, from loading their layers until the first one lets them go."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -27,7 +28,7 @@ from fastdecode.engine.stages.later_stage import LaterStage
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.replicas import StageReplicas
 from fastdecode.engine.step.remote import Attention
-from fastdecode.wire.messages import MAX_LANES, PROTOCOL_VERSION, Failed, Shutdown
+from fastdecode.wire.messages import MAX_LANES, PROTOCOL_VERSION, Failed, Shutdown, Welcome
 from fastdecode.wire.stages import StageHello, StageWelcome, stage_name
 from sworker.dtypes import torch_dtype
 from sworker.failures import typed_failures, typed_start
@@ -239,6 +240,30 @@ def greet_stages(
     hellos = {x.number: replace(x.hello(len(fleet)), sessions=sessions) for x in of_prompts}
     _welcomed(fleet, links, hellos)
     return welcomes
+
+
+def whole_columns(
+    welcomes: Mapping[HolderId, Welcome], others: Seq[StageWelcome]
+) -> tuple[dict[HolderId, Welcome], list[WorkerError]]:
+    """Columns with an R-worker in every stage, with the KV blocks that all of
+    these have; and what is missing of others.
+
+    Args:
+        welcomes: of the first stage's R-workers.
+        others: of later stages.
+    """
+    there: dict[HolderId, Welcome] = {}
+    missing = []
+    for column, welcome in welcomes.items():
+        lacking = [other.stage for other in others if not other.num_blocks[column]]
+        missing += [
+            WorkerError(f"the R-worker of column {column} of stage {stage} is not there")
+            for stage in lacking
+        ]
+        least = min([welcome.num_blocks, *(other.num_blocks[column] for other in others)])
+        if least:
+            there[column] = replace(welcome, num_blocks=least)
+    return there, missing
 
 
 def _welcomed(

@@ -79,7 +79,8 @@ def cache_identity(resolved: ResolvedConfig, checkpoint: Checkpoint) -> str | No
         return None
     device = resolved.device.type
     parts = (checkpoint.model_hash, resolved.dtype, resolved.kv_dtype, device)
-    return "/".join(map(str, (*parts, resolved.max_model_len, options.r_part.block_size)))
+    layers = [f"{each.start}:{each.stop}" for each in resolved.layers] * (len(resolved.layers) > 1)
+    return "/".join(map(str, (*parts, resolved.max_model_len, options.r_part.block_size, *layers)))
 
 
 def about_kept_blocks(config: EngineConfig) -> str:

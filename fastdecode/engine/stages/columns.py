@@ -12,6 +12,7 @@ from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.replicas import StageReplicas, order_of
 from fastdecode.engine.stages.rooms import FIRST
+from fastdecode.engine.stages.tiers import StageMoved
 from fastdecode.wire.kv.reserving import Accepted, Refused, Reserving
 from fastdecode.wire.kv.taking_over import MISSING, TakenOver, TakeOver
 from fastdecode.wire.messages import Room
@@ -76,6 +77,12 @@ class OwnColumns:
         else:
             self._asked[column].remove(news.sequence_id)
             self._answer(column, news.sequence_id, *_told(news))
+
+    def tell_moved(self) -> None:
+        """What R-workers have said of their lower tiers."""
+        for news in self._fleet.unasked.take_tiers():
+            if isinstance(news, StageMoved):
+                self._links.tell(FIRST, news)
 
     def keep_up(self, last_step: int) -> None:
         """Take in what R-workers say of replicas, and close their ring again

@@ -9,12 +9,15 @@ from typing import TypeAlias
 
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
+from fastdecode.engine.fleet.owed import job_of, number_of
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.engine.stages.losses import ColumnLosses
 from fastdecode.engine.stages.rooms import FIRST, ColumnRooms
 from fastdecode.engine.stages.takings import ColumnTakings
+from fastdecode.engine.stages.tiers import ColumnTiers, StageMoved, check
 from fastdecode.wire.kv.reserving import Accepted, Refused, Reserving
 from fastdecode.wire.kv.taking_over import TakenOver, TakeOver
+from fastdecode.wire.kv.tiers import Moved, UseTier
 from fastdecode.wire.messages import Answer, ToRWorker
 from fastdecode.wire.stages import (
     ColumnInterrupted,
@@ -55,6 +58,8 @@ class LaterStages:
         """What is lost of them."""
         self.takings = ColumnTakings(num_stages, self._tell)
         """Columns that neighbours are asked to go on for."""
+        self.tiers = ColumnTiers((FIRST, *self.token_stages), self._tell)
+        """What they have moved to lower tiers, and back."""
         self._done: list[StageDone] = []
         self._welcomes: dict[int, StageWelcome] = {}
         self._num_layers: dict[int, int] = {}  # up to the end of each
@@ -79,8 +84,13 @@ class LaterStages:
             return
         if isinstance(message, Reserving):
             self.rooms.ask(column, message)
+        self.tiers.ask(column, message)
+        job = job_of(message)
         for stage in self.token_stages:
-            self._links.send(stage, message.for_holder(column))
+            if job is not None:
+                self._links.owed.begin(stage, column, job)
+            own = message.of_stage(stage) if isinstance(message, UseTier) else message
+            self._links.send(stage, own.for_holder(column))
 
     def send(self, message: StagePass, stages: Sequence[int]) -> None:
         """A step leaves for stages, all of which have to report on it. Each
@@ -112,7 +122,20 @@ class LaterStages:
         for column, (_, own) in lost.items():
             self.rooms.forget(column, own=own)
             self.takings.forget(column, own=own)
+            self.tiers.forget(column)
         return [(column, error) for column, (error, _) in lost.items()]
+
+    def lost_r_workers(
+        self, own: Collection[tuple[int, int]]
+    ) -> dict[tuple[int, int], WorkerError]:
+        """Why those are lost that later stages have lost, by stage and column.
+        ``own``: those of the first one. A prompt stage speaks of others' R-workers:
+        it counts where these haven't noticed by now."""
+        told = self.losses.r_workers
+        lost = {each: error for each, error in told.items() if each[0] in self.token_stages}
+        columns = {column for _, column in (*own, *lost)}
+        others = {(0, column): error for (_, column), error in told.items()}
+        return {**lost, **{each: x for each, x in others.items() if each[1] not in columns}}
 
     def take_over(self, column: HolderId, message: TakeOver, stages: Collection[int]) -> None:
         """Have neighbours go on for a column, in these stages; the first one's
@@ -139,10 +162,31 @@ class LaterStages:
             if isinstance(message, (ColumnLost, ColumnInterrupted)):
                 error = WorkerError(f"stage {stage}: {message.message}", code=message.code)
                 is_kept = isinstance(message, ColumnInterrupted)
+                self.losses.r_workers[stage, message.column] = error
+                self._links.owed.forget_jobs(stage, message.column)
                 self._lose(stage, message.column, error, is_kept=is_kept)
+            elif isinstance(message, StageMoved):
+                self._move(stage, message)
             else:
                 self._links.answered(stage, message)
                 self._take(stage, message)
+
+    def _move(self, stage: int, news: StageMoved) -> None:
+        """
+        Raises:
+            WorkerError: nobody asked for that, or it can't be.
+        """
+        try:
+            check(news, self._links.num_columns)
+        except ProtocolError as lie:
+            raise self._links.loss(stage, lie) from None
+        is_over = isinstance(news, Moved) or news.is_last
+        if is_over and not self._links.owed.end(stage, news.holder, number_of(news)):
+            if news.holder in self.losses.over:
+                return
+            text = f"it sent {type(news).__name__}, which nobody asked for"
+            raise self._links.loss(stage, ProtocolError(text))
+        self.tiers.take(stage, news)
 
     def _take(self, stage: int, answer: FromAnyStage) -> None:
         """

@@ -142,6 +142,7 @@ class LaterStage:
         """What R-workers have answered, and who of them is lost."""
         for column, news in self._pipeline.take_news():
             self._columns.take_in(column, news)
+        self._columns.tell_moved()
         self._columns.keep_up(self._last_step)
 
     def _take_orders(self) -> None:

@@ -23,7 +23,7 @@ from fastdecode.wire.stages import (
     StageMessage,
     StagePass,
 )
-from fastdecode.wire.transport import Connection
+from fastdecode.wire.transport import Connection, loss
 
 ToStage: TypeAlias = ToRWorker | StageMessage
 FromAnyStage: TypeAlias = FromStage | Failed | ToStage
@@ -64,6 +64,19 @@ class OwedByStages:
         if kinds:
             self._owed.ask_for(self._index(stage), kinds, NOBODY, num_answers)
 
+    def begin(self, stage: int, column: int, job: int) -> None:
+        """A stage's R-worker of a column has a job."""
+        self._owed.begin(self._index(stage), self._number(column, job))
+
+    def end(self, stage: int, column: int, job: int) -> bool:
+        """That one is over. False: it had no such job."""
+        number = self._number(column, job)
+        return self._owed.end(self._index(stage), lambda each: each == number)
+
+    def forget_jobs(self, stage: int, column: int) -> None:
+        """A stage's R-worker of a column is lost."""
+        self._owed.end(self._index(stage), lambda each: each % self._first == column)
+
     def take(self, stage: int, answer: FromAnyStage) -> bool:
         """A stage has answered. False: it doesn't owe that."""
         return self._owed.take_any(self._index(stage), answer)
@@ -82,6 +95,11 @@ class OwedByStages:
 
     def _index(self, stage: int) -> int:
         return self._first + self._stages.index(stage)
+
+    def _number(self, column: int, job: int) -> int:
+        """Of a job, among those of all columns, of which there are as many as
+        peers before the first stage."""
+        return job * self._first + column
 
 
 class StageLinks:
@@ -109,7 +127,8 @@ class StageLinks:
         self._heard: deque[tuple[int, FromAnyStage]] = deque()
         self.gone: set[int] = set()
         """Stages that are lost."""
-        self._num_columns = 0
+        self.num_columns = 0
+        """Of R-workers."""
         self.owed: OwedByStages
         """What they owe, from ``join`` on."""
 
@@ -125,7 +144,7 @@ class StageLinks:
         """The stages are peers number ``first`` and up, behind an R-worker of
         each column; ``owed`` keeps what they owe."""
         self.owed = OwedByStages(owed, first, self._stages)
-        self._num_columns = first
+        self.num_columns = first
 
     def send(self, stage: int, message: FromAnyStage) -> None:
         """To a stage, which owes an answer if the message is one that is
@@ -151,7 +170,7 @@ class StageLinks:
             raise _failure(self.name(index), message)
         if isinstance(message, OfColumns):
             try:
-                message.check(stage, self._num_columns)
+                message.check(stage, self.num_columns)
             except ProtocolError as lie:
                 raise self.loss(stage, lie) from None
         self._heard.append((stage, message))
@@ -192,9 +211,8 @@ class StageLinks:
         self.gone.add(stage)
         if (failed := _last_words(self._connections[stage])) is not None:
             return _failure(name, failed)
-        reason = error.message.removeprefix(f"{name} ")
         return WorkerError(
-            f"{name} is lost: {reason}. Without its layers the job can't go on: see its own "
+            f"{loss(name, error)}. Without its layers the job can't go on: see its own "
             "output, and start the job again (fastdecode run-batch --resume keeps what is done)",
             code="stage_lost",
         )

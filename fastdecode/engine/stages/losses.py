@@ -23,8 +23,8 @@ class ColumnLosses:
         """Columns of which nothing is to be had, because of later stages, and why."""
         self.over: set[HolderId] = set()
         """Columns that are lost for good."""
-        self.ever: dict[HolderId, WorkerError] = {}
-        """Columns that any later stage has lost its R-worker of, and why."""
+        self.r_workers: dict[tuple[int, int], WorkerError] = {}
+        """R-workers of later stages that were ever lost, by stage and column, and why."""
         self._stages: dict[HolderId, dict[int, bool]] = {}  # that lost it, and can go on
         self._untold: list[tuple[HolderId, WorkerError, bool]] = []
 
@@ -33,7 +33,7 @@ class ColumnLosses:
         there can go on for, or not (``is_kept``). Whether anybody is told."""
         if column in self.over:
             return False
-        self.ever[column] = self.void[column] = error
+        self.void[column] = error
         self._stages.setdefault(column, {})[stage] = is_kept
         self._untold.append((column, error, False))
         return True
@@ -69,5 +69,6 @@ class ColumnLosses:
         """It is lost for good."""
         self.over.add(column)
         self._stages.pop(column, None)
-        if column in self.ever:
-            self.void[column] = self.ever[column]
+        for (_, lost), error in self.r_workers.items():
+            if lost == column:
+                self.void[column] = error

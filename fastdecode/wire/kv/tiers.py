@@ -52,10 +52,23 @@ class UseTier(ForHolder):
     holder: int = THE_ONLY
 
     said_by = S_WORKERS
+    in_every_stage = True
 
     def part(self, share: HeadShare) -> UseTier:
-        heads = f"{self.identity}/{share.kv.start}:{share.kv.stop}"
-        return replace(self, identity=blake2b(heads.encode(), digest_size=32).hexdigest())
+        return self._of(f"{share.kv.start}:{share.kv.stop}")
+
+    def of_column(self, column: int) -> UseTier:
+        """What a column's R-workers are told. Blocks are there if all of them have
+        theirs, so each is to find its own column's file again."""
+        return self._of(f"column {column}")
+
+    def of_stage(self, stage: int) -> UseTier:
+        """What a later stage's R-workers are told, which keep other layers."""
+        return self._of(f"stage {stage}")
+
+    def _of(self, part: str) -> UseTier:
+        name = f"{self.identity}/{part}".encode()
+        return replace(self, identity=blake2b(name, digest_size=32).hexdigest())
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +80,7 @@ class StoreBlocks(ForHolder):
     holder: int = THE_ONLY
 
     said_by = S_WORKERS
+    in_every_stage = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +90,7 @@ class FetchBlocks(ForHolder):
     holder: int = THE_ONLY
 
     said_by = S_WORKERS
+    in_every_stage = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +99,7 @@ class DropBlocks(ForHolder):
     holder: int = THE_ONLY
 
     said_by = S_WORKERS
+    in_every_stage = True
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""Sees a launcher off that doesn't end though all its ranks have.
+"""Sees a launcher off that doesn't end though it was asked to, and its ranks.
 
-Open MPI's has been seen to wait for ever after MPI_Abort, where ranks that had
-been stopped were killed meanwhile: the output is whole by then, and whoever
-waits for the job waits for nothing. A rank that leaves such a job has this file
-run beside it::
+Open MPI's has been seen to wait for ever after MPI_Abort: where ranks that had
+been stopped were killed meanwhile, and where one was stopped and the launcher
+got no further than the rank that asked, so that others stayed. The output is
+whole by then, and whoever waits for the job waits for nothing. A rank that asks
+a launcher to end has this file run beside it::
 
     python launcher_end.py PID
 
@@ -26,6 +27,7 @@ NAMES: Final = ("mpirun", "mpiexec", "orterun", "prterun")
 well, as srun's, isn't ours to end."""
 PATIENCE_S: Final = 20.0
 TERMINATING_S: Final = 5.0
+RANK_VARIABLES: Final = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
 def see_off(names: tuple[str, ...] = NAMES) -> int | None:
@@ -49,21 +51,50 @@ def see_off(names: tuple[str, ...] = NAMES) -> int | None:
 
 
 def end(
-    launcher: psutil.Process, patience_s: float = PATIENCE_S, terminating_s: float = TERMINATING_S
+    launcher: psutil.Process,
+    patience_s: float = PATIENCE_S,
+    terminating_s: float = TERMINATING_S,
+    ranks: list[psutil.Process] | None = None,
 ) -> None:
-    """Wait for it to end, then see to it. One that was stopped hangs because
-    somebody wants it to, and is left alone."""
+    """Wait for it to end, then see to it, and to its ranks before. One that was
+    stopped hangs because somebody wants it to, and is left alone.
+
+    Args:
+        ranks: that it has started; None: those that it has now.
+    """
+    ranks = ranks_of(launcher) if ranks is None else ranks
     with contextlib.suppress(psutil.TimeoutExpired, psutil.NoSuchProcess):
         launcher.wait(patience_s)
+        _kill(psutil.wait_procs(ranks, terminating_s)[1])
         return
     with contextlib.suppress(psutil.NoSuchProcess):
         if launcher.status() == psutil.STATUS_STOPPED:
             return
-        launcher.terminate()
-        with contextlib.suppress(psutil.TimeoutExpired):
-            launcher.wait(terminating_s)
-            return
+        _kill(ranks)
+        for ask in (None, launcher.terminate):
+            if ask is not None:
+                ask()
+            with contextlib.suppress(psutil.TimeoutExpired):
+                launcher.wait(terminating_s)
+                return
         launcher.kill()
+
+
+def ranks_of(launcher: psutil.Process) -> list[psutil.Process]:
+    """Those that it has started on this host."""
+    found = []
+    with contextlib.suppress(psutil.Error):
+        for child in launcher.children():
+            with contextlib.suppress(psutil.Error):
+                if any(name in child.environ() for name in RANK_VARIABLES):
+                    found.append(child)
+    return found
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
 
 
 if __name__ == "__main__":

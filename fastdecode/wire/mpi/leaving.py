@@ -135,14 +135,16 @@ def _exit_later(exit_code: int, timeout_s: float, *, end_job: bool = False) -> t
     """End this process in a while, unless the timer is cancelled.
 
     Args:
-        end_job: and the other ranks on this host, which the launcher was asked
-            to; and the launcher, should that hang.
+        end_job: and the other ranks on this host, which the launcher is asked
+            to; and the launcher, should that hang. It may end this process
+            before the time is over, and nobody else.
     """
+    if end_job:
+        launcher_end.see_off()
 
     def give_up() -> None:
         logger.warning("MPI doesn't let this rank go; it leaves all the same")
         if end_job:
-            launcher_end.see_off()
             end_siblings()
         _exit(exit_code)
 

@@ -39,6 +39,10 @@ class GroupTiers:
         if joined is not None:
             self.news.append(joined)
 
+    def extras(self, worker: int, stocked: Stocked) -> set[bytes]:
+        """What one of the group has, and not all have."""
+        return self._stocked[worker].keys() - set(keys_of(stocked.keys))
+
     def _take_fetching(
         self, worker: int, news: Fetching, group: Collection[int]
     ) -> Fetching | None:

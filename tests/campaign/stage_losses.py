@@ -1,0 +1,303 @@
+"""Jobs of several pipeline stages over MPI, whose stages and R-workers are killed
+and stopped at random moments.
+
+A lost stage ends its job with exit code 4, by its name; a lost R-worker of a
+stage changes nothing, as long as one column has all of its R-workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+from losses import NOBODY_CAN, pause
+from small_jobs import PHASES, Job, SmallJobs
+
+TRANSPORTS = ("mpi", "launch")
+LIMIT_S = 150.0
+"""A job that takes longer hangs: undisturbed it takes some ten seconds."""
+GOING_S = 30.0
+SERVED = ("greeting", "prompts", "decoding", "end")
+NUM_COLUMNS = 3
+"""R-workers of each stage that has any."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a job's ranks are."""
+
+    pp: int
+    prompt_pp: int = 0
+    tp: int = 1
+    num_columns: int = NUM_COLUMNS
+    options: tuple[str, ...] = ()
+
+    @property
+    def num_s_ranks(self) -> int:
+        return (self.pp + self.prompt_pp) * self.tp
+
+    @property
+    def num_r_workers(self) -> int:
+        return self.pp * self.num_columns
+
+    def words(self) -> list[str]:
+        """Of the command."""
+        told = {"--pp": self.pp, "--prompt-pp": self.prompt_pp, "--tp": self.tp}
+        usual = {"--pp": 1, "--prompt-pp": 0, "--tp": 1}
+        given = [(name, str(n)) for name, n in told.items() if n != usual[name]]
+        # Prompts arrive all the time: few run at once, and they are cut small.
+        few = ["--prefill-chunk", "4", "--max-num-sequences", "3"]
+        return [*(word for pair in given for word in pair), *few, *self.options]
+
+    def stage_name(self, rank: int) -> str:
+        """What an S-worker's stage is called."""
+        stage = rank // self.tp
+        if stage >= self.pp:
+            return f"prompt stage {stage - self.pp}"
+        return f"stage {stage}" if stage else "the first stage"
+
+    def r_rank(self, stage: int, column: int) -> int:
+        return self.num_s_ranks + stage * self.num_columns + column
+
+
+ON_DEVICES = ("--kv-placement", "gpu", "--kv-memory-gb", "0.02")
+SHAPES = {
+    "two": Shape(2),
+    "three": Shape(3, num_columns=2),
+    "replicas": Shape(2, options=("--replicas", "1")),
+    "prompts": Shape(2, prompt_pp=1),
+    "prompts of two": Shape(1, prompt_pp=2),
+    "swap": Shape(3, num_columns=0, options=(*ON_DEVICES, "--swap")),
+    "on devices": Shape(2, num_columns=0, options=ON_DEVICES),
+    "of two S-workers": Shape(2, tp=2, num_columns=2, options=("--worker-timeout-s", "30")),
+}
+
+
+@dataclass(frozen=True)
+class Blow:
+    """What befalls one rank."""
+
+    phase: str
+    trouble: str
+    rank: int
+    whom: str
+    """``stage`` or ``R-worker``."""
+
+
+@dataclass(frozen=True)
+class StageLoss:
+    """What happens in one job."""
+
+    transport: str
+    shape: str
+    blows: tuple[Blow, ...]
+    """In their order: of one stage, or of R-workers."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of it."""
+
+    loss: StageLoss
+    blows: list[Blow]
+    """For which the rank was there, in time."""
+    exit_code: int | None
+    seconds: float
+    num_missing: int
+    num_changed: int
+    is_named: bool
+    """The output tells which stage, or rank, was lost."""
+    orphans: list[str]
+    last_words: str
+
+    @property
+    def verdict(self) -> str:
+        if self.exit_code is None or self.orphans:
+            return "hung"
+        if self.num_changed:
+            return "changed"
+        if not self.num_missing:
+            return "right"
+        if not self.blows:
+            return "failed by itself"
+        if any(blow.whom == "R-worker" for blow in self.blows):
+            told = self.exit_code == 4 and any(words in self.last_words for words in NOBODY_CAN)
+            return "ended by MPI" if told else "lost"
+        if self.blows[0].rank == 0:  # which would say how the job has ended, and not mpirun
+            is_told = self.exit_code or self.loss.transport == "mpi"
+            return "right" if is_told else "other exit code"
+        if self.exit_code != 4:
+            return "other exit code"
+        return "right" if self.is_named else "unnamed"
+
+
+def stage_losses(number: int, chance: random.Random, of: str = "") -> list[StageLoss]:
+    """So many jobs, half of which lose a stage, and half R-workers.
+
+    Args:
+        of: shapes whose names begin so.
+    """
+    names = [name for name in SHAPES if name.startswith(of)]
+    chosen: list[StageLoss] = []
+    while len(chosen) < number:
+        kinds = [
+            StageLoss(chance.choice(TRANSPORTS), name, make(SHAPES[name], chance))
+            for name in names
+            for make in (_of_a_stage, _of_r_workers)
+            if SHAPES[name].num_columns or make is _of_a_stage
+        ]
+        chosen += chance.sample(kinds, len(kinds))
+    return chosen[:number]
+
+
+def _of_a_stage(shape: Shape, chance: random.Random) -> tuple[Blow, ...]:
+    """Any of its S-workers; the very first one, who must speak for all, is only killed."""
+    rank = chance.randrange(shape.num_s_ranks)
+    trouble = chance.choice(("SIGKILL", "SIGSTOP")) if rank else "SIGKILL"
+    return (Blow(chance.choice(PHASES), trouble, rank, "stage"),)
+
+
+def _of_r_workers(shape: Shape, chance: random.Random) -> tuple[Blow, ...]:
+    """Two of them, and one column keeps all of its own."""
+    columns = chance.sample(range(shape.num_columns), shape.num_columns - 1)
+    ranks = [shape.r_rank(stage, column) for stage in range(shape.pp) for column in columns]
+    hit = chance.sample(ranks, min(2, len(ranks)))
+    phases = sorted((chance.choice(SERVED) for _ in hit), key=SERVED.index)
+    return tuple(
+        Blow(phase, chance.choice(("SIGKILL", "SIGKILL", "SIGSTOP")), rank, "R-worker")
+        for phase, rank in zip(phases, hit, strict=True)
+    )
+
+
+class StageLosses:
+    """Runs such jobs.
+
+    Args:
+        jobs: starts them.
+        chance: the moments' seed.
+    """
+
+    def __init__(self, jobs: SmallJobs, chance: random.Random) -> None:
+        self._jobs = jobs
+        self._chance = chance
+        self._lengths: dict[bool, dict[str, float]] = {}  # with R-workers, or none
+
+    def lose(self, loss: StageLoss) -> Report:
+        """One job with its losses."""
+        shape, lengths = SHAPES[loss.shape], self._lengths_of(loss)
+        self._jobs.clear()
+        with self._start(loss.transport, shape) as job:
+            found = list(self._strike(job, loss.blows, lengths))
+            if job.command.wait_for_end(LIMIT_S) is None and self._answered:
+                # All is written, and the launcher waits for who was stopped on its way out.
+                for blow in found:
+                    for process in _of_rank(job, blow.rank):
+                        process.resume()
+            outcome = job.command.wait(GOING_S)
+        answers, expected = self._jobs.answers(), self._jobs.expected
+        names = [name for blow in found for name in _names(shape, blow)]
+        return Report(
+            loss,
+            found,
+            self._exit_code(outcome.exit_code),
+            outcome.seconds,
+            len(expected) - len(answers),
+            sum(answers[key] != expected[key] for key in answers),
+            any(name in outcome.output for name in names),
+            outcome.orphans,
+            outcome.output.strip()[-3000:],
+        )
+
+    def _start(self, transport: str, shape: Shape) -> contextlib.AbstractContextManager[Job]:
+        words = shape.words()
+        if transport == "mpi":
+            words += ["--exit-code-file", str(self._told)]
+        return self._jobs.start(
+            transport, shape.num_r_workers, words, num_s_ranks=shape.num_s_ranks
+        )
+
+    @property
+    def _answered(self) -> bool:
+        """Whether the job is over for its user."""
+        return self._jobs.answers().keys() == self._jobs.expected.keys()
+
+    @property
+    def _told(self) -> Any:
+        """Where the first stage says how a job has ended."""
+        return self._jobs.directory / "out.jsonl.exit_code"
+
+    def _exit_code(self, launchers: int | None) -> int | None:
+        """Of the job; mpirun's own says little once a rank was lost."""
+        with contextlib.suppress(OSError, ValueError):
+            return int(self._told.read_text()) if launchers is not None else None
+        return launchers
+
+    def _strike(self, job: Job, blows: Sequence[Blow], lengths: dict[str, float]) -> Iterator[Blow]:
+        """Those that come in time."""
+        shared = Counter(blow.phase for blow in blows)
+        with contextlib.suppress(AssertionError):  # it has ended, or gone wrong: that will be seen
+            for blow in blows:
+                begun = self._jobs.has_begun(job, blow.phase)
+                job.command.wait_until(begun, timeout_s=LIMIT_S)
+                pause(job, self._chance.uniform(0, lengths[blow.phase] / shared[blow.phase]))
+                for victim in _of_rank(job, blow.rank):
+                    with contextlib.suppress(psutil.Error):  # it has ended
+                        victim.send_signal(signal.Signals[blow.trouble])
+                        yield blow
+
+    def _lengths_of(self, loss: StageLoss) -> dict[str, float]:
+        """How long each phase is, in s, in such a job in which nothing happens."""
+        kind = SHAPES[loss.shape].num_columns > 0
+        if kind not in self._lengths:
+            self._jobs.clear()
+            begins = []
+            with self._start(loss.transport, SHAPES[loss.shape]) as job:
+                for phase in PHASES:
+                    begun = self._jobs.has_begun(job, phase)
+                    job.command.wait_until(begun, timeout_s=LIMIT_S)
+                    begins.append(time.monotonic())
+                outcome = job.command.wait(LIMIT_S)
+            assert outcome.exit_code == 0 and self._jobs.answers() == self._jobs.expected, outcome
+            begins.append(time.monotonic())
+            self._lengths[kind] = {
+                phase: max(0.05, begins[i + 1] - begins[i]) for i, phase in enumerate(PHASES)
+            }
+        return self._lengths[kind]
+
+
+def _of_rank(job: Job, rank: int) -> list[Any]:
+    """The process that is a rank of the job, if it is there."""
+    found = []
+    for process in job.command.processes():
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if process.environ().get("OMPI_COMM_WORLD_RANK") == str(rank):
+                found.append(process)
+    return found
+
+
+def _names(shape: Shape, blow: Blow) -> list[str]:
+    """What whoever is hit may be called."""
+    if blow.whom == "stage":
+        own = [f"S-worker {blow.rank % shape.tp} of {shape.tp}"] if shape.tp > 1 else []
+        return [shape.stage_name(blow.rank), f"rank {blow.rank}", *own]
+    return [f"rank {blow.rank}"]
+
+
+def row(report: Report) -> dict[str, Any]:
+    """For a table."""
+    told = [f"{x.phase} {x.whom} {x.trouble}" for x in report.blows]
+    asked = [f"{x.phase} rank {x.rank} {x.trouble}" for x in report.loss.blows]
+    loss = report.loss
+    shown = {"transport": loss.transport, "shape": loss.shape, "asked": asked, **vars(report),
+             "blows": told, "verdict": report.verdict}  # fmt: skip
+    del shown["loss"]
+    if report.verdict == "right":
+        del shown["last_words"]
+    return shown

@@ -1,0 +1,172 @@
+"""Kept blocks on the disks of several stages: a block is there where every stage
+has its layers of it, and no token changes whatever one of them lacks."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from disk_talks import Said, talk_in_turns, until_some_are_fetched
+from trouble import crash_after
+
+from examples import TRIES_ALL
+from fastdecode import LLM
+from fastdecode.core.errors import ProtocolError
+from fastdecode.core.holders import HolderId
+from fastdecode.engine.stages.tiers import ColumnTiers, check
+from fastdecode.wire.kv.kept import keys_of, words_of
+from fastdecode.wire.kv.tiers import DropBlocks, Fetching, Moved, Stocked, StoreBlocks
+from rworker.tiers.disk import slot_files
+
+SMALL: dict[str, Any] = {
+    "dtype": "float32",
+    "r_threads": 1,
+    "block_size": 16,
+    "kv_memory_gb": 0.0001,
+    "max_num_sequences": 2,
+    "prefix_cache": "on",
+}
+KEYS = [bytes([i]) * 16 for i in range(4)]
+W = HolderId(1)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_checkpoint: Callable[..., Path]) -> Said:
+    with LLM(str(tiny_checkpoint("llama")), **{**SMALL, "prefix_cache": "off"}) as llm:
+        return talk_in_turns(llm)
+
+
+def on_disks(directory: Path, **options: Any) -> dict[str, Any]:
+    return {**SMALL, "cache_disk": str(directory), "cache_disk_gb": 0.001, **options}
+
+
+WAYS: list[dict[str, Any]] = [{"pp": 2}, {"pp": 3, "r_workers": 2, "lanes": 3}]
+MORE_WAYS: list[dict[str, Any]] = [{"pp": 2, "lanes": 2}, {"pp": 3}, {"pp": 2, "r_workers": 2}]
+
+
+@pytest.mark.parametrize("way", WAYS + MORE_WAYS * TRIES_ALL, ids=str)
+def test_what_was_on_the_stages_disks_says_the_same(
+    way: dict[str, Any], tmp_path: Path, tiny_checkpoint: Callable[..., Path], plain: Said
+) -> None:
+    path, options = str(tiny_checkpoint("llama")), on_disks(tmp_path, **way)
+    with LLM(path, **options) as llm:
+        assert all(one == plain for one in until_some_are_fetched(llm, lambda: talk_in_turns(llm)))
+        counts = llm.stats.tiers
+        assert counts.num_stored > 0 and counts.num_fetched > 0 and counts.num_failed == 0
+    assert len(slot_files(tmp_path)) == way["pp"] * way.get("r_workers", 1)
+    with LLM(path, **options) as llm:  # found again
+        assert llm.stats.tiers.num_found == 0  # until the first step takes news
+        assert talk_in_turns(llm) == plain
+        assert llm.stats.tiers.num_found > 0
+        assert llm.stats.num_cached_prompt_tokens > 0
+    with LLM(path, **{**options, "pp_layers": "2,1" if way["pp"] == 2 else "1,1,1"}) as llm:
+        assert talk_in_turns(llm) == plain
+        assert (llm.stats.tiers.num_found > 0) == (way["pp"] == 3)  # of those layers
+
+
+def test_blocks_that_one_stage_has_lost_are_given_up_in_the_others(
+    tmp_path: Path, tiny_checkpoint: Callable[..., Path], plain: Said
+) -> None:
+    """Its files are gone: what the others still have would fill their disks."""
+    path, options = str(tiny_checkpoint("llama")), on_disks(tmp_path, pp=2)
+    with LLM(path, **options) as llm:
+        until_some_are_fetched(llm, lambda: talk_in_turns(llm))
+    shutil.rmtree(slot_files(tmp_path)[0].parent)
+    with LLM(path, **options) as llm:
+        talks = until_some_are_fetched(llm, lambda: talk_in_turns(llm))
+        assert all(said == plain for said in talks)
+        counts = llm.stats.tiers
+        assert counts.num_found == 0 and counts.num_fetched > 0 and counts.num_failed == 0
+
+
+@pytest.mark.parametrize("lost", ["r0", "s1-r0"])
+def test_a_lost_r_worker_and_its_disk_change_no_token(
+    lost: str,
+    tmp_path: Path,
+    tiny_checkpoint: Callable[..., Path],
+    plain: Said,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    crash_after(monkeypatch, {lost: 60})
+    options = on_disks(tmp_path, pp=2, r_workers=2, lanes=2)
+    with LLM(str(tiny_checkpoint("llama")), **options) as llm:
+        talks = [talk_in_turns(llm) for _ in range(3)]
+        assert all(said == plain for said in talks)
+        assert llm.snapshot().engine.workers == (3, 4)
+        assert llm.stats.tiers.num_stored > 0
+
+
+class Column:
+    """Two stages' R-workers of a column."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, list[bytes]]] = []
+        self.tiers = ColumnTiers((0, 1), self._tell)
+
+    def _tell(self, stage: int, column: HolderId, message: Any) -> None:
+        assert column == W and isinstance(message, DropBlocks)
+        self.told.append((stage, keys_of(message.keys)))
+
+    def news(self) -> list[Any]:
+        news = list(self.tiers.news)
+        self.tiers.news.clear()
+        return news
+
+
+def moved(job: int, *failed: bytes) -> Moved:
+    return Moved(W, job, words_of(failed), 10, 0.5)
+
+
+def stocked(*keys: bytes, num_slots: int = 9, is_last: bool = True) -> Stocked:
+    return Stocked(W, num_slots, words_of(keys), words_of(keys)[:, 0].astype("i4") * 0 + 5, is_last)
+
+
+def test_a_block_is_there_where_all_stages_have_it() -> None:
+    column = Column()
+    column.tiers.take(1, stocked(KEYS[0], KEYS[1], is_last=False))
+    column.tiers.take(0, stocked(KEYS[1], KEYS[2], num_slots=7))
+    assert not column.news()
+    column.tiers.take(1, stocked(KEYS[3]))
+    (found,) = column.news()
+    assert keys_of(found.keys) == [KEYS[1]] and (found.holder, found.num_slots) == (W, 7)
+    assert column.told == [(0, [KEYS[2]]), (1, [KEYS[0], KEYS[3]])]
+
+
+def test_what_one_stage_couldnt_store_the_others_give_up() -> None:
+    column = Column()
+    keys = words_of(KEYS[:2])
+    column.tiers.ask(W, StoreBlocks(5, keys, keys[:, 0].astype("i4")))
+    column.tiers.take(0, Fetching(W, 5, 1, 3, 0.1))
+    column.tiers.take(0, moved(5))
+    assert not column.news()
+    column.tiers.take(1, moved(5, KEYS[1]))
+    (news,) = column.news()
+    assert keys_of(news.failed) == [KEYS[1]] and news.num_bytes == 20
+    assert column.told == [(0, [KEYS[1]])]
+    column.tiers.take(0, moved(6, KEYS[0]))  # a fetch: who asked for it gives the block up
+    column.tiers.take(1, moved(6))
+    assert len(column.news()) == 1 and len(column.told) == 1
+
+
+def test_a_column_that_is_lost_has_nothing_on_disk() -> None:
+    column = Column()
+    column.tiers.take(0, moved(1))
+    column.tiers.take(0, moved(2))
+    column.tiers.take(1, moved(2))
+    column.tiers.forget(W)
+    column.tiers.take(1, moved(1))
+    assert not column.news()
+
+
+def test_what_no_stage_can_say_of_a_disk() -> None:
+    for news, reason in (
+        (Moved(2, 1, words_of(()), 1, 0.0), "column 2"),
+        (Moved(-1, 1, words_of(()), 1, 0.0), "column -1"),
+        (Moved(1, 1, words_of(()), -1, 0.0), "bytes"),
+        (Stocked(1, -1, words_of(()), words_of(())[:, 0].astype("i4"), True), "slots"),
+    ):
+        with pytest.raises(ProtocolError, match=reason):
+            check(news, 2)
