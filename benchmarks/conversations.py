@@ -126,7 +126,9 @@ def _run(mode: str, options: argparse.Namespace, directory: str) -> dict[str, An
     from fastdecode import LLM, SamplingParams
 
     planned = plan(options)[: options.paced if options.speed else None]
-    num_tokens = sum(turn.num_new + turn.num_drawn for each in planned for turn in each.turns)
+    turns = [turn for each in planned for turn in each.turns]
+    num_drawn = sum(turn.num_drawn for turn in turns)
+    num_tokens = sum(turn.num_new for turn in turns) + num_drawn
     with LLM(
         options.model,
         kv_memory_gb=options.kv_memory_gb,
@@ -138,12 +140,15 @@ def _run(mode: str, options: argparse.Namespace, directory: str) -> dict[str, An
         warm = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         llm.generate([[5] * 300, [7] * 20], warm)  # compilers do their work
         before = llm.stats.num_prompt_tokens, llm.stats.num_cached_prompt_tokens
+        num_steps = llm.stats.num_steps
         told = Player(OurEngine(llm), planned, options.speed, VOCAB).play()
         ran = llm.stats.num_prompt_tokens - before[0]
         cached = llm.stats.num_cached_prompt_tokens - before[1]
         tiers = asdict(llm.stats.tiers)
+        drawn_per_step = num_drawn / (llm.stats.num_steps - num_steps)
     return {
         **told,
+        "drawn_per_step": round(drawn_per_step, 1),
         **({"tiers": tiers} if mode == "disk" else {}),
         "prompt_tokens_run": ran,
         "prompt_tokens_cached": cached,
@@ -174,11 +179,13 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     for number in range(options.rounds):
         for mode in modes if number % 2 == 0 else modes[::-1]:
             ask(mode, "peak", number, 0.0, *more.get(mode, ()))
-    slowest = min(_peaks(rows, mode) for mode in modes if mode not in more)
+    if not options.paced:
+        return rows
+    whole = [mode for mode in modes if mode not in more]
+    slowest = min(_peaks(rows, mode) for mode in whole)
     speed = options.share * slowest / offered(plan(options)[: options.paced])
-    for number in range(options.rounds if options.paced else 0):
-        paced = [mode for mode in modes if mode not in more]
-        for mode in paced if number % 2 == 0 else paced[::-1]:
+    for number in range(options.rounds):
+        for mode in whole if number % 2 == 0 else whole[::-1]:
             ask(mode, "paced", number, speed)
     return rows
 
