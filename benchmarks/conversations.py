@@ -1,11 +1,11 @@
 """Conversations on a live engine: with kept KV blocks, and without.
 
     python benchmarks/conversations.py --disk DIR --out benchmarks/results/conversations.json
-    python benchmarks/conversations.py --conversations 40 --paced 16 --modes on --rounds 2
-    --peer-python VENV/bin/python --out benchmarks/results/conversations_vllm.json
+    python benchmarks/conversations.py --modes on --rounds 2 --peer-python VENV/bin/python
+    --out benchmarks/results/conversations_vllm.json
     python benchmarks/conversations.py --conversations 6 --shrink 16 --kv-memory-gb 0.2   # small
 
-The first takes some eight minutes on two cores, if nobody else does anything.
+The first takes some fifteen minutes on two cores, if nobody else does anything.
 With ``--peer-python``, vLLM's CPU build with prefix caching
 (``conversations_vllm.py``) answers the same trace in between.
 
@@ -17,7 +17,10 @@ its new tokens behind all that was said (``conversation_id``).
 
 Every mode runs in a process of its own, on the same trace. First all arrives at
 once, to find the requests a second that an engine can do (**peak**; the last
-turns run alone, so it is counted until nine tenths of all are done). Then turns
+turns run alone, so it is counted until nine tenths of all are done). A turn waits
+for the one before it, so that takes many conversations: of 40 a step draws 14
+tokens on average until then, of 120 it draws 39 (``drawn_per_step`` is that of the
+whole run), and weights are read for each step. Then turns
 of the first ``--paced`` conversations arrive at a share of what the engine
 without a cache can do (**paced**), and latency per output token is told, as
 Pensieve counts it: from a turn's arrival to its end, over the tokens drawn.
@@ -273,7 +276,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a model directory; default: 100 M random parameters")
     parser.add_argument("--shape", default="sharegpt", choices=SHAPES)
-    parser.add_argument("--conversations", type=int, default=60)
+    parser.add_argument("--conversations", type=int, default=120)
     parser.add_argument("--paced", type=int, default=24, help="of them, those that are paced")
     parser.add_argument("--rate", type=float, default=0.5, help="conversations a second")
     parser.add_argument("--think", type=float, default=10.0, help="seconds, on average")
