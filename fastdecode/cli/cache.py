@@ -80,19 +80,21 @@ def _of_blocks(args: argparse.Namespace) -> int:
         print(f"{args.place}: {num_cleared} files of KV blocks removed")
     else:
         for each in found:
-            print("\n".join(_block_lines(each)))
+            print("\n".join(_block_lines(each, was_verified=args.verify)))
     is_damaged = any(each.damage for each in found)
     return EXIT_DAMAGED if is_damaged and not args.clear else 0
 
 
-def _block_lines(found: KeptBlocks) -> list[str]:
-    """What an R-worker's file has."""
+def _block_lines(found: KeptBlocks, *, was_verified: bool) -> list[str]:
+    """What an R-worker's file has, and whether it is whole, if all was read."""
     told = [
         f"{found.path}: {found.num_blocks} KV blocks of {found.num_slots}, "
         f"{found.num_bytes} bytes; model and heads {found.identity[:16]}"
     ]
     if found.is_held:
         told.append("an R-worker goes on with it")
+    if was_verified and not found.damage:
+        told.append("whole")
     return [*told, *(f"damaged: {what}" for what in found.damage)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import tempfile
@@ -46,8 +47,8 @@ def inspect_blocks(directory: Path, *, verify: bool) -> list[KeptBlocks]:
 
 
 def clear_blocks(directory: Path) -> int:
-    """Remove them all, or none if a process uses one; how many files there
-    were.
+    """Remove them all, and the directories of models that this leaves empty, or
+    none if a process uses one; how many files there were.
 
     Raises:
         ConfigError: a process uses one, or it can't be removed; how many were.
@@ -64,6 +65,9 @@ def clear_blocks(directory: Path) -> int:
                     f"can't remove {path}: {error.strerror}; {number} of {len(files)} files of KV "
                     "blocks are removed"
                 ) from None
+        for place in {path.parent for path in files}:
+            with contextlib.suppress(OSError):  # what is another's stays
+                place.rmdir()
     return len(files)
 
 

@@ -226,8 +226,7 @@ def open_slots(directory: Path, shape: SlotShape, num_bytes: int) -> SlotFile:
         )
     place = directory / shape.identity[:16]
     try:
-        for each in (directory, place):
-            make_own_directory(each)
+        make_own_directory(directory)
         for number in range(MOST_FILES):
             opened = _open(place / f"slots-{number}.kv", shape, num_slots)
             if opened is not None:
@@ -287,6 +286,7 @@ def read_slots(path: Path) -> tuple[int, Header, dict[int, Entry], int]:
 def _open(path: Path, shape: SlotShape, num_slots: int) -> SlotFile | None:
     """The file, made if need be; None: another process has it open."""
     while True:
+        make_own_directory(path.parent)  # it goes with its last file
         fd = os.open(path, _FLAGS | os.O_CREAT, 0o600)
         if not _lock_patiently(fd):
             os.close(fd)

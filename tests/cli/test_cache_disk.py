@@ -33,7 +33,10 @@ def kept(tmp_path: Path) -> Path:
 
 def test_shows_verifies_and_clears(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cache", str(kept)]) == 0
-    assert "3 KV blocks of 5" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "3 KV blocks of 5" in shown and "whole" not in shown, "not all was read"
+    assert main(["cache", str(kept), "--verify"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "whole"
     assert main(["cache", str(kept), "--verify", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["files"]
     assert found["num_blocks"] == 3 and found["damage"] == [] and not found["is_held"]
@@ -43,9 +46,16 @@ def test_shows_verifies_and_clears(kept: Path, capsys: pytest.CaptureFixture[str
     path.write_bytes(data)
     assert main(["cache", str(kept)]) == 0, "only the table was read"
     assert main(["cache", str(kept), "--verify"]) == 1
-    assert "damaged: the block in slot 2" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "damaged: the block in slot 2" in shown and "whole" not in shown
     assert main(["cache", str(kept), "--clear"]) == 0
-    assert "1 files of KV blocks removed" in capsys.readouterr().out and not path.exists()
+    assert "1 files of KV blocks removed" in capsys.readouterr().out
+    assert not list(kept.iterdir()), "neither the file is left, nor its model's directory"
+    open_slots(kept, SHAPE, SHAPE.file_bytes(5)).close()
+    beside = path.with_name("notes")
+    beside.write_text("mine")
+    assert main(["cache", str(kept), "--clear"]) == 0
+    assert list(path.parent.iterdir()) == [beside], "what is another's stays"
 
 
 def test_what_an_r_worker_uses_isnt_cleared(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from fastdecode.schedule.life.events import (
     Finish,
     Fork,
     Instruction,
+    Interrupted,
     Joined,
     LaneIdle,
     LaneReady,
@@ -27,9 +28,12 @@ from fastdecode.schedule.life.events import (
     Open,
     Opened,
     Refused,
+    Reopened,
     Run,
     StepDone,
     Submitted,
+    TakenOver,
+    TakeOver,
 )
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.life.lives import Status
@@ -319,3 +323,18 @@ def test_nobody_starts_again_while_a_token_is_coming() -> None:
     tell(life, Came((Drawn(sequence, 8),)))
     (again,) = tell(life, LaneIdle(0))
     assert isinstance(again, Open) and sequence.token_ids == [5, 5, 5, 8]
+
+
+def test_who_comes_while_all_holders_are_taken_over_waits_for_one_that_opens_again() -> None:
+    life = lifecycle(blocks=(40, 30))
+    holders = [HolderId(0), HolderId(1)]
+    for holder in holders:
+        (asked,) = tell(life, Interrupted(holder))
+        assert asked == TakeOver(holder, (), ())
+    submit(life, "a", max_tokens=4)
+    assert tell(life, LaneIdle(0)) == [], "no step begins"
+    for holder in holders:
+        assert tell(life, TakenOver(holder, ())) == []
+    assert tell(life, LaneIdle(0)) == [], "nobody has room, and nobody is told that none will have"
+    tell(life, Reopened(holders[1]))
+    assert opening(life, 0).part.holder == holders[1]
