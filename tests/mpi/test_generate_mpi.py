@@ -190,7 +190,7 @@ MORE_LOSSES = [(signal.SIGSTOP, WHOLE), (signal.SIGKILL, HEADS), (signal.SIGKILL
 def test_a_lost_r_worker_changes_no_token(
     trouble: signal.Signals, partition: list[str], job: Job
 ) -> None:
-    options, output, expected = job(150, num_key_value_heads=3)
+    options, output, expected = job(350, num_key_value_heads=3)
     options += partition
     command = [
         mpirun(),
@@ -251,7 +251,7 @@ def test_two_that_are_stopped_one_after_the_other_are_both_given_up(
     job: Job,
 ) -> None:
     """The second, while heads are shared among those that are left of the first's loss."""
-    options, output, expected = job(150, num_key_value_heads=3)
+    options, output, expected = job(350, num_key_value_heads=3)
     options += [*HEADS, "--worker-silence-s", "1"]
     command = [mpirun(), *open_mpi_options("self,tcp"), "-n", "1", *FASTDECODE, *options, ":"]
     with running(

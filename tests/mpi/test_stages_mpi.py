@@ -141,7 +141,7 @@ def test_a_lost_r_worker_of_a_stage_changes_no_token(
     """The first one's, and the second one's; while others' prompts arrive, where
     chunks are small; and where its neighbour goes on for it."""
     more = ["--prefill-chunk", chunk, *([replicas, "1"] if replicas else [])]
-    command, output, expected = job(2, 4, 150, *more)
+    command, output, expected = job(2, 4, 200, *more)
     with running(command) as started:
         workers = started.r_workers(4)
         workers = sorted(workers, key=lambda p: int(p.environ()["OMPI_COMM_WORLD_RANK"]))
