@@ -25,6 +25,8 @@ LIMIT_S = 150.0
 """A job that takes longer hangs: undisturbed it takes some ten seconds."""
 GOING_S = 30.0
 SERVED = ("greeting", "prompts", "decoding", "end")
+MOST_HIT = 4
+"""R-workers of one job."""
 NUM_COLUMNS = 3
 """R-workers of each stage that has any."""
 
@@ -165,10 +167,10 @@ def _of_a_stage(shape: Shape, chance: random.Random) -> tuple[Blow, ...]:
 
 
 def _of_r_workers(shape: Shape, chance: random.Random) -> tuple[Blow, ...]:
-    """Two of them, and one column keeps all of its own."""
+    """Some of them, and one column keeps all of its own."""
     columns = chance.sample(range(shape.num_columns), shape.num_columns - 1)
     ranks = [shape.r_rank(stage, column) for stage in range(shape.pp) for column in columns]
-    hit = chance.sample(ranks, min(2, len(ranks)))
+    hit = chance.sample(ranks, min(MOST_HIT, len(ranks)))
     phases = sorted((chance.choice(SERVED) for _ in hit), key=SERVED.index)
     return tuple(
         Blow(phase, chance.choice(("SIGKILL", "SIGKILL", "SIGSTOP")), rank, "R-worker")
