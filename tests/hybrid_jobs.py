@@ -33,7 +33,7 @@ class HybridJob:
         device_gb = _DEVICE_TOKENS * _TOKEN_BYTES / 1e9
         placement = ["--kv-placement", "hybrid", "--device-kv-gb", str(device_gb)]
         files = ["--input", str(self._source), "--output", str(self.output)]
-        files += ["--summary", str(self._summary), "--worker-silence-s", "1"]
+        files += ["--summary", str(self._summary), "--worker-silence-s", "3"]
         self.options = ["generate", *self._model, *placement, *files]
 
     def check_with_one_lost(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from checkpoints import FAMILIES, prompts
 from device_engine import device_engine, run
+from held_steps import steps_held
 from recorded_gpu import RecordedGpu
 
 from fastdecode import LLM, SamplingParams
@@ -144,9 +145,10 @@ def test_sequences_are_suspended_and_go_on(llama: str) -> None:
 def test_cancelled_requests_leave_nothing_behind(llama: str, expected: Tokens) -> None:
     with LLM(llama, **SWAPPED) as llm:
         endless = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True, n=4)
-        deltas = llm.deltas([PromptRequest("endless", prompts((30,))[0], endless)])
-        assert next(deltas).finish_reason is None
-        deltas.close()
+        with steps_held(llm, 20):
+            deltas = llm.deltas([PromptRequest("endless", prompts((30,))[0], endless)])
+            assert next(deltas).finish_reason is None
+            deltas.close()
         assert tokens(llm, mixed_requests()) == expected
         figures = []
         llm.service.call(lambda running: figures.append(running.engine.figures()))

@@ -6,8 +6,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 from instance_processes import (
@@ -20,7 +19,7 @@ from instance_processes import (
     instances,
     ready,
 )
-from instance_runs import OPTIONS, answers, params, prompts, tokens
+from instance_runs import answers, params, prompts, tokens
 from news import WAIT_S
 from zmq_r_workers import at, r_workers
 
@@ -45,17 +44,6 @@ from fastdecode.wire.transport import TIMEOUT, PeerLostError
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 
 NEVER = "600"
-
-
-@pytest.fixture(scope="module")
-def model(tiny_checkpoint: Callable[..., Path]) -> str:
-    return str(tiny_checkpoint("llama"))
-
-
-@pytest.fixture(scope="module")
-def one(model: str) -> Iterator[LLM]:
-    with LLM(model, **OPTIONS) as llm:
-        yield llm
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from instance_processes import (
     instances,
     ready,
 )
-from instance_runs import OPTIONS, answers, params, prompts, requests_of, tokens
+from instance_runs import answers, params, prompts, requests_of, tokens
 from mpi_launch import running
 from news import WAIT_S, NewsLLM
 from zmq_r_workers import at, r_workers
@@ -47,17 +47,6 @@ from fastdecode.wire.instances.told import request_to_json
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
-
-
-@pytest.fixture(scope="module")
-def model(tiny_checkpoint: Callable[..., Path]) -> str:
-    return str(tiny_checkpoint("llama"))
-
-
-@pytest.fixture(scope="module")
-def one(model: str) -> Iterator[LLM]:
-    with LLM(model, **OPTIONS) as llm:
-        yield llm
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,6 @@ from fastdecode.schedule.life.lifecycle import Lifecycle
 
 BOTH = {"prefill_instances": 1, "decode_instances": 1}
 WAIT_S = 120.0
-
-
-@pytest.fixture(scope="module")
-def model(tiny_checkpoint: Callable[..., Path]) -> str:
-    return str(tiny_checkpoint("llama"))
-
-
-@pytest.fixture(scope="module")
-def one(model: str) -> Iterator[LLM]:
-    with LLM(model, **OPTIONS) as llm:
-        yield llm
 
 
 @pytest.fixture(scope="module")

@@ -252,7 +252,7 @@ def test_two_that_are_stopped_one_after_the_other_are_both_given_up(
 ) -> None:
     """The second, while heads are shared among those that are left of the first's loss."""
     options, output, expected = job(350, num_key_value_heads=3)
-    options += [*HEADS, "--worker-silence-s", "1"]
+    options += [*HEADS, "--worker-silence-s", "3"]
     command = [mpirun(), *open_mpi_options("self,tcp"), "-n", "1", *FASTDECODE, *options, ":"]
     with running(
         [*command, "-n", "3", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]

@@ -60,7 +60,7 @@ def test_who_is_lost_before_the_greeting_is_done_without(
 ) -> None:
     """It has joined, and gives signs of life; the S-worker hasn't loaded the model yet."""
     options, output, expected = asked("generate", 40)
-    options += ["--r-partition", partition, "--worker-silence-s", "1"]
+    options += ["--r-partition", partition, "--worker-silence-s", "3"]
     with running(
         [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, ":", *R_WORKERS], **PATHS
     ) as job:

@@ -11,12 +11,9 @@ from typing import Any, Final
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.deadlines import Deadlines
-from fastdecode.wire.kv.handing import MoveNews, Pull, Pulled
-from fastdecode.wire.kv.tiers import FetchBlocks, Fetching, Moved, Stocked, StoreBlocks, UseTier
+from fastdecode.engine.fleet.jobs import OwedJobs, job_of
 from fastdecode.wire.messages import FromRWorker, ToRWorker, Welcome
 
-_OPENING: Final = -1
-"""In the place of a job's number: the lower tier is being opened."""
 _MOST_WAIT_S: Final = 60.0
 """Then it is looked again, though nothing is overdue."""
 
@@ -52,7 +49,8 @@ class OwedAnswers:
         self.heard_s: Final = heard_s
         """See ``Args``."""
         self._due: list[deque[_Due]] = [deque() for _ in range(num_peers)]
-        self._jobs: list[dict[int, float]] = [{} for _ in range(num_peers)]  # asked for when
+        self.jobs: Final = OwedJobs(num_peers, lambda: self.deadlines.clock())
+        """What they work at meanwhile."""
 
     def __len__(self) -> int:
         """Of how many peers this is kept."""
@@ -74,18 +72,7 @@ class OwedAnswers:
             due = _Due(self.deadlines.clock(), holder, message.answers, message)
             self._due[index].append(due)
         elif (job := job_of(message)) is not None:
-            self.begin(index, job)
-
-    def begin(self, index: int, job: int) -> None:
-        """A peer has a job, and tells when it is over."""
-        self._jobs[index][job] = self.deadlines.clock()
-
-    def end(self, index: int, jobs: Callable[[int], bool]) -> bool:
-        """A peer has none of these jobs any more. Whether it had any."""
-        found = [job for job in self._jobs[index] if jobs(job)]
-        for job in found:
-            del self._jobs[index][job]
-        return bool(found)
+            self.jobs.begin(index, job)
 
     def ask_for(
         self,
@@ -111,18 +98,8 @@ class OwedAnswers:
             raise ProtocolError(f"sent {type(answer).__name__}, which nobody asked for")
         due[0].message.check(answer)
         if isinstance(answer, Welcome):  # what it was to move before is forgotten
-            self._jobs[index].clear()
+            self.jobs.forget(index)
         return due.popleft().holder
-
-    def take_news(self, index: int, news: MoveNews) -> bool:
-        """A peer tells of a job; whether it was to."""
-        jobs = self._jobs[index]
-        number = number_of(news)
-        if number not in jobs:
-            return False
-        if isinstance(news, Moved | Pulled) or (isinstance(news, Stocked) and news.is_last):
-            del jobs[number]
-        return True
 
     def take_any(self, index: int, answer: Any) -> bool:
         """A peer that needn't answer in order has answered. False: it doesn't
@@ -136,11 +113,11 @@ class OwedAnswers:
     def forget(self, index: int) -> None:
         """A peer owes nothing any more."""
         self._due[index].clear()
-        self._jobs[index].clear()
+        self.jobs.forget(index)
 
     def is_owed_by(self, index: int) -> bool:
         """Whether a peer owes anything."""
-        return bool(self._due[index] or self._jobs[index])
+        return bool(self._due[index]) or self.jobs.since_s(index) is not None
 
     def num_about(self, index: int, holder: HolderId) -> int:
         """How many answers a peer owes about a holder."""
@@ -149,7 +126,7 @@ class OwedAnswers:
     @property
     def any_owed(self) -> bool:
         """Whether any peer owes anything."""
-        return any(self._due) or any(self._jobs)
+        return any(self._due) or self.jobs.any_owed
 
     def wait_s(self) -> float:
         """How long to wait for answers until the first peer may have to be
@@ -166,39 +143,10 @@ class OwedAnswers:
     def _ends(self) -> list[tuple[int, float, str]]:
         """When each peer that owes something has to be given up, and why."""
         deadlines, ends = self.deadlines, []
-        for index, (due, jobs) in enumerate(zip(self._due, self._jobs, strict=True)):
+        for index, due in enumerate(self._due):
             if due:
                 since_s, num_answers = due[0].since_s, due[0].num_answers
                 ends.append((index, *deadlines.end(since_s, self.heard_s(index), num_answers)))
-            elif jobs:  # a disk may take its time
-                since_s = min(jobs.values())
-                ends.append((index, *deadlines.silent_end(since_s, self.heard_s(index))))
+            elif (begun_s := self.jobs.since_s(index)) is not None:  # a disk may take its time
+                ends.append((index, *deadlines.silent_end(begun_s, self.heard_s(index))))
         return ends
-
-
-def job_of(message: ToRWorker) -> int | None:
-    """The number of the job that a message asks for, if it asks for one."""
-    match message:
-        case StoreBlocks() | FetchBlocks():
-            return message.job
-        case UseTier():
-            return _OPENING
-        case Pull():
-            return _pull(message.sequence_id)
-    return None
-
-
-def number_of(news: MoveNews) -> int:
-    """Of the job that is told of."""
-    match news:
-        case Fetching() | Moved():
-            return news.job
-        case Pulled():
-            return _pull(news.sequence_id)
-        case Stocked():
-            return _OPENING
-
-
-def _pull(sequence: int) -> int:
-    """What is fetched for a sequence, in the place of a job's number."""
-    return _OPENING - 1 - sequence

@@ -187,7 +187,7 @@ class Peers:
                 return self.owed.take(index, message), message
             except ProtocolError as lie:
                 self._lied(index, lie.message)
-        elif self.owed.take_news(index, message):
+        elif self.owed.jobs.take(index, message):
             self.unasked.hear_tier(index, message)
         else:
             self._lied(index, f"sent {type(message).__name__}, which nobody asked for")

@@ -275,8 +275,8 @@ class ClusterEngine(Controller):
     def find_again(self, number: int, welcome: InstanceWelcome) -> None:
         """An instance that was gone is there again."""
         instance = self.remote[number]
-        members = self.desk.members
-        instance.came_back(welcome, members.roles[members.all.index(instance)])
+        role = self.desk.roles[self.desk.instances.index(instance)]
+        instance.came_back(welcome, role)
         logger.warning("instance %s is there again", instance.name)
         self.came_back(instance)
 

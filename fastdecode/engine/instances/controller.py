@@ -215,7 +215,7 @@ class Controller:
             ConfigError: there is none of that name.
         """
         if not self.desk.set_role(name, role):
-            names = ", ".join(each.name for each in self.desk.members.all)
+            names = ", ".join(each.name for each in self.desk.instances)
             raise ConfigError(f"there is no instance {name!r}: they are {names}")
         self.num_role_changes += 1
         self._check_waiting()

@@ -182,6 +182,7 @@ class Desk:
             [DecodeRoom(each.num_tokens, each.max_sequences) for each in instances],
         )
         self.members = Members(instances, roles, self.dispatcher)
+        self.instances, self.roles = self.members.all, self.members.roles
         self._failed = failed
         self._decided: deque[Bind | Fetch] = deque()
         """What is to be carried out, its room booked already."""
@@ -189,7 +190,7 @@ class Desk:
 
     def where(self, run: Run) -> Instance:
         """Who has a run."""
-        return self.members.all[run.instance]
+        return self.instances[run.instance]
 
     def arrive(self, flow: Flow) -> None:
         """A request waits for an instance that runs its prompt."""
@@ -227,10 +228,7 @@ class Desk:
 
     def _carry_out(self, decision: Bind | Fetch) -> None:
         flow = self._flows.by_job[decision.job.job_id]
-        if (
-            isinstance(decision, Bind)
-            and self.members.roles[decision.instance] is InstanceRole.BOTH
-        ):
+        if isinstance(decision, Bind) and self.roles[decision.instance] is InstanceRole.BOTH:
             decision = self._kept(decision)
         run = self._flows.begin(flow, decision.instance)
         every_step = isinstance(decision, Bind) or flow.is_watched

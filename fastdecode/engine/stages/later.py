@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.owed import job_of, number_of
+from fastdecode.engine.fleet.jobs import job_of, number_of
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.engine.stages.losses import ColumnLosses
 from fastdecode.engine.stages.rooms import FIRST, ColumnRooms

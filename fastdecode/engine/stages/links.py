@@ -66,16 +66,16 @@ class OwedByStages:
 
     def begin(self, stage: int, column: int, job: int) -> None:
         """A stage's R-worker of a column has a job."""
-        self._owed.begin(self._index(stage), self._number(column, job))
+        self._owed.jobs.begin(self._index(stage), self._number(column, job))
 
     def end(self, stage: int, column: int, job: int) -> bool:
         """That one is over. False: it had no such job."""
         number = self._number(column, job)
-        return self._owed.end(self._index(stage), lambda each: each == number)
+        return self._owed.jobs.end(self._index(stage), lambda each: each == number)
 
     def forget_jobs(self, stage: int, column: int) -> None:
         """A stage's R-worker of a column is lost."""
-        self._owed.end(self._index(stage), lambda each: each % self._first == column)
+        self._owed.jobs.end(self._index(stage), lambda each: each % self._first == column)
 
     def take(self, stage: int, answer: FromAnyStage) -> bool:
         """A stage has answered. False: it doesn't owe that."""
