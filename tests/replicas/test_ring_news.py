@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -9,15 +10,17 @@ import pytest
 from state_machine import HELLO
 
 from fastdecode.core.holders import HolderId
+from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.greeting import greet
-from fastdecode.engine.fleet.replicas import Replicas
+from fastdecode.engine.fleet.replicas import Failovers, Replicas
 from fastdecode.engine.fleet.ring import LinkOptions
 from fastdecode.schedule.life import events
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.kv.replicating import NO_STEP, Dropped, Replicate, Replicated
 from fastdecode.wire.kv.taking_over import DropCache, TakenOver, TakeOver
 from fastdecode.wire.messages import MAX_LANES, FromRWorker, OpenSequence, ToRWorker, Welcome
+from fastdecode.wire.transport import TIMEOUT
 
 End = InprocConnection[FromRWorker, ToRWorker]
 SESSION = 5
@@ -27,21 +30,21 @@ HOLDERS = [HolderId(0), HolderId(1), HolderId(2)]
 class Ring:
     """Three R-workers, in whose hands it is what they say."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = 60.0) -> None:
         hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
         self.ends: list[End] = [
             connect(hub, "S", InprocHub[FromRWorker, ToRWorker](), f"R-worker r{i}")[1]
             for i in HOLDERS
         ]
         self.now_s = 0.0
-        self.fleet = Fleet(hub, 60.0)
+        self.fleet = Fleet(hub, timeout_s)
         hello = replace(HELLO, session=SESSION)
         for end in self.ends:
             end.send(Welcome("r", 10, hello.kv.block_size, 1))
         greet(self.fleet, hello)
         names = [f"r{i}" for i in HOLDERS]
-        links = LinkOptions(names, 1 << 20, 60.0, SESSION)
-        self.replicas = Replicas(self.fleet, links, clock=lambda: self.now_s)
+        self.options = LinkOptions(names, 1 << 20, 60.0, SESSION)
+        self.replicas = Replicas(self.fleet, self.options, clock=lambda: self.now_s)
         self.replicas.begin(HOLDERS)
 
     def say(self, holder: int, lane: int, step: int, of: int | None = None, link: int = 1) -> None:
@@ -72,6 +75,24 @@ class Ring:
         while (message := self.ends[holder].poll()) is not None:
             told.append(message)
         return told
+
+
+def test_who_hangs_and_is_to_drop_a_replica_is_given_up_in_time() -> None:
+    """Of a group's members no answers are awaited: their fleet has no deadlines."""
+    ring = Ring(timeout_s=math.inf)
+    clock = lambda: ring.now_s  # noqa: E731
+    members = Failovers(ring.fleet, ring.options, clock, Deadlines(8.0, clock=clock))
+    members.begin(HOLDERS)
+    assert not members.end_all()
+    for keeper, cache in ((0, 2), (1, 0)):
+        ring.ends[keeper].send(Dropped(keeper, cache))
+    ring.fleet.look()
+    members.take_news(last_step=9)
+    ring.now_s = 7.9
+    assert not members.end_all() and not ring.fleet.gone
+    ring.now_s = 8.0
+    assert members.end_all()
+    assert list(ring.fleet.gone) == [2] and ring.fleet.gone[HolderId(2)].code == TIMEOUT
 
 
 def closed_again() -> Ring:

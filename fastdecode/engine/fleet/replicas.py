@@ -21,6 +21,7 @@ import numpy as np
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId
+from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.handovers import Handovers
@@ -102,12 +103,20 @@ class Failovers:
         fleet: the holders.
         options: of the links.
         clock: seconds.
+        deadlines: of R-workers that hang while no answer is awaited; None: those
+            of the fleet's answers.
     """
 
-    def __init__(self, fleet: Fleet, options: LinkOptions, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        options: LinkOptions,
+        clock: Clock = time.monotonic,
+        deadlines: Deadlines | None = None,
+    ) -> None:
         self._fleet = fleet
         self._clock = clock
-        self._ring = Ring(fleet, options, clock)
+        self._ring = Ring(fleet, options, clock, deadlines or fleet.owed.deadlines)
         self._is_broken = False  # somebody has left the ring, or come
         self.failing: dict[HolderId, Failover] = {}
         """Lost holders that others can go on for, and don't yet."""

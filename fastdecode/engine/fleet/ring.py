@@ -12,12 +12,13 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
+from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.protection import Protection
 from fastdecode.schedule.ring import RecoveryPlan, plan_recovery
@@ -27,9 +28,6 @@ from fastdecode.wire.messages import MAX_ID, MAX_LANES
 from fastdecode.wire.transport import TIMEOUT
 
 logger = logging.getLogger(__name__)
-
-_LOOK_S: Final = 1.0
-"""Whoever waits looks at least so often: a sign of life may have lain so long."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +95,14 @@ class Ring:
         fleet: the holders.
         options: of all links.
         clock: seconds.
+        deadlines: of those that are to drop a replica.
     """
 
-    def __init__(self, fleet: Fleet, options: LinkOptions, clock: Clock) -> None:
+    def __init__(
+        self, fleet: Fleet, options: LinkOptions, clock: Clock, deadlines: Deadlines
+    ) -> None:
         self._fleet = fleet
+        self._deadlines = replace(deadlines)  # it looks at moments of its own
         self.options: Final = options
         self.members: tuple[HolderId, ...] = ()
         # Who keeps each one's replica. A holder may be its own: whoever has come
@@ -130,13 +132,14 @@ class Ring:
     def _give_up_silent(self) -> None:
         """Keepers that are to drop a replica, and hang. They owe no answer: where
         no step is under way, nobody else would miss them."""
-        owed = self._fleet.owed
-        now = owed.deadlines.clock()
+        deadlines, heard_s = self._deadlines, self._fleet.owed.heard_s
+        now = deadlines.begin_look()
         for (_, keeper), since_s in list(self._dropping.items()):
-            end_s, reason = owed.deadlines.end(since_s, owed.heard_s(keeper))
-            if end_s + _LOOK_S <= now and keeper not in self._fleet.gone:
+            end_s, reason = deadlines.end(since_s, heard_s(keeper))
+            if end_s <= now and keeper not in self._fleet.gone:
                 error = WorkerError(f"{self._fleet.peer(keeper)} {reason}", code=TIMEOUT)
                 self._fleet.lose(keeper, error)
+        deadlines.end_look()
 
     def close(self, members: Sequence[HolderId]) -> None:
         """From now on these are the ring."""
@@ -244,7 +247,7 @@ class Ring:
     def _drop(self, holder: HolderId, keeper: HolderId) -> None:
         """Have a cache dropped."""
         if keeper not in self._fleet.gone:
-            self._dropping[holder, keeper] = self._fleet.owed.deadlines.clock()
+            self._dropping[holder, keeper] = self._deadlines.clock()
             self._fleet.send(keeper, DropCache(self.options.session, holder, keeper))
 
     def _end(self, holder: HolderId) -> None:

@@ -98,7 +98,8 @@ class GroupReplicas:
         self._hub = hub
         self._fleet = fleet
         self._session = options.session
-        self.members: Final = Failovers(hub.members, options, clock)
+        # Whoever waits for the group gives members up, so that their fleet has no deadlines.
+        self.members: Final = Failovers(hub.members, options, clock, fleet.owed.deadlines)
         """Of its members."""
         self.figures: Final = self.members.figures
         """See ``Replicas``."""
