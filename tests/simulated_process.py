@@ -20,9 +20,9 @@ from fastdecode.wire.transport import PeerLostError, closed_error, timeout_error
 from rworker.absence import Absence
 from rworker.attention import AttentionExecutor
 from rworker.instructions import Compute
+from rworker.pulling.behind import Behind
 from rworker.serving import Serving
 from rworker.state import RWorkerState
-from rworker.stream.links import Links
 from rworker.worker import serve_next
 
 
@@ -78,7 +78,7 @@ class Process:
         self._awaits = False
         self.executor = _Executor(num_threads=1, clock=time)
         self.neighbours = reach(self)
-        self.links = Links(self.executor, self.neighbours, self._tell, time)
+        self.links = Behind(self.executor, self.neighbours, self._tell, time)
         self.is_up = True
         self.hangs_until_s = 0.0
         self.hung_since_s = math.inf
