@@ -71,7 +71,7 @@ class Behind:
 
     def attended(self) -> None:
         """A layer has been attended."""
-        self._pulls.attended()
+        self._pulls.turns.attended()
 
     def work(self) -> None:
         """A unit of each."""

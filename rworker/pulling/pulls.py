@@ -2,7 +2,7 @@
 
 The loop asks for a **unit** of work when nothing else waits: at most so many
 chunks as take a millisecond or two. Where something always waits, a unit is done
-every ``LATE_S`` all the same, or nothing would ever arrive.
+every ``LATE_S`` (``rworker.pulling.turns``) all the same, or nothing would ever arrive.
 
 Where this R-worker attends, what is fetched without a pace of its own takes a
 part of its time, ``SHARE``, and no more: a chunk costs about as much at the
@@ -26,18 +26,12 @@ from fastdecode.core.holders import HolderId
 from fastdecode.wire.kv.handing import Pulled
 from rworker.instructions import BeginPull, EndPull
 from rworker.pulling.pull import OnePull, Place, Placer
+from rworker.pulling.turns import Turns
 from rworker.pulling.ways import Way
 from rworker.stream.links import LOOK_S, Neighbours
 
 logger = logging.getLogger(__name__)
 
-LATE_S: Final = 2e-3
-SHARE: Final = 0.05
-"""Of the time, that fetching may take beside what is attended."""
-ATTENDING_S: Final = 0.1
-"""So long after it was asked for a layer, an R-worker expects the next one."""
-_MOST_LATE_S: Final = 0.05
-"""What a pace may catch up."""
 _MOST_ANSWERS: Final = 2
 """That a unit takes in of a way."""
 
@@ -64,10 +58,7 @@ class Pulls:
         self._clock = clock
         self._ways: dict[Place, Way] = {}
         self._pulls: dict[tuple[HolderId, int], OnePull] = {}
-        self._worked_s = clock()
-        self._may_ask_s = clock()
-        self._may_work_s = clock()
-        self._attended_s: float | None = None
+        self.turns: Final = Turns(clock)
 
     @property
     def _is_idle(self) -> bool:
@@ -77,18 +68,12 @@ class Pulls:
     def wait_s(self) -> float | None:
         """How long to wait for others' messages before ``work``; None: for as
         long as it takes."""
-        return None if self._is_idle else max(LOOK_S, self._may_work_s - self._clock())
+        return None if self._is_idle else max(LOOK_S, self.turns.rest_s)
 
     @property
     def is_late(self) -> bool:
         """Whether a unit is due, whatever else waits."""
-        if self._is_idle:
-            return False
-        return self._clock() >= max(self._worked_s + LATE_S, self._may_work_s)
-
-    def attended(self) -> None:
-        """A layer has been attended."""
-        self._attended_s = self._clock()
+        return not self._is_idle and self.turns.is_late
 
     def begin(self, order: BeginPull) -> None:
         """Something is to be fetched."""
@@ -119,24 +104,21 @@ class Pulls:
     def work(self) -> None:
         """A unit of each way and each pull, unless the next one is for later."""
         began_s = self._clock()
-        gives_way = self._gives_way(began_s)
-        if gives_way and began_s < self._may_work_s:
+        gives_way = self.gives_way
+        if gives_way and self.turns.rest_s > 0:
             return
         most = 1 if gives_way else _MOST_ANSWERS
         for place, way in list(self._ways.items()):
             self._listen(place, way, most)
         for pull in list(self._pulls.values()):
             self._advance(pull)
-        self._worked_s = self._may_work_s = self._clock()
-        if gives_way:  # no longer than something is attended
-            rest_s = (self._worked_s - began_s) * (1 / SHARE - 1)
-            self._may_work_s += min(rest_s, ATTENDING_S)
+        self.turns.worked(began_s, gives_way=gives_way)
 
-    def _gives_way(self, now_s: float) -> bool:
+    @property
+    def gives_way(self) -> bool:
         """Whether something is attended, and somebody set no pace."""
-        if self._attended_s is None or now_s - self._attended_s > ATTENDING_S:
-            return False
-        return any(not pull.order.message.bytes_per_s for pull in self._pulls.values())
+        pulls = self._pulls.values()
+        return self.turns.is_attending and any(not x.order.message.bytes_per_s for x in pulls)
 
     def close(self) -> None:
         """Nothing more is fetched."""
@@ -170,19 +152,13 @@ class Pulls:
             self._end(pull, pull.failed)
             return
         try:
-            while self._clock() >= self._may_ask_s and (num_bytes := pull.advance()):
-                self._pace(pull.order.message.bytes_per_s, num_bytes)
+            while self.turns.may_ask and (num_bytes := pull.advance()):
+                self.turns.asked(num_bytes, pull.order.message.bytes_per_s)
         except FastDecodeError as error:
             self._end(pull, error.message)
             return
         if pull.is_done:
             self._end(pull)
-
-    def _pace(self, bytes_per_s: float, num_bytes: int) -> None:
-        """The next chunk may be asked for when this one may have come."""
-        if bytes_per_s:
-            since_s = max(self._may_ask_s, self._clock() - _MOST_LATE_S)
-            self._may_ask_s = since_s + num_bytes / bytes_per_s
 
     def _lose(self, place: Place, reason: str) -> None:
         """Another R-worker is gone, or refuses: so are pulls that need it."""

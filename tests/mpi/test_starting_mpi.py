@@ -23,17 +23,19 @@ PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
 R_WORKERS = ["-n", "2", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01", "--log-level", "info"]
 
 
-Asked: TypeAlias = Callable[[str, int], tuple[list[str], Path, Callable[[], str]]]
+Asked: TypeAlias = Callable[..., tuple[list[str], Path, Callable[[], str]]]
 
 
 @pytest.fixture
 def asked(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Asked:
-    """``asked(command, max_tokens)``: a command's options, its output file, and
-    what ``generate`` is to put in there."""
+    """``asked(command, max_tokens, number=6)``: a command's options, its output
+    file, and what ``generate`` is to put in there."""
 
-    def make(command: str, max_tokens: int) -> tuple[list[str], Path, Callable[[], str]]:
+    def make(
+        command: str, max_tokens: int, number: int = 6
+    ) -> tuple[list[str], Path, Callable[[], str]]:
         source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-        write_requests(source, max_tokens, [9] * 6)
+        write_requests(source, max_tokens, [9] * number)
         model = ["--model", str(tiny_checkpoint("llama")), "--dtype", "float32"]
         options = [command, *model, "--input", str(source), "--output", str(output)]
         return options, output, lambda: answers_alone(source, *model)
@@ -107,7 +109,7 @@ def test_a_job_that_is_launched_may_finish_what_runs(
     told: tuple[str, str],
     asked: Asked,
 ) -> None:
-    options, output, _ = asked(command, 400)
+    options, output, _ = asked(command, 400, number=60)  # far from its end when it is told
     launch = [
         *FASTDECODE,
         "launch",

@@ -25,7 +25,7 @@ from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.kv.chunks import ChunkForm, FetchedChunk
 from fastdecode.wire.kv.handing import Gone, Offer, OnOffer, ReadOffer, ViewOffer
 from fastdecode.wire.messages import PROTOCOL_VERSION, Accepted, Failed, ForkSequence
-from rworker.pulling.pulls import ATTENDING_S
+from rworker.pulling.turns import ATTENDING_S
 from rworker.stream.links import REACH_S
 
 
@@ -244,7 +244,7 @@ def test_what_is_fetched_gives_way_to_what_is_attended() -> None:
     for way in ("alone", "attending", "paced"):
         hosts, clock = Hosts(), Ticking()
         one, other = hosts.add("p", KV), hosts.add("d", KV)
-        other.behind._pulls._clock = clock
+        other.behind._pulls._clock = other.behind._pulls.turns._clock = clock
         one.fill(3, 40, seed=1)
         one.offer(3, given := ticket())
         other.open(3, 40)
@@ -273,9 +273,9 @@ def test_what_was_attended_long_ago_holds_nothing_up() -> None:
     hosts.now_s += 2 * ATTENDING_S
     other.open(3, 40)
     other.pull(3, 40, one.source(given, 40))
-    assert not other.behind._pulls._gives_way(hosts.now_s)
+    assert not other.behind._pulls.gives_way
     other.behind.attended()
-    assert other.behind._pulls._gives_way(hosts.now_s)
+    assert other.behind._pulls.gives_way
     hosts.run()
     assert [pulled.reason for pulled in other.news()] == [""] and other.holds(3, 40, seed=1)
 

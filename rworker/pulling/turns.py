@@ -1,0 +1,69 @@
+"""When an R-worker fetches, and when it leaves its time to what is attended."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fastdecode.core.clock import Clock
+
+LATE_S: Final = 2e-3
+SHARE: Final = 0.05
+"""Of the time, that fetching may take beside what is attended."""
+ATTENDING_S: Final = 0.1
+"""So long after it was asked for a layer, an R-worker expects the next one."""
+_MOST_LATE_S: Final = 0.05
+"""What a pace may catch up."""
+
+
+class Turns:
+    """Of one R-worker's units of fetching.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._worked_s = clock()
+        self._may_ask_s = clock()
+        self._may_work_s = clock()
+        self._attended_s: float | None = None
+
+    @property
+    def rest_s(self) -> float:
+        """How long no unit is to be done, while something is attended."""
+        return self._may_work_s - self._clock()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a unit is due, whatever else waits."""
+        return self._clock() >= max(self._worked_s + LATE_S, self._may_work_s)
+
+    @property
+    def is_attending(self) -> bool:
+        """Whether something is attended."""
+        return self._attended_s is not None and self._clock() - self._attended_s <= ATTENDING_S
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether the pace allows another chunk."""
+        return self._clock() >= self._may_ask_s
+
+    def attended(self) -> None:
+        """A layer has been."""
+        self._attended_s = self._clock()
+
+    def worked(self, began_s: float, *, gives_way: bool) -> None:
+        """A unit is done. What gives way rests after it, but no longer than
+        something is attended."""
+        self._worked_s = self._may_work_s = self._clock()
+        if gives_way:
+            rest_s = (self._worked_s - began_s) * (1 / SHARE - 1)
+            self._may_work_s += min(rest_s, ATTENDING_S)
+
+    def asked(self, num_bytes: int, bytes_per_s: float) -> None:
+        """For a chunk: the next one may be asked for when this one may have
+        come. Without a pace (0) at once."""
+        if bytes_per_s:
+            since_s = max(self._may_ask_s, self._clock() - _MOST_LATE_S)
+            self._may_ask_s = since_s + num_bytes / bytes_per_s
