@@ -68,5 +68,5 @@ def test_too_few_whole_columns_of_r_workers(
     with pytest.raises(WorkerError, match="column 1 of stage 1"):
         start(path, pp=2, r_workers=2, min_r_workers=2)
     running = start(path, pp=2, r_workers=2, min_r_workers=1)
-    assert running.num_r_workers == 2 and len(running.welcomes) == 1
+    assert running.num_r_workers == 4 and len(running.welcomes) == 1  # of both stages
     running.close()
