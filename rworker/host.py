@@ -16,7 +16,13 @@ from rworker.serving import ANYBODY_ONCE, Serving
 from rworker.tiers.disk import Disk, disk_of
 
 if TYPE_CHECKING:
+    from fastdecode.wire.messages import FromRWorker, ToRWorker
+    from fastdecode.wire.mpi.control import TheEnd
+    from fastdecode.wire.mpi.doors import RankReaders
+    from fastdecode.wire.mpi.hub import MpiHub
     from fastdecode.wire.mpi.job import MpiJob
+    from fastdecode.wire.mpi.neighbours import MpiNeighbours
+    from fastdecode.wire.mpi.roles import InstanceRanks
     from rworker.attention import AttentionExecutor
     from rworker.state import RWorkerState
 
@@ -115,6 +121,8 @@ def serve_rank(
     num_sharing_cpus: int | None = None,
     cache_disk: str | None = None,
     cache_disk_gb: float | None = None,
+    instances: InstanceRanks | None = None,
+    silence_s: float = 5.0,
 ) -> NoReturn:
     """Serve the S-worker of an MPI job until it says Shutdown or is gone; then
     leave the job.
@@ -128,20 +136,24 @@ def serve_rank(
             host, unless it is bound.
         cache_disk, cache_disk_gb: where kept blocks may go, and how much of it
             this rank takes; None: nowhere.
+        instances: that are the job's ranks; None: there is one S-worker, or
+            stages.
+        silence_s: an R-worker of another instance that gives no sign of life
+            for so long is read no more.
 
     Raises:
         ConfigError: an option is out of range, or this is the S-worker's rank.
     """
     launcher.let_rank_0_stop()
-    from fastdecode.wire.mpi.hub import connect_to_s_workers
-    from fastdecode.wire.mpi.neighbours import MpiNeighbours
-    from fastdecode.wire.mpi.stages import OpenMpiHub
+    from fastdecode.wire.mpi.control import TheEnd
     from rworker.worker import serve
 
     name = f"rank {job.rank} on {job.host}"
     if num_threads is None and num_sharing_cpus is not None:
         num_threads = max(1, usable_cpus() // num_sharing_cpus)
-    hub = connect_to_s_workers(job, make=OpenMpiHub)  # it gives signs of life from now on
+    end = None if instances is None else TheEnd(job)
+    # It gives signs of life from now on.
+    hub, neighbours = _connected(job, instances, end, silence_s)
     state, executor = make_worker(
         name,
         kv_memory_gb=kv_memory_gb,
@@ -149,11 +161,36 @@ def serve_rank(
         num_sharing=launcher.local_size(),
         disk=disk_of(cache_disk, cache_disk_gb),
     )
-    neighbours = MpiNeighbours(job, hub)
     serve(hub, state, executor, neighbours=neighbours)
     neighbours.close()
     hub.close()
+    if end is not None:
+        end.wait()  # the other instances may go on
     _leave(job)
+
+
+def _connected(
+    job: MpiJob, instances: InstanceRanks | None, end: TheEnd | None, silence_s: float
+) -> tuple[MpiHub[FromRWorker, ToRWorker], MpiNeighbours | RankReaders]:
+    """To this R-worker's S-worker, and how it reaches other R-workers."""
+    from fastdecode.wire.mpi.doors import DoorHub, RankReaders
+    from fastdecode.wire.mpi.hub import connect_to_s_workers
+    from fastdecode.wire.mpi.neighbours import MpiNeighbours
+    from fastdecode.wire.mpi.stages import OpenMpiHub
+
+    if instances is None or end is None:
+        hub = connect_to_s_workers(job, make=OpenMpiHub)
+        return hub, MpiNeighbours(job, hub)
+    instances.check(job)
+    own = instances.instance_of(job.rank)
+    if job.rank not in instances.r_ranks(own):
+        raise ConfigError(
+            f"an R-worker was started as rank {job.rank}, an S-worker's: fastdecode launch "
+            "--placement has the ranks in their order"
+        )
+    readers = RankReaders(job, silence_s)
+    s_rank, guests = instances.s_ranks[own], instances.others_r_ranks(own)
+    return DoorHub(job, s_rank, guests, readers, end), readers
 
 
 def _leave(job: MpiJob) -> NoReturn:

@@ -11,8 +11,7 @@ from cost_model.goodput.placements import Degrees, Instances, Plan, Prices
 from cost_model.goodput.queueing import PromptQueue, crossing
 from cost_model.goodput.slo import Slo
 from cost_model.quantities import counted, round_to, seconds_text
-
-PLACEMENT_FORMAT = "fastdecode-placement/1"
+from fastdecode.core.config.placement import PLACEMENT_FORMAT
 
 
 @dataclass(frozen=True)

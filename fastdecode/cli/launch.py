@@ -24,13 +24,17 @@ from fastdecode.cli.options import (
     check_options,
     tell,
 )
+from fastdecode.core.config.instances import PlacedInstance
+from fastdecode.core.config.placement import read_placement
 from fastdecode.core.config.s_part import MAX_PP, MAX_TP
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.install import pip_command
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED, stop_signals
-from fastdecode.wire.mpirun_line import JobLine, parse_hosts, vendor_of
+from fastdecode.wire.mpirun_line import Host, JobLine, parse_hosts, vendor_of
+from fastdecode.wire.placed_line import PlacedLine
 
 COMMANDS = ("generate", "run-batch", "serve", "doctor", "calibrate")
+_OF_INSTANCES = ("generate", "run-batch", "serve")
 _LOCAL = ("localhost", "127.0.0.1")
 
 
@@ -41,7 +45,7 @@ def add_launch(commands: Any) -> None:
         help="run generate, run-batch, serve, doctor or calibrate over MPI on a list of hosts",
         description=(
             "Build the mpirun line, show it, and run it: fastdecode launch --hosts a:2,b:2 -- "
-            "generate ..."
+            "generate ...; or of instances: fastdecode launch --placement FILE -- generate ..."
         ),
     )
     parser.set_defaults(run=run_launch)
@@ -68,10 +72,17 @@ def add_launch(commands: Any) -> None:
 def _add_hosts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hosts",
-        required=True,
         metavar="A:2,B:2",
-        help="hosts and their R-workers; one for each NUMA node is best. Where the command needs "
-        "none (--kv-placement gpu, --r-worker): hosts and their stages",
+        help="hosts and their R-workers; one for each NUMA node is best (default with "
+        "--placement: all on this host). Where the command needs none (--kv-placement gpu, "
+        "--r-worker): hosts and their stages",
+    )
+    parser.add_argument(
+        "--placement",
+        type=Path,
+        metavar="FILE",
+        help="run these instances, as fastdecode plan goodput --emit FILE has written them, as one "
+        "job; they take the R-workers of --hosts in order",
     )
     parser.add_argument(
         "--s-host", metavar="HOST", help="where the S-worker runs (default: the first of --hosts)"
@@ -106,7 +117,8 @@ def run_launch(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="fd") as directory:
         report = Path(directory, "exit-code")
         line = _line(args, command, report)
-        _check(args.parse(command), files="--exit-code-file" in line.s_command)
+        whole = list(line.s_command[len(_fastdecode()) :])
+        _check(args.parse(whole), files="--exit-code-file" in line.s_command)
         if args.dry_run:
             print(line.shown())
             return 0
@@ -176,14 +188,33 @@ def _truthful(mpirun_code: int, report: Path | None, *, was_stopped: bool) -> in
 
 
 def _line(args: argparse.Namespace, command: list[str], report: Path) -> JobLine:
-    hosts, shape = parse_hosts(args.hosts), _shape(command)
+    instances = _instances(args, command)
+    hosts = _hosts(args, instances)
+    shape = _shape(command)
     mpirun = _mpirun(args.mpirun)
-    s_command = [*_fastdecode(), *command]
+    ranks = _instance_ranks(instances)
+    s_command = [*_fastdecode(), *command, *ranks]
     s_host = args.s_host or hosts[0].name
     can_tell = command[0] != "calibrate" and s_host in (*_LOCAL, socket.gethostname())
     if can_tell and not args.dry_run:
         s_command += ["--exit-code-file", str(report)]
     has_r_workers = shape.kv_placement != "gpu" and not shape.r_worker
+    if instances:
+        silence = shape.worker_silence_s
+        r_command = [*_r_command(args, has_r_workers=True), *ranks]
+        r_command += [] if silence is None else ["--silence-s", silence]
+        return PlacedLine(
+            tuple(s_command),
+            tuple(r_command),
+            hosts,
+            vendor=vendor_of(_version(mpirun)),
+            mpirun=mpirun,
+            s_host=args.s_host,
+            interface=args.interface,
+            extra=tuple(args.mpirun_arg),
+            as_root=os.geteuid() == 0,
+            instances=instances,
+        )
     return JobLine(
         tuple(s_command),
         _r_command(args, has_r_workers=has_r_workers),
@@ -224,8 +255,33 @@ def _shape(command: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for option in ("--tp", "--pp", "--prompt-pp", "--kv-placement"):
         parser.add_argument(option, default="")
+    parser.add_argument("--worker-silence-s")
     parser.add_argument("--r-worker", action="append")
     return parser.parse_known_args(command)[0]
+
+
+def _instances(args: argparse.Namespace, command: list[str]) -> tuple[PlacedInstance, ...]:
+    """Those of the placement; none: there is one engine."""
+    if args.placement is None:
+        return ()
+    if command[0] not in _OF_INSTANCES:
+        raise ConfigError(
+            f"--placement {args.placement}: {command[0]} has no instances; "
+            f"{', '.join(_OF_INSTANCES)} have"
+        )
+    return read_placement(args.placement)
+
+
+def _instance_ranks(instances: tuple[PlacedInstance, ...]) -> list[str]:
+    return ["--instance-ranks", ",".join(map(str, instances))] if instances else []
+
+
+def _hosts(args: argparse.Namespace, instances: tuple[PlacedInstance, ...]) -> tuple[Host, ...]:
+    if args.hosts is not None:
+        return parse_hosts(args.hosts)
+    if not instances:
+        raise ConfigError("say on which --hosts, and how many R-workers each of them gets: A:2,B:2")
+    return (Host("localhost", sum(each.num_r_workers for each in instances)),)
 
 
 def _number(told: str, usual: int, most: int) -> int:

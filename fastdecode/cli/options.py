@@ -172,7 +172,7 @@ def add_sampling_options(
 def load_engine(args: argparse.Namespace) -> None:
     """Import what runs a model, unless instances elsewhere do. Raises
     ModuleNotFoundError: a package is missing."""
-    if not args.instance_addresses:
+    if not (args.instance_addresses or args.instance_ranks):
         import fastdecode.engine.setup.launch  # noqa: F401
 
 

@@ -19,10 +19,13 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fastdecode.cli.options import EXIT_WORKERS_LOST, add_log_level_option
+from fastdecode.cli.options import EXIT_WORKERS_LOST, add_log_level_option, tell
+from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.config.instances import Instances
 from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.wire.mpi import job as mpi_job
 from fastdecode.wire.mpi import joining, launcher, leaving
+from fastdecode.wire.mpi.roles import InstanceRanks
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +47,14 @@ def add_r_worker(commands: Any) -> None:
     parser.set_defaults(run=_r_worker)
     _add_resources(parser.add_argument_group("resources"))
     _add_address(parser.add_argument_group("at an address"))
+    parser.add_argument(
+        "--instance-ranks",
+        action="append",
+        default=[],
+        metavar="RANKS",
+        help="the job's ranks are these instances, as the S-workers are told; fastdecode launch "
+        "--placement says it",
+    )
     parser.add_argument(
         "--exit-with-parent", action="store_true", help="end when whoever started this has ended"
     )
@@ -102,7 +113,7 @@ def _add_address(address: argparse._ArgumentGroup) -> None:
         type=float,
         default=5.0,
         metavar="S",
-        help="give up a silent S-worker after this (default: 5)",
+        help="give up a silent S-worker, or R-worker that is read, after this (default: 5)",
     )
     address.add_argument(
         "--return-s",
@@ -139,6 +150,9 @@ def serve_if_r_rank(args: argparse.Namespace, engine_options: dict[str, Any]) ->
     the first serves, and doesn't return. With ``--tp 2`` the second mirrors the
     first; with ``--pp 2`` it is the second stage; with both the third is, and
     the fourth mirrors that. With ``--prompt-pp`` such stages come behind the others."""
+    if args.instance_ranks:
+        _serve_if_placed(args, engine_options)
+        return
     num_s_ranks = (args.pp + args.prompt_pp) * args.tp
     num_ranks = launcher.launched_size() or 1
     if args.kv_placement == "gpu" and num_ranks > 1 and num_ranks != num_s_ranks:
@@ -171,8 +185,37 @@ def serve_if_r_rank(args: argparse.Namespace, engine_options: dict[str, Any]) ->
         )
 
 
+def _serve_if_placed(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
+    """Rank 0 controls the instances, which the others are: it alone returns."""
+    job = joining.join()
+    if job.rank == mpi_job.S_RANK:
+        return
+    config = EngineConfig.of(args.model, **engine_options)
+    if job.rank in InstanceRanks.of(config.instances).s_ranks:
+        _serve_instance(config)
+    from rworker.host import serve_rank
+
+    serve_rank(
+        job,
+        kv_memory_gb=args.kv_memory_gb,
+        num_threads=args.r_threads,
+        instances=InstanceRanks.of(config.instances),
+        silence_s=args.worker_silence_s,
+    )
+
+
+def _serve_instance(config: EngineConfig) -> NoReturn:
+    with imports_for("an S-worker"):
+        from fastdecode.engine.instances.process import serve_instance_rank
+
+    launcher.let_rank_0_stop()
+    if serve_instance_rank(config, tell):
+        leaving.leave(0)  # rank 0 has been told, and says how the job ends
+    logger.critical("the controller has died: the job ends, with exit code %d", EXIT_WORKERS_LOST)
+    leaving.leave(EXIT_WORKERS_LOST, end_job=True)
+
+
 def _mirror_leader(model: str, engine_options: dict[str, Any]) -> NoReturn:
-    from fastdecode.core.config.engine import EngineConfig
     from fastdecode.engine.setup.ranks import mirror_leader
 
     launcher.let_rank_0_stop()
@@ -181,7 +224,6 @@ def _mirror_leader(model: str, engine_options: dict[str, Any]) -> NoReturn:
 
 
 def _serve_stage(model: str, engine_options: dict[str, Any]) -> NoReturn:
-    from fastdecode.core.config.engine import EngineConfig
     from fastdecode.engine.setup.stage_ranks import serve_stage
 
     launcher.let_rank_0_stop()
@@ -197,6 +239,11 @@ def _r_worker(args: argparse.Namespace) -> int:
         return 0
     from rworker.host import bind_cpus, serve_rank
 
+    if not (math.isfinite(args.silence_s) and 0.1 <= args.silence_s <= 3600):
+        raise ConfigError(
+            f"--silence-s={args.silence_s} is not a number of seconds from 0.1 to 3600"
+        )
+    placed = Instances(instance_ranks=tuple(args.instance_ranks))
     num_sharing = bind_cpus(args.cpus, args.numa_node)
     if args.exit_with_parent:
         threading.Thread(
@@ -212,10 +259,8 @@ def _r_worker(args: argparse.Namespace) -> int:
             num_sharing_cpus=num_sharing,
             cache_disk=args.cache_disk,
             cache_disk_gb=args.cache_disk_gb,
-        )
-    if not (math.isfinite(args.silence_s) and 0.1 <= args.silence_s <= 3600):
-        raise ConfigError(
-            f"--silence-s={args.silence_s} is not a number of seconds from 0.1 to 3600"
+            instances=InstanceRanks.of(placed) if placed.placed else None,
+            silence_s=args.silence_s,
         )
     for option in ("return_s", "session_keep_s"):
         seconds = getattr(args, option)

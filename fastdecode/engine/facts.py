@@ -44,7 +44,7 @@ class Facts:
 
 def facts_of(config: EngineConfig, running: Any) -> Facts:
     """Of what runs by ``config``."""
-    is_cluster = bool(config.instances.instance_addresses)
+    is_cluster = config.instances.is_elsewhere
     return _facts_of_cluster(running) if is_cluster else _facts_of_engine(running)
 
 

@@ -110,6 +110,7 @@ def _instances(llm: LLM) -> dict[str, Any] | None:
         "prefill": chosen.prefill_instances,
         "decode": chosen.decode_instances,
         "addresses": list(chosen.instance_addresses),
+        "ranks": list(chosen.instance_ranks),
         "handed_over": stats.num_handed_over,
         "failed_fetches": stats.num_failed_fetches,
         "moved": stats.num_moved,

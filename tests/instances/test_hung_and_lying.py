@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import pytest
 from instance_processes import (
-    SILENCE_S,
     Process,
     assert_all_is_free,
     controller,
@@ -29,9 +28,9 @@ from fastdecode.core.delta import Delta
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.model.checkpoint import open_checkpoint
+from fastdecode.engine.instances.addresses import InstanceListener
 from fastdecode.engine.instances.lines import Quiet
 from fastdecode.engine.instances.remote import packed, unpacked
-from fastdecode.engine.instances.serving import InstanceListener
 from fastdecode.wire.instances.messages import (
     InstanceHello,
     InstanceWelcome,
@@ -44,11 +43,15 @@ from fastdecode.wire.transport import TIMEOUT, PeerLostError
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
 
 NEVER = "600"
+PATIENT = "30"
+"""Seconds of silence: nobody is stopped as a whole here, and the machine may be busy."""
 
 
 @pytest.fixture(scope="module")
 def two(model: str) -> Iterator[list[Process]]:
-    with instances(model, "prefill", "decode") as processes:
+    with instances(
+        model, "prefill", "decode", options=("--worker-silence-s", PATIENT)
+    ) as processes:
         yield processes
 
 
@@ -76,7 +79,9 @@ def test_an_engine_that_hangs_in_a_process_that_lives_is_gone_on_without(
         few = ("--dtype", "float32", "--block-size", "16", "--prefix-cache", "off")
         its_own = (*few, "--worker-silence-s", NEVER, *at(addresses))
         hurt = ready(stack.enter_context(instance(model, role, engine=its_own)), role)
-        with controller(model, [hurt, *two], worker_timeout_s=3.0) as llm:
+        with controller(
+            model, [hurt, *two], worker_timeout_s=3.0, worker_silence_s=float(PATIENT)
+        ) as llm:
             assert answers(llm.generate(asked, how)) == answers(one.generate(asked, how))
             r_worker.process.send_signal(signal.SIGSTOP)
             try:
@@ -102,7 +107,7 @@ class Liar(threading.Thread):
         super().__init__(daemon=True)
         self._max_model_len = max_model_len
         self._hash = open_checkpoint(model).model_hash
-        self._listener = InstanceListener("tcp://127.0.0.1:*", "liar", silence_s=SILENCE_S)
+        self._listener = InstanceListener("tcp://127.0.0.1:*", "liar", silence_s=float(PATIENT))
         self.address = self._listener.address
         self.greeted = 0
         self.may_welcome = threading.Event()
@@ -149,7 +154,7 @@ def test_who_says_what_cannot_be_may_come_back(model: str, one: LLM, two: list[P
     liar.start()
     try:
         lies = Process(two[0].job, "both", liar.address)
-        with controller(model, [lies, *two]) as llm:
+        with controller(model, [lies, *two], worker_silence_s=float(PATIENT)) as llm:
             outputs = llm.generate(asked, how)
             assert answers(outputs) == answers(one.generate(asked, how))
             assert "what can't be" in str(engine(llm).remote[0].broken)

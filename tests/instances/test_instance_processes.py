@@ -40,7 +40,7 @@ from fastdecode.core.delta import OutputFold
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.sequence import Request, RequestOutput, SamplingParams
-from fastdecode.engine.instances.lines import InstanceHub, greet
+from fastdecode.engine.instances.addresses import InstanceHub, greet
 from fastdecode.engine.instances.remote import packed
 from fastdecode.wire.instances.messages import InstanceHello, RequestsSay, RunRequests
 from fastdecode.wire.instances.told import request_to_json

@@ -46,6 +46,15 @@ def test_the_stream_suite(btl: str) -> None:
     assert "9 passed" in outcome.output, outcome.output
 
 
+@pytest.mark.parametrize("btl", [SHARED, TCP])
+def test_r_workers_that_read_each_other(btl: str) -> None:
+    command = [mpirun(), *open_mpi_options(btl), "-n", "3", sys.executable]
+    paths = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    outcome = run([*command, str(RANKS / "doors.py")], timeout_s=120.0, **paths)
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
+    assert outcome.output.count("has read and been read") == 2, outcome.output
+
+
 LOSSES = [
     ("killed", TCP),
     ("killed_while_a_large_message_is_under_way", SHARED),

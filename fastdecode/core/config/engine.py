@@ -70,7 +70,14 @@ _WITH_INSTANCES: Mapping[str, tuple[Any, ...]] = {
     "tp": (1,),
     "cache_disk": (None,),
 }
-"""What there may be beside several instances."""
+"""What there may be beside several instances of this process."""
+
+_WITH_RANKS: Mapping[str, tuple[Any, ...]] = {
+    **_WITH_INSTANCES,
+    "transport": ("auto", "mpi"),
+    "prompt_pp": (0,),
+}
+"""What there may be beside instances that are ranks of this job."""
 
 _OF_A_CONTROLLER = frozenset(
     (
@@ -102,6 +109,7 @@ _WITH_PROMPT_STAGES: Mapping[str, tuple[Any, ...]] = {
 
 _OF_PROMPT_STAGES = " runs prompts as a whole, for R-workers that only store them, and"
 _OF_INSTANCES = " is for R-workers of this process, and"
+_OF_RANKS = " is for R-workers that are ranks of the same job, and"
 _OF_STAGES = " keeps whole sequences in every stage, and"
 _OF_SWAP = " gives each lane KV blocks of its own, and"
 _OF_REPLICAS = " is for sequences on R-workers, whose KV blocks end with them, and"
@@ -177,6 +185,8 @@ class EngineConfig:
             self._check_replicas()
         if self.instances.number:
             self._check_instances()
+        if self.instances.instance_ranks:
+            self._check_beside("instance_ranks", _WITH_RANKS, _OF_RANKS)
         if self.instances.instance_addresses:
             self._check_controller()
         elif self.cluster.key is not None and not self.cluster.r_worker_addresses:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 from fastdecode.core.config.options import check_options, option
 from fastdecode.core.errors import ConfigError, Given
 
 MAX_INSTANCES = 64
+MAX_R_RANKS: Final = 1024
+"""Of an instance."""
+_RANKS: Final = re.compile(r"(prefill|decode|both):([1-9][0-9]{0,3})")
 
 
 class InstanceRole(Enum):
@@ -28,6 +33,17 @@ class InstanceRole(Enum):
     @property
     def decodes(self) -> bool:
         return self is not InstanceRole.PREFILL
+
+
+@dataclass(frozen=True)
+class PlacedInstance:
+    """An instance that is ranks of an MPI job: an S-worker, and R-workers."""
+
+    role: InstanceRole
+    num_r_workers: int
+
+    def __str__(self) -> str:
+        return f"{self.role.value}:{self.num_r_workers}"
 
 
 @dataclass(frozen=True)
@@ -53,6 +69,13 @@ class Instances:
         "or several with commas between",
         flag="--instances",
         metavar="ADDRESSES",
+    )
+    instance_ranks: tuple[str, ...] = option(
+        (),
+        "instances as ranks of this MPI job, ROLE:R_WORKERS each, such as prefill:1,decode:2; rank "
+        "0 controls them, and behind it stand each one's S-worker and then its R-workers; "
+        "fastdecode launch --placement says it",
+        metavar="RANKS",
     )
     prefill_batch_tokens: int | None = option(
         None,
@@ -111,8 +134,10 @@ class Instances:
 
     def __post_init__(self) -> None:
         check_options(self)
-        several = [each for given in self.instance_addresses for each in given.split(",")]
-        object.__setattr__(self, "instance_addresses", tuple(several))
+        for name in ("instance_addresses", "instance_ranks"):
+            several = [each for given in getattr(self, name) for each in given.split(",")]
+            object.__setattr__(self, name, tuple(several))
+        several = list(self.instance_addresses)
         listed = Given("instance_addresses")
         if len(set(several)) < len(several) or len(several) > MAX_INSTANCES:
             raise ConfigError(listed, f": give each address once, and {MAX_INSTANCES} at most")
@@ -131,6 +156,7 @@ class Instances:
                 raise ConfigError(
                     Given(one, getattr(self, one)), " needs ", Given(other), ": give at least 1"
                 )
+        self._check_ranks()
         self._check_replan()
 
     def _check_replan(self) -> None:
@@ -154,6 +180,36 @@ class Instances:
                 " like ttft=400ms,tpot=40ms",
             )  # fmt: skip
 
+    def _check_ranks(self) -> None:
+        given, placed = Given("instance_ranks", ",".join(self.instance_ranks)), self.placed
+        if not placed:
+            return
+        if self.number or self.instance_addresses:
+            raise ConfigError(
+                given, " are instances as ranks of a job: leave those of other kinds out"
+            )
+        if len(placed) > MAX_INSTANCES:
+            raise ConfigError(given, f" are more than {MAX_INSTANCES} instances")
+        prefills = any(each.role.prefills for each in placed)
+        if not (prefills and any(each.role.decodes for each in placed)):
+            missing = "decodes" if prefills else "runs prompts"
+            raise ConfigError(given, f": none of these instances {missing}; give one that does")
+
+    @property
+    def placed(self) -> tuple[PlacedInstance, ...]:
+        """Those that are ranks of an MPI job. Raises ConfigError: they can't be."""
+        found: list[PlacedInstance] = []
+        for each in self.instance_ranks:
+            match = _RANKS.fullmatch(each)
+            if match is None or int(match[2]) > MAX_R_RANKS:
+                raise ConfigError(
+                    Given("instance_ranks", each),
+                    " is not of the form ROLE:R_WORKERS, such as decode:2: the role is prefill, "
+                    f"decode or both, and R-workers are 1 to {MAX_R_RANKS}",
+                )
+            found.append(PlacedInstance(InstanceRole(match[1]), int(match[2])))
+        return tuple(found)
+
     @property
     def number(self) -> int:
         """Of this process; 0: it is one engine, or none."""
@@ -162,9 +218,14 @@ class Instances:
     @property
     def is_several(self) -> bool:
         """Whether requests go from one instance to another, wherever those are."""
-        return bool(self.number or self.instance_addresses)
+        return bool(self.number or self.is_elsewhere)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether all of them are other processes, which this one controls."""
+        return bool(self.instance_addresses or self.instance_ranks)
 
     @property
     def most_decoding(self) -> int:
         """Instances that may decode."""
-        return self.decode_instances or len(self.instance_addresses)
+        return self.decode_instances or len(self.instance_addresses) or len(self.instance_ranks)

@@ -151,7 +151,7 @@ def reach_threads(
         beside: other engines' in this process; None: they reach each other alone.
     """
     hub = InprocHub() if hub is None else hub
-    neighbours: Neighbourhood = ThreadNeighbours() if beside is None else beside.neighbours
+    neighbours: Neighbourhood = (beside and beside.neighbours) or ThreadNeighbours()
     whose = f"{beside.name}-" if beside is not None else f"s{stage}-" if stage else ""
     names = tuple(f"{whose}r{index}" for index in range(num_workers))
     threads = [
@@ -203,12 +203,14 @@ def reach_inline(
     return Reached(SoleHub(worker), lambda lost, timeout_s: worker.close(), answers_at_once=True)
 
 
-def reach_ranks(num_s_ranks: int = 1, *, silence_s: float) -> Reached:
+def reach_ranks(num_s_ranks: int = 1, *, silence_s: float, r_ranks: range | None = None) -> Reached:
     """R-workers as the other ranks of this MPI job; this process is rank 0.
     Each decides its own memory and threads.
 
     Args:
         num_s_ranks: the first ranks, which are S-workers.
+        r_ranks: those that are this process's, where there are others, too,
+            and it is another rank; None: all that aren't S-workers.
         silence_s: a rank that keeps MPI from returning for so long hangs;
             nothing but the job's end helps then.
 
@@ -221,9 +223,13 @@ def reach_ranks(num_s_ranks: int = 1, *, silence_s: float) -> Reached:
     from fastdecode.wire.mpi import joining
     from fastdecode.wire.mpi.roles import link_address
 
+    job = joining.join()
+    roles = mpi.RankRoles(num_s_ranks)
+    if r_ranks is not None:
+        roles = mpi.RankRoles(peers=(job.rank,), r_ranks=r_ranks)
     hub = mpi.connect_workers(
-        joining.join(),
-        roles=mpi.RankRoles(num_s_ranks),
+        job,
+        roles=roles,
         stuck_after_s=max(LEAST_STUCK_S, silence_s),
     )
 
@@ -231,7 +237,7 @@ def reach_ranks(num_s_ranks: int = 1, *, silence_s: float) -> Reached:
         _part_with(hub.connections, lost)
         hub.close()
 
-    names = tuple(link_address(num_s_ranks + index) for index in range(len(hub.connections)))
+    names = tuple(map(link_address, roles.r_workers(job)))
     return Reached(hub, close, addresses=names)
 
 

@@ -10,14 +10,17 @@ from rworker.stream.links import Neighbourhood
 
 @dataclass(frozen=True)
 class Beside:
-    """R-workers of this process that reach those of other engines, in it or
-    elsewhere."""
+    """R-workers that reach those of other engines, in this process or elsewhere."""
 
-    neighbours: Neighbourhood
-    """All of them."""
+    neighbours: Neighbourhood | None
+    """All of them; None: they are no threads."""
     name: str
     """What this engine's are called by, before their numbers."""
     num_engines: int
     """In this process, which share what this host has."""
     role: InstanceRole
     """What it is given at first."""
+    place: int = 0
+    """Which of this host's it is: GPUs are counted so."""
+    r_ranks: range | None = None
+    """Its R-workers, where they are ranks of an MPI job among others."""

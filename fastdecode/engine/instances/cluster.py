@@ -1,5 +1,5 @@
-"""Instances at addresses, each a process of its own, as one engine. Needs no
-torch: the model is theirs."""
+"""Instances at addresses, or ranks of this MPI job, each a process of its own, as
+one engine. Needs no torch: the model is theirs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,19 @@ from typing import Any
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.delta import Delta
-from fastdecode.core.errors import ConfigError, FastDecodeError, Given, ProtocolError, WorkerError
+from fastdecode.core.errors import (
+    ConfigError,
+    FastDecodeError,
+    Given,
+    ProtocolError,
+    WorkerError,
+    imports_for,
+)
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.model.identity import Identity, identify
 from fastdecode.engine.figures import EngineFigures
 from fastdecode.engine.instances.controller import Controller
-from fastdecode.engine.instances.lines import FromInstance, InstanceHub, Lines, greet
+from fastdecode.engine.instances.lines import Finder, FromInstance, Lines, LinesHub
 from fastdecode.engine.instances.remote import RemoteInstance, unpacked
 from fastdecode.engine.instances.seen import merged, seen_from_json, together
 from fastdecode.engine.replanning.starting import start_replanning
@@ -33,7 +40,6 @@ from fastdecode.wire.instances.messages import (
 )
 from fastdecode.wire.instances.told import delta_from_json
 from fastdecode.wire.messages import PROTOCOL_VERSION
-from fastdecode.wire.zmq.access import ClusterKey
 
 logger = logging.getLogger(__name__)
 
@@ -91,11 +97,10 @@ class RunningCluster:
     def _open(
         self, config: EngineConfig, hello: InstanceHello, tell: Callable[[str], None]
     ) -> None:
-        cluster, addresses = config.cluster, config.instances.instance_addresses
-        key = None if cluster.key is None else ClusterKey.read(Path(cluster.key))
-        self._hub = InstanceHub(addresses, key, cluster.worker_silence_s)
+        cluster = config.cluster
+        self._hub, addresses, finder = _open_hub(config)
         try:
-            welcomes = self._greet_all(addresses, hello, min(_REACH_S, cluster.worker_timeout_s))
+            welcomes = self._greet_all(hello, min(_REACH_S, cluster.worker_timeout_s))
             self.identity = _common(config, self.spec, welcomes)
         except BaseException:
             self._hub.close()
@@ -106,26 +111,16 @@ class RunningCluster:
             tell(f"instance {address}: {what}")
         absent = [number for number in range(len(addresses)) if number not in welcomes]
         self._seen = [_Seen(welcomes.get(i), EngineStats()) for i in range(len(addresses))]
-        self._lines = Lines(self._hub, hello, absent, self, cluster.worker_timeout_s)
+        timeout_s = cluster.worker_timeout_s
+        self._lines = Lines(self._hub, hello, absent, self, timeout_s, finder)
         self.engine = ClusterEngine(self, config, addresses, welcomes, self._lines)
         self._lines.start()
         kv = self.spec.kv_spec(self.identity.kv_dtype)
         self._replanning = start_replanning(config, self.engine, kv.token_bytes, tell, self._post)
 
-    def _greet_all(
-        self, addresses: Sequence[str], hello: InstanceHello, timeout_s: float
-    ) -> dict[int, InstanceWelcome]:
+    def _greet_all(self, hello: InstanceHello, timeout_s: float) -> dict[int, InstanceWelcome]:
         """Of those that are there. Raises WorkerError: none is."""
-        end_s = time.monotonic() + timeout_s
-        failed = self._hub.reach(timeout_s)
-        welcomes: dict[int, InstanceWelcome] = {}
-        for number in range(len(addresses)):
-            try:
-                if number not in failed:
-                    line = self._hub.connections[number]
-                    welcomes[number] = greet(line, hello, end_s + timeout_s)
-            except WorkerError as error:
-                failed[number] = error
+        welcomes, failed = self._hub.greet_all(hello, timeout_s)
         if not welcomes:
             raise next(iter(failed.values()))
         for number, why in failed.items():
@@ -207,12 +202,12 @@ class RunningCluster:
 
 
 class ClusterEngine(Controller):
-    """The controller of instances at addresses, as ``LLM`` asks an engine.
+    """The controller of instances elsewhere, as ``LLM`` asks an engine.
 
     Args:
         running: the connections.
         config: what the user chose.
-        addresses: of the instances.
+        addresses: of the instances, or what else they are called.
         welcomes: of those that are there.
         lines: to them.
     """
@@ -324,6 +319,25 @@ def service_of_cluster(
     return service
 
 
+def _open_hub(config: EngineConfig) -> tuple[LinesHub, Sequence[str], Finder[Any] | None]:
+    """Lines to all instances; what they are called; and where lost ones are looked
+    for. Raises ConfigError: there can be no such lines."""
+    cluster, instances = config.cluster, config.instances
+    if instances.instance_ranks:
+        from fastdecode.engine.instances.ranks import RankHub
+        from fastdecode.wire.mpi import joining
+
+        ranks = RankHub(joining.join(), instances, cluster.worker_silence_s)
+        return ranks, ranks.names, None
+    with imports_for("instances at addresses"):
+        from fastdecode.engine.instances.addresses import InstanceHub
+        from fastdecode.wire.zmq.access import ClusterKey
+
+    key = None if cluster.key is None else ClusterKey.read(Path(cluster.key))
+    hub = InstanceHub(instances.instance_addresses, key, cluster.worker_silence_s)
+    return hub, instances.instance_addresses, hub
+
+
 def _identity(welcome: InstanceWelcome) -> Identity:
     return Identity(welcome.dtype, welcome.kv_dtype, welcome.max_model_len)
 
@@ -338,7 +352,9 @@ def _common(config: EngineConfig, spec: Any, welcomes: dict[int, InstanceWelcome
             for i, x in found.items()
         )
         raise ConfigError(
-            Given("instance_addresses"),
+            Given(
+                "instance_addresses" if config.instances.instance_addresses else "instance_ranks"
+            ),
             f" name instances that can't go on with each other's requests ({told}): start them "
             "with the same dtype, kv_dtype and max_model_len",
         )

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Final, Protocol, TypeAlias, get_args
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
@@ -23,76 +23,63 @@ from fastdecode.wire.instances.messages import (
     ToInstance,
 )
 from fastdecode.wire.messages import Failed
-from fastdecode.wire.transport import TIMEOUT, PeerLostError
-from fastdecode.wire.zmq.access import ClusterKey
-from fastdecode.wire.zmq.connection import ZmqConnection
-from fastdecode.wire.zmq.hub import DealerHub, Others
+from fastdecode.wire.transport import TIMEOUT, Connection, Hub, PeerLostError
 
 logger = logging.getLogger(__name__)
 
 FromInstance: TypeAlias = InstanceSays | Failed
-InstanceLine: TypeAlias = ZmqConnection[ToInstance, FromInstance]
-INSTANCES: Final = Others(
-    "instance",
-    "fastdecode instance --bind",
-    "instance_addresses",
-    frozenset([*get_args(InstanceSays), Failed]),
-)
+InstanceLine: TypeAlias = Connection[ToInstance, FromInstance]
 BUSY: Final = "busy"
-_BUSY_S: Final = 0.1
-"""Between two attempts at one that serves another controller, which may be gone."""
-_ANSWER_S: Final = 10.0
 _LOOK_S: Final = 1.0
 _LOOK_FOR_LOST_S: Final = 0.1
 _TRY_S: Final = 1.0
 """Between two attempts at an address."""
 
 
-class InstanceHub(DealerHub[ToInstance, FromInstance]):
-    """Of a controller.
+class LinesHub(Hub[ToInstance, FromInstance], Protocol):
+    """A controller's connections, one an instance."""
 
-    Args:
-        addresses: of the instances.
-        key, silence_s: see ``DealerHub``.
+    def wake(self) -> None:
+        """Have whoever waits in ``receive_any`` look up, or who does so next; any
+        thread."""
 
-    Raises:
-        ConfigError: one of them is none, or may not be used without a key.
-    """
+    def close(self) -> None: ...
 
-    def __init__(self, addresses: Sequence[str], key: ClusterKey | None, silence_s: float) -> None:
-        super().__init__(key, silence_s, INSTANCES)
-        try:
-            for address in addresses:
-                self.add(address)
-        except BaseException:
-            self.close()
-            raise
+    def give_up(self, number: int) -> None:
+        """Hang up on one that hangs; where nobody else does, see that it ends with
+        the job."""
 
-
-def greet(line: InstanceLine, hello: InstanceHello, end_s: float) -> InstanceWelcome:
-    """Say hello to an instance, again and again while it serves another
-    controller.
-
-    Args:
-        end_s: on ``time.monotonic``; then it is given up.
-
-    Raises:
-        WorkerError: it is gone, has refused, or answers nothing.
-    """
-    was_busy = False
-    while not was_busy or time.monotonic() + _BUSY_S < end_s:
-        line.send(hello)
-        # One that has answered once does so soon: once its engine has come by.
-        wait_s = max(_ANSWER_S if was_busy else 0.0, end_s - time.monotonic())
-        welcome = _welcome(line, hello, line.receive(wait_s))
-        if welcome is not None:
-            return welcome
-        was_busy = True
-        time.sleep(_BUSY_S)
-    raise WorkerError(f"{line.peer} serves another controller: end that first", code=BUSY)
+    def greet_all(
+        self, hello: InstanceHello, timeout_s: float
+    ) -> tuple[dict[int, InstanceWelcome], dict[int, WorkerError]]:
+        """What those say that are there, within ``timeout_s`` where nobody says
+        whether they are; and why others aren't."""
 
 
-def _welcome(
+class ReturningLine(InstanceLine, Protocol):
+    """To somebody who may not be there."""
+
+    @property
+    def is_reached(self) -> bool: ...
+
+    def check(self) -> None:
+        """Raises WorkerError: nothing will come."""
+
+
+LineT = TypeVar("LineT")
+
+
+class Finder(Protocol[LineT]):
+    """Where those that were lost may come back."""
+
+    def reconnect(self, index: int) -> LineT:
+        """A new line to where one was. Raises FastDecodeError: there can be none."""
+
+    def replace(self, index: int, connection: LineT) -> None:
+        """One is back, over a line that came of ``reconnect``."""
+
+
+def welcome_of(
     line: InstanceLine, hello: InstanceHello, answer: FromInstance
 ) -> InstanceWelcome | None:
     """None: it is busy. Raises WorkerError: it has refused, or is another's."""
@@ -134,7 +121,7 @@ class _Lost:
 
     try_s: float
     """When its address is tried next."""
-    line: InstanceLine | None = None
+    line: ReturningLine | None = None
     is_greeted: bool = False
 
 
@@ -175,18 +162,21 @@ class Lines(threading.Thread):
         absent: those that aren't there.
         heard: is told what comes.
         timeout_s: an instance that lives, and says nothing for so long, hangs.
+        finder: looks for those that are gone; None: they don't come back.
     """
 
     def __init__(
         self,
-        hub: InstanceHub,
+        hub: LinesHub,
         hello: InstanceHello,
         absent: Sequence[int],
         heard: Heard,
         timeout_s: float,
+        finder: Finder[Any] | None,
     ) -> None:
         super().__init__(name="instances", daemon=True)
         self._hub = hub
+        self._finder = finder
         self._hello = hello
         self._heard = heard
         self._lost = {number: _Lost(time.monotonic() + _TRY_S) for number in absent}
@@ -268,6 +258,8 @@ class Lines(threading.Thread):
     def _lose(self, number: int, error: FastDecodeError) -> None:
         if number not in self._lost:
             self._lost[number] = _Lost(time.monotonic() + _TRY_S)
+            if error.code == TIMEOUT:
+                self._hub.give_up(number)
             self._hub.connections[number].close()
             self._heard.lost(number, error)
 
@@ -279,20 +271,22 @@ class Lines(threading.Thread):
                 self._lose(number, WorkerError(why, code=TIMEOUT))
 
     def _look_for_lost(self) -> None:
+        if self._finder is None:
+            return
         for number, lost in list(self._lost.items()):
             try:
-                self._look_for(number, lost)
+                self._look_for(self._finder, number, lost)
             except FastDecodeError as error:
                 logger.debug("instance %d isn't back yet: %s", number, error)
                 if lost.line is not None:
                     lost.line.close()
                 self._lost[number] = _Lost(time.monotonic() + _TRY_S)
 
-    def _look_for(self, number: int, lost: _Lost) -> None:
+    def _look_for(self, finder: Finder[Any], number: int, lost: _Lost) -> None:
         """Raises FastDecodeError: whoever is there now is of no use."""
         if lost.line is None:
             if time.monotonic() >= lost.try_s:
-                lost.line = self._hub.reconnect(number)
+                lost.line = finder.reconnect(number)
             return
         lost.line.check()
         if not lost.line.is_reached:
@@ -303,10 +297,10 @@ class Lines(threading.Thread):
         answer = lost.line.poll()
         if answer is None:
             return
-        welcome = _welcome(lost.line, self._hello, answer)
+        welcome = welcome_of(lost.line, self._hello, answer)
         if welcome is None or not self._heard.came_back(number, welcome):
             raise WorkerError(f"{lost.line.peer} can't be used as it is")
-        self._hub.replace(number, lost.line)
+        finder.replace(number, lost.line)
         self._turns[number] += 1
         self._quiet.hear(number)
         del self._lost[number]

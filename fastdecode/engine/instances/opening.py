@@ -1,5 +1,5 @@
 """From a configuration to the service that runs it: one engine, several in this
-process, or instances at addresses, for which no torch is needed here."""
+process, or instances elsewhere, for which no torch is needed here."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def make_service(
         )
     if config.instances.is_several and not isinstance(trace, (NoTrace, type(None))):
         raise ConfigError(Given("trace"), " is of one engine: leave out the instances")
-    if config.instances.instance_addresses:
-        with imports_for("instances at addresses"):
+    if config.instances.is_elsewhere:
+        with imports_for("instances elsewhere"):
             from fastdecode.engine.instances.cluster import service_of_cluster
         return service_of_cluster(config, progress)
     if config.instances.number:

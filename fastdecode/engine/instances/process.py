@@ -1,5 +1,5 @@
 """An instance that is this process: its engine, its R-workers, and where others
-reach them."""
+reach them; at an address, or as ranks of an MPI job."""
 
 from __future__ import annotations
 
@@ -8,21 +8,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+import torch
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.instances import InstanceRole
-from fastdecode.core.errors import ConfigError, FastDecodeError, Given
+from fastdecode.core.errors import ConfigError, FastDecodeError, Given, WorkerError, imports_for
 from fastdecode.core.host.machine import available_cores
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.engine.instances.beside import Beside
 from fastdecode.engine.instances.running import batch_tokens, for_batches, size_of
-from fastdecode.engine.instances.serving import InstanceListener, InstanceServing
+from fastdecode.engine.instances.serving import InstanceServing
 from fastdecode.engine.service import EngineService
+from fastdecode.engine.setup.devices import choose_device
 from fastdecode.engine.setup.launch import RunningEngine
-from fastdecode.wire.instances.messages import InstanceWelcome
-from fastdecode.wire.mpi.launcher import launched_size
-from fastdecode.wire.zmq.access import ClusterKey, check_address
-from rworker.pulling.gates import Gates
+from fastdecode.wire.instances.messages import InstanceWelcome, ToInstance
+from fastdecode.wire.messages import Failed
+from fastdecode.wire.mpi.job import S_RANK
+from fastdecode.wire.mpi.launcher import launched_size, local_rank, local_size
+
+if TYPE_CHECKING:
+    from fastdecode.engine.instances.lines import FromInstance
+    from fastdecode.wire.mpi.control import ControlHub
 
 _REFUSED = ("replicas", "spare_r_workers", "pp", "prompt_pp", "tp")
 """What there isn't yet with instances."""
@@ -61,6 +69,11 @@ def serve_instance(
         ConfigError, ModelError, CapacityError, WorkerError: as ``RunningEngine``.
     """
     _check(config, place)
+    with imports_for("an instance at an address"):
+        from fastdecode.engine.instances.addresses import InstanceListener
+        from fastdecode.wire.zmq.access import ClusterKey, check_address
+        from rworker.pulling.gates import Gates
+
     key = None if place.key is None else ClusterKey.read(Path(place.key))
     silence_s = config.cluster.worker_silence_s
     host = place.bind.rpartition(":")[0]
@@ -79,11 +92,82 @@ def serve_instance(
         service.call(lambda opened: opened.engine.give_role(place.role))
         listener = InstanceListener(place.bind, place.name, key=key, silence_s=silence_s)
         stack.callback(listener.close)
-        welcome = _welcome(running, place)
+        welcome = welcome_of(running, place.name, place.role)
         vocab_size = running.spec.vocab_size
         serving = InstanceServing(listener, service, running, welcome, vocab_size)
         listening(listener.address, serving)
         return serving.run()
+
+
+def serve_instance_rank(config: EngineConfig, tell: Callable[[str], None]) -> bool:
+    """Be the S-worker of one of an MPI job's instances, until rank 0 leaves.
+
+    Returns:
+        Whether rank 0 can say what becomes of the job; False: it has died.
+
+    Raises:
+        ConfigError: the job has other ranks than the instances take.
+    """
+    from fastdecode.engine.instances.ranks import check_job
+    from fastdecode.wire.mpi import joining
+    from fastdecode.wire.mpi.control import THE_END, to_controller
+
+    job = joining.join()
+    ranks = check_job(config.instances, job)
+    number = ranks.instance_of(job.rank)
+    r_ranks = ranks.r_ranks(number)
+    job.peers.update(r_ranks)  # who hear our goodbye, however far we get
+    hub: ControlHub[FromInstance, ToInstance] = to_controller(job, frozenset(get_args(ToInstance)))
+    name, role = f"rank {job.rank} on {job.host}", config.instances.placed[number].role
+    first = job.rank - local_rank()
+    num_here = sum(rank in range(first, first + local_size()) for rank in ranks.s_ranks)
+    place = ranks.place_on_host(job.rank, local_rank())
+    beside = Beside(None, name, num_here, role, place, r_ranks)
+    try:
+        broken = _serve_ranks(config, beside, hub, tell)
+    except FastDecodeError as error:
+        broken = error
+        with contextlib.suppress(WorkerError):
+            hub.connections[0].send(Failed(name, error.code, error.message))
+    if broken is not None:
+        tell(f"instance {name} ends: {broken}")
+    hub.connections[0].close()
+    while hub.connections[THE_END].is_open:
+        with contextlib.suppress(WorkerError):
+            hub.receive_any(None)
+    hub.close()
+    return S_RANK not in job.dead
+
+
+def _serve_ranks(
+    config: EngineConfig,
+    beside: Beside,
+    hub: ControlHub[FromInstance, ToInstance],
+    tell: Callable[[str], None],
+) -> FastDecodeError | None:
+    """Until the controller is gone, or the engine breaks down: why. Raises
+    FastDecodeError: the engine can't be started."""
+    cluster = replace(config.cluster, transport="mpi")
+    instances = replace(config.instances, instance_ranks=(), replan="off", replan_slo=None)
+    own = replace(config, cluster=cluster, instances=instances)
+    own = _own(own, beside.role, is_here=False)
+    if config.instances.replan == "apply":  # then any of them may come to run prompts
+        own = for_batches(own)
+    if choose_device(own.s_part.device, beside.place).type == "cuda":
+        beside = replace(beside, num_engines=1)  # which has that one to itself
+    service: EngineService[RunningEngine] = EngineService(partial(_make, own, tell, beside))
+    with contextlib.closing(service):
+        running = service.open()
+        welcome = welcome_of(running, beside.name, beside.role)
+        vocab_size = running.spec.vocab_size
+        serving = InstanceServing(hub, service, running, welcome, vocab_size, only_once=True)
+        return serving.run()
+
+
+def _make(config: EngineConfig, tell: Callable[[str], None], beside: Beside) -> RunningEngine:
+    """An engine, in the thread that owns it."""
+    torch.set_num_threads(max(1, torch.get_num_threads() // beside.num_engines))
+    return RunningEngine(config, tell, beside=beside)
 
 
 def _check(config: EngineConfig, place: InstancePlace) -> None:
@@ -121,12 +205,13 @@ def _own(config: EngineConfig, role: InstanceRole, *, is_here: bool) -> EngineCo
     return for_batches(own) if is_for_batches else own
 
 
-def _welcome(running: RunningEngine, place: InstancePlace) -> InstanceWelcome:
+def welcome_of(running: RunningEngine, name: str, role: InstanceRole) -> InstanceWelcome:
+    """What an instance says of itself."""
     identity, config = running.resolved.identity, running.resolved.config
     size = size_of(running)
     return InstanceWelcome(
-        place.name,
-        place.role,
+        name,
+        role,
         open_checkpoint(config.model).model_hash,
         identity.dtype,
         identity.kv_dtype,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any, Final, TypeAlias, get_args
+from typing import Any, Final, Protocol, TypeAlias
 
 from fastdecode.core.delta import Delta, DeltaQueue
 from fastdecode.core.errors import FastDecodeError, ProtocolError, RequestError, WorkerError
@@ -29,38 +29,26 @@ from fastdecode.wire.instances.messages import (
 )
 from fastdecode.wire.instances.told import delta_to_json, request_from_json
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
-from fastdecode.wire.traits import Role
-from fastdecode.wire.transport import PeerLostError
-from fastdecode.wire.zmq.access import ClusterKey
-from fastdecode.wire.zmq.hub import DEFAULT_SILENCE_S
-from fastdecode.wire.zmq.listener import PeerListener
+from fastdecode.wire.transport import Connection, PeerLostError
 
 logger = logging.getLogger(__name__)
 
-_ONE_CONTROLLER: Final = {Role.CONTROLLER: 1}
 _LOOK_S: Final = 0.2
 _SEE_S: Final = 0.5
 _Said: TypeAlias = "tuple[object, list[Delta] | InstanceWelcome, dict[str, Any] | None]"
 
 
-class InstanceListener(PeerListener[FromInstance, ToInstance]):
-    """Where a controller connects.
+class InstanceHub(Protocol):
+    """Where controllers connect; see ``fastdecode.wire.transport.Hub``."""
 
-    Args:
-        address, name, key, silence_s: see ``PeerListener``.
-    """
+    @property
+    def connections(self) -> Sequence[Connection[FromInstance, ToInstance]]: ...
 
-    def __init__(
-        self,
-        address: str,
-        name: str,
-        *,
-        key: ClusterKey | None = None,
-        silence_s: float = DEFAULT_SILENCE_S,
-    ) -> None:
-        hears = frozenset(get_args(ToInstance))
-        most = _ONE_CONTROLLER
-        super().__init__(address, name, hears, key=key, silence_s=silence_s, most_peers=most)
+    def receive_any(self, timeout_s: float | None = None) -> tuple[int, ToInstance]: ...
+
+    def wake(self) -> None:
+        """Have whoever waits in ``receive_any`` look up, or who does so next; any
+        thread."""
 
 
 class _Reader(DeltaQueue):
@@ -83,16 +71,21 @@ class InstanceServing:
         running: what it runs.
         welcome: what is said to controllers.
         vocab_size: token ids are below it.
+        only_once: the first controller is the only one, and when any of the
+            listener's peers is gone it is over.
     """
 
     def __init__(
         self,
-        listener: InstanceListener,
+        listener: InstanceHub,
         service: EngineService[Any],
         running: Any,
         welcome: InstanceWelcome,
         vocab_size: int,
+        *,
+        only_once: bool = False,
     ) -> None:
+        self._only_once = only_once
         self._listener = listener
         self._service = service
         self._running = running
@@ -267,6 +260,7 @@ class InstanceServing:
         """A peer is gone. If that is the controller, all that is run for it is
         let go of."""
         self._listener.connections[peer].close()
+        self._is_ending = self._is_ending or self._only_once
         if peer != self._controller:
             return
         logger.warning("instance %s has lost its controller: %s", self._welcome.name, error)

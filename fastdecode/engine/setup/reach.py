@@ -120,7 +120,8 @@ def _reach_r_workers(
     if has_stage_ranks(resolved):
         return reach_stage(resolved, 0)
     if resolved.transport == "mpi":
-        return reach_ranks(config.s_part.tp, silence_s=cluster.worker_silence_s)
+        r_ranks = None if beside is None else beside.r_ranks
+        return reach_ranks(config.s_part.tp, silence_s=cluster.worker_silence_s, r_ranks=r_ranks)
     if resolved.transport == "zmq":
         return reach_stage_addresses(resolved, 0)
     kv_bytes, num_threads = resolved.kv_bytes, resolved.r_threads
@@ -213,7 +214,9 @@ def resolve_beside(config: EngineConfig, spec: ModelSpec, beside: Beside | None)
     """``resolve_for_this_host``, for one of several engines that share it."""
     if beside is None:
         return resolve_for_this_host(config, spec)
-    resolved = resolve_for_this_host(config, spec, num_engines=beside.num_engines, is_reached=True)
+    resolved = resolve_for_this_host(
+        config, spec, rank=beside.place, num_engines=beside.num_engines, is_reached=True
+    )
     schedule = replace(resolved.schedule, whole_prompts=beside.role is InstanceRole.PREFILL)
     return replace(resolved, schedule=schedule)
 

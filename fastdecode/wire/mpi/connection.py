@@ -67,6 +67,8 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         self._end: WorkerError | None = None  # nothing more will be received, because of this
         # Before its first sign of life, when it might have begun to give them.
         self.heard_s: float | None = time.monotonic() if gives_signs else None
+        self.takes_signs = True
+        """Whether the peer listens for signs of life."""
         self.told = False
         """Whether the caller has been told the end."""
         self._tidy()  # the rank may be dead already: MPI says so at the first receive
@@ -81,6 +83,12 @@ class MpiConnection(Generic[SendT, ReceiveT]):
     @property
     def is_open(self) -> bool:
         return not (self._closed or self.told)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this side has closed it, and all has left that was sent, or
+        nobody is there to take it."""
+        return self._closed and (self._gone or not self.outgoing.is_busy)
 
     def send(self, message: SendT) -> None:
         frame = codec.encode(message)

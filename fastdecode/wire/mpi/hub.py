@@ -69,6 +69,8 @@ class MpiHub(Generic[SendT, ReceiveT]):
             large messages take a second. Where all ranks run, MPI gets
             ``STUCK_AFTER_S`` if that is more: one that compiles, on a host with
             much else to do, keeps others waiting for seconds.
+        keeps_places: a connection that is over keeps its index; else that is
+            another's then, as where others come and go.
     """
 
     def __init__(
@@ -82,9 +84,11 @@ class MpiHub(Generic[SendT, ReceiveT]):
         pulse_s: float = 0.0,
         peers_give_signs: bool = False,
         stuck_after_s: float = STUCK_AFTER_S,
+        keeps_places: bool = True,
     ) -> None:
         self._job = job
         self._caller = Caller()
+        self._keeps_places = keeps_places
         self._receives = receives
         self._peers_give_signs = peers_give_signs and job.threads_may_take_turns
         self._connections: tuple[MpiConnection[SendT, ReceiveT], ...] = ()
@@ -127,10 +131,12 @@ class MpiHub(Generic[SendT, ReceiveT]):
         tag: int,
         receives: frozenset[type[Message]] | None = None,
         gives_signs: bool | None = None,
-    ) -> None:
+        takes_signs: bool = True,
+    ) -> MpiConnection[SendT, ReceiveT]:
         """A connection more, at any time: to a rank, over this tag and the
         next. What it may send, and whether it gives signs of life: as the
-        hub's others, unless it is said."""
+        hub's others, unless it is said. ``takes_signs``: it listens for ours;
+        where nobody does, they would pile up."""
         signs = self._peers_give_signs if gives_signs is None else gives_signs
         job = self._job
         with job.lock:
@@ -144,7 +150,22 @@ class MpiHub(Generic[SendT, ReceiveT]):
                 tag=tag,
                 gives_signs=signs and job.threads_may_take_turns,
             )
-            self._connections = (*self._connections, connection)
+            connection.takes_signs = takes_signs
+            place = self._free_place()
+            for over in self._connections[place : place + 1]:
+                over.outgoing.abandon()
+            self._connections = (
+                *self._connections[:place],
+                connection,
+                *self._connections[place + 1 :],
+            )
+        return connection
+
+    def _free_place(self) -> int:
+        over = (
+            [] if self._keeps_places else [i for i, x in enumerate(self._connections) if x.is_over]
+        )
+        return over[0] if over else len(self._connections)
 
     def receive_any(self, timeout_s: float | None = None) -> tuple[int, ReceiveT]:
         return self._caller.wait(self._look_at_all, timeout_s, self._open_peers)
@@ -203,7 +224,8 @@ class MpiHub(Generic[SendT, ReceiveT]):
             if self._job.over.is_set():
                 return False
             for connection in self._connections:
-                connection.give_sign()
+                if connection.takes_signs:
+                    connection.give_sign()
         return True
 
     def _keep_going(self) -> bool:
@@ -231,9 +253,12 @@ class RankRoles:
     num_s_workers: int = 1
     peers: tuple[int, ...] = (S_RANK,)
     """The S-workers that R-workers have as peers. Others compute beside one of these."""
+    r_ranks: range | None = None
+    """The R-workers, where others stand behind the S-workers, too; None: all that
+    do."""
 
     def r_workers(self, job: MpiJob) -> range:
-        return range(self.num_s_workers, job.size)
+        return range(self.num_s_workers, job.size) if self.r_ranks is None else self.r_ranks
 
 
 ONE_S_WORKER: Final = RankRoles()

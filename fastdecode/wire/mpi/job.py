@@ -22,6 +22,10 @@ LINK_TAGS: Final = range(68, 32_768)
 """Of links between R-workers, two each. MPI has all of these, at least."""
 MEETING_TAG: Final = 62
 """Of what S-workers tell each other when the job begins."""
+CONTROL_TAG: Final = 60
+"""Of the connections between the controller of instances and these; and the next."""
+KNOCK_TAG: Final = 58
+"""Of R-workers that tell others over which line they are going to read."""
 
 
 @dataclass(frozen=True)

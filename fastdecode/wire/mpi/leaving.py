@@ -41,7 +41,7 @@ def leave(
     _flush()
     if "mpi4py.MPI" in sys.modules:
         if end_job or any(job.hanging for job in joined):
-            _abort(exit_code or WorkerError.exit_code, timeout_s)
+            _abort(exit_code or WorkerError.exit_code, timeout_s, says_goodbye=True)
         part(exit_code, timeout_s)
     _exit(exit_code)
 
@@ -97,25 +97,35 @@ def part(exit_code: int = 1, timeout_s: float = LEAVING_TIMEOUT_S) -> None:
         return
     timer = _exit_later(exit_code, timeout_s)
     _silence_threads()
-    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-    if rank == S_RANK:
+    if MPI.COMM_WORLD.rank == S_RANK:
         end_siblings(stopped=True)  # they don't hear the goodbye, and the launcher waits for them
+    _say_goodbye()
+    _finalize()
+    timer.cancel()
+
+
+def _say_goodbye() -> None:
+    from fastdecode.wire.mpi.library import MPI
+
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     waiting = set(range(1, size)) if rank == S_RANK else {S_RANK}
     for job in joined:
         waiting |= job.peers
     for peer in sorted(waiting):
         with contextlib.suppress(MPI.Exception):
             MPI.COMM_WORLD.Isend([b"", MPI.BYTE], peer, DEFAULT_TAG)
-    _finalize()
-    timer.cancel()
 
 
-def _abort(exit_code: int, timeout_s: float) -> None:
+def _abort(exit_code: int, timeout_s: float, *, says_goodbye: bool = False) -> None:
+    """``says_goodbye``: MPI still works. Open MPI's launcher has been seen to end
+    no rank that is left, where it tells them of failures itself."""
     from fastdecode.wire.mpi.library import MPI
 
     if MPI.Is_initialized() and not MPI.Is_finalized():
         _exit_later(exit_code, timeout_s, end_job=True)
         _silence_threads()
+        if says_goodbye and MPI.COMM_WORLD.rank == S_RANK:
+            _say_goodbye()
         # Open MPI's launcher would end one, too. Where there are two it gets no
         # further than this rank, and waits for them for ever.
         end_siblings(stopped=True, at_least=2)

@@ -29,7 +29,7 @@ class MpiNeighbours:
 
     def connect(self, address: str, line: int) -> MpiConnection[ToRWorker, FromRWorker]:
         """See ``rworker.stream.links.Neighbours``."""
-        rank = self._rank(address)
+        rank = other_rank(self._job, address)
         link: MpiHub[ToRWorker, FromRWorker] = MpiHub(
             self._job,
             [(rank, f"R-worker rank {rank}")],
@@ -42,7 +42,7 @@ class MpiNeighbours:
 
     def expect(self, address: str, line: int) -> None:
         """See ``rworker.stream.links.Neighbours``."""
-        rank = self._rank(address)
+        rank = other_rank(self._job, address)
         self._hub.add(rank, f"the neighbour at rank {rank}", tag=link_tag(line))
 
     def close(self) -> None:
@@ -50,12 +50,14 @@ class MpiNeighbours:
         for link in self._links:
             link.close()
 
-    def _rank(self, address: str) -> int:
-        match = _RANK.fullmatch(address)
-        rank = int(match[1]) if match else -1
-        if not 0 < rank < self._job.size or rank == self._job.rank:
-            raise ConfigError(f"{address!r} is no other R-worker of this MPI job")
-        return rank
+
+def other_rank(job: MpiJob, address: str) -> int:
+    """Which rank is meant. Raises ConfigError: none that a link leads to."""
+    match = _RANK.fullmatch(address)
+    rank = int(match[1]) if match else -1
+    if not 0 < rank < job.size or rank == job.rank:
+        raise ConfigError(f"{address!r} is no other R-worker of this MPI job")
+    return rank
 
 
 def link_tag(line: int) -> int:

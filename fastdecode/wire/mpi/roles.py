@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from dataclasses import dataclass
 
+from fastdecode.core.config.instances import Instances
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.wire.mpi.job import MpiJob
 
@@ -90,3 +93,57 @@ class StageRanks:
     @property
     def prompt_stages(self) -> range:
         return range(self.num_stages, self.num_all_stages)
+
+
+@dataclass(frozen=True)
+class InstanceRanks:
+    """Which ranks of a job of instances are what: the first controls them, and
+    behind it stand each one's S-worker and then its R-workers."""
+
+    num_r_workers: tuple[int, ...]
+    """Of each instance."""
+
+    @classmethod
+    def of(cls, instances: Instances) -> InstanceRanks:
+        """Those that were chosen."""
+        return cls(tuple(each.num_r_workers for each in instances.placed))
+
+    @property
+    def size(self) -> int:
+        return 1 + len(self.num_r_workers) + sum(self.num_r_workers)
+
+    @property
+    def s_ranks(self) -> tuple[int, ...]:
+        """Of the instances, in order."""
+        before = itertools.accumulate((1 + num for num in self.num_r_workers), initial=1)
+        return tuple(before)[:-1]
+
+    def r_ranks(self, instance: int) -> range:
+        """Of an instance."""
+        first = self.s_ranks[instance] + 1
+        return range(first, first + self.num_r_workers[instance])
+
+    def instance_of(self, rank: int) -> int:
+        """Whose rank it is, which isn't the first."""
+        return bisect.bisect_right(self.s_ranks, rank) - 1
+
+    def others_r_ranks(self, instance: int) -> list[int]:
+        """R-workers of all others."""
+        others = [i for i in range(len(self.num_r_workers)) if i != instance]
+        return [rank for other in others for rank in self.r_ranks(other)]
+
+    def place_on_host(self, rank: int, local_rank: int) -> int:
+        """How many S-workers come before one on its host, whose ranks follow upon
+        each other there."""
+        here = range(rank - local_rank, rank)
+        return sum(s_rank in here for s_rank in self.s_ranks)
+
+    def check(self, job: MpiJob) -> None:
+        """Raises ConfigError: the job has others."""
+        if job.size != self.size:
+            raise ConfigError(
+                Given("instance_ranks"),
+                f" take {self.size} MPI ranks, and {job.size} were started: start them by "
+                "fastdecode launch --placement",
+                code="too_few_ranks",
+            )

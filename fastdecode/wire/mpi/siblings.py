@@ -8,7 +8,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -74,6 +74,17 @@ def end_siblings(*, stopped: bool = False, at_least: int = 1) -> None:
     for sibling in meant if len(meant) >= at_least else ():
         with contextlib.suppress(OSError):
             os.kill(sibling.pid, signal.SIGKILL)
+
+
+def end_ranks(ranks: Collection[int]) -> set[int]:
+    """Kill those of these ranks that are on this host. Which they were."""
+    ended: set[int] = set()
+    for sibling in siblings():
+        if sibling.rank.isdecimal() and int(sibling.rank) in ranks and sibling.pid != os.getpid():
+            with contextlib.suppress(OSError):
+                os.kill(sibling.pid, signal.SIGKILL)
+            ended.add(int(sibling.rank))
+    return ended
 
 
 class JoinWatch(threading.Thread):

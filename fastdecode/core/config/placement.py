@@ -1,0 +1,78 @@
+"""Placement files, as ``fastdecode plan goodput --emit`` writes them: which
+instances there are to be. What else they hold says what was planned for, and
+changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from fastdecode.core.config.instances import (
+    MAX_INSTANCES,
+    MAX_R_RANKS,
+    InstanceRole,
+    PlacedInstance,
+)
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.json_file import read_object
+
+PLACEMENT_FORMAT: Final = "fastdecode-placement/1"
+_KEYS: Final = frozenset({"format", "model", "instances", "slo", "workload"})
+_OF_INSTANCE: Final = frozenset({"role", "tp", "pp", "r_worker_sockets"})
+_MOST_BYTES: Final = 1 << 20
+
+
+def read_placement(path: Path) -> tuple[PlacedInstance, ...]:
+    """The instances of a placement file. A socket gets an R-worker; where none is
+    planned, the S-worker's host has one.
+
+    Raises:
+        ConfigError: it can't be read, isn't a placement file, or plans what
+            instances can't do.
+    """
+
+    def refuse(why: str) -> ConfigError:
+        return ConfigError(f"--placement {path}: {why}")
+
+    tree = read_object(path, most_bytes=_MOST_BYTES, refuse=refuse)
+    if tree.get("format") != PLACEMENT_FORMAT:
+        raise refuse(
+            f"its format is {tree.get('format')!r:.80}, not {PLACEMENT_FORMAT!r}: fastdecode plan "
+            "goodput --emit writes such files"
+        )
+    _check_keys(tree, _KEYS, "it", refuse)
+    listed = tree.get("instances")
+    if not isinstance(listed, list) or not 1 <= len(listed) <= MAX_INSTANCES:
+        raise refuse(f"its instances are no list of 1 to {MAX_INSTANCES}")
+    return tuple(_instance(each, f"instance {i}", refuse) for i, each in enumerate(listed))
+
+
+def _instance(tree: Any, what: str, refuse: Any) -> PlacedInstance:
+    if not isinstance(tree, dict):
+        raise refuse(f"{what} is no object")
+    _check_keys(tree, _OF_INSTANCE, what, refuse)
+    roles = [role for role in InstanceRole if role.value == tree.get("role")]
+    if not roles:
+        raise refuse(f"{what} has the role {tree.get('role')!r:.80}: prefill, decode, both are")
+    for name, words in (("tp", "S-workers that act as one"), ("pp", "pipeline stages")):
+        if _whole(tree, name, 1, 1 << 16, what, refuse) != 1:
+            raise refuse(
+                f"{what} is planned with {name}={tree[name]}, {words}, and instances have none "
+                "yet: plan for GPUs that hold the model whole"
+            )
+    sockets = _whole(tree, "r_worker_sockets", 0, MAX_R_RANKS, what, refuse)
+    return PlacedInstance(roles[0], max(1, sockets))
+
+
+def _whole(tree: Mapping[str, Any], name: str, low: int, high: int, what: str, refuse: Any) -> int:
+    value = tree.get(name)
+    if type(value) is not int or not low <= value <= high:
+        raise refuse(f"{name} of {what} is {value!r:.80}, not a whole number from {low} to {high}")
+    return value
+
+
+def _check_keys(tree: Mapping[str, Any], known: frozenset[str], what: str, refuse: Any) -> None:
+    unknown = sorted(set(tree) - known)
+    if unknown:
+        raise refuse(f"{what} has {unknown[0]!r:.80}, which is nothing that a placement says")

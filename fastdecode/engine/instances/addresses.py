@@ -1,0 +1,117 @@
+"""Instances at addresses, over ZeroMQ: the controller's end, and theirs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final, get_args
+
+from fastdecode.core.errors import WorkerError
+from fastdecode.engine.instances.lines import BUSY, FromInstance, welcome_of
+from fastdecode.wire.instances.messages import (
+    InstanceHello,
+    InstanceSays,
+    InstanceWelcome,
+    ToInstance,
+)
+from fastdecode.wire.messages import Failed
+from fastdecode.wire.traits import Role
+from fastdecode.wire.zmq.access import ClusterKey
+from fastdecode.wire.zmq.connection import ZmqConnection
+from fastdecode.wire.zmq.hub import DEFAULT_SILENCE_S, DealerHub, Others
+from fastdecode.wire.zmq.listener import PeerListener
+
+_INSTANCES: Final = Others(
+    "instance",
+    "fastdecode instance --bind",
+    "instance_addresses",
+    frozenset([*get_args(InstanceSays), Failed]),
+)
+_ONE_CONTROLLER: Final = {Role.CONTROLLER: 1}
+_BUSY_S: Final = 0.1
+"""Between two attempts at one that serves another controller, which may be gone."""
+_ANSWER_S: Final = 10.0
+_ZmqLine = ZmqConnection[ToInstance, FromInstance]
+
+
+class InstanceHub(DealerHub[ToInstance, FromInstance]):
+    """Of a controller.
+
+    Args:
+        addresses: of the instances.
+        key, silence_s: see ``DealerHub``.
+
+    Raises:
+        ConfigError: one of them is none, or may not be used without a key.
+    """
+
+    def __init__(self, addresses: Sequence[str], key: ClusterKey | None, silence_s: float) -> None:
+        super().__init__(key, silence_s, _INSTANCES)
+        try:
+            for address in addresses:
+                self.add(address)
+        except BaseException:
+            self.close()
+            raise
+
+    def give_up(self, number: int) -> None:
+        """See ``LinesHub``. It is somebody else's to end."""
+        self.connections[number].close()
+
+    def greet_all(
+        self, hello: InstanceHello, timeout_s: float
+    ) -> tuple[dict[int, InstanceWelcome], dict[int, WorkerError]]:
+        """What those say that are there, and why others aren't."""
+        end_s = time.monotonic() + timeout_s
+        failed = self.reach(timeout_s)
+        welcomes: dict[int, InstanceWelcome] = {}
+        for number, line in enumerate(self.connections):
+            try:
+                if number not in failed:
+                    welcomes[number] = greet(line, hello, end_s + timeout_s)
+            except WorkerError as error:
+                failed[number] = error
+        return welcomes, failed
+
+
+def greet(line: _ZmqLine, hello: InstanceHello, end_s: float) -> InstanceWelcome:
+    """Say hello to an instance, again and again while it serves another
+    controller.
+
+    Args:
+        end_s: on ``time.monotonic``; then it is given up.
+
+    Raises:
+        WorkerError: it is gone, has refused, or answers nothing.
+    """
+    was_busy = False
+    while not was_busy or time.monotonic() + _BUSY_S < end_s:
+        line.send(hello)
+        # One that has answered once does so soon: once its engine has come by.
+        wait_s = max(_ANSWER_S if was_busy else 0.0, end_s - time.monotonic())
+        welcome = welcome_of(line, hello, line.receive(wait_s))
+        if welcome is not None:
+            return welcome
+        was_busy = True
+        time.sleep(_BUSY_S)
+    raise WorkerError(f"{line.peer} serves another controller: end that first", code=BUSY)
+
+
+class InstanceListener(PeerListener[FromInstance, ToInstance]):
+    """Where a controller connects.
+
+    Args:
+        address, name, key, silence_s: see ``PeerListener``.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        *,
+        key: ClusterKey | None = None,
+        silence_s: float = DEFAULT_SILENCE_S,
+    ) -> None:
+        hears = frozenset(get_args(ToInstance))
+        most = _ONE_CONTROLLER
+        super().__init__(address, name, hears, key=key, silence_s=silence_s, most_peers=most)

@@ -1,0 +1,95 @@
+"""Instances that are ranks of one MPI job: the controller's end."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from fastdecode.core.config.instances import Instances
+from fastdecode.core.errors import ConfigError, Given, ProtocolError, WorkerError
+from fastdecode.engine.instances.lines import FromInstance, welcome_of
+from fastdecode.wire.instances.messages import (
+    InstanceHello,
+    InstanceSays,
+    InstanceWelcome,
+    ToInstance,
+)
+from fastdecode.wire.messages import Failed
+from fastdecode.wire.mpi.control import ControlHub
+from fastdecode.wire.mpi.job import MpiJob
+from fastdecode.wire.mpi.roles import InstanceRanks
+from fastdecode.wire.mpi.siblings import end_ranks
+from fastdecode.wire.transport import PeerLostError
+
+
+def check_job(instances: Instances, job: MpiJob) -> InstanceRanks:
+    """Which rank is whose. Raises ConfigError: they can't be this job's."""
+    ranks = InstanceRanks.of(instances)
+    ranks.check(job)
+    if not job.threads_may_take_turns:
+        raise ConfigError(
+            Given("instance_ranks"),
+            f" need an MPI that lets threads take turns, and {job.library} doesn't: use another, "
+            "or instances at addresses",
+        )
+    return ranks
+
+
+class RankHub(ControlHub[ToInstance, FromInstance]):
+    """Of a controller, which is rank 0.
+
+    Args:
+        job: its part in the job.
+        instances: the others.
+        silence_s: one that gives no sign of life for so long is lost.
+
+    Raises:
+        ConfigError: the job has other ranks than these take.
+    """
+
+    def __init__(self, job: MpiJob, instances: Instances, silence_s: float) -> None:
+        s_ranks = check_job(instances, job).s_ranks
+        self.names = tuple(f"rank {rank}" for rank in s_ranks)
+        peers = [(rank, f"instance rank {rank}") for rank in s_ranks]
+        hears = frozenset([*get_args(InstanceSays), Failed])
+        super().__init__(job, peers, hears, silence_s=silence_s)
+
+    def give_up(self, number: int) -> None:
+        """See ``LinesHub``."""
+        self.connections[number].give_up()
+
+    def close(self) -> None:
+        """See ``MpiHub``. Those that hang, the job ends without: here; the
+        launcher ends the others."""
+        super().close()
+        self._job.hanging.difference_update(end_ranks(self._job.hanging))
+
+    def greet_all(
+        self, hello: InstanceHello, timeout_s: float
+    ) -> tuple[dict[int, InstanceWelcome], dict[int, WorkerError]]:
+        """See ``LinesHub``. They are waited for as long as they live: models take
+        a while to load."""
+        welcomes: dict[int, InstanceWelcome] = {}
+        failed: dict[int, WorkerError] = {}
+        for number, line in enumerate(self.connections):
+            try:
+                line.send(hello)
+            except WorkerError as error:
+                failed[number] = error
+        while len(welcomes) + len(failed) < len(self.connections):
+            try:
+                number, answer = self.receive_any(None)
+            except PeerLostError as lost:
+                welcomes.pop(lost.index, None)
+                failed[lost.index] = lost
+                continue
+            if number in welcomes and not isinstance(answer, Failed):
+                continue  # how it is, while others load their models
+            welcomes.pop(number, None)
+            try:
+                welcome = welcome_of(self.connections[number], hello, answer)
+                if welcome is None:
+                    raise ProtocolError("serves another controller, which can't be")
+                welcomes[number] = welcome
+            except (WorkerError, ProtocolError) as error:
+                failed[number] = WorkerError(error.message, code=error.code)
+        return welcomes, failed

@@ -1,0 +1,208 @@
+"""How R-workers of several instances, which are ranks of one MPI job, read what
+others offer.
+
+MPI has no listener: who is to receive has to know from whom, and by which tag.
+So a reader knocks: it sends the number of a line that no other connection of
+the two ranks has, or had for a long time, and reads over that. What was sent
+over a line that is over never comes in over another.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable
+from typing import Final, get_args
+
+from fastdecode.core.errors import WorkerError
+from fastdecode.wire.messages import FromRWorker, ToRWorker
+from fastdecode.wire.mpi.connection import MpiConnection
+from fastdecode.wire.mpi.control import TheEnd
+from fastdecode.wire.mpi.hub import PULSE_S, MpiHub
+from fastdecode.wire.mpi.job import DEFAULT_TAG, KNOCK_TAG, LINK_TAGS, MpiJob
+from fastdecode.wire.mpi.library import MPI
+from fastdecode.wire.mpi.neighbours import link_tag, other_rank
+from fastdecode.wire.transport import TIMEOUT, closed_error
+
+_LOOK_S: Final = 1e-3
+_TAKE_IN_S: Final = 0.05
+"""Signs of life, of those that aren't asked for anything."""
+_LEAVING_S: Final = 5.0
+"""That an S-worker may take to leave once rank 0 has; or it hangs."""
+_KNOCK_BYTES: Final = 4
+_NUM_LINES: Final = len(LINK_TAGS) // 2
+
+
+class Reading:
+    """A connection to an R-worker that is read; see
+    ``rworker.stream.links.NeighbourConnection``. One that has heard us knock,
+    and then gives no sign of life, is lost.
+
+    Args:
+        connection: over MPI.
+        silence_s: for so long.
+    """
+
+    def __init__(self, connection: MpiConnection[ToRWorker, FromRWorker], silence_s: float) -> None:
+        self._connection = connection
+        self._silence_s = silence_s
+        self._began_s = connection.heard_s
+        self.peer = connection.peer
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether it has been heard of; where it gives no signs, it is there."""
+        return self.heard_s is None or self.heard_s != self._began_s
+
+    @property
+    def heard_s(self) -> float | None:
+        return self._connection.heard_s
+
+    def send(self, message: ToRWorker) -> None:
+        self._connection.send(message)
+
+    def receive(self, timeout_s: float | None = None) -> FromRWorker:
+        return self._connection.receive(timeout_s)
+
+    def poll(self) -> FromRWorker | None:
+        message = self._connection.poll()
+        heard_s = self.heard_s
+        if message is None and heard_s is not None and self.is_reached:
+            silent_s = time.monotonic() - heard_s
+            if silent_s > self._silence_s:
+                why = f"{self.peer} has given no sign of life for {silent_s:.3g} s: it hangs"
+                raise WorkerError(why, code=TIMEOUT)
+        return message
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class RankReaders:
+    """How an R-worker reads what those of other instances offer; see
+    ``rworker.stream.links.Neighbours``.
+
+    Args:
+        job: this process's part in the job.
+        silence_s: one that gives no sign of life for so long is lost.
+    """
+
+    def __init__(self, job: MpiJob, silence_s: float) -> None:
+        self._job = job
+        self._silence_s = silence_s
+        self._numbers = itertools.count()
+        self._knocks: list[tuple[MPI.Request, bytes]] = []
+        self._hub: MpiHub[ToRWorker, FromRWorker] = MpiHub(
+            job,
+            [],
+            frozenset(get_args(FromRWorker)),
+            pump_interval_s=0,  # the R-worker's own hub has one, and looks often
+            peers_give_signs=True,
+            keeps_places=False,
+        )
+
+    def connect(self, address: str, line: int) -> Reading:
+        """See ``Neighbours``; the line is a new one. Raises WorkerError: that
+        rank is dead."""
+        rank = other_rank(self._job, address)
+        # A line of the one that reads, of two that read each other.
+        own = 2 * next(self._numbers) + (self._job.rank < rank)
+        own %= _NUM_LINES - _NUM_LINES % 2
+        self._knock(rank, own)
+        connection = self._hub.add(rank, f"R-worker rank {rank}", tag=link_tag(own))
+        return Reading(connection, self._silence_s)
+
+    def expect(self, address: str, line: int) -> None:
+        """Whoever comes, knocks."""
+
+    def take_in(self) -> None:
+        """What those have said that aren't asked for anything: that they live."""
+        with self._job.lock:
+            for connection in self._hub.connections:
+                connection.advance()
+
+    def close(self) -> None:
+        """Close what was connected."""
+        self._hub.close()
+        with self._job.lock:
+            self._job.abandoned.extend(self._knocks)
+
+    def _knock(self, rank: int, line: int) -> None:
+        said = line.to_bytes(_KNOCK_BYTES, "little")
+        with self._job.lock:
+            self._job.peers.add(rank)
+            try:
+                self._knocks = [each for each in self._knocks if not each[0].Test()]
+                request = self._job.comm.Isend([said, MPI.BYTE], rank, KNOCK_TAG)
+            except MPI.Exception:
+                raise closed_error(f"R-worker rank {rank}", by_peer=True) from None
+            self._knocks.append((request, said))
+
+
+class DoorHub(MpiHub[FromRWorker, ToRWorker]):
+    """An R-worker's: its S-worker, and readers that have knocked.
+
+    Args:
+        job: this process's part in the job.
+        s_rank: its S-worker's.
+        guests: ranks that may knock.
+        readers: how it reads them, which is looked after here, too.
+        end: of the job, after which nobody is served.
+    """
+
+    def __init__(
+        self,
+        job: MpiJob,
+        s_rank: int,
+        guests: Iterable[int],
+        readers: RankReaders,
+        end: TheEnd,
+    ) -> None:
+        self._guests = [*guests]
+        self._readers = readers
+        self._end = end
+        self._ended_s: float | None = None
+        self._looked_s = self._took_in_s = 0.0
+        super().__init__(
+            job,
+            [(s_rank, f"the S-worker (rank {s_rank})")],
+            frozenset(get_args(ToRWorker)),
+            tag=DEFAULT_TAG,
+            pulse_s=PULSE_S,
+            keeps_places=False,
+        )
+
+    def _look_at_all(self) -> tuple[int, ToRWorker] | None:
+        now = time.monotonic()
+        if now - self._looked_s >= _LOOK_S:
+            self._looked_s = now
+            for rank, line in self._knocks():
+                self.add(rank, f"the reader at rank {rank}", tag=link_tag(line))
+        if now - self._took_in_s >= _TAKE_IN_S:
+            self._took_in_s = now
+            self._readers.take_in()
+            self._look_for_the_end(now)
+        return super()._look_at_all()
+
+    def _look_for_the_end(self, now: float) -> None:
+        """Raises WorkerError: it came a while ago, and the S-worker doesn't leave."""
+        if self._ended_s is None and self._end.look():
+            self._ended_s = now
+        if self._ended_s is not None and now - self._ended_s > _LEAVING_S:
+            raise closed_error("rank 0", by_peer=True)
+
+    def _knocks(self) -> list[tuple[int, int]]:
+        """Who has knocked, and over which line it reads."""
+        found: list[tuple[int, int]] = []
+        status = MPI.Status()
+        with self._job.lock:
+            for rank in list(self._guests):
+                try:
+                    if self._job.comm.Iprobe(rank, KNOCK_TAG, status):
+                        said = bytearray(status.Get_count())
+                        self._job.comm.Recv(said, rank, KNOCK_TAG)
+                        if len(said) == _KNOCK_BYTES:
+                            found.append((rank, int.from_bytes(said, "little")))
+                except MPI.Exception:  # it has died
+                    self._guests.remove(rank)
+        return found

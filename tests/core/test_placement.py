@@ -1,0 +1,98 @@
+"""Placement files, and instances that are ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.config.instances import InstanceRole, PlacedInstance
+from fastdecode.core.config.placement import PLACEMENT_FORMAT, read_placement
+from fastdecode.core.errors import ConfigError
+from fastdecode.wire.mpi.roles import InstanceRanks
+
+PREFILL, DECODE = (
+    {"role": role, "tp": 1, "pp": 1, "r_worker_sockets": sockets}
+    for role, sockets in (("prefill", 0), ("decode", 3))
+)
+WHOLE: dict[str, Any] = {
+    "format": PLACEMENT_FORMAT,
+    "model": "llama-2-7b",
+    "instances": [PREFILL, PREFILL, DECODE],
+    "slo": {"ttft_s": 0.4, "tpot_s": 0.04, "attainment": 0.9},
+    "workload": {"rate": 3.0, "described": "as it comes"},
+}
+
+
+def written(path: Path, **changed: Any) -> Path:
+    path.write_text(json.dumps({**WHOLE, **changed}))
+    return path
+
+
+def test_a_placement(tmp_path: Path) -> None:
+    instances = read_placement(written(tmp_path / "p.json"))
+    assert instances == (
+        PlacedInstance(InstanceRole.PREFILL, 1),
+        PlacedInstance(InstanceRole.PREFILL, 1),
+        PlacedInstance(InstanceRole.DECODE, 3),
+    )
+    config = EngineConfig.of("m", instance_ranks=(",".join(map(str, instances)),))
+    assert config.instances.placed == instances and config.instances.is_elsewhere
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"format": "fastdecode-placement/2"}, "its format is 'fastdecode-placement/2'"),
+        ({"hosts": ["a"]}, "it has 'hosts'"),
+        ({"instances": []}, "no list of 1 to 64"),
+        ({"instances": [3]}, "instance 0 is no object"),
+        ({"instances": [{**PREFILL, "command": "sh"}]}, "instance 0 has 'command'"),
+        ({"instances": [PREFILL, {**DECODE, "role": "all"}]}, "instance 1 has the role 'all'"),
+        ({"instances": [{**DECODE, "tp": 2}]}, "tp=2, S-workers that act as one"),
+        ({"instances": [{**DECODE, "pp": 2}]}, "pp=2, pipeline stages"),
+        ({"instances": [{**DECODE, "pp": True}]}, "pp of instance 0 is True"),
+        ({"instances": [{**DECODE, "r_worker_sockets": -1}]}, "r_worker_sockets of instance 0"),
+    ],
+)
+def test_no_placement(tmp_path: Path, changed: dict[str, Any], why: str) -> None:
+    path = written(tmp_path / "p.json", **changed)
+    with pytest.raises(ConfigError, match=re.escape(f"--placement {path}: ")) as caught:
+        read_placement(path)
+    assert why in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"instance_ranks": ("prefill",)}, "not of the form ROLE:R_WORKERS"),
+        ({"instance_ranks": ("decode:0",)}, "not of the form"),
+        ({"instance_ranks": ("decode:1025",)}, "not of the form"),
+        ({"instance_ranks": ("decode:1",)}, "none of these instances runs prompts"),
+        ({"instance_ranks": ("prefill:1",)}, "none of these instances decodes"),
+        ({"instance_ranks": ("both:1",) * 65}, "more than 64"),
+        ({"instance_ranks": ("both:1",), "instance_addresses": ("tcp://127.0.0.1:1",)}, "leave"),
+        ({"instance_ranks": ("both:1",), "tp": 2}, "isn't there with tp=2"),
+        (
+            {"instance_ranks": ("both:1",), "kv_placement": "gpu"},
+            "isn't there with kv_placement='gpu'",
+        ),
+    ],
+)
+def test_ranks_that_can_not_be(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        EngineConfig.of("m", **options)
+
+
+def test_which_rank_is_whose() -> None:
+    ranks = InstanceRanks((1, 3, 2))
+    assert ranks.size == 10 and ranks.s_ranks == (1, 3, 7)
+    assert [list(ranks.r_ranks(i)) for i in range(3)] == [[2], [4, 5, 6], [8, 9]]
+    assert [ranks.instance_of(rank) for rank in range(1, 10)] == [0, 0, 1, 1, 1, 1, 2, 2, 2]
+    assert ranks.others_r_ranks(1) == [2, 8, 9]
+    # Ranks 0 to 4 on one host, the others on the next.
+    assert [ranks.place_on_host(s, s if s < 5 else s - 5) for s in ranks.s_ranks] == [0, 1, 0]

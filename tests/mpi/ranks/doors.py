@@ -1,0 +1,90 @@
+"""Two R-workers of different instances that read each other, over and over;
+run in an MPI job of three ranks, of which the first only waits."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from fastdecode.core.errors import WorkerError
+from fastdecode.wire.kv.handing import Gone, ViewOffer
+from fastdecode.wire.messages import PROTOCOL_VERSION
+from fastdecode.wire.mpi import joining, leaving
+from fastdecode.wire.mpi.control import TheEnd
+from fastdecode.wire.mpi.doors import DoorHub, RankReaders, Reading
+from fastdecode.wire.mpi.job import MpiJob
+from fastdecode.wire.transport import PeerLostError
+
+ROUNDS = 12
+AHEAD = 3
+"""Questions of which the last isn't waited for: its answer is on the way when
+the line is closed."""
+SILENCE_S = 10.0
+
+
+class RWorker:
+    def __init__(self, job: MpiJob) -> None:
+        self.other = 3 - job.rank
+        self.readers = RankReaders(job, SILENCE_S)
+        self.end = TheEnd(job)
+        self.door = DoorHub(job, self.other, [self.other], self.readers, self.end)
+        self.num_answered = 0
+
+    def serve(self) -> None:
+        """Answer what is here: each line's questions in order, by its own number."""
+        try:
+            index, message = self.door.receive_any(1e-3)
+        except PeerLostError as lost:
+            self.door.connections[lost.index].close()
+            return
+        except WorkerError:
+            return
+        assert isinstance(message, ViewOffer)
+        with contextlib.suppress(WorkerError):  # it has closed the line, which is told next
+            self.door.connections[index].send(Gone(f"{message.ticket} {'.' * 200_000}"))
+        self.num_answered += 1
+
+    def read(self, turn: int) -> None:
+        line = self.readers.connect(f"rank {self.other}", 0)
+        tickets = [f"{turn}/{i}" for i in range(AHEAD)]
+        for ticket in tickets:
+            line.send(ViewOffer(PROTOCOL_VERSION, ticket))
+        for ticket in tickets[:-1]:
+            assert self.answer(line).split()[0] == ticket
+        line.close()
+
+    def answer(self, line: Reading) -> str:
+        end_s = time.monotonic() + 60.0
+        while (answer := line.poll()) is None:
+            assert time.monotonic() < end_s, "no answer comes"
+            self.serve()
+        assert isinstance(answer, Gone)
+        return answer.reason
+
+
+def main() -> None:
+    job = joining.join()
+    if job.rank:
+        worker = RWorker(job)
+        for turn in range(ROUNDS):
+            worker.read(turn)
+        end_s = time.monotonic() + 60.0
+        while worker.num_answered < ROUNDS * AHEAD:
+            assert time.monotonic() < end_s, "not all was asked"
+            worker.serve()
+        places = len(worker.door.connections), len(worker.readers._hub.connections)
+        assert max(places) <= 1 + AHEAD, places
+        print(f"rank {job.rank} has read and been read", flush=True)
+        worker.readers.close()
+        worker.door.close()
+        job.comm.Send(b"done", 0, 7)
+        worker.end.wait()
+        leaving.leave(0)
+    for rank in (1, 2):
+        with job.lock:
+            job.comm.Recv(bytearray(4), rank, 7)
+    leaving.leave(0)
+
+
+if __name__ == "__main__":
+    main()
