@@ -114,8 +114,7 @@ class Executor:
         Raises:
             WorkerError: no holder is left.
         """
-        started = began = time.perf_counter()
-        wait_s = self._pipeline.wait_s
+        started, wait_s = time.perf_counter(), self._pipeline.wait_s
         num_steps, num_prompt_tokens = self._stats.num_steps, self._stats.num_prompt_tokens
         is_prefill = _runs_prompt(self._pipeline)
         if self._watch.lanes is not None:
@@ -126,14 +125,11 @@ class Executor:
                 self.handing.is_idle = True
                 return
             is_prefill = _runs_prompt(self._pipeline)
-            runs = bool(self._pipeline.in_flight)
             self.run_on()
-            if not runs:  # what was waited for before a step is none of its time
-                began = time.perf_counter()
         waited_s = self._pipeline.wait_s - wait_s
-        ended = time.perf_counter()
-        self._stats.count_time(ended - started, waited_s, is_prefill=is_prefill)
-        self._lifecycle.stepped(self._stats.num_prompt_tokens - num_prompt_tokens, ended - began)
+        elapsed_s = time.perf_counter() - started
+        self._stats.count_time(elapsed_s, waited_s, is_prefill=is_prefill)
+        self._lifecycle.stepped(self._stats.num_prompt_tokens - num_prompt_tokens, elapsed_s)
 
     def _launch_idle(self) -> None:
         """Take in what has happened, and start the idle lanes' steps."""

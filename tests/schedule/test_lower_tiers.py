@@ -181,23 +181,3 @@ def test_fetching_has_to_pay() -> None:
         rates.fetched(holder, 4, 4 * 0.2)
     told = [rates.pays(holder) for _ in range(128)]
     assert sum(told) == 2 and rates.pays(HolderId(1))
-
-
-def test_a_step_of_few_tokens_takes_what_such_took() -> None:
-    """And not a share of what a long prompt did: weights and contexts are read
-    for few tokens, too."""
-    rates = Rates(block_size=64)
-    assert rates.step_s(40) is None
-    rates.stepped(0, 0.005)
-    rates.stepped(2048, 0.517)  # 250 us a token
-    assert rates.step_s(40) == pytest.approx(0.005 + 40 * 250e-6), "nothing else is known"
-    rates.stepped(40, 0.05)
-    assert rates.step_s(40) == pytest.approx(0.05)
-    assert rates.step_s(60) == pytest.approx(0.05 + 20 * 250e-6)
-    assert rates.step_s(100) == pytest.approx(0.005 + 100 * 250e-6)
-    for _ in range(40):
-        rates.stepped(48, 0.02)
-    assert rates.step_s(48) == pytest.approx(0.02, rel=0.01), "lately"
-    few = Rates(block_size=64)
-    few.stepped(40, 0.05)
-    assert few.step_s(40) == 0.05 and few.step_s(1) is None, "no long prompt has run"

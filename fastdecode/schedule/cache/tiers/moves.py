@@ -74,11 +74,8 @@ class Rates:
     fetch_s: dict[HolderId, float] = field(default_factory=dict)
     """Of a block."""
     token_s: float | None = None
-    """Of a prompt's token, where many run."""
+    """Of a prompt's token."""
     _decode_s: float = 0.0  # of a step without prompts
-    _steps: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """Prompts' tokens and seconds of steps that had some, by these tokens' power of
-    two: few of them take as long as weights and long contexts take to be read."""
     _num_refused: int = 0
 
     def fetched(self, holder: HolderId, num_blocks: int, seconds: float) -> None:
@@ -92,23 +89,14 @@ class Rates:
         beside whoever decoded."""
         if not num_prompt_tokens:
             self._decode_s = _mixed(self._decode_s or None, seconds)
-            return
-        size = num_prompt_tokens.bit_length()
-        tokens, took_s = self._steps.get(size, (None, None))
-        self._steps[size] = _mixed(tokens, num_prompt_tokens), _mixed(took_s, seconds)
-        if num_prompt_tokens >= self.block_size:
+        elif num_prompt_tokens >= self.block_size:
             own_s = max(0.0, seconds - self._decode_s)
             self.token_s = _mixed(self.token_s, own_s / num_prompt_tokens)
 
     def step_s(self, num_prompt_tokens: int) -> float | None:
         """What a step takes in which so many tokens run beside whoever
-        decodes, by such as had about as many, or else by what each of many
-        takes; None: that isn't known."""
-        token_s = self.token_s or 0.0
-        if (known := self._steps.get(num_prompt_tokens.bit_length())) is not None:
-            tokens, seconds = known
-            return max(0.0, seconds + token_s * (num_prompt_tokens - tokens))
-        return None if self.token_s is None else self._decode_s + token_s * num_prompt_tokens
+        decodes; None: that isn't known."""
+        return None if self.token_s is None else self._decode_s + self.token_s * num_prompt_tokens
 
     def pays(self, holder: HolderId) -> bool:
         """Whether a block is sooner fetched than computed; while that isn't
