@@ -24,8 +24,6 @@ from fastdecode.core.holders import (
     SequenceId,
 )
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
-from fastdecode.engine.fleet.keepers import Keepers
-from fastdecode.engine.fleet.unasked import Unasked
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.remote import AttentionPlan
@@ -46,7 +44,7 @@ class InstantFleet:
     def __init__(self) -> None:
         self.lost: dict[int, Any] = {}
         self.kept_by_gone: list[int] = []
-        self.unasked = Unasked(Keepers(1), lambda index, lie: None)
+        self.moved: tuple[()] = ()
         self._answers: deque[tuple[int, AttendResult]] = deque()
         self._pool = BufferPool()
         self._o: dict[tuple[int, ...], np.ndarray] = {}

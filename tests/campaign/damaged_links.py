@@ -24,9 +24,9 @@ from fastdecode.wire.messages import (
     ToRWorker,
 )
 from rworker.attention import AttentionExecutor
+from rworker.pulling.behind import Behind
 from rworker.serving import Serving
 from rworker.state import RWorkerState
-from rworker.stream.links import Links
 from rworker.worker import obey
 
 LINK_BYTES = 1 << 20
@@ -134,10 +134,10 @@ class Owner(Served):
     """An R-worker whose cache a neighbour keeps."""
 
     def __init__(self, keeper: Keeper) -> None:
-        self.links: Links | None = None
+        self.links: Behind | None = None
         self.told: list[ReplicationNews] = []
         super().__init__()
-        self.links = Links(self.executor, keeper, lambda peer, news: self.told.append(news))
+        self.links = Behind(self.executor, keeper, lambda peer, news: self.told.append(news))
 
     def tell(self, peer: int, message: ToRWorker) -> None:
         ends: Any = self.peers
