@@ -87,7 +87,7 @@ class LaterStages:
         self.tiers.ask(column, message)
         job = job_of(message)
         for stage in self.token_stages:
-            if job is not None:
+            if job is not None and stage not in self.losses.stages_of(column):
                 self._links.owed.begin(stage, column, job)
             own = message.of_stage(stage) if isinstance(message, UseTier) else message
             self._links.send(stage, own.for_holder(column))
@@ -123,6 +123,9 @@ class LaterStages:
             self.rooms.forget(column, own=own)
             self.takings.forget(column, own=own)
             self.tiers.forget(column)
+            if column in self.losses.over:  # nobody waits for what it works at
+                for stage in self.token_stages:
+                    self._links.owed.forget_jobs(stage, column)
         return [(column, error) for column, (error, _) in lost.items()]
 
     def lost_r_workers(
