@@ -166,6 +166,30 @@ def test_what_is_moved_of_a_lost_column_is_not_waited_for() -> None:
     stages.say(2, stocked(W))  # which it may say all the same
 
 
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_stage_that_tells_of_a_lower_tier_that_nobody_asked_for_is_lost(is_last: bool) -> None:
+    stages = Stages()
+    with pytest.raises(WorkerError, match=r"stage 1 is lost: .*Stocked, which nobody asked for"):
+        stages.say(1, stocked(W, is_last))
+    stages = Stages()
+    stages.later.tell(W, UseTier("0" * 64))
+    stages.say(1, stocked(W, is_last=False))
+    stages.say(1, stocked(W))
+    with pytest.raises(WorkerError, match=r"stage 1 is lost: .*Stocked, which nobody asked for"):
+        stages.say(1, stocked(W, is_last))
+
+
+def test_a_stage_may_tell_what_a_void_column_was_asked_for() -> None:
+    """Another stage has lost it, and nobody has taken that in yet."""
+    stages = Stages()
+    stages.later.tell(W, UseTier("0" * 64))
+    stages.links.owed.forget_jobs(1, W)
+    stages.say(2, ColumnLost(W, "worker_lost", "its process has died"))
+    stages.say(1, stocked(W, is_last=False))
+    stages.say(1, stocked(W))
+    assert not stages.owed.any_owed
+
+
 def interrupted(stages: Stages, stage: int) -> None:
     """The stage's R-worker of the column is lost, and has a replica."""
     stages.later.losses.may_recover = True

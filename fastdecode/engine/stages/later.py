@@ -183,12 +183,14 @@ class LaterStages:
             check(news, self._links.num_columns)
         except ProtocolError as lie:
             raise self._links.loss(stage, lie) from None
-        is_over = isinstance(news, Moved) or news.is_last
-        if is_over and not self._links.owed.end(stage, news.holder, number_of(news)):
-            if news.holder in self.losses.over:
+        owed, job = self._links.owed, number_of(news)
+        if not owed.has(stage, news.holder, job):
+            if news.holder in self.losses.over or news.holder in self.losses.void:
                 return
             text = f"it sent {type(news).__name__}, which nobody asked for"
             raise self._links.loss(stage, ProtocolError(text))
+        if isinstance(news, Moved) or news.is_last:
+            owed.end(stage, news.holder, job)
         self.tiers.take(stage, news)
 
     def _take(self, stage: int, answer: FromAnyStage) -> None:
