@@ -268,9 +268,8 @@ def mpi_rank(way: str, out: Path, rounds: int) -> None:
     from fastdecode.wire.mpi import joining, leaving
 
     job = joining.join()
-    from mpi4py import MPI
-
     from fastdecode.wire.mpi import hub as mpi
+    from fastdecode.wire.mpi.library import MPI
     from rworker.host import make_worker
     from rworker.worker import serve
 

@@ -74,7 +74,7 @@ class Raw(Protocol):
 
 class RawMpi:
     def __init__(self, job: Any, ranks: list[int]) -> None:
-        from mpi4py import MPI
+        from fastdecode.wire.mpi.library import MPI
 
         self._mpi, self._job, self._ranks = MPI, job, ranks
 

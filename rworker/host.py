@@ -128,8 +128,7 @@ def serve_rank(
     leave the job.
 
     Args:
-        kv_memory_gb: KV cache in GB; None: this rank's share of half the free
-            memory.
+        kv_memory_gb: KV cache in GB; None: its share of half the free memory.
         num_threads: CPU threads; None: this rank's CPUs, or its share of the
             host's.
         num_sharing_cpus: ranks that run on this one's CPUs; None: all of its
@@ -148,14 +147,13 @@ def serve_rank(
     from fastdecode.wire.mpi.control import TheEnd
     from rworker.worker import serve
 
-    name = f"rank {job.rank} on {job.host}"
     if num_threads is None and num_sharing_cpus is not None:
         num_threads = max(1, usable_cpus() // num_sharing_cpus)
     end = None if instances is None else TheEnd(job)
     # It gives signs of life from now on.
     hub, neighbours = _connected(job, instances, end, silence_s)
     state, executor = make_worker(
-        name,
+        f"rank {job.rank} on {job.host}",
         kv_memory_gb=kv_memory_gb,
         num_threads=num_threads,
         num_sharing=launcher.local_size(),
@@ -164,9 +162,7 @@ def serve_rank(
     serve(hub, state, executor, neighbours=neighbours)
     neighbours.close()
     hub.close()
-    if end is not None:
-        end.wait()  # the other instances may go on
-    _leave(job)
+    _leave(job, end)
 
 
 def _connected(
@@ -193,7 +189,10 @@ def _connected(
     return DoorHub(job, s_rank, guests, readers, end), readers
 
 
-def _leave(job: MpiJob) -> NoReturn:
+def _leave(job: MpiJob, end: TheEnd | None) -> NoReturn:
+    """Of several instances none before ``end``: the others may go on."""
+    if end is not None:
+        end.wait()
     if mpi_job.S_RANK in job.dead:
         # It can't say itself that the job has failed, and mpirun doesn't.
         logger.critical(

@@ -14,8 +14,6 @@ import math
 import os
 import resource
 import socket
-import threading
-import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,13 +21,13 @@ from fastdecode.cli.options import EXIT_WORKERS_LOST, add_log_level_option, tell
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.instances import Instances
 from fastdecode.core.errors import ConfigError, imports_for
+from fastdecode.core.host.parents import end_with
 from fastdecode.wire.mpi import job as mpi_job
 from fastdecode.wire.mpi import joining, launcher, leaving
 from fastdecode.wire.mpi.roles import InstanceRanks
 
 logger = logging.getLogger(__name__)
 
-_PARENT_INTERVAL_S = 0.5
 MOST_FILES = 256
 """That an R-worker at an address opens. It needs 50 or so: the others are the
 connections that there may be at a time, of whomever."""
@@ -246,9 +244,7 @@ def _r_worker(args: argparse.Namespace) -> int:
     placed = Instances(instance_ranks=tuple(args.instance_ranks))
     num_sharing = bind_cpus(args.cpus, args.numa_node)
     if args.exit_with_parent:
-        threading.Thread(
-            target=_end_with, args=(os.getppid(),), name="parent-watch", daemon=True
-        ).start()
+        end_with(os.getppid(), "this R-worker")
     if args.bind is None:
         if args.key is not None or args.keep_serving or args.model_hash is not None:
             raise ConfigError("--key, --model-hash and --keep-serving belong to --bind")
@@ -315,12 +311,3 @@ def _zmq_access() -> Any:
     with imports_for("an R-worker at an address"):
         from fastdecode.wire.zmq import access
     return access
-
-
-def _end_with(parent: int) -> None:
-    """End this process when its parent has: it is somebody else's child then."""
-    while os.getppid() == parent:
-        time.sleep(_PARENT_INTERVAL_S)
-    logger.error("the process that started this R-worker has ended, and so does it")
-    logging.shutdown()
-    os._exit(0)

@@ -24,6 +24,8 @@ class Role(Enum):
     CONTROLLER = "controller"
 
 
+MOST_PEERS: Final = {Role.S_WORKER: 8, Role.NEIGHBOUR: 4, Role.READER: 128}
+"""That an R-worker has at a time. Whose caches it serves is its own business."""
 ANYBODY: Final = frozenset(Role)
 OWNERS: Final = frozenset({Role.S_WORKER, Role.NEIGHBOUR})
 S_WORKERS: Final = frozenset({Role.S_WORKER})

@@ -17,12 +17,12 @@ from typing import Final
 from fastdecode.core.errors import ConfigError, Given, WorkerError
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.messages import FromRWorker, ToRWorker
-from fastdecode.wire.traits import Role
+from fastdecode.wire.traits import MOST_PEERS, Role
 from fastdecode.wire.transport import PeerLostError
 from fastdecode.wire.zmq.access import ClusterKey
 from fastdecode.wire.zmq.connection import ZmqConnection
 from fastdecode.wire.zmq.hub import DEFAULT_SILENCE_S
-from fastdecode.wire.zmq.listener import MOST_PEERS, ZmqListener
+from fastdecode.wire.zmq.listener import ZmqListener
 from fastdecode.wire.zmq.neighbours import ZmqNeighbours
 from rworker.stream.links import Neighbours
 

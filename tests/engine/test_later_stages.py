@@ -19,7 +19,9 @@ from fastdecode.engine.fleet.owed import OwedAnswers
 from fastdecode.engine.stages.later import LaterStages
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.wire.inproc import InprocHub, connect
+from fastdecode.wire.kv.kept import KEY_WORDS
 from fastdecode.wire.kv.taking_over import MISSING, TakenOver, TakeOver
+from fastdecode.wire.kv.tiers import Stocked, UseTier
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,
@@ -134,6 +136,58 @@ def test_a_column_is_lost_once_wherever_that_is_told() -> None:
     stages.say(2, done(2, [0, W]))
     assert [column for column, _ in later.take_lost()] == [0]
     assert [one.stage for one in later.take_done()] == [2]
+
+
+def stocked(column: int, is_last: bool = True) -> Stocked:
+    no_keys = np.zeros((0, KEY_WORDS), np.int64)
+    return Stocked(column, 4, no_keys, np.zeros(0, np.int32), is_last)
+
+
+def test_nobody_waits_for_a_lower_tier_of_a_column_that_was_just_lost() -> None:
+    """It is lost while the others start, and nobody has taken that in yet."""
+    stages = Stages()
+    stages.say(1, ColumnLost(W, "worker_lost", "its process has died"))
+    for column in (0, W):
+        stages.later.tell(HolderId(column), UseTier("0" * 64).of_column(column))
+    stages.say(2, stocked(0))
+    stages.say(2, stocked(W))
+    assert stages.owed.any_owed
+    stages.say(1, stocked(0))
+    assert not stages.owed.any_owed
+
+
+def test_what_is_moved_of_a_lost_column_is_not_waited_for() -> None:
+    stages = Stages()
+    stages.later.tell(W, UseTier("0" * 64))
+    stages.say(1, ColumnLost(W, "worker_lost", "its process has died"))
+    assert stages.owed.any_owed
+    stages.later.take_lost()
+    assert not stages.owed.any_owed
+    stages.say(2, stocked(W))  # which it may say all the same
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_stage_that_tells_of_a_lower_tier_that_nobody_asked_for_is_lost(is_last: bool) -> None:
+    stages = Stages()
+    with pytest.raises(WorkerError, match=r"stage 1 is lost: .*Stocked, which nobody asked for"):
+        stages.say(1, stocked(W, is_last))
+    stages = Stages()
+    stages.later.tell(W, UseTier("0" * 64))
+    stages.say(1, stocked(W, is_last=False))
+    stages.say(1, stocked(W))
+    with pytest.raises(WorkerError, match=r"stage 1 is lost: .*Stocked, which nobody asked for"):
+        stages.say(1, stocked(W, is_last))
+
+
+def test_a_stage_may_tell_what_a_void_column_was_asked_for() -> None:
+    """Another stage has lost it, and nobody has taken that in yet."""
+    stages = Stages()
+    stages.later.tell(W, UseTier("0" * 64))
+    stages.links.owed.forget_jobs(1, W)
+    stages.say(2, ColumnLost(W, "worker_lost", "its process has died"))
+    stages.say(1, stocked(W, is_last=False))
+    stages.say(1, stocked(W))
+    assert not stages.owed.any_owed
 
 
 def interrupted(stages: Stages, stage: int) -> None:

@@ -217,6 +217,8 @@ def test_whoever_has_both_roles_is_given_whole_requests_while_it_has_room() -> N
     assert not asked.hands_over and asked.max_tokens == world.requests["a"].max_tokens
     with pytest.raises(ConfigError, match="there is no instance 'p9': they are d0, p0"):
         world.controller.set_role("p9", InstanceRole.DECODE)
+    world.controller.set_role("p0", InstanceRole.BOTH)
+    assert world.controller.num_role_changes == 1
     while world.turn(rng):
         pass
     world.check()

@@ -3,9 +3,15 @@ requests are what they are judged by, and changes reach them while they run."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import select
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +19,7 @@ import pytest
 from instance_processes import instances
 from instance_runs import OPTIONS, answers, params, prompts, requests_of, said
 
-from cost_model.goodput.replanning.asking import Question
+from cost_model.goodput.replanning.asking import Question, question_to_json
 from cost_model.goodput.replanning.roles import Judged, Roles
 from fastdecode import LLM
 from fastdecode.cli.main import main
@@ -23,17 +29,6 @@ from fastdecode.engine.replanning import planner, replanner
 
 SLO = "ttft=5s,tpot=1s"
 WAIT_S = 120.0
-
-
-@pytest.fixture(scope="module")
-def model(tiny_checkpoint: Callable[..., Path]) -> str:
-    return str(tiny_checkpoint("llama"))
-
-
-@pytest.fixture(scope="module")
-def one(model: str) -> Iterator[LLM]:
-    with LLM(model, **OPTIONS) as llm:
-        yield llm
 
 
 def flipping(llm: LLM, names: list[str], every_s: float = 1.0) -> Callable[[], None]:
@@ -217,9 +212,38 @@ def test_a_planner_answers_what_would_be_answered_here() -> None:
 
 
 def wait(one: planner.Planner) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not one.is_over:
-        assert time.monotonic() < end_s, "the planner never ends"
+    assert one._process is not None
+    one._process.wait(WAIT_S)
+    assert one.is_over
+
+
+ASKS = """
+import sys, time
+from cost_model.goodput.replanning.asking import question_from_json
+from fastdecode.engine.replanning import planner
+planner._BOOT = planner._BOOT.replace("main()", "import threading; threading.Event().wait()")
+one = planner.Planner(time.monotonic)
+one.ask(question_from_json(sys.argv[1]))
+print(one._process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_planner_ends_with_its_controller() -> None:
+    """Which is killed while it is being answered."""
+    command = [sys.executable, "-c", ASKS, question_to_json(question())]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as controller:
+        assert controller.stdout is not None
+        pid = int(controller.stdout.readline())
+        planning = os.pidfd_open(pid)
+        try:
+            assert not select.select([planning], [], [], 0.0)[0]
+            controller.kill()
+            assert select.select([planning], [], [], WAIT_S)[0], "the planner lives on"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.close(planning)
 
 
 def question() -> Question:

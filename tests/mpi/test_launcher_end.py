@@ -13,6 +13,7 @@ import psutil
 import pytest
 from mpi_launch import mpirun, needs_mpi, open_mpi_options, run
 
+from fastdecode.wire.mpi import launcher, launcher_end
 from fastdecode.wire.mpi.launcher_end import end, ranks_of, see_off
 
 DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); input()"
@@ -66,6 +67,10 @@ def test_one_that_ends_by_itself_is_waited_for(hanging: psutil.Popen) -> None:
 
 def test_what_started_us_is_not_ended_unless_it_is_a_launcher() -> None:
     assert see_off(names=()) is None and see_off() is None
+
+
+def test_ranks_are_known_by_the_same_variables_everywhere() -> None:
+    assert launcher_end.RANK_VARIABLES == launcher.RANK_VARIABLES
 
 
 RANKS = """

@@ -95,7 +95,9 @@ def test_tokens_are_those_of_one_engine(
 ) -> None:
     job = Job(tmp_path, model, *instances)
     write_prompts(job.source, 24, n=n)
-    counted = job.check(run(job.command, timeout_s=240.0, **PATHS))
+    outcome = run(job.command, timeout_s=240.0, **PATHS)
+    counted = job.check(outcome)
+    assert "has lost its controller" not in outcome.output
     assert counted["moved"] == counted["failed_fetches"] == 0
     assert counted["handed_over"] > 0 and counted["fetched_bytes"] > 0
 

@@ -20,12 +20,13 @@ from pulling import TIMEOUT_S, Host, Hosts
 from stream_suite import ALL_KV, KV, NUM_BLOCKS
 
 from examples import examples
+from fastdecode.core.clock import Clock
 from fastdecode.core.spec import KVSpec
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.kv.chunks import ChunkForm, FetchedChunk
 from fastdecode.wire.kv.handing import Gone, Offer, OnOffer, ReadOffer, ViewOffer
 from fastdecode.wire.messages import PROTOCOL_VERSION, Accepted, Failed, ForkSequence
-from rworker.pulling.turns import ATTENDING_S
+from rworker.pulling.turns import ATTENDING_S, SHARE, Turns
 from rworker.stream.links import REACH_S
 
 
@@ -237,29 +238,47 @@ class Ticking:
         return self.now_s
 
 
-def test_what_is_fetched_gives_way_to_what_is_attended() -> None:
+class RecordedTurns(Turns):
+    """Keeps how long each unit took."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self._now = clock
+        self.units: list[float] = []
+
+    def worked(self, began_s: float, *, gives_way: bool) -> None:
+        self.units.append(self._now() - began_s)
+        super().worked(began_s, gives_way=gives_way)
+
+
+def test_what_is_fetched_gives_way_to_what_is_attended(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a layer attended again and again, fetching takes its share of the time;
     without, and at a pace that somebody gave, all that it likes."""
     spent: dict[str, float] = {}
+    units: dict[str, list[float]] = {}
     for way in ("alone", "attending", "paced"):
         hosts, clock = Hosts(), Ticking()
         one, other = hosts.add("p", KV), hosts.add("d", KV)
-        other.behind._pulls._clock = other.behind._pulls.turns._clock = clock
+        turns = RecordedTurns(clock)
+        other.behind._pulls._clock = clock
+        monkeypatch.setattr(other.behind._pulls, "turns", turns)
         one.fill(3, 40, seed=1)
         one.offer(3, given := ticket())
         other.open(3, 40)
         other.pull(3, 40, one.source(given, 40), bytes_per_s=1e14 * (way == "paced"))
-        began_s, worked_s = clock.now_s, 0.0
+        began_s = clock.now_s
         while not (told := other.news()):
             one.turn()
             if way != "alone":
                 other.behind.attended()
-            before_s = clock.now_s
             other.turn()
-            worked_s += clock.now_s - before_s
             clock.now_s += 1e-3  # of whatever else
         assert not told[0].reason and other.holds(3, 40, seed=1)
         spent[way] = clock.now_s - began_s
+        units[way] = turns.units
+    # Nothing is to rest for behind the last one.
+    share = {way: sum(units[way][:-1]) / spent[way] for way in spent}
+    assert 0 < share["attending"] <= SHARE < min(share["alone"], share["paced"])
     assert spent["alone"] == pytest.approx(spent["paced"], rel=0.3)
     assert spent["attending"] > 2 * spent["alone"]
 

@@ -75,7 +75,8 @@ class Watch:
         self._over.append((now_s, seen))
 
     def due(self, now_s: float) -> Due | None:
-        """Whether the roles are to be looked at, which ``decided`` ends."""
+        """Whether the roles are to be looked at, which ``decided`` or ``put_off``
+        ends."""
         if self._is_asked or now_s < self._looks_s:
             return None
         self._looks_s = now_s + self.rules.window_s / _LOOKS
@@ -108,6 +109,10 @@ class Watch:
             self.better = judged.best
             self._looks_s = now_s
         return is_sure
+
+    def put_off(self) -> None:
+        """Nothing was looked at: it is due again soon, if it still is then."""
+        self._is_asked = False
 
     def _begin_anew(self, now_s: float) -> None:
         """Nothing that was seen before counts any more."""

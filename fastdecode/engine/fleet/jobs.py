@@ -40,6 +40,10 @@ class OwedJobs:
         """A peer has a job, and tells when it is over."""
         self._of[index][job] = self._clock()
 
+    def has(self, index: int, job: int) -> bool:
+        """Whether a peer has a job."""
+        return job in self._of[index]
+
     def end(self, index: int, jobs: Callable[[int], bool]) -> bool:
         """A peer has none of these jobs any more. Whether it had any."""
         found = [job for job in self._of[index] if jobs(job)]

@@ -214,10 +214,11 @@ class Controller:
         Raises:
             ConfigError: there is none of that name.
         """
+        before = list(self.desk.members.roles)
         if not self.desk.set_role(name, role):
             names = ", ".join(each.name for each in self.desk.instances)
             raise ConfigError(f"there is no instance {name!r}: they are {names}")
-        self.num_role_changes += 1
+        self.num_role_changes += self.desk.members.roles != before
         self._check_waiting()
 
     def _check_waiting(self) -> None:

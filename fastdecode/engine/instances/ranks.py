@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import get_args
 
+from fastdecode.core.clock import Clock
 from fastdecode.core.config.instances import Instances
 from fastdecode.core.errors import ConfigError, Given, ProtocolError, WorkerError
-from fastdecode.engine.instances.lines import FromInstance, welcome_of
+from fastdecode.engine.instances.lines import FromInstance, LinesHub, welcome_of
+from fastdecode.engine.stages.links import LOADING_TIMEOUT_S
 from fastdecode.wire.instances.messages import (
     InstanceHello,
     InstanceSays,
@@ -18,7 +21,7 @@ from fastdecode.wire.mpi.control import ControlHub
 from fastdecode.wire.mpi.job import MpiJob
 from fastdecode.wire.mpi.roles import InstanceRanks
 from fastdecode.wire.mpi.siblings import end_ranks
-from fastdecode.wire.transport import PeerLostError
+from fastdecode.wire.transport import TIMEOUT, PeerLostError
 
 
 def check_job(instances: Instances, job: MpiJob) -> InstanceRanks:
@@ -66,30 +69,59 @@ class RankHub(ControlHub[ToInstance, FromInstance]):
     def greet_all(
         self, hello: InstanceHello, timeout_s: float
     ) -> tuple[dict[int, InstanceWelcome], dict[int, WorkerError]]:
-        """See ``LinesHub``. They are waited for as long as they live: models take
-        a while to load."""
-        welcomes: dict[int, InstanceWelcome] = {}
-        failed: dict[int, WorkerError] = {}
-        for number, line in enumerate(self.connections):
-            try:
-                line.send(hello)
-            except WorkerError as error:
-                failed[number] = error
-        while len(welcomes) + len(failed) < len(self.connections):
-            try:
-                number, answer = self.receive_any(None)
-            except PeerLostError as lost:
-                welcomes.pop(lost.index, None)
-                failed[lost.index] = lost
-                continue
-            if number in welcomes and not isinstance(answer, Failed):
-                continue  # how it is, while others load their models
-            welcomes.pop(number, None)
-            try:
-                welcome = welcome_of(self.connections[number], hello, answer)
-                if welcome is None:
-                    raise ProtocolError("serves another controller, which can't be")
-                welcomes[number] = welcome
-            except (WorkerError, ProtocolError) as error:
-                failed[number] = WorkerError(error.message, code=error.code)
-        return welcomes, failed
+        """See ``LinesHub``. They have as long to load their models as stages
+        have."""
+        return greet_ranks(self, hello, max(timeout_s, LOADING_TIMEOUT_S))
+
+
+def greet_ranks(
+    hub: LinesHub, hello: InstanceHello, patience_s: float, clock: Clock = time.monotonic
+) -> tuple[dict[int, InstanceWelcome], dict[int, WorkerError]]:
+    """What those say within ``patience_s`` who live; why others aren't there."""
+    welcomes: dict[int, InstanceWelcome] = {}
+    failed: dict[int, WorkerError] = {}
+    end_s = clock() + patience_s
+    for number, line in enumerate(hub.connections):
+        try:
+            line.send(hello)
+        except WorkerError as error:
+            failed[number] = error
+    while missing := [i for i in range(len(hub.connections)) if i not in {**welcomes, **failed}]:
+        left_s = end_s - clock()
+        if left_s <= 0:
+            _give_up(hub, missing, patience_s, failed)
+            break
+        try:
+            number, answer = hub.receive_any(left_s)
+        except PeerLostError as lost:
+            welcomes.pop(lost.index, None)
+            failed[lost.index] = lost
+            continue
+        except WorkerError as error:
+            if error.code != TIMEOUT:
+                raise
+            continue
+        if number in welcomes and not isinstance(answer, Failed):
+            continue  # how it is, while others load their models
+        welcomes.pop(number, None)
+        try:
+            welcome = welcome_of(hub.connections[number], hello, answer)
+            if welcome is None:
+                raise ProtocolError("serves another controller, which can't be")
+            welcomes[number] = welcome
+        except (WorkerError, ProtocolError) as error:
+            failed[number] = WorkerError(error.message, code=error.code)
+    return welcomes, failed
+
+
+def _give_up(
+    hub: LinesHub, missing: list[int], patience_s: float, failed: dict[int, WorkerError]
+) -> None:
+    """These live, and haven't said in time what they are."""
+    for number in missing:
+        why = (
+            f"{hub.connections[number].peer} lives, but hasn't loaded its model in "
+            f"{patience_s:g} s: see its own output for what it waits for"
+        )
+        failed[number] = WorkerError(why, code=TIMEOUT)
+        hub.give_up(number)

@@ -29,7 +29,7 @@ from fastdecode.wire.instances.messages import (
 )
 from fastdecode.wire.instances.told import delta_to_json, request_from_json
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
-from fastdecode.wire.transport import Connection, PeerLostError
+from fastdecode.wire.transport import CLOSED, Connection, PeerLostError
 
 logger = logging.getLogger(__name__)
 
@@ -263,7 +263,10 @@ class InstanceServing:
         self._is_ending = self._is_ending or self._only_once
         if peer != self._controller:
             return
-        logger.warning("instance %s has lost its controller: %s", self._welcome.name, error)
+        if self._only_once and error.code == CLOSED:
+            logger.info("instance %s is let go: %s", self._welcome.name, error)
+        else:
+            logger.warning("instance %s has lost its controller: %s", self._welcome.name, error)
         self._controller, self._turn = None, None
         for reader in self._readers.values():
             self._service.forgetting(reader)()

@@ -15,10 +15,12 @@ from fastdecode.core.clock import Clock
 from fastdecode.wire.mpi.launcher import without_launcher
 
 ANSWERS_WITHIN_S = 600.0
-# The child looks for modules where we do, and nowhere else.
+# The child looks for modules where we do, and nowhere else; nobody else would end
+# it, should we be killed.
 _BOOT = (
-    "import sys; sys.path[:] = sys.argv[1:]; from cost_model.goodput.replanning.asking import "
-    "main; main()"
+    "import sys; sys.path[:] = sys.argv[2:]; from fastdecode.core.host.parents import end_with; "
+    "end_with(int(sys.argv[1]), 'the planner'); "
+    "from cost_model.goodput.replanning.asking import main; main()"
 )
 
 
@@ -45,7 +47,7 @@ class Planner:
             self._answer = tempfile.TemporaryFile()  # noqa: SIM115  (until it is read)
             self._asked_s = self._clock()
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _BOOT, *sys.path],
+                [sys.executable, "-I", "-c", _BOOT, str(os.getpid()), *sys.path],
                 stdin=asked,
                 stdout=self._answer,
                 stderr=subprocess.DEVNULL,

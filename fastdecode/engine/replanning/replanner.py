@@ -125,7 +125,7 @@ class Replanner:
     def _ask(self, due: Due) -> None:
         question = self._question(due)
         if question is None:
-            self._watch.decided(self._clock(), due, None)
+            self._watch.put_off()
             return
         self.num_looks += 1
         try:

@@ -87,7 +87,7 @@ class LaterStages:
         self.tiers.ask(column, message)
         job = job_of(message)
         for stage in self.token_stages:
-            if job is not None:
+            if job is not None and stage not in self.losses.stages_of(column):
                 self._links.owed.begin(stage, column, job)
             own = message.of_stage(stage) if isinstance(message, UseTier) else message
             self._links.send(stage, own.for_holder(column))
@@ -123,6 +123,9 @@ class LaterStages:
             self.rooms.forget(column, own=own)
             self.takings.forget(column, own=own)
             self.tiers.forget(column)
+            if column in self.losses.over:  # nobody waits for what it works at
+                for stage in self.token_stages:
+                    self._links.owed.forget_jobs(stage, column)
         return [(column, error) for column, (error, _) in lost.items()]
 
     def lost_r_workers(
@@ -180,12 +183,14 @@ class LaterStages:
             check(news, self._links.num_columns)
         except ProtocolError as lie:
             raise self._links.loss(stage, lie) from None
-        is_over = isinstance(news, Moved) or news.is_last
-        if is_over and not self._links.owed.end(stage, news.holder, number_of(news)):
-            if news.holder in self.losses.over:
+        owed, job = self._links.owed, number_of(news)
+        if not owed.has(stage, news.holder, job):
+            if news.holder in self.losses.over or news.holder in self.losses.void:
                 return
             text = f"it sent {type(news).__name__}, which nobody asked for"
             raise self._links.loss(stage, ProtocolError(text))
+        if isinstance(news, Moved) or news.is_last:
+            owed.end(stage, news.holder, job)
         self.tiers.take(stage, news)
 
     def _take(self, stage: int, answer: FromAnyStage) -> None:

@@ -68,10 +68,14 @@ class OwedByStages:
         """A stage's R-worker of a column has a job."""
         self._owed.jobs.begin(self._index(stage), self._number(column, job))
 
-    def end(self, stage: int, column: int, job: int) -> bool:
-        """That one is over. False: it had no such job."""
+    def has(self, stage: int, column: int, job: int) -> bool:
+        """Whether a stage's R-worker of a column has a job."""
+        return self._owed.jobs.has(self._index(stage), self._number(column, job))
+
+    def end(self, stage: int, column: int, job: int) -> None:
+        """That one is over."""
         number = self._number(column, job)
-        return self._owed.jobs.end(self._index(stage), lambda each: each == number)
+        self._owed.jobs.end(self._index(stage), lambda each: each == number)
 
     def forget_jobs(self, stage: int, column: int) -> None:
         """A stage's R-worker of a column is lost."""

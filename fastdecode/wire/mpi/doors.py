@@ -9,20 +9,25 @@ over a line that is over never comes in over another.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 import time
 from collections.abc import Iterable
 from typing import Final, get_args
 
 from fastdecode.core.errors import WorkerError
-from fastdecode.wire.messages import FromRWorker, ToRWorker
+from fastdecode.wire.messages import Failed, FromRWorker, ToRWorker
 from fastdecode.wire.mpi.connection import MpiConnection
 from fastdecode.wire.mpi.control import TheEnd
 from fastdecode.wire.mpi.hub import PULSE_S, MpiHub
 from fastdecode.wire.mpi.job import DEFAULT_TAG, KNOCK_TAG, LINK_TAGS, MpiJob
 from fastdecode.wire.mpi.library import MPI
 from fastdecode.wire.mpi.neighbours import link_tag, other_rank
+from fastdecode.wire.traits import MOST_PEERS, Role
 from fastdecode.wire.transport import TIMEOUT, closed_error
+
+logger = logging.getLogger(__name__)
 
 _LOOK_S: Final = 1e-3
 _TAKE_IN_S: Final = 0.05
@@ -31,6 +36,7 @@ _LEAVING_S: Final = 5.0
 """That an S-worker may take to leave once rank 0 has; or it hangs."""
 _KNOCK_BYTES: Final = 4
 _NUM_LINES: Final = len(LINK_TAGS) // 2
+_MOST_READERS: Final = MOST_PEERS[Role.READER]
 
 
 class Reading:
@@ -159,6 +165,9 @@ class DoorHub(MpiHub[FromRWorker, ToRWorker]):
         end: TheEnd,
     ) -> None:
         self._guests = [*guests]
+        self._lines: dict[tuple[int, int], MpiConnection[FromRWorker, ToRWorker]] = {}
+        """That are open, by the reader's rank and its line."""
+        self._liars: set[int] = set()
         self._readers = readers
         self._end = end
         self._ended_s: float | None = None
@@ -177,12 +186,30 @@ class DoorHub(MpiHub[FromRWorker, ToRWorker]):
         if now - self._looked_s >= _LOOK_S:
             self._looked_s = now
             for rank, line in self._knocks():
-                self.add(rank, f"the reader at rank {rank}", tag=link_tag(line))
+                self._open(rank, line)
         if now - self._took_in_s >= _TAKE_IN_S:
             self._took_in_s = now
             self._readers.take_in()
             self._look_for_the_end(now)
         return super()._look_at_all()
+
+    def _open(self, rank: int, line: int) -> None:
+        """A reader has knocked: it is served, if it may be and there is room."""
+        self._lines = {each: line for each, line in self._lines.items() if not line.is_over}
+        is_its_own = line < _NUM_LINES and line % 2 == (rank < self._job.rank)
+        if not is_its_own or (rank, line) in self._lines:
+            if rank not in self._liars:
+                self._liars.add(rank)
+                logger.warning("rank %d knocks for line %d, which it can't have", rank, line)
+            return
+        connection = self.add(rank, f"the reader at rank {rank}", tag=link_tag(line))
+        if len(self._lines) < _MOST_READERS:
+            self._lines[rank, line] = connection
+            return
+        busy = f"it serves {len(self._lines)} readers"
+        with contextlib.suppress(WorkerError):  # it is gone
+            connection.send(Failed(f"rank {self._job.rank}", "busy", busy))
+        connection.close()
 
     def _look_for_the_end(self, now: float) -> None:
         """Raises WorkerError: it came a while ago, and the S-worker doesn't leave."""

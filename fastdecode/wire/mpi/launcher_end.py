@@ -27,7 +27,8 @@ NAMES: Final = ("mpirun", "mpiexec", "orterun", "prterun")
 well, as srun's, isn't ours to end."""
 PATIENCE_S: Final = 20.0
 TERMINATING_S: Final = 5.0
-RANK_VARIABLES: Final = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+RANK_VARIABLES: Final = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK")
+"""As ``launcher`` has them."""
 
 
 def see_off(names: tuple[str, ...] = NAMES) -> int | None:

@@ -149,8 +149,6 @@ def _exit_later(exit_code: int, timeout_s: float, *, end_job: bool = False) -> t
             to; and the launcher, should that hang. It may end this process
             before the time is over, and nobody else.
     """
-    if end_job:
-        launcher_end.see_off()
 
     def give_up() -> None:
         logger.warning("MPI doesn't let this rank go; it leaves all the same")
@@ -161,6 +159,8 @@ def _exit_later(exit_code: int, timeout_s: float, *, end_job: bool = False) -> t
     timer = threading.Timer(timeout_s, give_up)
     timer.daemon = True
     timer.start()
+    if end_job:  # which looks at processes, and starts one: that may hang, too
+        launcher_end.see_off()
     return timer
 
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from fastdecode.wire.mpi.launcher import RANK_VARIABLES
+
 _PROC = Path("/proc")
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 _STOPPED = ("T", "t")  # by a signal; by whoever traces it
 _ENDED = ("Z", "X", "x")
 
@@ -167,4 +168,4 @@ def _rank(environ: Path) -> str:
     variables = dict(
         entry.partition("=")[::2] for entry in environ.read_text(errors="replace").split("\0")
     )
-    return next((variables[name] for name in _RANK_VARIABLES if name in variables), "")
+    return next((variables[name] for name in RANK_VARIABLES if name in variables), "")

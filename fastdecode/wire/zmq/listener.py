@@ -16,7 +16,7 @@ from fastdecode.wire import codec
 from fastdecode.wire.instances.messages import InstanceHello
 from fastdecode.wire.messages import FromRWorker, Greeting, Hello, Message, ToRWorker
 from fastdecode.wire.patience import Pump
-from fastdecode.wire.traits import Role
+from fastdecode.wire.traits import MOST_PEERS, Role
 from fastdecode.wire.transport import PeerLostError, timeout_error
 from fastdecode.wire.zmq.access import ClusterKey, check_address
 from fastdecode.wire.zmq.connection import ReceiveT, SendT, ZmqConnection
@@ -26,8 +26,6 @@ from fastdecode.wire.zmq.places import Peer, Places
 from fastdecode.wire.zmq.strangers import Strangers
 
 _ZAP_DOMAIN: Final = "fastdecode"
-MOST_PEERS: Final = {Role.S_WORKER: 8, Role.NEIGHBOUR: 4, Role.READER: 128}
-"""That an R-worker has at a time. Whose caches it serves is its own business."""
 _PUMP_INTERVAL_S: Final = 0.01
 _FRAMES_A_TURN: Final = 256
 _GREETINGS: Final = (*get_args(Greeting), InstanceHello)

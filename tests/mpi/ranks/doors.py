@@ -8,11 +8,12 @@ import time
 
 from fastdecode.core.errors import WorkerError
 from fastdecode.wire.kv.handing import Gone, ViewOffer
-from fastdecode.wire.messages import PROTOCOL_VERSION
+from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
 from fastdecode.wire.mpi import joining, leaving
 from fastdecode.wire.mpi.control import TheEnd
 from fastdecode.wire.mpi.doors import DoorHub, RankReaders, Reading
 from fastdecode.wire.mpi.job import MpiJob
+from fastdecode.wire.traits import MOST_PEERS, Role
 from fastdecode.wire.transport import PeerLostError
 
 ROUNDS = 12
@@ -24,6 +25,7 @@ SILENCE_S = 10.0
 
 class RWorker:
     def __init__(self, job: MpiJob) -> None:
+        self.job = job
         self.other = 3 - job.rank
         self.readers = RankReaders(job, SILENCE_S)
         self.end = TheEnd(job)
@@ -61,6 +63,32 @@ class RWorker:
         assert isinstance(answer, Gone)
         return answer.reason
 
+    def knock_too_often(self) -> None:
+        """What can't be is ignored, and of too many readers the last are refused."""
+        mine = range(1001, 2**14, 2)
+        for number in (1 << 31, 2**14 - 1, mine[0] + 1, mine[0], mine[0]):
+            self.readers._knock(self.other, number)
+        for number in mine[1 : MOST_PEERS[Role.READER]]:
+            self.readers._knock(self.other, number)
+        line = self.readers.connect(f"rank {self.other}", 0)
+        end_s = time.monotonic() + 30.0
+        while not isinstance(answer := line.poll(), Failed):
+            assert answer is None and time.monotonic() < end_s, "it isn't refused"
+            self.serve()
+        assert answer.code == "busy", answer
+        line.close()
+        with self.job.lock:
+            self.job.comm.Send(b"over", self.other, 7)
+
+    def serve_knocks(self) -> None:
+        end_s, is_over = time.monotonic() + 30.0, False
+        while not is_over:
+            assert time.monotonic() < end_s, "the other one knocks for ever"
+            self.serve()
+            with self.job.lock:
+                is_over = self.job.comm.Iprobe(self.other, 7)
+        assert len(self.door._lines) == MOST_PEERS[Role.READER]
+
 
 def main() -> None:
     job = joining.join()
@@ -74,6 +102,10 @@ def main() -> None:
             worker.serve()
         places = len(worker.door.connections), len(worker.readers._hub.connections)
         assert max(places) <= 1 + AHEAD, places
+        if job.rank == 1:
+            worker.knock_too_often()
+        else:
+            worker.serve_knocks()
         print(f"rank {job.rank} has read and been read", flush=True)
         worker.readers.close()
         worker.door.close()
