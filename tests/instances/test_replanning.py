@@ -32,8 +32,10 @@ WAIT_S = 120.0
 
 
 def flipping(llm: LLM, names: list[str], every_s: float = 1.0) -> Callable[[], None]:
-    """Gives one instance after the other another role, each second."""
-    turns = zip(itertools.cycle(names), itertools.cycle(InstanceRole))
+    """Gives one instance after the other another role, each second; some run
+    prompts at any time, and some decode."""
+    roles, num = list(InstanceRole), len(names)
+    turns = ((names[i % num], roles[(i + i // num) % len(roles)]) for i in itertools.count())
     next_s = time.monotonic()
 
     def tick() -> None:
