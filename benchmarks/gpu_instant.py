@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ class InstantFleet:
     def __init__(self) -> None:
         self.lost: dict[int, Any] = {}
         self.kept_by_gone: list[int] = []
-        self.moved: tuple[()] = ()
+        self.moves = SimpleNamespace(of_tiers=())
         self._answers: deque[tuple[int, AttendResult]] = deque()
         self._pool = BufferPool()
         self._o: dict[tuple[int, ...], np.ndarray] = {}

@@ -200,7 +200,7 @@ class Executor:
                 self._fleet.lose(holder, ProtocolError(answer))
             else:
                 self.tell(event_for(news, self._fleet.peer(holder)))
-        for moved in self._fleet.take_moved():
+        for moved in self._fleet.moves.take_tiers():
             if isinstance(moved, Pulled):
                 self._stats.fetched_bytes += moved.num_bytes
                 self._stats.fetch_s += moved.seconds

@@ -15,7 +15,9 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.deadlines import Deadlines
+from fastdecode.engine.fleet.keepers import Keepers
 from fastdecode.engine.fleet.owed import OwedAnswers
+from fastdecode.engine.fleet.unasked import Unasked
 from fastdecode.engine.stages.later import LaterStages
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.wire.inproc import InprocHub, connect
@@ -64,7 +66,10 @@ class Stages:
         deadlines = Deadlines(60.0, clock=self.clock)
         self.owed = OwedAnswers(4, deadlines, lambda index: None)
         self.links.join(self.owed, 2)
-        self.later = LaterStages(self.links, lambda holder, message: self.told.append(message))
+        unasked = Unasked(Keepers(2), lambda index, lie: None)
+        self.later = LaterStages(
+            self.links, lambda holder, message: self.told.append(message), unasked
+        )
 
     def say(self, stage: int, message: Any) -> None:
         """A stage says this, and the first one takes it in."""

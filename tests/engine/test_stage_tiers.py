@@ -16,6 +16,8 @@ from examples import TRIES_ALL
 from fastdecode import LLM
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
+from fastdecode.engine.fleet.keepers import Keepers
+from fastdecode.engine.fleet.unasked import Unasked
 from fastdecode.engine.stages.tiers import ColumnTiers, check
 from fastdecode.wire.kv.kept import keys_of, words_of
 from fastdecode.wire.kv.tiers import DropBlocks, Fetching, Moved, Stocked, StoreBlocks
@@ -104,16 +106,14 @@ class Column:
 
     def __init__(self) -> None:
         self.told: list[tuple[int, list[bytes]]] = []
-        self.tiers = ColumnTiers((0, 1), self._tell)
+        self.tiers = ColumnTiers((0, 1), self._tell, Unasked(Keepers(1), lambda index, lie: None))
 
     def _tell(self, stage: int, column: HolderId, message: Any) -> None:
         assert column == W and isinstance(message, DropBlocks)
         self.told.append((stage, keys_of(message.keys)))
 
     def news(self) -> list[Any]:
-        news = list(self.tiers.news)
-        self.tiers.news.clear()
-        return news
+        return list(self.tiers.take_tiers())
 
 
 def moved(job: int, *failed: bytes) -> Moved:

@@ -165,15 +165,7 @@ class EngineConfig:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError("model is empty: give the path of a Hugging Face model directory")
         self._check_of_this_process()
-        if self.cache.cache_memory_gb is not None and self.r_part.kv_placement not in (
-            "gpu",
-            "auto",
-        ):
-            raise ConfigError(
-                Given("cache_memory_gb", self.cache.cache_memory_gb),
-                " is for KV on the device, whose lower tier the host's memory is: choose ",
-                Given("kv_placement", "gpu"),
-            )
+        self._check_host_tier()
         if self.s_part.pp > 1:
             self._check_beside("pp", _WITH_STAGES, _OF_STAGES)
         if self.s_part.prompt_pp:
@@ -212,6 +204,15 @@ class EngineConfig:
                 " isn't there with ",
                 Given("kv_placement", self.r_part.kv_placement),
                 " yet: leave one of the two out, or keep KV on one side (r, gpu)",
+            )
+
+    def _check_host_tier(self) -> None:
+        kept_gb = self.cache.cache_memory_gb
+        if kept_gb is not None and self.r_part.kv_placement not in ("gpu", "auto"):
+            raise ConfigError(
+                Given("cache_memory_gb", kept_gb),
+                " is for KV on the device, whose lower tier the host's memory is: choose ",
+                Given("kv_placement", "gpu"),
             )
 
     def _check_no_spares(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 from fastdecode.core.clock import Clock
@@ -19,10 +19,10 @@ from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.keepers import Keepers
 from fastdecode.engine.fleet.peers import Peers, RConnection, RHub
+from fastdecode.engine.fleet.unasked import Unasked
 from fastdecode.engine.stages.later import LaterStages
 from fastdecode.engine.stages.links import StageLinks
-from fastdecode.engine.stages.rooms import FIRST
-from fastdecode.wire.kv.handing import MoveNews
+from fastdecode.engine.stages.tiers import ColumnTiers
 from fastdecode.wire.messages import Answer, Hello, ToRWorker
 
 
@@ -71,8 +71,12 @@ class Fleet:
         """What they owe, and when they were heard, by their connections' index."""
         self.later: LaterStages | None = None
         """The stages behind this one, if this is the first."""
+        self.moves: Unasked | ColumnTiers = self.unasked
+        """What holders have said of what they have moved: of columns, once all of
+        their R-workers have."""
         if stages is not None and not stages.is_asked:
-            self.later = LaterStages(stages, self._send)
+            self.later = LaterStages(stages, self._send, self.unasked)
+            self.moves = self.later.tiers
         self.told_first: tuple[ToRWorker, ...] = ()
         """What whoever comes in the place of a lost R-worker is told first."""
 
@@ -161,24 +165,6 @@ class Fleet:
         if self.later.rooms.has_answers:
             return self.later.rooms.next_answer()
         return self.later.joined(self._peers.receive(most_s=most_s))
-
-    @property
-    def moved(self) -> Sequence[MoveNews]:
-        """What holders have said of what they have moved, and wasn't taken; of a
-        column, once all of its R-workers have."""
-        if self.later is None:
-            return self.unasked.of_tiers
-        for news in self.unasked.take_tiers():
-            self.later.tiers.take(FIRST, news)
-        return self.later.tiers.news
-
-    def take_moved(self) -> list[MoveNews]:
-        """The same; told once."""
-        if self.later is None:
-            return self.unasked.take_tiers()
-        told = list(self.moved)
-        self.later.tiers.news.clear()
-        return told
 
     def look(self) -> None:
         """Find out who has gone, while nobody owes an answer."""

@@ -51,7 +51,7 @@ def use_tiers(fleet: Fleet, identity: str, holders: Iterable[HolderId]) -> tuple
         fleet.send(holder, message if fleet.later is None else message.of_column(holder))
     while fleet.is_owed:
         fleet.receive()
-    told = [news for news in fleet.moved if isinstance(news, Stocked)]
+    told = [news for news in fleet.moves.of_tiers if isinstance(news, Stocked)]
     num_slots = sum(news.num_slots for news in told if news.is_last)
     return num_slots, sum(len(news.keys) for news in told)
 

@@ -40,29 +40,19 @@ class OwedJobs:
         """A peer has a job, and tells when it is over."""
         self._of[index][job] = self._clock()
 
-    def has(self, index: int, job: int) -> bool:
-        """Whether a peer has a job."""
-        return job in self._of[index]
-
-    def end(self, index: int, jobs: Callable[[int], bool]) -> bool:
-        """A peer has none of these jobs any more. Whether it had any."""
-        found = [job for job in self._of[index] if jobs(job)]
-        for job in found:
-            del self._of[index][job]
-        return bool(found)
-
-    def take(self, index: int, news: MoveNews) -> bool:
-        """A peer tells of a job; whether it was to."""
-        number, jobs = number_of(news), self._of[index]
+    def take(self, index: int, news: MoveNews, number: int | None = None) -> bool:
+        """A peer tells of a job; whether it was to. ``number``: under which the
+        job was begun, if that isn't its own."""
+        number, jobs = number_of(news) if number is None else number, self._of[index]
         if number not in jobs:
             return False
         if isinstance(news, Moved | Pulled) or (isinstance(news, Stocked) and news.is_last):
             del jobs[number]
         return True
 
-    def forget(self, index: int) -> None:
-        """A peer has none any more."""
-        self._of[index].clear()
+    def forget(self, index: int, which: Callable[[int], bool] = lambda job: True) -> None:
+        """A peer has none of these any more."""
+        self._of[index] = {job: s for job, s in self._of[index].items() if not which(job)}
 
 
 def job_of(message: ToRWorker) -> int | None:

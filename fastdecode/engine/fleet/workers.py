@@ -115,7 +115,8 @@ class Reached:
             return list(self.group_lost.values())
         lost = {(0, column): error for column, error in fleet.gone.items()}
         if fleet.later is not None:
-            lost.update(fleet.later.lost_r_workers(lost))
+            later = fleet.later
+            lost.update(later.losses.of_r_workers(lost, later.token_stages))
         return list(lost.values())
 
     @property

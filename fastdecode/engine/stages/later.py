@@ -9,7 +9,8 @@ from typing import TypeAlias
 
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.jobs import job_of, number_of
+from fastdecode.engine.fleet.jobs import job_of
+from fastdecode.engine.fleet.unasked import Unasked
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.engine.stages.losses import ColumnLosses
 from fastdecode.engine.stages.rooms import FIRST, ColumnRooms
@@ -17,7 +18,7 @@ from fastdecode.engine.stages.takings import ColumnTakings
 from fastdecode.engine.stages.tiers import ColumnTiers, StageMoved, check
 from fastdecode.wire.kv.reserving import Accepted, Refused, Reserving
 from fastdecode.wire.kv.taking_over import TakenOver, TakeOver
-from fastdecode.wire.kv.tiers import Moved, UseTier
+from fastdecode.wire.kv.tiers import UseTier
 from fastdecode.wire.messages import Answer, ToRWorker
 from fastdecode.wire.stages import (
     ColumnInterrupted,
@@ -42,9 +43,10 @@ class LaterStages:
     Args:
         links: to all of them.
         tell_own: tells the first stage's R-workers what isn't answered.
+        unasked: what those say of what they have moved.
     """
 
-    def __init__(self, links: StageLinks, tell_own: TellOwn) -> None:
+    def __init__(self, links: StageLinks, tell_own: TellOwn, unasked: Unasked) -> None:
         self._links = links
         self._tell_own = tell_own
         self.token_stages = tuple(x for x in links.later if x < links.first_prompt_stage)
@@ -58,7 +60,7 @@ class LaterStages:
         """What is lost of them."""
         self.takings = ColumnTakings(num_stages, self._tell)
         """Columns that neighbours are asked to go on for."""
-        self.tiers = ColumnTiers((FIRST, *self.token_stages), self._tell)
+        self.tiers = ColumnTiers((FIRST, *self.token_stages), self._tell, unasked)
         """What they have moved to lower tiers, and back."""
         self._done: list[StageDone] = []
         self._welcomes: dict[int, StageWelcome] = {}
@@ -128,18 +130,6 @@ class LaterStages:
                     self._links.owed.forget_jobs(stage, column)
         return [(column, error) for column, (error, _) in lost.items()]
 
-    def lost_r_workers(
-        self, own: Collection[tuple[int, int]]
-    ) -> dict[tuple[int, int], WorkerError]:
-        """Why those are lost that later stages have lost, by stage and column.
-        ``own``: those of the first one. A prompt stage speaks of others' R-workers:
-        it counts where these haven't noticed by now."""
-        told = self.losses.r_workers
-        lost = {each: error for each, error in told.items() if each[0] in self.token_stages}
-        columns = {column for _, column in (*own, *lost)}
-        others = {(0, column): error for (_, column), error in told.items()}
-        return {**lost, **{each: x for each, x in others.items() if each[1] not in columns}}
-
     def take_over(self, column: HolderId, message: TakeOver, stages: Collection[int]) -> None:
         """Have neighbours go on for a column, in these stages; the first one's
         has been asked, if it is among them."""
@@ -183,15 +173,11 @@ class LaterStages:
             check(news, self._links.num_columns)
         except ProtocolError as lie:
             raise self._links.loss(stage, lie) from None
-        owed, job = self._links.owed, number_of(news)
-        if not owed.has(stage, news.holder, job):
-            if news.holder in self.losses.over or news.holder in self.losses.void:
-                return
+        if self._links.owed.take_moved(stage, news):
+            self.tiers.take(stage, news)
+        elif not {news.holder} & (self.losses.over | self.losses.void.keys()):
             text = f"it sent {type(news).__name__}, which nobody asked for"
             raise self._links.loss(stage, ProtocolError(text))
-        if isinstance(news, Moved) or news.is_last:
-            owed.end(stage, news.holder, job)
-        self.tiers.take(stage, news)
 
     def _take(self, stage: int, answer: FromAnyStage) -> None:
         """

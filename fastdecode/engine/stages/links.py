@@ -10,9 +10,11 @@ from typing import Any, TypeAlias
 
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
+from fastdecode.engine.fleet.jobs import number_of
 from fastdecode.engine.fleet.owed import OwedAnswers
 from fastdecode.wire.kv.reserving import Reserving
 from fastdecode.wire.kv.taking_over import TakeOver
+from fastdecode.wire.kv.tiers import Moved, Stocked
 from fastdecode.wire.messages import Failed, Shutdown, ToRWorker
 from fastdecode.wire.stages import (
     ColumnTakenOver,
@@ -68,18 +70,14 @@ class OwedByStages:
         """A stage's R-worker of a column has a job."""
         self._owed.jobs.begin(self._index(stage), self._number(column, job))
 
-    def has(self, stage: int, column: int, job: int) -> bool:
-        """Whether a stage's R-worker of a column has a job."""
-        return self._owed.jobs.has(self._index(stage), self._number(column, job))
-
-    def end(self, stage: int, column: int, job: int) -> None:
-        """That one is over."""
-        number = self._number(column, job)
-        self._owed.jobs.end(self._index(stage), lambda each: each == number)
+    def take_moved(self, stage: int, news: Moved | Stocked) -> bool:
+        """A stage's R-worker of a column tells of a job; whether it was to."""
+        number = self._number(news.holder, number_of(news))
+        return self._owed.jobs.take(self._index(stage), news, number)
 
     def forget_jobs(self, stage: int, column: int) -> None:
         """A stage's R-worker of a column is lost."""
-        self._owed.jobs.end(self._index(stage), lambda each: each % self._first == column)
+        self._owed.jobs.forget(self._index(stage), lambda each: each % self._first == column)
 
     def take(self, stage: int, answer: FromAnyStage) -> bool:
         """A stage has answered. False: it doesn't owe that."""

@@ -3,7 +3,7 @@ neighbour there goes on for it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId
@@ -54,6 +54,17 @@ class ColumnLosses:
         if not self.may_recover:
             self.over.update(told)
         return told
+
+    def of_r_workers(
+        self, own: Collection[tuple[int, int]], stages: Collection[int]
+    ) -> dict[tuple[int, int], WorkerError]:
+        """Why those are lost that these stages have lost, by stage and column.
+        ``own``: those of the first one. A prompt stage speaks of others' R-workers:
+        it counts where these haven't noticed by now."""
+        lost = {each: error for each, error in self.r_workers.items() if each[0] in stages}
+        columns = {column for _, column in (*own, *lost)}
+        others = {(0, column): error for (_, column), error in self.r_workers.items()}
+        return {**lost, **{each: x for each, x in others.items() if each[1] not in columns}}
 
     def stages_of(self, column: HolderId) -> dict[int, bool]:
         """Later stages that have lost their R-worker of a column, and whether

@@ -3,14 +3,14 @@ block is on disk, or back, where every stage has its layers of it."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import TypeAlias
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.heads.tiers import GroupTiers
-from fastdecode.engine.stages.rooms import Tell
+from fastdecode.engine.fleet.unasked import Unasked
+from fastdecode.engine.stages.rooms import FIRST, Tell
 from fastdecode.wire.kv.handing import MoveNews
 from fastdecode.wire.kv.kept import keys_of, words_of
 from fastdecode.wire.kv.tiers import DropBlocks, Fetching, Moved, Stocked, StoreBlocks
@@ -28,17 +28,30 @@ class ColumnTiers:
     Args:
         stages: that have R-workers; the first is 0.
         tell: tells a stage's R-worker of a column something.
+        own: what the first stage's R-workers say.
     """
 
-    def __init__(self, stages: Sequence[int], tell: Tell) -> None:
+    def __init__(self, stages: Sequence[int], tell: Tell, own: Unasked) -> None:
         self._stages = tuple(stages)
         self._tell = tell
+        self._own = own
         self._columns: dict[HolderId, GroupTiers] = {}
         self._stores: dict[HolderId, set[int]] = {}  # jobs
         self._failed: dict[tuple[HolderId, int], dict[int, set[bytes]]] = {}  # of stores, by stage
         self._over: set[HolderId] = set()
-        self.news: deque[MoveNews] = deque()
-        """What all stages have said."""
+        self._news: list[MoveNews] = []  # what all stages have said
+
+    @property
+    def of_tiers(self) -> list[MoveNews]:
+        """What all stages have said of lower tiers, and wasn't taken."""
+        for news in self._own.take_tiers():
+            self.take(FIRST, news)
+        return self._news
+
+    def take_tiers(self) -> list[MoveNews]:
+        """The same; told once."""
+        told, self._news = self.of_tiers, []
+        return told
 
     def ask(self, column: HolderId, message: ToRWorker) -> None:
         """All stages are told this."""
@@ -57,7 +70,7 @@ class ColumnTiers:
             told[stage] = set(keys_of(news.failed))
         while tiers.news:
             joined = tiers.news.popleft()
-            self.news.append(joined)
+            self._news.append(joined)
             if isinstance(joined, Moved):
                 self._give_up(column, joined.job)
             elif isinstance(joined, Stocked):
@@ -70,7 +83,7 @@ class ColumnTiers:
         self._columns.pop(column, None)
         self._stores.pop(column, None)
         self._failed = {key: told for key, told in self._failed.items() if key[0] != column}
-        self.news = deque(news for news in self.news if news.holder != column)
+        self._news = [news for news in self._news if news.holder != column]
 
     def _give_up(self, column: HolderId, job: int) -> None:
         """Those of a job's blocks that some stage couldn't store."""

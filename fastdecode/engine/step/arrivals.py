@@ -44,7 +44,7 @@ class Arrivals:
     def has_news(self) -> bool:
         """Whether something has come that is no part of a step."""
         has_orders = self._onward is not None and self._onward.has_orders
-        return bool(self._news) or bool(self._fleet.moved) or has_orders
+        return bool(self._news) or bool(self._fleet.moves.of_tiers) or has_orders
 
     def take_news(self) -> list[News]:
         """What has, in its order. Each is told once."""
