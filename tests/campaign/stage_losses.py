@@ -13,12 +13,12 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
-from losses import NOBODY_CAN, pause
-from small_jobs import PHASES, Job, SmallJobs
+from losses import pause
+from small_jobs import PHASES, Ended, Job, SmallJobs
 
 TRANSPORTS = ("mpi", "launch")
 LIMIT_S = 150.0
@@ -110,32 +110,26 @@ class Report:
     loss: StageLoss
     blows: list[Blow]
     """For which the rank was there, in time."""
-    exit_code: int | None
-    seconds: float
-    num_missing: int
-    num_changed: int
     is_named: bool
     """The output tells which stage, or rank, was lost."""
-    orphans: list[str]
-    last_words: str
+    ended: Ended
 
     @property
     def verdict(self) -> str:
-        if self.exit_code is None or self.orphans:
-            return "hung"
-        if self.num_changed:
-            return "changed"
-        if not self.num_missing:
-            return "right"
+        """A lost stage ends its job; lost R-workers change nothing."""
+        by_stage = bool(self.blows) and all(blow.whom == "stage" for blow in self.blows)
+        if self.ended.is_hung or self.ended.num_changed or self.ended.is_right:
+            return self.ended.verdict
         if not self.blows:
             return "failed by itself"
-        if any(blow.whom == "R-worker" for blow in self.blows):
-            told = self.exit_code == 4 and any(words in self.last_words for words in NOBODY_CAN)
-            return "ended by MPI" if told else "lost"
+        return self._of_a_stage if by_stage else self.ended.verdict
+
+    @property
+    def _of_a_stage(self) -> str:
         if self.blows[0].rank == 0:  # which would say how the job has ended, and not mpirun
-            is_told = self.exit_code or self.loss.transport == "mpi"
+            is_told = self.ended.exit_code or self.loss.transport == "mpi"
             return "right" if is_told else "other exit code"
-        if self.exit_code != 4:
+        if self.ended.exit_code != 4:
             return "other exit code"
         return "right" if self.is_named else "unnamed"
 
@@ -203,19 +197,10 @@ class StageLosses:
                     for process in _of_rank(job, blow.rank):
                         process.resume()
             outcome = job.command.wait(GOING_S)
-        answers, expected = self._jobs.answers(), self._jobs.expected
         names = [name for blow in found for name in _names(shape, blow)]
-        return Report(
-            loss,
-            found,
-            self._exit_code(outcome.exit_code),
-            outcome.seconds,
-            len(expected) - len(answers),
-            sum(answers[key] != expected[key] for key in answers),
-            any(name in outcome.output for name in names),
-            outcome.orphans,
-            outcome.output.strip()[-3000:],
-        )
+        is_named = any(name in outcome.output for name in names)
+        ended = replace(self._jobs.ended(outcome), exit_code=self._exit_code(outcome.exit_code))
+        return Report(loss, found, is_named, ended)
 
     def _start(self, transport: str, shape: Shape) -> contextlib.AbstractContextManager[Job]:
         words = shape.words()
@@ -297,9 +282,8 @@ def row(report: Report) -> dict[str, Any]:
     told = [f"{x.phase} {x.whom} {x.trouble}" for x in report.blows]
     asked = [f"{x.phase} rank {x.rank} {x.trouble}" for x in report.loss.blows]
     loss = report.loss
-    shown = {"transport": loss.transport, "shape": loss.shape, "asked": asked, **vars(report),
-             "blows": told, "verdict": report.verdict}  # fmt: skip
-    del shown["loss"]
+    about = {"transport": loss.transport, "shape": loss.shape, "asked": asked, "blows": told}
+    shown = {**about, **report.ended.shown(), "is_named": report.is_named}
     if report.verdict == "right":
-        del shown["last_words"]
-    return shown
+        shown.pop("last_words", None)
+    return {**shown, "verdict": report.verdict}
