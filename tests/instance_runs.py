@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastdecode import SamplingParams
+from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.sequence import PromptRequest, RequestOutput
 
 OPTIONS: dict[str, Any] = {
@@ -59,3 +61,11 @@ def answers(outputs: list[RequestOutput]) -> list[Any]:
         (output.error, [(x.text, x.token_ids, x.finish_reason) for x in output.completions])
         for output in outputs
     ]
+
+
+def role_turns(names: Sequence[str]) -> Iterator[tuple[str, InstanceRole]]:
+    """Gives one instance after the other another role, for ever; some run prompts at
+    any time, and some decode."""
+    roles, num = list(InstanceRole), len(names)
+    for i in itertools.count():
+        yield names[i % num], roles[(i + i // num) % len(roles)]

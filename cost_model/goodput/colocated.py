@@ -44,20 +44,17 @@ class ColocatedInstance:
         self._prompts: deque[_Prompt] = deque()
         self._batch = DecodingBatch(clock, self._stepped)
         self._chunks: list[tuple[_Prompt, int]] = []
+        self.num_queued_tokens = 0
+        """Of prompts that haven't run."""
 
     @property
     def busy_s(self) -> float:
         return self._batch.busy_s
 
-    @property
-    def num_queued_tokens(self) -> int:
-        """Of prompts that haven't run."""
-        running = sum(each.job.prompt_tokens - each.num_done for each in self._prompts)
-        return running + sum(job.prompt_tokens for job in self._waiting)
-
     def put(self, job: Job) -> None:
         """Not to be called from ``first`` or ``done``."""
         self._waiting.append(job)
+        self.num_queued_tokens += job.prompt_tokens
         if self._batch.is_stepping:
             self._batch.cut()
         else:
@@ -92,6 +89,7 @@ class ColocatedInstance:
             self._end(job)
         for prompt, tokens in self._chunks:
             prompt.num_done += tokens
+            self.num_queued_tokens -= tokens
         while self._prompts and self._prompts[0].num_done == self._prompts[0].job.prompt_tokens:
             self._drawn(self._prompts.popleft().job)
         self._go_on()

@@ -8,6 +8,7 @@ mpirun's.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -30,6 +31,7 @@ from fastdecode.core.config.s_part import MAX_PP, MAX_TP
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.install import pip_command
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED, stop_signals
+from fastdecode.wire.mpi.launcher import LAUNCH_LINE
 from fastdecode.wire.mpirun_line import Host, JobLine, parse_hosts, vendor_of
 from fastdecode.wire.placed_line import PlacedLine
 
@@ -125,7 +127,8 @@ def run_launch(args: argparse.Namespace) -> int:
         tell(line.shown())
         # Open MPI kills the ranks when it gets SIGINT or SIGTERM; this it passes on to them.
         stop_signal = signal.SIGUSR1 if line.vendor == "Open MPI" else signal.SIGTERM
-        code, was_stopped = _run(line.words(), stop_signal)
+        environ = {**os.environ, LAUNCH_LINE: json.dumps(args.argv)}
+        code, was_stopped = _run(line.words(), stop_signal, environ)
         can_tell = "--exit-code-file" in line.s_command
         return _truthful(code, report if can_tell else None, was_stopped=was_stopped)
 
@@ -147,13 +150,16 @@ def _check(args: argparse.Namespace, *, files: bool) -> None:
             raise ConfigError(f"the model {args.model} is not a directory")
 
 
-def _run(words: list[str], stop_signal: signal.Signals) -> tuple[int, bool]:
+def _run(
+    words: list[str], stop_signal: signal.Signals, environ: dict[str, str]
+) -> tuple[int, bool]:
     """Run mpirun to its end. Returns its exit code, and whether it was told to stop.
 
     Args:
         words: its command line.
         stop_signal: what it gets when this process is told to stop. It isn't
             killed: to see the ranks off takes a while.
+        environ: its environment.
     """
     started: list[subprocess.Popen[bytes]] = []
     stops: list[int] = []
@@ -165,7 +171,7 @@ def _run(words: list[str], stop_signal: signal.Signals) -> tuple[int, bool]:
 
     # Before there is anything that they would leave behind. In a session of its
     # own: a terminal's Ctrl-C is for us, and would have mpirun kill the ranks.
-    with stop_signals(stop), subprocess.Popen(words, start_new_session=True) as mpirun:
+    with stop_signals(stop), subprocess.Popen(words, start_new_session=True, env=environ) as mpirun:
         started.append(mpirun)
         if stops:
             mpirun.send_signal(stop_signal)

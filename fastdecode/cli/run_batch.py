@@ -10,8 +10,11 @@ the same command with ``--resume`` goes on.
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +40,7 @@ from fastdecode.core.host.interrupts import interrupt
 from fastdecode.core.progress import Progress
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED, Stopping, asked_by_signals, stop_signals
 from fastdecode.wire.mpi import leaving
+from fastdecode.wire.mpi.launcher import LAUNCH_LINE
 
 if TYPE_CHECKING:
     from fastdecode.jobs.job import BatchJob, JobResult
@@ -220,7 +224,9 @@ def _report(job: BatchJob, result: JobResult, args: argparse.Namespace) -> int:
     return EXIT_SOME_FAILED if result.num_failed else 0
 
 
-def resume_command(argv: list[str]) -> str:
-    """The command line that goes on with a job that was started with these arguments."""
-    kept = [word for word in argv if word not in ("--overwrite", "--resume", "--retry-errors")]
+def resume_command(argv: list[str], environ: Mapping[str, str] = os.environ) -> str:
+    """The command line that goes on with a job that was started with these arguments,
+    or by ``fastdecode launch``, which has added to them."""
+    typed: list[str] = json.loads(environ.get(LAUNCH_LINE, "null")) or argv
+    kept = [word for word in typed if word not in ("--overwrite", "--resume", "--retry-errors")]
     return shlex.join(["fastdecode", *kept, "--resume"])

@@ -19,6 +19,7 @@ import pytest
 from examples import TRIES_ALL
 from fastdecode.cli.main import main
 from fastdecode.cli.run_batch import resume_command
+from fastdecode.wire.mpi.launcher import LAUNCH_LINE
 
 # How often a running job is killed; more is a soak test.
 NUM_KILLS = int(os.environ.get("FASTDECODE_TEST_KILLS", "20" if TRIES_ALL else "2"))
@@ -215,6 +216,11 @@ def test_the_way_back_is_a_command_line() -> None:
     argv = ["run-batch", "-i", "a b", "--overwrite", "--n", "2"]
     assert resume_command(argv) == "fastdecode run-batch -i 'a b' --n 2 --resume"
     assert resume_command([*argv, "--resume", "--retry-errors"]) == resume_command(argv)
+    launched = {LAUNCH_LINE: json.dumps(["launch", "--placement", "p.json", "--", *argv])}
+    ours = [*argv, "--instance-ranks", "prefill:1,decode:1", "--exit-code-file", "/tmp/x"]
+    assert resume_command(ours, launched) == (
+        "fastdecode launch --placement p.json -- run-batch -i 'a b' --n 2 --resume"
+    )
 
 
 def _wait_for_answers(process: subprocess.Popen[str], command: Command, num_answers: int) -> None:

@@ -4,7 +4,6 @@ requests are what they are judged by, and changes reach them while they run."""
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import select
 import signal
@@ -17,13 +16,12 @@ from typing import Any
 
 import pytest
 from instance_processes import instances
-from instance_runs import OPTIONS, answers, params, prompts, requests_of, said
+from instance_runs import OPTIONS, answers, params, prompts, requests_of, role_turns, said
 
 from cost_model.goodput.replanning.asking import Question, question_to_json
 from cost_model.goodput.replanning.roles import Judged, Roles
 from fastdecode import LLM
 from fastdecode.cli.main import main
-from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.errors import ConfigError
 from fastdecode.engine.replanning import planner, replanner
 
@@ -32,11 +30,8 @@ WAIT_S = 120.0
 
 
 def flipping(llm: LLM, names: list[str], every_s: float = 1.0) -> Callable[[], None]:
-    """Gives one instance after the other another role, each second; some run
-    prompts at any time, and some decode."""
-    roles, num = list(InstanceRole), len(names)
-    turns = ((names[i % num], roles[(i + i // num) % len(roles)]) for i in itertools.count())
-    next_s = time.monotonic()
+    """One more of ``role_turns``, each second."""
+    turns, next_s = role_turns(names), time.monotonic()
 
     def tick() -> None:
         nonlocal next_s

@@ -3,7 +3,9 @@ byte for byte, and whoever is killed or stopped on the way leaves nobody behind.
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
+import os
 import random
 import signal
 import sys
@@ -14,7 +16,8 @@ from typing import Any
 import psutil
 import pytest
 from generate_jobs import answers_alone
-from mpi_launch import Outcome, Running, needs_mpi, run, running
+from mpi_launch import Outcome, Running, mpirun, needs_mpi, open_mpi_options, run, running
+from server_process import CHECKPOINT, events, serving
 
 from fastdecode.core.config.placement import PLACEMENT_FORMAT
 
@@ -62,24 +65,32 @@ def write_prompts(path: Path, number: int, **sampling: Any) -> Path:
 
 
 class Job:
-    """``fastdecode launch --placement ... -- generate ...``, and what comes of it."""
+    """``fastdecode launch --placement ... -- generate ...``, or another command, and
+    what comes of it."""
 
-    def __init__(self, directory: Path, model: str, *instances: str) -> None:
+    def __init__(
+        self, directory: Path, model: str, *instances: str, command: str = "generate"
+    ) -> None:
         self.source, self.output = directory / "in.jsonl", directory / "out.jsonl"
         self.summary = directory / "summary.json"
         placement = write_placement(directory / "placement.json", *instances)
         files = ["--input", str(self.source), "--output", str(self.output)]
         its_own = ["--model", model, *ENGINE, "--worker-silence-s", str(SILENCE_S)]
         self.command: Sequence[str] = [
-            *LAUNCH, "--placement", str(placement), "--", "generate", *its_own, *files,
+            *LAUNCH, "--placement", str(placement), "--", command, *its_own, *files,
             "--summary", str(self.summary),
         ]  # fmt: skip
         self._alone = ("--model", model, *ENGINE, "--r-threads", "1")
 
+    @property
+    def alone(self) -> str:
+        """What one engine answers."""
+        return answers_alone(self.source, *self._alone)
+
     def check(self, outcome: Outcome) -> dict[str, Any]:
         """All was answered as one engine does. What is told of the instances."""
         assert outcome.exit_code == 0 and not outcome.orphans, outcome.output
-        assert self.output.read_text() == answers_alone(self.source, *self._alone)
+        assert self.output.read_text() == self.alone
         counted: dict[str, Any] = json.loads(self.summary.read_text())["instances"]
         return counted
 
@@ -143,14 +154,60 @@ def test_who_is_lost_is_gone_on_without(
         job.check(run_of.wait(240.0))
 
 
-def test_without_its_controller_a_job_ends(model: str, tmp_path: Path) -> None:
-    job = Job(tmp_path, model, *THREE)
+def tokens_of(lines: str) -> dict[str, Any]:
+    """By request; of answers as ``generate`` and ``run-batch`` write them."""
+    return {str(x["id"]): x.get("token_ids") for x in map(json.loads, lines.splitlines())}
+
+
+def test_without_its_controller_a_batch_ends_and_goes_on(model: str, tmp_path: Path) -> None:
+    job = Job(tmp_path, model, "prefill:1", "decode:1", command="run-batch")
     write_long_prompts(job.source)
     with running(job.command, **PATHS) as run_of:
         run_of.wait_for_text(job.output)
         rank_of(run_of, 0).kill()
         outcome = run_of.wait(120.0)
     assert outcome.exit_code not in (0, None) and not outcome.orphans, outcome.output
+    assert len(tokens_of(job.output.read_text())) < 30
+    outcome = run([*job.command, "--resume"], timeout_s=240.0, **PATHS)
+    assert outcome.exit_code == 0 and not outcome.orphans, outcome.output
+    assert tokens_of(job.output.read_text()) == tokens_of(job.alone)
+
+
+def test_roles_of_ranks_flip_while_requests_run(model: str, tmp_path: Path) -> None:
+    """Each rank is given prompts, and requests whose prompts others ran, in turn."""
+    job = Job(tmp_path, model, *THREE)
+    write_prompts(job.source, 40, n=2)
+    script = str(Path(__file__).parent / "ranks" / "flipping.py")
+    placed = ["--instance-ranks", "prefill:1,decode:1,decode:2", "--replan", "apply"]
+    generate = job.command[job.command.index("generate") :]
+    own = [*generate, *placed, "--replan-slo", "ttft=9s,tpot=9s", "--r-threads", "1"]
+    line = [mpirun(), *open_mpi_options(), "-n", "8", sys.executable, script, *own]
+    outcome = run([*line, "--kv-memory-gb", "0.004"], timeout_s=240.0, **PATHS)
+    counted = job.check(outcome)
+    assert counted["moved"] == 0 and counted["role_changes"] >= 9
+
+
+def test_a_server_streams_and_drains(tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"')
+    placement = write_placement(tmp_path / "placement.json", "prefill:1", "decode:1")
+    serve = ["serve", str(CHECKPOINT), "--port", "0", "--dtype", "float32"]
+    body: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 60, "temperature": 0,
+                            "ignore_eos": True}  # fmt: skip
+    with serving([*LAUNCH, "--placement", str(placement), "--", *serve]) as server:
+        said = server.complete(**body)[1]["choices"][0]["text"]
+        streamed = events(server.ask("POST", "/v1/completions", {**body, "stream": True})[2])
+        assert streamed[-1] == "[DONE]"
+        parts = [part["choices"][0]["text"] for part in streamed[:-1] if part["choices"]]
+        assert "".join(parts) == said and len(parts) > 1
+        with concurrent.futures.ThreadPoolExecutor() as clients:
+            two = [clients.submit(server.complete, **{**body, "max_tokens": 300}) for _ in range(2)]
+            server.wait_until(lambda: server.status()["num_open"] == 2)
+            os.kill(server.job.pid, signal.SIGTERM)
+            answers = [each.result()[1] for each in two]
+        assert [x["usage"]["completion_tokens"] for x in answers] == [300, 300]
+        assert all(x["choices"][0]["text"].startswith(said) for x in answers)
+        outcome = server.job.wait(120, grace_s=30)
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
 
 
 def test_what_can_not_begin_ends_everywhere(model: str, tmp_path: Path) -> None:

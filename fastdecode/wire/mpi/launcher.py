@@ -26,6 +26,10 @@ _LOCAL_SIZE_VARIABLES: Final = (
     "MV2_COMM_WORLD_LOCAL_SIZE",
 )
 
+LAUNCH_LINE: Final = "FASTDECODE_LAUNCH_LINE"
+"""``fastdecode launch`` has started the job: its own words, in JSON. A launcher may
+keep that from ranks of other hosts."""
+
 
 def launched_size(environ: Mapping[str, str] = os.environ) -> int | None:
     """How many ranks an MPI launcher says it started, this process among them;
