@@ -160,8 +160,9 @@ class Judge:
         alike = self.alike
         pace = alike.fetched_tokens_s
         decode = DecodeSpec(
-            alike.times, alike.capacity_tokens, alike.max_sequences, pace or math.inf
-        )
+            alike.times, alike.capacity_tokens, alike.max_sequences, pace or math.inf,
+            opens_at_once=False,
+        )  # fmt: skip
         if roles.both or not (roles.prefill and roles.decode):
             # Whoever is left does both.
             both = [decode] * roles.num
