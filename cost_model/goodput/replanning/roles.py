@@ -146,7 +146,7 @@ class Judge:
             draw = self.comes.draw(seed)
             load = Load(draw, self.slo, min_requests=len(draw.lengths))
             most = HEADROOM * self.comes.rate
-            self._found[key] = greatest_rate(load, self._run(roles), most)
+            self._found[key] = greatest_rate(load, simulation_of(self.alike, roles), most)
             self.progress(f"{roles}: {self._found[key]:.4g} requests a second")
         return self._found[key]
 
@@ -156,20 +156,23 @@ class Judge:
             return math.inf if after else 0.0
         return after / before - 1.0
 
-    def _run(self, roles: Roles) -> Callable[[list[tuple[float, int, int]]], Run]:
-        alike = self.alike
-        pace = alike.fetched_tokens_s
-        decode = DecodeSpec(
-            alike.times, alike.capacity_tokens, alike.max_sequences, pace or math.inf,
-            opens_at_once=False,
-        )  # fmt: skip
-        if roles.both or not (roles.prefill and roles.decode):
-            # Whoever is left does both.
-            both = [decode] * roles.num
-            return lambda requests: simulate_colocated(requests, both, alike.batch_tokens)
-        prefill = PrefillSpec(alike.times, alike.batch_tokens, alike.capacity_tokens)
-        first, second = [prefill] * roles.prefill, [decode] * roles.decode
-        return lambda requests: simulate(requests, first, second, 1.0)
+
+def simulation_of(alike: Alike, roles: Roles) -> Callable[[list[tuple[float, int, int]]], Run]:
+    """What comes of requests where instances have these roles."""
+    decode = DecodeSpec(
+        alike.times,
+        alike.capacity_tokens,
+        alike.max_sequences,
+        alike.fetched_tokens_s or math.inf,
+        opens_at_once=False,
+    )
+    if roles.both or not (roles.prefill and roles.decode):
+        # Whoever is left does both.
+        both = [decode] * roles.num
+        return lambda requests: simulate_colocated(requests, both, alike.batch_tokens)
+    prefill = PrefillSpec(alike.times, alike.batch_tokens, alike.capacity_tokens)
+    first, second = [prefill] * roles.prefill, [decode] * roles.decode
+    return lambda requests: simulate(requests, first, second, 1.0)
 
 
 def _tried(present: Roles) -> list[Roles]:
