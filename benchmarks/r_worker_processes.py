@@ -1,13 +1,15 @@
-"""R-workers in processes of their own, at addresses of this host, for
-benchmarks."""
+"""R-workers and instances in processes of their own, at addresses of this host,
+for benchmarks."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,40 @@ def r_workers(number: int, kv_memory_gb: float) -> Iterator[RWorkers]:
         for process in processes:
             process.kill()
             process.wait()
+
+
+@contextlib.contextmanager
+def pinned_instances(model: str, roles: Sequence[str], *options: str) -> Iterator[list[str]]:
+    """Instances of these roles, of one thread for each part, on a core each: the
+    first ones of those that there are. Gives their addresses."""
+    every = os.sched_getaffinity(0)
+    cores = itertools.cycle(sorted(every))
+    engine = ["--dtype", "float32", "--r-threads", "1", "--prefix-cache", "off"]
+    command = [sys.executable, "-m", "fastdecode.cli.main", "instance", model, *engine, *options]
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for role, core in zip(roles, cores, strict=False):
+            os.sched_setaffinity(0, {core})  # which those that are started inherit
+            process = subprocess.Popen(
+                [*command, "--role", role],
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            processes.append(process)
+            os.sched_setaffinity(0, every)
+        yield [_address_of(process) for process in processes]
+
+
+def _address_of(process: subprocess.Popen[str]) -> str:
+    """Once it says where it listens."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if " listens at " in line:
+            return line.split(" listens at ")[1].split()[0]
+    raise RuntimeError("an instance ended before it listened; see what it said above")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

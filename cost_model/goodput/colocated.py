@@ -23,7 +23,11 @@ class _Prompt:
 
 class ColocatedInstance:
     """Requests start in order, where there is room for all that they will cache.
-    A step has at most so many tokens of prompts."""
+    A step has at most so many tokens of prompts.
+
+    ``opens_at_once``: what starts joins the very step that is begun; else the
+    next one, where somebody else runs meanwhile.
+    """
 
     def __init__(
         self,
@@ -33,6 +37,8 @@ class ColocatedInstance:
         room: DecodeRoom,
         first: Callable[[Job], int],
         done: Callable[[Job], None],
+        *,
+        opens_at_once: bool = True,
     ) -> None:
         self._times = times
         self._step_tokens = step_tokens
@@ -40,39 +46,58 @@ class ColocatedInstance:
         self._first = first
         """Its first token is drawn; returns how many are to come."""
         self._done = done
+        self._opens_at_once = opens_at_once
         self._waiting: deque[Job] = deque()
+        self._opening: list[_Prompt] = []
+        """Their room is reserved; they join the step after the one under way."""
         self._prompts: deque[_Prompt] = deque()
         self._batch = DecodingBatch(clock, self._stepped)
         self._chunks: list[tuple[_Prompt, int]] = []
-        self.num_queued_tokens = 0
-        """Of prompts that haven't run."""
+        self._wanted_tokens = 0
+        """That those who wait will reserve."""
 
     @property
     def busy_s(self) -> float:
         return self._batch.busy_s
 
+    @property
+    def fullness(self) -> float:
+        """Which share of its room is reserved, or wanted by those that wait."""
+        return self.room.fullness + self._wanted_tokens / self.room.capacity_tokens
+
     def put(self, job: Job) -> None:
         """Not to be called from ``first`` or ``done``."""
         self._waiting.append(job)
-        self.num_queued_tokens += job.prompt_tokens
+        self._wanted_tokens += job.reserved_tokens
         if self._batch.is_stepping:
             self._batch.cut()
         else:
             self._go_on()
 
     def _go_on(self) -> None:
-        while self._waiting and self.room.fits(self._waiting[0]):
-            job = self._waiting.popleft()
-            self.room.num_tokens += job.reserved_tokens
-            self.room.num_sequences += 1
-            self._prompts.append(_Prompt(job))
-        self._chunks = self._take()
         batch, times = self._batch, self._times
+        self._prompts += self._opening
+        self._opening = self._start_waiting()
+        if self._opens_at_once or not (len(batch) or self._prompts):
+            self._prompts += self._opening
+            self._opening = []
+        self._chunks = self._take()
         if self._chunks:
             chunks = [(prompt.num_done, tokens) for prompt, tokens in self._chunks]
             batch.begin(np.array([times.mixed_s(len(batch), batch.context, chunks)]))
         elif len(batch):
-            batch.begin(times.decode_s(len(batch), batch.context, batch.num_steps_ahead))
+            num_steps = 1 if self._opening else batch.num_steps_ahead
+            batch.begin(times.decode_s(len(batch), batch.context, num_steps))
+
+    def _start_waiting(self) -> list[_Prompt]:
+        started = []
+        while self._waiting and self.room.fits(self._waiting[0]):
+            job = self._waiting.popleft()
+            self._wanted_tokens -= job.reserved_tokens
+            self.room.num_tokens += job.reserved_tokens
+            self.room.num_sequences += 1
+            started.append(_Prompt(job))
+        return started
 
     def _take(self) -> list[tuple[_Prompt, int]]:
         left, chunks = self._step_tokens, []
@@ -89,7 +114,6 @@ class ColocatedInstance:
             self._end(job)
         for prompt, tokens in self._chunks:
             prompt.num_done += tokens
-            self.num_queued_tokens -= tokens
         while self._prompts and self._prompts[0].num_done == self._prompts[0].job.prompt_tokens:
             self._drawn(self._prompts.popleft().job)
         self._go_on()

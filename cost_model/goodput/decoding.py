@@ -47,6 +47,15 @@ class DecodingBatch:
         return self._ends_s is not None
 
     @property
+    def step_ends_s(self) -> float:
+        """When the step under way is over; now, if there is none."""
+        if self._ends_s is None:
+            return self._clock.now
+        under_way = int(np.searchsorted(self._ends_s, self._clock.now - self._began_s))
+        last = min(under_way, len(self._ends_s) - 1)
+        return max(self._clock.now, self._began_s + float(self._ends_s[last]))
+
+    @property
     def num_steps_ahead(self) -> int:
         """Until the first of them is over, as far as one looks ahead."""
         return min(MAX_STEPS_AHEAD, self._running[0][0] - self._num_steps)

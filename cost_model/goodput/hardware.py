@@ -95,6 +95,7 @@ class Hardware:
             max(1, int(sockets * system.r.capacity_bytes / self.token_bytes)),
             max(1, min(most * degrees.pp, system.s.max_batch or most * degrees.pp)),
             ports if self.crosses_nodes else math.inf,
+            opens_at_once=False,
         )
 
     def sockets(

@@ -124,6 +124,11 @@ class DecodeInstance:
     def busy_s(self) -> float:
         return self._batch.busy_s
 
+    @property
+    def step_ends_s(self) -> float:
+        """See ``DecodingBatch``."""
+        return self._batch.step_ends_s
+
     def join(self, job: Job, num_tokens: int) -> None:
         """Its K and V are there; it decodes so many tokens, from the next step
         on. Not to be called from ``done``."""

@@ -5,7 +5,9 @@ A request waits until a prefill instance's queue has room for it, its prompt run
 in a batch, its first token is drawn. Its K and V wait in the prefill instance's
 buffer until a decode instance has reserved room for all of it, cross both
 instances' ports, and are released; from the next step on it decodes. Room is
-held from the beginning of the fetch to the end of the request.
+held from the beginning of the fetch to the end of the request. An instance
+asks its R-workers for room, and for a fetch, between two steps: where they don't
+answer at once, the next step goes on without.
 """
 
 from __future__ import annotations
@@ -53,6 +55,8 @@ class DecodeSpec:
     max_sequences: int = _UNLIMITED
     bytes_per_s: float = math.inf
     """Of its R-workers' ports."""
+    opens_at_once: bool = True
+    """Its R-workers answer within no time that they have room."""
 
 
 @dataclass
@@ -126,6 +130,7 @@ class _Cluster:
         ]
         self.decode = [DecodeInstance(self.clock, spec.times, self._decoded) for spec in decode]
         self._decoding: dict[int, int] = {}
+        self._opens_at_once = [spec.opens_at_once for spec in decode]
         self._out = [Link(spec.bytes_per_s) for spec in prefill]
         self._in = [Link(spec.bytes_per_s) for spec in decode]
         rooms = [DecodeRoom(spec.capacity_tokens, spec.max_sequences) for spec in decode]
@@ -162,6 +167,13 @@ class _Cluster:
 
     def _fetch(self, job: Job, instance: int) -> None:
         self._decoding[job.job_id] = instance
+        if self._opens_at_once[instance]:
+            self._begin_fetch(job, instance)
+        else:
+            begins_s = self.decode[instance].step_ends_s
+            self.clock.at(begins_s, lambda: self._begin_fetch(job, instance))
+
+    def _begin_fetch(self, job: Job, instance: int) -> None:
         links = [self._in[instance]]
         if self.prefill:
             links.append(self._out[self.requests[job.job_id].instance])
@@ -231,8 +243,8 @@ def simulate(
 def simulate_colocated(
     requests: Sequence[tuple[float, int, int]], instances: Sequence[DecodeSpec], step_tokens: int
 ) -> Run:
-    """Instances for both phases; a request goes to the one with the fewest
-    prompt tokens that haven't run.
+    """Instances for both phases; a request goes to the one with the least
+    reserved KV, as ``Dispatcher`` has it.
 
     Args:
         step_tokens: of prompts in a step, at most.
@@ -252,12 +264,13 @@ def simulate_colocated(
         ColocatedInstance(
             clock, spec.times, step_tokens,
             DecodeRoom(spec.capacity_tokens, spec.max_sequences), first, done,
+            opens_at_once=spec.opens_at_once,
         )
         for spec in instances
     ]  # fmt: skip
 
     def arrive(job: Job) -> None:
-        min(engines, key=lambda engine: engine.num_queued_tokens).put(job)
+        min(engines, key=lambda engine: engine.fullness).put(job)
 
     for number, (arrived_s, prompt, output) in enumerate(requests):
         known[number] = _Request(arrived_s, output)

@@ -17,7 +17,7 @@ from fastdecode.core.spec import longest_window
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.drawings import Drawings, Tokens
 from fastdecode.engine.fleet.fleet import Fleet
-from fastdecode.engine.instances.handing import Exports, Handing
+from fastdecode.engine.instances.handing import Exports, FetchingTime, Handing
 from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.reservations import event_for, holder_of, message_for, move_event
@@ -96,6 +96,7 @@ class Executor:
         self._recorder = Recorder(watch.session, lifecycle.lives)
         self.handing = Handing(fleet, requests, lifecycle.handing, watch.exports)
         """What is done for other instances, and by them."""
+        self._fetching = FetchingTime()
         # By lane: of steps that are over, on their way to the host.
         self._coming: dict[int, Tokens] = {}
 
@@ -204,6 +205,8 @@ class Executor:
             if isinstance(moved, Pulled):
                 self._stats.fetched_bytes += moved.num_bytes
                 self._stats.fetch_s += moved.seconds
+                ended_s = time.perf_counter()
+                self._stats.fetching_s += self._fetching.add(ended_s, moved.seconds)
             self.tell(move_event(moved))
         replicas = self._recovery.replicas
         if replicas is not None:

@@ -84,6 +84,8 @@ class EngineStats:
     """K and V of prompts that R-workers have fetched from other instances'."""
     fetch_s: float = 0.0
     """From when each was asked for to when it was there, summed."""
+    fetching_s: float = 0.0
+    """In which any of them was under way."""
 
     @property
     def step_s(self) -> float:

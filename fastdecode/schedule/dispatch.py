@@ -6,7 +6,8 @@ possible: to the one with the shortest predicted queue, and only while that
 holds less than two batches. When its prompt is done, it is fetched by the
 decode instance with the least reserved and promised KV, by our own accounts: an
 instance's word comes too late when many requests come at once. Where none has
-room, the oldest waits, and nobody overtakes it.
+room, the oldest waits, and nobody overtakes it. Of several that do both, and
+whose queues are equally short, the one with the least reserved KV gets it.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class PrefillQueue:
     num_tokens: int = 0
     is_open: bool = True
     """It is there, and its role is to prefill."""
+    own_room: DecodeRoom | None = None
+    """Where it goes on with what it has prefilled; None: others do."""
 
     @property
     def has_room(self) -> bool:
@@ -67,6 +70,12 @@ class PrefillQueue:
     def queued_s(self) -> float:
         """Predicted, of all that is bound to it."""
         return self.seconds(self.num_tokens)
+
+    @property
+    def burden(self) -> tuple[float, float]:
+        """Whoever has the least gets the next prompt. What it keeps isn't bound to
+        it any more, but takes its room."""
+        return self.queued_s, 0.0 if self.own_room is None else self.own_room.fullness
 
 
 @dataclass
@@ -198,7 +207,7 @@ class Dispatcher:
             queues = [i for i, queue in enumerate(self.prefill) if queue.has_room]
             if not queues:
                 return
-            best = min(queues, key=lambda i: self.prefill[i].queued_s)
+            best = min(queues, key=lambda i: self.prefill[i].burden)
             job = self._arrived.popleft()
             self.prefill[best].num_tokens += job.prompt_tokens
             yield Bind(job, best)

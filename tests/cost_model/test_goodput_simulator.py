@@ -118,6 +118,25 @@ def test_tokens_wait_for_prompts_on_an_instance_for_both() -> None:
     assert run.times[0].tpot_s == pytest.approx((0.1 + 1.1 + 0.1 + 0.1) / 4)
 
 
+def test_where_rooms_are_asked_for_between_steps_the_next_one_goes_on_without() -> None:
+    both = DecodeSpec(FixedTimes(1.0, 0.1), 1000, opens_at_once=False)
+    run = simulate_colocated([(0.0, 10, 5), (1.05, 10, 2)], [both], 100)
+    assert run.times[0].ttft_s == pytest.approx(1.0), "nobody ran: it needn't wait"
+    # The second's room is asked for at 1.1, the step up to 1.2 goes on without.
+    assert run.times[1].ttft_s == pytest.approx(1.2 + 1.1 - 1.05)
+    assert run.times[0].tpot_s == pytest.approx((0.1 + 0.1 + 1.1 + 0.1) / 4)
+
+
+def test_what_is_fetched_is_asked_for_between_two_steps() -> None:
+    prefill = PrefillSpec(FixedTimes(0.25), 100)
+    decode = DecodeSpec(FixedTimes(0.0, 0.125), 1000, bytes_per_s=160.0, opens_at_once=False)
+    first, second = simulate([(0.0, 10, 16), (0.25, 10, 2)], [prefill], [decode], 1.0).times
+    # Fetched at once, from 0.25 to 0.3125, as nobody steps; so steps end at 0.4375, 0.5625, ...
+    assert first.tpot_s == pytest.approx((0.0625 + 15 * 0.125) / 15)
+    # Offered at 0.5, fetched from 0.5625 to 0.625, in the step from 0.6875 to 0.8125.
+    assert second.tpot_s == pytest.approx(0.8125 - 0.5)
+
+
 def test_steps_of_a_system_grow_with_contexts() -> None:
     hardware, spec = Hardware.load(), model_named("Llama-2 7B")
     setup = Setup(

@@ -328,6 +328,28 @@ def test_step_times_are_found_in_totals() -> None:
     assert found.times.mixed_s(4, 400, [(0, 100)]) > found.times.mixed_s(4, 400, [])
 
 
+def test_times_that_vary_widely_are_right_in_sum() -> None:
+    rng, log, totals = random.Random(4), StepLog(), Totals()
+    log.look("p", totals)
+    rows = []
+    for number in range(1000):
+        prompt = 10 * rng.randint(50, 500) if number % 2 else 0.0
+        seconds = (0.2 + 3e-4 * prompt) * rng.choice([0.7, 0.7, 0.7, 1.9])
+        rows.append((prompt, seconds))
+        totals = Totals(totals.steps + 10, totals.tokens + 10, totals.load,
+                        totals.prompt_tokens + prompt, totals.seconds + seconds)  # fmt: skip
+        log.look("p", totals)
+    found = log.measured()
+    assert found is not None
+    for kind in (False, True):
+        some = [(prompt, seconds) for prompt, seconds in rows if (prompt > 0) is kind]
+        predicted = sum(
+            10 * (found.times.step_s + found.times.token_s) + found.times.prompt_s * prompt
+            for prompt, _ in some
+        )
+        assert predicted == pytest.approx(sum(seconds for _, seconds in some), rel=0.03)
+
+
 def test_totals_that_fall_or_say_too_little_are_none() -> None:
     log = StepLog()
     for steps in (10, 20, 5, 15, *range(16, 33)):  # twenty differences, and one fall

@@ -76,6 +76,22 @@ def test_a_herd_is_spread_evenly() -> None:
     assert [places.count(instance) for instance in range(4)] == [25] * 4
 
 
+def test_instances_for_both_share_what_comes_by_what_they_hold() -> None:
+    rooms = [DecodeRoom(capacity, 1000) for capacity in (10_000, 10_000, 20_000)]
+    queues = Dispatcher([PrefillQueue(100, float, own_room=room) for room in rooms], rooms)
+    kept = []
+    for number in range(40):
+        (bind,) = queues.arrived(job(number))
+        assert isinstance(bind, Bind)
+        kept.append(queues.kept(bind))
+    assert [sum(each == Fetch(each.job, i) for each in kept if each) for i in range(3)] == [
+        10, 10, 20,
+    ]  # fmt: skip
+    list(queues.decoded(job(0), 1))
+    (bind,) = queues.arrived(job(40))
+    assert bind.instance == 1
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.data(), st.lists(st.integers(1, 50), min_size=1, max_size=20))
 def test_in_order_within_room_and_none_forgotten(data: st.DataObject, sizes: list[int]) -> None:

@@ -31,6 +31,7 @@ class Totals:
     """Of all steps."""
     fetched_tokens: float = 0.0
     fetch_s: float = 0.0
+    """In which any were being fetched."""
 
     def since(self, before: Totals) -> Totals:
         """What came after it."""
@@ -105,8 +106,11 @@ class StepLog:
             return None
         table = np.array([[row.steps, row.tokens, row.load, row.prompt_tokens] for row in rows])
         seconds = np.array([row.seconds for row in rows])
-        relative = table / seconds[:, None]
-        step_s, token_s, cached_s, prompt_s = non_negative(relative, np.ones(len(rows)))
+        found = non_negative(table / seconds[:, None], np.ones(len(rows)))
+        # What took long by chance counted too little there: again, by what it should have taken.
+        weights = 1 / np.sqrt(np.maximum(table @ np.array(found), _LEAST_S))
+        found = non_negative(table * weights[:, None], seconds * weights)
+        step_s, token_s, cached_s, prompt_s = found
         fetched = sum(row.fetched_tokens for row in rows)
         fetch_s = sum(row.fetch_s for row in rows)
         pace = fetched / fetch_s if fetched > 0 and fetch_s > 0 else None

@@ -144,7 +144,8 @@ class Judge:
         key = roles, seed
         if key not in self._found:
             most = HEADROOM * self.comes.rate
-            self._found[key] = greatest_rate(self._load(seed), self._run(roles), most)
+            run = simulation_of(self.alike, roles)
+            self._found[key] = greatest_rate(self._load(seed), run, most)
             self.progress(f"{roles}: {self._found[key]:.4g} requests a second")
         return self._found[key]
 
@@ -154,7 +155,7 @@ class Judge:
             return True
         load = self._load(SEEDS[0])
         rate = min(than * (1 + PRECISION), HEADROOM * self.comes.rate)
-        return load.is_carried(self._run(roles)(load.requests(rate)))
+        return load.is_carried(simulation_of(self.alike, roles)(load.requests(rate)))
 
     def _load(self, seed: int) -> Load:
         draw = self.comes.draw(seed)
@@ -166,19 +167,23 @@ class Judge:
             return math.inf if after else 0.0
         return after / before - 1.0
 
-    def _run(self, roles: Roles) -> Callable[[list[tuple[float, int, int]]], Run]:
-        alike = self.alike
-        pace = alike.fetched_tokens_s
-        decode = DecodeSpec(
-            alike.times, alike.capacity_tokens, alike.max_sequences, pace or math.inf
-        )
-        if roles.both or not (roles.prefill and roles.decode):
-            # Whoever is left does both.
-            both = [decode] * roles.num
-            return lambda requests: simulate_colocated(requests, both, alike.batch_tokens)
-        prefill = PrefillSpec(alike.times, alike.batch_tokens, alike.capacity_tokens)
-        first, second = [prefill] * roles.prefill, [decode] * roles.decode
-        return lambda requests: simulate(requests, first, second, 1.0)
+
+def simulation_of(alike: Alike, roles: Roles) -> Callable[[list[tuple[float, int, int]]], Run]:
+    """What comes of requests where instances have these roles."""
+    decode = DecodeSpec(
+        alike.times,
+        alike.capacity_tokens,
+        alike.max_sequences,
+        alike.fetched_tokens_s or math.inf,
+        opens_at_once=False,
+    )
+    if roles.both or not (roles.prefill and roles.decode):
+        # Whoever is left does both.
+        both = [decode] * roles.num
+        return lambda requests: simulate_colocated(requests, both, alike.batch_tokens)
+    prefill = PrefillSpec(alike.times, alike.batch_tokens, alike.capacity_tokens)
+    first, second = [prefill] * roles.prefill, [decode] * roles.decode
+    return lambda requests: simulate(requests, first, second, 1.0)
 
 
 def _tried(present: Roles) -> list[Roles]:

@@ -148,10 +148,12 @@ class Members:
         """Who is given what; if nobody is left to decode, all do."""
         every = list(zip(self.all, self.roles, self._is_there, strict=True))
         able = [is_there and each.broken is None for each, _, is_there in every]
-        for index, role in enumerate(self.roles):
-            self._dispatcher.prefill[index].is_open = able[index] and role.prefills
-            self._dispatcher.decode[index].is_open = able[index] and role.decodes
         rooms = self._dispatcher.decode
+        for index, role in enumerate(self.roles):
+            queue, room = self._dispatcher.prefill[index], rooms[index]
+            queue.is_open = able[index] and role.prefills
+            room.is_open = able[index] and role.decodes
+            queue.own_room = room if role is InstanceRole.BOTH else None
         if not any(room.is_open for room in rooms):
             for index, room in enumerate(rooms):
                 room.is_open = able[index]

@@ -4,6 +4,7 @@ tickets out, fetches in."""
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -19,9 +20,31 @@ from fastdecode.schedule.life.handing import Handing as Sequences
 from fastdecode.wire.kv.handing import Offer, Pull
 
 _TICKET_BYTES: Final = 16
+_MOST_SPANS: Final = 256
 _LOOK_FOR_FETCHED_S: Final = 1e-3
 _LOOK_S: Final = 0.2
 """Between two looks after R-workers, while whoever fetches has to say when that is done."""
+
+
+class FetchingTime:
+    """In which anything was fetched: moments in which several were, count once."""
+
+    def __init__(self) -> None:
+        self._spans: deque[tuple[float, float]] = deque(maxlen=_MOST_SPANS)
+        """The latest, with gaps between them, in order."""
+
+    def add(self, ended_s: float, seconds: float) -> float:
+        """A fetch is over that has taken so long, the last one to end so far; how
+        much of that wasn't counted yet."""
+        began_s = ended_s - seconds
+        counted_s = 0.0
+        first_s = began_s
+        while self._spans and self._spans[-1][1] >= began_s:
+            span_began_s, span_ended_s = self._spans.pop()
+            counted_s += span_ended_s - max(span_began_s, began_s)
+            first_s = min(first_s, span_began_s)
+        self._spans.append((first_s, ended_s))
+        return seconds - counted_s
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,7 @@ def totals_of(stats: EngineStats, token_bytes: int) -> Totals:
         stats.num_prompt_tokens,
         stats.step_s,
         stats.fetched_bytes / token_bytes,
-        stats.fetch_s,
+        stats.fetching_s,
     )
 
 
