@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.holders import HolderId, HolderKind, PartId
+from fastdecode.core.overlapping import Overlapping
 from fastdecode.core.resuming import Session
 from fastdecode.core.spec import longest_window
 from fastdecode.core.trace import NoTrace, Trace
@@ -96,6 +97,7 @@ class Executor:
         self._recorder = Recorder(watch.session, lifecycle.lives)
         self.handing = Handing(fleet, requests, lifecycle.handing, watch.exports)
         """What is done for other instances, and by them."""
+        self._fetches = Overlapping()
         # By lane: of steps that are over, on their way to the host.
         self._coming: dict[int, Tokens] = {}
 
@@ -203,7 +205,7 @@ class Executor:
         for moved in self._fleet.moves.take_tiers():
             if isinstance(moved, Pulled):
                 self._stats.fetched_bytes += moved.num_bytes
-                self._stats.fetch_s += moved.seconds
+                self._stats.fetch_s += self._fetches.over(time.monotonic(), moved.seconds)
             self.tell(move_event(moved))
         replicas = self._recovery.replicas
         if replicas is not None:

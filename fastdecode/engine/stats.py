@@ -83,7 +83,7 @@ class EngineStats:
     fetched_bytes: int = 0
     """K and V of prompts that R-workers have fetched from other instances'."""
     fetch_s: float = 0.0
-    """From when each was asked for to when it was there, summed."""
+    """In which at least one was under way: asked for, and not there."""
 
     @property
     def step_s(self) -> float:
