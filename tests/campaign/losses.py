@@ -21,6 +21,7 @@ from small_jobs import (
     PARTITIONS,
     PHASES,
     SILENCE_S,
+    Ended,
     Job,
     SmallJobs,
     addresses_again,
@@ -50,8 +51,6 @@ TOLD = {
     "returns": "goes on in the place of one that was lost",
     "recomputed": "no replica of",
 }
-NOBODY_CAN = ("the MPI job can't begin", "MPI hasn't returned")
-"""Said by jobs that end because MPI can't go on, as docs/cluster.md says."""
 
 
 @dataclass(frozen=True)
@@ -79,26 +78,14 @@ class Report:
     loss: Loss
     hits: list[Hit]
     """For which an R-worker was there, in time."""
-    exit_code: int | None
-    seconds: float
-    num_missing: int
-    num_changed: int
-    orphans: list[str]
     told: dict[str, int]
     """How often a neighbour went on for a lost one, and another in its place
     after that; and how often there was no second copy."""
-    last_words: str
+    ended: Ended
 
     @property
     def verdict(self) -> str:
-        if self.exit_code is None or self.orphans:
-            return "hung"
-        if self.num_changed:
-            return "changed"
-        if not self.num_missing:
-            return "right"
-        told = self.exit_code == 4 and any(words in self.last_words for words in NOBODY_CAN)
-        return "ended by MPI" if told else "lost"
+        return self.ended.verdict
 
 
 def losses(
@@ -176,19 +163,8 @@ class Losses:
             ):
                 found = list(self._hit(job, loss, lengths, again if comes_again else None))
                 outcome = job.command.wait(LIMIT_S)
-        answers, expected = self._jobs.answers(), self._jobs.expected
-        changed = sum(answers[key] != expected[key] for key in answers)
-        return Report(
-            loss,
-            found,
-            outcome.exit_code,
-            outcome.seconds,
-            len(expected) - len(answers),
-            changed,
-            outcome.orphans,
-            {what: outcome.output.count(words) for what, words in TOLD.items()},
-            outcome.output.strip()[-3000:],
-        )
+        told = {what: outcome.output.count(words) for what, words in TOLD.items()}
+        return Report(loss, found, told, self._jobs.ended(outcome))
 
     def _hit(
         self,
@@ -281,9 +257,5 @@ def pause(job: Job, seconds: float) -> None:
 
 def row(report: Report) -> dict[str, Any]:
     """For a table."""
-    told = [f"{hit.phase} {hit.trouble}" for hit in report.hits]
-    shown = {**vars(report.loss), **vars(report), "hits": told, "verdict": report.verdict}
-    del shown["loss"]
-    if report.verdict == "right":
-        del shown["last_words"]
-    return shown
+    hits = [f"{hit.phase} {hit.trouble}" for hit in report.hits]
+    return {**vars(report.loss), **report.ended.shown(), "hits": hits, "told": report.told}

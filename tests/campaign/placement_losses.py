@@ -11,14 +11,22 @@ import contextlib
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from losses import NOBODY_CAN
 from mpi_launch import mpirun, open_mpi_options, running
-from rank_blows import LIMIT_S, Blow, RankBlows, last_words
-from small_jobs import FASTDECODE, KV_MEMORY, PATHS, PHASES, SILENCE_S, Job, SmallJobs
+from rank_blows import LIMIT_S, Blow, RankBlows
+from small_jobs import (
+    FASTDECODE,
+    KV_MEMORY,
+    PATHS,
+    PHASES,
+    SILENCE_S,
+    Ended,
+    Job,
+    SmallJobs,
+)
 
 from fastdecode.core.config.placement import PLACEMENT_FORMAT
 
@@ -57,28 +65,16 @@ class Report:
     loss: PlacementLoss
     blows: list[Blow]
     """For which the rank was there, in time."""
-    exit_code: int | None
-    """Of the job that was struck."""
     resumed_code: int | None
-    """Of the one that went on, after a controller was lost."""
-    seconds: float
-    num_missing: int
-    num_changed: int
-    orphans: list[str]
-    last_words: str
+    """Of the job that went on, after a controller was lost."""
+    ended: Ended
+    """The one that was struck; with the answers of both."""
 
     @property
     def verdict(self) -> str:
-        if self.exit_code is None or self.orphans:
-            return "hung"
-        if self.num_changed:
-            return "changed"
-        if self.loss.is_of_controller and self.blows and self.exit_code == 0:
+        if self.loss.is_of_controller and self.blows and self.ended.exit_code == 0:
             return "other exit code"
-        if not self.num_missing:
-            return "right"
-        told = self.exit_code == 4 and any(words in self.last_words for words in NOBODY_CAN)
-        return "ended by MPI" if told else "lost"
+        return self.ended.verdict
 
 
 def placement_losses(number: int, chance: random.Random) -> list[PlacementLoss]:
@@ -129,18 +125,7 @@ class PlacementLosses:
             with self._start(loss, command, "--resume") as job:
                 again = job.command.wait(LIMIT_S)
             orphans, resumed = [*orphans, *again.orphans], again.exit_code
-        num_missing, num_changed = self._blows.missing_and_changed()
-        return Report(
-            loss,
-            found,
-            outcome.exit_code,
-            resumed,
-            outcome.seconds,
-            num_missing,
-            num_changed,
-            orphans,
-            last_words(outcome),
-        )
+        return Report(loss, found, resumed, replace(self._jobs.ended(outcome), orphans=orphans))
 
     @contextlib.contextmanager
     def _start(self, loss: PlacementLoss, command: str, *more: str) -> Iterator[Job]:
@@ -172,9 +157,6 @@ def row(report: Report) -> dict[str, Any]:
     told = [f"{x.phase} {x.whom} {x.trouble}" for x in report.blows]
     asked = [f"{x.phase} {x.whom} {x.trouble}" for x in report.loss.blows]
     loss = report.loss
-    shown = {"transport": loss.transport, "shape": loss.shape, "asked": asked, **vars(report),
-             "blows": told, "verdict": report.verdict}  # fmt: skip
-    del shown["loss"]
-    if report.verdict == "right":
-        del shown["last_words"]
-    return shown
+    about = {"transport": loss.transport, "shape": loss.shape, "asked": asked, "blows": told}
+    shown = {**about, **report.ended.shown(), "resumed_code": report.resumed_code}
+    return {**shown, "verdict": report.verdict}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import re
 import signal
 import time
 from collections import Counter
@@ -23,7 +22,6 @@ LIMIT_S = 150.0
 GOING_S = 30.0
 Start = Callable[[], contextlib.AbstractContextManager[Job]]
 """Starts a job."""
-_DIRECTORIES = re.compile(r"/(?:[\w.+-]+/)+")
 
 
 @dataclass(frozen=True)
@@ -70,13 +68,6 @@ class RankBlows:
                         process.resume()
             return found, job.command.wait(GOING_S)
 
-    def missing_and_changed(self) -> tuple[int, int]:
-        """How many answers aren't there, and how many are others than an undisturbed
-        job's."""
-        answers, expected = self._jobs.answers(), self._jobs.expected
-        changed = sum(answers[key] != expected[key] for key in answers)
-        return len(expected) - len(answers), changed
-
     @property
     def _is_answered(self) -> bool:
         """Whether the job is over for its user."""
@@ -122,8 +113,3 @@ def _of_rank(job: Job, rank: int) -> list[Any]:
             if process.environ().get("OMPI_COMM_WORLD_RANK") == str(rank):
                 found.append(process)
     return found
-
-
-def last_words(outcome: Outcome) -> str:
-    """Of a job; without this machine's directories, which results don't name."""
-    return _DIRECTORIES.sub("", outcome.output).strip()[-3000:]

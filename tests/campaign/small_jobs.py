@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpi_launch import Running, mpirun, open_mpi_options, running
+from mpi_launch import Outcome, Running, mpirun, open_mpi_options, running
 from random_llama import llama_config, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +22,9 @@ NUM_LINES = 6
 SILENCE_S = 2.0
 LIMIT_S = 400.0
 """A job that takes longer hangs."""
+LAST_WORDS = 3000
+"""Characters of a job's output that are kept."""
+_DIRECTORIES = re.compile(r"/(?:[\w.+-]+/)+")
 KV_MEMORY = ["--kv-memory-gb", "0.02"]
 PARTITIONS = {
     "sequences": [],
@@ -50,6 +54,51 @@ def lines(times: int = 1) -> list[dict[str, Any]]:
              "seed": i} if i % 2 else {"temperature": 0})}
         for i in range(NUM_LINES)
     ]  # fmt: skip
+
+
+NOBODY_CAN = ("the MPI job can't begin", "MPI hasn't returned")
+"""Said by jobs that end because MPI can't go on, as docs/cluster.md says."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job did: its answers are held against those of one in which nothing happens."""
+
+    exit_code: int | None
+    seconds: float
+    num_missing: int
+    num_changed: int
+    orphans: list[str]
+    last_words: str
+    """Without paths of this machine."""
+
+    @property
+    def is_hung(self) -> bool:
+        return self.exit_code is None or bool(self.orphans)
+
+    @property
+    def is_right(self) -> bool:
+        """Everything was answered, as it should be."""
+        return not self.is_hung and not self.num_changed and not self.num_missing
+
+    @property
+    def verdict(self) -> str:
+        """Where R-workers were lost, and one would do."""
+        if self.is_hung:
+            return "hung"
+        if self.num_changed:
+            return "changed"
+        if not self.num_missing:
+            return "right"
+        told = self.exit_code == 4 and any(words in self.last_words for words in NOBODY_CAN)
+        return "ended by MPI" if told else "lost"
+
+    def shown(self) -> dict[str, Any]:
+        """For a table."""
+        told = {**vars(self), "verdict": self.verdict}
+        if self.is_right:
+            del told["last_words"]
+        return told
 
 
 @dataclass(frozen=True)
@@ -155,6 +204,19 @@ class SmallJobs:
                 if "error" not in line:
                     found[str(line["id"])] = line["token_ids"]
         return found
+
+    def ended(self, outcome: Outcome) -> Ended:
+        """What became of a job that is over."""
+        answers = self.answers()
+        words = _DIRECTORIES.sub("", outcome.output).strip()[-LAST_WORDS:]
+        return Ended(
+            outcome.exit_code,
+            outcome.seconds,
+            len(self.expected) - len(answers),
+            sum(answers[key] != self.expected[key] for key in answers),
+            outcome.orphans,
+            words,
+        )
 
     def has_begun(self, job: Job, phase: str) -> Callable[[], bool]:
         """Whether a phase has: an event that any process can see."""

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from losses import NOBODY_CAN
-from rank_blows import Blow, RankBlows, last_words
-from small_jobs import PHASES, Job, SmallJobs
+from rank_blows import Blow, RankBlows
+from small_jobs import PHASES, Ended, Job, SmallJobs
 
 TRANSPORTS = ("mpi", "launch")
 SERVED = ("greeting", "prompts", "decoding", "end")
@@ -93,32 +92,26 @@ class Report:
     loss: StageLoss
     blows: list[Blow]
     """For which the rank was there, in time."""
-    exit_code: int | None
-    seconds: float
-    num_missing: int
-    num_changed: int
     is_named: bool
     """The output tells which stage, or rank, was lost."""
-    orphans: list[str]
-    last_words: str
+    ended: Ended
 
     @property
     def verdict(self) -> str:
-        if self.exit_code is None or self.orphans:
-            return "hung"
-        if self.num_changed:
-            return "changed"
-        if not self.num_missing:
-            return "right"
+        """A lost stage ends its job; lost R-workers change nothing."""
+        by_stage = bool(self.blows) and all(blow.whom == "stage" for blow in self.blows)
+        if self.ended.is_hung or self.ended.num_changed or self.ended.is_right:
+            return self.ended.verdict
         if not self.blows:
             return "failed by itself"
-        if any(blow.whom == "R-worker" for blow in self.blows):
-            told = self.exit_code == 4 and any(words in self.last_words for words in NOBODY_CAN)
-            return "ended by MPI" if told else "lost"
+        return self._of_a_stage if by_stage else self.ended.verdict
+
+    @property
+    def _of_a_stage(self) -> str:
         if self.blows[0].rank == 0:  # which would say how the job has ended, and not mpirun
-            is_told = self.exit_code or self.loss.transport == "mpi"
+            is_told = self.ended.exit_code or self.loss.transport == "mpi"
             return "right" if is_told else "other exit code"
-        if self.exit_code != 4:
+        if self.ended.exit_code != 4:
             return "other exit code"
         return "right" if self.is_named else "unnamed"
 
@@ -177,21 +170,11 @@ class StageLosses:
         """One job with its losses."""
         shape = SHAPES[loss.shape]
         start = partial(self._start, loss.transport, shape)
-        has_r_workers = shape.num_columns > 0
-        found, outcome = self._blows.strike(start, loss.blows, has_r_workers)
-        num_missing, num_changed = self._blows.missing_and_changed()
+        found, outcome = self._blows.strike(start, loss.blows, shape.num_columns > 0)
         names = [name for blow in found for name in _names(shape, blow)]
-        return Report(
-            loss,
-            found,
-            self._exit_code(outcome.exit_code),
-            outcome.seconds,
-            num_missing,
-            num_changed,
-            any(name in outcome.output for name in names),
-            outcome.orphans,
-            last_words(outcome),
-        )
+        is_named = any(name in outcome.output for name in names)
+        ended = replace(self._jobs.ended(outcome), exit_code=self._exit_code(outcome.exit_code))
+        return Report(loss, found, is_named, ended)
 
     def _start(self, transport: str, shape: Shape) -> contextlib.AbstractContextManager[Job]:
         words = shape.words()
@@ -226,9 +209,8 @@ def row(report: Report) -> dict[str, Any]:
     told = [f"{x.phase} {x.whom} {x.trouble}" for x in report.blows]
     asked = [f"{x.phase} rank {x.rank} {x.trouble}" for x in report.loss.blows]
     loss = report.loss
-    shown = {"transport": loss.transport, "shape": loss.shape, "asked": asked, **vars(report),
-             "blows": told, "verdict": report.verdict}  # fmt: skip
-    del shown["loss"]
+    about = {"transport": loss.transport, "shape": loss.shape, "asked": asked, "blows": told}
+    shown = {**about, **report.ended.shown(), "is_named": report.is_named}
     if report.verdict == "right":
-        del shown["last_words"]
-    return shown
+        shown.pop("last_words", None)
+    return {**shown, "verdict": report.verdict}

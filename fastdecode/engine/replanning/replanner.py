@@ -75,10 +75,6 @@ class Replanner:
         self._log = StepLog()
         self._planner = Planner(clock)
         self._asked: Due | None = None
-        self.num_looks = 0
-        """Times that roles were looked at."""
-        self.num_changes = 0
-        """Instances whose roles were changed."""
 
     def arrived(self, flow: Flow) -> None:
         """See ``Observer``."""
@@ -127,7 +123,6 @@ class Replanner:
         if question is None:
             self._watch.put_off()
             return
-        self.num_looks += 1
         try:
             self._planner.ask(question)
         except OSError:
@@ -181,7 +176,6 @@ class Replanner:
         for index, role in changes.items():
             name = desk.members.all[places[index]].name
             self._controls.set_role(name, role)
-            self.num_changes += 1
             self._tell(f"roles: instance {name} is for {role.value} from now on")
 
     def _present(self) -> Roles:
