@@ -3,13 +3,14 @@
     make campaign        # or: python tests/campaign/campaign.py --losses 20 --minutes 5
 
 R-workers are killed, stopped and terminated (``losses``), and so are pipeline
-stages and theirs (``stage_losses``), jobs are told to stop
-(``stops``), S-workers are killed and others go on with their sessions
-(``returns``), servers under load lose R-workers and processes of their own, or are
-told to stop (``servers``), calls are interrupted (``interrupts``), batches
-of conversations are killed and resumed (``turns``), messages are damaged
-(``damaged_frames``), and what R-workers keep on disk is damaged, or they are
-killed while they write it (``hurt_slots``), or in conversations (``disks``).
+stages and theirs (``stage_losses``), and instances that are ranks
+(``placement_losses``), jobs are told to stop (``stops``), S-workers are killed
+and others go on with their sessions (``returns``), servers under load lose
+R-workers and processes of their own, or are told to stop (``servers``), calls are
+interrupted (``interrupts``), batches of conversations are killed and resumed
+(``turns``), messages are damaged (``damaged_frames``), and what R-workers keep on
+disk is damaged, or they are killed while they write it (``hurt_slots``), or in
+conversations (``disks``).
 Every job's answers, greedy and sampled, are held against those of an
 undisturbed one. Counted are jobs that **hung**, that were **lost** (an answer
 is missing though an R-worker is left) and whose answers were **changed**. The
@@ -28,6 +29,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,6 +40,7 @@ import damaged_frames  # noqa: E402
 import disks  # noqa: E402
 import hurt_slots  # noqa: E402
 import losses  # noqa: E402
+import placement_losses  # noqa: E402
 import returns  # noqa: E402
 import servers  # noqa: E402
 import stage_losses  # noqa: E402
@@ -78,8 +81,8 @@ class Campaign:
         self._options = options
         self._end = time.monotonic() + 60 * options.minutes
         self.rows: dict[str, list[dict[str, Any]]] = {
-            "losses": [], "stages": [], "stops": [], "returns": [], "servers": [], "kills": [],
-            "interrupts": [], "frames": [], "slots": [],
+            "losses": [], "stages": [], "placements": [], "stops": [], "returns": [],
+            "servers": [], "kills": [], "interrupts": [], "frames": [], "slots": [],
         }  # fmt: skip
         self._before = runs_of(options.out)
 
@@ -91,7 +94,14 @@ class Campaign:
         self._slots(disks, {"killed": options.disk_kills})
         self._interrupts(options.interrupts)
         self._returns(options.returns)
-        self._stages(options.stages)
+        self._of_ranks(
+            "stages", options.stages, stage_losses.StageLosses,
+            partial(stage_losses.stage_losses, of=options.of), stage_losses.row,
+        )  # fmt: skip
+        self._of_ranks(
+            "placements", options.placements, placement_losses.PlacementLosses,
+            placement_losses.placement_losses, placement_losses.row,
+        )  # fmt: skip
         if not (options.losses or options.signals or options.servers or options.kills):
             return
         with tempfile.TemporaryDirectory(prefix="fd", dir="/tmp") as directory:
@@ -128,7 +138,8 @@ class Campaign:
     def table(self) -> str:
         """How many of what became of what."""
         told = []
-        for kind in ("losses", "stages", "stops", "returns", "servers", "kills"):
+        for kind in ("losses", "stages", "placements", "stops", "returns", "servers",
+                     "kills"):  # fmt: skip
             rows = self.rows[kind]
             told.append(f"{len(rows)} {kind}: {_counted(Counter(row['verdict'] for row in rows))}")
             for column in ("transport", "partition", "command", "trouble", "phase", "memory",
@@ -140,8 +151,9 @@ class Campaign:
         hits = Counter(hit for row in self.rows["losses"] for hit in row["hits"])
         told.append(f"losses: {_counted(Counter(hit.split()[0] for hit in hits.elements()))}")
         told.append(f"    {_counted(hits)}")
-        blows = Counter(blow for row in self.rows["stages"] for blow in row["blows"])
-        told.append(f"stages: {sum(blows.values())} blows: {_counted(blows)}")
+        for kind in ("stages", "placements"):
+            blows = Counter(blow for row in self.rows[kind] for blow in row["blows"])
+            told.append(f"{kind}: {sum(blows.values())} blows: {_counted(blows)}")
         kills = Counter(kill for row in self.rows["returns"] for kill in row["kills"])
         told.append(f"returns: killed {_counted(kills)}")
         for kind in ("interrupts", "frames", "slots"):
@@ -188,15 +200,15 @@ class Campaign:
             for job in self._in_time(returns.returns(number, chance)):
                 self._keep("returns", returns.row(comes.kill(job)))
 
-    def _stages(self, number: int) -> None:
+    def _of_ranks(self, kind: str, number: int, make: Any, choose: Any, row: Any) -> None:
+        """Jobs over MPI that lose ranks."""
         if not number:
             return
         chance = random.Random(self._options.seed)
         with tempfile.TemporaryDirectory(prefix="fd", dir="/tmp") as directory:
-            hurt = stage_losses.StageLosses(SmallJobs(Path(directory)), chance)
-            chosen = stage_losses.stage_losses(number, chance, self._options.of)
-            for loss in self._in_time(chosen):
-                self._keep("stages", stage_losses.row(hurt.lose(loss)))
+            hurt = make(SmallJobs(Path(directory)), chance)
+            for loss in self._in_time(choose(number, chance)):
+                self._keep(kind, row(hurt.lose(loss)))
 
     def _interrupts(self, number: int) -> None:
         each = -(-number // len(INTERRUPTED))
@@ -257,6 +269,7 @@ def main() -> None:
     for name, number, what in (
         ("losses", 90, "jobs that lose R-workers, six or eight each"),
         ("stages", 60, "jobs of pipeline stages that lose one of those, or R-workers of theirs"),
+        ("placements", 30, "jobs of instances that lose ranks, or their controller"),
         ("signals", 60, "jobs that are told to stop"),
         ("returns", 60, "S-workers that are killed, and whose session another goes on with"),
         ("servers", 60, "servers under load that are hit"),

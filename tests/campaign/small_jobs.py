@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ LIMIT_S = 400.0
 """A job that takes longer hangs."""
 LAST_WORDS = 3000
 """Characters of a job's output that are kept."""
+_DIRECTORIES = re.compile(r"/(?:[\w.+-]+/)+")
 KV_MEMORY = ["--kv-memory-gb", "0.02"]
 PARTITIONS = {
     "sequences": [],
@@ -206,9 +208,7 @@ class SmallJobs:
     def ended(self, outcome: Outcome) -> Ended:
         """What became of a job that is over."""
         answers = self.answers()
-        words = outcome.output.strip()[-LAST_WORDS:]
-        for path in (self.directory, ROOT):
-            words = words.replace(str(path), path.name)
+        words = _DIRECTORIES.sub("", outcome.output).strip()[-LAST_WORDS:]
         return Ended(
             outcome.exit_code,
             outcome.seconds,

@@ -9,21 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import random
-import signal
-import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-import psutil
-from losses import pause
+from rank_blows import Blow, RankBlows
 from small_jobs import PHASES, Ended, Job, SmallJobs
 
 TRANSPORTS = ("mpi", "launch")
-LIMIT_S = 150.0
-"""A job that takes longer hangs: undisturbed it takes some ten seconds."""
-GOING_S = 30.0
 SERVED = ("greeting", "prompts", "decoding", "end")
 MOST_HIT = 4
 """R-workers of one job."""
@@ -80,17 +73,6 @@ SHAPES = {
     "on devices": Shape(2, num_columns=0, options=ON_DEVICES),
     "of two S-workers": Shape(2, tp=2, num_columns=2, options=("--worker-timeout-s", "30")),
 }
-
-
-@dataclass(frozen=True)
-class Blow:
-    """What befalls one rank."""
-
-    phase: str
-    trouble: str
-    rank: int
-    whom: str
-    """``stage`` or ``R-worker``."""
 
 
 @dataclass(frozen=True)
@@ -182,21 +164,13 @@ class StageLosses:
 
     def __init__(self, jobs: SmallJobs, chance: random.Random) -> None:
         self._jobs = jobs
-        self._chance = chance
-        self._lengths: dict[bool, dict[str, float]] = {}  # with R-workers, or none
+        self._blows = RankBlows(jobs, chance)
 
     def lose(self, loss: StageLoss) -> Report:
         """One job with its losses."""
-        shape, lengths = SHAPES[loss.shape], self._lengths_of(loss)
-        self._jobs.clear()
-        with self._start(loss.transport, shape) as job:
-            found = list(self._strike(job, loss.blows, lengths))
-            if job.command.wait_for_end(LIMIT_S) is None and self._answered:
-                # All is written, and the launcher waits for who was stopped on its way out.
-                for blow in found:
-                    for process in _of_rank(job, blow.rank):
-                        process.resume()
-            outcome = job.command.wait(GOING_S)
+        shape = SHAPES[loss.shape]
+        start = partial(self._start, loss.transport, shape)
+        found, outcome = self._blows.strike(start, loss.blows, shape.num_columns > 0)
         names = [name for blow in found for name in _names(shape, blow)]
         is_named = any(name in outcome.output for name in names)
         ended = replace(self._jobs.ended(outcome), exit_code=self._exit_code(outcome.exit_code))
@@ -211,11 +185,6 @@ class StageLosses:
         )
 
     @property
-    def _answered(self) -> bool:
-        """Whether the job is over for its user."""
-        return self._jobs.answers().keys() == self._jobs.expected.keys()
-
-    @property
     def _told(self) -> Any:
         """Where the first stage says how a job has ended."""
         return self._jobs.directory / "out.jsonl.exit_code"
@@ -225,48 +194,6 @@ class StageLosses:
         with contextlib.suppress(OSError, ValueError):
             return int(self._told.read_text()) if launchers is not None else None
         return launchers
-
-    def _strike(self, job: Job, blows: Sequence[Blow], lengths: dict[str, float]) -> Iterator[Blow]:
-        """Those that come in time."""
-        shared = Counter(blow.phase for blow in blows)
-        with contextlib.suppress(AssertionError):  # it has ended, or gone wrong: that will be seen
-            for blow in blows:
-                begun = self._jobs.has_begun(job, blow.phase)
-                job.command.wait_until(begun, timeout_s=LIMIT_S)
-                pause(job, self._chance.uniform(0, lengths[blow.phase] / shared[blow.phase]))
-                for victim in _of_rank(job, blow.rank):
-                    with contextlib.suppress(psutil.Error):  # it has ended
-                        victim.send_signal(signal.Signals[blow.trouble])
-                        yield blow
-
-    def _lengths_of(self, loss: StageLoss) -> dict[str, float]:
-        """How long each phase is, in s, in such a job in which nothing happens."""
-        kind = SHAPES[loss.shape].num_columns > 0
-        if kind not in self._lengths:
-            self._jobs.clear()
-            begins = []
-            with self._start(loss.transport, SHAPES[loss.shape]) as job:
-                for phase in PHASES:
-                    begun = self._jobs.has_begun(job, phase)
-                    job.command.wait_until(begun, timeout_s=LIMIT_S)
-                    begins.append(time.monotonic())
-                outcome = job.command.wait(LIMIT_S)
-            assert outcome.exit_code == 0 and self._jobs.answers() == self._jobs.expected, outcome
-            begins.append(time.monotonic())
-            self._lengths[kind] = {
-                phase: max(0.05, begins[i + 1] - begins[i]) for i, phase in enumerate(PHASES)
-            }
-        return self._lengths[kind]
-
-
-def _of_rank(job: Job, rank: int) -> list[Any]:
-    """The process that is a rank of the job, if it is there."""
-    found = []
-    for process in job.command.processes():
-        with contextlib.suppress(psutil.Error):  # it has ended
-            if process.environ().get("OMPI_COMM_WORLD_RANK") == str(rank):
-                found.append(process)
-    return found
 
 
 def _names(shape: Shape, blow: Blow) -> list[str]:
