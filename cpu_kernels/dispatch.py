@@ -83,7 +83,9 @@ def choose_variant(
     layout: BlockLayout, group_size: int, isa: Isa, source: str, *, ragged: bool
 ) -> Variant:
     """The register tile that keeps the products of this shape busiest without
-    spilling.
+    spilling. Rows by the dozen share what unpacking a vector of cells takes in
+    tiles of as many as half of the registers by one vector, since whatever is
+    multiplied once can come out of memory with the product.
 
     Args:
         group_size: query heads a KV head.
@@ -99,7 +101,7 @@ def choose_variant(
         min(_MOST_ROWS, accumulators // value_vectors) if isa.registers > 16 else isa.registers // 4
     )
     num_tiles = -(-group_size // most_rows)
-    rows = most_rows if ragged else -(-group_size // num_tiles)
+    rows = min(isa.lanes, isa.registers // 2) if ragged else -(-group_size // num_tiles)
     exact = source != "bfloat16"
     q_planes = p_planes = 1
     if dot == "bf16":

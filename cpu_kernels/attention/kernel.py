@@ -154,6 +154,19 @@ def _begin_rows(
             _pack_queries(variant, job, spare, queries + index * rows * ROW_BYTES, slopes - 128)
 
 
+@part
+def _round_up(number, multiple):
+    return (number + multiple - 1) // multiple * multiple
+
+
+@part
+def _count_scores(variant, num_tokens):
+    """Scores that a row needs of a block with so many tokens of its sequence: of
+    whole steps of the product with V, and of whole register tiles."""
+    weights = _round_up(num_tokens, variant.pack * variant.step_words)
+    return _round_up(weights, variant.score_vectors * variant.lanes)
+
+
 @entry
 def attend_unit(variant, job_address, unit_index, scratch):
     """Run one unit. ``scratch``: ``SCRATCH_BYTES`` of this thread's own memory, 64-byte aligned."""
@@ -233,6 +246,7 @@ def attend_unit(variant, job_address, unit_index, scratch):
     for b in range(first_block, end_block):
         first = b * job.block_size
         num_tokens = min(high - first, job.block_size)
+        num_scores = _count_scores(variant, num_tokens)
         next_block = block
         if b + 1 < end_block:
             next_block = (
@@ -255,7 +269,7 @@ def attend_unit(variant, job_address, unit_index, scratch):
             head_tiles = h * num_tiles
             score_block(
                 variant, job, file, keys, values, queries + head_tiles * rows * ROW_BYTES, scores,
-                num_tiles,
+                num_scores, num_tiles,
             )  # fmt: skip
             value_unit = np.float32(1)
             if variant.is_quantized:
@@ -267,13 +281,13 @@ def attend_unit(variant, job_address, unit_index, scratch):
                 if shaped:
                     tile_slopes = slopes + 4 * (head_tiles + tile) * rows if job.slopes != 0 else 0
                     top = shape_scores(
-                        variant, job, scales, tile_scores, first, masked, lows + row_offset,
-                        highs + row_offset, positions + row_offset, tile_slopes,
+                        variant, job, scales, num_scores, tile_scores, first, masked,
+                        lows + row_offset, highs + row_offset, positions + row_offset, tile_slopes,
                     )  # fmt: skip
                 else:
-                    top = find_maxima(variant, job.padded_tokens, tile_scores)
+                    top = find_maxima(variant, num_scores, tile_scores)
                 weigh_scores(
-                    variant, job.padded_tokens, factor, value_unit, top, tile_scores, v_scales,
+                    variant, num_scores, factor, value_unit, top, tile_scores, v_scales,
                     tops + (head_tiles + tile) * _ROW_STATE,
                     totals + (head_tiles + tile) * _ROW_STATE, factors + tile * 2 * FACTOR_BYTES,
                     weights + tile * rows * ROW_BYTES,

@@ -22,16 +22,16 @@ from cpu_kernels.codegen.compiled import part
 
 
 @part
-def score_block(variant, job, file, keys, ahead, queries, scores, num_tiles):
-    """Dot products of all rows with one block's K: float32
-    [rows][padded_tokens]; asks for the piece ``ahead``."""
+def score_block(variant, job, file, keys, ahead, queries, scores, num_scores, num_tiles):
+    """Dot products of all rows with the first ``num_scores`` tokens of one
+    block's K: float32 [rows][num_scores]; asks for the piece ``ahead``."""
     row_bytes = job.padded_tokens * variant.cell_bytes
     step = variant.score_vectors * variant.lanes
     step_bytes = step * variant.cell_bytes * variant.step_words // variant.spread
     for tile_index in range(num_tiles // variant.product_tiles):
         operands = queries + tile_index * variant.product_rows * ROW_BYTES
         target = scores + tile_index * variant.product_rows * ROW_BYTES
-        for t in range(0, job.padded_tokens, step):
+        for t in range(0, num_scores, step):
             cells = keys + t * variant.cell_bytes
             tile = zero_scores(variant, file)
             for plane in range(variant.passes):

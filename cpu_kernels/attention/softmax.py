@@ -48,7 +48,9 @@ def find_maxima(variant, num_scores, scores):
 
 
 @part
-def shape_scores(variant, job, scales, scores, first, masked, low, high, positions, slopes):
+def shape_scores(
+    variant, job, scales, num_scores, scores, first, masked, low, high, positions, slopes
+):  # fmt: skip
     """Raw dot products → scores in powers of two, in place; returns the column
     of their largest lanes.
 
@@ -65,7 +67,7 @@ def shape_scores(variant, job, scales, scores, first, masked, low, high, positio
     lowest, highest = load_scalars(variant, low), load_scalars(variant, high)
     end = splat(variant, np.float32(first + job.block_size))
     top = splat(variant, np.float32(-np.inf))
-    for t in range(0, job.padded_tokens, lanes):
+    for t in range(0, num_scores, lanes):
         value = load_rows(variant, scores + 4 * t, ROW_BYTES)
         if variant.is_quantized:
             value = value * load_rows(variant, scales + 4 * t, 0)
