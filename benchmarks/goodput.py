@@ -4,7 +4,7 @@
 
 A Llama-shaped random checkpoint of 32 M parameters (or ``--model DIR``). Instances
 are processes at addresses, each on a core of its own; the controller is this
-process, on whichever core is free (``controller``: the part of a core that it
+process, on whichever core is free, or beside them (``controller``: the part of a core that it
 took). The ways: one instance for both phases, two of them, and a prefill beside a
 decode instance; each with short and with longer prompts.
 

@@ -106,7 +106,7 @@ def row(way: str, llm: LLM, found: dict[str, list[float]]) -> dict[str, Any]:
         "prompts": len(found["first_s"]),
         "recomputed": stats.num_recomputed,
         "fetched_bytes": stats.fetched_bytes,
-        "fetch_bytes_per_s": stats.fetched_bytes / stats.fetch_s if stats.fetch_s else None,
+        "fetch_bytes_per_s": stats.fetched_bytes / stats.fetching_s if stats.fetching_s else None,
     }
 
 

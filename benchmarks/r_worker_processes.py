@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import os
 import subprocess
 import sys
@@ -56,25 +55,32 @@ def r_workers(number: int, kv_memory_gb: float) -> Iterator[RWorkers]:
 @contextlib.contextmanager
 def pinned_instances(model: str, roles: Sequence[str], *options: str) -> Iterator[list[str]]:
     """Instances of these roles, of one thread for each part, on a core each: the
-    first ones of those that there are. Gives their addresses."""
+    first ones of those that there are. Gives their addresses.
+
+    Raises:
+        RuntimeError: there are fewer cores.
+    """
     every = os.sched_getaffinity(0)
-    cores = itertools.cycle(sorted(every))
+    if len(roles) > len(every):
+        raise RuntimeError(f"{len(roles)} instances want a core each, and there are {len(every)}")
     engine = ["--dtype", "float32", "--r-threads", "1", "--prefix-cache", "off"]
     command = [sys.executable, "-m", "fastdecode.cli.main", "instance", model, *engine, *options]
     with contextlib.ExitStack() as stack:
         processes = []
-        for role, core in zip(roles, cores, strict=False):
+        for role, core in zip(roles, sorted(every), strict=False):
             os.sched_setaffinity(0, {core})  # which those that are started inherit
-            process = subprocess.Popen(
-                [*command, "--role", role],
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+            try:
+                process = subprocess.Popen(
+                    [*command, "--role", role],
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                )
+            finally:
+                os.sched_setaffinity(0, every)
             stack.callback(process.wait)
             stack.callback(process.kill)
             processes.append(process)
-            os.sched_setaffinity(0, every)
         yield [_address_of(process) for process in processes]
 
 

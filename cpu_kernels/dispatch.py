@@ -84,7 +84,8 @@ def choose_variant(
 ) -> Variant:
     """The register tile that keeps the products of this shape busiest without
     spilling. Rows by the dozen share what unpacking a vector of cells takes in
-    tiles of as many as half of the registers by one vector, since whatever is
+    tiles of as many rows as a vector has lanes, or half of the registers if these are fewer,
+    by one vector or few, since whatever is
     multiplied once can come out of memory with the product.
 
     Args:

@@ -51,7 +51,9 @@ class DecodingBatch:
         """When the step under way is over; now, if there is none."""
         if self._ends_s is None:
             return self._clock.now
-        under_way = int(np.searchsorted(self._ends_s, self._clock.now - self._began_s))
+        under_way = int(
+            np.searchsorted(self._ends_s, self._clock.now - self._began_s, side="right")
+        )
         last = min(under_way, len(self._ends_s) - 1)
         return max(self._clock.now, self._began_s + float(self._ends_s[last]))
 
@@ -76,7 +78,7 @@ class DecodingBatch:
     def cut(self) -> None:
         """The step under way is the last of those that were begun."""
         assert self._ends_s is not None
-        last = int(np.searchsorted(self._ends_s, self._clock.now - self._began_s))
+        last = int(np.searchsorted(self._ends_s, self._clock.now - self._began_s, side="right"))
         if last + 1 < len(self._ends_s):
             self._ends_s = self._ends_s[: last + 1]
             self._await()

@@ -170,7 +170,8 @@ class _Cluster:
         if self._opens_at_once[instance]:
             self._begin_fetch(job, instance)
         else:
-            begins_s = self.decode[instance].step_ends_s
+            # Behind the step's end, by whichever way that is rounded.
+            begins_s = math.nextafter(self.decode[instance].step_ends_s, math.inf)
             self.clock.at(begins_s, lambda: self._begin_fetch(job, instance))
 
     def _begin_fetch(self, job: Job, instance: int) -> None:
@@ -243,8 +244,9 @@ def simulate(
 def simulate_colocated(
     requests: Sequence[tuple[float, int, int]], instances: Sequence[DecodeSpec], step_tokens: int
 ) -> Run:
-    """Instances for both phases; a request goes to the one with the least
-    reserved KV, as ``Dispatcher`` has it.
+    """Instances for both phases; a request goes to the one with the least KV
+    that is reserved, or wanted by those that wait there. ``Dispatcher`` does so
+    while there is room; without, it keeps requests, or has prompts run alone.
 
     Args:
         step_tokens: of prompts in a step, at most.

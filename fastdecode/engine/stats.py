@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from fastdecode.core.holders import HolderId
@@ -85,7 +85,16 @@ class EngineStats:
     fetch_s: float = 0.0
     """From when each was asked for to when it was there, summed."""
     fetching_s: float = 0.0
-    """In which any of them was under way."""
+    """In which any of them was under way, as the engine hears of it: between two steps."""
+
+    def begin_anew(self) -> None:
+        """Numbers and times are told from now on: of what runs for somebody else."""
+        fresh = EngineStats()
+        for each in fields(self):
+            value = getattr(fresh, each.name)
+            if isinstance(value, (int, float, LatencyHistogram)):
+                setattr(self, each.name, value)
+        self.r_busy_each_s.clear()
 
     @property
     def step_s(self) -> float:

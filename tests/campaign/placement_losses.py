@@ -72,8 +72,11 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        if self.loss.is_of_controller and self.blows and self.ended.exit_code == 0:
-            return "other exit code"
+        if self.loss.is_of_controller and self.blows:
+            if self.ended.exit_code == 0:
+                return "other exit code"
+            if self.resumed_code != 0:
+                return "not resumed"
         return self.ended.verdict
 
 

@@ -96,7 +96,7 @@ class Ended:
     def shown(self) -> dict[str, Any]:
         """For a table."""
         told = {**vars(self), "verdict": self.verdict}
-        if self.is_right:
+        if self.is_right and not self.exit_code:
             del told["last_words"]
         return told
 

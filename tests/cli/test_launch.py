@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -19,6 +20,7 @@ from mpi_launch import needs_mpi, run, running
 from fastdecode.cli.main import main
 from fastdecode.core.config.instances import InstanceRole, PlacedInstance
 from fastdecode.core.errors import ConfigError
+from fastdecode.wire.mpi.launcher import LAUNCH_LINE
 from fastdecode.wire.mpirun_line import Host, JobLine, parse_hosts, vendor_of
 from fastdecode.wire.placed_line import PlacedLine
 
@@ -226,6 +228,19 @@ def test_exit_codes_of_mpirun_pass_through(generate: Generate) -> None:
     launch = [*FASTDECODE, "launch", "--hosts", "localhost:1", "--"]
     outcome = run([*launch, *command, "--model", "/nonexistent"], **PATHS)
     assert (outcome.exit_code, outcome.orphans) == (2, []), outcome
+
+
+def test_ranks_are_told_the_line_that_launched_them(tmp_path: Path) -> None:
+    mpirun, told = tmp_path / "mpirun", tmp_path / "told"
+    mpirun.write_text(
+        f"#!{sys.executable}\nimport os, pathlib, sys\n"
+        "print('Open MPI')\n"
+        f"pathlib.Path({str(told)!r}).write_text(os.environ.get({LAUNCH_LINE!r}, ''))\n"
+    )
+    mpirun.chmod(0o755)
+    words = ["launch", "--mpirun", str(mpirun), "--hosts", "localhost:1", "--", "doctor"]
+    run([*FASTDECODE, *words], **PATHS)  # whose ranks say nothing of how it has ended
+    assert json.loads(told.read_text()) == words
 
 
 SEES_OFF = """

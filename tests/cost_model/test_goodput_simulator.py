@@ -137,6 +137,17 @@ def test_what_is_fetched_is_asked_for_between_two_steps() -> None:
     assert second.tpot_s == pytest.approx(0.8125 - 0.5)
 
 
+def test_who_has_fetched_within_no_time_waits_for_a_step_whatever_is_rounded() -> None:
+    prefill = PrefillSpec(FixedTimes(0.01), 100)
+    decode = DecodeSpec(FixedTimes(0.0, 0.1), 10_000, opens_at_once=False)
+    asked = [(7.3 + 0.037 * i, 10, 3) for i in range(100)]
+    busy = [(7.0, 10, 200)]
+    found = simulate([*busy, *asked], [prefill], [decode], 1.0).times[1:]
+    waited_s = [2 * each.tpot_s - 0.2 for each in found if each.tpot_s is not None]
+    # Until a step ends, and then that whole one, in which others go on.
+    assert len(waited_s) == 100 and all(0.1 - 1e-6 <= s <= 0.2 + 1e-6 for s in waited_s)
+
+
 def test_steps_of_a_system_grow_with_contexts() -> None:
     hardware, spec = Hardware.load(), model_named("Llama-2 7B")
     setup = Setup(

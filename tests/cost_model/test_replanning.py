@@ -217,7 +217,11 @@ STRICT = Slo(48.0, 0.24)
 
 def run_of(roles: Roles, asked: list[tuple[float, int, int]]) -> Run:
     both = DecodeSpec(
-        TIMES, ALIKE.capacity_tokens, ALIKE.max_sequences, ALIKE.fetched_tokens_s or 0
+        TIMES,
+        ALIKE.capacity_tokens,
+        ALIKE.max_sequences,
+        ALIKE.fetched_tokens_s or 0,
+        opens_at_once=False,
     )
     if roles.both:
         return simulate_colocated(asked, [both] * roles.both, ALIKE.batch_tokens)
@@ -315,7 +319,7 @@ def test_step_times_are_found_in_totals() -> None:
             totals[name] = Totals(
                 was.steps + steps, was.tokens + tokens, was.load + load,
                 was.prompt_tokens + prompt, was.seconds + seconds,
-                was.fetched_tokens + 100 * (name == "d"), was.fetch_s + 0.5 * (name == "d"),
+                was.fetched_tokens + 100 * (name == "d"), was.fetching_s + 0.5 * (name == "d"),
             )  # fmt: skip
             log.look(name, totals[name])
     found = log.measured()

@@ -94,7 +94,7 @@ def compare(
 # Kernels that other tests compile, too: those of the tests' Gemma 2 among them.
 HEAD_DIM, GROUP_SIZE = 20, 3
 NUM_QUERIES = [1, 1, 11, 1]
-"""Rows of one register tile, and of three."""
+"""Rows of one register tile, and of several."""
 
 
 @pytest.mark.parametrize("dtype", cpu_kernels.DTYPES)

@@ -120,7 +120,11 @@ def test_controllers_come_one_after_another(model: str, one: LLM, four: list[Pro
     asked, how = prompts(6, seed=4), params(6, seed=4)
     for _ in range(2):
         with controller(model, four) as llm:
-            assert answers(llm.generate(asked, how)) == answers(one.generate(asked, how))
+            found = llm.generate(asked, how)
+            assert answers(found) == answers(one.generate(asked, how))
+            # Totals are of this controller's requests.
+            drawn = sum(len(x.token_ids) for output in found for x in output.completions)
+            assert llm.stats.num_output_tokens == drawn
             with pytest.raises(WorkerError, match="serves another"):
                 LLM(model, instance_addresses=[four[0].address], worker_timeout_s=1.0)
 
@@ -269,5 +273,9 @@ def test_what_does_not_fit_together_is_refused_by_name(
         LLM(other, instance_addresses=addresses)
     with pytest.raises(ConfigError, match="max_model_len"):
         LLM(model, instance_addresses=addresses, max_model_len=64)
+    with pytest.raises(ConfigError, match="kv_dtype='int8': the instances run with"):
+        LLM(model, instance_addresses=addresses, kv_dtype="int8")
+    with pytest.raises(ConfigError, match="dtype='bfloat16': the instances run with float32"):
+        LLM(model, instance_addresses=addresses, dtype="bfloat16")
     with pytest.raises(ConfigError, match="needs a key"):
         LLM(model, instance_addresses=["tcp://8.8.8.8:7000"])

@@ -30,7 +30,7 @@ class Totals:
     seconds: float = 0.0
     """Of all steps."""
     fetched_tokens: float = 0.0
-    fetch_s: float = 0.0
+    fetching_s: float = 0.0
     """In which any were being fetched."""
 
     def since(self, before: Totals) -> Totals:
@@ -112,6 +112,6 @@ class StepLog:
         found = non_negative(table * weights[:, None], seconds * weights)
         step_s, token_s, cached_s, prompt_s = found
         fetched = sum(row.fetched_tokens for row in rows)
-        fetch_s = sum(row.fetch_s for row in rows)
-        pace = fetched / fetch_s if fetched > 0 and fetch_s > 0 else None
+        fetching_s = sum(row.fetching_s for row in rows)
+        pace = fetched / fetching_s if fetched > 0 and fetching_s > 0 else None
         return Measured(LinearTimes(step_s, token_s, cached_s, prompt_s), pace, len(rows))

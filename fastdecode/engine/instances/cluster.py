@@ -358,11 +358,23 @@ def _common(config: EngineConfig, spec: Any, welcomes: dict[int, InstanceWelcome
             f" name instances that can't go on with each other's requests ({told}): start them "
             "with the same dtype, kv_dtype and max_model_len",
         )
-    wanted = identify(config, spec).max_model_len
-    if first.max_model_len != wanted:
+    _check_wanted(config, identify(config, spec), first)
+    return first
+
+
+def _check_wanted(config: EngineConfig, wanted: Identity, first: Identity) -> None:
+    """Raises ConfigError: this process means something else than the instances are."""
+    if first.max_model_len != wanted.max_model_len:
         raise ConfigError(
             Given("max_model_len", config.s_part.max_model_len),
-            f": the instances serve {first.max_model_len} tokens, and this process means {wanted}: "
-            "give the same on both sides",
+            f": the instances serve {first.max_model_len} tokens, and this process means "
+            f"{wanted.max_model_len}: give the same on both sides",
         )
-    return first
+    given = {"dtype": config.s_part.dtype, "kv_dtype": config.r_part.kv_dtype}
+    for name, value in given.items():
+        theirs = getattr(first, name)
+        if value != "auto" and theirs != getattr(wanted, name):
+            raise ConfigError(
+                Given(name, value),
+                f": the instances run with {theirs.value}: leave it out, or give it to them",
+            )

@@ -180,6 +180,7 @@ class InstanceServing:
 
         def welcome(running: Any) -> None:
             running.engine.give_role(self._welcome.role)
+            running.engine.stats.begin_anew()
             outbox.put((turn, self._welcome, None))
             wake()
 
@@ -263,7 +264,8 @@ class InstanceServing:
         self._is_ending = self._is_ending or self._only_once
         if peer != self._controller:
             return
-        if self._only_once and error.code == CLOSED:
+        is_idle = not self._service.snapshot().engine.num_unfinished
+        if error.code == CLOSED and (self._only_once or is_idle):
             logger.info("instance %s is let go: %s", self._welcome.name, error)
         else:
             logger.warning("instance %s has lost its controller: %s", self._welcome.name, error)
