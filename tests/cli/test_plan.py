@@ -118,7 +118,7 @@ def test_goodput_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     told = capsys.readouterr()
     answer = json.loads(told.out)
     assert answer["rate"] == pytest.approx(2.0) and "burstgpt" in answer["workload"]
-    assert "only 60 requests" in told.err
+    assert "only 60 requests" in told.err and f"the placement is in {placed}" in told.err
     instances = json.loads(placed.read_text())["instances"]
     assert sum(each["tp"] * each["pp"] for each in instances) <= 2
     assert plan(*arguments, "--seed", "3") == 0

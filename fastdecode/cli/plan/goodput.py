@@ -106,11 +106,14 @@ def run_goodput(args: argparse.Namespace) -> int:
         json.dumps(as_json(found), indent=2) if args.json else as_text(found, explain=args.explain)
     )
     print(text)
-    if args.emit is not None and found.best is not None:
+    if args.emit is not None and found.best is None:
+        tell(f"--emit {args.emit}: there is no placement to write")
+    elif args.emit is not None:
         placement = json.dumps(placement_file(found), indent=2) + "\n"
         write_whole(
             args.emit, placement, refuse=lambda why: ConfigError(f"--emit {args.emit}: {why}")
         )
+        tell(f"the placement is in {args.emit}")
     return 0 if found.best is not None else EXIT_INFEASIBLE
 
 
