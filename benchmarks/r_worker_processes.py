@@ -44,8 +44,7 @@ def r_workers(number: int, kv_memory_gb: float) -> Iterator[RWorkers]:
         for _ in range(number)
     ]
     try:
-        said = [process.stdout.readline() for process in processes if process.stdout]
-        yield RWorkers(processes, [line.split(" listens at ")[1].strip() for line in said])
+        yield RWorkers(processes, [_address_of(process) for process in processes])
     finally:
         for process in processes:
             process.kill()
@@ -90,7 +89,7 @@ def _address_of(process: subprocess.Popen[str]) -> str:
     for line in process.stdout:
         if " listens at " in line:
             return line.split(" listens at ")[1].split()[0]
-    raise RuntimeError("an instance ended before it listened; see what it said above")
+    raise RuntimeError("it ended before it listened; see what it said above")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

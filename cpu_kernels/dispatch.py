@@ -83,10 +83,10 @@ def choose_variant(
     layout: BlockLayout, group_size: int, isa: Isa, source: str, *, ragged: bool
 ) -> Variant:
     """The register tile that keeps the products of this shape busiest without
-    spilling. Rows by the dozen share what unpacking a vector of cells takes in
-    tiles of as many rows as a vector has lanes, or half of the registers if these are fewer,
-    by one vector or few, since whatever is
-    multiplied once can come out of memory with the product.
+    spilling. Rows by the dozen share what unpacking a vector of cells takes: as
+    many as a vector has lanes, or as half of the registers if these are fewer, by one
+    vector or few, since whatever is multiplied once can come out of memory with the
+    product.
 
     Args:
         group_size: query heads a KV head.

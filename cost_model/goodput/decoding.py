@@ -51,11 +51,12 @@ class DecodingBatch:
         """When the step under way is over; now, if there is none."""
         if self._ends_s is None:
             return self._clock.now
-        under_way = int(
-            np.searchsorted(self._ends_s, self._clock.now - self._began_s, side="right")
-        )
-        last = min(under_way, len(self._ends_s) - 1)
+        last = min(self._under_way(self._ends_s), len(self._ends_s) - 1)
         return max(self._clock.now, self._began_s + float(self._ends_s[last]))
+
+    def _under_way(self, ends_s: np.ndarray) -> int:
+        """Which of the steps that end so."""
+        return int(np.searchsorted(ends_s, self._clock.now - self._began_s, side="right"))
 
     @property
     def num_steps_ahead(self) -> int:
@@ -78,7 +79,7 @@ class DecodingBatch:
     def cut(self) -> None:
         """The step under way is the last of those that were begun."""
         assert self._ends_s is not None
-        last = int(np.searchsorted(self._ends_s, self._clock.now - self._began_s, side="right"))
+        last = self._under_way(self._ends_s)
         if last + 1 < len(self._ends_s):
             self._ends_s = self._ends_s[: last + 1]
             self._await()

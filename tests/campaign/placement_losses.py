@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from mpi_launch import mpirun, open_mpi_options, running
-from rank_blows import LIMIT_S, Blow, RankBlows
+from rank_blows import LIMIT_S, Blow, RankBlows, row_of
 from small_jobs import (
     FASTDECODE,
     KV_MEMORY,
@@ -157,9 +157,6 @@ class PlacementLosses:
 
 def row(report: Report) -> dict[str, Any]:
     """For a table."""
-    told = [f"{x.phase} {x.whom} {x.trouble}" for x in report.blows]
-    asked = [f"{x.phase} {x.whom} {x.trouble}" for x in report.loss.blows]
-    loss = report.loss
-    about = {"transport": loss.transport, "shape": loss.shape, "asked": asked, "blows": told}
+    about = row_of(report.loss.transport, report.loss.shape, report.loss.blows, report.blows)
     shown = {**about, **report.ended.shown(), "resumed_code": report.resumed_code}
     return {**shown, "verdict": report.verdict}

@@ -35,6 +35,18 @@ class Blow:
     """What the rank is."""
 
 
+def row_of(
+    transport: str, shape: str, asked: Sequence[Blow], struck: Sequence[Blow]
+) -> dict[str, Any]:
+    """What a table has of each such job; ``struck``: in time."""
+    return {
+        "transport": transport,
+        "shape": shape,
+        "asked": [f"{x.phase} rank {x.rank} {x.trouble}" for x in asked],
+        "blows": [f"{x.phase} {x.whom} {x.trouble}" for x in struck],
+    }
+
+
 class RankBlows:
     """Runs jobs that are struck.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from rank_blows import Blow, RankBlows
+from rank_blows import Blow, RankBlows, row_of
 from small_jobs import PHASES, Ended, Job, SmallJobs
 
 TRANSPORTS = ("mpi", "launch")
@@ -206,10 +206,7 @@ def _names(shape: Shape, blow: Blow) -> list[str]:
 
 def row(report: Report) -> dict[str, Any]:
     """For a table."""
-    told = [f"{x.phase} {x.whom} {x.trouble}" for x in report.blows]
-    asked = [f"{x.phase} rank {x.rank} {x.trouble}" for x in report.loss.blows]
-    loss = report.loss
-    about = {"transport": loss.transport, "shape": loss.shape, "asked": asked, "blows": told}
+    about = row_of(report.loss.transport, report.loss.shape, report.loss.blows, report.blows)
     shown = {**about, **report.ended.shown(), "is_named": report.is_named}
     if report.verdict == "right":
         shown.pop("last_words", None)

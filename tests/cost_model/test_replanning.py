@@ -24,10 +24,18 @@ from cost_model.goodput.replanning.asking import (
     question_to_json,
 )
 from cost_model.goodput.replanning.measured import LinearTimes, StepLog, Totals
-from cost_model.goodput.replanning.roles import HEADROOM, Alike, Comes, Judge, Judged, Roles
+from cost_model.goodput.replanning.roles import (
+    HEADROOM,
+    Alike,
+    Comes,
+    Judge,
+    Judged,
+    Roles,
+    simulation_of,
+)
 from cost_model.goodput.replanning.traffic import Seen, traffic
 from cost_model.goodput.replanning.watch import Rules, Watch
-from cost_model.goodput.simulator import DecodeSpec, PrefillSpec, Run, simulate, simulate_colocated
+from cost_model.goodput.simulator import Run
 from cost_model.goodput.slo import RequestTimes, Slo
 from cost_model.goodput.workload import Lengths, drawn
 from fastdecode.core.config.instances import InstanceRole
@@ -216,17 +224,7 @@ STRICT = Slo(48.0, 0.24)
 
 
 def run_of(roles: Roles, asked: list[tuple[float, int, int]]) -> Run:
-    both = DecodeSpec(
-        TIMES,
-        ALIKE.capacity_tokens,
-        ALIKE.max_sequences,
-        ALIKE.fetched_tokens_s or 0,
-        opens_at_once=False,
-    )
-    if roles.both:
-        return simulate_colocated(asked, [both] * roles.both, ALIKE.batch_tokens)
-    prefill = PrefillSpec(TIMES, ALIKE.batch_tokens)
-    return simulate(asked, [prefill] * roles.prefill, [both] * roles.decode, 1.0)
+    return simulation_of(ALIKE, roles)(asked)
 
 
 def test_nothing_is_applied_in_a_stationary_day() -> None:
