@@ -8,13 +8,16 @@ A Llama-shaped random checkpoint of 100 M parameters (or ``--model DIR``) in
 bfloat16, greedy, all cores. One process has two engines, ``pipelined`` and
 ``whole`` (``--cache-restore``), with memory for two conversations each and a
 disk for all; their turns alternate, and which is first changes. A turn brings
-as many new tokens as take as long to run as its history takes to be read
-(``--new-tokens 0``: found by a few turns before).
+as many new tokens as have a step take as long, beside the others, as its history
+takes to be read (``--new-tokens 0``: found by a few turns before).
 
 Told are, of each engine, the seconds until the first token (median and all of
-them), what reading has taken of them, and what ``--others`` sequences that
-decode meanwhile wait for a token, at the 90th percentile; and the ratios of
-pipelined to whole.
+them), what reading has taken of them, and the time per output token (TPOT) of
+``--others`` sequences that decode meanwhile, at the 90th percentile, from when a
+turn is asked for until ``--between`` seconds later, or its first token, if that is
+later; and the ratios of pipelined to whole. (The single gaps between the others'
+tokens are told, too, of the turn alone: where a restore is over sooner fewer of
+them are those of steps beside nothing.)
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ OFF = CacheUse(is_off=True)
 OTHERS_TOKENS = 300
 NUM_CONVERSATIONS = 5
 LEAST_NEW, MOST_NEW = 16, 512
-GOALS = {"ttft": 0.8, "others_p90": 1.1}
+GOALS = {"ttft": 0.8, "others_p90_tpot": 1.1}
 """Of pipelined to whole."""
 
 
@@ -59,25 +62,30 @@ class Engine:
     histories: list[list[int]] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
     fetch_s: list[float] = field(default_factory=list)
+    run_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
     """Between two tokens of one of the others, while a turn ran."""
-    last_s: dict[str, float] = field(default_factory=dict)
+    tpot_s: list[float] = field(default_factory=list)
+    """Of each of the others, in a turn's time."""
+    came_s: dict[str, list[float]] = field(default_factory=dict)
+    """When tokens of the others came, since a turn was asked for."""
     names: itertools.count[int] = field(default_factory=itertools.count)
 
-    def turn(self, number: int, num_new: int) -> tuple[float, float]:
-        """A conversation goes on: seconds to its first token, and what of them
-        its blocks were read for."""
+    def turn(self, number: int, num_new: int) -> tuple[float, float, float]:
+        """A conversation goes on: seconds to its first token, how long its
+        blocks were read, and how long its step took."""
         history = self.histories[number]
         use = CacheUse(turn=max(0, len(history) - 1))
         history += [self.rng.randrange(3, VOCAB) for _ in range(num_new)]
-        before_s, began_s = self.llm.stats.tiers.fetch_s, time.perf_counter()
+        stats = self.llm.stats
+        fetch_s, run_s, began_s = stats.tiers.fetch_s, stats.prefill_s, time.perf_counter()
         name = self._submit(tuple(history), 1, use)
         while True:
             for delta in self._take():
                 if delta.request_id == name:
                     history += delta.token_ids
                     ttft_s = time.perf_counter() - began_s
-                    return ttft_s, self.llm.stats.tiers.fetch_s - before_s
+                    return ttft_s, stats.tiers.fetch_s - fetch_s, stats.prefill_s - run_s
 
     def begin_others(self, count: int, seconds: float) -> list[str]:
         """So many sequences begin to decode."""
@@ -85,20 +93,31 @@ class Engine:
             self._submit(tuple(self.rng.randrange(3, VOCAB) for _ in range(8)), OTHERS_TOKENS)
             for _ in range(count)
         ]
+        self.decode_on(count, seconds)
+        self.came_s = {}
+        return names
+
+    def decode_on(self, count: int, seconds: float) -> None:
+        """The others decode for so long, if there are any."""
         until_s = time.perf_counter() + (seconds if count else 0.0)
         while (left_s := until_s - time.perf_counter()) > 0:
             self._take(left_s)
-        self.last_s = {}
-        return names
+
+    def count_gaps(self) -> None:
+        """Of the others, since a turn was asked for."""
+        for came_s in self.came_s.values():
+            self.gaps_s += [after - before for before, after in itertools.pairwise(came_s)]
 
     def end_others(self, names: list[str]) -> None:
         """They are cancelled."""
+        for came_s in [self.came_s[name] for name in names]:
+            self.tpot_s.append((came_s[-1] - came_s[0]) / max(1, len(came_s) - 1))
         left = set(names)
         for name in names:
             self.llm.service.cancel(name)
         while left:
-            left -= {delta.request_id for delta in self._take(is_timed=False) if delta.error}
-        self.last_s = {}
+            left -= {delta.request_id for delta in self._take() if delta.error}
+        self.came_s = {}
 
     def _submit(self, prompt: tuple[int, ...], num_tokens: int, cache: CacheUse = OFF) -> str:
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
@@ -107,12 +126,10 @@ class Engine:
         self.llm.service.submit([request], self.queue)
         return name
 
-    def _take(self, timeout_s: float | None = None, *, is_timed: bool = True) -> list[Delta]:
+    def _take(self, timeout_s: float | None = None) -> list[Delta]:
         deltas, now_s = self.llm.service.take(self.queue, timeout_s), time.perf_counter()
-        for name in {delta.request_id for delta in deltas if delta.error is None and is_timed}:
-            if name in self.last_s:
-                self.gaps_s.append(now_s - self.last_s[name])
-            self.last_s[name] = now_s
+        for name in {delta.request_id for delta in deltas if delta.error is None}:
+            self.came_s.setdefault(name, []).append(now_s)
         return deltas
 
     def told(self) -> dict[str, Any]:
@@ -121,7 +138,9 @@ class Engine:
         return {
             "ttft_s": round(median(self.ttft_s), 4),
             "fetch_s": round(median(self.fetch_s), 4),
-            "others_p90_s": round(_p90(self.gaps_s), 4) if self.gaps_s else None,
+            "run_s": round(median(self.run_s), 4),
+            "others_p90_tpot_s": round(_p90(self.tpot_s), 4) if self.tpot_s else None,
+            "others_p90_gap_s": round(_p90(self.gaps_s), 4) if self.gaps_s else None,
             "joined": tiers.num_joined,
             "blocks_fetched": tiers.num_fetched,
             "blocks_failed": tiers.num_failed,
@@ -139,31 +158,49 @@ def prepare(engine: Engine, options: argparse.Namespace) -> None:
             engine.turn(number, LEAST_NEW)
 
 
-def balanced(engine: Engine, rounds: int) -> int:
-    """New tokens that take as long to run as a history takes to be read."""
-    found = [engine.turn(i % NUM_CONVERSATIONS, 4 * LEAST_NEW) for i in range(rounds)]
-    fetch_s = median(fetch_s for _, fetch_s in found)
-    run_s = median(ttft_s - fetch_s for ttft_s, fetch_s in found)
-    num_new = round(4 * LEAST_NEW * fetch_s / max(run_s, 1e-6))
-    return min(MOST_NEW, max(LEAST_NEW, num_new))
+def balanced(engine: Engine, options: argparse.Namespace) -> int:
+    """New tokens whose step takes as long as a history takes to be read."""
+    run_s: dict[int, float] = {}
+    fetched_s: list[float] = []
+    for num_new in (LEAST_NEW, 8 * LEAST_NEW):
+        turns = [beside_others(engine, i, num_new, options) for i in range(NUM_CONVERSATIONS)]
+        fetched_s += [fetch_s for _, fetch_s, _ in turns]
+        run_s[num_new] = median(step_s for _, _, step_s in turns)
+    few, many = run_s
+    token_s = max((run_s[many] - run_s[few]) / (many - few), 1e-6)
+    return min(MOST_NEW, max(few, round(few + (median(fetched_s) - run_s[few]) / token_s)))
+
+
+def beside_others(
+    engine: Engine, number: int, num_new: int, options: argparse.Namespace
+) -> tuple[float, float, float]:
+    """A turn, while others decode; what it took (``Engine.turn``)."""
+    others = engine.begin_others(options.others, options.between)
+    told = engine.turn(number, num_new)
+    engine.count_gaps()
+    engine.decode_on(options.others, options.between - told[0])
+    engine.end_others(others)
+    return told
 
 
 def measure(options: argparse.Namespace, engines: dict[str, Engine]) -> dict[str, Any]:
     """What both do in turns."""
     for engine in engines.values():
         prepare(engine, options)
-    num_new = options.new_tokens or balanced(engines["whole"], 2 * NUM_CONVERSATIONS)
+    num_new = options.new_tokens or balanced(engines["whole"], options)
+    for engine in engines.values():
+        engine.tpot_s, engine.gaps_s = [], []
     turns = itertools.cycle(range(NUM_CONVERSATIONS))
     for number in range(options.turns):
         conversation = next(turns)
         for mode in MODES if number % 2 else MODES[::-1]:
             engine = engines[mode]
-            others = engine.begin_others(options.others, options.between)
-            ttft_s, fetch_s = engine.turn(conversation, num_new)
-            engine.end_others(others)
+            ttft_s, fetch_s, run_s = beside_others(engine, conversation, num_new, options)
             engine.ttft_s.append(ttft_s)
             engine.fetch_s.append(fetch_s)
+            engine.run_s.append(run_s)
             row = {"mode": mode, "ttft_s": round(ttft_s, 4), "fetch_s": round(fetch_s, 4)}
+            row["run_s"] = round(run_s, 4)
             print(json.dumps(row), file=sys.stderr, flush=True)
     told = {mode: engine.told() for mode, engine in engines.items()}
     assert all(each["blocks_fetched"] for each in told.values()), "nothing came from disk"
@@ -172,12 +209,12 @@ def measure(options: argparse.Namespace, engines: dict[str, Engine]) -> dict[str
 
 def _ratios(told: dict[str, Any]) -> dict[str, Any]:
     pipelined, whole = (told[mode] for mode in MODES)
-    others = [each["others_p90_s"] for each in (pipelined, whole)]
-    return {
-        "ttft": round(pipelined["ttft_s"] / whole["ttft_s"], 3),
-        "others_p90": round(others[0] / others[1], 3) if all(others) else None,
-        "goals": GOALS,
+    names = ("ttft_s", "others_p90_tpot_s", "others_p90_gap_s")
+    ratios = {
+        name.removesuffix("_s"): round(pipelined[name] / whole[name], 3) if whole[name] else None
+        for name in names
     }
+    return {**ratios, "goals": GOALS}
 
 
 def _p90(values: list[float]) -> float:
@@ -214,7 +251,8 @@ def main() -> None:
                         "as long as reading")  # fmt: skip
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--others", type=int, default=4, help="sequences that decode meanwhile")
-    parser.add_argument("--between", type=float, default=0.3, help="seconds before a turn")
+    parser.add_argument("--between", type=float, default=0.3, help="seconds before a turn, and "
+                        "of it and after it")  # fmt: skip
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with ExitStack() as stack:

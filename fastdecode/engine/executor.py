@@ -115,7 +115,8 @@ class Executor:
         Raises:
             WorkerError: no holder is left.
         """
-        started, wait_s = time.perf_counter(), self._pipeline.wait_s
+        started = began = time.perf_counter()
+        wait_s = self._pipeline.wait_s
         num_steps, num_prompt_tokens = self._stats.num_steps, self._stats.num_prompt_tokens
         is_prefill = _runs_prompt(self._pipeline)
         if self._watch.lanes is not None:
@@ -126,11 +127,14 @@ class Executor:
                 self.handing.is_idle = True
                 return
             is_prefill = _runs_prompt(self._pipeline)
+            runs = bool(self._pipeline.in_flight)
             self.run_on()
+            if not runs:  # what was waited for before a step is none of its time
+                began = time.perf_counter()
         waited_s = self._pipeline.wait_s - wait_s
-        elapsed_s = time.perf_counter() - started
-        self._stats.count_time(elapsed_s, waited_s, is_prefill=is_prefill)
-        self._lifecycle.stepped(self._stats.num_prompt_tokens - num_prompt_tokens, elapsed_s)
+        ended = time.perf_counter()
+        self._stats.count_time(ended - started, waited_s, is_prefill=is_prefill)
+        self._lifecycle.stepped(self._stats.num_prompt_tokens - num_prompt_tokens, ended - began)
 
     def _launch_idle(self) -> None:
         """Take in what has happened, and start the idle lanes' steps."""
@@ -339,7 +343,7 @@ class Executor:
 
     def _count_load(self, wanted: Seq[Chunk]) -> None:
         load = self._lifecycle.lives.num_cached_tokens + sum([chunk.num_tokens for chunk in wanted])
-        self._stats.count_load(load, sum([_in_prompt(chunk) for chunk in wanted]))
+        self._stats.count_load(load, sum([chunk.num_in_prompt for chunk in wanted]))
         scheduler = self._lifecycle.scheduler
         now = time.perf_counter()
         self._watch.trace.load(now, scheduler.num_running, len(scheduler.waiting), load)
@@ -348,8 +352,3 @@ class Executor:
 def _runs_prompt(pipeline: Pipeline) -> bool:
     """Whether part of a prompt runs in any step in flight."""
     return any(step.batch.num_prompt_tokens for step in pipeline.in_flight)
-
-
-def _in_prompt(chunk: Chunk) -> int:
-    """Tokens of it that are of the prompt."""
-    return min(chunk.num_tokens, max(0, chunk.sequence.num_prompt_tokens - chunk.first))

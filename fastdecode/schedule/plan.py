@@ -129,6 +129,11 @@ class Chunk:
         sequence = self.sequence
         return sequence.behind_gap.stop if self.is_behind_gap else sequence.num_cached
 
+    @property
+    def num_in_prompt(self) -> int:
+        """Tokens of it that are of the prompt; before its step is over."""
+        return min(self.num_tokens, max(0, self.sequence.num_prompt_tokens - self.first))
+
 
 @dataclass(frozen=True)
 class Plan:

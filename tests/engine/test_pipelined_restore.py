@@ -5,20 +5,24 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from disk_talks import Said, talk
+from disk_talks import Said, talk, talk_in_turns, until_some_are_fetched
 from held_slots import held
 from numpy.typing import NDArray
 from trouble import give
 
 from examples import TRIES_ALL
 from fastdecode import LLM
+from fastdecode.engine import executor
+from fastdecode.schedule.life.lifecycle import Lifecycle
 from rworker.attention import AttentionExecutor
 from rworker.tiers.disk import Disk
 from rworker.tiers.mover import Mover
@@ -124,12 +128,38 @@ def test_who_joins_early_says_the_same(
     disk = Disk(tmp_path, 4_000_000)
     make_mover = partial(AtTheLastMoment, fails)
 
-    def executor() -> AttentionExecutor:
+    def attention() -> AttentionExecutor:
         return AttentionExecutor(num_threads=1, tiers=Tiers(disk, make_mover))
 
-    give(monkeypatch, {"r0": executor, "r1": executor})
+    give(monkeypatch, {"r0": attention, "r1": attention})
     with LLM(model, **{**OPTIONS, **way}, cache_disk=str(tmp_path)) as llm:
         assert talk(llm) == plain
         counts = llm.stats.tiers
         assert counts.num_joined > 0 and counts.num_fetched > 0
         assert (counts.num_failed > 0) == (fails > 0)
+
+
+def test_what_is_read_before_a_step_is_none_of_its_time(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the next ones would be thought to take as long, and join too early."""
+    away_s, steps_s = [0.0], []
+    read, stepped = SlotFile.read, Lifecycle.stepped
+
+    def far_away(self: SlotFile, slot: int, first: int, into: NDArray[np.uint8]) -> None:
+        away_s[0] += 1000.0
+        read(self, slot, first, into)
+
+    def note(self: Lifecycle, num_prompt_tokens: int, seconds: float) -> None:
+        steps_s.append(seconds)
+        stepped(self, num_prompt_tokens, seconds)
+
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + away_s[0])
+    monkeypatch.setattr(executor, "time", clock)
+    monkeypatch.setattr(SlotFile, "read", far_away)
+    monkeypatch.setattr(Lifecycle, "stepped", note)
+    options = {**OPTIONS, "r_workers": 1, "cache_restore": "whole"}
+    with LLM(model, **options, cache_disk=str(tmp_path)) as llm:
+        until_some_are_fetched(llm, lambda: talk_in_turns(llm))
+        assert llm.stats.tiers.num_fetched > 0 and steps_s
+    assert away_s[0] >= 1000.0 > max(steps_s)

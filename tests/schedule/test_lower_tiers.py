@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,9 +20,9 @@ from examples import examples
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import CacheUse
 from fastdecode.schedule.cache.retention import POLICIES, policy_of
-from fastdecode.schedule.cache.tiers.moves import Rates
-from fastdecode.schedule.life.events import Stocked
-from fastdecode.schedule.life.restores import Progress
+from fastdecode.schedule.cache.tiers.moves import Rates, TierCounts
+from fastdecode.schedule.life.events import Fetching, Stocked
+from fastdecode.schedule.life.restores import Progress, Restores
 from fastdecode.schedule.modes import make_scheduler
 
 BLOCKS = (12, 20)
@@ -170,6 +172,58 @@ def test_when_a_fetch_comes_in_time() -> None:
     assert not any(comes(n, 6.0) for n in range(1, 6))
 
 
+def test_a_step_that_begins_later_has_more_of_what_is_fetched() -> None:
+    """Of six groups of layers that take 1.5 s, while a step takes a second."""
+    one = Progress(1 / 6, 1 / 6, 0.25)
+    assert not one.comes_in_time(1.0), "the last would be late"
+    assert [s for s in (0.2, 0.4, 0.45, 1.2, 2.0) if one.comes_in_time(1.0, s)] == [0.45, 1.2, 2.0]
+    slow = Progress(1 / 6, 1 / 6, 5.0)
+    assert not slow.comes_in_time(1.0, 20.0), "four groups later five seconds are left"
+    assert slow.comes_in_time(1.0, 25.0), "by then all are there"
+    last = Progress(5 / 6, 1 / 6, 0.25)
+    assert not Progress(1 / 6, 1 / 6, 0.3).comes_in_time(0.4, 0.3) and last.comes_in_time(0.4, 0.0)
+
+
+def test_who_asks_to_join_foresees_when_the_next_step_begins() -> None:
+    """Not when the one under way would have had to begin."""
+    now, told = [100.0], Fetching(HolderId(0), 7, 1 / 6, 0.25)
+    traffic: Any = SimpleNamespace(
+        now_s=lambda: now[0], rates=Rates(64), counts=TierCounts(), jobs={7: None}
+    )
+    traffic.rates.stepped(40, 1.0)
+    traffic.rates.stepped_beside(0, 0.6)
+
+    def joins(num_prompt_tokens: int | None, passed_s: float) -> bool:
+        """The step under way has run so long, and has so many tokens of prompts."""
+        restores = Restores(traffic)
+        life: Any = SimpleNamespace(is_parked=True, fate=None, has_joined=False)
+        restores.begin(life, SimpleNamespace(awaits=(7,), num_first_tokens=40))  # type: ignore[arg-type]
+        if num_prompt_tokens is not None:
+            restores.begin_step(0, num_prompt_tokens)
+        now[0] += passed_s
+        ready = restores.hear(told).ready
+        assert restores.take_has_joined() == bool(ready) and not restores.take_has_joined()
+        return bool(ready)
+
+    assert not joins(None, 0.0), "a step that begins now would wait"
+    assert joins(0, 0.1) and not joins(0, 0.3), "0.5 s and 0.3 s until the next one"
+    assert joins(40, 0.3), "a step with a prompt takes longer"
+
+
+def test_what_a_step_waited_for_is_no_forecast_of_the_next() -> None:
+    rates = Rates(64)
+    rates.stepped_and_waited(40, 0.5)
+    assert rates.step_s(40) == 0.5, "nothing else is known"
+    rates.stepped_and_waited(40, 0.9)
+    assert rates.step_s(40) == 0.5
+    for _ in range(40):
+        rates.stepped_and_waited(40, 0.1)
+    assert rates.step_s(40) == pytest.approx(0.1, rel=0.01)
+    rates.stepped_beside(40, 7.0)
+    rates.stepped_beside(0, 0.2)
+    assert rates.step_s(40) == pytest.approx(0.1, rel=0.01) and rates.beside_s == 0.2
+
+
 def test_fetching_has_to_pay() -> None:
     """By what both took lately; now and then it is tried again."""
     rates, holder = Rates(block_size=64), HolderId(0)
@@ -181,3 +235,23 @@ def test_fetching_has_to_pay() -> None:
         rates.fetched(holder, 4, 4 * 0.2)
     told = [rates.pays(holder) for _ in range(128)]
     assert sum(told) == 2 and rates.pays(HolderId(1))
+
+
+def test_a_step_of_few_tokens_takes_what_such_took() -> None:
+    """And not a share of what a long prompt did: weights and contexts are read
+    for few tokens, too."""
+    rates = Rates(block_size=64)
+    assert rates.step_s(40) is None
+    rates.stepped(0, 0.005)
+    rates.stepped(2048, 0.517)  # 250 us a token
+    assert rates.step_s(40) == pytest.approx(0.005 + 40 * 250e-6), "nothing else is known"
+    rates.stepped(40, 0.05)
+    assert rates.step_s(40) == pytest.approx(0.05)
+    assert rates.step_s(60) == pytest.approx(0.05 + 20 * 250e-6)
+    assert rates.step_s(100) == pytest.approx(0.005 + 100 * 250e-6)
+    for _ in range(40):
+        rates.stepped(48, 0.02)
+    assert rates.step_s(48) == pytest.approx(0.02, rel=0.01), "lately"
+    few = Rates(block_size=64)
+    few.stepped(40, 0.05)
+    assert few.step_s(40) == 0.05 and few.step_s(1) is None, "no long prompt has run"

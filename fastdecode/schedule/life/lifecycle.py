@@ -206,6 +206,8 @@ class Lifecycle:
             self._flying[lane] = chunks
             self.lives.flying[lane] = frozenset([chunk.sequence.sequence_id for chunk in chunks])
             self._out.append(Run(lane, chunks))
+            num_prompt_tokens = sum([chunk.num_in_prompt for chunk in chunks])
+            self.starting.restores.begin_step(lane, num_prompt_tokens)
 
     def _opened(self, part_id: PartId) -> None:
         life = self.grants.opened(part_id)
@@ -248,6 +250,7 @@ class Lifecycle:
         self.endings.was_refused = False
         lives = self.lives
         del lives.flying[event.lane]
+        self.starting.restores.end_step(event.lane)
         chunks = self._flying.pop(event.lane)
         cache = self._cache
         for chunk in lives.wanted(chunks):
@@ -279,8 +282,15 @@ class Lifecycle:
 
     def stepped(self, num_prompt_tokens: int, seconds: float) -> None:
         """A step has taken so long, in which so many tokens of prompts ran."""
-        if self._cache.stock.traffic.has_lower and not self.starting.restores:
-            self._cache.stock.traffic.rates.stepped(num_prompt_tokens, seconds)
+        restores, rates = self.starting.restores, self._cache.stock.traffic.rates
+        if not self._cache.stock.traffic.has_lower:
+            return
+        if restores.take_has_joined():
+            rates.stepped_and_waited(num_prompt_tokens, seconds)
+        elif restores:
+            rates.stepped_beside(num_prompt_tokens, seconds)
+        else:
+            rates.stepped(num_prompt_tokens, seconds)
 
     @property
     def is_moving(self) -> bool:

@@ -2,7 +2,10 @@
 
 Such a sequence holds its room, and **joins** when the blocks are there, or due
 in time: when every layer will have come, by what the fetch has taken so far,
-before the sequence's first step attends it, by what such steps take lately.
+before the sequence's first step attends it, by what such steps take lately. That
+step begins when the one under way is over, which is foreseen, too: it takes an
+answer of the holder to join, and whoever asks for it when the next step might
+begin waits for the one after that.
 Nobody else in the step then waits. Should the rest come later all the same, the
 holder's answer to that layer comes later; should it not come, the sequence
 starts again without it, and what its step has come to is believed by nobody.
@@ -30,18 +33,24 @@ class Progress:
     seconds: float
     """That it took for those that are there."""
 
-    def comes_in_time(self, step_s: float) -> bool:
-        """Whether every layer is there when a step that begins now attends it,
-        if the others take as long each.
+    def comes_in_time(self, step_s: float, until_step_s: float = 0.0) -> bool:
+        """Whether every layer is there when a step attends it, if the others
+        take as long each.
 
         Args:
             step_s: that the step takes; each layer as long.
+            until_step_s: until it begins.
         """
         all_s = self.seconds / self.share
-        left = 1.0 - self.share
+        passed_s = self.seconds + until_step_s
+        if passed_s >= all_s:
+            return True
+        num_more = int(until_step_s / all_s / self.a_group)
+        share = self.share + num_more * self.a_group
         # The next group, and the last one: those between are between.
-        is_next = all_s * min(self.a_group, left) <= step_s * self.share
-        return is_next and all_s * left <= step_s * (1.0 - min(self.a_group, left))
+        next_s = all_s * min(share + self.a_group, 1.0) - passed_s
+        is_next = next_s <= step_s * share
+        return is_next and all_s - passed_s <= step_s * (1.0 - min(self.a_group, 1.0 - share))
 
 
 Awaiting: TypeAlias = tuple[Life, Start]
@@ -71,10 +80,28 @@ class Restores:
         self._joins_early = joins_early
         self._awaiting: dict[int, list[Life]] = {}  # by job
         self._fetching: dict[int, Progress] = {}  # by job
+        self._has_joined = False
+        self._ends_s: dict[int, float] = {}  # by lane: of the step under way
 
     def __bool__(self) -> bool:
         """Whether anybody starts with what is being fetched."""
         return bool(self._awaiting)
+
+    def begin_step(self, lane: int, num_prompt_tokens: int) -> None:
+        """A lane's step begins; it is foreseen when it is over."""
+        if self:
+            rates = self._traffic.rates
+            took_s = rates.beside_s if not num_prompt_tokens else rates.step_s(num_prompt_tokens)
+            self._ends_s[lane] = self._traffic.now_s() + (took_s or 0.0)
+
+    def end_step(self, lane: int) -> None:
+        """It is over."""
+        self._ends_s.pop(lane, None)
+
+    def take_has_joined(self) -> bool:
+        """Whether some sequence has joined since that was asked last."""
+        has_joined, self._has_joined = self._has_joined, False
+        return has_joined
 
     def begin(self, life: Life, start: Start) -> None:
         """A sequence starts with blocks that are coming."""
@@ -133,14 +160,16 @@ class Restores:
         may_join = self._joins_early and life.is_parked and life.fate is None
         if not may_join or not self._is_due(life, start):
             return False
-        life.has_joined = True
+        life.has_joined = self._has_joined = True
         self._traffic.counts.num_joined += 1
         return True
 
     def _is_due(self, life: Life, start: Start) -> bool:
         """Whether all that it waits for comes in time."""
         step_s = self._traffic.rates.step_s(start.num_first_tokens)
+        now_s = self._traffic.now_s()
+        until_step_s = max(0.0, min(self._ends_s.values(), default=now_s) - now_s)
         told = [self._fetching.get(job) for job in life.awaits]
         return step_s is not None and all(
-            one is not None and one.comes_in_time(step_s) for one in told
+            one is not None and one.comes_in_time(step_s, until_step_s) for one in told
         )

@@ -74,8 +74,13 @@ class Rates:
     fetch_s: dict[HolderId, float] = field(default_factory=dict)
     """Of a block."""
     token_s: float | None = None
-    """Of a prompt's token."""
+    """Of a prompt's token, where many run."""
+    beside_s: float | None = None
+    """Of a step without prompts, while something is fetched."""
     _decode_s: float = 0.0  # of a step without prompts
+    _steps: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Prompts' tokens and seconds of steps that had some, by these tokens' power of
+    two: few of them take as long as weights and long contexts take to be read."""
     _num_refused: int = 0
 
     def fetched(self, holder: HolderId, num_blocks: int, seconds: float) -> None:
@@ -89,14 +94,36 @@ class Rates:
         beside whoever decoded."""
         if not num_prompt_tokens:
             self._decode_s = _mixed(self._decode_s or None, seconds)
-        elif num_prompt_tokens >= self.block_size:
+            return
+        size = num_prompt_tokens.bit_length()
+        tokens, took_s = self._steps.get(size, (None, None))
+        self._steps[size] = _mixed(tokens, num_prompt_tokens), _mixed(took_s, seconds)
+        if num_prompt_tokens >= self.block_size:
             own_s = max(0.0, seconds - self._decode_s)
             self.token_s = _mixed(self.token_s, own_s / num_prompt_tokens)
 
+    def stepped_beside(self, num_prompt_tokens: int, seconds: float) -> None:
+        """The same, while blocks were fetched that it didn't wait for."""
+        if not num_prompt_tokens:
+            self.beside_s = _mixed(self.beside_s, seconds)
+
+    def stepped_and_waited(self, num_prompt_tokens: int, seconds: float) -> None:
+        """A step has, perhaps, waited for what is fetched: such steps take no
+        longer than that. Else whoever made it wait would join sooner the next time."""
+        known_s = self.step_s(num_prompt_tokens)
+        is_known = num_prompt_tokens.bit_length() in self._steps
+        if num_prompt_tokens and not (is_known and known_s is not None and seconds >= known_s):
+            self.stepped(num_prompt_tokens, seconds)
+
     def step_s(self, num_prompt_tokens: int) -> float | None:
         """What a step takes in which so many tokens run beside whoever
-        decodes; None: that isn't known."""
-        return None if self.token_s is None else self._decode_s + self.token_s * num_prompt_tokens
+        decodes, by such as had about as many, or else by what each of many
+        takes; None: that isn't known."""
+        token_s = self.token_s or 0.0
+        if (known := self._steps.get(num_prompt_tokens.bit_length())) is not None:
+            tokens, seconds = known
+            return max(0.0, seconds + token_s * (num_prompt_tokens - tokens))
+        return None if self.token_s is None else self._decode_s + token_s * num_prompt_tokens
 
     def pays(self, holder: HolderId) -> bool:
         """Whether a block is sooner fetched than computed; while that isn't

@@ -33,7 +33,8 @@ class TierTraffic:
     ) -> None:
         self._indices = indices
         self._orders = orders
-        self._clock = clock
+        self.now_s = clock
+        """Seconds, on a clock that only goes on."""
         self._job_numbers = itertools.count()
         self.jobs: dict[int, Job] = {}
         """Under way, by number."""
@@ -52,7 +53,7 @@ class TierTraffic:
         lower = self._indices[holder].lower
         self.counts.num_slots += num_slots - lower.num_slots
         lower.num_slots = num_slots
-        lower.stocked(blocks, blocks.values(), Use(0, self._clock()))
+        lower.stocked(blocks, blocks.values(), Use(0, self.now_s()))
         self.counts.num_found += len(blocks)
 
     def fetch(self, holder: HolderId, keys: Seq[bytes], before: Seq[bytes | None]) -> None:
@@ -76,7 +77,7 @@ class TierTraffic:
         """
         if any(job.holder == holder and not job.is_fetch for job in self.jobs.values()):
             return
-        index, now_s = self._indices[holder], self._clock()
+        index, now_s = self._indices[holder], self.now_s()
         lower = index.lower
         count = min(lacking, most_stored(num_blocks))
         is_full = len(lower) + count > lower.num_slots
@@ -107,7 +108,7 @@ class TierTraffic:
         kept = (index.blocks.get(key) for key in job.keys)
         unwanted = {block.key for block in kept if block is not None and block.is_condemned}
         self.drop_copies(job.holder, bad | unwanted)
-        index.moving.end(number, job.keys, bad, self._clock())
+        index.moving.end(number, job.keys, bad, self.now_s())
         self._orders.forget(job.holder, index.moving.take_void(job.keys))
         if job.is_fetch:
             counts.num_fetched += num_done
