@@ -22,13 +22,30 @@ from cpu_kernels.codegen.compiled import part
 
 
 @part
+def _ask(variant, tile, ahead, tile_index, num_products, share_bytes):
+    """Ask for a step's share of what lies ``ahead``: of the tile's own part, and
+    of those for which there are no tiles, should there be fewer than parts."""
+    prefetch_share(variant, tile, ahead)
+    if variant.spread > 1:
+        for _ in range(tile_index + num_products, variant.spread, num_products):
+            ahead += num_products * share_bytes
+            prefetch_share(variant, tile, ahead)
+
+
+@part
 def score_block(variant, job, file, keys, ahead, queries, scores, num_scores, num_tiles):
     """Dot products of all rows with the first ``num_scores`` tokens of one
     block's K: float32 [rows][num_scores]; asks for the piece ``ahead``."""
     row_bytes = job.padded_tokens * variant.cell_bytes
     step = variant.score_vectors * variant.lanes
     step_bytes = step * variant.cell_bytes * variant.step_words // variant.spread
-    for tile_index in range(num_tiles // variant.product_tiles):
+    num_products = num_tiles // variant.product_tiles
+    num_steps = (
+        (num_scores + step - 1)
+        // step
+        * ((job.dim_words + variant.step_words - 1) // variant.step_words)
+    )
+    for tile_index in range(num_products):
         operands = queries + tile_index * variant.product_rows * ROW_BYTES
         target = scores + tile_index * variant.product_rows * ROW_BYTES
         for t in range(0, num_scores, step):
@@ -40,7 +57,7 @@ def score_block(variant, job, file, keys, ahead, queries, scores, num_scores, nu
                     tile = begin_low_scores(tile)
                 if plane == 0 and tile_index < variant.spread:
                     for w in range(0, job.dim_words, variant.step_words):
-                        prefetch_share(variant, tile, ahead)
+                        _ask(variant, tile, ahead, tile_index, num_products, num_steps * step_bytes)
                         ahead += step_bytes
                         tile = accumulate_scores(
                             variant, tile, words + w * variant.word_bytes, cells + w * row_bytes,
@@ -66,7 +83,13 @@ def _add_values(
     state_bytes = job.padded_dims * 4
     step = variant.value_vectors * variant.lanes
     step_bytes = step * variant.cell_bytes * variant.step_words // variant.spread
-    for tile_index in range(num_tiles // variant.product_tiles):
+    num_products = num_tiles // variant.product_tiles
+    num_steps = (
+        (job.padded_dims + step - 1)
+        // step
+        * ((num_words + variant.step_words - 1) // variant.step_words)
+    )
+    for tile_index in range(num_products):
         rows = weights + tile_index * variant.product_rows * ROW_BYTES
         target = state + tile_index * variant.product_rows * state_bytes
         scales = factors + tile_index * variant.product_tiles * 2 * FACTOR_BYTES
@@ -81,7 +104,7 @@ def _add_values(
                     tile = begin_low_values(tile)
                 if plane == 0 and tile_index < variant.spread:
                     for w in range(0, num_words, variant.step_words):
-                        prefetch_share(variant, tile, ahead)
+                        _ask(variant, tile, ahead, tile_index, num_products, num_steps * step_bytes)
                         ahead += step_bytes
                         tile = accumulate_values(
                             variant, tile, operands + w * variant.word_bytes, cells + w * row_bytes,
