@@ -304,6 +304,7 @@ def main() -> None:
     )
     for mean, wanted in zip(means(many), SHAPES[options.shape], strict=True):
         assert abs(mean / wanted - 1) < 0.02, f"the trace's mean is {mean}, not {wanted}"
+    model = options.model
     with tempfile.TemporaryDirectory() as directory:
         if options.model is None:
             from random_llama import llama_config, write_checkpoint
@@ -312,7 +313,8 @@ def main() -> None:
             write_checkpoint(Path(directory), llama_config(vocab_size=VOCAB, **shape), "gqa100m")
             options.model = directory
         rows = measure(options)
-    told = {**provenance(), "options": vars(options) | {"out": None}, "verdict": verdict(rows)}
+    asked = vars(options) | {"out": None, "model": model}
+    told = {**provenance(), "options": asked, "verdict": verdict(rows)}
     print(json.dumps(told["verdict"]), file=sys.stderr)
     keep({**told, "rows": rows}, options.out)
 
