@@ -48,6 +48,9 @@ OFF = CacheUse(is_off=True)
 OTHERS_TOKENS = 300
 NUM_CONVERSATIONS = 5
 LEAST_NEW, MOST_NEW = 16, 512
+GROWTH = 1024
+"""Tokens by which a history may grow in all turns: with less room others would be
+suspended for it."""
 GOALS = {"ttft": 0.8, "others_p90_tpot": 1.1}
 """Of pipelined to whole."""
 
@@ -231,7 +234,7 @@ def open_engine(
     (directory / mode).mkdir(mode=0o700)
     llm = LLM(
         model,
-        kv_memory_gb=(2 * options.history + beside) * token_bytes / 1e9,
+        kv_memory_gb=(2 * (options.history + GROWTH) + beside) * token_bytes / 1e9,
         max_num_sequences=max(4, options.others + 2),
         prefix_cache="on",
         swap_threshold=1.0,
