@@ -48,6 +48,9 @@ OFF = CacheUse(is_off=True)
 OTHERS_TOKENS = 300
 NUM_CONVERSATIONS = 5
 LEAST_NEW, MOST_NEW = 16, 512
+GROWTH = 1024
+"""Tokens by which a history may grow in all turns, lest others are suspended for it.
+The random checkpoint has positions for 4,096."""
 GOALS = {"ttft": 0.8, "others_p90_tpot": 1.1}
 """Of pipelined to whole."""
 
@@ -83,6 +86,8 @@ class Engine:
         while True:
             for delta in self._take():
                 if delta.request_id == name:
+                    if delta.error is not None:
+                        raise delta.error
                     history += delta.token_ids
                     ttft_s = time.perf_counter() - began_s
                     return ttft_s, stats.tiers.fetch_s - fetch_s, stats.prefill_s - run_s
@@ -231,7 +236,7 @@ def open_engine(
     (directory / mode).mkdir(mode=0o700)
     llm = LLM(
         model,
-        kv_memory_gb=(2 * options.history + beside) * token_bytes / 1e9,
+        kv_memory_gb=(2 * (options.history + GROWTH) + beside) * token_bytes / 1e9,
         max_num_sequences=max(4, options.others + 2),
         prefix_cache="on",
         swap_threshold=1.0,

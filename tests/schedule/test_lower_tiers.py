@@ -184,30 +184,62 @@ def test_a_step_that_begins_later_has_more_of_what_is_fetched() -> None:
     assert not Progress(1 / 6, 1 / 6, 0.3).comes_in_time(0.4, 0.3) and last.comes_in_time(0.4, 0.0)
 
 
-def test_who_asks_to_join_foresees_when_the_next_step_begins() -> None:
-    """Not when the one under way would have had to begin."""
-    now, told = [100.0], Fetching(HolderId(0), 7, 1 / 6, 0.25)
-    traffic: Any = SimpleNamespace(
-        now_s=lambda: now[0], rates=Rates(64), counts=TierCounts(), jobs={7: None}
-    )
-    traffic.rates.stepped(40, 1.0)
-    traffic.rates.stepped_beside(0, 0.6)
+class Fetched:
+    """A sequence that waits for a fetch, of which a sixth is there after 0.25 s.
+    It has 40 new tokens, which take a second; steps of others alone take 0.6 s."""
 
-    def joins(num_prompt_tokens: int | None, passed_s: float) -> bool:
-        """The step under way has run so long, and has so many tokens of prompts."""
-        restores = Restores(traffic)
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        rates = Rates(64)
+        rates.stepped(40, 1.0)
+        rates.stepped_beside(0, 0.6)
+        traffic: Any = SimpleNamespace(
+            now_s=lambda: self.now_s, rates=rates, counts=TierCounts(), jobs={7: None}
+        )
+        self.restores = Restores(traffic)
+        self._own = object()
         life: Any = SimpleNamespace(is_parked=True, fate=None, has_joined=False)
-        restores.begin(life, SimpleNamespace(awaits=(7,), num_first_tokens=40))  # type: ignore[arg-type]
-        if num_prompt_tokens is not None:
-            restores.begin_step(0, num_prompt_tokens)
-        now[0] += passed_s
-        ready = restores.hear(told).ready
-        assert restores.take_has_joined() == bool(ready) and not restores.take_has_joined()
-        return bool(ready)
+        life.sequence = self._own
+        start: Any = SimpleNamespace(awaits=(7,), num_first_tokens=40)
+        self.restores.begin(life, start)
 
-    assert not joins(None, 0.0), "a step that begins now would wait"
-    assert joins(0, 0.1) and not joins(0, 0.3), "0.5 s and 0.3 s until the next one"
-    assert joins(40, 0.3), "a step with a prompt takes longer"
+    def begin_step(self, lane: int, num_in_prompt: int, *, is_own: bool = False) -> None:
+        sequence = self._own if is_own else object()
+        chunk: Any = SimpleNamespace(sequence=sequence, num_in_prompt=num_in_prompt)
+        self.restores.begin_step(lane, (chunk,))
+
+    def joins(self) -> bool:
+        return bool(self.restores.hear(Fetching(HolderId(0), 7, 1 / 6, 0.25)).ready)
+
+
+@pytest.mark.parametrize(
+    ("num_in_prompt", "passed_s", "joins"),
+    [(None, 0.0, False), (0, 0.1, True), (0, 0.3, False), (40, 0.3, True)],
+)
+def test_who_asks_to_join_foresees_when_the_next_step_begins(
+    num_in_prompt: int | None, passed_s: float, joins: bool
+) -> None:
+    """A step that begins now would wait; not one that begins in half a second."""
+    fetched = Fetched()
+    if num_in_prompt is not None:
+        fetched.begin_step(0, num_in_prompt)
+    fetched.now_s += passed_s
+    assert fetched.joins() == joins
+    fetched.restores.end_step(0)
+    assert not fetched.restores.has_waited, "it isn't in that step yet"
+
+
+def test_the_lane_of_who_has_joined_may_have_waited() -> None:
+    fetched = Fetched()
+    fetched.begin_step(0, 0)
+    assert fetched.joins()
+    fetched.begin_step(1, 40, is_own=True)
+    for lane, has_waited in ((0, False), (1, True)):
+        fetched.restores.end_step(lane)
+        assert fetched.restores.has_waited == has_waited
+    fetched.begin_step(1, 0)
+    fetched.restores.end_step(1)
+    assert not fetched.restores.has_waited
 
 
 def test_what_a_step_waited_for_is_no_forecast_of_the_next() -> None:

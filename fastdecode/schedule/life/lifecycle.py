@@ -206,8 +206,7 @@ class Lifecycle:
             self._flying[lane] = chunks
             self.lives.flying[lane] = frozenset([chunk.sequence.sequence_id for chunk in chunks])
             self._out.append(Run(lane, chunks))
-            num_prompt_tokens = sum([chunk.num_in_prompt for chunk in chunks])
-            self.starting.restores.begin_step(lane, num_prompt_tokens)
+            self.starting.restores.begin_step(lane, chunks)
 
     def _opened(self, part_id: PartId) -> None:
         life = self.grants.opened(part_id)
@@ -285,7 +284,7 @@ class Lifecycle:
         restores, rates = self.starting.restores, self._cache.stock.traffic.rates
         if not self._cache.stock.traffic.has_lower:
             return
-        if restores.take_has_joined():
+        if restores.has_waited:
             rates.stepped_and_waited(num_prompt_tokens, seconds)
         elif restores:
             rates.stepped_beside(num_prompt_tokens, seconds)

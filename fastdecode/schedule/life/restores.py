@@ -13,13 +13,15 @@ starts again without it, and what its step has come to is believed by nobody.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from fastdecode.schedule.cache.tiers.traffic import TierTraffic
 from fastdecode.schedule.life.events import Fetching, Moved
 from fastdecode.schedule.life.lives import Life
-from fastdecode.schedule.plan import Start
+from fastdecode.schedule.plan import Chunk, Start
 
 
 @dataclass(frozen=True)
@@ -80,28 +82,31 @@ class Restores:
         self._joins_early = joins_early
         self._awaiting: dict[int, list[Life]] = {}  # by job
         self._fetching: dict[int, Progress] = {}  # by job
-        self._has_joined = False
         self._ends_s: dict[int, float] = {}  # by lane: of the step under way
+        self._waiting: set[int] = set()  # lanes: somebody who has joined is in their step
+        self.has_waited = False
+        """Whether the step that was over last may have waited for what is fetched."""
 
     def __bool__(self) -> bool:
         """Whether anybody starts with what is being fetched."""
         return bool(self._awaiting)
 
-    def begin_step(self, lane: int, num_prompt_tokens: int) -> None:
+    def begin_step(self, lane: int, chunks: Seq[Chunk]) -> None:
         """A lane's step begins; it is foreseen when it is over."""
-        if self:
-            rates = self._traffic.rates
-            took_s = rates.beside_s if not num_prompt_tokens else rates.step_s(num_prompt_tokens)
-            self._ends_s[lane] = self._traffic.now_s() + (took_s or 0.0)
+        if not self:
+            return
+        rates, num_in_prompts = self._traffic.rates, sum([x.num_in_prompt for x in chunks])
+        took_s = rates.step_s(num_in_prompts) if num_in_prompts else rates.beside_s
+        self._ends_s[lane] = self._traffic.now_s() + (took_s or 0.0)
+        joined = [x.sequence for x in itertools.chain(*self._awaiting.values()) if x.has_joined]
+        if any(chunk.sequence in joined for chunk in chunks):
+            self._waiting.add(lane)
 
     def end_step(self, lane: int) -> None:
         """It is over."""
         self._ends_s.pop(lane, None)
-
-    def take_has_joined(self) -> bool:
-        """Whether some sequence has joined since that was asked last."""
-        has_joined, self._has_joined = self._has_joined, False
-        return has_joined
+        self.has_waited = lane in self._waiting
+        self._waiting.discard(lane)
 
     def begin(self, life: Life, start: Start) -> None:
         """A sequence starts with blocks that are coming."""
@@ -160,7 +165,7 @@ class Restores:
         may_join = self._joins_early and life.is_parked and life.fate is None
         if not may_join or not self._is_due(life, start):
             return False
-        life.has_joined = self._has_joined = True
+        life.has_joined = True
         self._traffic.counts.num_joined += 1
         return True
 

@@ -95,9 +95,7 @@ class Rates:
         if not num_prompt_tokens:
             self._decode_s = _mixed(self._decode_s or None, seconds)
             return
-        size = num_prompt_tokens.bit_length()
-        tokens, took_s = self._steps.get(size, (None, None))
-        self._steps[size] = _mixed(tokens, num_prompt_tokens), _mixed(took_s, seconds)
+        self._note(num_prompt_tokens, seconds)
         if num_prompt_tokens >= self.block_size:
             own_s = max(0.0, seconds - self._decode_s)
             self.token_s = _mixed(self.token_s, own_s / num_prompt_tokens)
@@ -108,12 +106,16 @@ class Rates:
             self.beside_s = _mixed(self.beside_s, seconds)
 
     def stepped_and_waited(self, num_prompt_tokens: int, seconds: float) -> None:
-        """A step has, perhaps, waited for what is fetched: such steps take no
+        """A step has, perhaps, waited for what was fetched: such steps take no
         longer than that. Else whoever made it wait would join sooner the next time."""
-        known_s = self.step_s(num_prompt_tokens)
         is_known = num_prompt_tokens.bit_length() in self._steps
-        if num_prompt_tokens and not (is_known and known_s is not None and seconds >= known_s):
-            self.stepped(num_prompt_tokens, seconds)
+        if not is_known or seconds < (self.step_s(num_prompt_tokens) or 0.0):
+            self._note(num_prompt_tokens, seconds)
+
+    def _note(self, num_prompt_tokens: int, seconds: float) -> None:
+        size = num_prompt_tokens.bit_length()
+        tokens, took_s = self._steps.get(size, (None, None))
+        self._steps[size] = _mixed(tokens, num_prompt_tokens), _mixed(took_s, seconds)
 
     def step_s(self, num_prompt_tokens: int) -> float | None:
         """What a step takes in which so many tokens run beside whoever
