@@ -18,13 +18,12 @@ from fastdecode.core.host.machine import available_cores, this_machine
 
 
 def provenance() -> dict[str, Any]:
-    """Command, commit and machine."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    """Command, commit (and whether files of the code differed from it) and machine."""
+    changed = _git("status", "--porcelain", "--untracked-files=no", ":!*.json", ":!*.md")
     return {
         "command": " ".join(["python", *sys.argv]),
-        "commit": commit,
+        "commit": _git("rev-parse", "HEAD"),
+        "is_changed": bool(changed),
         "machine": {
             "cpu": this_machine("cpu", ()).cpu,
             "cores": available_cores(),
@@ -35,6 +34,11 @@ def provenance() -> dict[str, Any]:
         "numpy": numpy.__version__,
         "python": platform.python_version(),
     }
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", *words], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 def keep(result: dict[str, Any], out: Path | None) -> None:

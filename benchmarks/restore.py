@@ -13,11 +13,12 @@ takes to be read (``--new-tokens 0``: found by a few turns before).
 
 Told are, of each engine, the seconds until the first token (median and all of
 them), what reading has taken of them, and the time per output token (TPOT) of
-``--others`` sequences that decode meanwhile, at the 90th percentile, from when a
-turn is asked for until ``--between`` seconds later, or its first token, if that is
-later; and the ratios of pipelined to whole. (The single gaps between the others'
-tokens are told, too, of the turn alone: where a restore is over sooner fewer of
-them are those of steps beside nothing.)
+``--others`` sequences that decode meanwhile, at the 90th percentile: the time from
+when a turn is asked for until ``--between`` seconds later, or its first token, if
+that is later, over the tokens that came in it; and the ratios of pipelined to
+whole. (The single gaps between the others' tokens are told, too, of the turn
+alone: where a restore is over sooner fewer of them are those of steps beside
+nothing.)
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ class Engine:
     """Of each of the others, in a turn's time."""
     came_s: dict[str, list[float]] = field(default_factory=dict)
     """When tokens of the others came, since a turn was asked for."""
+    asked_s: float = 0.0
+    """When it was."""
     names: itertools.count[int] = field(default_factory=itertools.count)
 
     def turn(self, number: int, num_new: int) -> tuple[float, float, float]:
@@ -81,7 +84,8 @@ class Engine:
         use = CacheUse(turn=max(0, len(history) - 1))
         history += [self.rng.randrange(3, VOCAB) for _ in range(num_new)]
         stats = self.llm.stats
-        fetch_s, run_s, began_s = stats.tiers.fetch_s, stats.prefill_s, time.perf_counter()
+        fetch_s, run_s = stats.tiers.fetch_s, stats.prefill_s
+        self.asked_s = began_s = time.perf_counter()
         name = self._submit(tuple(history), 1, use)
         while True:
             for delta in self._take():
@@ -115,8 +119,8 @@ class Engine:
 
     def end_others(self, names: list[str]) -> None:
         """They are cancelled."""
-        for came_s in [self.came_s[name] for name in names]:
-            self.tpot_s.append((came_s[-1] - came_s[0]) / max(1, len(came_s) - 1))
+        span_s = time.perf_counter() - self.asked_s
+        self.tpot_s += [span_s / max(1, len(self.came_s.get(name, ()))) for name in names]
         left = set(names)
         for name in names:
             self.llm.service.cancel(name)
@@ -260,6 +264,10 @@ def main() -> None:
                         "of it and after it")  # fmt: skip
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if not options.others and not options.new_tokens:
+        parser.error(
+            "--others 0 wants --new-tokens: a step's time is told by itself only among others"
+        )
     with ExitStack() as stack:
         place = stack.enter_context(tempfile.TemporaryDirectory(dir=options.disk))
         model = options.model
@@ -269,7 +277,7 @@ def main() -> None:
             make_checkpoint(Path(model), MODELS["gqa100m"])
         engines = {mode: open_engine(mode, model, Path(place), options, stack) for mode in MODES}
         found = measure(options, engines)
-    told = {name: str(value) for name, value in vars(options).items()}
+    told = vars(options) | {"disk": str(options.disk), "out": None}
     keep({**provenance(), "options": told, **found}, options.out)
 
 

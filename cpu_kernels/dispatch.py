@@ -34,7 +34,6 @@ Comparison: TypeAlias = Callable[[str, str], str]
 
 _MOST_ROWS = 8
 _MOST_SPREAD = 4
-_RAGGED_SPREAD = 2
 MIN_AMX_ROWS = 8
 """Query heads a KV head from which products are made in AMX tiles. By
 reasoning, not by measurement: a product of tiles takes as long for one row as
@@ -88,7 +87,8 @@ def choose_variant(
     many as a vector has lanes, or as half of the registers if these are fewer, by one
     vector or few, since whatever is multiplied once can come out of memory with the
     product. Packed words are multiplied as they are, twice as quickly, and loads
-    bound that: 8 rows by 2 vectors take 10 of them for what 16 by 1 take 17.
+    bound that: 8 rows by 2 vectors take 10 of them for what 16 by 1 take 17. Where
+    vectors don't come in pairs, 16 by 1 are quicker.
 
     Args:
         group_size: query heads a KV head.
@@ -105,9 +105,11 @@ def choose_variant(
     )
     num_tiles = -(-group_size // most_rows)
     rows, spread = -(-group_size // num_tiles), min(_MOST_SPREAD, num_tiles)
+    most_vectors = isa.registers
     if ragged:
-        unpacked_rows = min(isa.lanes, isa.registers // 2)
-        rows, spread = (unpacked_rows, 1) if dot == "fma" else (_MOST_ROWS, _RAGGED_SPREAD)
+        rows, spread = min(isa.lanes, isa.registers // 2), 1
+        if dot != "fma" and score_vectors % 2 == value_vectors % 2 == 0:
+            rows, spread, most_vectors = _MOST_ROWS, 2, 2  # shares of whole lines
     exact = source != "bfloat16"
     q_planes = p_planes = 1
     if dot == "bf16":
@@ -115,7 +117,8 @@ def choose_variant(
     elif layout.dtype == "int8" and dot == "int8":
         q_planes = p_planes = 2  # int4's own rounding is far coarser than what one plane loses
     unpacked = layout.pack if dot == "fma" else 1
-    most_vectors = min(accumulators // rows, max(1, (isa.registers - 2) // (rows + unpacked)))
+    fitting = max(1, (isa.registers - 2) // (rows + unpacked))
+    most_vectors = min(most_vectors, accumulators // rows, fitting)
     return Variant(
         dtype=layout.dtype,
         dot=dot,

@@ -116,7 +116,8 @@ class Executor:
             WorkerError: no holder is left.
         """
         started = began = time.perf_counter()
-        wait_s = self._pipeline.wait_s
+        before_s = began_wait_s = self._pipeline.wait_s
+        r_compute_s = self._stats.r_compute_s
         num_steps, num_prompt_tokens = self._stats.num_steps, self._stats.num_prompt_tokens
         is_prefill = _runs_prompt(self._pipeline)
         if self._watch.lanes is not None:
@@ -130,11 +131,13 @@ class Executor:
             runs = bool(self._pipeline.in_flight)
             self.run_on()
             if not runs:  # what was waited for before a step is none of its time
-                began = time.perf_counter()
-        waited_s = self._pipeline.wait_s - wait_s
-        ended = time.perf_counter()
-        self._stats.count_time(ended - started, waited_s, is_prefill=is_prefill)
-        self._lifecycle.stepped(self._stats.num_prompt_tokens - num_prompt_tokens, ended - began)
+                began, began_wait_s = time.perf_counter(), self._pipeline.wait_s
+        ended, wait_s = time.perf_counter(), self._pipeline.wait_s
+        self._stats.count_time(ended - started, wait_s - before_s, is_prefill=is_prefill)
+        idle_s = max(0.0, wait_s - began_wait_s - (self._stats.r_compute_s - r_compute_s))
+        self._lifecycle.stepped(
+            self._stats.num_prompt_tokens - num_prompt_tokens, ended - began, idle_s
+        )
 
     def _launch_idle(self) -> None:
         """Take in what has happened, and start the idle lanes' steps."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -35,7 +36,13 @@ from cost_model.goodput.replanning.roles import (
 )
 from cost_model.goodput.replanning.traffic import Seen, traffic
 from cost_model.goodput.replanning.watch import Rules, Watch
-from cost_model.goodput.simulator import Run
+from cost_model.goodput.simulator import (
+    DecodeSpec,
+    PrefillSpec,
+    Run,
+    simulate,
+    simulate_colocated,
+)
 from cost_model.goodput.slo import RequestTimes, Slo
 from cost_model.goodput.workload import Lengths, drawn
 from fastdecode.core.config.instances import InstanceRole
@@ -225,6 +232,24 @@ STRICT = Slo(48.0, 0.24)
 
 def run_of(roles: Roles, asked: list[tuple[float, int, int]]) -> Run:
     return simulation_of(ALIKE, roles)(asked)
+
+
+def test_roles_are_simulated_as_the_instances_that_they_are() -> None:
+    """Against simulators that are told of each instance by hand."""
+    asked = [(0.3 * i, 200 + 90 * (i % 4), 12 + i % 3) for i in range(24)]
+    decode = DecodeSpec(
+        TIMES,
+        ALIKE.capacity_tokens,
+        ALIKE.max_sequences,
+        ALIKE.fetched_tokens_s or math.inf,
+        opens_at_once=False,
+    )
+    prefill = PrefillSpec(TIMES, ALIKE.batch_tokens, ALIKE.capacity_tokens)
+    both = simulate_colocated(asked, [decode] * 3, ALIKE.batch_tokens)
+    split = simulate(asked, [prefill] * 2, [decode], 1.0)
+    assert run_of(Roles(0, 0, 3), asked).times == both.times
+    assert run_of(Roles(2, 1), asked).times == split.times
+    assert both.times != split.times
 
 
 def test_nothing_is_applied_in_a_stationary_day() -> None:

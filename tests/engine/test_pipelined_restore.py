@@ -150,9 +150,10 @@ def test_what_is_read_before_a_step_is_none_of_its_time(
         away_s[0] += 1000.0
         read(self, slot, first, into)
 
-    def note(self: Lifecycle, num_prompt_tokens: int, seconds: float) -> None:
+    def note(self: Lifecycle, num_prompt_tokens: int, seconds: float, idle_s: float) -> None:
         steps_s.append(seconds)
-        stepped(self, num_prompt_tokens, seconds)
+        assert 0 <= idle_s <= seconds
+        stepped(self, num_prompt_tokens, seconds, idle_s)
 
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + away_s[0])
     monkeypatch.setattr(executor, "time", clock)

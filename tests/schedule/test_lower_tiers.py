@@ -185,27 +185,29 @@ def test_a_step_that_begins_later_has_more_of_what_is_fetched() -> None:
 
 
 class Fetched:
-    """A sequence that waits for a fetch, of which a sixth is there after 0.25 s.
-    It has 40 new tokens, which take a second; steps of others alone take 0.6 s."""
+    """A sequence of lane 0 that waits for a fetch, of which a sixth is there after
+    0.25 s. It has 40 new tokens, which take a second; steps of others alone take
+    0.6 s beside a fetch, and 0.2 s else."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
         rates = Rates(64)
         rates.stepped(40, 1.0)
+        rates.stepped(0, 0.2)
         rates.stepped_beside(0, 0.6)
         traffic: Any = SimpleNamespace(
             now_s=lambda: self.now_s, rates=rates, counts=TierCounts(), jobs={7: None}
         )
+        traffic.has_lower = True
         self.restores = Restores(traffic)
-        self._own = object()
-        life: Any = SimpleNamespace(is_parked=True, fate=None, has_joined=False)
-        life.sequence = self._own
-        start: Any = SimpleNamespace(awaits=(7,), num_first_tokens=40)
-        self.restores.begin(life, start)
+        self._life: Any = SimpleNamespace(is_parked=True, fate=None, lane=0)
 
-    def begin_step(self, lane: int, num_in_prompt: int, *, is_own: bool = False) -> None:
-        sequence = self._own if is_own else object()
-        chunk: Any = SimpleNamespace(sequence=sequence, num_in_prompt=num_in_prompt)
+    def begin(self) -> None:
+        start: Any = SimpleNamespace(awaits=(7,), num_first_tokens=40)
+        self.restores.begin(self._life, start)
+
+    def begin_step(self, lane: int, num_in_prompt: int) -> None:
+        chunk: Any = SimpleNamespace(num_in_prompt=num_in_prompt)
         self.restores.begin_step(lane, (chunk,))
 
     def joins(self) -> bool:
@@ -213,47 +215,75 @@ class Fetched:
 
 
 @pytest.mark.parametrize(
-    ("num_in_prompt", "passed_s", "joins"),
-    [(None, 0.0, False), (0, 0.1, True), (0, 0.3, False), (40, 0.3, True)],
+    ("lane", "num_in_prompt", "passed_s", "joins"),
+    [
+        (None, 0, 0.0, False),
+        (0, 0, 0.1, True),
+        (0, 0, 0.3, False),
+        (0, 40, 0.3, True),
+        (1, 0, 0.1, False),  # its own lane has nothing else to do
+    ],
 )
+@pytest.mark.parametrize("is_before", [False, True])
 def test_who_asks_to_join_foresees_when_the_next_step_begins(
-    num_in_prompt: int | None, passed_s: float, joins: bool
+    lane: int | None, num_in_prompt: int, passed_s: float, joins: bool, is_before: bool
 ) -> None:
-    """A step that begins now would wait; not one that begins in half a second."""
+    """A step that begins now would wait; not one that begins in half a second.
+    A step may have begun before anything was fetched."""
     fetched = Fetched()
-    if num_in_prompt is not None:
-        fetched.begin_step(0, num_in_prompt)
+    if not is_before:
+        fetched.begin()
+    if lane is not None:
+        fetched.begin_step(lane, num_in_prompt)
+    if is_before:
+        fetched.begin()
     fetched.now_s += passed_s
     assert fetched.joins() == joins
-    fetched.restores.end_step(0)
-    assert not fetched.restores.has_waited, "it isn't in that step yet"
 
 
-def test_the_lane_of_who_has_joined_may_have_waited() -> None:
+def test_steps_beside_a_fetch_are_told_apart() -> None:
+    """Whether it began before or ended after them."""
     fetched = Fetched()
     fetched.begin_step(0, 0)
-    assert fetched.joins()
-    fetched.begin_step(1, 40, is_own=True)
-    for lane, has_waited in ((0, False), (1, True)):
-        fetched.restores.end_step(lane)
-        assert fetched.restores.has_waited == has_waited
+    fetched.restores.end_step(0)
+    assert not fetched.restores.was_beside
+    fetched.begin_step(0, 0)
+    fetched.begin()
+    fetched.restores.end_step(0)
+    assert fetched.restores.was_beside
+    fetched.begin_step(1, 0)
+    fetched.restores.forget_lost()
+    fetched.restores._traffic.jobs.clear()
+    fetched.restores.forget_lost()
+    assert not fetched.restores
+    fetched.restores.end_step(1)
+    assert fetched.restores.was_beside, "when it began somebody waited"
     fetched.begin_step(1, 0)
     fetched.restores.end_step(1)
-    assert not fetched.restores.has_waited
+    assert not fetched.restores.was_beside
 
 
-def test_what_a_step_waited_for_is_no_forecast_of_the_next() -> None:
+@pytest.mark.parametrize(("is_beside", "own_s"), [(True, 0.3), (False, 1.0)])
+def test_what_nobody_computed_in_a_step_beside_a_fetch_is_none_of_its_time(
+    is_beside: bool, own_s: float
+) -> None:
+    """It may have waited for what is fetched."""
+    lifecycle = harness().lifecycle
+    lifecycle.starting.restores.was_beside = is_beside
+    lifecycle.stepped(40, 1.0, 0.7)
+    rates = lifecycle.scheduler.ledger.cache.stock.traffic.rates
+    assert rates.step_s(40) == pytest.approx(own_s)
+
+
+def test_steps_beside_a_fetch_say_what_such_steps_take() -> None:
     rates = Rates(64)
-    rates.stepped_and_waited(40, 0.5)
-    assert rates.step_s(40) == 0.5, "nothing else is known"
-    rates.stepped_and_waited(40, 0.9)
-    assert rates.step_s(40) == 0.5
-    for _ in range(40):
-        rates.stepped_and_waited(40, 0.1)
-    assert rates.step_s(40) == pytest.approx(0.1, rel=0.01)
-    rates.stepped_beside(40, 7.0)
-    rates.stepped_beside(0, 0.2)
-    assert rates.step_s(40) == pytest.approx(0.1, rel=0.01) and rates.beside_s == 0.2
+    assert rates.under_way_s(0) == rates.under_way_s(40) == 0.0
+    rates.stepped(0, 0.2)
+    assert rates.under_way_s(0) == 0.2, "nothing else is known"
+    rates.stepped_beside(0, 0.6)
+    rates.stepped_beside(40, 0.5)
+    assert (rates.under_way_s(0), rates.under_way_s(40)) == (0.6, 0.5)
+    assert rates.step_s(40) == 0.5 and rates.token_s is None
 
 
 def test_fetching_has_to_pay() -> None:

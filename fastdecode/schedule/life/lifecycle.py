@@ -193,7 +193,9 @@ class Lifecycle:
             self._out.append(Extend(part))
         self._out += self._cache.stock.orders.take_fetches()
         for start in plan.starts:
-            self.starting.start(self.lives.by_sequence[start.sequence.sequence_id], start)
+            life = self.lives.by_sequence[start.sequence.sequence_id]
+            life.lane = lane
+            self.starting.start(life, start)
         flying = sum([chunk.num_tokens for chunks in self._flying.values() for chunk in chunks])
         coming = self.scheduler.lanes[lane].num_next_tokens
         num_tokens = self.lives.num_cached_tokens + flying + coming
@@ -279,17 +281,19 @@ class Lifecycle:
                     self.endings.recompute(life)
         self.handing.forget()
 
-    def stepped(self, num_prompt_tokens: int, seconds: float) -> None:
-        """A step has taken so long, in which so many tokens of prompts ran."""
-        restores, rates = self.starting.restores, self._cache.stock.traffic.rates
-        if not self._cache.stock.traffic.has_lower:
+    def stepped(self, num_prompt_tokens: int, seconds: float, idle_s: float = 0.0) -> None:
+        """A step has taken so long, in which so many tokens of prompts ran.
+
+        Args:
+            idle_s: of that, nobody computed.
+        """
+        traffic = self._cache.stock.traffic
+        if not traffic.has_lower:
             return
-        if restores.has_waited:
-            rates.stepped_and_waited(num_prompt_tokens, seconds)
-        elif restores:
-            rates.stepped_beside(num_prompt_tokens, seconds)
+        if self.starting.restores.was_beside:
+            traffic.rates.stepped_beside(num_prompt_tokens, max(0.0, seconds - idle_s))
         else:
-            rates.stepped(num_prompt_tokens, seconds)
+            traffic.rates.stepped(num_prompt_tokens, seconds)
 
     @property
     def is_moving(self) -> bool:

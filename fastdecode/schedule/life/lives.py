@@ -49,6 +49,8 @@ class Life:
     sequence: Sequence
     longest: int
     """Tokens that it may come to."""
+    lane: int = 0
+    """In which it starts."""
     status: Status = Status.WAITING
     fate: Fate | None = None
     opened: dict[PartId, Part] = field(default_factory=dict)

@@ -2,18 +2,17 @@
 
 Such a sequence holds its room, and **joins** when the blocks are there, or due
 in time: when every layer will have come, by what the fetch has taken so far,
-before the sequence's first step attends it, by what such steps take lately. That
-step begins when the one under way is over, which is foreseen, too: it takes an
-answer of the holder to join, and whoever asks for it when the next step might
-begin waits for the one after that.
-Nobody else in the step then waits. Should the rest come later all the same, the
+before the sequence's first step attends it, by what such steps take lately. As
+forecast, nobody else in the step waits then. It takes an answer of the holder to
+join, so a sequence asks before the step under way in its lane is over, whose end
+is foreseen, too: asked between two steps, it would miss the next one. Should the
+rest come later all the same, the
 holder's answer to that layer comes later; should it not come, the sequence
 starts again without it, and what its step has come to is believed by nobody.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -83,9 +82,9 @@ class Restores:
         self._awaiting: dict[int, list[Life]] = {}  # by job
         self._fetching: dict[int, Progress] = {}  # by job
         self._ends_s: dict[int, float] = {}  # by lane: of the step under way
-        self._waiting: set[int] = set()  # lanes: somebody who has joined is in their step
-        self.has_waited = False
-        """Whether the step that was over last may have waited for what is fetched."""
+        self._beside: set[int] = set()  # lanes whose step began while somebody waited
+        self.was_beside = False
+        """Whether somebody waited for what is fetched while the step ran that was over last."""
 
     def __bool__(self) -> bool:
         """Whether anybody starts with what is being fetched."""
@@ -93,20 +92,18 @@ class Restores:
 
     def begin_step(self, lane: int, chunks: Seq[Chunk]) -> None:
         """A lane's step begins; it is foreseen when it is over."""
-        if not self:
-            return
-        rates, num_in_prompts = self._traffic.rates, sum([x.num_in_prompt for x in chunks])
-        took_s = rates.step_s(num_in_prompts) if num_in_prompts else rates.beside_s
-        self._ends_s[lane] = self._traffic.now_s() + (took_s or 0.0)
-        joined = [x.sequence for x in itertools.chain(*self._awaiting.values()) if x.has_joined]
-        if any(chunk.sequence in joined for chunk in chunks):
-            self._waiting.add(lane)
+        if self:
+            self._beside.add(lane)
+        if self._traffic.has_lower:
+            num_in_prompts = sum([chunk.num_in_prompt for chunk in chunks])
+            took_s = self._traffic.rates.under_way_s(num_in_prompts)
+            self._ends_s[lane] = self._traffic.now_s() + took_s
 
     def end_step(self, lane: int) -> None:
         """It is over."""
         self._ends_s.pop(lane, None)
-        self.has_waited = lane in self._waiting
-        self._waiting.discard(lane)
+        self.was_beside = bool(self) or lane in self._beside
+        self._beside.discard(lane)
 
     def begin(self, life: Life, start: Start) -> None:
         """A sequence starts with blocks that are coming."""
@@ -173,7 +170,7 @@ class Restores:
         """Whether all that it waits for comes in time."""
         step_s = self._traffic.rates.step_s(start.num_first_tokens)
         now_s = self._traffic.now_s()
-        until_step_s = max(0.0, min(self._ends_s.values(), default=now_s) - now_s)
+        until_step_s = max(0.0, self._ends_s.get(life.lane, now_s) - now_s)
         told = [self._fetching.get(job) for job in life.awaits]
         return step_s is not None and all(
             one is not None and one.comes_in_time(step_s, until_step_s) for one in told

@@ -100,17 +100,18 @@ class Rates:
             own_s = max(0.0, seconds - self._decode_s)
             self.token_s = _mixed(self.token_s, own_s / num_prompt_tokens)
 
-    def stepped_beside(self, num_prompt_tokens: int, seconds: float) -> None:
-        """The same, while blocks were fetched that it didn't wait for."""
-        if not num_prompt_tokens:
-            self.beside_s = _mixed(self.beside_s, seconds)
+    def stepped_beside(self, num_prompt_tokens: int, own_s: float) -> None:
+        """The same of a step that ran while blocks were fetched.
 
-    def stepped_and_waited(self, num_prompt_tokens: int, seconds: float) -> None:
-        """A step has, perhaps, waited for what was fetched: such steps take no
-        longer than that. Else whoever made it wait would join sooner the next time."""
-        is_known = num_prompt_tokens.bit_length() in self._steps
-        if not is_known or seconds < (self.step_s(num_prompt_tokens) or 0.0):
-            self._note(num_prompt_tokens, seconds)
+        Args:
+            own_s: without the time in which nobody computed: it may have waited
+                for those blocks, and the next one would be thought to take as
+                long, and its sequences would join too early.
+        """
+        if num_prompt_tokens:
+            self._note(num_prompt_tokens, own_s)
+        else:
+            self.beside_s = _mixed(self.beside_s, own_s)
 
     def _note(self, num_prompt_tokens: int, seconds: float) -> None:
         size = num_prompt_tokens.bit_length()
@@ -126,6 +127,12 @@ class Rates:
             tokens, seconds = known
             return max(0.0, seconds + token_s * (num_prompt_tokens - tokens))
         return None if self.token_s is None else self._decode_s + token_s * num_prompt_tokens
+
+    def under_way_s(self, num_prompt_tokens: int) -> float:
+        """What a step takes that runs while blocks are fetched; 0 if nothing is known."""
+        if num_prompt_tokens:
+            return self.step_s(num_prompt_tokens) or 0.0
+        return self._decode_s if self.beside_s is None else self.beside_s
 
     def pays(self, holder: HolderId) -> bool:
         """Whether a block is sooner fetched than computed; while that isn't

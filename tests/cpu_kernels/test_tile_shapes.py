@@ -1,0 +1,74 @@
+"""Register tiles for several queries a sequence, and what they ask of memory
+ahead of time, which no result depends on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from cpu_kernels.attention import products
+from cpu_kernels.dispatch import choose_variant
+from cpu_kernels.isa import LEVELS
+from cpu_kernels.layout import DTYPES, BlockLayout
+
+LINE = 64
+ROWS_16, ROWS_8 = (16, 1, 1, 1), (8, 2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype", "head_dim", "block_size", "shape"),
+    [
+        ("avx512dot", "bfloat16", 128, 64, ROWS_8),
+        ("avx512dot", "int8", 64, 64, ROWS_8),
+        ("avx512dot", "int4", 96, 64, ROWS_8),
+        ("avx512dot", "bfloat16", 80, 64, ROWS_16),  # 5 vectors of V
+        ("avx512dot", "bfloat16", 112, 64, ROWS_16),
+        ("avx512dot", "bfloat16", 128, 16, ROWS_16),  # a vector of tokens
+        ("avx512dot", "float32", 128, 64, ROWS_16),
+        ("avx512", "bfloat16", 128, 64, ROWS_16),
+        ("avx2", "bfloat16", 128, 64, (8, 1, 1, 1)),
+    ],
+)
+def test_rows_by_the_dozen(
+    level: str, dtype: str, head_dim: int, block_size: int, shape: tuple[int, ...]
+) -> None:
+    """Rows, vectors of tokens, vectors of dims, and tiles that share asking for memory."""
+    layout = BlockLayout(8, head_dim, dtype, block_size)
+    isa = next(each for each in LEVELS if each.name == level)
+    found = choose_variant(layout, 4, isa, "bfloat16", ragged=True)
+    assert (found.rows, found.score_vectors, found.value_vectors, found.spread) == shape
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 96, 112, 128, 256])
+def test_tiles_of_rows_by_the_dozen_share_whole_lines(dtype: str, head_dim: int) -> None:
+    """Or some would be asked for twice."""
+    for isa in LEVELS:
+        found = choose_variant(BlockLayout(8, head_dim, dtype), 4, isa, "bfloat16", ragged=True)
+        for vectors in (found.score_vectors, found.value_vectors):
+            step_bytes = vectors * found.lanes * found.cell_bytes * found.step_words
+            assert found.spread == 1 or step_bytes % (found.spread * LINE) == 0
+
+
+@pytest.mark.parametrize("spread", [1, 2, 4])
+@pytest.mark.parametrize("num_products", [1, 2, 3, 4, 7])
+def test_every_line_ahead_is_asked_for_once(
+    spread: int, num_products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many tiles of rows there are."""
+    num_steps, share_bytes, begin = 24, 2 * LINE, 1 << 20
+    asked: list[int] = []
+
+    def note(variant: object, tile: object, address: int) -> None:
+        asked.extend(range(address, address + share_bytes, LINE))
+
+    monkeypatch.setattr(products, "prefetch_share", note)
+    variant, ahead = SimpleNamespace(spread=spread), begin
+    for tile_index in range(min(num_products, spread)):  # those after them don't ask
+        for _ in range(num_steps):
+            args = (tile_index, num_products, num_steps * share_bytes)
+            products._ask.py_func(variant, None, ahead, *args)
+            ahead += share_bytes
+    wanted = range(begin, begin + spread * num_steps * share_bytes, LINE)
+    assert sorted(asked) == list(wanted)
