@@ -100,3 +100,13 @@ def as_params(params: object, num_prompts: int) -> list[SamplingParams]:
             f"{num_prompts} prompts but {len(each)} sampling params: give one for all, or one each"
         )
     return each
+
+
+def check_cache(cache: object) -> None:
+    """Say what it has to be, before any request is made of it."""
+    if not isinstance(cache, CacheUse):
+        raise RequestError(
+            f"cache must be a fastdecode.CacheUse, not {type(cache).__name__}: "
+            'CacheUse(is_off=True) shares nothing, CacheUse(salt="...") with the same salt only',
+            code="invalid_cache",
+        )

@@ -139,9 +139,14 @@ class Conversations:
             self._expire()
 
     def forget(self, conversation_id: str) -> None:
-        """The conversation is over, and nothing of it is kept here."""
+        """The conversation is over, and nothing of it is kept here. An id that
+        nobody has used stays what it is."""
+        if not self.forget_known(conversation_id) and not self._is_over(conversation_id):
+            logger.warning("nobody has used conversation %r: nothing is forgotten", conversation_id)
+
+    def _is_over(self, conversation_id: str) -> bool:
         with self._lock:
-            self._end_for_good([conversation_id])
+            return digest_of(conversation_id) in self._over
 
     def forget_known(self, conversation_id: str) -> bool:
         """The same, if there is such a conversation, or its first turn has

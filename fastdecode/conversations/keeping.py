@@ -11,7 +11,7 @@ from fastdecode.conversations.conversations import Conversations, Limits
 from fastdecode.conversations.inspection import FILE
 from fastdecode.conversations.turn_log import TurnLog, identity_of
 from fastdecode.core.config.options import check_options, option
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class Keeping:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.conversations == "":
+            raise ConfigError(Given("conversations"), " is empty: give a directory")
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> Keeping:

@@ -18,6 +18,7 @@ from fastdecode.conversations.arguments import (
     as_params,
     chat_prompts,
     chat_turns,
+    check_cache,
 )
 from fastdecode.conversations.conversations import Conversations
 from fastdecode.conversations.keeping import Keeping
@@ -181,6 +182,7 @@ class LLM:
         """
         batch = as_batch(prompts)
         every = as_params(params, len(batch))
+        check_cache(cache)
         ids = as_ids(conversation_id, len(batch))
         if ids is None:
             return self._run_all(_requests(batch, every, cache), len(batch), progress)
@@ -223,6 +225,7 @@ class LLM:
         """
         chats = as_chats(messages)
         every = as_params(params, len(chats))
+        check_cache(cache)
         template = _chat_template(self.config.model, chat_template)
         with contextlib.closing(template):
             ids = as_ids(conversation_id, len(chats))
@@ -239,7 +242,8 @@ class LLM:
     def forget(self, conversation_id: str) -> None:
         """End a conversation: nothing of it is kept, and a turn that names it is
         an error. Those of its KV blocks that are no other's are given up before
-        the engine's next step."""
+        the engine's next step. Of an id that nobody has used nothing is forgotten:
+        that is warned of."""
         self.conversations.forget(check_id(conversation_id))
 
     def stream(

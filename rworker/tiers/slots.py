@@ -339,8 +339,21 @@ def _entries_of(path: Path, fd: int, shape: SlotShape, num_slots: int) -> dict[i
             if num_damaged:
                 logger.warning("%s: %d entries are damaged, and not used", path, num_damaged)
             return entries
+        if header.shape == shape:
+            logger.warning(
+                "%s has room for %d KV blocks, and is to have room for %d: it begins anew, without "
+                "the %d that it held (--cache-disk-gb as before keeps them)",
+                path, header.num_slots, num_slots, len(entries),
+            )  # fmt: skip
+            return _made(path, fd, shape, num_slots)
     if os.fstat(fd).st_size:
-        logger.warning("%s is damaged, or has another size: it begins anew", path)
+        logger.warning("%s is damaged: it begins anew", path)
+    return _made(path, fd, shape, num_slots)
+
+
+def _made(path: Path, fd: int, shape: SlotShape, num_slots: int) -> dict[int, Entry]:
+    """The file, empty and of full length."""
+    if os.fstat(fd).st_size:
         os.ftruncate(fd, 0)
     logger.info("%s: making room for %d bytes", path, shape.file_bytes(num_slots))
     try:

@@ -163,6 +163,13 @@ def test_a_turn_that_cannot_be_kept_fails_alone(llm: LLM, tmp_path: Path) -> Non
     assert tuple(before.token_ids) == said(outputs[0])
 
 
+def test_what_nobody_has_used_is_not_forgotten(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    llm.forget("fresh")
+    assert "nobody has used conversation 'fresh'" in caplog.text
+    (output,) = llm.generate([[5, 6]], GREEDY, conversation_id="fresh")
+    assert output.ok
+
+
 def test_what_was_forgotten_never_begins_anew(llm: LLM) -> None:
     llm.generate([[5, 6]], GREEDY, conversation_id="gone")
     llm.forget("gone")

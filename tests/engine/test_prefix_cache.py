@@ -12,8 +12,9 @@ from checkpoints import FAMILIES, prompts
 from trouble import crash_after
 
 from fastdecode import LLM, SamplingParams
+from fastdecode.conversations.keeping import Keeping
 from fastdecode.core.config.engine import EngineConfig
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.core.sequence import CacheUse, RequestOutput
 from fastdecode.engine.figures import EngineFigures
 
@@ -136,6 +137,41 @@ def test_many_requests_with_a_common_beginning_run_it_once(
         outputs = llm.generate(asked, params)
         assert llm.stats.num_prompt_tokens <= 1024 + 64 * 33 + 64
     assert [output.num_cached_tokens for output in outputs] == [0] + [1024] * 63
+
+
+def test_many_requests_run_a_common_beginning_once_on_each_r_worker(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    """Whoever goes to another one, since the first is busy, waits there, too."""
+    path = str(tiny_checkpoint("llama", max_position_embeddings=2048))
+    (common,) = prompts((256,), seed=8)
+    asked = [common + own for own in prompts((32,) * 48, seed=9)]
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    options: dict[str, Any] = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.05}
+    with LLM(path, **options, prefix_cache="on", r_workers=2) as llm:
+        outputs = llm.generate(asked, params)
+        assert llm.stats.num_prompt_tokens <= 2 * 256 + 48 * 33
+    assert sorted(output.num_cached_tokens for output in outputs)[:3] == [0, 0, 256]
+
+
+@pytest.mark.parametrize("cache", ["off", {"salt": "x"}, None])
+def test_what_is_no_cache_use_is_refused_at_the_call(
+    tiny_checkpoint: Callable[..., Path], cache: Any
+) -> None:
+    with LLM(str(tiny_checkpoint("llama")), dtype="float32", kv_memory_gb=0.01) as llm:
+        for ask in (llm.generate, llm.chat):
+            asked: Any = [5, 6] if ask == llm.generate else [{"role": "user", "content": "a"}]
+            with pytest.raises(RequestError, match="CacheUse, not"):
+                ask(asked, cache=cache)
+        (output,) = llm.generate([[5, 6]], SamplingParams(max_tokens=1))
+        assert output.ok, "the engine goes on"
+
+
+def test_an_empty_directory_name_is_not_the_current_one() -> None:
+    with pytest.raises(ConfigError, match="cache_disk is empty"):
+        EngineConfig.of("dir", cache_disk="", cache_disk_gb=1.0)
+    with pytest.raises(ConfigError, match="conversations is empty"):
+        Keeping(conversations="")
 
 
 def test_kv_on_both_sides_is_refused_by_name() -> None:

@@ -47,6 +47,18 @@ def job(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Job:
     return make
 
 
+def test_a_disk_that_no_rank_has_is_refused(job: Job, tmp_path: Path) -> None:
+    """R-workers of a command of their own have what is given there."""
+    options, output, _ = job(4, "--cache-disk", str(tmp_path / "kv"), "--cache-disk-gb", "0.01")
+    command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, ":"]
+    outcome = run(
+        [*command, "-n", "1", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"], timeout_s=120
+    )
+    assert (outcome.exit_code, outcome.orphans) == (2, []), outcome.output
+    assert "--cache-disk was given here, and no R-worker has a disk" in outcome.output
+    assert not output.exists() and not (tmp_path / "kv").exists()
+
+
 @pytest.mark.skipif(not TRIES_ALL, reason="make campaign: two S-workers' ranks have one each, too")
 def test_ranks_with_a_command_each(job: Job) -> None:
     options, output, expected = job(12)

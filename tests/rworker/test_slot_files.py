@@ -165,6 +165,17 @@ def test_a_torn_file_begins_anew(tmp_path: Path) -> None:
     slots.close()
 
 
+def test_a_file_of_another_size_begins_anew_and_says_what_would_keep_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = stored(tmp_path, [1, 2])
+    slots = open_slots(tmp_path, SHAPE, 2 * QUOTA)
+    assert len(slots) == 0 and path.stat().st_size > QUOTA
+    assert "without the 2 that it held (--cache-disk-gb as before keeps them)" in caplog.text
+    assert "damaged" not in caplog.text
+    slots.close()
+
+
 def test_a_file_that_shrinks_under_way_is_a_miss(tmp_path: Path) -> None:
     stored(tmp_path, [1, 2])
     mover = Mover(open_slots(tmp_path, SHAPE, QUOTA), filled())

@@ -74,6 +74,8 @@ class Cache:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.cache_disk == "":
+            raise ConfigError(Given("cache_disk"), " is empty: give a directory")
         if (self.cache_disk is None) != (self.cache_disk_gb is None):
             raise ConfigError(
                 Given("cache_disk"),

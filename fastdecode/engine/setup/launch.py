@@ -183,6 +183,13 @@ class RunningEngine:
         )
         with_tier = [holder for holder, welcome in welcomes.items() if welcome.has_tier]
         own = self.resolved.config
+        if self.resolved.transport == "mpi" and own.cache.cache_disk is not None and not with_tier:
+            raise ConfigError(
+                Given("cache_disk"),
+                " was given here, and no R-worker has a disk: those of a command of their own "
+                "(fastdecode r-worker) are given --cache-disk, --cache-disk-gb and --kv-memory-gb "
+                "there",
+            )
         if with_tier and own.keeps_blocks:
             identity = cache_identity(self.resolved, self._checkpoint) or ""
             open_tiers(tell, self._fleet, with_tier, identity, self._checkpoint, workers.kind)

@@ -166,9 +166,13 @@ class Starts:
                 if reuse.first_token and wish.sequence.request.hands_over:
                     continue  # whoever it is handed over to fetches all of it
                 started = replace(wish, reuse=reuse, num_shared=reuse.num_tokens)
+                if cache.is_coming(wish.sequence, (reuse,)):
+                    return None
                 candidate = self._meet(lane, started.without(reuse.first_token))
                 if candidate is not None:
                     return candidate
+            if found and cache.is_coming(wish.sequence, ()):
+                return None  # it would begin where others are just computing what it needs
         return self._meet(lane, wish)
 
     def start(self, lane: Lane, candidate: Candidate) -> Start:
