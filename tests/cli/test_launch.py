@@ -23,6 +23,7 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.wire.mpi.launcher import LAUNCH_LINE
 from fastdecode.wire.mpirun_line import Host, JobLine, parse_hosts, vendor_of
 from fastdecode.wire.placed_line import PlacedLine
+from rworker.tiers.disk import slot_files
 
 PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
 FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
@@ -175,6 +176,21 @@ def test_options_that_are_refused(
 ) -> None:
     assert main(["launch", *options]) == 2
     assert match in capsys.readouterr().err
+
+
+@needs_mpi
+def test_r_workers_that_are_launched_have_a_disk_each(generate: Generate, tmp_path: Path) -> None:
+    command, output, expected = generate
+    disk = ["--cache-disk", str(tmp_path / "kv"), "--cache-disk-gb", "0.01"]
+    options = ["--hosts", "localhost:2", "--kv-memory-gb", "0.01", *disk, "--", *command]
+    outcome = run([*FASTDECODE, "launch", *options], **PATHS, timeout_s=120)
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
+    assert "kept blocks on disk: 0 found" in outcome.output
+    assert len(slot_files(tmp_path / "kv")) == 2
+    assert output.read_text() == expected()
+    refused = run([*FASTDECODE, "launch", "--hosts", "localhost:2", "--", *command, *disk], **PATHS)
+    assert refused.exit_code == 2, refused.output
+    assert "no R-worker has a disk" in refused.output
 
 
 @needs_mpi
