@@ -5,10 +5,11 @@ in time: when every layer will have come, by what the fetch has taken so far,
 before the sequence's first step attends it, by what such steps take lately. As
 forecast, nobody else in the step waits then. It takes an answer of the holder to
 join, so a sequence asks before the step under way in its lane is over, whose end
-is foreseen, too: asked between two steps, it would miss the next one. Should the
-rest come later all the same, the
-holder's answer to that layer comes later; should it not come, the sequence
-starts again without it, and what its step has come to is believed by nobody.
+is foreseen, too: asked between two steps, it would miss the next one.
+
+Should the rest come later all the same, the holder's answer to that layer comes
+later; should it not come, the sequence starts again without it, and what its step
+has come to is believed by nobody.
 """
 
 from __future__ import annotations
