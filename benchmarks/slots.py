@@ -33,7 +33,8 @@ from provenance import keep, provenance
 
 from rworker.tiers.format import SlotShape
 from rworker.tiers.mover import NUM_THREADS, Mover, groups_of
-from rworker.tiers.slots import SlotFile, open_slots, page_buffer
+from rworker.tiers.opening import open_slots
+from rworker.tiers.slots import SlotFile, page_buffer
 from rworker.tiers.units import Job
 
 IDENTITY = "0" * 64

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from fastdecode.core.errors import ConfigError, Given
-from rworker.tiers.slots import make_own_directory
+from rworker.tiers.opening import make_own_directory
 
 MOST_GB: Final = 1e6
 

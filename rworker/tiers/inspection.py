@@ -16,7 +16,8 @@ from zlib import crc32
 from fastdecode.core.errors import ConfigError
 from rworker.tiers.disk import slot_files
 from rworker.tiers.format import Entry, Header, SlotShape
-from rworker.tiers.slots import lock, make_own_directory, open_slots, page_buffer, read_slots
+from rworker.tiers.opening import lock, make_own_directory, open_slots, read_slots
+from rworker.tiers.slots import page_buffer
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from rworker.tiers.disk import Disk
 from rworker.tiers.format import Entry, SlotShape
 from rworker.tiers.health import Faults
 from rworker.tiers.mover import Mover
-from rworker.tiers.slots import SlotFile, open_slots
+from rworker.tiers.opening import open_slots
+from rworker.tiers.slots import SlotFile
 from rworker.tiers.units import Job
 
 if TYPE_CHECKING:

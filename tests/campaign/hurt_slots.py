@@ -27,7 +27,7 @@ from dying import WRITES_A_BLOCK, die_in_write  # noqa: E402
 
 from rworker.tiers.format import SlotShape  # noqa: E402
 from rworker.tiers.mover import Mover  # noqa: E402
-from rworker.tiers.slots import open_slots  # noqa: E402
+from rworker.tiers.opening import open_slots  # noqa: E402
 from rworker.tiers.units import Job  # noqa: E402
 
 SHAPE = SlotShape("ab" * 32, num_layers=5, layer_bytes=3000)

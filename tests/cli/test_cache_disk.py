@@ -11,7 +11,7 @@ import pytest
 from fastdecode.cli.main import main
 from rworker.tiers.format import SlotShape
 from rworker.tiers.mover import Mover
-from rworker.tiers.slots import open_slots
+from rworker.tiers.opening import open_slots
 from rworker.tiers.units import Job
 
 SHAPE = SlotShape("ab" * 32, num_layers=2, layer_bytes=3000)

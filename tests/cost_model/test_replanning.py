@@ -7,7 +7,6 @@ import io
 import itertools
 import json
 import math
-import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -24,7 +23,7 @@ from cost_model.goodput.replanning.asking import (
     question_from_json,
     question_to_json,
 )
-from cost_model.goodput.replanning.measured import LinearTimes, StepLog, Totals
+from cost_model.goodput.replanning.measured import LinearTimes
 from cost_model.goodput.replanning.roles import (
     HEADROOM,
     Alike,
@@ -325,71 +324,6 @@ def test_fewest_flips() -> None:
     assert Roles(2, 2).flips_to(Roles(3, 1)) == 1
     assert Roles(2, 2).flips_to(Roles(0, 0, 4)) == 4
     assert str(Roles(1, 2)) == "1 prefill + 2 decode"
-
-
-def test_step_times_are_found_in_totals() -> None:
-    rng, log, totals = random.Random(3), StepLog(), {"p": Totals(), "d": Totals()}
-    truth = LinearTimes(2e-3, 1e-4, 1e-7, 3e-4)
-    for _ in range(200):
-        for name in totals:
-            steps = rng.randint(1, 20)
-            tokens = steps * rng.randint(1, 30)
-            load = tokens * rng.randint(10, 900) * (name == "d")
-            prompt = steps * rng.randint(50, 500) * (name == "p")
-            seconds = (truth.step_s * steps + truth.token_s * tokens + truth.cached_s * load
-                       + truth.prompt_s * prompt) * rng.uniform(0.95, 1.05)  # fmt: skip
-            was = totals[name]
-            totals[name] = Totals(
-                was.steps + steps, was.tokens + tokens, was.load + load,
-                was.prompt_tokens + prompt, was.seconds + seconds,
-                was.fetched_tokens + 100 * (name == "d"), was.fetching_s + 0.5 * (name == "d"),
-            )  # fmt: skip
-            log.look(name, totals[name])
-    found = log.measured()
-    assert found is not None and found.fetched_tokens_s == pytest.approx(200.0)
-    for length in (100, 800):
-        assert found.times.prefill_s([length]) == pytest.approx(truth.prefill_s([length]), rel=0.1)
-    for batch, context in ((1, 500), (30, 15_000)):
-        ours = found.times.decode_s(batch, context, 3)
-        assert ours == pytest.approx(truth.decode_s(batch, context, 3), rel=0.1)
-    assert found.times.mixed_s(4, 400, [(0, 100)]) > found.times.mixed_s(4, 400, [])
-
-
-def test_times_that_vary_widely_are_right_in_sum() -> None:
-    rng, log, totals = random.Random(4), StepLog(), Totals()
-    log.look("p", totals)
-    rows = []
-    for number in range(1000):
-        prompt = 10 * rng.randint(50, 500) if number % 2 else 0.0
-        seconds = (0.2 + 3e-4 * prompt) * rng.choice([0.7, 0.7, 0.7, 1.9])
-        rows.append((prompt, seconds))
-        totals = Totals(totals.steps + 10, totals.tokens + 10, totals.load,
-                        totals.prompt_tokens + prompt, totals.seconds + seconds)  # fmt: skip
-        log.look("p", totals)
-    found = log.measured()
-    assert found is not None
-    for kind in (False, True):
-        some = [(prompt, seconds) for prompt, seconds in rows if (prompt > 0) is kind]
-        predicted = sum(
-            10 * (found.times.step_s + found.times.token_s) + found.times.prompt_s * prompt
-            for prompt, _ in some
-        )
-        assert predicted == pytest.approx(sum(seconds for _, seconds in some), rel=0.03)
-
-
-def test_totals_that_fall_or_say_too_little_are_none() -> None:
-    log = StepLog()
-    for steps in (10, 20, 5, 15, *range(16, 33)):  # twenty differences, and one fall
-        assert log.measured() is None
-        log.look("p", Totals(steps, steps, 0, steps, steps * 0.1))
-    assert log.measured() is None
-    log.look("p", Totals(33, 33, 0, 33, 3.3))
-    found = log.measured()
-    assert found is not None and found.num_looks == 20
-    only_decode = StepLog()
-    for steps in range(60):
-        only_decode.look("d", Totals(steps, steps, 10 * steps, 0, steps * 0.1))
-    assert only_decode.measured() is None
 
 
 def test_questions_and_answers_come_through_json() -> None:

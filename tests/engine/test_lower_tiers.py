@@ -21,7 +21,7 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.core.model.checkpoint import WEIGHTS_FILE, open_checkpoint
 from fastdecode.core.model.weights_hash import weights_hash
 from rworker.tiers.disk import slot_files
-from rworker.tiers.slots import read_slots
+from rworker.tiers.opening import read_slots
 
 SMALL: dict[str, Any] = {
     "dtype": "float32",

@@ -13,7 +13,7 @@ from held_slots import HeldSlots, held
 from rworker.tiers.format import SlotShape
 from rworker.tiers.health import Faults
 from rworker.tiers.mover import Mover
-from rworker.tiers.slots import open_slots
+from rworker.tiers.opening import open_slots
 from rworker.tiers.units import Job
 
 SHAPE = SlotShape("ab" * 32, num_layers=4, layer_bytes=4096)

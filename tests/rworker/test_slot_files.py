@@ -17,7 +17,8 @@ from rworker.tiers.disk import disk_of, slot_files
 from rworker.tiers.format import SlotShape
 from rworker.tiers.health import MOST_FAILURES
 from rworker.tiers.mover import Mover
-from rworker.tiers.slots import SlotFile, open_slots, page_buffer, read_slots
+from rworker.tiers.opening import open_slots, read_slots
+from rworker.tiers.slots import SlotFile, page_buffer
 from rworker.tiers.units import Job
 
 SHAPE = SlotShape("ab" * 32, num_layers=3, layer_bytes=3000)
@@ -222,7 +223,7 @@ import resource, sys
 from pathlib import Path
 from fastdecode.core.errors import ConfigError
 from rworker.tiers.format import SlotShape
-from rworker.tiers.slots import open_slots
+from rworker.tiers.opening import open_slots
 resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
 shape = SlotShape("ab" * 32, num_layers=3, layer_bytes=3000)
 try:

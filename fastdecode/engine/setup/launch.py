@@ -49,7 +49,7 @@ from fastdecode.engine.setup.s_worker import make_s_worker
 from fastdecode.engine.setup.scheduling import lane_control, schedule_for
 from fastdecode.engine.setup.stage_threads import ThreadStages, connected, later_setups
 from fastdecode.engine.setup.stages import about_layers, greet_stages, whole_columns
-from fastdecode.engine.setup.tiers import about_kept_blocks, cache_identity, open_tiers
+from fastdecode.engine.setup.tiers import about_kept_blocks, cache_identity, check_disk, open_tiers
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.passages import first_stage
 from fastdecode.engine.stages.prompts import ApartAttention
@@ -183,13 +183,7 @@ class RunningEngine:
         )
         with_tier = [holder for holder, welcome in welcomes.items() if welcome.has_tier]
         own = self.resolved.config
-        if self.resolved.transport == "mpi" and own.cache.cache_disk is not None and not with_tier:
-            raise ConfigError(
-                Given("cache_disk"),
-                " was given here, and no R-worker has a disk: those of a command of their own "
-                "(fastdecode r-worker) are given --cache-disk, --cache-disk-gb and --kv-memory-gb "
-                "there",
-            )
+        check_disk(self.resolved, with_tier)
         if with_tier and own.keeps_blocks:
             identity = cache_identity(self.resolved, self._checkpoint) or ""
             open_tiers(tell, self._fleet, with_tier, identity, self._checkpoint, workers.kind)

@@ -49,6 +49,25 @@ def open_tiers(
     tell(f"kept blocks on disk: {num_blocks} found, room for {num_slots}")
 
 
+def check_disk(resolved: ResolvedConfig, with_tier: Seq[HolderId]) -> None:
+    """Whether a disk that was asked for is anybody's.
+
+    Args:
+        with_tier: R-workers that have said that they have a lower tier.
+
+    Raises:
+        ConfigError: a disk was asked for, and no rank of the job has one.
+    """
+    asks = resolved.config.cache.cache_disk is not None
+    if resolved.transport == "mpi" and asks and not with_tier:
+        raise ConfigError(
+            Given("cache_disk"),
+            " was given here, and no R-worker has a disk: those of a command of their own "
+            "(fastdecode r-worker) are given --cache-disk, --cache-disk-gb and --kv-memory-gb "
+            "there",
+        )
+
+
 def host_tier_bytes(cache: Cache) -> int:
     """Of this host's memory, for kept blocks of the device.
 
