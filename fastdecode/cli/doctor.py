@@ -65,6 +65,11 @@ def add_doctor(commands: Any) -> None:
         "--cache-disk", type=Path, metavar="DIR",
         help="where R-workers here are to keep KV blocks: how quick its disk is",
     )  # fmt: skip
+    parser.add_argument(
+        "--features",
+        action="store_true",
+        help="print which features work together, and nothing else",
+    )
     ranks = parser.add_argument_group("in an MPI job, of every rank but the first")
     ranks.add_argument(
         "--kv-memory-gb", type=float, metavar="GB", help="KV cache; default: its share"
@@ -79,6 +84,11 @@ def add_doctor(commands: Any) -> None:
 
 def run_doctor(args: argparse.Namespace) -> int:
     """Ask, judge, print. Returns the exit code."""
+    if args.features:
+        from fastdecode.core.config.features import refusals_as_text
+
+        print(refusals_as_text())
+        return 0
     from fastdecode.core.host.facts import lacks_for_triton, this_host
     from fastdecode.measure.doctor import Finding, examine_all, hash_of_model, judge
 

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+import sys
 
 import pytest
 from reading import ROOT, Entered, entered_by_a_decode_step
 
+pytestmark = pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="qualified names of code objects are new in Python 3.11"
+)
 MODEL = str(ROOT / "examples" / "model" / "checkpoint")
 PATH = (ROOT / "docs" / "reading.md").read_text("utf-8")
 ROW = re.compile(r"^\| \d+ \| `(?P<file>\S+)` \| `(?P<function>\S+)` \|", re.MULTILINE)

@@ -124,13 +124,6 @@ class RPart:
                 Given("block_size", self.block_size),
                 f": take {above}",
             )
-        if self.r_partition == "heads":
-            raise ConfigError(
-                Given("split_tokens"),
-                " is for R-workers that each have sequences; with ",
-                Given("r_partition", "heads"),
-                " each has a part of every sequence already: leave one of the two out",
-            )
 
 
 @dataclass(frozen=True)
@@ -340,17 +333,10 @@ class Cluster:
             raise ConfigError(
                 Given("transport", "zmq"), " needs ", listed, ": tcp://HOST:PORT of each R-worker"
             )
-        if self.transport in ("inproc", "mpi") and addresses:
+        if self.transport == "inproc" and addresses:
             raise ConfigError(
-                Given("transport", self.transport),
-                " has no use for ",
+                Given("transport", "inproc"),
+                " contradicts ",
                 listed,
-                ": leave them out, or use zmq",
-            )
-        if self.spare_r_workers and addresses:
-            raise ConfigError(
-                Given("spare_r_workers", self.spare_r_workers),
-                " is for R-workers of an MPI job, or in this process: leave it out. With ",
-                listed,
-                " whoever comes at a lost one's address is taken in",
+                ": R-workers at addresses are reached over ZeroMQ. Remove one of them",
             )

@@ -144,9 +144,9 @@ class Instances:
         if several and self.number:
             raise ConfigError(
                 listed,
-                " are processes of their own, and ",
+                " contradicts ",
                 Given("prefill_instances", self.prefill_instances),
-                " of this one: leave one of the two out",
+                ": instances are processes or threads. Remove one of them",
             )
         for one, other in (
             ("prefill_instances", "decode_instances"),
@@ -186,7 +186,7 @@ class Instances:
             return
         if self.number or self.instance_addresses:
             raise ConfigError(
-                given, " are instances as ranks of a job: leave those of other kinds out"
+                given, ": instances are ranks, processes or threads. Remove the others"
             )
         if len(placed) > MAX_INSTANCES:
             raise ConfigError(given, f" are more than {MAX_INSTANCES} instances")

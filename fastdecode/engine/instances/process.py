@@ -181,12 +181,12 @@ def _check(config: EngineConfig, place: InstancePlace) -> None:
         if config.options[name] != usual[name]:
             raise ConfigError(
                 Given(name, config.options[name]),
-                " isn't there with instances yet: leave it out",
+                " is not supported by an instance yet. Remove it",
             )
     if config.r_part.kv_placement not in ("r", "auto"):
         raise ConfigError(
             Given("kv_placement", config.r_part.kv_placement),
-            " isn't there with instances yet: they hand over what R-workers keep",
+            " is not supported by an instance yet: instances hand over R-workers' KV. Remove it",
         )
     if config.cluster.r_worker_addresses and place.export is not None:
         raise ConfigError(

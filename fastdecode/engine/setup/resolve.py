@@ -9,7 +9,7 @@ import torch
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.dtype import DType
-from fastdecode.core.errors import ConfigError, Given
+from fastdecode.core.errors import ConfigError
 from fastdecode.core.host.machine import available_cores
 from fastdecode.core.model.identity import Identity, identify
 from fastdecode.core.model.spec import ModelSpec
@@ -109,10 +109,8 @@ def resolve(
             model's, or the memory doesn't suffice.
     """
     identity = identify(config, spec)
-    config = _placed(config, identity.kv_dtype)
+    config = _placed(config)
     placement = config.r_part.kv_placement
-    _check_kv_dtype(identity.kv_dtype, placement)
-    _check_prompt_stages(config, identity.kv_dtype)
     device = choose_device(config.s_part.device, rank)
     transport = _transport(config)
     # Where S-part and R-part share their hardware, lanes get into each other's way, and a sole
@@ -186,16 +184,6 @@ def _steps(
     )  # fmt: skip
 
 
-def _check_prompt_stages(config: EngineConfig, kv_dtype: DType) -> None:
-    if config.s_part.prompt_pp and kv_dtype is DType.INT4:
-        raise ConfigError(
-            Given("kv_dtype", "int4"),
-            " isn't there with ",
-            Given("prompt_pp", config.s_part.prompt_pp),
-            ", whose stages can't keep it: choose int8, float32, bfloat16 or float16",
-        )
-
-
 def _held_token_bytes(config: EngineConfig, kv: KVSpec) -> int:
     """Of a prompt that the device holds until it is done; 0: it holds none."""
     # Later stages know of no sequence that it is a prompt's.
@@ -228,27 +216,15 @@ def kv_spec(config: EngineConfig, spec: ModelSpec, dtype: DType) -> KVSpec:
     )
 
 
-def _check_kv_dtype(kv_dtype: DType, placement: str) -> None:
-    """Raises ConfigError: the device doesn't know it."""
-    if placement != "r" and kv_dtype is DType.INT4:
-        raise ConfigError(
-            Given("kv_dtype", kv_dtype.value),
-            " needs R-workers: with ",
-            Given("kv_placement", placement),
-            " choose int8, float32, bfloat16 or float16",
-        )
-
-
-def _placed(config: EngineConfig, kv_dtype: DType) -> EngineConfig:
+def _placed(config: EngineConfig) -> EngineConfig:
     """With the KV cache somewhere: on both sides where there are two, each with
     hardware of its own, and the other options leave it that choice."""
     if config.r_part.kv_placement != "auto":
         return config
     for placement in _best_placements(config):
         try:
-            _check_kv_dtype(kv_dtype, placement)
             return replace(config, r_part=replace(config.r_part, kv_placement=placement))
-        except ConfigError:  # what somebody asks for isn't there with it
+        except ConfigError:  # a feature that is on does not work with it
             continue
     return replace(config, r_part=replace(config.r_part, kv_placement="r"))
 
