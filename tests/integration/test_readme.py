@@ -94,7 +94,7 @@ WORKLOADS = {
 
 def test_results_are_those_that_were_measured() -> None:
     kept = json.loads((ROOT / "benchmarks/results/end_to_end.json").read_text("utf-8"))["rows"]
-    shown = re.findall(r"^\| (\w+), (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", README, re.MULTILINE)
+    shown = re.findall(r"^\| (\w+m), (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", README, re.MULTILINE)
     assert len(shown) == 6
     for model, workload, *cells in shown:
         best = [_best(kept, model, WORKLOADS[workload], of) for of in ("fastdecode", "vllm")]
