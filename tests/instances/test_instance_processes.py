@@ -262,9 +262,9 @@ def test_what_does_not_fit_together_is_refused_by_name(
     model: str, four: list[Process], tiny_checkpoint: Callable[..., Path]
 ) -> None:
     addresses = [each.address for each in four]
-    with pytest.raises(ConfigError, match="r_workers=2 is of an engine"):
+    with pytest.raises(ConfigError, match="r_workers=2 cannot be set by the controller"):
         LLM(model, instance_addresses=addresses, r_workers=2)
-    with pytest.raises(ConfigError, match="leave one of the two out"):
+    with pytest.raises(ConfigError, match="Remove one of them"):
         LLM(model, instance_addresses=addresses, prefill_instances=1, decode_instances=1)
     with pytest.raises(ConfigError, match="give each address once"):
         LLM(model, instance_addresses=[addresses[0]] * 2)
