@@ -64,7 +64,7 @@ LONGEST = (
     "mpi/test_hosts.py",
     "cli/test_doctor.py",
     "engine/test_tokens_as_they_come.py",
-    "gpu/test_suite_smoke.py",
+    "gpu/test_verdict.py",
 )
 
 

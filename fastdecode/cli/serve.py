@@ -270,7 +270,9 @@ def _opening(args: argparse.Namespace, options: ServeOptions, keys: tuple[str, .
     from fastdecode.server.messages import Opening
 
     config = EngineConfig.of(args.model, **engine_options(args))
-    spec = open_checkpoint(args.model).spec(max_model_len=config.s_part.max_model_len)
+    spec = open_checkpoint(args.model, config.s_part.load_format).spec(
+        max_model_len=config.s_part.max_model_len
+    )
     return Opening(
         model=args.model,
         options=asdict(options),

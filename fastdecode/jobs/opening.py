@@ -243,13 +243,14 @@ def _manifest(
         if options.begin == "resume" and (not is_empty or path.exists())
         else None
     )
-    spec = open_checkpoint(config.model).spec(max_model_len=config.s_part.max_model_len)
+    checkpoint = open_checkpoint(config.model, config.s_part.load_format)
+    spec = checkpoint.spec(max_model_len=config.s_part.max_model_len)
     identity = identify(config, spec)
     now = new_manifest(
         lines=lines,
         input_sha256=found.sha256,
         sampling=options.sampling,
-        model=identify_model(Path(config.model), options.chat_template),
+        model=identify_model(Path(config.model), options.chat_template, config.s_part.load_format),
         dtype=identity.dtype.value,
         kv_dtype=identity.kv_dtype.value,
         max_model_len=identity.max_model_len,

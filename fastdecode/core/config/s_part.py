@@ -12,6 +12,7 @@ from fastdecode.core.errors import ConfigError, Given
 MAX_TP = 64
 MAX_PP = 32
 CUDA_GRAPHS = ("auto", "on", "off")
+LOAD_FORMATS = ("safetensors", "random")
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,13 @@ class SPart:
         "dtype of weights and activations: float32, bfloat16, float16; auto: the checkpoint's",
         metavar="DTYPE",
         common=True,
+    )
+    load_format: str = option(
+        "safetensors",
+        "where weights come from: safetensors (the model directory's files), or random (made on "
+        "the device by a fixed seed: the directory needs only config.json; for measurements)",
+        choices=LOAD_FORMATS,
+        metavar="FORMAT",
     )
     device: str = option(
         "cpu",

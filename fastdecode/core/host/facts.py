@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-import psutil
-
 from fastdecode.core.host.machine import free_memory_bytes
 from fastdecode.core.words import make_printable
 
@@ -116,6 +114,8 @@ def _numa_cpus() -> tuple[str, ...]:
 
 
 def _interfaces() -> tuple[str, ...]:
+    import psutil  # the S-part imports this module, and runs without it
+
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     found = [
         f"{name} {address.address}"

@@ -59,7 +59,8 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model directory whose files are all there and consistent with each other."""
+    """A model directory whose files are all there and consistent with each other;
+    or, if ``is_random``, one of which only the config files are used."""
 
     directory: Path
     config: Mapping[str, object]
@@ -69,6 +70,8 @@ class Checkpoint:
     """An identity for the model: SHA-256 over its config.json and safetensors
     headers, in hex. The weights aren't read: two fine-tunes of one model that
     were saved alike have the same."""
+    is_random: bool = False
+    """Weights are made by a fixed seed. ``tensors`` is empty."""
 
     def spec(self, *, max_model_len: int | None = None) -> ModelSpec:
         """What the model is.
@@ -104,9 +107,12 @@ class Checkpoint:
         return head is not None and embedding is not None and not is_same(head, embedding)
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Path, load_format: str = "safetensors") -> Checkpoint:
     """Read the config files and every safetensors header of a model directory;
     no tensor is read.
+
+    Args:
+        load_format: ``random``: read the config files only.
 
     Raises:
         CheckpointError: a file is missing or broken, or the index doesn't fit
@@ -132,6 +138,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         generation = _parse_object(file, read_model_file(file, MAX_CONFIG_BYTES))
 
     digest = hashlib.sha256(config_bytes)
+    if load_format == "random":
+        digest.update(b"\0random weights")
+        return Checkpoint(directory, config, generation, {}, digest.hexdigest(), is_random=True)
     tensors: dict[str, TensorEntry] = {}
     index = _read_index(directory)
     for file in sorted({directory / WEIGHTS_FILE} if index is None else set(index.values())):

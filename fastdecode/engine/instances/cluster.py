@@ -82,7 +82,7 @@ class RunningCluster:
     ) -> None:
         started, tell = time.perf_counter(), progress or logger.info
         self._post = post
-        checkpoint = open_checkpoint(config.model)
+        checkpoint = open_checkpoint(config.model, config.s_part.load_format)
         self.spec = checkpoint.spec(max_model_len=config.s_part.max_model_len)
         self.codec = TextCodec.load(config.model, identify(config, self.spec).max_model_len)
         self._lines: Lines | None = None

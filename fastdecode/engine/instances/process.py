@@ -212,7 +212,7 @@ def welcome_of(running: RunningEngine, name: str, role: InstanceRole) -> Instanc
     return InstanceWelcome(
         name,
         role,
-        open_checkpoint(config.model).model_hash,
+        open_checkpoint(config.model, config.s_part.load_format).model_hash,
         identity.dtype,
         identity.kv_dtype,
         identity.max_model_len,

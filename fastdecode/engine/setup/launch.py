@@ -107,7 +107,7 @@ class RunningEngine:
     ) -> None:
         started = time.perf_counter()
         check_launched(config.s_part)
-        self._checkpoint = open_checkpoint(config.model)
+        self._checkpoint = open_checkpoint(config.model, config.s_part.load_format)
         self.spec = self._checkpoint.spec(max_model_len=config.s_part.max_model_len)
         self.resolved = resolve_beside(config, self.spec, beside)
         self._opened = ExitStack()

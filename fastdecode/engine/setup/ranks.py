@@ -98,7 +98,7 @@ def mirror_leader(config: EngineConfig) -> None:
         ConfigError, ModelError: as on rank 0.
         WorkerError: another rank is gone.
     """
-    checkpoint = open_checkpoint(config.model)
+    checkpoint = open_checkpoint(config.model, config.s_part.load_format)
     s_part, max_model_len = config.s_part, config.s_part.max_model_len
     planned = checkpoint.spec(max_model_len=max_model_len)
     resolved = resolve_for_this_host(config, planned, rank=device_number(s_part))
