@@ -139,6 +139,7 @@ def reach_threads(
     hub: InprocHub[ToRWorker, FromRWorker] | None = None,
     stage: int = 0,
     beside: Beside | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> Reached:
     """R-workers as threads of this process.
 
@@ -150,6 +151,7 @@ def reach_threads(
         hub: gets a connection to each; None: one that has no others.
         stage: whose they are.
         beside: other engines' in this process; None: they reach each other alone.
+        report: takes the first one's lines of progress; the others compile the same.
     """
     hub = InprocHub() if hub is None else hub
     neighbours: Neighbourhood = (beside and beside.neighbours) or ThreadNeighbours()
@@ -163,6 +165,7 @@ def reach_threads(
             hub=hub,
             neighbours=neighbours,
             disk=disk,
+            report=report if name == names[0] else None,
         )
         for name in names
     ]
@@ -187,12 +190,13 @@ def reach_inline(
     openmp_library: str | None,
     disk: Disk | None = None,
     stage: int = 0,
+    report: Callable[[str], None] | None = None,
 ) -> Reached:
     """One R-worker in this very thread; see ``rworker.inline``.
 
     Args:
         stage: whose it is.
-        kv_bytes, num_threads, openmp_library, disk: see ``make_inline_worker``.
+        kv_bytes, num_threads, openmp_library, disk, report: see ``make_inline_worker``.
     """
     worker = make_inline_worker(
         f"s{stage}-r0" if stage else "r0",
@@ -200,6 +204,7 @@ def reach_inline(
         num_threads=num_threads,
         openmp_library=openmp_library,
         disk=disk,
+        report=report,
     )
     return Reached(SoleHub(worker), lambda lost, timeout_s: worker.close(), answers_at_once=True)
 

@@ -112,7 +112,7 @@ class RunningEngine:
         self.resolved = resolve_beside(config, self.spec, beside)
         self._opened = ExitStack()
         try:
-            self._open(session, beside)
+            self._open(session, beside, progress)
             self.engine = self._start(
                 progress or logger.info, trace, MeasuredTimes() if times is None else times
             )
@@ -121,7 +121,12 @@ class RunningEngine:
             raise
         self.load_s = time.perf_counter() - started
 
-    def _open(self, session: Session | None, beside: Beside | None) -> None:
+    def _open(
+        self,
+        session: Session | None,
+        beside: Beside | None,
+        report: Callable[[str], None] | None,
+    ) -> None:
         """Reach whoever serves the engine. R-workers come before the model: that
         one of them can't be reached is better known before than after a large
         one is loaded."""
@@ -130,7 +135,7 @@ class RunningEngine:
         self._opened.callback(self.codec.close)
         self._ranks: Ranks | None = None
         hub: InprocHub[Any, Any] = InprocHub()
-        self._workers = reach_workers(self.resolved, hub, beside)
+        self._workers = reach_workers(self.resolved, hub, beside, report)
         close, self._gone = self._workers.close, self._workers.absent
         self._opened.callback(lambda: close(self._gone, cluster.worker_timeout_s))
         stages = self._start_stages(hub)

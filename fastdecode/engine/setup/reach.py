@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -95,6 +96,7 @@ def reach_workers(
     resolved: ResolvedConfig,
     hub: InprocHub[ToRWorker, FromRWorker] | None = None,
     beside: Beside | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> Reached:
     """The R-workers of the first stage, or what is in their place.
 
@@ -102,10 +104,11 @@ def reach_workers(
         hub: gets the connections to those that are threads; None: one of theirs
             alone.
         beside: other engines' R-workers in this process.
+        report: takes lines of progress of R-workers in this process.
     """
     if resolved.transport == "local":
         return reach_stage(resolved, 0) if has_stage_ranks(resolved) else reach_own_device(resolved)
-    workers = _reach_r_workers(resolved, hub, beside)
+    workers = _reach_r_workers(resolved, hub, beside, report)
     if resolved.config.cluster.spare_r_workers:
         workers = with_spares(workers, resolved.config.cluster.spare_r_workers)
     return share_out_heads(workers) if resolved.config.r_part.r_partition == "heads" else workers
@@ -115,6 +118,7 @@ def _reach_r_workers(
     resolved: ResolvedConfig,
     hub: InprocHub[ToRWorker, FromRWorker] | None,
     beside: Beside | None,
+    report: Callable[[str], None] | None,
 ) -> Reached:
     config, cluster = resolved.config, resolved.config.cluster
     if has_stage_ranks(resolved):
@@ -130,11 +134,21 @@ def _reach_r_workers(
         # A runtime's threads serve both parts only where both want as many.
         library = openmp_of(resolved, torch.get_num_threads() // resolved.stages_at_once)
         return reach_inline(
-            kv_bytes=kv_bytes, num_threads=num_threads, openmp_library=library, disk=disk
+            kv_bytes=kv_bytes,
+            num_threads=num_threads,
+            openmp_library=library,
+            disk=disk,
+            report=report,
         )
     num_workers = config.r_part.r_workers + cluster.spare_r_workers
     return reach_threads(
-        num_workers, kv_bytes=kv_bytes, num_threads=num_threads, disk=disk, hub=hub, beside=beside
+        num_workers,
+        kv_bytes=kv_bytes,
+        num_threads=num_threads,
+        disk=disk,
+        hub=hub,
+        beside=beside,
+        report=report,
     )
 
 
