@@ -196,7 +196,12 @@ def _cache_disk(directory: Path) -> Finding:
     )
     damaged = [file.path for file in files if file.damage]
     if damaged:
-        return Finding("WARN", check, f"{text}; {damaged[0]} is damaged", "it isn't used as it is")
+        return Finding(
+            "WARN",
+            check,
+            f"{text}; {damaged[0]} is damaged",
+            "an R-worker will refuse it: remove the file",
+        )
     if not speed.is_direct:
         mend = "choose another file system: memory of the host is used, and measured, instead"
         return Finding("WARN", check, f"{text}; there are no direct reads", mend)

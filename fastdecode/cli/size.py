@@ -207,8 +207,8 @@ def _num_stages(args: argparse.Namespace) -> int:
     for option, given in (("--emit", args.emit), ("--plot", args.plot), ("--prices", args.prices)):
         if num_stages > 1 and given is not None:
             raise ConfigError(
-                f"{option} is for one stage, and isn't there with --pp {num_stages}: leave one of "
-                "the two out"
+                f"{option} is not supported with --pp {num_stages} yet: it is for one stage. "
+                "Remove one of them"
             )
     return num_stages
 

@@ -43,7 +43,7 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
         of_rank = f" of S-worker {rank}" if rank else ""
         raise ConfigError(
             Given("device", name),
-            f": GPU {index}{of_rank} isn't there, torch sees {count} CUDA devices here; use ",
+            f": GPU {index}{of_rank} does not exist: torch sees {count} CUDA devices. Use ",
             Given("device", "cpu"),
             ", or check the driver and that torch was built for CUDA",
         )
