@@ -157,9 +157,9 @@ class _Chosen:
     tokens: Tensor
     """int64 [B], on the device."""
     packed: Tensor
-    """float64, on the device: of each row token, greatest logit, and whether
-    the short list was enough, [3, B]; then the blocks of logprobs, one after
-    another, flat."""
+    """float64, on the device: of each row token (-1: the short list wasn't
+    enough to draw it) and greatest logit, [2, B]; then the blocks of logprobs,
+    one after another, flat."""
     num_rows: int
     blocks: tuple[tuple[NDArray[np.int64], int], ...]
     """Rows that ask for logprobs [m], and how many numbers each has."""
@@ -168,22 +168,18 @@ class _Chosen:
         """``host``: what was packed, there. None: the short list wasn't enough
         to decide."""
         numbers = host.tolist()
-        tokens, tops, sures = (
-            numbers[i * self.num_rows : (i + 1) * self.num_rows] for i in range(3)
-        )
+        tokens, tops = (numbers[i * self.num_rows : (i + 1) * self.num_rows] for i in range(2))
         logprobs: dict[int, list[float]] = {}
-        first = 3 * self.num_rows
+        first = 2 * self.num_rows
         for rows, width in self.blocks:
             for row in rows.tolist():
                 logprobs[row] = numbers[first : first + width]
                 first += width
         return [
             sampled_token(state, int(token), top, logprobs.get(row))
-            if sure or not math.isfinite(top)
+            if token >= 0 or not math.isfinite(top)
             else None
-            for row, (state, token, top, sure) in enumerate(
-                zip(states, tokens, tops, sures, strict=True)
-            )
+            for row, (state, token, top) in enumerate(zip(states, tokens, tops, strict=True))
         ]
 
 
@@ -193,7 +189,6 @@ def _choose(logits: Tensor, states: Sequence[SamplingState], short_list: int) ->
     device = logits.device
     most = MAX_BLOCK_ELEMENTS if device.type != "cpu" else MAX_CPU_BLOCK_ELEMENTS
     greatest, tokens = greatest_of(logits)  # [B], [B]
-    decided = torch.ones(num_rows, dtype=torch.bool, device=device)
     whole, truncated = _split(states)
     for rows in _blocks(whole, vocab_size, most):
         at = _index(rows, device)
@@ -203,8 +198,8 @@ def _choose(logits: Tensor, states: Sequence[SamplingState], short_list: int) ->
         at = _index(rows, device)
         columns = _num_columns([states[row].params.top_k for row in rows], short_list, vocab_size)
         controls = controls_of(states, rows, device)
-        tokens[at], decided[at] = draw_truncated(logits[at], greatest[at, None], controls, columns)
-    drawn = torch.stack([tokens.double(), greatest.double(), decided.double()])
+        tokens[at] = draw_truncated(logits[at], greatest[at, None], controls, columns)
+    drawn = torch.stack([tokens.double(), greatest.double()])
     asking = np.array(
         [row for row, state in enumerate(states) if state.params.logprobs is not None], np.int64
     )
@@ -212,7 +207,7 @@ def _choose(logits: Tensor, states: Sequence[SamplingState], short_list: int) ->
     for rows in _blocks(asking, vocab_size, most):
         at = _index(rows, device)
         count = min(vocab_size, max(states[row].params.logprobs or 0 for row in rows))
-        found = logprobs_of(logits[at], greatest[at, None], tokens[at, None], count)
+        found = logprobs_of(logits[at], greatest[at, None], tokens[at, None].clamp(min=0), count)
         pieces.append(found.view(-1))
         blocks.append((rows, found.shape[1]))
     packed = torch.cat(pieces) if blocks else pieces[0]

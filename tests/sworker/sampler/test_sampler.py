@@ -15,6 +15,7 @@ from sampling_rows import EOS, V, make_state
 
 from fastdecode.core.sequence import SamplingParams
 from sworker.sampling.sampler import SamplingState, sample
+from sworker.sampling.weights import TIE
 
 
 def naive_logits(
@@ -42,16 +43,13 @@ def naive_probabilities(x: NDArray[np.float64], p: SamplingParams) -> NDArray[np
     if p.temperature == 0:
         return np.eye(len(x))[np.argmax(x)]
     probs = np.exp((x - x.max()) / p.temperature)
-    probs /= probs.sum()
-    order = np.argsort(-x, kind="stable")
-    if p.top_k:
-        probs[order[p.top_k :]] = 0
-        probs /= probs.sum()
-    if p.top_p < 1:
-        before = np.cumsum(probs[order]) - probs[order]
-        probs[order[before >= p.top_p]] = 0
-        probs /= probs.sum()
-    probs[probs < p.min_p * probs.max()] = 0
+    order = np.argsort(-x, kind="stable")[: p.top_k or None]
+    reached = np.cumsum(probs[order]) / probs[order].sum()
+    num_by_top_p = int((reached < p.top_p).sum()) + 1
+    edge = x[order[min(num_by_top_p, len(order)) - 1]] if p.top_k or p.top_p < 1 else -np.inf
+    if p.min_p:
+        edge = max(edge, x.max() + p.temperature * math.log(p.min_p))
+    probs[x < edge - TIE] = 0
     return probs / probs.sum()
 
 
