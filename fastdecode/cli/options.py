@@ -147,6 +147,13 @@ def add_sampling_options(
     group.add_argument(
         "--ignore-eos", action="store_true", default=argparse.SUPPRESS, help="go on after EOS"
     )
+    group.add_argument(
+        "--no-detokenize",
+        action="store_false",
+        dest="detokenize",
+        default=argparse.SUPPRESS,
+        help="give token ids alone: no text is made",
+    )
 
 
 def load_engine(args: argparse.Namespace) -> None:
