@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from fastdecode.cli.common import EXIT_INFEASIBLE as EXIT_INFEASIBLE
+from fastdecode.cli.common import EXIT_SOME_FAILED as EXIT_SOME_FAILED
+from fastdecode.cli.common import EXIT_UNEXPECTED as EXIT_UNEXPECTED
+from fastdecode.cli.common import EXIT_WORKERS_LOST as EXIT_WORKERS_LOST
+from fastdecode.cli.common import add_log_level_option as add_log_level_option
+from fastdecode.cli.common import duration as duration
+from fastdecode.cli.common import tell as tell
 from fastdecode.core.config.engine import GROUPS, EngineConfig
 from fastdecode.core.config.options import Declared, declared
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.core.files import write_json
 from fastdecode.core.sequence import SamplingParams
-
-EXIT_UNEXPECTED = 1
-EXIT_INFEASIBLE = 1
-"""Of questions that have an answer: what was asked for can't be."""
-EXIT_SOME_FAILED = 3
-EXIT_WORKERS_LOST = 4
-
 
 _TITLES = "S-part", "R-part", "batching", "prefix cache", "cluster", "instances"
 
@@ -86,27 +84,9 @@ def _add_option(arguments: argparse._ArgumentGroup, each: Declared, default: str
         )
 
 
-def duration(text: str) -> float:
-    """Seconds: ``5``, ``0.005s``, ``5ms``, ``800us``."""
-    scales = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-    unit = next((unit for unit in scales if text.strip().endswith(unit)), "")
-    try:
-        return float(text.strip().removesuffix(unit)) * scales.get(unit, 1.0)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no time: give seconds, or like 5ms"
-        ) from None
-
-
 def lanes(text: str) -> int | None:
     """A whole number, or auto, which is None."""
     return None if text == "auto" else int(text)
-
-
-def add_log_level_option(parser: argparse.ArgumentParser, default: str = "warning") -> None:
-    parser.add_argument(
-        "--log-level", default=default, choices=("debug", "info", "warning", "error")
-    )
 
 
 def add_exit_code_option(parser: argparse.ArgumentParser) -> None:
@@ -167,6 +147,13 @@ def add_sampling_options(
     group.add_argument(
         "--ignore-eos", action="store_true", default=argparse.SUPPRESS, help="go on after EOS"
     )
+    group.add_argument(
+        "--no-detokenize",
+        action="store_false",
+        dest="detokenize",
+        default=argparse.SUPPRESS,
+        help="give token ids alone: no text is made",
+    )
 
 
 def load_engine(args: argparse.Namespace) -> None:
@@ -224,9 +211,3 @@ def leave_summary(command: str, path: Path | None, summary: dict[str, Any]) -> i
         tell(f"{command}: {error}; the answers are whole")
         return EXIT_UNEXPECTED
     return 0
-
-
-def tell(text: str) -> None:
-    """A line for a person, on stderr. That nobody reads it ends no job."""
-    with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)

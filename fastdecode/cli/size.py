@@ -12,8 +12,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.cli.options import add_log_level_option, duration
-from fastdecode.core.config.s_part import MAX_PP
+from fastdecode.cli.common import add_log_level_option, duration
 from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -201,6 +200,8 @@ def _num_stages(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: out of range, or with an option that stages have not.
     """
+    from fastdecode.core.config.s_part import MAX_PP
+
     num_stages: int = args.pp
     if not 1 <= num_stages <= MAX_PP:
         raise ConfigError(f"--pp {num_stages} is not a number of stages from 1 to {MAX_PP}")

@@ -13,7 +13,7 @@ whose queues are equally short, the one with the least reserved KV gets it.
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -99,14 +99,42 @@ class DecodeRoom:
         return self.is_open and fits and self.num_sequences < self.max_sequences
 
 
+class JobQueue:
+    """Jobs in order. Every operation takes the same time, however many wait."""
+
+    def __init__(self) -> None:
+        self._jobs: OrderedDict[int, Job] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def head(self) -> Job:
+        return next(iter(self._jobs.values()))
+
+    def append(self, job: Job) -> None:
+        self._jobs[job.job_id] = job
+
+    def append_first(self, job: Job) -> None:
+        self.append(job)
+        self._jobs.move_to_end(job.job_id, last=False)
+
+    def pop_first(self) -> Job:
+        return self._jobs.popitem(last=False)[1]
+
+    def discard(self, job: Job) -> None:
+        """Take a job out, if it is in the queue."""
+        self._jobs.pop(job.job_id, None)
+
+
 @dataclass
 class Dispatcher:
     """Events in, decisions out. Instances are known by their place in the lists."""
 
     prefill: list[PrefillQueue]
     decode: list[DecodeRoom]
-    _arrived: deque[Job] = field(default_factory=deque)
-    _offered: deque[Job] = field(default_factory=deque)
+    _arrived: JobQueue = field(default_factory=JobQueue)
+    _offered: JobQueue = field(default_factory=JobQueue)
 
     def arrived(self, job: Job) -> Iterator[Bind | Fetch]:
         """A request has come.
@@ -130,7 +158,7 @@ class Dispatcher:
     def returned(self, job: Job) -> Iterator[Bind | Fetch]:
         """What has been run of its prompt is lost, and nothing was drawn: it
         begins anew, before all that wait."""
-        self._arrived.appendleft(job)
+        self._arrived.append_first(job)
         yield from self._bind()
         yield from self._fetch()
 
@@ -138,16 +166,15 @@ class Dispatcher:
         """It is to be decoded by who runs its prompt, too; ``is_first``: before
         all that wait."""
         if is_first:
-            self._offered.appendleft(job)
+            self._offered.append_first(job)
         else:
             self._offered.append(job)
         yield from self._fetch()
 
     def withdrawn(self, job: Job) -> Iterator[Bind | Fetch]:
         """It waits, and nobody wants it any more."""
-        for waiting in (self._arrived, self._offered):
-            if job in waiting:
-                waiting.remove(job)
+        self._arrived.discard(job)
+        self._offered.discard(job)
         yield from self._bind()
         yield from self._fetch()
 
@@ -201,25 +228,25 @@ class Dispatcher:
 
     def _bind(self) -> Iterator[Bind]:
         if self._arrived and not any(queue.is_open for queue in self.prefill):
-            self._offered.extend(self._arrived)  # whoever decodes can prefill, too
-            self._arrived.clear()
+            while self._arrived:  # decode instances can prefill, too
+                self._offered.append(self._arrived.pop_first())
         while self._arrived:
             queues = [i for i, queue in enumerate(self.prefill) if queue.has_room]
             if not queues:
                 return
             best = min(queues, key=lambda i: self.prefill[i].burden)
-            job = self._arrived.popleft()
+            job = self._arrived.pop_first()
             self.prefill[best].num_tokens += job.prompt_tokens
             yield Bind(job, best)
 
     def _fetch(self) -> Iterator[Fetch]:
         while self._offered:
-            job = self._offered[0]
+            job = self._offered.head
             rooms = [i for i, room in enumerate(self.decode) if room.fits(job)]
             if not rooms:
                 return
             best = min(rooms, key=lambda i: self.decode[i].fullness)
-            self._offered.popleft()
+            self._offered.pop_first()
             self.decode[best].num_tokens += job.reserved_tokens
             self.decode[best].num_sequences += 1
             yield Fetch(job, best)
