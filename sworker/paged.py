@@ -8,12 +8,12 @@ row of a step is one of three kinds, as in ``fastdecode.engine.step.layout``:
 
 * a **decoded** token attends to all of its sequence, its own K and V included;
 * a **later chunk** of a prompt attends to its sequence's past and causally to
-  itself;
+  itself, both as the cache holds them;
 * a **first chunk** attends causally to itself.
 
-Decoded tokens have two ways: a Triton kernel that reads blocks where they lie
-(``sworker.kernels.paged_triton``; on CUDA), and ``gathered_decode`` in plain
-torch, which copies a group of sequences' K and V side by side first.
+Decoded tokens and later chunks have two ways: a Triton kernel that reads blocks where they
+lie (``sworker.kernels.paged_triton``; on CUDA), and plain torch, which copies sequences' K
+and V side by side first (``gathered_decode``, ``sworker.prefill``).
 
 A cache of int8 holds whole numbers, and of each token and head the scale of K
 and of V, as an R-worker's does: what it gives back is the same.
@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -38,6 +38,14 @@ from fastdecode.core.errors import CapacityError, Given
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from sworker.buffers import to_device
 from sworker.dtypes import quantize, torch_dtype
+from sworker.kv_splits import (
+    SplitPlan,
+    Splits,
+    SplitShape,
+    chunk_tiles,
+    plan_decode,
+    plan_splits,
+)
 from sworker.prefill import (
     as_cached,
     can_take_together,
@@ -49,6 +57,10 @@ from sworker.prefill import (
 MAX_GATHERED_BYTES = 256 << 20
 MAX_CPU_GATHERED_BYTES = 4 << 20
 """Of K, of a group of sequences that are laid side by side; on a CPU they stay in its caches."""
+
+_DECODE_PROGRAMS_PER_SM, _CHUNK_PROGRAMS_PER_SM = 4, 1
+"""For which work is divided: about as many as fit into a multiprocessor."""
+_DEFAULT_NUM_SMS = 128
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,24 @@ class BlockKernels(Protocol):
 
     paged_store: Callable[..., None]
     paged_decode: Callable[..., None]
+    paged_chunks: Callable[..., None]
+    chunk_tokens: Callable[[AttentionSpec, torch.dtype], int]
+
+
+Window = int | None
+"""Of a layer's attention; what a query sees, and so how it is split, depends on it."""
+
+
+@dataclass(frozen=True)
+class ChunkWork:
+    """Later chunks of a step, for kernels: the same in all layers of one window.
+
+    Args:
+        slots: int64, of all that the chunks see, chunk after chunk.
+    """
+
+    slots: Tensor
+    splits: Splits
 
 
 @dataclass(frozen=True)
@@ -85,6 +115,9 @@ class PagedStep:
     """Of all first chunks, one after another."""
     first_starts: tuple[int, ...]
     """First row of each, relative to ``first_rows``."""
+    decode_splits: dict[Window, Splits] = field(default_factory=dict)
+    chunk_work: dict[Window, ChunkWork] = field(default_factory=dict)
+    """Made by the first layer that needs them."""
 
     @property
     def only_decodes(self) -> bool:
@@ -174,7 +207,7 @@ class PagedKV:
         if num_decoded:
             self._decode(layer, q[:num_decoded], step, o[:num_decoded])
         if step.later:
-            self.attend_later(layer, q, step.later, o)
+            self.attend_later(layer, q, step.later, o, step.chunk_work)
         rows = step.first_rows
         if rows.start < rows.stop:
             # K and V as the cache holds them, so that where a prompt is cut leaves no trace.
@@ -193,7 +226,7 @@ class PagedKV:
         slots: Tensor,
         tables: Tensor,
         context_lens: Tensor,
-        longest: int,
+        splits: Mapping[Window, Splits],
         *,
         out: Tensor,
     ) -> None:
@@ -205,11 +238,33 @@ class PagedKV:
             slots: int64 [N]; ``NOWHERE`` for rows that aren't stored.
             tables: int32 [N, W].
             context_lens: int32 [N].
-            longest: no context is longer.
+            splits: of ``decode_plan``, for every layer's window.
         """
         assert self.kernels is not None
         self.store(layer, k, v, slots)
-        self._decode_blocks(layer, q, tables, context_lens, longest, out)
+        window = self.attention[layer].sliding_window
+        self._decode_blocks(layer, q, tables, context_lens, splits[window], out)
+
+    @property
+    def windows(self) -> frozenset[Window]:
+        """Of all layers."""
+        return frozenset(spec.sliding_window for spec in self.attention)
+
+    def decode_shape(self, num_rows: int) -> SplitShape:
+        """How large the list of pieces of so many decoded tokens may get."""
+        return SplitShape(num_rows, self._num_shares(_DECODE_PROGRAMS_PER_SM))
+
+    def decode_plan(
+        self, context_lens: NDArray[np.int32], window: Window, num_rows: int | None = None
+    ) -> SplitPlan:
+        """How the work of a step's decoded tokens is divided in layers of a window; see
+        ``kv_splits.plan_decode``."""
+        num_shares = self._num_shares(_DECODE_PROGRAMS_PER_SM)
+        return plan_decode(context_lens, window, num_shares, num_rows)
+
+    def _num_shares(self, programs_per_sm: int) -> int:
+        """As many pieces of work of one KV head keep all multiprocessors busy."""
+        return -(-programs_per_sm * _num_sms(self.pool.device) // self.kv.num_kv_heads)
 
     def _scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
         return None if self.scales is None else (self.scales[layer, 0], self.scales[layer, 1])
@@ -234,9 +289,47 @@ class PagedKV:
         k_scales, v_scales = (of_slots[slots][..., None] for of_slots in self.scales[layer])
         return (k * k_scales).to(dtype), (v * v_scales).to(dtype)
 
-    def attend_later(self, layer: int, q: Tensor, chunks: Sequence[Prompt], o: Tensor) -> None:
+    def attend_later(
+        self,
+        layer: int,
+        q: Tensor,
+        chunks: Sequence[Prompt],
+        o: Tensor,
+        work: dict[Window, ChunkWork],
+    ) -> None:
         """Attend later chunks, whose rows follow each other in q [T, Hq, D], to
-        all that their slots hold → their rows of o [T, Hq, D]."""
+        all that their slots hold → their rows of o [T, Hq, D].
+
+        Args:
+            work: of these chunks, kept by the caller from layer to layer; empty at first.
+        """
+        if self.kernels is None:
+            self._attend_gathered(layer, q, chunks, o)
+            return
+        spec, (keys, values) = self.attention[layer], self.pool[layer]
+        if spec.sliding_window not in work:
+            work[spec.sliding_window] = self._chunk_work(chunks, spec, q.dtype)
+        own = work[spec.sliding_window]
+        self.kernels.paged_chunks(
+            q, keys, values, self._scales(layer), own.slots, own.splits, spec,
+            self._slopes.get(spec), out=o,
+        )  # fmt: skip
+
+    def _chunk_work(
+        self, chunks: Sequence[Prompt], spec: AttentionSpec, dtype: torch.dtype
+    ) -> ChunkWork:
+        assert self.kernels is not None
+        bounds = np.array([(x.rows.start, x.rows.stop, len(x.slots)) for x in chunks], np.int64)
+        rows, ends, num_keys = bounds.T
+        tokens = self.kernels.chunk_tokens(spec, dtype)
+        tiles = chunk_tiles(rows, ends - rows, num_keys, tokens)
+        shape = SplitShape(len(tiles.rows), self._num_shares(_CHUNK_PROGRAMS_PER_SM), tokens)
+        plan = plan_splits(tiles, spec.sliding_window, shape)
+        slots = chunks[0].slots if len(chunks) == 1 else torch.cat([x.slots for x in chunks])
+        return ChunkWork(slots, Splits.upload(plan, self.pool.device))
+
+    def _attend_gathered(self, layer: int, q: Tensor, chunks: Sequence[Prompt], o: Tensor) -> None:
+        """``attend_later`` in plain torch: K and V are copied side by side."""
         spec, num_keys = self.attention[layer], [len(chunk.slots) for chunk in chunks]
         row_bytes = self.kv.num_kv_heads * self.kv.head_dim * q.element_size()
         fits = sum(num_keys) * row_bytes <= MAX_GATHERED_BYTES
@@ -253,8 +346,11 @@ class PagedKV:
 
     def _decode(self, layer: int, q: Tensor, step: PagedStep, o: Tensor) -> None:
         if self.kernels is not None:
-            longest = int(step.context_lens_host.max())
-            self._decode_blocks(layer, q, step.tables, step.context_lens, longest, o)
+            window, splits = self.attention[layer].sliding_window, step.decode_splits
+            if window not in splits:
+                plan = self.decode_plan(step.context_lens_host, window)
+                splits[window] = Splits.upload(plan, q.device)
+            self._decode_blocks(layer, q, step.tables, step.context_lens, splits[window], o)
             return
         spec, (keys, values) = self.attention[layer], self.pool[layer]
         gathered_decode(
@@ -268,15 +364,21 @@ class PagedKV:
         q: Tensor,
         tables: Tensor,
         context_lens: Tensor,
-        longest: int,
+        splits: Splits,
         o: Tensor,
     ) -> None:
         assert self.kernels is not None
         spec, (keys, values) = self.attention[layer], self.pool[layer]
         self.kernels.paged_decode(
-            q, keys, values, self._scales(layer), tables, context_lens, spec,
-            self._slopes.get(spec), self.kv.block_size, longest, out=o,
+            q, keys, values, self._scales(layer), tables, context_lens, splits, spec,
+            self._slopes.get(spec), self.kv.block_size, out=o,
         )  # fmt: skip
+
+
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _DEFAULT_NUM_SMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _kernels_of(device: torch.device) -> BlockKernels | None:

@@ -3,8 +3,8 @@ embedding to the last layer one CUDA graph, and no Python a layer.
 
 A graph is right for every later step of so many rows, since all that differs
 lies in fixed memory: a lane's token ids and positions, and here the slots,
-block tables and lengths of its rows. Rows that fill up a bucket store nothing,
-and see one token of the first row's sequence.
+block tables and lengths of its rows, and how their work is divided. Rows that fill up a
+bucket store nothing, and see one token of the first row's sequence.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from sworker.buffers import to_device
 from sworker.feed import Feed
 from sworker.graphs import StepGraphs
-from sworker.paged import NOWHERE, PagedKV, PagedStep
+from sworker.kv_splits import Splits
+from sworker.paged import NOWHERE, PagedKV, PagedStep, Window
 
 _WHOLE = -1
 """A step, in place of a unit."""
@@ -31,17 +33,35 @@ class DecodeRoom:
     slots: Tensor  # int64 [M]
     tables: Tensor  # int32 [M, W]
     context_lens: Tensor  # int32 [M]
+    plans: dict[Window, Tensor]
+    """Of each window, how the work is divided: int32, see ``kv_splits.SplitPlan``."""
 
     @classmethod
-    def allocate(cls, num_rows: int, width: int, device: torch.device) -> DecodeRoom:
+    def allocate(cls, num_rows: int, width: int, cache: PagedKV) -> DecodeRoom:
+        device, plan_size = cache.pool.device, cache.decode_shape(num_rows).size
         return cls(
             torch.zeros(num_rows, dtype=torch.int64, device=device),
             torch.zeros((num_rows, width), dtype=torch.int32, device=device),
             torch.ones(num_rows, dtype=torch.int32, device=device),
+            {
+                window: torch.zeros(plan_size, dtype=torch.int32, device=device)
+                for window in cache.windows
+            },
         )
 
-    def fill(self, step: PagedStep, bucket: int) -> None:
+    def splits(self, cache: PagedKV, bucket: int) -> dict[Window, Splits]:
+        """How the work of a bucket's rows is divided, whatever lies in the plans."""
+        shape = cache.decode_shape(bucket)
+        return {
+            window: Splits.of_any_plan(shape, plan[: shape.size])
+            for window, plan in self.plans.items()
+        }
+
+    def fill(self, step: PagedStep, bucket: int, cache: PagedKV) -> None:
         """With a decode step, filled up to the bucket."""
+        for window, room in self.plans.items():
+            plan = torch.from_numpy(cache.decode_plan(step.context_lens_host, window, bucket).array)
+            room[: len(plan)].copy_(to_device(plan, room.device))
         num_rows, width = step.tables.shape
         self.slots[:num_rows].copy_(step.slots)
         self.tables[:num_rows, :width].copy_(step.tables)
@@ -103,7 +123,7 @@ class WholeSteps:
             Hidden states [T, hidden], in the lane's memory.
         """
         bucket = self._graphs.fill(lane, rows, feed, x)
-        self._room(lane).fill(step, bucket)
+        self._room(lane).fill(step, bucket, self._cache)
         if not self._graphs.replay((lane, _WHOLE, bucket)):
             self._step(lane, bucket)
         return self._graphs.buffers(lane).x[: rows.shape[1]]
@@ -112,21 +132,19 @@ class WholeSteps:
         if lane not in self._rooms:
             buffers = self._graphs.buffers(lane)
             with torch.inference_mode(False):
-                self._rooms[lane] = DecodeRoom.allocate(
-                    len(buffers.x), self._width, self._graphs.device
-                )
+                self._rooms[lane] = DecodeRoom.allocate(len(buffers.x), self._width, self._cache)
         return self._rooms[lane]
 
     @torch.inference_mode()
     def _step(self, lane: int, bucket: int) -> None:
         graphs, room, rows = self._graphs, self._room(lane), slice(bucket)
         buffers = graphs.buffers(lane)
-        longest = self._width * self._cache.kv.block_size
+        splits = room.splits(self._cache, bucket)
         for unit in range(graphs.num_units):
             graphs.unit(lane, unit, bucket)
             if unit < graphs.num_units - 1:
                 q, k, v = (x[rows] for x in buffers.outputs(unit))
                 self._cache.attend_decoded(
                     unit, q, k, v, room.slots[rows], room.tables[rows], room.context_lens[rows],
-                    longest, out=buffers.o[rows],
+                    splits, out=buffers.o[rows],
                 )  # fmt: skip

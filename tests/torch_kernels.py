@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sworker.kv_splits import PIECE_FIELDS, Splits
+from sworker.prefill import chunk_attention
+
 
 class TorchKernels:
     """The last slot of a cache must be nobody's: what goes nowhere goes there."""
@@ -24,10 +27,10 @@ class TorchKernels:
     @staticmethod
     def paged_decode(
         q: Tensor, keys: Tensor, values: Tensor, scales: Any, tables: Tensor, context_lens: Tensor,
-        spec: Any, slopes: Any, block_size: int, longest: int, *, out: Tensor,
+        splits: Splits, spec: Any, slopes: Any, block_size: int, *, out: Tensor,
     ) -> None:  # fmt: skip
         assert spec.sliding_window is None and slopes is None
-        places = torch.arange(longest, device=q.device)
+        places = torch.arange(tables.shape[1] * block_size, device=q.device)
         slots = tables[:, places // block_size].long() * block_size + places % block_size
         hidden = places >= context_lens[:, None]  # [N, c]
         k, v = (x[slots].masked_fill(hidden[:, :, None, None], 0.0) for x in (keys, values))
@@ -35,3 +38,20 @@ class TorchKernels:
         scores = torch.einsum("nhd,nchd->nhc", q, k) * spec.scale
         weights = scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1)
         out.copy_(torch.einsum("nhc,nchd->nhd", weights, v))
+
+    @staticmethod
+    def chunk_tokens(spec: Any, dtype: torch.dtype) -> int:
+        return 4
+
+    @staticmethod
+    def paged_chunks(
+        q: Tensor, keys: Tensor, values: Tensor, scales: Any, slots: Tensor, splits: Splits,
+        spec: Any, slopes: Any, *, out: Tensor,
+    ) -> None:  # fmt: skip
+        """Query tile by query tile, whole: it isn't captured."""
+        assert scales is None
+        pieces = splits.pieces.view(-1, PIECE_FIELDS)[:, :4].unique(dim=0)
+        for row, num_tokens, position, first in pieces.tolist():
+            rows = slice(row, row + num_tokens)
+            seen = slots[first : first + position + num_tokens]
+            out[rows] = chunk_attention(q[rows], keys[seen], values[seen], spec)

@@ -8,6 +8,9 @@ torch's: a residual sum is rounded before it is normed, products of the rotary
 table are float32 and rounded once, an activation is rounded before it is
 multiplied.
 
+No sum is fused with a product, which costs nothing beside the memory's time: versions of
+Triton differ in what they do when nobody says.
+
 Runs on CUDA; with TRITON_INTERPRET=1, which tests set, on a CPU too.
 """
 
@@ -177,7 +180,7 @@ def _normed(
             x, x if added is None else added, weight, total, out,
             x.stride(0), x_head, 0 if added is None else added.stride(0), eps, offset,
             SIZE=size, BLOCK=block, HAS_ADDED=added is not None, num_warps=min(16, max(1,
-                block // 512)),
+                block // 512)), enable_fp_fusion=False,
         )  # fmt: skip
     return total, out
 
@@ -203,6 +206,7 @@ def rotate(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
             x, positions, table, out, x.stride(0), x.stride(1), num_heads,
             N=num, N_PAD=triton.next_power_of_2(num), D=size,
             REST_PAD=triton.next_power_of_2(rest) if rest else 0, HEADS=_HEADS,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
@@ -231,6 +235,7 @@ def rotate_split(
             qk.shape[1] - num_kv, num_kv, N=num, N_PAD=triton.next_power_of_2(num), D=size,
             D_PAD=triton.next_power_of_2(size),
             REST_PAD=triton.next_power_of_2(rest) if rest else 0, HEADS=_HEADS,
+            enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -241,7 +246,7 @@ def gate(h: Tensor, *, is_silu: bool) -> Tensor:
     out = torch.empty((num_rows, size), dtype=h.dtype, device=h.device)
     with on_device(h):
         _gate[(num_rows, triton.cdiv(size, _ELEMENTS))](
-            h, out, h.stride(0), size, IS_SILU=is_silu, BLOCK=_ELEMENTS
+            h, out, h.stride(0), size, IS_SILU=is_silu, BLOCK=_ELEMENTS, enable_fp_fusion=False
         )
     return out
 

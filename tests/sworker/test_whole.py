@@ -16,6 +16,7 @@ from torch_kernels import TorchKernels
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import KVSpec
 from sworker.graphs import StepGraphs
+from sworker.kv_splits import Splits
 from sworker.load.weights import load_model
 from sworker.model.skeleton import forward
 from sworker.paged import PagedKV, PagedStep, gathered_decode
@@ -135,9 +136,11 @@ def test_the_kernels_of_this_test_say_what_torch_says() -> None:
     q = torch.randn(3, 2, 8)
     found, expected = torch.empty_like(q), torch.empty_like(q)
     keys, values = cache.pool[0]
+    splits = Splits.upload(cache.decode_plan(step.context_lens_host, None), CPU)
     TorchKernels.paged_decode(
-        q, keys, values, None, step.tables, step.context_lens, spec, None, BLOCK_SIZE, 48, out=found
-    )
+        q, keys, values, None, step.tables, step.context_lens, splits, spec, None, BLOCK_SIZE,
+        out=found,
+    )  # fmt: skip
     gathered_decode(
         q, keys, values, step.tables, step.context_lens_host, spec, None, BLOCK_SIZE, out=expected
     )

@@ -11,7 +11,7 @@ the other way, and so does one that begins with blocks that R-workers keep.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from fastdecode.core.sequence import Sequence
 from fastdecode.engine.step.layout import HolderSpan, LocalSpan, StepBatch
 from fastdecode.schedule.plan import Chunk
-from sworker.paged import PagedKV, Prompt
+from sworker.paged import ChunkWork, PagedKV, Prompt, Window
 
 
 @dataclass(eq=False)
@@ -61,14 +61,17 @@ class HeldChunks:
     """Chunks that see more than themselves, by stretches of rows."""
     _kept: tuple[object, ...]
     """Their places, as long as the step needs them."""
+    _work: dict[int, dict[Window, ChunkWork]] = field(default_factory=dict)
+    """Of each stretch, how its attention is divided; made by the first layer."""
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> None:
         """Keep a layer's k and v [T, Hkv, D] of these rows, and attend q [T, Hq,
         D] of later chunks → their rows of o [T, Hq, D]."""
         for rows, slots in self._stored:
             self._cache.store(layer, k[rows], v[rows], slots)
-        for chunks in self._later:
-            self._cache.attend_later(layer, q, chunks, o)
+        for index, chunks in enumerate(self._later):
+            work = self._work.setdefault(index, {})
+            self._cache.attend_later(layer, q, chunks, o, work)
 
 
 class PromptsUnderWay(Protocol):
