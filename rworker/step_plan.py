@@ -59,7 +59,11 @@ def _num_last(begin: BeginStep, plan: StepPlan, block_size: int) -> int:
     """
     num_single = plan.num_single
     ids = begin.sequence_ids[:num_single]
-    if not num_single or (begin.num_new[:num_single] != 1).any() or len(set(ids.tolist())) < len(ids):
+    if (
+        not num_single
+        or (begin.num_new[:num_single] != 1).any()
+        or len(set(ids.tolist())) < len(ids)
+    ):
         return 0
     if (begin.num_queries[:num_single] != 1).any():
         return 0

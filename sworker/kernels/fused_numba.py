@@ -31,7 +31,7 @@ from sworker.kernels.row_loops import (
 )
 from sworker.kernels.threads import openmp_library
 
-_ELEMENTS_ALONE: Final = 1 << 14
+_ELEMENTS_ALONE: Final = 3 << 14
 """Fewer than so many aren't worth a second thread."""
 _ELEMENTS_AT_ONCE: Final = 1 << 13
 """That a thread takes at a time."""
