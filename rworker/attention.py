@@ -226,9 +226,12 @@ class AttentionExecutor:
         """o [T_q, Hq, D], and lse float32 [T_q, Hq] if the step wants it."""
         prepare = cache.prepared
         source = prepare.activation_dtype.value
-        self._kernels.append(
-            prepare.layout, layer.pool, k, v, plan.slots, source=source, **self._threads
-        )
+        num_last = plan.num_last
+        if num_last < len(plan.slots):
+            self._kernels.append(
+                prepare.layout, layer.pool, k[num_last:], v[num_last:], plan.slots[num_last:],
+                source=source, **self._threads,
+            )  # fmt: skip
         spec = layer.spec
         o = _output(cache, plan, q.dtype, (plan.num_queries, spec.num_q_heads, spec.head_dim))
         lse = np.empty(o.shape[:2], np.float32) if plan.want_lse else None
@@ -245,6 +248,7 @@ class AttentionExecutor:
                 plan.context_lens[group],
                 out=o[rows],
                 lse=None if lse is None else lse[rows],
+                last=(k[:num_last], v[:num_last]) if num_last and group.start == 0 else None,
                 source=source,
                 **self._threads,
                 **layer.options,
@@ -311,4 +315,5 @@ def _first_step(num_tokens: int, want_lse: bool) -> StepPlan:
         query_positions=np.zeros(1, np.int32),
         context_lens=np.full(1, num_tokens, np.int32),
         want_lse=want_lse,
+        num_last=int(num_tokens == 1),
     )

@@ -23,6 +23,7 @@ from sworker.buffers import Fetch, Fetched, to_device
 from sworker.device import Gpu, Mark, gpu_of
 from sworker.feed import Feed
 from sworker.graphs import StepGraphs
+from sworker.kernels.spinning import IdleThreads
 from sworker.model.skeleton import Model
 from sworker.sampling.sampler import Drawing, SampledToken, SamplingState, draw
 
@@ -45,6 +46,7 @@ class SWorker:
             step as it is.
         gpu: the device's driver, in place of the one that torch has.
         num_lanes: for which memory is taken now; for more, when they come.
+        idle_threads: watches whether others want the cores; None: nothing does.
     """
 
     def __init__(
@@ -55,7 +57,9 @@ class SWorker:
         graphs: StepGraphs | None = None,
         gpu: Gpu | None = None,
         num_lanes: int = 0,
+        idle_threads: IdleThreads | None = None,
     ) -> None:
+        self._idle_threads = idle_threads
         self.gpu = gpu or gpu_of(device)
         self.spec = spec
         self.model = model
@@ -91,9 +95,15 @@ class SWorker:
     ) -> Pass:
         """``begin``, or ``go_on`` with x; rows: token ids, which x takes the
         place of, and positions, int64 [2, T], on the host."""
+        self.look_at_cores()
         if self.graphs is not None and rows.shape[1] <= self.graphs.buckets.max_rows:
             return PaddedPass(self, self.graphs, lane, rows, feed, x)
         return Pass(self, rows, feed, x)
+
+    def look_at_cores(self) -> None:
+        """Before a step: adapt to whether others want the cores."""
+        if self._idle_threads is not None:
+            self._idle_threads.look()
 
     def upload(self, host: Tensor) -> Tensor:
         """A copy on the device; see ``to_device``."""

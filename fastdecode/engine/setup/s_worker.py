@@ -10,13 +10,16 @@ import os
 
 import torch
 
-from fastdecode.core.host.openmp import spins_on
+from fastdecode.core.host.machine import available_cores
+from fastdecode.core.host.openmp import spins_on, user_decides
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.setup.resolve import ResolvedConfig
 from sworker.device import feed_gpu
 from sworker.graphs import StepGraphs
 from sworker.kernels.fused import fuse
 from sworker.kernels.packing import pack
+from sworker.kernels.spinning import IdleThreads, watch_idle_threads
+from sworker.kernels.threads import openmp_library
 from sworker.model.skeleton import Model
 from sworker.ranks.group import Ranks
 from sworker.ranks.parallel import ParallelSWorker
@@ -31,9 +34,29 @@ def make_s_worker(
 ) -> SWorker:
     """The S-worker as it was configured."""
     graphs = prepare(model, resolved, ranks)
+    idle_threads = watch(resolved.device if ranks is None else ranks.device)
     if ranks is not None:
-        return ParallelSWorker(spec, model, ranks, graphs, resolved.most_lanes)
-    return SWorker(spec, model, resolved.device, graphs, num_lanes=resolved.most_lanes)
+        return ParallelSWorker(spec, model, ranks, graphs, resolved.most_lanes, idle_threads)
+    return SWorker(
+        spec, model, resolved.device, graphs, num_lanes=resolved.most_lanes,
+        idle_threads=idle_threads,
+    )  # fmt: skip
+
+
+def watch(device: torch.device) -> IdleThreads | None:
+    """What watches the threads that compute for this one, on a CPU; None: there
+    are none, or the user has said how long they spin."""
+    num_threads = torch.get_num_threads()
+    if device.type != "cpu" or num_threads == 1 or user_decides(os.environ):
+        return None
+    idle_threads = watch_idle_threads(openmp_library(), num_threads, available_cores())
+    if idle_threads is None and spins_on(os.environ):
+        logger.warning(
+            "torch was imported before fastdecode, so its idle threads spin for milliseconds: "
+            "beside other work on these cores this is several times slower. Import fastdecode "
+            "first, or set OMP_WAIT_POLICY=passive"
+        )
+    return idle_threads
 
 
 def prepare(model: Model, resolved: ResolvedConfig, ranks: Ranks | None) -> StepGraphs | None:
@@ -45,18 +68,8 @@ def prepare(model: Model, resolved: ResolvedConfig, ranks: Ranks | None) -> Step
     if ranks is not None:
         parallelize(model, ranks.shard, ranks.add_up)
     elif device.type == "cpu":
-        _tell_of_spinning()
         pack(model)
     return step_graphs(model, resolved, ranks)
-
-
-def _tell_of_spinning() -> None:
-    if torch.get_num_threads() > 1 and spins_on(os.environ):
-        logger.warning(
-            "torch was imported before fastdecode, so its idle threads spin for milliseconds: "
-            "beside other work on these cores this is several times slower. Import fastdecode "
-            "first, or set GOMP_SPINCOUNT=6000"
-        )
 
 
 def step_graphs(
