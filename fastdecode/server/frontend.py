@@ -203,7 +203,7 @@ def _listen(options: ServeOptions) -> tuple[socket.socket, str]:
     try:
         found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
         family, _, _, _, where = found[0]
-        listener = socket.create_server(where[:2], family=family, backlog=_BACKLOG)
+        listener = _named_tcp(socket.create_server(where[:2], family=family, backlog=_BACKLOG))
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"can't listen at --host {options.host} --port {options.port}: "
@@ -212,6 +212,15 @@ def _listen(options: ServeOptions) -> tuple[socket.socket, str]:
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     return listener, f"{'http' if options.tls_cert is None else 'https'}://{shown}:{port}"
+
+
+def _named_tcp(listener: socket.socket) -> socket.socket:
+    """The same socket with its protocol's number, which ``socket.create_server``
+    leaves at 0. asyncio sets TCP_NODELAY only on sockets that name TCP; without
+    it an answer's second packet waits for the client's delayed ACK (40 ms)."""
+    return socket.socket(
+        listener.family, listener.type, socket.IPPROTO_TCP, fileno=listener.detach()
+    )
 
 
 def _listen_at_file(path: Path) -> socket.socket:
