@@ -22,8 +22,14 @@ from typing import Any
 import uvicorn
 
 from fastdecode.conversations.keeping import Keeping
-from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError, WorkerError
+from fastdecode.core.errors import (
+    ConfigError,
+    FastDecodeError,
+    ProtocolError,
+    WorkerError,
+)
 from fastdecode.core.host.logs import keep_traces_out
+from fastdecode.core.secret_file import exposure
 from fastdecode.server.channel import AsyncChannel
 from fastdecode.server.client import EngineClient
 from fastdecode.server.front import Front, draining_error
@@ -145,8 +151,12 @@ class _Server(uvicorn.Server):
 
 
 def _load(config: uvicorn.Config, options: ServeOptions) -> None:
-    """Raises ConfigError: TLS's files are of no use."""
+    """Raises ConfigError: TLS's files are of no use, or others may read the key."""
     try:
+        if options.tls_key is not None:
+            why = exposure(Path(options.tls_key).stat(), options.tls_key)
+            if why:
+                raise ConfigError(f"--tls-key {options.tls_key}: {why}")
         config.load()
     except OSError as error:
         files = f"--tls-cert {options.tls_cert}, --tls-key {options.tls_key}"
