@@ -222,8 +222,10 @@ def _serve(llm: LLM, http: HttpProcess, options: ServeOptions, wishes: Wishes) -
     from fastdecode.server.bridge import Bridge
     from fastdecode.server.messages import Keys, Ready, Reopen
     from fastdecode.server.serving import Serving
+    from fastdecode.server.silence import Silence
 
-    bridge = Bridge(llm.service, http.channel, llm.facts.vocab_size, _figures)
+    silence = Silence(options.write_timeout_s)
+    bridge = Bridge(llm.service, http.channel, llm.facts.vocab_size, _figures, silence)
     bridge.start()
     kv_tokens = llm.facts.num_kv_blocks * llm.config.r_part.block_size
     bridge.send(Ready(kv_tokens))

@@ -43,6 +43,7 @@ from fastdecode.server.messages import (
     Cut,
     Drain,
     Drained,
+    Here,
     Keys,
     Listening,
     Opening,
@@ -297,6 +298,7 @@ class _Obeying:
                 raise ProtocolError(f"the engine's process said {type(message).__name__}")
 
     def _see(self, seen: Seen) -> None:
+        self._channel.send(Here())
         front = self._front
         front.outlook = replace(front.outlook, seen=seen, seen_s=time.monotonic())
         if seen.state in ("broken", "closed") and front.client.num_open:

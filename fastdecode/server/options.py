@@ -78,7 +78,9 @@ class ServeOptions:
         60.0, "time for a request's body", low=0.1, high=_FOREVER_S, unit="s", metavar="S"
     )
     write_timeout_s: float = option(
-        60.0, "cut off who takes nothing for so long", low=0.1, high=_FOREVER_S, unit="s",
+        60.0,
+        "cut off a client that takes nothing for so long; and an HTTP process that was stopped",
+        low=0.1, high=_FOREVER_S, unit="s",
         metavar="S",
     )  # fmt: skip
     queue_timeout_s: float | None = option(
