@@ -34,6 +34,7 @@ from fastdecode.cli.options import (
 )
 from fastdecode.cli.r_worker import serve_if_r_rank
 from fastdecode.conversations.keeping import Keeping
+from fastdecode.conversations.reuse import why_none
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import FastDecodeError, imports_for
 from fastdecode.core.host.interrupts import Interrupted, interrupt
@@ -282,6 +283,7 @@ def _opening(args: argparse.Namespace, options: ServeOptions, keys: tuple[str, .
         expected_output_tokens=args.expected_output_tokens or EXPECTED_OUTPUT_TOKENS,
         keys=keys,
         keeping=asdict(Keeping(**given(args, Keeping))),
+        no_reuse=why_none(config),
     )
 
 

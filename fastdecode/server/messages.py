@@ -56,6 +56,8 @@ class Opening:
     """SHA-256, in hex."""
     keeping: Mapping[str, Any] = field(default_factory=dict)
     """``Keeping``, of conversations."""
+    no_reuse: str = ""
+    """Why no turn of a conversation reuses KV; empty: they do."""
 
 
 @dataclass(frozen=True)
