@@ -300,7 +300,9 @@ class _Obeying:
     def _see(self, seen: Seen) -> None:
         self._channel.send(Here())
         front = self._front
-        front.outlook = replace(front.outlook, seen=seen, seen_s=time.monotonic())
+        now_s = time.monotonic()
+        front.outlook = replace(front.outlook, seen=seen, seen_s=now_s)
+        front.observations.see(now_s, seen)
         if seen.state in ("broken", "closed") and front.client.num_open:
             front.fail_all(WorkerError("the engine has failed", code="engine_failed"))
 

@@ -53,7 +53,7 @@ class ServeOptions:
     )
     tls_cert: str | None = option(None, "serve TLS with this certificate (PEM)", metavar="FILE")
     tls_key: str | None = option(None, "and this key (PEM)", metavar="FILE")
-    open_metrics: bool = option(False, "/metrics and /status.json need no key")
+    open_metrics: bool = option(False, "/metrics, /status.json and /history.json need no key")
     request_log: str | None = option(
         None, "append a JSON line there for every request; -: to stdout", metavar="FILE"
     )

@@ -39,7 +39,7 @@ def test_a_calm_machines_profile_is_not_doubted() -> None:
 def test_spreads_over_half_are_named() -> None:
     wide = Point(64, timing(2e-5, (0.2, 1.0, 3.0)))
     (said,) = doubts(net(Point(8, timing(1e-5)), wide))
-    assert "transfer: 1 of 2 times spread by more than 50% (size 64: 140%)" in said
+    assert "transfer: 1 of 2 times spread by more than 50% (size 64: 70%)" in said
 
 
 def test_times_that_fall_as_sizes_grow_are_named() -> None:

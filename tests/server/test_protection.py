@@ -38,7 +38,8 @@ from fastdecode.text.codec import TextCodec
 
 EXPECTED = {
     "/": "open", "/page.css": "open", "/page.js": "open", "/icon.svg": "open", "/live": "open",
-    "/health": "open", "/metrics": "key", "/status.json": "key", "/version": "key",
+    "/health": "open", "/metrics": "key", "/status.json": "key", "/history.json": "key",
+    "/version": "key",
     "/v1/models": "key", "/v1/models/{model:path}": "key", "/v1/completions": "key",
     "/v1/chat/completions": "key", "/tokenize": "key", "/detokenize": "key",
     "/v1/conversations/{conversation_id:path}": "key",

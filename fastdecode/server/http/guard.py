@@ -18,7 +18,7 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset({"/live", "/health", "/", "/page.css", "/page.js", "/icon.svg"})
 """Need no key. All other paths do, whether there is a route or not."""
-METRICS_PATHS = frozenset({"/metrics", "/status.json"})
+METRICS_PATHS = frozenset({"/metrics", "/status.json", "/history.json"})
 """Nor do these, if the server's options say so."""
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+)(?::[0-9]{1,5})?")
