@@ -171,8 +171,6 @@ def serve_next(
     try:
         return obey(state.handle(peer, message), hub.connections, state, executor, behind)
     except Exception as error:
-        if isinstance(error, WorkerError) and error.code == CLOSED:
-            return True  # a peer that was to be told something is gone: the hub says so next
         _tell(hub, peer, last_words(state.name, error))
         return obey((HangUp(peer),), hub.connections, state, executor, behind)
 
@@ -180,14 +178,11 @@ def serve_next(
 def tell_moved(
     peers: Sequence[Peer], state: RWorkerState, executor: Executor, behind: Behind | None = None
 ) -> bool:
-    """Tell who asked for it what has moved between tiers. False: leave the loop."""
+    """Report moves between tiers to the peers that asked for them. False: leave
+    the loop."""
     for news in executor.tiers.take_news():
-        try:
-            if not obey(state.moved(news), peers, state, executor, behind):
-                return False
-        except WorkerError as error:
-            if error.code != CLOSED:
-                raise
+        if not obey(state.moved(news), peers, state, executor, behind):
+            return False
     return True
 
 
@@ -198,8 +193,16 @@ def obey(
     executor: Executor,
     behind: Behind | None = None,
 ) -> bool:
-    """Carry out instructions in order. False: leave the loop. ``behind``:
-    what is done behind compute; None: of a worker that can't reach others."""
+    """Carry out instructions in order. False: leave the loop.
+
+    A peer that is gone costs only what was to be sent to it: the instructions
+    behind that concern other peers and the caches, and are carried out. The hub
+    reports the lost peer next.
+
+    Args:
+        behind: what is done behind compute; None: of a worker that can't reach
+            others.
+    """
     for instruction in instructions:
         match instruction:
             case Compute():
@@ -211,12 +214,12 @@ def obey(
                 report = Report(
                     state.name, PROTOCOL_VERSION, this_host(), num_threads, kv_bytes, model_hash
                 )
-                peers[to].send(report)
+                _send(peers[to], report)
             case PlaceChunk():
                 executor.place(instruction)
-                peers[instruction.to].send(ChunkStored(len(instruction.chunk.data)))
+                _send(peers[instruction.to], ChunkStored(len(instruction.chunk.data)))
             case ReadChunk():
-                peers[instruction.to].send(FetchedChunk(executor.read(instruction)))
+                _send(peers[instruction.to], FetchedChunk(executor.read(instruction)))
             case CopyBlocks():
                 executor.copy_blocks(instruction)
             case Prepare():
@@ -257,7 +260,7 @@ def _compute(
         behind.attended()
     if compute.plan.coming and not tell_moved(peers, state, executor, behind):
         return False
-    peers[compute.to].send(result)
+    _send(peers[compute.to], result)
     return True
 
 
@@ -267,7 +270,7 @@ def _obey_tier(
     match instruction:
         case OpenTier():
             for page in executor.open_tier(instruction):
-                peers[instruction.to].send(page)
+                _send(peers[instruction.to], page)
         case MoveBlocks():
             executor.tiers.begin(instruction)
         case DropStored():
@@ -284,7 +287,17 @@ def _let_go(instruction: Unlink | Drop, executor: Executor) -> None:
 def _answer(name: str, peer: Peer, message: FromRWorker) -> None:
     if isinstance(message, Failed):
         logger.error("R-worker %s gives up on %s: %s", name, peer.peer, message.message)
-    peer.send(message)
+    _send(peer, message)
+
+
+def _send(peer: Peer, message: FromRWorker) -> None:
+    """Unless the peer is gone. Raises WorkerError: sending failed otherwise."""
+    try:
+        peer.send(message)
+    except WorkerError as error:
+        if error.code != CLOSED:
+            raise
+        logger.info("%s is gone: it gets no %s", peer.peer, type(message).__name__)
 
 
 def _obey_link(
@@ -297,10 +310,11 @@ def _obey_link(
         return
     reason = "this R-worker can't reach others"
     if isinstance(instruction, Link):
-        peers[instruction.to].send(Unprotected(instruction.holder, reason, instruction.number))
+        unprotected = Unprotected(instruction.holder, reason, instruction.number)
+        _send(peers[instruction.to], unprotected)
     elif isinstance(instruction, BeginPull):
         sequence = instruction.message.sequence_id
-        peers[instruction.to].send(Pulled(instruction.holder, sequence, 0, 0.0, reason))
+        _send(peers[instruction.to], Pulled(instruction.holder, sequence, 0, 0.0, reason))
 
 
 def last_words(name: str, error: Exception) -> Failed:

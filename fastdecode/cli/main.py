@@ -38,10 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if launcher.launched_size() is not None and joining.joined_at_last(wanted=True):
             leaving.leave(stopped.code if isinstance(stopped.code, int) else 2)
         raise
-    exit_code_file: Path | None = getattr(args, "exit_code_file", None)
+    exit_code_file = _exit_code_file(args)
     if exit_code_file is not None:
         leaving.before_leaving_stuck(partial(_note, path=exit_code_file))
     code = _run(args, argv)
+    exit_code_file = _exit_code_file(args)  # launch finds one among its command's options
     if exit_code_file is not None:
         _note(code, exit_code_file)
     if launcher.launched_size() is not None and joining.joined_at_last(wanted=code != 0):
@@ -50,6 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             code, end_job=code == EXIT_WORKERS_LOST or getattr(args, "has_hung_workers", False)
         )
     return code
+
+
+def _exit_code_file(args: argparse.Namespace) -> Path | None:
+    path: Path | None = getattr(args, "exit_code_file", None)
+    return path
 
 
 def _keep_standard_files() -> None:

@@ -34,6 +34,7 @@ from fastdecode.cli.options import (
 )
 from fastdecode.cli.r_worker import serve_if_r_rank
 from fastdecode.conversations.keeping import Keeping
+from fastdecode.conversations.reuse import why_none
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import FastDecodeError, imports_for
 from fastdecode.core.host.interrupts import Interrupted, interrupt
@@ -222,8 +223,10 @@ def _serve(llm: LLM, http: HttpProcess, options: ServeOptions, wishes: Wishes) -
     from fastdecode.server.bridge import Bridge
     from fastdecode.server.messages import Keys, Ready, Reopen
     from fastdecode.server.serving import Serving
+    from fastdecode.server.silence import Silence
 
-    bridge = Bridge(llm.service, http.channel, llm.facts.vocab_size, _figures)
+    silence = Silence(options.write_timeout_s)
+    bridge = Bridge(llm.service, http.channel, llm.facts.vocab_size, _figures, silence)
     bridge.start()
     kv_tokens = llm.facts.num_kv_blocks * llm.config.r_part.block_size
     bridge.send(Ready(kv_tokens))
@@ -282,6 +285,7 @@ def _opening(args: argparse.Namespace, options: ServeOptions, keys: tuple[str, .
         expected_output_tokens=args.expected_output_tokens or EXPECTED_OUTPUT_TOKENS,
         keys=keys,
         keeping=asdict(Keeping(**given(args, Keeping))),
+        no_reuse=why_none(config),
     )
 
 

@@ -181,11 +181,18 @@ class Owner(Generic[T]):
         for request_id in self.served.engine.cancel_waiting(its_own):
             self._end_with(request_id, _cancelled())
 
+    def cancel_all(self, reader: DeltaQueue, error: FastDecodeError) -> None:
+        """End all requests of a reader with an error."""
+        for request_id in self._open_of(reader):
+            self.served.engine.cancel(request_id)
+            self._end_with(request_id, error)
+
+    def _open_of(self, reader: DeltaQueue) -> list[str]:
+        return [request_id for request_id, asked in self._open.items() if asked.reader is reader]
+
     def forget(self, reader: DeltaQueue) -> None:
-        """End all requests of a reader, who isn't told."""
-        for request_id in [
-            request_id for request_id, asked in self._open.items() if asked.reader is reader
-        ]:
+        """End all requests of a reader, which gets no last delta."""
+        for request_id in self._open_of(reader):
             del self._open[request_id]
             self.served.engine.cancel(request_id)
         self._fresh.pop(reader, None)

@@ -116,6 +116,10 @@ class EngineService(Generic[T]):
         """End those requests of a reader with the error ``cancelled`` of which nothing has run."""
         self._loop.put(partial(self._loop.owned.cancel_waiting, reader))
 
+    def cancel_all(self, reader: DeltaQueue, error: FastDecodeError) -> None:
+        """End all requests of a reader with an error."""
+        self._loop.put(partial(self._loop.owned.cancel_all, reader, error))
+
     def forgetting(self, reader: DeltaQueue) -> Callable[[], None]:
         """A call that ends all requests of a reader, without a word. It is one
         call in C, so an interrupt comes before or after it; it may be made

@@ -18,7 +18,8 @@ from fastdecode.core.errors import FastDecodeError, ProtocolError, RequestError,
 from fastdecode.core.sequence import Request, validate_for_vocab
 from fastdecode.engine.service import EngineService
 from fastdecode.server.channel import Channel
-from fastdecode.server.messages import Asked, Drained, Left, Message, Seen, Told
+from fastdecode.server.messages import Asked, Drained, Here, Left, Message, Seen, Told
+from fastdecode.server.silence import Silence
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ class Bridge:
         vocab_size: token ids are below it.
         figures: what else is to be told of the engine; called by its thread
             between two steps.
+        silence: of the HTTP process; None: it may be silent for any time.
     """
 
     def __init__(
@@ -42,11 +44,13 @@ class Bridge:
         channel: Channel,
         vocab_size: int,
         figures: Callable[[Any], dict[str, Any]] = lambda served: {},
+        silence: Silence | None = None,
     ) -> None:
         self._service = service
         self._channel = channel
         self._vocab_size = vocab_size
         self._figures = figures
+        self.silence = Silence() if silence is None else silence
         self._queue = DeltaQueue()
         self._asides: SimpleQueue[Message] = SimpleQueue()
         self._latest: dict[str, Any] = {}
@@ -68,6 +72,11 @@ class Bridge:
         Doesn't wait for it: it may have been stopped."""
         self._asides.put(message)
 
+    def cancel_all(self, error: FastDecodeError) -> None:
+        """End every request that the HTTP process has asked for. It gets the
+        error once it reads again."""
+        self._service.cancel_all(self._queue, error)
+
     def _say(self) -> None:
         while not self.is_gone.is_set():
             self._send(self._asides.get())
@@ -87,7 +96,10 @@ class Bridge:
         self.is_gone.set()
 
     def _obey(self, message: Message) -> None:
+        self.silence.heard()
         match message:
+            case Here():
+                pass
             case Asked(requests):
                 self._submit(requests)
             case Left(request_ids):
@@ -126,6 +138,7 @@ class Bridge:
             if deltas:
                 self._send(Told(deltas))
             if time.monotonic() >= due_s:
+                self.silence.asked()
                 self._send(self._seen())
                 due_s = time.monotonic() + SEEN_EVERY_S
 

@@ -77,6 +77,7 @@ class Pulls:
 
     def begin(self, order: BeginPull) -> None:
         """Something is to be fetched."""
+        self._drop_lost_ways()
         message = order.message
         ways: dict[Place, Way] = {}
         pull = OnePull(order, self._placer, ways, self._clock)
@@ -129,11 +130,15 @@ class Pulls:
 
     def _way(self, place: Place) -> Way:
         """To where a source is. Raises FastDecodeError: it can't be had."""
-        if place in self._ways and not self._ways[place].is_owed:
-            self._listen(place, self._ways[place], _MOST_ANSWERS)  # it may have gone meanwhile
         if place not in self._ways:
             self._ways[place] = Way(self._neighbours.connect(*place), self._clock)
         return self._ways[place]
+
+    def _drop_lost_ways(self) -> None:
+        """Close idle ways whose other end has gone: nothing reads them otherwise."""
+        for place, way in list(self._ways.items()):
+            if not way.is_owed:
+                self._listen(place, way, _MOST_ANSWERS)
 
     def _listen(self, place: Place, way: Way, most: int) -> None:
         try:

@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 
 from fastdecode.core.errors import CheckpointError
-from fastdecode.core.model.families import read_model_spec
+from fastdecode.core.model.families import check_implemented, read_model_spec
 from fastdecode.core.model.files import read_model_file
 from fastdecode.core.model.spec import ModelSpec
 
@@ -115,23 +115,13 @@ def open_checkpoint(path: str | Path, load_format: str = "safetensors") -> Check
         load_format: ``random``: read the config files only.
 
     Raises:
+        UnsupportedModelError: the architecture, or what config.json asks for,
+            isn't implemented.
         CheckpointError: a file is missing or broken, or the index doesn't fit
             the files; says what to do.
     """
     directory = Path(path)
-    if not directory.is_dir():
-        raise CheckpointError(
-            f"{directory} is not a directory. A model is a local directory in the Hugging Face "
-            "layout (config.json, *.safetensors); models are never downloaded: fetch it first, "
-            "e.g. with `hf download`."
-        )
-    if not (directory / "config.json").is_file():
-        raise CheckpointError(
-            f"{directory} has no config.json: it is not a model directory, or its download is "
-            "incomplete."
-        )
-    config_bytes = read_model_file(directory / "config.json", MAX_CONFIG_BYTES)
-    config = _parse_object(directory / "config.json", config_bytes)
+    config_bytes, config = _read_config(directory)
     generation: Mapping[str, object] = {}
     if (directory / "generation_config.json").is_file():
         file = directory / "generation_config.json"
@@ -158,6 +148,34 @@ def open_checkpoint(path: str | Path, load_format: str = "safetensors") -> Check
                 f"index and shards are of different versions. Fetch the model again."
             )
     return Checkpoint(directory, config, generation, tensors, digest.hexdigest())
+
+
+def check_model(path: str | Path) -> None:
+    """Find out from ``config.json`` alone whether a model can run: before its
+    tokenizer and its weights are asked for.
+
+    Raises:
+        UnsupportedModelError, CheckpointError: as ``open_checkpoint``.
+    """
+    _read_config(Path(path))
+
+
+def _read_config(directory: Path) -> tuple[bytes, Mapping[str, object]]:
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"{directory} is not a directory. A model is a local directory in the Hugging Face "
+            "layout (config.json, *.safetensors); models are never downloaded: fetch it first, "
+            "e.g. with `hf download`."
+        )
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(
+            f"{directory} has no config.json: it is not a model directory, or its download is "
+            "incomplete."
+        )
+    config_bytes = read_model_file(directory / "config.json", MAX_CONFIG_BYTES)
+    config = _parse_object(directory / "config.json", config_bytes)
+    check_implemented(config, name=str(directory))  # before any other file is asked for
+    return config_bytes, config
 
 
 def is_same(a: TensorEntry, b: TensorEntry) -> bool:

@@ -134,7 +134,13 @@ class MpiConnection(Generic[SendT, ReceiveT]):
                     self.outgoing.say_goodbye()
             self.outgoing.see_off(self._incoming.take_back())
             self._tidy()
+            self._way.pool.release()  # MPI's requests refer to the buffers that they still need
         self._caller.leave()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory of its buffers; 0 once it is closed."""
+        return self._way.pool.num_bytes
 
     def give_up(self) -> None:
         """Close, and have the launcher end the peer when this rank leaves,

@@ -19,6 +19,7 @@ from pathlib import Path
 import zmq
 
 from fastdecode.core.errors import ConfigError, Given
+from fastdecode.core.secret_file import exposure
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.%\w]+\]|[^:\[\]/]+):(?P<port>\d{1,5}|\*)")
 _SECRET = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
@@ -39,14 +40,17 @@ class ClusterKey:
                 it.
         """
         try:
-            mode, text = path.stat().st_mode, path.read_bytes().strip()
+            found, text = path.stat(), path.read_bytes().strip()
         except OSError as error:
             raise ConfigError(f"key file {path}: {error.strerror}") from None
-        if mode & 0o077:
-            raise ConfigError(f"key file {path} can be read by others: chmod 600 {path}")
+        if why := exposure(found, path):
+            raise ConfigError(f"key file {path}: {why}")
         if not _SECRET.fullmatch(text):
+            has_more = len(text.splitlines()) > 1
+            why = "has more than one line" if has_more else "is no key of 40 characters"
             raise ConfigError(
-                f"key file {path} holds no key: make one with fastdecode r-worker --new-key FILE"
+                f"key file {path}, line 1: it {why}: make a key with fastdecode r-worker "
+                "--new-key FILE, and copy that file as it is"
             )
         return cls(zmq.curve_public(text), text)
 
@@ -60,6 +64,11 @@ class ClusterKey:
         try:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(zmq.curve_keypair()[1] + b"\n")
+        except FileExistsError:
+            raise ConfigError(
+                f"the key file {path} exists already, and stays as it is: use it (--key {path}), "
+                "or name another file for a new key, which then every host has to get"
+            ) from None
         except OSError as error:
             raise ConfigError(f"key file {path}: {error.strerror}") from None
 

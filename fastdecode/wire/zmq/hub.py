@@ -85,16 +85,23 @@ class DealerHub(Generic[SendT, ReceiveT]):
         self._lock = threading.RLock()
         self._connections: list[ZmqConnection[SendT, ReceiveT]] = []
         self._addresses: list[str] = []
-        self._candidates: list[ZmqConnection[SendT, ReceiveT]] = []
+        self._outside: set[ZmqConnection[SendT, ReceiveT]] = set()
+        """Open connections without an index: candidates, and what ``open`` made."""
         self._first = 0
 
     @property
     def connections(self) -> tuple[ZmqConnection[SendT, ReceiveT], ...]:
         return tuple(self._connections)
 
+    @property
+    def num_outside(self) -> int:
+        """Open connections of ``open`` and ``reconnect``."""
+        return len(self._outside)
+
     def add(self, address: str) -> ZmqConnection[SendT, ReceiveT]:
         """A connection to the peer at an address, at any time. Never waits: it
-        needn't be there yet, and one that can't be reached doesn't answer.
+        needn't be there yet, and one that can't be reached doesn't answer. It
+        keeps its index in the hub, closed or not, until it is replaced.
 
         Raises:
             ConfigError: the address is none, or may not be used without a key.
@@ -104,16 +111,25 @@ class DealerHub(Generic[SendT, ReceiveT]):
         return self._connections[-1]
 
     def reconnect(self, index: int) -> ZmqConnection[SendT, ReceiveT]:
-        """Another connection to the same address, for whoever is there now; not
-        yet one of the hub's."""
-        self._candidates = [x for x in self._candidates if x.is_open]
-        self._candidates.append(self._connect(self._addresses[index]))
-        return self._candidates[-1]
+        """Another connection to the same address, for the process that is there
+        now. It has no index before ``replace``; closed, it leaves the hub."""
+        return self.open(self._addresses[index])
+
+    def open(self, address: str) -> ZmqConnection[SendT, ReceiveT]:
+        """A connection that has no index: ``receive_any`` doesn't read it.
+        Closed, it leaves the hub.
+
+        Raises:
+            ConfigError: see ``add``.
+        """
+        connection = self._connect(address)
+        self._outside.add(connection)
+        return connection
 
     def replace(self, index: int, connection: ZmqConnection[SendT, ReceiveT]) -> None:
-        """A connection that came of ``reconnect`` takes the place of the one that
-        it was made after, which is closed."""
-        self._candidates.remove(connection)
+        """Give a connection that came of ``reconnect`` the index of the one
+        before it, which is closed."""
+        self._outside.remove(connection)
         self._connections[index].close()
         self._connections[index] = connection
 
@@ -124,7 +140,8 @@ class DealerHub(Generic[SendT, ReceiveT]):
             line = DealerLine(self._context, address, self._key, self._silence_s)
         except zmq.ZMQError as error:
             raise ConfigError(Given(others.parameter, address), f": {error.strerror}") from None
-        return ZmqConnection(line, f"{others.name} {address}", others.says, self._lock)
+        name = f"{others.name} {address}"
+        return ZmqConnection(line, name, others.says, self._lock, self._outside.discard)
 
     def reach(self, timeout_s: float) -> dict[int, WorkerError]:
         """Wait until every peer has been reached. Those that can't be in
@@ -164,7 +181,7 @@ class DealerHub(Generic[SendT, ReceiveT]):
     def close(self) -> None:
         """Close every connection, and see off what was sent over them, for a
         few seconds at most."""
-        for connection in (*self._connections, *self._candidates):
+        for connection in (*self._connections, *self._outside):
             connection.close()
         self._context.term()
         self._bell.close()
