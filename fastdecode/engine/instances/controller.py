@@ -241,9 +241,9 @@ class Controller:
         self._check_waiting()
 
     def _check_waiting(self) -> None:
-        """Those that wait may fit on nobody any more, and are waited for."""
+        """Requests that no instance decodes yet may fit on none any more."""
         for flow in list(self.flows.by_request.values()):
-            if flow.stage in (Stage.QUEUED, Stage.OFFERED, Stage.WAITING):
+            if flow.stage is not Stage.DECODE:
                 try:
                     self.desk.dispatcher.check_possible(flow.job)
                 except CapacityError as error:
