@@ -228,22 +228,20 @@ class LyingInstance(threading.Thread):
 
     Args:
         behind: that one's address.
-        lie: see ``LIES``.
+        lie: see ``LIES``; None: it doesn't lie until ``lie``.
         silence_s: of both sides.
         after: messages of the instance's that are passed on as they are before one
             may become a lie.
         at: ``tcp://HOST:PORT``; the port may be *.
     """
 
-    def __init__(
-        self, behind: str, lie: str, silence_s: float, after: int = 0, at: str = "tcp://127.0.0.1:*"
-    ) -> None:
+    def __init__(self, behind: str, lie: str | None, silence_s: float, after: int = 0) -> None:
         super().__init__(name="liar", daemon=True)
         self._behind = behind
         self._silence_s = silence_s
-        self._lie: Lie | None = LIES[lie]
+        self._lie: Lie | None = None if lie is None else LIES[lie]
         self._after = after
-        self._listener = InstanceListener(at, "liar", silence_s=silence_s)
+        self._listener = InstanceListener("tcp://127.0.0.1:*", "liar", silence_s=silence_s)
         self.address = self._listener.address
         self._controller: int | None = None
         self._hub: InstanceHub | None = None
@@ -262,6 +260,11 @@ class LyingInstance(threading.Thread):
             self.failed = error
         finally:
             self._hang_up()
+
+    def lie(self, lie: str | None) -> None:
+        """From now on, once; None: not any more. Any thread."""
+        self.has_lied.clear()
+        self._lie = None if lie is None else LIES[lie]
 
     def end(self) -> None:
         self.is_over = True
