@@ -267,9 +267,6 @@ class Campaign:
             return "hung"
         if blow == Blow("server", "SIGKILL", blow.after):
             return "in part" if answer.token_ids else "refused"
-        return "lost" if not answer.error else self._note(number, answer)
-
-    def _note(self, number: int, answer: Answer) -> str:
         print(f"request {number}: {answer.error}", flush=True)
         return "lost"
 
@@ -314,16 +311,17 @@ def run(options: argparse.Namespace) -> None:
     reports: list[Report] = []
     out: Path | None = options.out
     before = json.loads(out.read_text())["runs"] if out is not None and out.exists() else []
-    with tempfile.TemporaryDirectory(prefix="fd") as name:
-        with contextlib.closing(Campaign(Path(name))) as campaign:
-            for blow in blows(options.each, chance)[options.skip :]:
-                if time.monotonic() > end_s:
-                    break
-                reports.append(campaign.strike(blow))
-                print(reports[-1], flush=True)
-                if out is not None:
-                    mine = {**provenance(), "seed": options.seed, **told(reports)}
-                    out.write_text(json.dumps({"runs": [*before, mine]}, indent=1) + "\n")
+    with contextlib.ExitStack() as stack:
+        name = stack.enter_context(tempfile.TemporaryDirectory(prefix="fd"))
+        campaign = stack.enter_context(contextlib.closing(Campaign(Path(name))))
+        for blow in blows(options.each, chance)[options.skip :]:
+            if time.monotonic() > end_s:
+                break
+            reports.append(campaign.strike(blow))
+            print(reports[-1], flush=True)
+            if out is not None:
+                mine = {**provenance(), "seed": options.seed, **told(reports)}
+                out.write_text(json.dumps({"runs": [*before, mine]}, indent=1) + "\n")
     shown = told(reports)
     del shown["blows"]
     print(json.dumps(shown, indent=1))
