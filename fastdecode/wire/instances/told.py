@@ -171,6 +171,6 @@ def _readable(value: Any) -> str:
 
 def _plain(value: Any) -> str:
     """An address."""
-    if not _text(value).isascii() or not value.isprintable():
+    if not _text(value).isprintable():  # nor half a pair of surrogates
         raise ValueError(f"{value!r:.80} is no address")
     return str(value)
