@@ -56,6 +56,7 @@ AFTER_TOKENS = 400
 ROLES = ("prefill", "decode")
 TROUBLES = ("SIGKILL", "SIGSTOP")
 _HEALTH_EVERY_S = 0.1
+_LIES_WITHIN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,15 @@ class Report:
     """What requests came to, how often."""
     untrue: list[str] = field(default_factory=list)
     was_degraded: bool = False
+    was_struck: bool = True
+    """A lie may find nothing that it could be told of, before all is over."""
 
     @property
     def verdict(self) -> str:
         bad = [what for what in ("hung", "lost", "changed") if self.became.get(what)]
-        return bad[0] if bad else ("untrue" if self.untrue else "right")
+        if bad or self.untrue:
+            return bad[0] if bad else "untrue"
+        return "right" if self.was_struck else "too late"
 
 
 def lines() -> list[dict[str, Any]]:
@@ -224,8 +229,7 @@ class Campaign:
         else:
             liar = self._liars[blow.kind.removesuffix(" that lies")]
             liar.lie(blow.trouble)
-            if not liar.has_lied.wait(5.0):
-                report.became["too late"] = 1
+            report.was_struck = liar.has_lied.wait(_LIES_WITHIN_S)
             liar.lie(None)
 
     def _mend(self, blow: Blow, report: Report, health: Health) -> None:
@@ -298,7 +302,7 @@ def told(reports: list[Report]) -> dict[str, Any]:
         requests.update(report.became)
     kinds = Counter((x.blow.kind, x.verdict) for x in reports)
     return {
-        "num_blows": len(reports),
+        "num_blows": sum(report.was_struck for report in reports),
         "counts": {", ".join(key): count for key, count in sorted(kinds.items())},
         "requests": dict(requests),
         "untrue": [what for report in reports for what in report.untrue],
@@ -314,7 +318,8 @@ def run(options: argparse.Namespace) -> None:
     with contextlib.ExitStack() as stack:
         name = stack.enter_context(tempfile.TemporaryDirectory(prefix="fd"))
         campaign = stack.enter_context(contextlib.closing(Campaign(Path(name))))
-        for blow in blows(options.each, chance)[options.skip :]:
+        chosen = [blow for blow in blows(options.each, chance) if options.of in blow.kind]
+        for blow in chosen:
             if time.monotonic() > end_s:
                 break
             reports.append(campaign.strike(blow))
@@ -332,7 +337,7 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=3, help="of each kind and signal")
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=29)
-    parser.add_argument("--skip", type=int, default=0, help="blows that another run has struck")
+    parser.add_argument("--of", default="", help="kinds with this in them")
     parser.add_argument("--out", type=Path)
     hear_interrupts()
     run(parser.parse_args())
