@@ -143,7 +143,7 @@ class Health(threading.Thread):
 
 
 class Campaign:
-    """Instances, a server before them, and what becomes of blows."""
+    """Instances, a server before them, and blows on them."""
 
     def __init__(self, directory: Path) -> None:
         save_checkpoint(directory, "llama", {}, None)
