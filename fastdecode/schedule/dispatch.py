@@ -30,6 +30,8 @@ class Job:
     prompt_tokens: int
     reserved_tokens: int
     """Prompt and all that it may generate: what its KV takes while it decodes."""
+    not_at: frozenset[int] = frozenset()
+    """Instances that have failed it, and aren't given it again."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,10 @@ class DecodeRoom:
     num_sequences: int = 0
     is_open: bool = True
     """It is there, and its role is to decode."""
+    is_there: bool = True
+    """It can run requests, whatever its role."""
+    may_return: bool = False
+    """It can't run any now, and is expected to be able to again."""
 
     @property
     def fullness(self) -> float:
@@ -96,7 +102,7 @@ class DecodeRoom:
 
     def fits(self, job: Job) -> bool:
         fits = self.num_tokens + job.reserved_tokens <= self.capacity_tokens
-        return self.is_open and fits and self.num_sequences < self.max_sequences
+        return fits and self.num_sequences < self.max_sequences
 
 
 class JobQueue:
@@ -107,6 +113,9 @@ class JobQueue:
 
     def __len__(self) -> int:
         return len(self._jobs)
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self._jobs.values())
 
     @property
     def head(self) -> Job:
@@ -140,15 +149,17 @@ class Dispatcher:
         """A request has come.
 
         Raises:
-            CapacityError: no decode instance could ever hold it.
+            CapacityError: no instance that may decode it could ever hold it.
         """
         self.check_possible(job)
         self._arrived.append(job)
         return itertools.chain(self._bind(), self._fetch())
 
     def check_possible(self, job: Job) -> None:
-        """Raises CapacityError: no decode instance could ever hold it."""
-        capacities = [room.capacity_tokens for room in self.decode if room.is_open]
+        """Raises CapacityError: no instance that may decode it could ever hold it.
+        Instances that are expected back count."""
+        away = [i for i, room in enumerate(self.decode) if room.may_return and i not in job.not_at]
+        capacities = [self.decode[i].capacity_tokens for i in (*self._decoders(job), *away)]
         if job.reserved_tokens > max(capacities, default=0):
             raise CapacityError(
                 f"a request of {job.reserved_tokens} tokens fits on no decode instance; the "
@@ -189,12 +200,13 @@ class Dispatcher:
         self._offered.append(job)
         yield from self._fetch()
 
-    def left(self, job: Job, instance: int) -> Iterator[Bind]:
+    def left(self, job: Job, instance: int) -> Iterator[Bind | Fetch]:
         """Its prompt is done, or nobody wants it any more: there is nothing to decode."""
         queue = self.prefill[instance]
         queue.num_tokens -= job.prompt_tokens
         assert queue.num_tokens >= 0
         yield from self._bind()
+        yield from self._fetch()
 
     def kept(self, bound: Bind) -> Fetch | None:
         """A prompt is bound to an instance that may go on with it itself: whether
@@ -226,27 +238,46 @@ class Dispatcher:
         """Prompts that wait for a decode instance."""
         return len(self._offered)
 
+    def _decoders(self, job: Job) -> list[int]:
+        """Instances that may decode a job: those whose role is to decode, or any
+        if none of them is left for it."""
+        able = [i for i, room in enumerate(self.decode) if room.is_there and i not in job.not_at]
+        return [i for i in able if self.decode[i].is_open] or able
+
     def _bind(self) -> Iterator[Bind]:
-        if self._arrived and not any(queue.is_open for queue in self.prefill):
-            while self._arrived:  # decode instances can prefill, too
-                self._offered.append(self._arrived.pop_first())
         while self._arrived:
-            queues = [i for i, queue in enumerate(self.prefill) if queue.has_room]
+            job = self._arrived.head
+            open_for_it = [
+                i for i, queue in enumerate(self.prefill) if queue.is_open and i not in job.not_at
+            ]
+            if not open_for_it:
+                if not self._decoders(job):
+                    return  # no instance can run it now
+                self._offered.append(self._arrived.pop_first())  # a decoder runs its prompt, too
+                continue
+            queues = [i for i in open_for_it if self.prefill[i].has_room]
             if not queues:
                 return
             best = min(queues, key=lambda i: self.prefill[i].burden)
-            job = self._arrived.pop_first()
+            self._arrived.pop_first()
             self.prefill[best].num_tokens += job.prompt_tokens
             yield Bind(job, best)
 
     def _fetch(self) -> Iterator[Fetch]:
+        expecting: list[Job] = []  # no instance that is there could take them
         while self._offered:
             job = self._offered.head
-            rooms = [i for i, room in enumerate(self.decode) if room.fits(job)]
+            decoders = self._decoders(job)
+            if not any(self.decode[i].capacity_tokens >= job.reserved_tokens for i in decoders):
+                expecting.append(self._offered.pop_first())
+                continue
+            rooms = [i for i in decoders if self.decode[i].fits(job)]
             if not rooms:
-                return
+                break
             best = min(rooms, key=lambda i: self.decode[i].fullness)
             self._offered.pop_first()
             self.decode[best].num_tokens += job.reserved_tokens
             self.decode[best].num_sequences += 1
             yield Fetch(job, best)
+        for job in reversed(expecting):
+            self._offered.append_first(job)

@@ -65,7 +65,17 @@ class Bridge:
         """From now on requests are taken."""
         parts = (("http-in", self._take_in), ("http-out", self._tell), ("http-aside", self._say))
         for name, run in parts:
-            threading.Thread(target=run, name=name, daemon=True).start()
+            threading.Thread(target=self._watched, args=(run,), name=name, daemon=True).start()
+
+    def _watched(self, run: Callable[[], None]) -> None:
+        """One of the threads. However it ends, the HTTP process counts as gone:
+        without any of them requests would wait for ever."""
+        try:
+            run()
+        except Exception:
+            logger.exception("the HTTP process can't be talked to any more")
+        finally:
+            self.is_gone.set()
 
     def send(self, message: Message) -> None:
         """Say something to the HTTP process; if it is gone, nobody hears it.
@@ -93,7 +103,6 @@ class Bridge:
                 self._obey(message)
         except ProtocolError as error:
             logger.error("%s", error)
-        self.is_gone.set()
 
     def _obey(self, message: Message) -> None:
         self.silence.heard()
@@ -126,8 +135,13 @@ class Bridge:
             validate_for_vocab(request.params, self._vocab_size)
             if not (ids and min(ids) >= 0 and max(ids) < self._vocab_size):
                 raise RequestError("there is no such token", code="invalid_token_id")
-        except (RequestError, TypeError) as error:
+        except RequestError as error:
             self._queue.put([_ended(request, RequestError(str(error), code="invalid_token_id"))])
+            return False
+        except Exception as error:
+            logger.exception("a request of the HTTP process can't be read")
+            what = f"it can't be read: {type(error).__name__}: {error}"
+            self._queue.put([_ended(request, RequestError(what, code="invalid_token_id"))])
             return False
         return True
 

@@ -269,6 +269,8 @@ class _Obeying:
                 self._obey(message)
         except ProtocolError as error:
             logger.error("%s", error)
+        except Exception:
+            logger.exception("the engine's process can't be heard any more")
         front.outlook = replace(front.outlook, is_lost=True)
         self._cut(WorkerError("the engine's process has ended", code="engine_lost"))
         await self._until_answered()

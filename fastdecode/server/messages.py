@@ -177,5 +177,12 @@ def from_json(said: Any) -> Message:
             return Asked([request_from_json(request) for request in said["requests"]])
         message: Message = kind(**said)
         return message
-    except (KeyError, TypeError, ValueError, AttributeError, RequestError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        RequestError,
+    ) as error:
         raise ProtocolError(f"the other process said what is no message: {error}") from None

@@ -90,6 +90,8 @@ class Pulls:
             pull.begin()
         except FastDecodeError as error:
             self._end(pull, error.message)
+        except Exception as error:
+            self._end(pull, _unexpected(error))
 
     def end(self, order: EndPull) -> None:
         """A sequence is closed: nothing more is wanted for it."""
@@ -162,6 +164,9 @@ class Pulls:
         except FastDecodeError as error:
             self._end(pull, error.message)
             return
+        except Exception as error:
+            self._end(pull, _unexpected(error))
+            return
         if pull.is_done:
             self._end(pull)
 
@@ -178,3 +183,10 @@ class Pulls:
         if reason:
             logger.info("sequence %d isn't fetched: %s", order.message.sequence_id, reason)
         self._tell(order.to, pull.told(self._clock(), reason))
+
+
+def _unexpected(error: Exception) -> str:
+    """Why a pull ends, where what another instance said of its sources can't even
+    be refused."""
+    logger.error("a prompt can't be fetched", exc_info=error)
+    return f"{type(error).__name__}: {error}"

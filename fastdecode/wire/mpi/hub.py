@@ -22,7 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, Generic, TypeVar, cast, get_args
+from typing import Final, Generic, TypeVar, get_args
 
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.wire.messages import FromRWorker, Message, ToRWorker
@@ -218,7 +218,10 @@ class MpiHub(Generic[SendT, ReceiveT]):
                         break
         if arrived is not None:
             self._first = index + 1
-            return index, cast(ReceiveT, arrived.message())
+            try:
+                return index, connections[index].read(arrived)
+            except WorkerError as error:
+                raise PeerLostError(index, error) from None
         if not any_open:
             raise closed_error(", ".join(x.peer for x in connections) or "every peer", by_peer=True)
         return None

@@ -16,7 +16,7 @@ from fastdecode.wire import codec
 from fastdecode.wire.arrays import Array
 from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.messages import Message
-from fastdecode.wire.transport import CLOSED, closed_error, timeout_error
+from fastdecode.wire.transport import CLOSED, closed_error, timeout_error, unreadable
 from fastdecode.wire.zmq.line import (
     GOODBYE,
     MAX_FRAME_BYTES,
@@ -167,6 +167,8 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
                     self._end = WorkerError(
                         f"{self._peer} broke the protocol: {error}", code=error.code
                     )
+                except Exception as error:
+                    self._end = unreadable(self._peer, error)
                 else:
                     if message is not None:
                         return message

@@ -3,6 +3,7 @@ peers that are accepted by role."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping
 from typing import Any, Final, Generic, get_args
@@ -24,6 +25,8 @@ from fastdecode.wire.zmq.hub import DEFAULT_SILENCE_S
 from fastdecode.wire.zmq.line import LINGER_MS, Bell, RouterLine, Socket, set_options, wait_for
 from fastdecode.wire.zmq.places import Peer, Places
 from fastdecode.wire.zmq.strangers import Strangers
+
+logger = logging.getLogger(__name__)
 
 _ZAP_DOMAIN: Final = "fastdecode"
 _PUMP_INTERVAL_S: Final = 0.01
@@ -192,14 +195,22 @@ class PeerListener(Generic[SendT, ReceiveT]):
             self._strangers.drop(f"{len(parts) - 1} frames where one belongs")
             return True
         identity, frame = parts[0].bytes, parts[1]
+        try:
+            self._give(identity, frame)
+        except Exception as error:
+            logger.debug("a frame can't be read", exc_info=True)
+            self._strangers.drop(f"{type(error).__name__}: {error}")
+        return True
+
+    def _give(self, identity: bytes, frame: zmq.Frame) -> None:
+        """A frame to its line, or to a new one; lock held."""
         line = self._places.open_line(identity)
         if line is not None:
             line.arrive(frame)
-            return True
+            return
         head = self._strangers.head_of(identity, frame)
         if head is not None and head.kind in _GREETINGS:
             self._greet(identity, frame, head)
-        return True
 
     def _greet(self, identity: bytes, frame: zmq.Frame, head: codec.Head) -> None:
         """Somebody says who it is. It gets a connection, if there is room for its role."""
