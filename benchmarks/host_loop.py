@@ -211,12 +211,24 @@ class ListedHub:
         return index, head.message(data[head.body_at :])
 
 
-def time_messages(num_r_workers: int = 16, num_layers: int = 400) -> float:
+def time_messages(num_r_workers: int, num_layers: int = 400) -> float:
     """Microseconds an R-worker, lane and layer: of the fleet, the codec and
     copies, both ends'."""
+    run = exchange(num_r_workers, num_layers)
+    return min(_seconds(run) for _ in range(5)) / (num_layers * num_r_workers) * 1e6
+
+
+def count_message_calls(num_r_workers: int) -> float:
+    """The same, in calls."""
+    exchange(num_r_workers, 1)()
+    return _calls(exchange(num_r_workers, 10)) / (10 * num_r_workers)
+
+
+def exchange(num_r_workers: int, num_layers: int) -> Callable[[], None]:
+    """So many layers' messages to R-workers and back."""
     hub: Any = ListedHub(num_r_workers)
     fleet = Fleet(hub, timeout_s=300.0)
-    q = np.zeros((16, 4, 8), np.uint16)
+    q, kv = np.zeros((16, 4, 8), np.uint16), np.zeros((16, 2, 8), np.uint16)
     n = np.ones(16, np.int32)
     for holder in range(num_r_workers):
         begin = BeginStep(0, 0, np.arange(16), n, n, n, n)
@@ -225,11 +237,11 @@ def time_messages(num_r_workers: int = 16, num_layers: int = 400) -> float:
     def run() -> None:
         for layer in range(num_layers):
             for holder in range(num_r_workers):
-                fleet.send(HolderId(holder), Attend(0, 0, layer, q, q[:, :2], q[:, :2]))
+                fleet.send(HolderId(holder), Attend(0, 0, layer, q, kv, kv))
             for _ in range(num_r_workers):
                 fleet.receive(most_s=0.0)
 
-    return min(_seconds(run) for _ in range(5)) / (num_layers * num_r_workers) * 1e6
+    return run
 
 
 def _seconds(run: Callable[[], None]) -> float:
@@ -249,11 +261,13 @@ def main() -> None:
             us=round(time_lanes(num_r_workers), 1),
             calls=count_calls(num_r_workers),
             message_us=round(time_messages(num_r_workers), 2),
+            message_calls=count_message_calls(num_r_workers),
         )
         rows.append(vars(row))
         print(
             f"{num_r_workers:3} R-workers: {row.us:6.1f} us and {row.calls:6.0f} calls a lane and "
-            f"layer; messages {row.message_us:.2f} us an R-worker, lane and layer, both ends'"
+            f"layer; messages {row.message_us:.2f} us and {row.message_calls:.0f} calls an "
+            "R-worker, lane and layer, both ends'"
         )
     if args.out is not None:
         args.out.write_text(json.dumps(rows, indent=2) + "\n")

@@ -28,6 +28,7 @@ breaks the protocol within a connection ends that connection.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, get_args
 
@@ -89,8 +90,8 @@ class DealerHub(Generic[SendT, ReceiveT]):
         self._first = 0
 
     @property
-    def connections(self) -> tuple[ZmqConnection[SendT, ReceiveT], ...]:
-        return tuple(self._connections)
+    def connections(self) -> Sequence[ZmqConnection[SendT, ReceiveT]]:
+        return self._connections  # itself: it is asked for with every message
 
     def add(self, address: str) -> ZmqConnection[SendT, ReceiveT]:
         """A connection to the peer at an address, at any time. Never waits: it
