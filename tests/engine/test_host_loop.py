@@ -23,9 +23,7 @@ def host_loop() -> ModuleType:
 
 
 @pytest.mark.parametrize(("num_r_workers", "most_calls"), [(1, 210), (4, 300), (16, 650)])
-def test_calls_a_lane_and_layer(
-    host_loop: ModuleType, num_r_workers: int, most_calls: int
-) -> None:
+def test_calls_a_lane_and_layer(host_loop: ModuleType, num_r_workers: int, most_calls: int) -> None:
     """They grow by what each R-worker's own message and answer take, and by
     nothing that looks at all R-workers for every answer."""
     assert 100 < host_loop.count_calls(num_r_workers) <= most_calls

@@ -143,7 +143,8 @@ class OwedAnswers:
     def overdue(self) -> list[tuple[int, str]]:
         """The peers that have to be given up, and why."""
         deadlines, now = self.deadlines, self.deadlines.clock()
-        if self._first_since_s() > now - min(deadlines.timeout_s, deadlines.silence_s):
+        # Added, as in ``Deadlines.end``: a difference may be rounded the other way.
+        if self._first_since_s() + min(deadlines.timeout_s, deadlines.silence_s) > now:
             return []
         return [(index, reason) for index, end_s, reason in self._ends() if end_s <= now]
 

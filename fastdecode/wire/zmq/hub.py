@@ -41,10 +41,10 @@ from fastdecode.wire.zmq.access import ClusterKey, check_address
 from fastdecode.wire.zmq.connection import ReceiveT, SendT, ZmqConnection
 from fastdecode.wire.zmq.line import (
     Bell,
-    DealerLine,
     Socket,
     wait_for,
 )
+from fastdecode.wire.zmq.proven_line import connected_line
 
 DEFAULT_SILENCE_S: Final = 5.0
 
@@ -75,14 +75,21 @@ class DealerHub(Generic[SendT, ReceiveT]):
         key: of the cluster; None: peers of this host only.
         silence_s: one that gives no sign of life for so long is lost.
         others: what they are.
+        num_io_threads: that encrypt and copy; connections are dealt out to them.
     """
 
-    def __init__(self, key: ClusterKey | None, silence_s: float, others: Others) -> None:
+    def __init__(
+        self,
+        key: ClusterKey | None,
+        silence_s: float,
+        others: Others,
+        num_io_threads: int = 1,
+    ) -> None:
         self._others = others
         self._bell = Bell()
         self._key = key
         self._silence_s = silence_s
-        self._context: zmq.Context[Socket] = zmq.Context()
+        self._context: zmq.Context[Socket] = zmq.Context(num_io_threads)
         self._lock = threading.RLock()
         self._connections: list[ZmqConnection[SendT, ReceiveT]] = []
         self._addresses: list[str] = []
@@ -122,7 +129,7 @@ class DealerHub(Generic[SendT, ReceiveT]):
         others = self._others
         check_address(address, self._key, parameter=others.parameter)
         try:
-            line = DealerLine(self._context, address, self._key, self._silence_s)
+            line = connected_line(self._context, address, self._key, self._silence_s)
         except zmq.ZMQError as error:
             raise ConfigError(Given(others.parameter, address), f": {error.strerror}") from None
         return ZmqConnection(line, f"{others.name} {address}", others.says, self._lock)
@@ -211,10 +218,20 @@ class ZmqHub(DealerHub[ToRWorker, FromRWorker]):
     """An S-worker's connections to R-workers.
 
     Args:
-        key, silence_s: see ``DealerHub``.
+        key, silence_s, num_io_threads: see ``DealerHub``.
     """
 
     def __init__(
-        self, key: ClusterKey | None = None, *, silence_s: float = DEFAULT_SILENCE_S
+        self,
+        key: ClusterKey | None = None,
+        *,
+        silence_s: float = DEFAULT_SILENCE_S,
+        num_io_threads: int = 1,
     ) -> None:
-        super().__init__(key, silence_s, R_WORKERS)
+        super().__init__(key, silence_s, R_WORKERS, num_io_threads)
+
+
+def io_threads_for(num_peers: int, num_cores: int) -> int:
+    """ZeroMQ threads of an S-worker with so many R-workers, on a host with so many
+    cores: one for each, but no more than a quarter of the cores."""
+    return max(1, min(num_peers, num_cores // 4))
