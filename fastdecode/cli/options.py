@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fastdecode.core.config.engine import GROUPS, EngineConfig
+from fastdecode.core.config.groups import LINK_SECURITIES
 from fastdecode.core.config.options import Declared, declared
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.core.files import write_json
@@ -106,6 +107,18 @@ def lanes(text: str) -> int | None:
 def add_log_level_option(parser: argparse.ArgumentParser, default: str = "warning") -> None:
     parser.add_argument(
         "--log-level", default=default, choices=("debug", "info", "warning", "error")
+    )
+
+
+def add_link_security(arguments: argparse._ActionsContainer) -> None:
+    """The engine's option, for commands that are no engine."""
+    arguments.add_argument(
+        "--link-security",
+        choices=LINK_SECURITIES,
+        default=LINK_SECURITIES[0],
+        metavar="HOW",
+        help="what the key does: encrypt (default), or authenticate: prove the key and leave the "
+        "rest readable, for a network that you trust; the same on both sides",
     )
 
 

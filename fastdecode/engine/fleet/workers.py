@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import WorkerError, imports_for
 from fastdecode.core.holders import Holder, HolderId, HolderKind
+from fastdecode.core.host.machine import available_cores
 from fastdecode.core.spec import HeadShare
 from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.fleet import Fleet
@@ -329,6 +330,7 @@ def reach_addresses(
     silence_s: float,
     min_workers: int = 1,
     reach_timeout_s: float = REACH_TIMEOUT_S,
+    link_security: str = "encrypt",
 ) -> Reached:
     """R-workers at addresses. Each decides its own memory and threads. Waits
     for all of them for a while.
@@ -336,6 +338,7 @@ def reach_addresses(
     Args:
         addresses: tcp://HOST:PORT, one a worker.
         key_file: with the cluster's key; None: R-workers of this host only.
+        link_security: what the key does; see ``LinkSecurity``.
         silence_s: one that gives no sign of life for so long is lost.
         min_workers: so many have to be there.
         reach_timeout_s: how long to wait for all of them.
@@ -349,9 +352,10 @@ def reach_addresses(
     with imports_for("the ZeroMQ transport"):
         from fastdecode.engine.fleet.replacements import HubReplacements
         from fastdecode.wire.zmq.access import ClusterKey
-        from fastdecode.wire.zmq.hub import ZmqHub
-    key = None if key_file is None else ClusterKey.read(Path(key_file))
-    hub = ZmqHub(key, silence_s=silence_s)
+        from fastdecode.wire.zmq.hub import ZmqHub, io_threads_for
+    key = None if key_file is None else ClusterKey.read(Path(key_file), link_security)
+    num_threads = io_threads_for(len(addresses), available_cores())
+    hub = ZmqHub(key, silence_s=silence_s, num_io_threads=num_threads)
     try:
         for address in addresses:
             hub.add(address)
