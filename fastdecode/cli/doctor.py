@@ -81,12 +81,12 @@ def add_doctor(commands: Any) -> None:
 def run_doctor(args: argparse.Namespace) -> int:
     """Ask, judge, print. Returns the exit code."""
     from fastdecode.core.host.facts import lacks_for_triton, this_host
-    from fastdecode.measure.doctor import Finding, examine_all, hash_of_model, judge
+    from fastdecode.measure.doctor import Finding, ModelFacts, examine_all, judge
 
     findings, here = _Findings(is_quiet=args.json), this_host()
     workers: list[WorkerFacts] = []
     neighbours: list[NeighbourFacts] = []
-    model = (None, None) if args.model is None else hash_of_model(args.model)
+    model = None if args.model is None else ModelFacts.read(args.model)
     with contextlib.ExitStack() as opened:
         reached = _Reached()
         try:
@@ -99,7 +99,7 @@ def run_doctor(args: argparse.Namespace) -> int:
         findings.add(*_launcher())
         examined = _noting(examine_all(reached.asked), workers)
         ways = _noting(_ways(reached, workers), neighbours)
-        for finding in judge(here, examined, model[0], lacks_for_triton(), ways, model[1]):
+        for finding in judge(here, examined, model, lacks_for_triton(), ways):
             findings.add(finding)
         places = {one.peer: place for place, one in enumerate(reached.asked)}
     workers.sort(key=lambda facts: places[facts.peer])
@@ -242,7 +242,12 @@ def _reach_all(
 
 def _reach_addresses(args: argparse.Namespace, opened: contextlib.ExitStack) -> _Reached:
     addresses = args.r_worker_addresses
-    Cluster(transport="zmq", r_worker_addresses=addresses, key=args.key, link_security=args.link_security)
+    Cluster(
+        transport="zmq",
+        r_worker_addresses=addresses,
+        key=args.key,
+        link_security=args.link_security,
+    )
     from fastdecode.engine.fleet.workers import reach_addresses
     from fastdecode.measure.doctor import WorkerFacts
 

@@ -352,7 +352,8 @@ def reach_addresses(
     with imports_for("the ZeroMQ transport"):
         from fastdecode.engine.fleet.replacements import HubReplacements
         from fastdecode.wire.zmq.access import ClusterKey
-        from fastdecode.wire.zmq.hub import ZmqHub, io_threads_for
+        from fastdecode.wire.zmq.hub import ZmqHub
+        from fastdecode.wire.zmq.io_threads import io_threads_for
     key = None if key_file is None else ClusterKey.read(Path(key_file), link_security)
     num_threads = io_threads_for(len(addresses), available_cores())
     hub = ZmqHub(key, silence_s=silence_s, num_io_threads=num_threads)

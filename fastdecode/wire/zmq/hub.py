@@ -229,9 +229,3 @@ class ZmqHub(DealerHub[ToRWorker, FromRWorker]):
         num_io_threads: int = 1,
     ) -> None:
         super().__init__(key, silence_s, R_WORKERS, num_io_threads)
-
-
-def io_threads_for(num_peers: int, num_cores: int) -> int:
-    """ZeroMQ threads of an S-worker with so many R-workers, on a host with so many
-    cores: one for each, but no more than a quarter of the cores."""
-    return max(1, min(num_peers, num_cores // 4))
