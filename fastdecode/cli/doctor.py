@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from fastdecode.cli.options import add_exit_code_option, add_log_level_option
+from fastdecode.cli.options import add_exit_code_option, add_link_security, add_log_level_option
 from fastdecode.core.config.groups import Cluster
 from fastdecode.core.errors import ConfigError, FastDecodeError, MissingExtraError
 from fastdecode.core.install import pip_command
@@ -57,6 +57,7 @@ def add_doctor(commands: Any) -> None:
     parser.add_argument(
         "--key", metavar="FILE", help="the cluster's key, for R-workers on other hosts"
     )
+    add_link_security(parser)
     parser.add_argument(
         "--conversations", type=Path, metavar="DIR",
         help="where conversations are to be kept: whether they can be, and are whole",
@@ -90,12 +91,12 @@ def run_doctor(args: argparse.Namespace) -> int:
         print(refusals_as_text())
         return 0
     from fastdecode.core.host.facts import lacks_for_triton, this_host
-    from fastdecode.measure.doctor import Finding, examine_all, hash_of_model, judge
+    from fastdecode.measure.doctor import Finding, ModelFacts, examine_all, judge
 
     findings, here = _Findings(is_quiet=args.json), this_host()
     workers: list[WorkerFacts] = []
     neighbours: list[NeighbourFacts] = []
-    model = (None, None) if args.model is None else hash_of_model(args.model)
+    model = None if args.model is None else ModelFacts.read(args.model)
     with contextlib.ExitStack() as opened:
         reached = _Reached()
         try:
@@ -108,7 +109,7 @@ def run_doctor(args: argparse.Namespace) -> int:
         findings.add(*_launcher())
         examined = _noting(examine_all(reached.asked), workers)
         ways = _noting(_ways(reached, workers), neighbours)
-        for finding in judge(here, examined, model[0], lacks_for_triton(), ways, model[1]):
+        for finding in judge(here, examined, model, lacks_for_triton(), ways):
             findings.add(finding)
         places = {one.peer: place for place, one in enumerate(reached.asked)}
     workers.sort(key=lambda facts: places[facts.peer])
@@ -256,13 +257,19 @@ def _reach_all(
 
 def _reach_addresses(args: argparse.Namespace, opened: contextlib.ExitStack) -> _Reached:
     addresses = args.r_worker_addresses
-    Cluster(transport="zmq", r_worker_addresses=addresses, key=args.key)
+    Cluster(
+        transport="zmq",
+        r_worker_addresses=addresses,
+        key=args.key,
+        link_security=args.link_security,
+    )
     from fastdecode.engine.fleet.workers import reach_addresses
     from fastdecode.measure.doctor import WorkerFacts
 
     workers = reach_addresses(
         addresses,
         key_file=args.key,
+        link_security=args.link_security,
         silence_s=Cluster.worker_silence_s,
         min_workers=0,
         reach_timeout_s=_REACH_TIMEOUT_S,

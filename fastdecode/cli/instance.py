@@ -20,6 +20,7 @@ from fastdecode.cli.options import (
     tell,
 )
 from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.config.groups import Cluster
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.errors import imports_for
 from fastdecode.core.host.interrupts import interrupt
@@ -73,14 +74,14 @@ def add_instance(commands: Any) -> None:
 @stop_signals(interrupt)  # until it serves
 def _instance(args: argparse.Namespace) -> int:
     options = engine_options(args)
-    key = options["key"]
-    if not options["r_worker_addresses"]:
-        options["key"] = None  # it is for those who connect to this process
+    key, security = options["key"], options["link_security"]
+    if not options["r_worker_addresses"]:  # both are for whoever connects to this process
+        options["key"], options["link_security"] = None, Cluster.link_security
     config = EngineConfig.of(args.model, **options)
     with imports_for(f"{COMMAND} (an S-worker)"):
         from fastdecode.engine.instances.process import InstancePlace, serve_instance
     name = args.name or f"{socket.gethostname()} {args.bind.rpartition(':')[2]}"
-    place = InstancePlace(InstanceRole(args.role), args.bind, args.export, key, name)
+    place = InstancePlace(InstanceRole(args.role), args.bind, args.export, key, name, security)
 
     def listening(address: str, serving: InstanceServing) -> None:
         def end(number: int, frame: FrameType | None) -> None:

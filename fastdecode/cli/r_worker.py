@@ -17,8 +17,14 @@ import socket
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fastdecode.cli.options import EXIT_WORKERS_LOST, add_log_level_option, tell
+from fastdecode.cli.options import (
+    EXIT_WORKERS_LOST,
+    add_link_security,
+    add_log_level_option,
+    tell,
+)
 from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.config.groups import Cluster
 from fastdecode.core.config.instances import Instances
 from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.core.host.parents import end_with
@@ -102,6 +108,7 @@ def _add_address(address: argparse._ArgumentGroup) -> None:
     address.add_argument(
         "--key", type=Path, metavar="FILE", help="the cluster's key, the same file on every host"
     )
+    add_link_security(address)
     address.add_argument(
         "--name", metavar="NAME", help="what to be called in logs; default: the host and port"
     )
@@ -276,7 +283,11 @@ def _serve_at(args: argparse.Namespace) -> int:
     from rworker.tiers.disk import disk_of
     from rworker.worker import serve
 
-    key = None if args.key is None else access.ClusterKey.read(args.key)
+    if args.link_security != Cluster.link_security and args.key is None:
+        raise ConfigError(f"--link-security {args.link_security} needs --key")
+    key = None
+    if args.key is not None:
+        key = access.ClusterKey.read(args.key, args.link_security)
     serving = Serving(args.model_hash, args.keep_serving, args.return_s, args.session_keep_s)
     name = args.name or f"{socket.gethostname()} {args.bind.rpartition(':')[2]}"
     state, executor = make_worker(

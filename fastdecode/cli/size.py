@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from cost_model.hardware import Hardware
     from cost_model.plans.question import CpuSource, Goal, GpuSource, NicSource, Setup
     from cost_model.plans.size import Sizing
+    from cost_model.transport import Transport
 
 EXIT_INFEASIBLE = 1
 
@@ -119,6 +121,21 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--nics", type=int, default=1, metavar="N", help="ports of the S-worker (default: 1)"
     )
+    group.add_argument(
+        "--transport",
+        choices=("mpi", "zmq-encrypted", "zmq-authenticated"),
+        default="mpi",
+        metavar="HOW",
+        help="mpi (default); zmq-encrypted, zmq-authenticated: ZeroMQ between hosts, with that "
+        "--link-security, whose I/O threads may be what limits a plan",
+    )
+    group.add_argument(
+        "--io-threads",
+        type=int,
+        default=4,
+        metavar="N",
+        help="with ZeroMQ: a quarter of the cores of the S-worker's host (default: 4)",
+    )
 
 
 def _add_goal(parser: argparse.ArgumentParser) -> None:
@@ -175,6 +192,11 @@ def run_size(args: argparse.Namespace) -> int:
         check_plot(args.plot)
     hardware = Hardware.load()
     prices = None if args.prices is None else Prices.read(args.prices)
+    if args.emit is not None and args.transport != "mpi":
+        raise ConfigError(
+            f"--emit writes an mpirun line, and --transport {args.transport} has none: leave one "
+            "of the two out"
+        )
     whole = setup = read_setup(args, hardware)
     goal = read_goal(args)
     num_stages = _num_stages(args)
@@ -236,6 +258,7 @@ def read_setup(args: argparse.Namespace, hardware: Hardware) -> Setup:
         workload=_workload(args),
         num_gpus=args.gpus,
         num_nics=args.nics,
+        transport=_transport(args),
         memory_bytes_per_socket=None if args.dram_gb is None else _dram_bytes(args.dram_gb),
     )
 
@@ -255,6 +278,13 @@ def read_goal(args: argparse.Namespace) -> Goal:
         max_sockets=args.max_sockets,
         min_gain=args.min_gain,
     )
+
+
+def _transport(args: argparse.Namespace) -> Transport:
+    from cost_model.transport import TRANSPORTS, check_io_threads
+
+    check_io_threads(args.io_threads)
+    return replace(TRANSPORTS[args.transport], num_threads=args.io_threads)
 
 
 def _workload(args: argparse.Namespace) -> Any:

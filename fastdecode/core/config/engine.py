@@ -27,9 +27,10 @@ LEAST_SWAPPED = 3
 
 _OF_A_CONTROLLER = frozenset(
     (
-        "instance_addresses", "key", "worker_silence_s", "worker_timeout_s", "max_model_len",
-        "load_format", "local_prefill_below", "max_num_sequences", "learn_lengths",
-        "length_quantile", "expected_output_tokens", "dtype", "kv_dtype", "replan", "replan_slo",
+        "instance_addresses", "key", "link_security", "worker_silence_s", "worker_timeout_s",
+        "max_model_len", "load_format", "local_prefill_below", "max_num_sequences",
+        "learn_lengths", "length_quantile", "expected_output_tokens", "dtype", "kv_dtype",
+        "replan", "replan_slo",
         "replan_attainment", "replan_every_s", "replan_window_s",
     )
 )  # fmt: skip

@@ -12,6 +12,7 @@ from fastdecode.core.errors import ConfigError, Given
 
 MAX_R_WORKERS = 4096
 R_PARTITIONS = ("sequences", "heads")
+LINK_SECURITIES = ("encrypt", "authenticate")
 TRANSPORTS = ("auto", "inproc", "mpi", "zmq")
 KV_PLACEMENTS = ("r", "gpu", "hybrid", "auto")
 PROMPT_ATTENTION = ("auto", "s", "r")
@@ -294,6 +295,14 @@ class Cluster:
         "file with the cluster's key, for R-workers on other hosts over ZeroMQ",
         metavar="FILE",
     )
+    link_security: str = option(
+        "encrypt",
+        "what the key does for messages between hosts: encrypt them; or only authenticate both "
+        "ends, for a network that you trust: much faster, but whoever can reach into that network "
+        "can read K, V and queries, and change them. The same on both sides; with key",
+        choices=LINK_SECURITIES,
+        metavar="HOW",
+    )
     worker_silence_s: float = option(
         5.0,
         "give up an R-worker (mpi, zmq) whose heartbeat is missing for this long",
@@ -336,6 +345,13 @@ class Cluster:
         addresses = tuple(self.r_worker_addresses)
         object.__setattr__(self, "r_worker_addresses", addresses)
         listed = Given("r_worker_addresses")
+        if self.link_security != "encrypt" and self.key is None:
+            raise ConfigError(
+                Given("link_security", self.link_security),
+                " needs ",
+                Given("key"),
+                ": without a key nobody proves anything",
+            )
         if len(set(addresses)) < len(addresses) or len(addresses) > MAX_R_WORKERS:
             raise ConfigError(listed, f": give each address once, and {MAX_R_WORKERS} at most")
         # What an address looks like is the transport's business; here, only

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import WorkerError, imports_for
 from fastdecode.core.holders import Holder, HolderId, HolderKind
+from fastdecode.core.host.machine import available_cores
 from fastdecode.core.spec import HeadShare
 from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.fleet import Fleet
@@ -334,6 +335,7 @@ def reach_addresses(
     silence_s: float,
     min_workers: int = 1,
     reach_timeout_s: float = REACH_TIMEOUT_S,
+    link_security: str = "encrypt",
 ) -> Reached:
     """R-workers at addresses. Each decides its own memory and threads. Waits
     for all of them for a while.
@@ -341,6 +343,7 @@ def reach_addresses(
     Args:
         addresses: tcp://HOST:PORT, one a worker.
         key_file: with the cluster's key; None: R-workers of this host only.
+        link_security: what the key does; see ``LinkSecurity``.
         silence_s: one that gives no sign of life for so long is lost.
         min_workers: so many have to be there.
         reach_timeout_s: how long to wait for all of them.
@@ -355,8 +358,10 @@ def reach_addresses(
         from fastdecode.engine.fleet.replacements import HubReplacements
         from fastdecode.wire.zmq.access import ClusterKey
         from fastdecode.wire.zmq.hub import ZmqHub
-    key = None if key_file is None else ClusterKey.read(Path(key_file))
-    hub = ZmqHub(key, silence_s=silence_s)
+        from fastdecode.wire.zmq.io_threads import io_threads_for
+    key = None if key_file is None else ClusterKey.read(Path(key_file), link_security)
+    num_threads = io_threads_for(len(addresses), available_cores())
+    hub = ZmqHub(key, silence_s=silence_s, num_io_threads=num_threads)
     try:
         for address in addresses:
             hub.add(address)

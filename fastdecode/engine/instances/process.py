@@ -49,6 +49,8 @@ class InstancePlace:
     key: str | None
     """File with the cluster's key."""
     name: str
+    link_security: str = "encrypt"
+    """What the key does; see ``LinkSecurity``."""
 
 
 def serve_instance(
@@ -74,7 +76,7 @@ def serve_instance(
         from fastdecode.wire.zmq.access import ClusterKey, check_address
         from rworker.pulling.gates import Gates
 
-    key = None if place.key is None else ClusterKey.read(Path(place.key))
+    key = None if place.key is None else ClusterKey.read(Path(place.key), place.link_security)
     silence_s = config.cluster.worker_silence_s
     host = place.bind.rpartition(":")[0]
     check_address(place.bind, key, parameter="bind")

@@ -212,6 +212,7 @@ def reach_stage_addresses(resolved: ResolvedConfig, stage: int) -> Reached:
     return reach_addresses(
         cluster.r_worker_addresses[stage * each : (stage + 1) * each],
         key_file=cluster.key,
+        link_security=cluster.link_security,
         silence_s=cluster.worker_silence_s,
         min_workers=cluster.min_r_workers,
         reach_timeout_s=min(REACH_TIMEOUT_S, cluster.worker_timeout_s),

@@ -12,6 +12,7 @@ import torch
 
 from fastdecode.core.host.machine import available_cores
 from fastdecode.core.host.openmp import spins_on, user_decides
+from fastdecode.core.host.waits import shorten_sleeps, switch_threads_sooner
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.setup.resolve import ResolvedConfig
 from sworker.device import feed_gpu
@@ -64,6 +65,9 @@ def prepare(model: Model, resolved: ResolvedConfig, ranks: Ranks | None) -> Step
     each of which does the same. Returns its CUDA graphs, if they were chosen."""
     device = resolved.device if ranks is None else ranks.device
     feed_gpu(device)
+    shorten_sleeps()
+    if device.type == "cuda":
+        switch_threads_sooner()
     fuse(model, device)
     if ranks is not None:
         parallelize(model, ranks.shard, ranks.add_up)

@@ -195,6 +195,7 @@ class Pipeline:
         self._trace.waited(started, now)
         if received is not None:
             self._arrivals.take_in(*received, now)
+            self._arrivals.take_in_until_ready()
 
 
 def begin_pass(s_worker: SWorker, batch: StepBatch, lane: int) -> Pass:

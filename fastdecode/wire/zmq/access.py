@@ -2,9 +2,9 @@
 the key that a cluster's members share.
 
 A key file holds one secret, which S-workers and R-workers all have; with it
-each proves to the other that it belongs to the cluster, and everything between
-them is encrypted (CURVE). Without a key only the loopback interface may be
-used.
+each proves to the other that it belongs to the cluster. Everything between them
+is encrypted (CURVE), unless both ends ask for ``LinkSecurity.AUTHENTICATE``.
+Without a key only the loopback interface may be used.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import os
 import re
 import socket
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import zmq
 
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.secret_file import exposure
+from fastdecode.wire.zmq.proof import LinkSecurity, link_key
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.%\w]+\]|[^:\[\]/]+):(?P<port>\d{1,5}|\*)")
 _SECRET = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
@@ -27,14 +29,29 @@ _SECRET = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 @dataclass(frozen=True)
 class ClusterKey:
-    """A CURVE key pair that every member of the cluster holds."""
+    """A CURVE key pair that every member of the cluster holds, and how it
+    protects connections."""
 
     public: bytes
     secret: bytes = field(repr=False)
+    security: LinkSecurity = LinkSecurity.ENCRYPT
+
+    @property
+    def encrypts(self) -> bool:
+        """Whether what travels is encrypted; else both ends only prove the key."""
+        return self.security is LinkSecurity.ENCRYPT
+
+    @cached_property
+    def for_proofs(self) -> bytes:
+        """The key by which ends prove that they have this one."""
+        return link_key(self.secret)
 
     @classmethod
-    def read(cls, path: Path) -> ClusterKey:
+    def read(cls, path: Path, security: str = LinkSecurity.ENCRYPT.value) -> ClusterKey:
         """
+        Args:
+            security: see ``LinkSecurity``; the same at both ends of a connection.
+
         Raises:
             ConfigError: the file can't be read, isn't a key, or others may read
                 it.
@@ -52,7 +69,7 @@ class ClusterKey:
                 f"key file {path}, line 1: it {why}: make a key with fastdecode r-worker "
                 "--new-key FILE, and copy that file as it is"
             )
-        return cls(zmq.curve_public(text), text)
+        return cls(zmq.curve_public(text), text, LinkSecurity(security))
 
     @staticmethod
     def create(path: Path) -> None:

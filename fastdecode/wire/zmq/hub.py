@@ -28,6 +28,7 @@ breaks the protocol within a connection ends that connection.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, get_args
 
@@ -40,10 +41,10 @@ from fastdecode.wire.zmq.access import ClusterKey, check_address
 from fastdecode.wire.zmq.connection import ReceiveT, SendT, ZmqConnection
 from fastdecode.wire.zmq.line import (
     Bell,
-    DealerLine,
     Socket,
     wait_for,
 )
+from fastdecode.wire.zmq.proven_line import connected_line
 
 DEFAULT_SILENCE_S: Final = 5.0
 
@@ -74,14 +75,21 @@ class DealerHub(Generic[SendT, ReceiveT]):
         key: of the cluster; None: peers of this host only.
         silence_s: one that gives no sign of life for so long is lost.
         others: what they are.
+        num_io_threads: that encrypt and copy; connections are dealt out to them.
     """
 
-    def __init__(self, key: ClusterKey | None, silence_s: float, others: Others) -> None:
+    def __init__(
+        self,
+        key: ClusterKey | None,
+        silence_s: float,
+        others: Others,
+        num_io_threads: int = 1,
+    ) -> None:
         self._others = others
         self._bell = Bell()
         self._key = key
         self._silence_s = silence_s
-        self._context: zmq.Context[Socket] = zmq.Context()
+        self._context: zmq.Context[Socket] = zmq.Context(num_io_threads)
         self._lock = threading.RLock()
         self._connections: list[ZmqConnection[SendT, ReceiveT]] = []
         self._addresses: list[str] = []
@@ -90,8 +98,8 @@ class DealerHub(Generic[SendT, ReceiveT]):
         self._first = 0
 
     @property
-    def connections(self) -> tuple[ZmqConnection[SendT, ReceiveT], ...]:
-        return tuple(self._connections)
+    def connections(self) -> Sequence[ZmqConnection[SendT, ReceiveT]]:
+        return self._connections  # itself: it is asked for with every message
 
     @property
     def num_outside(self) -> int:
@@ -137,7 +145,7 @@ class DealerHub(Generic[SendT, ReceiveT]):
         others = self._others
         check_address(address, self._key, parameter=others.parameter)
         try:
-            line = DealerLine(self._context, address, self._key, self._silence_s)
+            line = connected_line(self._context, address, self._key, self._silence_s)
         except zmq.ZMQError as error:
             raise ConfigError(Given(others.parameter, address), f": {error.strerror}") from None
         name = f"{others.name} {address}"
@@ -227,10 +235,14 @@ class ZmqHub(DealerHub[ToRWorker, FromRWorker]):
     """An S-worker's connections to R-workers.
 
     Args:
-        key, silence_s: see ``DealerHub``.
+        key, silence_s, num_io_threads: see ``DealerHub``.
     """
 
     def __init__(
-        self, key: ClusterKey | None = None, *, silence_s: float = DEFAULT_SILENCE_S
+        self,
+        key: ClusterKey | None = None,
+        *,
+        silence_s: float = DEFAULT_SILENCE_S,
+        num_io_threads: int = 1,
     ) -> None:
-        super().__init__(key, silence_s, R_WORKERS)
+        super().__init__(key, silence_s, R_WORKERS, num_io_threads)
