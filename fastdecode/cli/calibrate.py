@@ -15,6 +15,7 @@ from typing import Any
 
 from cost_model.quantities import seconds_text
 from fastdecode.cli.options import add_log_level_option, tell
+from fastdecode.cli.parser import add_model
 from fastdecode.core.errors import ConfigError, imports_for
 
 MAX_SIZES = 64
@@ -109,7 +110,7 @@ def _add_shared(parser: argparse.ArgumentParser, model: str) -> None:
 
 
 def _add_common(parser: argparse.ArgumentParser, model: str) -> None:
-    parser.add_argument("--model", required=True, metavar="M", help=model)
+    add_model(parser, model)
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the profile, JSON")
     parser.add_argument(
         "--dtype", default="auto", help="weights and activations; auto is the checkpoint's"

@@ -19,6 +19,7 @@ from fastdecode.cli.options import (
     engine_options,
     tell,
 )
+from fastdecode.cli.parser import add_model
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.groups import Cluster
 from fastdecode.core.config.instances import InstanceRole
@@ -43,7 +44,7 @@ def add_instance(commands: Any) -> None:
         "Stops upon SIGTERM or Ctrl-C.",
     )
     parser.set_defaults(run=_instance)
-    parser.add_argument("model", metavar="MODEL", help="Hugging Face model directory")
+    add_model(parser)
     group = parser.add_argument_group("instance")
     group.add_argument(
         "--role",

@@ -20,6 +20,7 @@ from pathlib import Path
 from fastdecode import __version__
 from fastdecode.cli.commands import COMMANDS
 from fastdecode.cli.common import EXIT_WORKERS_LOST, tell
+from fastdecode.cli.parser import Parser
 from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, RequestError
 from fastdecode.core.files import open_output, write_whole
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED
@@ -116,7 +117,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """Knows the options of the command that ``argv`` names, and of the others
     only that they are there."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="fastdecode",
         description=(
             "Decode large batches on few GPUs: weights on S-workers, KV cache and attention on "

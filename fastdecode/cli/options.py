@@ -16,6 +16,7 @@ from fastdecode.cli.common import EXIT_WORKERS_LOST as EXIT_WORKERS_LOST
 from fastdecode.cli.common import add_log_level_option as add_log_level_option
 from fastdecode.cli.common import duration as duration
 from fastdecode.cli.common import tell as tell
+from fastdecode.cli.parser import Rare
 from fastdecode.core.config.engine import GROUPS, EngineConfig
 from fastdecode.core.config.groups import LINK_SECURITIES
 from fastdecode.core.config.options import Declared, declared
@@ -57,13 +58,14 @@ def _add_option(arguments: argparse._ArgumentGroup, each: Declared, default: str
         text = f"{text.rpartition('; default: ')[0] or text}; default: {default}"
     elif each.default not in (None, ()) and "default" not in text:
         text += f" (default: {'yes' if each.default is True else each.default})"
+    shown = text if each.option.common else Rare(text)
     if each.kind is bool:
         arguments.add_argument(
             each.flag,
             dest=each.name,
             action=argparse.BooleanOptionalAction,
             default=each.default,
-            help=text,
+            help=shown,
         )
     elif each.kind is tuple:
         arguments.add_argument(
@@ -72,7 +74,7 @@ def _add_option(arguments: argparse._ArgumentGroup, each: Declared, default: str
             action="append",
             default=[],
             metavar=each.option.metavar,
-            help=text,
+            help=shown,
         )
     else:
         arguments.add_argument(
@@ -81,7 +83,7 @@ def _add_option(arguments: argparse._ArgumentGroup, each: Declared, default: str
             type=lanes if each.option.auto else each.kind,
             default=each.default,
             metavar=each.option.metavar,
-            help=text,
+            help=shown,
         )
 
 
@@ -111,27 +113,30 @@ def add_exit_code_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+_COMMON_SAMPLING = frozenset(("temperature", "top_p", "seed", "max_tokens"))
+"""Sampling parameters that the short help shows."""
+
+
 def add_sampling_options(
     parser: argparse.ArgumentParser, askers: str = "lines", *, has_chats: bool = False
 ) -> None:
     """One option for each field of ``SamplingParams`` that makes sense for every
     line of a file, or whatever else asks. ``has_chats``: some may be chats,
     which have no limit of their own."""
-    group = parser.add_argument_group(
-        "sampling", f"defaults for {askers} that don't say it themselves"
-    )
+    group = parser.add_argument_group("sampling", f"defaults for {askers} that do not set them")
     default = SamplingParams()
     limits = {"max_tokens": f"{default.max_tokens}; of chats: the model's limit"}
     told = limits if has_chats else {}
 
     def add(flag: str, kind: Callable[[str], Any], text: str, metavar: str = "X") -> None:
         name = flag.removeprefix("--").replace("-", "_")
+        said = f"{text} (default: {told.get(name, getattr(default, name))})"
         group.add_argument(
             flag,
             type=kind,
             default=argparse.SUPPRESS,
             metavar=metavar,
-            help=f"{text} (default: {told.get(name, getattr(default, name))})",
+            help=said if name in _COMMON_SAMPLING else Rare(said),
         )
 
     add("--temperature", float, "0 is greedy")
@@ -155,17 +160,20 @@ def add_sampling_options(
     )
     group.add_argument(
         "--stop-token-ids", action="append", type=int, default=argparse.SUPPRESS, metavar="ID",
-        help="stop at this token; repeatable",
+        help=Rare("stop at this token; repeatable"),
     )  # fmt: skip
     group.add_argument(
-        "--ignore-eos", action="store_true", default=argparse.SUPPRESS, help="go on after EOS"
+        "--ignore-eos",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help=Rare("continue after the end-of-sequence token"),
     )
     group.add_argument(
         "--no-detokenize",
         action="store_false",
         dest="detokenize",
         default=argparse.SUPPRESS,
-        help="give token ids alone: no text is made",
+        help=Rare("give token ids only, without text"),
     )
 
 

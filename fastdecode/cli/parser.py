@@ -10,19 +10,32 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 ALL = "all"
+_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
+
+
+_Formatter = partial(argparse.HelpFormatter, width=100, max_help_position=28)
+
+
+class Rare(str):
+    """The help of an option that the short help leaves out."""
 
 
 class Parser(argparse.ArgumentParser):
     """An ``argparse`` parser; parsers of its subcommands are of this class, too."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"allow_abbrev": False, **options}, add_help=False)
-        self._rare: set[argparse.Action] = set()
+        super().__init__(
+            **{"allow_abbrev": False, "formatter_class": _Formatter, **options}, add_help=False
+        )
+        self._positionals.title = "arguments"
         self.add_argument(
             "-h",
             "--help",
@@ -30,30 +43,32 @@ class Parser(argparse.ArgumentParser):
             help="show this help; --help=all: every option; --help=GROUP: those of one group",
         )
 
-    def hide(self, actions: Iterable[argparse.Action]) -> None:
-        """Leave these out of the short help."""
-        self._rare.update(actions)
-
     def parse_known_args(  # type: ignore[override]  # the overloads only differ in the namespace
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        parsed, unknown = super().parse_known_args(args, namespace)
+        words = list(sys.argv[1:] if args is None else args)
+        if self._subparsers is None:  # said before what is missing, which may be the same thing
+            self._refuse_unknown(words)
+        parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:
-            self.error(self._about_unknown(unknown))
+            self.error(f"unexpected argument {unknown[0]!r}")
         return parsed, unknown
 
-    def _about_unknown(self, words: Sequence[str]) -> str:
-        options = [word for word in words if word.startswith("-")]
-        if not options:
-            return f"unexpected argument {words[0]!r}"
-        name = options[0].partition("=")[0]
-        near = difflib.get_close_matches(name, self._option_string_actions, n=1)
-        return f"unknown option {name}: " + (
-            f"did you mean {near[0]}?" if near else f"{self.prog} --help=all lists all options"
-        )
+    def _refuse_unknown(self, words: Sequence[str]) -> None:
+        """Up to ``--``, behind which another command may stand."""
+        for word in itertools.takewhile(lambda each: each != "--", words):
+            name = word.partition("=")[0]
+            if name.startswith("--") and name not in self._option_string_actions:
+                near = difflib.get_close_matches(name, self._option_string_actions, n=1)
+                mend = f"did you mean {near[0]}?" if near else f"see {self.prog} --help=all"
+                self.error(f"unknown option {name}: {mend}")
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong, then the usage in one line, and exit with code 2."""
+        wrong = _CHOICE.search(message)
+        if wrong is not None:
+            near = difflib.get_close_matches(wrong[1], re.findall(r"[\w-]+", wrong[2]), n=1)
+            message += f": did you mean {near[0]}?" if near else ""
         print(f"{self.prog}: {message}\n{self.format_usage()}", file=sys.stderr, end="")
         sys.exit(2)
 
@@ -86,9 +101,9 @@ class Parser(argparse.ArgumentParser):
                 formatter.add_text(group.description)
                 formatter.add_arguments(actions)
                 formatter.end_section()
-        if what is None and self._rare:
-            formatter.add_text(f"More options: {self.prog} --help=all, or --help=GROUP with GROUP")
-            formatter.add_text(f"one of {', '.join(self.group_names())}.")
+        if what is None and any(isinstance(a.help, Rare) for a in self._actions):
+            groups = ", ".join(self.group_names())
+            formatter.add_text(f"More options: --help=all, or --help=GROUP with one of {groups}.")
         formatter.add_text(self.epilog)
         return formatter.format_help()
 
@@ -98,7 +113,7 @@ class Parser(argparse.ArgumentParser):
         if action.help == argparse.SUPPRESS:
             return False
         if what is None:
-            return action not in self._rare
+            return not isinstance(action.help, Rare)
         return what in (ALL, _plain(group.title))
 
     def group_names(self) -> list[str]:
@@ -135,12 +150,11 @@ def _plain(title: str | None) -> str:
     return (title or "").lower().replace(" ", "-")
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser, help: str = "Hugging Face model directory") -> None:
     """``MODEL`` as the first argument, or ``--model MODEL``: one of the two."""
     either = parser.add_mutually_exclusive_group(required=True)
     absent = argparse.SUPPRESS  # or the one that is not given would undo the other
-    text = "Hugging Face model directory"
-    either.add_argument("model", metavar="MODEL", nargs="?", default=absent, help=text)
+    either.add_argument("model", metavar="MODEL", nargs="?", default=absent, help=help)
     either.add_argument("--model", dest="model", metavar="MODEL", default=absent, help="the same")
 
 

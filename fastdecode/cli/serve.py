@@ -32,6 +32,7 @@ from fastdecode.cli.options import (
     sampling_given,
     tell,
 )
+from fastdecode.cli.parser import add_model
 from fastdecode.cli.r_worker import serve_if_r_rank
 from fastdecode.conversations.keeping import Keeping
 from fastdecode.conversations.reuse import why_none
@@ -69,7 +70,7 @@ def add_serve(commands: Any) -> None:
         "second time at once.",
     )
     parser.set_defaults(run=run_serve)
-    _add_model(parser)
+    add_model(parser)
     add_options(parser.add_argument_group("server"), ServeOptions)
     unlearned = "with --no-learn-lengths by max_tokens"
     add_engine_options(parser, {
@@ -80,16 +81,6 @@ def add_serve(commands: Any) -> None:
     add_sampling_options(parser, "requests", has_chats=True)
     add_exit_code_option(parser)
     add_log_level_option(parser)
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    """The model directory, given by its place or, as other servers have it, by
-    ``--model``: one of the two."""
-    either = parser.add_mutually_exclusive_group(required=True)
-    text = "Hugging Face model directory"
-    absent = argparse.SUPPRESS  # or the one that isn't given would take the other's place
-    either.add_argument("model", metavar="MODEL", nargs="?", default=absent, help=text)
-    either.add_argument("--model", dest="model", metavar="MODEL", default=absent, help="the same")
 
 
 def serve_options(args: argparse.Namespace) -> ServeOptions:

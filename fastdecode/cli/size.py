@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.common import add_log_level_option, duration
+from fastdecode.cli.parser import add_model
 from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def add_size(commands: Any) -> None:
         "measured.",
     )
     parser.set_defaults(run=run_size)
+    add_model(parser, 'a name such as "Llama-2 7B", a config.json, or a model directory')
     _add_workload(parser)
     _add_hardware(parser)
     _add_goal(parser)
@@ -44,12 +46,6 @@ def add_size(commands: Any) -> None:
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to run")
-    what.add_argument(
-        "--model",
-        required=True,
-        metavar="M",
-        help='directory, config.json, or a name: "Llama-2 7B"',
-    )
     what.add_argument(
         "--dtype", default="auto", help="weights and activations; auto is the checkpoint's"
     )

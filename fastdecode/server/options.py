@@ -30,9 +30,12 @@ class ServeOptions:
     """
 
     host: str = option(
-        "127.0.0.1", "address to listen at; any but loopback needs a key", metavar="HOST"
+        "127.0.0.1",
+        "address to listen at; any but loopback needs a key",
+        metavar="HOST",
+        common=True,
     )
-    port: int = option(8000, "TCP port; 0: any that is free", low=0, high=65535)
+    port: int = option(8000, "TCP port; 0: any free port", low=0, high=65535, common=True)
     unix_socket: str | None = option(
         None, "listen at this Unix socket in place of a port", metavar="FILE"
     )
@@ -41,6 +44,7 @@ class ServeOptions:
         'what a request\'s "model" may say; repeatable (default: the last part of the model '
         "directory)",
         metavar="NAME",
+        common=True,
     )
     chat_template: str | None = option(
         None, "use this template, not the model's own", metavar="FILE"
@@ -50,6 +54,7 @@ class ServeOptions:
         f"file with keys, one a line, # for comments; or give them in {KEYS_VARIABLE}. It is read "
         "again upon SIGHUP",
         metavar="FILE",
+        common=True,
     )
     tls_cert: str | None = option(None, "serve TLS with this certificate (PEM)", metavar="FILE")
     tls_key: str | None = option(None, "and this key (PEM)", metavar="FILE")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastdecode.cli.parser import Parser, add_model
+from fastdecode.cli.parser import Parser, Rare, add_model
 
 
 def parser() -> Parser:
@@ -13,7 +13,7 @@ def parser() -> Parser:
     made.add_argument("--input", required=True, metavar="FILE", help="what to read")
     group = made.add_argument_group("S-part")
     group.add_argument("--dtype", help="a common option")
-    made.hide([group.add_argument("--cuda-graphs", help="a rare option")])
+    group.add_argument("--cuda-graphs", help=Rare("a rare option"))
     return made
 
 
@@ -49,8 +49,8 @@ def test_an_unknown_group_is_refused_with_those_there_are(
     ("words", "says"),
     [
         (["m", "--input", "f", "--dtpye", "x"], "unknown option --dtpye: did you mean --dtype?"),
-        (["m", "--input", "f", "--zzzz"], "unknown option --zzzz: tool --help=all lists all"),
-        (["m", "--inp", "f"], "--input"),
+        (["m", "--input", "f", "--zzzz"], "unknown option --zzzz: see tool --help=all"),
+        (["m", "--inp", "f"], "unknown option --inp: did you mean --input?"),
         (["m", "n", "--input", "f"], "unexpected argument 'n'"),
         (["--input", "f"], "one of the arguments MODEL --model is required"),
         (["m"], "the following arguments are required: --input"),

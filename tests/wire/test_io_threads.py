@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("zmq")
 
-from fastdecode.wire.zmq.hub import ZmqHub  # noqa: E402
-from fastdecode.wire.zmq.io_threads import io_cpu_s, io_threads_for  # noqa: E402
+from fastdecode.wire.zmq.hub import ZmqHub
+from fastdecode.wire.zmq.io_threads import io_cpu_s, io_threads_for
 
 
 @pytest.mark.parametrize(
