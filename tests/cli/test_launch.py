@@ -131,7 +131,7 @@ def test_the_lines_of_stages_without_r_workers() -> None:
     assert mpich.words() == shlex.split("mpirun -hosts a:2,b:1 -n 3 s")
     with pytest.raises(ConfigError, match="room for 3 where there are 4"):
         JobLine(("s",), ("r",), hosts, num_stages=4, has_r_workers=False)
-    with pytest.raises(ConfigError, match="--s-host=c: the command needs no R-workers"):
+    with pytest.raises(ConfigError, match="--s-host=c contradicts --hosts"):
         JobLine(("s",), ("r",), hosts, num_stages=3, s_host="c", has_r_workers=False)
 
 

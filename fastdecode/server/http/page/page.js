@@ -97,7 +97,7 @@ function pieces(values, kept, end) {
     if (value === null) {
       if (piece.length) found.push(piece);
       piece = [];
-    } else piece.push([first + place + 1, HEIGHT * (1 - value / end)]);
+    } else piece.push([first + place + 1, +(HEIGHT * (1 - value / end)).toFixed(2)]);
   });
   if (piece.length) found.push(piece);
   return found;
