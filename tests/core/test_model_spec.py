@@ -208,9 +208,9 @@ def test_end_of_text_ids() -> None:
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config.*quantised"),
         (
             {"architectures": ["MambaForCausalLM"]},
-            r"'MambaForCausalLM'.*Those that are: LlamaForCausalLM.*Bloom",
+            r"'MambaForCausalLM'.*Supported are LlamaForCausalLM.*Bloom",
         ),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "isn't implemented"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "is not supported"),
         ({"num_local_experts": 8}, "mixture of experts"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"hidden_act": "tanhshrink"}, r"'tanhshrink'.*silu"),
@@ -363,4 +363,4 @@ def test_commands_name_the_architecture_first(
         "calibrate s": ["--model", str(tmp_path), "--out", str(tmp_path / "p")],
     }.get(command, ["--model", str(tmp_path), *files])
     assert main([*command.split(), *more]) == 2
-    assert "'MambaForCausalLM' isn't implemented" in capsys.readouterr().err
+    assert "'MambaForCausalLM' is not supported" in capsys.readouterr().err
