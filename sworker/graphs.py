@@ -34,6 +34,7 @@ from torch import Tensor
 from fastdecode.core.model.spec import ModelSpec
 from sworker.buffers import LENT_LAYERS, to_device
 from sworker.device import Gpu, Graph, gpu_of
+from sworker.failures import is_kernel_error
 from sworker.feed import Feed
 from sworker.model.skeleton import LayerRoom, Model
 
@@ -213,13 +214,13 @@ class StepGraphs:
         for lane in range(self.num_lanes):
             self.buffers(lane)
         for bucket in sorted(buckets or self.buckets.sizes, reverse=True):
-            # Libraries choose their kernels, and get their workspaces. The
-            # units between the first and the last are alike.
+            # The units between the first and the last are alike.
             for unit in sorted({0, min(1, last), last}):
-                self.unit(0, unit, bucket)
+                if not self.warm_up(partial(self.unit, 0, unit, bucket), bucket, _unit(unit)):
+                    return
             for lane, unit in itertools.product(range(self.num_lanes), range(self.num_units)):
-                what = f"unit {unit} of the S-part"
-                self.capture((lane, unit, bucket), partial(self.unit, lane, unit, bucket), what)
+                run = partial(self.unit, lane, unit, bucket)
+                self.capture((lane, unit, bucket), run, _unit(unit))
 
     def run(self, lane: int, unit: int, bucket: int) -> None:
         """One unit on the first ``bucket`` rows of a lane."""
@@ -246,16 +247,33 @@ class StepGraphs:
         gc.disable()
         try:
             self._graphs[key] = self._gpu.capture(run, self._pool)
-        except RuntimeError as error:
-            self._capture = False
-            logger.warning(
-                "%s, of %d rows, can't be captured as a CUDA graph on %s: it runs as it is, as "
-                "will all that isn't captured yet: %s",
-                *(what, key[2], self.device, str(error).splitlines()[0]),
-            )
+        except Exception as error:  # torch's, the driver's, Triton's
+            self._stop_capturing(what, key[2], error)
         finally:
             if collects:
                 gc.enable()
+
+    def warm_up(self, run: Callable[[], None], bucket: int, what: str) -> bool:
+        """Run what will be captured once, so that libraries choose their kernels
+        and take their workspaces. False: a kernel can't be built or launched for
+        so many rows, and nothing is captured any more."""
+        try:
+            run()
+        except Exception as error:
+            if not is_kernel_error(error):
+                raise
+            self._stop_capturing(what, bucket, error)
+            return False
+        return True
+
+    def _stop_capturing(self, what: str, bucket: int, error: Exception) -> None:
+        if self._capture:
+            logger.warning(
+                "%s, of %d rows, can't be captured as a CUDA graph on %s: it runs without, and so "
+                "does everything that is not captured yet: %s",
+                *(what, bucket, self.device, (str(error).splitlines() or [repr(error)])[0]),
+            )
+        self._capture = False
 
     @torch.inference_mode()
     def unit(self, lane: int, unit: int, num_rows: int) -> None:
@@ -279,3 +297,8 @@ class StepGraphs:
             x.copy_(y)
         else:
             torch.add(y, added, out=x)
+
+
+def _unit(unit: int) -> str:
+    """What a warning calls it."""
+    return f"unit {unit} of the S-part"

@@ -22,6 +22,7 @@ from sworker.paged import NOWHERE, PagedKV, PagedStep
 
 _WHOLE = -1
 """A step, in place of a unit."""
+_WHAT = "a whole decode step"
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,11 @@ class WholeSteps:
         for lane in range(self._graphs.num_lanes):
             self._room(lane)
         for bucket in sorted(buckets or self._graphs.buckets.sizes, reverse=True):
-            self._step(0, bucket)  # libraries choose their kernels
+            if not self._graphs.warm_up(partial(self._step, 0, bucket), bucket, _WHAT):
+                return
             for lane in range(self._graphs.num_lanes):
                 run = partial(self._step, lane, bucket)
-                self._graphs.capture((lane, _WHOLE, bucket), run, "a whole decode step")
+                self._graphs.capture((lane, _WHOLE, bucket), run, _WHAT)
 
     def takes(self, step: PagedStep) -> bool:
         """Whether it is a step for ``run``."""

@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final, Literal
 
 from cost_model.quantities import seconds_text
 from fastdecode.core.clock import Clock
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import FastDecodeError
-from fastdecode.core.host.facts import HostFacts
+from fastdecode.core.host.facts import TF32_SWITCH, HostFacts, forces_tf32
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.measure.links.neighbours import NeighbourFacts
@@ -143,6 +144,7 @@ def judge(
     lacks_for_triton: str = "",
     neighbours: Iterable[NeighbourFacts] = (),
     token_bytes: int | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Finding]:
     """Everything that can be said of an S-worker's host and its R-workers, each
     finding as soon as what it is about is known.
@@ -155,7 +157,16 @@ def judge(
         neighbours: the ways from each R-worker to the next, taken when all of
             those are known.
         token_bytes: of K and V of a token of that model; None: not known.
+        environment: variables of the process that would be the S-worker.
     """
+    if forces_tf32(environment):
+        yield Finding(
+            "WARN",
+            "float32",
+            f"{TF32_SWITCH}=1 has torch compute float32 products in TF32; the engine undoes it, "
+            "other programs here don't",
+            "unset it where results are compared with a CPU's",
+        )
     if lacks_for_triton:
         yield Finding(
             "WARN",

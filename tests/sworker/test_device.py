@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from recorded_gpu import RecordedGpu
 
-from fastdecode.core.errors import WorkerError
 from fastdecode.wire.buffers import BufferPool
-from sworker.device import CudaGpu, feed_gpu
+from sworker import device
+from sworker.device import CudaGpu, clear_cuda_error, feed_gpu
 from sworker.room import Room
 from sworker.worker import DeviceTimer
 
@@ -45,13 +46,17 @@ def test_one_block_of_many_that_are_alike_is_timed_and_stands_for_all() -> None:
 
 
 class Cudart:
-    """Of CUDA's runtime, what pins memory."""
+    """Of CUDA's runtime, what pins memory, and the error that it keeps pending."""
 
     def __init__(self, error: int = 0) -> None:
         self._error = error
         self.pinned: dict[int, int] = {}
+        self.pending = 0
+        self.num_asked = 0
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        self.num_asked += 1
+        self.pending = self._error or self.pending
         if not self._error:
             self.pinned[address] = num_bytes
         return self._error
@@ -59,6 +64,21 @@ class Cudart:
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
         del self.pinned[address]
         return 0
+
+    def cudaGetLastError(self) -> int:  # noqa: N802
+        error, self.pending = self.pending, 0
+        return error
+
+
+def refuse(num_bytes: int) -> torch.Tensor:
+    raise RuntimeError("CUDA error: out of memory\nadvice")
+
+
+@pytest.fixture(autouse=True)
+def warns_again() -> None:
+    """Warnings of memory that isn't pinned come once a process."""
+    device._warn_of_no_registration.cache_clear()
+    device._warn_of_plain_memory.cache_clear()
 
 
 def test_memory_is_pinned_as_long_as_anything_looks_into_it() -> None:
@@ -104,14 +124,103 @@ def test_messages_buffers_are_pinned_when_they_are_first_read() -> None:
 def test_where_messages_buffers_cannot_be_pinned_that_is_asked_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    gpu, answer = CudaGpu(torch.device("cuda", 0), Cudart(error=2)), BufferPool().take(5000)
+    cudart, answer = Cudart(error=2), BufferPool().take(5000)
+    gpu = CudaGpu(torch.device("cuda", 0), cudart)
     assert not gpu.reads(answer) and not gpu.reads(answer)
+    assert cudart.num_asked == 1 and cudart.pending == 0
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "ulimit -l" in caplog.text
 
 
-def test_memory_that_cannot_be_pinned() -> None:
-    cudart = Cudart(error=2)
-    with pytest.raises(WorkerError, match="CUDA error 2"):
-        CudaGpu(torch.device("cuda", 0), cudart).pinned(4096)
+def test_where_registering_is_refused_torch_pins(caplog: pytest.LogCaptureFixture) -> None:
+    """And a staging works with it; torch's next kernel finds no error pending."""
+    cudart, taken = Cudart(error=2), []
+
+    def allocate(num_bytes: int) -> torch.Tensor:
+        taken.append(torch.empty(num_bytes, dtype=torch.uint8))
+        return taken[-1]
+
+    gpu = CudaGpu(torch.device("cuda", 0), cudart, allocate)
+    memory = gpu.pinned(4096)
+    assert memory is taken[0] and cudart.pending == 0
+    assert gpu.pinned(100) is taken[1] and cudart.num_asked == 1
+    assert len(caplog.records) == 1 and "CUDA error 2" in caplog.text
+
+
+def test_where_nothing_is_pinned_memory_is_plain(caplog: pytest.LogCaptureFixture) -> None:
+    """One warning for each way, however many lanes ask. Before, no engine started."""
+    for _ in range(3):
+        cudart = Cudart(error=801)
+        gpu = CudaGpu(torch.device("cuda", 0), cudart, refuse)
+        room = Room(gpu.pinned, 4096)
+        room.take(torch.Size((5000,)), torch.float32).fill_(1.0)
+        assert gpu.pinned(10).shape == (10,) and cudart.pending == 0
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "out of memory" in caplog.text and "advice" not in caplog.text
     gc.collect()
+
+
+@pytest.mark.parametrize("num_bytes", [100, 300_000])
+def test_uploads_where_nothing_is_pinned(num_bytes: int) -> None:
+    """Of large ones torch would ask for pinned memory itself, and raise."""
+    gpu = CudaGpu(torch.device("cpu"), Cudart(error=2), refuse)
+    host = torch.arange(num_bytes // 4, dtype=torch.float32).view(-1, 5)
+    found = gpu.upload(host)
+    assert found.shape == host.shape and torch.equal(found, host)
+
+
+def test_large_uploads_leave_from_pinned_memory() -> None:
+    taken = []
+
+    def allocate(num_bytes: int) -> torch.Tensor:
+        taken.append(torch.empty(num_bytes, dtype=torch.uint8))
+        return taken[-1]
+
+    gpu = CudaGpu(torch.device("cpu"), Cudart(), allocate)
+    host = torch.arange(99_999).view(3, -1).T
+    assert torch.equal(gpu.upload(host), host) and [x.nbytes for x in taken] == [99_999 * 8]
+
+
+def test_an_error_is_cleared_whatever_torch_binds() -> None:
+    """torch binds cudaGetLastError in some versions only; else the loaded
+    runtimes are asked."""
+    bound, unbound, library = Cudart(), SimpleNamespace(), Cudart()
+    bound.pending = library.pending = 2
+    clear_cuda_error(bound, [library])
+    assert (bound.pending, library.pending) == (0, 2)
+    clear_cuda_error(unbound, [library])
+    assert library.pending == 0
+    clear_cuda_error(unbound)  # none is loaded here
+
+
+def test_float32_is_float32_whatever_the_environment_says(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1``, as in NVIDIA's images, is this setting."""
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_float32_matmul_precision("high")
+        feed_gpu(torch.device("cpu"))
+        assert torch.get_float32_matmul_precision() == "high"  # no matter on a CPU
+        feed_gpu(torch.device("cuda"))
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE" in caplog.text
+        caplog.clear()
+        feed_gpu(torch.device("cuda"))
+        assert caplog.text == ""
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.set_num_threads(num_threads)
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = True
+
+
+@pytest.mark.parametrize(
+    ("version", "warns"),
+    [("2.6.0+cu124", True), ("2.7.0", False), ("2.13.0+cpu", False), ("3.0.0a1", False)],
+)
+def test_an_old_torch_is_named(
+    version: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    device._warn_of_old_torch(version)
+    assert ("torch>=2.7" in caplog.text) is warns

@@ -146,9 +146,38 @@ def test_what_cannot_be_captured_runs_as_it_is(
             expected.q = expected.q.clone()
     assert capture.call_count == 1 and gc.isenabled()
     assert [record.message for record in caplog.records] == [
-        "unit 0 of the S-part, of 8 rows, can't be captured as a CUDA graph on cpu: it runs as it "
-        "is, as will all that isn't captured yet: no"
+        "unit 0 of the S-part, of 8 rows, can't be captured as a CUDA graph on cpu: it runs "
+        "without, and so does everything that is not captured yet: no"
     ]
+
+
+@pytest.mark.parametrize("at", ["warm-up", "capture"])
+def test_a_kernel_of_triton_that_cannot_be_launched_costs_the_graphs_alone(
+    at: str, tiny_checkpoint: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Triton's errors are no RuntimeErrors."""
+    _, model = load_model(tiny_checkpoint("llama"), device=CPU, dtype=torch.float32)
+    kind = type("OutOfResources", (Exception,), {"__module__": "triton.runtime.errors"})
+    error = kind("out of resource: shared memory, Required: 151620\nmore")
+    gpu = RecordedGpu()
+    graphs = StepGraphs(model, CPU, capture=True, max_rows=8, gpu=gpu)
+    fails = mock.patch.object(
+        *((graphs, "unit") if at == "warm-up" else (gpu, "capture")), side_effect=error
+    )
+    with fails:
+        graphs.prepare()
+    assert graphs.num_graphs == 0
+    (record,) = caplog.records
+    assert record.message.endswith("out of resource: shared memory, Required: 151620")
+
+
+def test_what_else_fails_at_warm_up_raises(tiny_checkpoint: Callable[..., Path]) -> None:
+    """A device that fails, or has no memory: the start has failed."""
+    _, model = load_model(tiny_checkpoint("llama"), device=CPU, dtype=torch.float32)
+    graphs = StepGraphs(model, CPU, capture=True, max_rows=8, gpu=RecordedGpu())
+    gone = RuntimeError("CUDA error: device-side assert triggered")
+    with mock.patch.object(graphs, "unit", side_effect=gone), pytest.raises(RuntimeError):
+        graphs.prepare()
 
 
 @torch.inference_mode()
