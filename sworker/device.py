@@ -105,6 +105,10 @@ class Gpu(Protocol):
         """A copy of host memory on the device. Never waits, and the memory may
         be written again at once."""
 
+    def mapped(self, host: Tensor) -> Tensor | None:
+        """Memory that ``pinned`` gave, as the device's kernels read it: no copy.
+        None: they can't. It holds as long as ``host``."""
+
     def room(self, num_bytes: int) -> Tensor:
         """uint8 on the device. Whoever asks for it keeps it as long as any
         stream may use it."""
@@ -122,13 +126,18 @@ class Gpu(Protocol):
         """
 
 
-class CudaGpu:
-    """A CUDA device, by torch.
+class HostMemory:
+    """Memory of the host that a CUDA device copies from and to on its own.
+
+    The first way is to register ordinary memory, which may be refused: by a
+    sandbox, a virtual machine or a limit. The second is torch's own pinned
+    memory, which rounds up to a power of two and keeps what is given back. The
+    last is plain memory. What was refused once is not asked for again.
 
     Args:
         cudart: CUDA's runtime, in place of torch's.
-        allocate: takes pinned memory of so many bytes, uint8, in torch's own
-            way; raises RuntimeError if there is none. In place of torch.
+        allocate: takes torch's pinned memory of so many bytes, uint8; raises
+            RuntimeError if there is none. In place of torch.
     """
 
     def __init__(
@@ -140,9 +149,76 @@ class CudaGpu:
         self._device = device
         self._given_cudart = cudart
         self._allocate = allocate or _allocate_pinned
-        self._capturing: torch.cuda.Stream | None = None
         self._can_register = True
         self._can_allocate = True
+
+    @property
+    def cudart(self) -> Any:
+        return self._given_cudart or torch.cuda.cudart()
+
+    def take(self, num_bytes: int) -> Tensor:
+        """uint8, pinned if that is possible."""
+        view = map_pages(num_bytes)
+        assert isinstance(view.obj, Pages)
+        if not self.register(view.obj) and (pinned := self.allocate(num_bytes)) is not None:
+            return pinned
+        return torch.frombuffer(view, dtype=torch.uint8)
+
+    def register(self, pages: Pages) -> bool:
+        """Pin this memory until nothing refers to it any more. False: refused."""
+        if not self._can_register:
+            return False
+        error = int(self.cudart.cudaHostRegister(pages.address, pages.num_bytes, _PORTABLE))
+        if error:
+            clear_cuda_error(self.cudart)
+            self._can_register = False
+            log.warning(
+                "memory of the host can't be registered with %s (CUDA error %d): torch's own "
+                "pinned memory is used, and what R-workers send is copied on the host first. "
+                "Raise ulimit -l",
+                self._device,
+                error,
+            )
+            return False
+        pages.unpin = partial(self.cudart.cudaHostUnregister, pages.address)
+        return True
+
+    def allocate(self, num_bytes: int) -> Tensor | None:
+        """torch's own pinned memory, uint8; None: refused."""
+        if not self._can_allocate:
+            return None
+        try:
+            return self._allocate(num_bytes)
+        except RuntimeError as error:
+            if self._given_cudart is not None or torch.cuda.is_available():
+                clear_cuda_error(self.cudart)
+            self._can_allocate = False
+            log.warning(
+                "no memory of the host can be pinned for %s (%s): plain memory is used, and "
+                "copies wait for the GPU. Raise ulimit -l, or leave the sandbox that forbids it",
+                self._device,
+                str(error).splitlines()[0],
+            )
+            return None
+
+
+@cache
+def _host_memory_of(device: torch.device) -> HostMemory:
+    """One for all drivers of a device: what is refused is asked for, and told, once."""
+    return HostMemory(device)
+
+
+class CudaGpu:
+    """A CUDA device, by torch.
+
+    Args:
+        memory: of the host, in place of what all drivers of the device share.
+    """
+
+    def __init__(self, device: torch.device, memory: HostMemory | None = None) -> None:
+        self._device = device
+        self._memory = memory or _host_memory_of(device)
+        self._capturing: torch.cuda.Stream | None = None
 
     def new_stream(self) -> Stream:
         return torch.cuda.Stream(self._device)
@@ -159,26 +235,30 @@ class CudaGpu:
         return event
 
     def pinned(self, num_bytes: int) -> Tensor:
-        # torch's own is the second choice: it rounds up to a power of two, and
-        # keeps what is given back.
-        view = map_pages(num_bytes)
-        assert isinstance(view.obj, Pages)
-        if self._registers(view.obj):
-            return torch.frombuffer(view, dtype=torch.uint8)
-        allocated = self._allocated(num_bytes)
-        return torch.frombuffer(view, dtype=torch.uint8) if allocated is None else allocated
+        return self._memory.take(num_bytes)
 
     def reads(self, array: NDArray[Any]) -> bool:
         pages = pages_of(array)
-        return pages is not None and (pages.unpin is not None or self._registers(pages))
+        return pages is not None and (pages.unpin is not None or self._memory.register(pages))
 
     def upload(self, host: Tensor) -> Tensor:
         if host.nbytes > _STAGED_BYTES:
             # Lent to nobody else until it has been copied.
-            pinned = self._allocated(host.nbytes)
+            pinned = self._memory.allocate(host.nbytes)
             if pinned is not None:
                 host = pinned.view(host.dtype).view(host.shape).copy_(host)
         return host.to(self._device, non_blocking=True)
+
+    def mapped(self, host: Tensor) -> Tensor | None:
+        if not host.is_contiguous() or not host.is_pinned():
+            return None
+        try:  # pinned memory has one address for the host and the device
+            raw: Tensor = torch.as_tensor(_DeviceView(host), device=self._device)
+        except (RuntimeError, TypeError, ValueError) as error:
+            clear_cuda_error(self._memory.cudart)
+            log.warning("kernels can't read the host's memory on %s: %s", self._device, error)
+            return None
+        return raw.view(host.dtype).view(host.shape)
 
     def room(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -203,33 +283,6 @@ class CudaGpu:
         current.wait_stream(self._capturing)
         return graph  # type: ignore[no-any-return]
 
-    def _registers(self, pages: Pages) -> bool:
-        """Tell the driver of this memory, until nothing looks into it any more.
-        False: it has refused, and is not asked again."""
-        if not self._can_register:
-            return False
-        cudart = self._given_cudart or torch.cuda.cudart()
-        error = int(cudart.cudaHostRegister(pages.address, pages.num_bytes, _PORTABLE))
-        if error:
-            clear_cuda_error(cudart)
-            self._can_register = False
-            _warn_of_no_registration(str(self._device), error)
-            return False
-        pages.unpin = partial(cudart.cudaHostUnregister, pages.address)
-        return True
-
-    def _allocated(self, num_bytes: int) -> Tensor | None:
-        """Pinned memory in torch's own way; None: it is refused, too."""
-        if not self._can_allocate:
-            return None
-        try:
-            return self._allocate(num_bytes)
-        except RuntimeError as error:
-            clear_cuda_error(self._given_cudart or _cudart())
-            self._can_allocate = False
-            _warn_of_plain_memory(str(self._device), str(error).splitlines()[0])
-            return None
-
     def _give_up(self, graph: Any, pool: object) -> None:
         """End a capture that failed. torch's allocator would go on believing in
         it, and give no memory back that another stream has used."""
@@ -239,6 +292,17 @@ class CudaGpu:
         if end_allocating is not None:
             with contextlib.suppress(RuntimeError):  # it had ended
                 end_allocating(self._device.index or 0, pool)
+
+
+class _DeviceView:
+    """Host memory, in the terms of the CUDA array interface. It keeps the memory."""
+
+    def __init__(self, host: Tensor) -> None:
+        self._host = host
+        self.__cuda_array_interface__ = {
+            "shape": (host.nbytes,), "typestr": "|u1", "data": (host.data_ptr(), False),
+            "version": 3, "strides": None,
+        }  # fmt: skip
 
 
 def feed_gpu(device: torch.device) -> None:
@@ -311,31 +375,5 @@ def _loaded_cudarts() -> list[ctypes.CDLL]:
     return libraries
 
 
-def _cudart() -> Any:
-    """torch's binding of CUDA's runtime; None: there is no CUDA."""
-    return torch.cuda.cudart() if torch.cuda.is_available() else None
-
-
 def _allocate_pinned(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-
-@cache
-def _warn_of_no_registration(device: str, error: int) -> None:
-    """Once a process: every lane's staging asks."""
-    log.warning(
-        "memory of the host can't be registered with %s (CUDA error %d): torch's own pinned "
-        "memory is used, and what R-workers send is copied on the host first. Raise ulimit -l",
-        device,
-        error,
-    )
-
-
-@cache
-def _warn_of_plain_memory(device: str, why: str) -> None:
-    log.warning(
-        "no memory of the host can be pinned for %s (%s): plain memory is used, and copies wait "
-        "for the GPU. Raise ulimit -l, or leave the sandbox that forbids it",
-        device,
-        why,
-    )

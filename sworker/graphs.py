@@ -9,10 +9,10 @@ graph that was captured once is right for every later step of so many rows. Rows
 are independent: what stands in the padding changes nobody's result but the
 shape of the matrix products, whose rounding may depend on it.
 
-Graphs are captured before the first step, of all lanes that there may ever be,
-the largest first, so that they share memory; none is captured later, when
-somebody would wait for it. What hasn't got one runs as it is, and so does all
-that comes after one that can't be captured.
+Graphs are captured before the first step, for all lanes that there may ever be
+and as many rows as each may have, the largest first, so that they share memory.
+None is captured later, when a request would wait for it. Units that have no
+graph run without.
 
 Without capture, as on a CPU, the same code runs the units as they are; that is
 how it is tested there.
@@ -23,7 +23,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -44,46 +44,68 @@ MAX_GRAPH_ROWS = 512
 """Beyond so many rows a layer computes for longer than its launches take."""
 MAX_GRAPHS = 4096
 """Each takes some of the device's memory, and a moment to capture."""
+_CHOICES = ((8, 1), (4, 1), (2, 1), (1, 1), (1, 8))
+"""Of ``Buckets.parts`` and ``Buckets.least``, the finest first."""
+
+
+@dataclass(frozen=True)
+class LaneGraphs:
+    """What is captured for one lane."""
+
+    max_rows: int
+    """Its steps of more rows run without graphs, or there are none."""
+    num_graphs: int
+    """For each bucket."""
+    num_kernels: int = 0
+    """In all graphs of a bucket together."""
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """Row counts that steps are padded to: 1, 2, 4, 8, then ``parts`` of them
-    from each power of two to the next, but no less than 8 rows apart. Up to 64
-    rows or more a layer is bound by reading its weights, so padding costs
-    nothing; beyond, less than one part in ``parts``."""
+    """Row counts that steps are padded to: powers of two from ``least`` to 8,
+    then ``parts`` of them from each power of two to the next, but no less than 8
+    rows apart. Up to 64 rows or more a layer is bound by reading its weights, so
+    padding costs nothing; beyond, less than one part in ``parts``."""
 
     max_rows: int = MAX_GRAPH_ROWS
     """Steps of more rows aren't padded."""
     parts: int = 8
+    least: int = 1
 
     @classmethod
     def choose(
-        cls, num_lanes: int, num_units: int, max_graphs: int, max_rows: int = MAX_GRAPH_ROWS
+        cls, lanes: Sequence[LaneGraphs], max_graphs: int, max_rows: int = MAX_GRAPH_ROWS
     ) -> Buckets:
-        """The finest whose graphs, one for each lane, unit and bucket, are no
-        more than ``max_graphs``; else the coarsest."""
-        choices = [cls(max_rows, parts) for parts in (8, 4, 2, 1)]
-        return next(
-            (b for b in choices if b.num_graphs(num_lanes, num_units) <= max_graphs), choices[-1]
-        )
+        """The finest whose graphs are no more than ``max_graphs``; else the
+        coarsest."""
+        choices = [cls(max_rows, *choice) for choice in _CHOICES]
+        return next((b for b in choices if b.num_graphs(lanes) <= max_graphs), choices[-1])
 
     def of(self, num_rows: int) -> int:
         """The least bucket for so many rows."""
         assert num_rows >= 1
         if num_rows <= 8:
-            return 1 << (num_rows - 1).bit_length()
+            return max(self.least, 1 << (num_rows - 1).bit_length())
         below = 1 << ((num_rows - 1).bit_length() - 1)
         step = max(8, below // self.parts)
         return -(-num_rows // step) * step
 
     @property
     def sizes(self) -> list[int]:
-        return sorted({self.of(num_rows) for num_rows in range(1, self.max_rows + 1)})
+        return self.sizes_to(self.max_rows)
 
-    def num_graphs(self, num_lanes: int, num_units: int) -> int:
-        """Graphs at most."""
-        return num_lanes * num_units * len(self.sizes)
+    def sizes_to(self, max_rows: int) -> list[int]:
+        """Those of steps of up to so many rows."""
+        most = min(max_rows, self.max_rows)
+        return sorted({self.of(num_rows) for num_rows in range(1, most + 1)})
+
+    def num_graphs(self, lanes: Sequence[LaneGraphs]) -> int:
+        """Of all lanes and buckets."""
+        return sum(lane.num_graphs * len(self.sizes_to(lane.max_rows)) for lane in lanes)
+
+    def num_kernels(self, lanes: Sequence[LaneGraphs]) -> int:
+        """In these graphs."""
+        return sum(lane.num_kernels * len(self.sizes_to(lane.max_rows)) for lane in lanes)
 
 
 Key: TypeAlias = tuple[int, int, int]
@@ -135,7 +157,8 @@ class StepGraphs:
         capture: whether ``prepare`` captures CUDA graphs; if not, units run as
             they are.
         num_lanes: most that there may be.
-        max_rows: steps of more rows are somebody else's.
+        lanes: what is captured for each; None: all units of all buckets.
+        max_rows: steps of more rows don't come here.
         max_graphs: buckets are as many as this allows.
         gpu: the device's driver, in place of the one that torch has.
     """
@@ -147,6 +170,7 @@ class StepGraphs:
         *,
         capture: bool,
         num_lanes: int = 1,
+        lanes: Sequence[LaneGraphs] | None = None,
         max_rows: int = MAX_GRAPH_ROWS,
         max_graphs: int = MAX_GRAPHS,
         gpu: Gpu | None = None,
@@ -155,8 +179,9 @@ class StepGraphs:
         self.model = model
         self.device = device
         self._capture = capture
-        self.num_lanes, self._max_graphs = num_lanes, max_graphs
-        self.buckets = Buckets.choose(num_lanes, self.num_units, max_graphs, max_rows)
+        self.lanes = lanes or [LaneGraphs(max_rows, self.num_units)] * num_lanes
+        self._max_graphs = max_graphs
+        self.buckets = Buckets.choose(self.lanes, max_graphs, max_rows)
         self._lanes: dict[int, LaneBuffers] = {}
         self._graphs: dict[Key, Graph] = {}
         self._pool = self._gpu.new_pool() if self._gpu is not None else None
@@ -164,6 +189,16 @@ class StepGraphs:
     @property
     def num_graphs(self) -> int:
         return len(self._graphs)
+
+    @property
+    def num_lanes(self) -> int:
+        return len(self.lanes)
+
+    def lanes_of(self, bucket: int) -> list[int]:
+        """Those whose steps may have so many rows."""
+        of = self.buckets.of
+        most = [min(lane.max_rows, self.buckets.max_rows) for lane in self.lanes]
+        return [lane for lane, num_rows in enumerate(most) if bucket <= of(num_rows)]
 
     @property
     def num_units(self) -> int:
@@ -218,7 +253,7 @@ class StepGraphs:
             for unit in sorted({0, min(1, last), last}):
                 if not self.warm_up(partial(self.unit, 0, unit, bucket), bucket, _unit(unit)):
                     return
-            for lane, unit in itertools.product(range(self.num_lanes), range(self.num_units)):
+            for lane, unit in itertools.product(self.lanes_of(bucket), range(self.num_units)):
                 run = partial(self.unit, lane, unit, bucket)
                 self.capture((lane, unit, bucket), run, _unit(unit))
 

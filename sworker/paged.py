@@ -22,10 +22,11 @@ and of V, as an R-worker's does: what it gives back is the same.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cache
 
 import numpy as np
 import torch
@@ -38,6 +39,8 @@ from fastdecode.core.errors import CapacityError, Given
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from sworker.buffers import to_device
 from sworker.dtypes import quantize, torch_dtype
+from sworker.kernel_trial import BlockKernels as BlockKernels
+from sworker.kernel_trial import Trial
 from sworker.prefill import (
     as_cached,
     can_take_together,
@@ -45,6 +48,8 @@ from sworker.prefill import (
     chunks_together,
     local_causal_attention,
 )
+
+logger = logging.getLogger(__name__)
 
 MAX_GATHERED_BYTES = 256 << 20
 MAX_CPU_GATHERED_BYTES = 4 << 20
@@ -62,13 +67,6 @@ class Prompt:
 
 NOWHERE = -1
 """In place of a slot, for rows that aren't stored."""
-
-
-class BlockKernels(Protocol):
-    """What reads and writes blocks where they lie: ``paged_triton``."""
-
-    paged_store: Callable[..., None]
-    paged_decode: Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,8 @@ class PagedKV:
         num_blocks: block ids are 0 … num_blocks - 1, the same in every layer.
         device: where.
         kernels: that read and write blocks where they lie, in place of those
-            that there are for the device.
+            that there are for the device. They are tried first.
+        dtype: of activations; None: the cache's, or float32 with int8.
 
     Raises:
         CapacityError: the device hasn't the memory.
@@ -114,6 +113,7 @@ class PagedKV:
         num_blocks: int,
         device: torch.device,
         kernels: BlockKernels | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         assert kv.dtype.is_float or kv.dtype is DType.INT8
         self.kv = kv
@@ -122,8 +122,8 @@ class PagedKV:
         try:
             # Not zeroed: a CPU's memory is taken as blocks are used. What was
             # never written is never weighed in.
-            dtype = torch_dtype(kv.dtype) if kv.dtype.is_float else torch.int8
-            self.pool = torch.empty(shape, dtype=dtype, device=device)
+            element = torch_dtype(kv.dtype) if kv.dtype.is_float else torch.int8
+            self.pool = torch.empty(shape, dtype=element, device=device)
             self.scales = (
                 None
                 if kv.dtype.is_float
@@ -146,8 +146,21 @@ class PagedKV:
             for spec in self.attention
             if spec.alibi_slopes is not None
         }
-        self.kernels = kernels or _kernels_of(device)
-        """None: decoded tokens' K and V are gathered side by side."""
+        if dtype is None:
+            dtype = torch_dtype(kv.dtype) if kv.dtype.is_float else torch.float32
+        self.kernels = self._tried(kernels or _kernels_of(device), dtype)
+        """None: there are none, or they failed their trial: K and V of decoded
+        tokens are gathered side by side."""
+
+    def _tried(self, kernels: BlockKernels | None, dtype: torch.dtype) -> BlockKernels | None:
+        """Kernels that work here as plain torch does."""
+        if kernels is None or not self.attention:
+            return None
+        device = self.pool.device
+        why = Trial(kernels, self.kv, device, dtype, gathered_decode).refusal(self.attention)
+        if why is not None:
+            _warn_of_kernels(str(device), why)
+        return kernels if why is None else None
 
     @property
     def num_slots(self) -> int:
@@ -277,6 +290,17 @@ class PagedKV:
             q, keys, values, self._scales(layer), tables, context_lens, spec,
             self._slopes.get(spec), self.kv.block_size, longest, out=o,
         )  # fmt: skip
+
+
+@cache
+def _warn_of_kernels(device: str, why: str) -> None:
+    """Once a process, however many caches there are."""
+    logger.warning(
+        "the kernels that attend KV blocks where they lie can't be used on %s: K and V are "
+        "gathered first, which is slower: %s",
+        device,
+        why,
+    )
 
 
 def _kernels_of(device: torch.device) -> BlockKernels | None:

@@ -76,7 +76,7 @@ class WholeSteps:
         for bucket in sorted(buckets or self._graphs.buckets.sizes, reverse=True):
             if not self._graphs.warm_up(partial(self._step, 0, bucket), bucket, _WHAT):
                 return
-            for lane in range(self._graphs.num_lanes):
+            for lane in self._graphs.lanes_of(bucket):
                 run = partial(self._step, lane, bucket)
                 self._graphs.capture((lane, _WHOLE, bucket), run, _WHAT)
 

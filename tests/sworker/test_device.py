@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ from recorded_gpu import RecordedGpu
 
 from fastdecode.wire.buffers import BufferPool
 from sworker import device
-from sworker.device import CudaGpu, clear_cuda_error, feed_gpu
+from sworker.device import CudaGpu, HostMemory, clear_cuda_error, feed_gpu, gpu_of
 from sworker.room import Room
 from sworker.worker import DeviceTimer
 
@@ -74,18 +75,19 @@ def refuse(num_bytes: int) -> torch.Tensor:
     raise RuntimeError("CUDA error: out of memory\nadvice")
 
 
-@pytest.fixture(autouse=True)
-def warns_again() -> None:
-    """Warnings of memory that isn't pinned come once a process."""
-    device._warn_of_no_registration.cache_clear()
-    device._warn_of_plain_memory.cache_clear()
+def gpu_with(
+    cudart: Cudart, allocate: Callable[[int], torch.Tensor] = refuse, kind: str = "cuda"
+) -> CudaGpu:
+    index = 0 if kind == "cuda" else None
+    gpu = torch.device(kind, index) if index is not None else torch.device(kind)
+    return CudaGpu(gpu, HostMemory(gpu, cudart, allocate))
 
 
 def test_memory_is_pinned_as_long_as_anything_looks_into_it() -> None:
     """A room that has grown may have lent what it had before: views outlive the
     tensor that they are of."""
     cudart = Cudart()
-    gpu = CudaGpu(torch.device("cuda", 0), cudart)
+    gpu = gpu_with(cudart)
     room = Room(gpu.pinned, 4096)
     lent = room.take(torch.Size((16,)), torch.float32)
     array = lent.numpy()
@@ -106,7 +108,7 @@ def test_memory_is_pinned_as_long_as_anything_looks_into_it() -> None:
 def test_messages_buffers_are_pinned_when_they_are_first_read() -> None:
     """Each mapping once, and as long as anything looks into it."""
     cudart = Cudart()
-    gpu, pool = CudaGpu(torch.device("cuda", 0), cudart), BufferPool()
+    gpu, pool = gpu_with(cudart), BufferPool()
     large, small = pool.take(3 << 20), pool.take(5000)
     answers = [large[64:].view(np.float32).reshape(-1, 4), small[:400].view(np.uint16)]
     assert all(gpu.reads(answer) for answer in answers * 2)
@@ -125,7 +127,7 @@ def test_where_messages_buffers_cannot_be_pinned_that_is_asked_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     cudart, answer = Cudart(error=2), BufferPool().take(5000)
-    gpu = CudaGpu(torch.device("cuda", 0), cudart)
+    gpu = gpu_with(cudart)
     assert not gpu.reads(answer) and not gpu.reads(answer)
     assert cudart.num_asked == 1 and cudart.pending == 0
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -140,7 +142,7 @@ def test_where_registering_is_refused_torch_pins(caplog: pytest.LogCaptureFixtur
         taken.append(torch.empty(num_bytes, dtype=torch.uint8))
         return taken[-1]
 
-    gpu = CudaGpu(torch.device("cuda", 0), cudart, allocate)
+    gpu = gpu_with(cudart, allocate)
     memory = gpu.pinned(4096)
     assert memory is taken[0] and cudart.pending == 0
     assert gpu.pinned(100) is taken[1] and cudart.num_asked == 1
@@ -148,10 +150,10 @@ def test_where_registering_is_refused_torch_pins(caplog: pytest.LogCaptureFixtur
 
 
 def test_where_nothing_is_pinned_memory_is_plain(caplog: pytest.LogCaptureFixture) -> None:
-    """One warning for each way, however many lanes ask. Before, no engine started."""
+    """One warning for each way, whoever asks. Before, no engine started."""
+    cudart = Cudart(error=801)
+    gpu = gpu_with(cudart)
     for _ in range(3):
-        cudart = Cudart(error=801)
-        gpu = CudaGpu(torch.device("cuda", 0), cudart, refuse)
         room = Room(gpu.pinned, 4096)
         room.take(torch.Size((5000,)), torch.float32).fill_(1.0)
         assert gpu.pinned(10).shape == (10,) and cudart.pending == 0
@@ -160,10 +162,17 @@ def test_where_nothing_is_pinned_memory_is_plain(caplog: pytest.LogCaptureFixtur
     gc.collect()
 
 
+def test_all_drivers_of_a_device_know_what_was_refused() -> None:
+    """There are many: each lane's staging, the sampler, the S-worker."""
+    one, other = (gpu_of(torch.device("cuda", 0)) for _ in range(2))
+    assert isinstance(one, CudaGpu) and isinstance(other, CudaGpu)
+    assert one is not other and one._memory is other._memory
+
+
 @pytest.mark.parametrize("num_bytes", [100, 300_000])
 def test_uploads_where_nothing_is_pinned(num_bytes: int) -> None:
     """Of large ones torch would ask for pinned memory itself, and raise."""
-    gpu = CudaGpu(torch.device("cpu"), Cudart(error=2), refuse)
+    gpu = gpu_with(Cudart(error=2), kind="cpu")
     host = torch.arange(num_bytes // 4, dtype=torch.float32).view(-1, 5)
     found = gpu.upload(host)
     assert found.shape == host.shape and torch.equal(found, host)
@@ -176,7 +185,7 @@ def test_large_uploads_leave_from_pinned_memory() -> None:
         taken.append(torch.empty(num_bytes, dtype=torch.uint8))
         return taken[-1]
 
-    gpu = CudaGpu(torch.device("cpu"), Cudart(), allocate)
+    gpu = gpu_with(Cudart(), allocate, "cpu")
     host = torch.arange(99_999).view(3, -1).T
     assert torch.equal(gpu.upload(host), host) and [x.nbytes for x in taken] == [99_999 * 8]
 

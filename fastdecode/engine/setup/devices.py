@@ -8,7 +8,10 @@ import torch
 from fastdecode.core.config.s_part import SPart
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.host.machine import free_memory_bytes
-from fastdecode.engine.setup.memory import FreeMemory
+from fastdecode.engine.setup.memory import NODE_BYTES, OLD_NODE_BYTES, FreeMemory
+
+_R550 = 12_040
+"""The driver's version, as CUDA counts: 12.4."""
 
 
 def choose_device(name: str, rank: int = 0) -> torch.device:
@@ -57,7 +60,13 @@ def free_memory(device: torch.device) -> FreeMemory:
     free, total = torch.cuda.mem_get_info(device)
     # What an engine before this one has given back, torch keeps for the next.
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return FreeMemory(free_memory_bytes(), free + kept, total)
+    return FreeMemory(free_memory_bytes(), free + kept, total, _graph_node_bytes())
+
+
+def _graph_node_bytes() -> int:
+    """What a kernel in a CUDA graph takes of the GPU, by its driver."""
+    version = getattr(torch._C, "_cuda_getDriverVersion", lambda: _R550)()
+    return NODE_BYTES if version >= _R550 else OLD_NODE_BYTES
 
 
 def describe_device(device: torch.device, free: FreeMemory) -> str:

@@ -44,6 +44,7 @@ from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, Hello, ToRWo
 from fastdecode.wire.mpi.roles import StageRanks, link_address
 from fastdecode.wire.stages import stage_name
 from rworker.tiers.disk import Disk, disk_of
+from sworker.dtypes import torch_dtype
 from sworker.kernels.threads import openmp_library
 from sworker.paged import PagedKV
 from sworker.worker import SWorker
@@ -263,4 +264,7 @@ def _held_prompts(
     num_blocks = resolved.memory.held_bytes // kv.block_bytes
     if resolved.prompt_layers:
         return None  # they run elsewhere
-    return HeldPrompts(PagedKV(kv, spec.attention, num_blocks, device)) if num_blocks else None
+    if not num_blocks:
+        return None
+    dtype = torch_dtype(resolved.dtype)
+    return HeldPrompts(PagedKV(kv, spec.attention, num_blocks, device, dtype=dtype))

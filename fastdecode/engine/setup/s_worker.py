@@ -13,6 +13,7 @@ import torch
 from fastdecode.core.host.openmp import spins_on
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.setup.resolve import ResolvedConfig
+from fastdecode.engine.setup.steps import lane_graphs
 from sworker.device import feed_gpu
 from sworker.graphs import StepGraphs
 from sworker.kernels.fused import fuse
@@ -70,8 +71,12 @@ def step_graphs(
         num_lanes, max_graphs = ranks.agree(num_lanes, max_graphs)
     if not max_graphs:
         return None
+    num_prompt_lanes = resolved.config.s_part.prompt_pp
+    lanes = lane_graphs(
+        resolved.config, len(model.layers), num_lanes - num_prompt_lanes, num_prompt_lanes
+    )
     graphs = StepGraphs(
-        model, resolved.device, capture=True, num_lanes=num_lanes, max_graphs=max_graphs
+        model, resolved.device, capture=True, lanes=lanes, max_graphs=max_graphs
     )
     gc.collect()  # what is left of an engine before this one: its graphs and weights
     if resolved.transport == "local" and not resolved.config.s_part.swap:

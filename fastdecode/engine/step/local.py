@@ -69,6 +69,7 @@ from rworker.blocks.kv_store import KVStore
 from rworker.books import Books, blocks_within
 from sworker.buffers import to_device
 from sworker.device import Gpu
+from sworker.dtypes import torch_dtype
 from sworker.host_tier import HostTier
 from sworker.model.skeleton import run_layers
 from sworker.paged import BlockKernels, PagedKV, PagedStep, Prompt
@@ -274,7 +275,10 @@ class LocalConnection:
             CapacityError: there is no memory for any.
         """
         num_blocks = blocks_within(self._kv_bytes, hello.kv.block_bytes, hello)
-        self._cache = PagedKV(hello.kv, hello.attention, num_blocks, self._device, self._kernels)
+        self._cache = PagedKV(
+            hello.kv, hello.attention, num_blocks, self._device, self._kernels,
+            torch_dtype(hello.activation_dtype),
+        )  # fmt: skip
         return num_blocks
 
 

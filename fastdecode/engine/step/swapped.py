@@ -31,6 +31,7 @@ from rworker.blocks.appending import Appended
 from rworker.blocks.kv_store import KVStore
 from rworker.books import blocks_within
 from sworker.device import Gpu
+from sworker.dtypes import torch_dtype
 from sworker.paged import BlockKernels, PagedKV
 from sworker.swap.figures import SwapFigures
 from sworker.swap.swapped import NUM_SLOTS, Blocks, SwappedKV
@@ -99,6 +100,7 @@ class LaneSwap:
             self._kv = SwappedKV(
                 hello.kv, hello.attention, num_blocks, len(self.connections), self._device,
                 self._gpu, self._kernels, most_tokens=self._most_tokens,
+                dtype=torch_dtype(hello.activation_dtype),
             )  # fmt: skip
         return num_blocks
 
