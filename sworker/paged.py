@@ -178,11 +178,15 @@ class PagedKV:
                 blocks = of_slots.unflatten(2, (-1, self.kv.block_size))
                 blocks[:, :, target] = blocks[:, :, source]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, step: PagedStep) -> Tensor:
-        """Append k and v [T, Hkv, D], attend q [T, Hq, D] → o [T, Hq, D]."""
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, step: PagedStep,
+        out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Append k and v [T, Hkv, D], attend q [T, Hq, D] → o [T, Hq, D], which is
+        ``out`` if that is given."""
         spec = self.attention[layer]
         self.store(layer, k, v, step.slots)
-        o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        o = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         num_decoded = len(step.context_lens_host)
         if num_decoded:
             self._decode(layer, q[:num_decoded], step, o[:num_decoded])

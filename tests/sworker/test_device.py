@@ -11,9 +11,13 @@ import pytest
 import torch
 from recorded_gpu import RecordedGpu
 
+from fastdecode.core.dtype import DType
+from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire.buffers import BufferPool
 from sworker import device
 from sworker.device import CudaGpu, HostMemory, clear_cuda_error, feed_gpu, gpu_of
+from sworker.host_tier import HostTier
+from sworker.paged import PagedKV
 from sworker.room import Room
 from sworker.worker import DeviceTimer
 
@@ -167,6 +171,22 @@ def test_all_drivers_of_a_device_know_what_was_refused() -> None:
     one, other = (gpu_of(torch.device("cuda", 0)) for _ in range(2))
     assert isinstance(one, CudaGpu) and isinstance(other, CudaGpu)
     assert one is not other and one._memory is other._memory
+
+
+def test_a_lower_tier_where_nothing_is_pinned() -> None:
+    """Its blocks are kept in plain memory, and come back."""
+    spec = AttentionSpec(2, 2, 8, 1.0)
+    kv = KVSpec(3, 2, 8, DType.INT8, 16)
+    cache = PagedKV(kv, [spec] * 3, 4, torch.device("cpu"))
+    cache.pool.random_(-100, 100)
+    assert cache.scales is not None
+    cache.scales.normal_()
+    tier = HostTier(cache, 2 * kv.block_bytes, gpu_with(Cudart(error=2)))
+    assert tier.store([b"a", b"b", b"c"], [0, 2, 3]) == {2}
+    before = [x[:, :, 32:48].clone() for x in (cache.pool, cache.scales)]
+    assert tier.fetch([b"b", b"x"], [1, 3]) == {1}
+    for x, expected in zip((cache.pool, cache.scales), before, strict=True):
+        assert torch.equal(x[:, :, 16:32], expected)
 
 
 @pytest.mark.parametrize("num_bytes", [100, 300_000])

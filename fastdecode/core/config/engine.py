@@ -198,7 +198,7 @@ class EngineConfig:
             self._check_both_sides()
         if self.r_part.kv_placement in ("r", "gpu"):
             self._check_one_side()
-        elif self.cache.prefix_cache == "on":
+        elif self.r_part.kv_placement == "hybrid" and self.cache.prefix_cache == "on":
             raise ConfigError(
                 Given("prefix_cache", "on"),
                 " isn't there with ",

@@ -34,11 +34,10 @@ class RPart:
         metavar="DTYPE",
     )
     kv_placement: str = option(
-        "r",
+        "auto",
         "where the KV cache is: r (on R-workers), gpu (on the S-part's device, whatever it is; no "
         "R-workers), hybrid (on the device, and on R-workers what it has no room for, where that "
-        "pays); auto: hybrid on a GPU with R-workers of other processes, gpu on a GPU without, "
-        "else r",
+        "pays); auto: on a GPU what fastdecode size estimates to give most tokens a second, else r",
         choices=KV_PLACEMENTS,
         metavar="WHERE",
     )

@@ -24,7 +24,7 @@ class SPart:
         metavar="DTYPE",
     )
     device: str = option(
-        "cpu",
+        "auto",
         "where the S-part runs: cpu, cuda, cuda:1, ...; auto: cuda if torch sees a GPU, else cpu",
         metavar="DEVICE",
     )

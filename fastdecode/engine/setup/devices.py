@@ -60,7 +60,8 @@ def free_memory(device: torch.device) -> FreeMemory:
     free, total = torch.cuda.mem_get_info(device)
     # What an engine before this one has given back, torch keeps for the next.
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return FreeMemory(free_memory_bytes(), free + kept, total, _graph_node_bytes())
+    name = torch.cuda.get_device_name(device)
+    return FreeMemory(free_memory_bytes(), free + kept, total, _graph_node_bytes(), name)
 
 
 def _graph_node_bytes() -> int:
@@ -69,12 +70,15 @@ def _graph_node_bytes() -> int:
     return NODE_BYTES if version >= _R550 else OLD_NODE_BYTES
 
 
-def describe_device(device: torch.device, free: FreeMemory) -> str:
-    """Where the S-part runs and the memory that was free there, for people."""
+def describe_device(device: torch.device, free: FreeMemory, asked: str = "") -> str:
+    """Where the S-part runs and the memory that was free there, for people.
+    ``asked``: for which device."""
     if device.type != "cuda" or free.device_bytes is None:
-        return f"the CPU ({free.host_bytes / 1e9:.1f} GB of memory free)"
+        by = "--device auto: torch sees no GPU; " if asked == "auto" else ""
+        return f"the CPU ({by}{free.host_bytes / 1e9:.1f} GB of memory free)"
+    by = "--device auto: " if asked == "auto" else ""
     of_total = f"{free.device_bytes / 1e9:.1f} of {free.device_total_bytes / 1e9:.1f} GB free"
-    return f"{torch.cuda.get_device_name(device)} ({device}, {of_total})"
+    return f"{free.device_name or torch.cuda.get_device_name(device)} ({by}{device}, {of_total})"
 
 
 def uses_graphs(s_part: SPart, device: torch.device) -> bool:

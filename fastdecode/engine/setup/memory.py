@@ -42,12 +42,19 @@ class FreeMemory:
     device_total_bytes: int = 0
     graph_node_bytes: int = 0
     """What a kernel in a CUDA graph takes of the GPU, by its driver; 0: not known."""
+    device_name: str = ""
+    """The GPU's, by its driver."""
 
     def share(self, number: int) -> FreeMemory:
         """Of one of so many that take as much."""
         device = None if self.device_bytes is None else self.device_bytes // number
         total = self.device_total_bytes // number
-        return FreeMemory(self.host_bytes // number, device, total, self.graph_node_bytes)
+        return replace(
+            self,
+            host_bytes=self.host_bytes // number,
+            device_bytes=device,
+            device_total_bytes=total,
+        )
 
 
 @dataclass(frozen=True)

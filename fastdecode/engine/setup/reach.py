@@ -34,8 +34,8 @@ from fastdecode.engine.setup.resolve import (
     stages_are_ranks,
 )
 from fastdecode.engine.setup.tiers import host_tier_bytes
-from fastdecode.engine.step.local import LocalConnection, reach_device
-from fastdecode.engine.step.mixed import MixedAttention
+from fastdecode.engine.step.local import LocalConnection, reach_device, whole_steps
+from fastdecode.engine.step.mixed import HOME_LANE, HomeLane, MixedAttention
 from fastdecode.engine.step.prompts import HeldPrompts
 from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.engine.step.swapped import reach_swapped
@@ -89,7 +89,12 @@ def make_attention(
         prompts=_held_prompts(spec, resolved, s_worker.device),
     )
     plan.prepare(resolved.most_lanes)
-    return plan if device is None else MixedAttention(plan, device)
+    if device is None:
+        return plan
+    whole = whole_steps(s_worker, device)
+    if whole is not None:
+        whole.prepare(only_lane=HOME_LANE)
+    return MixedAttention(plan, device, home=HomeLane(whole))
 
 
 def reach_workers(

@@ -206,14 +206,19 @@ class SwappedStep(LocalStep):
         begin = self._begin
         self._books.steps.finish(begin.lane, begin.step)
         forward = begin_pass(s_worker, self.batch, begin.lane)
-        while forward.advance(self._attend(forward.layer, forward.q, forward.k, forward.v)):
-            pass
+        goes_on = True
+        while goes_on:
+            o = self._attend(forward.layer, forward.q, forward.k, forward.v, forward.place)
+            goes_on = forward.advance(o)
+        forward.is_over = True
         self._connection.end_step()
         return forward
 
-    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
+    ) -> Tensor:
         self._connection.wait(layer)
-        return super()._attend(layer, q, k, v)
+        return super()._attend(layer, q, k, v, place)
 
 
 def blocks_of(
