@@ -122,7 +122,7 @@ class Gpu(Protocol):
         on no other. Python's collector doesn't run meanwhile.
 
         Raises:
-            RuntimeError: they can't be captured.
+            Exception: they can't be captured; torch's, the driver's or Triton's.
         """
 
 
@@ -180,7 +180,7 @@ class HostMemory:
                 error,
             )
             return False
-        pages.unpin = partial(self.cudart.cudaHostUnregister, pages.address)
+        pages.unpin = partial(_unregister, self.cudart, pages.address)
         return True
 
     def allocate(self, num_bytes: int) -> Tensor | None:
@@ -373,6 +373,11 @@ def _loaded_cudarts() -> list[ctypes.CDLL]:
         with contextlib.suppress(OSError):  # a file that was replaced meanwhile
             libraries.append(ctypes.CDLL(path))
     return libraries
+
+
+def _unregister(cudart: Any, address: int) -> None:
+    if int(cudart.cudaHostUnregister(address)):
+        clear_cuda_error(cudart)
 
 
 def _allocate_pinned(num_bytes: int) -> Tensor:

@@ -118,6 +118,13 @@ class PagedKV:
         assert kv.dtype.is_float or kv.dtype is DType.INT8
         self.kv = kv
         self.attention = tuple(attention)
+        self._device = device
+        if dtype is None:
+            dtype = torch_dtype(kv.dtype) if kv.dtype.is_float else torch.float32
+        # The trial's memory is given back before the cache takes all that is left.
+        self.kernels = self._tried(kernels or _kernels_of(device), dtype)
+        """None: there are none, or they failed their trial: K and V of decoded
+        tokens are gathered side by side."""
         shape = (kv.num_layers, 2, num_blocks * kv.block_size, kv.num_kv_heads, kv.head_dim)
         try:
             # Not zeroed: a CPU's memory is taken as blocks are used. What was
@@ -146,20 +153,15 @@ class PagedKV:
             for spec in self.attention
             if spec.alibi_slopes is not None
         }
-        if dtype is None:
-            dtype = torch_dtype(kv.dtype) if kv.dtype.is_float else torch.float32
-        self.kernels = self._tried(kernels or _kernels_of(device), dtype)
-        """None: there are none, or they failed their trial: K and V of decoded
-        tokens are gathered side by side."""
 
     def _tried(self, kernels: BlockKernels | None, dtype: torch.dtype) -> BlockKernels | None:
         """Kernels that work here as plain torch does."""
         if kernels is None or not self.attention:
             return None
-        device = self.pool.device
-        why = Trial(kernels, self.kv, device, dtype, gathered_decode).refusal(self.attention)
+        trial = Trial(kernels, self.kv, self._device, dtype, gathered_decode)
+        why = trial.refusal(self.attention)
         if why is not None:
-            _warn_of_kernels(str(device), why)
+            _warn_of_kernels(str(self._device), why)
         return kernels if why is None else None
 
     @property

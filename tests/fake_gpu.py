@@ -112,9 +112,8 @@ class FakeGpu(TorchDispatchMode):
                 self.waits.append("a copy from memory that isn't pinned")
         elif name == "aten::_to_copy" and goes_to == "cpu":
             self.waits.append("a copy to the host")
-        elif name == "aten::_to_copy" and args[0].device.type == "cpu":
-            if args[0].nbytes > _TAKEN_AT_ONCE:
-                self.waits.append("a large copy from memory that isn't pinned")
+        elif name == "aten::_to_copy" and not args[0].is_cuda and args[0].nbytes > _TAKEN_AT_ONCE:
+            self.waits.append("a large copy from memory that isn't pinned")
 
     def _is_pinned(self, x: Tensor) -> bool:
         first = x.data_ptr()

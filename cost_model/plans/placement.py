@@ -7,7 +7,6 @@ as many.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -83,9 +82,9 @@ def placement_rates(system: System, sockets: int, most_sequences: int) -> Placem
 def _lanes(most_sequences: int) -> Iterator[tuple[int, int]]:
     """A lane's sequences, and lanes, of up to so many sequences."""
     for lanes in range(1, MAX_LANES + 1):
-        whole = most_sequences // lanes
-        powers = itertools.takewhile(lambda n: n < whole, (1 << i for i in range(32)))
-        yield from ((lane_batch, lanes) for lane_batch in (*powers, *([whole] if whole else [])))
+        most = most_sequences // lanes
+        powers = [1 << i for i in range(most.bit_length()) if 1 << i < most]
+        yield from ((lane_batch, lanes) for lane_batch in (*powers, most) if lane_batch)
 
 
 def _hybrid_rate(

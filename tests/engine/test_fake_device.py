@@ -4,6 +4,7 @@ Triton's kernels have stand-ins."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,42 +127,44 @@ def test_steps_with_r_workers(
     assert gpu.waits == [] and gpu.num_operators > 100
 
 
-@pytest.mark.parametrize("kernels", [None, StandIns], ids=["gathered", "kernels"])
-@pytest.mark.parametrize("kv_dtype", [None, DType.INT8], ids=["kv-as-q", "kv-int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_steps_with_kv_on_the_device(
     family: str,
     dtype: torch.dtype,
-    kv_dtype: DType | None,
-    kernels: Any,
     loaded: Callable[[str, torch.dtype], Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Decoded tokens, later and first chunks; decode steps as one graph."""
+    """Decoded tokens, later and first chunks; decode steps as one graph. Gathered
+    and by kernels, with KV as activations are and int8."""
     spec, model = loaded(family, dtype)
-    found = None if kernels is None else kernels()
-    monkeypatch.setattr(PagedKV, "_tried", lambda self, given, dtype: found)
+    monkeypatch.setattr(PagedKV, "_tried", lambda self, kernels, dtype: kernels)
     own = DType.FLOAT32 if dtype == torch.float32 else DType.BFLOAT16
-    kv = KVSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, kv_dtype or own, BLOCK_SIZE)
     with with_fakes(FakeGpu()) as gpu, torch.inference_mode():
         moved(model)
-        cache = PagedKV(kv, spec.attention, NUM_BLOCKS, CUDA, found)
-        s_worker = SWorker(spec, model, CUDA, None, gpu, 1)
-        step = decode_step(gpu, with_prompts=True)
-        rows = rows_of(NUM_DECODED + LATER + FIRST)
-        through(
-            s_worker.begin(rows, rows),
-            lambda forward: cache.attend(forward.layer, forward.q, forward.k, forward.v, step),
-        )
-        if found is not None:
-            graphs = StepGraphs(model, CUDA, capture=True, max_rows=8, gpu=gpu)
-            whole = WholeSteps(graphs, cache, 64)
-            whole.prepare(only_lane=0)
-            both = torch.from_numpy(np.stack((rows_of(NUM_DECODED),) * 2))
-            x = whole.run(0, both, decode_step(gpu, with_prompts=False))
-            assert x.device == CUDA and found.num_calls > 0
+        for kv_dtype, kernels in itertools.product((own, DType.INT8), (None, StandIns())):
+            kv = KVSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, kv_dtype, BLOCK_SIZE)
+            cache = PagedKV(kv, spec.attention, NUM_BLOCKS, CUDA, kernels)
+            run_on_device(spec, model, cache, gpu)
+            assert kernels is None or kernels.num_calls > 0
     assert gpu.waits == []
+
+
+def run_on_device(spec: ModelSpec, model: Model, cache: PagedKV, gpu: FakeGpu) -> None:
+    """A step of all kinds of rows; and one that only decodes, if there are kernels."""
+    s_worker = SWorker(spec, model, CUDA, None, gpu, 1)
+    step, rows = decode_step(gpu, with_prompts=True), rows_of(NUM_DECODED + LATER + FIRST)
+    through(
+        s_worker.begin(rows, rows),
+        lambda forward: cache.attend(forward.layer, forward.q, forward.k, forward.v, step),
+    )
+    if cache.kernels is not None:
+        graphs = StepGraphs(model, CUDA, capture=True, max_rows=8, gpu=gpu)
+        whole = WholeSteps(graphs, cache, 64)
+        whole.prepare(only_lane=0)
+        both = torch.from_numpy(np.stack((rows_of(NUM_DECODED),) * 2))
+        x = whole.run(0, both, decode_step(gpu, with_prompts=False))
+        assert x.device == CUDA
 
 
 SAMPLING: dict[str, SamplingParams] = {

@@ -104,7 +104,7 @@ def test_auto_is_a_gpu_if_there_is_one(resolved: Resolve) -> None:
 
 
 def test_devices_are_named_with_their_memory(resolved: Resolve) -> None:
-    host, second = resolved(1), resolved(2, device="cuda:1")
+    host, second = resolved(1, device="cpu"), resolved(2, device="cuda:1")
     assert describe_device(host.device, host.free) == "the CPU (64.0 GB of memory free)"
     with mock.patch.object(torch.cuda, "get_device_name", return_value="NVIDIA A10"):
         told = describe_device(second.device, second.free)
@@ -124,7 +124,9 @@ def test_the_device_is_named_when_a_model_is_loaded(tiny_checkpoint: Callable[..
         ),
     ):
         assert re.search(
-            r"^loading .* on the CPU \(\d+\.\d GB of memory free\): weights", lines[0]
+            r"^loading .* on the CPU \(--device auto: torch sees no GPU; \d+\.\d GB of memory "
+            r"free\): weights",
+            lines[0],
         ), lines
         assert lines[0].endswith("; prefix cache on"), lines
 

@@ -248,8 +248,6 @@ def test_float32_is_float32_whatever_the_environment_says(
     ("version", "warns"),
     [("2.6.0+cu124", True), ("2.7.0", False), ("2.13.0+cpu", False), ("3.0.0a1", False)],
 )
-def test_an_old_torch_is_named(
-    version: str, warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_old_torch_is_named(version: str, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
     device._warn_of_old_torch(version)
     assert ("torch>=2.7" in caplog.text) is warns

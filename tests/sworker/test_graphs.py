@@ -317,9 +317,7 @@ def test_several_s_workers_pad_alike_whatever_their_gpus_have_room_for() -> None
     with mock.patch.object(s_worker, "StepGraphs") as made:
         s_worker.step_graphs(model, resolved)
         s_worker.step_graphs(model, resolved, ranks)
-        no_room = s_worker.step_graphs(
-            model, resolved, mock.Mock(agree=lambda *numbers: [2, 0])
-        )
+        no_room = s_worker.step_graphs(model, resolved, mock.Mock(agree=lambda *numbers: [2, 0]))
     chosen = [
         (len(call.kwargs["lanes"]), call.kwargs["max_graphs"]) for call in made.call_args_list
     ]

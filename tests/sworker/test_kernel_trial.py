@@ -70,7 +70,8 @@ def test_right_kernels_are_used(name: str, kv: DType, caplog: pytest.LogCaptureF
         assert cache.kernels is kernels
     assert caplog.text == ""
     assert [(spec, size) for spec, size, *_ in kernels.asked] == [
-        (SPECS[name], size) for size in (16, 64, 128)  # once, though layers are two
+        (SPECS[name], size)
+        for size in (16, 64, 128)  # once, though layers are two
     ]
 
 
@@ -91,12 +92,12 @@ def test_mixed_layers_are_all_tried() -> None:
     assert [spec for spec, *_ in kernels.asked] == [one, other]
 
 
-class OutOfResources(Exception):
+class OutOfResourcesError(Exception):
     """As Triton's: no RuntimeError."""
 
 
 def raises(*args: Any, **options: Any) -> None:
-    raise OutOfResources("out of resource: shared memory, Required: 151620\nmore")
+    raise OutOfResourcesError("out of resource: shared memory, Required: 151620\nmore")
 
 
 def off_by_a_tenth(kernels: RightKernels) -> None:

@@ -93,9 +93,7 @@ def _rates(
     # The data file has 16-bit rates only; memory is what float32 needs most of.
     is_wide = identity.dtype is DType.FLOAT32 or gpu.bf16_flops_per_s is None
     dtype = DType.FLOAT16 if is_wide else identity.dtype
-    setup = Setup(
-        spec, dtype, identity.kv_dtype.value, gpu, cpu, nic, _workload(config, identity)
-    )
+    setup = Setup(spec, dtype, identity.kv_dtype.value, gpu, cpu, nic, _workload(config, identity))
     # Threads of this process share its sockets: count them as one.
     sockets = min(1, machine.num_r_workers) if machine.is_here else machine.num_r_workers
     return placement_rates(setup.system(), sockets, config.batching.max_num_sequences)

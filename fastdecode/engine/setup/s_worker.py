@@ -75,9 +75,7 @@ def step_graphs(
     lanes = lane_graphs(
         resolved.config, len(model.layers), num_lanes - num_prompt_lanes, num_prompt_lanes
     )
-    graphs = StepGraphs(
-        model, resolved.device, capture=True, lanes=lanes, max_graphs=max_graphs
-    )
+    graphs = StepGraphs(model, resolved.device, capture=True, lanes=lanes, max_graphs=max_graphs)
     gc.collect()  # what is left of an engine before this one: its graphs and weights
     if resolved.transport == "local" and not resolved.config.s_part.swap:
         return graphs  # whole steps are captured, once there is a cache
