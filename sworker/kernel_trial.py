@@ -20,6 +20,9 @@ from sworker.dtypes import quantize, torch_dtype
 MAX_ERRORS: Final = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 """By the activations' dtype: largest deviation that rounding explains, relative
 to the largest value."""
+_INT8_ERROR = 1e-2
+"""With a cache of int8, at the least: a value at the middle between two whole
+numbers may be rounded to either, a step of 1/127."""
 _LONG = 1000
 """Tokens of the longest context: enough for several splits."""
 _NOWHERE = -1
@@ -54,6 +57,8 @@ class Trial:
     def refusal(self, attention: Sequence[AttentionSpec]) -> str | None:
         """Why the kernels can't be used; None: they can."""
         bound = MAX_ERRORS[self.dtype]
+        if not self.kv.dtype.is_float:
+            bound = max(bound, _INT8_ERROR)
         for spec in dict.fromkeys(attention):
             try:
                 error = self._error(spec)
