@@ -167,6 +167,10 @@ class Pass:
     q: Tensor  # [T, Hq, D]
     k: Tensor  # [T, Hkv, D]
     v: Tensor  # [T, Hkv, D]
+    is_over = False
+    """All layers are done: nobody calls ``advance`` any more."""
+    attended_s: Callable[[], float] | None = None
+    """Seconds of attention among those that the device is timed for."""
     place: Tensor | None = None
     """Where ``advance`` likes best to find o [T, Hq, D]; the same in every layer."""
 
@@ -215,7 +219,10 @@ class Pass:
     def device_s(self) -> float:
         """Seconds that a GPU has computed for this step, as far as it has come;
         0 on a CPU, where the caller's clock tells."""
-        return self._timer.seconds() + self._layers_timer.seconds()
+        return self._without_attention(self._timer.seconds() + self._layers_timer.seconds())
+
+    def _without_attention(self, seconds: float) -> float:
+        return seconds if self.attended_s is None else max(0.0, seconds - self.attended_s())
 
     def _begin(self, rows: Tensor, feed: Feed | None, x: Tensor | None) -> None:
         token_ids, self._positions = self._upload(rows)
@@ -276,6 +283,8 @@ class PaddedPass(Pass):
 class WholePass(Pass):
     """A step that needed nobody else: its last layer is done."""
 
+    is_over = True
+
     @torch.inference_mode()
     def __init__(self, worker: SWorker, run: Callable[[], Tensor]) -> None:
         self._model, self._upload = worker.model, worker.upload
@@ -285,7 +294,7 @@ class WholePass(Pass):
             self._x = run()
 
     def device_s(self) -> float:
-        return self._timer.seconds()
+        return self._without_attention(self._timer.seconds())
 
     def _advance(self, o: Tensor, is_last: bool) -> None:
         raise AssertionError("no layer is left")

@@ -61,6 +61,7 @@ def as_json(sizing: Sizing) -> dict[str, Any]:
         "what_ifs": [asdict(row) for row in sizing.what_ifs],
         "gpu_only": None if sizing.gpu_only is None else asdict(sizing.gpu_only),
         "hybrid": None if sizing.hybrid is None else asdict(sizing.hybrid),
+        "kv_placement": sizing.placement,
         "verdict": None if sizing.verdict is None else asdict(sizing.verdict),
         "cost": None if sizing.cost is None else asdict(sizing.cost),
         "inputs": [

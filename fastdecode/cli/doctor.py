@@ -109,7 +109,8 @@ def run_doctor(args: argparse.Namespace) -> int:
         findings.add(*_launcher())
         examined = _noting(examine_all(reached.asked), workers)
         ways = _noting(_ways(reached, workers), neighbours)
-        for finding in judge(here, examined, model, lacks_for_triton(), ways):
+        lacks = lacks_for_triton()
+        for finding in judge(here, examined, model, lacks, ways, os.environ):
             findings.add(finding)
         places = {one.peer: place for place, one in enumerate(reached.asked)}
     workers.sort(key=lambda facts: places[facts.peer])

@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from types import MappingProxyType
 from typing import Final, Literal
 
 from cost_model.quantities import seconds_text
 from fastdecode.core.clock import Clock
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import FastDecodeError
-from fastdecode.core.host.facts import HostFacts
+from fastdecode.core.host.facts import TF32_SWITCH, HostFacts, forces_tf32
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.measure.links.neighbours import NeighbourFacts
@@ -160,6 +161,7 @@ def judge(
     model: ModelFacts | None = None,
     lacks_for_triton: str = "",
     neighbours: Iterable[NeighbourFacts] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Finding]:
     """Everything that can be said of an S-worker's host and its R-workers, each
     finding as soon as what it is about is known.
@@ -171,7 +173,16 @@ def judge(
         lacks_for_triton: what keeps the S-worker's fused kernels from being built.
         neighbours: the ways from each R-worker to the next, taken when all of
             those are known.
+        environment: variables of the process that would be the S-worker.
     """
+    if forces_tf32(environment):
+        yield Finding(
+            "WARN",
+            "float32",
+            f"{TF32_SWITCH}=1 has torch compute float32 products in TF32; the engine undoes it, "
+            "other programs here don't",
+            "unset it where results are compared with a CPU's",
+        )
     if lacks_for_triton:
         yield Finding(
             "WARN",

@@ -144,6 +144,13 @@ def test_triton_without_a_compiler_is_told(tmp_path: Path) -> None:
     assert (finding.level, finding.check) == ("WARN", "kernels") and "gcc" in finding.mend
 
 
+@pytest.mark.parametrize(("value", "warns"), [("1", True), ("0", False), (None, False)])
+def test_tf32_by_the_environment_is_named(value: str | None, warns: bool) -> None:
+    environment = {} if value is None else {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": value}
+    checks = [finding.check for finding in judge(HERE, [], environment=environment)]
+    assert ("float32" in checks) is warns
+
+
 def test_sharing_cores_with_the_s_worker_counts() -> None:
     assert found(on(replace(THERE, host="s0"))) == {"cores": "WARN"}
 

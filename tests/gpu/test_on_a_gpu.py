@@ -32,6 +32,7 @@ LENGTHS = (3, 30, 11, 1, 19, 8, 5, 40)
 
 def tokens(path: Path, **options: Any) -> list[list[tuple[int, ...]]]:
     shared = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.02, "prefill_chunk": 9}
+    shared |= {"device": "cpu", "kv_placement": "r"}
     with LLM(str(path), **{**shared, **options}) as llm:
         outputs = llm.generate(prompts(LENGTHS, seed=2), [GREEDY] * 6 + [SAMPLED] * 2)
     assert [output.error for output in outputs] == [None] * len(LENGTHS)

@@ -37,10 +37,10 @@ class RPart:
         common=True,
     )
     kv_placement: str = option(
-        "r",
+        "auto",
         "where the KV cache is: r (R-workers), gpu (the S-worker's device), hybrid (the device "
-        "first, then R-workers where that pays); auto: hybrid on a GPU with R-workers in other "
-        "processes, gpu on a GPU without, else r",
+        "first, then R-workers where that pays); auto: on a GPU the one with most tokens/s by "
+        "the estimate of fastdecode size, else r",
         choices=KV_PLACEMENTS,
         metavar="WHERE",
         common=True,

@@ -33,7 +33,7 @@ class SPart:
         metavar="FORMAT",
     )
     device: str = option(
-        "cpu",
+        "auto",
         "where the S-part runs: cpu, cuda, cuda:1, ...; auto: cuda if torch sees a GPU, else cpu",
         metavar="DEVICE",
         common=True,

@@ -10,7 +10,7 @@ import shutil
 import socket
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -69,6 +69,16 @@ def lacks_for_triton(
         return "no C compiler (gcc or clang) is here"
     header = (include or Path(sysconfig.get_path("include"))) / "Python.h"
     return "" if header.exists() else f"Python's headers aren't here ({header})"
+
+
+TF32_SWITCH = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+"""Environment variable that has torch compute float32 products in TF32."""
+
+
+def forces_tf32(environment: Mapping[str, str]) -> bool:
+    """Whether torch would compute float32 products in TF32. It takes "1" alone
+    for yes."""
+    return environment.get(TF32_SWITCH) == "1"
 
 
 def this_host() -> HostFacts:

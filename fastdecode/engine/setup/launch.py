@@ -251,13 +251,15 @@ class RunningEngine:
     def _load_model(self, tell: Callable[[str], None]) -> Model:
         """The model, or this rank's part of it once the others have been met."""
         config, resolved = self.resolved.config, self.resolved
-        where = describe_device(resolved.device, resolved.free)
+        where = describe_device(resolved.device, resolved.free, config.s_part.device)
         if config.s_part.num_stages > 1:
             where += f" in {about_layers(resolved.layers, resolved.prompt_layers)}"
         tell(
             f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, "
             f"{resolved.dtype}) on {where}: {resolved.memory}; {about_kept_blocks(config)}"
         )
+        if resolved.why_placed:
+            tell(resolved.why_placed)
         if config.s_part.tp > 1:
             self._ranks = meet_ranks(
                 config.s_part, resolved.device, config.cluster.worker_timeout_s

@@ -35,8 +35,8 @@ from fastdecode.engine.setup.resolve import (
     stages_are_ranks,
 )
 from fastdecode.engine.setup.tiers import host_tier_bytes
-from fastdecode.engine.step.local import LocalConnection, reach_device
-from fastdecode.engine.step.mixed import MixedAttention
+from fastdecode.engine.step.local import LocalConnection, reach_device, whole_steps
+from fastdecode.engine.step.mixed import HOME_LANE, HomeLane, MixedAttention
 from fastdecode.engine.step.prompts import HeldPrompts
 from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.engine.step.swapped import reach_swapped
@@ -45,6 +45,7 @@ from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, Hello, ToRWo
 from fastdecode.wire.mpi.roles import StageRanks, link_address
 from fastdecode.wire.stages import stage_name
 from rworker.tiers.disk import Disk, disk_of
+from sworker.dtypes import torch_dtype
 from sworker.kernels.threads import openmp_library
 from sworker.paged import PagedKV
 from sworker.worker import SWorker
@@ -89,7 +90,12 @@ def make_attention(
         prompts=_held_prompts(spec, resolved, s_worker.device),
     )
     plan.prepare(resolved.most_lanes)
-    return plan if device is None else MixedAttention(plan, device)
+    if device is None:
+        return plan
+    whole = whole_steps(s_worker, device)
+    if whole is not None:
+        whole.prepare(only_lane=HOME_LANE)
+    return MixedAttention(plan, device, home=HomeLane(whole))
 
 
 def reach_workers(
@@ -278,4 +284,7 @@ def _held_prompts(
     num_blocks = resolved.memory.held_bytes // kv.block_bytes
     if resolved.prompt_layers:
         return None  # they run elsewhere
-    return HeldPrompts(PagedKV(kv, spec.attention, num_blocks, device)) if num_blocks else None
+    if not num_blocks:
+        return None
+    dtype = torch_dtype(resolved.dtype)
+    return HeldPrompts(PagedKV(kv, spec.attention, num_blocks, device, dtype=dtype))

@@ -15,6 +15,7 @@ from fastdecode.core.host.openmp import spins_on, user_decides
 from fastdecode.core.host.waits import shorten_sleeps, switch_threads_sooner
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.setup.resolve import ResolvedConfig
+from fastdecode.engine.setup.steps import lane_graphs
 from sworker.device import feed_gpu
 from sworker.graphs import StepGraphs
 from sworker.kernels.fused import fuse
@@ -87,9 +88,11 @@ def step_graphs(
         num_lanes, max_graphs = ranks.agree(num_lanes, max_graphs)
     if not max_graphs:
         return None
-    graphs = StepGraphs(
-        model, resolved.device, capture=True, num_lanes=num_lanes, max_graphs=max_graphs
+    num_prompt_lanes = resolved.config.s_part.prompt_pp
+    lanes = lane_graphs(
+        resolved.config, len(model.layers), num_lanes - num_prompt_lanes, num_prompt_lanes
     )
+    graphs = StepGraphs(model, resolved.device, capture=True, lanes=lanes, max_graphs=max_graphs)
     gc.collect()  # what is left of an engine before this one: its graphs and weights
     if resolved.transport == "local" and not resolved.config.s_part.swap:
         return graphs  # whole steps are captured, once there is a cache
