@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from fastdecode.core.sequence import SamplingParams
 from fastdecode.core.spec import KVSpec
 from sworker.buffers import GpuStaging, Share
 from sworker.graphs import StepGraphs
+from sworker.kv_splits import Splits
 from sworker.load.weights import load_model
 from sworker.model.skeleton import Model
 from sworker.paged import PagedKV, PagedStep, Prompt
@@ -51,16 +53,27 @@ class StandIns:
 
     def paged_decode(
         self, q: Tensor, keys: Tensor, values: Tensor, scales: Any, tables: Tensor, lens: Tensor,
-        spec: Any, slopes: Tensor | None, block_size: int, longest: int, *, out: Tensor,
+        splits: Splits, spec: Any, slopes: Tensor | None, block_size: int, *, out: Tensor,
     ) -> None:  # fmt: skip
-        self._check(q, keys, values, tables, lens, slopes, out, *(scales or ()))
+        self._check(q, keys, values, tables, lens, splits.pieces, slopes, out, *(scales or ()))
         assert tables.dtype == lens.dtype == torch.int32 and out.dtype == q.dtype
+
+    def chunk_tokens(self, spec: Any, dtype: torch.dtype) -> int:
+        return 8
+
+    def paged_chunks(
+        self, q: Tensor, keys: Tensor, values: Tensor, scales: Any, slots: Tensor, splits: Splits,
+        spec: Any, slopes: Tensor | None, *, out: Tensor,
+    ) -> None:  # fmt: skip
+        self._check(q, keys, values, slots, splits.pieces, slopes, out, *(scales or ()))
 
 
 @pytest.fixture(autouse=True)
 def is_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     """With FlashAttention, where heads and dtypes are for it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    found = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
 
 

@@ -194,7 +194,8 @@ def test_kv_on_both_sides_is_refused_by_name() -> None:
     ids=str,
 )
 def test_auto_keeps_blocks_wherever_that_is_there(others: dict[str, Any], keeps: bool) -> None:
-    assert EngineConfig.of("dir", prefix_cache="auto", **others).keeps_blocks is keeps
+    options = {"kv_placement": "r", **others}
+    assert EngineConfig.of("dir", prefix_cache="auto", **options).keeps_blocks is keeps
 
 
 def test_outputs_tell_what_was_reused_and_private_requests_leave_nothing(

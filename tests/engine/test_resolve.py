@@ -78,10 +78,10 @@ def test_every_rank_has_a_gpu_of_its_own(resolved: Resolve) -> None:
     # Where the launcher shows each rank one GPU.
     assert resolved(1, 1, device="cuda", tp=2).device.index == 0
     with pytest.raises(
-        ConfigError, match="GPU 2 of S-worker 2 isn't there, torch sees 2 CUDA devices"
+        ConfigError, match="GPU 2 of S-worker 2 does not exist: torch sees 2 CUDA devices"
     ):
         resolved(2, 2, device="cuda", tp=3)
-    with pytest.raises(ConfigError, match="GPU 0 isn't there, torch sees 0"):
+    with pytest.raises(ConfigError, match="GPU 0 does not exist: torch sees 0"):
         resolved(0, device="cuda")
 
 
