@@ -70,8 +70,9 @@ def test_a_source_of_which_anything_is_raised_ends_that_pull_alone(
         return connect_to(address, line)
 
     monkeypatch.setattr(hosts, "connect", connect_unless_odd)
-    for sequence, address in ((8, "odd"), (9, "p")):
+    for sequence in (8, 9):
         other.open(sequence, 30)
+    for sequence, address in ((8, "odd"), (9, "p")):
         other.pull(sequence, 9, replace(one.source(given, 9), address=address))
     hosts.run()
     reasons = {pulled.sequence_id: pulled.reason for pulled in other.news()}
