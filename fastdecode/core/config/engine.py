@@ -82,8 +82,8 @@ _WITH_RANKS: Mapping[str, tuple[Any, ...]] = {
 _OF_A_CONTROLLER = frozenset(
     (
         "instance_addresses", "key", "link_security", "worker_silence_s", "worker_timeout_s",
-        "max_model_len", "local_prefill_below", "max_num_sequences", "learn_lengths", "length_quantile",
-        "expected_output_tokens", "dtype", "kv_dtype", "replan", "replan_slo",
+        "max_model_len", "local_prefill_below", "max_num_sequences", "learn_lengths",
+        "length_quantile", "expected_output_tokens", "dtype", "kv_dtype", "replan", "replan_slo",
         "replan_attainment", "replan_every_s", "replan_window_s",
     )
 )  # fmt: skip
