@@ -152,6 +152,7 @@ class Elsewhere:
 
     in_s_part_s = 0.0
     ready = True
+    num_awaited = 0
     settled = True
 
     def __init__(self, batch: StepBatch) -> None:

@@ -404,6 +404,8 @@ class LocalStep:
     def ready(self) -> bool:
         return True
 
+    num_awaited = 0
+
     @property
     def settled(self) -> bool:
         return True

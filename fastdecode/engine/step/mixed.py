@@ -290,6 +290,10 @@ class MixedStep:
         return self._remote.ready and self._home.ready
 
     @property
+    def num_awaited(self) -> int:
+        return self._remote.num_awaited
+
+    @property
     def settled(self) -> bool:
         return self._remote.settled
 

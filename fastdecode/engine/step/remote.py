@@ -109,6 +109,10 @@ class LaneAttention(Protocol):
         """Whether ``take`` may be called."""
 
     @property
+    def num_awaited(self) -> int:
+        """R-workers whose answers the layer awaits."""
+
+    @property
     def settled(self) -> bool:
         """Whether the step may end."""
 
@@ -344,6 +348,11 @@ class RemoteStep:
         """Whether every row of the layer's o is there, and no holder is too far
         behind with storing."""
         return not self._awaited
+
+    @property
+    def num_awaited(self) -> int:
+        """See ``LaneAttention``."""
+        return len(self._awaited)
 
     @property
     def settled(self) -> bool:
