@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sworker.kernels.spinning import (
+    FEW_WAIT,
     MANY_WAIT,
-    NONE_WAIT,
     WINDOW_S,
     IdleThreads,
     SpareThreads,
@@ -57,12 +57,17 @@ def test_threads_sleep_while_others_want_the_cores() -> None:
     idle = IdleThreads(brake, cores.waited_s, cores.clock)
     for share, turns in (
         (0.0, []),
-        (0.25, []),  # a neighbour with half of a core
+        (0.3, []),  # a neighbour with half of a core
+        (0.3, []),
+        (MANY_WAIT + 0.01, []),  # a moment
+        (0.3, []),
+        (MANY_WAIT + 0.01, []),
         (MANY_WAIT + 0.01, ["on"]),
         (0.9, ["on"]),
-        (NONE_WAIT + 0.01, ["on"]),
-        (NONE_WAIT - 0.01, ["on", "off"]),
-        (0.25, ["on", "off"]),
+        (FEW_WAIT + 0.01, ["on"]),
+        (FEW_WAIT - 0.01, ["on", "off"]),
+        (0.3, ["on", "off"]),
+        (0.5, ["on", "off"]),
         (0.5, ["on", "off", "on"]),
     ):
         cores.go_on(1.1 * WINDOW_S, share)
@@ -87,8 +92,9 @@ def test_looks_are_cheap_within_a_window() -> None:
 def test_the_brake_is_off_when_the_engine_is_gone() -> None:
     brake, cores = RecordedBrake(), Cores()
     idle = IdleThreads(brake, cores.waited_s, cores.clock)
-    cores.go_on(WINDOW_S * 2, 1.0)
-    idle.look()
+    for _ in range(2):
+        cores.go_on(WINDOW_S * 2, 1.0)
+        idle.look()
     del idle
     gc.collect()
     assert brake.turns == ["on", "off"]
