@@ -11,6 +11,8 @@ import torch
 
 from sworker.kernels.spinning import (
     FEW_WAIT,
+    FIRST_HOLD_S,
+    LONGEST_HOLD_S,
     MANY_WAIT,
     WINDOW_S,
     IdleThreads,
@@ -74,6 +76,31 @@ def test_threads_sleep_while_others_want_the_cores() -> None:
         idle.look()
         assert brake.turns == turns
         assert idle.is_crowded == (turns[-1:] == ["on"])
+
+
+def test_the_brake_is_tried_without_now_and_then() -> None:
+    """With the brake on, threads may wait for each other: that looks like others."""
+    brake, cores = RecordedBrake(), Cores()
+    idle = IdleThreads(brake, cores.waited_s, cores.clock)
+    held: list[float] = []
+    began = 0.0
+    while len(held) < 7:
+        was_crowded = idle.is_crowded
+        cores.go_on(1.01 * WINDOW_S, 0.6)
+        idle.look()
+        if idle.is_crowded and not was_crowded:
+            began = cores.now
+        elif was_crowded and not idle.is_crowded:
+            held.append(cores.now - began)
+    expected = [FIRST_HOLD_S * 2**i for i in range(4)] + [LONGEST_HOLD_S] * 3
+    assert held == pytest.approx(expected, abs=2 * WINDOW_S)
+    for share in (0.0, 0.6, 0.6):  # free for a moment: it begins anew
+        cores.go_on(1.01 * WINDOW_S, share)
+        idle.look()
+    assert idle.is_crowded
+    cores.go_on(FIRST_HOLD_S, 0.6)
+    idle.look()
+    assert not idle.is_crowded
 
 
 def test_looks_are_cheap_within_a_window() -> None:

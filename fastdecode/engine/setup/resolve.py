@@ -18,6 +18,7 @@ from fastdecode.core.spec import KVSpec
 from fastdecode.engine.setup.devices import choose_device, free_memory, uses_graphs
 from fastdecode.engine.setup.memory import FreeMemory, MemoryPlan
 from fastdecode.engine.setup.steps import Steps
+from fastdecode.engine.setup.transport import has_one_worker, transport_of
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.wire.mpi.launcher import launched_size, local_size
 
@@ -114,11 +115,11 @@ def resolve(
     _check_kv_dtype(identity.kv_dtype, placement)
     _check_prompt_stages(config, identity.kv_dtype)
     device = choose_device(config.s_part.device, rank)
-    transport = _transport(config)
+    transport = transport_of(config)
     # Where S-part and R-part share their hardware, lanes get into each other's way, and a sole
     # R-worker needs no thread. With KV on both sides one lane begins, the home lane.
     shares_cores = transport == "inproc" and device.type == "cpu"
-    if shares_cores and placement == "r" and _has_one_worker(config):
+    if shares_cores and placement == "r" and has_one_worker(config):
         transport = "inline"
     prompts_on_r = _prompts_on_r(config, device)
     layers = layers_of_stages(spec, config.s_part.pp, config.s_part.layer_counts)
@@ -258,41 +259,8 @@ def _best_placements(config: EngineConfig) -> tuple[str, ...]:
     on_gpu = choose_device(config.s_part.device).type == "cuda"
     if not on_gpu or config.r_part.replicas or config.s_part.num_stages > 1:
         return ()
-    asks_for_some = _transport(config) in ("mpi", "zmq") or config.r_part.r_workers > 1
+    asks_for_some = transport_of(config) in ("mpi", "zmq") or config.r_part.r_workers > 1
     return ("hybrid",) if asks_for_some else ("gpu",)
-
-
-def _transport(config: EngineConfig) -> str:
-    if config.r_part.kv_placement == "gpu":
-        return "local"
-    if config.cluster.transport != "auto":
-        return config.cluster.transport
-    return (
-        "zmq"
-        if config.cluster.r_worker_addresses
-        else "inproc"
-        if launched_size() is None
-        else "mpi"
-    )
-
-
-def _has_one_worker(config: EngineConfig) -> bool:
-    """A stage; and nobody asks for more lanes than stages, or for replicas or
-    spare ones, which it can't have, or brings it prompts; or has it wait for a
-    disk, while other stages are waited for, too."""
-    r_part = config.r_part
-    others = r_part.replicas or config.cluster.spare_r_workers or config.s_part.prompt_pp
-    others = others or (config.cache.cache_disk is not None and config.s_part.pp > 1)
-    return (
-        r_part.r_workers == 1
-        and not others
-        and config.batching.lanes
-        in (
-            None,
-            1,
-            config.s_part.pp,
-        )
-    )
 
 
 def _r_threads(
