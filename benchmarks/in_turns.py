@@ -3,19 +3,23 @@ in turns.
 
     git worktree add /tmp/before COMMIT
     python benchmarks/in_turns.py --before /tmp/before --rounds 8 --out F.json
+    python benchmarks/in_turns.py --before /tmp/before --neighbour 0.5 --add --out F.json
     python benchmarks/in_turns.py --before /tmp/before --pipeline --rounds 2 --out F.json
 
 Each tree has a process with an engine, which is warm and waits; a round runs one
 and then the other, in another order every time, so that what else the machine
 does falls on both. The workloads are those of ``end_to_end.py``: seconds to the
 first token, and of the whole, by the clock and of the CPU. What counts is the
-median of the rounds' ratios. With ``--pipeline``, each tree's own
-``pipeline.py`` is run in turns: cycles in one lane and in two.
+median of the rounds' ratios. With ``--neighbour``, a loop of another process
+wants that share of the last core meanwhile, 10 ms at a time. With ``--pipeline``,
+each tree's own ``pipeline.py`` is run in turns: cycles in one lane and in two.
+With ``--add``, rows are added to those that the file has.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -24,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +58,16 @@ with LLM(path, dtype="bfloat16", kv_memory_gb=2, **more) as llm:
         found = {"first_s": first, "total_s": total}
         found |= {"first_cpu_s": first_cpu, "total_cpu_s": total_cpu}
         print(json.dumps(found), flush=True)
+"""
+NEIGHBOUR = """
+import os, sys, time
+os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+share = float(sys.argv[1])
+while True:
+    end = time.perf_counter() + 0.01
+    while time.perf_counter() < end:
+        pass
+    time.sleep(0.01 / share - 0.01)
 """
 SIDES = ("before", "after")
 CYCLES = ("one_lane_ms", "two_lanes_ms", "delayed_1ms_ms")
@@ -118,24 +132,38 @@ def ratios(found: list[Round]) -> dict[str, float]:
     }
 
 
-def end_to_end(trees: dict[str, Path], options: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = []
+@contextlib.contextmanager
+def neighbour(share: float) -> Iterator[None]:
+    """Another process, which wants that share of the last core."""
+    if share == 0:
+        yield
+        return
+    process = subprocess.Popen([sys.executable, "-c", NEIGHBOUR, str(share)])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def end_to_end(trees: dict[str, Path], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as scratch:
         for model in options.models:
             make_checkpoint(Path(scratch) / model, MODELS[model])
         for model, workload in itertools.product(options.models, options.workloads):
             path = Path(scratch) / model
             engines = {side: Engine(trees[side], path, WORKLOADS[workload]) for side in SIDES}
-            found = in_turns(dict(engines), options.rounds)
+            with neighbour(options.neighbour):
+                found = in_turns(dict(engines), options.rounds)
             for engine in engines.values():
                 engine.close()
-            row = {"model": model, "workload": workload, "ratios": ratios(found), "rounds": found}
-            rows.append(row)
+            row = {"model": model, "workload": workload, "neighbour": options.neighbour}
+            row |= {"ratios": ratios(found), "rounds": found}
             print(model, workload, row["ratios"], flush=True)
-    return rows
+            yield row
 
 
-def pipelines(trees: dict[str, Path], rounds: int) -> list[dict[str, Any]]:
+def pipelines(trees: dict[str, Path], rounds: int) -> Iterator[dict[str, Any]]:
     def cycles(tree: Path) -> dict[str, float]:
         with tempfile.TemporaryDirectory() as scratch:
             out = Path(scratch, "pipeline.json")
@@ -148,7 +176,7 @@ def pipelines(trees: dict[str, Path], rounds: int) -> list[dict[str, Any]]:
 
     runs = {side: lambda tree=tree: cycles(tree) for side, tree in trees.items()}
     found = in_turns(runs, rounds)
-    return [{"ratios": ratios(found), "rounds": found}]
+    yield {"ratios": ratios(found), "rounds": found}
 
 
 def main() -> None:
@@ -160,15 +188,22 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--workloads", nargs="+", default=["A", "C"], choices=WORKLOADS)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--neighbour", type=float, default=0.0, metavar="SHARE")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--add", action="store_true", help="keep the rows that are in --out")
     options = parser.parse_args()
     trees = {"before": options.before.resolve(), "after": ROOT}
-    rows = pipelines(trees, options.rounds) if options.pipeline else end_to_end(trees, options)
     before = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=options.before, capture_output=True, text=True
     )
-    found = {"provenance": provenance(), "before": before.stdout.strip(), "rows": rows}
-    keep(found, options.out)
+    rows: list[dict[str, Any]] = []
+    if options.add and options.out is not None and options.out.exists():
+        rows = json.loads(options.out.read_text())["rows"]
+    sitting = {"provenance": provenance(), "before": before.stdout.strip()}
+    measured = pipelines(trees, options.rounds) if options.pipeline else end_to_end(trees, options)
+    for row in measured:
+        rows.append({**row, **sitting})
+        keep({"rows": rows}, options.out)
 
 
 if __name__ == "__main__":

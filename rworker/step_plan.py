@@ -59,13 +59,8 @@ def _num_last(begin: BeginStep, plan: StepPlan, block_size: int) -> int:
     """
     num_single = plan.num_single
     ids = begin.sequence_ids[:num_single]
-    if (
-        not num_single
-        or (begin.num_new[:num_single] != 1).any()
-        or len(set(ids.tolist())) < len(ids)
-    ):
-        return 0
-    if (begin.num_queries[:num_single] != 1).any():
+    brings_one = (begin.num_new[:num_single] == 1) & (begin.num_queries[:num_single] == 1)
+    if not num_single or not brings_one.all() or len(set(ids.tolist())) < num_single:
         return 0
     last = plan.context_lens[:num_single].astype(np.int64) - 1
     if (last != plan.query_positions[:num_single]).any():

@@ -35,7 +35,7 @@ _ELEMENTS_ALONE: Final = 3 << 14
 """Fewer than so many aren't worth a second thread."""
 _ELEMENTS_AT_ONCE: Final = 1 << 13
 """That a thread takes at a time."""
-_JOB: Final = Struct(f"<{NUM_FIELDS}q2d")
+_JOB: Final = Struct(f"<{NUM_FIELDS}q2d{NEXT - 8 * (NUM_FIELDS + 2)}xq")
 _NUM_GIVEN: Final = NUM_FIELDS - 4
 """Fields of a job that say which tensors it is about."""
 _ENTRY: Final = ctypes.c_void_p(run_job.address)
@@ -76,8 +76,9 @@ def _run(
     at_once = max(1, min(_ELEMENTS_AT_ONCE // row_elements, -(-num_rows // num_threads)))
     is_wide, *others = fields
     others += [0] * (_NUM_GIVEN - len(others))
-    _JOB.pack_into(_job.memory, _job.offset, kind, is_wide, num_rows, at_once, *others, eps, offset)
-    ctypes.c_int64.from_address(_job.address + NEXT).value = 0
+    _JOB.pack_into(
+        _job.memory, _job.offset, kind, is_wide, num_rows, at_once, *others, eps, offset, 0
+    )  # the last: no block of rows is taken yet
     if num_rows * row_elements < _ELEMENTS_ALONE or parallel is None:
         run_job.ctypes(_job.address)
     else:

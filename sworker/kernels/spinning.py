@@ -26,12 +26,19 @@ from fastdecode.core.clock import Clock
 
 WINDOW_S: Final = 0.1
 """Looked at anew after so long."""
-MANY_WAIT: Final = 0.4
-"""Seconds that threads waited for a core, in each second, from which the
-cores count as wanted by others. A neighbour that takes half of one core makes it
-0.25, at which spinning still gains; one that takes all it can get 0.5."""
-NONE_WAIT: Final = 0.05
+MANY_WAIT: Final = 0.42
+"""Seconds that threads waited for a core, in each second of two windows in a
+row, from which the cores count as wanted by others. Measured on two cores: 0.25
+to 0.36 beside a neighbour that takes half of one, where spinning still gains; 0.52
+to 0.8 beside one that takes all it can get, with the brake and without."""
+FEW_WAIT: Final = 0.35
 """Below which they count as free again."""
+FIRST_HOLD_S: Final = 1.0
+"""So long the brake stays on at first, then it is tried without. A thread that
+sleeps and wakes can share a core with the thread that wakes it, and wait for that one:
+with the brake on, waiting alone doesn't say that others are there."""
+LONGEST_HOLD_S: Final = 16.0
+"""What doubling comes to, as long as it is found to be needed."""
 _TASKS: Final = Path("/proc/self/task")
 
 
@@ -60,6 +67,8 @@ class IdleThreads:
         self._brake, self._waited_s, self._clock = brake, waited_s, clock
         self._began_s, self._waited_before_s = clock(), waited_s()
         weakref.finalize(self, brake.turn_off)
+        self._had_many = False
+        self._hold_s, self._until_s = FIRST_HOLD_S, 0.0
         self.is_crowded = False
         """Whether others want the cores."""
 
@@ -72,12 +81,23 @@ class IdleThreads:
         waited_s = self._waited_s()
         share = (waited_s - self._waited_before_s) / length_s
         self._began_s, self._waited_before_s = now, waited_s
-        if share >= MANY_WAIT and not self.is_crowded:
-            self.is_crowded = True
-            self._brake.turn_on()
-        elif share < NONE_WAIT and self.is_crowded:
-            self.is_crowded = False
-            self._brake.turn_off()
+        had_many, self._had_many = self._had_many, share >= MANY_WAIT
+        if self.is_crowded:
+            if share < FEW_WAIT or now >= self._until_s:
+                self._turn_off()
+        elif had_many and self._had_many:
+            self._turn_on(now)
+        elif not self._had_many:
+            self._hold_s = FIRST_HOLD_S
+
+    def _turn_on(self, now: float) -> None:
+        self.is_crowded, self._until_s = True, now + self._hold_s
+        self._hold_s = min(2 * self._hold_s, LONGEST_HOLD_S)
+        self._brake.turn_on()
+
+    def _turn_off(self) -> None:
+        self.is_crowded = self._had_many = False
+        self._brake.turn_off()
 
 
 def waited_for_cores(tasks: Path = _TASKS) -> float:

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from sworker.kernels.spinning import (
+    FEW_WAIT,
+    FIRST_HOLD_S,
+    LONGEST_HOLD_S,
     MANY_WAIT,
-    NONE_WAIT,
     WINDOW_S,
     IdleThreads,
     SpareThreads,
@@ -57,18 +59,48 @@ def test_threads_sleep_while_others_want_the_cores() -> None:
     idle = IdleThreads(brake, cores.waited_s, cores.clock)
     for share, turns in (
         (0.0, []),
-        (0.25, []),  # a neighbour with half of a core
+        (0.3, []),  # a neighbour with half of a core
+        (0.3, []),
+        (MANY_WAIT + 0.01, []),  # a moment
+        (0.3, []),
+        (MANY_WAIT + 0.01, []),
         (MANY_WAIT + 0.01, ["on"]),
         (0.9, ["on"]),
-        (NONE_WAIT + 0.01, ["on"]),
-        (NONE_WAIT - 0.01, ["on", "off"]),
-        (0.25, ["on", "off"]),
+        (FEW_WAIT + 0.01, ["on"]),
+        (FEW_WAIT - 0.01, ["on", "off"]),
+        (0.3, ["on", "off"]),
+        (0.5, ["on", "off"]),
         (0.5, ["on", "off", "on"]),
     ):
         cores.go_on(1.1 * WINDOW_S, share)
         idle.look()
         assert brake.turns == turns
         assert idle.is_crowded == (turns[-1:] == ["on"])
+
+
+def test_the_brake_is_tried_without_now_and_then() -> None:
+    """With the brake on, threads may wait for each other: that looks like others."""
+    brake, cores = RecordedBrake(), Cores()
+    idle = IdleThreads(brake, cores.waited_s, cores.clock)
+    held: list[float] = []
+    began = 0.0
+    while len(held) < 7:
+        was_crowded = idle.is_crowded
+        cores.go_on(1.01 * WINDOW_S, 0.6)
+        idle.look()
+        if idle.is_crowded and not was_crowded:
+            began = cores.now
+        elif was_crowded and not idle.is_crowded:
+            held.append(cores.now - began)
+    expected = [FIRST_HOLD_S * 2**i for i in range(4)] + [LONGEST_HOLD_S] * 3
+    assert held == pytest.approx(expected, abs=2 * WINDOW_S)
+    for share in (0.0, 0.6, 0.6):  # free for a moment: it begins anew
+        cores.go_on(1.01 * WINDOW_S, share)
+        idle.look()
+    assert idle.is_crowded
+    cores.go_on(FIRST_HOLD_S, 0.6)
+    idle.look()
+    assert not idle.is_crowded
 
 
 def test_looks_are_cheap_within_a_window() -> None:
@@ -87,8 +119,9 @@ def test_looks_are_cheap_within_a_window() -> None:
 def test_the_brake_is_off_when_the_engine_is_gone() -> None:
     brake, cores = RecordedBrake(), Cores()
     idle = IdleThreads(brake, cores.waited_s, cores.clock)
-    cores.go_on(WINDOW_S * 2, 1.0)
-    idle.look()
+    for _ in range(2):
+        cores.go_on(WINDOW_S * 2, 1.0)
+        idle.look()
     del idle
     gc.collect()
     assert brake.turns == ["on", "off"]

@@ -3,6 +3,8 @@ process, or instances elsewhere, for which no torch is needed here."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,9 +12,11 @@ from typing import Any
 from cost_model.goodput.slo import Slo
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, Given, imports_for
+from fastdecode.core.host.openmp import spin_longer
 from fastdecode.core.resuming import Session
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.service import EngineService
+from fastdecode.engine.setup.transport import shares_thread
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.wire.mpi import job as mpi_job
 
@@ -47,6 +51,8 @@ def make_service(
         with imports_for("an S-worker"):
             from fastdecode.engine.instances.running import service_of_instances
         return service_of_instances(config, progress, times)
+    if shares_thread(config):
+        spin_longer(os.environ, sys.modules)
     with imports_for("an S-worker"):
         from fastdecode.engine.setup.launch import RunningEngine
 

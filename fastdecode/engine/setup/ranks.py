@@ -23,7 +23,7 @@ from fastdecode.core.config.s_part import SPart
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.engine.setup.resolve import resolve_for_this_host
-from fastdecode.engine.setup.s_worker import prepare, watch
+from fastdecode.engine.setup.s_worker import prepare
 from fastdecode.wire.mpi import job as mpi_job
 from fastdecode.wire.mpi import joining, launcher
 from fastdecode.wire.mpi.roles import StageRanks
@@ -117,7 +117,7 @@ def mirror_leader(config: EngineConfig) -> None:
             with_head=not stage,
         )
         step_graphs = prepare(model, resolved, ranks)
-    mirror(spec, model, ranks, step_graphs, watch(ranks.device))
+    mirror(spec, model, ranks, step_graphs)
     ranks.close()
 
 

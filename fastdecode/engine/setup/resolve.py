@@ -18,6 +18,7 @@ from fastdecode.engine.setup.devices import choose_device, free_memory, uses_gra
 from fastdecode.engine.setup.memory import FreeMemory, MemoryPlan
 from fastdecode.engine.setup.placing import Machine, place
 from fastdecode.engine.setup.steps import Steps
+from fastdecode.engine.setup.transport import has_one_worker, transport_of
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.wire.mpi.launcher import launched_size, local_size
 
@@ -115,11 +116,11 @@ def resolve(
     config = placed.config
     placement = config.r_part.kv_placement
     device = choose_device(config.s_part.device, rank)
-    transport = _transport(config)
+    transport = transport_of(config)
     # Where S-part and R-part share their hardware, lanes get into each other's way, and a sole
     # R-worker needs no thread. With KV on both sides one lane begins, the home lane.
     shares_cores = transport == "inproc" and device.type == "cpu"
-    if shares_cores and placement == "r" and _has_one_worker(config):
+    if shares_cores and placement == "r" and has_one_worker(config):
         transport = "inline"
     prompts_on_r = _prompts_on_r(config, device)
     layers = layers_of_stages(spec, config.s_part.pp, config.s_part.layer_counts)
@@ -227,45 +228,12 @@ def _machine(config: EngineConfig, free: FreeMemory) -> Machine | None:
         return None
     if config.r_part.replicas or config.s_part.num_stages > 1:
         return None
-    transport = _transport(config)
+    transport = transport_of(config)
     num_r_workers = {
         "zmq": len(config.cluster.r_worker_addresses),
         "mpi": max(0, (launched_size() or 1) - config.s_part.tp),
     }.get(transport, config.r_part.r_workers if config.r_part.r_workers > 1 else 0)
     return Machine(free, num_r_workers, is_here=transport in ("inproc", "inline"))
-
-
-def _transport(config: EngineConfig) -> str:
-    if config.r_part.kv_placement == "gpu":
-        return "local"
-    if config.cluster.transport != "auto":
-        return config.cluster.transport
-    return (
-        "zmq"
-        if config.cluster.r_worker_addresses
-        else "inproc"
-        if launched_size() is None
-        else "mpi"
-    )
-
-
-def _has_one_worker(config: EngineConfig) -> bool:
-    """A stage; and nobody asks for more lanes than stages, or for replicas or
-    spare ones, which it can't have, or brings it prompts; or has it wait for a
-    disk, while other stages are waited for, too."""
-    r_part = config.r_part
-    others = r_part.replicas or config.cluster.spare_r_workers or config.s_part.prompt_pp
-    others = others or (config.cache.cache_disk is not None and config.s_part.pp > 1)
-    return (
-        r_part.r_workers == 1
-        and not others
-        and config.batching.lanes
-        in (
-            None,
-            1,
-            config.s_part.pp,
-        )
-    )
 
 
 def _r_threads(

@@ -11,7 +11,7 @@ import os
 import torch
 
 from fastdecode.core.host.machine import available_cores
-from fastdecode.core.host.openmp import spins_on, user_decides
+from fastdecode.core.host.openmp import spins_long, spins_on
 from fastdecode.core.host.waits import shorten_sleeps, switch_threads_sooner
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.setup.resolve import ResolvedConfig
@@ -36,9 +36,9 @@ def make_s_worker(
 ) -> SWorker:
     """The S-worker as it was configured."""
     graphs = prepare(model, resolved, ranks)
-    idle_threads = watch(resolved.device if ranks is None else ranks.device)
     if ranks is not None:
-        return ParallelSWorker(spec, model, ranks, graphs, resolved.most_lanes, idle_threads)
+        return ParallelSWorker(spec, model, ranks, graphs, resolved.most_lanes)
+    idle_threads = watch(resolved.device)
     return SWorker(
         spec, model, resolved.device, graphs, num_lanes=resolved.most_lanes,
         idle_threads=idle_threads,
@@ -47,9 +47,9 @@ def make_s_worker(
 
 def watch(device: torch.device) -> IdleThreads | None:
     """What watches the threads that compute for this one, on a CPU; None: there
-    are none, or the user has said how long they spin."""
+    are none, or they spin for a moment only."""
     num_threads = torch.get_num_threads()
-    if device.type != "cpu" or num_threads == 1 or user_decides(os.environ):
+    if device.type != "cpu" or num_threads == 1 or not spins_long(os.environ):
         return None
     idle_threads = watch_idle_threads(openmp_library(), num_threads, available_cores())
     if idle_threads is None and spins_on(os.environ):
