@@ -21,13 +21,8 @@ except SystemExit:
     pass
 print(json.dumps(sorted(sys.modules)), file=sys.stderr)
 """
-SIZE = ["size", "--gpu", "A10", "--cpu"] + [
-    "EPYC 7452",
-    "--model",
-    "Llama-2 7B",
-    "--seq-len",
-    "1024",
-]
+HARDWARE = "--gpu", "A10", "--cpu", "EPYC 7452"
+SIZE = "size", *HARDWARE, "--model", "Llama-2 7B", "--seq-len", "1024"
 
 
 def imported(*argv: str) -> set[str]:
@@ -86,7 +81,7 @@ def test_the_list_says_of_a_command_what_its_own_parser_says(
     assert seen.seen == {name: COMMANDS[name].help}
     with pytest.raises(SystemExit):
         main(["--help"])
-    assert f"    {name} " in capsys.readouterr().out
+    assert f"    {name}" in capsys.readouterr().out
 
 
 def test_an_unknown_command_is_answered_with_all_of_them(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.cli.main import main
+from fastdecode.conversations.turns import ChatTurn, PromptTurn, Turn
 from fastdecode.core.errors import RequestError
+from fastdecode.text.chat_template import ChatTemplate
+from fastdecode.text.codec import TextCodec
 from fastdecode.text.detokenizer import Vocabulary
 
 CHECKPOINT = Path(__file__).resolve().parents[2] / "examples" / "model" / "checkpoint"
@@ -41,14 +45,14 @@ def test_stop_strings_need_text() -> None:
 
 
 def test_a_chat_turn_needs_the_text_of_its_answer() -> None:
-    with LLM(str(CHECKPOINT), r_threads=1, kv_memory_gb=0.01) as llm:
+    codec = TextCodec(None)
+    with closing(ChatTemplate("{{ messages }}", "here", {})) as template:
+        chat = ChatTurn((), codec, template)
         with pytest.raises(RequestError, match="next turn needs the text") as refused:
-            llm.chat(
-                [{"role": "user", "content": "Hello"}],
-                SamplingParams(detokenize=False),
-                conversation_id="a",
-            )
+            Turn("0", "a", chat, SamplingParams(detokenize=False))
+        assert Turn("0", "a", chat, SamplingParams())
     assert refused.value.code == "invalid_conversation"
+    assert Turn("0", "a", PromptTurn("Hello", codec), SamplingParams(detokenize=False))
 
 
 def test_lines_and_the_option_say_it(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ R-workers, chunk sizes or arrival order."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
@@ -187,3 +188,77 @@ def test_truncated_draws_survive_a_lost_r_worker(
     with LLM(str(twins), **SHARED, r_workers=3, prefill_chunk=16, prompt_attention="s") as llm:
         assert answers(llm, truncated(TRUNCATIONS[name])) == truncated_alone[name]
         assert llm.stats.num_recomputed > 0
+
+
+# A trained model, half of whose tokens were never trained: they are tied, but for the last bits.
+
+TRAINED = Path(__file__).resolve().parents[2] / "examples" / "model" / "checkpoint"
+UNTRAINED_SHARE = 0.5
+SAMPLED: dict[str, dict[str, Any]] = {
+    "all": {},
+    "top_k": {"top_k": 50},
+    "top_p": {"top_p": 0.95},
+    "both": {"top_k": 50, "top_p": 0.95},
+    "min_p": {"min_p": 0.01},
+}
+UNTRAINED_WAYS = [WAYS[1], WAYS[3], WAYS[8], WAYS[9], WAYS[12]]
+
+
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's checkpoint with as many tokens again, which all have one row of the head."""
+    path = tmp_path_factory.mktemp("untrained") / "model"
+    copytree(TRAINED, path)
+    weights = load_file(path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    vocab_size = config["vocab_size"]
+    embedding = weights["model.embed_tokens.weight"]
+    head = weights.get("lm_head.weight", embedding)
+    generator = torch.Generator().manual_seed(2)
+    row = head.float().mean(dim=0)
+    noise = 1 + 1e-6 * torch.randn(vocab_size, len(row), generator=generator)
+    weights["model.embed_tokens.weight"] = torch.cat([embedding, embedding])
+    weights["lm_head.weight"] = torch.cat([head.float(), row * noise]).to(torch.float32)
+    save_file(
+        {name: weight.float() for name, weight in weights.items()},
+        path / "model.safetensors",
+        {"format": "pt"},
+    )
+    config.update(vocab_size=2 * vocab_size, tie_word_embeddings=False, torch_dtype="float32")
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def sampled(options: dict[str, Any]) -> list[tuple[list[int], SamplingParams]]:
+    """Hot, so that the untrained tokens are drawn, and are where top_k and top_p end."""
+    generator = torch.Generator().manual_seed(6)
+    return [
+        (
+            torch.randint(3, 500, (length,), generator=generator).tolist(),
+            SamplingParams(
+                seed=length, temperature=1.3, max_tokens=24, ignore_eos=True, n=2, **options
+            ),
+        )
+        for length in (3, 40, 21, 1, 48, 12)
+    ]
+
+
+@pytest.fixture(scope="module")
+def untrained_alone(untrained: Path) -> dict[str, list[list[tuple[int, ...]]]]:
+    with LLM(str(untrained), **SHARED) as llm:
+        return {
+            name: [answers(llm, [request])[0] for request in sampled(options)]
+            for name, options in SAMPLED.items()
+        }
+
+
+@pytest.mark.parametrize("way", UNTRAINED_WAYS, ids=str)
+def test_untrained_tokens_change_no_draw(
+    way: dict[str, Any], untrained: Path, untrained_alone: dict[str, list[list[tuple[int, ...]]]]
+) -> None:
+    with LLM(str(untrained), **SHARED, **way) as llm:
+        drawn = {name: answers(llm, sampled(options)) for name, options in SAMPLED.items()}
+    assert drawn == untrained_alone
+    limit = llm.spec.vocab_size // 2 if hasattr(llm, "spec") else 0
+    every = [token for each in drawn["top_k"] for one in each for token in one]
+    assert any(token >= limit for token in every)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import secrets
@@ -33,6 +34,7 @@ from fastdecode.engine.instances.beside import Beside
 from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.session.attach import attach
 from fastdecode.engine.session.counts import AttachedCounts
+from fastdecode.engine.setup.collector import freeze_objects
 from fastdecode.engine.setup.devices import describe_device
 from fastdecode.engine.setup.ranks import check_launched, meet_ranks
 from fastdecode.engine.setup.reach import (
@@ -116,6 +118,8 @@ class RunningEngine:
             self.engine = self._start(
                 progress or logger.info, trace, MeasuredTimes() if times is None else times
             )
+            freeze_objects()
+            self._opened.callback(gc.unfreeze)  # or what a closed engine leaves would stay
         except BaseException:
             self.close()
             raise

@@ -1,0 +1,31 @@
+"""Python's garbage collector, while an engine is open and after it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+from fastdecode import LLM, SamplingParams
+
+OPTIONS = {"r_threads": 1, "kv_memory_gb": 0.01}
+
+
+class Node:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_an_open_engine_is_left_out_of_collections(tiny_checkpoint: Callable[..., Path]) -> None:
+    frozen_before = gc.get_freeze_count()
+    garbage = weakref.ref(Node())
+    with LLM(str(tiny_checkpoint("llama")), **OPTIONS) as llm:
+        assert garbage() is None, "what was garbage before isn't kept"
+        assert gc.get_freeze_count() > frozen_before + 10_000
+        assert len(gc.get_objects()) < gc.get_freeze_count()
+        assert llm.generate([[3, 4]], SamplingParams(max_tokens=2))[0].ok
+        later = weakref.ref(Node())
+        gc.collect()
+        assert later() is None
+    assert gc.get_freeze_count() == 0, "a closed engine may be collected"
