@@ -116,9 +116,11 @@ def _half_tokens(delta: list[Any], heard: Heard) -> bool:
 
 
 def _too_early(delta: list[Any], heard: Heard) -> bool:
-    if delta[REASON] != "length" or not delta[TOKENS]:
+    if not delta[TOKENS] or delta[REASON] == "stop":
         return False
-    delta[TOKENS] = delta[TOKENS][:-1]
+    if delta[REASON] == "length":
+        delta[TOKENS] = delta[TOKENS][:-1]
+    delta[REASON] = "length"
     return True
 
 
