@@ -11,7 +11,9 @@ from fastdecode.schedule.lengths import LearntLengths, LongestLengths
 
 def sequence(num_generated: int, max_tokens: int, params: SamplingParams | None = None) -> Sequence:
     request = Request("r", (1, 2, 3), params or SamplingParams(), max_tokens, seed=0)
-    return Sequence(0, request, 0, [0] * (3 + num_generated))
+    made = Sequence(0, request, 0)
+    made.token_ids.extend([0] * num_generated)
+    return made
 
 
 def test_without_a_forecast_every_sequence_may_run_to_its_max_tokens() -> None:
