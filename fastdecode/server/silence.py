@@ -31,6 +31,8 @@ class Silence:
     def __init__(self, limit_s: float = math.inf) -> None:
         self.limit_s = limit_s
         self._is_owed = False
+        self._was_heard = False
+        """Since the last look."""
         self._waited_s = 0.0
         self._looked_s: float | None = None
         self._is_silent = False
@@ -42,6 +44,7 @@ class Silence:
     def heard(self) -> None:
         """It has said something."""
         self._is_owed = False
+        self._was_heard = True
 
     def look(self, now_s: float) -> Turn | None:
         """To be called several times a second.
@@ -50,7 +53,8 @@ class Silence:
             now_s: by a clock that never goes back.
         """
         before_s, self._looked_s = self._looked_s, now_s
-        if not self._is_owed:
+        was_heard, self._was_heard = self._was_heard, False
+        if was_heard or not self._is_owed:
             self._waited_s = 0.0
         elif before_s is not None:
             self._waited_s += min(now_s - before_s, _MOST_BETWEEN_LOOKS_S)

@@ -30,6 +30,13 @@ function seconds(s) {
   return s >= 0.01 ? `${Math.round(s * 1000)} ms` : `${(s * 1000).toFixed(1)} ms`;
 }
 
+// "21 / 22 ms" where both have one unit.
+function pair(values) {
+  const [low, high] = values.map(seconds);
+  const [lowUnit, highUnit] = [low.split(" ")[1], high.split(" ")[1]];
+  return lowUnit === highUnit && lowUnit ? `${low.split(" ")[0]} / ${high}` : `${low} / ${high}`;
+}
+
 function duration(s) {
   const [days, hours, minutes] = [Math.floor(s / 86400), Math.floor(s / 3600) % 24, Math.floor(s / 60) % 60];
   if (days) return `${days} d ${hours} h`;
@@ -49,11 +56,11 @@ async function ask(path) {
   return answer.json();
 }
 
-// The least of 1, 2, 5, 10, 20, … that a scale may end with.
+// The least of 1, 2, 3, 4, 6, 8, 10, 20, … that a scale may end with.
 function scaleEnd(most, least) {
   const wanted = Math.max(most, least);
   const power = 10 ** Math.floor(Math.log10(wanted) + 1e-9);
-  for (const digit of [1, 2, 5, 10]) if (digit * power >= wanted * (1 - 1e-9)) return digit * power;
+  for (const digit of [1, 2, 3, 4, 6, 8, 10]) if (digit * power >= wanted * (1 - 1e-9)) return digit * power;
   return wanted;
 }
 
@@ -180,8 +187,8 @@ function showAll(status) {
   show("running", count(status.num_running));
   show("waiting", count(status.num_waiting));
   show("kv-used", few(status.kv_used));
-  show("ttft", status.ttft_s.map(seconds).join(" / "));
-  show("tpot", status.tpot_s.map(seconds).join(" / "));
+  show("ttft", pair(status.ttft_s));
+  show("tpot", pair(status.tpot_s));
   showSinceStart(status);
   showSWorker(status);
   showWorkers(status);
