@@ -263,18 +263,18 @@ def attend(
     group_size = num_q_heads // layout.num_kv_heads
     queries = to_float32(q, source).astype(np.float64)  # [T, Hq, D]
     for n, context_len in enumerate(context_lens.tolist()):
-        first, last = int(query_starts[n]), int(query_starts[n + 1])
-        if first == last:
+        first, end = int(query_starts[n]), int(query_starts[n + 1])
+        if first == end:
             continue
         k, v = _read_sequence(layout, pool_layer, block_tables[n], context_len)
         k = np.repeat(k, group_size, axis=1).astype(np.float64)  # [L, Hq, D]
         v = np.repeat(v, group_size, axis=1).astype(np.float64)
-        position = int(query_positions[n]) + np.arange(last - first)[:, None]  # [Q, 1]
+        position = int(query_positions[n]) + np.arange(end - first)[:, None]  # [Q, 1]
         key = np.arange(context_len)[None, :]  # [1, L]
         visible = key <= position
         if sliding_window is not None:
             visible &= key > position - sliding_window
-        scores = np.einsum("qhd,lhd->hql", queries[first:last], k) * scale
+        scores = np.einsum("qhd,lhd->hql", queries[first:end], k) * scale
         if logit_softcap is not None:
             scores = logit_softcap * np.tanh(scores / logit_softcap)
         if alibi_slopes is not None:
@@ -290,9 +290,9 @@ def attend(
         with np.errstate(divide="ignore"):
             lse_rows = (np.log(total) + np.where(np.isfinite(top), top, 0.0))[..., 0].T  # [Q, Hq]
         rows = np.einsum("hql,lhd->qhd", weights / np.where(total > 0, total, 1.0), v)
-        out[first:last] = from_float32(rows.astype(np.float32), source)
+        out[first:end] = from_float32(rows.astype(np.float32), source)
         if lse is not None:
-            lse[first:last] = lse_rows
+            lse[first:end] = lse_rows
 
 
 def copy_blocks(
