@@ -25,7 +25,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -82,10 +82,10 @@ class BlockKernels(Protocol):
     paged_store: Callable[..., None]
     paged_decode: Callable[..., None]
     paged_chunks: Callable[..., None]
-    chunk_tokens: Callable[[AttentionSpec, torch.dtype], int]
+    chunk_tokens: Callable[..., int]
 
 
-Window = int | None
+Window: TypeAlias = int | None
 """Of a layer's attention; what a query sees, and so how it is split, depends on it."""
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from sworker.dtypes import torch_dtype
 from sworker.paged import BlockKernels, PagedKV, PagedStep, Prompt
 
 KINDS = ("plain", "window", "softcap", "alibi")
@@ -42,7 +41,9 @@ class Case:
     @property
     def spec(self) -> AttentionSpec:
         plain = AttentionSpec(2 * self.group_size, 2, self.head_dim, self.head_dim**-0.5)
-        slopes = tuple(2.0 ** -(8.0 * (i + 1) / plain.num_q_heads) for i in range(plain.num_q_heads))
+        slopes = tuple(
+            2.0 ** -(8.0 * (i + 1) / plain.num_q_heads) for i in range(plain.num_q_heads)
+        )
         return {
             "plain": plain,
             "window": replace(plain, sliding_window=100),
@@ -68,10 +69,10 @@ def cases(
 
 def pairwise(all_cases: Sequence[Case]) -> list[Case]:
     """So few of them that any two values stand together in one, if they do in any."""
-    values = [(c.dtype, c.is_int8, c.head_dim, c.group_size, c.block_size, c.kind) for c in all_cases]
-    pairs = [
-        {(i, j, one[i], one[j]) for i in range(len(one)) for j in range(i)} for one in values
+    values = [
+        (c.dtype, c.is_int8, c.head_dim, c.group_size, c.block_size, c.kind) for c in all_cases
     ]
+    pairs = [{(i, j, one[i], one[j]) for i in range(len(one)) for j in range(i)} for one in values]
     missing, chosen = set().union(*pairs), []
     while missing:
         best = max(range(len(pairs)), key=lambda index: len(pairs[index] & missing))

@@ -37,7 +37,9 @@ def of_case(case: Case) -> tuple[torch.dtype, bool, int, int]:
     return case.dtype, case.is_int8, case.head_dim, case.group_size
 
 
-TABLE = {key: list(group) for key, group in groupby(cases((torch.bfloat16, torch.float16)), of_case)}
+TABLE = {
+    key: list(group) for key, group in groupby(cases((torch.bfloat16, torch.float16)), of_case)
+}
 
 
 @pytest.fixture
@@ -98,7 +100,11 @@ def test_a_step_as_one_graph(kv_dtype: DType, kernels: BlockKernels) -> None:
     whole.prepare([num_rows])
     rng = np.random.default_rng(2)
     tables = rng.permutation(num_rows * width).reshape(num_rows, width).astype(np.int32)
-    for lens in (np.full(num_rows, 1000), rng.integers(1, 300, num_rows), np.array([most] + [9] * 63)):
+    for lens in (
+        np.full(num_rows, 1000),
+        rng.integers(1, 300, num_rows),
+        np.array([most] + [9] * 63),
+    ):
         step = decode_step(lens.astype(np.int32), tables)
         rows = torch.from_numpy(np.stack((rng.integers(0, spec.vocab_size, num_rows), lens - 1)))
         found = whole.run(0, rows, step).float()

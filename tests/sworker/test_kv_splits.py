@@ -37,7 +37,9 @@ def seen_units(tiles: QueryTiles, window: int | None) -> list[range]:
 def check(plan: SplitPlan, tiles: QueryTiles, window: int | None) -> None:
     shape = plan.shape
     assert plan.num_pieces <= shape.num_pieces and plan.num_merges <= shape.num_merges
-    left = {int(row): units for row, units in zip(tiles.rows, seen_units(tiles, window), strict=True)}
+    left = {
+        int(row): units for row, units in zip(tiles.rows, seen_units(tiles, window), strict=True)
+    }
     pieces_of: dict[int, list[np.ndarray]] = {row: [] for row in left}
     for piece in plan.pieces:
         pieces_of[int(piece[0])].append(piece)
@@ -46,7 +48,10 @@ def check(plan: SplitPlan, tiles: QueryTiles, window: int | None) -> None:
     parts: list[int] = []
     for index, (row, units) in enumerate(left.items()):
         own = sorted(pieces_of[row], key=lambda piece: int(piece[4]))
-        num_tokens, end = int(tiles.num_tokens[index]), int((tiles.positions + tiles.num_tokens)[index])
+        num_tokens, end = (
+            int(tiles.num_tokens[index]),
+            int((tiles.positions + tiles.num_tokens)[index]),
+        )
         covered = [range(int(p[4]) // UNIT, -(-int(p[5]) // UNIT)) for p in own]
         assert [unit for piece in covered for unit in piece] == list(units)
         assert all(p[4] % UNIT == 0 and (p[5] % UNIT == 0 or p[5] == end) for p in own)

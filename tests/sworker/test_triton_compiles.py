@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from examples import TRIES_ALL
 
+from examples import TRIES_ALL
 from fastdecode.core.spec import AttentionSpec
 from sworker.kv_splits import Splits, SplitShape, chunk_tiles, plan_decode, plan_splits
 
@@ -74,7 +74,9 @@ class NoGpu:
         path = self._directory / f"{len(self.compiled)}.cubin"
         path.write_bytes(binary)
         tool = importlib.import_module("triton.knobs").nvidia.cuobjdump.path
-        done = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [tool, "-res-usage", path], capture_output=True, text=True, check=True
+        )
         registers, stack = (
             int(re.findall(rf"{what}:(\d+)", done.stdout)[0]) for what in ("REG", "STACK")
         )
@@ -90,9 +92,7 @@ def forget(kernels: Any) -> None:
 
 
 @pytest.fixture
-def gpu_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[int], NoGpu]]:
+def gpu_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], NoGpu]]:
     """A GPU of a compute capability becomes the current one."""
     if importlib.import_module("triton.knobs").runtime.interpret:
         pytest.skip("kernels are run in Triton's interpreter here")

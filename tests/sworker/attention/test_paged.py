@@ -17,6 +17,7 @@ from fastdecode.core.spec import KVSpec
 from sworker import paged
 from sworker.paged import PagedKV
 
+
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.INT8])
 @pytest.mark.parametrize("name", SPECS)
 def test_a_step_of_every_kind_of_row(name: str, dtype: DType) -> None:

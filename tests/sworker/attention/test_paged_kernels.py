@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import MOST_OFF, CachedSequences, Case, cases, pairwise
-from examples import TRIES_ALL
 from triton_interpreter import DEVICE, interpret_kernels
 
 from cpu_kernels.reference import quantize
+from examples import TRIES_ALL
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from sworker.paged import NOWHERE, BlockKernels, PagedKV
@@ -76,7 +76,10 @@ def test_other_rows_are_left_alone(kernels: BlockKernels) -> None:
 def test_int8_as_an_r_worker_holds_it(dtype: torch.dtype, kernels: BlockKernels) -> None:
     """Whole numbers and scales are R-workers', to the bit, halves between two included."""
     generator = torch.Generator().manual_seed(3)
-    x = torch.randn(2, 200, 3, 80, generator=generator) * 10 ** torch.linspace(-4, 4, 200)[:, None, None]
+    x = (
+        torch.randn(2, 200, 3, 80, generator=generator)
+        * 10 ** torch.linspace(-4, 4, 200)[:, None, None]
+    )
     x[0, 7] = 0.0
     x[1, :, 1, 0] = 127.0
     x[1, :, 1, 1:] = torch.randint(-253, 254, (200, 79), generator=generator) / 2
