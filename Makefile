@@ -15,7 +15,7 @@ PROCESSES ?= 3
 help:
 	@echo "make demo    set up, then complete examples/prompts.jsonl with the shipped demo model"
 	@echo "make test    set up, then run the tests"
-	@echo "make campaign  set up, then faults, signals and damaged messages at random moments of many jobs and servers (an hour or more)"
+	@echo "make campaign  set up, then faults, signals and damaged messages at random moments of many jobs and servers, and the GPU's measurements with tiny sizes (an hour or more)"
 	@echo "make check   set up, then ruff, mypy and import-linter"
 	@echo "make check-lowest  the lowest versions that setup.cfg allows, in a virtual environment of their own: tests and a job"
 	@echo "make format  rewrite the code in the project's format"
@@ -48,6 +48,8 @@ campaign: $(VENV)/.dev
 	@mkdir -p out
 	FASTDECODE_ALL_EXAMPLES=1 $(BIN)/python -m pytest -q -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 	$(BIN)/python tests/campaign/campaign.py --out out/campaign.json
+	PYTHON=$(BIN)/python benchmarks/gpu_first.sh --smoke --out out/gpu_first.json
+	PYTHON=$(BIN)/python benchmarks/gpu_first.sh --smoke --more --out out/gpu_first_more.json
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -1,8 +1,9 @@
-"""Decode steps through the real pipeline with R-workers that answer at once:
-used by gpu_suite.py."""
+"""Decode steps through the real pipeline with R-workers that answer at once: used by
+gpu_fast.py."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu_setup import distance
 
 from fastdecode.core.holders import (
     Holder,
@@ -46,9 +48,10 @@ class InstantFleet:
         self.lost: dict[int, Any] = {}
         self.kept_by_gone: list[int] = []
         self.moves = SimpleNamespace(of_tiers=())
-        self._answers: deque[tuple[int, AttendResult]] = deque()
+        self.answers: dict[int, np.ndarray] = {}
+        """By R-worker."""
+        self._owed: deque[tuple[int, AttendResult]] = deque()
         self._pool = BufferPool()
-        self._o: dict[tuple[int, ...], np.ndarray] = {}
 
     def peer(self, worker: int) -> str:
         return "nobody"
@@ -58,54 +61,97 @@ class InstantFleet:
 
     def send(self, worker: int, message: object) -> None:
         if isinstance(message, Attend):
-            shape = message.q.shape
-            if shape not in self._o:
-                q = message.q
-                self._o[shape] = self._pool.take(q.nbytes).view(q.dtype).reshape(shape)
-                self._o[shape][:] = q
+            q = message.q
+            if worker not in self.answers:
+                self.answers[worker] = self._pool.take(q.nbytes).view(q.dtype).reshape(q.shape)
+                self.answers[worker][:] = q
             result = AttendResult(
-                message.step, message.lane, message.layer, self._o[shape], None, 0.0
+                message.step, message.lane, message.layer, self.answers[worker], None, 0.0
             )
-            self._answers.append((worker, result))
+            self._owed.append((worker, result))
 
     @property
     def is_owed(self) -> bool:
-        return bool(self._answers)
+        return bool(self._owed)
 
     def receive(self, *, most_s: float = math.inf) -> tuple[int, AttendResult]:
-        return self._answers.popleft()
+        return self._owed.popleft()
 
 
-def instant_steps(
-    model: Model,
-    device: torch.device,
-    num_lanes: int,
-    rows: int,
-    num_steps: int,
-    capture: bool,
-    num_r_workers: int = 1,
-) -> tuple[float, float]:
-    """(seconds of a step of all lanes, median; seconds of all its units one
-    after the other, the least). What the ratio hides is nothing: batches are
-    laid out before the clock starts, and units are timed without what comes
-    between them."""
-    graphs = StepGraphs(model, device, capture=capture, num_lanes=num_lanes)
-    graphs.prepare([graphs.buckets.of(rows)])
-    s_worker = SWorker(model.spec, model, device, graphs)
-    holder = Holder(
-        HolderKind.R_WORKER, attends_prompts=False, answers_at_once=False, token_bytes=1
-    )
-    holders = (holder,) * num_r_workers
-    plan = AttentionPlan(
-        model.spec.attention, model.embed_tokens.weight.dtype, InstantFleet(), device, holders  # type: ignore[arg-type]
-    )  # fmt: skip
-    pipeline = Pipeline(s_worker, plan, num_lanes)
-    steps_s, units_s = [], []
-    for step in range(num_steps + 4):
-        batches = [_batch(holders, step, lane, num_lanes, rows) for lane in range(num_lanes)]
-        steps_s.append(_timed(device, partial(_run_step, pipeline, batches)))
-        units_s.append(_timed(device, partial(_run_units, graphs, num_lanes, rows)))
-    return statistics.median(steps_s[4:]), min(units_s[4:])
+class Instant:
+    """Steps of some lanes, of like rows each.
+
+    Args:
+        capture: whether units are CUDA graphs.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        device: torch.device,
+        num_lanes: int,
+        rows: int,
+        capture: bool,
+        num_r_workers: int = 1,
+    ) -> None:
+        self._device, self._num_lanes, self._rows = device, num_lanes, rows
+        self._graphs = StepGraphs(model, device, capture=capture, num_lanes=num_lanes)
+        self._graphs.prepare([self._graphs.buckets.of(rows)])
+        s_worker = SWorker(model.spec, model, device, self._graphs)
+        holder = Holder(
+            HolderKind.R_WORKER, attends_prompts=False, answers_at_once=False, token_bytes=1
+        )
+        self._holders = (holder,) * num_r_workers
+        self._fleet: Any = InstantFleet()
+        dtype = model.embed_tokens.weight.dtype
+        plan = AttentionPlan(model.spec.attention, dtype, self._fleet, device, self._holders)
+        self._pipeline = Pipeline(s_worker, plan, num_lanes)
+        self._steps = itertools.count()
+
+    def seconds(self, num_steps: int) -> tuple[float, float]:
+        """(seconds of a step of all lanes, median; seconds of all its units one
+        after the other, the least). What the ratio hides is nothing: batches are
+        laid out before the clock starts, and units are timed without what comes
+        between them."""
+        steps_s, units_s = [], []
+        for _ in range(num_steps + 4):
+            batches = self._batches()
+            steps_s.append(_timed(self._device, partial(self._run_step, batches)))
+            units_s.append(_timed(self._device, self._run_units))
+        return statistics.median(steps_s[4:]), min(units_s[4:])
+
+    def max_error(self) -> float:
+        """How far a step's result is from that of its units as they are, by the
+        answers that R-workers gave."""
+        self._run_step(self._batches())
+        _finish(self._device)
+        answers = [self._fleet.answers[worker] for worker in range(len(self._holders))]
+        worst = 0.0
+        for lane in range(self._num_lanes):
+            buffers = self._graphs.buffers(lane)
+            found = buffers.x[: self._rows].clone()
+            o = torch.from_numpy(np.concatenate(answers)).view(buffers.o.dtype)
+            buffers.o[: self._rows].copy_(o)
+            for unit in range(self._graphs.num_units):
+                self._graphs.unit(lane, unit, self._graphs.buckets.of(self._rows))
+            worst = max(worst, distance(found, buffers.x[: self._rows]))
+        return worst
+
+    def _batches(self) -> list[StepBatch]:
+        step = next(self._steps)
+        lanes = range(self._num_lanes)
+        return [_batch(self._holders, step, lane, self._num_lanes, self._rows) for lane in lanes]
+
+    def _run_step(self, batches: list[StepBatch]) -> None:
+        for lane, batch in enumerate(batches):
+            self._pipeline.launch(lane, batch, np.arange(0))
+        while self._pipeline.in_flight:
+            self._pipeline.run()
+
+    def _run_units(self) -> None:
+        for unit in range(self._graphs.num_units):
+            for lane in range(self._num_lanes):
+                self._graphs.run(lane, unit, self._graphs.buckets.of(self._rows))
 
 
 def _batch(
@@ -124,22 +170,13 @@ def _batch(
     return StepBatch.build(chunks, holders, step=step * num_lanes + lane, lane=lane)
 
 
-def _run_step(pipeline: Pipeline, batches: list[StepBatch]) -> None:
-    for lane, batch in enumerate(batches):
-        pipeline.launch(lane, batch, np.arange(0))
-    while pipeline.in_flight:
-        pipeline.run()
-
-
-def _run_units(graphs: StepGraphs, num_lanes: int, rows: int) -> None:
-    for unit in range(graphs.num_units):
-        for lane in range(num_lanes):
-            graphs.run(lane, unit, graphs.buckets.of(rows))
-
-
 def _timed(device: torch.device, run: Callable[[], None]) -> float:
     started = time.perf_counter()
     run()
+    _finish(device)
+    return time.perf_counter() - started
+
+
+def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - started

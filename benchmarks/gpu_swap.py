@@ -1,5 +1,5 @@
 """Lanes whose KV is swapped against lanes whose KV stays, in the same memory of
-the device: used by gpu_suite.py --call more.
+the device: a step of gpu_first.py --more.
 
 A stage of a few layers decodes three lanes in turns. Where KV stays, each lane
 has a third of the memory; swapped, a half. So what is compared is sequences a
@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from gpu_whole import BLOCK_SIZE, decode_step
+from gpu_paged import BLOCK_SIZE, decode_step
+from gpu_setup import Found, Rows, Setup, distance, measured
 
 from fastdecode.core.dtype import DType
-from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.spec import KVSpec
 from sworker.kernels.fused import fuse
 from sworker.load.weights import random_model
@@ -28,40 +28,45 @@ from sworker.model.skeleton import Model, forward
 from sworker.paged import PagedKV, PagedStep
 from sworker.swap.swapped import SwappedKV
 
-Rows = Iterator[dict[str, Any]]
 NUM_LANES = 3
 _FILLED = 0.01
+_BOUND = 0.05
+"""Of a few layers in bfloat16."""
 
 
-def swap_steps(
-    spec: ModelSpec,
-    device: torch.device,
-    dtype: torch.dtype,
-    cases: tuple[tuple[int, int], ...],
-    num_rounds: int,
+def swap(setup: Setup) -> Rows:
+    """Of lanes of a few sizes."""
+    model = random_model(setup.spec("8b"), device=setup.device, dtype=setup.dtype)
+    fuse(model, setup.device)
+    num_rounds = setup.pick(8, 1)
+    for num_sequences, context in setup.pick(((24, 1024), (96, 1024), (24, 8192)), ((3, 40),)):
+        yield from _swap(model, num_sequences, context, setup.device, num_rounds)
+
+
+def _swap(
+    model: Model, num_sequences: int, context: int, device: torch.device, num_rounds: int
 ) -> Rows:
-    """``cases``: sequences of a lane that is swapped, and tokens of each."""
-    model = random_model(spec, device=device, dtype=dtype)
-    fuse(model, device)
+    spec = model.spec
     kv = KVSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, DType.BFLOAT16, BLOCK_SIZE)
-    for num_sequences, context in cases:
-        fewer = max(1, num_sequences * 2 // NUM_LANES)
-        stays_s = _resident(model, kv, fewer, context, device, num_rounds)
-        compute_s = _resident(model, kv, num_sequences, context, device, num_rounds, num_lanes=1)
-        yield {"kv": "stays", "sequences": fewer, "context": context, "step_us": stays_s * 1e6,
-               "tokens_per_s": fewer / stays_s}  # fmt: skip
-        lanes = SwappedLanes(model, kv, num_sequences, context, device)
-        step_s, num_late = lanes.seconds(num_rounds), lanes.swap.figures.num_late_blocks
-        transfer_s = lanes.transfer_seconds(num_rounds)
-        best_s = max(compute_s, transfer_s)
-        lane_bytes = num_sequences * context * kv.token_bytes
-        yield {"kv": "swapped", "sequences": num_sequences, "context": context,
-               "step_us": step_s * 1e6, "tokens_per_s": num_sequences / step_s,
-               "compute_us": compute_s * 1e6, "transfer_us": transfer_s * 1e6,
-               "in_gbps": lane_bytes / step_s / 1e9, "of_the_longer": step_s / best_s,
-               "gain": num_sequences / step_s / (fewer / stays_s),
-               "late_blocks": num_late}  # fmt: skip
-        del lanes
+    fewer = max(1, num_sequences * 2 // NUM_LANES)
+    stays_s, _ = _resident(model, kv, fewer, context, device, num_rounds)
+    compute_s, expected = _resident(
+        model, kv, num_sequences, context, device, num_rounds, num_lanes=1
+    )
+    yield {"kv": "stays", "sequences": fewer, "context": context, "step_us": stays_s * 1e6,
+           "tokens_per_s": fewer / stays_s, "max_error": 0.0}  # fmt: skip
+    lanes = SwappedLanes(model, kv, num_sequences, context, device)
+    step_s, num_late = lanes.seconds(num_rounds), lanes.swap.figures.num_late_blocks
+    error = distance(lanes.result, expected)
+    transfer_s = lanes.transfer_seconds(num_rounds)
+    lane_bytes = num_sequences * context * kv.token_bytes
+    yield measured(
+        {"kv": "swapped", "sequences": num_sequences, "context": context}, Found(error, _BOUND),
+        step_us=step_s * 1e6, tokens_per_s=num_sequences / step_s, compute_us=compute_s * 1e6,
+        transfer_us=transfer_s * 1e6, in_gbps=lane_bytes / step_s / 1e9,
+        of_the_longer=step_s / max(compute_s, transfer_s),
+        gain=num_sequences / step_s / (fewer / stays_s), late_blocks=num_late,
+    )  # fmt: skip
 
 
 def _resident(
@@ -72,9 +77,9 @@ def _resident(
     device: torch.device,
     num_rounds: int,
     num_lanes: int = NUM_LANES,
-) -> float:
-    """Seconds of a lane's step where KV stays on the device."""
-    step = decode_step(num_sequences, context, device)
+) -> tuple[float, torch.Tensor]:
+    """Seconds of a lane's step where KV stays on the device, and its result."""
+    step = decode_step([context] * num_sequences, device)
     caches = [
         PagedKV(kv, model.spec.attention, step.tables.numel(), device) for _ in range(num_lanes)
     ]
@@ -82,11 +87,11 @@ def _resident(
         cache.pool.fill_(_FILLED)
     turns = itertools.cycle(caches)
 
-    def run() -> None:
+    def run() -> torch.Tensor:
         cache = next(turns)
-        _forward(model, step, context, lambda *qkv: cache.attend(*qkv, step))
+        return _forward(model, step, context, lambda *qkv: cache.attend(*qkv, step))
 
-    return _seconds(run, num_rounds * NUM_LANES, device)
+    return _seconds(run, num_rounds * NUM_LANES, device), run()
 
 
 class SwappedLanes:
@@ -101,7 +106,9 @@ class SwappedLanes:
         device: torch.device,
     ) -> None:
         self._model, self._context, self._device = model, context, device
-        self._step = decode_step(num_sequences, context, device)
+        self._step = decode_step([context] * num_sequences, device)
+        self.result = torch.empty(0)
+        """Of the last step: hidden states."""
         num_blocks = self._step.tables.numel()
         self.swap = SwappedKV(
             kv, model.spec.attention, num_blocks, NUM_LANES, device, most_tokens=num_sequences
@@ -135,18 +142,20 @@ class SwappedLanes:
             swap.wait(layer)
             return cache.attend(layer, q, k, v, self._step)
 
-        _forward(self._model, self._step, self._context, attend)
+        self.result = _forward(self._model, self._step, self._context, attend)
         swap.leave(self._tokens)
         swap.prefetch((lane + 1) % NUM_LANES, self._blocks)
 
 
-def _forward(model: Model, step: PagedStep, context: int, attend: Callable[..., Any]) -> None:
+def _forward(
+    model: Model, step: PagedStep, context: int, attend: Callable[..., Any]
+) -> torch.Tensor:
     num_rows, device = len(step.slots), step.slots.device
     positions = torch.full((num_rows,), context - 1, device=device)
-    forward(model, torch.arange(num_rows, device=device), positions, attend)
+    return forward(model, torch.arange(num_rows, device=device), positions, attend)
 
 
-def _seconds(run: Callable[[], None], num_runs: int, device: torch.device) -> float:
+def _seconds(run: Callable[[], object], num_runs: int, device: torch.device) -> float:
     """Of one run, in the middle of others."""
     for _ in range(NUM_LANES):
         run()

@@ -11,6 +11,7 @@ in half an hour is ``serving_soak.py``'s; what ``bench-serve`` itself is off by,
     python benchmarks/serving.py ttft
     python benchmarks/serving.py idle --model examples/model/checkpoint
     python benchmarks/serving.py reader
+    python benchmarks/serving.py reused --model examples/model/checkpoint
     python benchmarks/serving.py leave
 
 On a machine that others use, too, ``--autogroup-nice -10`` weighs what is
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import http.client
 import json
 import os
 import random
@@ -190,6 +192,40 @@ def ttft(options: argparse.Namespace) -> dict[str, Any]:
     return {"median_ms": rows, "http_costs_ms": outside - inside}
 
 
+def reused(options: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds (median, p90) of small answers, one after the other, on one
+    connection: the list of models, and completions of one token."""
+    command = [*FASTDECODE, "serve", options.model, "--port", "0", "--kv-memory-gb", "0.1"]
+    completion = json.dumps({"prompt": [FIRST_TOKEN], "max_tokens": 1})
+    asked = {
+        "models": ("GET", "/v1/models", None),
+        "completion": ("POST", "/v1/completions", completion),
+    }
+    with preferred(options, serving(command)) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port)
+        with contextlib.closing(connection):
+            return {
+                name: _spread_ms([_took_ms(connection, *what) for _ in range(options.requests)])
+                for name, what in asked.items()
+            }
+
+
+def _took_ms(
+    connection: http.client.HTTPConnection, method: str, path: str, body: str | None
+) -> float:
+    began_s = time.perf_counter()
+    connection.request(method, path, body, {"content-type": "application/json"} if body else {})
+    answer = connection.getresponse()
+    answer.read()
+    if answer.status != http.HTTPStatus.OK:
+        raise RuntimeError(f"{path} was answered {answer.status}")
+    return (time.perf_counter() - began_s) * 1e3
+
+
+def _spread_ms(took_ms: list[float]) -> dict[str, float]:
+    return {"p50": statistics.median(took_ms), "p90": statistics.quantiles(took_ms, n=10)[8]}
+
+
 @contextlib.contextmanager
 def preferred(options: argparse.Namespace, started: Any) -> Iterator[Server]:
     """A server with the weight that its benchmark is to have."""
@@ -305,7 +341,7 @@ def _cpu_s(server: Server) -> dict[str, float]:
 
 KINDS = {
     "decode": decode, "chunks": chunks, "ttft": ttft, "idle": idle, "reader": reader,
-    "leave": leave,
+    "reused": reused, "leave": leave,
 }  # fmt: skip
 
 

@@ -3,10 +3,13 @@ waits for whom.
 
 A lane's way through one layer is a chain: S-part, q k v out, R-part, o back,
 the round trip's latency, and what the S-worker's thread spends on the messages,
-one to and from each R-worker. With K lanes in flight each resource serves all K
-in turn, and a lane can't overtake itself, so all lanes pass one layer every ::
+one to and from each R-worker. Over ZeroMQ its I/O threads carry what goes out
+and what comes back (I/O), and each way takes at least as long as they need for
+it. With K lanes in flight each resource serves all K in turn, and a lane can't
+overtake itself, so all lanes pass one layer every ::
 
-    cycle = max(K·S, K·messages, K·out, K·R, K·back, S + messages + out + R + back + round trip)
+    cycle = max(K·S, K·messages, K·I/O, K·out, K·R, K·back,
+                S + messages + out + R + back + round trip)
 
 (the bound of a closed queueing network, met when service times don't vary). A
 step is ``num_layers`` cycles, and gives every running sequence one token. K = 1
@@ -20,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from cost_model.stages import Link, RPart, SPart
+from cost_model.transport import MPI, Transport
 from cost_model.workload import TokenCosts, Workload
 
 MAX_LANES = 4
@@ -38,6 +42,8 @@ class LaneTimes:
     round_trip_s: float
     messages_s: float = 0.0
     """Of the S-worker's thread, for all R-workers."""
+    io_s: float = 0.0
+    """Of the S-worker's I/O threads, out and back."""
 
     @property
     def chain_s(self) -> float:
@@ -65,6 +71,7 @@ class LaneTimes:
             "R-part": lanes * self.r_s,
             "network": lanes * max(self.out_s, self.back_s),
             "messages": lanes * self.messages_s,
+            "ZeroMQ I/O": lanes * self.io_s,
             "round trip": self.chain_s,
         }
 
@@ -86,7 +93,7 @@ class StepPrediction:
     r_utilisation: float
     network_utilisation: float
     limit: str
-    """What sets the pace: S-part, R-part, network, messages or round trip."""
+    """What sets the pace: S-part, R-part, network, messages, ZeroMQ I/O or round trip."""
 
     @property
     def tpot_s(self) -> float:
@@ -104,6 +111,7 @@ class System:
     """Ports of the S-worker; every R-worker host has one."""
     costs: TokenCosts
     workload: Workload
+    transport: Transport = MPI
 
     @cached_property
     def attended_tokens(self) -> float:
@@ -171,16 +179,28 @@ class System:
         sequence of the lane get no message."""
         return self.link.pace * self.link.message_s * min(sockets, lane_batch)
 
+    def way_s(self, num_bytes: float, sockets: float) -> float:
+        """Seconds one way between the S-worker and all R-workers: as long as the
+        slowest of ports, PCIe and I/O threads needs, which work side by side."""
+        links_s = max(self.s_link_s(num_bytes), self.r_link_s(num_bytes, sockets))
+        return max(links_s, self.transport.io_s(num_bytes, sockets))
+
+    def io_s(self, lane_batch: int, sockets: float) -> float:
+        """The S-worker's I/O threads, for one lane and layer, out and back."""
+        num_bytes = self.out_bytes(lane_batch) + self.back_bytes(lane_batch)
+        return self.transport.io_s(num_bytes, sockets)
+
     def lane(self, lane_batch: int, sockets: float) -> LaneTimes:
         """One lane of ``lane_batch`` sequences through one layer."""
         out, back = self.out_bytes(lane_batch), self.back_bytes(lane_batch)
         return LaneTimes(
             s_s=self.s_s(lane_batch),
-            out_s=max(self.s_link_s(out), self.r_link_s(out, sockets)),
+            out_s=self.way_s(out, sockets),
             r_s=self.r_s(lane_batch, sockets),
-            back_s=max(self.s_link_s(back), self.r_link_s(back, sockets)),
+            back_s=self.way_s(back, sockets),
             round_trip_s=self.link.trip_s,
             messages_s=self.messages_s(lane_batch, sockets),
+            io_s=self.io_s(lane_batch, sockets),
         )
 
     def predict(self, lane_batch: int, lanes: int, sockets: int) -> StepPrediction:

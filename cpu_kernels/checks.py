@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from cpu_kernels.attention.driver import BAD_BLOCK, BAD_CONTEXT, BAD_POSITION
+from cpu_kernels.attention.driver import BAD_BLOCK, BAD_CONTEXT, BAD_POSITION, NOT_LAST
 from cpu_kernels.layout import CARRIERS, SOURCES, BlockLayout
 
 _UINT8, _INT32, _INT64 = np.dtype(np.uint8), np.dtype(np.int32), np.dtype(np.int64)
@@ -150,6 +150,7 @@ def check_attend(
     context_lens: NDArray[np.int32],
     out: NDArray[Any],
     lse: NDArray[np.float32] | None,
+    last: tuple[NDArray[Any], NDArray[Any]] | None,
     source: str,
 ) -> None:
     """Raises ValueError, naming the argument, unless the arrays fit each other.
@@ -171,6 +172,8 @@ def check_attend(
     _array("query_positions", query_positions, int32, (num_sequences,))
     _array("query_starts", query_starts, int32, (num_sequences + 1,))
     _array("block_tables", block_tables, int32, (num_sequences, block_tables.shape[-1]))
+    for name, array in zip(("last k", "last v"), last or (), strict=False):
+        _array(name, array, carrier, (num_sequences, layout.num_kv_heads, layout.head_dim))
 
 
 def raise_bad_value(
@@ -194,6 +197,10 @@ def raise_bad_value(
         raise ValueError(
             f"block_tables[{index}] holds {used.min()}..{used.max()}, outside "
             f"0..{pool_layer.shape[0] - 1}"
+        )
+    if code == NOT_LAST:
+        raise ValueError(
+            f"sequence {index} brings its last token: it must have one query, at that token"
         )
     raise ValueError(f"query_starts must rise from 0 to the rows of q, got {query_starts}")
 

@@ -21,6 +21,7 @@ from cpu_kernels.checks import (
 )
 from cpu_kernels.dispatch import (
     append_entry,
+    append_row_entry,
     gather_entry,
     plan_attend,
     shape_record,
@@ -28,7 +29,7 @@ from cpu_kernels.dispatch import (
     thread_partials,
     thread_scratch,
 )
-from cpu_kernels.layout import BlockLayout
+from cpu_kernels.layout import CARRIERS, BlockLayout
 from cpu_kernels.team import OpenMPTeam, Team
 from cpu_kernels.tokens.append import run_append
 from cpu_kernels.tokens.gather import run_gather
@@ -36,6 +37,7 @@ from cpu_kernels.tokens.gather import run_gather
 _NO_SLOPES = np.zeros(0, np.float32)
 _NO_LSE = np.zeros((0, 0), np.float32)
 _NO_SCALES = np.zeros((0, 0, 2), np.float32)
+_NO_ROWS = {dtype: np.zeros((0, 0, 0), dtype) for dtype in set(CARRIERS.values())}
 
 
 def append(
@@ -157,6 +159,7 @@ def attend(
     logit_softcap: float | None = None,
     out: NDArray[Any],
     lse: NDArray[np.float32] | None = None,
+    last: tuple[NDArray[Any], NDArray[Any]] | None = None,
     source: str = "float32",
     num_threads: int = 1,
     team: Team | OpenMPTeam | None = None,
@@ -187,6 +190,10 @@ def attend(
             visible.
         lse: float32 [T, Hq], overwritten with the natural log of the sum of
             exponentials; -inf where nothing is visible.
+        last: K and V [N, Hkv, D] of q's kind of each sequence's last cached
+            token, which are written first, as ``append`` does it, but while
+            the token's block is read anyway. Then each sequence has one query,
+            at that token, and no sequence sees what another one brings.
         num_threads: the calling thread and ``num_threads - 1`` helpers of this
             process. If another call has them at the moment, this one runs on
             its own thread.
@@ -210,6 +217,7 @@ def attend(
         context_lens,
         out,
         lse,
+        last,
         source,
     )
     num_rows, num_q_heads, _ = q.shape
@@ -218,6 +226,7 @@ def attend(
     plan = plan_attend(
         layout, num_q_heads // layout.num_kv_heads, source, ragged, level, compare_levels
     )
+    k, v = last or (_NO_ROWS[q.dtype], _NO_ROWS[q.dtype])
     room, code, index = 0, driver.MORE_ROOM, 0
     while code == driver.MORE_ROOM:
         code, index = run_attend(
@@ -240,6 +249,9 @@ def attend(
             float(scale),
             float(logit_softcap or 0.0),
             min(sliding_window or 0, driver.MAX_POSITION),
+            0 if last is None else append_row_entry(),
+            k,
+            v,
         )
         room = index
     if code != driver.OK:

@@ -248,11 +248,17 @@ def attend(
     logit_softcap: float | None = None,
     out: NDArray[Any],
     lse: NDArray[np.float32] | None = None,
+    last: tuple[NDArray[Any], NDArray[Any]] | None = None,
     source: str = "float32",
     num_threads: int = 1,
     team: object = None,
 ) -> None:
     """See ``cpu_kernels.attend``. Computes in float64."""
+    if last is not None:
+        token = context_lens.astype(np.int64) - 1
+        block, offset = np.divmod(token, layout.block_size)
+        slots = block_tables[np.arange(len(token)), block].astype(np.int64) * layout.block_size
+        append(layout, pool_layer, *last, slots + offset, source=source)
     num_q_heads = q.shape[1]
     group_size = num_q_heads // layout.num_kv_heads
     queries = to_float32(q, source).astype(np.float64)  # [T, Hq, D]

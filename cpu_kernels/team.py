@@ -114,7 +114,7 @@ def _system_call(typingctx, number, a, b, c):
 
 
 @intrinsic
-def _call_entry(typingctx, entry, job, unit, scratch):
+def call_entry(typingctx, entry, job, unit, scratch):
     """Call a compiled (variant, job, unit, scratch) kernel by address, by
     Numba's own calling convention."""
 
@@ -169,7 +169,7 @@ def _work(shared, scratch):
         unit = fetch_add(shared + _NEXT_UNIT, 1)
         if unit >= num_units:
             return
-        _call_entry(entry, job, unit, scratch)
+        call_entry(entry, job, unit, scratch)
 
 
 @entry
@@ -242,7 +242,7 @@ def run_units(shared, entry, job, num_units, scratch):
         alone = not _exchange_if(shared + _BUSY, 0, 1)
     if alone:
         for unit in range(num_units):
-            _call_entry(entry, job, unit, scratch)
+            call_entry(entry, job, unit, scratch)
         return
     store_i64(shared + _ENTRY, entry)
     store_i64(shared + _JOB, job)

@@ -3,6 +3,7 @@ the kernels that append and attend."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
     from cpu_kernels.team import OpenMPTeam
 
 logger = logging.getLogger(__name__)
+
+
+QUIET_S = 1.0
+"""Seconds of preparing kernels after which it is reported."""
 
 
 class Kernels(Protocol):
@@ -91,6 +96,7 @@ class AttentionExecutor:
         kernels: ``cpu_kernels`` by default.
         free_bytes: memory that this process may still take.
         tiers: where kept blocks go beside the caches; None: nowhere.
+        report: takes a line of progress while kernels are compiled; None: nobody reads it.
     """
 
     def __init__(
@@ -102,7 +108,9 @@ class AttentionExecutor:
         kernels: Kernels = cpu_kernels,
         free_bytes: Callable[[], int] = free_memory_bytes,
         tiers: Tiers | None = None,
+        report: Callable[[str], None] | None = None,
     ) -> None:
+        self._report = report
         self._free_bytes = free_bytes
         self.tiers = tiers or Tiers()
         self._threads: dict[str, Any] = {"num_threads": num_threads}
@@ -218,9 +226,12 @@ class AttentionExecutor:
         """o [T_q, Hq, D], and lse float32 [T_q, Hq] if the step wants it."""
         prepare = cache.prepared
         source = prepare.activation_dtype.value
-        self._kernels.append(
-            prepare.layout, layer.pool, k, v, plan.slots, source=source, **self._threads
-        )
+        num_last = plan.num_last
+        if num_last < len(plan.slots):
+            self._kernels.append(
+                prepare.layout, layer.pool, k[num_last:], v[num_last:], plan.slots[num_last:],
+                source=source, **self._threads,
+            )  # fmt: skip
         spec = layer.spec
         o = _output(cache, plan, q.dtype, (plan.num_queries, spec.num_q_heads, spec.head_dim))
         lse = np.empty(o.shape[:2], np.float32) if plan.want_lse else None
@@ -237,6 +248,7 @@ class AttentionExecutor:
                 plan.context_lens[group],
                 out=o[rows],
                 lse=None if lse is None else lse[rows],
+                last=(k[:num_last], v[:num_last]) if num_last and group.start == 0 else None,
                 source=source,
                 **self._threads,
                 **layer.options,
@@ -253,17 +265,21 @@ class AttentionExecutor:
         layout = prepare.layout
         carrier = prepare.activation_dtype.carrier
         pool = allocate_pool(layout, 1, 2)
-        kinds = list(dict.fromkeys(prepare.attention))
-        for index, spec in enumerate(kinds):
-            logger.info("preparing kernels for %d kind(s) of layer: %d", len(kinds), index + 1)
+        cases = list(itertools.product(dict.fromkeys(prepare.attention), (1, 2), (False, True)))
+        began_s = self._clock()
+        for number, (spec, num_tokens, want_lse) in enumerate(cases, 1):
+            self._report_compiling(number, len(cases), self._clock() - began_s)
             layer = _make_layer(pool[0], spec)
             cache = _Cache(prepare, pool, [layer])
-            for num_tokens in (1, 2):
-                kv = np.zeros((num_tokens, layout.num_kv_heads, layout.head_dim), carrier)
-                q = np.zeros((num_tokens, spec.num_q_heads, layout.head_dim), carrier)
-                for want_lse in (False, True):
-                    self._run(cache, _first_step(num_tokens, want_lse), layer, q, kv, kv)
+            kv = np.zeros((num_tokens, layout.num_kv_heads, layout.head_dim), carrier)
+            q = np.zeros((num_tokens, spec.num_q_heads, layout.head_dim), carrier)
+            self._run(cache, _first_step(num_tokens, want_lse), layer, q, kv, kv)
         self._kernels.copy_blocks(pool, np.array([0], np.int64), np.array([1], np.int64))
+
+    def _report_compiling(self, number: int, total: int, passed_s: float) -> None:
+        """Kernels that are on disk load in less than this; then nothing is said."""
+        if self._report is not None and passed_s > QUIET_S:
+            self._report(f"compiling kernels {number} of {total} (kept for the next start)")
 
 
 def _output(
@@ -299,4 +315,5 @@ def _first_step(num_tokens: int, want_lse: bool) -> StepPlan:
         query_positions=np.zeros(1, np.int32),
         context_lens=np.full(1, num_tokens, np.int32),
         want_lse=want_lse,
+        num_last=int(num_tokens == 1),
     )

@@ -70,7 +70,7 @@ def bind(cpus: frozenset[int]) -> None:
     missing = cpus - os.sched_getaffinity(0)
     if missing:
         raise ConfigError(
-            f"the CPUs {sorted(missing)} aren't there, or this process may not use them"
+            f"the CPUs {sorted(missing)} do not exist, or this process may not use them"
         )
 
 

@@ -103,7 +103,7 @@ class Books:
         if isinstance(message, EndSequence):
             check_array("key", message.key, np.dtype(np.int64), (1, KEY_WORDS))
             if self.num_settled(sequence) < int(self.store.num_tokens(np.array([sequence]))[0]):
-                raise ProtocolError(f"sequence {sequence} isn't there in every layer")
+                raise ProtocolError(f"sequence {sequence} is not complete in every layer")
             self.store.close(sequence, tail_key=message.key.tobytes())
         else:
             self.store.close(sequence)

@@ -4,6 +4,7 @@ on; and how it serves as an MPI rank."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from fastdecode.core.errors import ConfigError, Given, WorkerError
@@ -37,6 +38,7 @@ def make_worker(
     num_sharing: int = 1,
     disk: Disk | None = None,
     serving: Serving = ANYBODY_ONCE,
+    report: Callable[[str], None] | None = None,
 ) -> tuple[RWorkerState, AttentionExecutor]:
     """An R-worker's two halves, with its share of a host that ``num_sharing``
     processes use.
@@ -46,6 +48,7 @@ def make_worker(
         num_threads: CPU threads; None: its CPUs, or its share of the host's.
         disk: where kept blocks may go; None: nowhere.
         serving: whom, and for how long.
+        report: takes lines of progress.
 
     Raises:
         ConfigError: an option is out of range.
@@ -69,7 +72,7 @@ def make_worker(
         has_tier=disk is not None,
         serving=serving,
     )
-    return state, AttentionExecutor(num_threads=threads, tiers=Tiers(disk))
+    return state, AttentionExecutor(num_threads=threads, tiers=Tiers(disk), report=report)
 
 
 def kv_bytes_of(kv_memory_gb: float | None, num_sharing: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from fastdecode.wire.messages import Failed, FromRWorker, ToRWorker
@@ -138,6 +139,7 @@ def make_inline_worker(
     num_threads: int,
     openmp_library: str | None = None,
     disk: Disk | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> InlineConnection:
     """An R-worker in this thread.
 
@@ -149,6 +151,7 @@ def make_inline_worker(
             thread: its threads run the kernels, too. None, or if it can't be
                 used: the kernels have their own.
         disk: where kept blocks may go; None: nowhere.
+        report: takes lines of progress.
 
     Raises:
         ConfigError: an option is out of range.
@@ -164,5 +167,7 @@ def make_inline_worker(
             team = OpenMPTeam(num_threads, openmp_library)
         except OSError as error:
             logger.info("R-worker %s has threads of its own: %s", name, error)
-    executor = AttentionExecutor(num_threads=num_threads, team=team, tiers=Tiers(disk))
+    executor = AttentionExecutor(
+        num_threads=num_threads, team=team, tiers=Tiers(disk), report=report
+    )
     return InlineConnection(state, executor)

@@ -90,6 +90,9 @@ class StepPlan:
     want_lse: bool
     coming: Coming | None = None
     """None: all that it reads is there."""
+    num_last: int = 0
+    """Sequences in front whose new token is the last that they see, and lies at
+    the same place of ``slots``: attention itself writes it."""
 
     @property
     def num_queries(self) -> int:
@@ -97,14 +100,17 @@ class StepPlan:
         return int(self.query_starts[-1])
 
     @cached_property
+    def num_single(self) -> int:
+        """Sequences in front that have one query each."""
+        single = np.diff(self.query_starts) == 1
+        return len(single) if single.all() else int(single.argmin())
+
+    @cached_property
     def groups(self) -> tuple[slice, ...]:
         """Sequences that are attended together: first those in front that have
         one query each, then the others. Kernels for one query are their own, so
         what a sequence decodes to doesn't depend on the prompts beside it."""
-        single = np.diff(self.query_starts) == 1
-        num_sequences = len(single)
-        num_single = num_sequences if single.all() else int(single.argmin())
-        both = slice(0, num_single), slice(num_single, num_sequences)
+        both = slice(0, self.num_single), slice(self.num_single, len(self.context_lens))
         return tuple(group for group in both if group.start < group.stop)
 
 

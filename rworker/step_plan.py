@@ -18,6 +18,7 @@ def begin_step(cache: Cache, begin: BeginStep) -> tuple[Instruction, ...]:
     """A lane's step is open from now on."""
     appended = cache.books.begin_step(begin)
     plan = _plan(begin, appended, cache.books.store)
+    plan = replace(plan, num_last=_num_last(begin, plan, cache.books.store.block_size))
     if cache.books.moving.has_fetches:
         plan, appended = _with_coming(plan, appended, cache)
     cache.plans[begin.lane] = plan
@@ -48,6 +49,30 @@ def _plan(begin: BeginStep, appended: Appended, store: KVStore) -> StepPlan:
         context_lens=begin.num_visible[with_queries],
         want_lse=begin.want_lse,
     )
+
+
+def _num_last(begin: BeginStep, plan: StepPlan, block_size: int) -> int:
+    """See ``StepPlan.num_last``: all sequences that have one query, or none.
+
+    A sequence may bring two tokens apart from each other, each with a query, and
+    the later one sees the earlier: then all tokens are written before any is read.
+    """
+    num_single = plan.num_single
+    ids = begin.sequence_ids[:num_single]
+    if (
+        not num_single
+        or (begin.num_new[:num_single] != 1).any()
+        or len(set(ids.tolist())) < len(ids)
+    ):
+        return 0
+    if (begin.num_queries[:num_single] != 1).any():
+        return 0
+    last = plan.context_lens[:num_single].astype(np.int64) - 1
+    if (last != plan.query_positions[:num_single]).any():
+        return 0
+    blocks = plan.block_tables[np.arange(num_single), last // block_size].astype(np.int64)
+    is_there = plan.slots[:num_single] == blocks * block_size + last % block_size
+    return num_single if is_there.all() else 0
 
 
 def _with_coming(plan: StepPlan, appended: Appended, cache: Cache) -> tuple[StepPlan, Appended]:

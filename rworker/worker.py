@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -171,8 +171,6 @@ def serve_next(
     try:
         return obey(state.handle(peer, message), hub.connections, state, executor, behind)
     except Exception as error:
-        if isinstance(error, WorkerError) and error.code == CLOSED:
-            return True  # a peer that was to be told something is gone: the hub says so next
         _tell(hub, peer, last_words(state.name, error))
         return obey((HangUp(peer),), hub.connections, state, executor, behind)
 
@@ -180,14 +178,11 @@ def serve_next(
 def tell_moved(
     peers: Sequence[Peer], state: RWorkerState, executor: Executor, behind: Behind | None = None
 ) -> bool:
-    """Tell who asked for it what has moved between tiers. False: leave the loop."""
+    """Report moves between tiers to the peers that asked for them. False: leave
+    the loop."""
     for news in executor.tiers.take_news():
-        try:
-            if not obey(state.moved(news), peers, state, executor, behind):
-                return False
-        except WorkerError as error:
-            if error.code != CLOSED:
-                raise
+        if not obey(state.moved(news), peers, state, executor, behind):
+            return False
     return True
 
 
@@ -198,8 +193,16 @@ def obey(
     executor: Executor,
     behind: Behind | None = None,
 ) -> bool:
-    """Carry out instructions in order. False: leave the loop. ``behind``:
-    what is done behind compute; None: of a worker that can't reach others."""
+    """Carry out instructions in order. False: leave the loop.
+
+    A peer that is gone costs only what was to be sent to it: the instructions
+    behind that concern other peers and the caches, and are carried out. The hub
+    reports the lost peer next.
+
+    Args:
+        behind: what is done behind compute; None: of a worker that can't reach
+            others.
+    """
     for instruction in instructions:
         match instruction:
             case Compute():
@@ -211,12 +214,12 @@ def obey(
                 report = Report(
                     state.name, PROTOCOL_VERSION, this_host(), num_threads, kv_bytes, model_hash
                 )
-                peers[to].send(report)
+                _send(peers[to], report)
             case PlaceChunk():
                 executor.place(instruction)
-                peers[instruction.to].send(ChunkStored(len(instruction.chunk.data)))
+                _send(peers[instruction.to], ChunkStored(len(instruction.chunk.data)))
             case ReadChunk():
-                peers[instruction.to].send(FetchedChunk(executor.read(instruction)))
+                _send(peers[instruction.to], FetchedChunk(executor.read(instruction)))
             case CopyBlocks():
                 executor.copy_blocks(instruction)
             case Prepare():
@@ -257,7 +260,7 @@ def _compute(
         behind.attended()
     if compute.plan.coming and not tell_moved(peers, state, executor, behind):
         return False
-    peers[compute.to].send(result)
+    _send(peers[compute.to], result)
     return True
 
 
@@ -267,7 +270,7 @@ def _obey_tier(
     match instruction:
         case OpenTier():
             for page in executor.open_tier(instruction):
-                peers[instruction.to].send(page)
+                _send(peers[instruction.to], page)
         case MoveBlocks():
             executor.tiers.begin(instruction)
         case DropStored():
@@ -284,7 +287,17 @@ def _let_go(instruction: Unlink | Drop, executor: Executor) -> None:
 def _answer(name: str, peer: Peer, message: FromRWorker) -> None:
     if isinstance(message, Failed):
         logger.error("R-worker %s gives up on %s: %s", name, peer.peer, message.message)
-    peer.send(message)
+    _send(peer, message)
+
+
+def _send(peer: Peer, message: FromRWorker) -> None:
+    """Unless the peer is gone. Raises WorkerError: sending failed otherwise."""
+    try:
+        peer.send(message)
+    except WorkerError as error:
+        if error.code != CLOSED:
+            raise
+        logger.info("%s is gone: it gets no %s", peer.peer, type(message).__name__)
 
 
 def _obey_link(
@@ -297,10 +310,11 @@ def _obey_link(
         return
     reason = "this R-worker can't reach others"
     if isinstance(instruction, Link):
-        peers[instruction.to].send(Unprotected(instruction.holder, reason, instruction.number))
+        unprotected = Unprotected(instruction.holder, reason, instruction.number)
+        _send(peers[instruction.to], unprotected)
     elif isinstance(instruction, BeginPull):
         sequence = instruction.message.sequence_id
-        peers[instruction.to].send(Pulled(instruction.holder, sequence, 0, 0.0, reason))
+        _send(peers[instruction.to], Pulled(instruction.holder, sequence, 0, 0.0, reason))
 
 
 def last_words(name: str, error: Exception) -> Failed:
@@ -364,6 +378,7 @@ def start_worker_thread(
     executor: Executor | None = None,
     neighbours: Neighbourhood | None = None,
     disk: Disk | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> WorkerThread:
     """Start an R-worker as a daemon thread of this process.
 
@@ -377,6 +392,7 @@ def start_worker_thread(
         executor: in place of ``AttentionExecutor``, for tests.
         neighbours: others, which it joins; None: it reaches nobody.
         disk: where kept blocks may go; None: nowhere.
+        report: takes lines of progress, in the worker's thread.
 
     Raises:
         ConfigError: an option is out of range.
@@ -384,7 +400,9 @@ def start_worker_thread(
     state = RWorkerState(
         name, kv_bytes=kv_bytes, num_threads=num_threads, has_tier=disk is not None
     )
-    runner = executor or AttentionExecutor(num_threads=num_threads, clock=clock, tiers=Tiers(disk))
+    runner = executor or AttentionExecutor(
+        num_threads=num_threads, clock=clock, tiers=Tiers(disk), report=report
+    )
     peers: InprocHub[FromRWorker, ToRWorker] = InprocHub(keeps_places=False)
     here, _ = connect(
         InprocHub() if hub is None else hub, "the S-worker", peers, f"R-worker {name}"

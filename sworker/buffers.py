@@ -211,7 +211,7 @@ class GpuStaging(Staging):
         if array.nbytes >= self._direct_bytes and self._gpu.reads(array):
             self._direct.append((rows, array))
             return
-        np.copyto(self._step.landing[rows], array)  # with no thread but this one
+        self._step.landing[rows] = array  # with no thread but this one
         self._landed.append(rows)
 
     def join(self) -> None:
@@ -277,6 +277,7 @@ class _PackedStep:
         self._num_queries = [
             _length(share.queries) + sum(map(len, share.closed)) for share in shares
         ]
+        self._num_packed = sum(self._num_queries), sum(_length(share.rows) for share in shares)
         self._has_closed = any(share.closed for share in shares)
         self._packed_from: tuple[Tensor, list[Tensor]] | None = None
         self._shipments: dict[int, list[Shipment]] = {}
@@ -289,8 +290,8 @@ class _PackedStep:
 
     def num_elements(self, q: Tensor, k: Tensor) -> int:
         """That are packed of such a q and such k and v."""
-        num_kv = sum(_length(share.rows) for share in self._shares)
-        return sum(self._num_queries) * _row_size(q) + 2 * num_kv * _row_size(k)
+        num_queries, num_kv = self._num_packed
+        return num_queries * _row_size(q) + 2 * num_kv * _row_size(k)
 
     def sources(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         """What is packed, one behind the other, each flat and dense. Tensors

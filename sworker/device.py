@@ -8,17 +8,20 @@ CPU and finds what nothing orders.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastdecode.core.errors import Given, WorkerError
+from fastdecode.core.host.facts import TF32_SWITCH
 from fastdecode.wire.buffers import Pages, map_pages, pages_of
 
 log = logging.getLogger(__name__)
@@ -28,6 +31,9 @@ _STAGED_BYTES = 64 << 10
 wait for what is queued before."""
 _PORTABLE = 1
 """Pinned for every device: cudaHostRegisterPortable."""
+_OLDEST_TORCH = (2, 7)
+"""On CUDA. Before, each replay of a graph fills two tensors for random numbers
+first, also where the graph draws none (pytorch #143777)."""
 
 
 class Event(Protocol):
@@ -87,7 +93,8 @@ class Gpu(Protocol):
         """This point of the current stream."""
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """uint8 on the host, which the device copies from and to on its own."""
+        """uint8 on the host, which the device copies from and to on its own;
+        plain memory where the system pins none: copies are right, and slower."""
 
     def reads(self, array: NDArray[Any]) -> bool:
         """Whether the device copies from there on its own: it is pinned memory,
@@ -97,6 +104,10 @@ class Gpu(Protocol):
     def upload(self, host: Tensor) -> Tensor:
         """A copy of host memory on the device. Never waits, and the memory may
         be written again at once."""
+
+    def mapped(self, host: Tensor) -> Tensor | None:
+        """Memory that ``pinned`` gave, as the device's kernels read it: no copy.
+        None: they can't. It holds as long as ``host``."""
 
     def room(self, num_bytes: int) -> Tensor:
         """uint8 on the device. Whoever asks for it keeps it as long as any
@@ -111,22 +122,103 @@ class Gpu(Protocol):
         on no other. Python's collector doesn't run meanwhile.
 
         Raises:
-            RuntimeError: they can't be captured.
+            Exception: they can't be captured; torch's, the driver's or Triton's.
         """
+
+
+class HostMemory:
+    """Memory of the host that a CUDA device copies from and to on its own.
+
+    The first way is to register ordinary memory, which may be refused: by a
+    sandbox, a virtual machine or a limit. The second is torch's own pinned
+    memory, which rounds up to a power of two and keeps what is given back. The
+    last is plain memory. What was refused once is not asked for again.
+
+    Args:
+        cudart: CUDA's runtime, in place of torch's.
+        allocate: takes torch's pinned memory of so many bytes, uint8; raises
+            RuntimeError if there is none. In place of torch.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        cudart: Any = None,
+        allocate: Callable[[int], Tensor] | None = None,
+    ) -> None:
+        self._device = device
+        self._given_cudart = cudart
+        self._allocate = allocate or _allocate_pinned
+        self._can_register = True
+        self._can_allocate = True
+
+    @property
+    def cudart(self) -> Any:
+        return self._given_cudart or torch.cuda.cudart()
+
+    def take(self, num_bytes: int) -> Tensor:
+        """uint8, pinned if that is possible."""
+        view = map_pages(num_bytes)
+        assert isinstance(view.obj, Pages)
+        if not self.register(view.obj) and (pinned := self.allocate(num_bytes)) is not None:
+            return pinned
+        return torch.frombuffer(view, dtype=torch.uint8)
+
+    def register(self, pages: Pages) -> bool:
+        """Pin this memory until nothing refers to it any more. False: refused."""
+        if not self._can_register:
+            return False
+        error = int(self.cudart.cudaHostRegister(pages.address, pages.num_bytes, _PORTABLE))
+        if error:
+            clear_cuda_error(self.cudart)
+            self._can_register = False
+            log.warning(
+                "memory of the host can't be registered with %s (CUDA error %d): torch's own "
+                "pinned memory is used, and what R-workers send is copied on the host first. "
+                "Raise ulimit -l",
+                self._device,
+                error,
+            )
+            return False
+        pages.unpin = partial(_unregister, self.cudart, pages.address)
+        return True
+
+    def allocate(self, num_bytes: int) -> Tensor | None:
+        """torch's own pinned memory, uint8; None: refused."""
+        if not self._can_allocate:
+            return None
+        try:
+            return self._allocate(num_bytes)
+        except RuntimeError as error:
+            if self._given_cudart is not None or torch.cuda.is_available():
+                clear_cuda_error(self.cudart)
+            self._can_allocate = False
+            log.warning(
+                "no memory of the host can be pinned for %s (%s): plain memory is used, and "
+                "copies wait for the GPU. Raise ulimit -l, or leave the sandbox that forbids it",
+                self._device,
+                str(error).splitlines()[0],
+            )
+            return None
+
+
+@cache
+def _host_memory_of(device: torch.device) -> HostMemory:
+    """One for all drivers of a device: what is refused is asked for, and told, once."""
+    return HostMemory(device)
 
 
 class CudaGpu:
     """A CUDA device, by torch.
 
     Args:
-        cudart: CUDA's runtime, in place of torch's.
+        memory: of the host, in place of what all drivers of the device share.
     """
 
-    def __init__(self, device: torch.device, cudart: Any = None) -> None:
+    def __init__(self, device: torch.device, memory: HostMemory | None = None) -> None:
         self._device = device
-        self._given_cudart = cudart
+        self._memory = memory or _host_memory_of(device)
         self._capturing: torch.cuda.Stream | None = None
-        self._pins_no_messages = False
 
     def new_stream(self) -> Stream:
         return torch.cuda.Stream(self._device)
@@ -143,38 +235,30 @@ class CudaGpu:
         return event
 
     def pinned(self, num_bytes: int) -> Tensor:
-        # Not torch's: that rounds up to a power of two, and keeps what is given back.
-        view = map_pages(num_bytes)
-        assert isinstance(view.obj, Pages)
-        if error := self._pin(view.obj):
-            raise WorkerError(
-                f"{num_bytes / 1e6:.0f} MB of the host's memory can't be pinned for {self._device} "
-                f"(CUDA error {error}): see ulimit -l, or lower ",
-                Given("max_step_tokens"),
-                code="no_pinned_memory",
-            )
-        return torch.frombuffer(view, dtype=torch.uint8)
+        return self._memory.take(num_bytes)
 
     def reads(self, array: NDArray[Any]) -> bool:
         pages = pages_of(array)
-        if pages is None or self._pins_no_messages:
-            return False
-        if pages.unpin is None and (error := self._pin(pages)):
-            self._pins_no_messages = True
-            log.warning(
-                "what R-workers send can't be pinned for %s (CUDA error %d): it is copied on "
-                "the host instead; see ulimit -l",
-                self._device,
-                error,
-            )
-            return False
-        return True
+        return pages is not None and (pages.unpin is not None or self._memory.register(pages))
 
     def upload(self, host: Tensor) -> Tensor:
-        if host.nbytes <= _STAGED_BYTES:
-            return host.to(self._device, non_blocking=True)
-        # Lent to nobody else until it has been copied.
-        return host.pin_memory().to(self._device, non_blocking=True)
+        if host.nbytes > _STAGED_BYTES:
+            # Lent to nobody else until it has been copied.
+            pinned = self._memory.allocate(host.nbytes)
+            if pinned is not None:
+                host = pinned.view(host.dtype).view(host.shape).copy_(host)
+        return host.to(self._device, non_blocking=True)
+
+    def mapped(self, host: Tensor) -> Tensor | None:
+        if not host.is_contiguous() or not host.is_pinned():
+            return None
+        try:  # pinned memory has one address for the host and the device
+            raw: Tensor = torch.as_tensor(_DeviceView(host), device=self._device)
+        except (RuntimeError, TypeError, ValueError) as error:
+            clear_cuda_error(self._memory.cudart)
+            log.warning("kernels can't read the host's memory on %s: %s", self._device, error)
+            return None
+        return raw.view(host.dtype).view(host.shape)
 
     def room(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -199,15 +283,6 @@ class CudaGpu:
         current.wait_stream(self._capturing)
         return graph  # type: ignore[no-any-return]
 
-    def _pin(self, pages: Pages) -> int:
-        """Tell the driver of this memory, until nothing looks into it any more.
-        Returns CUDA's error, or 0."""
-        cudart = self._given_cudart or torch.cuda.cudart()
-        error = int(cudart.cudaHostRegister(pages.address, pages.num_bytes, _PORTABLE))
-        if not error:
-            pages.unpin = partial(cudart.cudaHostUnregister, pages.address)
-        return error
-
     def _give_up(self, graph: Any, pool: object) -> None:
         """End a capture that failed. torch's allocator would go on believing in
         it, and give no memory back that another stream has used."""
@@ -219,6 +294,17 @@ class CudaGpu:
                 end_allocating(self._device.index or 0, pool)
 
 
+class _DeviceView:
+    """Host memory, in the terms of the CUDA array interface. It keeps the memory."""
+
+    def __init__(self, host: Tensor) -> None:
+        self._host = host
+        self.__cuda_array_interface__ = {
+            "shape": (host.nbytes,), "typestr": "|u1", "data": (host.data_ptr(), False),
+            "version": 3, "strides": None,
+        }  # fmt: skip
+
+
 def feed_gpu(device: torch.device) -> None:
     """Set torch up for a process whose operators run on a GPU; on a CPU do
     nothing.
@@ -226,13 +312,73 @@ def feed_gpu(device: torch.device) -> None:
     One thread: what is left for the host are copies of some 100 KB, for which
     OpenMP's threads would have to get cores that R-workers are computing on.
     Sums of split products in float32: tokens come nearer to the CPU's, and
-    depend less on the batch."""
-    if device.type == "cuda":
-        torch.set_num_threads(1)
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    depend less on the batch. Products of float32 in float32, whatever the
+    environment says: TF32 rounds their factors to 10 bits."""
+    if device.type != "cuda":
+        return
+    _warn_of_old_torch(torch.__version__)
+    if torch.get_float32_matmul_precision() != "highest":
+        log.warning(
+            "torch was set to compute float32 products in TF32 (%s in the environment does it, as "
+            "in NVIDIA's images): this process computes them in float32. Choose dtype bfloat16 "
+            "if speed matters more",
+            TF32_SWITCH,
+        )
+        torch.set_float32_matmul_precision("highest")
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def _warn_of_old_torch(version: str) -> None:
+    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if found < _OLDEST_TORCH:
+        log.warning(
+            "torch %s launches two more kernels for each CUDA graph than torch 2.7 and later, "
+            "which slows every step: install torch>=2.7",
+            version,
+        )
 
 
 def gpu_of(device: torch.device) -> Gpu | None:
     """The device's driver; None: the device is the host."""
     return CudaGpu(device) if device.type == "cuda" else None
+
+
+def clear_cuda_error(cudart: Any, libraries: Iterable[Any] | None = None) -> None:
+    """Make CUDA's runtime forget this thread's last error. A call that fails
+    leaves it pending, and torch raises it from the next kernel that it launches.
+
+    Args:
+        cudart: torch's binding. It hands error codes back and keeps the error
+            pending; not every version binds ``cudaGetLastError``.
+        libraries: the loaded CUDA runtimes, for ``ctypes``; None: look for them.
+    """
+    if (clear := getattr(cudart, "cudaGetLastError", None)) is not None:
+        clear()
+        return
+    for library in _loaded_cudarts() if libraries is None else libraries:
+        library.cudaGetLastError()
+
+
+def _loaded_cudarts() -> list[ctypes.CDLL]:
+    """CUDA's runtimes in this process, of Linux; usually one."""
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    paths = {fields[5] for line in lines if len(fields := line.split(None, 5)) == 6}
+    libraries = []
+    for path in sorted(path for path in paths if Path(path).name.startswith("libcudart")):
+        with contextlib.suppress(OSError):  # a file that was replaced meanwhile
+            libraries.append(ctypes.CDLL(path))
+    return libraries
+
+
+def _unregister(cudart: Any, address: int) -> None:
+    if int(cudart.cudaHostUnregister(address)):
+        clear_cuda_error(cudart)
+
+
+def _allocate_pinned(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

@@ -1,5 +1,5 @@
-"""What torch raises when a device, its memory or another rank has failed: not a
-mistake of ours, which raises as is."""
+"""What torch and Triton raise when a device, its memory, a kernel or another rank
+fails. Our own mistakes raise as they are."""
 
 from __future__ import annotations
 
@@ -59,8 +59,9 @@ def typed_start() -> Iterator[None]:
                 "Choose a smaller dtype or model, or lower ",
                 Given("kv_memory_gb"),
             ) from error
-        # torch has no other type for what a device or a library of its refuses.
-        if type(error) is RuntimeError or isinstance(error, DEVICE_ERRORS):
+        # torch has no other type for what a device or a library refuses.
+        is_torchs = type(error) is RuntimeError or isinstance(error, DEVICE_ERRORS)
+        if is_torchs or is_kernel_error(error):
             raise ConfigError(
                 f"the S-worker can't start: {_first_line(error)}", code="s_worker_failed"
             ) from error
@@ -71,7 +72,16 @@ def is_failure(error: BaseException) -> bool:
     """Whether the S-worker has failed: its device, its memory, or a rank that it computes with."""
     if isinstance(error, DEVICE_ERRORS + _RANK_ERRORS) or is_out_of_memory(error):
         return True
+    if is_kernel_error(error):
+        return True
     return type(error) is RuntimeError and str(error).startswith(_BARE_STARTS)
+
+
+def is_kernel_error(error: BaseException) -> bool:
+    """Whether Triton couldn't build or launch a kernel: shared memory or registers
+    are short, or a compiler is missing or too old. Its errors derive from
+    ``Exception`` alone, and importing their types would import Triton."""
+    return any(kind.__module__.split(".")[0] == "triton" for kind in type(error).__mro__)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -9,10 +9,10 @@ graph that was captured once is right for every later step of so many rows. Rows
 are independent: what stands in the padding changes nobody's result but the
 shape of the matrix products, whose rounding may depend on it.
 
-Graphs are captured before the first step, of all lanes that there may ever be,
-the largest first, so that they share memory; none is captured later, when
-somebody would wait for it. What hasn't got one runs as it is, and so does all
-that comes after one that can't be captured.
+Graphs are captured before the first step, for all lanes that there may ever be
+and as many rows as each may have, the largest first, so that they share memory.
+None is captured later, when a request would wait for it. Units that have no
+graph run without.
 
 Without capture, as on a CPU, the same code runs the units as they are; that is
 how it is tested there.
@@ -23,7 +23,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -34,6 +34,7 @@ from torch import Tensor
 from fastdecode.core.model.spec import ModelSpec
 from sworker.buffers import LENT_LAYERS, to_device
 from sworker.device import Gpu, Graph, gpu_of
+from sworker.failures import is_kernel_error
 from sworker.feed import Feed
 from sworker.model.skeleton import LayerRoom, Model
 
@@ -43,46 +44,68 @@ MAX_GRAPH_ROWS = 512
 """Beyond so many rows a layer computes for longer than its launches take."""
 MAX_GRAPHS = 4096
 """Each takes some of the device's memory, and a moment to capture."""
+_CHOICES = ((8, 1), (4, 1), (2, 1), (1, 1), (1, 8))
+"""Of ``Buckets.parts`` and ``Buckets.least``, the finest first."""
+
+
+@dataclass(frozen=True)
+class LaneGraphs:
+    """What is captured for one lane."""
+
+    max_rows: int
+    """Its steps of more rows run without graphs, or there are none."""
+    num_graphs: int
+    """For each bucket."""
+    num_kernels: int = 0
+    """In all graphs of a bucket together."""
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """Row counts that steps are padded to: 1, 2, 4, 8, then ``parts`` of them
-    from each power of two to the next, but no less than 8 rows apart. Up to 64
-    rows or more a layer is bound by reading its weights, so padding costs
-    nothing; beyond, less than one part in ``parts``."""
+    """Row counts that steps are padded to: powers of two from ``least`` to 8,
+    then ``parts`` of them from each power of two to the next, but no less than 8
+    rows apart. Up to 64 rows or more a layer is bound by reading its weights, so
+    padding costs nothing; beyond, less than one part in ``parts``."""
 
     max_rows: int = MAX_GRAPH_ROWS
     """Steps of more rows aren't padded."""
     parts: int = 8
+    least: int = 1
 
     @classmethod
     def choose(
-        cls, num_lanes: int, num_units: int, max_graphs: int, max_rows: int = MAX_GRAPH_ROWS
+        cls, lanes: Sequence[LaneGraphs], max_graphs: int, max_rows: int = MAX_GRAPH_ROWS
     ) -> Buckets:
-        """The finest whose graphs, one for each lane, unit and bucket, are no
-        more than ``max_graphs``; else the coarsest."""
-        choices = [cls(max_rows, parts) for parts in (8, 4, 2, 1)]
-        return next(
-            (b for b in choices if b.num_graphs(num_lanes, num_units) <= max_graphs), choices[-1]
-        )
+        """The finest whose graphs are no more than ``max_graphs``; else the
+        coarsest."""
+        choices = [cls(max_rows, *choice) for choice in _CHOICES]
+        return next((b for b in choices if b.num_graphs(lanes) <= max_graphs), choices[-1])
 
     def of(self, num_rows: int) -> int:
         """The least bucket for so many rows."""
         assert num_rows >= 1
         if num_rows <= 8:
-            return 1 << (num_rows - 1).bit_length()
+            return max(self.least, 1 << (num_rows - 1).bit_length())
         below = 1 << ((num_rows - 1).bit_length() - 1)
         step = max(8, below // self.parts)
         return -(-num_rows // step) * step
 
     @property
     def sizes(self) -> list[int]:
-        return sorted({self.of(num_rows) for num_rows in range(1, self.max_rows + 1)})
+        return self.sizes_to(self.max_rows)
 
-    def num_graphs(self, num_lanes: int, num_units: int) -> int:
-        """Graphs at most."""
-        return num_lanes * num_units * len(self.sizes)
+    def sizes_to(self, max_rows: int) -> list[int]:
+        """Those of steps of up to so many rows."""
+        most = min(max_rows, self.max_rows)
+        return sorted({self.of(num_rows) for num_rows in range(1, most + 1)})
+
+    def num_graphs(self, lanes: Sequence[LaneGraphs]) -> int:
+        """Of all lanes and buckets."""
+        return sum(lane.num_graphs * len(self.sizes_to(lane.max_rows)) for lane in lanes)
+
+    def num_kernels(self, lanes: Sequence[LaneGraphs]) -> int:
+        """In these graphs."""
+        return sum(lane.num_kernels * len(self.sizes_to(lane.max_rows)) for lane in lanes)
 
 
 Key: TypeAlias = tuple[int, int, int]
@@ -134,7 +157,8 @@ class StepGraphs:
         capture: whether ``prepare`` captures CUDA graphs; if not, units run as
             they are.
         num_lanes: most that there may be.
-        max_rows: steps of more rows are somebody else's.
+        lanes: what is captured for each; None: all units of all buckets.
+        max_rows: steps of more rows don't come here.
         max_graphs: buckets are as many as this allows.
         gpu: the device's driver, in place of the one that torch has.
     """
@@ -146,6 +170,7 @@ class StepGraphs:
         *,
         capture: bool,
         num_lanes: int = 1,
+        lanes: Sequence[LaneGraphs] | None = None,
         max_rows: int = MAX_GRAPH_ROWS,
         max_graphs: int = MAX_GRAPHS,
         gpu: Gpu | None = None,
@@ -154,8 +179,9 @@ class StepGraphs:
         self.model = model
         self.device = device
         self._capture = capture
-        self.num_lanes, self._max_graphs = num_lanes, max_graphs
-        self.buckets = Buckets.choose(num_lanes, self.num_units, max_graphs, max_rows)
+        self.lanes = lanes or [LaneGraphs(max_rows, self.num_units)] * num_lanes
+        self._max_graphs = max_graphs
+        self.buckets = Buckets.choose(self.lanes, max_graphs, max_rows)
         self._lanes: dict[int, LaneBuffers] = {}
         self._graphs: dict[Key, Graph] = {}
         self._pool = self._gpu.new_pool() if self._gpu is not None else None
@@ -163,6 +189,16 @@ class StepGraphs:
     @property
     def num_graphs(self) -> int:
         return len(self._graphs)
+
+    @property
+    def num_lanes(self) -> int:
+        return len(self.lanes)
+
+    def lanes_of(self, bucket: int) -> list[int]:
+        """Those whose steps may have so many rows."""
+        of = self.buckets.of
+        most = [min(lane.max_rows, self.buckets.max_rows) for lane in self.lanes]
+        return [lane for lane, num_rows in enumerate(most) if bucket <= of(num_rows)]
 
     @property
     def num_units(self) -> int:
@@ -213,13 +249,13 @@ class StepGraphs:
         for lane in range(self.num_lanes):
             self.buffers(lane)
         for bucket in sorted(buckets or self.buckets.sizes, reverse=True):
-            # Libraries choose their kernels, and get their workspaces. The
-            # units between the first and the last are alike.
+            # The units between the first and the last are alike.
             for unit in sorted({0, min(1, last), last}):
-                self.unit(0, unit, bucket)
-            for lane, unit in itertools.product(range(self.num_lanes), range(self.num_units)):
-                what = f"unit {unit} of the S-part"
-                self.capture((lane, unit, bucket), partial(self.unit, lane, unit, bucket), what)
+                if not self.warm_up(partial(self.unit, 0, unit, bucket), bucket, _unit(unit)):
+                    return
+            for lane, unit in itertools.product(self.lanes_of(bucket), range(self.num_units)):
+                run = partial(self.unit, lane, unit, bucket)
+                self.capture((lane, unit, bucket), run, _unit(unit))
 
     def run(self, lane: int, unit: int, bucket: int) -> None:
         """One unit on the first ``bucket`` rows of a lane."""
@@ -246,16 +282,33 @@ class StepGraphs:
         gc.disable()
         try:
             self._graphs[key] = self._gpu.capture(run, self._pool)
-        except RuntimeError as error:
-            self._capture = False
-            logger.warning(
-                "%s, of %d rows, can't be captured as a CUDA graph on %s: it runs as it is, as "
-                "will all that isn't captured yet: %s",
-                *(what, key[2], self.device, str(error).splitlines()[0]),
-            )
+        except Exception as error:  # torch's, the driver's, Triton's
+            self._stop_capturing(what, key[2], error)
         finally:
             if collects:
                 gc.enable()
+
+    def warm_up(self, run: Callable[[], None], bucket: int, what: str) -> bool:
+        """Run what will be captured once, so that libraries choose their kernels
+        and take their workspaces. False: a kernel can't be built or launched for
+        so many rows, and nothing is captured any more."""
+        try:
+            run()
+        except Exception as error:
+            if not is_kernel_error(error):
+                raise
+            self._stop_capturing(what, bucket, error)
+            return False
+        return True
+
+    def _stop_capturing(self, what: str, bucket: int, error: Exception) -> None:
+        if self._capture:
+            logger.warning(
+                "%s, of %d rows, can't be captured as a CUDA graph on %s: it runs without, and so "
+                "does everything that is not captured yet: %s",
+                *(what, bucket, self.device, (str(error).splitlines() or [repr(error)])[0]),
+            )
+        self._capture = False
 
     @torch.inference_mode()
     def unit(self, lane: int, unit: int, num_rows: int) -> None:
@@ -279,3 +332,8 @@ class StepGraphs:
             x.copy_(y)
         else:
             torch.add(y, added, out=x)
+
+
+def _unit(unit: int) -> str:
+    """What a warning calls it."""
+    return f"unit {unit} of the S-part"

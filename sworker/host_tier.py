@@ -7,12 +7,14 @@ them on the host. In memory that CUDA knows (pinned) they go at the bus's speed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fastdecode.core.errors import CapacityError, Given
+from sworker.device import Gpu, gpu_of
 from sworker.paged import PagedKV
 
 
@@ -22,13 +24,15 @@ class HostTier:
     Args:
         cache: on the device.
         num_bytes: that blocks here may take.
+        gpu: the device's driver, in place of the one that torch has.
 
     Raises:
         CapacityError: the host hasn't the memory.
     """
 
-    def __init__(self, cache: PagedKV, num_bytes: int) -> None:
+    def __init__(self, cache: PagedKV, num_bytes: int, gpu: Gpu | None = None) -> None:
         self._cache = cache
+        self._gpu = gpu or gpu_of(cache.pool.device)
         self.block_bytes = cache.kv.block_bytes
         self.num_slots = num_bytes // self.block_bytes
         self._blocks = self._room(cache.pool)
@@ -41,8 +45,11 @@ class HostTier:
         size = self._cache.kv.block_size
         shape = (self.num_slots, *pool.shape[:2], size, *pool.shape[3:])
         try:
-            return torch.empty(shape, dtype=pool.dtype, pin_memory=pool.device.type == "cuda")
-        except RuntimeError:
+            if self._gpu is None or not self.num_slots:
+                return torch.empty(shape, dtype=pool.dtype)
+            memory = self._gpu.pinned(math.prod(shape) * pool.element_size())
+            return memory.view(pool.dtype).view(shape)
+        except (RuntimeError, OSError, MemoryError):
             raise CapacityError(
                 f"{self.num_slots} KV blocks of {self.block_bytes} bytes don't fit in this host's "
                 "memory: lower ",

@@ -22,10 +22,12 @@ and of V, as an R-worker's does: what it gives back is the same.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from functools import cache
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -38,6 +40,8 @@ from fastdecode.core.errors import CapacityError, Given
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from sworker.buffers import to_device
 from sworker.dtypes import quantize, torch_dtype
+from sworker.kernel_trial import BlockKernels as BlockKernels
+from sworker.kernel_trial import Trial
 from sworker.kv_splits import (
     SplitPlan,
     Splits,
@@ -53,6 +57,8 @@ from sworker.prefill import (
     chunks_together,
     local_causal_attention,
 )
+
+logger = logging.getLogger(__name__)
 
 MAX_GATHERED_BYTES = 256 << 20
 MAX_CPU_GATHERED_BYTES = 4 << 20
@@ -74,15 +80,6 @@ class Prompt:
 
 NOWHERE = -1
 """In place of a slot, for rows that aren't stored."""
-
-
-class BlockKernels(Protocol):
-    """What reads and writes blocks where they lie: ``paged_triton``."""
-
-    paged_store: Callable[..., None]
-    paged_decode: Callable[..., None]
-    paged_chunks: Callable[..., None]
-    chunk_tokens: Callable[..., int]
 
 
 Window: TypeAlias = int | None
@@ -134,7 +131,8 @@ class PagedKV:
         num_blocks: block ids are 0 … num_blocks - 1, the same in every layer.
         device: where.
         kernels: that read and write blocks where they lie, in place of those
-            that there are for the device.
+            that there are for the device. They are tried first.
+        dtype: of activations; None: the cache's, or float32 with int8.
 
     Raises:
         CapacityError: the device hasn't the memory.
@@ -147,16 +145,24 @@ class PagedKV:
         num_blocks: int,
         device: torch.device,
         kernels: BlockKernels | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         assert kv.dtype.is_float or kv.dtype is DType.INT8
         self.kv = kv
         self.attention = tuple(attention)
+        self._device = device
+        if dtype is None:
+            dtype = torch_dtype(kv.dtype) if kv.dtype.is_float else torch.float32
+        # The trial's memory is given back before the cache takes all that is left.
+        self.kernels = self._tried(kernels or _kernels_of(device), dtype)
+        """None: there are none, or they failed their trial: K and V of decoded
+        tokens are gathered side by side."""
         shape = (kv.num_layers, 2, num_blocks * kv.block_size, kv.num_kv_heads, kv.head_dim)
         try:
             # Not zeroed: a CPU's memory is taken as blocks are used. What was
             # never written is never weighed in.
-            dtype = torch_dtype(kv.dtype) if kv.dtype.is_float else torch.int8
-            self.pool = torch.empty(shape, dtype=dtype, device=device)
+            element = torch_dtype(kv.dtype) if kv.dtype.is_float else torch.int8
+            self.pool = torch.empty(shape, dtype=element, device=device)
             self.scales = (
                 None
                 if kv.dtype.is_float
@@ -179,8 +185,16 @@ class PagedKV:
             for spec in self.attention
             if spec.alibi_slopes is not None
         }
-        self.kernels = kernels or _kernels_of(device)
-        """None: decoded tokens' K and V are gathered side by side."""
+
+    def _tried(self, kernels: BlockKernels | None, dtype: torch.dtype) -> BlockKernels | None:
+        """Kernels that work here as plain torch does."""
+        if kernels is None or not self.attention:
+            return None
+        trial = Trial(kernels, self.kv, self._device, dtype, gathered_decode)
+        why = trial.refusal(self.attention)
+        if why is not None:
+            _warn_of_kernels(str(self._device), why)
+        return kernels if why is None else None
 
     @property
     def num_slots(self) -> int:
@@ -198,11 +212,15 @@ class PagedKV:
                 blocks = of_slots.unflatten(2, (-1, self.kv.block_size))
                 blocks[:, :, target] = blocks[:, :, source]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, step: PagedStep) -> Tensor:
-        """Append k and v [T, Hkv, D], attend q [T, Hq, D] → o [T, Hq, D]."""
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, step: PagedStep,
+        out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Append k and v [T, Hkv, D], attend q [T, Hq, D] → o [T, Hq, D], which is
+        ``out`` if that is given."""
         spec = self.attention[layer]
         self.store(layer, k, v, step.slots)
-        o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        o = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         num_decoded = len(step.context_lens_host)
         if num_decoded:
             self._decode(layer, q[:num_decoded], step, o[:num_decoded])
@@ -379,6 +397,17 @@ def _num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return _DEFAULT_NUM_SMS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def _warn_of_kernels(device: str, why: str) -> None:
+    """Once a process, however many caches there are."""
+    logger.warning(
+        "the kernels that attend KV blocks where they lie can't be used on %s: K and V are "
+        "gathered first, which is slower: %s",
+        device,
+        why,
+    )
 
 
 def _kernels_of(device: torch.device) -> BlockKernels | None:

@@ -23,6 +23,7 @@ from sworker.buffers import Fetch, Fetched, to_device
 from sworker.device import Gpu, Mark, gpu_of
 from sworker.feed import Feed
 from sworker.graphs import StepGraphs
+from sworker.kernels.spinning import IdleThreads
 from sworker.model.skeleton import Model
 from sworker.sampling.sampler import Drawing, SampledToken, SamplingState, draw
 
@@ -45,6 +46,7 @@ class SWorker:
             step as it is.
         gpu: the device's driver, in place of the one that torch has.
         num_lanes: for which memory is taken now; for more, when they come.
+        idle_threads: watches whether others want the cores; None: nothing does.
     """
 
     def __init__(
@@ -55,7 +57,9 @@ class SWorker:
         graphs: StepGraphs | None = None,
         gpu: Gpu | None = None,
         num_lanes: int = 0,
+        idle_threads: IdleThreads | None = None,
     ) -> None:
+        self._idle_threads = idle_threads
         self.gpu = gpu or gpu_of(device)
         self.spec = spec
         self.model = model
@@ -91,9 +95,15 @@ class SWorker:
     ) -> Pass:
         """``begin``, or ``go_on`` with x; rows: token ids, which x takes the
         place of, and positions, int64 [2, T], on the host."""
+        self.look_at_cores()
         if self.graphs is not None and rows.shape[1] <= self.graphs.buckets.max_rows:
             return PaddedPass(self, self.graphs, lane, rows, feed, x)
         return Pass(self, rows, feed, x)
+
+    def look_at_cores(self) -> None:
+        """Before a step: adapt to whether others want the cores."""
+        if self._idle_threads is not None:
+            self._idle_threads.look()
 
     def upload(self, host: Tensor) -> Tensor:
         """A copy on the device; see ``to_device``."""
@@ -157,6 +167,10 @@ class Pass:
     q: Tensor  # [T, Hq, D]
     k: Tensor  # [T, Hkv, D]
     v: Tensor  # [T, Hkv, D]
+    is_over = False
+    """All layers are done: nobody calls ``advance`` any more."""
+    attended_s: Callable[[], float] | None = None
+    """Seconds of attention among those that the device is timed for."""
     place: Tensor | None = None
     """Where ``advance`` likes best to find o [T, Hq, D]; the same in every layer."""
 
@@ -205,7 +219,10 @@ class Pass:
     def device_s(self) -> float:
         """Seconds that a GPU has computed for this step, as far as it has come;
         0 on a CPU, where the caller's clock tells."""
-        return self._timer.seconds() + self._layers_timer.seconds()
+        return self._without_attention(self._timer.seconds() + self._layers_timer.seconds())
+
+    def _without_attention(self, seconds: float) -> float:
+        return seconds if self.attended_s is None else max(0.0, seconds - self.attended_s())
 
     def _begin(self, rows: Tensor, feed: Feed | None, x: Tensor | None) -> None:
         token_ids, self._positions = self._upload(rows)
@@ -266,6 +283,8 @@ class PaddedPass(Pass):
 class WholePass(Pass):
     """A step that needed nobody else: its last layer is done."""
 
+    is_over = True
+
     @torch.inference_mode()
     def __init__(self, worker: SWorker, run: Callable[[], Tensor]) -> None:
         self._model, self._upload = worker.model, worker.upload
@@ -275,7 +294,7 @@ class WholePass(Pass):
             self._x = run()
 
     def device_s(self) -> float:
-        return self._timer.seconds()
+        return self._without_attention(self._timer.seconds())
 
     def _advance(self, o: Tensor, is_last: bool) -> None:
         raise AssertionError("no layer is left")

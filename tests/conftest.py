@@ -64,7 +64,7 @@ LONGEST = (
     "mpi/test_hosts.py",
     "cli/test_doctor.py",
     "engine/test_tokens_as_they_come.py",
-    "gpu/test_suite_smoke.py",
+    "gpu/test_verdict.py",
 )
 
 
@@ -73,6 +73,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     places = {here / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines take a GPU by default: only tests that are for one do here, and their
+    processes."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 @pytest.fixture(autouse=True)

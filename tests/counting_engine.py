@@ -43,6 +43,9 @@ class Counting:
     def num_unfinished_sequences(self) -> int:
         return len(self.said)
 
+    def look(self) -> None:
+        """Its R-workers are none."""
+
     def submit(self, request: Request, listener: Listener | None = None) -> None:
         if request.max_tokens > self.most_tokens:
             raise CapacityError("too long")

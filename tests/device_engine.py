@@ -23,8 +23,8 @@ from fastdecode.engine.executor import Watch
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.workers import Reached, reach_threads
-from fastdecode.engine.step.local import LocalConnection, reach_device
-from fastdecode.engine.step.mixed import MixedAttention
+from fastdecode.engine.step.local import LocalConnection, reach_device, whole_steps
+from fastdecode.engine.step.mixed import HomeLane, MixedAttention
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.prompts import HeldPrompts
 from fastdecode.engine.step.remote import Attention, AttentionPlan
@@ -125,7 +125,12 @@ def _running(
         for lane in range(lanes if direct else 0):
             staging: Any = plan.staging(lane)
             staging._direct_bytes = 0
-        attention = plan if beside is None else MixedAttention(plan, beside, gpu)
+        attention = plan
+        if beside is not None:
+            whole = whole_steps(s_worker, beside)
+            if whole is not None:
+                whole.prepare(only_lane=0)
+            attention = MixedAttention(plan, beside, gpu, HomeLane(whole))
     see(attention)
     options = schedule_options(
         "greedy", 1 if device_blocks else lanes, max_num_sequences=8, max_step_tokens=8 + 24,

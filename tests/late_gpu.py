@@ -156,6 +156,9 @@ class LateGpu(TorchDispatchMode):
         self._host.append(memory)
         return True
 
+    def mapped(self, host: Tensor) -> Tensor:
+        return host
+
     def upload(self, host: Tensor) -> Tensor:
         staged = torch.from_numpy(host.numpy().copy())
         device = torch.empty(staged.shape, dtype=staged.dtype)

@@ -243,6 +243,9 @@ class RecordedGpu(TorchDispatchMode):
     def reads(self, array: np.ndarray) -> bool:
         return self.checker.is_host(array.ctypes.data)
 
+    def mapped(self, host: Tensor) -> Tensor:
+        return host
+
     def upload(self, host: Tensor) -> Tensor:
         self.refuse_if_capturing("a copy from the host")
         self.calls["upload"] += 1

@@ -67,6 +67,7 @@ class ScriptedPass:
     themselves, in every head. Where heads differ, another token comes out."""
 
     place = None
+    is_over = False
 
     def __init__(self, token_ids: np.ndarray, positions: np.ndarray, num_heads: int) -> None:
         self.layer = 0

@@ -29,6 +29,7 @@ from fastdecode.server.messages import Opening, Ready
 from fastdecode.server.options import ServeOptions, key_hashes
 from fastdecode.server.process import HttpProcess
 from fastdecode.server.serving import Serving, Wishes
+from fastdecode.server.silence import Silence
 
 VOCAB = 1536
 BREAKS, HANGS, NEVER_FITS, IS_WORDY = 1000, 1001, 1002, 1003
@@ -184,7 +185,7 @@ def main() -> int:
 
     signal.signal(signal.SIGTERM, stop)
     service.open()
-    bridge = Bridge(service, http.channel, VOCAB, figures)
+    bridge = Bridge(service, http.channel, VOCAB, figures, Silence(options.write_timeout_s))
     bridge.start()
     if not args.never_ready:
         bridge.send(Ready(args.kv_tokens))

@@ -13,16 +13,18 @@ from sworker.prefill import chunk_attention
 
 
 class TorchKernels:
-    """The last slot of a cache must be nobody's: what goes nowhere goes there."""
+    """See the module."""
 
     @staticmethod
     def paged_store(
         k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor, scales: Any
     ) -> None:
         assert scales is None
-        slots = slots.masked_fill(slots < 0, len(keys) - 1)
-        keys.index_copy_(0, slots, k)
-        values.index_copy_(0, slots, v)
+        # Rows that go nowhere store what the first row does, which goes somewhere.
+        goes_nowhere = slots < 0
+        slots = torch.where(goes_nowhere, slots[:1], slots)
+        for pool, x in ((keys, k), (values, v)):
+            pool.index_copy_(0, slots, torch.where(goes_nowhere[:, None, None], x[:1], x))
 
     @staticmethod
     def paged_decode(

@@ -5,7 +5,8 @@ checked."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 
 from remembering_store import Store
 from schedule_choices import MAX_SEQUENCES
@@ -309,7 +310,9 @@ class Harness:
             for one in drawn
             if one.sequence is sequence
         )
-        return contexts_of(replace(sequence, token_ids=[*sequence.token_ids[:-1], token]))
+        known = copy(sequence)
+        known.token_ids = [*sequence.token_ids[:-1], token]
+        return contexts_of(known)
 
     def _open(self, instruction: Open | Fork | Resume) -> None:
         part = instruction.part

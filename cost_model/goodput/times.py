@@ -176,7 +176,7 @@ def _way(system: System, lanes: int, batch: int, sockets: float) -> _Way:
     return _Way(
         lanes,
         lane.s_s,
-        lanes * max(lane.out_s, lane.back_s, lane.messages_s),
+        lanes * max(lane.out_s, lane.back_s, lane.messages_s, lane.io_s),
         lane.chain_s,
         r.r_s(sequences, 0.0),
         r.pace * r.token_s * sequences,
@@ -188,9 +188,10 @@ def _without_prompts(system: System, batch: int, sockets: float) -> LaneTimes:
     out, back = batch * system.costs.out_bytes, batch * system.costs.back_bytes
     return LaneTimes(
         s_s=system.s.t_of_b(batch),
-        out_s=max(system.s_link_s(out), system.r_link_s(out, sockets)),
+        out_s=system.way_s(out, sockets),
         r_s=0.0,
-        back_s=max(system.s_link_s(back), system.r_link_s(back, sockets)),
+        back_s=system.way_s(back, sockets),
         round_trip_s=system.link.trip_s,
         messages_s=system.messages_s(batch, sockets),
+        io_s=system.transport.io_s(out + back, sockets),
     )

@@ -76,7 +76,8 @@ def best_effort_constraints(
     """As above, where the S-worker may wait: the pace is that of the slowest
     stage that no socket can speed up."""
     lane = system.lane(lane_batch, sockets=float("inf"))
-    pace_s = max(lane.s_s, lane.out_s, lane.back_s, lane.r_s * (1.0 + promises.headroom))
+    ways_s = max(lane.out_s, lane.back_s, lane.io_s)
+    pace_s = max(lane.s_s, ways_s, lane.r_s * (1.0 + promises.headroom))
     rows = _stage_constraints(system, lane_batch, promises, pace_s)
     return (*rows, *_room_and_latency(system, lane_batch, lanes, promises))
 
@@ -96,6 +97,7 @@ def _stage_constraints(
         hosts = system.link.transfer_s(max(out, back)) / pace_s
         network = whole(hosts * system.r.sockets_per_host) if hosts > 1 else 1
     return (
+        *_io_threads(system, lane_batch, pace_s),
         Constraint(
             "S-time balance",
             balance,
@@ -115,6 +117,27 @@ def _stage_constraints(
             f"{bytes_text(out)} out and {bytes_text(back)} back a lane and layer: "
             f"{seconds_text(s_side_s)} of {pace} on the S-worker's ports",
             "a faster port, more ports",
+        ),
+    )
+
+
+def _io_threads(system: System, lane_batch: int, pace_s: float) -> tuple[Constraint, ...]:
+    """Over ZeroMQ. Connections are dealt out to I/O threads: one R-worker has
+    one of them."""
+    transport = system.transport
+    if not transport.is_bounded:
+        return ()
+    one_s = system.io_s(lane_batch, 1)
+    threads = max(1, whole(one_s * BUSY / pace_s))
+    return (
+        Constraint(
+            "ZeroMQ I/O",
+            threads if threads <= transport.num_threads else None,
+            f"{seconds_text(one_s)} for one thread of the S-worker to {transport.work} a lane and "
+            f"layer at {bytes_text(transport.thread_bytes_per_s)}/s, to be done in "
+            f"{seconds_text(pace_s)} by {counted(transport.num_threads, 'thread')} at most",
+            "more --io-threads (a quarter of the host's cores), MPI"
+            + (", --link-security authenticate" if transport.work == "encrypt" else ""),
         ),
     )
 

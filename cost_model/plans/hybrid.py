@@ -39,7 +39,14 @@ class Hybrid:
         return self.home + self.away
 
 
-def best_hybrid(system: System, alone: GpuOnly, sockets: int, step_limit_s: float) -> Hybrid:
+def best_hybrid(
+    system: System,
+    alone: GpuOnly,
+    sockets: int,
+    step_limit_s: float,
+    *,
+    most_away: int | None = None,
+) -> Hybrid:
     """As few sequences on R-workers, in whatever lanes, as give nearly all that
     any number of them would, beside as many on the GPU as it runs alone.
 
@@ -47,6 +54,7 @@ def best_hybrid(system: System, alone: GpuOnly, sockets: int, step_limit_s: floa
         alone: what the GPU does alone.
         sockets: R-workers beside it.
         step_limit_s: promised of every token.
+        most_away: sequences that may be on R-workers; None: as many as fit.
     """
     nothing = Hybrid(
         "gpu-only", alone.batch, 0, sockets, alone.tpot_s, None, tokens_per_s=alone.tokens_per_s
@@ -54,7 +62,8 @@ def best_hybrid(system: System, alone: GpuOnly, sockets: int, step_limit_s: floa
     plans = [
         plan
         for plan in _plans(system, alone, sockets)
-        if at_most(max(plan.home_tpot_s, plan.away_tpot_s or 0.0), step_limit_s)
+        if (most_away is None or plan.away <= most_away)
+        and at_most(max(plan.home_tpot_s, plan.away_tpot_s or 0.0), step_limit_s)
         and plan.tokens_per_s > alone.tokens_per_s
     ]
     most = max((plan.tokens_per_s for plan in plans), default=0.0) - alone.tokens_per_s

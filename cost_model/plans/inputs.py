@@ -28,6 +28,7 @@ def inputs_of(setup: Setup, goal: Goal, system: System, lane_batch: int) -> tupl
         *_gpu_inputs(setup, system, lane_batch),
         *_cpu_inputs(setup, system),
         *_network_inputs(setup, system),
+        *_transport_inputs(system),
         _goal_input(
             "headroom", f"{goal.headroom:.0%} on the R-part", goal.headroom == Goal().headroom
         ),
@@ -147,6 +148,15 @@ def _cpu_inputs(setup: Setup, system: System) -> tuple[Input, ...]:
             "" if given else cpu.memory_source,
         ),
     )
+
+
+def _transport_inputs(system: System) -> tuple[Input, ...]:
+    transport = system.transport
+    if not transport.is_bounded:
+        return ()
+    rate = f"{bytes_text(transport.thread_bytes_per_s)}/s a thread, {transport.num_threads} at most"
+    value = f"{transport.name}, {rate}"
+    return (Input("I/O threads", value, Provenance.MEASURED, transport.source),)
 
 
 def _network_inputs(setup: Setup, system: System) -> tuple[Input, ...]:

@@ -21,6 +21,7 @@ _LIMIT_COLOURS = {
     "round trip": "#efedf6",
     "network": "#e6f1f8",
     "messages": "#f6eef2",
+    "ZeroMQ I/O": "#f3f1e0",
     "S-part": "#eaf4e7",
 }
 _THROUGHPUT, _TPOT, _RIVAL = "#1b5e8c", "#b3541e", "#555555"

@@ -13,6 +13,7 @@ from cost_model.hardware import Cpu, Gpu, Nic, parse_toml
 from cost_model.plans.constraints import Promises
 from cost_model.predict import MAX_LANES, System
 from cost_model.stages import Link, RPart, SPart
+from cost_model.transport import MPI, Transport
 from cost_model.workload import TokenCosts, Workload
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
@@ -45,6 +46,7 @@ class Setup:
     workload: Workload
     num_gpus: int = 1
     num_nics: int = 1
+    transport: Transport = MPI
     memory_bytes_per_socket: int | None = None
     """None: what the data file installs in this CPU, or what the profile says."""
 
@@ -89,6 +91,7 @@ class Setup:
             ),
             link=Link.from_nic(nic) if isinstance(nic, Nic) else Link.from_profile(nic),
             num_nics=self.num_nics,
+            transport=self.transport,
             costs=costs,
             workload=self.workload,
         )

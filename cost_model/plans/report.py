@@ -61,6 +61,7 @@ def as_json(sizing: Sizing) -> dict[str, Any]:
         "what_ifs": [asdict(row) for row in sizing.what_ifs],
         "gpu_only": None if sizing.gpu_only is None else asdict(sizing.gpu_only),
         "hybrid": None if sizing.hybrid is None else asdict(sizing.hybrid),
+        "kv_placement": sizing.placement,
         "verdict": None if sizing.verdict is None else asdict(sizing.verdict),
         "cost": None if sizing.cost is None else asdict(sizing.cost),
         "inputs": [
@@ -298,9 +299,9 @@ def _inputs(sizing: Sizing, explain: bool) -> str:
 def _rules(sizing: Sizing) -> str:
     goal = sizing.goal
     rules = (
-        "A step takes layers x max(lanes x S, lanes x messages, lanes x out, lanes x R, lanes x "
-        "back, S + messages + out + R + back + latency): each resource serves the lanes in turn, "
-        "and no lane overtakes itself.",
+        "A step takes layers x max(lanes x S, lanes x messages, lanes x I/O, lanes x out, lanes "
+        "x R, lanes x back, S + messages + out + R + back + latency): each resource serves the "
+        "lanes in turn, and no lane overtakes itself.",
         "The GPU is busy if no other stage of a lane is slower than its S-part, and the lane is "
         "back before the others have been through the GPU.",
         f"The batch grows until doubling it gives less than {goal.min_gain:.0%} more tokens/s or "

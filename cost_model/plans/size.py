@@ -28,6 +28,7 @@ from cost_model.plans.constraints import (
 )
 from cost_model.plans.gpu_only import GpuOnly, best_gpu_only
 from cost_model.plans.hybrid import Hybrid, best_hybrid
+from cost_model.plans.placement import PlacementRates
 from cost_model.plans.question import Goal, Prices, Setup, split_counts
 from cost_model.plans.search import Plan, choose, diagnose, find_plans, plan_of
 from cost_model.predict import MAX_LANES, StepPrediction, System
@@ -98,6 +99,16 @@ class Sizing:
     no plan, or the GPU alone can't run it."""
     verdict: Verdict | None
     cost: Cost | None
+
+    @property
+    def placement(self) -> str | None:
+        """Of the KV cache, that gives most, by the rule that ``--kv-placement
+        auto`` goes by; None: nothing can run."""
+        return PlacementRates(
+            gpu=None if self.gpu_only is None else self.gpu_only.tokens_per_s,
+            r=None if self.plan is None else self.plan.expected.tokens_per_s,
+            hybrid=None if self.hybrid is None else self.hybrid.tokens_per_s,
+        ).best
 
 
 def size(

@@ -21,8 +21,10 @@ from cpu_kernels.codegen.compiled import entry, part
 from cpu_kernels.codegen.memory import as_record, keep_alive
 from cpu_kernels.shape import SHAPE
 from cpu_kernels.team import run_units
+from cpu_kernels.tokens.job import JOB as APPEND_JOB
+from cpu_kernels.tokens.job import fill_job as fill_append_job
 
-OK, BAD_CONTEXT, BAD_POSITION, BAD_STARTS, BAD_BLOCK, MORE_ROOM = range(6)
+OK, BAD_CONTEXT, BAD_POSITION, BAD_STARTS, BAD_BLOCK, MORE_ROOM, NOT_LAST = range(7)
 MAX_POSITION = 1 << 24
 """Kernels count tokens in float32, which is exact up to here."""
 MAX_PARTIALS = (32 << 20) // 4
@@ -133,17 +135,31 @@ def _list_units(
     return num_units
 
 
+@part
+def _last_slots(shape, tables, starts, positions, context_lens, slots):
+    """Where each sequence's last token lies. Returns the first sequence whose one
+    query isn't that token's, or -1."""
+    for n in range(slots.shape[0]):
+        last = np.int64(context_lens[n]) - 1
+        if last < 0 or positions[n] != last or starts[n + 1] - starts[n] != 1:
+            return n
+        block = np.int64(tables[n, last // shape.block_size])
+        slots[n] = block * shape.block_size + last % shape.block_size
+    return -1
+
+
 @entry
 def run_attend(
     entry, tile_rows, team, num_threads, scratch, partials, fields, pool, q, tables, starts,
-    positions, context_lens, slopes, out, lse, scale, softcap, window,
+    positions, context_lens, slopes, out, lse, scale, softcap, window, append_entry, k, v,
 ):  # fmt: skip
     """Check, partition, run. Returns (code, index) as ``check_values``, or
     (MORE_ROOM, the length that ``partials``, memory for what chunks leave, must
     have), with nothing done.
 
     Sequences whose partial results fit into ``partials`` together run as one,
-    those that follow after them.
+    the others after them. ``append_entry``: what writes k and v, each sequence's
+    last token; 0: nothing does.
     """
     shape = as_record(fields.ctypes.data, SHAPE)
     code, index = check_values(
@@ -158,6 +174,16 @@ def run_attend(
         job, shape, pool, q, tables, starts, positions, context_lens, slopes, out, lse, scale,
         softcap, window,
     )  # fmt: skip
+
+    slots = np.empty(num_sequences if append_entry != 0 else 0, np.int64)
+    index = _last_slots(shape, tables, starts, positions, context_lens, slots)
+    if index >= 0:
+        return NOT_LAST, index
+    append_jobs = np.zeros(1, APPEND_JOB)
+    if append_entry != 0:
+        no_scales = np.zeros((0, 0, 2), np.float32)
+        fill_append_job(append_jobs[0], fields, pool, k, v, no_scales, slots, 0)
+    job.append_entry, job.append_job = append_entry, append_jobs.ctypes.data
 
     num_base_units, num_partials, most_partials = 0, 0, 0
     # A sequence's number of float32 first, then their address.
@@ -208,4 +234,6 @@ def run_attend(
     keep_alive(partials)
     keep_alive(partial_starts)
     keep_alive(pending)
+    keep_alive(slots)
+    keep_alive(append_jobs)
     return OK, 0

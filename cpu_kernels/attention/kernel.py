@@ -19,6 +19,10 @@ multiplied, the next head's K. Everything a row keeps (running max, sum,
 weighted values) is float32. A sequence longer than a chunk gives one partial
 result a chunk; whoever finishes the last chunk merges them, in the order of the
 chunks, so that a result depends on the sequence alone.
+
+Where a call brings each sequence's last token with it, the unit that walks to
+that token writes it, a head at a time, right before that head's scores: the
+lines that its K is spread over have just been asked for.
 """
 
 from __future__ import annotations
@@ -58,7 +62,8 @@ from cpu_kernels.codegen.memory import (
 )
 from cpu_kernels.codegen.rows import clear_tail, fill_row, read_row
 from cpu_kernels.codegen.simd import maximum, splat
-from cpu_kernels.team import fetch_add
+from cpu_kernels.team import SCRATCH_BYTES, call_entry, fetch_add
+from cpu_kernels.tokens.append import APPEND_SCRATCH_BYTES
 
 CHUNK_TOKENS = 1024
 MAX_ROWS = 128
@@ -73,7 +78,7 @@ JOB = np.dtype(
         (name, np.int64)
         for name in (
             "pool", "q", "tables", "starts", "positions", "context_lens", "slopes", "out", "lse",
-            "units", "partials", "partial_starts", "pending",
+            "units", "partials", "partial_starts", "pending", "append_entry", "append_job",
             "source", "num_q_heads", "num_kv_heads", "head_dim", "block_size", "max_blocks",
             "window", "block_bytes", "head_bytes", "v_offset", "scale_offset", "padded_tokens",
             "padded_dims", "dim_words", "tile_dims", "tile_bytes", "chunk_blocks",
@@ -267,6 +272,10 @@ def attend_unit(variant, job_address, unit_index, scratch):
                 for line in range(0, 8 * job.padded_tokens, 64):
                     prefetch(scales + line)
             head_tiles = h * num_tiles
+            if job.append_entry != 0 and first + job.block_size >= context_len:
+                row = sequence * job.num_kv_heads + head_begin + h
+                spare = scratch + (SCRATCH_BYTES - APPEND_SCRATCH_BYTES)
+                call_entry(job.append_entry, job.append_job, row, spare)
             score_block(
                 variant, job, file, keys, values, queries + head_tiles * rows * ROW_BYTES, scores,
                 num_scores, num_tiles,

@@ -48,6 +48,8 @@ from cpu_kernels.tokens.job import (
 )
 
 LINE_BYTES = 64
+APPEND_SCRATCH_BYTES = 16 << 10
+"""What ``append_row`` and ``append_unit`` take of a thread's memory."""
 TOKENS_AHEAD = 2
 """Whose memory is asked for while a token is written."""
 
@@ -264,13 +266,33 @@ def _append_token(job, shape, base, offset, row, scratch):
         _put_scale(shape, base, offset, k_scale, v_scale)
 
 
+@part
+def _stores_runs(shape):
+    """Whether rows are stored as they come. What fills up the last word of an
+    int4 row is the caller's, and anything."""
+    return shape.source == shape.dtype and (shape.dtype != INT4 or shape.head_dim % 8 == 0)
+
+
+@entry
+def append_row(variant, job_address, row, scratch):
+    """Write one token's K and V of one head; ``row``: token · heads + head.
+    ``variant`` is not used."""
+    job = as_record(job_address, JOB)
+    shape = as_record(job.shape, SHAPE)
+    token, head = row // job.num_heads, row % job.num_heads
+    base, offset = cells_of(job, shape, load_i64(job.slots + 8 * token), head)
+    if _stores_runs(shape):
+        _append_run(job, shape, base, offset, 1, row, scratch)
+    else:
+        _append_token(job, shape, base, offset, row, scratch)
+
+
 @entry
 def append_unit(variant, job_address, head, scratch):
     """Write all tokens' K and V of one head. ``variant`` is not used."""
     job = as_record(job_address, JOB)
     shape = as_record(job.shape, SHAPE)
-    # What fills up the last word of an int4 row is the caller's, and anything.
-    in_runs = shape.source == shape.dtype and (shape.dtype != INT4 or shape.head_dim % 8 == 0)
+    in_runs = _stores_runs(shape)
     for t in range(min(TOKENS_AHEAD, job.num_tokens)):
         _ask_for(job, shape, t, head)
     token = 0

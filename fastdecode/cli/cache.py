@@ -72,12 +72,19 @@ def _of_blocks(args: argparse.Namespace) -> int:
     from rworker.tiers.inspection import clear_blocks, inspect_blocks
 
     found = inspect_blocks(args.place, verify=args.verify)
-    num_cleared = clear_blocks(args.place) if args.clear else 0
+    num_cleared, left = clear_blocks(args.place) if args.clear else (0, [])
     if args.json:
-        told = {"files": [asdict(each) for each in found], "cleared": args.clear}
+        told: dict[str, Any] = {
+            "files": [asdict(each) for each in found],
+            "cleared": args.clear,
+        }
+        if args.clear:
+            told["left"] = [str(path) for path in left]
         print(json.dumps(told))
     elif args.clear:
         print(f"{args.place}: {num_cleared} files of KV blocks removed")
+        for path in left:
+            print(f"{path} holds no KV blocks, and is left as it is: remove it yourself")
     else:
         for each in found:
             print("\n".join(_block_lines(each, was_verified=args.verify)))

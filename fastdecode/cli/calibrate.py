@@ -9,11 +9,13 @@ MPI job and back; these do not.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from cost_model.quantities import seconds_text
 from fastdecode.cli.options import add_log_level_option, tell
+from fastdecode.cli.parser import add_model
 from fastdecode.core.errors import ConfigError, imports_for
 
 MAX_SIZES = 64
@@ -108,7 +110,7 @@ def _add_shared(parser: argparse.ArgumentParser, model: str) -> None:
 
 
 def _add_common(parser: argparse.ArgumentParser, model: str) -> None:
-    parser.add_argument("--model", required=True, metavar="M", help=model)
+    add_model(parser, model)
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the profile, JSON")
     parser.add_argument(
         "--dtype", default="auto", help="weights and activations; auto is the checkpoint's"
@@ -152,6 +154,7 @@ def _check_host(args: argparse.Namespace) -> None:
 def run_calibrate_s(args: argparse.Namespace) -> int:
     """Measure the S-part. Returns the exit code."""
     from fastdecode.core.config.engine import EngineConfig
+    from fastdecode.core.doubts import doubts
     from fastdecode.core.measurement import ENOUGH, write_profile
 
     _check_repeats(args)
@@ -169,6 +172,7 @@ def run_calibrate_s(args: argparse.Namespace) -> int:
         from fastdecode.measure.calibrate import SEffort, calibrate_s
     effort = SEffort(args.batches or SEffort.batches, args.prompts or SEffort.prompts, args.repeats)
     profile = calibrate_s(config, effort, tell)
+    _warn(doubts(profile))
     write_profile(args.out, profile)
     for point in profile.layer:
         timing = point.timing
@@ -188,6 +192,7 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
     """Measure the R-part. Returns the exit code."""
     from cost_model.fit import fit_decode
     from cost_model.shapes import read_model
+    from fastdecode.core.doubts import doubts
     from fastdecode.core.dtype import DType
     from fastdecode.core.host.machine import available_cores
     from fastdecode.core.measurement import write_profile
@@ -215,10 +220,11 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
     )
     kv = spec.kv_spec(kv_dtype, args.block_size)
     profile = measure_r_part(host, kv, spec.attention, dtype, _memory_bytes(args), effort)
-    write_profile(args.out, profile)
     fit = fit_decode(profile.decode)
     ceiling = sorted(profile.read_bytes_per_s)[len(profile.read_bytes_per_s) // 2]
     rate = kv.token_bytes / kv.num_layers / fit.token_s if fit.token_s > 0 else float("inf")
+    _warn(doubts(profile, bytes_per_s=rate))
+    write_profile(args.out, profile)
     tell(
         f"  R = {seconds_text(fit.token_s)} a cached token and layer ({rate / 1e9:.3g} GB/s of a "
         f"read ceiling of {ceiling / 1e9:.3g}), {seconds_text(fit.sequence_s)} a sequence, "
@@ -232,6 +238,7 @@ def run_calibrate_net(args: argparse.Namespace) -> int:
     """Measure the way to the first R-worker of this MPI job. Returns the exit code."""
     from cost_model.shapes import read_model
     from cost_model.stages import Link
+    from fastdecode.core.doubts import doubts
     from fastdecode.core.host.machine import this_machine
     from fastdecode.core.measurement import NetProfile, write_profile
     from fastdecode.wire.measure import measure_link
@@ -262,6 +269,7 @@ def run_calibrate_net(args: argparse.Namespace) -> int:
     profile = NetProfile(
         machine, f"MPI ({job.library})", times.transfer, times.round_trip, times.message
     )
+    _warn(doubts(profile))
     write_profile(args.out, profile)
     link = Link.from_profile(profile)
     tell(
@@ -270,6 +278,17 @@ def run_calibrate_net(args: argparse.Namespace) -> int:
     )
     tell(f"wrote {args.out}; use it with: fastdecode size --nic {args.out}")
     return 0
+
+
+def _warn(found: Sequence[str]) -> None:
+    """Before a profile is written that nobody should plan with."""
+    for each in found:
+        tell(f"warning: {each}")
+    if found:
+        tell(
+            "warning: the machine was busy, or too little was measured: measure again on an idle "
+            "machine, with more --repeats, before you plan with this profile"
+        )
 
 
 def _memory_bytes(args: argparse.Namespace) -> int:

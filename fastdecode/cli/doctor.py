@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from fastdecode.cli.options import add_exit_code_option, add_log_level_option
+from fastdecode.cli.options import add_exit_code_option, add_link_security, add_log_level_option
 from fastdecode.core.config.groups import Cluster
 from fastdecode.core.errors import ConfigError, FastDecodeError, MissingExtraError
 from fastdecode.core.install import pip_command
@@ -57,6 +57,7 @@ def add_doctor(commands: Any) -> None:
     parser.add_argument(
         "--key", metavar="FILE", help="the cluster's key, for R-workers on other hosts"
     )
+    add_link_security(parser)
     parser.add_argument(
         "--conversations", type=Path, metavar="DIR",
         help="where conversations are to be kept: whether they can be, and are whole",
@@ -65,6 +66,11 @@ def add_doctor(commands: Any) -> None:
         "--cache-disk", type=Path, metavar="DIR",
         help="where R-workers here are to keep KV blocks: how quick its disk is",
     )  # fmt: skip
+    parser.add_argument(
+        "--features",
+        action="store_true",
+        help="print which features work together, and nothing else",
+    )
     ranks = parser.add_argument_group("in an MPI job, of every rank but the first")
     ranks.add_argument(
         "--kv-memory-gb", type=float, metavar="GB", help="KV cache; default: its share"
@@ -79,13 +85,18 @@ def add_doctor(commands: Any) -> None:
 
 def run_doctor(args: argparse.Namespace) -> int:
     """Ask, judge, print. Returns the exit code."""
+    if args.features:
+        from fastdecode.core.config.features import refusals_as_text
+
+        print(refusals_as_text())
+        return 0
     from fastdecode.core.host.facts import lacks_for_triton, this_host
-    from fastdecode.measure.doctor import Finding, examine_all, hash_of_model, judge
+    from fastdecode.measure.doctor import Finding, ModelFacts, examine_all, judge
 
     findings, here = _Findings(is_quiet=args.json), this_host()
     workers: list[WorkerFacts] = []
     neighbours: list[NeighbourFacts] = []
-    model = (None, None) if args.model is None else hash_of_model(args.model)
+    model = None if args.model is None else ModelFacts.read(args.model)
     with contextlib.ExitStack() as opened:
         reached = _Reached()
         try:
@@ -98,7 +109,8 @@ def run_doctor(args: argparse.Namespace) -> int:
         findings.add(*_launcher())
         examined = _noting(examine_all(reached.asked), workers)
         ways = _noting(_ways(reached, workers), neighbours)
-        for finding in judge(here, examined, model[0], lacks_for_triton(), ways, model[1]):
+        lacks = lacks_for_triton()
+        for finding in judge(here, examined, model, lacks, ways, os.environ):
             findings.add(finding)
         places = {one.peer: place for place, one in enumerate(reached.asked)}
     workers.sort(key=lambda facts: places[facts.peer])
@@ -186,7 +198,12 @@ def _cache_disk(directory: Path) -> Finding:
     )
     damaged = [file.path for file in files if file.damage]
     if damaged:
-        return Finding("WARN", check, f"{text}; {damaged[0]} is damaged", "it isn't used as it is")
+        return Finding(
+            "WARN",
+            check,
+            f"{text}; {damaged[0]} is damaged",
+            "an R-worker will refuse it: remove the file",
+        )
     if not speed.is_direct:
         mend = "choose another file system: memory of the host is used, and measured, instead"
         return Finding("WARN", check, f"{text}; there are no direct reads", mend)
@@ -241,13 +258,19 @@ def _reach_all(
 
 def _reach_addresses(args: argparse.Namespace, opened: contextlib.ExitStack) -> _Reached:
     addresses = args.r_worker_addresses
-    Cluster(transport="zmq", r_worker_addresses=addresses, key=args.key)
+    Cluster(
+        transport="zmq",
+        r_worker_addresses=addresses,
+        key=args.key,
+        link_security=args.link_security,
+    )
     from fastdecode.engine.fleet.workers import reach_addresses
     from fastdecode.measure.doctor import WorkerFacts
 
     workers = reach_addresses(
         addresses,
         key_file=args.key,
+        link_security=args.link_security,
         silence_s=Cluster.worker_silence_s,
         min_workers=0,
         reach_timeout_s=_REACH_TIMEOUT_S,

@@ -24,6 +24,7 @@ from fastdecode.cli.options import (
     sampling_given,
     tell,
 )
+from fastdecode.cli.parser import add_model
 from fastdecode.cli.r_worker import serve_if_r_rank
 from fastdecode.conversations.keeping import Keeping
 from fastdecode.core.errors import imports_for
@@ -44,11 +45,11 @@ def add_generate(commands: Any) -> None:
         help="complete every prompt of a JSON Lines file",
         description="Complete every prompt of a JSON Lines file. Input lines: "
         '{"id": ..., "prompt": "..."} or {"id": ..., "prompt_token_ids": [...]}, '
-        "with sampling parameters beside.",
+        "with any sampling parameter.",
     )
     parser.set_defaults(run=_generate)
+    add_model(parser)
     files = parser.add_argument_group("files")
-    files.add_argument("--model", required=True, metavar="DIR", help="Hugging Face model directory")
     files.add_argument(
         "--input", "-i", required=True, type=Path, metavar="FILE", help="requests, JSON Lines"
     )

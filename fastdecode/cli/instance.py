@@ -19,7 +19,9 @@ from fastdecode.cli.options import (
     engine_options,
     tell,
 )
+from fastdecode.cli.parser import add_model
 from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.config.groups import Cluster
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.errors import imports_for
 from fastdecode.core.host.interrupts import interrupt
@@ -42,7 +44,7 @@ def add_instance(commands: Any) -> None:
         "Stops upon SIGTERM or Ctrl-C.",
     )
     parser.set_defaults(run=_instance)
-    parser.add_argument("model", metavar="MODEL", help="Hugging Face model directory")
+    add_model(parser)
     group = parser.add_argument_group("instance")
     group.add_argument(
         "--role",
@@ -73,14 +75,14 @@ def add_instance(commands: Any) -> None:
 @stop_signals(interrupt)  # until it serves
 def _instance(args: argparse.Namespace) -> int:
     options = engine_options(args)
-    key = options["key"]
-    if not options["r_worker_addresses"]:
-        options["key"] = None  # it is for those who connect to this process
+    key, security = options["key"], options["link_security"]
+    if not options["r_worker_addresses"]:  # both are for whoever connects to this process
+        options["key"], options["link_security"] = None, Cluster.link_security
     config = EngineConfig.of(args.model, **options)
     with imports_for(f"{COMMAND} (an S-worker)"):
         from fastdecode.engine.instances.process import InstancePlace, serve_instance
     name = args.name or f"{socket.gethostname()} {args.bind.rpartition(':')[2]}"
-    place = InstancePlace(InstanceRole(args.role), args.bind, args.export, key, name)
+    place = InstancePlace(InstanceRole(args.role), args.bind, args.export, key, name, security)
 
     def listening(address: str, serving: InstanceServing) -> None:
         def end(number: int, frame: FrameType | None) -> None:

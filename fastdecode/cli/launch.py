@@ -128,7 +128,10 @@ def run_launch(args: argparse.Namespace) -> int:
         report = Path(directory, "exit-code")
         line = _line(args, command, report)
         whole = list(line.s_command[len(_fastdecode()) :])
-        _check(args.parse(whole), files="--exit-code-file" in line.s_command)
+        is_here = str(report) in line.s_command
+        if is_here:  # the S-worker reports to us, and the user's file gets our exit code
+            args.exit_code_file = getattr(args.parse(command), "exit_code_file", None)
+        _check(args.parse(whole), files=is_here)
         if args.dry_run:
             print(line.shown())
             return 0
@@ -137,8 +140,7 @@ def run_launch(args: argparse.Namespace) -> int:
         stop_signal = signal.SIGUSR1 if line.vendor == "Open MPI" else signal.SIGTERM
         environ = {**os.environ, LAUNCH_LINE: json.dumps(args.argv)}
         code, was_stopped = _run(line.words(), stop_signal, environ)
-        can_tell = "--exit-code-file" in line.s_command
-        return _truthful(code, report if can_tell else None, was_stopped=was_stopped)
+        return _truthful(code, report if is_here else None, was_stopped=was_stopped)
 
 
 def _check(args: argparse.Namespace, *, files: bool) -> None:

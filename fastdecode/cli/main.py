@@ -1,5 +1,5 @@
-"""The ``fastdecode`` command. Each subcommand imports what it needs when it
-runs, so that none pays for another's.
+"""The ``fastdecode`` command. Only the module of the command that is asked for
+is imported, and that imports what it needs when it runs.
 
 Exit codes: 0 done; 1 an unexpected failure; 2 usage, options or model
 directory; 3 some requests failed, the others are done; 4 workers were lost; 5 a
@@ -18,22 +18,9 @@ from functools import partial
 from pathlib import Path
 
 from fastdecode import __version__
-from fastdecode.cli.bench.plan import add_bench
-from fastdecode.cli.bench.serve import add_bench_serve
-from fastdecode.cli.cache import add_cache
-from fastdecode.cli.calibrate import add_calibrate
-from fastdecode.cli.doctor import add_doctor
-from fastdecode.cli.errors import as_typed
-from fastdecode.cli.generate import add_generate
-from fastdecode.cli.instance import add_instance
-from fastdecode.cli.launch import add_launch
-from fastdecode.cli.options import EXIT_WORKERS_LOST, tell
-from fastdecode.cli.plan import add_plan
-from fastdecode.cli.r_worker import add_r_worker
-from fastdecode.cli.run_batch import add_run_batch
-from fastdecode.cli.serve import add_serve
-from fastdecode.cli.simulate import add_simulate
-from fastdecode.cli.size import add_size
+from fastdecode.cli.commands import COMMANDS
+from fastdecode.cli.common import EXIT_WORKERS_LOST, tell
+from fastdecode.cli.parser import Parser
 from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, RequestError
 from fastdecode.core.files import open_output, write_whole
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED
@@ -45,18 +32,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     with it and doesn't return."""
     _keep_standard_files()
     launcher.stop_on_request()
-    parser = _parser()
+    argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        args = parser.parse_args(argv)
+        args = _parse(argv)
     except SystemExit as stopped:  # told what is wrong, or shown some help
         if launcher.launched_size() is not None and joining.joined_at_last(wanted=True):
             leaving.leave(stopped.code if isinstance(stopped.code, int) else 2)
         raise
-    args.parse = parser.parse_args
-    exit_code_file: Path | None = getattr(args, "exit_code_file", None)
+    exit_code_file = _exit_code_file(args)
     if exit_code_file is not None:
         leaving.before_leaving_stuck(partial(_note, path=exit_code_file))
     code = _run(args, argv)
+    exit_code_file = _exit_code_file(args)  # launch finds one among its command's options
     if exit_code_file is not None:
         _note(code, exit_code_file)
     if launcher.launched_size() is not None and joining.joined_at_last(wanted=code != 0):
@@ -65,6 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             code, end_job=code == EXIT_WORKERS_LOST or getattr(args, "has_hung_workers", False)
         )
     return code
+
+
+def _exit_code_file(args: argparse.Namespace) -> Path | None:
+    path: Path | None = getattr(args, "exit_code_file", None)
+    return path
 
 
 def _keep_standard_files() -> None:
@@ -90,9 +82,9 @@ def _note(code: int, path: Path) -> None:
         tell(f"--exit-code-file {path}: {error}")
 
 
-def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
+def _run(args: argparse.Namespace, argv: list[str]) -> int:
     args.started_s = time.perf_counter()
-    args.argv = list(sys.argv[1:] if argv is None else argv)
+    args.argv = argv
     logging.basicConfig(
         level=args.log_level.upper(),
         stream=sys.stderr,
@@ -102,6 +94,8 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
     try:
         return run(args)
     except FastDecodeError as error:
+        from fastdecode.cli.errors import as_typed
+
         tell(f"fastdecode {args.command}: {as_typed(error, vars(args))}")
         # Whatever ends a command here has let it do nothing: 3 is for a request among others.
         return 2 if isinstance(error, (RequestError, CapacityError)) else error.exit_code
@@ -114,8 +108,16 @@ def _run(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    args = _parser(argv).parse_args(argv)
+    args.parse = _parse
+    return args
+
+
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """Knows the options of the command that ``argv`` names, and of the others
+    only that they are there."""
+    parser = Parser(
         prog="fastdecode",
         description=(
             "Decode large batches on few GPUs: weights on S-workers, KV cache and attention on "
@@ -124,20 +126,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fastdecode {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add_generate(commands)
-    add_run_batch(commands)
-    add_serve(commands)
-    add_bench_serve(commands)
-    add_size(commands)
-    add_plan(commands)
-    add_calibrate(commands)
-    add_bench(commands)
-    add_simulate(commands)
-    add_r_worker(commands)
-    add_instance(commands)
-    add_launch(commands)
-    add_cache(commands)
-    add_doctor(commands)
+    asked = next((word for word in argv if not word.startswith("-")), None)
+    for name, command in COMMANDS.items():
+        if name == asked:
+            command.add(commands)
+        else:
+            commands.add_parser(name, help=command.help)
     return parser
 
 

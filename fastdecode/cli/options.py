@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from fastdecode.cli.common import EXIT_INFEASIBLE as EXIT_INFEASIBLE
+from fastdecode.cli.common import EXIT_SOME_FAILED as EXIT_SOME_FAILED
+from fastdecode.cli.common import EXIT_UNEXPECTED as EXIT_UNEXPECTED
+from fastdecode.cli.common import EXIT_WORKERS_LOST as EXIT_WORKERS_LOST
+from fastdecode.cli.common import add_log_level_option as add_log_level_option
+from fastdecode.cli.common import duration as duration
+from fastdecode.cli.common import tell as tell
+from fastdecode.cli.parser import Rare
 from fastdecode.core.config.engine import GROUPS, EngineConfig
+from fastdecode.core.config.groups import LINK_SECURITIES
 from fastdecode.core.config.options import Declared, declared
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.core.files import write_json
 from fastdecode.core.sequence import SamplingParams
-
-EXIT_UNEXPECTED = 1
-EXIT_INFEASIBLE = 1
-"""Of questions that have an answer: what was asked for can't be."""
-EXIT_SOME_FAILED = 3
-EXIT_WORKERS_LOST = 4
-
 
 _TITLES = "S-part", "R-part", "batching", "prefix cache", "cluster", "instances"
 
@@ -58,13 +58,14 @@ def _add_option(arguments: argparse._ArgumentGroup, each: Declared, default: str
         text = f"{text.rpartition('; default: ')[0] or text}; default: {default}"
     elif each.default not in (None, ()) and "default" not in text:
         text += f" (default: {'yes' if each.default is True else each.default})"
+    shown = text if each.option.common else Rare(text)
     if each.kind is bool:
         arguments.add_argument(
             each.flag,
             dest=each.name,
             action=argparse.BooleanOptionalAction,
             default=each.default,
-            help=text,
+            help=shown,
         )
     elif each.kind is tuple:
         arguments.add_argument(
@@ -73,7 +74,7 @@ def _add_option(arguments: argparse._ArgumentGroup, each: Declared, default: str
             action="append",
             default=[],
             metavar=each.option.metavar,
-            help=text,
+            help=shown,
         )
     else:
         arguments.add_argument(
@@ -82,20 +83,8 @@ def _add_option(arguments: argparse._ArgumentGroup, each: Declared, default: str
             type=lanes if each.option.auto else each.kind,
             default=each.default,
             metavar=each.option.metavar,
-            help=text,
+            help=shown,
         )
-
-
-def duration(text: str) -> float:
-    """Seconds: ``5``, ``0.005s``, ``5ms``, ``800us``."""
-    scales = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-    unit = next((unit for unit in scales if text.strip().endswith(unit)), "")
-    try:
-        return float(text.strip().removesuffix(unit)) * scales.get(unit, 1.0)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no time: give seconds, or like 5ms"
-        ) from None
 
 
 def lanes(text: str) -> int | None:
@@ -103,9 +92,15 @@ def lanes(text: str) -> int | None:
     return None if text == "auto" else int(text)
 
 
-def add_log_level_option(parser: argparse.ArgumentParser, default: str = "warning") -> None:
-    parser.add_argument(
-        "--log-level", default=default, choices=("debug", "info", "warning", "error")
+def add_link_security(arguments: argparse._ActionsContainer) -> None:
+    """The engine's option, for commands that are no engine."""
+    arguments.add_argument(
+        "--link-security",
+        choices=LINK_SECURITIES,
+        default=LINK_SECURITIES[0],
+        metavar="HOW",
+        help="what the key does: encrypt (default), or authenticate: prove the key and leave the "
+        "rest readable, for a network that you trust; the same on both sides",
     )
 
 
@@ -118,27 +113,30 @@ def add_exit_code_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+_COMMON_SAMPLING = frozenset(("temperature", "top_p", "seed", "max_tokens"))
+"""Sampling parameters that the short help shows."""
+
+
 def add_sampling_options(
     parser: argparse.ArgumentParser, askers: str = "lines", *, has_chats: bool = False
 ) -> None:
     """One option for each field of ``SamplingParams`` that makes sense for every
     line of a file, or whatever else asks. ``has_chats``: some may be chats,
     which have no limit of their own."""
-    group = parser.add_argument_group(
-        "sampling", f"defaults for {askers} that don't say it themselves"
-    )
+    group = parser.add_argument_group("sampling", f"defaults for {askers} that do not set them")
     default = SamplingParams()
     limits = {"max_tokens": f"{default.max_tokens}; of chats: the model's limit"}
     told = limits if has_chats else {}
 
     def add(flag: str, kind: Callable[[str], Any], text: str, metavar: str = "X") -> None:
         name = flag.removeprefix("--").replace("-", "_")
+        said = f"{text} (default: {told.get(name, getattr(default, name))})"
         group.add_argument(
             flag,
             type=kind,
             default=argparse.SUPPRESS,
             metavar=metavar,
-            help=f"{text} (default: {told.get(name, getattr(default, name))})",
+            help=said if name in _COMMON_SAMPLING else Rare(said),
         )
 
     add("--temperature", float, "0 is greedy")
@@ -162,10 +160,20 @@ def add_sampling_options(
     )
     group.add_argument(
         "--stop-token-ids", action="append", type=int, default=argparse.SUPPRESS, metavar="ID",
-        help="stop at this token; repeatable",
+        help=Rare("stop at this token; repeatable"),
     )  # fmt: skip
     group.add_argument(
-        "--ignore-eos", action="store_true", default=argparse.SUPPRESS, help="go on after EOS"
+        "--ignore-eos",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help=Rare("continue after the end-of-sequence token"),
+    )
+    group.add_argument(
+        "--no-detokenize",
+        action="store_false",
+        dest="detokenize",
+        default=argparse.SUPPRESS,
+        help=Rare("give token ids only, without text"),
     )
 
 
@@ -224,9 +232,3 @@ def leave_summary(command: str, path: Path | None, summary: dict[str, Any]) -> i
         tell(f"{command}: {error}; the answers are whole")
         return EXIT_UNEXPECTED
     return 0
-
-
-def tell(text: str) -> None:
-    """A line for a person, on stderr. That nobody reads it ends no job."""
-    with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)

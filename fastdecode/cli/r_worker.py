@@ -17,8 +17,14 @@ import socket
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fastdecode.cli.options import EXIT_WORKERS_LOST, add_log_level_option, tell
+from fastdecode.cli.options import (
+    EXIT_WORKERS_LOST,
+    add_link_security,
+    add_log_level_option,
+    tell,
+)
 from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.config.groups import Cluster
 from fastdecode.core.config.instances import Instances
 from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.core.host.parents import end_with
@@ -50,11 +56,10 @@ def add_r_worker(commands: Any) -> None:
         action="append",
         default=[],
         metavar="RANKS",
-        help="the job's ranks are these instances, as the S-workers are told; fastdecode launch "
-        "--placement says it",
+        help="the same as the S-workers' --instance-ranks; fastdecode launch --placement sets it",
     )
     parser.add_argument(
-        "--exit-with-parent", action="store_true", help="end when whoever started this has ended"
+        "--exit-with-parent", action="store_true", help="end when the parent process ends"
     )
     add_log_level_option(parser)
 
@@ -65,8 +70,8 @@ def _add_resources(resources: argparse._ArgumentGroup) -> None:
         type=float,
         metavar="GB",
         help=(
-            "KV cache; default: half of the host's free memory, shared out among the job's ranks "
-            "there"
+            "memory for the KV cache; default: half of the host's free memory, divided among its "
+            "ranks"
         ),
     )
     resources.add_argument(
@@ -74,17 +79,17 @@ def _add_resources(resources: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="N",
         help=(
-            "CPU threads; default: one for each CPU that is its own, or a share of those that all "
-            "ranks may use"
+            "CPU threads; default: one for each CPU it is bound to, or else a share of the host's "
+            "CPUs"
         ),
     )
     resources.add_argument(
         "--cache-disk",
         metavar="DIR",
-        help="keep a copy of KV blocks that may come again in this directory of your own",
+        help="directory for copies of kept KV blocks; only you may use it",
     )
     resources.add_argument(
-        "--cache-disk-gb", type=float, metavar="GB", help="how much of it this R-worker takes"
+        "--cache-disk-gb", type=float, metavar="GB", help="disk space for this R-worker"
     )
     resources.add_argument(
         "--cpus", metavar="LIST", help="run on these CPUs only, such as 0-15,32-47"
@@ -103,6 +108,7 @@ def _add_address(address: argparse._ArgumentGroup) -> None:
     address.add_argument(
         "--key", type=Path, metavar="FILE", help="the cluster's key, the same file on every host"
     )
+    add_link_security(address)
     address.add_argument(
         "--name", metavar="NAME", help="what to be called in logs; default: the host and port"
     )
@@ -111,23 +117,23 @@ def _add_address(address: argparse._ArgumentGroup) -> None:
         type=float,
         default=5.0,
         metavar="S",
-        help="give up a silent S-worker, or R-worker that is read, after this (default: 5)",
+        help="give up an S-worker or R-worker whose heartbeat is missing this long (default: 5)",
     )
     address.add_argument(
         "--return-s",
         type=float,
         default=60.0,
         metavar="S",
-        help="when the S-worker is lost, which may be the network's doing, listen for it so "
-        "long, without its cache (default: 60)",
+        help="after the S-worker is lost, wait this long for its return, without its cache "
+        "(default: 60)",
     )
     address.add_argument(
         "--session-keep-s",
         type=float,
         default=300.0,
         metavar="S",
-        help="when the S-worker of a job that can be resumed is lost, keep its KV cache so long "
-        "for the one that resumes it (default: 300; 0: not at all)",
+        help="after the S-worker of a resumable job is lost, keep its KV cache this long for the "
+        "resumed job (default: 300; 0: do not keep it)",
     )
     address.add_argument(
         "--model-hash", metavar="HASH", help="serve S-workers that run this model only"
@@ -277,7 +283,11 @@ def _serve_at(args: argparse.Namespace) -> int:
     from rworker.tiers.disk import disk_of
     from rworker.worker import serve
 
-    key = None if args.key is None else access.ClusterKey.read(args.key)
+    if args.link_security != Cluster.link_security and args.key is None:
+        raise ConfigError(f"--link-security {args.link_security} needs --key")
+    key = None
+    if args.key is not None:
+        key = access.ClusterKey.read(args.key, args.link_security)
     serving = Serving(args.model_hash, args.keep_serving, args.return_s, args.session_keep_s)
     name = args.name or f"{socket.gethostname()} {args.bind.rpartition(':')[2]}"
     state, executor = make_worker(
@@ -286,6 +296,7 @@ def _serve_at(args: argparse.Namespace) -> int:
         num_threads=args.threads,
         disk=disk_of(args.cache_disk, args.cache_disk_gb),
         serving=serving,
+        report=tell,
     )
     _limit_files()
     listener = ZmqListener(args.bind, name, key=key, silence_s=args.silence_s)

@@ -32,6 +32,7 @@ from fastdecode.cli.options import (
     sampling_given,
     tell,
 )
+from fastdecode.cli.parser import add_model
 from fastdecode.cli.r_worker import serve_if_r_rank
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import imports_for
@@ -59,6 +60,7 @@ def add_run_batch(commands: Any) -> None:
         "--resume goes on where it stopped.",
     )
     parser.set_defaults(run=run_run_batch)
+    add_model(parser)
     _add_files(parser)
     _add_job(parser)
     add_engine_options(parser)
@@ -69,7 +71,6 @@ def add_run_batch(commands: Any) -> None:
 
 def _add_files(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("files")
-    group.add_argument("--model", required=True, metavar="DIR", help="Hugging Face model directory")
     group.add_argument(
         "--input", "-i", required=True, type=Path, metavar="FILE", help="requests, JSON Lines"
     )

@@ -32,8 +32,10 @@ from fastdecode.cli.options import (
     sampling_given,
     tell,
 )
+from fastdecode.cli.parser import add_model
 from fastdecode.cli.r_worker import serve_if_r_rank
 from fastdecode.conversations.keeping import Keeping
+from fastdecode.conversations.reuse import why_none
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import FastDecodeError, imports_for
 from fastdecode.core.host.interrupts import Interrupted, interrupt
@@ -68,7 +70,7 @@ def add_serve(commands: Any) -> None:
         "second time at once.",
     )
     parser.set_defaults(run=run_serve)
-    _add_model(parser)
+    add_model(parser)
     add_options(parser.add_argument_group("server"), ServeOptions)
     unlearned = "with --no-learn-lengths by max_tokens"
     add_engine_options(parser, {
@@ -79,16 +81,6 @@ def add_serve(commands: Any) -> None:
     add_sampling_options(parser, "requests", has_chats=True)
     add_exit_code_option(parser)
     add_log_level_option(parser)
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    """The model directory, given by its place or, as other servers have it, by
-    ``--model``: one of the two."""
-    either = parser.add_mutually_exclusive_group(required=True)
-    text = "Hugging Face model directory"
-    absent = argparse.SUPPRESS  # or the one that isn't given would take the other's place
-    either.add_argument("model", metavar="MODEL", nargs="?", default=absent, help=text)
-    either.add_argument("--model", dest="model", metavar="MODEL", default=absent, help="the same")
 
 
 def serve_options(args: argparse.Namespace) -> ServeOptions:
@@ -222,8 +214,10 @@ def _serve(llm: LLM, http: HttpProcess, options: ServeOptions, wishes: Wishes) -
     from fastdecode.server.bridge import Bridge
     from fastdecode.server.messages import Keys, Ready, Reopen
     from fastdecode.server.serving import Serving
+    from fastdecode.server.silence import Silence
 
-    bridge = Bridge(llm.service, http.channel, llm.facts.vocab_size, _figures)
+    silence = Silence(options.write_timeout_s)
+    bridge = Bridge(llm.service, http.channel, llm.facts.vocab_size, _figures, silence)
     bridge.start()
     kv_tokens = llm.facts.num_kv_blocks * llm.config.r_part.block_size
     bridge.send(Ready(kv_tokens))
@@ -270,7 +264,9 @@ def _opening(args: argparse.Namespace, options: ServeOptions, keys: tuple[str, .
     from fastdecode.server.messages import Opening
 
     config = EngineConfig.of(args.model, **engine_options(args))
-    spec = open_checkpoint(args.model).spec(max_model_len=config.s_part.max_model_len)
+    spec = open_checkpoint(args.model, config.s_part.load_format).spec(
+        max_model_len=config.s_part.max_model_len
+    )
     return Opening(
         model=args.model,
         options=asdict(options),
@@ -280,6 +276,7 @@ def _opening(args: argparse.Namespace, options: ServeOptions, keys: tuple[str, .
         expected_output_tokens=args.expected_output_tokens or EXPECTED_OUTPUT_TOKENS,
         keys=keys,
         keeping=asdict(Keeping(**given(args, Keeping))),
+        no_reuse=why_none(config),
     )
 
 

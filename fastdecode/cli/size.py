@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.cli.options import add_log_level_option, duration
-from fastdecode.core.config.s_part import MAX_PP
+from fastdecode.cli.common import add_log_level_option, duration
+from fastdecode.cli.parser import add_model
 from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from cost_model.hardware import Hardware
     from cost_model.plans.question import CpuSource, Goal, GpuSource, NicSource, Setup
     from cost_model.plans.size import Sizing
+    from cost_model.transport import Transport
 
 EXIT_INFEASIBLE = 1
 
@@ -34,6 +36,7 @@ def add_size(commands: Any) -> None:
         "measured.",
     )
     parser.set_defaults(run=run_size)
+    add_model(parser, 'a name such as "Llama-2 7B", a config.json, or a model directory')
     _add_workload(parser)
     _add_hardware(parser)
     _add_goal(parser)
@@ -43,12 +46,6 @@ def add_size(commands: Any) -> None:
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to run")
-    what.add_argument(
-        "--model",
-        required=True,
-        metavar="M",
-        help='directory, config.json, or a name: "Llama-2 7B"',
-    )
     what.add_argument(
         "--dtype", default="auto", help="weights and activations; auto is the checkpoint's"
     )
@@ -120,6 +117,21 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--nics", type=int, default=1, metavar="N", help="ports of the S-worker (default: 1)"
     )
+    group.add_argument(
+        "--transport",
+        choices=("mpi", "zmq-encrypted", "zmq-authenticated"),
+        default="mpi",
+        metavar="HOW",
+        help="mpi (default); zmq-encrypted, zmq-authenticated: ZeroMQ between hosts, with that "
+        "--link-security, whose I/O threads may be what limits a plan",
+    )
+    group.add_argument(
+        "--io-threads",
+        type=int,
+        default=4,
+        metavar="N",
+        help="with ZeroMQ: a quarter of the cores of the S-worker's host (default: 4)",
+    )
 
 
 def _add_goal(parser: argparse.ArgumentParser) -> None:
@@ -176,6 +188,11 @@ def run_size(args: argparse.Namespace) -> int:
         check_plot(args.plot)
     hardware = Hardware.load()
     prices = None if args.prices is None else Prices.read(args.prices)
+    if args.emit is not None and args.transport != "mpi":
+        raise ConfigError(
+            f"--emit writes an mpirun line, and --transport {args.transport} has none: leave one "
+            "of the two out"
+        )
     whole = setup = read_setup(args, hardware)
     goal = read_goal(args)
     num_stages = _num_stages(args)
@@ -201,14 +218,16 @@ def _num_stages(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: out of range, or with an option that stages have not.
     """
+    from fastdecode.core.config.s_part import MAX_PP
+
     num_stages: int = args.pp
     if not 1 <= num_stages <= MAX_PP:
         raise ConfigError(f"--pp {num_stages} is not a number of stages from 1 to {MAX_PP}")
     for option, given in (("--emit", args.emit), ("--plot", args.plot), ("--prices", args.prices)):
         if num_stages > 1 and given is not None:
             raise ConfigError(
-                f"{option} is for one stage, and isn't there with --pp {num_stages}: leave one of "
-                "the two out"
+                f"{option} is not supported with --pp {num_stages} yet: it is for one stage. "
+                "Remove one of them"
             )
     return num_stages
 
@@ -235,6 +254,7 @@ def read_setup(args: argparse.Namespace, hardware: Hardware) -> Setup:
         workload=_workload(args),
         num_gpus=args.gpus,
         num_nics=args.nics,
+        transport=_transport(args),
         memory_bytes_per_socket=None if args.dram_gb is None else _dram_bytes(args.dram_gb),
     )
 
@@ -254,6 +274,13 @@ def read_goal(args: argparse.Namespace) -> Goal:
         max_sockets=args.max_sockets,
         min_gain=args.min_gain,
     )
+
+
+def _transport(args: argparse.Namespace) -> Transport:
+    from cost_model.transport import TRANSPORTS, check_io_threads
+
+    check_io_threads(args.io_threads)
+    return replace(TRANSPORTS[args.transport], num_threads=args.io_threads)
 
 
 def _workload(args: argparse.Namespace) -> Any:

@@ -20,13 +20,14 @@ class Keeping:
 
     conversations: str | None = option(
         None,
-        "keep what conversations have come to in this directory, so that another process goes on "
-        "with them; default: they end with this one",
+        "directory that keeps conversations for the next process; default: they end with this "
+        "process",
         metavar="DIR",
+        common=True,
     )
     conversation_ttl_s: float | None = option(
         None,
-        "a conversation is over that was idle for so long; default: none is",
+        "end a conversation that was idle this long; default: never",
         low=1e-3,
         high=1e9,
         unit="s",
@@ -34,7 +35,7 @@ class Keeping:
     )
     max_conversations: int = option(
         Limits().most,
-        "most conversations; beyond these, the ones that were idle for longest are over",
+        "most conversations; beyond it the longest idle ones end",
         low=1,
         high=1 << 40,
     )

@@ -269,7 +269,7 @@ class TurnLog:
         kept = self._kept.get(conversation_id)
         history = History(turn.begun) if kept is None else kept.history
         if not 0 <= step.num_kept <= len(history.token_ids):
-            raise ValueError("it goes on from tokens that aren't there")
+            raise ValueError("it continues from tokens that are missing")
         self._kept[conversation_id] = Kept(history.then(step), turn.at_s)
         self._places.setdefault(conversation_id, []).append((place, len(payload)))
         self._whose[digest_of(conversation_id)] = conversation_id
@@ -311,7 +311,7 @@ class TurnLog:
         try:
             fd, end, moved = written_anew(self._path, self._fd)
         except OSError as error:
-            logger.warning("%s stays as long as it is: %s", self._path, error.strerror)
+            logger.warning("%s could not be compacted: %s", self._path, error.strerror)
             return
         self._let_go()
         self._fd, self._end, self._num_erased = fd, end, 0

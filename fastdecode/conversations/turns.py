@@ -72,6 +72,12 @@ class Turn:
 
     def __post_init__(self) -> None:
         check_turn(self.conversation_id, self.params, 1)
+        if isinstance(self.prompter, ChatTurn) and not self.params.detokenize:
+            raise RequestError(
+                "detokenize is false, but a chat's next turn needs the text of this answer: leave "
+                "detokenize out, or go on with prompts in place of messages",
+                code="invalid_conversation",
+            )
 
 
 def told_of_turn(error: FastDecodeError) -> FastDecodeError:

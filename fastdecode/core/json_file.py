@@ -12,17 +12,21 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from fastdecode.core.errors import FastDecodeError
+from fastdecode.core.secret_file import exposure
 
 Refuse: TypeAlias = Callable[[str], FastDecodeError]
 """Words the error for a file that can't be used, from why."""
 
 
-def read_bytes(path: Path, *, most_bytes: int, refuse: Refuse) -> bytes:
+def read_bytes(path: Path, *, most_bytes: int, refuse: Refuse, is_secret: bool = False) -> bytes:
     """A file's content.
+
+    Args:
+        is_secret: others may not read it; see ``secret_file``.
 
     Raises:
         FastDecodeError: as ``refuse`` words it: it can't be read, isn't a
-            regular file, or is too large.
+            regular file, is too large, or isn't secret though it has to be.
     """
     try:
         # Without O_NONBLOCK, opening a pipe waits for somebody to write to it.
@@ -30,6 +34,8 @@ def read_bytes(path: Path, *, most_bytes: int, refuse: Refuse) -> bytes:
         with open(fd, "rb") as file:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise refuse("can't read it: it is not a file")
+            if is_secret and (why := exposure(os.fstat(fd), path)):
+                raise refuse(why)
             data = file.read(most_bytes + 1)
     except OSError as error:
         raise refuse(f"can't read it: {error.strerror or error}") from None

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from datetime import timedelta
+from collections.abc import Callable
+from datetime import datetime, timedelta
 from types import TracebackType
 from typing import TextIO
 
@@ -23,13 +24,22 @@ class Progress:
 
     Args:
         stream: a terminal gets one line that changes; anything else gets a line
-            now and then.
+            with the time of day every ten seconds.
         unit: of what is counted.
         clock: in seconds.
+        now: the time of day.
     """
 
-    def __init__(self, stream: TextIO, unit: str = "lines", clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        stream: TextIO,
+        unit: str = "lines",
+        clock: Clock = time.monotonic,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
         self._unit = unit
+        self._now = now
+        self._most_tokens = 0
         self._stream = stream
         self._clock = clock
         self._on_terminal = stream.isatty()
@@ -52,8 +62,14 @@ class Progress:
             if self._on_terminal:
                 self._write("\n")
 
-    def begin(self, total: int, done: int = 0) -> None:
-        """There are so many, and so many were done before."""
+    def begin(self, total: int, done: int = 0, most_tokens: int = 0) -> None:
+        """
+        Args:
+            total: of the units.
+            done: before now.
+            most_tokens: that all units together can come to; 0: not known.
+        """
+        self._most_tokens = most_tokens
         self._total, self._done_before, self._done = total, done, done
         self._started_s = self._shown_s = self._clock()
 
@@ -72,14 +88,24 @@ class Progress:
     def line(self) -> str:
         """What is shown."""
         elapsed_s = max(self._clock() - self._started_s, 1e-9)
-        speed = (self._done - self._done_before) / elapsed_s
-        eta = str(timedelta(seconds=round((self._total - self._done) / speed))) if speed else "-"
         live, num_workers = self._workers
         workers = f", R-workers {live}/{num_workers}" if num_workers else ""
         return (
             f"{self._unit} {self._done}/{self._total}, {self._num_failed} failed, "
-            f"{self._num_tokens / elapsed_s:.0f} tok/s, ETA {eta}{workers}"
+            f"{self._num_tokens / elapsed_s:.0f} tok/s, ETA {self._eta(elapsed_s)}{workers}"
         )
+
+    def _eta(self, elapsed_s: float) -> str:
+        """By lines, or by tokens where those are further: all sequences of a
+        batch may be half done before the first line is."""
+        left = self._total - self._done_before
+        by_lines = (self._done - self._done_before) / left if left else 1.0
+        tokens = self._most_tokens * left / self._total if self._total else 0
+        by_tokens = self._num_tokens / tokens if tokens else 0.0
+        share = min(max(by_lines, by_tokens), 1.0)
+        if not share:
+            return "-"
+        return str(timedelta(seconds=round(elapsed_s * (1 - share) / share)))
 
     def print(self, text: str) -> None:
         """Print to stdout, which may be the same terminal."""
@@ -88,7 +114,8 @@ class Progress:
         print(text, flush=True)
 
     def _show(self) -> None:
-        lead, end = ("\r\x1b[K", "") if self._on_terminal else ("", "\n")
+        stamp = f"{self._now():%Y-%m-%d %H:%M:%S} "
+        lead, end = ("\r\x1b[K", "") if self._on_terminal else (stamp, "\n")
         self._write(lead + self.line() + end)
 
     def _write(self, text: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final, Literal, TypeAlias
 
 from fastdecode.core.cache_use import SHARED as SHARED
@@ -79,7 +80,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Token id → added to its logit, -100 to 100."""
     seed: int | None = None
-    """Same seed, same tokens, whatever else is in the batch. None draws a fresh seed."""
+    """Same seed, same tokens, whatever else is in the batch (docs/sampling.md says
+    how far). None draws a fresh seed."""
     stop: tuple[str, ...] = ()
     """Stop when the text contains one of these; it is cut off the text."""
     stop_token_ids: tuple[int, ...] = ()
@@ -90,6 +92,9 @@ class SamplingParams:
     """EOS and stop ids can't be drawn before this many tokens; stop strings
     don't end the text before it."""
     ignore_eos: bool = False
+    detokenize: bool = True
+    """False: only token ids are wanted; every text is empty, and none is made.
+    Without text there are no stop strings, but ``stop_token_ids``."""
     logprobs: int | None = None
     """None: no logprobs; k >= 0: the drawn token's, and the k likeliest tokens', at every step."""
     n: int = 1
@@ -121,6 +126,11 @@ class SamplingParams:
             raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
         if not isinstance(self.ignore_eos, bool):
             raise _refuse("ignore_eos", self.ignore_eos, "true or false")
+        if not isinstance(self.detokenize, bool):
+            raise _refuse("detokenize", self.detokenize, "true or false")
+        if self.stop and not self.detokenize:
+            rule = "true where stop strings are given, which need text: or use stop_token_ids"
+            raise _refuse("detokenize", self.detokenize, rule)
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _integer("n", self.n, 1, MAX_N)
@@ -308,8 +318,6 @@ class Sequence:
     request: Request
     index: int
     """Which of the request's ``n``."""
-    token_ids: list[int]
-    """The prompt, then what was generated; its last may be ``COMING``."""
     num_cached: int = 0
     """Leading tokens whose K and V are cached."""
     behind_gap: range = NOTHING
@@ -323,12 +331,26 @@ class Sequence:
     sources: tuple[KVSource, ...] = ()
     """Where K and V of its first tokens may be fetched when it starts."""
     is_checked: bool = False
-    """It came to logits that aren't finite: whoever attends it is looked at."""
+    """It came to logits that aren't finite: the R-worker that attends it is checked."""
 
     @classmethod
     def of(cls, sequence_id: SequenceId, request: Request, index: int) -> Sequence:
-        known = (*request.prompt_token_ids, *request.drawn.get(index, ()))
-        return cls(sequence_id, request, index, list(known), sources=request.sources)
+        return cls(sequence_id, request, index, sources=request.sources)
+
+    @cached_property
+    def token_ids(self) -> list[int]:
+        """The prompt, then what was generated; its last may be ``COMING``.
+
+        A list of its own from the first use on: thousands of sequences may
+        wait, whose tokens the request keeps. Ask ``num_tokens`` of those.
+        """
+        return [*self.request.prompt_token_ids, *self.request.drawn.get(self.index, ())]
+
+    @property
+    def num_tokens(self) -> int:
+        if "token_ids" in self.__dict__:
+            return len(self.token_ids)
+        return self.num_prompt_tokens + len(self.request.drawn.get(self.index, ()))
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -336,12 +358,12 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
+        return self.num_tokens - self.num_prompt_tokens
 
     @property
     def is_coming(self) -> bool:
         """Whether its last token was drawn, and isn't known yet."""
-        return self.token_ids[-1] == COMING
+        return "token_ids" in self.__dict__ and self.token_ids[-1] == COMING
 
     @property
     def gap(self) -> range:
@@ -356,7 +378,7 @@ class Sequence:
     @property
     def num_uncached(self) -> int:
         """Tokens to run before the next one can be drawn; 1 when decoding."""
-        return len(self.token_ids) - self.num_present
+        return self.num_tokens - self.num_present
 
     def advance(self, num_tokens: int) -> None:
         """The next so many of its tokens are cached; they end with its gap at

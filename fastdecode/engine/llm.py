@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from fastdecode.conversations.arguments import (
 )
 from fastdecode.conversations.conversations import Conversations
 from fastdecode.conversations.keeping import Keeping
+from fastdecode.conversations.reuse import why_none, why_none_of
 from fastdecode.conversations.turns import PromptTurn, Turn, check_id
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.delta import Delta
@@ -186,6 +188,7 @@ class LLM:
         ids = as_ids(conversation_id, len(batch))
         if ids is None:
             return self._run_all(_requests(batch, every, cache), len(batch), progress)
+        self._warn_of_turns(cache)
         turns = [
             Turn(str(i), whose, PromptTurn(prompt, self.codec), its, cache)
             for i, (whose, prompt, its) in enumerate(zip(ids, batch, every, strict=True))
@@ -231,6 +234,7 @@ class LLM:
             ids = as_ids(conversation_id, len(chats))
             more = add_generation_prompt, variables
             if ids is not None:
+                self._warn_of_turns(cache)
                 turns = chat_turns(ids, chats, every, self.codec, template, *more, cache)
                 return self._run_all(turns, len(chats), progress)
             prompts, refused = chat_prompts(chats, template, self.codec, *more)
@@ -286,6 +290,12 @@ class LLM:
         """Of the requests that ``stream`` has taken, forget those of which
         nothing has run: they come to nothing."""
         self._readings.cancel_waiting()
+
+    def _warn_of_turns(self, cache: CacheUse) -> None:
+        """Where conversation_id saves nothing; called by what the user has called."""
+        why = why_none_of(cache, why_none(self.config))
+        if why:
+            warnings.warn(why, stacklevel=3)
 
     def _run_all(
         self, requests: Iterable[Arriving], count: int, progress: bool

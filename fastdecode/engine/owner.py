@@ -168,11 +168,15 @@ class Owner(Generic[T]):
                 self.served.engine.submit(request, listener)
             except FastDecodeError as error:
                 self._end_with(request_id, without_frames(error))
+            except Exception as error:
+                logger.exception("a request can't be queued")
+                self._forget(request_id)
+                self._end_with(request_id, _typed_of("it can't be queued", error))
 
     def cancel(self, request_id: str) -> None:
         """End a request, if it is open, with the error ``cancelled``."""
         if request_id in self._open:
-            self.served.engine.cancel(request_id)
+            self._forget(request_id)
             self._end_with(request_id, _cancelled())
 
     def cancel_waiting(self, reader: DeltaQueue) -> None:
@@ -181,14 +185,31 @@ class Owner(Generic[T]):
         for request_id in self.served.engine.cancel_waiting(its_own):
             self._end_with(request_id, _cancelled())
 
-    def forget(self, reader: DeltaQueue) -> None:
-        """End all requests of a reader, who isn't told."""
-        for request_id in [
-            request_id for request_id, asked in self._open.items() if asked.reader is reader
-        ]:
-            del self._open[request_id]
+    def cancel_all(self, reader: DeltaQueue, error: FastDecodeError) -> None:
+        """End all requests of a reader with an error."""
+        for request_id in self._open_of(reader):
             self.served.engine.cancel(request_id)
+            self._end_with(request_id, error)
+
+    def _open_of(self, reader: DeltaQueue) -> list[str]:
+        return [request_id for request_id, asked in self._open.items() if asked.reader is reader]
+
+    def forget(self, reader: DeltaQueue) -> None:
+        """End all requests of a reader, which gets no last delta."""
+        for request_id in self._open_of(reader):
+            del self._open[request_id]
+            self._forget(request_id)
         self._fresh.pop(reader, None)
+
+    def _forget(self, request_id: str) -> None:
+        """The engine is to let go of a request. A mistake in that ends no other
+        request."""
+        try:
+            self.served.engine.cancel(request_id)
+        except FastDecodeError:
+            raise
+        except Exception:
+            logger.exception("a request can't be let go of")
 
     def step(self) -> None:
         """Make a step, if it would do anything."""
@@ -206,11 +227,22 @@ class Owner(Generic[T]):
 
     def look(self, at: Callable[[T], None]) -> None:
         """Look at the engine; before, find out how its R-workers are, where no
-        step does. Raises WorkerError: none is left."""
-        if self.broken is None and self._ended is None:
-            if not self.has_work:
-                self.served.engine.look()
+        step does. A mistake in ``at`` is logged, and breaks nothing.
+
+        Raises:
+            FastDecodeError: no R-worker is left, or ``at`` says that the engine
+                can't go on.
+        """
+        if self.broken is not None or self._ended is not None:
+            return
+        if not self.has_work:
+            self.served.engine.look()
+        try:
             at(self.served)
+        except FastDecodeError:
+            raise
+        except Exception:
+            logger.exception("a look at the engine failed")
 
     def hand_out(self) -> None:
         """Give readers what they haven't been given."""
@@ -280,6 +312,11 @@ def _typed(error: BaseException) -> FastDecodeError:
     if isinstance(error, FastDecodeError):
         return error
     logger.error("a step broke down", exc_info=error)
-    told = FastDecodeError(f"a step broke down before: {type(error).__name__}: {error}")
+    return _typed_of("a step broke down before", error)
+
+
+def _typed_of(what: str, error: BaseException) -> FastDecodeError:
+    """A mistake of ours, as readers are told of it; its cause is the mistake."""
+    told = FastDecodeError(f"{what}: {type(error).__name__}: {error}")
     told.__cause__ = error
-    return told
+    return without_frames(told)

@@ -116,6 +116,10 @@ class EngineService(Generic[T]):
         """End those requests of a reader with the error ``cancelled`` of which nothing has run."""
         self._loop.put(partial(self._loop.owned.cancel_waiting, reader))
 
+    def cancel_all(self, reader: DeltaQueue, error: FastDecodeError) -> None:
+        """End all requests of a reader with an error."""
+        self._loop.put(partial(self._loop.owned.cancel_all, reader, error))
+
     def forgetting(self, reader: DeltaQueue) -> Callable[[], None]:
         """A call that ends all requests of a reader, without a word. It is one
         call in C, so an interrupt comes before or after it; it may be made
@@ -155,8 +159,10 @@ class EngineService(Generic[T]):
         """Have the engine find out how its R-workers are, if it has no work:
         otherwise it does so anyway. Then have ``at`` look at it, between two
         steps, unless it is broken or closed. Doesn't wait. If no R-worker is
-        left, or ``at`` raises, it is broken from then on."""
-        self._loop.put(partial(self._loop.owned.look, at))
+        left, or ``at`` raises a FastDecodeError, it is broken from then on; any
+        other exception of ``at`` is logged. May be called while the engine is
+        being made, by what it has started already."""
+        self._loop.put(lambda: self._loop.owned.look(at))
 
     def snapshot(self) -> Snapshot:
         """How it is; never waits for a step."""

@@ -187,7 +187,7 @@ class BatchJob:
             FastDecodeError: (code ``output_failed``) the output can't be
                 written.
         """
-        progress.begin(self._survey.num_lines, len(self._done))
+        progress.begin(self._survey.num_lines, len(self._done), self._survey.most_tokens)
         self._output.begin()
         tokens_before = llm.stats.num_output_tokens
         withdrawn = False

@@ -172,9 +172,11 @@ def new_manifest(
     )
 
 
-def identify_model(directory: Path, chat_template: Path | None = None) -> dict[str, str]:
+def identify_model(
+    directory: Path, chat_template: Path | None = None, load_format: str = "safetensors"
+) -> dict[str, str]:
     """Hashes of a model's files: the small ones whole, of the weights their
-    sizes and 256 samples spread over a file.
+    sizes and 256 samples spread over a file; or that the weights are random.
 
     Raises:
         CheckpointError: a file can't be read.
@@ -188,6 +190,8 @@ def identify_model(directory: Path, chat_template: Path | None = None) -> dict[s
             for name, file in files.items()
             if file.exists()
         }
+        if load_format == "random":
+            return {**found, "weights": "random"}
         for weights in sorted(directory.glob("*.safetensors")):
             found[weights.name] = _sampled_hash(weights)
     except OSError as error:

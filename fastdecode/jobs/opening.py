@@ -12,11 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from fastdecode.conversations.reuse import why_none
 from fastdecode.conversations.turn_log import TurnLog, identity_of
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.files import check_paths
-from fastdecode.core.model.checkpoint import open_checkpoint
+from fastdecode.core.model.checkpoint import check_model, open_checkpoint
 from fastdecode.core.model.identity import identify
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.jobs.job import BatchJob, Rules
@@ -95,8 +96,11 @@ def open_job(options: JobOptions, config: EngineConfig, tell: Callable[[str], No
         "session": session_path(options.output),
     }
     check_paths(options.input, output=options.output, **beside)
+    check_model(config.model)
     template, reader, lines = _format(options, config)
     found = _survey(options, Path(config.model), lines, tell)
+    if found.num_turns and (why := why_none(config)):
+        tell(f"warning: {why}")
     held = hold(options.output)
     try:
         manifest = _manifest(options, config, lines.name, found, is_empty=held.is_empty)
@@ -243,13 +247,14 @@ def _manifest(
         if options.begin == "resume" and (not is_empty or path.exists())
         else None
     )
-    spec = open_checkpoint(config.model).spec(max_model_len=config.s_part.max_model_len)
+    checkpoint = open_checkpoint(config.model, config.s_part.load_format)
+    spec = checkpoint.spec(max_model_len=config.s_part.max_model_len)
     identity = identify(config, spec)
     now = new_manifest(
         lines=lines,
         input_sha256=found.sha256,
         sampling=options.sampling,
-        model=identify_model(Path(config.model), options.chat_template),
+        model=identify_model(Path(config.model), options.chat_template, config.s_part.load_format),
         dtype=identity.dtype.value,
         kv_dtype=identity.kv_dtype.value,
         max_model_len=identity.max_model_len,

@@ -38,6 +38,8 @@ class Survey:
     """Of those, the ones with text for which there is no tokenizer."""
     num_turns: int = 0
     """Lines that are turns of conversations."""
+    most_tokens: int = 0
+    """Tokens that all answers together can have, without lines that name no limit."""
     complaints: list[tuple[int, str]] = field(default_factory=list)
     """(line number, what is wrong) of the first bad lines."""
 
@@ -109,6 +111,7 @@ def survey(path: Path, lines: LineFormat, *, takes_text: bool = True) -> Survey:
                 request = lines.parse(raw, number)
                 line_id = request.line_id
                 found.num_turns += request.conversation_id is not None
+                found.most_tokens += most_tokens(request)
                 if not takes_text:
                     _refuse_text(found, request)
             except LineError as error:
@@ -119,6 +122,12 @@ def survey(path: Path, lines: LineFormat, *, takes_text: bool = True) -> Survey:
     found.sha256, found.num_bytes = reader.sha256, reader.num_bytes
     _note_duplicates(found, finder, lines)
     return found
+
+
+def most_tokens(request: LineRequest) -> int:
+    """Tokens that a line's answers can have; 0: there is no limit but the model's."""
+    params = request.params
+    return len(request.prompts) * params.n * (params.max_tokens or 0)
 
 
 def _refuse_text(found: Survey, request: LineRequest) -> None:

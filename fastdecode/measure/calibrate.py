@@ -48,7 +48,7 @@ def calibrate_s(config: EngineConfig, effort: SEffort, tell: Callable[[str], Non
     Raises:
         ConfigError, ModelError: an option or the model directory is bad.
     """
-    checkpoint = open_checkpoint(config.model)
+    checkpoint = open_checkpoint(config.model, config.s_part.load_format)
     spec = checkpoint.spec(max_model_len=config.s_part.max_model_len)
     resolved = resolve_for_this_host(config, spec)
     dtype = torch_dtype(resolved.dtype)

@@ -6,20 +6,23 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
+from types import MappingProxyType
 from typing import Final, Literal
 
 from cost_model.quantities import seconds_text
 from fastdecode.core.clock import Clock
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import FastDecodeError
-from fastdecode.core.host.facts import HostFacts
+from fastdecode.core.host.facts import TF32_SWITCH, HostFacts, forces_tf32
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.measure.links.neighbours import NeighbourFacts
-from fastdecode.wire.measure import RConnection, measure_link
+from fastdecode.wire.measure import RConnection, bytes_exchanged, measure_link
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed, Inspect, Report
+from fastdecode.wire.zmq.io_threads import io_cpu_s, io_threads_for
 
 Level = Literal["PASS", "WARN", "FAIL"]
 
@@ -49,6 +52,9 @@ class LinkFacts:
 
     round_trip_s: float
     bytes_per_s: float
+    io_bytes_per_s: float | None = None
+    """That one of this process's ZeroMQ threads carries in a second of its CPU
+    time, both directions together; None: no such threads."""
 
 
 @dataclass(frozen=True)
@@ -115,34 +121,47 @@ def _report(connection: RConnection, timeout_s: float) -> Report | str:
 
 def _with_link(connection: RConnection, report: Report, repeats: int) -> WorkerFacts:
     kv = KVSpec(1, _PROBE.num_kv_heads, _PROBE.head_dim, DType.FLOAT16, 16)
+    before_s = io_cpu_s()
     try:
         times = measure_link(connection, kv, _PROBE, DType.FLOAT16, _BATCHES, repeats=repeats)
     except FastDecodeError as error:
         return WorkerFacts(connection.peer, report, error=error.message)
     large = times.transfer[-1]
-    link = LinkFacts(times.round_trip.median_s, large.size / large.timing.median_s)
+    io_s, num_bytes = io_cpu_s() - before_s, bytes_exchanged(times.transfer, repeats)
+    rate = num_bytes / io_s if io_s > 0 else None
+    link = LinkFacts(times.round_trip.median_s, large.size / large.timing.median_s, rate)
     return WorkerFacts(connection.peer, report, link)
 
 
-def hash_of_model(directory: str) -> tuple[str, int]:
-    """What R-workers that are kept for one model know it by, and how many bytes
-    K and V of a token of it are, in the model's own dtype.
+@dataclass(frozen=True)
+class ModelFacts:
+    """What is to be known of a model, in its own dtype."""
 
-    Raises:
-        CheckpointError: it is no model's directory.
-    """
-    checkpoint = open_checkpoint(directory)
-    spec = checkpoint.spec()
-    return checkpoint.model_hash, spec.kv_spec(spec.choose_dtype("auto")).token_bytes
+    hash: str
+    """What R-workers that are kept for one model know it by."""
+    token_bytes: int
+    """K and V of a token."""
+    wire_bytes: int
+    """That a token sends to R-workers (q, k, v) and gets back (o)."""
+
+    @classmethod
+    def read(cls, directory: str) -> ModelFacts:
+        """Raises CheckpointError: it is no model's directory."""
+        checkpoint = open_checkpoint(directory)
+        spec = checkpoint.spec()
+        dtype = spec.choose_dtype("auto")
+        heads = 2 * spec.num_q_heads + 2 * spec.num_kv_heads
+        wire_bytes = spec.num_layers * heads * spec.head_dim * dtype.size_bytes
+        return cls(checkpoint.model_hash, spec.kv_spec(dtype).token_bytes, wire_bytes)
 
 
 def judge(
     here: HostFacts,
     workers: Iterable[WorkerFacts],
-    model_hash: str | None = None,
+    model: ModelFacts | None = None,
     lacks_for_triton: str = "",
     neighbours: Iterable[NeighbourFacts] = (),
-    token_bytes: int | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Finding]:
     """Everything that can be said of an S-worker's host and its R-workers, each
     finding as soon as what it is about is known.
@@ -150,12 +169,20 @@ def judge(
     Args:
         here: the S-worker's.
         workers: taken one after the other.
-        model_hash: of the model that is to be run.
+        model: that is to be run; None: not known.
         lacks_for_triton: what keeps the S-worker's fused kernels from being built.
         neighbours: the ways from each R-worker to the next, taken when all of
             those are known.
-        token_bytes: of K and V of a token of that model; None: not known.
+        environment: variables of the process that would be the S-worker.
     """
+    if forces_tf32(environment):
+        yield Finding(
+            "WARN",
+            "float32",
+            f"{TF32_SWITCH}=1 has torch compute float32 products in TF32; the engine undoes it, "
+            "other programs here don't",
+            "unset it where results are compared with a CPU's",
+        )
     if lacks_for_triton:
         yield Finding(
             "WARN",
@@ -163,7 +190,7 @@ def judge(
             f"{lacks_for_triton}: on a GPU the S-part runs without its fused kernels",
             "install gcc and Python's development headers",
         )
-    reports = []
+    reports, io_rates = [], []
     for worker in workers:
         if worker.report is not None:
             reports.append(worker.report)
@@ -173,12 +200,14 @@ def judge(
             yield Finding("FAIL", check, text, "start it anew, and see its log")
         elif worker.link is not None:
             yield _link(worker.peer, worker.link)
+            io_rates += [worker.link.io_bytes_per_s] * (worker.link.io_bytes_per_s is not None)
+    yield from _io_threads(here, io_rates, None if model is None else model.wire_bytes)
     yield from _versions(here, reports)
-    yield from _models(reports, model_hash)
+    yield from _models(reports, None if model is None else model.hash)
     yield from _huge_pages(here, reports)
     yield from _cores(here, reports)
     yield from _memory(reports)
-    yield from _neighbours(neighbours, token_bytes)
+    yield from _neighbours(neighbours, None if model is None else model.token_bytes)
 
 
 def _versions(here: HostFacts, reports: Sequence[Report]) -> Iterator[Finding]:
@@ -331,6 +360,21 @@ def _link(peer: str, link: LinkFacts) -> Finding:
         )
         return Finding("WARN", "link", f"{shown}: slow", mend)
     return Finding("PASS", "link", shown)
+
+
+def _io_threads(
+    here: HostFacts, rates: Sequence[float | None], wire_bytes: int | None
+) -> Iterator[Finding]:
+    """Over ZeroMQ: what this host's I/O threads carry for all R-workers."""
+    known = [rate for rate in rates if rate is not None]
+    if not known:
+        return
+    rate, num_threads = median(known), io_threads_for(len(known), len(here.cpus))
+    text = f"{rate / 1e9:.2f} GB/s a thread of this host, {num_threads} of them"
+    if wire_bytes is not None:
+        most = rate * num_threads / wire_bytes
+        text += f": at most {most:,.0f} tokens/s of this model, whatever the GPU"
+    yield Finding("PASS", "ZeroMQ I/O", text)
 
 
 def _neighbours(neighbours: Iterable[NeighbourFacts], token_bytes: int | None) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ whose queues are equally short, the one with the least reserved KV gets it.
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -30,6 +30,8 @@ class Job:
     prompt_tokens: int
     reserved_tokens: int
     """Prompt and all that it may generate: what its KV takes while it decodes."""
+    not_at: frozenset[int] = frozenset()
+    """Instances that have failed it, and aren't given it again."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,10 @@ class DecodeRoom:
     num_sequences: int = 0
     is_open: bool = True
     """It is there, and its role is to decode."""
+    is_there: bool = True
+    """It can run requests, whatever its role."""
+    may_return: bool = False
+    """It can't run any now, and is expected to be able to again."""
 
     @property
     def fullness(self) -> float:
@@ -96,7 +102,38 @@ class DecodeRoom:
 
     def fits(self, job: Job) -> bool:
         fits = self.num_tokens + job.reserved_tokens <= self.capacity_tokens
-        return self.is_open and fits and self.num_sequences < self.max_sequences
+        return fits and self.num_sequences < self.max_sequences
+
+
+class JobQueue:
+    """Jobs in order. Every operation takes the same time, however many wait."""
+
+    def __init__(self) -> None:
+        self._jobs: OrderedDict[int, Job] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self._jobs.values())
+
+    @property
+    def head(self) -> Job:
+        return next(iter(self._jobs.values()))
+
+    def append(self, job: Job) -> None:
+        self._jobs[job.job_id] = job
+
+    def append_first(self, job: Job) -> None:
+        self.append(job)
+        self._jobs.move_to_end(job.job_id, last=False)
+
+    def pop_first(self) -> Job:
+        return self._jobs.popitem(last=False)[1]
+
+    def discard(self, job: Job) -> None:
+        """Take a job out, if it is in the queue."""
+        self._jobs.pop(job.job_id, None)
 
 
 @dataclass
@@ -105,22 +142,24 @@ class Dispatcher:
 
     prefill: list[PrefillQueue]
     decode: list[DecodeRoom]
-    _arrived: deque[Job] = field(default_factory=deque)
-    _offered: deque[Job] = field(default_factory=deque)
+    _arrived: JobQueue = field(default_factory=JobQueue)
+    _offered: JobQueue = field(default_factory=JobQueue)
 
     def arrived(self, job: Job) -> Iterator[Bind | Fetch]:
         """A request has come.
 
         Raises:
-            CapacityError: no decode instance could ever hold it.
+            CapacityError: no instance that may decode it could ever hold it.
         """
         self.check_possible(job)
         self._arrived.append(job)
         return itertools.chain(self._bind(), self._fetch())
 
     def check_possible(self, job: Job) -> None:
-        """Raises CapacityError: no decode instance could ever hold it."""
-        capacities = [room.capacity_tokens for room in self.decode if room.is_open]
+        """Raises CapacityError: no instance that may decode it could ever hold it.
+        Instances that are expected back count."""
+        away = [i for i, room in enumerate(self.decode) if room.may_return and i not in job.not_at]
+        capacities = [self.decode[i].capacity_tokens for i in (*self._decoders(job), *away)]
         if job.reserved_tokens > max(capacities, default=0):
             raise CapacityError(
                 f"a request of {job.reserved_tokens} tokens fits on no decode instance; the "
@@ -130,7 +169,7 @@ class Dispatcher:
     def returned(self, job: Job) -> Iterator[Bind | Fetch]:
         """What has been run of its prompt is lost, and nothing was drawn: it
         begins anew, before all that wait."""
-        self._arrived.appendleft(job)
+        self._arrived.append_first(job)
         yield from self._bind()
         yield from self._fetch()
 
@@ -138,16 +177,15 @@ class Dispatcher:
         """It is to be decoded by who runs its prompt, too; ``is_first``: before
         all that wait."""
         if is_first:
-            self._offered.appendleft(job)
+            self._offered.append_first(job)
         else:
             self._offered.append(job)
         yield from self._fetch()
 
     def withdrawn(self, job: Job) -> Iterator[Bind | Fetch]:
         """It waits, and nobody wants it any more."""
-        for waiting in (self._arrived, self._offered):
-            if job in waiting:
-                waiting.remove(job)
+        self._arrived.discard(job)
+        self._offered.discard(job)
         yield from self._bind()
         yield from self._fetch()
 
@@ -162,12 +200,13 @@ class Dispatcher:
         self._offered.append(job)
         yield from self._fetch()
 
-    def left(self, job: Job, instance: int) -> Iterator[Bind]:
+    def left(self, job: Job, instance: int) -> Iterator[Bind | Fetch]:
         """Its prompt is done, or nobody wants it any more: there is nothing to decode."""
         queue = self.prefill[instance]
         queue.num_tokens -= job.prompt_tokens
         assert queue.num_tokens >= 0
         yield from self._bind()
+        yield from self._fetch()
 
     def kept(self, bound: Bind) -> Fetch | None:
         """A prompt is bound to an instance that may go on with it itself: whether
@@ -199,27 +238,46 @@ class Dispatcher:
         """Prompts that wait for a decode instance."""
         return len(self._offered)
 
+    def _decoders(self, job: Job) -> list[int]:
+        """Instances that may decode a job: those whose role is to decode, or any
+        if none of them is left for it."""
+        able = [i for i, room in enumerate(self.decode) if room.is_there and i not in job.not_at]
+        return [i for i in able if self.decode[i].is_open] or able
+
     def _bind(self) -> Iterator[Bind]:
-        if self._arrived and not any(queue.is_open for queue in self.prefill):
-            self._offered.extend(self._arrived)  # whoever decodes can prefill, too
-            self._arrived.clear()
         while self._arrived:
-            queues = [i for i, queue in enumerate(self.prefill) if queue.has_room]
+            job = self._arrived.head
+            open_for_it = [
+                i for i, queue in enumerate(self.prefill) if queue.is_open and i not in job.not_at
+            ]
+            if not open_for_it:
+                if not self._decoders(job):
+                    return  # no instance can run it now
+                self._offered.append(self._arrived.pop_first())  # a decoder runs its prompt, too
+                continue
+            queues = [i for i in open_for_it if self.prefill[i].has_room]
             if not queues:
                 return
             best = min(queues, key=lambda i: self.prefill[i].burden)
-            job = self._arrived.popleft()
+            self._arrived.pop_first()
             self.prefill[best].num_tokens += job.prompt_tokens
             yield Bind(job, best)
 
     def _fetch(self) -> Iterator[Fetch]:
+        expecting: list[Job] = []  # no instance that is there could take them
         while self._offered:
-            job = self._offered[0]
-            rooms = [i for i, room in enumerate(self.decode) if room.fits(job)]
+            job = self._offered.head
+            decoders = self._decoders(job)
+            if not any(self.decode[i].capacity_tokens >= job.reserved_tokens for i in decoders):
+                expecting.append(self._offered.pop_first())
+                continue
+            rooms = [i for i in decoders if self.decode[i].fits(job)]
             if not rooms:
-                return
+                break
             best = min(rooms, key=lambda i: self.decode[i].fullness)
-            self._offered.popleft()
+            self._offered.pop_first()
             self.decode[best].num_tokens += job.reserved_tokens
             self.decode[best].num_sequences += 1
             yield Fetch(job, best)
+        for job in reversed(expecting):
+            self._offered.append_first(job)

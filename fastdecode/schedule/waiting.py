@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import deque
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 
 from fastdecode.core.sequence import Sequence
 
+Order = Callable[[Sequence], tuple[int, ...]]
+
 
 class Waiting:
-    """In the order in which they start: those that have run before, and after
-    them the others.
+    """In the order in which they start: sequences that have run before, then
+    the new ones.
+
+    Arriving, leaving and looking for a sequence compare it with O(log n) others.
 
     Args:
-        order: of each of both, whose value is least comes first; see
-            ``Admission``.
+        order: the least starts first, among those that have run and among the
+            new; unique, and constant while a sequence waits. See ``Admission``.
     """
 
-    def __init__(self, order: Callable[[Sequence], tuple[int, ...]]) -> None:
-        self.order = order
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        # Sorted. An insertion or a removal moves 8 bytes for each sequence behind it.
         self._interrupted: list[Sequence] = []
-        self._new: deque[Sequence] = deque()
+        self._new: list[Sequence] = []
 
     def __len__(self) -> int:
         return len(self._interrupted) + len(self._new)
@@ -32,39 +36,45 @@ class Waiting:
 
     @property
     def head(self) -> Sequence:
-        """Who starts next."""
+        """The sequence that starts next."""
         return self._interrupted[0] if self._interrupted else self._new[0]
 
     @property
     def has_head_run(self) -> bool:
-        """Whether that one has run before."""
+        """Whether the head has run before."""
         return bool(self._interrupted)
 
     def arrive(self, sequences: Iterable[Sequence]) -> None:
-        """They have never run."""
+        """New sequences join the queue."""
         for sequence in sequences:
-            if self._new and self.order(sequence) < self.order(self._new[-1]):
-                insort(self._new, sequence, key=self.order)
+            if self._new and self._order(sequence) < self._order(self._new[-1]):
+                insort(self._new, sequence, key=self._order)
             else:
                 self._new.append(sequence)
 
     def come_back(self, sequence: Sequence) -> None:
-        """One that has run waits again, at its old place."""
-        insort(self._interrupted, sequence, key=self.order)
+        """A sequence that has run waits again, at its old place."""
+        insort(self._interrupted, sequence, key=self._order)
 
     def pop(self) -> None:
         """The head starts."""
         del (self._interrupted or self._new)[0]
 
     def remove(self, sequence: Sequence) -> None:
-        """One of them is over."""
-        if sequence in self._interrupted:
-            self._interrupted.remove(sequence)
-        else:
-            self._new.remove(sequence)
+        """A sequence of the queue is over.
+
+        Raises:
+            ValueError: it doesn't wait.
+        """
+        for queue in (self._interrupted, self._new):
+            place = bisect_left(queue, self._order(sequence), key=self._order)
+            if place < len(queue) and queue[place] is sequence:
+                del queue[place]
+                return
+        raise ValueError(f"sequence {sequence.sequence_id} doesn't wait")
 
     def check_invariants(self) -> None:
-        """Everybody is in order, once."""
+        """Every sequence is in order, once."""
         for queue in (self._interrupted, self._new):
-            places = [self.order(sequence) for sequence in queue]
+            places = [self._order(sequence) for sequence in queue]
             assert places == sorted(set(places)), "the queue is out of order"

@@ -18,7 +18,8 @@ from fastdecode.core.errors import FastDecodeError, ProtocolError, RequestError,
 from fastdecode.core.sequence import Request, validate_for_vocab
 from fastdecode.engine.service import EngineService
 from fastdecode.server.channel import Channel
-from fastdecode.server.messages import Asked, Drained, Left, Message, Seen, Told
+from fastdecode.server.messages import Asked, Drained, Here, Left, Message, Seen, Told
+from fastdecode.server.silence import Silence
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ class Bridge:
         vocab_size: token ids are below it.
         figures: what else is to be told of the engine; called by its thread
             between two steps.
+        silence: of the HTTP process; None: it may be silent for any time.
     """
 
     def __init__(
@@ -42,11 +44,13 @@ class Bridge:
         channel: Channel,
         vocab_size: int,
         figures: Callable[[Any], dict[str, Any]] = lambda served: {},
+        silence: Silence | None = None,
     ) -> None:
         self._service = service
         self._channel = channel
         self._vocab_size = vocab_size
         self._figures = figures
+        self.silence = Silence() if silence is None else silence
         self._queue = DeltaQueue()
         self._asides: SimpleQueue[Message] = SimpleQueue()
         self._latest: dict[str, Any] = {}
@@ -61,12 +65,27 @@ class Bridge:
         """From now on requests are taken."""
         parts = (("http-in", self._take_in), ("http-out", self._tell), ("http-aside", self._say))
         for name, run in parts:
-            threading.Thread(target=run, name=name, daemon=True).start()
+            threading.Thread(target=self._watched, args=(run,), name=name, daemon=True).start()
+
+    def _watched(self, run: Callable[[], None]) -> None:
+        """One of the threads. However it ends, the HTTP process counts as gone:
+        without any of them requests would wait for ever."""
+        try:
+            run()
+        except Exception:
+            logger.exception("the HTTP process can't be talked to any more")
+        finally:
+            self.is_gone.set()
 
     def send(self, message: Message) -> None:
         """Say something to the HTTP process; if it is gone, nobody hears it.
         Doesn't wait for it: it may have been stopped."""
         self._asides.put(message)
+
+    def cancel_all(self, error: FastDecodeError) -> None:
+        """End every request that the HTTP process has asked for. It gets the
+        error once it reads again."""
+        self._service.cancel_all(self._queue, error)
 
     def _say(self) -> None:
         while not self.is_gone.is_set():
@@ -84,10 +103,12 @@ class Bridge:
                 self._obey(message)
         except ProtocolError as error:
             logger.error("%s", error)
-        self.is_gone.set()
 
     def _obey(self, message: Message) -> None:
+        self.silence.heard()
         match message:
+            case Here():
+                pass
             case Asked(requests):
                 self._submit(requests)
             case Left(request_ids):
@@ -114,8 +135,13 @@ class Bridge:
             validate_for_vocab(request.params, self._vocab_size)
             if not (ids and min(ids) >= 0 and max(ids) < self._vocab_size):
                 raise RequestError("there is no such token", code="invalid_token_id")
-        except (RequestError, TypeError) as error:
+        except RequestError as error:
             self._queue.put([_ended(request, RequestError(str(error), code="invalid_token_id"))])
+            return False
+        except Exception as error:
+            logger.exception("a request of the HTTP process can't be read")
+            what = f"it can't be read: {type(error).__name__}: {error}"
+            self._queue.put([_ended(request, RequestError(what, code="invalid_token_id"))])
             return False
         return True
 
@@ -126,6 +152,7 @@ class Bridge:
             if deltas:
                 self._send(Told(deltas))
             if time.monotonic() >= due_s:
+                self.silence.asked()
                 self._send(self._seen())
                 due_s = time.monotonic() + SEEN_EVERY_S
 

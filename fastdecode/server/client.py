@@ -44,6 +44,8 @@ class OpenRequests:
         self._watcher = watcher
         self._piles: dict[tuple[int, int], Pile] = {}
         self._told_s: dict[tuple[int, int], float] = {}
+        self._cached: dict[int, int] = {}
+        """Tokens of each request's prompt that were in the prefix cache."""
         self._waiter: asyncio.Future[None] | None = None
         self.is_left = False
         """Nobody waits for it any more."""
@@ -55,6 +57,9 @@ class OpenRequests:
         now = time.monotonic()
         if delta.token_ids:
             self._count((place, delta.index), len(delta.token_ids), now)
+        if delta.num_cached_tokens:
+            cached = self._cached.get(place, 0)
+            self._cached[place] = max(cached, delta.num_cached_tokens)
         self.num_left -= delta.finish_reason is not None
         self.has_failed |= delta.error is not None
         where = place, -1 if delta.error is not None else delta.index
@@ -65,6 +70,11 @@ class OpenRequests:
             pile.add(delta)
         self._wake()
         return self.num_left == 0 and not self.has_failed
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of all prompts: those that were in the prefix cache."""
+        return sum(self._cached.values())
 
     @property
     def all_begun(self) -> bool:

@@ -70,6 +70,7 @@ class Front:
     threads: Threads = field(default_factory=Threads)
     outlook: Outlook = field(default_factory=Outlook)
     started_s: int = field(default_factory=lambda: int(time.time()))
+    began_s: float = field(default_factory=time.monotonic)
     num_exchanges: int = 0
     """Generations that are being answered."""
     num_cut: int = 0

@@ -22,8 +22,14 @@ from typing import Any
 import uvicorn
 
 from fastdecode.conversations.keeping import Keeping
-from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError, WorkerError
+from fastdecode.core.errors import (
+    ConfigError,
+    FastDecodeError,
+    ProtocolError,
+    WorkerError,
+)
 from fastdecode.core.host.logs import keep_traces_out
+from fastdecode.core.secret_file import exposure
 from fastdecode.server.channel import AsyncChannel
 from fastdecode.server.client import EngineClient
 from fastdecode.server.front import Front, draining_error
@@ -37,6 +43,7 @@ from fastdecode.server.messages import (
     Cut,
     Drain,
     Drained,
+    Here,
     Keys,
     Listening,
     Opening,
@@ -145,8 +152,12 @@ class _Server(uvicorn.Server):
 
 
 def _load(config: uvicorn.Config, options: ServeOptions) -> None:
-    """Raises ConfigError: TLS's files are of no use."""
+    """Raises ConfigError: TLS's files are of no use, or others may read the key."""
     try:
+        if options.tls_key is not None:
+            why = exposure(Path(options.tls_key).stat(), options.tls_key)
+            if why:
+                raise ConfigError(f"--tls-key {options.tls_key}: {why}")
         config.load()
     except OSError as error:
         files = f"--tls-cert {options.tls_cert}, --tls-key {options.tls_key}"
@@ -203,7 +214,7 @@ def _listen(options: ServeOptions) -> tuple[socket.socket, str]:
     try:
         found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
         family, _, _, _, where = found[0]
-        listener = socket.create_server(where[:2], family=family, backlog=_BACKLOG)
+        listener = _named_tcp(socket.create_server(where[:2], family=family, backlog=_BACKLOG))
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"can't listen at --host {options.host} --port {options.port}: "
@@ -212,6 +223,15 @@ def _listen(options: ServeOptions) -> tuple[socket.socket, str]:
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     return listener, f"{'http' if options.tls_cert is None else 'https'}://{shown}:{port}"
+
+
+def _named_tcp(listener: socket.socket) -> socket.socket:
+    """The same socket with its protocol's number, which ``socket.create_server``
+    leaves at 0. asyncio sets TCP_NODELAY only on sockets that name TCP; without
+    it an answer's second packet waits for the client's delayed ACK (40 ms)."""
+    return socket.socket(
+        listener.family, listener.type, socket.IPPROTO_TCP, fileno=listener.detach()
+    )
 
 
 def _listen_at_file(path: Path) -> socket.socket:
@@ -249,6 +269,8 @@ class _Obeying:
                 self._obey(message)
         except ProtocolError as error:
             logger.error("%s", error)
+        except Exception:
+            logger.exception("the engine's process can't be heard any more")
         front.outlook = replace(front.outlook, is_lost=True)
         self._cut(WorkerError("the engine's process has ended", code="engine_lost"))
         await self._until_answered()
@@ -278,8 +300,11 @@ class _Obeying:
                 raise ProtocolError(f"the engine's process said {type(message).__name__}")
 
     def _see(self, seen: Seen) -> None:
+        self._channel.send(Here())
         front = self._front
-        front.outlook = replace(front.outlook, seen=seen, seen_s=time.monotonic())
+        now_s = time.monotonic()
+        front.outlook = replace(front.outlook, seen=seen, seen_s=now_s)
+        front.observations.see(now_s, seen)
         if seen.state in ("broken", "closed") and front.client.num_open:
             front.fail_all(WorkerError("the engine has failed", code="engine_failed"))
 

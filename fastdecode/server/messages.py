@@ -17,6 +17,7 @@ Reopen       engine        open the request log anew: it was moved away
 Drain        engine        take no more requests; say when none is open
 Cut          engine        end those that are open, with an error
 Drained      HTTP          none is open any more
+Here         HTTP          it reads: the answer to Seen
 ===========  ============  =====================================================
 
 Either end may close the socket: the other one ends, too.
@@ -55,6 +56,8 @@ class Opening:
     """SHA-256, in hex."""
     keeping: Mapping[str, Any] = field(default_factory=dict)
     """``Keeping``, of conversations."""
+    no_reuse: str = ""
+    """Why no turn of a conversation reuses KV; empty: they do."""
 
 
 @dataclass(frozen=True)
@@ -136,15 +139,20 @@ class Drained:
     """Requests that were ended with an error meanwhile."""
 
 
+@dataclass(frozen=True)
+class Here:
+    pass
+
+
 Message: TypeAlias = (
     "Opening | Listening | Unfit | Ready | Asked | Left | Told | Seen | Keys | Reopen | Drain "
-    "| Cut | Drained"
+    "| Cut | Drained | Here"
 )
 _KINDS: Mapping[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         Opening, Listening, Unfit, Ready, Asked, Left, Told, Seen, Keys, Reopen, Drain, Cut,
-        Drained,
+        Drained, Here,
     )
 }  # fmt: skip
 
@@ -169,5 +177,12 @@ def from_json(said: Any) -> Message:
             return Asked([request_from_json(request) for request in said["requests"]])
         message: Message = kind(**said)
         return message
-    except (KeyError, TypeError, ValueError, AttributeError, RequestError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        RequestError,
+    ) as error:
         raise ProtocolError(f"the other process said what is no message: {error}") from None

@@ -46,10 +46,20 @@ class Counter:
     def add(self, amount: float = 1, value: str = "") -> None:
         self._counts[value] = self._counts.get(value, 0) + amount
 
+    def of(self, value: str) -> float:
+        """Of one value."""
+        return self._counts.get(value, 0)
+
     @property
     def total(self) -> float:
         """Of all values."""
         return sum(self._counts.values())
+
+    def named(self, help: str) -> Counter:
+        """The same numbers, explained otherwise."""
+        other = Counter(help, self._label)
+        other._counts = self._counts
+        return other
 
     def lines(self, name: str, labels: Mapping[str, str]) -> Iterator[str]:
         for value, count in self._counts.items():
@@ -72,20 +82,6 @@ class Histogram:
         """So many observations of one value."""
         self._counts[bisect_left(self._buckets, value)] += times
         self._sum += value * times
-
-    @property
-    def num(self) -> int:
-        """Observations."""
-        return sum(self._counts)
-
-    def quantile(self, part: float) -> float | None:
-        """The bound of the bucket in which the quantile lies; None without observations."""
-        rank, seen = part * self.num, 0
-        for bound, count in zip(self._buckets, self._counts, strict=False):
-            seen += count
-            if count and seen >= rank:
-                return bound
-        return self._buckets[-1] if self.num else None
 
     def lines(self, name: str, labels: Mapping[str, str]) -> Iterator[str]:
         seen = 0

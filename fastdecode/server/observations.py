@@ -18,6 +18,7 @@ from fastdecode.server.metrics import (
     Histogram,
     length_buckets,
 )
+from fastdecode.server.recent import History, Lately
 
 REJECTIONS = (
     "queue_full", "draining", "starting", "stalled", "broken", "no_r_worker", "invalid",
@@ -35,6 +36,9 @@ class Observations:
         tokens = length_buckets(max_model_len)
         self.prompt_tokens = Counter("Prompt tokens of requests that were answered.")
         self.generation_tokens = Counter("Tokens generated.")
+        self.cached_tokens = Counter("Prompt tokens that were found in the prefix cache.")
+        self.lately_ttft, self.lately_tpot = Lately(), Lately()
+        self.history = History()
         self.ended = Counter(
             "Requests that are over.", "finished_reason", ("stop", "length", "abort", "error")
         )
@@ -55,7 +59,9 @@ class Observations:
 
     def first_token(self, opened: OpenRequests) -> None:
         """A request has its first token."""
-        self.ttft.observe((opened.first_s or opened.accepted_s) - opened.accepted_s)
+        first_s = opened.first_s or opened.accepted_s
+        self.ttft.observe(first_s - opened.accepted_s)
+        self.lately_ttft.observe(first_s, first_s - opened.accepted_s)
 
     def tokens(self, num_tokens: int, since_last_s: float | None) -> None:
         """A sequence has so many more, so long after its last ones."""
@@ -75,11 +81,14 @@ class Observations:
             return
         num_prompt = sum(len(request.prompt_token_ids) for request in requests)
         self.prompt_tokens.add(num_prompt)
+        self.cached_tokens.add(opened.num_cached_tokens)
         self.e2e.observe(last_s - opened.accepted_s)
         self.decode.observe(last_s - first_s)
         per_sequence = opened.num_tokens / sum(request.params.n for request in requests)
         if per_sequence > 1:
-            self.tpot.observe((last_s - first_s) / (per_sequence - 1))
+            tpot_s = (last_s - first_s) / (per_sequence - 1)
+            self.tpot.observe(tpot_s)
+            self.lately_tpot.observe(last_s, tpot_s)
         self._observe_sizes(requests[0], num_prompt, opened.num_tokens)
 
     def _observe_sizes(self, request: Request, num_prompt: int, num_tokens: int) -> None:
@@ -88,10 +97,19 @@ class Observations:
         self.sizes["request_params_n"].observe(request.params.n)
         self.sizes["request_params_max_tokens"].observe(request.max_tokens)
 
+    def see(self, now_s: float, seen: Seen) -> None:
+        """The engine has said how it is: a sample for the history."""
+        tokens, used = self.generation_tokens.total, kv_used(seen.figures)
+        self.history.note(now_s, tokens, seen.num_running, seen.num_waiting, used)
+
     def families(self, seen: Seen | None) -> dict[str, Counter | Histogram | Gauge]:
         """All of them by name, with what was last seen of the engine."""
         own: dict[str, Counter | Histogram | Gauge] = {
             "vllm:prompt_tokens_total": self.prompt_tokens,
+            "vllm:prefix_cache_queries_total": self.prompt_tokens.named(
+                "Prompt tokens that were looked up in the prefix cache."
+            ),
+            "vllm:prefix_cache_hits_total": self.cached_tokens,
             "vllm:generation_tokens_total": self.generation_tokens,
             "vllm:request_success_total": self.ended,
             "vllm:time_to_first_token_seconds": self.ttft,
@@ -120,6 +138,13 @@ def _gauges(seen: Seen) -> dict[str, Counter | Histogram | Gauge]:
     }
 
 
+def kv_used(figures: Mapping[str, Any]) -> float:
+    """Part of all KV blocks that is reserved, 0 to 1."""
+    workers = figures.get("r_workers", ())
+    total = sum(worker["kv_blocks"] for worker in workers)
+    return sum(worker["kv_blocks_used"] for worker in workers) / total if total else 0.0
+
+
 def _of_figures(figures: Mapping[str, Any]) -> dict[str, Counter | Histogram | Gauge]:
     """What only the engine knows; nothing before its first step."""
     if not figures:
@@ -131,8 +156,6 @@ def _of_figures(figures: Mapping[str, Any]) -> dict[str, Counter | Histogram | G
         return found
 
     workers = figures["r_workers"]
-    total = sum(worker["kv_blocks"] for worker in workers)
-    used = sum(worker["kv_blocks_used"] for worker in workers)
     blocks = [
         ({"worker": worker["name"], "state": state}, count)
         for worker in workers
@@ -144,7 +167,7 @@ def _of_figures(figures: Mapping[str, Any]) -> dict[str, Counter | Histogram | G
     loads = [({"worker": worker["name"]}, worker["load_tokens"]) for worker in workers]
     return {
         "vllm:kv_cache_usage_perc": Gauge(
-            "Part of the KV blocks that is reserved; 1 is all.", ({}, used / total if total else 0)
+            "Part of the KV blocks that is reserved; 1 is all.", ({}, kv_used(figures))
         ),
         "vllm:num_preemptions_total": counter(
             "Sequences whose blocks were taken back for others.", "num_suspended"

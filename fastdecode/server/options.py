@@ -30,9 +30,12 @@ class ServeOptions:
     """
 
     host: str = option(
-        "127.0.0.1", "address to listen at; any but loopback needs a key", metavar="HOST"
+        "127.0.0.1",
+        "address to listen at; any but loopback needs a key",
+        metavar="HOST",
+        common=True,
     )
-    port: int = option(8000, "TCP port; 0: any that is free", low=0, high=65535)
+    port: int = option(8000, "TCP port; 0: any free port", low=0, high=65535, common=True)
     unix_socket: str | None = option(
         None, "listen at this Unix socket in place of a port", metavar="FILE"
     )
@@ -41,6 +44,7 @@ class ServeOptions:
         'what a request\'s "model" may say; repeatable (default: the last part of the model '
         "directory)",
         metavar="NAME",
+        common=True,
     )
     chat_template: str | None = option(
         None, "use this template, not the model's own", metavar="FILE"
@@ -50,10 +54,11 @@ class ServeOptions:
         f"file with keys, one a line, # for comments; or give them in {KEYS_VARIABLE}. It is read "
         "again upon SIGHUP",
         metavar="FILE",
+        common=True,
     )
     tls_cert: str | None = option(None, "serve TLS with this certificate (PEM)", metavar="FILE")
     tls_key: str | None = option(None, "and this key (PEM)", metavar="FILE")
-    open_metrics: bool = option(False, "/metrics and /status.json need no key")
+    open_metrics: bool = option(False, "/metrics, /status.json and /history.json need no key")
     request_log: str | None = option(
         None, "append a JSON line there for every request; -: to stdout", metavar="FILE"
     )
@@ -78,7 +83,9 @@ class ServeOptions:
         60.0, "time for a request's body", low=0.1, high=_FOREVER_S, unit="s", metavar="S"
     )
     write_timeout_s: float = option(
-        60.0, "cut off who takes nothing for so long", low=0.1, high=_FOREVER_S, unit="s",
+        60.0,
+        "cut off a client that takes nothing for so long; and an HTTP process that was stopped",
+        low=0.1, high=_FOREVER_S, unit="s",
         metavar="S",
     )  # fmt: skip
     queue_timeout_s: float | None = option(
@@ -137,15 +144,15 @@ def key_hashes(options: ServeOptions, environ: Mapping[str, str] = os.environ) -
     """SHA-256, in hex, of every key that lets in; none: no key is needed.
 
     Raises:
-        ConfigError: the file can't be read, a key is too short, or there is
-            none though others can reach the address.
+        ConfigError: the file can't be read, or others may read it; a key is too
+            short; or there is none though others can reach the address.
     """
-    keys = re.split(r"[,\s]+", environ.get(KEYS_VARIABLE, ""))
+    found = set(filter(None, re.split(r"[,\s]+", environ.get(KEYS_VARIABLE, ""))))
+    for key in found:
+        if why := _unfitness(key):
+            raise ConfigError(f"a key in {KEYS_VARIABLE} {why}")
     if options.api_key_file is not None:
-        keys += _keys_of(Path(options.api_key_file))
-    found = {key for key in keys if key}
-    if any(len(key) < MIN_KEY_CHARS or not key.isascii() for key in found):
-        raise ConfigError(f"an API key is too short: give {MIN_KEY_CHARS} ASCII characters or more")
+        found |= _keys_of(Path(options.api_key_file))
     if len(found) > MAX_KEYS:
         raise ConfigError(f"there are {len(found)} API keys: {MAX_KEYS} at most")
     if options.api_key_file is not None and not found:
@@ -160,13 +167,30 @@ def key_hashes(options: ServeOptions, environ: Mapping[str, str] = os.environ) -
     return tuple(sorted(hashlib.sha256(key.encode()).hexdigest() for key in found))
 
 
-def _keys_of(path: Path) -> list[str]:
-    def refuse(why: str) -> ConfigError:
-        return ConfigError(Given("api_key_file", str(path)), f": {why}")
+def _keys_of(path: Path) -> set[str]:
+    def refuse(why: str, number: int = 0) -> ConfigError:
+        where = f", line {number}" if number else ""
+        return ConfigError(Given("api_key_file", str(path)), f"{where}: {why}")
 
-    content = read_bytes(path, most_bytes=_MAX_KEYS_BYTES, refuse=refuse)
-    try:
-        lines = content.decode().splitlines()
-    except UnicodeDecodeError:
-        raise refuse("it is no text") from None
-    return [line.strip() for line in lines if not line.lstrip().startswith("#")]
+    content = read_bytes(path, most_bytes=_MAX_KEYS_BYTES, refuse=refuse, is_secret=True)
+    keys: set[str] = set()
+    for number, raw in enumerate(content.splitlines(), start=1):
+        try:
+            line = raw.decode().strip()
+        except UnicodeDecodeError:
+            raise refuse("it is no text (UTF-8)", number) from None
+        if not line or line.startswith("#"):
+            continue
+        if why := _unfitness(line):
+            raise refuse(f"the key {why}", number)
+        keys.add(line)
+    return keys
+
+
+def _unfitness(key: str) -> str:
+    """Why a key is refused; empty: it is fit. The key itself isn't shown."""
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        return "has a space, or a character that isn't printable ASCII: put one key on a line"
+    if len(key) < MIN_KEY_CHARS:
+        return f"is too short: give {MIN_KEY_CHARS} characters or more"
+    return ""

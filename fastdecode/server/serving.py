@@ -10,14 +10,16 @@ from enum import Enum, auto
 from typing import Any
 
 from fastdecode.core.delta import DeltaQueue
-from fastdecode.core.errors import FastDecodeError
+from fastdecode.core.errors import FastDecodeError, RequestError
 from fastdecode.engine.service import EngineService
 from fastdecode.server.bridge import Bridge
 from fastdecode.server.messages import Cut, Drain
+from fastdecode.server.silence import Turn
 
 _LOOK_EVERY_S = 0.1
 _CUT_WITHIN_S = 2.0
 """How long those whose requests are ended may take to hear of it."""
+_STOPPED = "the server's HTTP process read nothing for too long: try again"
 
 
 class Ending(Enum):
@@ -85,9 +87,24 @@ class Serving:
 
     def _turn(self) -> None:
         self._service.take(self._nothing, _LOOK_EVERY_S)
+        self._look_after_http()
         if self._wishes.num_reloads > self._num_reloaded:
             self._num_reloaded = self._wishes.num_reloads
             self._reload()
+
+    def _look_after_http(self) -> None:
+        """An HTTP process that reads nothing answers no client: what it has asked
+        for isn't computed any further."""
+        silence = self._bridge.silence
+        turn = silence.look(time.monotonic())
+        if turn is Turn.BEGAN:
+            self._tell(
+                f"the HTTP process has read nothing for {silence.limit_s:g} s: its requests are "
+                "cancelled. If it was stopped, continue it (kill -CONT), or restart the server"
+            )
+            self._bridge.cancel_all(RequestError(_STOPPED, code="http_stopped"))
+        elif turn is Turn.ENDED:
+            self._tell("the HTTP process reads again")
 
     def _drain(self, timeout_s: float) -> Ending:
         self._tell(f"finishing what runs, for {timeout_s:g} s at most; again to stop at once")

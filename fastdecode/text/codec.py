@@ -121,13 +121,15 @@ class TextCodec:
     def sequence_text(
         self, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
     ) -> SequenceText:
-        """A new sequence's text. It continues the prompt's: a first word keeps
-        the space before it.
+        """A new sequence's text; none where only token ids are wanted. It
+        continues the prompt's: a first word keeps the space before it.
 
         Raises:
             RequestError: (code ``no_tokenizer``) stop strings, but no tokenizer
                 to make text of tokens.
         """
+        if not params.detokenize:
+            return SequenceText(NoDetokenizer())
         if self._vocabulary is not None:
             detokenizer = detokenizer_for(self._vocabulary, prompt_token_ids)
             specials = self._vocabulary.special_tokens

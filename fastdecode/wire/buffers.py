@@ -87,6 +87,11 @@ class BufferPool:
         slabs.append(slab)
         return slab[:num_bytes]
 
+    def release(self) -> None:
+        """Let go of every buffer. One that is lent stays until nobody refers to it."""
+        self._slabs.clear()
+        self._fresh = memoryview(b"")
+
     @property
     def num_bytes(self) -> int:
         """Memory that the pool holds, lent or free."""

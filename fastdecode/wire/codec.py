@@ -346,6 +346,15 @@ def read_epoch(data: bytes | memoryview) -> int | None:
     return int(epoch) if magic == MAGIC else None
 
 
+def read_head_bytes(data: memoryview) -> int | None:
+    """The length of its head, as it says itself, of what begins as a message
+    does; None: it doesn't. At most ``MAX_HEAD_BYTES``."""
+    if len(data) < _HEADER.size:
+        return None
+    magic, _, _, _, _, head_bytes, _ = _HEADER.unpack_from(data)
+    return min(int(head_bytes), MAX_HEAD_BYTES) if magic == MAGIC else None
+
+
 def _read_new_head(data: bytes | memoryview, max_body_bytes: int) -> Head:
     magic, version, opcode, zero, epoch, head_bytes, body_bytes = _HEADER.unpack_from(data)
     if magic != MAGIC:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from enum import Enum
 from queue import Empty, SimpleQueue
 from typing import Generic, Protocol, TypeAlias
@@ -132,8 +133,8 @@ class InprocHub(Generic[SendT, ReceiveT]):
         self._pending: deque[_Arrival[SendT, ReceiveT]] = deque()
 
     @property
-    def connections(self) -> tuple[InprocConnection[SendT, ReceiveT], ...]:
-        return tuple(self._connections)
+    def connections(self) -> Sequence[InprocConnection[SendT, ReceiveT]]:
+        return self._connections  # itself: it is asked for with every message
 
     def add(self, peer: str) -> InprocConnection[SendT, ReceiveT]:
         """This hub's side of a new pair; ``connect`` joins it to the other. From

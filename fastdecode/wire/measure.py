@@ -99,6 +99,14 @@ def measure_link(
     return LinkTimes(tuple(transfer), Timing(tuple(trips[WARM_UP_STEPS:])), Timing(tuple(costs)))
 
 
+def bytes_exchanged(transfer: Sequence[Point], repeats: int) -> float:
+    """Of q, k, v and o, that ``measure_link`` has sent and received for these
+    results."""
+    steps = WARM_UP_STEPS + repeats
+    single = 2 * transfer[0].size * (steps + repeats)  # the first batch is one sequence
+    return NUM_LAYERS * (single + sum(2 * point.size * steps for point in transfer))
+
+
 class _Peer:
     """An R-worker, and a batch of sequences on it that step together."""
 

@@ -141,8 +141,8 @@ class JobLine:
         """Of a job without R-workers."""
         if self.s_host is not None:
             raise ConfigError(
-                f"--s-host={self.s_host}: the command needs no R-workers, and --hosts says where "
-                "its stages are: leave one of the two out"
+                f"--s-host={self.s_host} contradicts --hosts, which places the stages of a command "
+                "without R-workers. Remove one of them"
             )
         if self._num_on_hosts != self.num_stages:
             raise ConfigError(

@@ -3,11 +3,14 @@ in the background while it is busy."""
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable
 from typing import Final, TypeVar
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -91,6 +94,7 @@ class Pump(threading.Thread):
         self._interval_s = interval_s
         self._wanted = threading.Event()
         self._stopped = False
+        self._has_failed = False
 
     def wake(self) -> None:
         if not self._wanted.is_set():
@@ -106,5 +110,16 @@ class Pump(threading.Thread):
         while not self._stopped:
             self._wanted.wait()
             self._wanted.clear()
-            while not self._stopped and self._work():
+            while not self._stopped and self._works():
                 time.sleep(self._interval_s)
+
+    def _works(self) -> bool:
+        """A mistake in it is logged, once, and ends nothing: others rely on this
+        thread."""
+        try:
+            return self._work()
+        except Exception:
+            if not self._has_failed:
+                logger.exception("work in the background failed, and goes on")
+            self._has_failed = True
+            return True

@@ -25,10 +25,13 @@ save for ``close``, which any thread may call at any time.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
-from fastdecode.core.errors import FastDecodeError, WorkerError
+from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
+
+logger = logging.getLogger(__name__)
 
 SendT_contra = TypeVar("SendT_contra", contravariant=True)
 ReceiveT_co = TypeVar("ReceiveT_co", covariant=True)
@@ -131,6 +134,14 @@ class SoleHub(Generic[SendT, ReceiveT]):
                 raise
             self._is_over = True
             raise PeerLostError(0, error) from None
+
+
+def unreadable(peer: str, error: Exception) -> WorkerError:
+    """The error for a connection over which something came that could not even be
+    refused: the mistake is ours, and ends that connection and no other."""
+    logger.error("what %s sent can't be read", peer, exc_info=error)
+    what = f"{type(error).__name__}: {error}"
+    return WorkerError(f"{peer} sent what can't be read: {what}", code=ProtocolError.default_code)
 
 
 def closed_error(peer: str, *, by_peer: bool) -> WorkerError:

@@ -108,7 +108,7 @@ class CachedBlocks:
         """
         blocks = self.of_keys(keys)
         if not self._void.isdisjoint(keys):
-            raise ProtocolError("a block is to be copied down that isn't there")
+            raise ProtocolError("the block to copy down is missing")
         self._begin_move(keys)
         return blocks
 

@@ -77,6 +77,7 @@ class Pulls:
 
     def begin(self, order: BeginPull) -> None:
         """Something is to be fetched."""
+        self._drop_lost_ways()
         message = order.message
         ways: dict[Place, Way] = {}
         pull = OnePull(order, self._placer, ways, self._clock)
@@ -89,6 +90,8 @@ class Pulls:
             pull.begin()
         except FastDecodeError as error:
             self._end(pull, error.message)
+        except Exception as error:
+            self._end(pull, _unexpected(error))
 
     def end(self, order: EndPull) -> None:
         """A sequence is closed: nothing more is wanted for it."""
@@ -129,11 +132,15 @@ class Pulls:
 
     def _way(self, place: Place) -> Way:
         """To where a source is. Raises FastDecodeError: it can't be had."""
-        if place in self._ways and not self._ways[place].is_owed:
-            self._listen(place, self._ways[place], _MOST_ANSWERS)  # it may have gone meanwhile
         if place not in self._ways:
             self._ways[place] = Way(self._neighbours.connect(*place), self._clock)
         return self._ways[place]
+
+    def _drop_lost_ways(self) -> None:
+        """Close idle ways whose other end has gone: nothing reads them otherwise."""
+        for place, way in list(self._ways.items()):
+            if not way.is_owed:
+                self._listen(place, way, _MOST_ANSWERS)
 
     def _listen(self, place: Place, way: Way, most: int) -> None:
         try:
@@ -157,6 +164,9 @@ class Pulls:
         except FastDecodeError as error:
             self._end(pull, error.message)
             return
+        except Exception as error:
+            self._end(pull, _unexpected(error))
+            return
         if pull.is_done:
             self._end(pull)
 
@@ -173,3 +183,10 @@ class Pulls:
         if reason:
             logger.info("sequence %d isn't fetched: %s", order.message.sequence_id, reason)
         self._tell(order.to, pull.told(self._clock(), reason))
+
+
+def _unexpected(error: Exception) -> str:
+    """Why a pull ends, where what another instance said of its sources can't even
+    be refused."""
+    logger.error("a prompt can't be fetched", exc_info=error)
+    return f"{type(error).__name__}: {error}"

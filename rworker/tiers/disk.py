@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -11,6 +12,7 @@ from fastdecode.core.errors import ConfigError, Given
 from rworker.tiers.opening import make_own_directory
 
 MOST_GB: Final = 1e6
+_NAMED: Final = re.compile(r"[0-9A-Za-z]{16}/slots-[0-9]{1,2}\.kv")
 
 
 @dataclass(frozen=True)
@@ -66,5 +68,11 @@ def disk_of(directory: str | None, gigabytes: float | None, num_workers: int = 1
 
 
 def slot_files(directory: Path) -> list[Path]:
-    """Of all models, in a directory."""
-    return sorted(directory.glob("*/slots-*.kv"))
+    """Of all models, in a directory: files that are named as R-workers name
+    theirs (``open_slots``). Links aren't followed."""
+    return sorted(
+        path
+        for path in directory.glob("*/slots-*.kv")
+        if _NAMED.fullmatch(f"{path.parent.name}/{path.name}")
+        and not (path.is_symlink() or path.parent.is_symlink())
+    )

@@ -125,6 +125,12 @@ class Header:
     num_slots: int
 
 
+def is_own(page: bytes) -> bool:
+    """Whether a file with this first page was made for KV blocks, though it may
+    be damaged: an R-worker that was killed leaves one of zeros, or an empty one."""
+    return page.startswith(_MAGIC) or not page.strip(b"\0")
+
+
 def read_header(page: bytes) -> Header | None:
     """What a file's first page says; None: it is none of ours, or damaged."""
     try:

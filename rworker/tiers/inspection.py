@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from zlib import crc32
 
 from fastdecode.core.errors import ConfigError
 from rworker.tiers.disk import slot_files
-from rworker.tiers.format import Entry, Header, SlotShape
+from rworker.tiers.format import PAGE_BYTES, Entry, Header, SlotShape, is_own
 from rworker.tiers.opening import lock, make_own_directory, open_slots, read_slots
 from rworker.tiers.slots import page_buffer
 
@@ -47,9 +48,13 @@ def inspect_blocks(directory: Path, *, verify: bool) -> list[KeptBlocks]:
     return [_inspect(path, verify=verify) for path in slot_files(directory)]
 
 
-def clear_blocks(directory: Path) -> int:
+def clear_blocks(directory: Path) -> tuple[int, list[Path]]:
     """Remove them all, and the directories of models that this leaves empty, or
-    none if a process uses one; how many files there were.
+    none if a process uses one.
+
+    Returns:
+        How many were removed, and the files that only have such a name: they
+        hold something else, and stay.
 
     Raises:
         ConfigError: a process uses one, or it can't be removed; how many were.
@@ -57,19 +62,21 @@ def clear_blocks(directory: Path) -> int:
     files = slot_files(directory)
     with ExitStack() as stack:
         held = [(path, stack.enter_context(_locked(path))) for path in files]
-        for number, (path, fd) in enumerate(held):
+        own = [(path, fd) for path, fd in held if is_own(os.pread(fd, PAGE_BYTES, 0))]
+        for number, (path, fd) in enumerate(own):
             try:
                 os.ftruncate(fd, 0)
                 path.unlink()
             except OSError as error:
                 raise ConfigError(
-                    f"can't remove {path}: {error.strerror}; {number} of {len(files)} files of KV "
+                    f"can't remove {path}: {error.strerror}; {number} of {len(own)} files of KV "
                     "blocks are removed"
                 ) from None
-        for place in {path.parent for path in files}:
-            with contextlib.suppress(OSError):  # what is another's stays
+        for place in {path.parent for path, _ in own}:
+            with contextlib.suppress(OSError):  # it has other files, too
                 place.rmdir()
-    return len(files)
+    removed = {path for path, _ in own}
+    return len(own), [path for path in files if path not in removed]
 
 
 @contextmanager
@@ -80,6 +87,8 @@ def _locked(path: Path) -> Iterator[int]:
     except OSError as error:
         raise ConfigError(f"can't remove {path}: {error.strerror}") from None
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ConfigError(f"can't remove {path}: it is not a file")
         if not lock(fd):
             raise ConfigError(f"{path} is in use: end the R-worker that keeps it first")
         yield fd

@@ -19,14 +19,25 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sworker.kernels.row_loops import GATE, JOB_BYTES, NEXT, NORM, NUM_FIELDS, ROTATE, run_job
+from sworker.kernels.row_loops import (
+    GATE,
+    JOB_BYTES,
+    NEXT,
+    NORM,
+    NUM_FIELDS,
+    ROTATE,
+    ROTATE_SPLIT,
+    run_job,
+)
 from sworker.kernels.threads import openmp_library
 
-_ELEMENTS_ALONE: Final = 1 << 14
+_ELEMENTS_ALONE: Final = 3 << 14
 """Fewer than so many aren't worth a second thread."""
 _ELEMENTS_AT_ONCE: Final = 1 << 13
 """That a thread takes at a time."""
 _JOB: Final = Struct(f"<{NUM_FIELDS}q2d")
+_NUM_GIVEN: Final = NUM_FIELDS - 4
+"""Fields of a job that say which tensors it is about."""
 _ENTRY: Final = ctypes.c_void_p(run_job.address)
 
 
@@ -64,6 +75,7 @@ def _run(
     num_threads, parallel = torch.get_num_threads(), _parallel()
     at_once = max(1, min(_ELEMENTS_AT_ONCE // row_elements, -(-num_rows // num_threads)))
     is_wide, *others = fields
+    others += [0] * (_NUM_GIVEN - len(others))
     _JOB.pack_into(_job.memory, _job.offset, kind, is_wide, num_rows, at_once, *others, eps, offset)
     ctypes.c_int64.from_address(_job.address + NEXT).value = 0
     if num_rows * row_elements < _ELEMENTS_ALONE or parallel is None:
@@ -121,10 +133,16 @@ def rotate_split(
     out: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """See ``fused_triton.rotate_split``."""
-    num_q = qk.shape[1] - v.shape[1]
-    _rotate(qk[:, :num_q], positions, table, out[0])
-    _rotate(qk[:, num_q:], positions, table, out[1])
-    out[2].copy_(v)
+    num_rows, num_heads, size = qk.shape
+    num_k = v.shape[1]
+    num_q = num_heads - num_k
+    assert positions.dtype == torch.int64 and positions.is_contiguous()
+    _run(
+        ROTATE_SPLIT, num_rows, (num_heads + num_k) * size, qk.dtype == torch.float32, size, num_q,
+        qk.data_ptr(), qk.stride(0), qk.stride(1), positions.data_ptr(), 0, table.data_ptr(), 0,
+        out[0].data_ptr(), table.shape[1] // 2, out[1].data_ptr(), out[2].data_ptr(), num_k,
+        v.data_ptr(), v.stride(0), v.stride(1),
+    )  # fmt: skip
 
 
 def _rotate(x: Tensor, positions: Tensor, table: Tensor, out: Tensor) -> None:

@@ -320,7 +320,8 @@ def tiling_of(
         tile = max(16, min(32, tile))
         return Tiling(tile, tile // 4)
     if is_int8:
-        tile = 32  # registers are short before memory is: K and V are widened in them
+        # Registers are short before memory is: K and V are widened in them.
+        tile = 32 if num_rows <= 64 else 16
     tile = max(16, min(64, tile))
     if num_rows <= 64 and padded <= 128:
         return Tiling(tile)

@@ -22,14 +22,16 @@ from numba.extending import intrinsic
 from cpu_kernels.codegen.kept import KeptCode, complain, digest
 
 # A job: int64 fields and two float64; the counter of blocks that are taken has
-# a cache line of its own.
+# a cache line of its own. _K_OUT to _V_HEAD: only where a job splits.
 _KIND, _IS_WIDE, _NUM_ROWS, _ROWS_AT_ONCE, _SIZE, _NUM_HEADS, _X, _X_ROW, _X_HEAD, _Y, _Y_ROW = (
     range(11)
 )
-_WEIGHT, _TOTAL, _OUT, _FLAG, NUM_FIELDS = range(11, 16)
+_WEIGHT, _TOTAL, _OUT, _FLAG, _K_OUT, _V_OUT, _NUM_K, _V, _V_ROW, _V_HEAD, NUM_FIELDS = range(
+    11, 22
+)
 NEXT = 192
 JOB_BYTES = 256
-NORM, ROTATE, GATE = range(3)
+NORM, ROTATE, GATE, ROTATE_SPLIT = range(4)
 """Kinds of jobs."""
 
 
@@ -189,6 +191,27 @@ def _rotate_rows(dtype, job, first, last):
             _rotate_head(x, table, out)
 
 
+@njit
+def _rotate_split_rows(dtype, job, first, last):
+    """Of a row q and k are turned and v is copied, each to a tensor of its own."""
+    size, num_q, num_k, num = job[_SIZE], job[_NUM_HEADS], job[_NUM_K], job[_FLAG]
+    positions = carray(_at(job[_Y]), (job[_NUM_ROWS],), np.int64)
+    for row in range(first, last):
+        table = carray(_at(job[_WEIGHT] + positions[row] * num * 8), (2 * num,), np.float32)
+        x = row * job[_X_ROW]
+        for head in range(num_q):
+            q = _elements(job, _X, x + head * job[_X_HEAD], size, dtype)
+            _rotate_head(q, table, _elements(job, _OUT, (row * num_q + head) * size, size, dtype))
+        for head in range(num_k):
+            k = _elements(job, _X, x + (num_q + head) * job[_X_HEAD], size, dtype)
+            _rotate_head(k, table, _elements(job, _K_OUT, (row * num_k + head) * size, size, dtype))
+        for head in range(num_k):
+            v = _elements(job, _V, row * job[_V_ROW] + head * job[_V_HEAD], size, dtype)
+            out = _elements(job, _V_OUT, (row * num_k + head) * size, size, dtype)
+            for j in range(size):
+                out[j] = v[j]
+
+
 @njit(fastmath={"contract"}, error_model="numpy")
 def _silu_row(gate, up, out):
     for j in range(len(out)):
@@ -226,6 +249,8 @@ def _do_rows(dtype, job, numbers, first, last):
         _norm_rows(dtype, job, numbers, first, last)
     elif job[_KIND] == ROTATE:
         _rotate_rows(dtype, job, first, last)
+    elif job[_KIND] == ROTATE_SPLIT:
+        _rotate_split_rows(dtype, job, first, last)
     else:
         _gate_rows(dtype, job, first, last)
 

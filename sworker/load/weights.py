@@ -9,6 +9,7 @@ been checked before anything is allocated.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -51,7 +52,8 @@ def load_model(
     """Read the weights of a Hugging Face model directory.
 
     Args:
-        model: the directory, opened or not.
+        model: the directory, opened or not. Opened as ``random``: its weights are
+            made on the device.
         device: where the weights go.
         dtype: of weights and activations: float32, float16 or bfloat16; None is
             the checkpoint's own.
@@ -82,9 +84,13 @@ def load_model(
     with torch.device("meta"):
         loaded = Model(part, with_embedding=with_embedding, with_head=with_head)
         paths = ModulePaths(loaded, range(spec.num_layers) if layers is None else layers)
-        placements = _plan(checkpoint, spec, Model(spec), paths)
+        whole = Model(spec)
+    placements = [] if checkpoint.is_random else _plan(checkpoint, spec, whole, paths)
     _allocate(loaded, target, kind)
-    _stream(placements, spec, loaded, shard, progress)
+    if checkpoint.is_random:
+        _fill_randomly(loaded, whole, paths, shard)
+    else:
+        _stream(placements, spec, loaded, shard, progress)
     return spec, loaded.eval()
 
 
@@ -100,23 +106,51 @@ def random_model(
     spec: ModelSpec, *, device: str | torch.device, dtype: torch.dtype, seed: int = 0
 ) -> Model:
     """A model with random weights, made where it will be: for measurements that
-    need shapes and no sense.
+    need shapes and no sense. With the default seed it is the model that
+    ``load_model`` makes of a checkpoint that ``is_random``.
 
     Raises:
         ConfigError, CapacityError: as ``load_model``.
     """
     target = _check_device(device)
     with torch.device("meta"):
-        model = Model(spec)
+        model, whole = Model(spec), Model(spec)
     _allocate(model, target, dtype)
-    generator = torch.Generator(target).manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
-            else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0 - spec.norm_offset)
+    _fill_randomly(model, whole, ModulePaths(model, range(spec.num_layers)), None, seed)
     return model.eval()
+
+
+def _fill_randomly(
+    model: Model, whole: Model, paths: ModulePaths, shard: Shard | None, seed: int = 0
+) -> None:
+    """Draw every weight where it is. A matrix depends on the seed, its path in
+    the whole model, dtype and kind of device alone: stages and shards hold parts
+    of one model. Norms are neutral, biases zero.
+
+    Args:
+        whole: without storage.
+        paths: where a module of ``whole`` is in ``model``.
+        shard: this rank's part of every weight; None: all.
+    """
+    for path, module in whole.named_modules():
+        parameters = list(module.named_parameters(recurse=False))
+        here = paths.find(path) if parameters else None
+        if here is None:
+            continue
+        own = model.get_submodule(here)
+        for name, unfilled in parameters:
+            target = getattr(own, name)
+            if unfilled.dim() == 1:
+                target.fill_(0.0 if name == "bias" else 1.0 - model.spec.norm_offset)
+                continue
+            drawn = target if shard is None else target.new_empty(unfilled.shape)
+            key = hashlib.blake2b(f"{seed} {path}.{name}".encode(), digest_size=7)
+            generator = torch.Generator(target.device)
+            generator.manual_seed(int.from_bytes(key.digest(), "big"))
+            drawn.normal_(0.0, drawn.shape[1] ** -0.5, generator=generator)
+            if shard is not None:
+                splits = own.splits if isinstance(own, Linear) else target.shape[:1]
+                _place(target, splits, drawn, "rows", model.spec, shard)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Layer(nn.Module):
     attn_add_norm_kernel: AddNorm | None = None
     """The same of ``attn_norm``, and the sum that ends the layer before."""
     rotate_split_kernel: RotateSplit | None = None
-    """In place of ``rope``, where q, k and v have a room."""
+    """In place of ``rope``: q, k and v come out dense, each in memory of its own."""
 
     def __init__(self, spec: ModelSpec, rope: RotaryTable | None) -> None:
         super().__init__()
@@ -96,9 +96,10 @@ class Layer(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.tensor_split((self.num_q_heads,), dim=1)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        if room is not None and self.rotate_split_kernel is not None:
-            self.rotate_split_kernel(qk, v, positions, room.qkv)
-            return total, room.qkv
+        if self.rotate_split_kernel is not None:
+            qkv = _room_for(qk, v) if room is None else room.qkv
+            self.rotate_split_kernel(qk, v, positions, qkv)
+            return total, qkv
         if self.rope is not None:
             qk = self.rope(qk, positions)
         q, k = qk.tensor_split((self.num_q_heads,), dim=1)
@@ -147,6 +148,13 @@ class Layer(nn.Module):
         else:
             total = x if room is None else room.copy_(x)
         return total, total if self.placement == "post" else self.attn_norm(total)
+
+
+def _room_for(qk: Tensor, v: Tensor) -> QKV:
+    """Memory for q and k [T, Hq + Hkv, D] and v [T, Hkv, D], each dense."""
+    num_rows, num_k, size = v.shape
+    q = qk.new_empty((num_rows, qk.shape[1] - num_k, size))
+    return q, qk.new_empty(v.shape), qk.new_empty(v.shape)
 
 
 class Model(nn.Module):

@@ -35,6 +35,7 @@ from torch import Tensor
 from fastdecode.core.model.spec import ModelSpec
 from sworker.feed import Feed
 from sworker.graphs import StepGraphs
+from sworker.kernels.spinning import IdleThreads
 from sworker.model.skeleton import Model
 from sworker.ranks.group import ADVANCE, BEGIN, COME_HOME, GO_ON, LOGITS, STOP, Ranks
 from sworker.sampling.sampler import Drawing, SampledToken
@@ -117,8 +118,11 @@ class ParallelSWorker(SWorker):
         ranks: Ranks,
         graphs: StepGraphs | None = None,
         num_lanes: int = 0,
+        idle_threads: IdleThreads | None = None,
     ) -> None:
-        super().__init__(spec, model, ranks.device, graphs, num_lanes=num_lanes)
+        super().__init__(
+            spec, model, ranks.device, graphs, num_lanes=num_lanes, idle_threads=idle_threads
+        )
         self.ranks = ranks
 
     feeds = False
@@ -132,9 +136,11 @@ class ParallelSWorker(SWorker):
         feed: Feed | None = None,
     ) -> Pass:
         assert feed is None
+        self.look_at_cores()
         return ParallelPass(self, lane, torch.from_numpy(np.stack((token_ids, positions))))
 
     def go_on(self, x: Tensor, positions: NDArray[np.int64], lane: int = 0) -> Pass:
+        self.look_at_cores()
         return ParallelPass(self, lane, without_tokens(positions), x.contiguous())
 
     def drawn(self, drawing: Drawing) -> list[SampledToken]:
@@ -149,13 +155,19 @@ class ParallelSWorker(SWorker):
 
 
 @torch.inference_mode()
-def mirror(spec: ModelSpec, model: Model, ranks: Ranks, graphs: StepGraphs | None = None) -> None:
+def mirror(
+    spec: ModelSpec,
+    model: Model,
+    ranks: Ranks,
+    graphs: StepGraphs | None = None,
+    idle_threads: IdleThreads | None = None,
+) -> None:
     """Ranks 1 and up: do as rank 0 says, until it says stop.
 
     Raises:
         WorkerError: another rank is gone.
     """
-    worker = SWorker(spec, model, ranks.device, graphs)
+    worker = SWorker(spec, model, ranks.device, graphs, idle_threads=idle_threads)
     passes: dict[int, Pass] = {}  # by lane
 
     def hidden(num_rows: int) -> Tensor:

@@ -139,8 +139,8 @@ class Peers:
         self.check()
         if self._out_of_step:
             raise WorkerError(
-                f"S-worker {self.shard.rank} of {self.shard.size} broke off a step before, in "
-                "which the others wait for it: see what was told then, and start the job again",
+                f"S-worker {self.shard.rank} of {self.shard.size} failed in an earlier "
+                "step, and the others still wait in it: see its error above, and restart the job",
                 code="tp_out_of_step",
             )
         try:

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sworker.buffers import to_device as upload
 from sworker.sampling.sampling_state import SamplingState
 
 
@@ -56,4 +57,6 @@ def _entries(
 
 
 def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    """A copy on the device, by way of pinned memory where it is large: CUDA waits
+    for the stream before it copies megabytes of plain memory."""
+    return upload(torch.from_numpy(array), device)

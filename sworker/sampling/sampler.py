@@ -36,6 +36,7 @@ from torch import Tensor
 
 from fastdecode.core.sequence import validate_for_vocab
 from sworker.buffers import Fetched
+from sworker.sampling.groups import greatest_of
 from sworker.sampling.penalties import adjust, to_device
 from sworker.sampling.sampled import NON_FINITE, SampledToken, sampled_token
 from sworker.sampling.sampling_state import SamplingState
@@ -58,7 +59,10 @@ distribution under top-p, or a greater top-k) is drawn again from the whole row,
 with the same result as if it had been at once."""
 
 MAX_BLOCK_ELEMENTS = 1 << 24
-"""Rows are worked on so many logits at a time: 128 MiB for each int64 temporary."""
+"""Rows are worked on so many logits at a time: 64 MiB for each temporary."""
+
+MAX_CPU_BLOCK_ELEMENTS = 1 << 20
+"""The same on a CPU, where temporaries of 4 MiB stay in its caches."""
 
 
 class Drawing:
@@ -153,9 +157,9 @@ class _Chosen:
     tokens: Tensor
     """int64 [B], on the device."""
     packed: Tensor
-    """float64, on the device: of each row token, greatest logit, and whether
-    the short list was enough, [3, B]; then the blocks of logprobs, one after
-    another, flat."""
+    """float64, on the device: of each row token (-1: the short list wasn't
+    enough to draw it) and greatest logit, [2, B]; then the blocks of logprobs,
+    one after another, flat."""
     num_rows: int
     blocks: tuple[tuple[NDArray[np.int64], int], ...]
     """Rows that ask for logprobs [m], and how many numbers each has."""
@@ -164,52 +168,59 @@ class _Chosen:
         """``host``: what was packed, there. None: the short list wasn't enough
         to decide."""
         numbers = host.tolist()
-        tokens, tops, sures = (
-            numbers[i * self.num_rows : (i + 1) * self.num_rows] for i in range(3)
-        )
+        tokens, tops = (numbers[i * self.num_rows : (i + 1) * self.num_rows] for i in range(2))
         logprobs: dict[int, list[float]] = {}
-        first = 3 * self.num_rows
+        first = 2 * self.num_rows
         for rows, width in self.blocks:
             for row in rows.tolist():
                 logprobs[row] = numbers[first : first + width]
                 first += width
         return [
             sampled_token(state, int(token), top, logprobs.get(row))
-            if sure or not math.isfinite(top)
+            if token >= 0 or not math.isfinite(top)
             else None
-            for row, (state, token, top, sure) in enumerate(
-                zip(states, tokens, tops, sures, strict=True)
-            )
+            for row, (state, token, top) in enumerate(zip(states, tokens, tops, strict=True))
         ]
 
 
 def _choose(logits: Tensor, states: Sequence[SamplingState], short_list: int) -> _Chosen:
     """Draw from adjusted logits [B, V]."""
     num_rows, vocab_size = logits.shape
-    greatest, tokens = logits.max(dim=-1)  # [B], [B]; the first of equals, and NaN if there is one
-    decided = torch.ones(num_rows, dtype=torch.bool, device=logits.device)
+    device = logits.device
+    most = MAX_BLOCK_ELEMENTS if device.type != "cpu" else MAX_CPU_BLOCK_ELEMENTS
+    greatest, tokens = greatest_of(logits)  # [B], [B]
     whole, truncated = _split(states)
-    for rows in _blocks(whole, vocab_size):
-        at = to_device(rows, logits.device)
-        tokens[at] = draw_whole(logits[at], greatest[at, None], controls_of(states, rows, logits))
-    for rows in _blocks(truncated, vocab_size):
-        at = to_device(rows, logits.device)
+    for rows in _blocks(whole, vocab_size, most):
+        at = _index(rows, device)
+        controls = controls_of(states, rows, device)
+        tokens[at] = draw_whole(logits[at], greatest[at, None], controls)
+    for rows in _blocks(truncated, vocab_size, most):
+        at = _index(rows, device)
         columns = _num_columns([states[row].params.top_k for row in rows], short_list, vocab_size)
-        controls = controls_of(states, rows, logits)
-        tokens[at], decided[at] = draw_truncated(logits[at], greatest[at, None], controls, columns)
-    drawn = torch.stack([tokens.double(), greatest.double(), decided.double()])
+        controls = controls_of(states, rows, device)
+        tokens[at] = draw_truncated(logits[at], greatest[at, None], controls, columns)
+    drawn = torch.stack([tokens.double(), greatest.double()])
     asking = np.array(
         [row for row, state in enumerate(states) if state.params.logprobs is not None], np.int64
     )
     pieces, blocks = [drawn.view(-1)], []
-    for rows in _blocks(asking, vocab_size):
-        at = to_device(rows, logits.device)
+    for rows in _blocks(asking, vocab_size, most):
+        at = _index(rows, device)
         count = min(vocab_size, max(states[row].params.logprobs or 0 for row in rows))
-        found = logprobs_of(logits[at], greatest[at, None], tokens[at, None], count)
+        found = logprobs_of(logits[at], greatest[at, None], tokens[at, None].clamp(min=0), count)
         pieces.append(found.view(-1))
         blocks.append((rows, found.shape[1]))
     packed = torch.cat(pieces) if blocks else pieces[0]
     return _Chosen(tokens, packed, num_rows, tuple(blocks))
+
+
+def _index(rows: NDArray[np.int64], device: torch.device) -> slice | Tensor:
+    """What selects these rows, ascending, of a tensor; without a copy if they
+    are neighbours."""
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first + 1 == len(rows):
+        return slice(first, last + 1)
+    return to_device(rows, device)
 
 
 def _is_sure(states: Sequence[SamplingState], short_list: int, vocab_size: int) -> bool:
@@ -238,7 +249,7 @@ def _num_columns(top_ks: list[int], short_list: int, vocab_size: int) -> int:
     return min(short_list, vocab_size, max(top_k or vocab_size for top_k in top_ks))
 
 
-def _blocks(rows: NDArray[np.int64], vocab_size: int) -> Iterator[NDArray[np.int64]]:
-    size = max(1, MAX_BLOCK_ELEMENTS // vocab_size)
+def _blocks(rows: NDArray[np.int64], vocab_size: int, most: int) -> Iterator[NDArray[np.int64]]:
+    size = max(1, most // vocab_size)
     for start in range(0, len(rows), size):
         yield rows[start : start + size]

@@ -9,9 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.sequence import SamplingParams
-
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-"""SplitMix64's increment: 2^64 / golden ratio, made odd."""
+from sworker.sampling.random_numbers import GAMMA, mix
 
 
 class SamplingState:
@@ -20,8 +18,8 @@ class SamplingState:
 
     Args:
         params: valid for this vocabulary (``validate_for_vocab``).
-        seed: names the stream of random numbers, together with
-            ``sample_index``.
+        seed: with ``sample_index`` and the number of tokens generated, all that
+            random numbers depend on.
         prompt_token_ids: what the repetition penalty counts beside the output.
         eos_token_ids: any of them ends the sequence unless
             ``params.ignore_eos``.
@@ -127,32 +125,21 @@ class _TokenCounts:
         self._counts[slot] += 1
 
 
-def uniforms(states: Sequence[SamplingState]) -> NDArray[np.float64]:
-    """One number in [0, 1) a sequence, for the draw it is about to make.
-    float64 [B], multiples of 2^-53.
+def draw_keys(states: Sequence[SamplingState]) -> NDArray[np.int64]:
+    """One key a sequence, for the numbers of the draw that it is about to make
+    (``random_numbers``). int64 [B], all 64 bits used.
 
-    Counter-based: a pure function of (seed, sample index, number of tokens
-    generated), so a draw is the same whatever else is in the batch, on
-    whichever device, and when it is made again after a suspension. The function
-    is SplitMix64 (Steele, Lea & Flood, "Fast splittable pseudorandom number
-    generators", OOPSLA 2014) whose state is a hash of the seed and the sample
-    index. Philox would serve too, at five times the operations a number.
+    A function of (seed, sample index, number of tokens generated) alone.
     """
     streams = np.fromiter((state.stream for state in states), np.uint64, len(states))
     drawn = np.fromiter((state.num_generated for state in states), np.uint64, len(states))
-    return (_mix(streams + (drawn + np.uint64(1)) * _GAMMA) >> np.uint64(11)) * 2.0**-53
+    return mix((streams + (drawn + np.uint64(1)) * GAMMA).view(np.int64))
 
 
 def _stream_key(seed: int, sample_index: int) -> int:
-    key = _mix(np.array([seed % (1 << 64)], np.uint64) + _GAMMA)
-    return int(_mix(key + np.array([sample_index + 1], np.uint64) * _GAMMA)[0])
-
-
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's output function, a bijection on 64 bits."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    key = mix((np.array([seed % (1 << 64)], np.uint64) + GAMMA).view(np.int64))
+    index = np.array([sample_index + 1], np.uint64)
+    return int(mix((key.view(np.uint64) + index * GAMMA).view(np.int64)).view(np.uint64)[0])
 
 
 def _as_arrays(additive: dict[int, float]) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:

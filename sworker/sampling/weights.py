@@ -1,8 +1,9 @@
 """Drawing by fixed-point weights: what top-k, top-p and min-p leave of a row, and
-the inverse CDF over it. See ``sworker.sampling.sampler``."""
+a race between what is left. See ``sworker.sampling.sampler``."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,118 +12,164 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sworker.sampling.groups import (
+    GROUP,
+    greatest_values,
+    group_sums,
+    members,
+    num_groups,
+)
 from sworker.sampling.penalties import to_device
-from sworker.sampling.sampling_state import SamplingState, uniforms
+from sworker.sampling.random_numbers import exponentials
+from sworker.sampling.sampling_state import SamplingState, draw_keys
 
 _MIN_TEMPERATURE = 1e-30
 """Keeps (logit - max) / temperature away from 0 / 0; it is greedy but for exact
 ties long before."""
 
 
+TIE = 2.0**-12
+"""Logits that differ by no more than this count as tied where truncation ends:
+either both tokens are kept or neither. Ten times the float32 noise between two
+ways of running a model, so that tokens which were never trained, and have all
+the same logit but for that noise, stay together."""
+
+
 @dataclass(frozen=True)
 class Controls:
     """What the rows of one block are drawn with, on the device; each [n, 1]."""
 
-    u: Tensor  # float64, in [0, 1)
-    temperature: Tensor  # float32
+    keys: Tensor  # int64, of ``random_numbers``
+    rate: Tensor  # float32: 1 / temperature
     top_k: Tensor  # int64, 0 for all
     top_p: Tensor  # float64
-    min_weight: Tensor  # int64: min_p as a fixed-point weight
+    min_p_gap: Tensor  # float32: how far below the greatest logit min_p ends, -inf for nowhere
     has_min_p: bool
+    has_top_p: bool
     has_full_rows: bool
     """Some row has no top_k, so that its top_p is of the whole row's mass."""
 
 
 def controls_of(
-    states: Sequence[SamplingState], rows: NDArray[np.int64], logits: Tensor
+    states: Sequence[SamplingState], rows: NDArray[np.int64], device: torch.device
 ) -> Controls:
-    """Of these rows of logits [B, V]."""
+    """Of these rows of a batch."""
     chosen = [states[row] for row in rows]
     params = [state.params for state in chosen]
+    temperatures = [max(p.temperature, _MIN_TEMPERATURE) for p in params]
+    gaps = [
+        t * math.log(p.min_p) if p.min_p else -math.inf
+        for p, t in zip(params, temperatures, strict=True)
+    ]
     table = np.stack(
         [
-            uniforms(chosen),
-            np.array([max(p.temperature, _MIN_TEMPERATURE) for p in params]),
+            draw_keys(chosen).view(np.float64),  # the bits, so that one copy takes them all
+            1 / np.array(temperatures),
             np.array([float(p.top_k) for p in params]),
             np.array([p.top_p for p in params]),
-            np.ceil(np.array([p.min_p for p in params]) * scale_of(logits.shape[1])),
+            np.array(gaps),
         ]
     )
     # each [n, 1]
-    u, temperature, top_k, top_p, min_weight = to_device(table, logits.device)[:, :, None]
+    keys, rate, top_k, top_p, min_p_gap = to_device(table, device)[:, :, None]
     return Controls(
-        u=u,
-        temperature=temperature.float(),
+        keys=keys.view(torch.int64),
+        rate=rate.float(),
         top_k=top_k.long(),
         top_p=top_p,
-        min_weight=min_weight.long(),
+        min_p_gap=min_p_gap.float(),
         has_min_p=any(p.min_p > 0 for p in params),
+        has_top_p=any(p.top_p < 1 for p in params),
         has_full_rows=any(p.top_k == 0 for p in params),
     )
 
 
 def draw_whole(logits: Tensor, greatest: Tensor, controls: Controls) -> Tensor:
-    """Inverse CDF over all tokens in order of id. logits [n, V] → [n]."""
-    weights = weights_of(logits, greatest, controls.temperature, logits.shape[1])
+    """Draw from all tokens, or from those that min_p leaves. [n, V] → [n]."""
+    weights = weights_of(logits, greatest, controls.rate, logits.shape[1])
     if controls.has_min_p:
-        weights.masked_fill_(weights < controls.min_weight, 0)
-    return _draw_in_order(weights, controls.u)
+        _keep(weights, logits, greatest + controls.min_p_gap)
+    return _race(weights, controls.keys)
 
 
 def draw_truncated(
     logits: Tensor, greatest: Tensor, controls: Controls, num_columns: int
-) -> tuple[Tensor, Tensor]:
-    """Inverse CDF over the tokens that top_k, top_p and min_p leave, in order
-    of id.
+) -> Tensor:
+    """Draw from the tokens that top_k, top_p and min_p leave.
 
-    logits [n, V] → token ids [n], and whether ``num_columns`` tokens were
-    enough to know them [n].
+    Each keeps the tokens down to an edge, a logit; so all three keep those down
+    to the highest edge.
+
+    logits [n, V] → token ids [n]; -1 where the ``num_columns`` likeliest tokens
+    weren't enough to find the edge.
     """
     vocab_size = logits.shape[1]
-    ids = _likeliest(logits, num_columns)  # [n, C]
-    weighed = logits if controls.has_full_rows else logits.gather(1, ids)
-    weights = weights_of(weighed, greatest, controls.temperature, vocab_size)  # [n, V or C]
-    all_mass = weights.sum(dim=-1, keepdim=True)
-    if controls.has_full_rows:
-        weights = weights.gather(1, ids)  # [n, C], descending
+    weights = weights_of(logits, greatest, controls.rate, vocab_size)
+    values = greatest_values(logits, num_columns)  # [n, C], descending
     has_top_k = controls.top_k > 0
-    columns = torch.arange(num_columns, device=logits.device)
-    weights.masked_fill_(has_top_k & (columns >= controls.top_k), 0)
-    running = weights.cumsum(dim=-1)  # [n, C]
-    mass = torch.where(has_top_k, running[:, -1:], all_mass)
-    needed = (controls.top_p * mass).ceil().long()
-    num_by_top_p = (running < needed).sum(dim=-1, keepdim=True) + 1
-    num_by_min_p = (weights >= controls.min_weight).sum(dim=-1, keepdim=True)
-    decided = (
-        (has_top_k & (controls.top_k <= num_columns))
-        | (~has_top_k & (num_by_top_p <= num_columns))
-        | (~has_top_k & (num_by_min_p < num_columns))
-        | torch.full_like(has_top_k, num_columns == vocab_size)
-    )
-    kept = torch.minimum(num_by_top_p, num_by_min_p).clamp_(1, num_columns)
-    weights.masked_fill_(columns >= kept, 0)
-    return _draw_listed(ids, weights, controls.u, vocab_size), decided[:, 0]
+    edge = greatest + controls.min_p_gap
+    decided = has_top_k & (controls.top_k <= num_columns)
+    if controls.has_full_rows:
+        decided |= ~has_top_k & (edge > values[:, -1:])  # min_p alone ends within the list
+    by_top_k = values.gather(1, (controls.top_k - 1).clamp_(0, num_columns - 1))
+    edge = torch.where(has_top_k, torch.maximum(edge, by_top_k), edge)
+    if controls.has_top_p:
+        by_top_p, is_found = _top_p_edge(values, weights, greatest, controls)
+        edge = torch.maximum(edge, by_top_p)
+        decided |= ~has_top_k & is_found
+    _keep(weights, logits, edge)
+    tokens = _race(weights, controls.keys)
+    if num_columns == vocab_size:
+        return tokens
+    return torch.where(decided[:, 0], tokens, -1)
 
 
-def _draw_listed(ids: Tensor, weights: Tensor, u: Tensor, vocab_size: int) -> Tensor:
-    """Inverse CDF over listed tokens in order of id. ids [n, C], their weights
-    [n, C], u [n, 1] → [n]."""
-    if ids.shape[1] == vocab_size:
-        return _draw_in_order(torch.empty_like(weights).scatter_(1, ids, weights), u)
-    ids, order = ids.sort(dim=-1)
-    place = _draw_in_order(weights.gather(1, order), u)
-    return ids.gather(1, place[:, None])[:, 0]
+def _top_p_edge(
+    values: Tensor, weights: Tensor, greatest: Tensor, controls: Controls
+) -> tuple[Tensor, Tensor]:
+    """The logit of the token with which the likeliest reach top_p of the mass
+    that top_k leaves: of the k likeliest, or of all.
 
-
-def _draw_in_order(weights: Tensor, u: Tensor) -> Tensor:
-    """Inverse CDF over columns: the first at which the running sum exceeds u of
-    the whole. [n, C], [n, 1] → [n].
-
-    The weights become running sums in place.
+    values [n, C], descending; weights [n, V] → float32 [n, 1], and whether it
+    is among the values, bool [n, 1].
     """
-    running = weights.cumsum_(dim=-1)
-    place = torch.searchsorted(running, (u * running[:, -1:]).long(), right=True)
-    return place.clamp_(max=weights.shape[1] - 1)[:, 0]  # rows of NaNs must stay in bounds too
+    num_columns = values.shape[1]
+    listed = weights_of(values, greatest, controls.rate, weights.shape[1]).double()  # [n, C]
+    has_top_k = controls.top_k > 0
+    columns = torch.arange(num_columns, device=values.device)
+    listed.masked_fill_(has_top_k & (columns >= controls.top_k), 0)
+    running = listed.cumsum_(dim=-1)  # exact, as all sums of whole numbers below 2^53
+    mass = running[:, -1:]
+    if controls.has_full_rows:
+        mass = torch.where(has_top_k, mass, group_sums(weights).sum(dim=-1, keepdim=True))
+    needed = (controls.top_p * mass).ceil_()
+    column = torch.searchsorted(running, needed)  # the first at which it is reached
+    is_found = column < num_columns
+    return values.gather(1, column.clamp_(max=num_columns - 1)), is_found
+
+
+def _keep(weights: Tensor, logits: Tensor, edge: Tensor) -> None:
+    """Leave no weight to tokens below the edge [n, 1], but to those tied with it."""
+    is_kept = torch.empty_like(weights)  # 1 or 0: a product costs a tenth of a masked fill
+    weights.mul_(torch.ge(logits, edge - TIE, out=is_kept))
+
+
+def _race(weights: Tensor, keys: Tensor) -> Tensor:
+    """Draw a token with a probability in proportion to its weight.
+
+    Of all groups the one is taken whose mass divided by an exponentially
+    distributed number is greatest, and then one of its tokens likewise: the arg
+    max of log weight + Gumbel noise, without the logarithms.
+
+    float32 [n, V], keys int64 [n, 1] → int64 [n]. Of a row without any weight,
+    or of NaNs, any token.
+    """
+    vocab_size = weights.shape[1]
+    num = num_groups(vocab_size)
+    noise = exponentials(keys, num + GROUP)
+    group = (group_sums(weights) / noise[:, :num]).argmax(dim=-1, keepdim=True)
+    member = (members(weights, group, 0.0) / noise[:, num:]).argmax(dim=-1)
+    return group[:, 0].mul(GROUP).add_(member).clamp_(max=vocab_size - 1)
 
 
 def scale_of(vocab_size: int) -> float:
@@ -131,13 +178,15 @@ def scale_of(vocab_size: int) -> float:
     return 2.0 ** (52 - (vocab_size - 1).bit_length())
 
 
-def weights_of(
-    logits: Tensor, greatest: Tensor, temperature: Tensor | float, vocab_size: int
-) -> Tensor:
-    """exp((logits - greatest) / temperature) as fixed-point weights. [n, C],
-    [n, 1] → int64 [n, C]."""
-    scaled = (logits - greatest).div_(temperature)
-    return scaled.exp_().mul_(scale_of(vocab_size)).round_().long()
+def weights_of(logits: Tensor, greatest: Tensor, rate: Tensor | float, vocab_size: int) -> Tensor:
+    """exp((logits - greatest) · rate) as fixed-point weights: whole numbers.
+    [n, C], [n, 1] → float32 [n, C].
+
+    Not exp2, though it takes a quarter of the time on a CPU: its last bit
+    depends on where in memory a number is.
+    """
+    scaled = (logits - greatest).mul_(rate)
+    return scaled.exp_().mul_(scale_of(vocab_size)).round_()
 
 
 def _likeliest(logits: Tensor, count: int) -> Tensor:
@@ -163,8 +212,9 @@ def logprobs_of(logits: Tensor, greatest: Tensor, tokens: Tensor, count: int) ->
     token's logprob, ids, their logprobs.
     """
     vocab_size = logits.shape[1]
-    total = weights_of(logits, greatest, 1.0, vocab_size).sum(dim=-1, keepdim=True)
-    log_mass = greatest.double() + (total.double() / scale_of(vocab_size)).log()  # [m, 1]
+    weights = weights_of(logits, greatest, 1.0, vocab_size)
+    total = group_sums(weights).sum(dim=-1, keepdim=True)
+    log_mass = greatest.double() + (total / scale_of(vocab_size)).log()  # [m, 1]
     ids = _likeliest(logits, count)  # [m, count]
     picked = logits.gather(1, torch.cat([tokens, ids], dim=1)).double() - log_mass
     return torch.cat([picked[:, :1], ids.double(), picked[:, 1:]], dim=1)

@@ -36,11 +36,16 @@ class HostKV:
     def __init__(self, like: PagedKV, gpu: Gpu | None) -> None:
         self.parts: list[Tensor] = []
         """As ``parts_of``, pinned."""
+        self.mapped: list[Tensor] | None = None
+        """The same memory as the device reads it; None: it can't."""
         self._rows: list[NDArray[np.uint8]] = []  # [layers · 2, slots, bytes of one]
         for part in parts_of(like):
             memory = _taken(part.nbytes, gpu)
             self.parts.append(memory.view(part.dtype).view(part.shape))
             self._rows.append(memory.numpy().reshape(-1, part.shape[2], row_bytes(part)))
+        views = [None if gpu is None else gpu.mapped(part) for part in self.parts]
+        if all(view is not None for view in views):
+            self.mapped = [view for view in views if view is not None]
 
     def place(self, tokens: NDArray[np.int64], staged: Staged) -> None:
         """Take in what has come of tokens' slots [T], each at its own."""

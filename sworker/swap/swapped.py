@@ -28,9 +28,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -46,6 +47,11 @@ from sworker.swap.figures import SwapFigures
 from sworker.swap.host import HostKV, Staged, parts_of, row_bytes, stretches
 
 NUM_SLOTS = 2
+MAX_RUNS = 4
+"""Blocks side by side are copied run by run, by the device's copy engine, where
+there are so few runs."""
+SCATTERED_BYTES = 32 << 20
+"""Of blocks that are gathered at a time."""
 Blocks: TypeAlias = NDArray[np.int64]
 """Names of blocks, ascending, none twice."""
 
@@ -87,6 +93,7 @@ class SwappedKV:
         gpu: the device's driver, in place of the one that torch has.
         most_tokens: that a step stores, for which memory is taken now; if there
             are more, it grows.
+        dtype: of activations; see ``PagedKV``.
 
     Raises:
         CapacityError: the device or the host hasn't the memory.
@@ -102,10 +109,12 @@ class SwappedKV:
         gpu: Gpu | None = None,
         kernels: BlockKernels | None = None,
         most_tokens: int = 0,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._gpu = gpu or gpu_of(device)
         self.figures = SwapFigures()
-        caches = [PagedKV(kv, attention, num_blocks, device, kernels) for _ in range(NUM_SLOTS)]
+        cache_args = kv, attention, num_blocks, device, kernels, dtype
+        caches = [PagedKV(*cache_args) for _ in range(NUM_SLOTS)]
         staged_bytes = most_tokens * sum(map(_token_bytes, parts_of(caches[0])))
         on_host = _on_host if self._gpu is None else self._gpu.pinned
         on_device = _on_host if self._gpu is None else self._gpu.room
@@ -113,6 +122,8 @@ class SwappedKV:
         self.slots = tuple(Slot(cache, Room(on_host, own_bytes)) for cache in caches)
         self.hosts = tuple(HostKV(caches[0], self._gpu) for _ in range(num_lanes))
         self._packed = Room(on_device, own_bytes)
+        # Blocks on their way from the host to a slot.
+        self._scattered = Room(on_device, 0 if self._gpu is None else _scattered_bytes(caches[0]))
         self._in: Stream | None = None
         self._out: Stream | None = None
         if self._gpu is not None:
@@ -196,21 +207,30 @@ class SwappedKV:
                 self._place(other)
         slot.is_here[missing] = True
         slot.is_unused[missing] = is_early
-        runs = list(stretches(missing, slot.cache.kv.block_size))
-        pairs = list(zip(parts_of(slot.cache), self.hosts[slot.lane].parts, strict=True))
+        copy = self._copy_of(slot, self.hosts[slot.lane], missing)
         if self._in is not None and slot.gathered is not None:
             self._in.wait_event(slot.gathered)
         with self._on(self._in):
             for layer in range(len(slot.arrived)):
-                for there, here in pairs:
-                    for half in range(2):
-                        for run in runs:
-                            target = there[layer, half, run]
-                            target.copy_(here[layer, half, run], non_blocking=True)
+                copy(layer)
                 if self._in is not None:
                     slot.arrived[layer] = self._in.record_event()
         self.figures.num_blocks_in += len(missing)
         return len(missing)
+
+    def _copy_of(self, slot: Slot, host: HostKV, blocks: Blocks) -> Callable[[int], None]:
+        """What copies these blocks of a layer from the host to the slot: run by
+        run where runs are few; else in one gather, in which the device reads
+        the host's memory itself. A copy takes 10 us to queue, and scattered
+        blocks are thousands of runs."""
+        runs = list(stretches(blocks, slot.cache.kv.block_size))
+        mapped = host.mapped if len(runs) > MAX_RUNS else None
+        if mapped is None or self._gpu is None:
+            return partial(_copy_runs, parts_of(slot.cache), host.parts, runs)
+        with self._on(self._in):
+            ids = self._gpu.upload(torch.from_numpy(blocks))
+        size = slot.cache.kv.block_size
+        return partial(_copy_scattered, parts_of(slot.cache), mapped, ids, size, self._scattered)
 
     def _sent(self, slot: Slot, lane: int, tokens: NDArray[np.int64]) -> Staged:
         """Slots' tokens [T] on their way to the host."""
@@ -244,6 +264,53 @@ class SwappedKV:
 
     def _on(self, stream: Stream | None) -> AbstractContextManager[object]:
         return contextlib.nullcontext() if self._gpu is None else self._gpu.on(stream)
+
+
+def _copy_runs(
+    there: Sequence[Tensor], here: Sequence[Tensor], runs: Sequence[slice], layer: int
+) -> None:
+    """Copy runs of a layer's slots, K and V, one by one."""
+    for target, source in zip(there, here, strict=True):
+        for half in range(2):
+            for run in runs:
+                target[layer, half, run].copy_(source[layer, half, run], non_blocking=True)
+
+
+def _copy_scattered(
+    there: Sequence[Tensor],
+    mapped: Sequence[Tensor],
+    blocks: Tensor,
+    block_size: int,
+    room: Room,
+    layer: int,
+) -> None:
+    """Copy blocks [B] of a layer, K and V, some at a time, by way of memory on the
+    device: ``mapped`` is the host's memory as the device reads it."""
+    for target, source in zip(there, mapped, strict=True):
+        to, of = (_words(part[layer], block_size) for part in (target, source))
+        block_bytes = 2 * to.shape[2] * to.element_size()
+        for ids in blocks.split(max(1, SCATTERED_BYTES // block_bytes)):
+            found = room.take(torch.Size((2, len(ids), to.shape[2])), to.dtype)
+            torch.index_select(of, 1, ids, out=found)
+            to.index_copy_(1, ids, found)
+
+
+def _scattered_bytes(cache: PagedKV) -> int:
+    """That ``_copy_scattered`` takes at most: of all blocks, or of one at least."""
+    size = cache.kv.block_size
+    of_blocks = [2 * size * row_bytes(part) for part in parts_of(cache)]
+    num_blocks = cache.num_slots // size
+    return max(max(one, min(SCATTERED_BYTES, num_blocks * one)) for one in of_blocks)
+
+
+def _words(part: Tensor, block_size: int) -> Tensor:
+    """A layer's [2, slots, ...] as [2, num_blocks, words], in the largest words
+    that rows divide into."""
+    flat = part.view(2, part.shape[1] // block_size, -1)
+    for dtype in (torch.int64, torch.int32):
+        if flat.shape[2] * flat.element_size() % dtype.itemsize == 0:
+            return flat.view(dtype)
+    return flat
 
 
 def _gather(parts: Sequence[Tensor], tokens: Tensor, packed: Tensor) -> None:

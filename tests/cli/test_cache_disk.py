@@ -58,6 +58,33 @@ def test_shows_verifies_and_clears(kept: Path, capsys: pytest.CaptureFixture[str
     assert list(path.parent.iterdir()) == [beside], "what is another's stays"
 
 
+def test_only_its_own_files_are_cleared(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (own,) = kept.glob("*/slots-0.kv")
+    mine = own.with_name("slots-7.kv")
+    mine.write_text("I am no KV cache")
+    project = kept / "project"
+    project.mkdir()
+    (project / "slots-1.kv").write_text("nor am I")
+    elsewhere = kept.with_name("elsewhere")
+    linked = open_slots(elsewhere, SHAPE, SHAPE.file_bytes(5))
+    linked.close()
+    (kept / ("c" * 16)).symlink_to(linked.path.parent)
+    assert main(["cache", str(kept), "--clear"]) == 0
+    shown = capsys.readouterr().out
+    assert "1 files of KV blocks removed" in shown and f"{mine} holds no KV blocks" in shown
+    assert not own.exists() and mine.read_text() == "I am no KV cache"
+    assert (project / "slots-1.kv").read_text() == "nor am I" and linked.path.stat().st_size
+
+
+@pytest.mark.parametrize("content", [b"", bytes(5000), b"FDKVSLOT and then damage"])
+def test_what_an_r_worker_that_was_killed_left_is_cleared(content: bytes, tmp_path: Path) -> None:
+    place = tmp_path / ("a" * 16)
+    place.mkdir()
+    (place / "slots-0.kv").write_bytes(content)
+    assert main(["cache", str(tmp_path), "--clear"]) == 0
+    assert not place.exists()
+
+
 def test_what_an_r_worker_uses_isnt_cleared(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, slots = [open_slots(kept, SHAPE, SHAPE.file_bytes(5)) for _ in range(2)]
     first.close()

@@ -15,7 +15,14 @@ from types import SimpleNamespace
 import pytest
 
 from fastdecode.cli.main import main
-from fastdecode.core.measurement import RProfile, SProfile, read_profile
+from fastdecode.core.measurement import (
+    DecodePoint,
+    Machine,
+    RProfile,
+    SProfile,
+    Timing,
+    read_profile,
+)
 
 
 @pytest.fixture(scope="module")
@@ -217,3 +224,22 @@ def test_bad_size_lists(
     with pytest.raises(SystemExit) as caught:
         main(["calibrate", "s", "--model", made.model, "--out", "x.json", "--batches", sizes])
     assert caught.value.code == 2 and "whole numbers" in capsys.readouterr().err
+
+
+def test_calibrate_warns_before_it_writes(
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A profile whose times fall as sizes grow."""
+    machine = Machine("a CPU", 2, 1 << 30, "cpu", {"numpy": "2"})
+    decode = tuple(DecodePoint(n, 64, Timing((1.0 / n,) * 3)) for n in (1, 2, 4))
+    odd = RProfile(machine, 4, 2, 16, "float32", 16, 1, 1, 1 << 30, decode, (1e9,))
+    monkeypatch.setattr("rworker.measure.measure_r_part", lambda *_: odd)
+    out = tmp_path / "none" / "r.json"  # can't be written: what is said was said before
+    command = ["calibrate", "r", "--model", str(tiny_checkpoint("llama")), "--out", str(out)]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert "warning: R-part: times fall as sizes grow" in said
+    assert said.index("measure again on an idle machine") < said.index(str(out))

@@ -15,7 +15,7 @@ from mpi_launch import mpirun, needs_mpi, open_mpi_options, run, running
 from fastdecode.cli.main import main
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.host.facts import HostFacts, lacks_for_triton, this_host
-from fastdecode.measure.doctor import LinkFacts, WorkerFacts, examine_all, judge
+from fastdecode.measure.doctor import LinkFacts, ModelFacts, WorkerFacts, examine_all, judge
 from fastdecode.wire.messages import PROTOCOL_VERSION, Report
 
 FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
@@ -34,7 +34,8 @@ def found(
     report: Report, link: LinkFacts = FAST, here: HostFacts = HERE, model: str | None = None
 ) -> dict[str, str]:
     """What isn't right: check → level."""
-    findings = list(judge(here, [WorkerFacts("R-worker rank 1", report, link)], model))
+    known = None if model is None else ModelFacts(model, 131_072, 655_360)
+    findings = list(judge(here, [WorkerFacts("R-worker rank 1", report, link)], known))
     assert all(finding.mend for finding in findings if finding.level != "PASS")
     return {finding.check: finding.level for finding in findings if finding.level != "PASS"}
 
@@ -64,6 +65,28 @@ def test_a_good_set_of_hosts_has_nothing_wrong() -> None:
 )
 def test_what_is_wrong_is_found(report: Report, wrong: dict[str, str]) -> None:
     assert found(report, model="abc") == wrong
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "num_cores", "rate", "tokens"),
+    [
+        (1, 16, 1.9e9, "1 of them: at most 2,899 tokens/s"),
+        (8, 16, 1.9e9, "4 of them: at most 11,597 tokens/s"),
+        (2, 64, 6.7e9, "2 of them: at most 20,447 tokens/s"),
+    ],
+)
+def test_what_zeromqs_threads_carry_bounds_a_model(
+    num_workers: int, num_cores: int, rate: float, tokens: str
+) -> None:
+    """An 8B Llama sends and gets back 655,360 bytes a token."""
+    here = replace(HERE, cpus=tuple(range(num_cores)))
+    link = LinkFacts(50e-6, 5e9, rate)
+    workers = [WorkerFacts(f"R-worker {i}", GOOD, link) for i in range(num_workers)]
+    findings = judge(here, workers, ModelFacts("abc", 131_072, 655_360))
+    (found,) = [finding for finding in findings if finding.check == "ZeroMQ I/O"]
+    assert tokens in found.text
+    without = judge(here, [WorkerFacts("R-worker", GOOD, FAST)])
+    assert "ZeroMQ I/O" not in [finding.check for finding in without]
 
 
 def test_a_slow_link_and_an_r_worker_that_is_not_there() -> None:
@@ -119,6 +142,13 @@ def test_triton_without_a_compiler_is_told(tmp_path: Path) -> None:
     assert lacks() == ""
     (finding, *_) = judge(HERE, [], None, lacks(program=None))
     assert (finding.level, finding.check) == ("WARN", "kernels") and "gcc" in finding.mend
+
+
+@pytest.mark.parametrize(("value", "warns"), [("1", True), ("0", False), (None, False)])
+def test_tf32_by_the_environment_is_named(value: str | None, warns: bool) -> None:
+    environment = {} if value is None else {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": value}
+    checks = [finding.check for finding in judge(HERE, [], environment=environment)]
+    assert ("float32" in checks) is warns
 
 
 def test_sharing_cores_with_the_s_worker_counts() -> None:

@@ -78,14 +78,14 @@ def test_parameters_become_options(
         (["--schedule", "fixed-f"], "fixed intervals need --target-length"),
         (
             ["--kv-placement", "gpu", "--kv-dtype", "int4"],
-            "--kv-placement gpu choose int8, float32, bfloat16 or float16",
+            "--kv-placement gpu is not supported with --kv-dtype int4 yet: devices cannot read",
         ),
         (
             ["--kv-placement", "gpu", "--r-workers", "2"],
-            "--r-workers 2 is for R-workers, and --kv-placement gpu has none",
+            "--r-workers 2 contradicts --kv-placement gpu: KV on the device needs no R-workers",
         ),
-        (["--kv-placement", "gpu", "--tp", "2"], "KV heads aren't shared out on devices yet"),
-        (["--swap", "--pp", "3"], "generate: --swap is for KV on the stages' devices"),
+        (["--kv-placement", "gpu", "--tp", "2"], "KV heads are not shared out over devices"),
+        (["--swap", "--pp", "3"], "generate: --swap needs --kv-placement gpu"),
         (["--temperature", "-1"], "--temperature -1.0: must be"),
     ],
 )

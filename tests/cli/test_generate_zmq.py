@@ -73,6 +73,19 @@ def test_tokens_are_those_of_threads_one_job_after_another(asked: Asked, tmp_pat
     assert (written["r_workers"], written["r_workers_lost"], written["r_threads"]) == (2, 0, 1)
 
 
+def test_ends_that_prove_the_key_and_encrypt_nothing(asked: Asked, tmp_path: Path) -> None:
+    """R-workers reach each other like that, too: a replica is kept."""
+    options, output, expected = asked(6)
+    key = tmp_path / "key"
+    assert main(["r-worker", "--new-key", str(key)]) == 0
+    proving = ["--key", str(key), "--link-security", "authenticate"]
+    with r_workers("*", "*", options=("--keep-serving", *proving)) as (_, addresses):
+        assert main([*options, *at(addresses), *proving, "--replicas", "1"]) == 0
+        assert output.read_text() == expected()
+        assert main(["doctor", *proving, *at(addresses)]) == 0
+        assert main(["doctor", "--key", str(key), *at(addresses)]) == 1  # these want to encrypt
+
+
 def test_the_python_api_and_workers_that_end_with_it(tiny_checkpoint: Callable[..., Path]) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     path = str(tiny_checkpoint("llama"))
@@ -317,6 +330,7 @@ def test_too_few_that_are_there_are_refused(
         (["--r-worker", "tcp://10.0.0.1:1"], "needs a key"),
         (["--r-worker", "tcp://127.0.0.1:1", "--key", "/nonexistent"], "/nonexistent"),
         (["--key", "/nonexistent"], "for R-workers and instances at addresses"),
+        (["--link-security", "authenticate"], "--link-security authenticate needs --key"),
         (
             ["--r-worker", "tcp://127.0.0.1:1", "--kv-memory-gb", "1"],
             "give --kv-memory-gb to each fastdecode r-worker",

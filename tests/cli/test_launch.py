@@ -25,7 +25,8 @@ from fastdecode.wire.mpirun_line import Host, JobLine, parse_hosts, vendor_of
 from fastdecode.wire.placed_line import PlacedLine
 from rworker.tiers.disk import slot_files
 
-PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
+ROOT = Path(__file__).parents[2]
+PATHS = {"PYTHONPATH": str(ROOT)}
 FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
 SMALL = ("--r-threads", "1", "--kv-memory-gb", "0.01")
 LAUNCH = [*FASTDECODE, "launch", "--hosts", "localhost:2", *SMALL]
@@ -130,7 +131,7 @@ def test_the_lines_of_stages_without_r_workers() -> None:
     assert mpich.words() == shlex.split("mpirun -hosts a:2,b:1 -n 3 s")
     with pytest.raises(ConfigError, match="room for 3 where there are 4"):
         JobLine(("s",), ("r",), hosts, num_stages=4, has_r_workers=False)
-    with pytest.raises(ConfigError, match="--s-host=c: the command needs no R-workers"):
+    with pytest.raises(ConfigError, match="--s-host=c contradicts --hosts"):
         JobLine(("s",), ("r",), hosts, num_stages=3, s_host="c", has_r_workers=False)
 
 
@@ -257,6 +258,39 @@ def test_ranks_are_told_the_line_that_launched_them(tmp_path: Path) -> None:
     words = ["launch", "--mpirun", str(mpirun), "--hosts", "localhost:1", "--", "doctor"]
     run([*FASTDECODE, *words], **PATHS)  # whose ranks say nothing of how it has ended
     assert json.loads(told.read_text()) == words
+
+
+EXITS = """
+import pathlib, sys
+if sys.argv[1:] == ["--version"]:
+    print("Open MPI")
+    sys.exit()
+files = [sys.argv[i + 1] for i, word in enumerate(sys.argv) if word == "--exit-code-file"]
+if code := pathlib.Path(sys.argv[0]).with_name("s-worker-says").read_text():
+    pathlib.Path(files[-1]).write_text(code)
+sys.exit(9)
+"""
+"""An mpirun whose S-worker reports an exit code, or none, in the last file that it was given."""
+
+
+@pytest.mark.parametrize(("says", "code"), [("3", 3), ("", 9)])
+def test_the_users_exit_code_file_gets_the_exit_code(says: str, code: int, tmp_path: Path) -> None:
+    mpirun, noted = tmp_path / "mpirun", tmp_path / "code"
+    mpirun.write_text(f"#!{sys.executable}\n{EXITS}")
+    mpirun.chmod(0o755)
+    (tmp_path / "s-worker-says").write_text(says)
+    launch = [*FASTDECODE, "launch", "--mpirun", str(mpirun), "--hosts", "localhost:1", "--"]
+    command = [
+        "generate",
+        "--exit-code-file",
+        str(noted),
+        "--model",
+        str(ROOT / "examples/model/checkpoint"),
+    ]
+    (tmp_path / "in").write_text("a\n")
+    command += ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
+    assert run([*launch, *command], **PATHS).exit_code == code
+    assert noted.read_text() == f"{code}\n"
 
 
 SEES_OFF = """

@@ -4,8 +4,10 @@ and refusals of all the rest."""
 from __future__ import annotations
 
 import copy
+import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from published_configs import (
     QWEN25_05B,
 )
 
+from fastdecode.cli.main import main
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import (
     CheckpointError,
@@ -33,6 +36,7 @@ from fastdecode.core.errors import (
     FastDecodeError,
     UnsupportedModelError,
 )
+from fastdecode.core.model.checkpoint import check_model, open_checkpoint
 from fastdecode.core.model.families import alibi_slopes, read_model_spec
 from fastdecode.core.model.spec import ModelSpec
 
@@ -204,9 +208,9 @@ def test_end_of_text_ids() -> None:
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config.*quantised"),
         (
             {"architectures": ["MambaForCausalLM"]},
-            r"'MambaForCausalLM'.*Those that are: LlamaForCausalLM.*Bloom",
+            r"'MambaForCausalLM'.*Supported are LlamaForCausalLM.*Bloom",
         ),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "isn't implemented"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "is not supported"),
         ({"num_local_experts": 8}, "mixture of experts"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"hidden_act": "tanhshrink"}, r"'tanhshrink'.*silu"),
@@ -328,3 +332,35 @@ def test_needs_no_torch() -> None:
         "assert not {'torch', 'safetensors', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_cannot_run_is_said_before_tokenizer_and_weights_are_asked_for(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}')
+    for check in (open_checkpoint, check_model):
+        with pytest.raises(UnsupportedModelError, match="MambaForCausalLM"):
+            check(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA2_7B))
+    check_model(tmp_path)
+    with pytest.raises(CheckpointError, match="weights"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("command", ["generate", "run-batch", "serve", "calibrate s", "doctor"])
+def test_commands_name_the_architecture_first(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}')
+    lines = tmp_path / "in.jsonl"
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    asked = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": chat}
+    lines.write_text(json.dumps(asked) + "\n")
+    files = ["--input", str(lines), "--output", str(tmp_path / "out.jsonl")]
+    more = {
+        "serve": [str(tmp_path), "--port", "0"],
+        "doctor": ["--model", str(tmp_path)],
+        "calibrate s": ["--model", str(tmp_path), "--out", str(tmp_path / "p")],
+    }.get(command, ["--model", str(tmp_path), *files])
+    assert main([*command.split(), *more]) == 2
+    assert "'MambaForCausalLM' is not supported" in capsys.readouterr().err

@@ -75,11 +75,11 @@ def test_no_placement(tmp_path: Path, changed: dict[str, Any], why: str) -> None
         ({"instance_ranks": ("decode:1",)}, "none of these instances runs prompts"),
         ({"instance_ranks": ("prefill:1",)}, "none of these instances decodes"),
         ({"instance_ranks": ("both:1",) * 65}, "more than 64"),
-        ({"instance_ranks": ("both:1",), "instance_addresses": ("tcp://127.0.0.1:1",)}, "leave"),
-        ({"instance_ranks": ("both:1",), "tp": 2}, "isn't there with tp=2"),
+        ({"instance_ranks": ("both:1",), "instance_addresses": ("tcp://127.0.0.1:1",)}, "Remove"),
+        ({"instance_ranks": ("both:1",), "tp": 2}, "not supported with instance_ranks="),
         (
             {"instance_ranks": ("both:1",), "kv_placement": "gpu"},
-            "isn't there with kv_placement='gpu'",
+            "kv_placement='gpu' is not supported with instance_ranks=",
         ),
     ],
 )

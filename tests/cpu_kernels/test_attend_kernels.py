@@ -209,3 +209,60 @@ def test_partial_results_of_many_long_sequences_share_bounded_memory():
     for n in (0, 31, 32, 39):
         np.testing.assert_array_equal(out[n], attend(q[n : n + 1])[0])
     assert dispatch.thread_partials(0) is kept
+
+
+@pytest.mark.parametrize("block_size", [64, 16])
+@pytest.mark.parametrize("dtype", cpu_kernels.DTYPES)
+@pytest.mark.parametrize("source", ["float32", "bfloat16"])
+def test_attention_writes_the_last_tokens_itself(source, dtype, block_size):
+    """The same bits, in the cache and in o, as ``append`` before it."""
+    layout, lens = BlockLayout(2, 40, dtype, block_size), [1, 5, 64, 65, 130, 1024, 1025, 2100]
+    rng = np.random.default_rng(SEED)
+    pool, k, v, slots, q, tables, starts, positions, lens = random_batch(
+        rng, layout, 6, lens, [1] * len(lens), source
+    )
+    ends = np.cumsum(lens)
+    is_last = np.isin(np.arange(ends[-1]), ends - 1)
+    cpu_kernels.append(
+        layout, pool[0], k[~is_last], v[~is_last], slots[~is_last], source=source
+    )  # fmt: skip
+    before, last = pool.copy(), (k[is_last], v[is_last])
+    cpu_kernels.append(layout, pool[0], *last, slots[is_last], source=source)
+    expected, lse = np.empty_like(q), np.empty(q.shape[:2], np.float32)
+    options = {"scale": 0.1, "source": source, "sliding_window": 1200}
+    batch = (q, tables, starts, positions, lens)
+    cpu_kernels.attend(layout, pool[0], *batch, out=expected, lse=lse, **options)
+    for num_threads in (1, 2):
+        own, out, own_lse = before.copy(), np.empty_like(q), np.empty_like(lse)
+        cpu_kernels.attend(
+            layout, own[0], *batch, out=out, lse=own_lse, last=last, num_threads=num_threads,
+            **options,
+        )  # fmt: skip
+        np.testing.assert_array_equal(own, pool)
+        np.testing.assert_array_equal(out, expected)
+        np.testing.assert_array_equal(own_lse, lse)
+    twin = before.copy()
+    reference.attend(layout, twin[0], *batch, out=out, last=last, **options)
+    np.testing.assert_array_equal(twin, pool)
+
+
+def test_last_tokens_are_those_of_the_queries():
+    layout = BlockLayout(2, HEAD_DIM, "float32")
+    rng = np.random.default_rng(SEED)
+    pool, k, v, _, q, tables, starts, positions, lens = random_batch(
+        rng, layout, 6, [3, 7, 9], [1, 1, 1], "float32"
+    )
+    before, last = pool.copy(), (k[:3], v[:3])
+    for name, bad in (
+        ("sequence 1", {"positions": positions - [0, 1, 0]}),
+        ("sequence 0", {"lens": lens - lens * [1, 0, 0]}),
+        ("last v", {"last": (k[:3], v[:2])}),
+    ):
+        given = {"positions": positions, "lens": lens, "last": last} | bad
+        with pytest.raises(ValueError, match=name):
+            cpu_kernels.attend(
+                layout, pool[0], q, tables, starts, given["positions"].astype(np.int32),
+                given["lens"].astype(np.int32), scale=1.0, out=np.empty_like(q),
+                last=given["last"],
+            )  # fmt: skip
+    np.testing.assert_array_equal(pool, before)

@@ -222,5 +222,5 @@ def test_what_is_for_one_side_is_refused(
 def test_what_is_for_both_sides_is_refused_on_one(
     option: str, tiny_checkpoint: Callable[..., Path]
 ) -> None:
-    with pytest.raises(ConfigError, match="both sides"):
+    with pytest.raises(ConfigError, match="needs kv_placement='hybrid'"):
         LLM(str(tiny_checkpoint("llama")), **SHARED, **{option: 1.0})

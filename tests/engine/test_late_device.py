@@ -13,8 +13,10 @@ from late_gpu import LateGpu
 from torch_kernels import TorchKernels
 from trouble import crash_after
 
+from fastdecode.engine.step import mixed
 from fastdecode.measure.steady import cancel_all
 from fastdecode.schedule.hybrid.forecast import Layout
+from sworker import whole
 
 LENGTHS = (3, 22, 11, 1)
 NUM_TOKENS = 4
@@ -28,6 +30,13 @@ MODES: dict[str, dict[str, Any]] = {
     "direct": {"lanes": 2, "workers": 2, "captures": True, "direct": True},
     "both sides": {"lanes": 2, "workers": 2, "device_blocks": 2, "direct": True},
     "mixed": {"lanes": 1, "workers": 2, "device_blocks": 2, "layout": Layout.MIXED},
+    "both sides, slices": {
+        "lanes": 2,
+        "workers": 2,
+        "device_blocks": 2,
+        "captures": True,
+        "kernels": TorchKernels,
+    },
     "local": {"kv_placement": "gpu"},
     "swapped": {"kv_placement": "gpu", "swap": True, "lanes": 3},
     "swapped graphs": {
@@ -59,13 +68,22 @@ def expected(path: Path) -> tuple[Tokens, int]:
 
 @pytest.mark.parametrize(
     ("mode", "seed"),
-    [*((mode, None) for mode in MODES), *((mode, 1) for mode in ("split", "held", "both sides"))],
+    [
+        *((mode, None) for mode in MODES),
+        *((mode, 1) for mode in ("split", "held", "both sides", "both sides, slices")),
+    ],
 )
 def test_equal_tokens(
-    mode: str, seed: int | None, path: Path, expected: tuple[Tokens, int]
+    mode: str,
+    seed: int | None,
+    path: Path,
+    expected: tuple[Tokens, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Steps begin with tokens that only the device knows; and one that they
     are begun with turns out to be a text's last."""
+    monkeypatch.setattr(mixed, "_TIMED_FIRST", 0)
+    monkeypatch.setattr(whole, "SLICE_LAYERS", 2)
     gpu, (tokens, stop) = LateGpu(seed), expected
     with device_engine(path, gpu, **MODES[mode]) as engine:
         assert run(engine, LENGTHS, NUM_TOKENS, (stop,)) == tokens

@@ -234,9 +234,9 @@ def test_a_disk_that_is_too_small_is_an_error_at_the_start(
         LLM(str(tiny_checkpoint("llama")), **options, cache_disk_gb=9e5)
     with pytest.raises(ConfigError, match="needs prefix_cache='on'"):
         EngineConfig.of("dir", prefix_cache="off", cache_disk="x", cache_disk_gb=1)
-    with pytest.raises(ConfigError, match="is for KV on the device"):
+    with pytest.raises(ConfigError, match="is the host tier of KV on the device"):
         EngineConfig.of("dir", cache_memory_gb=1, kv_placement="r")
-    with pytest.raises(ConfigError, match="to each fastdecode r-worker"):
+    with pytest.raises(ConfigError, match="each `fastdecode r-worker`"):
         EngineConfig.of(
             "dir", r_worker_addresses=("tcp://127.0.0.1:1",), cache_disk="x", cache_disk_gb=1
         )

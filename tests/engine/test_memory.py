@@ -14,6 +14,8 @@ from fastdecode.core.model.families import read_model_spec
 from fastdecode.engine.setup.memory import (
     CUDA_RESERVE_BYTES,
     GRAPH_BYTES,
+    NODE_BYTES,
+    OLD_NODE_BYTES,
     FreeMemory,
     KVDemand,
     StepSizes,
@@ -207,6 +209,20 @@ def test_graphs_are_planned_for() -> None:
     assert graphs.graph_bytes > 2310 * GRAPH_BYTES and plain.graph_bytes == 0
     assert plain.kv_bytes - graphs.kv_bytes == graphs.graph_bytes
     assert "CUDA graphs 0." in str(graphs) and "CUDA graphs" not in str(plain)
+
+
+def test_graphs_take_more_with_an_old_driver() -> None:
+    """Before R550 each kernel in a graph takes 64 KiB: a whole step of 32 layers 20 MB."""
+    sizes = replace(SIZES, num_graphs=35, num_kernels=35 * 32 * 11, graph_rows=512)
+    planned = [
+        plan_memory(
+            LLAMA_8B, sizes, LOCAL, replace(H200, graph_node_bytes=node), gpu_memory_fraction=0.9
+        ).graph_bytes
+        for node in (0, NODE_BYTES, OLD_NODE_BYTES)
+    ]
+    assert planned == sorted(planned)
+    assert planned[2] - planned[0] == 35 * 32 * 11 * OLD_NODE_BYTES - 35 * GRAPH_BYTES
+    assert replace(H200, graph_node_bytes=7).share(2).graph_node_bytes == 7
 
 
 def test_prompt_stages_have_room_for_one_prompt_each_and_weights_of_their_own() -> None:

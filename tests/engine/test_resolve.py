@@ -12,13 +12,21 @@ from unittest import mock
 import pytest
 import torch
 
+from cost_model.hardware import Hardware
+from cost_model.plans.placement import gpu_like
+from cost_model.plans.question import Goal, Setup
+from cost_model.plans.size import size
+from cost_model.shapes import model_named
+from cost_model.workload import Workload
 from fastdecode import LLM
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.model.checkpoint import open_checkpoint
+from fastdecode.core.model.identity import identify
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
 from fastdecode.engine.setup.devices import describe_device
 from fastdecode.engine.setup.memory import FreeMemory
+from fastdecode.engine.setup.placing import Machine, place
 from fastdecode.engine.setup.resolve import ResolvedConfig, resolve
 from fastdecode.schedule.lanes import MAX_AUTO_LANES
 from fastdecode.wire.arrays import MAX_BODY_BYTES
@@ -36,6 +44,7 @@ def resolved(tiny_checkpoint: Callable[..., Path]) -> Resolve:
     spec = open_checkpoint(path).spec()
 
     def make(num_gpus: int, rank: int = 0, **options: object) -> ResolvedConfig:
+        options = {"kv_placement": "r", **options}
         config = EngineConfig.of(path, **options)
         with (
             mock.patch.object(torch.cuda, "is_available", return_value=num_gpus > 0),
@@ -69,10 +78,10 @@ def test_every_rank_has_a_gpu_of_its_own(resolved: Resolve) -> None:
     # Where the launcher shows each rank one GPU.
     assert resolved(1, 1, device="cuda", tp=2).device.index == 0
     with pytest.raises(
-        ConfigError, match="GPU 2 of S-worker 2 isn't there, torch sees 2 CUDA devices"
+        ConfigError, match="GPU 2 of S-worker 2 does not exist: torch sees 2 CUDA devices"
     ):
         resolved(2, 2, device="cuda", tp=3)
-    with pytest.raises(ConfigError, match="GPU 0 isn't there, torch sees 0"):
+    with pytest.raises(ConfigError, match="GPU 0 does not exist: torch sees 0"):
         resolved(0, device="cuda")
 
 
@@ -95,7 +104,7 @@ def test_auto_is_a_gpu_if_there_is_one(resolved: Resolve) -> None:
 
 
 def test_devices_are_named_with_their_memory(resolved: Resolve) -> None:
-    host, second = resolved(1), resolved(2, device="cuda:1")
+    host, second = resolved(1, device="cpu"), resolved(2, device="cuda:1")
     assert describe_device(host.device, host.free) == "the CPU (64.0 GB of memory free)"
     with mock.patch.object(torch.cuda, "get_device_name", return_value="NVIDIA A10"):
         told = describe_device(second.device, second.free)
@@ -115,7 +124,9 @@ def test_the_device_is_named_when_a_model_is_loaded(tiny_checkpoint: Callable[..
         ),
     ):
         assert re.search(
-            r"^loading .* on the CPU \(\d+\.\d GB of memory free\): weights", lines[0]
+            r"^loading .* on the CPU \(--device auto: torch sees no GPU; \d+\.\d GB of memory "
+            r"free\): weights",
+            lines[0],
         ), lines
         assert lines[0].endswith("; prefix cache on"), lines
 
@@ -193,8 +204,105 @@ AT_ADDRESSES: dict[str, Any] = {"r_worker_addresses": ("tcp://10.0.0.1:1",), "ke
 def test_placement_auto(
     num_gpus: int, options: dict[str, Any], placement: str, resolved: Resolve
 ) -> None:
-    found = resolved(num_gpus, device="auto", kv_placement="auto", **options)
+    found = resolved(num_gpus, kv_placement="auto", **options)
     assert found.config.r_part.kv_placement == placement
+
+
+def test_a_gpu_is_used_by_default() -> None:
+    """Its 120 GB stayed empty: the S-part ran on a CPU, and with ``--device cuda``
+    KV was on this host's cores."""
+    config = EngineConfig.of("m")
+    assert (config.s_part.device, config.r_part.kv_placement) == ("auto", "auto")
+    EngineConfig.of("m", prefix_cache="on")  # auto may be one side
+
+
+HARDWARE = Hardware.load()
+EXAMPLES = {
+    "7B on an A10": ("Llama-2 7B", "A10", "EPYC 7452", "100GbE", Workload(0, 1024)),
+    "13B on an A100": ("Llama-2 13B", "A100", "EPYC 7763", "100GbE", Workload(0, 1024)),
+    "70B on an H200": ("Llama-3 70B", "H200", "EPYC 9654", "200GbE", Workload(1024, 1024)),
+}
+DRIVER_NAMES = {"A10": "NVIDIA A10", "A100": "NVIDIA A100-SXM4-80GB", "H200": "NVIDIA H200"}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("num_sequences", ["size's", 256])
+def test_auto_chooses_what_size_does(name: str, num_sequences: object) -> None:
+    """Of its three main examples, with the R-workers that it asks for. Before, auto
+    took both sides wherever there were any."""
+    model, gpu_name, cpu, nic, workload = EXAMPLES[name]
+    spec, gpu = model_named(model), HARDWARE.gpu(gpu_name)
+    setup = Setup(
+        spec, spec.dtype, spec.dtype.value, gpu, HARDWARE.cpu(cpu), HARDWARE.nic(nic), workload
+    )
+    sizing = size(setup, Goal())
+    assert sizing.plan is not None and sizing.placement == "r"
+    most = sizing.plan.batch if num_sequences == "size's" else num_sequences
+    addresses = tuple(f"tcp://10.0.0.{i}:1" for i in range(sizing.plan.sockets))
+    config = EngineConfig.of(
+        "m", r_worker_addresses=addresses, key="k", max_num_sequences=most,
+        max_model_len=2048, expected_output_tokens=workload.output_tokens,
+        gpu_memory_fraction=0.99, max_step_tokens=1024,
+    )  # fmt: skip
+    free = FreeMemory(
+        900 * GB, gpu.memory_bytes, gpu.memory_bytes, device_name=DRIVER_NAMES[gpu_name]
+    )
+    placed = place(
+        config, spec, identify(config, spec), Machine(free, len(addresses), is_here=False)
+    )
+    assert placed.config.r_part.kv_placement == sizing.placement
+    assert "R-workers" in placed.why and "tokens/s" in placed.why
+
+
+def test_auto_with_little_to_add_is_both_sides_and_else_the_gpu() -> None:
+    """8B on an H200 beside one R-worker, and beside none."""
+    spec = model_named("Llama-3 8B")
+    free = FreeMemory(900 * GB, 150 * GB, 150 * GB, device_name="NVIDIA H200")
+    config = EngineConfig.of("m", max_model_len=4096, max_num_sequences=1024)
+    identity = identify(config, spec)
+
+    def placed(num_r_workers: int, *, is_here: bool = False) -> str:
+        machine = Machine(free, num_r_workers, is_here=is_here)
+        return place(config, spec, identity, machine).config.r_part.kv_placement
+
+    assert [placed(number) for number in (0, 1)] == ["gpu", "hybrid"]
+    assert place(config, spec, identity, None).config.r_part.kv_placement == "r"
+
+
+def test_auto_where_not_one_sequence_fits_is_r_workers() -> None:
+    spec = model_named("Llama-3 70B")
+    free = FreeMemory(900 * GB, 143 * GB, 143 * GB, device_name="NVIDIA H200")
+    config = EngineConfig.of("m", max_model_len=4096)
+    placed = place(config, spec, identify(config, spec), Machine(free, 4, is_here=False))
+    assert placed.config.r_part.kv_placement == "r"
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100-SXM"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA B999", None),
+    ],
+)
+def test_gpus_by_the_names_that_drivers_give(name: str, known: str | None) -> None:
+    gpu, is_known = gpu_like(name, 10 * GB, 0.9, HARDWARE)
+    assert (gpu.name if is_known else None) == known
+    assert gpu.usable_memory_bytes == pytest.approx(9 * GB)
+    assert gpu_like("NVIDIA B999", 180 * GB, 0.9, HARDWARE)[0].name == "H100-SXM"
+
+
+def test_what_was_taken_is_said_in_a_line() -> None:
+    on_cpu = describe_device(torch.device("cpu"), FreeMemory(12 * GB), "auto")
+    assert on_cpu == "the CPU (--device auto: torch sees no GPU; 12.0 GB of memory free)"
+    free = replace(FREE, device_name="NVIDIA A10")
+    found = describe_device(torch.device("cuda", 0), free, "auto")
+    assert found == "NVIDIA A10 (--device auto: cuda:0, 78.0 of 80.0 GB free)"
 
 
 def test_where_r_workers_of_this_process_run(resolved: Resolve) -> None:

@@ -11,7 +11,7 @@ import pytest
 from counting_engine import Counting
 
 from fastdecode.core.delta import CANCELLED, Delta, DeltaQueue, Listener
-from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, WorkerError
+from fastdecode.core.errors import CapacityError, ConfigError, WorkerError
 from fastdecode.core.sequence import Request, SamplingParams
 from fastdecode.engine.service import EngineService
 
@@ -227,15 +227,81 @@ def test_a_call_is_made_between_steps_and_its_error_comes_back(serve: Serve) -> 
 def test_a_call_ends_though_what_was_asked_before_it_breaks_the_engine_down(serve: Serve) -> None:
     class Unforgetful(Counting):
         def cancel(self, request_id: str) -> bool:
-            raise ValueError("a mistake of ours")
+            raise WorkerError("a stage is lost")
 
     service = serve(Unforgetful())
     service.submit([request("a")], reader := DeltaQueue())
     service.cancel("a")
-    with pytest.raises(FastDecodeError, match="a mistake of ours"):
+    with pytest.raises(WorkerError, match="a stage is lost"):
         service.call(lambda engine: None)
     (delta,) = read(service, reader, 1)
-    assert delta.error is not None and "a mistake of ours" in delta.error.message
+    assert delta.error is not None and "a stage is lost" in delta.error.message
+
+
+def test_a_mistake_while_a_request_is_queued_ends_that_request_alone(serve: Serve) -> None:
+    class Mistaken(Counting):
+        def submit(self, request: Request, listener: Listener | None = None) -> None:
+            super().submit(request, listener)
+            if request.request_id == "b":
+                raise TypeError("unsupported operand")
+
+    service = serve(Mistaken())
+    service.submit([request("a"), request("b"), request("c")], reader := DeltaQueue())
+    found = read(service, reader, 3)
+    (ended,) = [delta for delta in found if delta.error is not None]
+    assert ended.request_id == "b" and "TypeError: unsupported operand" in str(ended.error)
+    assert tokens_of(found, "a") == tokens_of(found, "c") == [0, 1, 2]
+    assert service.snapshot().state == "ready"
+
+
+def test_a_mistake_while_a_request_is_cancelled_ends_no_other(serve: Serve) -> None:
+    class Unforgetful(Counting):
+        def cancel(self, request_id: str) -> bool:
+            raise ValueError("a mistake of ours")
+
+    service = serve(Unforgetful())
+    service.submit([request("a", 500), request("b")], reader := DeltaQueue())
+    service.cancel("a")
+    found = read(service, reader, 2)
+    assert [d.error.code for d in found if d.error is not None] == [CANCELLED]
+    assert tokens_of(found, "b") == [0, 1, 2]
+    assert service.snapshot().state == "ready"
+
+
+def test_a_mistake_in_a_look_breaks_nothing(serve: Serve) -> None:
+    def mistaken(engine: Counting) -> None:
+        raise TypeError("3 + 'x'")
+
+    service = serve(Counting())
+    service.look(mistaken)
+    service.submit([request("a")], reader := DeltaQueue())
+    service.look(mistaken)
+    assert tokens_of(read(service, reader, 1), "a") == [0, 1, 2]
+
+
+def test_what_a_look_says_cannot_go_on_is_broken(serve: Serve) -> None:
+    def gives_up(engine: Counting) -> None:
+        raise WorkerError("no instance can be heard")
+
+    service = serve(Counting(most_tokens=ENDLESS))
+    service.submit([request("a", ENDLESS)], reader := DeltaQueue())
+    service.look(gives_up)
+    (delta,) = [x for x in read(service, reader, 1) if x.error is not None]
+    assert "no instance can be heard" in str(delta.error)
+
+
+def test_a_look_may_come_while_the_engine_is_made() -> None:
+    """By a thread that it has started: nothing of what it says is left out."""
+    looked = threading.Event()
+
+    def make() -> Counting:
+        service.look(lambda engine: looked.set())
+        return Counting()
+
+    service: EngineService[Counting] = EngineService(make)
+    service.open()
+    assert looked.wait(PATIENCE_S)
+    service.close()
 
 
 def test_a_snapshot_waits_for_no_step_and_a_slow_reader_keeps_none_waiting() -> None:

@@ -265,8 +265,8 @@ def test_parts_leave_little_trace_in_an_int8_cache(tiny_checkpoint: Callable[...
     [
         ({"split_tokens": 100}, "not a multiple of block_size=64: take 128"),
         ({"split_tokens": 0}, "split_tokens=0"),
-        ({"split_tokens": 128, "r_partition": "heads"}, "r_partition='heads' each has"),
-        ({"split_tokens": 128, "kv_placement": "gpu"}, "has none: leave one of the two out"),
+        ({"split_tokens": 128, "r_partition": "heads"}, "has a part of every sequence"),
+        ({"split_tokens": 128, "kv_placement": "gpu"}, "only R-workers keep the KV cache in parts"),
     ],
 )
 def test_what_can_t_be_split_is_refused(how: dict[str, Any], reason: str) -> None:

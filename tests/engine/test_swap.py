@@ -112,9 +112,9 @@ def test_what_forks_copy_has_room(llama: str, monkeypatch: pytest.MonkeyPatch) -
     rooms, stored = [], []
     make, leave = SwappedKV.__init__, SwappedKV.leave
 
-    def made(self: SwappedKV, *args: Any, most_tokens: int) -> None:
+    def made(self: SwappedKV, *args: Any, most_tokens: int, **more: Any) -> None:
         rooms.append(most_tokens)
-        make(self, *args, most_tokens=most_tokens)
+        make(self, *args, most_tokens=most_tokens, **more)
 
     def left(self: SwappedKV, tokens: Any) -> None:
         stored.append(len(tokens))

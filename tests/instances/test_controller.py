@@ -42,12 +42,14 @@ class Scripted:
     def __init__(self, name: str, *, num_tokens: int = 16 * BLOCK_SIZE) -> None:
         self.name, self.num_tokens, self.max_sequences = name, num_tokens, 100
         self.broken: FastDecodeError | None = None
+        self.stranded: FastDecodeError | None = None
         self.asked: dict[str, Request] = {}
         self._drawn: dict[str, dict[int, int]] = {}
         self._told: dict[str, set[str]] = {}
         self.most = 0
 
     def submit(self, request: Request, *, every_step: bool) -> None:
+        assert self.stranded is None, "it has no R-worker, and is given a request"
         if self.broken is not None:
             raise self.broken
         assert request.request_id not in self.asked
@@ -125,7 +127,8 @@ class World:
 
     def turn(self, rng: random.Random) -> bool:
         """Some instance says something; False: none has anything to say."""
-        able = [x for x in (*self.prefill, *self.decode) if x.broken is None and x.asked]
+        every = (*self.prefill, *self.decode)
+        able = [x for x in every if x.broken is None and x.stranded is None and x.asked]
         rng.shuffle(able)
         for instance in able:
             names = list(instance.asked)
@@ -142,6 +145,15 @@ class World:
 
     def lose(self, instance: Scripted) -> None:
         self.controller.arrived(instance.fail(WorkerError(f"{instance.name} is lost")))
+
+    def strand(self, instance: Scripted) -> None:
+        """It has no R-worker left, and lives."""
+        instance.stranded = WorkerError("no R-worker is left")
+        self.controller.strand(instance, instance.stranded)
+
+    def recover(self, instance: Scripted) -> None:
+        instance.stranded = None
+        self.controller.came_back(instance)
 
     def check(self) -> None:
         """All that weren't cancelled have said what they would say anyway."""
@@ -187,6 +199,88 @@ def test_cancelling_and_losses_at_any_stage(rng: random.Random) -> None:
             left -= 1
     while world.turn(rng):
         pass
+    world.check()
+
+
+def test_instances_without_r_workers_that_come_back_at_any_stage(rng: random.Random) -> None:
+    """Also where none has one for a while: requests wait then."""
+    world = World(rng.randint(1, 3), rng.randint(1, 3), local_below=rng.choice([0, 0, 9]))
+    every = [*world.prefill, *world.decode]
+    for number in range(40):
+        world.submit(f"r{number}", rng)
+        for _ in range(rng.randint(0, 6)):
+            world.turn(rng)
+        if rng.random() < 0.1:
+            world.cancel(f"r{rng.randrange(number + 1)}")
+        hurt = rng.choice(every)
+        if rng.random() < 0.3 and hurt.stranded is None:
+            world.strand(hurt)
+            left = hurt.asked.values()
+            assert all(x.hands_over for x in left), "it keeps more than prompts being fetched"
+        elif hurt.stranded is not None:
+            world.recover(hurt)
+    for instance in every:
+        if instance.stranded is not None:
+            world.recover(instance)
+    while world.turn(rng):
+        pass
+    world.check()
+
+
+def test_requests_wait_while_no_instance_has_an_r_worker() -> None:
+    rng, world = random.Random(11), World(1, 1)
+    for name in ("a", "b"):
+        world.submit(name, rng)
+    world.turn(rng)
+    for instance in (*world.prefill, *world.decode):
+        world.strand(instance)
+    world.submit("c", rng)
+    world.controller.step()  # and doesn't raise: they may come back
+    assert not world.turn(rng) and world.controller.num_unfinished_sequences
+    world.recover(world.decode[0])
+    while world.turn(rng):
+        pass
+    world.check()
+
+
+def test_a_request_that_fits_only_where_no_r_worker_is_left_keeps_nobody_waiting() -> None:
+    rng, world = random.Random(12), World(1, 1)
+    large = Scripted("large", num_tokens=400 * BLOCK_SIZE)
+    world.decode.append(large)
+    world.controller = Controller(
+        world.prefill, world.decode, batch_tokens=40, block_size=BLOCK_SIZE
+    )
+    request = Request("large", (5,) * 9, SamplingParams(max_tokens=600), 600, seed=1)
+    world.requests["large"], world.said["large"] = request, []
+    world.controller.submit(request, Listener(world.said["large"].append, every_step=False))
+    while not large.asked:
+        world.turn(rng)
+    world.strand(large)
+    world.submit("small", rng)
+    while world.turn(rng):
+        pass
+    assert list(world.controller.flows.by_request) == ["large"]
+    world.recover(large)
+    while world.turn(rng):
+        pass
+    world.check()
+
+
+def test_a_request_whose_only_place_is_lost_for_good_fails() -> None:
+    rng, world = random.Random(13), World(1, 1)
+    large = Scripted("large", num_tokens=400 * BLOCK_SIZE)
+    world.decode.append(large)
+    world.controller = Controller(
+        world.prefill, world.decode, batch_tokens=40, block_size=BLOCK_SIZE
+    )
+    request = Request("large", (5,) * 9, SamplingParams(max_tokens=600), 600, seed=1)
+    world.said["large"] = []
+    world.controller.submit(request, Listener(world.said["large"].append, every_step=False))
+    world.strand(large)
+    large.broken = WorkerError("its process has ended")
+    world.controller.lost(large, large.broken)
+    assert isinstance(world.said["large"][-1].error, CapacityError)
+    assert not world.turn(rng)
     world.check()
 
 
@@ -313,16 +407,43 @@ def test_what_cannot_be_prefilled_or_fetched_is_run_where_it_is_decoded() -> Non
         assert world.controller.num_moved == 1
 
 
-def test_its_own_errors_end_a_request_and_no_other() -> None:
+@pytest.mark.parametrize("code", [CANCELLED, "not_finite"])
+def test_a_request_fails_once_each_instance_has_failed_it(code: str) -> None:
+    """Nobody has cancelled it: that its instance says so is an error like others."""
     rng, world = random.Random(3), World(1, 1)
     world.submit("a", rng)
     world.submit("b", rng)
-    name, other = world.prefill[0].asked
-    cancelled = RequestError("it was cancelled", code=CANCELLED)
-    world.controller.arrived([Delta(other, 0, error=cancelled)])
-    world.controller.arrived([Delta(name, 0, error=RequestError("not finite"))])
-    assert world.said["a"][-1].error is not None and not world.said["b"]
+    first, second = RequestError("first", code=code), RequestError("second", code=code)
+    name, _ = world.prefill[0].asked
+    world.controller.arrived([Delta(name, 0, error=first)])
+    assert not world.said["a"] and name not in world.prefill[0].asked
+    (elsewhere,) = world.decode[0].asked
+    world.controller.arrived([Delta(elsewhere, 0, error=second)])
+    assert world.said["a"][-1].error is first and not world.said["b"]
     del world.requests["a"]
+    while world.turn(rng):
+        pass
+    world.check()
+    assert world.said["b"]
+
+
+def test_errors_that_come_before_an_engine_says_that_it_has_broken_down(
+    rng: random.Random,
+) -> None:
+    """Requests move: the others can run them."""
+    world = World(rng.randint(1, 2), rng.randint(2, 3))
+    for number in range(12):
+        world.submit(f"r{number}", rng)
+    for _ in range(rng.randint(0, 30)):
+        world.turn(rng)
+    hurt = rng.choice([x for x in (*world.prefill, *world.decode) if x.asked] or world.decode)
+    error = FastDecodeError("a step broke down before: ZeroDivisionError")
+    deltas = hurt.fail(error)
+    hurt.broken = None  # its Failed is on its way
+    world.controller.arrived(deltas)
+    hurt.asked.clear()
+    hurt.broken = error
+    world.controller.lost(hurt, error)
     while world.turn(rng):
         pass
     world.check()

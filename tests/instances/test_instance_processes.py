@@ -37,13 +37,13 @@ from fastdecode import LLM
 from fastdecode.cli.main import main
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.delta import OutputFold
-from fastdecode.core.errors import ConfigError, WorkerError
+from fastdecode.core.errors import ConfigError, RequestError, WorkerError
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.sequence import Request, RequestOutput, SamplingParams
 from fastdecode.engine.instances.addresses import InstanceHub, greet
-from fastdecode.engine.instances.remote import packed
+from fastdecode.engine.instances.remote import packed, unpacked
 from fastdecode.wire.instances.messages import InstanceHello, RequestsSay, RunRequests
-from fastdecode.wire.instances.told import request_to_json
+from fastdecode.wire.instances.told import delta_from_json, request_to_json
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
@@ -95,14 +95,7 @@ def test_nonsense_ends_the_controller_that_says_it(
         expected = answers(llm.generate(prompts(3), params(3)))
     model_hash = open_checkpoint(model).model_hash
     hello = InstanceHello(PROTOCOL_VERSION, model_hash)
-    request = Request("a", (5, 6), SamplingParams(), 8, seed=1)
-    for said in (
-        b"no JSON",
-        b"[[1, 2]]",
-        bytes(packed([request_to_json(replace(request, prompt_token_ids=(1 << 30,)))])),
-        bytes(packed([request_to_json(replace(request, max_tokens=1 << 23))])),
-        bytes(packed([request_to_json(replace(request, drawn={4: (1,)}))])),
-    ):
+    for said in (b"no JSON", b"[[1, 2]]", b"7"):
         hub = InstanceHub([four[0].address], None, SILENCE_S)
         (line,) = hub.connections
         assert greet(line, hello, time.monotonic() + WAIT_S).role is InstanceRole.PREFILL
@@ -114,6 +107,33 @@ def test_nonsense_ends_the_controller_that_says_it(
     with controller(model, four) as llm:
         assert answers(llm.generate(prompts(3), params(3))) == expected
         assert_all_is_free(llm)
+
+
+def test_a_request_that_cannot_be_run_costs_no_other(model: str, four: list[Process]) -> None:
+    """Another instance may have lied to the controller about what is known of it."""
+    hello = InstanceHello(PROTOCOL_VERSION, open_checkpoint(model).model_hash)
+    good = Request("good", (5, 6), SamplingParams(ignore_eos=True), 8, seed=1)
+    bad = [
+        replace(good, request_id="tokens", prompt_token_ids=(1 << 30,)),
+        replace(good, request_id="length", max_tokens=1 << 23),
+        replace(good, request_id="sequence", drawn={4: (1,)}),
+        replace(good, request_id="drawn", drawn={0: (7,) * 8}),
+        replace(good, request_id="stop", params=SamplingParams(stop_token_ids=(1 << 30,))),
+    ]
+    hub = InstanceHub([four[0].address], None, SILENCE_S)
+    (line,) = hub.connections
+    greet(line, hello, time.monotonic() + WAIT_S)
+    line.send(RunRequests(True, packed([request_to_json(each) for each in (*bad, good)])))
+    ended: dict[str, bool] = {}
+    while len(ended) < len(bad) + 1:
+        message = line.receive(WAIT_S)
+        assert not isinstance(message, Failed)
+        for said in unpacked(message.said) if isinstance(message, RequestsSay) else ():
+            delta = delta_from_json(said)
+            if delta.error is not None or delta.finish_reason is not None:
+                ended[delta.request_id] = isinstance(delta.error, RequestError)
+    assert ended == {"good": False, **{each.request_id: True for each in bad}}
+    hub.close()
 
 
 def test_controllers_come_one_after_another(model: str, one: LLM, four: list[Process]) -> None:
@@ -262,9 +282,9 @@ def test_what_does_not_fit_together_is_refused_by_name(
     model: str, four: list[Process], tiny_checkpoint: Callable[..., Path]
 ) -> None:
     addresses = [each.address for each in four]
-    with pytest.raises(ConfigError, match="r_workers=2 is of an engine"):
+    with pytest.raises(ConfigError, match="r_workers=2 cannot be set by the controller"):
         LLM(model, instance_addresses=addresses, r_workers=2)
-    with pytest.raises(ConfigError, match="leave one of the two out"):
+    with pytest.raises(ConfigError, match="Remove one of them"):
         LLM(model, instance_addresses=addresses, prefill_instances=1, decode_instances=1)
     with pytest.raises(ConfigError, match="give each address once"):
         LLM(model, instance_addresses=[addresses[0]] * 2)

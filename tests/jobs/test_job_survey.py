@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def test_a_models_identity_changes_with_each_of_its_files(tmp_path: Path) -> Non
 
 def test_progress_says_what_is_done_and_when_the_rest_will_be() -> None:
     now, out = [0.0], io.StringIO()
-    progress = Progress(out, clock=lambda: now[0])
+    progress = Progress(out, clock=lambda: now[0], now=lambda: datetime(2026, 11, 25, 9, 30))
     with progress:
         progress.begin(total=1000, done=400)
         for second in range(1, 25):
@@ -151,10 +152,21 @@ def test_progress_says_what_is_done_and_when_the_rest_will_be() -> None:
             progress.update(done=400 + 2 * second, **state)
     shown = out.getvalue().splitlines()
     assert shown == [
-        "lines 420/1000, 2 failed, 50 tok/s, ETA 0:04:50, R-workers 3/4",
-        "lines 440/1000, 2 failed, 50 tok/s, ETA 0:04:40, R-workers 3/4",
-        "lines 448/1000, 2 failed, 50 tok/s, ETA 0:04:36, R-workers 3/4",
+        "2026-11-25 09:30:00 lines 420/1000, 2 failed, 50 tok/s, ETA 0:04:50, R-workers 3/4",
+        "2026-11-25 09:30:00 lines 440/1000, 2 failed, 50 tok/s, ETA 0:04:40, R-workers 3/4",
+        "2026-11-25 09:30:00 lines 448/1000, 2 failed, 50 tok/s, ETA 0:04:36, R-workers 3/4",
     ]
+
+
+def test_the_end_is_told_by_tokens_where_no_line_is_done() -> None:
+    now = [0.0]
+    progress = Progress(io.StringIO(), clock=lambda: now[0])
+    progress.begin(total=100, done=50, most_tokens=2000)
+    now[0] = 10.0
+    progress.update(done=50, num_failed=0, num_tokens=250, workers=(1, 1))
+    assert "ETA 0:00:30" in progress.line()  # a quarter of what 50 lines can come to
+    progress.update(done=75, num_failed=0, num_tokens=250, workers=(1, 1))
+    assert "ETA 0:00:10" in progress.line()  # half of the lines: they were short
 
 
 def test_progress_speaks_of_no_r_workers_where_there_are_none() -> None:

@@ -140,8 +140,12 @@ def write_long_prompts(path: Path) -> None:
         (4, signal.SIGKILL),
         (2, signal.SIGKILL),
         (5, signal.SIGSTOP),
+        (4, signal.SIGSTOP),
     ],
-    ids=["decode", "prefill", "R-worker of decode", "R-worker of prefill", "decode stopped"],
+    ids=[
+        *("decode", "prefill", "R-worker of decode", "R-worker of prefill", "decode stopped"),
+        "R-worker of decode stopped",
+    ],
 )
 def test_who_is_lost_is_gone_on_without(
     model: str, tmp_path: Path, rank: int, trouble: signal.Signals

@@ -52,9 +52,9 @@ def test_a_spare_one_that_is_lost_too_is_replaced_by_the_next(
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        ({"r_worker_addresses": ("tcp://127.0.0.1:7000",)}, "whoever comes at"),
+        ({"r_worker_addresses": ("tcp://127.0.0.1:7000",)}, "replaces it"),
         ({"r_partition": "heads"}, "share the heads anew"),
-        ({"kv_placement": "gpu"}, "has none"),
+        ({"kv_placement": "gpu"}, "keep the KV cache in parts"),
     ],
 )
 def test_where_there_are_no_spare_ones_is_said(options: dict[str, Any], names: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -51,6 +52,32 @@ def test_what_is_fetched_is_there_bit_for_bit(kv: KVSpec, num_tokens: int) -> No
     assert one.holds(3, num_tokens, seed=5)
     assert other.ask(ForkSequence(9, 10, num_tokens, num_tokens + 9)) == Accepted(10)
     assert other.holds(10, num_tokens, seed=5)
+
+
+def test_a_source_of_which_anything_is_raised_ends_that_pull_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What another instance has said of its prompt is no reason to lose an R-worker."""
+    hosts = Hosts()
+    one, other = hosts.add("p", KV), hosts.add("d", KV)
+    one.fill(3, 9, seed=5)
+    one.offer(3, given := ticket())
+    connect_to = hosts.connect
+
+    def connect_unless_odd(address: str, line: int) -> Any:
+        if address == "odd":
+            raise ValueError("no such address family")
+        return connect_to(address, line)
+
+    monkeypatch.setattr(hosts, "connect", connect_unless_odd)
+    for sequence in (8, 9):
+        other.open(sequence, 30)
+    for sequence, address in ((8, "odd"), (9, "p")):
+        other.pull(sequence, 9, replace(one.source(given, 9), address=address))
+    hosts.run()
+    reasons = {pulled.sequence_id: pulled.reason for pulled in other.news()}
+    assert reasons == {8: "ValueError: no such address family", 9: ""}
+    assert other.holds(9, 9, seed=5)
 
 
 HALVES = replace(KV, num_kv_heads=2)

@@ -49,6 +49,32 @@ def test_a_step_is_planned_once_for_all_layers(worker: Worker) -> None:
     assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in int32_arrays)
 
 
+def test_attention_writes_what_decodes(worker: Worker) -> None:
+    """All of the sequences in front that have one query, unless one sees what another
+    row of this step brings."""
+    for sequence in (5, 6, 7):
+        worker.tell(OpenSequence(sequence, 12))
+    worker.run_step(step_of((5, 0, 6), (7, 0, 1)))
+    begin = step_of((5, 6, 1), (7, 1, 1), (6, 0, 5), queries=[1, 1, 0], step=1)
+    plan = worker.run_step(begin)[0].plan
+    assert (plan.num_last, plan.num_single) == (2, 2)
+    last = plan.context_lens.astype(int) - 1
+    blocks = plan.block_tables[[0, 1], last // 4].astype(int)
+    assert plan.slots[:2].tolist() == (blocks * 4 + last % 4).tolist()
+
+
+def test_what_only_looks_back_is_not_written_by_attention(worker: Worker) -> None:
+    worker.tell(OpenSequence(1, 12))
+    plan = worker.run_step(step_of((1, 0, 5)))[0].plan
+    assert (plan.num_single, plan.num_last) == (0, 0)  # five queries
+    worker.tell(OpenSequence(2, 12))
+    worker.run_step(step_of((2, 0, 3), step=1))
+    begin = step_of((2, 3, 1), queries=[1], step=2)
+    begin = replace(begin, num_visible=begin.num_past)  # not the token that it brings
+    plan = worker.run_step(begin)[0].plan
+    assert (plan.num_single, plan.num_last) == (1, 0)
+
+
 def test_a_step_without_queries_only_stores(worker: Worker) -> None:
     worker.tell(OpenSequence(1, 8))
     plan = worker.run_step(step_of((1, 0, 5), queries=[0]))[0].plan

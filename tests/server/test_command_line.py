@@ -85,6 +85,7 @@ def test_a_stop_in_the_middle_of_an_import_is_heard_after_it() -> None:
 
 def test_a_hang_up_has_keys_read_again_also_while_it_loads(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
+    keys.touch(mode=0o600)
     keys.write_text("first-key-0001\n")
     command = [*FASTDECODE, *SERVE, "--api-key-file", str(keys), "--log-level", "error"]
 

@@ -179,3 +179,13 @@ def test_another_server_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str
                     turn(client, "c", [5, 6])
                 assert main(["serve", str(CHECKPOINT), "--port", "0", *kept]) == 2
     assert "another process keeps conversations" in capfd.readouterr().err
+
+
+def test_a_turn_that_reuses_nothing_is_answered_with_a_warning() -> None:
+    asked = {"prompt": [5, 6], "max_tokens": 2}
+    with model_server("--prefix-cache", "off") as server:
+        for more in ({}, {"stream": True}):
+            body = {**asked, **more, "conversation_id": "c"}
+            status, headers, _ = server.ask("POST", "/v1/completions", body)
+            assert status == 200 and "prefix_cache is off" in headers["x-fastdecode-warning"]
+        assert "x-fastdecode-warning" not in server.ask("POST", "/v1/completions", asked)[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import http.client
 import json
 import os
@@ -24,9 +25,12 @@ from server_process import CHECKPOINT, PATHS, scripted_server
 
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.secret_file import exposure
 from fastdecode.server.client import EngineClient
 from fastdecode.server.front import Front
 from fastdecode.server.http.app import make_app
+from fastdecode.server.http.errors import Refused
+from fastdecode.server.http.guard import Guard
 from fastdecode.server.messages import Opening
 from fastdecode.server.options import ServeOptions, key_hashes
 from fastdecode.server.request_log import RequestLog
@@ -34,7 +38,8 @@ from fastdecode.text.codec import TextCodec
 
 EXPECTED = {
     "/": "open", "/page.css": "open", "/page.js": "open", "/icon.svg": "open", "/live": "open",
-    "/health": "open", "/metrics": "key", "/status.json": "key", "/version": "key",
+    "/health": "open", "/metrics": "key", "/status.json": "key", "/history.json": "key",
+    "/version": "key",
     "/v1/models": "key", "/v1/models/{model:path}": "key", "/v1/completions": "key",
     "/v1/chat/completions": "key", "/tokenize": "key", "/detokenize": "key",
     "/v1/conversations/{conversation_id:path}": "key",
@@ -144,6 +149,7 @@ def test_who_is_not_let_in_is_counted_and_logged(tmp_path: Path) -> None:
 
 def test_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "keys"
+    file.touch(mode=0o600)
     file.write_text("# ours\nfirst-key-0001\n\nsecond-key-002\n")
     options = ServeOptions(api_key_file=str(file))
     assert len(key_hashes(options, {})) == 2
@@ -162,6 +168,75 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"first-key-0001\n# ours\nshort\n", "line 3: the key is too short: give 8 characters"),
+        (b"first-key-0001\n\xff\xfe\n", "line 2: it is no text"),
+        (b"first-key-0001 second-key-002\n", "line 1: the key has a space"),
+    ],
+)
+def test_an_error_in_a_key_file_names_file_and_line(
+    content: bytes, says: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys"
+    file.touch(mode=0o600)
+    file.write_bytes(content)
+    with pytest.raises(ConfigError) as raised:
+        key_hashes(ServeOptions(api_key_file=str(file)), {})
+    assert f"{file}', {says}" in str(raised.value)
+    assert "first-key" not in str(raised.value), "an error shows no key"
+    with pytest.raises(ConfigError, match="a key in FASTDECODE_API_KEYS is too short"):
+        key_hashes(ServeOptions(), {"FASTDECODE_API_KEYS": "first-key-0001,short"})
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o620, 0o602])
+def test_a_key_file_that_others_can_read_is_refused(mode: int, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("first-key-0001\n")
+    file.chmod(mode)
+    with pytest.raises(ConfigError, match=f"chmod 600 {file}"):
+        key_hashes(ServeOptions(api_key_file=str(file)), {})
+
+
+def test_a_tls_key_that_others_can_read_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    key = tmp_path / "key.pem"
+    key.write_text("a key")
+    key.chmod(0o644)
+    files = ["--tls-cert", str(key), "--tls-key", str(key)]
+    assert main(["serve", str(CHECKPOINT), "--port", "0", *files]) == 2
+    assert f"--tls-key {key}: others may read" in capfd.readouterr().err
+
+
+def test_who_may_read_a_secret() -> None:
+    def why(mode: int, owner: int) -> str:
+        return exposure(os.stat_result((mode, 0, 0, 1, owner, 0, 0, 0, 0, 0)), "F")
+
+    assert not why(0o100600, 1000) and not why(0o100400, 1000)
+    assert "mode 640): chmod 600 F" in why(0o100640, 1000)
+    assert not why(0o100640, 0), "as mounted secrets are: root's, for a group"
+    assert why(0o100644, 0) and why(0o100660, 0)
+
+
+@pytest.mark.parametrize(
+    ("authorization", "says"),
+    [
+        ({}, "got none"),
+        ({"authorization": "Basic first-key-0001"}, "got none"),
+        ({"authorization": "Bearer "}, "got none"),
+        ({"authorization": "Bearer wrong-key-0001"}, "the API key is wrong"),
+    ],
+)
+def test_a_wrong_key_is_called_wrong(authorization: dict[str, str], says: str) -> None:
+    guard = Guard(lambda *_: None, [hashlib.sha256(KEYS[0].encode()).hexdigest()])  # type: ignore[arg-type,return-value]
+    headers = [(name.encode(), value.encode()) for name, value in authorization.items()]
+    with pytest.raises(Refused, match=says) as refused:
+        guard._check({"headers": headers, "path": "/v1/models"})
+    assert (refused.value.status, refused.value.code) == (401, "invalid_api_key")
+
+
+@pytest.mark.parametrize(
     ("options", "match"),
     [
         (["--host", "0.0.0.0"], "--host 0.0.0.0 can be reached by others"),
@@ -176,6 +251,7 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
 def test_options_that_are_refused(
     options: list[str], match: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / KEY_FILE).touch(mode=0o600)
     (tmp_path / KEY_FILE).write_text(KEYS[0])
     options = [str(tmp_path / each) if each == KEY_FILE else each for each in options]
     assert main(["serve", str(CHECKPOINT), "--port", "0", *options]) == 2

@@ -178,6 +178,22 @@ def test_an_http_process_that_is_stopped_holds_up_no_end() -> None:
     assert (outcome.exit_code, outcome.orphans) == (3, [])
 
 
+def test_an_http_process_that_is_stopped_costs_its_requests_and_comes_back() -> None:
+    with scripted_server("--write-timeout-s", "2", "--step-s", "0.05") as server:
+        stream = Stream(server)
+        stream.first()
+        http_process = server.process("http")
+        http_process.suspend()
+        said = "the HTTP process has read nothing for 2 s: its requests are cancelled"
+        server.wait_until(lambda: said in server.job.output())
+        http_process.resume()
+        assert stream.rest()[-1]["error"]["code"] == "http_stopped"
+        server.wait_until(lambda: "the HTTP process reads again" in server.job.output())
+        server.wait_until_idle()
+        assert server.complete(prompt=[1], max_tokens=3)[0] == 200
+        assert health(server) == (200, None)
+
+
 @pytest.fixture(scope="module")
 def slow_server() -> Iterator[Server]:
     """Two run at once; the others wait."""

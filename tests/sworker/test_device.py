@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from recorded_gpu import RecordedGpu
 
-from fastdecode.core.errors import WorkerError
+from fastdecode.core.dtype import DType
+from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire.buffers import BufferPool
-from sworker.device import CudaGpu, feed_gpu
+from sworker import device
+from sworker.device import CudaGpu, HostMemory, clear_cuda_error, feed_gpu, gpu_of
+from sworker.host_tier import HostTier
+from sworker.paged import PagedKV
 from sworker.room import Room
 from sworker.worker import DeviceTimer
 
@@ -45,13 +51,17 @@ def test_one_block_of_many_that_are_alike_is_timed_and_stands_for_all() -> None:
 
 
 class Cudart:
-    """Of CUDA's runtime, what pins memory."""
+    """Of CUDA's runtime, what pins memory, and the error that it keeps pending."""
 
     def __init__(self, error: int = 0) -> None:
         self._error = error
         self.pinned: dict[int, int] = {}
+        self.pending = 0
+        self.num_asked = 0
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        self.num_asked += 1
+        self.pending = self._error or self.pending
         if not self._error:
             self.pinned[address] = num_bytes
         return self._error
@@ -60,12 +70,28 @@ class Cudart:
         del self.pinned[address]
         return 0
 
+    def cudaGetLastError(self) -> int:  # noqa: N802
+        error, self.pending = self.pending, 0
+        return error
+
+
+def refuse(num_bytes: int) -> torch.Tensor:
+    raise RuntimeError("CUDA error: out of memory\nadvice")
+
+
+def gpu_with(
+    cudart: Cudart, allocate: Callable[[int], torch.Tensor] = refuse, kind: str = "cuda"
+) -> CudaGpu:
+    index = 0 if kind == "cuda" else None
+    gpu = torch.device(kind, index) if index is not None else torch.device(kind)
+    return CudaGpu(gpu, HostMemory(gpu, cudart, allocate))
+
 
 def test_memory_is_pinned_as_long_as_anything_looks_into_it() -> None:
     """A room that has grown may have lent what it had before: views outlive the
     tensor that they are of."""
     cudart = Cudart()
-    gpu = CudaGpu(torch.device("cuda", 0), cudart)
+    gpu = gpu_with(cudart)
     room = Room(gpu.pinned, 4096)
     lent = room.take(torch.Size((16,)), torch.float32)
     array = lent.numpy()
@@ -86,7 +112,7 @@ def test_memory_is_pinned_as_long_as_anything_looks_into_it() -> None:
 def test_messages_buffers_are_pinned_when_they_are_first_read() -> None:
     """Each mapping once, and as long as anything looks into it."""
     cudart = Cudart()
-    gpu, pool = CudaGpu(torch.device("cuda", 0), cudart), BufferPool()
+    gpu, pool = gpu_with(cudart), BufferPool()
     large, small = pool.take(3 << 20), pool.take(5000)
     answers = [large[64:].view(np.float32).reshape(-1, 4), small[:400].view(np.uint16)]
     assert all(gpu.reads(answer) for answer in answers * 2)
@@ -104,14 +130,124 @@ def test_messages_buffers_are_pinned_when_they_are_first_read() -> None:
 def test_where_messages_buffers_cannot_be_pinned_that_is_asked_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    gpu, answer = CudaGpu(torch.device("cuda", 0), Cudart(error=2)), BufferPool().take(5000)
+    cudart, answer = Cudart(error=2), BufferPool().take(5000)
+    gpu = gpu_with(cudart)
     assert not gpu.reads(answer) and not gpu.reads(answer)
+    assert cudart.num_asked == 1 and cudart.pending == 0
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "ulimit -l" in caplog.text
 
 
-def test_memory_that_cannot_be_pinned() -> None:
-    cudart = Cudart(error=2)
-    with pytest.raises(WorkerError, match="CUDA error 2"):
-        CudaGpu(torch.device("cuda", 0), cudart).pinned(4096)
+def test_where_registering_is_refused_torch_pins(caplog: pytest.LogCaptureFixture) -> None:
+    """And a staging works with it; torch's next kernel finds no error pending."""
+    cudart, taken = Cudart(error=2), []
+
+    def allocate(num_bytes: int) -> torch.Tensor:
+        taken.append(torch.empty(num_bytes, dtype=torch.uint8))
+        return taken[-1]
+
+    gpu = gpu_with(cudart, allocate)
+    memory = gpu.pinned(4096)
+    assert memory is taken[0] and cudart.pending == 0
+    assert gpu.pinned(100) is taken[1] and cudart.num_asked == 1
+    assert len(caplog.records) == 1 and "CUDA error 2" in caplog.text
+
+
+def test_where_nothing_is_pinned_memory_is_plain(caplog: pytest.LogCaptureFixture) -> None:
+    """One warning for each way, whoever asks. Before, no engine started."""
+    cudart = Cudart(error=801)
+    gpu = gpu_with(cudart)
+    for _ in range(3):
+        room = Room(gpu.pinned, 4096)
+        room.take(torch.Size((5000,)), torch.float32).fill_(1.0)
+        assert gpu.pinned(10).shape == (10,) and cudart.pending == 0
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "out of memory" in caplog.text and "advice" not in caplog.text
     gc.collect()
+
+
+def test_all_drivers_of_a_device_know_what_was_refused() -> None:
+    """There are many: each lane's staging, the sampler, the S-worker."""
+    one, other = (gpu_of(torch.device("cuda", 0)) for _ in range(2))
+    assert isinstance(one, CudaGpu) and isinstance(other, CudaGpu)
+    assert one is not other and one._memory is other._memory
+
+
+def test_a_lower_tier_where_nothing_is_pinned() -> None:
+    """Its blocks are kept in plain memory, and come back."""
+    spec = AttentionSpec(2, 2, 8, 1.0)
+    kv = KVSpec(3, 2, 8, DType.INT8, 16)
+    cache = PagedKV(kv, [spec] * 3, 4, torch.device("cpu"))
+    cache.pool.random_(-100, 100)
+    assert cache.scales is not None
+    cache.scales.normal_()
+    tier = HostTier(cache, 2 * kv.block_bytes, gpu_with(Cudart(error=2)))
+    assert tier.store([b"a", b"b", b"c"], [0, 2, 3]) == {2}
+    before = [x[:, :, 32:48].clone() for x in (cache.pool, cache.scales)]
+    assert tier.fetch([b"b", b"x"], [1, 3]) == {1}
+    for x, expected in zip((cache.pool, cache.scales), before, strict=True):
+        assert torch.equal(x[:, :, 16:32], expected)
+
+
+@pytest.mark.parametrize("num_bytes", [100, 300_000])
+def test_uploads_where_nothing_is_pinned(num_bytes: int) -> None:
+    """Of large ones torch would ask for pinned memory itself, and raise."""
+    gpu = gpu_with(Cudart(error=2), kind="cpu")
+    host = torch.arange(num_bytes // 4, dtype=torch.float32).view(-1, 5)
+    found = gpu.upload(host)
+    assert found.shape == host.shape and torch.equal(found, host)
+
+
+def test_large_uploads_leave_from_pinned_memory() -> None:
+    taken = []
+
+    def allocate(num_bytes: int) -> torch.Tensor:
+        taken.append(torch.empty(num_bytes, dtype=torch.uint8))
+        return taken[-1]
+
+    gpu = gpu_with(Cudart(), allocate, "cpu")
+    host = torch.arange(99_999).view(3, -1).T
+    assert torch.equal(gpu.upload(host), host) and [x.nbytes for x in taken] == [99_999 * 8]
+
+
+def test_an_error_is_cleared_whatever_torch_binds() -> None:
+    """torch binds cudaGetLastError in some versions only; else the loaded
+    runtimes are asked."""
+    bound, unbound, library = Cudart(), SimpleNamespace(), Cudart()
+    bound.pending = library.pending = 2
+    clear_cuda_error(bound, [library])
+    assert (bound.pending, library.pending) == (0, 2)
+    clear_cuda_error(unbound, [library])
+    assert library.pending == 0
+    clear_cuda_error(unbound)  # none is loaded here
+
+
+def test_float32_is_float32_whatever_the_environment_says(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1``, as in NVIDIA's images, is this setting."""
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_float32_matmul_precision("high")
+        feed_gpu(torch.device("cpu"))
+        assert torch.get_float32_matmul_precision() == "high"  # no matter on a CPU
+        feed_gpu(torch.device("cuda"))
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE" in caplog.text
+        caplog.clear()
+        feed_gpu(torch.device("cuda"))
+        assert caplog.text == ""
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.set_num_threads(num_threads)
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = True
+
+
+@pytest.mark.parametrize(
+    ("version", "warns"),
+    [("2.6.0+cu124", True), ("2.7.0", False), ("2.13.0+cpu", False), ("3.0.0a1", False)],
+)
+def test_an_old_torch_is_named(version: str, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
+    device._warn_of_old_torch(version)
+    assert ("torch>=2.7" in caplog.text) is warns

@@ -19,6 +19,18 @@ def fail(error: BaseException) -> Callable[[], Any]:
     return act
 
 
+def triton_error(message: str) -> Exception:
+    """As Triton's are: not RuntimeErrors, and known by where they are defined."""
+    base = type("TritonError", (Exception,), {"__module__": "triton.errors"})
+    kind = type("OutOfResources", (base,), {"__module__": "triton.runtime.errors"})
+    error = kind(message)
+    assert isinstance(error, Exception) and not isinstance(error, RuntimeError)
+    return error
+
+
+SHARED_MEMORY = "out of resource: shared memory, Required: 151620, Hardware limit: 101376"
+
+
 @pytest.mark.parametrize(
     ("act", "in_a_step", "at_start"),
     [
@@ -30,6 +42,7 @@ def fail(error: BaseException) -> Callable[[], Any]:
         (fail(RuntimeError("could not create a primitive")), None, ConfigError),
         (fail(torch.distributed.DistError("gone")), WorkerError, WorkerError),
         (fail(ConfigError("no")), ConfigError, ConfigError),
+        (fail(triton_error(SHARED_MEMORY)), WorkerError, ConfigError),
         (fail(AssertionError("ours")), None, None),
         (fail(ValueError("ours")), None, None),
     ],

@@ -216,7 +216,14 @@ def test_rows_know_nothing_of_each_other(dtype: torch.dtype) -> None:
 
     def everything(rows: slice) -> list[torch.Tensor]:
         heads = h[rows].unflatten(1, (8, 32))[:, 1:7]  # not dense
+        num_rows = heads.shape[0]
+        q, k, v = (torch.empty(num_rows, num, 32, dtype=dtype) for num in (4, 1, 1))
+        fused_numba.rotate_split(heads[:, :5], heads[:, 5:], positions[rows], table, (q, k, v))
+        turned = fused_numba.rotate(heads, positions[rows], table)
+        assert torch.equal(torch.cat((q, k), 1), turned[:, :5])
+        assert torch.equal(v, heads[:, 5:])
         return [
+            q,
             fused_numba.norm(h[rows], weight, 1e-5, 1.0),
             fused_numba.norm(heads, weight[:32], 1e-5, 0.0),
             *fused_numba.add_norm(h[rows], h[rows], weight, 1e-5, 0.0),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -15,8 +16,10 @@ from checkpoints import prompts
 from recorded_gpu import RecordedGpu
 
 from fastdecode import LLM, SamplingParams
+from fastdecode.core.config.engine import EngineConfig
 from fastdecode.engine.setup import resolve, s_worker
-from sworker.graphs import MAX_GRAPH_ROWS, MAX_GRAPHS, Buckets, StepGraphs
+from fastdecode.engine.setup.steps import LAYER_KERNELS, lane_graphs
+from sworker.graphs import MAX_GRAPH_ROWS, MAX_GRAPHS, Buckets, LaneGraphs, StepGraphs
 from sworker.load.weights import load_model
 from sworker.worker import PaddedPass, SWorker
 
@@ -38,13 +41,77 @@ def test_buckets(parts: int, count: int) -> None:
 
 
 def test_more_lanes_have_fewer_buckets() -> None:
-    chosen = [Buckets.choose(num_lanes, 33, MAX_GRAPHS) for num_lanes in range(1, 9)]
+    lanes = [[LaneGraphs(MAX_GRAPH_ROWS, 33)] * num_lanes for num_lanes in range(1, 9)]
+    chosen = [Buckets.choose(each, MAX_GRAPHS) for each in lanes]
     assert [buckets.parts for buckets in chosen] == [8, 8, 8, 4, 4, 2, 2, 2]
-    assert all(buckets.num_graphs(n, 33) <= MAX_GRAPHS for n, buckets in enumerate(chosen, 1))
-    assert Buckets.choose(8, 127, 1000).parts == 1
+    assert all(b.num_graphs(each) <= MAX_GRAPHS for b, each in zip(chosen, lanes, strict=True))
+    assert Buckets.choose([LaneGraphs(MAX_GRAPH_ROWS, 127)] * 8, 1000) == Buckets(parts=1, least=8)
 
 
-@pytest.mark.parametrize(("max_graphs", "captured"), [(4096, 3 * 3 * 4), (20, 20)])
+def test_no_bucket_is_below_the_least() -> None:
+    buckets = Buckets(64, parts=1, least=8)
+    assert buckets.sizes == [8, 16, 32, 64]
+    assert [buckets.of(num_rows) for num_rows in (1, 7, 8, 9, 33)] == [8, 8, 8, 16, 64]
+
+
+def captured_for(num_layers: int, num_lanes: int, **options: Any) -> tuple[int, Buckets]:
+    """Graphs and buckets of an engine."""
+    config = EngineConfig.of(model="m", **options)
+    lanes = lane_graphs(config, num_layers, num_lanes)
+    buckets = Buckets.choose(lanes, MAX_GRAPHS)
+    return buckets.num_graphs(lanes), buckets
+
+
+@pytest.mark.parametrize(("num_layers", "num_lanes"), [(32, 8), (64, 8), (80, 8), (80, 4)])
+def test_graphs_of_large_models_fit(num_layers: int, num_lanes: int) -> None:
+    """Of 80 layers and 8 lanes 6,480 were wanted where 4,096 are allowed: the
+    smallest steps had none."""
+    num_graphs, buckets = captured_for(num_layers, num_lanes)
+    assert num_graphs <= MAX_GRAPHS
+    assert buckets.sizes[-1] == MAX_GRAPH_ROWS and buckets.sizes[0] <= 8
+
+
+def test_lanes_have_graphs_of_what_may_occur() -> None:
+    """Lane l is there where l + 1 lanes share all sequences, and a short prompt
+    may come."""
+    config = EngineConfig.of(model="m", max_num_sequences=256)
+    most = [lane.max_rows for lane in lane_graphs(config, 32, 8)]
+    assert most == [320, 192, 150, 128, 116, 107, 101, 96]
+    assert [lane.num_graphs for lane in lane_graphs(config, 32, 2)] == [33, 33]
+
+
+def test_with_kv_on_the_device_a_step_is_one_graph() -> None:
+    config = EngineConfig.of(model="m", kv_placement="gpu", max_num_sequences=1000)
+    assert lane_graphs(config, 32, 1) == (LaneGraphs(MAX_GRAPH_ROWS, 1, 32 * LAYER_KERNELS),)
+
+
+def test_with_kv_on_both_sides_away_lanes_may_have_all() -> None:
+    """The home lane runs units, whole steps and slices; all but one sequence may be
+    away."""
+    config = EngineConfig.of(model="m", kv_placement="hybrid", max_num_sequences=256)
+    home, *away = lane_graphs(config, 32, 3)
+    assert (home.max_rows, home.num_graphs) == (320, 33 + 1 + 8)
+    assert [(lane.max_rows, lane.num_graphs) for lane in away] == [(320, 33), (192, 33)]
+
+
+def test_buckets_that_a_lane_cannot_have_are_not_captured(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    checkpoint = tiny_checkpoint("llama", num_hidden_layers=2)
+    _, model = load_model(checkpoint, device=CPU, dtype=torch.float32)
+    gpu, lanes = RecordedGpu(), [LaneGraphs(8, 3), LaneGraphs(3, 3), LaneGraphs(1, 3)]
+    with gpu:
+        graphs = StepGraphs(model, CPU, capture=True, lanes=lanes, max_rows=8, gpu=gpu)
+        graphs.prepare()
+        captured = {(lane, bucket) for lane, _, bucket in graphs._graphs}
+        assert captured == {(0, 1), (0, 2), (0, 4), (0, 8), (1, 1), (1, 2), (1, 4), (2, 1)}
+        assert graphs.num_graphs == graphs.buckets.num_graphs(lanes) == 3 * 8
+        gpu.calls.clear()
+        graphs.run(2, 1, 8)  # whatever comes runs as it is
+    assert gpu.calls["replay"] == 0
+
+
+@pytest.mark.parametrize(("max_graphs", "captured"), [(4096, 3 * 3 * 4), (5, 5)])
 def test_nothing_is_captured_later(
     max_graphs: int, captured: int, tiny_checkpoint: Callable[..., Path]
 ) -> None:
@@ -146,9 +213,38 @@ def test_what_cannot_be_captured_runs_as_it_is(
             expected.q = expected.q.clone()
     assert capture.call_count == 1 and gc.isenabled()
     assert [record.message for record in caplog.records] == [
-        "unit 0 of the S-part, of 8 rows, can't be captured as a CUDA graph on cpu: it runs as it "
-        "is, as will all that isn't captured yet: no"
+        "unit 0 of the S-part, of 8 rows, can't be captured as a CUDA graph on cpu: it runs "
+        "without, and so does everything that is not captured yet: no"
     ]
+
+
+@pytest.mark.parametrize("at", ["warm-up", "capture"])
+def test_a_kernel_of_triton_that_cannot_be_launched_costs_the_graphs_alone(
+    at: str, tiny_checkpoint: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Triton's errors are no RuntimeErrors."""
+    _, model = load_model(tiny_checkpoint("llama"), device=CPU, dtype=torch.float32)
+    kind = type("OutOfResources", (Exception,), {"__module__": "triton.runtime.errors"})
+    error = kind("out of resource: shared memory, Required: 151620\nmore")
+    gpu = RecordedGpu()
+    graphs = StepGraphs(model, CPU, capture=True, max_rows=8, gpu=gpu)
+    fails = mock.patch.object(
+        *((graphs, "unit") if at == "warm-up" else (gpu, "capture")), side_effect=error
+    )
+    with fails:
+        graphs.prepare()
+    assert graphs.num_graphs == 0
+    (record,) = caplog.records
+    assert record.message.endswith("out of resource: shared memory, Required: 151620")
+
+
+def test_what_else_fails_at_warm_up_raises(tiny_checkpoint: Callable[..., Path]) -> None:
+    """A device that fails, or has no memory: the start has failed."""
+    _, model = load_model(tiny_checkpoint("llama"), device=CPU, dtype=torch.float32)
+    graphs = StepGraphs(model, CPU, capture=True, max_rows=8, gpu=RecordedGpu())
+    gone = RuntimeError("CUDA error: device-side assert triggered")
+    with mock.patch.object(graphs, "unit", side_effect=gone), pytest.raises(RuntimeError):
+        graphs.prepare()
 
 
 @torch.inference_mode()
@@ -215,13 +311,14 @@ def test_equal_tokens(lanes: int, kv_placement: str, tiny_checkpoint: Callable[.
 
 
 def test_several_s_workers_pad_alike_whatever_their_gpus_have_room_for() -> None:
-    resolved = mock.Mock(device=CPU, max_graphs=4096, most_lanes=4)
+    config, model = EngineConfig.of(model="m"), mock.Mock(layers=[None] * 4)
+    resolved = mock.Mock(device=CPU, max_graphs=4096, most_lanes=4, config=config)
     ranks = mock.MagicMock(agree=lambda *numbers: [min(n, 2) for n in numbers])
     with mock.patch.object(s_worker, "StepGraphs") as made:
-        s_worker.step_graphs(mock.Mock(), resolved)
-        s_worker.step_graphs(mock.Mock(), resolved, ranks)
-        no_room = s_worker.step_graphs(
-            mock.Mock(), resolved, mock.Mock(agree=lambda *numbers: [2, 0])
-        )
-    chosen = [(call.kwargs["num_lanes"], call.kwargs["max_graphs"]) for call in made.call_args_list]
+        s_worker.step_graphs(model, resolved)
+        s_worker.step_graphs(model, resolved, ranks)
+        no_room = s_worker.step_graphs(model, resolved, mock.Mock(agree=lambda *numbers: [2, 0]))
+    chosen = [
+        (len(call.kwargs["lanes"]), call.kwargs["max_graphs"]) for call in made.call_args_list
+    ]
     assert chosen == [(4, 4096), (2, 2)] and no_room is None

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from recorded_gpu import RecordedGpu
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from sworker.paged import PagedKV
+from sworker.swap import swapped
 from sworker.swap.host import Staged, stretches
 from sworker.swap.swapped import SwappedKV
 
@@ -228,13 +230,64 @@ def lent_again_while_it_leaves(lanes: Lanes) -> None:
 
 def test_memory_is_taken_once_or_grows_when_nobody_uses_it() -> None:
     lanes = recorded()
-    assert lanes.gpu.calls["room"] == 1
+    assert lanes.gpu.calls["room"] == 2, "what leaves, and blocks that come scattered"
     assert lanes.gpu.calls["pinned"] == 5 + 2, "each lane's, and what leaves each slot"
     grown = recorded(most_tokens=10)
     grown.check()
-    assert grown.gpu.calls["room"] > 1
+    assert grown.gpu.calls["room"] > 2
     assert grown.gpu.checker.races == []
     assert recorded(lent_again_while_it_leaves, most_tokens=10).gpu.checker.races
+
+
+@pytest.fixture
+def gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks come in gathers, two at a time, however they lie."""
+    monkeypatch.setattr(swapped, "MAX_RUNS", 0)
+    monkeypatch.setattr(swapped, "SCATTERED_BYTES", 2 * 2 * BLOCK * 2 * 8 * 4)
+
+
+@pytest.mark.usefixtures("gathers")
+def test_no_races_where_blocks_are_gathered() -> None:
+    lanes = recorded()
+    lanes.check()
+    assert lanes.gpu.calls["aten::index_copy_"] > 0
+    assert lanes.gpu.checker.races == [] and lanes.gpu.checker.unkept == []
+
+
+@pytest.mark.usefixtures("gathers")
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16, DType.INT8])
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_gathered_blocks_are_what_was_stored(seed: int | None, dtype: DType) -> None:
+    gpu = LateGpu(seed)
+    with gpu:
+        lanes = in_turns(Lanes(4, dtype, gpu))
+        gpu.finish()
+    lanes.check()
+
+
+def test_scattered_blocks_come_in_one_gather_a_layer() -> None:
+    """Before: a copy for each run, K or V; two slicings each."""
+    gpu, num_blocks = RecordedGpu(), 200
+    kv = KVSpec(NUM_LAYERS, 2, 8, DType.BFLOAT16, BLOCK)
+    with gpu:
+        swap = SwappedKV(kv, [SPEC] * NUM_LAYERS, num_blocks, 3, CPU, gpu, most_tokens=9)
+        swap.enter(0, np.empty(0, np.int64))
+        gpu.calls.clear()
+        swap.prefetch(1, np.arange(0, num_blocks, 2))
+    assert gpu.calls["aten::index_select"] == gpu.calls["aten::index_copy_"] == NUM_LAYERS
+    assert gpu.calls["aten::copy_"] == 0 and gpu.calls["upload"] == 1
+    assert swap.figures.num_blocks_in == num_blocks // 2
+
+
+def test_without_a_mapping_scattered_blocks_come_run_by_run() -> None:
+    gpu = RecordedGpu()
+    kv = KVSpec(NUM_LAYERS, 2, 8, DType.BFLOAT16, BLOCK)
+    with gpu, mock.patch.object(gpu, "mapped", return_value=None):
+        swap = SwappedKV(kv, [SPEC] * NUM_LAYERS, 20, 3, CPU, gpu, most_tokens=9)
+        swap.enter(0, np.empty(0, np.int64))
+        gpu.calls.clear()
+        swap.prefetch(1, np.arange(0, 20, 2))
+    assert gpu.calls["aten::copy_"] == 10 * 2 * NUM_LAYERS
 
 
 def launched_before_it_is_there(lanes: Lanes) -> None:

@@ -32,7 +32,7 @@ TEXTS = st.text(max_size=20)
 FLOATS = st.floats(-1e9, 0)
 SOURCES = st.builds(
     KVSource,
-    TEXTS,
+    TEXTS.filter(str.isprintable),
     st.integers(0, 9),
     st.text("0123456789abcdef", min_size=32, max_size=32),
     st.integers(0, 1 << 20),
@@ -131,6 +131,8 @@ def test_what_is_no_request_is_refused(place: int, value: Any) -> None:
         replace(SOURCE, ticket="ab"), replace(SOURCE, num_tokens=0),
         replace(SOURCE, first_token=-1), replace(SOURCE, num_tokens=1 << 62),
         replace(SOURCE, num_heads=0), replace(SOURCE, first_head=1 << 40),
+        replace(SOURCE, address="x" * (1 << 17)), replace(SOURCE, address="a\nb"),
+        replace(SOURCE, address="\ud800"),
     ],
 )  # fmt: skip
 def test_sources_that_no_r_worker_would_read_are_refused(source: KVSource) -> None:
@@ -145,7 +147,9 @@ def test_sources_that_no_r_worker_would_read_are_refused(source: KVSource) -> No
     ("place", "value"),
     [
         (0, None), (1, -1), (1, 1 << 20), (2, 5), (3, [1 << 40]), (4, [[1]]), (5, "tired"),
-        (6, ["NoError", "a", "b"]), (6, ["WorkerError", 1, "b"]), (7, -3), (8, 5),
+        (6, ["NoError", "a", "b"]), (6, ["WorkerError", 1, "b"]), (7, -3), (8, 5), (2, "\ud800"),
+        (4, [[1, float("nan"), []]]), (4, [[1, float("inf"), []]]), (4, [[1, "-1", []]]),
+        (4, [[1, -1.0, [[2, float("nan")]]]]),
     ],
 )  # fmt: skip
 def test_what_is_no_delta_is_refused(place: int, value: Any) -> None:

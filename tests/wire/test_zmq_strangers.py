@@ -154,7 +154,7 @@ def test_a_peer_that_sends_more_than_anybody_reads_is_lost(frame_bytes: int, mos
     """Whether it sends many frames or long ones."""
     context = zmq.Context()
     with context.socket(zmq.ROUTER) as router:
-        line = RouterLine(router, b"peer", 1, lambda _: None)
+        line = RouterLine(router, lambda data, *, copy: None, 1, lambda _: None)
         frame = zmq.Frame(bytes(frame_bytes))
         for _ in range(most):
             line.arrive(frame)

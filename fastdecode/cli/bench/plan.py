@@ -35,9 +35,9 @@ def add_bench(commands: Any) -> None:
         "bench",
         help="run a plan, or its scaled-down twin here: predicted against measured; or stream: "
         "links' rates",
-        description="Run the batch of a plan with R-workers as threads of this process, scaled "
-        "down to what this machine holds, and compare each quantity with what this machine's "
-        "profiles predict for it. `bench stream` measures links instead.",
+        description="Run a plan's batch here, scaled down to this machine, with R-workers as "
+        "threads. Compare what is measured with what this machine's profiles predict. "
+        "`bench stream` measures links instead.",
     )
     add_stream(parser.add_subparsers(dest="bench", metavar="[stream]"))
     parser.set_defaults(run=run_bench)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.options import EXIT_INFEASIBLE, add_log_level_option, tell
+from fastdecode.cli.parser import add_model
 from fastdecode.cli.plan.load import read_load
 from fastdecode.core.errors import ConfigError
 
@@ -37,6 +38,7 @@ def add_goodput(questions: Any) -> None:
         "candidate is simulated with the requests of a trace, or with drawn ones.",
     )
     parser.set_defaults(run=run_goodput, command="plan goodput")
+    add_model(parser, 'a name such as "Llama-2 7B", a config.json, or a model directory')
     _add_workload(parser.add_argument_group("what comes"))
     _add_hardware(parser.add_argument_group("on what"))
     _add_goal(parser.add_argument_group("what to keep"))
@@ -48,7 +50,6 @@ def add_goodput(questions: Any) -> None:
 
 def _add_workload(group: Any) -> None:
     add = group.add_argument
-    add("--model", required=True, metavar="M", help='directory, config.json, or "Llama-2 7B"')
     add("--dtype", default="auto", help="weights and activations; auto is the checkpoint's")
     add("--kv-dtype", default="auto", help="KV cache; auto is --dtype")
     add("--rate", type=float, metavar="R", help="requests a second; default: the trace's")
@@ -148,6 +149,7 @@ def _setup(args: argparse.Namespace, draw: Draw) -> Any:
     from fastdecode.cli.size import read_setup
 
     args.seq_len, args.start_interval, args.gpus = None, 1, 1
+    args.transport, args.io_threads = "mpi", 1
     longest = max(prompt + output for prompt, output in draw.lengths)
     given = argparse.Namespace(**vars(args))
     given.output_len = max(output for _, output in draw.lengths)

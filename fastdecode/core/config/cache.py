@@ -18,38 +18,37 @@ class Cache:
 
     prefix_cache: str = option(
         "auto",
-        "keep KV blocks of requests that are over, as long as there is room, and reuse them where "
-        "prompts begin alike: on, off; auto: on, but not with KV on both sides or replicas",
+        "keep KV blocks of finished requests while there is room, and reuse them for equal "
+        "prefixes: on, off; auto: on where the other features allow it",
         choices=PREFIX_CACHES,
         metavar="MODE",
+        common=True,
     )
     cache_policy: str = option(
         "retention",
-        "which kept blocks make room first: those that cost least to compute again for the time "
-        "since they were used (retention), those used least recently (lru), or the trailing half "
-        "of the conversation with most blocks times idle time (size-idle)",
+        "which kept blocks are evicted first: retention (cheapest to compute again, by time since"
+        " use), lru (least recently used), size-idle (the end of the conversation with most "
+        "blocks times idle time)",
         choices=CACHE_POLICIES,
         metavar="NAME",
     )
     cache_costs: str | None = option(
         None,
-        "a profile of fastdecode calibrate s: what computing a block again costs by the prompts "
-        "measured there; default: by the model's floating-point operations. For retention",
+        "with --cache-policy retention: a profile of fastdecode calibrate s, with measured costs "
+        "of computing a block again; default: from the model's floating-point operations",
         metavar="FILE",
     )
     cache_disk: str | None = option(
         None,
-        "a directory of your own where R-workers keep a copy of blocks that may come again, which "
-        "are read instead of being computed again; also after a restart",
+        "directory where R-workers keep copies of blocks, also across restarts",
         metavar="DIR",
     )
     cache_disk_gb: float | None = option(
-        None, "how much of it each R-worker takes", low=1e-6, high=1e6, unit="GB", metavar="GB"
+        None, "disk space for each R-worker", low=1e-6, high=1e6, unit="GB", metavar="GB"
     )
     cache_memory_gb: float | None = option(
         None,
-        "with --kv-placement gpu, how much of the host's memory keeps a copy of blocks that may "
-        "come again",
+        "with --kv-placement gpu: host memory for copies of kept blocks",
         low=1e-6,
         high=1e6,
         unit="GB",
@@ -57,15 +56,15 @@ class Cache:
     )
     cache_restore: str = option(
         "pipelined",
-        "a request whose blocks are on disk starts when the rest is due in time, and each layer "
-        "waits for its own (pipelined), or when all are there (whole)",
+        "when a request starts whose blocks are on disk: pipelined (each layer waits for its own "
+        "blocks), whole (when all are read)",
         choices=CACHE_RESTORES,
         metavar="MODE",
     )
     swap_threshold: float = option(
         0.25,
-        "while less than this share of an R-worker's blocks is free, or on its disk, too, blocks "
-        "are copied there ahead of time",
+        "copy blocks to the lower tier ahead of time while less than this share of blocks is free"
+        " or copied",
         low=0.0,
         high=1.0,
         unit="blocks",

@@ -12,6 +12,7 @@ from fastdecode.core.errors import ConfigError, Given
 
 MAX_R_WORKERS = 4096
 R_PARTITIONS = ("sequences", "heads")
+LINK_SECURITIES = ("encrypt", "authenticate")
 TRANSPORTS = ("auto", "inproc", "mpi", "zmq")
 KV_PLACEMENTS = ("r", "gpu", "hybrid", "auto")
 PROMPT_ATTENTION = ("auto", "s", "r")
@@ -19,9 +20,9 @@ SCHEDULES = ("auto", "stabilized", "fixed-f", "greedy", "synchronized")
 COLD_STARTS = ("headroom", "none")
 
 
-def _gigabytes(help: str) -> Any:
+def _gigabytes(help: str, **more: Any) -> Any:
     """An option for an amount of memory. None: decide for me."""
-    return option(None, help, low=1e-6, high=1e6, unit="GB", metavar="GB")
+    return option(None, help, low=1e-6, high=1e6, unit="GB", metavar="GB", **more)
 
 
 @dataclass(frozen=True)
@@ -30,65 +31,69 @@ class RPart:
 
     kv_dtype: str = option(
         "auto",
-        "KV cache: float32, bfloat16, float16, int8, int4; auto: like the activations",
+        "dtype of the KV cache: float32, bfloat16, float16, int8, int4; auto: the activations' "
+        "dtype",
         metavar="DTYPE",
+        common=True,
     )
     kv_placement: str = option(
-        "r",
-        "where the KV cache is: r (on R-workers), gpu (on the S-part's device, whatever it is; no "
-        "R-workers), hybrid (on the device, and on R-workers what it has no room for, where that "
-        "pays); auto: hybrid on a GPU with R-workers of other processes, gpu on a GPU without, "
-        "else r",
+        "auto",
+        "where the KV cache is: r (R-workers), gpu (the S-worker's device), hybrid (the device "
+        "first, then R-workers where that pays); auto: on a GPU the one with most tokens/s by "
+        "the estimate of fastdecode size, else r",
         choices=KV_PLACEMENTS,
         metavar="WHERE",
+        common=True,
     )
     prompt_attention: str = option(
         "auto",
-        "who attends the tokens of prompts: the S-worker (s), merged with what R-workers make of "
-        "earlier chunks, or the R-workers (r), like tokens that decode; auto: s on a GPU, else r, "
-        "whose kernels are faster on a CPU than torch's",
+        "where prompt tokens are attended: s (S-worker), r (R-workers); auto: s on a GPU, r on a "
+        "CPU",
         choices=PROMPT_ATTENTION,
         metavar="WHO",
     )
     r_workers: int = option(
         1,
-        "R-workers to start in this process: threads; a single one beside an S-part on the same "
-        "cores works in the S-worker's own thread; with several stages, so many of each",
+        "number of R-workers to start in this process; with --pp, in each stage",
         low=1,
         high=MAX_R_WORKERS,
+        common=True,
     )
     r_partition: str = option(
         "sequences",
-        "each R-worker has some sequences, or some KV heads of every sequence (heads)",
+        "how R-workers share the KV cache: sequences (each has whole sequences), heads (each has "
+        "some KV heads of every sequence)",
         choices=R_PARTITIONS,
         metavar="WHAT",
     )
     split_tokens: int | None = option(
         None,
-        "keep sequences that may get longer as parts of N tokens on several R-workers, which "
-        "attend them together; "
-        "default: each on one",
+        "split a sequence into parts of N tokens, on several R-workers; default: each sequence is"
+        " on one R-worker",
         low=1,
         high=1 << 30,
     )
     r_threads: int | None = option(
         None,
-        "CPU threads of each R-worker in this process; default: this machine's cores shared out",
+        "CPU threads of each R-worker in this process; default: this machine's cores, divided "
+        "evenly",
         low=1,
         high=4096,
+        common=True,
     )
     kv_memory_gb: float | None = _gigabytes(
-        "KV cache of each R-worker, in GB of 1e9 bytes; default: half of the memory that the "
-        "S-part leaves free, shared out"
+        "memory for the KV cache of each R-worker, in GB of 1e9 bytes; default: half of the free "
+        "memory beside the S-part, divided evenly",
+        common=True,
     )
     device_kv_gb: float | None = _gigabytes(
-        "with KV on both sides, KV cache on the device, in GB of 1e9 bytes; default: what is left "
-        "there, or on a CPU as much as each R-worker's"
+        "with hybrid KV: memory for the KV cache on the device, in GB of 1e9 bytes; default: all "
+        "that is free there; on a CPU as much as each R-worker has"
     )
     away_tpot_s: float | None = option(
         None,
-        "with KV on both sides, most seconds a token of a sequence may take whose KV is on an "
-        "R-worker: else it waits for room on the device; default: whatever is done soonest",
+        "with hybrid KV: most seconds per token for a sequence on an R-worker; a slower one waits"
+        " for room on the device; default: no limit",
         low=1e-4,
         high=3600,
         unit="s",
@@ -97,10 +102,11 @@ class RPart:
     block_size: int = option(64, "tokens in a KV block; a multiple of 16", low=16, high=256)
     replicas: int = option(
         0,
-        "copies of each R-worker's KV cache that another R-worker keeps: with 1, sequences of one "
-        "that is lost go on from there; it takes half of the KV memory",
+        "copies of each R-worker's KV cache, kept by another R-worker; with 1, sequences continue"
+        " from the copy after a loss; takes half of the KV memory",
         low=0,
         high=1,
+        common=True,
     )
 
     def __post_init__(self) -> None:
@@ -124,48 +130,46 @@ class RPart:
                 Given("block_size", self.block_size),
                 f": take {above}",
             )
-        if self.r_partition == "heads":
-            raise ConfigError(
-                Given("split_tokens"),
-                " is for R-workers that each have sequences; with ",
-                Given("r_partition", "heads"),
-                " each has a part of every sequence already: leave one of the two out",
-            )
 
 
 @dataclass(frozen=True)
 class Batching:
     """What runs together, and when it starts."""
 
-    max_num_sequences: int = option(256, "most sequences that run at once", low=1, high=1 << 20)
+    max_num_sequences: int = option(
+        256,
+        "most sequences that run at once",
+        low=1,
+        high=1 << 20,
+        common=True,
+    )
     prefill_chunk: int | None = option(
         None,
-        "most prompt tokens of one sequence in a step; longer prompts take several steps; auto "
-        "(default): on a GPU all that a step has room for, else 512",
+        "most prompt tokens of one sequence in a step; a longer prompt takes several steps; auto "
+        "(default): a whole step on a GPU, else 512",
         low=1,
         high=1 << 24,
         auto=True,
     )
     max_step_tokens: int | None = option(
         None,
-        "most tokens of all sequences in a step; default: the most sequences, and 2048 or one "
+        "most tokens of all sequences in a step; default: --max-num-sequences, plus 2048 or one "
         "prefill chunk",
         low=2,
         high=1 << 23,
     )
     lanes: int | None = option(
         None,
-        "parts of the running batch that take turns on the S-worker; auto (default): as many as "
-        "pay by what steps turn out to take where S-part and R-part have hardware of their own, "
-        "else 1",
+        "parts of the batch that take turns on the S-worker; auto (default): as many as pay by "
+        "measured times, 1 where S-part and R-part share cores",
         low=1,
         high=64,
         auto=True,
     )
     schedule: str = option(
         "auto",
-        "stabilized, fixed-f, greedy or synchronized; auto: stabilized with several lanes or a "
-        "load limit, else greedy",
+        "when sequences start: stabilized, fixed-f, greedy, synchronized; auto: stabilized with "
+        "several lanes or a load limit, else greedy",
         choices=SCHEDULES,
         metavar="MODE",
     )
@@ -178,33 +182,33 @@ class Batching:
     )
     target_length: int | None = option(
         None,
-        "tokens that a sequence typically generates, S; needed by fixed intervals",
+        "with --schedule fixed-f: tokens that a sequence typically generates, S",
         low=1,
         high=1 << 40,
         metavar="S",
     )
     interval: int | None = option(
         None,
-        "steps between micro-batches, of fixed intervals; default: S/16, or S over a lane's "
-        "sequences if that is more",
+        "with --schedule fixed-f: steps between micro-batches, F; default: S/16, or S over a "
+        "lane's sequences if that is more",
         low=1,
         high=1 << 40,
         metavar="F",
     )
     cold_start: str = option(
         "headroom",
-        "how stabilized fills an empty lane: headroom (leaving room for those that start later), "
-        "or none (at once)",
+        "how the stabilized schedule fills an empty lane: headroom (leaves room for later "
+        "sequences), none (fills it at once)",
         choices=COLD_STARTS,
         metavar="HOW",
     )
     learn_lengths: bool = option(
-        True, "project load by the lengths of finished requests, not by max_tokens"
+        True, "project the load by the lengths of finished requests instead of max_tokens"
     )
     length_quantile: float | None = option(
         None,
-        "reserve KV blocks by this quantile of finished lengths, and suspend and recompute "
-        "sequences that outgrow them when blocks have run out; default: for max_tokens",
+        "reserve KV blocks for this quantile of finished lengths; a sequence that outgrows them "
+        "may be suspended and recomputed; default: reserve for max_tokens",
         low=1e-6,
         high=1.0,
         unit="all lengths",
@@ -212,8 +216,8 @@ class Batching:
     )
     reserve: float = option(
         0.1,
-        "with a length quantile: requests start only while more than this share of an R-worker's "
-        "KV blocks is free, which running ones may come to need",
+        "with --length-quantile: start requests only while more than this share of an R-worker's "
+        "KV blocks is free",
         low=0.0,
         high=0.9,
         unit="all KV blocks",
@@ -221,8 +225,8 @@ class Batching:
     )
     expected_output_tokens: int | None = option(
         None,
-        "tokens that a sequence is expected to generate until enough have finished to learn it; "
-        "default: its max_tokens",
+        "tokens a sequence is expected to generate until enough have finished; default: its "
+        "max_tokens",
         low=1,
         high=1 << 24,
     )
@@ -273,25 +277,35 @@ class Cluster:
 
     transport: str = option(
         "auto",
-        "R-workers are: inproc (in this process), mpi (the job's other ranks), zmq (at addresses); "
-        "auto: zmq if addresses are given, else mpi if a launcher started this process, else "
-        "inproc",
+        "how R-workers are reached: inproc (this process), mpi (ranks of the job), zmq "
+        "(addresses); auto: zmq with addresses, mpi under a launcher, else inproc",
         choices=TRANSPORTS,
         metavar="HOW",
     )
     r_worker_addresses: tuple[str, ...] = option(
         (),
-        "an R-worker's address, tcp://HOST:PORT, where fastdecode r-worker --bind runs; repeatable",
+        "address of an R-worker, tcp://HOST:PORT, as given to fastdecode r-worker --bind; "
+        "repeatable",
         flag="--r-worker",
         metavar="ADDRESS",
+        common=True,
     )
     key: str | None = option(
-        None, "file with the cluster's key, for R-workers on other hosts; with zmq", metavar="FILE"
+        None,
+        "file with the cluster's key, for R-workers on other hosts over ZeroMQ",
+        metavar="FILE",
+    )
+    link_security: str = option(
+        "encrypt",
+        "what the key does for messages between hosts: encrypt them; or only authenticate both "
+        "ends, for a network that you trust: much faster, but whoever can reach into that network "
+        "can read K, V and queries, and change them. The same on both sides; with key",
+        choices=LINK_SECURITIES,
+        metavar="HOW",
     )
     worker_silence_s: float = option(
         5.0,
-        "give up an R-worker (mpi, zmq) that gives no sign of life for so long; those that "
-        "compute do",
+        "give up an R-worker (mpi, zmq) whose heartbeat is missing for this long",
         low=0.5,
         high=3600,
         unit="s",
@@ -299,7 +313,7 @@ class Cluster:
     )
     worker_timeout_s: float = option(
         300.0,
-        "give up an R-worker that lives, but owes an answer for so long",
+        "give up an R-worker that owes a reply for this long, though its heartbeat arrives",
         low=1e-3,
         high=1e6,
         unit="s",
@@ -307,22 +321,21 @@ class Cluster:
     )
     link_bytes: int = option(
         64 << 20,
-        "with replicas: most bytes of K and V under way to an R-worker's neighbour, unanswered",
+        "with --replicas: most bytes of K and V in flight to a neighbour",
         low=1 << 16,
         high=1 << 30,
         unit="bytes",
     )
     min_r_workers: int = option(
         1,
-        "start when so many R-workers (mpi, zmq) are there; over zmq the others are taken in when "
-        "they come",
+        "start when this many R-workers (mpi, zmq) are connected; over ZeroMQ the others may join"
+        " later",
         low=1,
         high=MAX_R_WORKERS,
     )
     spare_r_workers: int = option(
         0,
-        "R-workers that are idle until another one is lost, in whose place one of them comes then: "
-        "the last N ranks of an MPI job; in this process, so many beside --r-workers",
+        "standby R-workers; one replaces an R-worker that is lost; under MPI the last N ranks",
         low=0,
         high=MAX_R_WORKERS,
     )
@@ -332,6 +345,13 @@ class Cluster:
         addresses = tuple(self.r_worker_addresses)
         object.__setattr__(self, "r_worker_addresses", addresses)
         listed = Given("r_worker_addresses")
+        if self.link_security != "encrypt" and self.key is None:
+            raise ConfigError(
+                Given("link_security", self.link_security),
+                " needs ",
+                Given("key"),
+                ": without a key nobody proves anything",
+            )
         if len(set(addresses)) < len(addresses) or len(addresses) > MAX_R_WORKERS:
             raise ConfigError(listed, f": give each address once, and {MAX_R_WORKERS} at most")
         # What an address looks like is the transport's business; here, only
@@ -340,17 +360,10 @@ class Cluster:
             raise ConfigError(
                 Given("transport", "zmq"), " needs ", listed, ": tcp://HOST:PORT of each R-worker"
             )
-        if self.transport in ("inproc", "mpi") and addresses:
+        if self.transport == "inproc" and addresses:
             raise ConfigError(
-                Given("transport", self.transport),
-                " has no use for ",
+                Given("transport", "inproc"),
+                " contradicts ",
                 listed,
-                ": leave them out, or use zmq",
-            )
-        if self.spare_r_workers and addresses:
-            raise ConfigError(
-                Given("spare_r_workers", self.spare_r_workers),
-                " is for R-workers of an MPI job, or in this process: leave it out. With ",
-                listed,
-                " whoever comes at a lost one's address is taken in",
+                ": R-workers at addresses are reached over ZeroMQ. Remove one of them",
             )

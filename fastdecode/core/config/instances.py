@@ -52,49 +52,47 @@ class Instances:
 
     prefill_instances: int = option(
         0,
-        "engines of this process that run prompts, whose first tokens are theirs; each has its own "
-        "weights and R-workers",
+        "engines in this process that run prompts, each with its own weights and R-workers",
         low=0,
         high=MAX_INSTANCES,
     )
     decode_instances: int = option(
         0,
-        "engines of this process that fetch the KV of prompts and generate all other tokens",
+        "engines in this process that fetch a prompt's KV and generate the other tokens",
         low=0,
         high=MAX_INSTANCES,
     )
     instance_addresses: tuple[str, ...] = option(
         (),
-        "an instance's address, tcp://HOST:PORT, where fastdecode instance runs; repeatable, "
-        "or several with commas between",
+        "addresses of instances, tcp://HOST:PORT, as given to fastdecode instance --bind; "
+        "repeatable, or separated by commas",
         flag="--instances",
         metavar="ADDRESSES",
+        common=True,
     )
     instance_ranks: tuple[str, ...] = option(
         (),
-        "instances as ranks of this MPI job, ROLE:R_WORKERS each, such as prefill:1,decode:2; rank "
-        "0 controls them, and behind it stand each one's S-worker and then its R-workers; "
-        "fastdecode launch --placement says it",
+        "instances as ranks of this MPI job: ROLE:R_WORKERS each, such as prefill:1,decode:2; "
+        "rank 0 is the controller; see fastdecode launch --placement",
         metavar="RANKS",
     )
     prefill_batch_tokens: int | None = option(
         None,
-        "prompt tokens that a prefill instance runs at once: whole prompts up to so many, a longer "
-        "one by itself; default: as many as a step has room for",
+        "most prompt tokens that a prefill instance runs at once; a longer prompt runs alone; "
+        "default: what a step has room for",
         low=1,
         high=1 << 24,
     )
     local_prefill_below: int = option(
         0,
-        "prompts of fewer tokens are run by the decode instance that goes on with them",
+        "prompts of fewer tokens run on the decode instance that continues them",
         low=0,
         high=1 << 24,
     )
     fetch_gbps: float | None = option(
         None,
-        "Gbit a second that each R-worker of a decode instance fetches at most, beside what it "
-        "attends; default: as many as it can while it attends nothing, and in a twentieth of its "
-        "time while it does",
+        "most Gbit/s that each R-worker of a decode instance fetches; default: all it can while "
+        "it attends nothing, a twentieth of its time while it attends",
         low=1e-3,
         high=1e5,
         unit="Gbit/s",
@@ -102,22 +100,22 @@ class Instances:
     )
     replan: str = option(
         "off",
-        "look at the instances' roles again as traffic shifts: off, advise (say which would be "
-        "better), apply (change them)",
+        "reconsider the instances' roles as traffic shifts: off, advise (report a better choice),"
+        " apply (change roles)",
         choices=("off", "advise", "apply"),
         metavar="WAY",
     )
     replan_slo: str | None = option(
         None,
-        "what requests are to keep, by which roles are judged: ttft=400ms,tpot=40ms",
+        "limits that --replan judges by, such as ttft=400ms,tpot=40ms",
         metavar="LIMITS",
     )
     replan_attainment: float = option(
-        0.9, "part of the requests that are to keep it", low=0.01, high=1.0, metavar="X"
+        0.9, "share of requests that must keep the limits", low=0.01, high=1.0, metavar="X"
     )
     replan_every_s: float = option(
         3600.0,
-        "roles are looked at after so long even if nothing shifts",
+        "reconsider roles after this long even if traffic does not shift",
         low=1.0,
         high=1e7,
         unit="seconds",
@@ -125,7 +123,7 @@ class Instances:
     )
     replan_window_s: float = option(
         300.0,
-        "how long a time, and 100 requests at least, traffic is judged by",
+        "traffic of this long, and at least 100 requests, is judged",
         low=1.0,
         high=1e6,
         unit="seconds",
@@ -144,9 +142,9 @@ class Instances:
         if several and self.number:
             raise ConfigError(
                 listed,
-                " are processes of their own, and ",
+                " contradicts ",
                 Given("prefill_instances", self.prefill_instances),
-                " of this one: leave one of the two out",
+                ": instances are processes or threads. Remove one of them",
             )
         for one, other in (
             ("prefill_instances", "decode_instances"),
@@ -186,7 +184,7 @@ class Instances:
             return
         if self.number or self.instance_addresses:
             raise ConfigError(
-                given, " are instances as ranks of a job: leave those of other kinds out"
+                given, ": instances are ranks, processes or threads. Remove the others"
             )
         if len(placed) > MAX_INSTANCES:
             raise ConfigError(given, f" are more than {MAX_INSTANCES} instances")

@@ -37,6 +37,8 @@ class Option:
     """At the command line; None: as the field is called."""
     auto: bool = False
     """At the command line, None is said as auto."""
+    common: bool = False
+    """Whether ``--help`` shows it; ``--help=all`` shows all of them."""
 
 
 def option(default: Any, help: str, **more: Any) -> Any:

@@ -12,6 +12,7 @@ from fastdecode.core.errors import ConfigError, Given
 MAX_TP = 64
 MAX_PP = 32
 CUDA_GRAPHS = ("auto", "on", "off")
+LOAD_FORMATS = ("safetensors", "random")
 
 
 @dataclass(frozen=True)
@@ -20,54 +21,63 @@ class SPart:
 
     dtype: str = option(
         "auto",
-        "weights and activations: float32, bfloat16, float16; auto: the checkpoint's",
+        "dtype of weights and activations: float32, bfloat16, float16; auto: the checkpoint's",
         metavar="DTYPE",
+        common=True,
+    )
+    load_format: str = option(
+        "safetensors",
+        "where weights come from: safetensors (the model directory's files), or random (made on "
+        "the device by a fixed seed: the directory needs only config.json; for measurements)",
+        choices=LOAD_FORMATS,
+        metavar="FORMAT",
     )
     device: str = option(
-        "cpu",
+        "auto",
         "where the S-part runs: cpu, cuda, cuda:1, ...; auto: cuda if torch sees a GPU, else cpu",
         metavar="DEVICE",
+        common=True,
     )
     cuda_graphs: str = option(
         "auto",
-        "S-steps as CUDA graphs: on, off; auto: on a CUDA device, with one S-worker",
+        "capture S-steps as CUDA graphs: on, off; auto: on a CUDA device, with one S-worker",
         choices=CUDA_GRAPHS,
         metavar="MODE",
     )
     tp: int = option(
         1,
-        "S-workers that act as one, a part of every layer each: the first ranks of an MPI job",
+        "tensor parallelism: S-workers that share every layer, the first ranks of an MPI job",
         low=1,
         high=MAX_TP,
+        common=True,
     )
     pp: int = option(
         1,
-        "pipeline stages: S-workers that have some of the layers each, with R-workers of their "
-        "own; lanes of the running batch are in different stages at once",
+        "pipeline stages: S-workers with some of the layers each, and R-workers of their own",
         low=1,
         high=MAX_PP,
+        common=True,
     )
     pp_layers: str | None = option(
         None,
-        "layers of each stage, as N,N,...; the first has embedding and head beside; default: as "
-        "even as can be by what weights a step reads",
+        "layers of each stage, as N,N,...; default: balanced by the weights that a step reads",
         metavar="N,N,...",
     )
     prompt_pp: int = option(
         0,
-        "stages that run prompts only, beside those of pp, which only decode then: their keys and "
-        "values stream to the R-workers of those, layer by layer; 0: stages of pp run both",
+        "stages that run prompts only, in addition to --pp, which then only decodes; their keys "
+        "and values stream to the R-workers of --pp; 0: the stages of --pp run both",
         low=0,
         high=MAX_PP,
     )
     swap: bool = option(
         False,
-        "with three stages or more and KV on their devices: only two lanes' KV is on a device at a "
-        "time, all of it in the host's memory; the next lane's is brought while one computes",
+        "with --pp 3 or more and KV on the device: keep two lanes' KV on each device and the rest"
+        " in host memory; the next lane's is copied in while one computes",
     )
     gpu_memory_fraction: float = option(
         0.9,
-        "of a GPU's memory, what may be in use by us and others together",
+        "share of a GPU's memory that may be in use, other processes included",
         low=0.01,
         high=1.0,
         unit="all memory",
@@ -78,6 +88,7 @@ class SPart:
         "most tokens of prompt and completion together; default: the model's limit",
         low=1,
         high=1 << 30,
+        common=True,
     )
 
     def __post_init__(self) -> None:

@@ -10,12 +10,10 @@ import shutil
 import socket
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-
-import psutil
 
 from fastdecode.core.host.machine import free_memory_bytes
 from fastdecode.core.words import make_printable
@@ -73,6 +71,16 @@ def lacks_for_triton(
     return "" if header.exists() else f"Python's headers aren't here ({header})"
 
 
+TF32_SWITCH = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+"""Environment variable that has torch compute float32 products in TF32."""
+
+
+def forces_tf32(environment: Mapping[str, str]) -> bool:
+    """Whether torch would compute float32 products in TF32. It takes "1" alone
+    for yes."""
+    return environment.get(TF32_SWITCH) == "1"
+
+
 def this_host() -> HostFacts:
     """The facts, as this process sees them now."""
     return HostFacts(
@@ -116,6 +124,8 @@ def _numa_cpus() -> tuple[str, ...]:
 
 
 def _interfaces() -> tuple[str, ...]:
+    import psutil  # the S-part imports this module, and runs without it
+
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     found = [
         f"{name} {address.address}"

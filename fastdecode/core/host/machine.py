@@ -1,4 +1,7 @@
-"""The machine that this process runs on, in words and numbers, for what is measured on it."""
+"""The machine that this process runs on, in words and numbers, for what is measured on it.
+
+The S-part imports this module and runs without psutil, which only its functions need.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,6 @@ import platform
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
-
-import psutil
 
 from fastdecode.core.measurement import Machine
 
@@ -21,6 +22,8 @@ def this_machine(device: str, packages: Iterable[str]) -> Machine:
         packages: whose versions matter; those that aren't installed are left
             out.
     """
+    import psutil
+
     software = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -45,6 +48,8 @@ def free_memory_bytes(
     """Memory that this process may still take: what the host has free, or less
     if a control group that it is in (a container's, a batch job's) leaves
     less."""
+    import psutil
+
     return max(0, min([psutil.virtual_memory().available, *_group_rooms(cgroups, own)]))
 
 

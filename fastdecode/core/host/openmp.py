@@ -1,20 +1,20 @@
 """How an OpenMP runtime's idle threads wait: they spin for a moment, then
 sleep.
 
-Left alone, GNU's spin for some 10 ms after every parallel region and Intel's
-for 200. Where anything else wants the cores, such as an R-worker in another
-process, a thread that spins takes whole time slices from the one it waits for.
-Runtimes read their variables when they are loaded, which importing torch does.
+Left alone, GNU's spin for 5 to 15 ms after every parallel region and Intel's
+for 200. Where another process wants the cores, a thread that spins takes whole
+time slices from the thread it waits for. GNU's can be told so while it runs
+(``sworker.kernels.spinning``), the others can't, and get a bound. Runtimes read
+their variables when they are loaded, which importing torch does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, MutableMapping
+from collections.abc import Container, Mapping, MutableMapping
 from typing import Final
 
-_SPINS: Final = {"GOMP_SPINCOUNT": "6000", "KMP_BLOCKTIME": "1"}
-"""GNU's, in turns of a loop; LLVM's and Intel's, in ms. With fewer of GNU's an idle machine is
-slower, with more a busy one: benchmarks/LOG.md has both, measured in turns."""
+_SPINS: Final = {"GOMP_SPINCOUNT": "300000", "KMP_BLOCKTIME": "1"}
+"""GNU's, in turns of a loop (its own default); LLVM's and Intel's, in ms."""
 _POLICY: Final = "OMP_WAIT_POLICY"
 
 
@@ -34,3 +34,10 @@ def bound_spinning(environ: MutableMapping[str, str], modules: Container[str]) -
 def spins_on(environ: Container[str]) -> bool:
     """Whether nobody has decided: torch was imported before this package."""
     return not any(name in environ for name in (_POLICY, *_SPINS))
+
+
+def user_decides(environ: Mapping[str, str]) -> bool:
+    """Whether the user has said how long threads spin."""
+    return _POLICY in environ or any(
+        environ.get(name, value) != value for name, value in _SPINS.items()
+    )

@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 
 from fastdecode.core.errors import CheckpointError
-from fastdecode.core.model.families import read_model_spec
+from fastdecode.core.model.families import check_implemented, read_model_spec
 from fastdecode.core.model.files import read_model_file
 from fastdecode.core.model.spec import ModelSpec
 
@@ -59,7 +59,8 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model directory whose files are all there and consistent with each other."""
+    """A model directory whose files are all there and consistent with each other;
+    or, if ``is_random``, one of which only the config files are used."""
 
     directory: Path
     config: Mapping[str, object]
@@ -69,6 +70,8 @@ class Checkpoint:
     """An identity for the model: SHA-256 over its config.json and safetensors
     headers, in hex. The weights aren't read: two fine-tunes of one model that
     were saved alike have the same."""
+    is_random: bool = False
+    """Weights are made by a fixed seed. ``tensors`` is empty."""
 
     def spec(self, *, max_model_len: int | None = None) -> ModelSpec:
         """What the model is.
@@ -104,34 +107,30 @@ class Checkpoint:
         return head is not None and embedding is not None and not is_same(head, embedding)
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Path, load_format: str = "safetensors") -> Checkpoint:
     """Read the config files and every safetensors header of a model directory;
     no tensor is read.
 
+    Args:
+        load_format: ``random``: read the config files only.
+
     Raises:
+        UnsupportedModelError: the architecture, or what config.json asks for,
+            isn't implemented.
         CheckpointError: a file is missing or broken, or the index doesn't fit
             the files; says what to do.
     """
     directory = Path(path)
-    if not directory.is_dir():
-        raise CheckpointError(
-            f"{directory} is not a directory. A model is a local directory in the Hugging Face "
-            "layout (config.json, *.safetensors); models are never downloaded: fetch it first, "
-            "e.g. with `hf download`."
-        )
-    if not (directory / "config.json").is_file():
-        raise CheckpointError(
-            f"{directory} has no config.json: it is not a model directory, or its download is "
-            "incomplete."
-        )
-    config_bytes = read_model_file(directory / "config.json", MAX_CONFIG_BYTES)
-    config = _parse_object(directory / "config.json", config_bytes)
+    config_bytes, config = _read_config(directory)
     generation: Mapping[str, object] = {}
     if (directory / "generation_config.json").is_file():
         file = directory / "generation_config.json"
         generation = _parse_object(file, read_model_file(file, MAX_CONFIG_BYTES))
 
     digest = hashlib.sha256(config_bytes)
+    if load_format == "random":
+        digest.update(b"\0random weights")
+        return Checkpoint(directory, config, generation, {}, digest.hexdigest(), is_random=True)
     tensors: dict[str, TensorEntry] = {}
     index = _read_index(directory)
     for file in sorted({directory / WEIGHTS_FILE} if index is None else set(index.values())):
@@ -149,6 +148,34 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
                 f"index and shards are of different versions. Fetch the model again."
             )
     return Checkpoint(directory, config, generation, tensors, digest.hexdigest())
+
+
+def check_model(path: str | Path) -> None:
+    """Find out from ``config.json`` alone whether a model can run: before its
+    tokenizer and its weights are asked for.
+
+    Raises:
+        UnsupportedModelError, CheckpointError: as ``open_checkpoint``.
+    """
+    _read_config(Path(path))
+
+
+def _read_config(directory: Path) -> tuple[bytes, Mapping[str, object]]:
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"{directory} is not a directory. A model is a local directory in the Hugging Face "
+            "layout (config.json, *.safetensors); models are never downloaded: fetch it first, "
+            "e.g. with `hf download`."
+        )
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(
+            f"{directory} has no config.json: it is not a model directory, or its download is "
+            "incomplete."
+        )
+    config_bytes = read_model_file(directory / "config.json", MAX_CONFIG_BYTES)
+    config = _parse_object(directory / "config.json", config_bytes)
+    check_implemented(config, name=str(directory))  # before any other file is asked for
+    return config_bytes, config
 
 
 def is_same(a: TensorEntry, b: TensorEntry) -> bool:

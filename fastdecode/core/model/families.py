@@ -46,6 +46,23 @@ class _Family:
     default_head_dim: int | None = None
 
 
+def check_implemented(config: Mapping[str, object], *, name: str) -> None:
+    """Find out whether a model can run, from ``config.json`` alone.
+
+    Args:
+        config: the parsed file.
+        name: the model's directory or name, for messages.
+
+    Raises:
+        UnsupportedModelError: the architecture, or a feature that the config
+            asks for, isn't implemented.
+        CheckpointError: the field that names the architecture is missing.
+    """
+    reader = ConfigReader(config, f"{name}/config.json")
+    find_family(reader, _ARCHITECTURES)
+    refuse_features(reader)
+
+
 def read_model_spec(
     config: Mapping[str, object],
     *,
@@ -71,8 +88,7 @@ def read_model_spec(
         ConfigError: ``max_model_len`` is beyond the model's.
     """
     reader = ConfigReader(config, f"{name}/config.json")
-    architectures = {name: entry.architectures for name, entry in _FAMILIES.items()}
-    family, architecture = find_family(reader, architectures)
+    family, architecture = find_family(reader, _ARCHITECTURES)
     refuse_features(reader)
     entry = _FAMILIES[family]
     shape = read_shape(reader, entry.grouped, entry.default_kv_heads, entry.default_head_dim)
@@ -311,3 +327,4 @@ _FAMILIES = {
     "gpt_neox": _Family(("GPTNeoXForCausalLM", "GPTNeoXModel"), _gpt_neox),
     "bloom": _Family(("BloomForCausalLM", "BloomModel"), _bloom),
 }
+_ARCHITECTURES = {name: entry.architectures for name, entry in _FAMILIES.items()}

@@ -77,9 +77,8 @@ def find_family(reader: ConfigReader, known: Mapping[str, tuple[str, ...]]) -> t
     if not found:
         raise reader.refuse("architectures", None, f"a list that starts with one of {all_known}")
     raise UnsupportedModelError(
-        f"{reader.where}: the architecture {found!r} isn't implemented. Those that are: "
-        f"{all_known}. "
-        f"Use a checkpoint of one of these."
+        f"{reader.where}: the architecture {found!r} is not supported. Supported are "
+        f"{all_known}. Use a checkpoint of one of these."
     )
 
 
@@ -175,7 +174,7 @@ def read_activation(reader: ConfigReader, *names: str, default: str) -> Activati
     name = reader.string(*names, default=default)
     if name not in _ACTIVATIONS:
         raise UnsupportedModelError(
-            f"{reader.where}: the activation {name!r} isn't implemented; those that are: "
+            f"{reader.where}: the activation {name!r} is not supported. Supported are "
             f"{', '.join(_ACTIVATIONS)}."
         )
     return _ACTIVATIONS[name]

@@ -142,7 +142,7 @@ def _read_kind(rope: ConfigReader, *, phi3: bool) -> RopeKind:
         name = "longrope"
     if name not in _KINDS or "mrope_section" in rope.fields:
         raise UnsupportedModelError(
-            f"{rope.where}: RoPE scaling {name!r} isn't implemented; those that are: "
+            f"{rope.where}: RoPE scaling {name!r} is not supported. Supported are "
             f"{', '.join(sorted(_KINDS))}."
         )
     return _KINDS[name]

@@ -3,6 +3,7 @@ that move between tiers, and what is fetched for sequences."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Final
 
@@ -31,6 +32,11 @@ class OwedJobs:
     def any_owed(self) -> bool:
         """Whether any peer has one."""
         return any(self._of)
+
+    @property
+    def first_since_s(self) -> float:
+        """When the oldest of all was begun; infinity: there is none."""
+        return min([s for jobs in self._of for s in jobs.values()], default=math.inf)
 
     def since_s(self, index: int) -> float | None:
         """When a peer's oldest one was begun; None: it has none."""

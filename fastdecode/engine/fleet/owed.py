@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ _MOST_WAIT_S: Final = 60.0
 """Then it is looked again, though nothing is overdue."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Due:
     """An answer that is owed."""
 
@@ -128,17 +129,30 @@ class OwedAnswers:
         """Whether any peer owes anything."""
         return any(self._due) or self.jobs.any_owed
 
-    def wait_s(self) -> float:
+    def wait_s(self, most_s: float = math.inf) -> float:
         """How long to wait for answers until the first peer may have to be
-        given up. Somebody must owe one; ``deadlines.end_look`` after the wait."""
+        given up, and ``most_s`` at most; ``deadlines.end_look`` after the wait."""
+        if not self.any_owed:
+            return most_s
         now = self.deadlines.begin_look()
+        if most_s <= 0.0:  # once an answer: don't ask every peer
+            return 0.0
         until_s = min(end_s for _, end_s, _ in self._ends())
-        return min(self.deadlines.wait_s(now, until_s), _MOST_WAIT_S)
+        return min(most_s, self.deadlines.wait_s(now, until_s), _MOST_WAIT_S)
 
     def overdue(self) -> list[tuple[int, str]]:
         """The peers that have to be given up, and why."""
-        now = self.deadlines.clock()
+        deadlines, now = self.deadlines, self.deadlines.clock()
+        # Added, as in ``Deadlines.end``: a difference may be rounded the other way.
+        if self._first_since_s() + min(deadlines.timeout_s, deadlines.silence_s) > now:
+            return []
         return [(index, reason) for index, end_s, reason in self._ends() if end_s <= now]
+
+    def _first_since_s(self) -> float:
+        """When the first of what is owed was asked for; no peer has to be given
+        up before that is overdue."""
+        first_s = min([due[0].since_s for due in self._due if due], default=math.inf)
+        return min(first_s, self.jobs.first_since_s)
 
     def _ends(self) -> list[tuple[int, float, str]]:
         """When each peer that owes something has to be given up, and why."""

@@ -119,7 +119,7 @@ class Peers:
         if self.is_owed_at_once:
             assert self._beside is not None
             return self._taken(len(self) - 1, self._beside.receive())
-        wait_s = min(most_s, self.owed.wait_s() if self.owed.any_owed else math.inf)
+        wait_s = self.owed.wait_s(most_s)
         try:
             index, message = self._hub.receive_any(None if wait_s == math.inf else wait_s)
         except PeerLostError as error:
@@ -167,8 +167,9 @@ class Peers:
         self._untold = [lost for lost in self._untold if lost != index]
 
     def _connection(self, index: int) -> RConnection:
-        if index < len(self._hub.connections):
-            return self._hub.connections[index]
+        connections = self._hub.connections
+        if index < len(connections):
+            return connections[index]
         assert self._beside is not None
         return self._beside
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import WorkerError, imports_for
 from fastdecode.core.holders import Holder, HolderId, HolderKind
+from fastdecode.core.host.machine import available_cores
 from fastdecode.core.spec import HeadShare
 from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.fleet import Fleet
@@ -139,6 +140,7 @@ def reach_threads(
     hub: InprocHub[ToRWorker, FromRWorker] | None = None,
     stage: int = 0,
     beside: Beside | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> Reached:
     """R-workers as threads of this process.
 
@@ -150,6 +152,7 @@ def reach_threads(
         hub: gets a connection to each; None: one that has no others.
         stage: whose they are.
         beside: other engines' in this process; None: they reach each other alone.
+        report: takes the first one's lines of progress; the others compile the same.
     """
     hub = InprocHub() if hub is None else hub
     neighbours: Neighbourhood = (beside and beside.neighbours) or ThreadNeighbours()
@@ -163,6 +166,7 @@ def reach_threads(
             hub=hub,
             neighbours=neighbours,
             disk=disk,
+            report=report if name == names[0] else None,
         )
         for name in names
     ]
@@ -187,12 +191,13 @@ def reach_inline(
     openmp_library: str | None,
     disk: Disk | None = None,
     stage: int = 0,
+    report: Callable[[str], None] | None = None,
 ) -> Reached:
     """One R-worker in this very thread; see ``rworker.inline``.
 
     Args:
         stage: whose it is.
-        kv_bytes, num_threads, openmp_library, disk: see ``make_inline_worker``.
+        kv_bytes, num_threads, openmp_library, disk, report: see ``make_inline_worker``.
     """
     worker = make_inline_worker(
         f"s{stage}-r0" if stage else "r0",
@@ -200,6 +205,7 @@ def reach_inline(
         num_threads=num_threads,
         openmp_library=openmp_library,
         disk=disk,
+        report=report,
     )
     return Reached(SoleHub(worker), lambda lost, timeout_s: worker.close(), answers_at_once=True)
 
@@ -329,6 +335,7 @@ def reach_addresses(
     silence_s: float,
     min_workers: int = 1,
     reach_timeout_s: float = REACH_TIMEOUT_S,
+    link_security: str = "encrypt",
 ) -> Reached:
     """R-workers at addresses. Each decides its own memory and threads. Waits
     for all of them for a while.
@@ -336,6 +343,7 @@ def reach_addresses(
     Args:
         addresses: tcp://HOST:PORT, one a worker.
         key_file: with the cluster's key; None: R-workers of this host only.
+        link_security: what the key does; see ``LinkSecurity``.
         silence_s: one that gives no sign of life for so long is lost.
         min_workers: so many have to be there.
         reach_timeout_s: how long to wait for all of them.
@@ -350,8 +358,10 @@ def reach_addresses(
         from fastdecode.engine.fleet.replacements import HubReplacements
         from fastdecode.wire.zmq.access import ClusterKey
         from fastdecode.wire.zmq.hub import ZmqHub
-    key = None if key_file is None else ClusterKey.read(Path(key_file))
-    hub = ZmqHub(key, silence_s=silence_s)
+        from fastdecode.wire.zmq.io_threads import io_threads_for
+    key = None if key_file is None else ClusterKey.read(Path(key_file), link_security)
+    num_threads = io_threads_for(len(addresses), available_cores())
+    hub = ZmqHub(key, silence_s=silence_s, num_io_threads=num_threads)
     try:
         for address in addresses:
             hub.add(address)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.delta import Delta
@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 Post = Callable[[Callable[["RunningCluster"], None]], None]
 """Has something done by the thread that owns the controller, between two of its
 steps."""
+NO_R_WORKER: Final = "no_r_worker"
+"""Code of why an instance that lives runs nothing."""
 _REACH_S = 20.0
 """For instances that are being started at the same time, and whose models are
 loaded."""
@@ -60,7 +62,16 @@ class _Seen:
     stats: EngineStats
     figures: EngineFigures | None = None
     num_steps: int = 0
-    num_live_r_workers: int = 0
+    num_live_r_workers: int | None = None
+    """None: it hasn't reported that."""
+
+    def update(self, message: InstanceSeen) -> None:
+        """Take in its status. Raises ProtocolError: it can't be."""
+        stats, figures = seen_from_json(unpacked(message.said))
+        most = 0 if self.welcome is None else self.welcome.num_r_workers
+        message.check(most)
+        self.stats, self.figures = stats, figures or self.figures
+        self.num_steps, self.num_live_r_workers = message.num_steps, message.num_live_r_workers
 
 
 class RunningCluster:
@@ -82,7 +93,7 @@ class RunningCluster:
     ) -> None:
         started, tell = time.perf_counter(), progress or logger.info
         self._post = post
-        checkpoint = open_checkpoint(config.model)
+        checkpoint = open_checkpoint(config.model, config.s_part.load_format)
         self.spec = checkpoint.spec(max_model_len=config.s_part.max_model_len)
         self.codec = TextCodec.load(config.model, identify(config, self.spec).max_model_len)
         self._lines: Lines | None = None
@@ -137,12 +148,21 @@ class RunningCluster:
             deltas = [delta_from_json(delta) for delta in said]
             self._post(lambda running: running.engine.heard(number, deltas))
         elif isinstance(message, InstanceSeen):
-            seen = self._seen[number]
-            seen.stats, figures = seen_from_json(unpacked(message.said))
-            seen.figures = figures or seen.figures
-            seen.num_steps, seen.num_live_r_workers = message.num_steps, message.num_live_r_workers
+            self._hear_status(number, message)
         else:
             raise ProtocolError(f"an instance sent {type(message).__name__}, unasked")
+
+    def _hear_status(self, number: int, message: InstanceSeen) -> None:
+        seen = self._seen[number]
+        was_stranded = seen.num_live_r_workers == 0
+        seen.update(message)
+        is_stranded = message.num_live_r_workers == 0
+        if is_stranded != was_stranded:
+            self._post(lambda running: running.engine.set_stranded(number, is_stranded))
+
+    def failed(self, error: FastDecodeError) -> None:
+        """See ``Heard``."""
+        self._post(lambda running: running.engine.break_down(error))
 
     def lost(self, number: int, error: FastDecodeError) -> None:
         """See ``Heard``."""
@@ -152,7 +172,8 @@ class RunningCluster:
         """See ``Heard``."""
         if _identity(welcome) != self.identity:
             return False
-        self._seen[number].welcome = welcome
+        seen = self._seen[number]
+        seen.welcome, seen.num_live_r_workers = welcome, None
         self._post(lambda running: running.engine.find_again(number, welcome))
         return True
 
@@ -180,13 +201,10 @@ class RunningCluster:
 
     @property
     def num_live_r_workers(self) -> int:
-        """As far as is known: instances tell now and then, lost ones have none."""
+        """As far as is known: instances report it now and then, lost ones have none."""
         every = zip(self._seen, self.engine.remote, strict=True)
-        return sum(
-            seen.num_live_r_workers or seen.welcome.num_r_workers
-            for seen, instance in every
-            if seen.welcome is not None and instance.broken is None
-        )
+        there = [seen for seen, instance in every if instance.broken is None]
+        return sum(_num_live(seen) for seen in there)
 
     @property
     def has_hung_r_workers(self) -> bool:
@@ -243,21 +261,51 @@ class ClusterEngine(Controller):
                 self.desk.lose(instance)
 
     def heard(self, number: int, deltas: Sequence[Delta]) -> None:
-        """What an instance says of its requests."""
+        """What an instance says of its requests. If any of it can't be true, none of
+        it is stored, and the instance is lost."""
+        try:
+            self._check(self.remote[number], deltas)
+        except Exception as error:
+            self._give_up(number, error)
+        else:
+            self.arrived(deltas)
+
+    def _check(self, instance: RemoteInstance, deltas: Sequence[Delta]) -> None:
+        """Raises ProtocolError: these can't be true. What is said of requests that
+        the instance hasn't got any more counts for nothing."""
+        runs = []
         for delta in deltas:
             flow = self.flows.by_run.get(delta.request_id)
             run = None if flow is None else flow.run_of(delta)
-            if flow is None or run is None:
+            if run is None or run.claims is None:
                 continue
-            is_its_own = self.desk.where(run) is self.remote[number]
-            known = all(token < self._all.spec.vocab_size for token in delta.token_ids)
-            if not (is_its_own and known and delta.index < flow.request.params.n):
-                error = ProtocolError("says of a request what can't be")
-                instance = self.remote[number]
-                self._lines.give_up(number, instance.turn, error)
-                self.lose(number, error)
-                return
-        self.arrived(deltas)
+            if self.desk.where(run) is not instance:
+                raise ProtocolError("says something of a request that another instance has")
+            run.claims.add(delta, self._all.spec)
+            runs.append(run.claims)
+        for claims in runs:
+            claims.check_offer()
+
+    def _give_up(self, number: int, error: Exception) -> None:
+        """An instance has said what can't be true, or what can't be read."""
+        if not isinstance(error, FastDecodeError):
+            logger.error("what an instance said can't be read", exc_info=error)
+            error = ProtocolError(f"says what can't be read: {type(error).__name__}: {error}")
+        self._lines.give_up(number, self.remote[number].turn, error)
+        self.lose(number, error)
+
+    def set_stranded(self, number: int, is_stranded: bool) -> None:
+        """Whether an instance has no R-worker, by its own report."""
+        instance = self.remote[number]
+        if instance.broken is not None or is_stranded == (instance.stranded is not None):
+            return
+        if is_stranded:
+            instance.stranded = WorkerError("no R-worker of it is left", code=NO_R_WORKER)
+            self.strand(instance, instance.stranded)
+        else:
+            logger.warning("instance %s has an R-worker again", instance.name)
+            instance.stranded = None
+            self.came_back(instance)
 
     def lose(self, number: int, error: FastDecodeError) -> None:
         """An instance is gone."""
@@ -333,9 +381,16 @@ def _open_hub(config: EngineConfig) -> tuple[LinesHub, Sequence[str], Finder[Any
         from fastdecode.engine.instances.addresses import InstanceHub
         from fastdecode.wire.zmq.access import ClusterKey
 
-    key = None if cluster.key is None else ClusterKey.read(Path(cluster.key))
+    key = None if cluster.key is None else ClusterKey.read(Path(cluster.key), cluster.link_security)
     hub = InstanceHub(instances.instance_addresses, key, cluster.worker_silence_s)
     return hub, instances.instance_addresses, hub
+
+
+def _num_live(seen: _Seen) -> int:
+    """R-workers of an instance that is there: all, unless it has reported fewer."""
+    if seen.num_live_r_workers is not None:
+        return seen.num_live_r_workers
+    return 0 if seen.welcome is None else seen.welcome.num_r_workers
 
 
 def _identity(welcome: InstanceWelcome) -> Identity:

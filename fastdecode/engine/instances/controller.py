@@ -7,7 +7,8 @@ comes through its owner's inbox, so all happens in one thread, and nothing waits
 
 Whatever fails, a request goes on with the tokens that are known of it: at an
 instance that fetches its prompt, or else runs prompt and tokens itself. Nothing
-that was said is said again.
+that was said is said again. An instance that reports an error of a request isn't
+given that request again; the request fails once no other instance can run it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Container, Iterable, Sequence
 from copy import copy
 
 from fastdecode.core.config.instances import InstanceRole
-from fastdecode.core.delta import CANCELLED, Delta, Listener
+from fastdecode.core.delta import Delta, Listener
 from fastdecode.core.errors import (
     CapacityError,
     ConfigError,
@@ -150,6 +151,11 @@ class Controller:
             self.cancel(request_id)
         return waiting
 
+    def break_down(self, error: FastDecodeError) -> None:
+        """No instance can be heard any more: the next step raises why."""
+        self._broken = without_frames(error)
+        self.has_work = True
+
     def abandon(self, error: FastDecodeError) -> None:
         """End every unfinished request with this error."""
         self._broken = without_frames(error)
@@ -173,10 +179,11 @@ class Controller:
             self.desk.offer(flow)
 
     def _failed(self, flow: Flow, delta: Delta) -> None:
-        """A run of a request has ended with an error."""
+        """A run of a request has ended with an error. Others may be able to run
+        it: its instance may be about to break down."""
         error, run = delta.error, flow.run_of(delta)
         assert error is not None
-        if error.code == CANCELLED or run is None:
+        if run is None:
             return
         where, is_prompt = self.desk.where(run), run is flow.offering
         is_too_long = isinstance(error, CapacityError)
@@ -187,7 +194,8 @@ class Controller:
         elif is_prompt and (is_too_long or error.code == HANDED_OVER_LOST):
             self._go_on(flow, fits_prefill=not is_too_long)
         else:
-            self._fail(flow, error)
+            logger.warning("instance %s has failed a request: %s", where.name, error)
+            self._go_on(flow, failed=(run.instance, error))
 
     def lost(self, lost: Instance, error: FastDecodeError) -> None:
         """An instance is broken: all that it had goes on elsewhere."""
@@ -197,6 +205,17 @@ class Controller:
             self._broken = WorkerError(f"no instance is left: {error.message}", code=error.code)
             self.has_work = True
             return
+        self._go_on_elsewhere(had)
+
+    def strand(self, instance: Instance, error: FastDecodeError) -> None:
+        """An instance has no R-worker any more: all that it had goes on elsewhere,
+        and where no other instance can run it, waits."""
+        logger.error("instance %s runs nothing for now: %s", instance.name, error)
+        self.has_work = True
+        self._go_on_elsewhere(self.desk.lose(instance))
+
+    def _go_on_elsewhere(self, had: Iterable[Flow]) -> None:
+        """The instance that had these requests has been given up."""
         for flow in had:
             if flow.stage is not Stage.OVER:
                 self._go_on(flow)
@@ -204,7 +223,7 @@ class Controller:
         self._check_waiting()
 
     def came_back(self, instance: Instance) -> None:
-        """One that was lost is there again, and has nothing."""
+        """One that was lost or stranded can run requests again, and has none."""
         self.desk.members.come_and_go(instance, is_there=True)
         self.desk.look()
 
@@ -222,23 +241,32 @@ class Controller:
         self._check_waiting()
 
     def _check_waiting(self) -> None:
-        """Those that wait may fit on nobody any more, and are waited for."""
+        """Requests that no instance decodes yet may fit on none any more."""
         for flow in list(self.flows.by_request.values()):
-            if flow.stage in (Stage.QUEUED, Stage.OFFERED, Stage.WAITING):
+            if flow.stage is not Stage.DECODE:
                 try:
                     self.desk.dispatcher.check_possible(flow.job)
                 except CapacityError as error:
-                    self._fail(flow, error)
+                    self._fail(flow, flow.failure or error)
 
-    def _go_on(self, flow: Flow, *, fits_prefill: bool = True) -> None:
-        """What was made of a request is lost but for its tokens."""
+    def _go_on(
+        self,
+        flow: Flow,
+        *,
+        fits_prefill: bool = True,
+        failed: tuple[int, FastDecodeError] | None = None,
+    ) -> None:
+        """What was made of a request is lost but for its tokens. ``failed``: the
+        instance that has failed it, and why."""
         self.num_moved += 1
         self.desk.leave(flow)
         flow.sources = ()
+        if failed is not None:
+            flow.fail_at(*failed)
         try:
             self.desk.dispatcher.check_possible(flow.job)
         except CapacityError as error:
-            self._fail(flow, error)
+            self._fail(flow, flow.failure or error)
             return
         if flow.has_said or not fits_prefill:
             self.desk.wait(flow, is_first=True)

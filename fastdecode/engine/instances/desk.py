@@ -12,6 +12,7 @@ from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.delta import Delta, Listener
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import Request
+from fastdecode.engine.instances.claims import Claims
 from fastdecode.engine.instances.flow import Flow, Run, Stage
 from fastdecode.schedule.dispatch import Bind, DecodeRoom, Dispatcher, Fetch, Job, PrefillQueue
 
@@ -36,6 +37,11 @@ class Instance(Protocol):
     @property
     def broken(self) -> FastDecodeError | None:
         """Why it can't go on; None: it can."""
+
+    @property
+    def stranded(self) -> FastDecodeError | None:
+        """Why it runs nothing for now, though it lives: it has no R-worker. None: it
+        runs what it is given."""
 
     def submit(self, request: Request, *, every_step: bool) -> None:
         """Run a request. Raises FastDecodeError: it is broken."""
@@ -110,7 +116,7 @@ class Members:
     Args:
         instances: all.
         roles: of each.
-        dispatcher: is told who is open for what.
+        dispatcher: keeps which of them is open for what.
     """
 
     def __init__(
@@ -145,18 +151,17 @@ class Members:
         return bool(found)
 
     def _set_open(self) -> None:
-        """Who is given what; if nobody is left to decode, all do."""
-        every = list(zip(self.all, self.roles, self._is_there, strict=True))
-        able = [is_there and each.broken is None for each, _, is_there in every]
-        rooms = self._dispatcher.decode
-        for index, role in enumerate(self.roles):
-            queue, room = self._dispatcher.prefill[index], rooms[index]
-            queue.is_open = able[index] and role.prefills
-            room.is_open = able[index] and role.decodes
+        """Which instance is given what."""
+        every = zip(self.all, self.roles, self._is_there, strict=True)
+        for index, (instance, role, is_there) in enumerate(every):
+            queue, room = self._dispatcher.prefill[index], self._dispatcher.decode[index]
+            room.capacity_tokens, room.max_sequences = instance.num_tokens, instance.max_sequences
+            is_stranded = instance.broken is None and instance.stranded is not None
+            room.is_there = is_there and instance.broken is None and not is_stranded
+            room.may_return = is_stranded
+            queue.is_open = room.is_there and role.prefills
+            room.is_open = room.is_there and role.decodes
             queue.own_room = room if role is InstanceRole.BOTH else None
-        if not any(room.is_open for room in rooms):
-            for index, room in enumerate(rooms):
-                room.is_open = able[index]
 
 
 class Desk:
@@ -240,6 +245,7 @@ class Desk:
         else:
             flow.stage, flow.decoding = Stage.DECODE, run
             asked = flow.whole_run(run.name)
+        run.claims = Claims(asked)
         try:
             self.where(run).submit(asked, every_step=every_step)
         except FastDecodeError as error:
@@ -289,8 +295,8 @@ class Desk:
             self.where(offering).cancel(offering.name)
 
     def lose(self, lost: Instance) -> list[Flow]:
-        """An instance is broken: nothing more is given to it. Returns the
-        requests that it had, and that are to go on elsewhere."""
+        """An instance is broken or stranded: nothing more is given to it. Returns
+        the requests that it had, and that are to go on elsewhere."""
         self.members.come_and_go(lost, is_there=False)
         had = []
         for flow in self._flows.by_request.values():

@@ -8,8 +8,10 @@ from enum import Enum
 from typing import Protocol
 
 from fastdecode.core.delta import Delta, Listener
+from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.holders import KVSource
 from fastdecode.core.sequence import Request
+from fastdecode.engine.instances.claims import Claims
 from fastdecode.schedule.dispatch import Job
 
 
@@ -50,6 +52,8 @@ class Run:
 
     name: str
     instance: int
+    claims: Claims | None = None
+    """What it has said; None: it hasn't been asked for yet."""
     seen: dict[int, _Seen] = field(default_factory=dict)
 
 
@@ -83,6 +87,8 @@ class Flow:
     """Where its prompt is run, or kept."""
     decoding: Run | None = None
     sources: tuple[KVSource, ...] = ()
+    failure: FastDecodeError | None = None
+    """Why the first instance that failed it did; None: none has."""
     said: list[_Said] = field(init=False)
     is_observed: bool = False
     """Whether it is told what it says after every step, whoever reads it."""
@@ -120,6 +126,11 @@ class Flow:
     def has_said(self) -> bool:
         """Whether any token of it is known."""
         return any(said.token_ids for said in self.said)
+
+    def fail_at(self, instance: int, error: FastDecodeError) -> None:
+        """An instance has failed it, and isn't given it again."""
+        self.failure = self.failure or error
+        self.job = replace(self.job, not_at=self.job.not_at | {instance})
 
     def prompt_run(self, name: str) -> Request:
         """What an instance is asked that runs its prompt, and no more."""

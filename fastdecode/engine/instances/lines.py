@@ -110,6 +110,9 @@ class Heard(Protocol):
     def lost(self, number: int, error: FastDecodeError) -> None:
         """One is gone: nothing that was sent to it and isn't answered will be."""
 
+    def failed(self, error: FastDecodeError) -> None:
+        """The thread has broken down: no instance is heard any more."""
+
     def came_back(self, number: int, welcome: InstanceWelcome) -> bool:
         """One that was lost is there again, and has nothing. False: it is of no
         use as it is now."""
@@ -199,11 +202,18 @@ class Lines(threading.Thread):
         self._hub.wake()
 
     def run(self) -> None:
-        while not self._is_closing:
-            self._send_all()
-            self._receive()
-            self._look_for_hung()
-            self._look_for_lost()
+        """Until it is closed. Where something raises that no instance accounts for,
+        ``Heard`` is notified: a request would wait for ever."""
+        try:
+            while not self._is_closing:
+                self._send_all()
+                self._receive()
+                self._look_for_hung()
+                self._look_for_lost()
+        except Exception as error:
+            logger.exception("the thread that hears the instances broke down")
+            why = f"instances can't be heard any more: {type(error).__name__}: {error}"
+            self._heard.failed(FastDecodeError(why))
 
     def close(self) -> None:
         """Say goodbye to all of them. Safe to call twice."""
@@ -226,8 +236,8 @@ class Lines(threading.Thread):
                 continue
             try:
                 self._hub.connections[number].send(message)
-            except WorkerError as error:
-                self._lose(number, error)
+            except Exception as error:
+                self._lose(number, self._typed(number, error))
 
     def _receive(self) -> None:
         if len(self._lost) == len(self._turns):
@@ -252,8 +262,16 @@ class Lines(threading.Thread):
                     code=message.code,
                 )
             self._heard.heard(number, message)
-        except FastDecodeError as error:
-            self._lose(number, error)
+        except Exception as error:
+            self._lose(number, self._typed(number, error))
+
+    def _typed(self, number: int, error: Exception) -> FastDecodeError:
+        """Why an instance is lost, whatever was raised about it."""
+        if isinstance(error, FastDecodeError):
+            return error
+        peer = self._hub.connections[number].peer
+        logger.error("what is said to or by %s can't be dealt with", peer, exc_info=error)
+        return ProtocolError(f"{peer} is given up: {type(error).__name__}: {error}")
 
     def _lose(self, number: int, error: FastDecodeError) -> None:
         if number not in self._lost:
@@ -276,8 +294,10 @@ class Lines(threading.Thread):
         for number, lost in list(self._lost.items()):
             try:
                 self._look_for(self._finder, number, lost)
-            except FastDecodeError as error:
-                logger.debug("instance %d isn't back yet: %s", number, error)
+            except Exception as error:
+                is_usual = isinstance(error, FastDecodeError)
+                level = logging.DEBUG if is_usual else logging.ERROR
+                logger.log(level, "instance %d isn't back yet: %s", number, error)
                 if lost.line is not None:
                     lost.line.close()
                 self._lost[number] = _Lost(time.monotonic() + _TRY_S)

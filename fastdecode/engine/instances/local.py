@@ -62,6 +62,9 @@ class LocalInstance:
             return ConfigError(f"instance {self.name} was closed", code="closed")
         return snapshot.error
 
+    stranded = None
+    """R-workers of this process don't come back: an engine that has none left is broken."""
+
     def submit(self, request: Request, *, every_step: bool) -> None:
         """Run a request. Raises FastDecodeError: it is broken."""
         self.service.submit([request], self._readers[every_step])

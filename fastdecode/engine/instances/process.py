@@ -49,6 +49,8 @@ class InstancePlace:
     key: str | None
     """File with the cluster's key."""
     name: str
+    link_security: str = "encrypt"
+    """What the key does; see ``LinkSecurity``."""
 
 
 def serve_instance(
@@ -74,7 +76,7 @@ def serve_instance(
         from fastdecode.wire.zmq.access import ClusterKey, check_address
         from rworker.pulling.gates import Gates
 
-    key = None if place.key is None else ClusterKey.read(Path(place.key))
+    key = None if place.key is None else ClusterKey.read(Path(place.key), place.link_security)
     silence_s = config.cluster.worker_silence_s
     host = place.bind.rpartition(":")[0]
     check_address(place.bind, key, parameter="bind")
@@ -181,12 +183,12 @@ def _check(config: EngineConfig, place: InstancePlace) -> None:
         if config.options[name] != usual[name]:
             raise ConfigError(
                 Given(name, config.options[name]),
-                " isn't there with instances yet: leave it out",
+                " is not supported by an instance yet. Remove it",
             )
     if config.r_part.kv_placement not in ("r", "auto"):
         raise ConfigError(
             Given("kv_placement", config.r_part.kv_placement),
-            " isn't there with instances yet: they hand over what R-workers keep",
+            " is not supported by an instance yet: instances hand over R-workers' KV. Remove it",
         )
     if config.cluster.r_worker_addresses and place.export is not None:
         raise ConfigError(
@@ -212,7 +214,7 @@ def welcome_of(running: RunningEngine, name: str, role: InstanceRole) -> Instanc
     return InstanceWelcome(
         name,
         role,
-        open_checkpoint(config.model).model_hash,
+        open_checkpoint(config.model, config.s_part.load_format).model_hash,
         identity.dtype,
         identity.kv_dtype,
         identity.max_model_len,

@@ -48,12 +48,15 @@ class RemoteInstance:
         """How often it was there before."""
         self.broken: FastDecodeError | None = None
         """Why it is lost; None: it isn't."""
+        self.stranded: FastDecodeError | None = None
+        """Why it runs nothing for now, though it lives; None: it runs what it is given."""
         self.num_tokens, self.max_sequences = welcome.num_tokens, welcome.max_sequences
 
     def submit(self, request: Request, *, every_step: bool) -> None:
-        """Have it run a request. Raises FastDecodeError: it is lost."""
-        if self.broken is not None:
-            raise self.broken
+        """Have it run a request. Raises FastDecodeError: it is lost, or stranded."""
+        refusal = self.broken or self.stranded
+        if refusal is not None:
+            raise refusal
         self._send(RunRequests(every_step, packed([request_to_json(request)])))
 
     def cancel(self, request_id: str) -> None:
@@ -71,7 +74,7 @@ class RemoteInstance:
     def came_back(self, welcome: InstanceWelcome, role: InstanceRole) -> None:
         """It was lost, and is there again."""
         self.turn += 1
-        self.broken = None
+        self.broken = self.stranded = None
         self.num_tokens, self.max_sequences = welcome.num_tokens, welcome.max_sequences
         if role is not welcome.role:
             self.give_role(role)

@@ -1,16 +1,21 @@
-"""What several engines have done together, and how one tells of itself over a
-line."""
+"""What several engines have done together, and how one reports its status over a
+connection. Whatever is read there is typed, finite and bounded: it is summed with
+what others report."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, Final
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.engine.figures import EngineFigures, HolderFigures
 from fastdecode.engine.latency import LatencyHistogram
 from fastdecode.engine.stats import EngineStats
+
+_MOST: Final = 1 << 53
+"""Of what is counted, and of seconds."""
+_MOST_R_WORKERS: Final = 1 << 16
 
 
 def merged(each: Sequence[EngineStats]) -> EngineStats:
@@ -52,10 +57,10 @@ def seen_to_json(stats: EngineStats, figures: EngineFigures | None) -> dict[str,
 
 
 def seen_from_json(said: Any) -> tuple[EngineStats, EngineFigures | None]:
-    """Raises ProtocolError: nobody can have seen that."""
+    """Raises ProtocolError: no instance can have seen that."""
     try:
         return _stats(said["totals"], said["times"]), _figures(said["figures"])
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ProtocolError(f"what should be an instance's totals is none: {error}") from None
 
 
@@ -64,15 +69,61 @@ def _stats(totals: Mapping[str, Any], times: Mapping[str, Any]) -> EngineStats:
     for field in fields(EngineStats):
         usual = getattr(stats, field.name)
         if isinstance(usual, (int, float)):
-            setattr(stats, field.name, type(usual)(totals[field.name]))
+            setattr(stats, field.name, _CHECKS[type(usual).__name__](totals[field.name]))
         elif isinstance(usual, LatencyHistogram):
             for bucket, count in times[field.name]:
-                usual.add_count(bucket, count)
+                usual.add_count(_whole(bucket), _whole(count))
     return stats
 
 
 def _figures(said: Mapping[str, Any] | None) -> EngineFigures | None:
     if said is None:
         return None
-    holders = tuple(HolderFigures(**holder) for holder in said["r_workers"])
-    return EngineFigures(**{**said, "r_workers": holders})
+    holders = said["r_workers"]
+    if not isinstance(holders, list) or len(holders) > _MOST_R_WORKERS:
+        raise ValueError("its R-workers are no list of that length")
+    numbers = {
+        field.name: _CHECKS[str(field.type)](said[field.name])
+        for field in fields(EngineFigures)
+        if field.name != "r_workers"
+    }
+    return EngineFigures(**numbers, r_workers=tuple(map(_holder, holders)))
+
+
+def _holder(said: Mapping[str, Any]) -> HolderFigures:
+    values = {
+        field.name: _CHECKS[str(field.type)](said[field.name]) for field in fields(HolderFigures)
+    }
+    return HolderFigures(**values)
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _MOST:
+        raise ValueError(f"{value!r:.80} is not a whole number from 0 to {_MOST}")
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value <= _MOST:  # nor is a NaN
+        raise ValueError(f"{value!r:.80} is not a number from 0 to {_MOST}")
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r:.80} is no text")
+    value.encode()
+    return value
+
+
+def _text_or_none(value: Any) -> str | None:
+    return None if value is None else _text(value)
+
+
+_CHECKS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "int": _whole,
+    "float": _number,
+    "str": _text,
+    "str | None": _text_or_none,
+}
+"""By a field's type."""

@@ -9,7 +9,13 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final, Protocol, TypeAlias
 
 from fastdecode.core.delta import Delta, DeltaQueue
-from fastdecode.core.errors import FastDecodeError, ProtocolError, RequestError, WorkerError
+from fastdecode.core.errors import (
+    FastDecodeError,
+    ProtocolError,
+    RequestError,
+    WorkerError,
+    without_frames,
+)
 from fastdecode.core.sequence import Request, validate_for_vocab
 from fastdecode.engine.instances.lines import FromInstance
 from fastdecode.engine.instances.remote import packed, unpacked
@@ -100,6 +106,8 @@ class InstanceServing:
         self._is_asked = False
         """The engine is asked how it is, and hasn't answered."""
         self._is_ending = False
+        self._reported_stranded = False
+        """Whether it was without an R-worker when the engine was asked last."""
 
     def run(self) -> FastDecodeError | None:
         """Until it is asked to end, or the engine breaks down: why."""
@@ -128,11 +136,18 @@ class InstanceServing:
         try:
             self._obey(peer, message)
         except (ProtocolError, RequestError) as error:
-            logger.error("instance %s gives up on its controller: %s", self._welcome.name, error)
-            self._say_to(peer, Failed(self._welcome.name, error.code, error.message))
-            self._lose(peer, error)
+            self._refuse(peer, error)
         except FastDecodeError as error:
             logger.error("instance %s: %s", self._welcome.name, error)  # ``run`` says so
+        except Exception as error:
+            logger.error("what a controller said can't be dealt with", exc_info=error)
+            self._refuse(peer, ProtocolError(f"{type(error).__name__}: {error}"))
+
+    def _refuse(self, peer: int, error: FastDecodeError) -> None:
+        """Hang up on a controller, and say why."""
+        logger.error("instance %s gives up on its controller: %s", self._welcome.name, error)
+        self._say_to(peer, Failed(self._welcome.name, error.code, error.message))
+        self._lose(peer, error)
 
     def _obey(self, peer: int, message: ToInstance) -> None:
         if isinstance(message, InstanceHello):
@@ -143,8 +158,7 @@ class InstanceServing:
             said = unpacked(message.said)
             if not isinstance(said, list):
                 raise ProtocolError("what should be requests are none")
-            requests = [self._checked(request_from_json(each)) for each in said]
-            self._service.submit(requests, self._readers[message.every_step])
+            self._submit([request_from_json(each) for each in said], message.every_step)
         elif isinstance(message, CancelRequests):
             if len(message.names) > MAX_NAMES:
                 raise ProtocolError(f"{len(message.names)} requests can't be cancelled at once")
@@ -203,19 +217,36 @@ class InstanceServing:
         engine = self._running.engine
         return seen_to_json(engine.stats, engine.figures() if with_figures else None)
 
-    def _checked(self, request: Request) -> Request:
-        """Raises ProtocolError: no controller that means this model asks for that."""
+    def _submit(self, requests: Sequence[Request], every_step: bool) -> None:
+        """Have requests run. One that can't be run comes to an error, and costs the
+        others nothing: the controller may have been lied to by another instance."""
+        able = []
+        for request in requests:
+            try:
+                self._check(request)
+            except RequestError as error:
+                refused = Delta(request.request_id, 0, error=without_frames(error))
+                self._outbox.put((self._turn, [refused], None))
+            else:
+                able.append(request)
+        if able:
+            self._service.submit(able, self._readers[every_step])
+
+    def _check(self, request: Request) -> None:
+        """Raises RequestError: it can't be run with this model."""
         n, limit = request.params.n, self._welcome.max_model_len
         prompt, drawn = request.prompt_token_ids, request.drawn
         tokens = [*prompt, *(token for each in drawn.values() for token in each)]
         if not prompt or len(prompt) + request.max_tokens > limit:
-            raise ProtocolError(f"a request of {len(prompt)} and {request.max_tokens} tokens")
+            raise RequestError(
+                f"a prompt of {len(prompt)} tokens and max_tokens={request.max_tokens} don't fit "
+                f"the model's limit of {limit} tokens"
+            )
         if any(token >= self._vocab_size for token in tokens):
-            raise ProtocolError("a request has tokens that the model doesn't have")
+            raise RequestError(f"a token is beyond the vocabulary of {self._vocab_size}")
         if any(index >= n or len(x) >= request.max_tokens for index, x in drawn.items()):
-            raise ProtocolError("a request has drawn more than it may")
+            raise RequestError("more tokens have been drawn than were asked for")
         validate_for_vocab(request.params, self._vocab_size)
-        return request
 
     def _end_conversation(self, message: EndConversation) -> None:
         token_ids, salt = tuple(message.token_ids.tolist()), message.salt
@@ -241,10 +272,14 @@ class InstanceServing:
             self._say(RequestsSay(packed([delta_to_json(delta) for delta in told])))
 
     def _look_at_engine(self) -> None:
-        """Now and then, how the engine is; it answers between two steps."""
+        """Now and then, how the engine is; it answers between two steps. At once
+        when its last R-worker is lost, or the first is back."""
         now = time.monotonic()
-        if self._controller is None or self._is_asked or now < self._see_s:
+        is_stranded = self._service.snapshot().engine.num_live_r_workers == 0
+        is_due = now >= self._see_s or is_stranded != self._reported_stranded
+        if self._controller is None or self._is_asked or not is_due:
             return
+        self._reported_stranded = is_stranded
         self._see_s, self._is_asked, turn = now + _SEE_S, True, self._turn
 
         def tell(running: Any) -> None:

@@ -8,7 +8,10 @@ import torch
 from fastdecode.core.config.s_part import SPart
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.host.machine import free_memory_bytes
-from fastdecode.engine.setup.memory import FreeMemory
+from fastdecode.engine.setup.memory import NODE_BYTES, OLD_NODE_BYTES, FreeMemory
+
+_R550 = 12_040
+"""The driver's version, as CUDA counts: 12.4."""
 
 
 def choose_device(name: str, rank: int = 0) -> torch.device:
@@ -43,7 +46,7 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
         of_rank = f" of S-worker {rank}" if rank else ""
         raise ConfigError(
             Given("device", name),
-            f": GPU {index}{of_rank} isn't there, torch sees {count} CUDA devices here; use ",
+            f": GPU {index}{of_rank} does not exist: torch sees {count} CUDA devices. Use ",
             Given("device", "cpu"),
             ", or check the driver and that torch was built for CUDA",
         )
@@ -57,15 +60,25 @@ def free_memory(device: torch.device) -> FreeMemory:
     free, total = torch.cuda.mem_get_info(device)
     # What an engine before this one has given back, torch keeps for the next.
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return FreeMemory(free_memory_bytes(), free + kept, total)
+    name = torch.cuda.get_device_name(device)
+    return FreeMemory(free_memory_bytes(), free + kept, total, _graph_node_bytes(), name)
 
 
-def describe_device(device: torch.device, free: FreeMemory) -> str:
-    """Where the S-part runs and the memory that was free there, for people."""
+def _graph_node_bytes() -> int:
+    """What a kernel in a CUDA graph takes of the GPU, by its driver."""
+    version = getattr(torch._C, "_cuda_getDriverVersion", lambda: _R550)()
+    return NODE_BYTES if version >= _R550 else OLD_NODE_BYTES
+
+
+def describe_device(device: torch.device, free: FreeMemory, asked: str = "") -> str:
+    """Where the S-part runs and the memory that was free there, for people.
+    ``asked``: for which device."""
     if device.type != "cuda" or free.device_bytes is None:
-        return f"the CPU ({free.host_bytes / 1e9:.1f} GB of memory free)"
+        by = "--device auto: torch sees no GPU; " if asked == "auto" else ""
+        return f"the CPU ({by}{free.host_bytes / 1e9:.1f} GB of memory free)"
+    by = "--device auto: " if asked == "auto" else ""
     of_total = f"{free.device_bytes / 1e9:.1f} of {free.device_total_bytes / 1e9:.1f} GB free"
-    return f"{torch.cuda.get_device_name(device)} ({device}, {of_total})"
+    return f"{free.device_name or torch.cuda.get_device_name(device)} ({by}{device}, {of_total})"
 
 
 def uses_graphs(s_part: SPart, device: torch.device) -> bool:

@@ -107,12 +107,12 @@ class RunningEngine:
     ) -> None:
         started = time.perf_counter()
         check_launched(config.s_part)
-        self._checkpoint = open_checkpoint(config.model)
+        self._checkpoint = open_checkpoint(config.model, config.s_part.load_format)
         self.spec = self._checkpoint.spec(max_model_len=config.s_part.max_model_len)
         self.resolved = resolve_beside(config, self.spec, beside)
         self._opened = ExitStack()
         try:
-            self._open(session, beside)
+            self._open(session, beside, progress)
             self.engine = self._start(
                 progress or logger.info, trace, MeasuredTimes() if times is None else times
             )
@@ -121,7 +121,12 @@ class RunningEngine:
             raise
         self.load_s = time.perf_counter() - started
 
-    def _open(self, session: Session | None, beside: Beside | None) -> None:
+    def _open(
+        self,
+        session: Session | None,
+        beside: Beside | None,
+        report: Callable[[str], None] | None,
+    ) -> None:
         """Reach whoever serves the engine. R-workers come before the model: that
         one of them can't be reached is better known before than after a large
         one is loaded."""
@@ -130,7 +135,7 @@ class RunningEngine:
         self._opened.callback(self.codec.close)
         self._ranks: Ranks | None = None
         hub: InprocHub[Any, Any] = InprocHub()
-        self._workers = reach_workers(self.resolved, hub, beside)
+        self._workers = reach_workers(self.resolved, hub, beside, report)
         close, self._gone = self._workers.close, self._workers.absent
         self._opened.callback(lambda: close(self._gone, cluster.worker_timeout_s))
         stages = self._start_stages(hub)
@@ -246,13 +251,15 @@ class RunningEngine:
     def _load_model(self, tell: Callable[[str], None]) -> Model:
         """The model, or this rank's part of it once the others have been met."""
         config, resolved = self.resolved.config, self.resolved
-        where = describe_device(resolved.device, resolved.free)
+        where = describe_device(resolved.device, resolved.free, config.s_part.device)
         if config.s_part.num_stages > 1:
             where += f" in {about_layers(resolved.layers, resolved.prompt_layers)}"
         tell(
             f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, "
             f"{resolved.dtype}) on {where}: {resolved.memory}; {about_kept_blocks(config)}"
         )
+        if resolved.why_placed:
+            tell(resolved.why_placed)
         if config.s_part.tp > 1:
             self._ranks = meet_ranks(
                 config.s_part, resolved.device, config.cluster.worker_timeout_s

@@ -22,6 +22,11 @@ CUDA_RESERVE_BYTES = 1 << 30
 GRAPH_BYTES = 256 << 10
 """What a captured graph of a dozen kernels takes of the device's memory,
 estimated on the large side."""
+UNIT_KERNELS = 12
+"""Of such a graph."""
+OLD_NODE_BYTES, NODE_BYTES = 64 << 10, 8 << 10
+"""What a kernel of a graph takes with drivers before and from R550 on; the second
+is an estimate."""
 _HELD_SHARE = 8
 """Prompts under way may take one part in so many of what is left beside the
 S-part."""
@@ -35,11 +40,21 @@ class FreeMemory:
     device_bytes: int | None = None
     """Of the S-worker's GPU; None: the S-part runs on the host."""
     device_total_bytes: int = 0
+    graph_node_bytes: int = 0
+    """What a kernel in a CUDA graph takes of the GPU, by its driver; 0: not known."""
+    device_name: str = ""
+    """The GPU's, by its driver."""
 
     def share(self, number: int) -> FreeMemory:
         """Of one of so many that take as much."""
         device = None if self.device_bytes is None else self.device_bytes // number
-        return FreeMemory(self.host_bytes // number, device, self.device_total_bytes // number)
+        total = self.device_total_bytes // number
+        return replace(
+            self,
+            host_bytes=self.host_bytes // number,
+            device_bytes=device,
+            device_total_bytes=total,
+        )
 
 
 @dataclass(frozen=True)
@@ -58,6 +73,8 @@ class StepSizes:
     """S-workers that act as one, of which this is one."""
     num_graphs: int = 0
     """CUDA graphs that may be captured."""
+    num_kernels: int = 0
+    """In all of these."""
     graph_rows: int = 0
     """Most rows of a step that runs as graphs; 0: none does."""
     held_bytes: int = 0
@@ -140,7 +157,7 @@ def plan_memory(
     """
     weights = _weights_bytes(spec, sizes)
     activations = _activation_bytes(spec, sizes)
-    graphs = _graph_bytes(spec, sizes)
+    graphs = _graph_bytes(spec, sizes, free.graph_node_bytes)
     s_part = weights + activations + graphs + sizes.prompt_bytes
     staging, where, room = 0, "the host", free.host_bytes
     if free.device_bytes is not None:
@@ -264,14 +281,13 @@ def _unit_row_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
     return in_mlp * sizes.itemsize + in_attention
 
 
-def _graph_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
+def _graph_bytes(spec: ModelSpec, sizes: StepSizes, node_bytes: int) -> int:
     """Graphs, the pool that they share for what a unit needs while it runs, and
     the lanes' fixed memory."""
     q, k, v = _qkv_sizes(spec, sizes)
     fixed = (spec.hidden_size + 2 * q + k + v) * sizes.itemsize * sizes.num_lanes
-    return sizes.num_graphs * GRAPH_BYTES + sizes.graph_rows * (
-        _unit_row_bytes(spec, sizes) + fixed
-    )
+    graphs = max(sizes.num_graphs * GRAPH_BYTES, sizes.num_kernels * node_bytes)
+    return graphs + sizes.graph_rows * (_unit_row_bytes(spec, sizes) + fixed)
 
 
 def _qkv_sizes(spec: ModelSpec, sizes: StepSizes) -> tuple[int, int, int]:

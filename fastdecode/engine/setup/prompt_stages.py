@@ -23,6 +23,7 @@ from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import MAX_BLOCKS
 from fastdecode.wire.stages import StageHello, StageWelcome
+from sworker.dtypes import torch_dtype
 from sworker.paged import PagedKV
 from sworker.worker import SWorker
 
@@ -107,7 +108,8 @@ class PromptStageSetup(StageSetup):
         kv = kv_spec(resolved.config, spec, resolved.kv_dtype)
         first_lane, most_tokens = resolved.schedule.num_lanes, resolved.max_model_len
         num_tokens = resolved.schedule.num_prompt_lanes * most_tokens
-        cache = PagedKV(kv, spec.attention, -(-num_tokens // kv.block_size), s_worker.device)
+        num_blocks, dtype = -(-num_tokens // kv.block_size), torch_dtype(resolved.dtype)
+        cache = PagedKV(kv, spec.attention, num_blocks, s_worker.device, dtype=dtype)
         holder = Holder(workers.kind, False, workers.answers_at_once, kv.token_bytes)
         plan = AttentionPlan(
             spec.attention,

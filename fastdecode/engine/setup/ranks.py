@@ -23,7 +23,7 @@ from fastdecode.core.config.s_part import SPart
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.engine.setup.resolve import resolve_for_this_host
-from fastdecode.engine.setup.s_worker import prepare
+from fastdecode.engine.setup.s_worker import prepare, watch
 from fastdecode.wire.mpi import job as mpi_job
 from fastdecode.wire.mpi import joining, launcher
 from fastdecode.wire.mpi.roles import StageRanks
@@ -98,7 +98,7 @@ def mirror_leader(config: EngineConfig) -> None:
         ConfigError, ModelError: as on rank 0.
         WorkerError: another rank is gone.
     """
-    checkpoint = open_checkpoint(config.model)
+    checkpoint = open_checkpoint(config.model, config.s_part.load_format)
     s_part, max_model_len = config.s_part, config.s_part.max_model_len
     planned = checkpoint.spec(max_model_len=max_model_len)
     resolved = resolve_for_this_host(config, planned, rank=device_number(s_part))
@@ -117,7 +117,7 @@ def mirror_leader(config: EngineConfig) -> None:
             with_head=not stage,
         )
         step_graphs = prepare(model, resolved, ranks)
-    mirror(spec, model, ranks, step_graphs)
+    mirror(spec, model, ranks, step_graphs, watch(ranks.device))
     ranks.close()
 
 

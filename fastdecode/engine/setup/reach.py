@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -34,8 +35,8 @@ from fastdecode.engine.setup.resolve import (
     stages_are_ranks,
 )
 from fastdecode.engine.setup.tiers import host_tier_bytes
-from fastdecode.engine.step.local import LocalConnection, reach_device
-from fastdecode.engine.step.mixed import MixedAttention
+from fastdecode.engine.step.local import LocalConnection, reach_device, whole_steps
+from fastdecode.engine.step.mixed import HOME_LANE, HomeLane, MixedAttention
 from fastdecode.engine.step.prompts import HeldPrompts
 from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.engine.step.swapped import reach_swapped
@@ -44,6 +45,7 @@ from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, Hello, ToRWo
 from fastdecode.wire.mpi.roles import StageRanks, link_address
 from fastdecode.wire.stages import stage_name
 from rworker.tiers.disk import Disk, disk_of
+from sworker.dtypes import torch_dtype
 from sworker.kernels.threads import openmp_library
 from sworker.paged import PagedKV
 from sworker.worker import SWorker
@@ -88,13 +90,19 @@ def make_attention(
         prompts=_held_prompts(spec, resolved, s_worker.device),
     )
     plan.prepare(resolved.most_lanes)
-    return plan if device is None else MixedAttention(plan, device)
+    if device is None:
+        return plan
+    whole = whole_steps(s_worker, device)
+    if whole is not None:
+        whole.prepare(only_lane=HOME_LANE)
+    return MixedAttention(plan, device, home=HomeLane(whole))
 
 
 def reach_workers(
     resolved: ResolvedConfig,
     hub: InprocHub[ToRWorker, FromRWorker] | None = None,
     beside: Beside | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> Reached:
     """The R-workers of the first stage, or what is in their place.
 
@@ -102,10 +110,11 @@ def reach_workers(
         hub: gets the connections to those that are threads; None: one of theirs
             alone.
         beside: other engines' R-workers in this process.
+        report: takes lines of progress of R-workers in this process.
     """
     if resolved.transport == "local":
         return reach_stage(resolved, 0) if has_stage_ranks(resolved) else reach_own_device(resolved)
-    workers = _reach_r_workers(resolved, hub, beside)
+    workers = _reach_r_workers(resolved, hub, beside, report)
     if resolved.config.cluster.spare_r_workers:
         workers = with_spares(workers, resolved.config.cluster.spare_r_workers)
     return share_out_heads(workers) if resolved.config.r_part.r_partition == "heads" else workers
@@ -115,6 +124,7 @@ def _reach_r_workers(
     resolved: ResolvedConfig,
     hub: InprocHub[ToRWorker, FromRWorker] | None,
     beside: Beside | None,
+    report: Callable[[str], None] | None,
 ) -> Reached:
     config, cluster = resolved.config, resolved.config.cluster
     if has_stage_ranks(resolved):
@@ -130,11 +140,21 @@ def _reach_r_workers(
         # A runtime's threads serve both parts only where both want as many.
         library = openmp_of(resolved, torch.get_num_threads() // resolved.stages_at_once)
         return reach_inline(
-            kv_bytes=kv_bytes, num_threads=num_threads, openmp_library=library, disk=disk
+            kv_bytes=kv_bytes,
+            num_threads=num_threads,
+            openmp_library=library,
+            disk=disk,
+            report=report,
         )
     num_workers = config.r_part.r_workers + cluster.spare_r_workers
     return reach_threads(
-        num_workers, kv_bytes=kv_bytes, num_threads=num_threads, disk=disk, hub=hub, beside=beside
+        num_workers,
+        kv_bytes=kv_bytes,
+        num_threads=num_threads,
+        disk=disk,
+        hub=hub,
+        beside=beside,
+        report=report,
     )
 
 
@@ -198,6 +218,7 @@ def reach_stage_addresses(resolved: ResolvedConfig, stage: int) -> Reached:
     return reach_addresses(
         cluster.r_worker_addresses[stage * each : (stage + 1) * each],
         key_file=cluster.key,
+        link_security=cluster.link_security,
         silence_s=cluster.worker_silence_s,
         min_workers=cluster.min_r_workers,
         reach_timeout_s=min(REACH_TIMEOUT_S, cluster.worker_timeout_s),
@@ -263,4 +284,7 @@ def _held_prompts(
     num_blocks = resolved.memory.held_bytes // kv.block_bytes
     if resolved.prompt_layers:
         return None  # they run elsewhere
-    return HeldPrompts(PagedKV(kv, spec.attention, num_blocks, device)) if num_blocks else None
+    if not num_blocks:
+        return None
+    dtype = torch_dtype(resolved.dtype)
+    return HeldPrompts(PagedKV(kv, spec.attention, num_blocks, device, dtype=dtype))

@@ -9,7 +9,6 @@ import torch
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.dtype import DType
-from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.host.machine import available_cores
 from fastdecode.core.model.identity import Identity, identify
 from fastdecode.core.model.spec import ModelSpec
@@ -17,6 +16,7 @@ from fastdecode.core.model.stages import layers_of_prompt_stages, layers_of_stag
 from fastdecode.core.spec import KVSpec
 from fastdecode.engine.setup.devices import choose_device, free_memory, uses_graphs
 from fastdecode.engine.setup.memory import FreeMemory, MemoryPlan
+from fastdecode.engine.setup.placing import Machine, place
 from fastdecode.engine.setup.steps import Steps
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.wire.mpi.launcher import launched_size, local_size
@@ -55,6 +55,8 @@ class ResolvedConfig:
     transport: str
     """inproc (R-workers as threads), inline (one in the S-worker's own thread),
     mpi, zmq, or local (the KV cache is on ``device``)."""
+    why_placed: str = ""
+    """Where the KV cache is and why, for people; empty: it was asked for."""
 
     @property
     def dtype(self) -> DType:
@@ -109,10 +111,9 @@ def resolve(
             model's, or the memory doesn't suffice.
     """
     identity = identify(config, spec)
-    config = _placed(config, identity.kv_dtype)
+    placed = place(config, spec, identity, _machine(config, free))
+    config = placed.config
     placement = config.r_part.kv_placement
-    _check_kv_dtype(identity.kv_dtype, placement)
-    _check_prompt_stages(config, identity.kv_dtype)
     device = choose_device(config.s_part.device, rank)
     transport = _transport(config)
     # Where S-part and R-part share their hardware, lanes get into each other's way, and a sole
@@ -145,6 +146,7 @@ def resolve(
         max_graphs=steps.max_graphs,
         device_kv_bytes=plan.memory.device_kv_bytes,
         transport=transport,
+        why_placed=placed.why,
     )
 
 
@@ -186,16 +188,6 @@ def _steps(
     )  # fmt: skip
 
 
-def _check_prompt_stages(config: EngineConfig, kv_dtype: DType) -> None:
-    if config.s_part.prompt_pp and kv_dtype is DType.INT4:
-        raise ConfigError(
-            Given("kv_dtype", "int4"),
-            " isn't there with ",
-            Given("prompt_pp", config.s_part.prompt_pp),
-            ", whose stages can't keep it: choose int8, float32, bfloat16 or float16",
-        )
-
-
 def _held_token_bytes(config: EngineConfig, kv: KVSpec) -> int:
     """Of a prompt that the device holds until it is done; 0: it holds none."""
     # Later stages know of no sequence that it is a prompt's.
@@ -228,38 +220,19 @@ def kv_spec(config: EngineConfig, spec: ModelSpec, dtype: DType) -> KVSpec:
     )
 
 
-def _check_kv_dtype(kv_dtype: DType, placement: str) -> None:
-    """Raises ConfigError: the device doesn't know it."""
-    if placement != "r" and kv_dtype is DType.INT4:
-        raise ConfigError(
-            Given("kv_dtype", kv_dtype.value),
-            " needs R-workers: with ",
-            Given("kv_placement", placement),
-            " choose int8, float32, bfloat16 or float16",
-        )
-
-
-def _placed(config: EngineConfig, kv_dtype: DType) -> EngineConfig:
-    """With the KV cache somewhere: on both sides where there are two, each with
-    hardware of its own, and the other options leave it that choice."""
-    if config.r_part.kv_placement != "auto":
-        return config
-    for placement in _best_placements(config):
-        try:
-            _check_kv_dtype(kv_dtype, placement)
-            return replace(config, r_part=replace(config.r_part, kv_placement=placement))
-        except ConfigError:  # what somebody asks for isn't there with it
-            continue
-    return replace(config, r_part=replace(config.r_part, kv_placement="r"))
-
-
-def _best_placements(config: EngineConfig) -> tuple[str, ...]:
-    """The best first; R-workers alone do where none of them does."""
+def _machine(config: EngineConfig, free: FreeMemory) -> Machine | None:
+    """What placements of the KV cache are compared on; None: R-workers keep it."""
     on_gpu = choose_device(config.s_part.device).type == "cuda"
-    if not on_gpu or config.r_part.replicas or config.s_part.num_stages > 1:
-        return ()
-    asks_for_some = _transport(config) in ("mpi", "zmq") or config.r_part.r_workers > 1
-    return ("hybrid",) if asks_for_some else ("gpu",)
+    if not on_gpu or free.device_bytes is None:
+        return None
+    if config.r_part.replicas or config.s_part.num_stages > 1:
+        return None
+    transport = _transport(config)
+    num_r_workers = {
+        "zmq": len(config.cluster.r_worker_addresses),
+        "mpi": max(0, (launched_size() or 1) - config.s_part.tp),
+    }.get(transport, config.r_part.r_workers if config.r_part.r_workers > 1 else 0)
+    return Machine(free, num_r_workers, is_here=transport in ("inproc", "inline"))
 
 
 def _transport(config: EngineConfig) -> str:

@@ -10,13 +10,18 @@ import os
 
 import torch
 
-from fastdecode.core.host.openmp import spins_on
+from fastdecode.core.host.machine import available_cores
+from fastdecode.core.host.openmp import spins_on, user_decides
+from fastdecode.core.host.waits import shorten_sleeps, switch_threads_sooner
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.setup.resolve import ResolvedConfig
+from fastdecode.engine.setup.steps import lane_graphs
 from sworker.device import feed_gpu
 from sworker.graphs import StepGraphs
 from sworker.kernels.fused import fuse
 from sworker.kernels.packing import pack
+from sworker.kernels.spinning import IdleThreads, watch_idle_threads
+from sworker.kernels.threads import openmp_library
 from sworker.model.skeleton import Model
 from sworker.ranks.group import Ranks
 from sworker.ranks.parallel import ParallelSWorker
@@ -31,9 +36,29 @@ def make_s_worker(
 ) -> SWorker:
     """The S-worker as it was configured."""
     graphs = prepare(model, resolved, ranks)
+    idle_threads = watch(resolved.device if ranks is None else ranks.device)
     if ranks is not None:
-        return ParallelSWorker(spec, model, ranks, graphs, resolved.most_lanes)
-    return SWorker(spec, model, resolved.device, graphs, num_lanes=resolved.most_lanes)
+        return ParallelSWorker(spec, model, ranks, graphs, resolved.most_lanes, idle_threads)
+    return SWorker(
+        spec, model, resolved.device, graphs, num_lanes=resolved.most_lanes,
+        idle_threads=idle_threads,
+    )  # fmt: skip
+
+
+def watch(device: torch.device) -> IdleThreads | None:
+    """What watches the threads that compute for this one, on a CPU; None: there
+    are none, or the user has said how long they spin."""
+    num_threads = torch.get_num_threads()
+    if device.type != "cpu" or num_threads == 1 or user_decides(os.environ):
+        return None
+    idle_threads = watch_idle_threads(openmp_library(), num_threads, available_cores())
+    if idle_threads is None and spins_on(os.environ):
+        logger.warning(
+            "torch was imported before fastdecode, so its idle threads spin for milliseconds: "
+            "beside other work on these cores this is several times slower. Import fastdecode "
+            "first, or set OMP_WAIT_POLICY=passive"
+        )
+    return idle_threads
 
 
 def prepare(model: Model, resolved: ResolvedConfig, ranks: Ranks | None) -> StepGraphs | None:
@@ -41,22 +66,15 @@ def prepare(model: Model, resolved: ResolvedConfig, ranks: Ranks | None) -> Step
     each of which does the same. Returns its CUDA graphs, if they were chosen."""
     device = resolved.device if ranks is None else ranks.device
     feed_gpu(device)
+    shorten_sleeps()
+    if device.type == "cuda":
+        switch_threads_sooner()
     fuse(model, device)
     if ranks is not None:
         parallelize(model, ranks.shard, ranks.add_up)
     elif device.type == "cpu":
-        _tell_of_spinning()
         pack(model)
     return step_graphs(model, resolved, ranks)
-
-
-def _tell_of_spinning() -> None:
-    if torch.get_num_threads() > 1 and spins_on(os.environ):
-        logger.warning(
-            "torch was imported before fastdecode, so its idle threads spin for milliseconds: "
-            "beside other work on these cores this is several times slower. Import fastdecode "
-            "first, or set GOMP_SPINCOUNT=6000"
-        )
 
 
 def step_graphs(
@@ -70,9 +88,11 @@ def step_graphs(
         num_lanes, max_graphs = ranks.agree(num_lanes, max_graphs)
     if not max_graphs:
         return None
-    graphs = StepGraphs(
-        model, resolved.device, capture=True, num_lanes=num_lanes, max_graphs=max_graphs
+    num_prompt_lanes = resolved.config.s_part.prompt_pp
+    lanes = lane_graphs(
+        resolved.config, len(model.layers), num_lanes - num_prompt_lanes, num_prompt_lanes
     )
+    graphs = StepGraphs(model, resolved.device, capture=True, lanes=lanes, max_graphs=max_graphs)
     gc.collect()  # what is left of an engine before this one: its graphs and weights
     if resolved.transport == "local" and not resolved.config.s_part.swap:
         return graphs  # whole steps are captured, once there is a cache

@@ -30,7 +30,7 @@ def serve_stage(config: EngineConfig) -> bool:
         ConfigError, ModelError: it can't even reach the others.
     """
     job = joining.join()
-    checkpoint = open_checkpoint(config.model)
+    checkpoint = open_checkpoint(config.model, config.s_part.load_format)
     spec = checkpoint.spec(max_model_len=config.s_part.max_model_len)
     resolved = resolve_for_this_host(config, spec, rank=device_number(config.s_part))
     ranks = stage_ranks(config.s_part)

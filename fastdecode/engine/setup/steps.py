@@ -12,6 +12,7 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.setup.memory import (
     GRAPH_BYTES,
+    UNIT_KERNELS,
     FreeMemory,
     KVDemand,
     MemoryPlan,
@@ -22,8 +23,14 @@ from fastdecode.schedule.hybrid.control import MAX_LANES as MAX_HYBRID_LANES
 from fastdecode.schedule.lanes import MAX_AUTO_LANES
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.wire.arrays import MAX_BODY_BYTES
-from sworker.graphs import MAX_GRAPH_ROWS, MAX_GRAPHS, Buckets
+from sworker.graphs import MAX_GRAPH_ROWS, MAX_GRAPHS, Buckets, LaneGraphs
+from sworker.whole import slices_of
 
+_PROMPT_ROWS = 64
+"""Of a short prompt, in a step that decodes: a longer one computes for longer than
+its launches take."""
+LAYER_KERNELS = 11
+"""Of a layer with its attention, at most, where kernels are fused."""
 _GRAPHS_SHARE = 32
 """CUDA graphs may take one part in so many of the device's memory."""
 _CLOSED_BYTES = MAX_BODY_BYTES // (2 * MAX_AUTO_LANES)
@@ -141,7 +148,8 @@ class Steps:
             logit_rows=-(-batching.max_num_sequences // lanes.fewest),
             itemsize=self.dtype.size_bytes,
             num_shards=config.s_part.tp,
-            num_graphs=self._num_graphs(lanes.most),
+            num_graphs=self._buckets(lanes.most).num_graphs(self._lane_graphs(lanes.most)),
+            num_kernels=self._buckets(lanes.most).num_kernels(self._lane_graphs(lanes.most)),
             graph_rows=MAX_GRAPH_ROWS if self.max_graphs else 0,
             held_bytes=self._held_bytes(batching),
             prompt_bytes=num_prompt_lanes * self.prompt_token_bytes * self.spec.max_model_len,
@@ -194,14 +202,47 @@ class Steps:
         if not self.uses_graphs:
             return 0
         total = self.free.device_total_bytes
-        return min(MAX_GRAPHS, total // _GRAPHS_SHARE // GRAPH_BYTES) if total else MAX_GRAPHS
+        each = max(GRAPH_BYTES, UNIT_KERNELS * self.free.graph_node_bytes)
+        return min(MAX_GRAPHS, total // _GRAPHS_SHARE // each) if total else MAX_GRAPHS
 
-    def _num_graphs(self, num_lanes: int) -> int:
-        num_units = self.spec.num_layers + 1
-        return min(
-            self.max_graphs,
-            Buckets.choose(num_lanes, num_units, self.max_graphs).num_graphs(num_lanes, num_units),
-        )
+    def _buckets(self, num_lanes: int) -> Buckets:
+        return Buckets.choose(self._lane_graphs(num_lanes), self.max_graphs)
+
+    def _lane_graphs(self, num_lanes: int) -> tuple[LaneGraphs, ...]:
+        if not self.uses_graphs:
+            return ()
+        num_layers, num_prompt_lanes = self.spec.num_layers, self.config.s_part.prompt_pp
+        return lane_graphs(self.config, num_layers, num_lanes, num_prompt_lanes)
+
+
+def lane_graphs(
+    config: EngineConfig, num_layers: int, num_lanes: int, num_prompt_lanes: int = 0
+) -> tuple[LaneGraphs, ...]:
+    """What is captured for each lane: what may occur, and no more.
+
+    Lane l exists where there are l + 1 lanes or more, which share all sequences
+    evenly; a short prompt may come to its rows. With KV on both sides the home
+    lane may have all sequences, and so may the first away lane; the home lane's
+    decode steps are whole graphs, or slices of some layers.
+
+    Args:
+        num_layers: of this S-worker.
+        num_lanes: that decode; behind them come those of prompts alone.
+    """
+    placement, most = config.r_part.kv_placement, config.batching.max_num_sequences
+    is_whole = placement == "gpu" and not config.s_part.swap
+    num_graphs = 1 if is_whole else num_layers + 1
+    kernels = LAYER_KERNELS * num_layers
+    lanes = []
+    for lane in range(num_lanes):
+        num_shares = max(1, lane) if placement == "hybrid" else lane + 1
+        rows = min(MAX_GRAPH_ROWS, -(-most // num_shares) + _PROMPT_ROWS)
+        lanes.append(LaneGraphs(rows, num_graphs, kernels))
+    if placement == "hybrid":
+        home = num_graphs + 1 + len(slices_of(num_layers))
+        lanes[0] = LaneGraphs(lanes[0].max_rows, home, 3 * kernels)
+    lanes += [LaneGraphs(MAX_GRAPH_ROWS, num_graphs, kernels)] * num_prompt_lanes
+    return tuple(lanes)
 
 
 def _batching(config: EngineConfig, num_lanes: int, *, on_gpu: bool) -> Batching:

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 
 from fastdecode.core.config.cache import Cache
 from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.config.features import refused_with
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.holders import HolderId, HolderKind
 from fastdecode.core.host.machine import free_memory_bytes
@@ -103,12 +104,10 @@ def cache_identity(resolved: ResolvedConfig, checkpoint: Checkpoint) -> str | No
 
 
 def about_kept_blocks(config: EngineConfig) -> str:
-    """Whether there is a prefix cache, and why not, if nobody has said so."""
+    """Whether kept blocks are on, and why not where nobody has chosen."""
     if config.keeps_blocks:
         return "prefix cache on"
-    if config.cache.prefix_cache == "off":
+    other = refused_with("prefix cache", config.options)
+    if config.cache.prefix_cache == "off" or other is None:
         return "prefix cache off"
-    beside = "replicas" if config.r_part.replicas else "KV on both sides"
-    if config.s_part.prompt_pp:
-        beside = "stages of prompts"
-    return f"prefix cache off, which isn't there with {beside} yet"
+    return f"prefix cache off: it is not supported with {other.name} yet"

@@ -78,6 +78,17 @@ class Arrivals:
         while self._fleet.is_owed and (received := self._fleet.receive(most_s=0.0)) is not None:
             self.take_in(*received, time.perf_counter())
 
+    def take_in_until_ready(self) -> None:
+        """What is here by now, but nothing more once an answer has made a lane
+        ready or something has come that is no part of a step: that comes first.
+        Never waits."""
+        fleet, lanes = self._fleet, self._lanes
+        while fleet.is_owed and not lanes.has_ready and not self._news:
+            received = fleet.receive(most_s=0.0)
+            if received is None:
+                return
+            self.take_in(*received, time.perf_counter())
+
     def take_in(self, holder: HolderId, message: Answer, now: float) -> None:
         """One message that came now. Whoever sends what isn't due is lost."""
         try:
@@ -113,3 +124,5 @@ class Arrivals:
             holder, step.lane, result.step, result.layer, sent, arrived_s, result.compute_s
         )
         step.s_compute_s += time.perf_counter() - arrived_s
+        if step.remote.ready:
+            self._lanes.note_ready(step)

@@ -82,8 +82,12 @@ class Lanes:
     def collect_ready(self) -> None:
         """Queue those that have become able to go on."""
         for step in self.in_flight:
-            if step.can_go_on and step not in self._ready:
-                self._ready.append(step)
+            self.note_ready(step)
+
+    def note_ready(self, step: LaneStep) -> None:
+        """Queue a step in flight if it has become able to go on."""
+        if step.can_go_on and step not in self._ready:
+            self._ready.append(step)
 
     def take_ready(self) -> LaneStep:
         """The one that has been able to for longest."""

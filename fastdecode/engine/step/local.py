@@ -69,6 +69,7 @@ from rworker.blocks.kv_store import KVStore
 from rworker.books import Books, blocks_within
 from sworker.buffers import to_device
 from sworker.device import Gpu
+from sworker.dtypes import torch_dtype
 from sworker.host_tier import HostTier
 from sworker.model.skeleton import run_layers
 from sworker.paged import BlockKernels, PagedKV, PagedStep, Prompt
@@ -191,7 +192,7 @@ class LocalConnection:
         return self._tier
 
     def _open_tier(self) -> None:
-        self._tier = HostTier(self.cache, self._host_bytes)
+        self._tier = HostTier(self.cache, self._host_bytes, self._gpu)
         none = np.empty(0, np.int32)
         self._answers.append(
             Stocked(self._holder, self.tier.num_slots, words_of([]), none, is_last=True)
@@ -274,7 +275,10 @@ class LocalConnection:
             CapacityError: there is no memory for any.
         """
         num_blocks = blocks_within(self._kv_bytes, hello.kv.block_bytes, hello)
-        self._cache = PagedKV(hello.kv, hello.attention, num_blocks, self._device, self._kernels)
+        self._cache = PagedKV(
+            hello.kv, hello.attention, num_blocks, self._device, self._kernels,
+            torch_dtype(hello.activation_dtype),
+        )  # fmt: skip
         return num_blocks
 
 
@@ -298,14 +302,21 @@ class LocalAttention:
         self.fleet = fleet
         self.holders = (device,)
         self._connection = connection
-        self._whole: WholeSteps | None = None
-        graphs, cache = s_worker.graphs, connection.cache
-        if graphs is not None and cache.kernels is not None:
-            self._whole = WholeSteps(graphs, cache, s_worker.spec.max_model_len)
+        self._whole = whole_steps(s_worker, connection)
+        if self._whole is not None:
             self._whole.prepare()
 
     def begin(self, batch: StepBatch) -> LocalStep:
         return LocalStep(self._connection, batch, self._whole)
+
+
+def whole_steps(s_worker: SWorker, connection: LocalConnection) -> WholeSteps | None:
+    """What runs decode steps in fixed memory; None: there are no kernels for it, or
+    steps run without graphs."""
+    graphs, cache = s_worker.graphs, connection.cache
+    if graphs is None or cache.kernels is None:
+        return None
+    return WholeSteps(graphs, cache, s_worker.spec.max_model_len)
 
 
 class LocalStep:
@@ -332,13 +343,17 @@ class LocalStep:
     def run_through(self, s_worker: SWorker) -> Pass | None:
         """See ``LaneAttention``."""
         batch, begin = self.batch, self._begin
-        rows = torch.from_numpy(np.stack((batch.token_ids, batch.positions)))
+        rows = self._rows()
         self._books.steps.finish(begin.lane, begin.step)
         if self._whole is not None and self._whole.takes(self._paged):
             return s_worker.run_through(
                 partial(self._whole.run, begin.lane, rows, self._paged, batch.feed, batch.hidden)
             )
         return s_worker.run_through(partial(self._run_layers, s_worker, rows))
+
+    def _rows(self) -> Tensor:
+        """Token ids and positions, int64 [2, T]."""
+        return torch.from_numpy(np.stack((self.batch.token_ids, self.batch.positions)))
 
     def _run_layers(self, s_worker: SWorker, rows: Tensor) -> Tensor:
         token_ids, positions = s_worker.upload(rows)
@@ -352,11 +367,13 @@ class LocalStep:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
     ) -> None:
         self._books.steps.finish_layer(self._begin.lane, self._begin.step, layer)
-        self._o = self._attend(layer, q, k, v)
+        self._o = self._attend(layer, q, k, v, place)
 
-    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
+    ) -> Tensor:
         started = time.perf_counter()
-        o = self._cache.attend(layer, q, k, v, self._paged)
+        o = self._cache.attend(layer, q, k, v, self._paged, place)
         if self._is_timed:
             self.computed_s[self._holder] += time.perf_counter() - started
         return o

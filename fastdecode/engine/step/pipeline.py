@@ -102,7 +102,7 @@ class Pipeline:
         whole = remote.run_through(self._s_worker)
         forward = whole or begin_pass(self._s_worker, batch, lane)
         step = LaneStep(lane, batch, logit_rows, remote, forward, s_compute_s=planned_s)
-        step.is_whole, step.fed_by = whole is not None, fed_by
+        step.is_whole, step.fed_by = forward.is_over, fed_by
         self._lanes.enter(step)
         if not step.is_whole:
             self._scatter(step)
@@ -195,6 +195,7 @@ class Pipeline:
         self._trace.waited(started, now)
         if received is not None:
             self._arrivals.take_in(*received, now)
+            self._arrivals.take_in_until_ready()
 
 
 def begin_pass(s_worker: SWorker, batch: StepBatch, lane: int) -> Pass:

@@ -32,7 +32,7 @@ from fastdecode.core.holders import Holder, HolderId
 from fastdecode.core.spec import AttentionSpec
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.heads.answers import check_arrays
-from fastdecode.engine.step.checks import Checks
+from fastdecode.engine.step.checks import Checks, StepChecks
 from fastdecode.engine.step.layout import HolderSpan, LocalSpan, StepBatch
 from fastdecode.engine.step.parts import ClosedPartMerge
 from fastdecode.engine.step.prompts import HeldChunks, PromptsUnderWay
@@ -173,6 +173,33 @@ class AttentionPlan:
         return self._staging[lane]
 
 
+@dataclass(eq=False)
+class _HolderStep:
+    """A holder's part of a step: what it answers in every layer, worked out once."""
+
+    span: HolderSpan
+    later: LocalSpan | None
+    """Later prompt chunks among the rows whose queries it attends."""
+    answered_rows: slice = field(init=False)
+    """Rows whose o is the holder's own, before closed parts are merged."""
+    num_own: int = field(init=False)
+    """Rows of the span with queries."""
+    num_queries: int = field(init=False)
+    """The same, and the rows of closed parts."""
+    may_owe: int = field(init=False)
+    """Layers that it may be behind with its answers, in which it only stores."""
+    last_layer: int = -1
+    """The last layer that it has answered."""
+
+    def __post_init__(self) -> None:
+        queries = self.span.query_rows
+        end = queries.stop if self.later is None else self.later.rows.start
+        self.answered_rows = slice(queries.start, end)
+        self.num_own = queries.stop - queries.start
+        self.num_queries = self.num_own + sum(len(part.rows) for part in self.span.closed)
+        self.may_owe = 0 if self.num_queries else MAX_OWED_ANSWERS
+
+
 class RemoteStep:
     """One lane's step on the holders."""
 
@@ -182,21 +209,21 @@ class RemoteStep:
         self._plan = plan
         self.batch = batch
         self._held = held
-        self._spans = {span.holder: span for span in batch.spans}
+        self._holders = {x.holder: _HolderStep(x, _later_chunks(batch, x)) for x in batch.spans}
         self._lost: set[HolderId] = set()
         self._layer = -1
-        self._answered = dict.fromkeys(self._spans, -1)  # the last layer that each has answered
-        self._later = {span.holder: _later_chunks(batch, span) for span in batch.spans}
+        self._awaited: set[HolderId] = set()
+        """Holders without whose answers the layer isn't ready."""
         self._local_lse: dict[int, Tensor] = {}
         has_closed = any(span.closed for span in batch.spans)
         self._closed = ClosedPartMerge(batch, plan.device, plan.gpu) if has_closed else None
         self._o = torch.empty(0)
         self._checks = plan.checks.begin(batch)
         self._staging = plan.staging(batch.spans[0].begin.lane)
-        self._staging.begin_step([_share(x, self._later[x.holder]) for x in batch.spans])
+        self._staging.begin_step([_share(x) for x in self._holders.values()])
         self._may_lend = self._closed is None and self._staging.is_home
         self._unsent: deque[tuple[int, Staged]] = deque()
-        self.r_compute_s = dict.fromkeys(self._spans, 0.0)
+        self.r_compute_s = dict.fromkeys(self._holders, 0.0)
         self.in_s_part_s = 0.0
         self.sent_s: list[float] = []
         for span in batch.spans:
@@ -212,6 +239,11 @@ class RemoteStep:
         """Send a layer's q [T, Hq, D], k and v [T, Hkv, D] on their way; attend
         the prompt chunks' own tokens here."""
         self._layer = layer
+        self._awaited = {
+            holder
+            for holder, part in self._holders.items()
+            if layer - part.last_layer > part.may_owe and holder not in self._lost
+        }
         self._o = self._staging.begin_layer(q.shape, q.dtype, place)
         self._unsent.append((layer, self._staging.send(q, k, v)))
         self.dispatch()
@@ -237,9 +269,9 @@ class RemoteStep:
             self._checks.sent(
                 self.batch.spans, staged.shipments, self._o.dtype, self._plan.kv_dtype
             )
-        for (holder, span), shipment in zip(self._spans.items(), staged.shipments, strict=True):
+        for span, shipment in zip(self.batch.spans, staged.shipments, strict=True):
             begin = span.begin
-            self._plan.fleet.send(holder, Attend(begin.step, begin.lane, layer, *shipment))
+            self._plan.fleet.send(span.holder, Attend(begin.step, begin.lane, layer, *shipment))
         self.sent_s.append(time.perf_counter())
         return True
 
@@ -254,39 +286,40 @@ class RemoteStep:
         Raises:
             ProtocolError: it isn't the answer that was due.
         """
-        span = self._spans.get(holder)
-        due = None if span is None else (span.begin.step, self._answered[holder] + 1)
-        if span is None or (result.step, result.layer) != due or result.layer > self._layer:
+        part = self._holders.get(holder)
+        due = None if part is None else (part.span.begin.step, part.last_layer + 1)
+        if part is None or (result.step, result.layer) != due or result.layer > self._layer:
             raise ProtocolError(
                 f"{self._plan.fleet.peer(holder)} answered for step {result.step}, layer "
                 f"{result.layer}, where (step, layer) {due} was due: are both ends of the same "
                 "version?"
             )
-        self._answered[holder] += 1
+        part.last_layer += 1
         self.r_compute_s[holder] += result.compute_s
-        queries = span.query_rows
-        num_queries = num_own = queries.stop - queries.start
-        if span.closed:
-            num_queries += sum(len(closed.rows) for closed in span.closed)
-        if num_queries == 0:
-            return
+        if self._layer - part.last_layer <= part.may_owe:
+            self._awaited.discard(holder)
+        if part.num_queries:
+            self._take_in(part, result)
+
+    def _take_in(self, part: _HolderStep, result: AttendResult) -> None:
+        """Raises ProtocolError."""
+        span = part.span
         carrier = np.float32 if self._o.dtype == torch.float32 else np.uint16
-        shape = (num_queries, *self._o.shape[1:])
+        shape = (part.num_queries, *self._o.shape[1:])
         try:
             check_arrays(result, shape, carrier, want_lse=span.begin.want_lse)
         except ProtocolError as lie:
-            raise ProtocolError(f"{self._plan.fleet.peer(holder)} {lie.message}") from None
-        self._check_finite(span, result)
+            raise ProtocolError(f"{self._plan.fleet.peer(span.holder)} {lie.message}") from None
+        if self._checks is not None:
+            self._check_finite(self._checks, span, result)
         if self._closed is not None:
             result = self._closed.arrive(span, result, self._o.dtype)
-        if num_own:
-            self._place(span, result)
+        if part.num_own:
+            self._place(part, result)
 
-    def _check_finite(self, span: HolderSpan, result: AttendResult) -> None:
+    def _check_finite(self, checks: StepChecks, span: HolderSpan, result: AttendResult) -> None:
         """Raises ProtocolError."""
-        heads = (
-            None if self._checks is None else self._checks.bad_heads(span, result, self._o.dtype)
-        )
+        heads = checks.bad_heads(span, result, self._o.dtype)
         if heads is not None:
             reason = (
                 f"answered NaN or Inf in layer {result.layer}, though all it was sent is finite"
@@ -297,8 +330,9 @@ class RemoteStep:
 
     def lose(self, holder: HolderId) -> None:
         """See ``LaneAttention``."""
-        if holder in self._spans:
+        if holder in self._holders:
             self._lost.add(holder)
+            self._awaited.discard(holder)
 
     @property
     def lost(self) -> Collection[HolderId]:
@@ -309,35 +343,28 @@ class RemoteStep:
     def ready(self) -> bool:
         """Whether every row of the layer's o is there, and no holder is too far
         behind with storing."""
-        return all(
-            holder in self._lost or self._layer - self._answered[holder] <= self._may_owe(span)
-            for holder, span in self._spans.items()
-        )
+        return not self._awaited
 
     @property
     def settled(self) -> bool:
         """Whether every holder has answered everything: the step may end."""
         return all(
-            holder in self._lost or last == self._layer for holder, last in self._answered.items()
+            holder in self._lost or part.last_layer == self._layer
+            for holder, part in self._holders.items()
         )
 
     def take(self) -> Tensor:
         """The layer's o [T, Hq, D]; zeros in the rows of holders that are lost.
         Only when ``ready``."""
         self._staging.join()
-        lost = [span.rows for holder, span in self._spans.items() if holder in self._lost]
-        if lost and len(self._spans) == 1:
+        lost = [self._holders[holder].span.rows for holder in self._lost]
+        if lost and len(self._holders) == 1:
             self._o = torch.zeros_like(self._o)  # nobody writes into what is lent
         for rows in lost:
             self._o[rows] = 0
         if self._closed is not None:
             self._closed.merge_into(self._o)
         return self._o
-
-    @staticmethod
-    def _may_owe(span: HolderSpan) -> int:
-        attends = span.closed or span.query_rows.start < span.query_rows.stop
-        return 0 if attends else MAX_OWED_ANSWERS
 
     def _attend_locally(
         self, local: LocalSpan, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor
@@ -350,10 +377,9 @@ class RemoteStep:
             q[rows], k_seen, v_seen, local.starts, spec, want_lse=local.merge
         )
 
-    def _place(self, span: HolderSpan, result: AttendResult) -> None:
+    def _place(self, part: _HolderStep, result: AttendResult) -> None:
         """Copy a holder's o to its rows, merging the later chunks' with what was attended here."""
-        later = self._later[span.holder]
-        rows = _answered_rows(span, later)
+        later, rows = part.later, part.answered_rows
         if later is None and self._may_lend and rows == slice(0, self._o.shape[0]):
             # Lent until the lane's next Attend: o is used by then.
             self._o = as_tensor(result.o, self._o.dtype)
@@ -377,15 +403,10 @@ class RemoteStep:
             self._closed.lse[later.rows] = lse
 
 
-def _share(span: HolderSpan, later: LocalSpan | None) -> Share:
+def _share(part: _HolderStep) -> Share:
+    span = part.span
     closed = tuple(closed.rows for closed in span.closed)
-    return Share(span.query_rows, closed, span.rows, _answered_rows(span, later))
-
-
-def _answered_rows(span: HolderSpan, later: LocalSpan | None) -> slice:
-    """Those whose o is what the holder says, until closed parts are merged."""
-    rows = span.query_rows
-    return rows if later is None else slice(rows.start, later.rows.start)
+    return Share(span.query_rows, closed, span.rows, part.answered_rows)
 
 
 def _later_chunks(batch: StepBatch, span: HolderSpan) -> LocalSpan | None:

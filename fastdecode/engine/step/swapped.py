@@ -31,6 +31,7 @@ from rworker.blocks.appending import Appended
 from rworker.blocks.kv_store import KVStore
 from rworker.books import blocks_within
 from sworker.device import Gpu
+from sworker.dtypes import torch_dtype
 from sworker.paged import BlockKernels, PagedKV
 from sworker.swap.figures import SwapFigures
 from sworker.swap.swapped import NUM_SLOTS, Blocks, SwappedKV
@@ -99,6 +100,7 @@ class LaneSwap:
             self._kv = SwappedKV(
                 hello.kv, hello.attention, num_blocks, len(self.connections), self._device,
                 self._gpu, self._kernels, most_tokens=self._most_tokens,
+                dtype=torch_dtype(hello.activation_dtype),
             )  # fmt: skip
         return num_blocks
 
@@ -204,14 +206,19 @@ class SwappedStep(LocalStep):
         begin = self._begin
         self._books.steps.finish(begin.lane, begin.step)
         forward = begin_pass(s_worker, self.batch, begin.lane)
-        while forward.advance(self._attend(forward.layer, forward.q, forward.k, forward.v)):
-            pass
+        goes_on = True
+        while goes_on:
+            o = self._attend(forward.layer, forward.q, forward.k, forward.v, forward.place)
+            goes_on = forward.advance(o)
+        forward.is_over = True
         self._connection.end_step()
         return forward
 
-    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
+    ) -> Tensor:
         self._connection.wait(layer)
-        return super()._attend(layer, q, k, v)
+        return super()._attend(layer, q, k, v, place)
 
 
 def blocks_of(

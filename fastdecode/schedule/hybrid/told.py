@@ -132,5 +132,5 @@ class Teller:
         num_steps = self._lengths.expected(sequence) - sequence.num_generated
         reserved = cached_at_end(sequence, self._lengths.safe(sequence))
         num_blocks = self._ledger.shape.blocks_for(reserved)
-        length = len(sequence.token_ids)
+        length = sequence.num_tokens
         return Work(max(1, num_steps), length, num_blocks, length)

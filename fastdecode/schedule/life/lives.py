@@ -228,12 +228,12 @@ def _check_life(life: Life, is_waiting: bool, is_at_rest: bool) -> None:
     if residence is None:
         assert sequence.num_present == 0 and not life.opened and is_at_rest
         return
-    assert 0 <= sequence.num_cached <= len(sequence.token_ids) <= sequence.max_cached_tokens + 1
-    assert life.fate is not None or sequence.num_present < len(sequence.token_ids)
+    assert 0 <= sequence.num_cached <= sequence.num_tokens <= sequence.max_cached_tokens + 1
+    assert life.fate is not None or sequence.num_present < sequence.num_tokens
     assert sequence.num_cached <= residence.num_tokens
     if sequence.behind_gap:
         assert sequence.gap and len(residence.parts) == 1
-        assert sequence.behind_gap.stop < len(sequence.token_ids)
+        assert sequence.behind_gap.stop < sequence.num_tokens
     own = {part.part_id for part in residence.parts}
     assert own >= set(life.opened) | life.unanswered
     assert (life.fetching is not None) == bool(life.awaits)

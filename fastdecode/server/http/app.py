@@ -56,6 +56,7 @@ _GET: dict[str, Handler] = {
     "/health": info.health,
     "/metrics": info.metrics,
     "/status.json": info.status,
+    "/history.json": info.history,
     "/": info.page,
     "/page.css": info.page,
     "/page.js": info.page,

@@ -68,6 +68,7 @@ _CODES: Mapping[str, tuple[int, str, str]] = {
     "output_failed": (500, SERVER, "conversation_not_kept"),
     "draining": (503, SERVER, "draining"),
     "closed": (503, SERVER, "draining"),
+    "http_stopped": (503, SERVER, "http_stopped"),
 }
 NEVER_FIT = frozenset({"exceeds_capacity", "exceeds_load_limit", "too_many_parts"})
 """Codes of a CapacityError of which waiting is no mend."""
@@ -75,6 +76,7 @@ _WORDS: Mapping[str, str] = {
     "out_of_capacity": "there is no room for this request at present: try again in a while",
     "draining": "the server is shutting down: try again, or elsewhere",
     "closed": "the server is shutting down: try again, or elsewhere",
+    "http_stopped": "the server's HTTP process was stopped for too long: try again",
     "conversation_not_kept": "the turn can't be kept, so the conversation is as it was before it",
     "non_finite_logits": "the model's output isn't finite for this request",
 }

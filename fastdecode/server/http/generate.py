@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
+from fastdecode.conversations.reuse import why_none_of
 from fastdecode.core.delta import Delta, OutputFold
 from fastdecode.core.sequence import RequestOutput
 from fastdecode.openai.answers import answer_body
@@ -124,7 +125,8 @@ class Generation:
                     outputs[place] = output
         ordered = [outputs[place] for place in range(len(folds))]
         write = partial(self._written, asked, ordered)
-        await self._exchange.answer_raw(await self._beside_if_long(write, opened.num_tokens))
+        raw_answer = await self._beside_if_long(write, opened.num_tokens)
+        await self._exchange.answer_raw(raw_answer, headers=self._warnings(asked))
 
     def _written(self, asked: BodyRequest, outputs: Sequence[RequestOutput]) -> bytes:
         body = answer_body(
@@ -163,15 +165,22 @@ class Generation:
             num_tokens = sum(len(delta.token_ids) for _, delta in deltas)
             text = await self._beside_if_long(partial(_events, writer, deltas), num_tokens)
             if exchange.status is None and text:
-                await self._begin_stream()
+                await self._begin_stream(asked)
             if text:
                 await exchange.send_part(text.encode())
         usage = writer.usage_chunk()
         last = "" if usage is None else f"data: {usage}\n\n"
         await exchange.send_part(f"{last}data: [DONE]\n\n".encode(), more=False)
 
-    async def _begin_stream(self) -> None:
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    def _warnings(self, asked: BodyRequest) -> dict[str, str]:
+        """Headers of an answer whose request can't do what it seems to want."""
+        why = ""
+        if asked.conversation_id is not None:
+            why = why_none_of(asked.cache, self._front.opening.no_reuse)
+        return {"x-fastdecode-warning": why} if why else {}
+
+    async def _begin_stream(self, asked: BodyRequest) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **self._warnings(asked)}
         await self._exchange.begin("text/event-stream; charset=utf-8", 200, headers)
 
     async def _take(self, opened: OpenRequests, silence_s: float | None) -> list[tuple[int, Delta]]:

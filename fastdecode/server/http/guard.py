@@ -18,10 +18,15 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset({"/live", "/health", "/", "/page.css", "/page.js", "/icon.svg"})
 """Need no key. All other paths do, whether there is a route or not."""
-METRICS_PATHS = frozenset({"/metrics", "/status.json"})
+METRICS_PATHS = frozenset({"/metrics", "/status.json", "/history.json"})
 """Nor do these, if the server's options say so."""
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+)(?::[0-9]{1,5})?")
+_NO_KEY = "this server needs an API key, and got none: send it as Authorization: Bearer KEY"
+_WRONG_KEY = (
+    "the API key is wrong: this server has no such key. Send one of those in its --api-key-file "
+    "or its FASTDECODE_API_KEYS"
+)
 _ALWAYS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -89,10 +94,11 @@ class Guard:
         hashed = hashlib.sha256(key.strip()).hexdigest()
         # All of them, so that the time doesn't tell which.
         matches = [hmac.compare_digest(hashed, known) for known in self.keys]
-        if scheme.lower() != b"bearer" or not any(matches):
+        is_given = scheme.lower() == b"bearer" and bool(key.strip())
+        if not (is_given and any(matches)):
             raise Refused(
                 401,
-                "a key is needed: send it as Authorization: Bearer KEY",
+                _WRONG_KEY if is_given else _NO_KEY,
                 "invalid_api_key",
                 kind="authentication_error",
                 headers={"www-authenticate": "Bearer"},

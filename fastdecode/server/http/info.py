@@ -13,6 +13,7 @@ from fastdecode.server.front import Front
 from fastdecode.server.http.errors import Refused
 from fastdecode.server.http.exchange import Exchange
 from fastdecode.server.metrics import CONTENT_TYPE, exposition
+from fastdecode.server.observations import kv_used
 
 _PAGE: Mapping[str, tuple[str, str]] = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -81,13 +82,21 @@ async def status(front: Front, exchange: Exchange) -> None:
     await exchange.answer_json(_status(front), cache_control="no-store")
 
 
+async def history(front: Front, exchange: Exchange) -> None:
+    """How the server was in the last ten minutes."""
+    columns = front.observations.history.columns(time.monotonic())
+    await exchange.answer_json(columns, cache_control="no-store")
+
+
 def _status(front: Front) -> dict[str, Any]:
-    seen, observed = front.outlook.seen, front.observations
+    seen, observed, now_s = front.outlook.seen, front.observations, time.monotonic()
+    figures: dict[str, Any] = {} if seen is None else dict(seen.figures)
     return {
         "model": front.names[0],
         "version": __version__,
         "state": front.trouble() or "ready",
-        "time_s": time.monotonic(),
+        "time_s": now_s,
+        "uptime_s": now_s - front.began_s,
         "num_tasks": len(asyncio.all_tasks()),
         "num_open": front.client.num_open,
         "num_queued": front.admission.num_requests,
@@ -97,10 +106,15 @@ def _status(front: Front) -> dict[str, Any]:
         "num_live_r_workers": 0 if seen is None else seen.num_live_r_workers,
         "generation_tokens": observed.generation_tokens.total,
         "num_succeeded": observed.succeeded.total,
+        "num_failed": observed.ended.of("error"),
+        "num_aborted": observed.ended.of("abort"),
         "num_rejected": observed.rejected.total,
-        "ttft_s": [observed.ttft.quantile(0.5), observed.ttft.quantile(0.99)],
-        "tpot_s": [observed.tpot.quantile(0.5), observed.tpot.quantile(0.99)],
-        "figures": {} if seen is None else dict(seen.figures),
+        "prompt_tokens": observed.prompt_tokens.total,
+        "cached_tokens": observed.cached_tokens.total,
+        "kv_used": kv_used(figures),
+        "ttft_s": observed.lately_ttft.quantiles(now_s, 0.5, 0.99),
+        "tpot_s": observed.lately_tpot.quantiles(now_s, 0.5, 0.99),
+        "figures": figures,
     }
 
 

@@ -20,7 +20,13 @@ message               direction   meaning, and the answer
 ====================  ==========  ===================================================
 
 ``InstanceSeen`` comes twice a second, by an engine that isn't busy with a long
-step: who hears nothing for minutes of an instance that lives knows that it hangs.
+step: an instance that lives and is silent for minutes hangs. One comes at once when
+the last R-worker is lost or the first is back. A controller cancels all that an
+instance without R-workers was asked, and gives it nothing until it has one.
+
+What an instance says is held against what it was asked
+(``fastdecode.engine.instances.claims``): one that says what can't be true is lost.
+A request that an instance can't run as it was asked comes to an error of its own.
 
 An instance serves one controller at a time. When that is gone, however it went,
 the instance forgets its requests, frees all that they held, and waits for the
@@ -137,8 +143,18 @@ class RequestsSay:
 class InstanceSeen:
     num_steps: int
     num_live_r_workers: int
+    """0: it can run nothing until one is back, and gives up what it was asked."""
     said: Annotated[NDArray[np.uint8], "N"]
     """Its totals and figures."""
+
+    def check(self, num_r_workers: int) -> None:
+        """Raises ProtocolError: an instance with so many R-workers can't say that."""
+        if not 0 <= self.num_steps < _MOST:
+            raise ProtocolError(f"reports {self.num_steps} steps")
+        if not 0 <= self.num_live_r_workers <= num_r_workers:
+            raise ProtocolError(
+                f"reports {self.num_live_r_workers} live R-workers, and began with {num_r_workers}"
+            )
 
 
 ToInstance: TypeAlias = (

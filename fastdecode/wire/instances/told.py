@@ -26,6 +26,8 @@ _ERRORS: Final[Mapping[str, type[FastDecodeError]]] = {
     for kind in (FastDecodeError, RequestError, CapacityError, WorkerError, ConfigError)
 }
 _MAX_TOKEN: Final = 1 << 31
+_MAX_ADDRESS_CHARS: Final = 1 << 16
+"""Of all sources of a prompt: they travel in one message's head."""
 _REASONS: Final = (None, "stop", "length")
 _NOT_AS_EXPECTED = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 
@@ -82,7 +84,7 @@ def delta_from_json(said: Any) -> Delta:
         return Delta(
             _text(request_id),
             _whole(index, 0, MAX_N - 1),
-            _text(text),
+            _readable(text),
             _tokens(token_ids),
             None if logprobs is None else tuple(map(_logprob, logprobs)),
             reason,
@@ -107,22 +109,32 @@ def _error(name: str, message: str, code: str) -> FastDecodeError:
 
 def _logprob(said: Any) -> TokenLogprob:
     token, logprob, top = said
-    likeliest = tuple((_whole(one, 0, _MAX_TOKEN), float(p)) for one, p in top)
-    return TokenLogprob(_whole(token, 0, _MAX_TOKEN), float(logprob), likeliest)
+    likeliest = tuple((_whole(one, 0, _MAX_TOKEN), _log(p)) for one, p in top)
+    return TokenLogprob(_whole(token, 0, _MAX_TOKEN), _log(logprob), likeliest)
+
+
+def _log(value: Any) -> float:
+    """Of a probability, which may be 0; rounding may take it a little above 1."""
+    if type(value) not in (int, float) or not value <= 1.0:
+        raise ValueError(f"{value!r:.80} is no logarithm of a probability")
+    return float(value)
 
 
 def _sources(said: Any) -> tuple[KVSource, ...]:
-    """As R-workers take them: these refuse others, and whoever sends them."""
+    """As R-workers take them: these refuse others, and the S-worker that sends them."""
     if len(said) > MAX_SOURCES:
         raise ValueError(f"a prompt has {MAX_SOURCES} sources at most, not {len(said)}")
-    return tuple(_source(*each) for each in said)
+    sources = tuple(_source(*each) for each in said)
+    if sum(len(source.address) for source in sources) > _MAX_ADDRESS_CHARS:
+        raise ValueError("the addresses of its sources are too long")
+    return sources
 
 
 def _source(
     address: Any, line: Any, ticket: Any, first: Any, count: Any, head: Any, heads: Any
 ) -> KVSource:
     return KVSource(
-        _text(address),
+        _plain(address),
         _whole(line, 0, MAX_SEQUENCE_TOKENS),
         check_ticket(_text(ticket)),
         _whole(first, 0, MAX_SEQUENCE_TOKENS),
@@ -149,3 +161,16 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r:.80} is no text")
     return value
+
+
+def _readable(value: Any) -> str:
+    """Text that can be written as UTF-8."""
+    _text(value).encode()
+    return str(value)
+
+
+def _plain(value: Any) -> str:
+    """An address."""
+    if not _text(value).isprintable():  # nor half a pair of surrogates
+        raise ValueError(f"{value!r:.80} is no address")
+    return str(value)

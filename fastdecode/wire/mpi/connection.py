@@ -26,7 +26,7 @@ from fastdecode.wire.mpi.caller import Caller
 from fastdecode.wire.mpi.job import MpiJob
 from fastdecode.wire.mpi.library import MPI
 from fastdecode.wire.mpi.pieces import SIGN_OF_LIFE, Arrived, Incoming, Outgoing, Way
-from fastdecode.wire.transport import CLOSED, closed_error
+from fastdecode.wire.transport import CLOSED, closed_error, unreadable
 
 SendT = TypeVar("SendT", bound=Message)
 ReceiveT = TypeVar("ReceiveT", bound=Message)
@@ -111,7 +111,16 @@ class MpiConnection(Generic[SendT, ReceiveT]):
             raise closed_error(self._peer, by_peer=False)
         with self._caller, self._job.lock:
             arrived = self.look()
-        return None if arrived is None else cast(ReceiveT, arrived.message())
+        return None if arrived is None else self.read(arrived)
+
+    def read(self, arrived: Arrived) -> ReceiveT:
+        """A message that has arrived. Raises WorkerError: it can't be read."""
+        try:
+            return cast(ReceiveT, arrived.message())
+        except Exception as error:
+            self._end = unreadable(self._peer, error)
+            self.told = True
+            raise self._end from None
 
     def look(self) -> Arrived | None:
         """The next message if it is here. Raises WorkerError: nothing more will
@@ -134,7 +143,13 @@ class MpiConnection(Generic[SendT, ReceiveT]):
                     self.outgoing.say_goodbye()
             self.outgoing.see_off(self._incoming.take_back())
             self._tidy()
+            self._way.pool.release()  # MPI's requests refer to the buffers that they still need
         self._caller.leave()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory of its buffers; 0 once it is closed."""
+        return self._way.pool.num_bytes
 
     def give_up(self) -> None:
         """Close, and have the launcher end the peer when this rank leaves,
@@ -189,6 +204,8 @@ class MpiConnection(Generic[SendT, ReceiveT]):
             self._lose(error)
         except ProtocolError as error:
             self._end = WorkerError(f"{self._peer} broke the protocol: {error}", code=error.code)
+        except Exception as error:
+            self._end = unreadable(self._peer, error)
         return True
 
     def _tidy(self) -> None:

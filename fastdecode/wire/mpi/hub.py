@@ -22,7 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, Generic, TypeVar, cast, get_args
+from typing import Final, Generic, TypeVar, get_args
 
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.wire.messages import FromRWorker, Message, ToRWorker
@@ -69,8 +69,8 @@ class MpiHub(Generic[SendT, ReceiveT]):
             large messages take a second. Where all ranks run, MPI gets
             ``STUCK_AFTER_S`` if that is more: one that compiles, on a host with
             much else to do, keeps others waiting for seconds.
-        keeps_places: a connection that is over keeps its index; else that is
-            another's then, as where others come and go.
+        keeps_places: a connection that is over keeps its index; otherwise the
+            next connection gets it, as where peers come and go.
     """
 
     def __init__(
@@ -162,10 +162,14 @@ class MpiHub(Generic[SendT, ReceiveT]):
         return connection
 
     def _free_place(self) -> int:
-        over = (
-            [] if self._keeps_places else [i for i, x in enumerate(self._connections) if x.is_over]
-        )
-        return over[0] if over else len(self._connections)
+        """Where the next connection goes; the job's lock is held."""
+        if not self._keeps_places:
+            for index, connection in enumerate(self._connections):
+                if not connection.is_open:
+                    connection.advance()  # where nobody else does, what was sent leaves now
+                if connection.is_over:
+                    return index
+        return len(self._connections)
 
     def receive_any(self, timeout_s: float | None = None) -> tuple[int, ReceiveT]:
         return self._caller.wait(self._look_at_all, timeout_s, self._open_peers)
@@ -214,7 +218,10 @@ class MpiHub(Generic[SendT, ReceiveT]):
                         break
         if arrived is not None:
             self._first = index + 1
-            return index, cast(ReceiveT, arrived.message())
+            try:
+                return index, connections[index].read(arrived)
+            except WorkerError as error:
+                raise PeerLostError(index, error) from None
         if not any_open:
             raise closed_error(", ".join(x.peer for x in connections) or "every peer", by_peer=True)
         return None
@@ -317,4 +324,5 @@ def connect_to_s_workers(
             "with -n 1 fastdecode generate ... and let the R-workers follow behind a colon"
         )
     peers = [(rank, f"the S-worker (rank {rank})") for rank in roles.peers]
-    return make(job, peers, frozenset(get_args(ToRWorker)), tag=tag, pulse_s=PULSE_S)
+    receives = frozenset(get_args(ToRWorker))
+    return make(job, peers, receives, tag=tag, pulse_s=PULSE_S, keeps_places=False)

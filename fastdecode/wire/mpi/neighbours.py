@@ -25,20 +25,18 @@ class MpiNeighbours:
     def __init__(self, job: MpiJob, hub: MpiHub[FromRWorker, ToRWorker]) -> None:
         self._job = job
         self._hub = hub
-        self._links: list[MpiHub[ToRWorker, FromRWorker]] = []
+        self._links: MpiHub[ToRWorker, FromRWorker] = MpiHub(
+            job,
+            [],
+            frozenset(get_args(FromRWorker)),
+            pump_interval_s=0,  # the R-worker's own hub has one, and looks often
+            keeps_places=False,
+        )
 
     def connect(self, address: str, line: int) -> MpiConnection[ToRWorker, FromRWorker]:
         """See ``rworker.stream.links.Neighbours``."""
         rank = other_rank(self._job, address)
-        link: MpiHub[ToRWorker, FromRWorker] = MpiHub(
-            self._job,
-            [(rank, f"R-worker rank {rank}")],
-            frozenset(get_args(FromRWorker)),
-            tag=link_tag(line),
-            pump_interval_s=0,  # the R-worker's own hub has one, and looks often
-        )
-        self._links.append(link)
-        return link.connections[0]
+        return self._links.add(rank, f"R-worker rank {rank}", tag=link_tag(line))
 
     def expect(self, address: str, line: int) -> None:
         """See ``rworker.stream.links.Neighbours``."""
@@ -47,8 +45,7 @@ class MpiNeighbours:
 
     def close(self) -> None:
         """Close what was connected, and see off what was sent."""
-        for link in self._links:
-            link.close()
+        self._links.close()
 
 
 def other_rank(job: MpiJob, address: str) -> int:

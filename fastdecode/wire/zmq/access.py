@@ -2,9 +2,9 @@
 the key that a cluster's members share.
 
 A key file holds one secret, which S-workers and R-workers all have; with it
-each proves to the other that it belongs to the cluster, and everything between
-them is encrypted (CURVE). Without a key only the loopback interface may be
-used.
+each proves to the other that it belongs to the cluster. Everything between them
+is encrypted (CURVE), unless both ends ask for ``LinkSecurity.AUTHENTICATE``.
+Without a key only the loopback interface may be used.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ import os
 import re
 import socket
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import zmq
 
 from fastdecode.core.errors import ConfigError, Given
+from fastdecode.core.secret_file import exposure
+from fastdecode.wire.zmq.proof import LinkSecurity, link_key
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.%\w]+\]|[^:\[\]/]+):(?P<port>\d{1,5}|\*)")
 _SECRET = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
@@ -26,29 +29,47 @@ _SECRET = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 @dataclass(frozen=True)
 class ClusterKey:
-    """A CURVE key pair that every member of the cluster holds."""
+    """A CURVE key pair that every member of the cluster holds, and how it
+    protects connections."""
 
     public: bytes
     secret: bytes = field(repr=False)
+    security: LinkSecurity = LinkSecurity.ENCRYPT
+
+    @property
+    def encrypts(self) -> bool:
+        """Whether what travels is encrypted; else both ends only prove the key."""
+        return self.security is LinkSecurity.ENCRYPT
+
+    @cached_property
+    def for_proofs(self) -> bytes:
+        """The key by which ends prove that they have this one."""
+        return link_key(self.secret)
 
     @classmethod
-    def read(cls, path: Path) -> ClusterKey:
+    def read(cls, path: Path, security: str = LinkSecurity.ENCRYPT.value) -> ClusterKey:
         """
+        Args:
+            security: see ``LinkSecurity``; the same at both ends of a connection.
+
         Raises:
             ConfigError: the file can't be read, isn't a key, or others may read
                 it.
         """
         try:
-            mode, text = path.stat().st_mode, path.read_bytes().strip()
+            found, text = path.stat(), path.read_bytes().strip()
         except OSError as error:
             raise ConfigError(f"key file {path}: {error.strerror}") from None
-        if mode & 0o077:
-            raise ConfigError(f"key file {path} can be read by others: chmod 600 {path}")
+        if why := exposure(found, path):
+            raise ConfigError(f"key file {path}: {why}")
         if not _SECRET.fullmatch(text):
+            has_more = len(text.splitlines()) > 1
+            why = "has more than one line" if has_more else "is no key of 40 characters"
             raise ConfigError(
-                f"key file {path} holds no key: make one with fastdecode r-worker --new-key FILE"
+                f"key file {path}, line 1: it {why}: make a key with fastdecode r-worker "
+                "--new-key FILE, and copy that file as it is"
             )
-        return cls(zmq.curve_public(text), text)
+        return cls(zmq.curve_public(text), text, LinkSecurity(security))
 
     @staticmethod
     def create(path: Path) -> None:
@@ -60,6 +81,11 @@ class ClusterKey:
         try:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(zmq.curve_keypair()[1] + b"\n")
+        except FileExistsError:
+            raise ConfigError(
+                f"the key file {path} exists already, and stays as it is: use it (--key {path}), "
+                "or name another file for a new key, which then every host has to get"
+            ) from None
         except OSError as error:
             raise ConfigError(f"key file {path}: {error.strerror}") from None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar, cast
 
@@ -16,7 +16,7 @@ from fastdecode.wire import codec
 from fastdecode.wire.arrays import Array
 from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.messages import Message
-from fastdecode.wire.transport import CLOSED, closed_error, timeout_error
+from fastdecode.wire.transport import CLOSED, closed_error, timeout_error, unreadable
 from fastdecode.wire.zmq.line import (
     GOODBYE,
     MAX_FRAME_BYTES,
@@ -53,15 +53,22 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
         peer: its name.
         receives: the messages that it may send.
         lock: held while the line is used.
+        on_close: called with the connection when this side closes it.
     """
 
     def __init__(
-        self, line: Line, peer: str, receives: frozenset[type[Message]], lock: threading.RLock
+        self,
+        line: Line,
+        peer: str,
+        receives: frozenset[type[Message]],
+        lock: threading.RLock,
+        on_close: Callable[[ZmqConnection[SendT, ReceiveT]], None] = lambda connection: None,
     ) -> None:
         self._line = line
         self._peer = peer
         self._receives = receives
         self._lock = lock
+        self._on_close = on_close
         self._pool = BufferPool()
         self._partial: _Partial | None = None  # a message of which some chunks are still to come
         self._closed = False
@@ -105,7 +112,14 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
                 self._gone = True
                 raise self._lost(lost) from None
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory of its buffers; 0 once it is closed."""
+        return self._pool.num_bytes
+
     def send(self, message: SendT) -> None:
+        if self._closed:
+            raise closed_error(self._peer, by_peer=False)
         frame = codec.encode(message, epoch=self._line.epoch)
         num_bytes = frame.num_bytes
         if num_bytes <= MAX_FRAME_BYTES:
@@ -153,6 +167,8 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
                     self._end = WorkerError(
                         f"{self._peer} broke the protocol: {error}", code=error.code
                     )
+                except Exception as error:
+                    self._end = unreadable(self._peer, error)
                 else:
                     if message is not None:
                         return message
@@ -160,7 +176,8 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
             raise self._end
 
     def close(self) -> None:
-        self._closed = True  # before the lock is asked for: whoever waits lets it go then
+        """See ``Connection``. Its buffers are given back, and its hub forgets it."""
+        self._closed = True  # before the lock is asked for: a thread that waits lets it go then
         with self._lock:
             if not isinstance(self._line, NoLine):
                 line, self._line = self._line, NoLine()
@@ -168,6 +185,9 @@ class ZmqConnection(Generic[SendT, ReceiveT]):
                     with contextlib.suppress(LostError):
                         line.send(GOODBYE, copy=True)
                 line.close()
+            self._partial = None
+            self._pool.release()
+        self._on_close(self)
 
     def _read(self, frame: zmq.Frame) -> ReceiveT | None:
         """None: it was a sign of life, or a chunk that isn't the last."""

@@ -28,6 +28,7 @@ breaks the protocol within a connection ends that connection.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, get_args
 
@@ -40,10 +41,10 @@ from fastdecode.wire.zmq.access import ClusterKey, check_address
 from fastdecode.wire.zmq.connection import ReceiveT, SendT, ZmqConnection
 from fastdecode.wire.zmq.line import (
     Bell,
-    DealerLine,
     Socket,
     wait_for,
 )
+from fastdecode.wire.zmq.proven_line import connected_line
 
 DEFAULT_SILENCE_S: Final = 5.0
 
@@ -74,27 +75,41 @@ class DealerHub(Generic[SendT, ReceiveT]):
         key: of the cluster; None: peers of this host only.
         silence_s: one that gives no sign of life for so long is lost.
         others: what they are.
+        num_io_threads: that encrypt and copy; connections are dealt out to them.
     """
 
-    def __init__(self, key: ClusterKey | None, silence_s: float, others: Others) -> None:
+    def __init__(
+        self,
+        key: ClusterKey | None,
+        silence_s: float,
+        others: Others,
+        num_io_threads: int = 1,
+    ) -> None:
         self._others = others
         self._bell = Bell()
         self._key = key
         self._silence_s = silence_s
-        self._context: zmq.Context[Socket] = zmq.Context()
+        self._context: zmq.Context[Socket] = zmq.Context(num_io_threads)
         self._lock = threading.RLock()
         self._connections: list[ZmqConnection[SendT, ReceiveT]] = []
         self._addresses: list[str] = []
-        self._candidates: list[ZmqConnection[SendT, ReceiveT]] = []
+        self._outside: set[ZmqConnection[SendT, ReceiveT]] = set()
+        """Open connections without an index: candidates, and what ``open`` made."""
         self._first = 0
 
     @property
-    def connections(self) -> tuple[ZmqConnection[SendT, ReceiveT], ...]:
-        return tuple(self._connections)
+    def connections(self) -> Sequence[ZmqConnection[SendT, ReceiveT]]:
+        return self._connections  # itself: it is asked for with every message
+
+    @property
+    def num_outside(self) -> int:
+        """Open connections of ``open`` and ``reconnect``."""
+        return len(self._outside)
 
     def add(self, address: str) -> ZmqConnection[SendT, ReceiveT]:
         """A connection to the peer at an address, at any time. Never waits: it
-        needn't be there yet, and one that can't be reached doesn't answer.
+        needn't be there yet, and one that can't be reached doesn't answer. It
+        keeps its index in the hub, closed or not, until it is replaced.
 
         Raises:
             ConfigError: the address is none, or may not be used without a key.
@@ -104,16 +119,25 @@ class DealerHub(Generic[SendT, ReceiveT]):
         return self._connections[-1]
 
     def reconnect(self, index: int) -> ZmqConnection[SendT, ReceiveT]:
-        """Another connection to the same address, for whoever is there now; not
-        yet one of the hub's."""
-        self._candidates = [x for x in self._candidates if x.is_open]
-        self._candidates.append(self._connect(self._addresses[index]))
-        return self._candidates[-1]
+        """Another connection to the same address, for the process that is there
+        now. It has no index before ``replace``; closed, it leaves the hub."""
+        return self.open(self._addresses[index])
+
+    def open(self, address: str) -> ZmqConnection[SendT, ReceiveT]:
+        """A connection that has no index: ``receive_any`` doesn't read it.
+        Closed, it leaves the hub.
+
+        Raises:
+            ConfigError: see ``add``.
+        """
+        connection = self._connect(address)
+        self._outside.add(connection)
+        return connection
 
     def replace(self, index: int, connection: ZmqConnection[SendT, ReceiveT]) -> None:
-        """A connection that came of ``reconnect`` takes the place of the one that
-        it was made after, which is closed."""
-        self._candidates.remove(connection)
+        """Give a connection that came of ``reconnect`` the index of the one
+        before it, which is closed."""
+        self._outside.remove(connection)
         self._connections[index].close()
         self._connections[index] = connection
 
@@ -121,10 +145,11 @@ class DealerHub(Generic[SendT, ReceiveT]):
         others = self._others
         check_address(address, self._key, parameter=others.parameter)
         try:
-            line = DealerLine(self._context, address, self._key, self._silence_s)
+            line = connected_line(self._context, address, self._key, self._silence_s)
         except zmq.ZMQError as error:
             raise ConfigError(Given(others.parameter, address), f": {error.strerror}") from None
-        return ZmqConnection(line, f"{others.name} {address}", others.says, self._lock)
+        name = f"{others.name} {address}"
+        return ZmqConnection(line, name, others.says, self._lock, self._outside.discard)
 
     def reach(self, timeout_s: float) -> dict[int, WorkerError]:
         """Wait until every peer has been reached. Those that can't be in
@@ -164,7 +189,7 @@ class DealerHub(Generic[SendT, ReceiveT]):
     def close(self) -> None:
         """Close every connection, and see off what was sent over them, for a
         few seconds at most."""
-        for connection in (*self._connections, *self._candidates):
+        for connection in (*self._connections, *self._outside):
             connection.close()
         self._context.term()
         self._bell.close()
@@ -210,10 +235,14 @@ class ZmqHub(DealerHub[ToRWorker, FromRWorker]):
     """An S-worker's connections to R-workers.
 
     Args:
-        key, silence_s: see ``DealerHub``.
+        key, silence_s, num_io_threads: see ``DealerHub``.
     """
 
     def __init__(
-        self, key: ClusterKey | None = None, *, silence_s: float = DEFAULT_SILENCE_S
+        self,
+        key: ClusterKey | None = None,
+        *,
+        silence_s: float = DEFAULT_SILENCE_S,
+        num_io_threads: int = 1,
     ) -> None:
-        super().__init__(key, silence_s, R_WORKERS)
+        super().__init__(key, silence_s, R_WORKERS, num_io_threads)

@@ -27,7 +27,7 @@ LINGER_MS: Final = 2000
 MAX_FRAME_BYTES: Final = (4 << 20) + codec.MAX_HEAD_BYTES
 """Of what travels in one piece. More is cut, so that nobody who only connects
 can make us take more memory."""
-_HANDSHAKE_MS: Final = 5000
+HANDSHAKE_MS: Final = 5000
 _SLICE_S: Final = 0.05
 """A wait looks up so often to see whether another thread has closed the connection."""
 _NUM_GLANCES: Final = 100
@@ -39,13 +39,13 @@ MOST_UNREAD_FRAMES: Final = 1 << 16
 MOST_UNREAD_BYTES: Final = 2 << 30
 """Of one peer that we know: twice the longest message."""
 _RECONNECT_MS: Final = 100
-_MORE_FOLLOWS: Final = int(zmq.SNDMORE | zmq.NOBLOCK)
+MORE_FOLLOWS: Final = int(zmq.SNDMORE | zmq.NOBLOCK)
 """Worked out once: pyzmq's flags make an enum's member each time."""
 
 _REFUSED: Final[dict[int, str]] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it refused our key: is --key the same file on every host?",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it doesn't speak our protocol: does only one side have a "
-    "--key?",
+    "--key, or have both another --link-security?",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it hung up while we shook hands: is --key the same on "
     "both sides?",
 }
@@ -98,14 +98,18 @@ class DealerLine:
         self._socket = context.socket(zmq.DEALER)
         set_options(self._socket, address, silence_s)
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        if key is not None:
+        if key is not None and key.encrypts:
             self._socket.curve_secretkey, self._socket.curve_publickey = key.secret, key.public
             self._socket.curve_serverkey = key.public
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         self._readable = [(self._socket, zmq.POLLIN), (self._monitor, zmq.POLLIN)]
-        self.is_reached = False
+        self._connected_s: float | None = None
         self._lost = ""
         self._socket.connect(address)
+
+    @property
+    def is_reached(self) -> bool:
+        return self._connected_s is not None
 
     @property
     def sockets(self) -> Sequence[Socket]:
@@ -120,7 +124,7 @@ class DealerLine:
         if self._lost:
             raise LostError(self._lost)
         try:
-            self._socket.send(data, zmq.NOBLOCK, copy=copy)
+            self._put(data, copy=copy)
         except zmq.ZMQError as error:
             self._read_events()
             raise LostError(self._lost or error.strerror) from None
@@ -128,13 +132,13 @@ class DealerLine:
     def receive(self) -> zmq.Frame | None:
         if zmq.zmq_poll(self._readable, 0):  # a third of what a receive takes that fails
             try:
-                return self._socket.recv(zmq.NOBLOCK, copy=False)
+                return self._get()
             except zmq.Again:
                 self._read_events()
         if not self._lost:
             return None
         try:
-            return self._socket.recv(zmq.NOBLOCK, copy=False)  # it came just before the end
+            return self._get()  # it came just before the end
         except zmq.Again:
             raise LostError(self._lost) from None
 
@@ -143,14 +147,22 @@ class DealerLine:
         self._monitor.close(0)
         self._socket.close(LINGER_MS)
 
+    def _put(self, data: Any, *, copy: bool) -> None:
+        """Raises zmq.ZMQError."""
+        self._socket.send(data, zmq.NOBLOCK, copy=copy)
+
+    def _get(self) -> zmq.Frame:
+        """Raises zmq.Again; LostError."""
+        return self._socket.recv(zmq.NOBLOCK, copy=False)
+
     def _read_events(self) -> None:
         while zmq.zmq_poll([(self._monitor, zmq.POLLIN)], 0):
             event: int = parse_monitor_message(self._monitor.recv_multipart())["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.is_reached = True
+                self._connected_s = time.monotonic()
             elif event in _REFUSED:
                 self._lost = _REFUSED[event]
-            elif event == zmq.EVENT_DISCONNECTED and self.is_reached:
+            elif event == zmq.EVENT_DISCONNECTED and self._connected_s is not None:
                 self._lost = (
                     self._lost
                     or "its process has ended, or is silent, or the network to it has failed"
@@ -162,21 +174,26 @@ class RouterLine:
 
     Args:
         socket: the listener's.
-        identity: the peer's, which ZeroMQ gave it.
+        send: sends the peer a frame, or raises zmq.ZMQError.
         epoch: that it began the connection with.
         take_in: takes what has arrived from the socket and gives each line its
             own, until this one has something.
     """
 
     def __init__(
-        self, socket: Socket, identity: bytes, epoch: int, take_in: Callable[[RouterLine], None]
+        self,
+        socket: Socket,
+        send: Callable[..., None],
+        epoch: int,
+        take_in: Callable[[RouterLine], None],
     ) -> None:
         self.epoch = epoch
         self.inbox: deque[zmq.Frame] = deque()
         self._num_unread_bytes = 0
-        self._is_flooded = False
+        self._refused = ""
+        """Why nothing more is taken from the peer."""
         self._socket = socket
-        self._identity = identity
+        self._send = send
         self._take_in = take_in
         self._asked_s = time.monotonic()
 
@@ -188,25 +205,28 @@ class RouterLine:
 
     @property
     def has_news(self) -> bool:
-        return bool(self.inbox) or self._is_flooded
+        return bool(self.inbox) or bool(self._refused)
 
     def arrive(self, frame: zmq.Frame) -> None:
         """What the peer has sent. More than any protocol has under way at a time ends the line."""
-        if self._is_flooded:
+        if self._refused:
             return
         self.inbox.append(frame)
         self._num_unread_bytes += len(frame)
         if len(self.inbox) > MOST_UNREAD_FRAMES or self._num_unread_bytes > MOST_UNREAD_BYTES:
-            self._is_flooded = True
-            self.inbox.clear()
+            self.refuse("it sent more than anybody could read")
+
+    def refuse(self, reason: str) -> None:
+        """End the line: what hasn't been read of it isn't read any more."""
+        self._refused = self._refused or reason
+        self.inbox.clear()
 
     def check(self) -> None:
         self.ask_now_and_then()
 
     def send(self, data: Any, *, copy: bool) -> None:
         try:
-            self._socket.send(self._identity, _MORE_FOLLOWS)
-            self._socket.send(data, zmq.NOBLOCK, copy=copy)
+            self._send(data, copy=copy)
         except zmq.ZMQError:
             raise LostError(
                 "its process has ended, or is silent, or the network to it has failed"
@@ -219,8 +239,8 @@ class RouterLine:
             frame = self.inbox.popleft()
             self._num_unread_bytes -= len(frame)
             return frame
-        if self._is_flooded:
-            raise LostError("it sent more than anybody could read")
+        if self._refused:
+            raise LostError(self._refused)
         self.ask_now_and_then()
         return None
 
@@ -265,7 +285,7 @@ def set_options(socket: Socket, address: str, silence_s: float) -> None:
     # ``!_io_error``). We bound what is unread ourselves.
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.IPV6, "[" in address)
     socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(1000 * silence_s / 4)))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(1000 * silence_s * 3 / 4)))

@@ -3,8 +3,10 @@ peers that are accepted by role."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final, Generic, get_args
 
 import numpy as np
@@ -20,10 +22,13 @@ from fastdecode.wire.traits import MOST_PEERS, Role
 from fastdecode.wire.transport import PeerLostError, timeout_error
 from fastdecode.wire.zmq.access import ClusterKey, check_address
 from fastdecode.wire.zmq.connection import ReceiveT, SendT, ZmqConnection
+from fastdecode.wire.zmq.doors import Door, ProvingDoor
 from fastdecode.wire.zmq.hub import DEFAULT_SILENCE_S
 from fastdecode.wire.zmq.line import LINGER_MS, Bell, RouterLine, Socket, set_options, wait_for
 from fastdecode.wire.zmq.places import Peer, Places
 from fastdecode.wire.zmq.strangers import Strangers
+
+logger = logging.getLogger(__name__)
 
 _ZAP_DOMAIN: Final = "fastdecode"
 _PUMP_INTERVAL_S: Final = 0.01
@@ -71,11 +76,14 @@ class PeerListener(Generic[SendT, ReceiveT]):
         self._pump: Pump | None = None
         self._socket = self._context.socket(zmq.ROUTER)
         self._readable = [(self._socket, zmq.POLLIN)]
-        self._strangers = Strangers(self._socket, name)
         self._places: Places[SendT, ReceiveT] = Places()
+        self._door = Door(self._socket)
+        if key is not None and not key.encrypts:
+            self._door = ProvingDoor(self._socket, key.for_proofs, self._places.open_line)
+        self._strangers = Strangers(self._socket, name, self._door)
         set_options(self._socket, address, silence_s)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        if key is not None:
+        if key is not None and key.encrypts:
             self._admit_only(key)
         try:
             self._socket.bind(address)
@@ -188,18 +196,29 @@ class PeerListener(Generic[SendT, ReceiveT]):
             return False
         while parts[-1].more:  # recv_multipart asks the socket, which takes longer
             parts.append(self._socket.recv(copy=False))
-        if len(parts) != 2:
-            self._strangers.drop(f"{len(parts) - 1} frames where one belongs")
+        identity = parts[0].bytes
+        try:
+            frame = self._door.take(identity, parts[1:])
+        except ProtocolError as error:
+            self._strangers.drop(error.message)
             return True
-        identity, frame = parts[0].bytes, parts[1]
+        try:
+            if frame is not None:
+                self._arrive(identity, frame)
+        except Exception as error:
+            logger.debug("a frame can't be read", exc_info=True)
+            self._strangers.drop(f"{type(error).__name__}: {error}")
+        return True
+
+    def _arrive(self, identity: bytes, frame: zmq.Frame) -> None:
+        """A frame to its line, or to a new one; lock held."""
         line = self._places.open_line(identity)
         if line is not None:
             line.arrive(frame)
-            return True
+            return
         head = self._strangers.head_of(identity, frame)
         if head is not None and head.kind in _GREETINGS:
             self._greet(identity, frame, head)
-        return True
 
     def _greet(self, identity: bytes, frame: zmq.Frame, head: codec.Head) -> None:
         """Somebody says who it is. It gets a connection, if there is room for its role."""
@@ -216,7 +235,8 @@ class PeerListener(Generic[SendT, ReceiveT]):
             busy = f"it serves another {role.value}{whom}" if taken else f"it takes no {role.value}"
             self._strangers.answer(identity, "busy", busy, head.epoch)
             return
-        line = RouterLine(self._socket, identity, head.epoch, self._take_in_for)
+        send = partial(self._door.send, identity)
+        line = RouterLine(self._socket, send, head.epoch, self._take_in_for)
         line.arrive(frame)
         peer = f"the {role.value} at {frame.get('Peer-Address')}"
         connection = ZmqConnection[SendT, ReceiveT](line, peer, self._hears, self._lock)

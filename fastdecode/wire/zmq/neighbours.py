@@ -22,10 +22,15 @@ class ZmqNeighbours:
 
     def connect(self, address: str, line: int) -> ZmqConnection[ToRWorker, FromRWorker]:
         """See ``rworker.stream.links.Neighbours``."""
-        return self._hub.add(address)
+        return self._hub.open(address)
+
+    @property
+    def num_connections(self) -> int:
+        """That are open."""
+        return self._hub.num_outside
 
     def expect(self, address: str, line: int) -> None:
-        """Whoever has the key may connect at any time."""
+        """Any process with the key may connect at any time."""
 
     def close(self) -> None:
         """Close what was connected."""

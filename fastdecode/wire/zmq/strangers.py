@@ -10,6 +10,7 @@ import zmq
 from fastdecode.core.errors import ProtocolError
 from fastdecode.wire import codec
 from fastdecode.wire.messages import Failed
+from fastdecode.wire.zmq.doors import Door
 from fastdecode.wire.zmq.line import Socket
 
 logger = logging.getLogger(__name__)
@@ -20,10 +21,12 @@ class Strangers:
 
     Args:
         name: the R-worker's.
+        door: sends them answers.
     """
 
-    def __init__(self, socket: Socket, name: str) -> None:
+    def __init__(self, socket: Socket, name: str, door: Door) -> None:
         self._socket = socket
+        self._door = door
         self._name = name
         self._num_dropped = 0
 
@@ -45,7 +48,7 @@ class Strangers:
     def answer(self, identity: bytes, code: str, message: str, epoch: int) -> None:
         head = codec.encode(Failed(self._name, code, message), epoch=epoch).head
         with contextlib.suppress(zmq.ZMQError):
-            self._socket.send_multipart([identity, head], zmq.NOBLOCK)
+            self._door.send(identity, head, copy=True)
 
     def drop(self, reason: str) -> None:
         """Say so of the 1st, 2nd, 4th, 8th, …, so that no log is flooded."""

@@ -16,7 +16,8 @@ function makeElement() {
     get firstElementChild() { return this.children[0] || null; },
     appendChild(child) { this.children.push(child); return child; },
     replaceChildren(...children) { this.children = children; },
-    setAttribute() {},
+    attributes: {},
+    setAttribute(name, value) { this.attributes[name] = value; },
     addEventListener() {},
   };
 }
@@ -33,13 +34,22 @@ global.document = {
   },
 };
 global.sessionStorage = { getItem: () => null, setItem() {} };
-global.fetch = async () => ({ ok: true, status: 200, json: async () => answers.shift() });
+const history = {
+  every_s: 2, kept: 300, tokens_per_s: [10, 170, null, 130], num_running: [1, 3, null, 2],
+  num_waiting: [0, 0, null, 0], kv_used: [0.1, 0.25, null, 0.05],
+};
+const fetched = [];
+global.fetch = async (path) => {
+  fetched.push(path);
+  return { ok: true, status: 200, json: async () => (path === "/history.json" ? history : answers.shift()) };
+};
 global.setTimeout = (turn) => {
   if (answers.length) return setImmediate(turn);
   const said = {};
   for (const [id, element] of Object.entries(elements)) {
     said[id] = { text: element.textContent, kind: element.className, kinds: element.children.map((c) => c.className) };
   }
-  console.log(JSON.stringify(said));
+  const paths = elements.charts.children.map((figure) => figure.children[1].children[0].children.map((path) => path.attributes.d));
+  console.log(JSON.stringify({ ...said, paths, fetched }));
 };
 eval(script);

@@ -132,8 +132,13 @@ def test_the_page_lives_and_shows_who_is_lost() -> None:
             server.wait_until(
                 lambda tile=tile: re.search(r"\d m?s", browser.text(tile)) is not None
             )
-        points = "return document.querySelector('#chart-tokens polyline').getAttribute('points')"
-        assert len(browser.run(points).split()) >= 2
+        line = "return document.querySelector('#chart-tokens .line').getAttribute('d')"
+        before = browser.run(line)
+        assert before.startswith("M") and len(before.split()) >= 2
+        browser.open(server.url + "/")
+        drawn = "return document.querySelectorAll('.line').length"
+        server.wait_until(lambda: browser.run(drawn) == 4)
+        assert len(browser.run(line).split()) >= len(before.split()), "a reload loses nothing"
         wide = "return [document.documentElement.scrollWidth, window.innerWidth]"
         assert browser.run(wide) == [WIDTH, WIDTH], "nothing sticks out"
         r_worker.kill()

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,20 +55,30 @@ def test_its_script_shows_what_the_server_says() -> None:
     lost["figures"]["r_workers"][0]["lost"] = "it gave no sign of life"
     lost["time_s"] += 1
 
-    def shown(*answers: object) -> dict[str, dict[str, object]]:
+    def shown(*answers: object) -> dict[str, Any]:
         said = "\n".join(json.dumps(answer) for answer in answers)
         script = Path(__file__).with_name("page_in_node.js")
         done = subprocess.run(
             [node, str(script), str(PAGE / "page.js")],
             input=said, capture_output=True, text=True, timeout=60, check=True,
         )  # fmt: skip
-        told: dict[str, dict[str, object]] = json.loads(done.stdout)
+        told: dict[str, Any] = json.loads(done.stdout)
         return told
 
     told = shown(first, second)
     assert told["model"]["text"] == "<img src=x onerror=alert(1)>"
     assert told["state"] == {"text": "ready", "kind": "good", "kinds": []}
     assert float(str(told["tokens-per-s"]["text"])) > 0
+    assert re.fullmatch(r"[0-9.]+ m?s / [0-9.]+ m?s", str(told["ttft"]["text"]))
+    assert (told["finished"]["text"], told["failed"]["text"]) == ("1", "0")
+    assert told["version"]["text"] == second["version"] and told["uptime"]["text"]
+    assert told["fetched"] == ["/status.json", "/history.json", "/status.json"]
+    charts = str(told["charts"]["text"])
+    assert "tokens/s|130|" in charts and "200|100|0" in charts, "a scale and a number"
+    assert "−10 min|−5 min|now" in charts and "KV blocks reserved|5.0%|" in charts
+    *grid, area, line = told["paths"][0]
+    assert len(grid) == 3 and line == "M296,95L297,95 298,15M299,35L300,35", "with its gap"
+    assert area == "M296,95L297,95 298,15V100H296ZM299,35L300,35V100H299Z"
     assert str(told["workers"]["text"]).startswith("R-worker <b>r0</b>|alive|")
     told = shown(second, lost)
     assert told["state"]["kind"] == "bad" and "1 of 1 R-workers lost" in str(told["state"]["text"])

@@ -1,0 +1,61 @@
+"""How messages travel between an S-worker and its R-workers, and what that costs
+beside the network: ZeroMQ's I/O threads copy every byte, and with a key encrypt
+it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from fastdecode.core.errors import ConfigError
+
+MAX_IO_THREADS: Final = 256
+_MEASURED: Final = (
+    "CPU time of an I/O thread, q, k, v of 256 rows of an 8B Llama out and o back on loopback "
+    "(benchmarks/link_security.py, EPYC Zen 5)"
+)
+
+
+@dataclass(frozen=True)
+class Transport:
+    """What carries messages on the S-worker's host."""
+
+    name: str
+    thread_bytes_per_s: float
+    """That one I/O thread carries, both directions together; infinity: there are none."""
+    work: str
+    """What those threads do."""
+    source: str
+    num_threads: int = 1
+    """Most I/O threads; never more than R-workers, as each connection has one."""
+
+    @property
+    def is_bounded(self) -> bool:
+        return math.isfinite(self.thread_bytes_per_s)
+
+    def io_s(self, num_bytes: float, sockets: float) -> float:
+        """Seconds that the I/O threads need for so many bytes, out and back, to
+        and from all of ``sockets`` R-workers."""
+        if not self.is_bounded:
+            return 0.0
+        return num_bytes / (self.thread_bytes_per_s * min(self.num_threads, max(1.0, sockets)))
+
+
+MPI: Final = Transport("mpi", math.inf, "", "MPI's own copies are part of what a NIC's figure says")
+TRANSPORTS: Final = {
+    transport.name: transport
+    for transport in (
+        MPI,
+        Transport("zmq-encrypted", 1.9e9, "encrypt", _MEASURED),
+        Transport("zmq-authenticated", 6.7e9, "copy", _MEASURED),
+    )
+}
+
+
+def check_io_threads(num_threads: int) -> None:
+    """Raises ConfigError: so many there can't be."""
+    if not 1 <= num_threads <= MAX_IO_THREADS:
+        raise ConfigError(
+            f"--io-threads {num_threads} is not a number of threads from 1 to {MAX_IO_THREADS}"
+        )

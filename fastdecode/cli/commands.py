@@ -1,0 +1,104 @@
+"""The commands of ``fastdecode``: their modules, and one line on each. None is
+imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any, Final
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command."""
+
+    module: str
+    adder: str
+    """The module's function that adds the command to the parser's subcommands."""
+    help: str
+    """As the command's own parser says it; here, so that the list of commands
+    needs none of their modules."""
+
+    def add(self, commands: Any) -> None:
+        """Import the command, and add it with all of its options."""
+        add: Callable[[Any], None] = getattr(import_module(self.module), self.adder)
+        add(commands)
+
+
+COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
+    {
+        "generate": Command(
+            "fastdecode.cli.generate",
+            "add_generate",
+            "complete every prompt of a JSON Lines file",
+        ),
+        "run-batch": Command(
+            "fastdecode.cli.run_batch",
+            "add_run_batch",
+            "answer a file of OpenAI batch lines; can be interrupted and resumed",
+        ),
+        "serve": Command(
+            "fastdecode.cli.serve",
+            "add_serve",
+            "answer OpenAI's API over HTTP",
+        ),
+        "bench-serve": Command(
+            "fastdecode.cli.bench.serve",
+            "add_bench_serve",
+            "measure a server of OpenAI's API under a load",
+        ),
+        "size": Command(
+            "fastdecode.cli.size",
+            "add_size",
+            "plan: which batch and how many CPU sockets keep a GPU busy",
+        ),
+        "plan": Command(
+            "fastdecode.cli.plan",
+            "add_plan",
+            "plan: machines for prompts and for tokens, and whether it pays",
+        ),
+        "calibrate": Command(
+            "fastdecode.cli.calibrate",
+            "add_calibrate",
+            "measure this machine, to plan with `fastdecode size`",
+        ),
+        "bench": Command(
+            "fastdecode.cli.bench.plan",
+            "add_bench",
+            "run a plan, or its scaled-down twin here: predicted against measured; or "
+            "stream: links' rates",
+        ),
+        "simulate": Command(
+            "fastdecode.cli.simulate",
+            "add_simulate",
+            "compare schedules on a trace, without hardware",
+        ),
+        "r-worker": Command(
+            "fastdecode.cli.r_worker",
+            "add_r_worker",
+            "serve as an R-worker, in an MPI job or at an address",
+        ),
+        "instance": Command(
+            "fastdecode.cli.instance",
+            "add_instance",
+            "be an engine that runs prompts, or goes on with them, for another process",
+        ),
+        "launch": Command(
+            "fastdecode.cli.launch",
+            "add_launch",
+            "run generate, run-batch, serve, doctor or calibrate over MPI on a list of hosts",
+        ),
+        "cache": Command(
+            "fastdecode.cli.cache",
+            "add_cache",
+            "show, verify or clear the conversations or KV blocks that are kept in a directory",
+        ),
+        "doctor": Command(
+            "fastdecode.cli.doctor",
+            "add_doctor",
+            "check MPI, versions, cores, memory and network of this host and its R-workers",
+        ),
+    }
+)

@@ -1,0 +1,37 @@
+"""What every command has, and imports nothing else for."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+
+EXIT_UNEXPECTED = 1
+EXIT_INFEASIBLE = 1
+"""Of questions that have an answer: what was asked for can't be."""
+EXIT_SOME_FAILED = 3
+EXIT_WORKERS_LOST = 4
+
+
+def duration(text: str) -> float:
+    """Seconds: ``5``, ``0.005s``, ``5ms``, ``800us``."""
+    scales = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+    unit = next((unit for unit in scales if text.strip().endswith(unit)), "")
+    try:
+        return float(text.strip().removesuffix(unit)) * scales.get(unit, 1.0)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no time: give seconds, or like 5ms"
+        ) from None
+
+
+def add_log_level_option(parser: argparse.ArgumentParser, default: str = "warning") -> None:
+    parser.add_argument(
+        "--log-level", default=default, choices=("debug", "info", "warning", "error")
+    )
+
+
+def tell(text: str) -> None:
+    """A line for a person, on stderr. That nobody reads it ends no job."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)

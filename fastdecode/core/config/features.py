@@ -1,0 +1,252 @@
+"""Which features work together: one table.
+
+``FEATURES`` are switches of an engine, each turned on by one option.
+``REFUSALS`` are the pairs that an engine refuses, with the reason: either the
+two contradict each other, or nobody has built the pair yet. Every other pair
+is accepted. ``EngineConfig`` checks the table, ``fastdecode doctor --features`` and
+``docs/reference/features.md`` print it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastdecode.core.errors import ConfigError, Given
+
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A switch of an engine."""
+
+    name: str
+    option: str
+    """The option that turns it on."""
+    is_value: Callable[[Any], bool]
+    """Whether a value of the option turns it on."""
+    example: Options
+    """The fewest options that turn it on."""
+
+    def is_on(self, options: Options) -> bool:
+        return self.is_value(options[self.option])
+
+
+def _is(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: value in values
+
+
+def _above(number: int) -> Callable[[Any], bool]:
+    return lambda value: value > number
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value != ()
+
+
+def _on_gpu(**more: Any) -> dict[str, Any]:
+    return {"kv_placement": "gpu", **more}
+
+
+_TWO = ("tcp://127.0.0.1:5600", "tcp://127.0.0.1:5601")
+
+FEATURES: Mapping[str, Feature] = {
+    feature.name: feature
+    for feature in (
+        Feature("tensor parallelism", "tp", _above(1), {"tp": 2}),
+        Feature("stages", "pp", _above(1), {"pp": 2}),
+        Feature("prompt stages", "prompt_pp", _above(0), {"prompt_pp": 1}),
+        Feature("device KV", "kv_placement", _is("gpu"), _on_gpu()),
+        Feature("hybrid KV", "kv_placement", _is("hybrid"), {"kv_placement": "hybrid"}),
+        Feature("swap", "swap", _is(True), _on_gpu(swap=True, pp=3)),
+        Feature("host tier", "cache_memory_gb", _is_given, _on_gpu(cache_memory_gb=1.0)),
+        Feature("int4 KV", "kv_dtype", lambda name: name.lower() == "int4", {"kv_dtype": "int4"}),
+        Feature("shared heads", "r_partition", _is("heads"), {"r_partition": "heads"}),
+        Feature("split sequences", "split_tokens", _is_given, {"split_tokens": 1024}),
+        Feature("replicas", "replicas", _above(0), {"replicas": 1}),
+        Feature("standby", "spare_r_workers", _above(0), {"spare_r_workers": 1}),
+        Feature("prefix cache", "prefix_cache", _is("on"), {"prefix_cache": "on"}),
+        Feature("disk tier", "cache_disk", _is_given, {"cache_disk": "DIR", "cache_disk_gb": 1.0}),
+        Feature(
+            "instances",
+            "prefill_instances",
+            _above(0),
+            {"prefill_instances": 1, "decode_instances": 1},
+        ),
+        Feature(
+            "instance ranks",
+            "instance_ranks",
+            _is_given,
+            {"instance_ranks": ("prefill:1", "decode:1")},
+        ),
+        Feature("addresses", "r_worker_addresses", _is_given, {"r_worker_addresses": _TWO}),
+        Feature("MPI", "transport", _is("mpi"), {"transport": "mpi"}),
+        Feature("stabilized", "schedule", _is("stabilized", "fixed-f"), {"schedule": "stabilized"}),
+        Feature("synchronized", "schedule", _is("synchronized"), {"schedule": "synchronized"}),
+        Feature("load limit", "load_limit", _is_given, {"load_limit": 1000}),
+        Feature("fixed lanes", "lanes", _is_given, {"lanes": 3}),
+        Feature(
+            "R-workers attend prompts", "prompt_attention", _is("r"), {"prompt_attention": "r"}
+        ),
+    )
+}
+"""By name, in the order in which tables show them."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why two features do not work together."""
+
+    reason: str
+    is_contradiction: bool = field(default=False, kw_only=True)
+    """The two make no sense together. Else the pair is not built yet."""
+    unless: str | None = field(default=None, kw_only=True)
+    """With this feature on, too, the pair works."""
+
+
+def _pairs(
+    feature: str,
+    others: str,
+    reason: str,
+    *,
+    is_contradiction: bool = False,
+    unless: str | None = None,
+) -> Iterator[tuple[frozenset[str], Refusal]]:
+    for other in others.split(", "):
+        pair = frozenset((FEATURES[feature].name, FEATURES[other].name))
+        yield pair, Refusal(reason, is_contradiction=is_contradiction, unless=unless)
+
+
+_CACHE_ELSEWHERE = "only R-workers keep the KV cache in parts"
+_OWN_ENGINE = "an instance is one S-worker that has R-workers of its own"
+_WHOLE_PROMPTS = "prompt stages run whole prompts and only write to R-workers"
+_BOTH_SIDES = "the rule for hybrid KV chooses lanes, starts and places by itself"
+_NO_R_WORKERS = "KV on the device needs no R-workers"
+
+REFUSALS: Mapping[frozenset[str], Refusal] = dict(
+    itertools.chain(
+        _pairs("device KV", "hybrid KV", "KV is in one placement", is_contradiction=True),
+        _pairs("hybrid KV", "swap, host tier", "it is for KV on the device alone",
+               is_contradiction=True),
+        _pairs("device KV", "addresses, MPI, R-workers attend prompts", _NO_R_WORKERS,
+               is_contradiction=True),
+        _pairs("swap", "addresses, MPI, R-workers attend prompts", _NO_R_WORKERS,
+               is_contradiction=True),
+        _pairs("host tier", "addresses, MPI, R-workers attend prompts", _NO_R_WORKERS,
+               is_contradiction=True),
+        _pairs("device KV", "shared heads, split sequences, standby, disk tier", _CACHE_ELSEWHERE),
+        _pairs("swap", "shared heads, split sequences, standby, disk tier", _CACHE_ELSEWHERE),
+        _pairs("host tier", "shared heads, split sequences, standby, disk tier", _CACHE_ELSEWHERE),
+        _pairs("device KV", "tensor parallelism", "KV heads are not shared out over devices"),
+        _pairs("swap", "tensor parallelism", "KV heads are not shared out over devices"),
+        _pairs("host tier", "tensor parallelism", "KV heads are not shared out over devices"),
+        _pairs("int4 KV", "device KV, hybrid KV, swap, host tier", "devices cannot read int4"),
+        _pairs("int4 KV", "prompt stages", "prompt stages cannot write int4"),
+        _pairs("swap", "load limit, stabilized", "each lane has KV blocks of its own"),
+        _pairs("swap", "host tier", "a stage's device has no lower tier"),
+        _pairs("stages", "host tier", "a stage's device has no lower tier"),
+        _pairs("stages", "hybrid KV, shared heads, split sequences, standby",
+               "each stage keeps whole sequences"),
+        _pairs("hybrid KV", "tensor parallelism, shared heads, split sequences, load limit, "
+               "stabilized, synchronized, fixed lanes", _BOTH_SIDES),
+        _pairs("hybrid KV", "prefix cache, disk tier", "kept blocks are on one side"),
+        _pairs("prompt stages", "tensor parallelism, device KV, hybrid KV, swap, host tier, "
+               "shared heads, split sequences, replicas, standby, prefix cache, disk tier, "
+               "addresses, stabilized, synchronized, load limit", _WHOLE_PROMPTS),
+        _pairs("prompt stages", "R-workers attend prompts",
+               "prompt stages attend prompts by themselves", is_contradiction=True),
+        _pairs("replicas", "prefix cache, disk tier", "replicas do not hold kept blocks"),
+        _pairs("replicas", "device KV, hybrid KV, swap, host tier",
+               "only an R-worker's cache has a replica"),
+        _pairs("shared heads", "split sequences",
+               "with shared heads every R-worker has a part of every sequence",
+               is_contradiction=True),
+        _pairs("standby", "shared heads",
+               "after a loss the R-workers that are left share the heads anew",
+               unless="replicas"),
+        _pairs("standby", "addresses",
+               "a new R-worker at a lost one's address replaces it", is_contradiction=True),
+        _pairs("disk tier", "addresses",
+               "each `fastdecode r-worker` has a disk of its own: give it --cache-disk",
+               is_contradiction=True),
+        _pairs("addresses", "MPI", "an R-worker has one transport", is_contradiction=True),
+        _pairs("stabilized", "synchronized", "an engine has one schedule", is_contradiction=True),
+        _pairs("instances", "instance ranks", "instances are of one kind", is_contradiction=True),
+        _pairs("instances", "addresses, MPI",
+               "instances of this process have R-workers of this process", is_contradiction=True),
+        _pairs("instance ranks", "addresses",
+               "instances that are ranks have R-workers that are ranks", is_contradiction=True),
+        _pairs("instances", "tensor parallelism, stages, prompt stages, device KV, hybrid KV, "
+               "swap, host tier, replicas, standby, disk tier", _OWN_ENGINE),
+        _pairs("instance ranks", "tensor parallelism, stages, prompt stages, device KV, "
+               "hybrid KV, swap, host tier, replicas, standby, disk tier", _OWN_ENGINE),
+    )
+)  # fmt: skip
+"""By pair of names. What is not here works."""
+
+
+def features_on(options: Options) -> list[Feature]:
+    """Those that are on, in the table's order.
+
+    Args:
+        options: all of an engine's, by name.
+    """
+    return [feature for feature in FEATURES.values() if feature.is_on(options)]
+
+
+def refusal(one: Feature, other: Feature, options: Options) -> Refusal | None:
+    """Why the two do not work together, beside everything else that is on;
+    None: they do."""
+    found = REFUSALS.get(frozenset((one.name, other.name)))
+    if found is None or found.unless is None:
+        return found
+    return None if FEATURES[found.unless].is_on(options) else found
+
+
+def refused_with(name: str, options: Options) -> Feature | None:
+    """The first feature that is on and refuses the one of this name, if any does."""
+    wanted = FEATURES[name]
+    on = features_on(options)
+    return next((each for each in on if refusal(wanted, each, options) is not None), None)
+
+
+def check_features(options: Options) -> None:
+    """
+    Raises:
+        ConfigError: two features are on that do not work together.
+    """
+    for one, other in itertools.combinations(features_on(options), 2):
+        found = refusal(one, other, options)
+        if found is None:
+            continue
+        raise ConfigError(
+            Given(one.option, options[one.option]),
+            " contradicts " if found.is_contradiction else " is not supported with ",
+            Given(other.option, options[other.option]),
+            f"{'' if found.is_contradiction else ' yet'}: {found.reason}. Remove one of them",
+            f", or add {found.unless}" if found.unless is not None else "",
+        )
+
+
+def refused_pairs(*, is_contradiction: bool) -> list[tuple[str, str, str]]:
+    """Two names and the reason, in the table's order."""
+    pairs = []
+    for one, other in itertools.combinations(FEATURES, 2):
+        found = REFUSALS.get(frozenset((one, other)))
+        if found is not None and found.is_contradiction is is_contradiction:
+            unless = f" (works with {found.unless})" if found.unless else ""
+            pairs.append((one, other, found.reason + unless))
+    return pairs
+
+
+def refusals_as_text() -> str:
+    """One line a refused pair, what is not built yet first."""
+    sections = [f"features: {', '.join(FEATURES)}"]
+    for title, is_contradiction in (("not supported yet", False), ("contradictions", True)):
+        pairs = refused_pairs(is_contradiction=is_contradiction)
+        lines = [f"  {one} + {other}: {reason}" for one, other, reason in pairs]
+        sections.append("\n".join([f"{title} ({len(pairs)} pairs):", *lines]))
+    return "\n\n".join([*sections, "every other pair is accepted"])

@@ -1,0 +1,25 @@
+"""Files that hold secrets: who may read them."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+
+def exposure(found: os.stat_result, path: object) -> str:
+    """Why a file isn't secret, and what to do; empty: it is.
+
+    Its owner alone may read it. A file of root's may also be read by a group
+    (0640), as secrets are that an orchestrator mounts.
+
+    Args:
+        found: of the file itself, not of a link to it.
+        path: as the user wrote it.
+    """
+    allowed = stat.S_IRGRP if found.st_uid == 0 else 0
+    exposed = stat.S_IMODE(found.st_mode) & (stat.S_IRWXG | stat.S_IRWXO) & ~allowed
+    if not exposed:
+        return ""
+    return (
+        f"others may read or change it (mode {stat.S_IMODE(found.st_mode):03o}): chmod 600 {path}"
+    )

@@ -1,0 +1,61 @@
+"""Notices that the HTTP process reads nothing any more: it was stopped, or hangs."""
+
+from __future__ import annotations
+
+import math
+from enum import Enum, auto
+from typing import Final
+
+_MOST_BETWEEN_LOOKS_S: Final = 1.0
+"""More isn't counted: the engine's process was stopped itself, or made a long step."""
+
+
+class Turn(Enum):
+    """What has changed since the last look."""
+
+    BEGAN = auto()
+    """It has read nothing for too long."""
+    ENDED = auto()
+    """It reads again."""
+
+
+class Silence:
+    """Of the HTTP process, which answers what it is asked twice a second.
+
+    ``asked`` and ``heard`` may be called by any thread, ``look`` by one.
+
+    Args:
+        limit_s: an answer that takes longer means that nobody reads.
+    """
+
+    def __init__(self, limit_s: float = math.inf) -> None:
+        self.limit_s = limit_s
+        self._is_owed = False
+        self._waited_s = 0.0
+        self._looked_s: float | None = None
+        self._is_silent = False
+
+    def asked(self) -> None:
+        """An answer is owed from now on."""
+        self._is_owed = True
+
+    def heard(self) -> None:
+        """It has said something."""
+        self._is_owed = False
+
+    def look(self, now_s: float) -> Turn | None:
+        """To be called several times a second.
+
+        Args:
+            now_s: by a clock that never goes back.
+        """
+        before_s, self._looked_s = self._looked_s, now_s
+        if not self._is_owed:
+            self._waited_s = 0.0
+        elif before_s is not None:
+            self._waited_s += min(now_s - before_s, _MOST_BETWEEN_LOOKS_S)
+        is_silent = self._waited_s > self.limit_s
+        was_silent, self._is_silent = self._is_silent, is_silent
+        if is_silent == was_silent:
+            return None
+        return Turn.BEGAN if is_silent else Turn.ENDED

@@ -1,0 +1,119 @@
+"""Whose frames a listening socket takes in, and how it sends to peers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import zmq
+
+from fastdecode.core.errors import ProtocolError
+from fastdecode.wire import codec
+from fastdecode.wire.messages import Failed
+from fastdecode.wire.zmq.line import MORE_FOLLOWS, RouterLine, Socket
+from fastdecode.wire.zmq.proof import Session, answer_challenge
+
+_MOST_SESSIONS: Final = 1024
+"""Of peers without a connection: whoever sends a challenge has one."""
+
+
+class Door:
+    """Takes in what comes: whoever could connect may speak. So it is on loopback
+    without a key, and where ZeroMQ itself has asked for the key."""
+
+    def __init__(self, socket: Socket) -> None:
+        self._socket = socket
+
+    def take(self, identity: bytes, frames: Sequence[zmq.Frame]) -> zmq.Frame | None:
+        """What a peer has sent, if it is one frame; None: the door has seen to it.
+
+        Raises:
+            ProtocolError: it has to be dropped; why.
+        """
+        if len(frames) != 1:
+            raise ProtocolError(f"{len(frames)} frames where one belongs")
+        return frames[0]
+
+    def send(self, identity: bytes, data: Any, *, copy: bool) -> None:
+        """Send a peer a frame. Raises zmq.ZMQError."""
+        self._socket.send(identity, MORE_FOLLOWS)
+        self._socket.send(data, zmq.NOBLOCK, copy=copy)
+
+
+class ProvingDoor(Door):
+    """Takes in what comes with a tag, from peers that have proved the key; see
+    ``fastdecode.wire.zmq.proof``.
+
+    Args:
+        key: of the cluster, for proofs.
+        open_line: of a peer that has a connection.
+    """
+
+    def __init__(
+        self, socket: Socket, key: bytes, open_line: Callable[[bytes], RouterLine | None]
+    ) -> None:
+        super().__init__(socket)
+        self._key = key
+        self._open_line = open_line
+        self._sessions: dict[bytes, Session] = {}  # by identity
+
+    def take(self, identity: bytes, frames: Sequence[zmq.Frame]) -> zmq.Frame | None:
+        session = self._sessions.get(identity)
+        if session is None and len(frames) == 1:
+            self._answer(identity, frames[0])
+            return None
+        if session is None or len(frames) != 2:
+            raise self._refused(identity, "what came without a tag")
+        tag, frame = frames
+        if not session.accepts(tag.buffer, frame.buffer):
+            raise self._refused(
+                identity, "a tag that isn't this message's: another key, or replayed"
+            )
+        return frame
+
+    def send(self, identity: bytes, data: Any, *, copy: bool) -> None:
+        session = self._sessions.get(identity)
+        if session is None:
+            super().send(identity, data, copy=copy)
+            return
+        self._socket.send(identity, MORE_FOLLOWS)
+        self._socket.send(session.tag(data), MORE_FOLLOWS)
+        self._socket.send(data, zmq.NOBLOCK, copy=copy)
+
+    def _refused(self, identity: bytes, what: str) -> ProtocolError:
+        """Nothing more is taken from this peer."""
+        reason = f"refused {what}"
+        line = self._open_line(identity)
+        if line is not None:
+            line.refuse(reason)
+        self._sessions.pop(identity, None)
+        return ProtocolError(reason)
+
+    def _answer(self, identity: bytes, frame: zmq.Frame) -> None:
+        """Somebody begins. Raises ProtocolError: with no challenge."""
+        answered = answer_challenge(self._key, frame.buffer)
+        if answered is None:
+            self._say_what_is_needed(identity, frame)
+            raise ProtocolError("a message of somebody who hasn't proved the key")
+        proof, session = answered
+        with contextlib.suppress(zmq.ZMQError):
+            super().send(identity, proof, copy=True)
+            self._make_room()
+            self._sessions[identity] = session
+
+    def _say_what_is_needed(self, identity: bytes, frame: zmq.Frame) -> None:
+        epoch = codec.read_epoch(frame.buffer)
+        if epoch is not None:
+            text = "it takes only peers that prove the key: give both sides the same --key and "
+            failed = Failed("", "unauthenticated", text + "--link-security authenticate")
+            with contextlib.suppress(zmq.ZMQError):
+                super().send(identity, codec.encode(failed, epoch=epoch).head, copy=True)
+
+    def _make_room(self) -> None:
+        """Forget the oldest sessions of peers that have no connection."""
+        surplus = len(self._sessions) + 1 - _MOST_SESSIONS
+        if surplus > 0:
+            idle = [peer for peer in self._sessions if self._open_line(peer) is None]
+            for identity in idle[:surplus]:
+                del self._sessions[identity]

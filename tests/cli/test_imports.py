@@ -1,0 +1,99 @@
+"""A command imports what it needs: its start is most of what a short one takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from fastdecode.cli.commands import COMMANDS
+from fastdecode.cli.main import main
+
+OURS = "fastdecode", "cost_model", "rworker", "sworker", "cpu_kernels"
+SCRIPT = """
+import json, sys
+from fastdecode.cli.main import main
+try:
+    main(json.loads(sys.argv[1]))
+except SystemExit:
+    pass
+print(json.dumps(sorted(sys.modules)), file=sys.stderr)
+"""
+SIZE = ["size", "--gpu", "A10", "--cpu"] + [
+    "EPYC 7452",
+    "--model",
+    "Llama-2 7B",
+    "--seq-len",
+    "1024",
+]
+
+
+def imported(*argv: str) -> set[str]:
+    """All modules after the command, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(argv)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout
+    return set(json.loads(done.stderr))
+
+
+def commands_of(modules: set[str]) -> set[str]:
+    return {m for m in modules if any(m.startswith(c.module) for c in COMMANDS.values())}
+
+
+def test_the_list_of_commands_imports_none_of_them() -> None:
+    modules = imported("--help")
+    assert not commands_of(modules)
+    assert not modules & {"numpy", "numba", "torch", "fastdecode.core.sequence"}
+    assert not any(m.startswith(("fastdecode.core.config", "cost_model")) for m in modules)
+
+
+def test_the_help_of_size_imports_neither_numpy_nor_plans() -> None:
+    modules = imported("size", "--help")
+    assert commands_of(modules) == {"fastdecode.cli.size"}
+    assert not modules & {"numpy", "numba", "torch", "fastdecode.core.sequence"}
+    assert not any(m.startswith(("fastdecode.core.config", "cost_model")) for m in modules)
+
+
+def test_size_imports_no_engine() -> None:
+    modules = imported(*SIZE)
+    assert commands_of(modules) == {"fastdecode.cli.size"}
+    assert not modules & {"numba", "torch", "fastdecode.core.sequence", "fastdecode.core.holders"}
+    packages = {m.split(".")[1] for m in modules if m.startswith("fastdecode.")}
+    assert packages == {"cli", "core", "jobs", "schedule", "wire"}
+    assert {m for m in modules if m.startswith("fastdecode.schedule.")} <= {
+        "fastdecode.schedule.hybrid", "fastdecode.schedule.hybrid.forecast",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_says_of_a_command_what_its_own_parser_says(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Subcommands:
+        def __init__(self) -> None:
+            self.seen: dict[str, str] = {}
+
+        def add_parser(self, name: str, *, help: str, **options: object) -> object:
+            self.seen[name] = help
+            raise LookupError  # its options are of no interest here
+
+    seen = Subcommands()
+    with pytest.raises(LookupError):
+        COMMANDS[name].add(seen)
+    assert seen.seen == {name: COMMANDS[name].help}
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert f"    {name} " in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_answered_with_all_of_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["serv"])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert all(name in said for name in COMMANDS)

@@ -1,0 +1,79 @@
+"""Short help, whole help, a group's help; errors that say the mend."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastdecode.cli.parser import Parser, Rare, add_model
+
+
+def parser() -> Parser:
+    made = Parser(prog="tool", description="Do something.")
+    add_model(made)
+    made.add_argument("--input", required=True, metavar="FILE", help="what to read")
+    group = made.add_argument_group("S-part")
+    group.add_argument("--dtype", help="a common option")
+    group.add_argument("--cuda-graphs", help=Rare("a rare option"))
+    return made
+
+
+def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        parser().parse_args(words)
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+def shown(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        parser().parse_args(words)
+    assert stopped.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_the_short_help_leaves_rare_options_out(capsys: pytest.CaptureFixture[str]) -> None:
+    short = shown(["--help"], capsys)
+    assert "--dtype" in short and "--cuda-graphs" not in short and "--help=all" in short
+    assert "--cuda-graphs" in shown(["--help=all"], capsys)
+    group = shown(["--help=S-part"], capsys)
+    assert "--cuda-graphs" in group and "--dtype" in group and "what to read" not in group
+
+
+def test_an_unknown_group_is_refused_with_those_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "no such group of options. Groups are" in refusal(["--help=x"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["m", "--input", "f", "--dtpye", "x"], "unknown option --dtpye: did you mean --dtype?"),
+        (["m", "--input", "f", "--zzzz"], "unknown option --zzzz: see tool --help=all"),
+        (["m", "--inp", "f"], "unknown option --inp: did you mean --input?"),
+        (["m", "n", "--input", "f"], "unexpected argument 'n'"),
+        (["--input", "f"], "one of the arguments MODEL --model is required"),
+        (["m"], "the following arguments are required: --input"),
+    ],
+)
+def test_the_reason_comes_first_and_the_usage_is_one_line(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, usage = refusal(words, capsys).splitlines()
+    assert first.startswith("tool: ") and says in first
+    assert usage == "usage: tool [options] MODEL --input FILE"
+
+
+@pytest.mark.parametrize("words", [["m"], ["--model", "m"]])
+def test_the_model_is_an_argument_or_an_option(words: list[str]) -> None:
+    assert parser().parse_args([*words, "--input", "f"]).model == "m"
+    assert parser().parse_args(["--input", "f", *words]).model == "m"
+
+
+def test_subcommands_are_parsed_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    top = Parser(prog="top")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    commands.add_parser("run").add_argument("--seed")
+    with pytest.raises(SystemExit):
+        top.parse_args(["run", "--sead", "3"])
+    assert "top run: unknown option --sead: did you mean --seed?" in capsys.readouterr().err

@@ -1,0 +1,83 @@
+"""Which features work together: the table, what an engine makes of it, and the page."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.config.features import FEATURES, REFUSALS, features_on
+from fastdecode.core.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_NOT_BUILT = 79
+"""Lower it with every pair that is built; it never grows."""
+
+
+def can_be_given_together(one: str, other: str) -> bool:
+    """Not two values of one option."""
+    first, second = FEATURES[one].example, FEATURES[other].example
+    return all(first[option] == second[option] for option in (first.keys() & second) - {"pp"})
+
+
+PAIRS = [pair for pair in itertools.combinations(FEATURES, 2) if can_be_given_together(*pair)]
+
+
+def options_of(*names: str) -> dict[str, Any]:
+    """The fewest options that turn all of these on."""
+    options: dict[str, Any] = {}
+    for name in names:
+        for option, value in FEATURES[name].example.items():
+            options[option] = max(options.get(option, value), value) if option == "pp" else value
+    return options
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_an_example_turns_its_feature_on(name: str) -> None:
+    config = EngineConfig.of("dir", **options_of(name))
+    assert FEATURES[name] in features_on(config.options)
+    assert FEATURES[name] not in features_on(EngineConfig("dir").options)
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_an_engine_refuses_what_the_table_refuses(one: str, other: str) -> None:
+    found = REFUSALS.get(frozenset((one, other)))
+    if found is None:
+        EngineConfig.of("dir", **options_of(one, other))
+    else:
+        with pytest.raises(ConfigError, match="Remove "):
+            EngineConfig.of("dir", **options_of(one, other))
+
+
+def test_an_error_names_both_options_the_reason_and_the_mend() -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.of("dir", pp=2, r_partition="heads")
+    assert caught.value.message == (
+        "pp=2 is not supported with r_partition='heads' yet: each stage keeps whole sequences. "
+        "Remove one of them"
+    )
+
+
+def test_a_third_feature_can_open_a_pair() -> None:
+    with pytest.raises(ConfigError, match="or add replicas"):
+        EngineConfig.of("dir", spare_r_workers=1, r_partition="heads")
+    EngineConfig.of("dir", spare_r_workers=1, r_partition="heads", replicas=1)
+
+
+def test_pairs_that_are_not_built_do_not_grow_in_number() -> None:
+    not_built = [pair for pair, found in REFUSALS.items() if not found.is_contradiction]
+    assert len(not_built) <= MOST_NOT_BUILT
+    assert all(found.reason for found in REFUSALS.values())
+
+
+def test_reference_pages_are_what_the_declarations_say() -> None:
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+    assert spec is not None and spec.loader is not None
+    reference = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    for path, text in reference.pages().items():
+        assert path.read_text("utf-8") == text, "run: python docs/reference.py"

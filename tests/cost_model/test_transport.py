@@ -1,0 +1,77 @@
+"""What ZeroMQ's I/O threads let through, worked out by hand: an 8B Llama on one
+GPU and R-workers on other hosts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cost_model.hardware import Hardware
+from cost_model.plans.question import Goal, Setup
+from cost_model.plans.report import as_text
+from cost_model.plans.size import size
+from cost_model.shapes import model_named
+from cost_model.transport import TRANSPORTS
+from cost_model.workload import Workload
+from fastdecode.core.dtype import DType
+
+HARDWARE = Hardware.load()
+ROUND = {name: replace(TRANSPORTS[name], thread_bytes_per_s=rate)
+         for name, rate in (("zmq-encrypted", 1.5e9), ("zmq-authenticated", 6e9))}  # fmt: skip
+TOKEN_BYTES = 32 * (2 * 32 + 2 * 8) * 128 * 2
+"""Layers, heads of q and o, of k and v, their width, two bytes: 655,360."""
+
+
+def ask(**more: Any) -> Setup:
+    return Setup(
+        model_named("Llama-3 8B"), DType.BFLOAT16, "bfloat16", HARDWARE.gpu("H200"),
+        HARDWARE.cpu("EPYC 9654"), HARDWARE.nic("400GbE"), Workload(0, 1024), **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "threads", "sockets", "tokens_per_s"),
+    [
+        ("zmq-encrypted", 1, 16, 2_289),
+        ("zmq-encrypted", 4, 16, 9_155),
+        ("zmq-encrypted", 4, 2, 4_578),  # a connection has one thread
+        ("zmq-authenticated", 1, 16, 9_155),
+    ],
+)
+def test_threads_that_carry_a_tokens_bytes_set_the_pace(
+    name: str, threads: int, sockets: int, tokens_per_s: float
+) -> None:
+    """1.5e9 bytes a second / 655,360 bytes a token = 2,289 tokens a second."""
+    transport = replace(ROUND[name], num_threads=threads)
+    step = ask(transport=transport).system().predict(256, 2, sockets)
+    assert step.limit == "ZeroMQ I/O"
+    assert step.tokens_per_s == pytest.approx(tokens_per_s, rel=1e-3)
+    assert step.tokens_per_s == pytest.approx(
+        transport.thread_bytes_per_s * min(threads, sockets) / TOKEN_BYTES
+    )
+
+
+def test_over_mpi_nothing_of_that_is_there() -> None:
+    step = ask().system().predict(256, 2, 16)
+    assert step.limit != "ZeroMQ I/O" and step.tokens_per_s > 9_155
+    assert "ZeroMQ" not in as_text(size(ask(), Goal()), explain=True)
+
+
+def test_size_names_the_threads_where_they_stand_in_the_way() -> None:
+    one = replace(TRANSPORTS["zmq-encrypted"], num_threads=1)
+    sizing = size(ask(transport=one), Goal(batch=512, lanes=2), HARDWARE)
+    assert not sizing.feasible and sizing.in_the_way[0].name == "ZeroMQ I/O"
+    assert "authenticate" in sizing.in_the_way[0].mend and "MPI" in sizing.in_the_way[0].mend
+    text = as_text(sizing, explain=True)
+    assert "1.9 GB/s a thread, 1 at most" in text and "link_security.py" in text
+
+
+def test_enough_threads_do_not_stand_in_the_way() -> None:
+    """Each is a connection's: the plan has as many sockets as it needs threads."""
+    many = replace(TRANSPORTS["zmq-authenticated"], num_threads=16)
+    sizing = size(ask(transport=many), Goal(), HARDWARE)
+    assert sizing.feasible and sizing.plan is not None
+    (row,) = [row for row in sizing.plan.constraints if row.name == "ZeroMQ I/O"]
+    assert row.min_sockets is not None and 1 < row.min_sockets <= sizing.plan.sockets

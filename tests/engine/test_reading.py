@@ -1,0 +1,49 @@
+"""What a person must read to follow one token: it must not grow unnoticed, and
+``docs/reading.md`` must lead along it."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+from reading import ROOT, Entered, entered_by_a_decode_step
+
+pytestmark = pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="qualified names of code objects are new in Python 3.11"
+)
+MODEL = str(ROOT / "examples" / "model" / "checkpoint")
+PATH = (ROOT / "docs" / "reading.md").read_text("utf-8")
+ROW = re.compile(r"^\| \d+ \| `(?P<file>\S+)` \| `(?P<function>\S+)` \|", re.MULTILINE)
+
+MOST_FILES = 92
+MOST_LINES = 3_780
+"""Lower them when a change makes them smaller; the goal is 45 and 2,000."""
+
+
+@pytest.fixture(scope="module")
+def entered() -> Entered:
+    with pytest.MonkeyPatch.context() as patch:
+        return entered_by_a_decode_step(MODEL, patch, r_workers=2, prefix_cache="off")
+
+
+def test_a_plain_decode_step_is_no_longer_than_it_was(entered: Entered) -> None:
+    assert len(entered.files) <= MOST_FILES, sorted(entered.files)
+    assert entered.num_lines <= MOST_LINES
+
+
+def test_the_reading_path_is_the_way_of_a_token(entered: Entered) -> None:
+    """Section by section: R-workers are threads of their own, and hear of a step
+    while the S-worker is still sending."""
+    sections = [ROW.findall(section) for section in PATH.split("\n## ")]
+    assert [len(listed) for listed in sections] == [0, 4, 7, 3, 2]
+    for number, listed in enumerate(sections):
+        first = [entered.first_call(*row, in_step=number > 1) for row in listed]
+        assert first == sorted(first), listed
+
+
+def test_listed_messages_are_there() -> None:
+    from fastdecode.wire import messages
+
+    for name in re.findall(r"`(\w+)`", PATH.split("The messages between")[1].split(" in\n")[0]):
+        assert name in messages.__dict__

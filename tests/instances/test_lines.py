@@ -1,0 +1,138 @@
+"""The thread that hears instances: whatever is raised about one of them, that one
+is lost; whatever else is raised is reported, and no request waits for ever."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastdecode.core.config.instances import InstanceRole
+from fastdecode.core.errors import FastDecodeError, WorkerError
+from fastdecode.engine.instances.lines import Lines
+from fastdecode.wire.instances.messages import (
+    CancelRequests,
+    InstanceHello,
+    InstanceSeen,
+    InstanceWelcome,
+    SetInstanceRole,
+)
+from fastdecode.wire.transport import timeout_error
+
+WAIT_S = 60.0
+SEEN = InstanceSeen(1, 1, np.zeros(0, np.uint8))
+
+
+class Line:
+    """Of an instance that takes everything but what it is told not to."""
+
+    heard_s = None
+    is_open = True
+
+    def __init__(self, number: int) -> None:
+        self.peer = f"instance {number}"
+        self.sent: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        if isinstance(message, SetInstanceRole):
+            raise OverflowError("it doesn't fit")
+        self.sent.append(message)
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+class Hub:
+    def __init__(self) -> None:
+        self.connections: Sequence[Any] = [Line(0), Line(1)]
+        self.arrivals: SimpleQueue[Any] = SimpleQueue()
+
+    def receive_any(self, timeout_s: float | None = None) -> tuple[int, Any]:
+        try:
+            arrival = self.arrivals.get(timeout=timeout_s)
+        except Empty:
+            raise timeout_error("instances", timeout_s or 0.0) from None
+        if arrival is None:
+            raise timeout_error("woken", 0.0)
+        if isinstance(arrival, Exception):
+            raise arrival
+        return arrival  # type: ignore[no-any-return]
+
+    def wake(self) -> None:
+        self.arrivals.put(None)
+
+    def close(self) -> None: ...
+    def give_up(self, number: int) -> None: ...
+    def greet_all(self, hello: InstanceHello, timeout_s: float) -> Any:
+        raise NotImplementedError
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.news: SimpleQueue[tuple[str, Any, Any]] = SimpleQueue()
+        self.error: Exception | None = None
+
+    def heard(self, number: int, message: Any) -> None:
+        if number == 0 and self.error is not None:
+            raise self.error
+        self.news.put(("heard", number, message))
+
+    def lost(self, number: int, error: FastDecodeError) -> None:
+        self.news.put(("lost", number, error))
+
+    def failed(self, error: FastDecodeError) -> None:
+        self.news.put(("failed", None, error))
+
+    def came_back(self, number: int, welcome: InstanceWelcome) -> bool:
+        raise NotImplementedError
+
+
+@pytest.fixture
+def heard() -> Heard:
+    return Heard()
+
+
+@pytest.fixture
+def lines(heard: Heard) -> Any:
+    lines = Lines(Hub(), InstanceHello(1, "x"), [], heard, WAIT_S, None)
+    lines.start()
+    yield lines
+    lines.close()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OverflowError("inf"), TypeError("3"), RecursionError(), MemoryError(), WorkerError("gone")],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_instance_of_which_anything_is_raised_is_lost_alone(
+    lines: Lines, heard: Heard, error: Exception
+) -> None:
+    heard.error = error
+    lines._hub.arrivals.put((0, SEEN))  # type: ignore[attr-defined]
+    what, number, why = heard.news.get(timeout=WAIT_S)
+    assert (what, number) == ("lost", 0) and isinstance(why, FastDecodeError)
+    lines._hub.arrivals.put((1, SEEN))  # type: ignore[attr-defined]
+    assert heard.news.get(timeout=WAIT_S)[:2] == ("heard", 1)
+    assert not lines._hub.connections[0].is_open  # type: ignore[attr-defined]
+
+
+def test_what_cannot_be_sent_costs_that_instance_alone(lines: Lines, heard: Heard) -> None:
+    lines.post(0, 0, SetInstanceRole(InstanceRole.BOTH))
+    assert heard.news.get(timeout=WAIT_S)[:2] == ("lost", 0)
+    lines.post(1, 0, CancelRequests(("a",)))
+    lines._hub.arrivals.put((1, SEEN))  # type: ignore[attr-defined]
+    assert heard.news.get(timeout=WAIT_S)[:2] == ("heard", 1)
+    assert lines._hub.connections[1].sent == [CancelRequests(("a",))]
+
+
+def test_a_thread_that_breaks_down_says_so(lines: Lines, heard: Heard) -> None:
+    lines._hub.arrivals.put(ZeroDivisionError("nobody's fault"))  # type: ignore[attr-defined]
+    what, _, why = heard.news.get(timeout=WAIT_S)
+    assert what == "failed" and "ZeroDivisionError: nobody's fault" in str(why)
+    lines.join(WAIT_S)
+    assert threading.main_thread().is_alive() and not lines.is_alive()

@@ -1,0 +1,120 @@
+"""Status figures of an instance as they come over a connection: typed, finite and
+bounded, or refused; nothing else is ever summed."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastdecode.core.errors import ProtocolError
+from fastdecode.engine.figures import EngineFigures, HolderFigures
+from fastdecode.engine.instances.remote import packed, unpacked
+from fastdecode.engine.instances.seen import merged, seen_from_json, seen_to_json, together
+from fastdecode.engine.stats import EngineStats
+from fastdecode.wire.instances.messages import InstanceSeen
+
+FIGURES = EngineFigures(
+    1, 2, 3, 0.5, 0.25, 0.125, 1, 0, 0,
+    (HolderFigures("r0", None, 8, 3, 20, 0.5), HolderFigures("r1", "it is gone", 8, 0, 0, 0.0)),
+)  # fmt: skip
+BAD_NUMBERS = ["1", None, [], {}, True, float("inf"), float("nan"), -1, 1 << 60]
+
+
+def told() -> Any:
+    stats = EngineStats(num_steps=3, wait_s=1.5)
+    stats.ttft.add(0.2)
+    return json.loads(json.dumps(seen_to_json(stats, FIGURES)))
+
+
+def leaves(said: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Ways to all values, and all that hold some."""
+    if isinstance(said, dict):
+        below = [leaf for key, value in said.items() for leaf in leaves(value, (*way, key))]
+    elif isinstance(said, list):
+        below = [leaf for i, value in enumerate(said) for leaf in leaves(value, (*way, i))]
+    else:
+        below = []
+    return [way, *below] if way else below
+
+
+def changed(way: tuple[Any, ...], value: Any) -> Any:
+    said = copy.deepcopy(told())
+    place = said
+    for key in way[:-1]:
+        place = place[key]
+    place[way[-1]] = value
+    return said
+
+
+def test_what_an_engine_reports_comes_back_whole() -> None:
+    stats, figures = seen_from_json(told())
+    assert (stats.num_steps, stats.wait_s, len(stats.ttft)) == (3, 1.5, 1)
+    assert figures == FIGURES
+    assert seen_from_json({**told(), "figures": None})[1] is None
+
+
+@pytest.mark.parametrize("way", leaves(told()), ids=lambda way: ".".join(map(str, way)))
+def test_no_figure_of_another_type_is_summed(way: tuple[Any, ...]) -> None:
+    """Whatever a figure is replaced with is refused, or adds up with others'."""
+    for value in (*BAD_NUMBERS, "x", 1e300, [[1, 2]], [None], {"r_workers": 1}):
+        said = json.loads(json.dumps(changed(way, value)))
+        try:
+            stats, figures = seen_from_json(said)
+        except ProtocolError:
+            continue
+        merged([stats, EngineStats()])
+        if figures is not None:
+            together([figures, FIGURES])
+            json.dumps(seen_to_json(stats, figures), allow_nan=False)
+
+
+NUMBERS = [way for way in leaves(told()) if type(way[-1]) is str and way[0] == "totals"][1:]
+
+
+@pytest.mark.parametrize("value", BAD_NUMBERS, ids=repr)
+@pytest.mark.parametrize("way", NUMBERS, ids=lambda way: ".".join(way))
+def test_totals_are_numbers_within_bounds(way: tuple[Any, ...], value: Any) -> None:
+    with pytest.raises(ProtocolError, match="totals is none"):
+        seen_from_json(changed(way, value))
+
+
+def test_1e999_is_refused() -> None:
+    raw = json.dumps(told()).replace('"num_steps": 3', '"num_steps": 1e999').encode()
+    with pytest.raises(ProtocolError, match="inf is not a whole number"):
+        seen_from_json(unpacked(np.frombuffer(raw, np.uint8)))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda said: said.pop("totals"),
+        lambda said: said["times"].update(ttft=[[1 << 40, 1]]),
+        lambda said: said["times"].update(ttft=[[1, 2, 3]]),
+        lambda said: said["times"].update(ttft={"a": 1}),
+    ],
+)
+def test_what_is_left_out_or_elsewhere_is_refused(spoil: Callable[[Any], Any]) -> None:
+    said = told()
+    spoil(said)
+    with pytest.raises(ProtocolError):
+        seen_from_json(said)
+
+
+@pytest.mark.parametrize(
+    ("steps", "live", "is_true"),
+    [(5, 2, True), (5, 0, True), (5, 3, False), (5, -1, False), (-1, 2, False)],
+)
+def test_live_r_workers_are_at_most_those_it_began_with(
+    steps: int, live: int, is_true: bool
+) -> None:
+    seen = InstanceSeen(steps, live, packed(told()))
+    if is_true:
+        seen.check(2)
+    else:
+        with pytest.raises(ProtocolError, match="reports"):
+            seen.check(2)

@@ -1,0 +1,55 @@
+"""Every program in ``examples/`` runs, and prints what its docstring promises."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from mpi_launch import needs_mpi, running
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+WITHIN_S = 240.0
+PROMISED = {
+    "offline_batch.py": "[0] Once upon a time there was a baker who",
+    "sizing.py": "A10",
+    "conversation.py": "Falivith: I live in Whitehill.",
+    "replicas.py": "12 answers; equal to the undisturbed run: True",
+    "stages.py": "two stages say what one says: True",
+    "instances.py": "prompts fetched by the decode instance: 4",
+    "hybrid.py": "32 of 32 answered",
+    "server_client.py": "model checkpoint:",
+}
+
+
+def _run(*command: str) -> str:
+    environ = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
+    with running(list(command), **environ) as job:
+        outcome = job.wait(WITHIN_S)
+    assert outcome.exit_code == 0 and not outcome.orphans, outcome.output
+    return outcome.output
+
+
+def test_every_program_is_listed() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(PROMISED)
+
+
+@pytest.mark.parametrize("name", sorted(PROMISED))
+def test_a_program(name: str) -> None:
+    output = _run(sys.executable, str(EXAMPLES / name))
+    assert PROMISED[name] in output
+    if name == "replicas.py":
+        assert int(output.split("resumed from replicas: ")[1].split()[0]) > 0
+
+
+@needs_mpi
+def test_the_cluster_job(tmp_path: Path) -> None:
+    answers = tmp_path / "answers.jsonl"
+    model, prompts = EXAMPLES / "model" / "checkpoint", EXAMPLES / "prompts.jsonl"
+    _run("/bin/sh", str(EXAMPLES / "cluster.sh"), str(model), str(prompts), str(answers))
+    lines = [json.loads(line) for line in answers.read_text("utf-8").splitlines()]
+    asked = [json.loads(line)["id"] for line in prompts.read_text("utf-8").splitlines()]
+    assert [line["id"] for line in lines] == asked
+    assert not [line for line in lines if "error" in line]

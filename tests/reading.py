@@ -1,0 +1,114 @@
+"""Which functions a plain decode step enters: what a person must read to follow one token."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.engine.executor import Executor
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("fastdecode", "rworker", "sworker", "cpu_kernels", "cost_model")
+STEP = 12
+"""Prompts are over by then, and no request has ended."""
+PROMPTS = ["Once upon a time", "The old map showed", "On a stormy night"]
+
+
+class Entered:
+    """Calls of the product's functions, in every thread: all of a run in order,
+    and those of one decode step by number."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[CodeType] = Counter()
+        """While the watched step ran."""
+        self.is_counting = False
+        self.is_listening = False
+        self._order: dict[tuple[str, str], int] = {}
+        self._order_in_step: dict[tuple[str, str], int] = {}
+
+    def listen(self, frame: FrameType, event: str, argument: object) -> None:
+        """A profile function, for ``threading.setprofile``."""
+        if event != "call" or not self.is_listening:
+            return
+        code = frame.f_code
+        called = _file(code), code.co_qualname
+        self._order.setdefault(called, len(self._order))
+        if self.is_counting:
+            self._order_in_step.setdefault(called, len(self._order_in_step))
+            self.calls[code] += 1
+
+    def first_call(self, file: str, function: str, *, in_step: bool) -> int:
+        """When a function was entered first, as a place in the order of all: in
+        the run, or in the watched step."""
+        order = self._order_in_step if in_step else self._order
+        assert (file, function) in order, f"{function} of {file} was not entered"
+        return order[file, function]
+
+    @property
+    def functions(self) -> dict[tuple[str, str], int]:
+        """(file, qualified name) of those that the step entered, and their lines."""
+        return {
+            (_file(code), code.co_qualname): _num_lines(code)
+            for code in self.calls
+            if _file(code).split("/")[0] in PACKAGES
+        }
+
+    @property
+    def files(self) -> set[str]:
+        return {file for file, _ in self.functions}
+
+    @property
+    def num_lines(self) -> int:
+        return sum(self.functions.values())
+
+    @property
+    def num_calls(self) -> int:
+        """Of all functions in Python, the standard library's too."""
+        return sum(self.calls.values())
+
+
+@cache
+def _file(code: CodeType) -> str:
+    """Relative to the repository; a bare name outside of it."""
+    path = Path(code.co_filename)
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+
+
+def _num_lines(code: CodeType) -> int:
+    """From its first line to its last, functions inside it included."""
+    lines = {line for _, _, line in code.co_lines() if line is not None}
+    return max(lines) - code.co_firstlineno + 1 if lines else 1
+
+
+def entered_by_a_decode_step(model: str, monkeypatch: Any, **options: Any) -> Entered:
+    """Run three requests, and watch one step that only decodes."""
+    entered, number = Entered(), 0
+    step = Executor.step
+
+    def counted(executor: Executor, *arguments: Any, **named: Any) -> Any:
+        nonlocal number
+        number += 1
+        entered.is_counting = number == STEP
+        try:
+            return step(executor, *arguments, **named)
+        finally:
+            entered.is_counting = False
+
+    monkeypatch.setattr(Executor, "step", counted)
+    threading.setprofile(entered.listen)
+    sys.setprofile(entered.listen)
+    try:
+        with LLM(model, **options) as llm:
+            entered.is_listening = True
+            llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    finally:
+        threading.setprofile(None)
+        sys.setprofile(None)
+    assert number > STEP
+    return entered

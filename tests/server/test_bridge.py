@@ -1,0 +1,103 @@
+"""The threads between the HTTP process and an engine: none ends without the server
+noticing, and a request that can't be read costs no other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+from counting_engine import Counting
+
+from fastdecode.core.sequence import Request, SamplingParams
+from fastdecode.engine.service import EngineService
+from fastdecode.server.bridge import Bridge
+from fastdecode.server.messages import Asked, Told
+
+WAIT_S = 60.0
+GOOD = Request("good", (1, 2), SamplingParams(), 3, seed=0)
+
+
+class Channel:
+    """To a HTTP process that a test speaks for."""
+
+    def __init__(self) -> None:
+        self.said: SimpleQueue[Any] = SimpleQueue()
+        self.heard: SimpleQueue[Any] = SimpleQueue()
+        self.refuses: Exception | None = None
+
+    def receive(self) -> Any:
+        said = self.said.get()
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+    def send(self, message: Any) -> None:
+        if self.refuses is not None:
+            raise self.refuses
+        self.heard.put(message)
+
+
+@pytest.fixture
+def service() -> Iterator[EngineService[Counting]]:
+    service: EngineService[Counting] = EngineService(Counting)
+    service.open()
+    yield service
+    service.close()
+
+
+@pytest.fixture
+def channel() -> Iterator[Channel]:
+    channel = Channel()
+    yield channel
+    channel.said.put(None)
+
+
+def bridge_of(service: EngineService[Counting], channel: Channel) -> Bridge:
+    bridge = Bridge(service, channel, 100)  # type: ignore[arg-type]
+    bridge.start()
+    return bridge
+
+
+@pytest.mark.parametrize("error", [OverflowError("inf"), MemoryError(), RecursionError()])
+def test_what_cannot_be_received_means_that_the_http_process_is_gone(
+    service: EngineService[Counting], channel: Channel, error: Exception
+) -> None:
+    bridge = bridge_of(service, channel)
+    channel.said.put(error)
+    assert bridge.is_gone.wait(WAIT_S)
+
+
+@pytest.mark.parametrize("error", [ValueError("no JSON"), UnicodeEncodeError("a", "b", 0, 1, "c")])
+def test_what_cannot_be_sent_means_so_too(
+    service: EngineService[Counting], channel: Channel, error: Exception
+) -> None:
+    channel.refuses = error
+    bridge = bridge_of(service, channel)
+    assert bridge.is_gone.wait(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        replace(GOOD, request_id="bad", prompt_token_ids=(1, "2")),  # type: ignore[arg-type]
+        replace(GOOD, request_id="bad", prompt_token_ids=5),  # type: ignore[arg-type]
+        replace(GOOD, request_id="bad", params=None),  # type: ignore[arg-type]
+    ],
+)
+def test_a_request_that_cannot_be_read_ends_alone(
+    service: EngineService[Counting], channel: Channel, bad: Request
+) -> None:
+    bridge = bridge_of(service, channel)
+    channel.said.put(Asked([bad, GOOD]))
+    ended: dict[str, bool] = {}
+    while len(ended) < 2:
+        message = channel.heard.get(timeout=WAIT_S)
+        for delta in message.deltas if isinstance(message, Told) else ():
+            if delta.error is not None or delta.finish_reason is not None:
+                ended[delta.request_id] = delta.error is not None
+    assert ended == {"bad": True, "good": False}
+    assert not bridge.is_gone.is_set() and threading.active_count() > 1
