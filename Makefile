@@ -9,7 +9,7 @@ LOWEST := $(VENV)-lowest
 # One more than CI has cores: most jobs that tests start wait for others half of the time.
 PROCESSES ?= 3
 
-.PHONY: help demo test campaign check check-lowest format venv clean
+.PHONY: help demo test campaign check check-lowest check-triton format venv clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make campaign  set up, then faults, signals and damaged messages at random moments of many jobs and servers, and the GPU's measurements with tiny sizes (an hour or more)"
 	@echo "make check   set up, then ruff, mypy and import-linter"
 	@echo "make check-lowest  the lowest versions that setup.cfg allows, in a virtual environment of their own: tests and a job"
+	@echo "make check-triton  Triton kernels, interpreted and compiled, with three versions of Triton (2.3 GB of downloads, unpacked)"
 	@echo "make format  rewrite the code in the project's format"
 	@echo "make clean   remove the virtual environment and everything that was built"
 
@@ -70,9 +71,19 @@ check-lowest: $(LOWEST)/.lowest
 	$(LOWEST)/bin/fastdecode generate --model examples/model/checkpoint --input examples/prompts.jsonl \
 	    --output out/completions-lowest.jsonl --r-workers 2 --temperature 0
 
+# Triton is large, and a CPU needs none: its versions lie beside the virtual environment.
+check-triton: $(VENV)/.dev
+	for version in 3.6.0 3.7.1 3.9.0; do \
+	    test -d $(VENV)-triton/$$version || \
+	        $(PIP) install --no-deps --target $(VENV)-triton/$$version triton==$$version || exit 1; \
+	    for tests in attention test_fused.py test_triton_compiles.py; do \
+	        PYTHONPATH=$(VENV)-triton/$$version $(BIN)/python -m pytest -q tests/sworker/$$tests || exit 1; \
+	    done; \
+	done
+
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(LOWEST) build out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-triton $(LOWEST) build out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

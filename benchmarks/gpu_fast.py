@@ -13,7 +13,6 @@ measured.
 from __future__ import annotations
 
 import copy
-import inspect
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -293,23 +292,17 @@ def _decode_attention_of(
 def _attention_ways(
     cache: PagedKV, q: Any, k: Any, v: Any, step: Any
 ) -> Iterator[tuple[Row, Callable[[], torch.Tensor]]]:
-    """As engines run it; and the kernel alone with 3 and with 5 stages."""
+    """As engines run it; and with K and V in tiles of other sizes and numbers of buffers."""
     yield {}, partial(cache.attend, 0, q, k, v, step)
-    kernels = cache.kernels
-    if kernels is None or "num_stages" not in inspect.signature(kernels.paged_decode).parameters:
+    if cache.kernels is None:
         return
-    keys, values = cache.pool[0]
-    scales = None if cache.scales is None else (cache.scales[0, 0], cache.scales[0, 1])
-    longest, out = int(step.context_lens_host.max()), torch.empty_like(q)
+    from sworker.kernels.paged_triton import Tiling, WithTiling
 
-    def run(num_stages: int) -> torch.Tensor:
-        kernels.paged_decode(
-            q, keys, values, scales, step.tables, step.context_lens, cache.attention[0], None,
-            cache.kv.block_size, longest, out=out, num_stages=num_stages,
-        )  # fmt: skip
-        return out
-
-    yield from (({"num_stages": num}, partial(run, num)) for num in (3, 5))
+    for tile, num_stages in ((64, 2), (64, 3), (64, 4), (32, 3), (32, 4)):
+        other = copy.copy(cache)
+        other.kernels = WithTiling(Tiling(tile, num_stages=num_stages))
+        way = {"tile": tile, "buffers": num_stages - 1}
+        yield way, partial(other.attend, 0, q, k, v, step)
 
 
 def whole_steps(setup: Setup) -> Rows:

@@ -39,7 +39,7 @@ from sworker.dtypes import torch_dtype
 from sworker.graphs import StepGraphs
 from sworker.kernels import fused
 from sworker.load.weights import random_model
-from sworker.paged import PagedKV
+from sworker.paged import PagedKV, Prompt
 from sworker.sampling.sampler import SamplingState, sample
 from sworker.worker import SWorker
 
@@ -127,6 +127,10 @@ def kernels(setup: Setup) -> list[Check]:
             f"decode, {act.value}, KV {kv.value}, {dim} dims, {group} a KV head, blocks of {block}"
         )
         checks.append(Check(f"{name}, {special}", partial(_decoded, setup, *case)))
+    for act, kv in ((BF16, BF16), (BF16, INT8), (F16, F16), (F32, F32)):
+        for special in ("plain", "window", "softcap", "ALiBi"):
+            name = f"later chunks over blocks, {act.value}, KV {kv.value}, {special}"
+            checks.append(Check(name, partial(_chunks_over_blocks, setup, act, kv, special)))
     for dtype in (BF16, F16, F32):
         for name, run in (("norm", _norm), ("add and norm", _add_norm), ("rotate", _rotate),
                           ("rotate and split", _rotate_split), ("gate", _gate)):  # fmt: skip
@@ -161,10 +165,7 @@ def _decoded(
     setup: Setup, act: DType, kv: DType, dim: int, group: int, block_size: int, special: str
 ) -> Found:
     num_kv_heads = 2
-    num_heads = group * num_kv_heads
-    slopes = {"alibi_slopes": tuple(2.0 ** -(1 + i / 4) for i in range(num_heads))}
-    options = {"plain": PLAIN, "window": WINDOW, "softcap": SOFTCAP, "ALiBi": slopes}[special]
-    spec = AttentionSpec(num_heads, num_kv_heads, dim, dim**-0.5, **options)
+    num_heads, spec = group * num_kv_heads, _spec_of(group, dim, special)
     lens = setup.pick(CONTEXTS, (1, 63, 64, 65, 300))
     cache = PagedKV(
         KVSpec(1, num_kv_heads, dim, kv, block_size), [spec], num_blocks_for(lens, block_size) + 3,
@@ -181,6 +182,53 @@ def _decoded(
     )
     o = cache.attend(0, q, k, v, step)
     return Found(row_distance(o, attended(q, cache, step, range(len(lens)))), BOUNDS[act])
+
+
+def _spec_of(group: int, dim: int, special: str) -> AttentionSpec:
+    """Of two KV heads."""
+    slopes = {"alibi_slopes": tuple(2.0 ** -(1 + i / 4) for i in range(2 * group))}
+    options = {"plain": PLAIN, "window": WINDOW, "softcap": SOFTCAP, "ALiBi": slopes}[special]
+    return AttentionSpec(2 * group, 2, dim, dim**-0.5, **options)
+
+
+def _chunks_over_blocks(setup: Setup, act: DType, kv: DType, special: str) -> Found:
+    """Rows of several prompts' later chunks see their pasts, and themselves causally."""
+    spec, dtype = _spec_of(4, 128, special), torch_dtype(act)
+    num_new, num_keys = setup.pick(([5, 300, 1], [5000, 300, 65]), ([5, 6, 1], [20, 6, 13]))
+    cache = PagedKV(
+        KVSpec(1, 2, 128, kv, 64), [spec], sum(num_keys) // 64 + 1, setup.device, dtype=dtype
+    )
+    _need_kernels(setup, cache)
+    _fill(cache)
+    order = torch.randperm(cache.num_slots, device=setup.device)
+    slots = order[: sum(num_keys)].split(num_keys)
+    ends = list(itertools.accumulate(num_new))
+    chunks = [
+        Prompt(slice(end - new, end), own)
+        for end, new, own in zip(ends, num_new, slots, strict=True)
+    ]
+    q = torch.randn(sum(num_new), spec.num_q_heads, 128, device=setup.device).to(dtype)
+    o = torch.empty_like(q)
+    cache.attend_later(0, q, chunks, o, {})
+    expected = torch.cat([_seen_by(q[chunk.rows], cache, chunk.slots) for chunk in chunks])
+    return Found(row_distance(o, expected), BOUNDS[act])
+
+
+def _seen_by(q: torch.Tensor, cache: PagedKV, slots: torch.Tensor) -> torch.Tensor:
+    """Row by row, as ``dense`` knows no windows. float64 [n, Hq, D]."""
+    spec = cache.attention[0]
+    k, v = (half[slots].double() for half in cache.pool[0])
+    if cache.scales is not None:
+        k, v = (
+            x * s[slots].double()[..., None] for x, s in zip((k, v), cache.scales[0], strict=True)
+        )
+    first = len(slots) - len(q)
+    rows = []
+    for i in range(len(q)):
+        low = 0 if spec.sliding_window is None else max(0, first + i + 1 - spec.sliding_window)
+        seen = slice(low, first + i + 1)
+        rows.append(dense(q[i : i + 1].double(), k[seen], v[seen], spec))
+    return torch.cat(rows)
 
 
 def _fill(cache: PagedKV) -> None:

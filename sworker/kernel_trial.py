@@ -37,7 +37,7 @@ class BlockKernels(Protocol):
     paged_store: Callable[..., None]
     paged_decode: Callable[..., None]
     paged_chunks: Callable[..., None]
-    chunk_tokens: Callable[[AttentionSpec, torch.dtype], int]
+    chunk_tokens: Callable[..., int]
 
 
 Decode = Callable[..., None]

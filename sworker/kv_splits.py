@@ -16,6 +16,7 @@ can read it from fixed memory. After FlashInfer's plan (arXiv 2501.01005) and st
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ results, number of pieces. Piece i's token j is in row first + i · tokens + j."
 IS_WHOLE = -1
 """A query tile in one piece writes its result, and is not merged."""
 
-Ints = NDArray[np.int32] | NDArray[np.int64]
+Ints: TypeAlias = NDArray[np.int32] | NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class SplitShape:
 
     @property
     def num_parts(self) -> int:
-        """Rows of partial results at most: a cut of u units makes fewer than 2 · u / share pieces."""
+        """Rows of partial results at most: of u units fewer than 2 · u / share pieces are cut."""
         return 2 * self.num_shares * self.tile_tokens
 
     @property

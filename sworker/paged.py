@@ -27,6 +27,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -81,7 +82,7 @@ NOWHERE = -1
 """In place of a slot, for rows that aren't stored."""
 
 
-Window = int | None
+Window: TypeAlias = int | None
 """Of a layer's attention; what a query sees, and so how it is split, depends on it."""
 
 

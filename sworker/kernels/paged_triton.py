@@ -13,6 +13,7 @@ Runs on CUDA; with TRITON_INTERPRET=1, which tests set, on a CPU too.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton  # type: ignore[import-not-found]  # not there on a CPU
@@ -164,8 +165,7 @@ def _attend(  # type: ignore[no-untyped-def]
             greatest, mass, weighted, scores, v, v_scale, HAS_SCALES, PRECISION
         )
     # A row with nothing to see leaves 0, and lse = -inf.
-    share = tl.where(mass > 0, 1.0 / mass, 0.0)
-    result = weighted * share[:, None]
+    result = weighted * (1.0 / tl.where(mass > 0, mass, 1.0))[:, None]
     num_heads = tl.num_programs(0) * G
     place_of_part = tl.load(piece + 6)
     if place_of_part < 0:
@@ -243,7 +243,7 @@ def _quantized(x):  # type: ignore[no-untyped-def]
     wide = x.to(tl.float32)
     # Exact divisions, and no sum fused with a product: an R-worker's bits.
     scale = tl.div_rn(tl.max(tl.abs(wide), axis=0), 127.0)
-    inverse = tl.where(scale > 0, tl.div_rn(1.0, scale), 0.0)
+    inverse = tl.where(scale > 0, tl.div_rn(1.0, tl.where(scale > 0, scale, 1.0)), 0.0)
     # 1.5 · 2^23: the fraction drops off, to the nearest, ties to even.
     whole = (wide * inverse + 12582912.0) - 12582912.0
     return tl.minimum(tl.maximum(whole, -127.0), 127.0), scale
@@ -271,7 +271,8 @@ def paged_store(
         _store[(num_rows, Hkv)](
             k, v, slots, keys, values, k_scales, v_scales, k.stride(0), k.stride(1), v.stride(0),
             v.stride(1), keys.stride(0), keys.stride(1), k_scales.stride(0), D=D,
-            D_PAD=triton.next_power_of_2(D), HAS_SCALES=scales is not None, num_warps=1, enable_fp_fusion=False,
+            D_PAD=triton.next_power_of_2(D), HAS_SCALES=scales is not None, num_warps=1,
+            enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -319,7 +320,8 @@ def tiling_of(
         tile = max(16, min(32, tile))
         return Tiling(tile, tile // 4)
     if is_int8:
-        tile = 32  # registers are short before memory is: K and V are widened in them
+        # Registers are short before memory is: K and V are widened in them.
+        tile = 32 if num_rows <= 64 else 16
     tile = max(16, min(64, tile))
     if num_rows <= 64 and padded <= 128:
         return Tiling(tile)
@@ -342,6 +344,16 @@ def _shared_memory(device: torch.device) -> int:
         return LARGE_SHARED_MEMORY
     properties = torch.cuda.get_device_properties(device)
     return int(getattr(properties, "shared_memory_per_block_optin", 99 << 10))
+
+
+class WithTiling:
+    """These kernels, decoded tokens attended with another tiling: for measurements. In place of
+    ``PagedKV.kernels``."""
+
+    def __init__(self, tiling: Tiling) -> None:
+        self.paged_store, self.chunk_tokens = paged_store, chunk_tokens
+        self.paged_decode = partial(paged_decode, tiling=tiling)
+        self.paged_chunks = paged_chunks
 
 
 def paged_decode(
@@ -441,8 +453,8 @@ def _launch(
             BLOCK_SIZE=block_size, TILE=tiling.tile, HAS_SCALES=scales is not None,
             HAS_SLOPES=slopes is not None, HAS_SOFTCAP=spec.logit_softcap is not None,
             HAS_WINDOW=spec.sliding_window is not None,
-            ONE_BLOCK=block_size % tiling.tile == 0, PRECISION=tiling.precision, num_warps=tiling.num_warps,
-            num_stages=tiling.num_stages, enable_fp_fusion=True,
+            ONE_BLOCK=block_size % tiling.tile == 0, PRECISION=tiling.precision,
+            num_warps=tiling.num_warps, num_stages=tiling.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
         if splits.num_merges:
             _merge[(Hq, splits.num_merges * tokens)](

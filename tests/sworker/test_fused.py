@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from recorded_gpu import RecordedGpu
+from triton_interpreter import interpret_kernels
 
 from cpu_kernels.codegen.kept import KeptCode
 from sworker.graphs import StepGraphs
@@ -42,9 +43,7 @@ def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cas
     if name == "numba":
         assert fused_numba.is_possible(getattr(torch, dtype))
         return Case(fused_numba, CPU, getattr(torch, dtype))
-    if not torch.cuda.is_available():
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-    pytest.importorskip("triton", reason="needs triton, which comes with torch for CUDA")
+    interpret_kernels(monkeypatch)
     from sworker.kernels import fused_triton
 
     return Case(fused_triton, GPU, getattr(torch, dtype))

@@ -9,22 +9,13 @@ import numpy as np
 import pytest
 import torch
 from paged_sequences import BLOCK_SIZE, CPU, SPECS, Sequences
+from triton_interpreter import DEVICE, interpret_kernels
 
 from cpu_kernels.reference import quantize
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import KVSpec
 from sworker import paged
 from sworker.paged import PagedKV
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton kernels run in its interpreter, as they must on a CPU."""
-    if not torch.cuda.is_available():
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-    pytest.importorskip("triton", reason="needs triton, which comes with torch for CUDA")
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.INT8])
@@ -46,31 +37,24 @@ def test_groups_of_decoded_tokens(name: str) -> None:
         np.testing.assert_allclose(step.attend(), step.expected(), atol=1e-5)
 
 
-# Tiles are of 64 tokens.
+# Tiles are of up to 64 tokens.
 @pytest.mark.parametrize(
     ("block_size", "dtype"), [(16, DType.FLOAT32), (64, DType.FLOAT32), (128, DType.INT8)]
 )
 @pytest.mark.parametrize("name", SPECS)
 def test_blocks_read_where_they_lie(
-    name: str, block_size: int, dtype: DType, interpreted: None
+    name: str, block_size: int, dtype: DType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Rows of every kind in one step."""
+    interpret_kernels(monkeypatch)
     step = Sequences(
-        SPECS[name], [5, 700, 64, 63, 0, 20], [1] * 6, device=DEVICE, block_size=block_size,
-        dtype=dtype,
+        SPECS[name], [5, 700, 64, 63, 0, 20, 70, 33, 0], [1] * 6 + [9, 21, 2], device=DEVICE,
+        block_size=block_size, dtype=dtype,
     )  # fmt: skip
     from sworker.kernels import paged_triton
 
     step.cache.kernels = paged_triton
     np.testing.assert_allclose(step.attend(), step.expected(), atol=1e-5)
-
-
-def test_splits_fill_the_gpu_but_are_worth_it(interpreted: None) -> None:
-    from sworker.kernels.paged_triton import MIN_SPLIT_TOKENS, num_splits
-
-    assert num_splits(1, 100_000, 132) == 100_000 // MIN_SPLIT_TOKENS
-    assert num_splits(8, 1 << 20, 132) == 66
-    assert num_splits(8 * 256, 4096, 132) == 1
-    assert num_splits(1, 10, 132) == 1
 
 
 def test_int8_as_an_r_worker_holds_it() -> None:
