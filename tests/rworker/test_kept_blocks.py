@@ -308,7 +308,8 @@ def test_a_token_that_another_row_of_its_step_sees_is_written_before_attention()
     worker.run_step(step_of((1, 4, 3), step=1))
     begin = step_of((1, 7, 1), (1, 11, 1), step=2)
     worker.tell(begin)
-    plan = next(worker.tell(attend(begin, layer)) for layer in range(NUM_LAYERS))[0].plan
+    computes = [worker.tell(attend(begin, layer))[0] for layer in range(NUM_LAYERS)]
+    plan = computes[0].plan
     assert (plan.num_single, plan.num_last) == (2, 0)
     assert worker.run_step(step_of((1, 12, 1), step=3))[0].plan.num_last == 1
 
