@@ -190,8 +190,8 @@ def run_size(args: argparse.Namespace) -> int:
     prices = None if args.prices is None else Prices.read(args.prices)
     if args.emit is not None and args.transport != "mpi":
         raise ConfigError(
-            f"--emit writes an mpirun line, and --transport {args.transport} has none: leave one "
-            "of the two out"
+            f"--emit writes an mpirun line, which --transport {args.transport} does not use. "
+            "Remove one of them"
         )
     whole = setup = read_setup(args, hardware)
     goal = read_goal(args)

@@ -156,8 +156,8 @@ def test_cancelled_requests_leave_nothing_behind(llama: str, expected: Tokens) -
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"kv_placement": "r"}, "R-workers' is in the host's memory as it is"),
-    ({"kv_placement": "auto"}, "R-workers' is in the host's memory as it is"),
+    ({"kv_placement": "r"}, "needs kv_placement='gpu'"),
+    ({"kv_placement": "auto"}, "needs kv_placement='gpu'"),
     ({"pp": 2, "pp_layers": None}, "is all of it: raise pp=2"),
     ({"lanes": 2}, "is all of it: raise lanes=2"),
     ({"schedule": "stabilized"}, "schedule='stabilized'"),

@@ -297,9 +297,8 @@ class Cluster:
     )
     link_security: str = option(
         "encrypt",
-        "what the key does for messages between hosts: encrypt them; or only authenticate both "
-        "ends, for a network that you trust: much faster, but whoever can reach into that network "
-        "can read K, V and queries, and change them. The same on both sides; with key",
+        "with --key, between hosts: encrypt, or authenticate (much faster; for a trusted network: "
+        "its members can read and change K, V and queries). The same on both sides",
         choices=LINK_SECURITIES,
         metavar="HOW",
     )

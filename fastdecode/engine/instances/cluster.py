@@ -118,7 +118,7 @@ class RunningCluster:
             raise
         for number, address in enumerate(addresses):
             found = welcomes.get(number)
-            what = "isn't there yet" if found is None else f"{found.name}, {found.role.value}"
+            what = "is not connected yet" if found is None else f"{found.name}, {found.role.value}"
             tell(f"instance {address}: {what}")
         absent = [number for number in range(len(addresses)) if number not in welcomes]
         self._seen = [_Seen(welcomes.get(i), EngineStats()) for i in range(len(addresses))]
@@ -257,7 +257,7 @@ class ClusterEngine(Controller):
         )
         for number, instance in enumerate(self.remote):
             if number not in welcomes:
-                instance.broken = WorkerError(f"instance {instance.name} isn't there yet")
+                instance.broken = WorkerError(f"instance {instance.name} is not connected yet")
                 self.desk.lose(instance)
 
     def heard(self, number: int, deltas: Sequence[Delta]) -> None:

@@ -319,7 +319,9 @@ class Lines(threading.Thread):
             return
         welcome = welcome_of(lost.line, self._hello, answer)
         if welcome is None or not self._heard.came_back(number, welcome):
-            raise WorkerError(f"{lost.line.peer} can't be used as it is")
+            raise WorkerError(
+                f"{lost.line.peer} came back with another model or other options: restart it like before"
+            )
         finder.replace(number, lost.line)
         self._turns[number] += 1
         self._quiet.hear(number)

@@ -67,7 +67,7 @@ class ClusterKey:
             why = "has more than one line" if has_more else "is no key of 40 characters"
             raise ConfigError(
                 f"key file {path}, line 1: it {why}: make a key with fastdecode r-worker "
-                "--new-key FILE, and copy that file as it is"
+                "--new-key FILE, and copy that file unchanged"
             )
         return cls(zmq.curve_public(text), text, LinkSecurity(security))
 
@@ -83,8 +83,8 @@ class ClusterKey:
                 file.write(zmq.curve_keypair()[1] + b"\n")
         except FileExistsError:
             raise ConfigError(
-                f"the key file {path} exists already, and stays as it is: use it (--key {path}), "
-                "or name another file for a new key, which then every host has to get"
+                f"the key file {path} exists and was not changed: use it (--key {path}), or name "
+                "another file for a new key. Every host needs the same key"
             ) from None
         except OSError as error:
             raise ConfigError(f"key file {path}: {error.strerror}") from None
