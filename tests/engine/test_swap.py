@@ -158,8 +158,8 @@ def test_cancelled_requests_leave_nothing_behind(llama: str, expected: Tokens) -
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kv_placement": "r"}, "needs kv_placement='gpu'"),
     ({"kv_placement": "auto"}, "needs kv_placement='gpu'"),
-    ({"pp": 2, "pp_layers": None}, "is all of it: raise pp=2"),
-    ({"lanes": 2}, "is all of it: raise lanes=2"),
+    ({"pp": 2, "pp_layers": None}, "raise pp=2"),
+    ({"lanes": 2}, "raise lanes=2"),
     ({"schedule": "stabilized"}, "schedule='stabilized'"),
     ({"load_limit": 100}, "load_limit"),
     ({"kv_memory_gb": 1e5}, "3 lanes in each of 3 stages"),

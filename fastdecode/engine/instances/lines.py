@@ -320,7 +320,8 @@ class Lines(threading.Thread):
         welcome = welcome_of(lost.line, self._hello, answer)
         if welcome is None or not self._heard.came_back(number, welcome):
             raise WorkerError(
-                f"{lost.line.peer} came back with another model or other options: restart it like before"
+                f"{lost.line.peer} came back with another model or other options: restart it with "
+                "the old ones"
             )
         finder.replace(number, lost.line)
         self._turns[number] += 1
