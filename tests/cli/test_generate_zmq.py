@@ -320,7 +320,7 @@ def test_too_few_that_are_there_are_refused(
         (["--transport", "zmq"], "zmq needs --r-worker: tcp://HOST:PORT"),
         (
             ["--transport", "inproc", "--r-worker", "tcp://127.0.0.1:1"],
-            "inproc has no use for --r-worker",
+            "--transport inproc contradicts --r-worker",
         ),
         (
             ["--r-worker", "tcp://127.0.0.1:1", "--r-worker", "tcp://127.0.0.1:1"],
@@ -333,11 +333,11 @@ def test_too_few_that_are_there_are_refused(
         (["--link-security", "authenticate"], "--link-security authenticate needs --key"),
         (
             ["--r-worker", "tcp://127.0.0.1:1", "--kv-memory-gb", "1"],
-            "give --kv-memory-gb to each fastdecode r-worker",
+            "give --kv-memory-gb to each `fastdecode r-worker`",
         ),
         (
             ["--r-worker", "tcp://127.0.0.1:1", "--r-threads", "2"],
-            "give --threads to each fastdecode r-worker",
+            "give --threads to each `fastdecode r-worker`",
         ),
         (["--worker-silence-s", "nan"], "--worker-silence-s nan"),
         (["--worker-silence-s", "0.4"], "--worker-silence-s 0.4"),
