@@ -11,7 +11,7 @@ zmq = pytest.importorskip("zmq")
 
 from messages_for_tests import attend, to_r_worker  # noqa: E402
 
-from fastdecode.wire.zmq.hub import ZmqHub
+from fastdecode.wire.zmq.hub import ZmqHub  # noqa: E402
 from fastdecode.wire.zmq.io_threads import io_cpu_s, io_threads_for  # noqa: E402
 from fastdecode.wire.zmq.listener import ZmqListener  # noqa: E402
 
@@ -36,12 +36,14 @@ def test_a_hub_has_as_many_as_it_is_given(num_threads: int) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what threads take")
 def test_what_they_take_is_counted() -> None:
     before_s = io_cpu_s()
-    with contextlib.closing(ZmqListener("tcp://127.0.0.1:*", "r")) as listener:
-        with contextlib.closing(ZmqHub()) as hub:
-            connection = hub.add(listener.address)
-            connection.send(to_r_worker()[0])
-            for step in range(20):
-                connection.send(attend(2000, step=step))
-            for _ in range(21):
-                listener.receive_any(20)
-            assert io_cpu_s() > before_s
+    with (
+        contextlib.closing(ZmqListener("tcp://127.0.0.1:*", "r")) as listener,
+        contextlib.closing(ZmqHub()) as hub,
+    ):
+        connection = hub.add(listener.address)
+        connection.send(to_r_worker()[0])
+        for step in range(20):
+            connection.send(attend(2000, step=step))
+        for _ in range(21):
+            listener.receive_any(20)
+        assert io_cpu_s() > before_s
