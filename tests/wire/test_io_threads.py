@@ -36,8 +36,10 @@ def test_a_hub_has_as_many_as_it_is_given(num_threads: int) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what threads take")
 def test_what_they_take_is_counted() -> None:
     before_s = io_cpu_s()
-    listening = contextlib.closing(ZmqListener("tcp://127.0.0.1:*", "r"))
-    with listening as listener, contextlib.closing(ZmqHub()) as hub:
+    with (
+        contextlib.closing(ZmqListener("tcp://127.0.0.1:*", "r")) as listener,
+        contextlib.closing(ZmqHub()) as hub,
+    ):
         connection = hub.add(listener.address)
         connection.send(to_r_worker()[0])
         for step in range(20):
