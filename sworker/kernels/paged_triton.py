@@ -322,6 +322,8 @@ def tiling_of(
     if is_int8:
         # Registers are short before memory is: K and V are widened in them.
         tile = 32 if num_rows <= 64 else 16
+        if num_rows > 64 and padded <= 64:
+            return Tiling(32, 8, 2)
     tile = max(16, min(64, tile))
     if num_rows <= 64 and padded <= 128:
         return Tiling(tile)

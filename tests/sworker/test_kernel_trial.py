@@ -15,6 +15,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from sworker import paged
 from sworker.dtypes import quantize
+from sworker.kv_splits import Splits
 from sworker.paged import PagedKV, gathered_decode
 
 CPU = torch.device("cpu")
@@ -40,7 +41,7 @@ class RightKernels:
 
     def paged_decode(
         self, q: Tensor, keys: Tensor, values: Tensor, scales: Any, tables: Tensor, lens: Tensor,
-        spec: AttentionSpec, slopes: Tensor | None, block_size: int, longest: int, *, out: Tensor,
+        splits: Splits, spec: AttentionSpec, slopes: Tensor | None, block_size: int, *, out: Tensor,
     ) -> None:  # fmt: skip
         self.asked.append((spec, block_size, q.dtype, keys.dtype, tuple(lens.tolist())))
         gathered_decode(
