@@ -28,10 +28,10 @@ REQUIRED = [
 @pytest.mark.parametrize(
     ("s_worker", "r_worker", "code", "told"),
     [
-        (["--typo"], [], 2, "unrecognized arguments: --typo"),
+        (["--typo"], [], 2, "unknown option --typo"),
         (["--help"], [], 0, "usage: fastdecode generate"),
         (["--top-p", "7"], [], 2, "--top-p 7"),
-        ([], ["--typo"], 2, "unrecognized arguments: --typo"),
+        ([], ["--typo"], 2, "unknown option --typo"),
     ],
 )
 def test_a_rank_with_a_bad_command_keeps_nobody_waiting(
