@@ -9,7 +9,7 @@ LOWEST := $(VENV)-lowest
 # One more than CI has cores: most jobs that tests start wait for others half of the time.
 PROCESSES ?= 3
 
-.PHONY: help demo test campaign check check-lowest check-triton format venv clean
+.PHONY: help demo test campaign check check-lowest check-triton docs format venv clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make check   set up, then ruff, mypy and import-linter"
 	@echo "make check-lowest  the lowest versions that setup.cfg allows, in a virtual environment of their own: tests and a job"
 	@echo "make check-triton  Triton kernels, interpreted and compiled, with three versions of Triton (2.3 GB of downloads, unpacked)"
+	@echo "make docs    the documentation as a site in out/site; the reference pages anew"
 	@echo "make format  rewrite the code in the project's format"
 	@echo "make clean   remove the virtual environment and everything that was built"
 
@@ -80,6 +81,16 @@ check-triton: $(VENV)/.dev
 	        PYTHONPATH=$(VENV)-triton/$$version $(BIN)/python -m pytest -q tests/sworker/$$tests || exit 1; \
 	    done; \
 	done
+
+# A virtual environment of its own: the site's tools are no dependency of the product or its tests.
+$(VENV)-docs/.docs: setup.cfg
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/python -m pip --disable-pip-version-check --quiet install 'mkdocs-material>=9.5,<10'
+	@touch $@
+
+docs: $(VENV)/.base $(VENV)-docs/.docs
+	$(BIN)/python docs/reference.py
+	$(VENV)-docs/bin/mkdocs build --quiet
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix-only .

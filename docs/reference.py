@@ -13,12 +13,26 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from fastdecode.core import errors
 from fastdecode.core.config.engine import GROUPS
 from fastdecode.core.config.features import FEATURES, REFUSALS, refused_pairs
 from fastdecode.core.config.options import Declared, declared
+from fastdecode.core.errors import FastDecodeError
+from fastdecode.server.messages import Seen
+from fastdecode.server.observations import Observations
+from fastdecode.wire.messages import PROTOCOL_VERSION
+from fastdecode.wire.opcodes import OPCODES
 
 PAGES = Path(__file__).resolve().parent / "reference"
 MADE = "<!-- Made by `python docs/reference.py`. Do not edit. -->"
+_FIGURES = {
+    "r_workers": [{"name": "r0", "kv_blocks": 1, "kv_blocks_used": 0, "load_tokens": 0}],
+    **dict.fromkeys(
+        ("lanes", "num_suspended", "num_steps", "s_busy_s", "s_wait_s", "r_busy_s",
+         "num_recomputed"), 0,
+    ),
+}  # fmt: skip
+"""Of an engine that has made a step: the page names every metric."""
 TITLES = {
     "s_part": "S-part",
     "r_part": "R-part",
@@ -92,7 +106,69 @@ def _mark(one: str, other: str) -> str:
     return "✓" if found is None else "✗" if found.is_contradiction else "–"
 
 
-PAGES_BY_NAME = {"options.md": options_page, "features.md": features_page}
+EXITS = {
+    0: "every request was answered",
+    1: "an unexpected failure; or the answers are complete, and the summary could not be written",
+    2: "an option, a file or the model directory is wrong; nothing was done",
+    3: "some requests failed; the others are done",
+    4: "all R-workers were lost, or one hung and the launcher had to end the job",
+    5: "a server's HTTP process ended",
+    130: "interrupted; `run-batch --resume` goes on",
+}
+
+
+def exit_codes_page() -> Iterator[str]:
+    """What a command's exit code means, and the classes of errors behind it."""
+    yield from ("# Exit codes", "", MADE, "", "All commands use them. `size` exits with 1 where no plan holds.", "")
+    yield from ("| code | meaning | errors |", "|---|---|---|")
+    for code, meaning in EXITS.items():
+        names = [f"`{kind.__name__}`" for kind in _errors() if kind.exit_code == code]
+        yield f"| {code} | {meaning} | {', '.join(names)} |"
+    yield from ("", "## Error codes", "")
+    yield "JSON answers name an error by a code that stays the same across releases. Each class has"
+    yield from ("a usual one; many errors have a more specific one.", "", "| class | code |")
+    yield "|---|---|"
+    for kind in _errors():
+        yield f"| `{kind.__name__}` | `{kind.default_code}` |"
+
+
+def _errors() -> list[type[FastDecodeError]]:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    return [kind for kind in kinds if issubclass(kind, FastDecodeError)]
+
+
+def metrics_page() -> Iterator[str]:
+    """What ``/metrics`` has."""
+    yield from ("# Metrics", "", MADE, "", "A server gives them at `/metrics`, in Prometheus's")
+    yield from (
+        "format. Where a number means what vLLM's means, it has vLLM's name and buckets.",
+        "",
+    )
+    yield from ("| name | kind | |", "|---|---|---|")
+    seen = Seen("open", num_r_workers=1, num_live_r_workers=1, figures=_FIGURES)
+    for name, family in Observations(4096).families(seen).items():
+        yield f"| `{name}` | {family.kind} | {family.help} |"
+
+
+def messages_page() -> Iterator[str]:
+    """Every message of the protocol."""
+    yield from ("# Messages on the wire", "", MADE, "")
+    yield f"Protocol version {PROTOCOL_VERSION}. The protocol itself is the docstring of"
+    yield from ("`fastdecode/wire/messages.py`.", "", "| number | message | module | said by |")
+    yield "|---|---|---|---|"
+    for kind, number in sorted(OPCODES.items(), key=lambda item: item[1]):
+        speakers = getattr(kind, "said_by", None)
+        said_by = ", ".join(sorted(each.value for each in speakers)) if speakers else ""
+        yield f"| {number} | `{kind.__name__}` | `{kind.__module__}` | {said_by} |"
+
+
+PAGES_BY_NAME = {
+    "options.md": options_page,
+    "features.md": features_page,
+    "exit_codes.md": exit_codes_page,
+    "metrics.md": metrics_page,
+    "messages.md": messages_page,
+}
 
 
 def pages() -> dict[Path, str]:
