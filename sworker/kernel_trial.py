@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from sworker.dtypes import quantize, torch_dtype
-from sworker.kv_splits import Splits, plan_decode
+from sworker.kv_splits import Splits, SplitShape, chunk_tiles, plan_decode, plan_splits
 
 MAX_ERRORS: Final = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 """By the activations' dtype: largest deviation that rounding explains, relative
@@ -26,6 +26,8 @@ _INT8_ERROR = 1e-2
 numbers may be rounded to either, a step of 1/127."""
 _LONG = 1000
 """Tokens of the longest context: enough for several splits."""
+_CHUNK = 20
+"""Tokens of a later prompt chunk."""
 _NUM_SHARES = 4
 """Of the work: the longest context is cut into several pieces, and merged."""
 _NOWHERE = -1
@@ -94,9 +96,44 @@ class Trial:
             q, *stored, *on_device, Splits.upload(plan, self.device), spec, self._slopes(spec),
             self.kv.block_size, out=found,
         )  # fmt: skip
-        expected = self._expected(spec, q, (k, v), (tables, slots, lens))
-        difference = (found.float() - expected).abs().max() / expected.abs().max()
-        return float(difference.item())
+        seen = self._seen((k, v), slots, int(tables.max()) + 1)
+        expected = self._attended(spec, q, seen, tables, lens)
+        errors = [
+            _deviation(found, expected),
+            self._chunk_error(spec, stored, seen, tables, lens),
+        ]
+        return float(np.max(errors))  # NaN where one is
+
+    def _chunk_error(
+        self,
+        spec: AttentionSpec,
+        stored: tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None],
+        seen: tuple[Tensor, Tensor],
+        tables: NDArray[np.int32],
+        lens: NDArray[np.int32],
+    ) -> float:
+        """The same of a later chunk: the last tokens of the longest sequence, each
+        of which is attended as a decoded token would be."""
+        longest = int(lens.argmax())
+        num_keys, table = int(lens[longest]), tables[longest]
+        places = np.arange(num_keys)
+        slots = table[places // self.kv.block_size].astype(np.int64) * self.kv.block_size
+        slots += places % self.kv.block_size
+        q = self._draw(np.random.default_rng(1), _CHUNK, spec.num_q_heads)
+        tokens = self.kernels.chunk_tokens(spec, self.dtype)
+        one = np.array([0]), np.array([_CHUNK]), np.array([num_keys])
+        tiles = chunk_tiles(*one, tokens)
+        plan = plan_splits(
+            tiles, spec.sliding_window, SplitShape(len(tiles.rows), _NUM_SHARES, tokens)
+        )
+        found = torch.empty_like(q)
+        self.kernels.paged_chunks(
+            q, *stored, torch.from_numpy(slots).to(self.device),
+            Splits.upload(plan, self.device), spec, self._slopes(spec), out=found,
+        )  # fmt: skip
+        each = np.arange(num_keys - _CHUNK + 1, num_keys + 1, dtype=np.int32)
+        expected = self._attended(spec, q, seen, np.repeat(table[None], _CHUNK, axis=0), each)
+        return _deviation(found, expected)
 
     def _context_lens(self, spec: AttentionSpec) -> NDArray[np.int32]:
         size = self.kv.block_size
@@ -141,28 +178,34 @@ class Trial:
         self.kernels.paged_store(k, v, torch.cat((slots, nowhere)), pool[0], pool[1], scales)
         return pool[0], pool[1], scales
 
-    def _expected(
+    def _seen(
+        self, new: tuple[Tensor, Tensor], slots: NDArray[np.int64], num_blocks: int
+    ) -> tuple[Tensor, Tensor]:
+        """float32 K and V [slots, Hkv, D] as the cache holds them, rounded."""
+        index = torch.from_numpy(slots).to(self.device)
+        pools = []
+        for x in new:
+            if self.kv.dtype.is_float:
+                rounded = x.to(torch_dtype(self.kv.dtype)).float()
+            else:
+                whole, scales = quantize(x, self.kv.dtype)
+                rounded = whole * scales[..., None]
+            pool = torch.zeros((num_blocks * self.kv.block_size, *x.shape[1:]), device=x.device)
+            pools.append(pool.index_copy_(0, index, rounded))
+        return pools[0], pools[1]
+
+    def _attended(
         self,
         spec: AttentionSpec,
         q: Tensor,
-        new: tuple[Tensor, Tensor],
-        places: tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]],
+        seen: tuple[Tensor, Tensor],
+        tables: NDArray[np.int32],
+        lens: NDArray[np.int32],
     ) -> Tensor:
-        """float32 [N, Hq, D], of K and V rounded to what the cache holds."""
-        tables, slots, lens = places
-        num_slots = (int(tables.max()) + 1) * self.kv.block_size
-        index = torch.from_numpy(slots).to(self.device)
-        seen = []
-        for x in new:
-            rounded = x.to(torch_dtype(self.kv.dtype)).float() if self.kv.dtype.is_float else None
-            if rounded is None:
-                whole, scales = quantize(x, self.kv.dtype)
-                rounded = whole * scales[..., None]
-            pool = torch.zeros((num_slots, *x.shape[1:]), device=x.device)
-            seen.append(pool.index_copy_(0, index, rounded))
+        """float32 [N, Hq, D] by plain torch."""
         out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         self.decode(
-            q.float(), seen[0], seen[1], torch.from_numpy(tables).to(self.device), lens, spec,
+            q.float(), *seen, torch.from_numpy(tables).to(self.device), lens, spec,
             self._slopes(spec), self.kv.block_size, out=out,
         )  # fmt: skip
         return out
@@ -175,3 +218,8 @@ class Trial:
         if spec.alibi_slopes is None:
             return None
         return torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=self.device)
+
+
+def _deviation(found: Tensor, expected: Tensor) -> float:
+    """The largest, relative to the largest value; NaN stays NaN."""
+    return float(((found.float() - expected).abs().max() / expected.abs().max()).item())

@@ -17,6 +17,7 @@ from sworker import paged
 from sworker.dtypes import quantize
 from sworker.kv_splits import Splits
 from sworker.paged import PagedKV, gathered_decode
+from sworker.prefill import chunk_attention
 
 CPU = torch.device("cpu")
 KINDS = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.INT8)
@@ -47,6 +48,19 @@ class RightKernels:
         gathered_decode(
             q, keys, values, tables, lens.numpy(), spec, slopes, block_size, out=out, scales=scales
         )
+
+    def chunk_tokens(self, spec: AttentionSpec, dtype: torch.dtype) -> int:
+        return 8
+
+    def paged_chunks(
+        self, q: Tensor, keys: Tensor, values: Tensor, scales: Any, slots: Tensor, splits: Splits,
+        spec: AttentionSpec, slopes: Tensor | None, *, out: Tensor,
+    ) -> None:  # fmt: skip
+        """Of one chunk, whose slots are those of all of its sequence."""
+        seen = [x[slots].float() for x in (keys, values)]
+        if scales is not None:
+            seen = [x * of[slots][..., None] for x, of in zip(seen, scales, strict=True)]
+        out.copy_(chunk_attention(q.float(), *seen, spec))
 
 
 def cache_of(
@@ -193,3 +207,19 @@ def test_the_pool_itself_is_left_alone() -> None:
             seen.add(keys.data_ptr()), store(k, v, slots, keys, *args))[1]  # fmt: skip
         cache._tried(kernels, torch.float32)
         assert len(keys_seen) == 2
+
+
+def test_a_mistake_in_later_chunks_alone_is_found(caplog: pytest.LogCaptureFixture) -> None:
+    class Shifted(RightKernels):
+        def paged_chunks(self, q: Tensor, *rest: Any, out: Tensor) -> None:
+            super().paged_chunks(q, *rest, out=out)
+            out.copy_(out.roll(1, 0))
+
+    class Raising(RightKernels):
+        def paged_chunks(self, *rest: Any, out: Tensor) -> None:
+            raise RuntimeError("out of resource: shared memory")
+
+    for kernels in (Shifted(), Raising()):
+        paged._warn_of_kernels.cache_clear()
+        assert cache_of(kernels, SPECS["plain"]).kernels is None
+    assert "out of resource: shared memory" in caplog.text and "off by" in caplog.text
