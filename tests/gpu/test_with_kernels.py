@@ -3,6 +3,8 @@ lie: torch stands for Triton's, right or wrong."""
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from fastdecode.core.dtype import DType
 from sworker import paged
 from sworker.dtypes import quantize
+from sworker.prefill import chunk_attention
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -36,24 +39,34 @@ def store(
 
 def decode(*args: Any, out: torch.Tensor) -> None:
     """As ``paged_triton.paged_decode``."""
-    q, keys, values, scales, tables, lens, spec, slopes, block_size, _ = args
+    q, keys, values, scales, tables, lens, _, spec, slopes, block_size = args
     paged.gathered_decode(
         q, keys, values, tables, lens.numpy(), spec, slopes, block_size, out=out, scales=scales
     )
 
 
+def chunks(*args: Any, out: torch.Tensor) -> None:
+    """As ``paged_triton.paged_chunks``, of one chunk."""
+    q, keys, values, scales, slots, _, spec, _ = args
+    seen = [x[slots].float() for x in (keys, values)]
+    if scales is not None:
+        seen = [x * of[slots][..., None] for x, of in zip(seen, scales, strict=True)]
+    out.copy_(chunk_attention(q.float(), *seen, spec))
+
+
 class Kernels:
-    """That take a number of stages; wrong with some."""
+    """By how they are tiled; wrong with so many stages."""
 
-    def __init__(self, wrong_stages: tuple[int, ...] = ()) -> None:
-        self.stages: list[int | None] = []
-        self._wrong = wrong_stages
-        self.paged_store = store
+    def __init__(self, tiling: SimpleNamespace | None = None, wrong_stages: int = 0) -> None:
+        self._is_wrong = tiling is not None and tiling.num_stages == wrong_stages
+        self.paged_store, self.paged_chunks = store, chunks
 
-    def paged_decode(self, *args: Any, out: torch.Tensor, num_stages: int | None = None) -> None:
-        self.stages.append(num_stages)
+    def chunk_tokens(self, spec: Any, dtype: torch.dtype) -> int:
+        return 8
+
+    def paged_decode(self, *args: Any, out: torch.Tensor) -> None:
         decode(*args, out=out)
-        if num_stages in self._wrong:
+        if self._is_wrong:
             out *= 1.5
 
 
@@ -64,8 +77,13 @@ def rows_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     import gpu_fast
     from gpu_setup import Setup
 
-    def rows_of(step: str, kernels: Any) -> list[dict[str, Any]]:
-        monkeypatch.setattr(paged, "_kernels_of", lambda device: kernels)
+    def rows_of(step: str, wrong_stages: int = 0) -> list[dict[str, Any]]:
+        tiled = SimpleNamespace(
+            Tiling=lambda tile, num_stages: SimpleNamespace(tile=tile, num_stages=num_stages),
+            WithTiling=partial(Kernels, wrong_stages=wrong_stages),
+        )
+        monkeypatch.setitem(sys.modules, "sworker.kernels.paged_triton", tiled)
+        monkeypatch.setattr(paged, "_kernels_of", lambda device: Kernels())
         setup = Setup(torch.device("cpu"), torch.bfloat16, smoke=True, deadline_s=float("inf"))
         with torch.inference_mode():
             return list(getattr(gpu_fast, step)(setup))
@@ -75,24 +93,23 @@ def rows_of(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_whole_step_is_held_against_gathered_attention(rows_of: Any) -> None:
     """Steps are made before any is run: to capture one writes to the cache."""
-    rows = rows_of("whole_steps", Kernels())
+    rows = rows_of("whole_steps")
     assert [(row["kv"], row["how"]) for row in rows] == [
         (kv, how) for kv in ("bfloat16", "int8") for how in ("layer by layer", "one graph")
     ]
     assert all("step_us" in row and row["max_error"] < 0.05 for row in rows), rows
 
 
-def test_the_kernel_is_measured_with_three_and_with_five_stages(rows_of: Any) -> None:
-    kernels = Kernels()
-    rows = rows_of("decode_attention", kernels)
-    assert [row.get("num_stages") for row in rows] == [None, 3, 5] * 2
-    assert all("kv_gbps" in row for row in rows) and {3, 5} <= set(kernels.stages)
-    old = SimpleNamespace(paged_store=store, paged_decode=decode)
-    assert [row.get("num_stages") for row in rows_of("decode_attention", old)] == [None] * 2
+def test_the_kernel_is_measured_with_several_tilings(rows_of: Any) -> None:
+    rows = rows_of("decode_attention")
+    tilings = [(row.get("tile"), row.get("buffers")) for row in rows]
+    assert tilings == [(None, None), (64, 1), (64, 2), (64, 3), (32, 2), (32, 3)] * 2
+    assert all("kv_gbps" in row for row in rows)
 
 
 def test_a_kernel_that_is_wrong_shows_no_rate(rows_of: Any) -> None:
-    rows = rows_of("decode_attention", Kernels(wrong_stages=(5,)))
+    rows = rows_of("decode_attention", wrong_stages=4)
     for row in rows:
-        assert ("kv_gbps" in row) == (row.get("num_stages") != 5)
-        assert ("no rate is shown" in row.get("error", "")) == (row.get("num_stages") == 5)
+        is_wrong = row.get("buffers") == 3
+        assert ("kv_gbps" in row) == (not is_wrong)
+        assert ("no rate is shown" in row.get("error", "")) == is_wrong
