@@ -1,4 +1,4 @@
-"""What models say of the goals on a GPU, as docs/device_checks.md has it.
+"""What models say of the goals on a GPU, as docs/evidence/device_checks.md has it.
 
     python benchmarks/device_goals.py --out benchmarks/results/device_goals.json
 
@@ -109,7 +109,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--page", type=Path, help="docs/device_checks.md")
+    parser.add_argument("--page", type=Path, help="docs/evidence/device_checks.md")
     options = parser.parse_args()
     found = figures()
     tables = [lines(found)]

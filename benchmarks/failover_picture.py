@@ -2,7 +2,7 @@
 where nothing happens.
 
     python benchmarks/failover_picture.py benchmarks/results/failover.json --out
-    docs/replicas.svg
+    docs/images/replicas.svg
 
 Of the results of ``failover.py`` the longest context is drawn, or ``--context``:
 the tokens of each tenth of a second, as a rate, in the first round's runs, from

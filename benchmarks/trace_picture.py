@@ -1,7 +1,7 @@
 """Draw a part of a Chrome trace as SVG: who was busy when.
 
     python benchmarks/trace_picture.py one.json two.json --names "one lane" "two
-    lanes" --out docs/lanes.svg
+    lanes" --out docs/images/lanes.svg
 
 Traces are those of ``--trace``. Each is drawn from its first S-step that begins
 a step of every lane, all to one scale.

@@ -119,7 +119,14 @@ EXITS = {
 
 def exit_codes_page() -> Iterator[str]:
     """What a command's exit code means, and the classes of errors behind it."""
-    yield from ("# Exit codes", "", MADE, "", "All commands use them. `size` exits with 1 where no plan holds.", "")
+    yield from (
+        "# Exit codes",
+        "",
+        MADE,
+        "",
+        "All commands use them. `size` exits with 1 where no plan holds.",
+        "",
+    )
     yield from ("| code | meaning | errors |", "|---|---|---|")
     for code, meaning in EXITS.items():
         names = [f"`{kind.__name__}`" for kind in _errors() if kind.exit_code == code]

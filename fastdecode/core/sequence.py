@@ -80,7 +80,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Token id → added to its logit, -100 to 100."""
     seed: int | None = None
-    """Same seed, same tokens, whatever else is in the batch (docs/sampling.md says
+    """Same seed, same tokens, whatever else is in the batch (docs/design/sampling.md says
     how far). None draws a fresh seed."""
     stop: tuple[str, ...] = ()
     """Stop when the text contains one of these; it is cut off the text."""

@@ -2,7 +2,7 @@
 Pure: nothing is run or looked up here.
 
 Open MPI 5 and MPICH (Hydra) are known. What the options are for stands in
-``docs/cluster.md``.
+``docs/guides/cluster.md``.
 """
 
 from __future__ import annotations

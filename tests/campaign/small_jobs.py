@@ -57,7 +57,7 @@ def lines(times: int = 1) -> list[dict[str, Any]]:
 
 
 NOBODY_CAN = ("the MPI job can't begin", "MPI hasn't returned")
-"""Said by jobs that end because MPI can't go on, as docs/cluster.md says."""
+"""Said by jobs that end because MPI can't go on, as docs/guides/cluster.md says."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 
 from fastdecode.cli.main import main
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "design"
 EXAMPLES = [
     example
     for page in ("disaggregation.md", "goodput.md")

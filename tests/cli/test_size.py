@@ -15,7 +15,7 @@ import pytest
 
 from fastdecode.cli.main import main
 
-DOCS = Path(__file__).parents[2] / "docs" / "sizing.md"
+DOCS = Path(__file__).parents[2] / "docs" / "guides" / "sizing.md"
 EXAMPLES = re.findall(
     r"```console\n\$ fastdecode (size [^\n]*)\n(.*?)```", DOCS.read_text("utf-8"), flags=re.S
 )
@@ -28,7 +28,7 @@ def size(*arguments: str) -> int:
 
 @pytest.mark.parametrize(("command", "answer"), EXAMPLES, ids=[command for command, _ in EXAMPLES])
 def test_documented_answers(command: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The text of docs/sizing.md is the snapshot. If a change of the model is
+    """The text of docs/guides/sizing.md is the snapshot. If a change of the model is
     meant, change the document with it."""
     assert main(shlex.split(command)) == 0
     assert capsys.readouterr().out == answer

@@ -38,7 +38,7 @@ def test_the_documentation_says_what_the_models_say(monkeypatch: pytest.MonkeyPa
     assert found["s_step_share_256"] >= 0.6 and found["prefill_share"] >= 0.5
     assert found["instant_ratio_2_lanes"] <= 1.1 < found["instant_ratio_1_lane"]
     assert found["launches_us_worst"] < 15
-    page = (ROOT / "docs" / "device_checks.md").read_text("utf-8")
+    page = (ROOT / "docs" / "evidence" / "device_checks.md").read_text("utf-8")
     kept = json.loads((ROOT / "benchmarks" / "results" / "hybrid_grid.json").read_text("utf-8"))
     for line in [*lines(found), *grid_lines(kept["cells"])]:
         assert line in page

@@ -25,7 +25,7 @@ from cost_model.disaggregate.swap import Swapping
 from cost_model.exact import as_typed
 from fastdecode.core.errors import ConfigError
 
-DOCS = Path(__file__).parents[2] / "docs" / "disaggregation.md"
+DOCS = Path(__file__).parents[2] / "docs" / "design" / "disaggregation.md"
 times = st.integers(1, 10_000).map(lambda thousandths: thousandths / 1000)
 
 

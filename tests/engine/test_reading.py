@@ -1,5 +1,5 @@
 """What a person must read to follow one token: it must not grow unnoticed, and
-``docs/reading.md`` must lead along it."""
+``docs/design/reading.md`` must lead along it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(
     sys.version_info < (3, 11), reason="qualified names of code objects are new in Python 3.11"
 )
 MODEL = str(ROOT / "examples" / "model" / "checkpoint")
-PATH = (ROOT / "docs" / "reading.md").read_text("utf-8")
+PATH = (ROOT / "docs" / "design" / "reading.md").read_text("utf-8")
 ROW = re.compile(r"^\| \d+ \| `(?P<file>\S+)` \| `(?P<function>\S+)` \|", re.MULTILINE)
 
 MOST_FILES = 92

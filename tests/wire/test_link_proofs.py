@@ -243,7 +243,7 @@ def test_what_a_tag_covers(key: ClusterKey) -> None:
     assert is_accepted(None)
     assert not any(is_accepted(at) for at in range(head_bytes))
     assert not is_accepted(None, cut=1)
-    assert is_accepted(len(data) - 1), "arrays are not protected, as docs/cluster.md says"
+    assert is_accepted(len(data) - 1), "arrays are not protected, as docs/guides/cluster.md says"
 
 
 def test_directions_and_connections_have_keys_of_their_own(key: ClusterKey) -> None:

@@ -118,4 +118,6 @@ def test_either_side_is_as_exact_as_it_is_said_to_be(spread: float) -> None:
     np.testing.assert_allclose(device, expected, rtol=0, atol=1e-5)
     off = np.abs(r_worker - expected)
     assert (off <= most_off(q, k, v)).all()
-    assert off.max() < (5e-4 if spread == 1.0 else 2e-3)  # the former as docs/kernels.md says
+    assert off.max() < (
+        5e-4 if spread == 1.0 else 2e-3
+    )  # the former as docs/design/kernels.md says
