@@ -120,4 +120,4 @@ def test_either_side_is_as_exact_as_it_is_said_to_be(spread: float) -> None:
     assert (off <= most_off(q, k, v)).all()
     assert off.max() < (
         5e-4 if spread == 1.0 else 2e-3
-    )  # the former as docs/design/kernels.md says
+    )  # docs/design/kernels.md: 5e-4
