@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fastdecode.core.cache_use import CacheUse
 from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.config.features import refused_with
 
 
 def why_none(config: EngineConfig) -> str:
     """Why every turn computes its whole conversation again, and what to do;
     empty: turns reuse KV blocks."""
-    if config.r_part.kv_placement == "auto":  # it will be one of these, which are alike here
-        config = replace(config, r_part=replace(config.r_part, kv_placement="r"))
-    if config.keeps_blocks:
-        return ""
+    other = refused_with("prefix cache", config.options)
     if config.cache.prefix_cache == "off":
-        reason, mend = "prefix_cache is off", "leave prefix_cache=off out"
-    elif config.r_part.replicas:
-        reason, mend = "replicas are kept, and no KV blocks beside them", "leave replicas out"
-    elif config.s_part.prompt_pp:
-        reason, mend = "prompt stages keep no KV blocks", "leave prompt_pp out"
-    else:
-        reason = f"kv_placement={config.r_part.kv_placement} keeps no KV blocks"
-        mend = "use another kv_placement"
-    return f"{_NOTHING}{reason}. To reuse KV, {mend}"
+        return f"{_NOTHING}prefix_cache is off. To reuse KV, remove prefix_cache=off"
+    if other is None:
+        return ""
+    reason = f"the prefix cache is not supported with {other.name} yet"
+    return f"{_NOTHING}{reason}. To reuse KV, remove {other.option}"
 
 
 def why_none_of(cache: CacheUse, of_all: str) -> str:

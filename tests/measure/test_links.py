@@ -10,7 +10,7 @@ import pytest
 
 from fastdecode.cli.main import main
 from fastdecode.core.host.facts import this_host
-from fastdecode.measure.doctor import judge
+from fastdecode.measure.doctor import ModelFacts, judge
 from fastdecode.measure.links.neighbours import NeighbourFacts, examine_neighbours
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import FromRWorker, ToRWorker
@@ -102,7 +102,7 @@ def test_the_doctor_names_slow_and_missing_ways_and_what_they_cost() -> None:
     assert "each MiB of K and V is there 100 ms later" in found[1].text
     (with_model, *_) = [
         x
-        for x in judge(this_host(), [], neighbours=ways, token_bytes=1 << 19)
+        for x in judge(this_host(), [], ModelFacts("", 1 << 19, 0), neighbours=ways)
         if x.check == "neighbours"
     ]
     assert "keeps up with 4,096 tokens a second" in with_model.text

@@ -246,6 +246,16 @@ def test_what_a_tag_covers(key: ClusterKey) -> None:
     assert is_accepted(len(data) - 1), "arrays are not protected, as docs/guides/cluster.md says"
 
 
+def test_a_tag_covers_the_first_bytes_of_an_array_that_looks_like_a_head(key: ClusterKey) -> None:
+    data = bytearray(codec.encode(attend(3, step=1), epoch=5).head)
+    head_bytes_at = 4 + 2 + 1 + 1 + 4  # magic, version, opcode, 0, epoch
+    data[head_bytes_at : head_bytes_at + 4] = bytes(4)
+    near, far = two_ends(key)
+    tag = near.tag(data)
+    data[40] ^= 1
+    assert not far.accepts(tag, data)
+
+
 def test_directions_and_connections_have_keys_of_their_own(key: ClusterKey) -> None:
     near, far = two_ends(key)
     other_near, _ = two_ends(key)

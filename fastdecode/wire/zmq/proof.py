@@ -33,7 +33,7 @@ _PROOF_BYTES: Final = 32
 _CHALLENGE: Final = b"FDLK\x01C"
 _PROOF: Final = b"FDLK\x01P"
 _BYTES_WITHOUT_HEAD: Final = 64
-"""That a tag covers of what doesn't begin with a head."""
+"""That a tag covers at least, also of what doesn't begin with a head."""
 _COUNTED = Struct("<QQ")
 
 
@@ -96,8 +96,10 @@ class Challenge:
 def answer_challenge(key: bytes, challenge: Any) -> tuple[bytes, Session] | None:
     """The proof to be sent back, without a tag, and the session; None: this is no
     challenge."""
+    if len(challenge) != len(_CHALLENGE) + _NUMBER_BYTES:
+        return None  # before it is copied: a stranger has sent it
     data = bytes(challenge)
-    if not data.startswith(_CHALLENGE) or len(data) != len(_CHALLENGE) + _NUMBER_BYTES:
+    if not data.startswith(_CHALLENGE):
         return None
     ours = secrets.token_bytes(_NUMBER_BYTES)
     numbers = data[len(_CHALLENGE) :] + ours
@@ -130,4 +132,5 @@ def _tag(key: bytes, number: int, data: Any) -> bytes:
 
 def _num_covered(view: memoryview) -> int:
     head_bytes = codec.read_head_bytes(view)
-    return _BYTES_WITHOUT_HEAD if head_bytes is None else head_bytes
+    # A piece of an array may begin as a message does, and name a head of no bytes.
+    return max(_BYTES_WITHOUT_HEAD, head_bytes or 0)

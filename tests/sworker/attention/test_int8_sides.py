@@ -118,6 +118,4 @@ def test_either_side_is_as_exact_as_it_is_said_to_be(spread: float) -> None:
     np.testing.assert_allclose(device, expected, rtol=0, atol=1e-5)
     off = np.abs(r_worker - expected)
     assert (off <= most_off(q, k, v)).all()
-    assert off.max() < (
-        5e-4 if spread == 1.0 else 2e-3
-    )  # docs/design/kernels.md: 5e-4
+    assert off.max() < (5e-4 if spread == 1.0 else 2e-3)  # docs/design/kernels.md: 5e-4
