@@ -207,7 +207,7 @@ def test_an_error_of_its_own_is_not_blamed_on_another_rank(
             # The other rank waits for the rest of that step: another one isn't
             # begun, and nothing makes up for it.
             for _ in range(2):
-                with pytest.raises(WorkerError, match="S-worker 0 of 2 broke off a step before"):
+                with pytest.raises(WorkerError, match="S-worker 0 of 2 failed in an earlier step"):
                     worker.begin(np.arange(3), np.arange(3))
         finally:
             ranks.close()
