@@ -155,7 +155,13 @@ def add_model(parser: argparse.ArgumentParser, help: str = "Hugging Face model d
     either = parser.add_mutually_exclusive_group(required=True)
     absent = argparse.SUPPRESS  # or the one that is not given would undo the other
     either.add_argument("model", metavar="MODEL", nargs="?", default=absent, help=help)
-    either.add_argument("--model", dest="model", metavar="MODEL", default=absent, help="the same")
+    either.add_argument(
+        "--model",
+        dest="model",
+        metavar="MODEL",
+        default=absent,
+        help="the same as the argument MODEL",
+    )
 
 
 def _shown(action: argparse.Action) -> str:

@@ -56,7 +56,9 @@ def test_key_files_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         ClusterKey.read(path)
     ClusterKey.create(path)
-    with pytest.raises(ConfigError, match=f"exists and was not changed.*--key {path}.*another file"):
+    with pytest.raises(
+        ConfigError, match=f"exists and was not changed.*--key {path}.*another file"
+    ):
         ClusterKey.create(path)
     path.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):

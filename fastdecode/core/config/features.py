@@ -146,7 +146,7 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
         _pairs("int4 KV", "device KV, hybrid KV, swap, host tier", "devices cannot read int4"),
         _pairs("int4 KV", "prompt stages", "prompt stages cannot write int4"),
         _pairs("swap", "load limit, stabilized", "each lane has KV blocks of its own"),
-        _pairs("swap", "host tier", "a stage's device has no lower tier"),
+        _pairs("swap", "host tier", "both keep KV in host memory, each in its own layout"),
         _pairs("stages", "host tier", "a stage's device has no lower tier"),
         _pairs("stages", "hybrid KV, shared heads, split sequences, standby",
                "each stage keeps whole sequences"),
