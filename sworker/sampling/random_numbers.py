@@ -67,8 +67,8 @@ def exponentials_in_numpy(keys: NDArray[np.int64], count: int) -> NDArray[np.flo
 
 def exponentials_in_torch(keys: Tensor, count: int) -> Tensor:
     words = mix(keys + torch.arange(1, count + 1, device=keys.device).mul_(_GAMMA))
-    drawn: Tensor = _shifted(words, 12).double()
-    return drawn.add_(0.5).mul_(2.0**-52).log_().neg_()
+    uniforms: Tensor = _shifted(words, 12).double().add_(0.5).mul_(2.0**-52)
+    return uniforms.log_().neg_()
 
 
 def _shifted(x: Words, by: int) -> Words:
