@@ -18,6 +18,15 @@ from functools import partial
 from typing import Any, NoReturn
 
 ALL = "all"
+ELSEWHERE = {
+    "--tensor-parallel-size": "--tp",
+    "--pipeline-parallel-size": "--pp",
+    "--max-num-batched-tokens": "--max-step-tokens",
+    "--swap-space": "--cache-memory-gb",
+    "--trust-remote-code": None,
+    "--quantization": None,
+}
+"""Options of vLLM: what they are called here; None: there is no such thing."""
 _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
 
@@ -59,9 +68,16 @@ class Parser(argparse.ArgumentParser):
         for word in itertools.takewhile(lambda each: each != "--", words):
             name = word.partition("=")[0]
             if name.startswith("--") and name not in self._option_string_actions:
-                near = difflib.get_close_matches(name, self._option_string_actions, n=1)
-                mend = f"did you mean {near[0]}?" if near else f"see {self.prog} --help=all"
-                self.error(f"unknown option {name}: {mend}")
+                self.error(f"unknown option {name}: {self._mend(name)}")
+
+    def _mend(self, name: str) -> str:
+        """What to type in place of an option that there is not."""
+        if name in ELSEWHERE and ELSEWHERE[name] is None:
+            return "FastDecode has nothing like it. Remove it"
+        here = ELSEWHERE.get(name)
+        known = self._option_string_actions
+        near = [here] if here in known else difflib.get_close_matches(name, known, n=1)
+        return f"did you mean {near[0]}?" if near else f"see {self.prog} --help=all"
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong, then the usage in one line, and exit with code 2."""

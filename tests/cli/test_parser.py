@@ -49,6 +49,10 @@ def test_an_unknown_group_is_refused_with_those_there_are(
     ("words", "says"),
     [
         (["m", "--input", "f", "--dtpye", "x"], "unknown option --dtpye: did you mean --dtype?"),
+        (
+            ["m", "--input", "f", "--quantization", "awq"],
+            "FastDecode has nothing like it. Remove it",
+        ),
         (["m", "--input", "f", "--zzzz"], "unknown option --zzzz: see tool --help=all"),
         (["m", "--inp", "f"], "unknown option --inp: did you mean --input?"),
         (["m", "n", "--input", "f"], "unexpected argument 'n'"),
@@ -77,3 +81,11 @@ def test_subcommands_are_parsed_alike(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         top.parse_args(["run", "--sead", "3"])
     assert "top run: unknown option --sead: did you mean --seed?" in capsys.readouterr().err
+
+
+def test_options_of_vllm_are_translated(capsys: pytest.CaptureFixture[str]) -> None:
+    from fastdecode.cli.main import main
+
+    with pytest.raises(SystemExit):
+        main(["generate", "m", "--tensor-parallel-size", "2"])
+    assert "did you mean --tp?" in capsys.readouterr().err
