@@ -125,7 +125,10 @@ def _ended(result: JobResult, output: Path) -> int:
     """Says what is missing, if anything. Returns the exit code."""
     if result.interrupted:
         num_done = f"{result.num_done} of {result.num_lines}"
-        tell(f"{COMMAND}: interrupted; {num_done} answers are in {output}")
+        tell(
+            f"{COMMAND}: interrupted; {num_done} answers are in {output}. It cannot be resumed: for "
+            "long jobs use fastdecode run-batch"
+        )
         return EXIT_INTERRUPTED
     if result.lost is not None:
         tell(f"{COMMAND}: workers were lost: {result.lost}")
