@@ -126,8 +126,8 @@ def _ended(result: JobResult, output: Path) -> int:
     if result.interrupted:
         num_done = f"{result.num_done} of {result.num_lines}"
         tell(
-            f"{COMMAND}: interrupted; {num_done} answers are in {output}. It cannot be resumed: for "
-            "long jobs use fastdecode run-batch"
+            f"{COMMAND}: interrupted; {num_done} answers are in {output}. It cannot be resumed: "
+            "for long jobs use fastdecode run-batch"
         )
         return EXIT_INTERRUPTED
     if result.lost is not None:
