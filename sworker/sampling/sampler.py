@@ -2,25 +2,18 @@
 
 A row's token depends on that row alone, to the bit: nothing is summed in an
 order that could change with the batch. Probabilities become **fixed-point
-weights** (``exp`` scaled by a power of two and rounded to int64), so that every
-sum (the mass, the running sums of top-p and of the inverse CDF) is exact, in
-whatever order a device adds. A draw costs one uniform number and one prefix
-sum. The alternative, Gumbel's arg max, needs no sums, but a random number for
-every token of the vocabulary, and leaves top-p unsolved.
+weights** (``exp`` scaled by a power of two and rounded to whole numbers), so
+that every sum (the mass, the running sums of top-p, the groups' sums) is exact,
+in whatever order a device adds.
 
-Truncated rows (top-k, top-p) are ranked, likeliest first, ties by ascending id:
-there top-k, top-p and min-p are all prefixes, and combining them is taking the
-shortest. Rank decides which tokens are kept and nothing else: all rows are
-drawn in order of id. The last bits of logits differ with the way a model is run
-(chunks, parts, lanes), and swap tokens that are nearly tied; a draw in order of
-rank would move with them.
+top-k, top-p and min-p each end at an edge, a logit, and all tokens down to the
+highest edge are kept, with those tied with it. Then kept tokens race: the
+weight of each is divided by a random number of its own, groups first.
 
-What is left: a draw changes if its number is as close to a border between two
-tokens as that border moves, which is as little as the probabilities do; or if
-another token is the last that is kept, because two are nearly tied at the edge
-or the sum of top-p is met almost exactly. Then borders move by up to the
-probability of the token that came or went: little, but with thousands of tokens
-kept there are as many borders. Any rule for what to keep has such an edge.
+The last bits of logits differ with the way a model is run (chunks, parts,
+lanes). A draw changes only where its two best are as close as that, or where a
+token that wins the race was within that of the edge less the tie. What was
+measured, and the alternatives: docs/sampling.md.
 """
 
 from __future__ import annotations

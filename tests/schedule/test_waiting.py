@@ -77,22 +77,33 @@ def test_a_sequence_that_does_not_wait_cannot_be_removed() -> None:
 def test_an_operation_looks_at_few_of_many() -> None:
     num_looks = 0
 
+    class Counted(Sequence):
+        def __eq__(self, other: object) -> bool:
+            nonlocal num_looks
+            num_looks += 1
+            return self is other
+
+        __hash__ = object.__hash__
+
     def counting(one: Sequence) -> tuple[int, ...]:
         nonlocal num_looks
         num_looks += 1
         return shuffled(one)
 
     waiting = Waiting(counting)
-    sequences = [sequence(number) for number in range(MANY)]
-    for operate, one in [
-        *((lambda one: waiting.arrive([one]), one) for one in sequences),
-        *((waiting.remove, one) for one in sequences[5::97]),
-        *((waiting.come_back, one) for one in sequences[5::97]),
-        *((waiting.remove, one) for one in sequences[5::97]),
-    ]:
-        num_looks = 0
-        operate(one)
-        assert num_looks <= FEW_COMPARISONS
+    request = sequence(0).request
+    sequences = [Counted.of(SequenceId(number), request, 0) for number in range(MANY)]
+    some = sequences[5::97]
+    for operate, those in (
+        (lambda one: waiting.arrive([one]), sequences),
+        (waiting.remove, some),
+        (waiting.come_back, some),
+        (waiting.remove, some),
+    ):
+        for one in those:
+            num_looks = 0
+            operate(one)
+            assert num_looks <= FEW_COMPARISONS
 
 
 def test_a_prompt_that_waits_for_an_instance_is_withdrawn_at_once() -> None:
