@@ -170,7 +170,7 @@ class Pass:
     is_over = False
     """All layers are done: nobody calls ``advance`` any more."""
     attended_s: Callable[[], float] | None = None
-    """Seconds of attention among those that the device is timed for."""
+    """Seconds of attention within what the device is timed for."""
     place: Tensor | None = None
     """Where ``advance`` likes best to find o [T, Hq, D]; the same in every layer."""
 

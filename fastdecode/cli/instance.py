@@ -76,7 +76,7 @@ def add_instance(commands: Any) -> None:
 def _instance(args: argparse.Namespace) -> int:
     options = engine_options(args)
     key, security = options["key"], options["link_security"]
-    if not options["r_worker_addresses"]:  # both are for whoever connects to this process
+    if not options["r_worker_addresses"]:  # both are for R-workers that connect to this process
         options["key"], options["link_security"] = None, Cluster.link_security
     config = EngineConfig.of(args.model, **options)
     with imports_for(f"{COMMAND} (an S-worker)"):

@@ -73,7 +73,7 @@ class OpenRequests:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of all prompts: those that were in the prefix cache."""
+        """Prompt tokens found in the prefix cache."""
         return sum(self._cached.values())
 
     @property

@@ -189,7 +189,7 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
 
 
 def features_on(options: Options) -> list[Feature]:
-    """Those that are on, in the table's order.
+    """The features that are on, in the table's order.
 
     Args:
         options: all of an engine's, by name.

@@ -65,7 +65,7 @@ class Claims:
             raise _lie(f"a token beyond the vocabulary of {vocab_size}")
         known = self._asked.drawn.get(delta.index, ())[first:end]
         if delta.token_ids[: len(known)] != known:
-            raise _lie("other tokens than those that it was given")
+            raise _lie("other tokens than the ones it was given")
         claim.num_tokens = end
 
     def _add_logprobs(self, claim: _Claim, delta: Delta) -> None:

@@ -65,8 +65,6 @@ def place(
         return Placement(_with(config, "r"))
     rates = _rates(config, spec, identity, machine)
     for placement in rates.ranking:
-        if placement != "r" and identity.kv_dtype is DType.INT4:
-            continue  # a device has no kernels for it
         if placement == "gpu" and machine.num_r_workers:
             continue  # with nothing to add, both sides are the GPU alone
         try:

@@ -15,11 +15,11 @@ from fastdecode.wire.zmq.line import MORE_FOLLOWS, RouterLine, Socket
 from fastdecode.wire.zmq.proof import Session, answer_challenge
 
 _MOST_SESSIONS: Final = 1024
-"""Of peers without a connection: whoever sends a challenge has one."""
+"""Of peers without a connection: a peer that sends a challenge has one."""
 
 
 class Door:
-    """Takes in what comes: whoever could connect may speak. So it is on loopback
+    """Takes in what comes: a peer that could connect may speak. So it is on loopback
     without a key, and where ZeroMQ itself has asked for the key."""
 
     def __init__(self, socket: Socket) -> None:

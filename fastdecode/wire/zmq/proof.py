@@ -10,7 +10,7 @@ its head. So the first tagged message proves the other end, and nothing that was
 recorded before, or on another connection, is accepted.
 
 A tag covers the head of a message, and of what has no head (a long message's
-further pieces) the first bytes. It does not cover arrays: whoever can reach into
+further pieces) the first bytes. It does not cover arrays: an attacker who reaches into
 the network between hosts can read and change K, V, q and o. Such a one can't
 make up, repeat, leave out or reorder messages, nor say how long their arrays
 are, which is what memory is taken by.

@@ -21,7 +21,7 @@ _NO_PROOF = (
 
 class ProvenDealerLine(DealerLine):
     """What is sent before the other end has proved the key waits here, and leaves
-    when somebody looks after the line, as whoever awaits an answer does.
+    when somebody looks after the line, as a caller that awaits an answer does.
 
     Args:
         context, address, key, silence_s: see ``DealerLine``.
