@@ -9,6 +9,7 @@ that its stated head size implies.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -157,9 +158,17 @@ def read_model(model: str) -> ModelSpec:
         if path.name == "config.json" or path.suffix == ".json":
             raise ConfigError(f"--model {model}: there is no file {path}", code="unknown_model")
         return model_named(model)
-    config = read_object(
-        path,
-        most_bytes=MAX_CONFIG_BYTES,
-        refuse=lambda why: ConfigError(f"--model {model}: {path}: {why}"),
+    quantised = path.parent / "hf_quant_config.json"
+    return read_model_spec(
+        _read(path, model),
+        name=path.parent.name or model,
+        hf_quant_config=_read(quantised, model) if quantised.is_file() else None,
     )
-    return read_model_spec(config, name=path.parent.name or model)
+
+
+def _read(file: Path, model: str) -> Mapping[str, object]:
+    return read_object(
+        file,
+        most_bytes=MAX_CONFIG_BYTES,
+        refuse=lambda why: ConfigError(f"--model {model}: {file}: {why}"),
+    )

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from fastdecode.core.errors import CapacityError, CheckpointError, ConfigError, Given
 from fastdecode.core.model.checkpoint import Checkpoint, TensorEntry, open_checkpoint
+from fastdecode.core.model.families import names_of
+from fastdecode.core.model.names import CheckpointNames, Layout, Names, Source
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.stages import stage_spec
 from sworker.dtypes import torch_dtype
-from sworker.model.families import CHECKPOINT_NAMES, CheckpointNames, Layout, Names, Source
 from sworker.model.linear import Linear
 from sworker.model.rope import RotaryTable
 from sworker.model.skeleton import Model
@@ -173,7 +174,7 @@ def _plan(
     """Match every parameter of the whole model with tensors on disk, and every
     tensor on disk with a parameter; those that are loaded here, in the order on
     disk."""
-    names = CHECKPOINT_NAMES[spec.family]
+    names = names_of(spec)
     prefix = _find_prefix(checkpoint, names)
     placements: list[_Placement] = []
     missing: list[str] = []
@@ -395,12 +396,10 @@ def _place(
     to each."""
     if layout == "transposed":
         source = source.T
-    elif layout == "heads":  # [Hq, 3, D, …] → q, k, v, each [Hq · D, …]
-        source = (
-            source.view(spec.num_q_heads, 3, spec.head_dim, -1)
-            .transpose(0, 1)
-            .reshape(source.shape)
-        )
+    elif layout == "heads":  # [Hkv, G + 2, D, …] → q, k, v: [Hq · D, …], [Hkv · D, …] twice
+        groups = source.unflatten(0, (spec.num_kv_heads, -1, spec.head_dim))
+        group = groups.shape[1] - 2
+        source = torch.cat([part.flatten(0, 2) for part in groups.split((group, 1, 1), dim=1)])
     with torch.no_grad():
         if shard is None:
             target.copy_(source)

@@ -75,8 +75,9 @@ class Layer(nn.Module):
         if spec.norm_placement == "sandwich":
             self.attn_out_norm, self.mlp_out_norm = make_norm(spec), make_norm(spec)
         self.qkv = Linear(spec.hidden_size, spec.qkv_sizes, spec.qkv_bias)
-        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        has_qk_norm = spec.qk_norm != "none"
+        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps) if has_qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if has_qk_norm else None
         self.o = Linear(spec.num_q_heads * spec.head_dim, (spec.hidden_size,), spec.o_bias)
         self.mlp = MLP(spec)
 
@@ -189,9 +190,10 @@ class Model(nn.Module):
         self.final_norm = self.project_out = self.lm_head = None
         if with_embedding:
             self._make_embedding(spec)
-        rope = RotaryTable(spec.rope, spec.max_model_len) if spec.rope else None
+        tables = {rope: RotaryTable(rope, spec.max_model_len) for rope in spec.ropes if rope}
         self.layers = cast(
-            "Sequence[Layer]", nn.ModuleList(Layer(spec, rope) for _ in range(spec.num_layers))
+            "Sequence[Layer]",
+            nn.ModuleList(Layer(spec, tables[rope] if rope else None) for rope in spec.ropes),
         )
         if with_head:
             self._make_head(spec)

@@ -4,6 +4,7 @@ and refusals of all the rest."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from published_configs import (
     QWEN25_05B,
 )
 
+from cost_model.shapes import read_model
 from fastdecode.cli.main import main
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import (
@@ -37,7 +39,7 @@ from fastdecode.core.errors import (
     UnsupportedModelError,
 )
 from fastdecode.core.model.checkpoint import check_model, open_checkpoint
-from fastdecode.core.model.families import alibi_slopes, read_model_spec
+from fastdecode.core.model.families import ROWS, alibi_slopes, read_model_spec
 from fastdecode.core.model.spec import ModelSpec
 
 
@@ -62,8 +64,8 @@ def test_llama3_in_full() -> None:
     assert spec.eos_token_ids == (128001, 128008, 128009)
     assert spec.bos_token_id == 128000
     assert spec.max_model_len == 131072
-    assert spec.rope is not None
-    assert (spec.rope.kind, spec.rope.theta, spec.rope.original_max_len) == (
+    assert spec.ropes[0] is not None
+    assert (spec.ropes[0].kind, spec.ropes[0].theta, spec.ropes[0].original_max_len) == (
         "llama3",
         500000.0,
         8192,
@@ -91,7 +93,7 @@ def test_pythia_new_style_partial_rotary() -> None:
         "partial_rotary_factor": 0.25,
     }
     assert read(new) == read(PYTHIA_70M)
-    assert read(PYTHIA_70M).rope.dim == 16  # type: ignore[union-attr]
+    assert read(PYTHIA_70M).ropes[0].dim == 16  # type: ignore[union-attr]
 
 
 def test_windows_follow_each_familys_rule() -> None:
@@ -164,10 +166,10 @@ def test_longrope_chooses_its_factors_by_the_length_asked_for() -> None:
     scaling = {"type": "su", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
     config = {**PHI3_MINI, "max_position_embeddings": 131072, "rope_scaling": scaling}
     short, long = read(config), read_model_spec(config, name="demo", max_model_len=50000)
-    assert short.rope is not None
-    assert long.rope is not None
-    assert (short.max_model_len, short.rope.frequency_factors[0]) == (4096, 1.0)
-    assert (long.max_model_len, long.rope.frequency_factors[0]) == (50000, 2.0)
+    assert short.ropes[0] is not None
+    assert long.ropes[0] is not None
+    assert (short.max_model_len, short.ropes[0].frequency_factors[0]) == (4096, 1.0)
+    assert (long.max_model_len, long.ropes[0].frequency_factors[0]) == (50000, 2.0)
 
 
 def test_max_model_len_lowers_the_limit_and_never_raises_it() -> None:
@@ -204,11 +206,10 @@ def test_end_of_text_ids() -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"auto_map": {"AutoModel": "modeling.Model"}}, r"auto_map.*never run.*delete"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config.*quantised"),
         (
             {"architectures": ["MambaForCausalLM"]},
-            r"'MambaForCausalLM'.*Supported are LlamaForCausalLM.*Bloom",
+            r"'MambaForCausalLM'.*recurrent.*Supported are LlamaForCausalLM.*Bloom",
         ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "is not supported"),
         ({"num_local_experts": 8}, "mixture of experts"),
@@ -216,7 +217,7 @@ def test_end_of_text_ids() -> None:
         ({"hidden_act": "tanhshrink"}, r"'tanhshrink'.*silu"),
         ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
         ({"rope_scaling": {"rope_type": "mrope"}}, r"'mrope'.*llama3"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "different layers"),
+        ({"rope_parameters": {"early_layers": {"rope_theta": 1e4}}}, "different layers"),
         ({"layer_types": ["full_attention", "sliding_attention"] * 16}, "layer_types"),
     ],
 )
@@ -224,6 +225,47 @@ def test_what_we_do_not_implement_is_refused(changes: dict[str, Any], match: str
     with pytest.raises(UnsupportedModelError, match=match) as caught:
         read(LLAMA2_7B, **changes)
     assert "demo/config.json" in str(caught.value)
+
+
+def test_the_architecture_is_refused_first_and_quantised_weights_second() -> None:
+    quantised = {"quantization_config": {"quant_method": "zip"}, "auto_map": {"AutoModel": "x.Y"}}
+    with pytest.raises(UnsupportedModelError, match=r"'DeepseekV3ForCausalLM'.*MLA"):
+        read(LLAMA2_7B, architectures=["DeepseekV3ForCausalLM"], **quantised)
+    with pytest.raises(UnsupportedModelError, match="quantised"):
+        read(LLAMA2_7B, num_local_experts=8, **quantised)
+    assert read(LLAMA2_7B, auto_map={"AutoModel": "x.Y"}) == read(LLAMA2_7B)
+
+
+def test_weights_are_quantised_if_any_file_says_so(tmp_path: Path) -> None:
+    quantised = {"quantization": {"quant_algo": "ZIP8"}}
+    with pytest.raises(UnsupportedModelError, match=r"hf_quant_config\.json"):
+        read_model_spec(LLAMA2_7B, name="demo", hf_quant_config=quantised)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA2_7B))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(quantised))
+    for check in (check_model, open_checkpoint, read_model):
+        with pytest.raises(UnsupportedModelError, match=r"hf_quant_config\.json"):
+            check(tmp_path if check is not read_model else str(tmp_path))  # type: ignore[operator]
+
+
+def test_the_text_part_of_a_model_of_several_parts_is_read() -> None:
+    """What the whole says of all parts overrules what the text part says."""
+    text = {**without(LLAMA2_7B, "architectures", "tie_word_embeddings"), "eos_token_id": 2}
+    whole = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama_with_eyes",
+        "text_config": text, "vision_config": {"hidden_size": 7},
+        "tie_word_embeddings": True, "eos_token_id": [2, 9], "dtype": "bfloat16",
+    }  # fmt: skip
+    assert read(whole) == read(
+        LLAMA2_7B, tie_word_embeddings=True, eos_token_id=[2, 9], torch_dtype="bfloat16"
+    )
+
+
+def test_every_field_of_a_row_is_one_of_the_model() -> None:
+    known = {field.name for field in dataclasses.fields(ModelSpec)}
+    for row in ROWS:
+        assert set(row.fields) <= known, row.family
+    names = [row.family for row in ROWS]
+    assert len(set(names)) == len(names)
 
 
 def test_other_families_features_are_refused() -> None:

@@ -41,7 +41,7 @@ def _read(scaling: dict[str, Any]) -> ModelSpec:
 
 @pytest.mark.parametrize("name", _SCALINGS)
 def test_frequencies_equal_transformers(name: str) -> None:
-    spec = _read(_SCALINGS[name]).rope
+    spec = _read(_SCALINGS[name]).ropes[0]
     assert spec is not None
     options = {key: value for key, value in _SIZES.items() if key != "architectures"}
     config = transformers.LlamaConfig(**options, rope_scaling=dict(_SCALINGS[name]))
@@ -53,9 +53,9 @@ def test_frequencies_equal_transformers(name: str) -> None:
 
 def test_dynamic_scaling_is_decided_by_each_position_alone() -> None:
     model = _read({"rope_type": "dynamic", "factor": 4.0})
-    assert model.rope is not None
+    assert model.ropes[0] is not None
     positions = torch.tensor([0.0, 8191.0, 8192.0, 9000.0, 20000.0])
-    ours = frequencies(model.rope, positions)
+    ours = frequencies(model.ropes[0], positions)
     config = transformers.LlamaConfig(
         **{key: value for key, value in _SIZES.items() if key != "architectures"},
         rope_scaling={"rope_type": "dynamic", "factor": 4.0},
@@ -65,11 +65,11 @@ def test_dynamic_scaling_is_decided_by_each_position_alone() -> None:
         expected, _ = scaled(config, seq_len=position + 1)
         torch.testing.assert_close(row, expected, rtol=2e-6, atol=0)
     assert torch.equal(ours[0], ours[1]), "within the original length nothing is scaled"
-    assert torch.equal(frequencies(model.rope, positions[3:4])[0], ours[3])
+    assert torch.equal(frequencies(model.ropes[0], positions[3:4])[0], ours[3])
 
 
 def test_table_turns_in_float32_and_rounds_once() -> None:
-    rope = _read(_SCALINGS["default"]).rope
+    rope = _read(_SCALINGS["default"]).ropes[0]
     assert rope is not None
     table = RotaryTable(rope, 64)
     table.fill(torch.device("cpu"))

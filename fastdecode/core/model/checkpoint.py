@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import struct
 from collections.abc import Mapping
@@ -23,6 +24,8 @@ from fastdecode.core.errors import CheckpointError
 from fastdecode.core.model.families import check_implemented, read_model_spec
 from fastdecode.core.model.files import read_model_file
 from fastdecode.core.model.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
 
 MAX_CONFIG_BYTES = 16 << 20
 MAX_INDEX_BYTES = 256 << 20
@@ -65,6 +68,8 @@ class Checkpoint:
     directory: Path
     config: Mapping[str, object]
     generation_config: Mapping[str, object]
+    hf_quant_config: Mapping[str, object]
+    """What some exports say of quantised weights nowhere else; mostly empty."""
     tensors: Mapping[str, TensorEntry]
     model_hash: str
     """An identity for the model: SHA-256 over its config.json and safetensors
@@ -90,6 +95,7 @@ class Checkpoint:
             self.config,
             name=str(self.directory),
             generation_config=self.generation_config,
+            hf_quant_config=self.hf_quant_config,
             max_model_len=max_model_len,
         )
         return replace(spec, tied_embeddings=spec.tied_embeddings and not self._has_own_head)
@@ -121,16 +127,20 @@ def open_checkpoint(path: str | Path, load_format: str = "safetensors") -> Check
             the files; says what to do.
     """
     directory = Path(path)
-    config_bytes, config = _read_config(directory)
-    generation: Mapping[str, object] = {}
-    if (directory / "generation_config.json").is_file():
-        file = directory / "generation_config.json"
-        generation = _parse_object(file, read_model_file(file, MAX_CONFIG_BYTES))
+    config_bytes, config, quantised = _read_config(directory)
+    generation = _read_object(directory / "generation_config.json")
+    if config.get("auto_map"):
+        logger.warning(
+            "%s/config.json names code that comes with the checkpoint ('auto_map'). It is never "
+            "run: FastDecode's own implementation of the architecture is used.",
+            directory,
+        )
 
     digest = hashlib.sha256(config_bytes)
     if load_format == "random":
         digest.update(b"\0random weights")
-        return Checkpoint(directory, config, generation, {}, digest.hexdigest(), is_random=True)
+        identity = digest.hexdigest()
+        return Checkpoint(directory, config, generation, quantised, {}, identity, is_random=True)
     tensors: dict[str, TensorEntry] = {}
     index = _read_index(directory)
     for file in sorted({directory / WEIGHTS_FILE} if index is None else set(index.values())):
@@ -147,7 +157,7 @@ def open_checkpoint(path: str | Path, load_format: str = "safetensors") -> Check
                 "which doesn't hold it: "
                 f"index and shards are of different versions. Fetch the model again."
             )
-    return Checkpoint(directory, config, generation, tensors, digest.hexdigest())
+    return Checkpoint(directory, config, generation, quantised, tensors, digest.hexdigest())
 
 
 def check_model(path: str | Path) -> None:
@@ -160,7 +170,8 @@ def check_model(path: str | Path) -> None:
     _read_config(Path(path))
 
 
-def _read_config(directory: Path) -> tuple[bytes, Mapping[str, object]]:
+def _read_config(directory: Path) -> tuple[bytes, Mapping[str, object], Mapping[str, object]]:
+    """``config.json``, raw and parsed, and what ``hf_quant_config.json`` holds."""
     if not directory.is_dir():
         raise CheckpointError(
             f"{directory} is not a directory. A model is a local directory in the Hugging Face "
@@ -174,8 +185,16 @@ def _read_config(directory: Path) -> tuple[bytes, Mapping[str, object]]:
         )
     config_bytes = read_model_file(directory / "config.json", MAX_CONFIG_BYTES)
     config = _parse_object(directory / "config.json", config_bytes)
-    check_implemented(config, name=str(directory))  # before any other file is asked for
-    return config_bytes, config
+    quantised = _read_object(directory / "hf_quant_config.json")
+    check_implemented(config, name=str(directory), hf_quant_config=quantised)
+    return config_bytes, config, quantised
+
+
+def _read_object(file: Path) -> Mapping[str, object]:
+    """A JSON object that a model may come with; empty if it doesn't."""
+    if not file.is_file():
+        return {}
+    return _parse_object(file, read_model_file(file, MAX_CONFIG_BYTES))
 
 
 def is_same(a: TensorEntry, b: TensorEntry) -> bool:

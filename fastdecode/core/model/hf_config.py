@@ -3,16 +3,13 @@ sizes, its attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TypedDict
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, Given, UnsupportedModelError
 from fastdecode.core.model.config_reader import ConfigReader
-from fastdecode.core.model.rope import MAX_POSITIONS
 from fastdecode.core.model.spec import Activation, ModelSpec
-from fastdecode.core.spec import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, AttentionSpec
 
 MAX_VOCAB = 1 << 24
 MAX_HIDDEN = 1 << 18
@@ -35,68 +32,63 @@ _REFUSED_IF_TRUE = {
     "use_bidirectional_attention": "bidirectional attention",
     "apply_residual_connection_post_layernorm": "a residual taken after the norm",
     "pruned_heads": "pruned heads",
-    **dict.fromkeys(
-        ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"),
-        "a mixture of experts",
-    ),
 }
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
+_OF_ALL_PARTS = (
+    "architectures",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+)
+"""Fields of a model of several parts that overrule its text part's."""
 
 
-class Shape(TypedDict):
-    vocab_size: int
-    hidden_size: int
-    embedding_size: int
-    num_layers: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
+def text_part(reader: ConfigReader) -> ConfigReader:
+    """The config of a model's text part, where it has several (``text_config``),
+    with what the whole says of it; else the config as it is."""
+    text = reader.mapping("text_config")
+    if text is None:
+        return reader
+    whole = {
+        name: reader.fields[name] for name in _OF_ALL_PARTS if reader.fields.get(name) is not None
+    }
+    return ConfigReader({**text.fields, **whole}, reader.where)
 
 
-def find_family(reader: ConfigReader, known: Mapping[str, tuple[str, ...]]) -> tuple[str, str]:
-    """The family and the architecture that ``architectures`` names, or else
-    ``model_type``.
+def refuse_quantisation(reader: ConfigReader, hf_quant_config: Mapping[str, object] | None) -> None:
+    """Refuse weights that aren't plain numbers, whichever file says so."""
+    if reader.fields.get("quantization_config"):
+        raise _refuse_feature(reader, "quantization_config", "quantised weights")
+    if hf_quant_config:
+        where = reader.where.removesuffix("config.json") + "hf_quant_config.json"
+        raise _refuse_feature(
+            ConfigReader(hf_quant_config, where), "quantization", "quantised weights"
+        )
+
+
+def refuse_features(
+    reader: ConfigReader, own: Mapping[str, str], *, has_experts: bool = False
+) -> None:
+    """Refuse fields that ask for what isn't implemented.
 
     Args:
-        known: family → the architectures that it implements.
+        own: the family's, beside those of all families.
+        has_experts: the family has mixtures of experts.
     """
-    for name, why in (
-        ("auto_map", "code of its own"),
-        ("quantization_config", "quantised weights"),
-    ):
-        if reader.fields.get(name):
-            raise _refuse_feature(reader, name, why)
-    architectures = reader.strings("architectures")
-    model_type = reader.string("model_type", default="") if reader.fields.get("model_type") else ""
-    for family, names in known.items():
-        if architectures and architectures[0] in names:
-            return family, architectures[0]
-        if not architectures and model_type == family:
-            return family, names[0]
-    found = architectures[0] if architectures else model_type
-    all_known = ", ".join(names[0] for names in known.values())
-    if not found:
-        raise reader.refuse("architectures", None, f"a list that starts with one of {all_known}")
-    raise UnsupportedModelError(
-        f"{reader.where}: the architecture {found!r} is not supported. Supported are "
-        f"{all_known}. Use a checkpoint of one of these."
-    )
-
-
-def refuse_features(reader: ConfigReader) -> None:
-    for name, feature in _REFUSED_IF_TRUE.items():
+    others = {} if has_experts else dict.fromkeys(_EXPERTS, "a mixture of experts")
+    for name, feature in {**_REFUSED_IF_TRUE, **others, **own}.items():
         value = reader.fields.get(name)
         if (value and value != 1) or value is True:
             raise _refuse_feature(reader, name, feature)
 
 
 def _refuse_feature(reader: ConfigReader, name: str, feature: str) -> UnsupportedModelError:
-    mends = {
-        "auto_map": "Code that comes with a checkpoint is never run. If the weights are those of a "
-        "plain architecture that FastDecode implements, delete the field",
-        "quantization_config": "Use the checkpoint in float32, float16 or bfloat16 that it was "
-        "made from",
-    }
-    mend = mends.get(name, "Use a checkpoint without it")
+    mend = "Use a checkpoint without it"
+    if name.startswith("quantization"):
+        mend = "Use the checkpoint in float32, float16 or bfloat16 that it was made from"
     return UnsupportedModelError(
         f"{reader.where}: {name!r} asks for {feature}, which isn't implemented. {mend}."
     )
@@ -114,49 +106,6 @@ def read_dtype(reader: ConfigReader) -> DType | None:
         raise UnsupportedModelError(
             f"{reader.where}: the dtype {name!r} isn't implemented; it must be {rule}."
         ) from None
-
-
-def read_shape(
-    reader: ConfigReader,
-    grouped: bool,
-    default_kv_heads: int | None,
-    default_head_dim: int | None,
-) -> Shape:
-    """Sizes, under all the names that they have had.
-
-    Args:
-        grouped: the family has ``num_key_value_heads`` and ``head_dim``; else
-            every query head has its own KV head, and the heads divide the
-            hidden size.
-    """
-    hidden = reader.integer("hidden_size", "n_embd", "n_embed", high=MAX_HIDDEN)
-    heads = reader.integer("num_attention_heads", "n_head", high=MAX_HEADS)
-    kv_heads = heads
-    if grouped:
-        kv_heads = reader.integer(
-            "num_key_value_heads", high=MAX_HEADS, default=default_kv_heads or heads
-        )
-    if heads % kv_heads:
-        raise reader.refuse(
-            "num_key_value_heads", kv_heads, f"a divisor of the {heads} query heads"
-        )
-    head_dim = reader.optional_integer("head_dim", high=MAX_HEAD_DIM) if grouped else None
-    if head_dim is None:
-        head_dim = default_head_dim
-    if head_dim is None:
-        if hidden % heads or not 1 <= hidden // heads <= MAX_HEAD_DIM:
-            rule = f"a multiple of the {heads} heads, at most {MAX_HEAD_DIM} dims a head"
-            raise reader.refuse("hidden_size", hidden, rule)
-        head_dim = hidden // heads
-    return Shape(
-        vocab_size=reader.integer("vocab_size", high=MAX_VOCAB),
-        hidden_size=hidden,
-        embedding_size=hidden,
-        num_layers=reader.integer("num_hidden_layers", "n_layer", high=MAX_LAYERS),
-        num_q_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-    )
 
 
 def limit_length(spec: ModelSpec, max_model_len: int | None) -> ModelSpec:
@@ -178,69 +127,3 @@ def read_activation(reader: ConfigReader, *names: str, default: str) -> Activati
             f"{', '.join(_ACTIVATIONS)}."
         )
     return _ACTIVATIONS[name]
-
-
-def read_intermediate_size(reader: ConfigReader, *names: str, default: int | None = None) -> int:
-    return reader.integer(*names, high=MAX_INTERMEDIATE, default=default)
-
-
-def read_max_positions(reader: ConfigReader, *names: str, default: int | None = None) -> int:
-    return reader.integer(*names, high=MAX_POSITIONS, default=default)
-
-
-def make_attention(
-    spec: ModelSpec,
-    *,
-    windows: tuple[int | None, ...] | None = None,
-    scales: tuple[float, ...] | None = None,
-    alibi_slopes: tuple[float, ...] | None = None,
-    logit_softcap: float | None = None,
-) -> tuple[AttentionSpec, ...]:
-    return tuple(
-        AttentionSpec(
-            num_q_heads=spec.num_q_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            scale=scales[layer] if scales else spec.head_dim**-0.5,
-            sliding_window=windows[layer] if windows else None,
-            alibi_slopes=alibi_slopes,
-            logit_softcap=logit_softcap,
-        )
-        for layer in range(spec.num_layers)
-    )
-
-
-def read_window(reader: ConfigReader, default: int | None = None) -> int | None:
-    if "sliding_window" not in reader.fields:
-        return default
-    return reader.optional_integer("sliding_window", high=(1 << 31) - 1)
-
-
-def read_layer_windows(
-    reader: ConfigReader, spec: ModelSpec, window: int | None, default: Callable[[int], bool]
-) -> tuple[int | None, ...]:
-    """``layer_types`` says which layers see only a window; without it, ``default`` does."""
-    kinds = reader.strings("layer_types")
-    if not kinds:
-        return tuple(window if default(layer) else None for layer in range(spec.num_layers))
-    if len(kinds) != spec.num_layers:
-        raise reader.refuse(
-            "layer_types", kinds, f"a list of {spec.num_layers} entries, one a layer"
-        )
-    for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise UnsupportedModelError(
-                f"{reader.where}: layers of the type {kind!r} aren't implemented."
-            )
-    if window is None and "sliding_attention" in kinds:
-        raise reader.refuse(
-            "sliding_window", None, "a number of tokens, since layer_types has sliding_attention"
-        )
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def refuse_layer_types(reader: ConfigReader) -> None:
-    if len(set(reader.strings("layer_types"))) > 1:
-        raise UnsupportedModelError(
-            f"{reader.where}: this family with different 'layer_types' isn't implemented."
-        )

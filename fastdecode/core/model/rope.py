@@ -24,6 +24,7 @@ _KINDS: dict[str, RopeKind] = {
     "longrope": "longrope",
     "su": "longrope",
 }
+_LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 @dataclass(frozen=True)
@@ -67,20 +68,42 @@ class RopeSpec:
         return (self.dim + 1) // 2
 
 
-def read_rope(config: ConfigReader, head_dim: int, max_positions: int, max_len: int | None, *,
-              phi3: bool = False, partial: float = 1.0) -> tuple[RopeSpec, int]:  # fmt: skip
+@dataclass(frozen=True)
+class RotaryRules:
+    """What a family means by silence, and where it differs from others."""
+
+    theta: float = 10000.0
+    partial: float = 1.0
+    """The part of a head that turns."""
+    is_phi3: bool = False
+    """Phi-3 keeps its original length beside the scaling, and calls longrope
+    "su" or "yarn"."""
+    has_sections: bool = False
+    """Sections of a head turn by time, height and width of an image's patch,
+    which are the same for text (M-RoPE)."""
+    local_theta: float | None = None
+    """Of layers with a window, which aren't scaled; ``rope_local_base_freq``
+    has precedence. None: they turn as all others do."""
+
+
+def read_rope(
+    config: ConfigReader,
+    head_dim: int,
+    max_positions: int,
+    max_len: int | None,
+    rules: RotaryRules,
+    kind: str = "full_attention",
+) -> tuple[RopeSpec, int]:
     """The rotary part of ``config.json``, in the old style (``rope_theta``,
-    ``rope_scaling``) or the new one (``rope_parameters``). Where both are, the
-    old one counts.
+    ``rope_scaling``) or the new one (``rope_parameters``, which may have an
+    entry for each kind of layer). Where both are, the old one counts.
 
     Args:
         head_dim: dims of a head.
         max_positions: ``max_position_embeddings``.
         max_len: the length limit that was asked for, if any; chooses longrope's
             factors.
-        phi3: Phi-3 keeps its original length beside the scaling, and calls
-            longrope "su" or "yarn".
-        partial: the family's default for the part of a head that turns.
+        kind: of the layer, as ``layer_types`` has it.
 
     Returns:
         The spec, and the most tokens that the scaled embedding serves.
@@ -89,14 +112,29 @@ def read_rope(config: ConfigReader, head_dim: int, max_positions: int, max_len: 
         UnsupportedModelError: the scaling is none of ours.
         CheckpointError: a field is missing or out of range.
     """
-    rope = _find_rope(config)
-    kind = _read_kind(rope, phi3=phi3)
+    rope, is_own = _find_rope(config, kind)
+    is_local = kind == "sliding_attention" and rules.local_theta is not None and not is_own
+    if is_local:
+        local = config.number("rope_local_base_freq", default=rules.local_theta)
+        rope = ConfigReader({"rope_theta": local}, config.where)
+    return _read_one(config, rope, head_dim, max_positions, max_len, rules)
+
+
+def _read_one(
+    config: ConfigReader,
+    rope: ConfigReader,
+    head_dim: int,
+    max_positions: int,
+    max_len: int | None,
+    rules: RotaryRules,
+) -> tuple[RopeSpec, int]:
+    kind = _read_kind(rope, rules)
     given = {name: value for name, value in rope.fields.items() if value is not None}
     shared = ConfigReader({**config.fields, **given}, rope.where)
-    theta = shared.number("rope_theta", "rotary_emb_base", default=10000.0)
+    theta = shared.number("rope_theta", "rotary_emb_base", default=rules.theta)
     if theta <= 1:
         raise rope.refuse("rope_theta", theta, "a number above 1")
-    dim = _turning_dims(shared, head_dim, partial)
+    dim = _turning_dims(shared, head_dim, rules.partial)
     base = RopeSpec(kind, theta, dim, max_positions)
     match kind:
         case "default":
@@ -112,7 +150,8 @@ def read_rope(config: ConfigReader, head_dim: int, max_positions: int, max_len: 
         case "yarn":
             return _yarn(config, rope, base)
         case "longrope":
-            return _longrope(config, rope, base, max_len, default=4096 if phi3 else max_positions)
+            default = 4096 if rules.is_phi3 else max_positions
+            return _longrope(config, rope, base, max_len, default=default)
 
 
 def _turning_dims(rope: ConfigReader, head_dim: int, default: float) -> int:
@@ -124,23 +163,29 @@ def _turning_dims(rope: ConfigReader, head_dim: int, default: float) -> int:
     return dim
 
 
-def _find_rope(config: ConfigReader) -> ConfigReader:
+def _find_rope(config: ConfigReader, kind: str) -> tuple[ConfigReader, bool]:
+    """The scaling of layers of this kind, and whether it is theirs alone."""
     for name in ("rope_scaling", "rope_parameters"):
         found = config.mapping(name)
-        if found is not None and found.fields:
-            return found
-    return ConfigReader({}, config.where)
+        if found is None or not found.fields:
+            continue
+        if any(own in found.fields for own in _LAYER_KINDS):
+            return found.mapping(kind) or ConfigReader({}, found.where), True
+        return found, False
+    return ConfigReader({}, config.where), False
 
 
-def _read_kind(rope: ConfigReader, *, phi3: bool) -> RopeKind:
+def _read_kind(rope: ConfigReader, rules: RotaryRules) -> RopeKind:
     if any(isinstance(value, Mapping) for value in rope.fields.values()):
         raise UnsupportedModelError(
             f"{rope.where}: different rotary embeddings for different layers aren't implemented."
         )
     name = rope.string("rope_type", "type", default="default")
-    if phi3 and name == "yarn":
+    if rules.is_phi3 and name == "yarn":
         name = "longrope"
-    if name not in _KINDS or "mrope_section" in rope.fields:
+    if rules.has_sections and name == "mrope":
+        name = "default"
+    if name not in _KINDS or ("mrope_section" in rope.fields and not rules.has_sections):
         raise UnsupportedModelError(
             f"{rope.where}: RoPE scaling {name!r} is not supported. Supported are "
             f"{', '.join(sorted(_KINDS))}."

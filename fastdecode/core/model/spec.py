@@ -20,6 +20,7 @@ from fastdecode.core.spec import AttentionSpec, KVSpec
 
 NormKind: TypeAlias = Literal["rms", "layer"]
 NormPlacement: TypeAlias = Literal["pre", "post", "sandwich"]
+QkNorm: TypeAlias = Literal["none", "head"]
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
 
 
@@ -60,8 +61,8 @@ class ModelSpec:
     """Added to every norm's weight."""
     norm_affine: bool = True
     """False: norms have no weights."""
-    qk_norm: bool = False
-    """Each head's q and k are normed before they turn."""
+    qk_norm: QkNorm = "none"
+    """Of q and k before they turn: each head alone."""
     embedding_norm: bool = False
     final_norm: bool = True
     gated_mlp: bool = False
@@ -71,7 +72,8 @@ class ModelSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    rope: RopeSpec | None = None
+    ropes: tuple[RopeSpec | None, ...] = ()
+    """How each layer turns q and k; None: not at all."""
     num_learned_positions: int = 0
     """Rows of the learned position embedding; 0 without one."""
     learned_position_offset: int = 0
@@ -128,7 +130,7 @@ class ModelSpec:
         mlp = (ups + 1) * self.hidden_size * self.intermediate_size
         mlp += (ups * self.intermediate_size + self.hidden_size) * self.mlp_bias
         norms = (4 if self.norm_placement == "sandwich" else 2) * self._norm_parameters
-        return attention + mlp + norms + 2 * self.head_dim * self.qk_norm
+        return attention + mlp + norms + 2 * self.head_dim * (self.qk_norm != "none")
 
     @property
     def num_embedding_parameters(self) -> int:

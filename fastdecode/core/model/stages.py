@@ -64,6 +64,7 @@ def stage_spec(spec: ModelSpec, layers: range) -> ModelSpec:
         spec,
         num_layers=len(layers),
         attention=spec.attention[layers.start : layers.stop],
+        ropes=spec.ropes[layers.start : layers.stop],
     )
 
 

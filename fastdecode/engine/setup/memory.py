@@ -258,7 +258,7 @@ def _checked_staging_bytes(spec: ModelSpec, sizes: StepSizes, room: int) -> int:
 
 def _weights_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
     parameters = spec.num_parameters * sizes.itemsize * sizes.num_models // sizes.num_shards
-    rotary = spec.max_model_len * spec.rope.dim * 4 if spec.rope is not None else 0
+    rotary = sum(rope.dim for rope in set(spec.ropes) if rope) * spec.max_model_len * 4
     return parameters + rotary
 
 

@@ -90,10 +90,20 @@ def test_integer_weights(llama: Path, tmp_path: Path) -> None:
 
 def test_unsupported_configs(llama: Path, tmp_path: Path) -> None:
     copy = copy_with(llama, tmp_path / "a")
-    edit_config(copy, auto_map={"AutoConfig": "x.Y"})
-    refused(copy, "auto_map", UnsupportedModelError)
-    edit_config(copy, auto_map=None, architectures=["XForCausalLM"])
+    edit_config(copy, architectures=["XForCausalLM"])
     refused(copy, "XForCausalLM", UnsupportedModelError)
+
+
+def test_code_of_a_checkpoint_is_never_run_and_said_once(
+    llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = copy_with(llama, tmp_path / "a")
+    edit_config(copy, auto_map={"AutoConfig": "x.Y"})
+    spec, _ = load_model(copy, device="cpu")
+    assert spec.family == "llama"
+    (record,) = caplog.records
+    assert "'auto_map'" in record.message
+    assert "never run" in record.message
 
 
 def test_pickled_weights(llama: Path, tmp_path: Path) -> None:

@@ -1,19 +1,20 @@
-"""What each family calls its tensors, and how they lie in ours: data only.
+"""What a checkpoint calls its tensors, and how they lie in our modules: data
+only, read by ``sworker.load.weights``.
 
-A family's map goes from our module to theirs, weight and bias alike. Several
-names mean that their outputs lie one after the other in our fused module, in
-the order of its ``splits``.
+A map goes from our module to theirs, weight and bias alike. Several names mean
+that their outputs lie one after the other in our fused module, in the order of
+its ``splits``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 Layout: TypeAlias = Literal["rows", "transposed", "heads"]
 """How a checkpoint's matrix lies: output rows as ours; [in, out]; or output
-rows ordered by head, then q, k, v."""
+rows ordered by KV head, then its q, k, v."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,24 @@ class CheckpointNames:
     """Patterns of full names that older exports contain and nobody needs:
     rotary frequencies, causal masks."""
 
+    def derive(
+        self,
+        layers: Mapping[str, Names] | None = None,
+        *,
+        model: Mapping[str, Names] | None = None,
+        prefixes: tuple[str, ...] | None = None,
+    ) -> CheckpointNames:
+        """These names, but for the ones that are given."""
+        return replace(
+            self,
+            layers={**self.layers, **(layers or {})},
+            model={**self.model, **(model or {})},
+            prefixes=prefixes or self.prefixes,
+        )
 
-_ROTARY_MODEL: dict[str, Names] = {"embed_tokens": "embed_tokens", "final_norm": "norm"}
-_ROTARY_LAYER: dict[str, Names] = {
+
+_MODEL: dict[str, Names] = {"embed_tokens": "embed_tokens", "final_norm": "norm"}
+_LAYER: dict[str, Names] = {
     "attn_norm": "input_layernorm",
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "q_norm": "self_attn.q_norm",
@@ -53,34 +69,21 @@ _ROTARY_LAYER: dict[str, Names] = {
     "mlp.up": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down": "mlp.down_proj",
 }
-_ROTARY_HARMLESS = (r".*\brotary_emb\.(inv_freq|cos_cached|sin_cached)",)
+_HARMLESS = (r".*\brotary_emb\.(inv_freq|cos_cached|sin_cached)",)
 
-_ROTARY = CheckpointNames(
-    ("model.", ""), "layers.{}.", _ROTARY_MODEL, _ROTARY_LAYER, harmless=_ROTARY_HARMLESS
-)
+LLAMA = CheckpointNames(("model.", ""), "layers.{}.", _MODEL, _LAYER, harmless=_HARMLESS)
 
-_PHI3 = CheckpointNames(
-    ("model.", ""),
-    "layers.{}.",
-    _ROTARY_MODEL,
-    {**_ROTARY_LAYER, "qkv": "self_attn.qkv_proj", "mlp.up": "mlp.gate_up_proj"},
-    harmless=_ROTARY_HARMLESS,
-)
+PHI3 = LLAMA.derive({"qkv": "self_attn.qkv_proj", "mlp.up": "mlp.gate_up_proj"})
 
-_GEMMA2 = CheckpointNames(
-    ("model.", ""),
-    "layers.{}.",
-    _ROTARY_MODEL,
+GEMMA2 = LLAMA.derive(
     {
-        **_ROTARY_LAYER,
         "attn_out_norm": "post_attention_layernorm",
         "mlp_norm": "pre_feedforward_layernorm",
         "mlp_out_norm": "post_feedforward_layernorm",
-    },
-    harmless=_ROTARY_HARMLESS,
+    }
 )
 
-_OPT = CheckpointNames(
+OPT = CheckpointNames(
     ("model.decoder.", "decoder.", ""),
     "layers.{}.",
     {
@@ -100,7 +103,7 @@ _OPT = CheckpointNames(
     },
 )
 
-_GPT2 = CheckpointNames(
+GPT2 = CheckpointNames(
     ("transformer.", ""),
     "h.{}.",
     {"embed_tokens": "wte", "embed_positions": "wpe", "final_norm": "ln_f"},
@@ -124,7 +127,7 @@ _NEOX_LAYER: dict[str, Names] = {
     "mlp.down": "mlp.dense_4h_to_h",
 }
 
-_GPT_NEOX = CheckpointNames(
+GPT_NEOX = CheckpointNames(
     ("gpt_neox.", ""),
     "layers.{}.",
     {"embed_tokens": "embed_in", "final_norm": "final_layer_norm"},
@@ -133,7 +136,7 @@ _GPT_NEOX = CheckpointNames(
     harmless=(r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
 )
 
-_BLOOM = CheckpointNames(
+BLOOM = CheckpointNames(
     ("transformer.", ""),
     "h.{}.",
     {
@@ -147,16 +150,3 @@ _BLOOM = CheckpointNames(
         "o": "self_attention.dense",
     },
 )
-
-CHECKPOINT_NAMES: Mapping[str, CheckpointNames] = {
-    "llama": _ROTARY,
-    "mistral": _ROTARY,
-    "qwen2": _ROTARY,
-    "qwen3": _ROTARY,
-    "phi3": _PHI3,
-    "gemma2": _GEMMA2,
-    "opt": _OPT,
-    "gpt2": _GPT2,
-    "gpt_neox": _GPT_NEOX,
-    "bloom": _BLOOM,
-}
