@@ -118,8 +118,8 @@ def _layers_of(
     ways: dict[str, Callable[[], torch.Tensor]] = {"eager": partial(_through_layers, model, x, o)}
     if batch <= MAX_GRAPH_ROWS:
         ways |= {how: partial(_through_graphs, each, batch) for how, each in graphs.items()}
-    flops = 2 * batch * (spec.num_layer_parameters - 2 * spec.hidden_size)
-    weights = spec.num_layer_parameters * setup.dtype.itemsize
+    flops = 2 * batch * (spec.layer_parameters(0) - 2 * spec.hidden_size)
+    weights = spec.layer_parameters(0) * setup.dtype.itemsize
     for how, run in ways.items():
         if how in graphs:
             lane = graphs[how].buffers(0)
@@ -218,7 +218,7 @@ def prefill(setup: Setup) -> Rows:
             error = _prompt_error(exact, ids, run(), length)
             seconds = setup.seconds(run, repeats=5)
             attention = 2 * total * length * spec.num_q_heads * spec.head_dim
-            flops = spec.num_layers * (2 * total * spec.num_layer_parameters + attention)
+            flops = spec.num_layers * (2 * total * spec.layer_parameters(0) + attention)
             yield measured(
                 {"model": name, "prompts": num_prompts, "tokens": length},
                 Found(error, LAYERS_BOUND),

@@ -66,7 +66,7 @@ class HostCosts:
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """One model on one card, in 16 bits."""
+    """One dense model on one card, in 16 bits."""
 
     spec: ModelSpec
     costs: TokenCosts

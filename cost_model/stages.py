@@ -67,12 +67,16 @@ class _Roofline:
         return self.gpu.all_reduce_s + ring * num_bytes / peer_bytes_per_s
 
     def layer_s(self, batch: float) -> float:
-        """Of one layer."""
-        weight_bytes = self.costs.layer_weight_bytes / self.num_gpus
-        memory_s = (weight_bytes + self.costs.layer_activation_bytes * batch) / self.bytes_per_s
-        compute_s = self.costs.layer_flops * batch / self.flops_per_s
-        busy_s = max(memory_s, compute_s)
-        return busy_s + self.gpu.layer_overhead_s + 2 * self.all_reduce_s(batch)
+        """Of one layer, the mean of all."""
+        busy_s = sum(count * self._busy_s(layer, batch) for layer, count in self.costs.layer_kinds)
+        mean_s = busy_s / self.costs.num_layers
+        return mean_s + self.gpu.layer_overhead_s + 2 * self.all_reduce_s(batch)
+
+    def _busy_s(self, layer: int, batch: float) -> float:
+        weight_bytes = self.costs.layer_read_bytes(layer, batch) / self.num_gpus
+        activation_bytes = self.costs.layer_activation_bytes(layer) * batch
+        memory_s = (weight_bytes + activation_bytes) / self.bytes_per_s
+        return max(memory_s, self.costs.layer_flops(layer) * batch / self.flops_per_s)
 
     def head_s(self, batch: float) -> float:
         """Of the logits."""
@@ -85,8 +89,11 @@ class _Roofline:
         """Of a prompt, all layers. It joins the step of a running batch, which
         reads the weights anyway."""
         attention_flops = self.costs.attention_flops * tokens * tokens / 2
-        layer_s = (self.costs.layer_flops * tokens + attention_flops) / self.flops_per_s
-        return self.costs.num_layers * (layer_s + 2 * self.all_reduce_s(tokens))
+        flops = sum(
+            count * self.costs.layer_flops(layer) for layer, count in self.costs.layer_kinds
+        )
+        layers_s = (flops * tokens + self.costs.num_layers * attention_flops) / self.flops_per_s
+        return layers_s + self.costs.num_layers * 2 * self.all_reduce_s(tokens)
 
 
 @dataclass(frozen=True)
@@ -184,7 +191,7 @@ class SPart:
             head_s=lambda batch: max(head(batch), step(batch) - costs.num_layers * layer(batch)),
             prompt_s=prompt,
             usable_memory_bytes=profile.device_memory_bytes * MEASURED_MEMORY_USABLE,
-            kv_read_bytes_per_s=costs.layer_weight_bytes / layer(1),
+            kv_read_bytes_per_s=costs.mean_read_bytes(1) / layer(1),
             host_link_bytes_per_s=None,
             power_w=None,
             relative_error=step.relative_error,

@@ -127,26 +127,57 @@ class TokenCosts:
         return self.spec.num_parameters * self.dtype.size_bytes
 
     @property
-    def layer_weight_bytes(self) -> int:
-        return self.spec.num_layer_parameters * self.dtype.size_bytes
+    def layer_weight_bytes(self) -> float:
+        """Of one layer, the mean of all; every expert counts."""
+        spec = self.spec
+        total = sum(map(spec.layer_parameters, range(spec.num_layers)))
+        return total * self.dtype.size_bytes / spec.num_layers
 
-    @property
-    def layer_flops(self) -> float:
+    def layer_read_bytes(self, layer: int, batch: float) -> float:
+        """Weights that a step of so many rows reads in one layer: of experts,
+        those to which a row goes."""
+        return self._mixed_parameters(layer, batch) * self.dtype.size_bytes
+
+    def mean_read_bytes(self, batch: float) -> float:
+        """``layer_read_bytes``, the mean of all layers."""
+        kinds = self.layer_kinds
+        total = sum(count * self.layer_read_bytes(layer, batch) for layer, count in kinds)
+        return total / self.spec.num_layers
+
+    def layer_flops(self, layer: int) -> float:
         """Of one token through one layer's matrices."""
-        return 2.0 * self.spec.num_layer_parameters
+        return 2.0 * self.spec.active_layer_parameters(layer)
 
-    @property
-    def layer_activation_bytes(self) -> float:
+    def layer_activation_bytes(self, layer: int) -> float:
         """What one token's activations move through the GPU's memory in one
         layer: each is written and read once."""
-        spec, ups = self.spec, 2 if self.spec.gated_mlp else 1
-        elements = (
-            6 * spec.hidden_size
-            + sum(spec.qkv_sizes)
-            + spec.qkv_sizes[0]
-            + (ups + 1) * spec.intermediate_size
-        )
-        return 2.0 * elements * self.dtype.size_bytes
+        spec = self.spec
+        elements = 6 * spec.hidden_size + sum(spec.qkv_sizes) + spec.qkv_sizes[0]
+        return 2.0 * (elements + self._mlp_elements(layer)) * self.dtype.size_bytes
+
+    @property
+    def layer_kinds(self) -> tuple[tuple[int, int], ...]:
+        """A layer of each kind of MLP, and how many layers are of that kind."""
+        kinds: dict[bool, list[int]] = {}
+        for layer in range(self.spec.num_layers):
+            kinds.setdefault(self.spec.has_experts(layer), []).append(layer)
+        return tuple((layers[0], len(layers)) for layers in kinds.values())
+
+    def _mixed_parameters(self, layer: int, batch: float) -> float:
+        moe = self.spec.moe
+        if moe is None or not self.spec.has_experts(layer):
+            return self.spec.layer_parameters(layer)
+        others = moe.num_experts - moe.experts_hit(batch)
+        unread = others * moe.num_expert_parameters(self.spec.hidden_size)
+        return self.spec.layer_parameters(layer) - unread
+
+    def _mlp_elements(self, layer: int) -> int:
+        """Elements that a layer's MLP makes of one token."""
+        spec, moe = self.spec, self.spec.moe
+        if moe is None or not spec.has_experts(layer):
+            return (3 if spec.gated_mlp else 2) * spec.intermediate_size
+        routed = moe.top_k * (2 * spec.hidden_size + 3 * moe.inner)  # sorted, and put back
+        return routed + 3 * moe.shared_inner
 
     @property
     def head_parameters(self) -> int:
@@ -165,8 +196,9 @@ class TokenCosts:
     def peak_activation_bytes(self) -> float:
         """GPU memory that one token of a step needs at most: its widest layer,
         or its logits in fp32 and their copy."""
-        spec, ups = self.spec, 2 if self.spec.gated_mlp else 1
-        widest = 4 * spec.hidden_size + 2 * sum(spec.qkv_sizes) + (ups + 1) * spec.intermediate_size
+        spec = self.spec
+        mlp = max(self._mlp_elements(layer) for layer, _ in self.layer_kinds)
+        widest = 4 * spec.hidden_size + 2 * sum(spec.qkv_sizes) + mlp
         return max(widest * self.dtype.size_bytes, 8.0 * spec.vocab_size)
 
     @property

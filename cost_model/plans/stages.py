@@ -75,10 +75,10 @@ def stage_question(setup: Setup, goal: Goal, num_stages: int) -> tuple[Setup, Go
 def stage_shares(setup: Setup, num_stages: int, sizing: Sizing) -> tuple[StageShare, ...]:
     """Of each stage. ``setup``: the whole model's; ``sizing``: one stage's."""
     spec, num_bytes = setup.spec, setup.dtype.size_bytes
-    ends = spec.num_parameters - spec.num_layers * spec.num_layer_parameters
+    ends = spec.num_embedding_parameters + spec.num_head_parameters
     shares = []
     for number, layers in enumerate(layers_of_stages(spec, num_stages)):
-        parameters = len(layers) * spec.num_layer_parameters + (0 if number else ends)
+        parameters = sum(map(spec.layer_parameters, layers)) + (0 if number else ends)
         shares.append(
             StageShare(
                 number,

@@ -11,7 +11,7 @@ A profile file is one JSON object:
                ``"net"`` (between two hosts)
 the rest       the fields of ``SProfile``, ``RProfile`` or ``NetProfile`` below,
                nested objects for nested dataclasses, arrays for tuples; no
-               field may be missing, none may be added
+               field without a default may be missing, none may be added
 =============  =================================================================
 
 Every measurement is kept as all its repeats, in seconds, so that a reader can
@@ -25,7 +25,7 @@ import math
 import statistics
 import typing
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, TypeVar
@@ -112,17 +112,30 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    experts: str = "none"
+    """Which layers have experts, how many, and of what size."""
 
     @classmethod
     def of(cls, spec: ModelSpec) -> ModelShape:
-        return cls(*(getattr(spec, field.name) for field in fields(cls)))
+        names = [field.name for field in fields(cls) if field.name != "experts"]
+        return cls(*(getattr(spec, name) for name in names), _experts_text(spec))
 
     def __str__(self) -> str:
+        experts = "" if self.experts == "none" else f", experts {self.experts}"
         return (
             f"{self.num_layers} layers, hidden {self.hidden_size}, MLP {self.intermediate_size}, "
             f"{self.num_q_heads}/{self.num_kv_heads} heads of {self.head_dim}, vocabulary "
-            f"{self.vocab_size}"
+            f"{self.vocab_size}{experts}"
         )
+
+
+def _experts_text(spec: ModelSpec) -> str:
+    moe = spec.moe
+    if moe is None:
+        return "none"
+    num_layers = sum(map(spec.has_experts, range(spec.num_layers)))
+    shared = f", shared {moe.shared_inner}" if moe.shared_inner else ""
+    return f"{moe.top_k} of {moe.num_experts} with {moe.inner}{shared} in {num_layers} layers"
 
 
 ENOUGH: Final = 0.95
@@ -296,11 +309,11 @@ def _decode_object(kind: type[T], value: object, where: str) -> T:
         raise _MismatchError(f"{where or 'the file'} must be an object")
     hints = typing.get_type_hints(kind)
     lead = f"{where}." if where else ""
-    names = [field.name for field in fields(typing.cast(Any, kind))]
-    for name in names:
-        if name not in value:
+    defaults = {field.name: field.default for field in fields(typing.cast(Any, kind))}
+    for name, default in defaults.items():
+        if name not in value and default is MISSING:
             raise _MismatchError(f'"{lead}{name}" is missing')
-    unknown = sorted(set(value) - set(names))
+    unknown = sorted(set(value) - set(defaults))
     if unknown:
         raise _MismatchError(f'"{lead}{unknown[0]}" is not a field of version {SCHEMA_VERSION}')
-    return kind(**{name: _decode(hints[name], value[name], lead + name) for name in names})
+    return kind(**{name: _decode(hints[name], value[name], lead + name) for name in value})

@@ -90,7 +90,7 @@ def test_a_gpu_is_a_roofline() -> None:
     gpu = HARDWARE.gpu("A100")
     s = SPart.from_gpu(gpu, 1, COSTS)
     floor = COSTS.layer_weight_bytes / (gpu.memory_bytes_per_s * gpu.memory_efficiency.value)
-    slope = COSTS.layer_flops / (gpu.bf16_flops_per_s * gpu.compute_efficiency.value)  # type: ignore[operator]
+    slope = COSTS.layer_flops(0) / (gpu.bf16_flops_per_s * gpu.compute_efficiency.value)  # type: ignore[operator]
     assert s.layer_s(1) == pytest.approx(floor + gpu.layer_overhead_s, rel=0.01)
     assert s.layer_s(4096) - s.layer_s(2048) == pytest.approx(2048 * slope, rel=1e-6)
     assert s.t_of_b(64) > s.layer_s(64), "the head has its share"

@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import UnsupportedModelError
+from fastdecode.core.model.moe import MlpKind, Moe
 from fastdecode.core.model.rope import RopeSpec
 from fastdecode.core.spec import AttentionSpec, KVSpec
 
@@ -81,6 +82,10 @@ class ModelSpec:
     embedding_scale: float = 1.0
     """Multiplies the token embeddings."""
     logit_softcap: float | None = None
+    moe: Moe | None = None
+    """The experts of the layers that have them."""
+    mlps: tuple[MlpKind, ...] = ()
+    """What each layer's MLP is; empty: experts everywhere if there are any."""
     tied_embeddings: bool = False
     """The token embedding is the output projection too."""
     bos_token_id: int | None = None
@@ -121,16 +126,44 @@ class ModelSpec:
             self.num_kv_heads * self.head_dim,
         )
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer's MLP is a mixture of experts."""
+        return self.moe is not None and (not self.mlps or self.mlps[layer] == "experts")
+
+    def layer_parameters(self, layer: int) -> int:
+        """Weights of one layer."""
+        experts = self.moe.num_experts if self.moe is not None else 0
+        return self._layer_parameters(layer, experts)
+
+    def active_layer_parameters(self, layer: int) -> int:
+        """Weights of one layer that one token passes."""
+        experts = self.moe.top_k if self.moe is not None else 0
+        return self._layer_parameters(layer, experts)
+
+    def _layer_parameters(self, layer: int, num_experts: int) -> int:
+        """``num_experts``: how many routed experts count."""
+        mlp = self._dense_mlp_parameters
+        if self.moe is not None and self.has_experts(layer):
+            hidden = self.hidden_size
+            mlp = self.moe.num_router_parameters(hidden)
+            mlp += num_experts * self.moe.num_expert_parameters(hidden)
+            mlp += self.moe.num_shared_parameters(hidden, bias=self.mlp_bias)
+        return self._attention_parameters + mlp
+
     @property
-    def num_layer_parameters(self) -> int:
-        """Weights of one layer; all layers are alike."""
-        q_size, ups = self.qkv_sizes[0], 2 if self.gated_mlp else 1
+    def _attention_parameters(self) -> int:
+        """Weights of a layer without its MLP."""
+        q_size = self.qkv_sizes[0]
         attention = self.hidden_size * (sum(self.qkv_sizes) + q_size)
         attention += sum(self.qkv_sizes) * self.qkv_bias + self.hidden_size * self.o_bias
-        mlp = (ups + 1) * self.hidden_size * self.intermediate_size
-        mlp += (ups * self.intermediate_size + self.hidden_size) * self.mlp_bias
         norms = (4 if self.norm_placement == "sandwich" else 2) * self._norm_parameters
-        return attention + mlp + norms + 2 * self.head_dim * (self.qk_norm != "none")
+        return attention + norms + 2 * self.head_dim * (self.qk_norm != "none")
+
+    @property
+    def _dense_mlp_parameters(self) -> int:
+        ups = 2 if self.gated_mlp else 1
+        biases = (ups * self.intermediate_size + self.hidden_size) * self.mlp_bias
+        return (ups + 1) * self.hidden_size * self.intermediate_size + biases
 
     @property
     def num_embedding_parameters(self) -> int:
@@ -158,7 +191,7 @@ class ModelSpec:
         """All weights, shared ones counted once."""
         return (
             self.num_embedding_parameters
-            + self.num_layers * self.num_layer_parameters
+            + sum(map(self.layer_parameters, range(self.num_layers)))
             + self.num_head_parameters
         )
 

@@ -36,7 +36,7 @@ def layers_of_stages(
     head = spec.num_head_parameters
     if spec.tied_embeddings:
         head += spec.vocab_size * spec.embedding_size
-    costs = [float(spec.num_layer_parameters)] * spec.num_layers
+    costs = [float(spec.layer_parameters(layer)) for layer in range(spec.num_layers)]
     return split_layers(costs, num_stages, float(head))
 
 
@@ -65,6 +65,7 @@ def stage_spec(spec: ModelSpec, layers: range) -> ModelSpec:
         num_layers=len(layers),
         attention=spec.attention[layers.start : layers.stop],
         ropes=spec.ropes[layers.start : layers.stop],
+        mlps=spec.mlps[layers.start : layers.stop],
     )
 
 

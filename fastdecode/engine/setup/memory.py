@@ -273,12 +273,23 @@ def _activation_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
 
 def _unit_row_bytes(spec: ModelSpec, sizes: StepSizes) -> int:
     """What an S-step needs for a row while it runs, and no longer."""
-    inner = spec.intermediate_size // sizes.num_shards
-    ups = 2 if spec.gated_mlp else 1
-    in_mlp = 2 * spec.hidden_size + (ups + 2) * inner
+    in_mlp = max(_mlp_row_elements(spec, sizes, layer) for layer in range(spec.num_layers))
     # Rotated, and raised to float32.
     in_attention = sum(_qkv_sizes(spec, sizes)) * (2 * sizes.itemsize + 2 * 4)
     return in_mlp * sizes.itemsize + in_attention
+
+
+def _mlp_row_elements(spec: ModelSpec, sizes: StepSizes, layer: int) -> int:
+    """What one layer's MLP needs for a row, in elements of the activations' dtype."""
+    moe = spec.moe
+    if moe is None or not spec.has_experts(layer):
+        ups = 2 if spec.gated_mlp else 1
+        return 2 * spec.hidden_size + (ups + 2) * (spec.intermediate_size // sizes.num_shards)
+    # Sorted rows in and out, and put back in order; scores and the sum in float32.
+    routed = moe.top_k * (3 * spec.hidden_size + 4 * moe.inner)
+    scores = 3 * moe.num_experts * 4 // sizes.itemsize
+    wide = spec.hidden_size * 4 // sizes.itemsize
+    return 3 * spec.hidden_size + routed + scores + wide + 4 * moe.shared_inner
 
 
 def _graph_bytes(spec: ModelSpec, sizes: StepSizes, node_bytes: int) -> int:

@@ -45,7 +45,7 @@ _LENGTHS: Final = tuple(1 << bits for bits in range(6, 21))
 def costs_of(spec: ModelSpec) -> CostTable:
     """By the floating-point operations of a token, at powers of two: 1 is what
     all but attention costs, which is the same wherever the token stands."""
-    weights = 2.0 * spec.num_layers * spec.num_layer_parameters
+    weights = 2.0 * sum(map(spec.active_layer_parameters, range(spec.num_layers)))
     costs = {}
     for length in _LENGTHS:
         attention = sum(_flops(layer, length) for layer in spec.attention)

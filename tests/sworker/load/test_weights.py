@@ -24,7 +24,7 @@ def test_parameter_counts(family: str, tiny_checkpoint: Make) -> None:
     assert spec.num_parameters == count == oracle(tiny_checkpoint(family)).model.num_parameters()
     assert not any(parameter.requires_grad or parameter.is_meta for parameter in model.parameters())
     layer = sum(parameter.numel() for parameter in model.layers[0].parameters())  # type: ignore[attr-defined]
-    assert layer == spec.num_layer_parameters
+    assert layer == spec.layer_parameters(0) == spec.active_layer_parameters(0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,106 @@
+"""A mixture of experts as numbers and flags: how a router chooses, and what an
+expert is. Needs no torch; ``sworker.model.moe`` computes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Score: TypeAlias = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+GateKind: TypeAlias = Literal["plain", "clamped", "clamped_after"]
+"""Of an expert, with its up projection's halves g and u:
+
+* plain: act(g) · u
+* clamped: min(g, limit) · sigmoid(alpha · min(g, limit)) · (clamp(u, ±limit) + 1)
+* clamped_after: min(act(g), limit) · clamp(u, ±limit)
+"""
+MlpKind: TypeAlias = Literal["dense", "experts"]
+"""Of a layer."""
+
+
+@dataclass(frozen=True)
+class Router:
+    """Which experts a token goes to, and their weights, in this order: logits
+    (softcap), score, choose ``top_k`` by score + correction within the best
+    groups, take the chosen ones' scores, divide by their sum, scale."""
+
+    score: Score = "softmax"
+    chosen_first: bool = False
+    """Experts are chosen by their logits; only the chosen ones' are scored."""
+    wide: bool = False
+    """Logits are computed in float32 whatever the activations' dtype."""
+    groups: int = 1
+    """Into which experts are divided; a group counts as much as its two best."""
+    kept: int = 1
+    """Groups from which experts are chosen."""
+    renorm: bool = False
+    """Weights are divided by their sum,"""
+    eps: float = 0.0
+    """plus this,"""
+    floor: float = 0.0
+    """or by this, if the sum is less."""
+    scale: float = 1.0
+    """Multiplies the weights."""
+    softcap: float | None = None
+    """Logits become softcap · tanh(logit / softcap)."""
+    bias: bool = False
+    """Of the logits."""
+    correction: bool = False
+    """A learned number an expert is added to its score to choose by, not to weigh by."""
+    rounded: bool = False
+    """Weights are rounded to the activations' dtype."""
+    sorted: bool = True
+    """Chosen experts come best first; otherwise in the order of an unsorted
+    ``torch.topk``. The order is that of the sum over experts."""
+
+
+@dataclass(frozen=True)
+class Moe:
+    """The experts of a layer. A layer's activation is the model's."""
+
+    num_experts: int
+    top_k: int
+    """Experts a token goes to."""
+    inner: int
+    """Dims inside an expert."""
+    router: Router
+    shared_inner: int = 0
+    """Dims inside the expert that sees every token; 0: there is none."""
+    shared_gate: bool = False
+    """Its output is multiplied by the sigmoid of a projection to one number."""
+    shared_average: bool = False
+    """The block's output is the mean of the routed experts' and the shared
+    one's, not their sum."""
+    gate: GateKind = "plain"
+    limit: float = 0.0
+    """Of a clamped gate."""
+    alpha: float = 1.0
+    """Of a clamped gate."""
+    biases: bool = False
+    """Experts' projections have biases."""
+    weighs_input: bool = False
+    """A weight multiplies an expert's input, not its output."""
+    scale_after: float = 1.0
+    """Multiplies the routed experts' sum."""
+
+    def num_router_parameters(self, hidden_size: int) -> int:
+        """Weights of the router, the correction's among them."""
+        return self.num_experts * (hidden_size + self.router.bias + self.router.correction)
+
+    def num_expert_parameters(self, hidden_size: int) -> int:
+        """Weights of one routed expert."""
+        return 3 * hidden_size * self.inner + (2 * self.inner + hidden_size) * self.biases
+
+    def num_shared_parameters(self, hidden_size: int, *, bias: bool = False) -> int:
+        """Weights of the shared expert and its gate. ``bias``: its projections have one."""
+        if not self.shared_inner:
+            return 0
+        biases = (2 * self.shared_inner + hidden_size) * bias
+        return 3 * hidden_size * self.shared_inner + biases + hidden_size * self.shared_gate
+
+    def experts_hit(self, num_rows: float) -> float:
+        """Experts to which at least one of so many tokens is expected to go, if
+        routing is even."""
+        missed = (1.0 - self.top_k / self.num_experts) ** num_rows
+        return self.num_experts * (1.0 - missed)
