@@ -117,8 +117,16 @@ class ModelShape:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> ModelShape:
-        names = [field.name for field in fields(cls) if field.name != "experts"]
-        return cls(*(getattr(spec, name) for name in names), _experts_text(spec))
+        return cls(
+            spec.num_layers,
+            spec.hidden_size,
+            spec.intermediate_size,
+            spec.num_q_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.vocab_size,
+            _experts_text(spec),
+        )
 
     def __str__(self) -> str:
         experts = "" if self.experts == "none" else f", experts {self.experts}"

@@ -4,6 +4,7 @@ expert is. Needs no torch; ``sworker.model.moe`` computes it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -102,5 +103,5 @@ class Moe:
     def experts_hit(self, num_rows: float) -> float:
         """Experts to which at least one of so many tokens is expected to go, if
         routing is even."""
-        missed = (1.0 - self.top_k / self.num_experts) ** num_rows
+        missed = math.pow(1.0 - self.top_k / self.num_experts, num_rows)
         return self.num_experts * (1.0 - missed)
