@@ -23,10 +23,10 @@ from fastdecode.engine.executor import Watch
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.workers import Reached, reach_threads
+from fastdecode.engine.step.device_prefill import DevicePrefill
 from fastdecode.engine.step.local import LocalConnection, reach_device, whole_steps
-from fastdecode.engine.step.mixed import HomeLane, MixedAttention
+from fastdecode.engine.step.mixed_step import DeviceLane, MixedAttention
 from fastdecode.engine.step.pipeline import Pipeline
-from fastdecode.engine.step.prompts import HeldPrompts
 from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.engine.step.swapped import reach_swapped
 from fastdecode.schedule.hybrid.control import HybridOptions
@@ -113,7 +113,7 @@ def _running(
         prompts = None
         if held_tokens:
             num_blocks = held_tokens // BLOCK_SIZE
-            prompts = HeldPrompts(PagedKV(kv, spec.attention, num_blocks, CPU, kernels))
+            prompts = DevicePrefill(PagedKV(kv, spec.attention, num_blocks, CPU, kernels))
         holders = (holder,) * workers
         if beside is not None:
             holders += (Holder(HolderKind.DEVICE, False, True, kv.token_bytes),)
@@ -130,7 +130,7 @@ def _running(
             whole = whole_steps(s_worker, beside)
             if whole is not None:
                 whole.prepare(only_lane=0)
-            attention = MixedAttention(plan, beside, gpu, HomeLane(whole))
+            attention = MixedAttention(plan, beside, gpu, DeviceLane(whole))
     see(attention)
     options = schedule_options(
         "greedy", 1 if device_blocks else lanes, max_num_sequences=8, max_step_tokens=8 + 24,

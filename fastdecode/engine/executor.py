@@ -15,9 +15,9 @@ from fastdecode.core.holders import HolderId, HolderKind, PartId
 from fastdecode.core.resuming import Session
 from fastdecode.core.spec import longest_window
 from fastdecode.core.trace import NoTrace, Trace
-from fastdecode.engine.drawings import Drawings, Tokens
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.instances.handing import Exports, FetchingTime, Handing
+from fastdecode.engine.pending_samples import PendingSamples, StepSamples
 from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.reservations import event_for, holder_of, message_for, move_event
@@ -92,13 +92,15 @@ class Executor:
             if kind is HolderKind.DEVICE and HolderKind.R_WORKER in kinds
         }
         self._num_launched = 0
-        self._drawings = Drawings(s_worker, lifecycle.lives, requests, stats, watch.trace)
+        self._pending_samples = PendingSamples(
+            s_worker, lifecycle.lives, requests, stats, watch.trace
+        )
         self._recorder = Recorder(watch.session, lifecycle.lives)
         self.handing = Handing(fleet, requests, lifecycle.handing, watch.exports)
         """What is done for other instances, and by them."""
         self._fetching = FetchingTime()
         # By lane: of steps that are over, on their way to the host.
-        self._coming: dict[int, Tokens] = {}
+        self._coming: dict[int, StepSamples] = {}
 
     @property
     def is_busy(self) -> bool:
@@ -166,7 +168,7 @@ class Executor:
         if not self._pipeline.in_flight and self._coming:
             self._take_in_all()
             return
-        finished = self._pipeline.run(self._drawings.draw, self._take_in)
+        finished = self._pipeline.run(self._pending_samples.draw, self._take_in)
         if finished is None:
             self._take_news()
         else:
@@ -315,13 +317,13 @@ class Executor:
         # Before what the step has ended is freed: the holders have held it all through the step.
         self._count_load(wanted)
         tokens, step.draws = step.draws, None  # or the two would keep each other, and the model
-        if isinstance(tokens, Tokens) and tokens.goes_ahead:
+        if isinstance(tokens, StepSamples) and tokens.goes_ahead:
             self._coming[step.lane] = tokens
             coming = self._lifecycle.lives.wanted(tokens.chunks)
             sequences = tuple([chunk.sequence for chunk in coming])
             self.tell(events.StepDone(step.lane, (), sequences))
             return
-        drawn = self._drawings.accept(tokens) if isinstance(tokens, Tokens) else ()
+        drawn = self._pending_samples.accept(tokens) if isinstance(tokens, StepSamples) else ()
         self.tell(events.StepDone(step.lane, drawn))
         self._told(step, drawn, ran_s)
 
@@ -329,7 +331,7 @@ class Executor:
         """Take in the tokens of a lane's step that is over; wait for them, if
         they aren't here."""
         tokens, began_s = self._coming.pop(lane), time.perf_counter()
-        drawn = self._drawings.accept(tokens)
+        drawn = self._pending_samples.accept(tokens)
         self.tell(events.Came(drawn))
         self._told(tokens.step, drawn, began_s)
 

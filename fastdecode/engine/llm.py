@@ -41,8 +41,8 @@ from fastdecode.core.sequence import (
 from fastdecode.core.trace import Trace
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.engine.facts import facts_of
-from fastdecode.engine.feed import Arriving, Readings
 from fastdecode.engine.instances.opening import make_service
+from fastdecode.engine.request_stream import Arriving, RequestStreams
 from fastdecode.engine.service import EngineService, Snapshot
 from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.times import MeasuredTimes
@@ -110,7 +110,7 @@ class LLM:
         checker = RequestChecker(self.codec, *limits, begun)
         most_sequences = QUEUE_AHEAD * config.batching.max_num_sequences
         most_sequences *= max(1, config.instances.most_decoding)
-        self._readings = Readings(self._service, checker, most_sequences, self.conversations)
+        self._readings = RequestStreams(self._service, checker, most_sequences, self.conversations)
 
     def __enter__(self) -> LLM:
         return self

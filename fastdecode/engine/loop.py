@@ -10,7 +10,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Generic
 
-from fastdecode.engine.owner import Owner, T
+from fastdecode.engine.engine_thread import EngineThread, T
 
 
 class EngineLoop(Generic[T]):
@@ -28,7 +28,7 @@ class EngineLoop(Generic[T]):
         self._drained: list[SimpleQueue[None]] = []
         self._is_finished = threading.Event()  # from then on nobody looks into the inbox by himself
         self._seeing_off = threading.Lock()
-        self.owner: Owner[T] | None = None
+        self.owner: EngineThread[T] | None = None
         self.is_closing = False
         """It ends as soon as the step in flight is over."""
         self.is_over = False
@@ -37,7 +37,7 @@ class EngineLoop(Generic[T]):
         """What closing the engine raised."""
 
     @property
-    def owned(self) -> Owner[T]:
+    def owned(self) -> EngineThread[T]:
         assert self.owner is not None, "not open yet"
         return self.owner
 
@@ -45,7 +45,7 @@ class EngineLoop(Generic[T]):
         """Make the engine, say what that raised, and go on to the end. One that
         was made is closed, even where an interrupt comes before that was said."""
         try:
-            self.owner = Owner(make())
+            self.owner = EngineThread(make())
             made.put(None)
         except BaseException as error:
             self.is_closing = True

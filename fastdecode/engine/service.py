@@ -35,8 +35,8 @@ from fastdecode.core.delta import Delta, DeltaQueue
 from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.host.interrupts import Interrupted
 from fastdecode.core.sequence import Request
+from fastdecode.engine.engine_thread import EngineNumbers, EngineThread, T
 from fastdecode.engine.loop import EngineLoop
-from fastdecode.engine.owner import Numbers, Owner, T
 
 LEAVING_S = 10.0
 """How long a process that ends waits for the thread of an engine that nobody closed."""
@@ -50,7 +50,7 @@ class Snapshot:
     """How a service is, and how its engine was after the last step."""
 
     state: Literal["starting", "ready", "draining", "broken", "closed"]
-    engine: Numbers
+    engine: EngineNumbers
     error: FastDecodeError | None = None
     """Why it is broken."""
 
@@ -85,7 +85,7 @@ class EngineService(Generic[T]):
             BaseException: what making it raised.
         """
         if self._thread is None:
-            self._loop.owner = Owner(self._make())
+            self._loop.owner = EngineThread(self._make())
         else:
             _start(self._thread, self._made, self.ask_to_close)
         atexit.register(self._leave)
@@ -168,7 +168,7 @@ class EngineService(Generic[T]):
         """How it is; never waits for a step."""
         owner = self._loop.owner
         if owner is None:
-            return Snapshot("closed" if self._loop.is_over else "starting", Numbers())
+            return Snapshot("closed" if self._loop.is_over else "starting", EngineNumbers())
         if self._loop.is_over:
             return Snapshot("closed", owner.numbers, owner.broken)
         if owner.broken is not None:

@@ -21,8 +21,8 @@ from fastdecode.core.holders import HolderId, Part, PartId, Residence
 from fastdecode.core.sequence import Request, Sequence
 from fastdecode.core.sequence import SamplingParams as Params
 from fastdecode.core.spec import KVSpec
+from fastdecode.engine.step.device_prefill import DevicePrefill, DevicePrefillChunks
 from fastdecode.engine.step.layout import StepBatch
-from fastdecode.engine.step.prompts import HeldChunks, HeldPrompts
 from fastdecode.schedule.plan import Chunk
 from sworker.paged import PagedKV
 
@@ -30,10 +30,10 @@ CHUNKS = (8, 8, 4)
 """Of a prompt of 20 tokens."""
 
 
-def held_prompts(num_tokens: int, num_layers: int = 2) -> HeldPrompts:
+def held_prompts(num_tokens: int, num_layers: int = 2) -> DevicePrefill:
     spec = spec_of(num_layers).attention
     kv = KVSpec(num_layers, spec[0].num_kv_heads, spec[0].head_dim, DType.FLOAT32, 4)
-    return HeldPrompts(PagedKV(kv, spec, num_tokens // 4, CPU))
+    return DevicePrefill(PagedKV(kv, spec, num_tokens // 4, CPU))
 
 
 def sequence(number: int, holder: int = 0) -> Sequence:
@@ -47,7 +47,7 @@ def step(*chunks: Chunk) -> StepBatch:
     return StepBatch.build(chunks, HOLDERS, step=0)
 
 
-def run_chunk(held: HeldPrompts, *sequences: Sequence) -> HeldChunks | None:
+def run_chunk(held: DevicePrefill, *sequences: Sequence) -> DevicePrefillChunks | None:
     """Begin the next chunk of each, which is then over."""
     nexts = [Chunk(one, CHUNKS[one.num_cached // 8]) for one in sequences]
     begun = held.begin(step(*nexts))

@@ -18,11 +18,11 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.holders import Holder, HolderId, HolderKind, Part, PartId, Residence
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
 from fastdecode.core.spec import KVSpec
-from fastdecode.engine.step import mixed
+from fastdecode.engine.step import mixed_step
 from fastdecode.engine.step.lane_step import LaneStep
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.local import LocalConnection
-from fastdecode.engine.step.mixed import HomeLane, MixedAttention, Way
+from fastdecode.engine.step.mixed_step import DeviceLane, MixedAttention, StepMode
 from fastdecode.schedule.plan import Chunk
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello, OpenSequence, Welcome
 from sworker import whole
@@ -119,7 +119,7 @@ def on_graphs(run: Run) -> None:
 @pytest.fixture
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step runs layer by layer to be timed; slices are of two layers."""
-    monkeypatch.setattr(mixed, "_TIMED_FIRST", 0)
+    monkeypatch.setattr(mixed_step, "_TIMED_FIRST", 0)
     monkeypatch.setattr(whole, "SLICE_LAYERS", 2)
 
 
@@ -175,28 +175,32 @@ def test_attention_at_home_is_written_where_the_next_unit_reads_it() -> None:
 def test_how_the_home_lane_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph again from the second step on in which nobody was away: an away
     lane that only ends a step begins its next at once."""
-    monkeypatch.setattr(mixed, "_TIMED_FIRST", 0)
-    home = HomeLane(SimpleNamespace())  # type: ignore[arg-type]
-    assert home.next_way() is Way.WHOLE
+    monkeypatch.setattr(mixed_step, "_TIMED_FIRST", 0)
+    home = DeviceLane(SimpleNamespace())  # type: ignore[arg-type]
+    assert home.next_way() is StepMode.WHOLE
     step = type("Step", (), {})()
     home.goes_away(step)
-    assert [home.next_way() for _ in range(3)] == [Way.SLICED] * 3
+    assert [home.next_way() for _ in range(3)] == [StepMode.SLICED] * 3
     del step
-    assert [home.next_way() for _ in range(2)] == [Way.SLICED, Way.WHOLE]
+    assert [home.next_way() for _ in range(2)] == [StepMode.SLICED, StepMode.WHOLE]
     home.goes_away(type("Step", (), {})())  # it is over before the next begins
-    assert [home.next_way() for _ in range(3)] == [Way.SLICED, Way.SLICED, Way.WHOLE]
-    assert HomeLane().next_way() is Way.LAYERED
+    assert [home.next_way() for _ in range(3)] == [
+        StepMode.SLICED,
+        StepMode.SLICED,
+        StepMode.WHOLE,
+    ]
+    assert DeviceLane().next_way() is StepMode.LAYERED
 
 
 def test_some_steps_are_timed_layer_by_layer() -> None:
-    home = HomeLane(SimpleNamespace())  # type: ignore[arg-type]
+    home = DeviceLane(SimpleNamespace())  # type: ignore[arg-type]
     ways = [home.next_way() for _ in range(100)]
-    layered = [i for i, way in enumerate(ways, 1) if way is Way.LAYERED]
+    layered = [i for i, way in enumerate(ways, 1) if way is StepMode.LAYERED]
     assert layered == [1, 2, 3, 4, 32, 64, 96]
 
 
 def test_attention_within_graphs_is_foreseen_by_what_was_timed() -> None:
-    home = HomeLane()
+    home = DeviceLane()
     assert home.attention_s(1000) == 0.0
     timer: Any = SimpleNamespace(seconds=lambda: 0.0)
     home.time(timer, 500)

@@ -10,8 +10,8 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import Holder, HolderKind
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.engine.stages.passages import On
 from fastdecode.engine.stages.prompts import LanePrompts
+from fastdecode.engine.stages.stage_forward import LaterStageForward
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.wire.stages import StagePass
 from sworker.buffers import Fetched
@@ -111,7 +111,7 @@ def test_a_prompt_stage_reports_when_all_is_stored() -> None:
     """The next stage needn't wait for that."""
     done: list[str] = []
     x, stored = torch.zeros(2, 4), [False]
-    passage = On(
+    passage = LaterStageForward(
         Fetched(x),
         lambda rows: done.append("passed on"),
         lambda rows: done.append("reported"),
@@ -127,7 +127,7 @@ def test_a_prompt_stage_reports_when_all_is_stored() -> None:
 def test_other_stages_report_at_once() -> None:
     """Their R-workers are told of what comes next behind what they store."""
     done: list[str] = []
-    passage = On(
+    passage = LaterStageForward(
         Fetched(torch.zeros(2, 4)),
         lambda rows: done.append("passed on"),
         lambda rows: done.append("reported"),

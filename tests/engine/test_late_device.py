@@ -13,7 +13,7 @@ from late_gpu import LateGpu
 from torch_kernels import TorchKernels
 from trouble import crash_after
 
-from fastdecode.engine.step import mixed
+from fastdecode.engine.step import mixed_step
 from fastdecode.measure.steady import cancel_all
 from fastdecode.schedule.hybrid.forecast import Layout
 from sworker import whole
@@ -82,7 +82,7 @@ def test_equal_tokens(
 ) -> None:
     """Steps begin with tokens that only the device knows; and one that they
     are begun with turns out to be a text's last."""
-    monkeypatch.setattr(mixed, "_TIMED_FIRST", 0)
+    monkeypatch.setattr(mixed_step, "_TIMED_FIRST", 0)
     monkeypatch.setattr(whole, "SLICE_LAYERS", 2)
     gpu, (tokens, stop) = LateGpu(seed), expected
     with device_engine(path, gpu, **MODES[mode]) as engine:

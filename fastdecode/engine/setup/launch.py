@@ -53,8 +53,8 @@ from fastdecode.engine.setup.stage_threads import ThreadStages, connected, later
 from fastdecode.engine.setup.stages import about_layers, greet_stages, whole_columns
 from fastdecode.engine.setup.tiers import about_kept_blocks, cache_identity, check_disk, open_tiers
 from fastdecode.engine.stages.links import StageLinks
-from fastdecode.engine.stages.passages import first_stage
 from fastdecode.engine.stages.prompts import ApartAttention
+from fastdecode.engine.stages.stage_forward import first_stage
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.swapped import swap_figures
 from fastdecode.schedule.cache.prefix_cache import PrefixCache

@@ -35,9 +35,9 @@ from fastdecode.engine.setup.resolve import (
     stages_are_ranks,
 )
 from fastdecode.engine.setup.tiers import host_tier_bytes
+from fastdecode.engine.step.device_prefill import DevicePrefill
 from fastdecode.engine.step.local import LocalConnection, reach_device, whole_steps
-from fastdecode.engine.step.mixed import HOME_LANE, HomeLane, MixedAttention
-from fastdecode.engine.step.prompts import HeldPrompts
+from fastdecode.engine.step.mixed_step import DEVICE_LANE, DeviceLane, MixedAttention
 from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.engine.step.swapped import reach_swapped
 from fastdecode.wire.inproc import InprocHub
@@ -94,8 +94,8 @@ def make_attention(
         return plan
     whole = whole_steps(s_worker, device)
     if whole is not None:
-        whole.prepare(only_lane=HOME_LANE)
-    return MixedAttention(plan, device, home=HomeLane(whole))
+        whole.prepare(only_lane=DEVICE_LANE)
+    return MixedAttention(plan, device, home=DeviceLane(whole))
 
 
 def reach_workers(
@@ -278,7 +278,7 @@ def _feeders(resolved: ResolvedConfig) -> tuple[str, ...]:
 
 def _held_prompts(
     spec: ModelSpec, resolved: ResolvedConfig, device: torch.device
-) -> HeldPrompts | None:
+) -> DevicePrefill | None:
     """The device's room for prompts under way, if there is any."""
     kv = kv_spec(resolved.config, spec, resolved.kv_dtype)
     num_blocks = resolved.memory.held_bytes // kv.block_bytes
@@ -287,4 +287,4 @@ def _held_prompts(
     if not num_blocks:
         return None
     dtype = torch_dtype(resolved.dtype)
-    return HeldPrompts(PagedKV(kv, spec.attention, num_blocks, device, dtype=dtype))
+    return DevicePrefill(PagedKV(kv, spec.attention, num_blocks, device, dtype=dtype))

@@ -17,8 +17,8 @@ from fastdecode.core.holders import Holder
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.stages.columns import OwnColumns
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
-from fastdecode.engine.stages.passages import On, passed_on, report
 from fastdecode.engine.stages.replicas import StageReplicas
+from fastdecode.engine.stages.stage_forward import LaterStageForward, passed_on, report
 from fastdecode.engine.step.lane_step import LaneStep
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.pipeline import Pipeline
@@ -97,13 +97,13 @@ class LaterStage:
 
     # What the pipeline asks of it: see ``Onward``.
 
-    def leave(self, step: LaneStep) -> On:
+    def leave(self, step: LaneStep) -> LaterStageForward:
         """See ``Onward``."""
         x = step.forward.output
         if self._next is None:
             x = _rows(x, self._s_worker.upload(torch.from_numpy(step.logit_rows)))
         output = self._s_worker.to_host(x, step.lane)
-        return On(
+        return LaterStageForward(
             output,
             lambda x: self._send(step, x),
             lambda x: self._report(step, x),

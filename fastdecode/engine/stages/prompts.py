@@ -21,8 +21,8 @@ from torch import Tensor
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import Holder, HolderId
 from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.step.device_prefill import DevicePrefillChunks
 from fastdecode.engine.step.layout import HolderSpan, LocalSpan, StepBatch
-from fastdecode.engine.step.prompts import HeldChunks
 from fastdecode.engine.step.remote import Attention, LaneAttention
 from fastdecode.wire.messages import AttendResult
 from sworker.paged import PagedKV, Prompt
@@ -52,7 +52,7 @@ class LanePrompts:
         self._most_tokens = most_tokens
         self._rooms: dict[int, _Room] = {}  # by lane
 
-    def begin(self, batch: StepBatch) -> HeldChunks | None:
+    def begin(self, batch: StepBatch) -> DevicePrefillChunks | None:
         """A step begins. None: all of its prompts begin and end with it.
 
         Raises:
@@ -81,7 +81,7 @@ class LanePrompts:
         if past:
             later = ((Prompt(rows, slots),),)
             batch = _attended_here(batch, span)
-        return HeldChunks(batch, self._cache, stored, later, ())
+        return DevicePrefillChunks(batch, self._cache, stored, later, ())
 
     def _under_way(self, batch: StepBatch, span: HolderSpan) -> list[int]:
         """Which of a holder's sequences were begun before, or don't end here."""

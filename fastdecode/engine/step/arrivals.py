@@ -11,7 +11,7 @@ from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.holders import HolderId
 from fastdecode.core.trace import Trace
 from fastdecode.engine.fleet.fleet import Fleet
-from fastdecode.engine.step.lane_step import Onward
+from fastdecode.engine.step.lane_step import NextStage
 from fastdecode.engine.step.lanes import Lanes
 from fastdecode.wire.kv.chunks import ChunkStored, FetchedChunk
 from fastdecode.wire.kv.handing import Gone, OnOffer
@@ -34,7 +34,7 @@ class Arrivals:
     """
 
     def __init__(
-        self, fleet: Fleet, lanes: Lanes, trace: Trace, onward: Onward | None = None
+        self, fleet: Fleet, lanes: Lanes, trace: Trace, onward: NextStage | None = None
     ) -> None:
         self._fleet, self._lanes, self._trace = fleet, lanes, trace
         self._onward = onward

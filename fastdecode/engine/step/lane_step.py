@@ -21,7 +21,7 @@ from fastdecode.wire.stages import StageDone
 from sworker.worker import Pass
 
 
-class Draws(Protocol):
+class HostCopy(Protocol):
     """Tokens that are on their way to the host."""
 
     @property
@@ -32,11 +32,11 @@ class Draws(Protocol):
         """Wait until they are."""
 
 
-class Passage(Protocol):
+class StageForward(Protocol):
     """A step's way on, when a stage of several has run its own layers."""
 
     @property
-    def copy(self) -> Draws:
+    def copy(self) -> HostCopy:
         """The stage's output, on its way to the host."""
 
     @property
@@ -56,10 +56,10 @@ class Passage(Protocol):
         """What later stages have said of it."""
 
 
-class Onward(Protocol):
+class NextStage(Protocol):
     """What a stage of several does with its steps."""
 
-    def leave(self, step: LaneStep) -> Passage | None:
+    def leave(self, step: LaneStep) -> StageForward | None:
         """Its own layers are done. None: so are all."""
 
     def take_done(self) -> Seq[StageDone]:
@@ -81,15 +81,15 @@ class LaneStep:
     forward: Pass
     is_whole: bool = False
     """All layers were run at once."""
-    passage: Passage | None = None
+    passage: StageForward | None = None
     """Its way through the stages behind this one, if there are any, and through
     the layers before."""
     logits: Tensor | None = None  # [R, vocab], once all layers are done
     is_drawn: bool = False
     """The tokens that follow were asked for."""
-    draws: Draws | None = None
+    draws: HostCopy | None = None
     """They are drawn; None: nobody wants any, or not yet."""
-    fed_by: Draws | None = None
+    fed_by: HostCopy | None = None
     """The lane's tokens before, which it embeds, while the host doesn't know
     them: it draws none before that does."""
     s_compute_s: float = 0.0
@@ -119,7 +119,7 @@ class LaneStep:
         return self.fed_by is not None and self.fed_by.done
 
     @property
-    def coming(self) -> list[Draws]:
+    def coming(self) -> list[HostCopy]:
         """What is on its way to the host for it, and isn't there."""
         of_stage = None if self.passage is None else self.passage.copy
         copies = (self.fed_by, of_stage, self.draws)

@@ -26,14 +26,14 @@ from numpy.typing import NDArray
 from fastdecode.core.holders import Holder
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.step.arrivals import Arrival, Arrivals, News
-from fastdecode.engine.step.lane_step import Draws, LaneStep, Onward
+from fastdecode.engine.step.lane_step import HostCopy, LaneStep, NextStage
 from fastdecode.engine.step.lanes import Lanes
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.remote import Attention
 from fastdecode.engine.step.waiting import Waiting
 from sworker.worker import Pass, SWorker
 
-Draw: TypeAlias = "Callable[[LaneStep], Draws | None]"
+Draw: TypeAlias = "Callable[[LaneStep], HostCopy | None]"
 TakeIn: TypeAlias = "Callable[[int], object]"
 
 
@@ -50,7 +50,7 @@ class Pipeline:
         attention: Attention,
         num_lanes: int,
         trace: Trace | None = None,
-        onward: Onward | None = None,
+        onward: NextStage | None = None,
     ) -> None:
         self._trace = trace or NoTrace()
         self._onward = onward
@@ -91,7 +91,7 @@ class Pipeline:
         batch: StepBatch,
         logit_rows: NDArray[np.int64],
         planned_s: float = 0.0,
-        fed_by: Draws | None = None,
+        fed_by: HostCopy | None = None,
     ) -> None:
         """Start an idle lane's step: embed, the first layer's S-step, and off
         to the R-workers; or all layers, where they aren't needed.
@@ -110,7 +110,7 @@ class Pipeline:
 
     def run(self, draw: Draw | None = None, take_in: TakeIn | None = None) -> LaneStep | None:
         """Go on until some lane has finished its step, or there is news
-        (``take_news``) or an order (``Onward``); then None.
+        (``take_news``) or an order (``NextStage``); then None.
 
         Args:
             draw: called with a step as soon as it has logits. It starts to

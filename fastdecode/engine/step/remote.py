@@ -33,9 +33,9 @@ from fastdecode.core.spec import AttentionSpec
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.heads.answers import check_arrays
 from fastdecode.engine.step.checks import Checks, StepChecks
+from fastdecode.engine.step.device_prefill import DevicePrefillChunks, DevicePrompts
 from fastdecode.engine.step.layout import HolderSpan, LocalSpan, StepBatch
 from fastdecode.engine.step.parts import ClosedPartMerge
-from fastdecode.engine.step.prompts import HeldChunks, PromptsUnderWay
 from fastdecode.wire.messages import Attend, AttendResult
 from sworker.buffers import (
     LENT_LAYERS,
@@ -156,7 +156,7 @@ class AttentionPlan:
     """Most that q, k and v of a layer take."""
     _staging: dict[int, Staging] = field(default_factory=dict)  # by lane
     checks: Checks = field(default_factory=Checks)
-    prompts: PromptsUnderWay | None = None
+    prompts: DevicePrompts | None = None
     """On the device, until they are done; None: R-workers attend what they hold
     of them."""
 
@@ -208,7 +208,7 @@ class RemoteStep:
     """One lane's step on the holders."""
 
     def __init__(
-        self, plan: AttentionPlan, batch: StepBatch, held: HeldChunks | None = None
+        self, plan: AttentionPlan, batch: StepBatch, held: DevicePrefillChunks | None = None
     ) -> None:
         self._plan = plan
         self.batch = batch

@@ -9,7 +9,7 @@ from functools import partial
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.step.arrivals import Arrival
-from fastdecode.engine.step.lane_step import Draws
+from fastdecode.engine.step.lane_step import HostCopy
 from fastdecode.engine.step.lanes import Lanes
 from fastdecode.wire.patience import look_until_found
 
@@ -43,7 +43,7 @@ class Waiting:
         found = look_until_found(partial(self._look, copies, fleet.lost.keys()), None)
         return found[0] if found else None
 
-    def _look(self, copies: Seq[Draws], lost: Collection[HolderId]) -> list[Arrival] | None:
+    def _look(self, copies: Seq[HostCopy], lost: Collection[HolderId]) -> list[Arrival] | None:
         """An answer, if one is here; none: something was sent or drawn, a lane
         can go on, or somebody was lost; None: nothing has happened."""
         fleet = self._fleet

@@ -30,7 +30,7 @@ TICK_S = 0.2
 """How often whoever wants ticks gets one though nothing has come."""
 
 
-class Feed:
+class RequestStream:
     """One reading of deltas, from its first request to its last.
 
     Args:
@@ -196,13 +196,13 @@ class Feed:
         return delta, output
 
 
-class Readings:
+class RequestStreams:
     """What a service's requests say, read by one reader at a time.
 
     Args:
         service: runs them.
         checker: makes requests of what arrives.
-        most_sequences: see ``Feed``.
+        most_sequences: see ``RequestStream``.
         conversations: that requests may be turns of.
     """
 
@@ -217,7 +217,7 @@ class Readings:
         self._checker = checker
         self._most = most_sequences
         self._conversations = conversations
-        self._latest: Feed | None = None
+        self._latest: RequestStream | None = None
 
     def read(
         self,
@@ -237,7 +237,7 @@ class Readings:
             ConfigError: (code ``busy``) another reader isn't done.
         """
         talk = Talk(self._conversations if conversations is None else conversations)
-        feed = Feed(self._service, self._checker, self._most, talk, every_step=every_step)
+        feed = RequestStream(self._service, self._checker, self._most, talk, every_step=every_step)
         try:
             self._begin(feed)
             for delta, output in feed.read(requests, on_tick):
@@ -255,7 +255,7 @@ class Readings:
         if self._latest is not None:
             self._latest.cancel_waiting()
 
-    def _begin(self, feed: Feed) -> None:
+    def _begin(self, feed: RequestStream) -> None:
         before = self._latest
         if before is not None:
             if not before.is_over:

@@ -28,7 +28,7 @@ from sworker.device import Event, Gpu, gpu_of
 from sworker.whole import SlicedPass, WholeSteps
 from sworker.worker import TIMED_LAYERS, DeviceTimer, Pass, SWorker
 
-HOME_LANE = 0
+DEVICE_LANE = 0
 _MOST_AHEAD, _SLICES_AHEAD = 2, 1
 """Layers, or slices, of a step that may be queued on a GPU while it computes
 another: other lanes' come behind them."""
@@ -38,7 +38,7 @@ _KEPT = 0.8
 """Of what was known of that, at the next time."""
 
 
-class HomeLane:
+class DeviceLane:
     """How decode steps of the home lane run: what is known from one to the next.
 
     While no sequence is away they run as with all KV on the device, as one graph.
@@ -64,7 +64,7 @@ class HomeLane:
         self._away.add(step)
         self._begun_away = True
 
-    def next_way(self) -> Way:
+    def next_way(self) -> StepMode:
         """That of the step that begins."""
         # Between two steps of an away lane none is in flight: one step's length
         # more, and it would wait for all layers of this one.
@@ -72,10 +72,10 @@ class HomeLane:
         is_alone = not is_away and not self._was_away
         self._was_away, self._begun_away = is_away, False
         if self.whole is None:
-            return Way.LAYERED
+            return StepMode.LAYERED
         self._num_steps += 1
         is_timed = self._num_steps <= _TIMED_FIRST or self._num_steps % _TIMED_EVERY == 0
-        return Way.LAYERED if is_timed else Way.WHOLE if is_alone else Way.SLICED
+        return StepMode.LAYERED if is_timed else StepMode.WHOLE if is_alone else StepMode.SLICED
 
     def time(self, timer: DeviceTimer, num_tokens: int) -> None:
         """A step begins whose attention to so many cached tokens is timed."""
@@ -93,7 +93,7 @@ class HomeLane:
         return self._token_s * num_tokens
 
 
-class Way(Enum):
+class StepMode(Enum):
     """How a step of the home lane runs."""
 
     WHOLE = "as one graph"
@@ -115,7 +115,7 @@ class MixedAttention:
     plan: AttentionPlan
     connection: LocalConnection
     gpu: Gpu | None = None
-    home: HomeLane = field(default_factory=HomeLane)
+    home: DeviceLane = field(default_factory=DeviceLane)
 
     @property
     def fleet(self) -> Fleet:
@@ -134,20 +134,20 @@ class MixedAttention:
         on_device = [span for span in batch.spans if self._is_device(span)]
         gpu = self.gpu or gpu_of(self.plan.device)
         if len(on_device) == len(batch.spans):
-            return HomeStep(self.connection, batch, gpu, self.home, self.home.next_way())
+            return DeviceStep(self.connection, batch, gpu, self.home, self.home.next_way())
         away = tuple(span for span in batch.spans if not self._is_device(span))
         remote = self.plan.begin(_only(batch, away) if on_device else batch)
         self.home.goes_away(remote)
         if not on_device:
             return remote
-        home = HomeStep(self.connection, _only(batch, tuple(on_device)), gpu, self.home)
+        home = DeviceStep(self.connection, _only(batch, tuple(on_device)), gpu, self.home)
         return MixedStep(home, remote, on_device[0].rows)
 
     def _is_device(self, span: HolderSpan) -> bool:
         return self.holders[span.holder].kind is HolderKind.DEVICE
 
 
-class HomeStep(LocalStep):
+class DeviceStep(LocalStep):
     """A step on the device beside lanes that are elsewhere. A GPU isn't given
     more of its layers at a time than it needs to be busy."""
 
@@ -156,27 +156,29 @@ class HomeStep(LocalStep):
         connection: LocalConnection,
         batch: StepBatch,
         gpu: Gpu | None,
-        home: HomeLane,
-        way: Way = Way.LAYERED,
+        home: DeviceLane,
+        way: StepMode = StepMode.LAYERED,
     ) -> None:
         super().__init__(connection, batch, home.whole)
         self._gpu = gpu
         self._home = home
-        self._way = way if home.whole is not None and home.whole.takes(self._paged) else Way.LAYERED
+        self._way = (
+            way if home.whole is not None and home.whole.takes(self._paged) else StepMode.LAYERED
+        )
         (span,) = batch.spans
         self._load_tokens = span.counts.load_tokens
         self._queued: deque[Event] = deque()
         self._timer = DeviceTimer(gpu, every=TIMED_LAYERS)
         decodes = self._paged.only_decodes and self._load_tokens
-        if self._way is Way.LAYERED and decodes and home.whole is not None:
+        if self._way is StepMode.LAYERED and decodes and home.whole is not None:
             home.time(self._timer, self._load_tokens)
 
     def run_through(self, s_worker: SWorker) -> Pass | None:
         """See ``LaneAttention``. The whole step, or the first slice of it."""
         whole, lane = self._whole, self._begin.lane
-        if whole is None or self._way is Way.LAYERED:
+        if whole is None or self._way is StepMode.LAYERED:
             return None
-        if self._way is Way.WHOLE:
+        if self._way is StepMode.WHOLE:
             forward = super().run_through(s_worker)
             assert forward is not None
             forward.attended_s = self._attention_s
@@ -193,7 +195,7 @@ class HomeStep(LocalStep):
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
     ) -> None:
         """See ``LaneAttention``."""
-        if self._way is Way.SLICED:
+        if self._way is StepMode.SLICED:
             assert place is not None
             self._o = place  # attended with the slice
         else:
@@ -210,7 +212,7 @@ class HomeStep(LocalStep):
         """See ``LaneAttention``."""
         while self._queued and self._queued[0].query():
             self._queued.popleft()
-        return len(self._queued) <= (_SLICES_AHEAD if self._way is Way.SLICED else _MOST_AHEAD)
+        return len(self._queued) <= (_SLICES_AHEAD if self._way is StepMode.SLICED else _MOST_AHEAD)
 
     @property
     def r_compute_s(self) -> dict[HolderId, float]:
@@ -220,7 +222,7 @@ class HomeStep(LocalStep):
 
     def _attention_s(self) -> float:
         """Seconds of the GPU, as timed or, within graphs, as foreseen."""
-        if self._way is Way.LAYERED:
+        if self._way is StepMode.LAYERED:
             return self._timer.seconds()
         return self._home.attention_s(self._load_tokens)
 
@@ -234,7 +236,7 @@ class MixedStep:
         rows: the device's, among all.
     """
 
-    def __init__(self, home: HomeStep, remote: RemoteStep, rows: slice) -> None:
+    def __init__(self, home: DeviceStep, remote: RemoteStep, rows: slice) -> None:
         self._home = home
         self._remote = remote
         self._rows = rows

@@ -26,7 +26,7 @@ from sworker.paged import ChunkWork, PagedKV, Prompt, Window
 
 
 @dataclass(eq=False)
-class _Held:
+class _DevicePrompt:
     """A prompt's place on the device, as long as it lives: while the prompt is
     under way, and the steps that use it."""
 
@@ -46,7 +46,7 @@ class _Held:
 
 
 @dataclass(frozen=True)
-class HeldChunks:
+class DevicePrefillChunks:
     """A step's chunks of prompts that are held.
 
     Args:
@@ -74,14 +74,14 @@ class HeldChunks:
             self._cache.attend_later(layer, q, chunks, o, work)
 
 
-class PromptsUnderWay(Protocol):
+class DevicePrompts(Protocol):
     """What keeps K and V of prompts on the device until they are done."""
 
-    def begin(self, batch: StepBatch) -> HeldChunks | None:
+    def begin(self, batch: StepBatch) -> DevicePrefillChunks | None:
         """A step begins. None: it has no such prompts."""
 
 
-class HeldPrompts:
+class DevicePrefill:
     """The prompts that are held; for all lanes of one engine.
 
     Args:
@@ -90,21 +90,21 @@ class HeldPrompts:
 
     def __init__(self, cache: PagedKV) -> None:
         self._cache = cache
-        self._prompts: WeakKeyDictionary[Sequence, _Held] = WeakKeyDictionary()
-        self._rooms: WeakSet[_Held] = WeakSet()
+        self._prompts: WeakKeyDictionary[Sequence, _DevicePrompt] = WeakKeyDictionary()
+        self._rooms: WeakSet[_DevicePrompt] = WeakSet()
 
     @property
     def num_held(self) -> int:
         """Slots that are taken."""
         return sum(len(held.room) for held in self._rooms)
 
-    def begin(self, batch: StepBatch) -> HeldChunks | None:
+    def begin(self, batch: StepBatch) -> DevicePrefillChunks | None:
         """A step begins. None: it has no such prompts."""
         if not batch.local:
             return None
         stored: list[tuple[slice, Tensor]] = []
         later: list[tuple[Prompt, ...]] = []
-        kept: list[_Held] = []
+        kept: list[_DevicePrompt] = []
         local: list[LocalSpan] = []
         spans = list(batch.spans)
         for span in batch.local:
@@ -131,9 +131,9 @@ class HeldPrompts:
         if not stored:
             return None
         seen = replace(batch, spans=tuple(spans), local=tuple(local))
-        return HeldChunks(seen, self._cache, tuple(stored), tuple(later), tuple(kept))
+        return DevicePrefillChunks(seen, self._cache, tuple(stored), tuple(later), tuple(kept))
 
-    def _take(self, chunk: Chunk) -> _Held | None:
+    def _take(self, chunk: Chunk) -> _DevicePrompt | None:
         """A place for a prompt that begins, if it runs in several chunks and
         there is room for all of it."""
         sequence, length = chunk.sequence, len(chunk.sequence.token_ids)
@@ -145,11 +145,11 @@ class HeldPrompts:
         if room is None:
             return None
         slots = torch.arange(room.start, room.stop, device=self._cache.pool.device)
-        held = self._prompts[sequence] = _Held(room, slots)
+        held = self._prompts[sequence] = _DevicePrompt(room, slots)
         self._rooms.add(held)
         return held
 
-    def _go_on(self, chunk: Chunk) -> _Held | None:
+    def _go_on(self, chunk: Chunk) -> _DevicePrompt | None:
         """The place of a prompt, if all that came before this chunk is there."""
         held = self._prompts.get(chunk.sequence)
         if held is None or held.num_tokens != chunk.first:

@@ -24,7 +24,7 @@ from sworker.worker import SWorker
 
 
 @dataclass(frozen=True)
-class Tokens:
+class StepSamples:
     """Of one step."""
 
     step: LaneStep
@@ -56,7 +56,7 @@ class Tokens:
         return Feed(self.drawing.tokens, np.array(sources, np.int64), rows)
 
 
-class Drawings:
+class PendingSamples:
     """Starts to draw, and takes in what was drawn.
 
     Args:
@@ -81,7 +81,7 @@ class Drawings:
         self._stats = stats
         self._trace = trace
 
-    def draw(self, step: LaneStep) -> Tokens | None:
+    def draw(self, step: LaneStep) -> StepSamples | None:
         """Start drawing the tokens that follow, of all whose text is complete
         so far. None: nobody wants any."""
         assert step.logits is not None
@@ -101,9 +101,9 @@ class Drawings:
             not is_done and self._s_worker.feeds and drawing.is_sure and any(map(_steps_on, chunks))
         )
         ended_s = time.perf_counter() if is_done else None
-        return Tokens(step, chunks, drawing, started_s, ended_s, goes_ahead)
+        return StepSamples(step, chunks, drawing, started_s, ended_s, goes_ahead)
 
-    def accept(self, tokens: Tokens) -> tuple[events.Drawn, ...]:
+    def accept(self, tokens: StepSamples) -> tuple[events.Drawn, ...]:
         """Take in what was drawn, of those whose sequences are still wanted;
         waits until it is here."""
         sampled = self._s_worker.drawn(tokens.drawing)

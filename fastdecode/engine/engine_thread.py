@@ -63,7 +63,7 @@ T = TypeVar("T", bound=Served)
 
 
 @dataclass(frozen=True)
-class Numbers:
+class EngineNumbers:
     """How an engine is, as its thread saw it last."""
 
     num_steps: int = 0
@@ -98,7 +98,7 @@ class Numbers:
 
 
 @dataclass(eq=False)
-class _Open:
+class _OpenRequest:
     """A request that isn't over."""
 
     reader: DeltaQueue
@@ -128,7 +128,7 @@ class _Steps:
             self.longest_s = max(self._latest_s)
 
 
-class Owner(Generic[T]):
+class EngineThread(Generic[T]):
     """Not thread-safe but for ``numbers`` and ``broken``, which others may read."""
 
     def __init__(self, served: T) -> None:
@@ -136,8 +136,8 @@ class Owner(Generic[T]):
         self.broken: FastDecodeError | None = None
         """Why no step can be made any more."""
         self._ended: FastDecodeError | None = None  # why no request is taken any more
-        self.numbers = Numbers()
-        self._open: dict[str, _Open] = {}
+        self.numbers = EngineNumbers()
+        self._open: dict[str, _OpenRequest] = {}
         self._fresh: dict[DeltaQueue, list[Delta]] = {}
         self._steps = _Steps()
         self._note()
@@ -160,7 +160,7 @@ class Owner(Generic[T]):
             if request_id in self._open:
                 reader.put([Delta(request_id, 0, error=duplicate_id(request_id))])
                 continue
-            self._open[request_id] = _Open(reader, request.params.n)
+            self._open[request_id] = _OpenRequest(reader, request.params.n)
             try:
                 refusal = self.broken or self._ended
                 if refusal is not None:
@@ -290,7 +290,7 @@ class Owner(Generic[T]):
 
     def _note(self) -> None:
         served, steps = self.served, self._steps
-        self.numbers = Numbers(
+        self.numbers = EngineNumbers(
             steps.num,
             steps.ended_s,
             steps.longest_s,

@@ -1,5 +1,5 @@
-"""What becomes of a step when a stage has run its own layers: to the stages
-behind and home again (``Away``), or on its way from one to the next (``On``)."""
+"""What follows when a stage has run its own layers: the step goes to the later stages and
+back (``FirstStageForward``), or on to the next one (``LaterStageForward``)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def stage_pass(batch: StepBatch, x: Activations, lost: Collection[int]) -> Stage
     )
 
 
-class Away:
+class FirstStageForward:
     """A step of the first stage: it leaves for the later ones, and its rows
     that draw a token come home.
 
@@ -130,7 +130,7 @@ class FirstStage:
         self._s_worker, self._later, self._lost = s_worker, later, lost
         self._first_prompt_lane = first_prompt_lane
 
-    def leave(self, step: LaneStep) -> Away | None:
+    def leave(self, step: LaneStep) -> FirstStageForward | None:
         """See ``Onward``."""
         later = self._later
         is_prompts = bool(later.prompt_stages) and step.lane >= self._first_prompt_lane
@@ -138,7 +138,7 @@ class FirstStage:
         if not stages:
             return None
         output = self._s_worker.to_host(step.forward.output, step.lane)
-        return Away(step, later, output, self._lost, stages)
+        return FirstStageForward(step, later, output, self._lost, stages)
 
     def take_done(self) -> list[StageDone]:
         """See ``Onward``."""
@@ -152,7 +152,7 @@ def first_stage(fleet: Fleet, s_worker: SWorker, first_prompt_lane: int) -> Firs
     return FirstStage(s_worker, fleet.later, lambda: fleet.lost, first_prompt_lane)
 
 
-class On:
+class LaterStageForward:
     """A step of a later stage: it leaves for the next one, or for the first.
 
     Args:
