@@ -18,7 +18,7 @@ from fastdecode.core.config.engine import GROUPS
 from fastdecode.core.config.features import FEATURES, REFUSALS, refused_pairs
 from fastdecode.core.config.options import Declared, declared
 from fastdecode.core.errors import FastDecodeError
-from fastdecode.server.messages import Seen
+from fastdecode.server.messages import StatusReport
 from fastdecode.server.observations import Observations
 from fastdecode.wire.messages import PROTOCOL_VERSION
 from fastdecode.wire.opcodes import OPCODES
@@ -152,7 +152,7 @@ def metrics_page() -> Iterator[str]:
         "",
     )
     yield from ("| name | kind | |", "|---|---|---|")
-    seen = Seen("open", num_r_workers=1, num_live_r_workers=1, figures=_FIGURES)
+    seen = StatusReport("open", num_r_workers=1, num_live_r_workers=1, figures=_FIGURES)
     for name, family in Observations(4096).families(seen).items():
         yield f"| `{name}` | {family.kind} | {family.help} |"
 

@@ -15,9 +15,9 @@ from fastdecode.engine.instances.addresses import InstanceHub, InstanceListener
 from fastdecode.engine.instances.remote import packed, unpacked
 from fastdecode.wire.instances.messages import (
     InstanceHello,
-    InstanceSeen,
+    InstanceStatus,
     InstanceWelcome,
-    RequestsSay,
+    RequestDeltas,
     RunRequests,
 )
 from fastdecode.wire.messages import Failed
@@ -26,7 +26,7 @@ from fastdecode.wire.transport import PeerLostError
 _LOOK_S = 0.005
 _END_S = 30.0
 TOKENS, REASON, ERROR, SOURCES, FETCHED = 3, 5, 6, 8, 9
-"""Places in a delta's JSON (``fastdecode.wire.instances.told``)."""
+"""Places in a delta's JSON (``fastdecode.wire.instances.request_json``)."""
 
 Lie = Callable[[Any, "Heard"], "list[Any] | None"]
 """Makes other messages of one that an instance has sent; None: not of that one."""
@@ -50,35 +50,35 @@ def _of_deltas(change: Callable[[list[Any], Heard], bool]) -> Lie:
     """A lie about the first delta that can be changed so."""
 
     def lie(message: Any, heard: Heard) -> list[Any] | None:
-        if not isinstance(message, RequestsSay):
+        if not isinstance(message, RequestDeltas):
             return None
         deltas = unpacked(message.said)
         if not any(change(delta, heard) for delta in deltas):
             return None
-        return [RequestsSay(packed(deltas))]
+        return [RequestDeltas(packed(deltas))]
 
     return lie
 
 
 def _of_status(change: Callable[[dict[str, Any]], None]) -> Lie:
     def lie(message: Any, heard: Heard) -> list[Any] | None:
-        if not isinstance(message, InstanceSeen):
+        if not isinstance(message, InstanceStatus):
             return None
         said = unpacked(message.said)
         if said["figures"] is None:
             return None
         change(said)
         raw = bytes(packed(said)).replace(b"Infinity", b"1e999")
-        return [InstanceSeen(message.num_steps, message.num_live_r_workers, _json(raw))]
+        return [InstanceStatus(message.num_steps, message.num_live_r_workers, _json(raw))]
 
     return lie
 
 
 def _live(number: int) -> Lie:
     def lie(message: Any, heard: Heard) -> list[Any] | None:
-        if not isinstance(message, InstanceSeen):
+        if not isinstance(message, InstanceStatus):
             return None
-        return [InstanceSeen(message.num_steps, number, message.said)]
+        return [InstanceStatus(message.num_steps, number, message.said)]
 
     return lie
 
@@ -87,9 +87,9 @@ def _raw(kind: type[Any], raw: bytes) -> Lie:
     def lie(message: Any, heard: Heard) -> list[Any] | None:
         if not isinstance(message, kind):
             return None
-        if isinstance(message, InstanceSeen):
-            return [InstanceSeen(message.num_steps, message.num_live_r_workers, _json(raw))]
-        return [RequestsSay(_json(raw))]
+        if isinstance(message, InstanceStatus):
+            return [InstanceStatus(message.num_steps, message.num_live_r_workers, _json(raw))]
+        return [RequestDeltas(_json(raw))]
 
     return lie
 
@@ -160,28 +160,28 @@ def _has_fetched(delta: list[Any], heard: Heard) -> bool:
 
 def _unknown(message: Any, heard: Heard) -> list[Any] | None:
     """Requests that were never asked of it, and nothing else that is untrue."""
-    if not isinstance(message, RequestsSay):
+    if not isinstance(message, RequestDeltas):
         return None
     delta = unpacked(message.said)[0]
     delta[0], delta[TOKENS] = "4711.4711", [7] * 9
-    return [message, RequestsSay(packed([delta]))]
+    return [message, RequestDeltas(packed([delta]))]
 
 
 def _breaks_down(message: Any, heard: Heard) -> list[Any] | None:
     """As an engine does that breaks down, and whose requests say so first."""
-    if not isinstance(message, RequestsSay):
+    if not isinstance(message, RequestDeltas):
         return None
     error = ["FastDecodeError", "a step broke down before: KeyError: 'x'", "internal_error"]
     ended = [[name, 0, "", [], None, None, error, 0, [], False, False] for name in heard.limits]
-    return [RequestsSay(packed(ended)), Failed("liar", "internal_error", error[1])]
+    return [RequestDeltas(packed(ended)), Failed("liar", "internal_error", error[1])]
 
 
 def _welcomes_again(message: Any, heard: Heard) -> list[Any] | None:
-    return [heard.welcome] if isinstance(message, RequestsSay) else None  # type: ignore[attr-defined]
+    return [heard.welcome] if isinstance(message, RequestDeltas) else None  # type: ignore[attr-defined]
 
 
 def _falls_silent(message: Any, heard: Heard) -> list[Any] | None:
-    if not isinstance(message, RequestsSay):
+    if not isinstance(message, RequestDeltas):
         return None
     heard.is_mute = True
     return []
@@ -196,13 +196,13 @@ LIES: Mapping[str, Lie] = {
     "figures as text": _of_status(lambda said: said["figures"].update(num_steps="many")),
     "figures without R-workers": _of_status(lambda said: said["figures"].update(r_workers=7)),
     "R-workers of nothing": _of_status(lambda said: said["figures"].update(r_workers=[None])),
-    "no status": _raw(InstanceSeen, b"[]"),
+    "no status": _raw(InstanceStatus, b"[]"),
     "no R-worker": _live(0),
     "R-workers below 0": _live(-1),
     "more R-workers than there are": _live(1 << 20),
-    "no JSON": _raw(RequestsSay, b"{"),
-    "deep JSON": _raw(RequestsSay, b"[" * 100_000),
-    "no list": _raw(RequestsSay, b"7"),
+    "no JSON": _raw(RequestDeltas, b"{"),
+    "deep JSON": _raw(RequestDeltas, b"[" * 100_000),
+    "no list": _raw(RequestDeltas, b"7"),
     "too many tokens": _of_deltas(_add_tokens),
     "tokens beyond the vocabulary": _of_deltas(_beyond),
     "tokens that are none": _of_deltas(_half_tokens),
@@ -313,7 +313,7 @@ class LyingInstance(threading.Thread):
             self._heard.welcome = message  # type: ignore[attr-defined]
         if self._heard.is_mute:
             return []
-        if isinstance(message, RequestsSay) and self._after:
+        if isinstance(message, RequestDeltas) and self._after:
             self._after -= 1
         elif self._lie is not None and not self._after:
             told = self._lie(message, self._heard)

@@ -19,9 +19,9 @@ from fastdecode.wire.instances.messages import (
     EndConversation,
     InstanceHello,
     InstanceSays,
-    InstanceSeen,
+    InstanceStatus,
     InstanceWelcome,
-    RequestsSay,
+    RequestDeltas,
     RunRequests,
     SetInstanceRole,
     ToInstance,
@@ -266,8 +266,8 @@ def between_instances() -> list[ToInstance | InstanceSays]:
         CancelRequests(("0.1", "0.2")),
         SetInstanceRole(InstanceRole.BOTH),
         EndConversation(np.arange(3), "salt"),
-        RequestsSay(said),
-        InstanceSeen(7, 2, said),
+        RequestDeltas(said),
+        InstanceStatus(7, 2, said),
     ]
 
 

@@ -17,9 +17,9 @@ from fastdecode.wire.instances.messages import (
     CancelRequests,
     EndConversation,
     InstanceHello,
-    InstanceSeen,
+    InstanceStatus,
     InstanceWelcome,
-    RequestsSay,
+    RequestDeltas,
     RunRequests,
     SetInstanceRole,
 )
@@ -284,6 +284,6 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     CancelRequests: st.builds(CancelRequests, st.lists(TEXTS, max_size=3).map(tuple)),
     SetInstanceRole: st.builds(SetInstanceRole, st.sampled_from(InstanceRole)),
     EndConversation: st.builds(EndConversation, arrays_of(np.int64, (3,)), TEXTS),
-    RequestsSay: st.builds(RequestsSay, arrays_of(np.uint8, (3,))),
-    InstanceSeen: st.builds(InstanceSeen, INTS, INTS, arrays_of(np.uint8, (3,))),
+    RequestDeltas: st.builds(RequestDeltas, arrays_of(np.uint8, (3,))),
+    InstanceStatus: st.builds(InstanceStatus, INTS, INTS, arrays_of(np.uint8, (3,))),
 }

@@ -28,7 +28,7 @@ from fastdecode.core.host.interrupts import interrupt
 from fastdecode.jobs.stopping import stop_signals
 
 if TYPE_CHECKING:
-    from fastdecode.engine.instances.serving import InstanceServing
+    from fastdecode.engine.instances.instance_server import InstanceServer
 
 COMMAND = "fastdecode instance"
 ANY_PORT = "tcp://127.0.0.1:*"
@@ -84,7 +84,7 @@ def _instance(args: argparse.Namespace) -> int:
     name = args.name or f"{socket.gethostname()} {args.bind.rpartition(':')[2]}"
     place = InstancePlace(InstanceRole(args.role), args.bind, args.export, key, name, security)
 
-    def listening(address: str, serving: InstanceServing) -> None:
+    def listening(address: str, serving: InstanceServer) -> None:
         def end(number: int, frame: FrameType | None) -> None:
             serving.end()
 

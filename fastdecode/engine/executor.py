@@ -16,7 +16,7 @@ from fastdecode.core.resuming import Session
 from fastdecode.core.spec import longest_window
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.fleet.fleet import Fleet
-from fastdecode.engine.instances.handing import Exports, FetchingTime, Handing
+from fastdecode.engine.instances.kv_exchange import ExportAddresses, FetchingTime, KVExchange
 from fastdecode.engine.pending_samples import PendingSamples, StepSamples
 from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.requests import Requests
@@ -50,7 +50,7 @@ class Watch:
     """Decides on the number of lanes; None: it stays what it is."""
     session: Session | None = None
     """Which tokens sequences have, and where they are."""
-    exports: Exports = field(default_factory=Exports)
+    exports: ExportAddresses = field(default_factory=ExportAddresses)
     """How other instances' R-workers reach this one's."""
 
 
@@ -96,7 +96,7 @@ class Executor:
             s_worker, lifecycle.lives, requests, stats, watch.trace
         )
         self._recorder = Recorder(watch.session, lifecycle.lives)
-        self.handing = Handing(fleet, requests, lifecycle.handing, watch.exports)
+        self.handing = KVExchange(fleet, requests, lifecycle.handing, watch.exports)
         """What is done for other instances, and by them."""
         self._fetching = FetchingTime()
         # By lane: of steps that are over, on their way to the host.

@@ -20,7 +20,7 @@ class QueueFull(Exception):  # noqa: N818  (an answer)
         self.retry_after_s = retry_after_s
 
 
-class Admission:
+class QueueAdmission:
     """The queue: what asks for sequences of which some have no token yet.
 
     Args:

@@ -18,7 +18,15 @@ from fastdecode.core.errors import FastDecodeError, ProtocolError, RequestError,
 from fastdecode.core.sequence import Request, validate_for_vocab
 from fastdecode.engine.service import EngineService
 from fastdecode.server.channel import Channel
-from fastdecode.server.messages import Asked, Drained, Here, Left, Message, Seen, Told
+from fastdecode.server.messages import (
+    Cancel,
+    Deltas,
+    Drained,
+    Message,
+    StatusAck,
+    StatusReport,
+    Submit,
+)
 from fastdecode.server.silence import Silence
 
 logger = logging.getLogger(__name__)
@@ -107,11 +115,11 @@ class Bridge:
     def _obey(self, message: Message) -> None:
         self.silence.heard()
         match message:
-            case Here():
+            case StatusAck():
                 pass
-            case Asked(requests):
+            case Submit(requests):
                 self._submit(requests)
-            case Left(request_ids):
+            case Cancel(request_ids):
                 for request_id in request_ids:
                     self._service.cancel(request_id)
             case Drained(num_cut):
@@ -150,17 +158,17 @@ class Bridge:
         while not self.is_gone.is_set():
             deltas = self._queue.take(max(0.0, due_s - time.monotonic()))
             if deltas:
-                self._send(Told(deltas))
+                self._send(Deltas(deltas))
             if time.monotonic() >= due_s:
                 self.silence.asked()
                 self._send(self._seen())
                 due_s = time.monotonic() + SEEN_EVERY_S
 
-    def _seen(self) -> Seen:
+    def _seen(self) -> StatusReport:
         self._service.look(self._look)  # or an idle server wouldn't know that an R-worker is gone
         snapshot = self._service.snapshot()
         numbers = snapshot.engine
-        return Seen(
+        return StatusReport(
             snapshot.state,
             numbers.num_steps,
             numbers.stepped_s,

@@ -11,7 +11,7 @@ from typing import Protocol
 from fastdecode.core.delta import Delta, Pile
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import Request
-from fastdecode.server.messages import Asked, Left, Message
+from fastdecode.server.messages import Cancel, Message, Submit
 
 
 class Watcher(Protocol):
@@ -146,13 +146,13 @@ class EngineClient:
             self.waiting_since_s = time.monotonic()
         for place, request in enumerate(opened.requests):
             self._open[request.request_id] = opened, place
-        self._send(Asked(opened.requests))
+        self._send(Submit(opened.requests))
 
     def leave(self, opened: OpenRequests) -> None:
         """Have what isn't over ended: nobody waits for it any more."""
         ids = [r.request_id for r in opened.requests if self._close(r.request_id)]
         if ids:
-            self._send(Left(ids))
+            self._send(Cancel(ids))
 
     def deliver(self, deltas: Sequence[Delta]) -> None:
         """Hand out what the engine said. What is said to nobody is dropped."""

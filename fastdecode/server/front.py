@@ -15,7 +15,7 @@ from fastdecode.core.errors import FastDecodeError, RequestError
 from fastdecode.core.sequence import Request
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.openai.requests import RequestReader
-from fastdecode.server.admission import Admission
+from fastdecode.server.admission import QueueAdmission
 from fastdecode.server.client import EngineClient, OpenRequests
 from fastdecode.server.health import Outlook, trouble
 from fastdecode.server.messages import Opening
@@ -83,7 +83,7 @@ class Front:
         self.checker = RequestChecker(self.codec, opening.vocab_size, opening.max_model_len)
         self.observations = Observations(opening.max_model_len)
         most = self.options.max_queued_tokens or _TOKENS_UNTIL_READY
-        self.admission = Admission(self.options.max_queued_requests, most)
+        self.admission = QueueAdmission(self.options.max_queued_requests, most)
         self.turns = OpenTurns(self.conversations, self.threads.conversations)
         self._numbers = itertools.count(1)
 

@@ -40,17 +40,17 @@ from fastdecode.server.http.open_files import room_for_connections
 from fastdecode.server.http.protocol import ConnectionLimits, protocol_of
 from fastdecode.server.http.refusals import Refusals
 from fastdecode.server.messages import (
-    Cut,
+    CutOff,
+    Deltas,
     Drain,
     Drained,
-    Here,
     Keys,
     Listening,
     Opening,
     Ready,
     Reopen,
-    Seen,
-    Told,
+    StatusAck,
+    StatusReport,
     Unfit,
 )
 from fastdecode.server.options import ServeOptions
@@ -278,9 +278,9 @@ class _Obeying:
     def _obey(self, message: object) -> None:
         front = self._front
         match message:
-            case Told(deltas):
+            case Deltas(deltas):
                 front.client.deliver(deltas)
-            case Seen():
+            case StatusReport():
                 self._see(message)
             case Ready(kv_tokens):
                 if front.options.max_queued_tokens is None:
@@ -290,17 +290,17 @@ class _Obeying:
                 self._guard.keys = tuple(keys)
             case Reopen():
                 front.log.reopen()
-            case Drain() | Cut():
+            case Drain() | CutOff():
                 front.outlook = replace(front.outlook, is_draining=True)
-                if isinstance(message, Cut):
+                if isinstance(message, CutOff):
                     self._cut(draining_error())
                 if self._ending is None:
                     self._ending = asyncio.create_task(self._end())
             case _:
                 raise ProtocolError(f"the engine's process said {type(message).__name__}")
 
-    def _see(self, seen: Seen) -> None:
-        self._channel.send(Here())
+    def _see(self, seen: StatusReport) -> None:
+        self._channel.send(StatusAck())
         front = self._front
         now_s = time.monotonic()
         front.outlook = replace(front.outlook, seen=seen, seen_s=now_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastdecode.server.messages import Seen
+from fastdecode.server.messages import StatusReport
 
 SILENCE_S = 20.0
 """The engine's process says something twice a second, while it runs at all."""
@@ -21,7 +21,7 @@ class Outlook:
     is_draining: bool = False
     is_lost: bool = False
     """The engine's process has ended."""
-    seen: Seen | None = None
+    seen: StatusReport | None = None
     seen_s: float = 0.0
     """When that came."""
 
@@ -51,7 +51,9 @@ def trouble(
     return None if seen.num_live_r_workers or not seen.num_r_workers else "no_r_worker"
 
 
-def _is_stalled(seen: Seen, waiting_since_s: float | None, now: float, stall_s: float) -> bool:
+def _is_stalled(
+    seen: StatusReport, waiting_since_s: float | None, now: float, stall_s: float
+) -> bool:
     if waiting_since_s is None:
         return False
     since_s = max(waiting_since_s, seen.stepped_s or 0.0)

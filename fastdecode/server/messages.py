@@ -1,24 +1,22 @@
 """What the HTTP process and the process of the engine say to each other: JSON
 behind its length, over a socket pair.
 
-===========  ============  =====================================================
-message      from          means
-===========  ============  =====================================================
-Opening      engine        the first: what to serve
-Listening    HTTP          the address is bound, though nothing is answered yet
-Unfit        HTTP          it can't serve: why; it ends
-Ready        engine        requests are welcome from now on
-Asked        HTTP          a request
-Left         HTTP          nobody waits for these requests any more
-Told         engine        what requests have said since the last time
-Seen         engine        how the engine is; twice a second
-Keys         engine        other keys let in from now on
-Reopen       engine        open the request log anew: it was moved away
-Drain        engine        take no more requests; say when none is open
-Cut          engine        end those that are open, with an error
-Drained      HTTP          none is open any more
-Here         HTTP          it reads: the answer to Seen
-===========  ============  =====================================================
+============  ============  ====================================================
+Opening       engine        the first: what to serve
+Listening     HTTP          the address is bound; nothing is answered yet
+Unfit         HTTP          it can't serve: why; it ends
+Ready         engine        requests are welcome from now on
+Submit        HTTP          requests to run
+Cancel        HTTP          nobody waits for these requests any more
+Deltas        engine        new output of requests
+StatusReport  engine        how the engine is; twice a second
+Keys          engine        other keys let in from now on
+Reopen        engine        open the request log anew: it was moved away
+Drain         engine        take no more requests; report when none is open
+CutOff        engine        end the open requests with an error
+Drained       HTTP          no request is open any more
+StatusAck     HTTP          it reads: the answer to StatusReport
+============  ============  ====================================================
 
 Either end may close the socket: the other one ends, too.
 """
@@ -32,7 +30,7 @@ from typing import Any, TypeAlias
 from fastdecode.core.delta import Delta
 from fastdecode.core.errors import ProtocolError, RequestError
 from fastdecode.core.sequence import Request
-from fastdecode.wire.instances.told import (
+from fastdecode.wire.instances.request_json import (
     delta_from_json,
     delta_to_json,
     request_from_json,
@@ -77,22 +75,22 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Submit:
     requests: Sequence[Request]
 
 
 @dataclass(frozen=True)
-class Left:
+class Cancel:
     request_ids: Sequence[str]
 
 
 @dataclass(frozen=True)
-class Told:
+class Deltas:
     deltas: Sequence[Delta]
 
 
 @dataclass(frozen=True)
-class Seen:
+class StatusReport:
     """``time.monotonic`` is the same for all processes of a host."""
 
     state: str
@@ -129,7 +127,7 @@ class Drain:
 
 
 @dataclass(frozen=True)
-class Cut:
+class CutOff:
     pass
 
 
@@ -140,19 +138,19 @@ class Drained:
 
 
 @dataclass(frozen=True)
-class Here:
+class StatusAck:
     pass
 
 
 Message: TypeAlias = (
-    "Opening | Listening | Unfit | Ready | Asked | Left | Told | Seen | Keys | Reopen | Drain "
-    "| Cut | Drained | Here"
+    "Opening | Listening | Unfit | Ready | Submit | Cancel | Deltas | StatusReport | Keys "
+    "| Reopen | Drain | CutOff | Drained | StatusAck"
 )
 _KINDS: Mapping[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        Opening, Listening, Unfit, Ready, Asked, Left, Told, Seen, Keys, Reopen, Drain, Cut,
-        Drained, Here,
+        Opening, Listening, Unfit, Ready, Submit, Cancel, Deltas, StatusReport, Keys, Reopen,
+        Drain, CutOff, Drained, StatusAck,
     )
 }  # fmt: skip
 
@@ -160,9 +158,9 @@ _KINDS: Mapping[str, type[Any]] = {
 def to_json(message: Message) -> dict[str, Any]:
     """A message in JSON's types."""
     kind = type(message).__name__
-    if isinstance(message, Told):
+    if isinstance(message, Deltas):
         return {"kind": kind, "deltas": [delta_to_json(delta) for delta in message.deltas]}
-    if isinstance(message, Asked):
+    if isinstance(message, Submit):
         return {"kind": kind, "requests": [request_to_json(r) for r in message.requests]}
     return {"kind": kind, **asdict(message)}
 
@@ -171,10 +169,10 @@ def from_json(said: Any) -> Message:
     """Raises ProtocolError: it is no message."""
     try:
         kind = _KINDS[said.pop("kind")]
-        if kind is Told:
-            return Told([delta_from_json(delta) for delta in said["deltas"]])
-        if kind is Asked:
-            return Asked([request_from_json(request) for request in said["requests"]])
+        if kind is Deltas:
+            return Deltas([delta_from_json(delta) for delta in said["deltas"]])
+        if kind is Submit:
+            return Submit([request_from_json(request) for request in said["requests"]])
         message: Message = kind(**said)
         return message
     except (

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastdecode.core.sequence import Request
 from fastdecode.server.client import OpenRequests
-from fastdecode.server.messages import Seen
+from fastdecode.server.messages import StatusReport
 from fastdecode.server.metrics import (
     N_BUCKETS,
     REQUEST_BUCKETS,
@@ -18,7 +18,7 @@ from fastdecode.server.metrics import (
     Histogram,
     length_buckets,
 )
-from fastdecode.server.recent import History, Lately
+from fastdecode.server.recent import Lately, SampleHistory
 
 REJECTIONS = (
     "queue_full", "draining", "starting", "stalled", "broken", "no_r_worker", "invalid",
@@ -38,7 +38,7 @@ class Observations:
         self.generation_tokens = Counter("Tokens generated.")
         self.cached_tokens = Counter("Prompt tokens that were found in the prefix cache.")
         self.lately_ttft, self.lately_tpot = Lately(), Lately()
-        self.history = History()
+        self.history = SampleHistory()
         self.ended = Counter(
             "Requests that are over.", "finished_reason", ("stop", "length", "abort", "error")
         )
@@ -97,12 +97,12 @@ class Observations:
         self.sizes["request_params_n"].observe(request.params.n)
         self.sizes["request_params_max_tokens"].observe(request.max_tokens)
 
-    def see(self, now_s: float, seen: Seen) -> None:
+    def see(self, now_s: float, seen: StatusReport) -> None:
         """The engine has said how it is: a sample for the history."""
         tokens, used = self.generation_tokens.total, kv_used(seen.figures)
         self.history.note(now_s, tokens, seen.num_running, seen.num_waiting, used)
 
-    def families(self, seen: Seen | None) -> dict[str, Counter | Histogram | Gauge]:
+    def families(self, seen: StatusReport | None) -> dict[str, Counter | Histogram | Gauge]:
         """All of them by name, with what was last seen of the engine."""
         own: dict[str, Counter | Histogram | Gauge] = {
             "vllm:prompt_tokens_total": self.prompt_tokens,
@@ -124,7 +124,7 @@ class Observations:
         return own if seen is None else {**_gauges(seen), **own}
 
 
-def _gauges(seen: Seen) -> dict[str, Counter | Histogram | Gauge]:
+def _gauges(seen: StatusReport) -> dict[str, Counter | Histogram | Gauge]:
     def now(text: str, value: float) -> Gauge:
         return Gauge(text, ({}, value))
 

@@ -64,7 +64,7 @@ class Sample:
     """Part of the KV blocks, 0 to 1."""
 
 
-class History:
+class SampleHistory:
     """A sample every ``every_s`` seconds; where there was none, a gap.
 
     Args:

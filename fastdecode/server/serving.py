@@ -13,8 +13,8 @@ from fastdecode.core.delta import DeltaQueue
 from fastdecode.core.errors import FastDecodeError, RequestError
 from fastdecode.engine.service import EngineService
 from fastdecode.server.bridge import Bridge
-from fastdecode.server.messages import Cut, Drain
-from fastdecode.server.silence import Turn
+from fastdecode.server.messages import CutOff, Drain
+from fastdecode.server.silence import SilenceChange
 
 _LOOK_EVERY_S = 0.1
 _CUT_WITHIN_S = 2.0
@@ -97,13 +97,13 @@ class Serving:
         for isn't computed any further."""
         silence = self._bridge.silence
         turn = silence.look(time.monotonic())
-        if turn is Turn.BEGAN:
+        if turn is SilenceChange.BEGAN:
             self._tell(
                 f"the HTTP process has read nothing for {silence.limit_s:g} s: its requests are "
                 "cancelled. If it was stopped, continue it (kill -CONT), or restart the server"
             )
             self._bridge.cancel_all(RequestError(_STOPPED, code="http_stopped"))
-        elif turn is Turn.ENDED:
+        elif turn is SilenceChange.ENDED:
             self._tell("the HTTP process reads again")
 
     def _drain(self, timeout_s: float) -> Ending:
@@ -130,7 +130,7 @@ class Serving:
 
     def _cut(self) -> None:
         """End what is open, with an error."""
-        self._bridge.send(Cut())
+        self._bridge.send(CutOff())
         end_s = time.monotonic() + _CUT_WITHIN_S
         while (
             not self._bridge.drained.is_set()

@@ -10,7 +10,7 @@ _MOST_BETWEEN_LOOKS_S: Final = 1.0
 """More isn't counted: the engine's process was stopped itself, or made a long step."""
 
 
-class Turn(Enum):
+class SilenceChange(Enum):
     """What has changed since the last look."""
 
     BEGAN = auto()
@@ -46,7 +46,7 @@ class Silence:
         self._is_owed = False
         self._was_heard = True
 
-    def look(self, now_s: float) -> Turn | None:
+    def look(self, now_s: float) -> SilenceChange | None:
         """To be called several times a second.
 
         Args:
@@ -62,4 +62,4 @@ class Silence:
         was_silent, self._is_silent = self._is_silent, is_silent
         if is_silent == was_silent:
             return None
-        return Turn.BEGAN if is_silent else Turn.ENDED
+        return SilenceChange.BEGAN if is_silent else SilenceChange.ENDED

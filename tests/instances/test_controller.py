@@ -21,7 +21,7 @@ from fastdecode.core.errors import (
 from fastdecode.core.holders import KVSource
 from fastdecode.core.sequence import FinishReason, Request, SamplingParams
 from fastdecode.engine.instances.controller import Controller
-from fastdecode.engine.instances.flow import Stage
+from fastdecode.engine.instances.routed_request import RequestStage
 from fastdecode.schedule.life.handing import HANDED_OVER_LOST
 
 BLOCK_SIZE = 16
@@ -361,7 +361,7 @@ def test_what_has_been_decided_of_a_request_that_leaves_takes_no_room() -> None:
         pass
     queue.num_tokens = 1000
     world.submit("A", rng)
-    assert world.controller.flows.stages == {"G": Stage.OFFERED, "A": Stage.QUEUED}
+    assert world.controller.flows.stages == {"G": RequestStage.OFFERED, "A": RequestStage.QUEUED}
     queue.num_tokens = decode[0].num_sequences = 0
     world.prefill[0].broken = WorkerError("it takes nothing, and nobody knows")
     world.controller.desk.look()
@@ -454,7 +454,9 @@ def test_when_no_instance_is_left_all_end() -> None:
     for number in range(3):
         world.submit(f"r{number}", rng)
     world.lose(world.prefill[0])
-    assert {flow.stage for flow in world.controller.flows.by_request.values()} == {Stage.DECODE}
+    assert {flow.stage for flow in world.controller.flows.by_request.values()} == {
+        RequestStage.DECODE
+    }
     world.lose(world.decode[0])
     with pytest.raises(WorkerError, match="no instance is left"):
         world.controller.step()

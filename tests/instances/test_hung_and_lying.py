@@ -29,15 +29,15 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.engine.instances.addresses import InstanceListener
-from fastdecode.engine.instances.lines import Quiet
+from fastdecode.engine.instances.connections import Heartbeat
 from fastdecode.engine.instances.remote import packed, unpacked
 from fastdecode.wire.instances.messages import (
     InstanceHello,
     InstanceWelcome,
-    RequestsSay,
+    RequestDeltas,
     RunRequests,
 )
-from fastdecode.wire.instances.told import delta_to_json, request_from_json
+from fastdecode.wire.instances.request_json import delta_to_json, request_from_json
 from fastdecode.wire.transport import TIMEOUT, PeerLostError
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
@@ -57,7 +57,7 @@ def two(model: str) -> Iterator[list[Process]]:
 
 def test_only_time_in_which_somebody_listened_is_quiet() -> None:
     now = [0.0]
-    quiet = Quiet(2, lambda: now[0])
+    quiet = Heartbeat(2, lambda: now[0])
     now[0] = 0.75
     assert quiet.look() == [0.75, 0.75]
     now[0] = 500.0  # the controller was stopped
@@ -132,7 +132,9 @@ class Liar(threading.Thread):
                 lie = Delta(request.request_id, request.params.n, token_ids=(7,))
                 self.may_welcome.clear()
                 with contextlib.suppress(WorkerError):  # the controller may have hung up by now
-                    self._listener.connections[peer].send(RequestsSay(packed([delta_to_json(lie)])))
+                    self._listener.connections[peer].send(
+                        RequestDeltas(packed([delta_to_json(lie)]))
+                    )
 
     def _welcome(self) -> InstanceWelcome:
         role, dtype = InstanceRole.BOTH, DType("float32")

@@ -42,8 +42,8 @@ from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.sequence import Request, RequestOutput, SamplingParams
 from fastdecode.engine.instances.addresses import InstanceHub, greet
 from fastdecode.engine.instances.remote import packed, unpacked
-from fastdecode.wire.instances.messages import InstanceHello, RequestsSay, RunRequests
-from fastdecode.wire.instances.told import delta_from_json, request_to_json
+from fastdecode.wire.instances.messages import InstanceHello, RequestDeltas, RunRequests
+from fastdecode.wire.instances.request_json import delta_from_json, request_to_json
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
@@ -101,7 +101,7 @@ def test_nonsense_ends_the_controller_that_says_it(
         assert greet(line, hello, time.monotonic() + WAIT_S).role is InstanceRole.PREFILL
         line.send(RunRequests(True, np.frombuffer(said, np.uint8)))
         while not isinstance(refused := line.receive(WAIT_S), Failed):
-            assert not isinstance(refused, RequestsSay)
+            assert not isinstance(refused, RequestDeltas)
         assert refused.message
         hub.close()
     with controller(model, four) as llm:
@@ -128,7 +128,7 @@ def test_a_request_that_cannot_be_run_costs_no_other(model: str, four: list[Proc
     while len(ended) < len(bad) + 1:
         message = line.receive(WAIT_S)
         assert not isinstance(message, Failed)
-        for said in unpacked(message.said) if isinstance(message, RequestsSay) else ():
+        for said in unpacked(message.said) if isinstance(message, RequestDeltas) else ():
             delta = delta_from_json(said)
             if delta.error is not None or delta.finish_reason is not None:
                 ended[delta.request_id] = isinstance(delta.error, RequestError)

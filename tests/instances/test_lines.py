@@ -13,18 +13,18 @@ import pytest
 
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.errors import FastDecodeError, WorkerError
-from fastdecode.engine.instances.lines import Lines
+from fastdecode.engine.instances.connections import InstanceConnections
 from fastdecode.wire.instances.messages import (
     CancelRequests,
     InstanceHello,
-    InstanceSeen,
+    InstanceStatus,
     InstanceWelcome,
     SetInstanceRole,
 )
 from fastdecode.wire.transport import timeout_error
 
 WAIT_S = 60.0
-SEEN = InstanceSeen(1, 1, np.zeros(0, np.uint8))
+SEEN = InstanceStatus(1, 1, np.zeros(0, np.uint8))
 
 
 class Line:
@@ -98,7 +98,7 @@ def heard() -> Heard:
 
 @pytest.fixture
 def lines(heard: Heard) -> Any:
-    lines = Lines(Hub(), InstanceHello(1, "x"), [], heard, WAIT_S, None)
+    lines = InstanceConnections(Hub(), InstanceHello(1, "x"), [], heard, WAIT_S, None)
     lines.start()
     yield lines
     lines.close()
@@ -110,7 +110,7 @@ def lines(heard: Heard) -> Any:
     ids=lambda error: type(error).__name__,
 )
 def test_an_instance_of_which_anything_is_raised_is_lost_alone(
-    lines: Lines, heard: Heard, error: Exception
+    lines: InstanceConnections, heard: Heard, error: Exception
 ) -> None:
     heard.error = error
     lines._hub.arrivals.put((0, SEEN))  # type: ignore[attr-defined]
@@ -121,7 +121,9 @@ def test_an_instance_of_which_anything_is_raised_is_lost_alone(
     assert not lines._hub.connections[0].is_open  # type: ignore[attr-defined]
 
 
-def test_what_cannot_be_sent_costs_that_instance_alone(lines: Lines, heard: Heard) -> None:
+def test_what_cannot_be_sent_costs_that_instance_alone(
+    lines: InstanceConnections, heard: Heard
+) -> None:
     lines.post(0, 0, SetInstanceRole(InstanceRole.BOTH))
     assert heard.news.get(timeout=WAIT_S)[:2] == ("lost", 0)
     lines.post(1, 0, CancelRequests(("a",)))
@@ -130,7 +132,7 @@ def test_what_cannot_be_sent_costs_that_instance_alone(lines: Lines, heard: Hear
     assert lines._hub.connections[1].sent == [CancelRequests(("a",))]
 
 
-def test_a_thread_that_breaks_down_says_so(lines: Lines, heard: Heard) -> None:
+def test_a_thread_that_breaks_down_says_so(lines: InstanceConnections, heard: Heard) -> None:
     lines._hub.arrivals.put(ZeroDivisionError("nobody's fault"))  # type: ignore[attr-defined]
     what, _, why = heard.news.get(timeout=WAIT_S)
     assert what == "failed" and "ZeroDivisionError: nobody's fault" in str(why)

@@ -14,9 +14,14 @@ import pytest
 from fastdecode.core.errors import ProtocolError
 from fastdecode.engine.figures import EngineFigures, HolderFigures
 from fastdecode.engine.instances.remote import packed, unpacked
-from fastdecode.engine.instances.seen import merged, seen_from_json, seen_to_json, together
+from fastdecode.engine.instances.status_report import (
+    status_from_json,
+    status_to_json,
+    sum_figures,
+    sum_stats,
+)
 from fastdecode.engine.stats import EngineStats
-from fastdecode.wire.instances.messages import InstanceSeen
+from fastdecode.wire.instances.messages import InstanceStatus
 
 FIGURES = EngineFigures(
     1, 2, 3, 0.5, 0.25, 0.125, 1, 0, 0,
@@ -28,7 +33,7 @@ BAD_NUMBERS = ["1", None, [], {}, True, float("inf"), float("nan"), -1, 1 << 60]
 def told() -> Any:
     stats = EngineStats(num_steps=3, wait_s=1.5)
     stats.ttft.add(0.2)
-    return json.loads(json.dumps(seen_to_json(stats, FIGURES)))
+    return json.loads(json.dumps(status_to_json(stats, FIGURES)))
 
 
 def leaves(said: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -52,10 +57,10 @@ def changed(way: tuple[Any, ...], value: Any) -> Any:
 
 
 def test_what_an_engine_reports_comes_back_whole() -> None:
-    stats, figures = seen_from_json(told())
+    stats, figures = status_from_json(told())
     assert (stats.num_steps, stats.wait_s, len(stats.ttft)) == (3, 1.5, 1)
     assert figures == FIGURES
-    assert seen_from_json({**told(), "figures": None})[1] is None
+    assert status_from_json({**told(), "figures": None})[1] is None
 
 
 @pytest.mark.parametrize("way", leaves(told()), ids=lambda way: ".".join(map(str, way)))
@@ -64,13 +69,13 @@ def test_no_figure_of_another_type_is_summed(way: tuple[Any, ...]) -> None:
     for value in (*BAD_NUMBERS, "x", 1e300, [[1, 2]], [None], {"r_workers": 1}):
         said = json.loads(json.dumps(changed(way, value)))
         try:
-            stats, figures = seen_from_json(said)
+            stats, figures = status_from_json(said)
         except ProtocolError:
             continue
-        merged([stats, EngineStats()])
+        sum_stats([stats, EngineStats()])
         if figures is not None:
-            together([figures, FIGURES])
-            json.dumps(seen_to_json(stats, figures), allow_nan=False)
+            sum_figures([figures, FIGURES])
+            json.dumps(status_to_json(stats, figures), allow_nan=False)
 
 
 NUMBERS = [way for way in leaves(told()) if type(way[-1]) is str and way[0] == "totals"][1:]
@@ -80,13 +85,13 @@ NUMBERS = [way for way in leaves(told()) if type(way[-1]) is str and way[0] == "
 @pytest.mark.parametrize("way", NUMBERS, ids=lambda way: ".".join(way))
 def test_totals_are_numbers_within_bounds(way: tuple[Any, ...], value: Any) -> None:
     with pytest.raises(ProtocolError, match="totals is none"):
-        seen_from_json(changed(way, value))
+        status_from_json(changed(way, value))
 
 
 def test_1e999_is_refused() -> None:
     raw = json.dumps(told()).replace('"num_steps": 3', '"num_steps": 1e999').encode()
     with pytest.raises(ProtocolError, match="inf is not a whole number"):
-        seen_from_json(unpacked(np.frombuffer(raw, np.uint8)))
+        status_from_json(unpacked(np.frombuffer(raw, np.uint8)))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +107,7 @@ def test_what_is_left_out_or_elsewhere_is_refused(spoil: Callable[[Any], Any]) -
     said = told()
     spoil(said)
     with pytest.raises(ProtocolError):
-        seen_from_json(said)
+        status_from_json(said)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +117,7 @@ def test_what_is_left_out_or_elsewhere_is_refused(spoil: Callable[[Any], Any]) -
 def test_live_r_workers_are_at_most_those_it_began_with(
     steps: int, live: int, is_true: bool
 ) -> None:
-    seen = InstanceSeen(steps, live, packed(told()))
+    seen = InstanceStatus(steps, live, packed(told()))
     if is_true:
         seen.check(2)
     else:

@@ -9,22 +9,22 @@ import pytest
 pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"')
 
 from fastdecode.core.errors import CapacityError
-from fastdecode.server.admission import Admission, QueueFull
+from fastdecode.server.admission import QueueAdmission, QueueFull
 from fastdecode.server.client import OpenRequests
 from fastdecode.server.health import Outlook, trouble
 from fastdecode.server.http.errors import refused
-from fastdecode.server.messages import Seen
+from fastdecode.server.messages import StatusReport
 from fastdecode.server.observations import Observations
 
 
-def refusal(admission: Admission, requests: int, tokens: int, now: float) -> int:
+def refusal(admission: QueueAdmission, requests: int, tokens: int, now: float) -> int:
     with pytest.raises(QueueFull) as caught:
         admission.enter(object(), requests, tokens, now)
     return caught.value.retry_after_s
 
 
 def test_requests_and_tokens_are_bounded_but_an_empty_queue_takes_any() -> None:
-    admission = Admission(max_requests=2, max_tokens=100)
+    admission = QueueAdmission(max_requests=2, max_tokens=100)
     admission.enter("a", 1, 500, 0.0)
     refusal(admission, 1, 1, 0.0)
     admission.begun("a", 0.0)
@@ -39,7 +39,7 @@ def test_requests_and_tokens_are_bounded_but_an_empty_queue_takes_any() -> None:
 
 
 def test_when_to_come_again_follows_from_how_fast_the_queue_moves() -> None:
-    admission = Admission(max_requests=10, max_tokens=10**9)
+    admission = QueueAdmission(max_requests=10, max_tokens=10**9)
     for i in range(20):  # two a second
         admission.enter(i, 1, 10, i / 2)
         admission.begun(i, i / 2)
@@ -52,7 +52,7 @@ def test_when_to_come_again_follows_from_how_fast_the_queue_moves() -> None:
 
 
 def test_health_says_the_first_thing_that_keeps_tokens_from_coming() -> None:
-    seen = Seen("ready", 10, 100.0, 0.5, 1, 0, 2, 2)
+    seen = StatusReport("ready", 10, 100.0, 0.5, 1, 0, 2, 2)
     good = Outlook(is_ready=True, seen=seen, seen_s=100.0)
 
     def of(
@@ -85,7 +85,7 @@ def test_only_what_could_never_fit_is_the_clients_mistake() -> None:
 
 
 def test_who_is_being_prepared_enters_with_his_size_later() -> None:
-    admission = Admission(max_requests=2, max_tokens=100)
+    admission = QueueAdmission(max_requests=2, max_tokens=100)
     admission.enter("a", 1, 0, 0.0)
     admission.enter("b", 1, 0, 0.0)
     refusal(admission, 1, 0, 0.0)

@@ -15,7 +15,7 @@ from counting_engine import Counting
 from fastdecode.core.sequence import Request, SamplingParams
 from fastdecode.engine.service import EngineService
 from fastdecode.server.bridge import Bridge
-from fastdecode.server.messages import Asked, Told
+from fastdecode.server.messages import Deltas, Submit
 
 WAIT_S = 60.0
 GOOD = Request("good", (1, 2), SamplingParams(), 3, seed=0)
@@ -92,11 +92,11 @@ def test_a_request_that_cannot_be_read_ends_alone(
     service: EngineService[Counting], channel: Channel, bad: Request
 ) -> None:
     bridge = bridge_of(service, channel)
-    channel.said.put(Asked([bad, GOOD]))
+    channel.said.put(Submit([bad, GOOD]))
     ended: dict[str, bool] = {}
     while len(ended) < 2:
         message = channel.heard.get(timeout=WAIT_S)
-        for delta in message.deltas if isinstance(message, Told) else ():
+        for delta in message.deltas if isinstance(message, Deltas) else ():
             if delta.error is not None or delta.finish_reason is not None:
                 ended[delta.request_id] = delta.error is not None
     assert ended == {"bad": True, "good": False}

@@ -18,16 +18,16 @@ pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"
 
 from fastdecode.core.delta import Delta
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL
-from fastdecode.server.admission import Admission
+from fastdecode.server.admission import QueueAdmission
 from fastdecode.server.client import EngineClient
 from fastdecode.server.front import Front
 from fastdecode.server.health import Outlook
 from fastdecode.server.http.bodies import Disconnected
-from fastdecode.server.http.errors import Refused
+from fastdecode.server.http.errors import HttpRefusal
 from fastdecode.server.http.exchange import Exchange
-from fastdecode.server.http.generate import MOST_WORDS_AT_ONCE, Generation
+from fastdecode.server.http.generate import MOST_WORDS_AT_ONCE, CompletionExchange
 from fastdecode.server.http.preparing import Preparation
-from fastdecode.server.messages import Asked, Message, Opening, Seen
+from fastdecode.server.messages import Message, Opening, StatusReport, Submit
 from fastdecode.server.options import ServeOptions
 from fastdecode.server.request_log import RequestLog
 from fastdecode.text.codec import TextCodec
@@ -73,7 +73,7 @@ class Codec(TextCodec):
         self.looked_at_by.append(threading.current_thread().name)
 
 
-class Queue(Admission):
+class Queue(QueueAdmission):
     """Knows who has entered it, each time."""
 
     def __init__(self, max_requests: int) -> None:
@@ -149,13 +149,13 @@ def test_what_is_being_prepared_is_queued_and_more_is_refused_before_it_is() -> 
         await setting.until_rendering()
         assert setting.front.admission.num_requests == 2
         for url, raw in ((CHAT_URL, CHAT), (COMPLETIONS_URL, TEXT)):
-            with pytest.raises(Refused, match="too many requests wait") as caught:
+            with pytest.raises(HttpRefusal, match="too many requests wait") as caught:
                 await setting.prepare(url, raw)[1]
             assert caught.value.status == 429 and "retry-after" in caught.value.headers
         assert setting.codec.num_encoded == 0, "it wasn't tokenised to be refused"
         # Token ids cost nothing to look at; their size decides when they enter the queue.
         assert (await setting.prepare(COMPLETIONS_URL, b'{"prompt": [7]}')[1])[1]
-        with pytest.raises(Refused, match="not a token id"):
+        with pytest.raises(HttpRefusal, match="not a token id"):
             await setting.prepare(COMPLETIONS_URL, b'{"prompt": [-7]}')[1]
         setting.template.may_render.set()
         await waits
@@ -191,7 +191,7 @@ def answered(body: dict[str, Any], num_tokens: int, num_pings: int = 0) -> tuple
         setting.front.client.deliver([delta])
 
     def send(message: Message) -> None:
-        if isinstance(message, Asked):
+        if isinstance(message, Submit):
             asked.append(message.requests[0].request_id)
             if not num_pings:
                 asyncio.get_running_loop().call_soon(say)
@@ -210,11 +210,11 @@ def answered(body: dict[str, Any], num_tokens: int, num_pings: int = 0) -> tuple
         return await asyncio.get_running_loop().create_future()  # he stays
 
     async def test(setting: Setting) -> None:
-        setting.front.outlook = Outlook(True, seen=Seen("ready"), seen_s=time.monotonic())
+        setting.front.outlook = Outlook(True, seen=StatusReport("ready"), seen_s=time.monotonic())
         scope = {"headers": [(b"content-type", b"application/json")]}
         ping_s = 0.001 if num_pings else WITHIN_S
         exchange = Exchange(scope, receive, take)
-        await Generation(setting.front, exchange, COMPLETIONS_URL, ping_s).run()
+        await CompletionExchange(setting.front, exchange, COMPLETIONS_URL, ping_s).run()
 
     setting = Setting(send=send)
     run(test, setting)

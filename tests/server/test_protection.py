@@ -29,7 +29,7 @@ from fastdecode.core.secret_file import exposure
 from fastdecode.server.client import EngineClient
 from fastdecode.server.front import Front
 from fastdecode.server.http.app import make_app
-from fastdecode.server.http.errors import Refused
+from fastdecode.server.http.errors import HttpRefusal
 from fastdecode.server.http.guard import Guard
 from fastdecode.server.messages import Opening
 from fastdecode.server.options import ServeOptions, key_hashes
@@ -231,7 +231,7 @@ def test_who_may_read_a_secret() -> None:
 def test_a_wrong_key_is_called_wrong(authorization: dict[str, str], says: str) -> None:
     guard = Guard(lambda *_: None, [hashlib.sha256(KEYS[0].encode()).hexdigest()])  # type: ignore[arg-type,return-value]
     headers = [(name.encode(), value.encode()) for name, value in authorization.items()]
-    with pytest.raises(Refused, match=says) as refused:
+    with pytest.raises(HttpRefusal, match=says) as refused:
         guard._check({"headers": headers, "path": "/v1/models"})
     assert (refused.value.status, refused.value.code) == (401, "invalid_api_key")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from fastdecode.server.client import OpenRequests
-from fastdecode.server.messages import Seen
+from fastdecode.server.messages import StatusReport
 from fastdecode.server.observations import Observations
-from fastdecode.server.recent import History, Lately
+from fastdecode.server.recent import Lately, SampleHistory
 
 
 def test_percentiles_are_of_values_that_were_observed() -> None:
@@ -37,7 +37,7 @@ def test_a_minute_of_many_values_keeps_the_latest() -> None:
 
 
 def test_a_sample_is_taken_every_so_often_and_says_the_rate_between_two() -> None:
-    history = History(every_s=2.0, kept=5)
+    history = SampleHistory(every_s=2.0, kept=5)
     for half_seconds in range(13):  # as the engine says how it is
         now_s = half_seconds / 2
         history.note(now_s, 100 * now_s, num_running=half_seconds, num_waiting=0, kv_used=0.5)
@@ -48,7 +48,7 @@ def test_a_sample_is_taken_every_so_often_and_says_the_rate_between_two() -> Non
 
 
 def test_where_the_engine_said_nothing_there_is_a_gap() -> None:
-    history = History(every_s=2.0, kept=5)
+    history = SampleHistory(every_s=2.0, kept=5)
     assert history.columns(100.0)["num_running"] == [], "nothing is known before the first sample"
     history.note(0.0, 0, 1, 0, 0.0)
     history.note(6.0, 60, 2, 0, 0.0)
@@ -64,7 +64,9 @@ def test_two_browsers_see_the_same_and_a_reload_loses_nothing() -> None:
     workers = [{"name": "r0", "kv_blocks": 8, "kv_blocks_used": 2}]
     for second in range(20):
         observed.generation_tokens.add(5)
-        observed.see(float(second), Seen("ready", num_running=3, figures={"r_workers": workers}))
+        observed.see(
+            float(second), StatusReport("ready", num_running=3, figures={"r_workers": workers})
+        )
     first, second_ = observed.history.columns(19.5), observed.history.columns(19.5)
     assert first == second_ and first["num_running"] == [3] * 10 and first["kv_used"] == [0.25] * 10
     assert first["tokens_per_s"][1:] == [5.0] * 9

@@ -20,7 +20,7 @@ from fastdecode.core.errors import (
 )
 from fastdecode.core.holders import KVSource
 from fastdecode.core.sequence import CacheUse, Request, SamplingParams, TokenLogprob
-from fastdecode.wire.instances.told import (
+from fastdecode.wire.instances.request_json import (
     delta_from_json,
     delta_to_json,
     request_from_json,

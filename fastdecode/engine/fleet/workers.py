@@ -22,7 +22,7 @@ from fastdecode.engine.fleet.peers import RConnection, RHub
 from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.engine.fleet.replicas import Replicas, replicate
 from fastdecode.engine.fleet.ring import LinkOptions
-from fastdecode.engine.instances.beside import Beside
+from fastdecode.engine.instances.colocation import Colocation
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.joined import HubBehind, JoinedHub
@@ -139,7 +139,7 @@ def reach_threads(
     disk: Disk | None = None,
     hub: InprocHub[ToRWorker, FromRWorker] | None = None,
     stage: int = 0,
-    beside: Beside | None = None,
+    beside: Colocation | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Reached:
     """R-workers as threads of this process.

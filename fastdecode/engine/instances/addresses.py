@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final, get_args
 
 from fastdecode.core.errors import WorkerError
-from fastdecode.engine.instances.lines import BUSY, FromInstance, welcome_of
+from fastdecode.engine.instances.connections import BUSY, FromInstance, welcome_of
 from fastdecode.wire.instances.messages import (
     InstanceHello,
     InstanceSays,

@@ -24,21 +24,26 @@ from fastdecode.core.errors import (
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.model.identity import Identity, identify
 from fastdecode.engine.figures import EngineFigures
+from fastdecode.engine.instances.connections import (
+    FromInstance,
+    InstanceConnectionHub,
+    InstanceConnections,
+    Reconnector,
+)
 from fastdecode.engine.instances.controller import Controller
-from fastdecode.engine.instances.lines import Finder, FromInstance, Lines, LinesHub
 from fastdecode.engine.instances.remote import RemoteInstance, unpacked
-from fastdecode.engine.instances.seen import merged, seen_from_json, together
+from fastdecode.engine.instances.status_report import status_from_json, sum_figures, sum_stats
 from fastdecode.engine.replanning.starting import start_replanning
 from fastdecode.engine.service import EngineService
 from fastdecode.engine.stats import EngineStats
 from fastdecode.text.codec import TextCodec
 from fastdecode.wire.instances.messages import (
     InstanceHello,
-    InstanceSeen,
+    InstanceStatus,
     InstanceWelcome,
-    RequestsSay,
+    RequestDeltas,
 )
-from fastdecode.wire.instances.told import delta_from_json
+from fastdecode.wire.instances.request_json import delta_from_json
 from fastdecode.wire.messages import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
@@ -54,7 +59,7 @@ loaded."""
 
 
 @dataclass
-class _Seen:
+class _InstanceState:
     """What an instance has told of itself last."""
 
     welcome: InstanceWelcome | None
@@ -65,9 +70,9 @@ class _Seen:
     num_live_r_workers: int | None = None
     """None: it hasn't reported that."""
 
-    def update(self, message: InstanceSeen) -> None:
+    def update(self, message: InstanceStatus) -> None:
         """Take in its status. Raises ProtocolError: it can't be."""
-        stats, figures = seen_from_json(unpacked(message.said))
+        stats, figures = status_from_json(unpacked(message.said))
         most = 0 if self.welcome is None else self.welcome.num_r_workers
         message.check(most)
         self.stats, self.figures = stats, figures or self.figures
@@ -96,7 +101,7 @@ class RunningCluster:
         checkpoint = open_checkpoint(config.model, config.s_part.load_format)
         self.spec = checkpoint.spec(max_model_len=config.s_part.max_model_len)
         self.codec = TextCodec.load(config.model, identify(config, self.spec).max_model_len)
-        self._lines: Lines | None = None
+        self._lines: InstanceConnections | None = None
         self._replanning = contextlib.ExitStack()
         try:
             self._open(config, InstanceHello(PROTOCOL_VERSION, checkpoint.model_hash), tell)
@@ -121,9 +126,9 @@ class RunningCluster:
             what = "is not connected yet" if found is None else f"{found.name}, {found.role.value}"
             tell(f"instance {address}: {what}")
         absent = [number for number in range(len(addresses)) if number not in welcomes]
-        self._seen = [_Seen(welcomes.get(i), EngineStats()) for i in range(len(addresses))]
+        self._seen = [_InstanceState(welcomes.get(i), EngineStats()) for i in range(len(addresses))]
         timeout_s = cluster.worker_timeout_s
-        self._lines = Lines(self._hub, hello, absent, self, timeout_s, finder)
+        self._lines = InstanceConnections(self._hub, hello, absent, self, timeout_s, finder)
         self.engine = ClusterEngine(self, config, addresses, welcomes, self._lines)
         self._lines.start()
         kv = self.spec.kv_spec(self.identity.kv_dtype)
@@ -141,18 +146,18 @@ class RunningCluster:
 
     def heard(self, number: int, message: FromInstance) -> None:
         """See ``Heard``."""
-        if isinstance(message, RequestsSay):
+        if isinstance(message, RequestDeltas):
             said = unpacked(message.said)
             if not isinstance(said, list):
                 raise ProtocolError("what should be news of requests is none")
             deltas = [delta_from_json(delta) for delta in said]
             self._post(lambda running: running.engine.heard(number, deltas))
-        elif isinstance(message, InstanceSeen):
+        elif isinstance(message, InstanceStatus):
             self._hear_status(number, message)
         else:
             raise ProtocolError(f"an instance sent {type(message).__name__}, unasked")
 
-    def _hear_status(self, number: int, message: InstanceSeen) -> None:
+    def _hear_status(self, number: int, message: InstanceStatus) -> None:
         seen = self._seen[number]
         was_stranded = seen.num_live_r_workers == 0
         seen.update(message)
@@ -180,11 +185,11 @@ class RunningCluster:
     @property
     def stats(self) -> EngineStats:
         """Of all instances together, as far as each has told."""
-        return merged([seen.stats for seen in self._seen])
+        return sum_stats([seen.stats for seen in self._seen])
 
     def figures(self) -> EngineFigures:
         """Likewise."""
-        return together([seen.figures for seen in self._seen if seen.figures is not None])
+        return sum_figures([seen.figures for seen in self._seen if seen.figures is not None])
 
     @property
     def num_steps(self) -> int:
@@ -236,7 +241,7 @@ class ClusterEngine(Controller):
         config: EngineConfig,
         addresses: Sequence[str],
         welcomes: dict[int, InstanceWelcome],
-        lines: Lines,
+        lines: InstanceConnections,
     ) -> None:
         self._all = running
         self._lines = lines
@@ -367,7 +372,9 @@ def service_of_cluster(
     return service
 
 
-def _open_hub(config: EngineConfig) -> tuple[LinesHub, Sequence[str], Finder[Any] | None]:
+def _open_hub(
+    config: EngineConfig,
+) -> tuple[InstanceConnectionHub, Sequence[str], Reconnector[Any] | None]:
     """Lines to all instances; what they are called; and where lost ones are looked
     for. Raises ConfigError: there can be no such lines."""
     cluster, instances = config.cluster, config.instances
@@ -386,7 +393,7 @@ def _open_hub(config: EngineConfig) -> tuple[LinesHub, Sequence[str], Finder[Any
     return hub, instances.instance_addresses, hub
 
 
-def _num_live(seen: _Seen) -> int:
+def _num_live(seen: _InstanceState) -> int:
     """R-workers of an instance that is there: all, unless it has reported fewer."""
     if seen.num_live_r_workers is not None:
         return seen.num_live_r_workers

@@ -28,8 +28,8 @@ from fastdecode.core.errors import (
     without_frames,
 )
 from fastdecode.core.sequence import Request
-from fastdecode.engine.instances.desk import Desk, Flows, Instance
-from fastdecode.engine.instances.flow import Flow, Observer, Stage
+from fastdecode.engine.instances.routed_request import RequestObserver, RequestStage, RoutedRequest
+from fastdecode.engine.instances.router import Instance, RoutedRequests, Router
 from fastdecode.schedule.life.handing import HANDED_OVER_LOST
 
 logger = logging.getLogger(__name__)
@@ -56,13 +56,13 @@ class Controller:
         local_below: int = 0,
     ) -> None:
         self._local_below = local_below
-        self.flows = Flows(block_size)
+        self.flows = RoutedRequests(block_size)
         """All requests that aren't over."""
         every = [*decode, *(each for each in prefill if each not in decode)]
         roles = [_role(each in prefill, each in decode) for each in every]
-        self.desk = Desk(self.flows, every, roles, batch_tokens, self._failed)
+        self.desk = Router(self.flows, every, roles, batch_tokens, self._failed)
         """Gives them to instances."""
-        self.observer: Observer | None = None
+        self.observer: RequestObserver | None = None
         """Is told of requests, from when it is put there."""
         self._broken: FastDecodeError | None = None
         self.has_work = False
@@ -162,7 +162,7 @@ class Controller:
         for flow in list(self.flows.by_request.values()):
             self._fail(flow, error)
 
-    def _advance(self, flow: Flow, delta: Delta) -> None:
+    def _advance(self, flow: RoutedRequest, delta: Delta) -> None:
         """What a delta means for where a request is."""
         if delta.error is not None:
             self._failed(flow, delta)
@@ -174,11 +174,11 @@ class Controller:
             if self.observer is not None:
                 self.observer.over(flow)
             self.desk.end(flow)
-        elif delta.sources and flow.stage is Stage.PREFILL:
+        elif delta.sources and flow.stage is RequestStage.PREFILL:
             flow.sources = delta.sources
             self.desk.offer(flow)
 
-    def _failed(self, flow: Flow, delta: Delta) -> None:
+    def _failed(self, flow: RoutedRequest, delta: Delta) -> None:
         """A run of a request has ended with an error. Others may be able to run
         it: its instance may be about to break down."""
         error, run = delta.error, flow.run_of(delta)
@@ -214,10 +214,10 @@ class Controller:
         self.has_work = True
         self._go_on_elsewhere(self.desk.lose(instance))
 
-    def _go_on_elsewhere(self, had: Iterable[Flow]) -> None:
+    def _go_on_elsewhere(self, had: Iterable[RoutedRequest]) -> None:
         """The instance that had these requests has been given up."""
         for flow in had:
-            if flow.stage is not Stage.OVER:
+            if flow.stage is not RequestStage.OVER:
                 self._go_on(flow)
         self.desk.look()
         self._check_waiting()
@@ -243,7 +243,7 @@ class Controller:
     def _check_waiting(self) -> None:
         """Requests that no instance decodes yet may fit on none any more."""
         for flow in list(self.flows.by_request.values()):
-            if flow.stage is not Stage.DECODE:
+            if flow.stage is not RequestStage.DECODE:
                 try:
                     self.desk.dispatcher.check_possible(flow.job)
                 except CapacityError as error:
@@ -251,7 +251,7 @@ class Controller:
 
     def _go_on(
         self,
-        flow: Flow,
+        flow: RoutedRequest,
         *,
         fits_prefill: bool = True,
         failed: tuple[int, FastDecodeError] | None = None,
@@ -273,7 +273,7 @@ class Controller:
         else:
             self.desk.begin_anew(flow)
 
-    def _fail(self, flow: Flow, error: FastDecodeError) -> None:
+    def _fail(self, flow: RoutedRequest, error: FastDecodeError) -> None:
         self.desk.end(flow)
         if flow.listener is not None:
             flow.listener.tell(Delta(flow.request.request_id, 0, error=without_frames(error)))

@@ -17,9 +17,9 @@ from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.errors import ConfigError, FastDecodeError, Given, WorkerError, imports_for
 from fastdecode.core.host.machine import available_cores
 from fastdecode.core.model.checkpoint import open_checkpoint
-from fastdecode.engine.instances.beside import Beside
+from fastdecode.engine.instances.colocation import Colocation
+from fastdecode.engine.instances.instance_server import InstanceServer
 from fastdecode.engine.instances.running import batch_tokens, for_batches, size_of
-from fastdecode.engine.instances.serving import InstanceServing
 from fastdecode.engine.service import EngineService
 from fastdecode.engine.setup.devices import choose_device
 from fastdecode.engine.setup.launch import RunningEngine
@@ -29,7 +29,7 @@ from fastdecode.wire.mpi.job import S_RANK
 from fastdecode.wire.mpi.launcher import launched_size, local_rank, local_size
 
 if TYPE_CHECKING:
-    from fastdecode.engine.instances.lines import FromInstance
+    from fastdecode.engine.instances.connections import FromInstance
     from fastdecode.wire.mpi.control import ControlHub
 
 _REFUSED = ("replicas", "spare_r_workers", "pp", "prompt_pp", "tp")
@@ -57,7 +57,7 @@ def serve_instance(
     config: EngineConfig,
     place: InstancePlace,
     tell: Callable[[str], None],
-    listening: Callable[[str, InstanceServing], None],
+    listening: Callable[[str, InstanceServer], None],
 ) -> FastDecodeError | None:
     """Be an instance until asked to end, or the engine breaks down: why.
 
@@ -86,7 +86,7 @@ def serve_instance(
     with contextlib.ExitStack() as stack:
         gates = Gates(place.export or f"{host}:*", key, silence_s)
         stack.callback(gates.close)
-        beside = Beside(gates, place.name, 1, place.role) if is_here else None
+        beside = Colocation(gates, place.name, 1, place.role) if is_here else None
         make = partial(RunningEngine, own, tell, None, None, None, beside)
         service: EngineService[RunningEngine] = EngineService(make)
         stack.callback(service.close)
@@ -96,7 +96,7 @@ def serve_instance(
         stack.callback(listener.close)
         welcome = welcome_of(running, place.name, place.role)
         vocab_size = running.spec.vocab_size
-        serving = InstanceServing(listener, service, running, welcome, vocab_size)
+        serving = InstanceServer(listener, service, running, welcome, vocab_size)
         listening(listener.address, serving)
         return serving.run()
 
@@ -124,7 +124,7 @@ def serve_instance_rank(config: EngineConfig, tell: Callable[[str], None]) -> bo
     first = job.rank - local_rank()
     num_here = sum(rank in range(first, first + local_size()) for rank in ranks.s_ranks)
     place = ranks.place_on_host(job.rank, local_rank())
-    beside = Beside(None, name, num_here, role, place, r_ranks)
+    beside = Colocation(None, name, num_here, role, place, r_ranks)
     try:
         broken = _serve_ranks(config, beside, hub, tell)
     except FastDecodeError as error:
@@ -143,7 +143,7 @@ def serve_instance_rank(config: EngineConfig, tell: Callable[[str], None]) -> bo
 
 def _serve_ranks(
     config: EngineConfig,
-    beside: Beside,
+    beside: Colocation,
     hub: ControlHub[FromInstance, ToInstance],
     tell: Callable[[str], None],
 ) -> FastDecodeError | None:
@@ -162,11 +162,11 @@ def _serve_ranks(
         running = service.open()
         welcome = welcome_of(running, beside.name, beside.role)
         vocab_size = running.spec.vocab_size
-        serving = InstanceServing(hub, service, running, welcome, vocab_size, only_once=True)
+        serving = InstanceServer(hub, service, running, welcome, vocab_size, only_once=True)
         return serving.run()
 
 
-def _make(config: EngineConfig, tell: Callable[[str], None], beside: Beside) -> RunningEngine:
+def _make(config: EngineConfig, tell: Callable[[str], None], beside: Colocation) -> RunningEngine:
     """An engine, in the thread that owns it."""
     torch.set_num_threads(max(1, torch.get_num_threads() // beside.num_engines))
     return RunningEngine(config, tell, beside=beside)

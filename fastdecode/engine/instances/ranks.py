@@ -8,7 +8,7 @@ from typing import get_args
 from fastdecode.core.clock import Clock
 from fastdecode.core.config.instances import Instances
 from fastdecode.core.errors import ConfigError, Given, ProtocolError, WorkerError
-from fastdecode.engine.instances.lines import FromInstance, LinesHub, welcome_of
+from fastdecode.engine.instances.connections import FromInstance, InstanceConnectionHub, welcome_of
 from fastdecode.engine.stages.links import LOADING_TIMEOUT_S
 from fastdecode.wire.instances.messages import (
     InstanceHello,
@@ -57,7 +57,7 @@ class RankHub(ControlHub[ToInstance, FromInstance]):
         super().__init__(job, peers, hears, silence_s=silence_s)
 
     def give_up(self, number: int) -> None:
-        """See ``LinesHub``."""
+        """See ``InstanceConnectionHub``."""
         self.connections[number].give_up()
 
     def close(self) -> None:
@@ -69,13 +69,16 @@ class RankHub(ControlHub[ToInstance, FromInstance]):
     def greet_all(
         self, hello: InstanceHello, timeout_s: float
     ) -> tuple[dict[int, InstanceWelcome], dict[int, WorkerError]]:
-        """See ``LinesHub``. They have as long to load their models as stages
+        """See ``InstanceConnectionHub``. They have as long to load their models as stages
         have."""
         return greet_ranks(self, hello, max(timeout_s, LOADING_TIMEOUT_S))
 
 
 def greet_ranks(
-    hub: LinesHub, hello: InstanceHello, patience_s: float, clock: Clock = time.monotonic
+    hub: InstanceConnectionHub,
+    hello: InstanceHello,
+    patience_s: float,
+    clock: Clock = time.monotonic,
 ) -> tuple[dict[int, InstanceWelcome], dict[int, WorkerError]]:
     """What those say within ``patience_s`` who live; why others aren't there."""
     welcomes: dict[int, InstanceWelcome] = {}
@@ -115,7 +118,10 @@ def greet_ranks(
 
 
 def _give_up(
-    hub: LinesHub, missing: list[int], patience_s: float, failed: dict[int, WorkerError]
+    hub: InstanceConnectionHub,
+    missing: list[int],
+    patience_s: float,
+    failed: dict[int, WorkerError],
 ) -> None:
     """These live, and haven't said in time what they are."""
     for number in missing:

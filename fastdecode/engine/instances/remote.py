@@ -20,7 +20,7 @@ from fastdecode.wire.instances.messages import (
     SetInstanceRole,
     ToInstance,
 )
-from fastdecode.wire.instances.told import request_to_json
+from fastdecode.wire.instances.request_json import request_to_json
 
 
 class Post(Protocol):
@@ -30,7 +30,7 @@ class Post(Protocol):
 
 
 class RemoteInstance:
-    """See ``fastdecode.engine.instances.desk.Instance``. Belongs to the thread
+    """See ``fastdecode.engine.instances.router.Instance``. Belongs to the thread
     that owns the controller.
 
     Args:

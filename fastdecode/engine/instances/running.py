@@ -19,10 +19,10 @@ from fastdecode.core.delta import Delta
 from fastdecode.core.errors import ConfigError, FastDecodeError, Given
 from fastdecode.core.host.machine import available_cores
 from fastdecode.engine.figures import EngineFigures
-from fastdecode.engine.instances.beside import Beside
+from fastdecode.engine.instances.colocation import Colocation
 from fastdecode.engine.instances.controller import Controller
 from fastdecode.engine.instances.local import LocalInstance
-from fastdecode.engine.instances.seen import merged, together
+from fastdecode.engine.instances.status_report import sum_figures, sum_stats
 from fastdecode.engine.replanning.starting import start_replanning
 from fastdecode.engine.service import EngineService
 from fastdecode.engine.setup.launch import RunningEngine
@@ -106,7 +106,7 @@ class RunningInstances:
         num_threads = max(1, torch.get_num_threads() // len(configs))
         for (name, config), role in zip(configs.items(), roles, strict=True):
             told = partial(_tell_of, tell, name)
-            beside = Beside(neighbours, name, len(configs), role)
+            beside = Colocation(neighbours, name, len(configs), role)
             service = EngineService(partial(_make, config, told, times, beside, num_threads))
             self._services.append(service)
             self._running.append(service.open())
@@ -127,7 +127,7 @@ class RunningInstances:
     @property
     def stats(self) -> EngineStats:
         """Of all instances together."""
-        return merged([each.engine.stats for each in self._running])
+        return sum_stats([each.engine.stats for each in self._running])
 
     @property
     def num_live_r_workers(self) -> int:
@@ -142,7 +142,7 @@ class RunningInstances:
         more between two of its steps."""
         for name, service in zip(list(self._figures), self._services, strict=True):
             service.look(partial(self._take_figures, name))
-        return together(list(self._figures.values()))
+        return sum_figures(list(self._figures.values()))
 
     def _take_figures(self, name: str, running: RunningEngine) -> None:
         self._figures[name] = running.engine.figures()
@@ -236,7 +236,7 @@ def _make(
     config: EngineConfig,
     tell: Callable[[str], None],
     times: MeasuredTimes | None,
-    beside: Beside,
+    beside: Colocation,
     num_threads: int,
 ) -> RunningEngine:
     """An instance's engine, in the thread that owns it."""

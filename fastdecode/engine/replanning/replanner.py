@@ -16,8 +16,8 @@ from cost_model.goodput.replanning.watch import Due, Watch
 from cost_model.goodput.slo import RequestTimes
 from fastdecode.core.clock import Clock
 from fastdecode.core.config.instances import InstanceRole
-from fastdecode.engine.instances.desk import Desk
-from fastdecode.engine.instances.flow import Flow
+from fastdecode.engine.instances.routed_request import RoutedRequest
+from fastdecode.engine.instances.router import Router
 from fastdecode.engine.replanning.planner import Planner
 from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.role_changes import role_changes
@@ -32,7 +32,7 @@ _MOST_LENGTHS = 2000
 class Controls(Protocol):
     """A controller, as far as its instances' roles are concerned."""
 
-    desk: Desk
+    desk: Router
 
     @property
     def each_stats(self) -> Mapping[str, EngineStats]:
@@ -76,18 +76,18 @@ class Replanner:
         self._planner = Planner(clock)
         self._asked: Due | None = None
 
-    def arrived(self, flow: Flow) -> None:
+    def arrived(self, flow: RoutedRequest) -> None:
         """See ``Observer``."""
         flow.arrived_s = self._clock()
         self._watch.arrived(flow.arrived_s)
 
-    def told(self, flow: Flow) -> None:
+    def told(self, flow: RoutedRequest) -> None:
         """See ``Observer``."""
         if flow.has_said:
             flow.last_s = self._clock()
             flow.first_s = flow.last_s if flow.first_s is None else flow.first_s
 
-    def over(self, flow: Flow) -> None:
+    def over(self, flow: RoutedRequest) -> None:
         """See ``Observer``. Of several sequences the longest counts."""
         if flow.arrived_s is None or flow.first_s is None or flow.last_s is None:
             return

@@ -11,14 +11,14 @@ from cost_model.goodput.replanning.watch import Rules, Watch
 from cost_model.goodput.slo import Slo
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.instances import Instances
-from fastdecode.engine.instances.flow import Observer
+from fastdecode.engine.instances.routed_request import RequestObserver
 from fastdecode.engine.replanning.replanner import Controls, Replanner, Ticking
 
 
 class Watched(Controls, Protocol):
     """A controller whose requests are watched."""
 
-    observer: Observer | None
+    observer: RequestObserver | None
 
 
 Post = Callable[[Callable[[Any], None]], None]

@@ -30,7 +30,7 @@ from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.engine.fleet.replicas import limits
-from fastdecode.engine.instances.beside import Beside
+from fastdecode.engine.instances.colocation import Colocation
 from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.session.attach import attach
 from fastdecode.engine.session.counts import AttachedCounts
@@ -105,7 +105,7 @@ class RunningEngine:
         trace: Trace | None = None,
         times: MeasuredTimes | None = None,
         session: Session | None = None,
-        beside: Beside | None = None,
+        beside: Colocation | None = None,
     ) -> None:
         started = time.perf_counter()
         check_launched(config.s_part)
@@ -128,7 +128,7 @@ class RunningEngine:
     def _open(
         self,
         session: Session | None,
-        beside: Beside | None,
+        beside: Colocation | None,
         report: Callable[[str], None] | None,
     ) -> None:
         """Reach whoever serves the engine. R-workers come before the model: that

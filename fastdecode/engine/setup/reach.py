@@ -26,8 +26,8 @@ from fastdecode.engine.fleet.workers import (
     reach_stage_ranks,
     reach_threads,
 )
-from fastdecode.engine.instances.beside import Beside
-from fastdecode.engine.instances.handing import Exports
+from fastdecode.engine.instances.colocation import Colocation
+from fastdecode.engine.instances.kv_exchange import ExportAddresses
 from fastdecode.engine.setup.resolve import (
     ResolvedConfig,
     kv_spec,
@@ -101,7 +101,7 @@ def make_attention(
 def reach_workers(
     resolved: ResolvedConfig,
     hub: InprocHub[ToRWorker, FromRWorker] | None = None,
-    beside: Beside | None = None,
+    beside: Colocation | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Reached:
     """The R-workers of the first stage, or what is in their place.
@@ -123,7 +123,7 @@ def reach_workers(
 def _reach_r_workers(
     resolved: ResolvedConfig,
     hub: InprocHub[ToRWorker, FromRWorker] | None,
-    beside: Beside | None,
+    beside: Colocation | None,
     report: Callable[[str], None] | None,
 ) -> Reached:
     config, cluster = resolved.config, resolved.config.cluster
@@ -231,7 +231,9 @@ def openmp_of(resolved: ResolvedConfig, num_threads: int) -> str | None:
     return openmp_library() if resolved.r_threads == max(1, num_threads) else None
 
 
-def resolve_beside(config: EngineConfig, spec: ModelSpec, beside: Beside | None) -> ResolvedConfig:
+def resolve_beside(
+    config: EngineConfig, spec: ModelSpec, beside: Colocation | None
+) -> ResolvedConfig:
     """``resolve_for_this_host``, for one of several engines that share it."""
     if beside is None:
         return resolve_for_this_host(config, spec)
@@ -242,12 +244,14 @@ def resolve_beside(config: EngineConfig, spec: ModelSpec, beside: Beside | None)
     return replace(resolved, schedule=schedule)
 
 
-def exports_of(workers: Reached, spec: ModelSpec, resolved: ResolvedConfig) -> Exports:
+def exports_of(workers: Reached, spec: ModelSpec, resolved: ResolvedConfig) -> ExportAddresses:
     """How other instances' R-workers reach these."""
     config = resolved.config
     gbps, timeout_s = config.instances.fetch_gbps or 0.0, config.cluster.worker_timeout_s
     bytes_per_s = gbps * _GBIT_BYTES
-    return Exports(workers.addresses, spec.num_kv_heads, workers.shares, bytes_per_s, timeout_s)
+    return ExportAddresses(
+        workers.addresses, spec.num_kv_heads, workers.shares, bytes_per_s, timeout_s
+    )
 
 
 def make_hello(checkpoint: Checkpoint, spec: ModelSpec, resolved: ResolvedConfig) -> Hello:

@@ -17,9 +17,9 @@ from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL
 from fastdecode.server.front import Front
 from fastdecode.server.http import info, tokens
 from fastdecode.server.http.bodies import Disconnected
-from fastdecode.server.http.errors import SERVER, Refused
+from fastdecode.server.http.errors import SERVER, HttpRefusal
 from fastdecode.server.http.exchange import REFUSED, Exchange, Receive, Send, WriteTimeout
-from fastdecode.server.http.generate import Generation
+from fastdecode.server.http.generate import CompletionExchange
 from fastdecode.server.http.preparing import typed
 
 logger = logging.getLogger(__name__)
@@ -29,12 +29,12 @@ Handler = Callable[[Front, Exchange], Awaitable[None]]
 
 async def completions(front: Front, exchange: Exchange) -> None:
     """Continue prompts."""
-    await Generation(front, exchange, COMPLETIONS_URL).run()
+    await CompletionExchange(front, exchange, COMPLETIONS_URL).run()
 
 
 async def chat_completions(front: Front, exchange: Exchange) -> None:
     """Continue a conversation."""
-    await Generation(front, exchange, CHAT_URL).run()
+    await CompletionExchange(front, exchange, CHAT_URL).run()
 
 
 async def forget(front: Front, exchange: Exchange) -> None:
@@ -43,7 +43,7 @@ async def forget(front: Front, exchange: Exchange) -> None:
         whose = check_id(exchange.scope["path_params"]["conversation_id"])
         if not await front.turns.forget(whose):
             text = "there is no such conversation, or it is over"
-            raise Refused(404, text, "conversation_not_found", param="conversation_id")
+            raise HttpRefusal(404, text, "conversation_not_found", param="conversation_id")
     said = {"id": whose, "object": "conversation.deleted", "deleted": True}
     await exchange.answer_json(said)
 
@@ -98,7 +98,7 @@ class _Endpoint:
         exchange = Exchange(scope, receive, send, self._front.options.write_timeout_s)
         try:
             await self._handler(self._front, exchange)
-        except Refused as error:
+        except HttpRefusal as error:
             await exchange.refuse(error)
         except (Disconnected, WriteTimeout):
             pass
@@ -110,13 +110,13 @@ class _Endpoint:
                 exchange.abort()
                 return
             text = "the server has made a mistake"
-            await exchange.refuse(Refused(500, text, "internal_error", kind=SERVER))
+            await exchange.refuse(HttpRefusal(500, text, "internal_error", kind=SERVER))
 
 
 async def _not_a_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     known = {404: ("there is nothing at this path", "not_found")}
     text, code = known.get(error.status_code, ("this method isn't for this path", "bad_method"))
-    refused = Refused(error.status_code, text, code)
+    refused = HttpRefusal(error.status_code, text, code)
     request.scope[REFUSED] = code
     return JSONResponse(refused.body, error.status_code, headers=error.headers)

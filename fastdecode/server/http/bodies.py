@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from fastdecode.server.http.errors import NOT_AGAIN, Refused
+from fastdecode.server.http.errors import NOT_AGAIN, HttpRefusal
 from fastdecode.server.http.exchange import Receive
 
 MAX_DEPTH = 64
@@ -38,7 +38,7 @@ async def read_body(
         return await asyncio.wait_for(_read(receive, limits.most_bytes), limits.timeout_s)
     except asyncio.TimeoutError:
         text = f"the body didn't come within {limits.timeout_s:g} s"
-        raise Refused(408, text, "body_timeout", headers=NOT_AGAIN, closes=True) from None
+        raise HttpRefusal(408, text, "body_timeout", headers=NOT_AGAIN, closes=True) from None
 
 
 def _check_headers(headers: list[tuple[bytes, bytes]], most_bytes: int) -> None:
@@ -46,18 +46,18 @@ def _check_headers(headers: list[tuple[bytes, bytes]], most_bytes: int) -> None:
     kind = given.get(b"content-type", b"").split(b";")[0].strip().lower()
     if kind != b"application/json":
         text = "the body must be JSON, with content-type: application/json"
-        raise Refused(415, text, "unsupported_media_type", closes=True)
+        raise HttpRefusal(415, text, "unsupported_media_type", closes=True)
     if given.get(b"content-encoding", b"identity").lower() != b"identity":
         text = "bodies that are encoded (gzip, …) aren't read: leave content-encoding out"
-        raise Refused(415, text, "unsupported_media_type", closes=True)
+        raise HttpRefusal(415, text, "unsupported_media_type", closes=True)
     length = given.get(b"content-length", b"0")
     if length.isdigit() and (len(length) > 18 or int(length) > most_bytes):
         raise _too_large(most_bytes)
 
 
-def _too_large(most_bytes: int) -> Refused:
+def _too_large(most_bytes: int) -> HttpRefusal:
     text = f"the body is larger than {most_bytes} bytes"
-    return Refused(413, text, "body_too_large", closes=True)
+    return HttpRefusal(413, text, "body_too_large", closes=True)
 
 
 async def _read(receive: Receive, most_bytes: int) -> bytes:
@@ -78,12 +78,14 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     try:
         said = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body is not valid JSON: {_why(error)}", "invalid_json") from None
+        raise HttpRefusal(
+            400, f"the body is not valid JSON: {_why(error)}", "invalid_json"
+        ) from None
     if not isinstance(said, dict):
-        raise Refused(400, "the body must be a JSON object", "invalid_body")
+        raise HttpRefusal(400, "the body must be a JSON object", "invalid_body")
     if _depth_exceeds(said, MAX_DEPTH):
         text = f"the body is nested more than {MAX_DEPTH} deep"
-        raise Refused(400, text, "invalid_json")
+        raise HttpRefusal(400, text, "invalid_json")
     return said
 
 

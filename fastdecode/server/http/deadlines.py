@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
-from fastdecode.server.http.errors import NOT_AGAIN, SERVER, Refused
+from fastdecode.server.http.errors import NOT_AGAIN, SERVER, HttpRefusal
 from fastdecode.server.options import ServeOptions
 
 QUEUE_TIMEOUT = "queue_timeout"
@@ -21,7 +21,7 @@ class Timed(Protocol):
 
 
 @dataclass(frozen=True)
-class Deadlines:
+class RequestDeadlines:
     """Those of one request, from when it was accepted."""
 
     options: ServeOptions
@@ -48,8 +48,8 @@ class Deadlines:
         most_s = options.request_timeout_s
         if most_s is not None and elapsed_s >= most_s:
             text = f"the answer took more than {most_s:g} s"
-            raise Refused(408, text, "request_timeout", kind=SERVER, headers=NOT_AGAIN)
+            raise HttpRefusal(408, text, "request_timeout", kind=SERVER, headers=NOT_AGAIN)
         most_s = options.queue_timeout_s
         if most_s is not None and opened.first_s is None and elapsed_s >= most_s:
             text = f"no token came within {most_s:g} s"
-            raise Refused(503, text, QUEUE_TIMEOUT, kind=SERVER, headers=NOT_AGAIN)
+            raise HttpRefusal(503, text, QUEUE_TIMEOUT, kind=SERVER, headers=NOT_AGAIN)

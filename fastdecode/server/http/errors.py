@@ -19,7 +19,7 @@ NOT_AGAIN: Mapping[str, str] = {"x-should-retry": "false"}
 once, and it would be up again."""
 
 
-class Refused(Exception):  # noqa: N818  (an answer)
+class HttpRefusal(Exception):  # noqa: N818  (an answer)
     """A request isn't answered.
 
     Args:
@@ -82,7 +82,7 @@ _WORDS: Mapping[str, str] = {
 }
 
 
-def refused(error: FastDecodeError) -> Refused:
+def refused(error: FastDecodeError) -> HttpRefusal:
     """An error as its client is told it."""
     http, kind = status(error)
     code, headers = error.code, {}
@@ -99,7 +99,7 @@ def refused(error: FastDecodeError) -> Refused:
         http, kind, code = _CODES[error.code]
     message = _WORDS.get(code) or (str(error) if is_theirs else "the engine has failed")
     param = getattr(error, "param", None)
-    return Refused(http, message, code, kind=kind, param=param, headers=headers)
+    return HttpRefusal(http, message, code, kind=kind, param=param, headers=headers)
 
 
 _UNAVAILABLE: Mapping[str, str] = {
@@ -111,9 +111,9 @@ _UNAVAILABLE: Mapping[str, str] = {
 }
 
 
-def unavailable(reason: str, retry_after_s: int = 1) -> Refused:
+def unavailable(reason: str, retry_after_s: int = 1) -> HttpRefusal:
     """503, with why no token could come out."""
-    return Refused(
+    return HttpRefusal(
         503,
         _UNAVAILABLE.get(reason, f"no answer could come now: {reason}"),
         reason,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-from fastdecode.server.http.errors import Refused
+from fastdecode.server.http.errors import HttpRefusal
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -78,7 +78,7 @@ class Exchange:
         await self.begin(kind, status, {**(headers or {}), "content-length": str(len(body))})
         await self.send_part(body, more=False)
 
-    async def refuse(self, error: Refused) -> None:
+    async def refuse(self, error: HttpRefusal) -> None:
         """The whole answer."""
         self.scope[REFUSED] = error.code
         await self.answer_json(error.body, error.status, **_as_names(error.headers))
@@ -121,7 +121,7 @@ class Exchange:
             sending.cancel()
 
 
-async def send_error(send: Send, error: Refused) -> None:
+async def send_error(send: Send, error: HttpRefusal) -> None:
     """An error as a whole answer, where there is no exchange."""
     raw = json.dumps(error.body).encode()
     headers = {

@@ -19,8 +19,8 @@ from fastdecode.openai.requests import BodyRequest
 from fastdecode.server.client import OpenRequests
 from fastdecode.server.front import Front, log_line
 from fastdecode.server.http.bodies import BodyLimits, Disconnected, read_body
-from fastdecode.server.http.deadlines import QUEUE_TIMEOUT, Deadlines
-from fastdecode.server.http.errors import Refused, refused, unavailable
+from fastdecode.server.http.deadlines import QUEUE_TIMEOUT, RequestDeadlines
+from fastdecode.server.http.errors import HttpRefusal, refused, unavailable
 from fastdecode.server.http.exchange import IS_LOGGED, Exchange, WriteTimeout
 from fastdecode.server.http.preparing import Preparation, enter, typed
 
@@ -35,7 +35,7 @@ the event loop."""
 T = TypeVar("T")
 
 
-class Generation:
+class CompletionExchange:
     """One request for completions, from its body to the end of its answer.
 
     Args:
@@ -66,7 +66,7 @@ class Generation:
             self._front.num_exchanges += 1
             watch = asyncio.create_task(self._watch())
             await self._answer(raw)
-        except Refused as error:
+        except HttpRefusal as error:
             code = error.code
             await self._refuse(error)
         except (Disconnected, WriteTimeout):
@@ -191,7 +191,7 @@ class Generation:
             Refused: the request has failed, or taken too long.
         """
         had_begun = opened.all_begun
-        deadlines = Deadlines(self._front.options, opened)
+        deadlines = RequestDeadlines(self._front.options, opened)
         deltas = await opened.take(deadlines.patience_s(silence_s))
         if opened.is_left:
             raise Disconnected
@@ -219,7 +219,7 @@ class Generation:
     def _answer_id(self) -> str:
         return f"{self._front.started_s:x}-{self._number}"
 
-    async def _refuse(self, error: Refused) -> None:
+    async def _refuse(self, error: HttpRefusal) -> None:
         """As the whole answer, or as the stream's last event."""
         with contextlib.suppress(WriteTimeout):
             if self._exchange.status is None:

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
-from fastdecode.server.http.errors import Refused
+from fastdecode.server.http.errors import HttpRefusal
 from fastdecode.server.http.exchange import REFUSED, Receive, Send, send_error
 from fastdecode.server.options import is_loopback
 
@@ -65,8 +65,8 @@ class Guard:
             self._check(scope)
             if not scope["path"].isprintable():
                 # A newline at the end is none to the routes' patterns.
-                raise Refused(404, "there is nothing at this path", "not_found")
-        except Refused as error:
+                raise HttpRefusal(404, "there is nothing at this path", "not_found")
+        except HttpRefusal as error:
             scope[REFUSED] = error.code
             await send_error(send_with_headers, error)
         else:
@@ -96,7 +96,7 @@ class Guard:
         matches = [hmac.compare_digest(hashed, known) for known in self.keys]
         is_given = scheme.lower() == b"bearer" and bool(key.strip())
         if not (is_given and any(matches)):
-            raise Refused(
+            raise HttpRefusal(
                 401,
                 _WRONG_KEY if is_given else _NO_KEY,
                 "invalid_api_key",
@@ -120,8 +120,8 @@ def new_request_id() -> str:
     return "req_" + secrets.token_hex(12)
 
 
-def _forbidden(text: str) -> Refused:
-    return Refused(403, text, "forbidden", kind="permission_error", closes=True)
+def _forbidden(text: str) -> HttpRefusal:
+    return HttpRefusal(403, text, "forbidden", kind="permission_error", closes=True)
 
 
 def _is_own(host: str) -> bool:

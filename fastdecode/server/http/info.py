@@ -10,7 +10,7 @@ from typing import Any
 
 from fastdecode import __version__
 from fastdecode.server.front import Front
-from fastdecode.server.http.errors import Refused
+from fastdecode.server.http.errors import HttpRefusal
 from fastdecode.server.http.exchange import Exchange
 from fastdecode.server.metrics import CONTENT_TYPE, exposition
 from fastdecode.server.observations import kv_used
@@ -33,7 +33,7 @@ async def model(front: Front, exchange: Exchange) -> None:
     """One of them."""
     name = exchange.scope["path_params"]["model"]
     if name not in front.names:
-        raise Refused(404, f"the model {name[:256]!r} isn't served here", "model_not_found")
+        raise HttpRefusal(404, f"the model {name[:256]!r} isn't served here", "model_not_found")
     await exchange.answer_json(_model(front, name))
 
 

@@ -28,8 +28,8 @@ from fastdecode.openai.requests import SAMPLING_FIELDS, BodyError, BodyRequest, 
 from fastdecode.server.admission import QueueFull
 from fastdecode.server.front import Front
 from fastdecode.server.http.bodies import Disconnected, parse_object
-from fastdecode.server.http.deadlines import Deadlines
-from fastdecode.server.http.errors import Refused, refused, unavailable
+from fastdecode.server.http.deadlines import RequestDeadlines
+from fastdecode.server.http.errors import HttpRefusal, refused, unavailable
 from fastdecode.text.encoder import ORDINARY_BYTES_PER_TOKEN
 
 MOST_SEQUENCES = 2048
@@ -77,7 +77,7 @@ class Preparation:
         asked = await self.read(raw, partial(self._front.reader.read, url))
         num_sequences = len(asked.prompts) * asked.params.n
         if num_sequences > MOST_SEQUENCES:
-            raise Refused(
+            raise HttpRefusal(
                 400,
                 f"the body asks for {num_sequences} sequences, n of each prompt: ask for "
                 f"{MOST_SEQUENCES} at most",
@@ -130,7 +130,7 @@ class Preparation:
 
     async def _until_due(self, opened: OpenTurn) -> None:
         """Wait for the turns before this one."""
-        deadlines = Deadlines(self._front.options, self)
+        deadlines = RequestDeadlines(self._front.options, self)
         self._pending = opened.is_due
         while not (self._is_left or opened.is_due.done()):
             await asyncio.wait({opened.is_due}, timeout=deadlines.patience_s(None))
@@ -240,7 +240,7 @@ def enter(front: Front, number: int, num_sequences: int, num_tokens: int) -> Non
         front.admission.enter(number, num_sequences, num_tokens, time.monotonic())
     except QueueFull as full:
         front.observations.rejected.add(1, "queue_full")
-        raise Refused(
+        raise HttpRefusal(
             429,
             f"too many requests wait: try again in {full.retry_after_s} s",
             "rate_limit_exceeded",

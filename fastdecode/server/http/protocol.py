@@ -13,7 +13,7 @@ from http import HTTPStatus
 from typing import Any, TypeAlias
 
 from fastdecode.server.http.connection import WatchfulProtocol
-from fastdecode.server.http.errors import Refused
+from fastdecode.server.http.errors import HttpRefusal
 from fastdecode.server.http.exchange import CONNECTION
 from fastdecode.server.http.guard import new_request_id
 
@@ -43,13 +43,13 @@ class GuardedProtocol(WatchfulProtocol):
         self._num_header_bytes = 0
         """That came since a header or a piece of a body was complete."""
         self._is_in_header = True
-        self._refusal = Refused(400, "this is no HTTP request", "invalid_http")
+        self._refusal = HttpRefusal(400, "this is no HTTP request", "invalid_http")
         """Of what the parser takes no more of."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
         if len(self.connections) > self._limits.most_connections:
-            error = Refused(503, "too many connections: try again", "too_many_connections")
+            error = HttpRefusal(503, "too many connections: try again", "too_many_connections")
             error.kind = "server_error"
             error.headers["retry-after"] = "1"
             self._end_with(error)
@@ -128,9 +128,9 @@ class GuardedProtocol(WatchfulProtocol):
             self.end()  # it is answered: who still sends is to see that
             return
         text = f"the header didn't come within {self._limits.header_timeout_s:g} s"
-        self._end_with(Refused(408, text, "header_timeout"))
+        self._end_with(HttpRefusal(408, text, "header_timeout"))
 
-    def _end_with(self, error: Refused) -> None:
+    def _end_with(self, error: HttpRefusal) -> None:
         """Answer what hasn't got as far as a route, and close the connection.
         An answer under way to a whole request is ended first, in place of it."""
         if self.transport.is_closing() or self.is_deaf:
@@ -189,6 +189,6 @@ def _is_plain(headers: Headers) -> bool:
     return all(coding.strip().lower() == b"chunked" for coding in codings)
 
 
-def _too_large() -> Refused:
+def _too_large() -> HttpRefusal:
     text = f"the header has more than {MAX_HEADER_BYTES} bytes"
-    return Refused(431, text, "header_too_large")
+    return HttpRefusal(431, text, "header_too_large")

@@ -7,19 +7,19 @@ message               direction   meaning, and the answer
 ``InstanceHello``     C → I       which model is meant → ``InstanceWelcome``
 ``InstanceWelcome``   I → C       what it has room for, and its role; once its engine
                                   has forgotten what another controller wanted
-``RunRequests``       C → I       run these; what they say comes as ``RequestsSay``
+``RunRequests``       C → I       run these; what they say comes as ``RequestDeltas``
 ``CancelRequests``    C → I       they aren't wanted any more; what they hold is let
                                   go of; no answer, but what was on the way
 ``SetInstanceRole``   C → I       what it will be given from now on; no answer
 ``EndConversation``   C → I       nobody goes on with a conversation; no answer
-``RequestsSay``       I → C       what requests have said since the last time
-``InstanceSeen``      I → C       how it is; now and then, and when nothing is left
+``RequestDeltas``       I → C       what requests have said since the last time
+``InstanceStatus``      I → C       how it is; now and then, and when nothing is left
                                   to be done
 ``Failed``            I → C       it serves another controller (``busy``), or can't
                                   go on
 ====================  ==========  ===================================================
 
-``InstanceSeen`` comes twice a second, by an engine that isn't busy with a long
+``InstanceStatus`` comes twice a second, by an engine that isn't busy with a long
 step: an instance that lives and is silent for minutes hangs. One comes at once when
 the last R-worker is lost or the first is back. A controller cancels all that an
 instance without R-workers was asked, and gives it nothing until it has one.
@@ -33,7 +33,7 @@ the instance forgets its requests, frees all that they held, and waits for the
 next. When an instance is gone, its requests go on elsewhere.
 
 ``said`` is JSON in UTF-8: requests and deltas as
-``fastdecode.wire.instances.told`` has them. A request is known by a name that
+``fastdecode.wire.instances.request_json`` has them. A request is known by a name that
 its controller gives to no other.
 """
 
@@ -135,12 +135,12 @@ class EndConversation(Asking):
 
 
 @dataclass(frozen=True, eq=False)
-class RequestsSay:
+class RequestDeltas:
     said: Annotated[NDArray[np.uint8], "N"]
 
 
 @dataclass(frozen=True, eq=False)
-class InstanceSeen:
+class InstanceStatus:
     num_steps: int
     num_live_r_workers: int
     """0: it can run nothing until one is back, and gives up what it was asked."""
@@ -160,7 +160,7 @@ class InstanceSeen:
 ToInstance: TypeAlias = (
     InstanceHello | RunRequests | CancelRequests | SetInstanceRole | EndConversation
 )
-InstanceSays: TypeAlias = InstanceWelcome | RequestsSay | InstanceSeen
+InstanceSays: TypeAlias = InstanceWelcome | RequestDeltas | InstanceStatus
 
 INSTANCE_OPCODES: Final[Mapping[type[Any], int]] = {
     InstanceHello: 129,
@@ -169,7 +169,7 @@ INSTANCE_OPCODES: Final[Mapping[type[Any], int]] = {
     SetInstanceRole: 132,
     EndConversation: 133,
     InstanceWelcome: 193,
-    RequestsSay: 194,
-    InstanceSeen: 195,
+    RequestDeltas: 194,
+    InstanceStatus: 195,
 }
 """See ``fastdecode.wire.opcodes.OPCODES``; from 193 on, those that instances send."""

@@ -18,7 +18,7 @@ _MOST: Final = 1 << 53
 _MOST_R_WORKERS: Final = 1 << 16
 
 
-def merged(each: Sequence[EngineStats]) -> EngineStats:
+def sum_stats(each: Sequence[EngineStats]) -> EngineStats:
     """Totals of several engines."""
     total = EngineStats()
     for field in fields(EngineStats):
@@ -31,7 +31,7 @@ def merged(each: Sequence[EngineStats]) -> EngineStats:
     return total
 
 
-def together(each: Sequence[EngineFigures]) -> EngineFigures:
+def sum_figures(each: Sequence[EngineFigures]) -> EngineFigures:
     """Figures of several engines."""
     numbers = {
         field.name: sum(getattr(figures, field.name) for figures in each)
@@ -42,7 +42,7 @@ def together(each: Sequence[EngineFigures]) -> EngineFigures:
     return EngineFigures(**numbers, r_workers=holders)
 
 
-def seen_to_json(stats: EngineStats, figures: EngineFigures | None) -> dict[str, Any]:
+def status_to_json(stats: EngineStats, figures: EngineFigures | None) -> dict[str, Any]:
     """Totals, and figures if they are told this time."""
     values = {field.name: getattr(stats, field.name) for field in fields(EngineStats)}
     return {
@@ -56,7 +56,7 @@ def seen_to_json(stats: EngineStats, figures: EngineFigures | None) -> dict[str,
     }
 
 
-def seen_from_json(said: Any) -> tuple[EngineStats, EngineFigures | None]:
+def status_from_json(said: Any) -> tuple[EngineStats, EngineFigures | None]:
     """Raises ProtocolError: no instance can have seen that."""
     try:
         return _stats(said["totals"], said["times"]), _figures(said["figures"])

@@ -17,23 +17,23 @@ from fastdecode.core.errors import (
     without_frames,
 )
 from fastdecode.core.sequence import Request, validate_for_vocab
-from fastdecode.engine.instances.lines import FromInstance
+from fastdecode.engine.instances.connections import FromInstance
 from fastdecode.engine.instances.remote import packed, unpacked
-from fastdecode.engine.instances.seen import seen_to_json
+from fastdecode.engine.instances.status_report import status_to_json
 from fastdecode.engine.service import EngineService
 from fastdecode.wire.instances.messages import (
     MAX_NAMES,
     CancelRequests,
     EndConversation,
     InstanceHello,
-    InstanceSeen,
+    InstanceStatus,
     InstanceWelcome,
-    RequestsSay,
+    RequestDeltas,
     RunRequests,
     SetInstanceRole,
     ToInstance,
 )
-from fastdecode.wire.instances.told import delta_to_json, request_from_json
+from fastdecode.wire.instances.request_json import delta_to_json, request_from_json
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
 from fastdecode.wire.transport import CLOSED, Connection, PeerLostError
 
@@ -44,7 +44,7 @@ _SEE_S: Final = 0.5
 _Said: TypeAlias = "tuple[object, list[Delta] | InstanceWelcome, dict[str, Any] | None]"
 
 
-class InstanceHub(Protocol):
+class ControllerHub(Protocol):
     """Where controllers connect; see ``fastdecode.wire.transport.Hub``."""
 
     @property
@@ -57,7 +57,7 @@ class InstanceHub(Protocol):
         thread."""
 
 
-class _Reader(DeltaQueue):
+class _DeltaSender(DeltaQueue):
     """Passes on what requests of one controller say; by the engine's thread."""
 
     def __init__(self, say: Callable[[list[Delta]], None], *, every_step: bool) -> None:
@@ -68,7 +68,7 @@ class _Reader(DeltaQueue):
         self._say(list(deltas))
 
 
-class InstanceServing:
+class InstanceServer:
     """Used by one thread.
 
     Args:
@@ -83,7 +83,7 @@ class InstanceServing:
 
     def __init__(
         self,
-        listener: InstanceHub,
+        listener: ControllerHub,
         service: EngineService[Any],
         running: Any,
         welcome: InstanceWelcome,
@@ -98,7 +98,7 @@ class InstanceServing:
         self._welcome = welcome
         self._vocab_size = vocab_size
         self._controller: int | None = None
-        self._readers: dict[bool, _Reader] = {}
+        self._readers: dict[bool, _DeltaSender] = {}
         self._outbox: SimpleQueue[_Said] = SimpleQueue()
         self._turn: object = None
         """Of the present controller; what is said for another one counts no more."""
@@ -200,7 +200,7 @@ class InstanceServing:
 
         return welcome
 
-    def _reader(self, every_step: bool) -> _Reader:
+    def _reader(self, every_step: bool) -> _DeltaSender:
         """Of the present controller. When something of a request is over, totals
         are told before that is."""
         turn, outbox, wake = self._turn, self._outbox, self._listener.wake
@@ -210,12 +210,12 @@ class InstanceServing:
             outbox.put((turn, deltas, self._totals() if ends else None))
             wake()
 
-        return _Reader(say, every_step=every_step)
+        return _DeltaSender(say, every_step=every_step)
 
     def _totals(self, *, with_figures: bool = False) -> dict[str, Any]:
         """By the engine's thread."""
         engine = self._running.engine
-        return seen_to_json(engine.stats, engine.figures() if with_figures else None)
+        return status_to_json(engine.stats, engine.figures() if with_figures else None)
 
     def _submit(self, requests: Sequence[Request], every_step: bool) -> None:
         """Have requests run. One that can't be run comes to an error, and costs the
@@ -269,7 +269,7 @@ class InstanceServing:
                 self._see(totals)
             told += deltas
         if told:
-            self._say(RequestsSay(packed([delta_to_json(delta) for delta in told])))
+            self._say(RequestDeltas(packed([delta_to_json(delta) for delta in told])))
 
     def _look_at_engine(self) -> None:
         """Now and then, how the engine is; it answers between two steps. At once
@@ -290,7 +290,7 @@ class InstanceServing:
 
     def _see(self, totals: dict[str, Any]) -> None:
         numbers = self._service.snapshot().engine
-        self._say(InstanceSeen(numbers.num_steps, numbers.num_live_r_workers, packed(totals)))
+        self._say(InstanceStatus(numbers.num_steps, numbers.num_live_r_workers, packed(totals)))
 
     def _lose(self, peer: int, error: FastDecodeError) -> None:
         """A peer is gone. If that is the controller, all that is run for it is

@@ -15,7 +15,7 @@ from fastdecode.engine.instances.claims import Claims
 from fastdecode.schedule.dispatch import Job
 
 
-class Stage(Enum):
+class RequestStage(Enum):
     """Where a request is."""
 
     QUEUED = "queued"
@@ -30,7 +30,7 @@ class Stage(Enum):
 
 
 @dataclass
-class _Seen:
+class _RunProgress:
     """Of what one run of a sequence says."""
 
     num_tokens: int = 0
@@ -38,7 +38,7 @@ class _Seen:
 
 
 @dataclass
-class _Said:
+class _Reported:
     """What a sequence has said to whoever reads it."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -47,31 +47,31 @@ class _Said:
 
 
 @dataclass(eq=False)
-class Run:
+class InstanceRun:
     """A request at an instance, by the name that it has there."""
 
     name: str
     instance: int
     claims: Claims | None = None
     """What it has said; None: it hasn't been asked for yet."""
-    seen: dict[int, _Seen] = field(default_factory=dict)
+    seen: dict[int, _RunProgress] = field(default_factory=dict)
 
 
-class Observer(Protocol):
+class RequestObserver(Protocol):
     """Is told of requests as they go; by their controller's thread, and never waits."""
 
-    def arrived(self, flow: Flow) -> None:
+    def arrived(self, flow: RoutedRequest) -> None:
         """It has been queued."""
 
-    def told(self, flow: Flow) -> None:
+    def told(self, flow: RoutedRequest) -> None:
         """An instance has said something of it."""
 
-    def over(self, flow: Flow) -> None:
+    def over(self, flow: RoutedRequest) -> None:
         """It has come to its end."""
 
 
 @dataclass(eq=False)
-class Flow:
+class RoutedRequest:
     """One request.
 
     Args:
@@ -82,14 +82,14 @@ class Flow:
     request: Request
     listener: Listener | None
     job: Job
-    stage: Stage = Stage.QUEUED
-    offering: Run | None = None
+    stage: RequestStage = RequestStage.QUEUED
+    offering: InstanceRun | None = None
     """Where its prompt is run, or kept."""
-    decoding: Run | None = None
+    decoding: InstanceRun | None = None
     sources: tuple[KVSource, ...] = ()
     failure: FastDecodeError | None = None
     """Why the first instance that failed it did; None: none has."""
-    said: list[_Said] = field(init=False)
+    said: list[_Reported] = field(init=False)
     is_observed: bool = False
     """Whether it is told what it says after every step, whoever reads it."""
     arrived_s: float | None = None
@@ -98,7 +98,7 @@ class Flow:
     last_s: float | None = None
 
     def __post_init__(self) -> None:
-        self.said = [_Said() for _ in range(self.request.params.n)]
+        self.said = [_Reported() for _ in range(self.request.params.n)]
 
     @property
     def num_left(self) -> int:
@@ -110,7 +110,7 @@ class Flow:
         """Whether it is read after every step."""
         return self.is_observed or (self.listener is not None and self.listener.every_step)
 
-    def run_of(self, delta: Delta) -> Run | None:
+    def run_of(self, delta: Delta) -> InstanceRun | None:
         """Which of its runs says so; None: none any more."""
         for run in (self.offering, self.decoding):
             if run is not None and run.name == delta.request_id:
@@ -153,7 +153,7 @@ class Flow:
         run = self.run_of(delta)
         if run is None:
             return
-        said, seen = self.said[delta.index], run.seen.setdefault(delta.index, _Seen())
+        said, seen = self.said[delta.index], run.seen.setdefault(delta.index, _RunProgress())
         first_token, first_char = seen.num_tokens, seen.num_chars
         seen.num_tokens += len(delta.token_ids)
         seen.num_chars += len(delta.text)

@@ -9,7 +9,7 @@ from rworker.stream.links import Neighbourhood
 
 
 @dataclass(frozen=True)
-class Beside:
+class Colocation:
     """R-workers that reach those of other engines, in this process or elsewhere."""
 
     neighbours: Neighbourhood | None

@@ -36,7 +36,7 @@ _TRY_S: Final = 1.0
 """Between two attempts at an address."""
 
 
-class LinesHub(Hub[ToInstance, FromInstance], Protocol):
+class InstanceConnectionHub(Hub[ToInstance, FromInstance], Protocol):
     """A controller's connections, one an instance."""
 
     def wake(self) -> None:
@@ -56,7 +56,7 @@ class LinesHub(Hub[ToInstance, FromInstance], Protocol):
         whether they are; and why others aren't."""
 
 
-class ReturningLine(InstanceLine, Protocol):
+class ReturningConnection(InstanceLine, Protocol):
     """To somebody who may not be there."""
 
     @property
@@ -69,7 +69,7 @@ class ReturningLine(InstanceLine, Protocol):
 LineT = TypeVar("LineT")
 
 
-class Finder(Protocol[LineT]):
+class Reconnector(Protocol[LineT]):
     """Where those that were lost may come back."""
 
     def reconnect(self, index: int) -> LineT:
@@ -101,7 +101,7 @@ def welcome_of(
     return answer
 
 
-class Heard(Protocol):
+class ConnectionListener(Protocol):
     """Is told what comes; by the lines' thread, and never waits."""
 
     def heard(self, number: int, message: FromInstance) -> None:
@@ -119,16 +119,16 @@ class Heard(Protocol):
 
 
 @dataclass
-class _Lost:
+class _LostInstance:
     """An instance that is gone."""
 
     try_s: float
     """When its address is tried next."""
-    line: ReturningLine | None = None
+    line: ReturningConnection | None = None
     is_greeted: bool = False
 
 
-class Quiet:
+class Heartbeat:
     """For how long an instance has said nothing. Its engine says something twice
     a second whenever it comes by, and so a process that lives says nothing once
     its engine hangs. Only time in which we listened counts: who has been
@@ -156,7 +156,7 @@ class Quiet:
         return self._quiet_s
 
 
-class Lines(threading.Thread):
+class InstanceConnections(threading.Thread):
     """See the module.
 
     Args:
@@ -170,22 +170,22 @@ class Lines(threading.Thread):
 
     def __init__(
         self,
-        hub: LinesHub,
+        hub: InstanceConnectionHub,
         hello: InstanceHello,
         absent: Sequence[int],
-        heard: Heard,
+        heard: ConnectionListener,
         timeout_s: float,
-        finder: Finder[Any] | None,
+        finder: Reconnector[Any] | None,
     ) -> None:
         super().__init__(name="instances", daemon=True)
         self._hub = hub
         self._finder = finder
         self._hello = hello
         self._heard = heard
-        self._lost = {number: _Lost(time.monotonic() + _TRY_S) for number in absent}
+        self._lost = {number: _LostInstance(time.monotonic() + _TRY_S) for number in absent}
         self._turns = [0 for _ in hub.connections]
         """How often each was there before."""
-        self._quiet = Quiet(len(self._turns))
+        self._quiet = Heartbeat(len(self._turns))
         self._timeout_s = timeout_s
         self._outbox: SimpleQueue[tuple[int, int, ToInstance | FastDecodeError]] = SimpleQueue()
         self._is_closing = False
@@ -203,7 +203,7 @@ class Lines(threading.Thread):
 
     def run(self) -> None:
         """Until it is closed. Where something raises that no instance accounts for,
-        ``Heard`` is notified: a request would wait for ever."""
+        ``ConnectionListener`` is notified: a request would wait for ever."""
         try:
             while not self._is_closing:
                 self._send_all()
@@ -275,7 +275,7 @@ class Lines(threading.Thread):
 
     def _lose(self, number: int, error: FastDecodeError) -> None:
         if number not in self._lost:
-            self._lost[number] = _Lost(time.monotonic() + _TRY_S)
+            self._lost[number] = _LostInstance(time.monotonic() + _TRY_S)
             if error.code == TIMEOUT:
                 self._hub.give_up(number)
             self._hub.connections[number].close()
@@ -300,9 +300,9 @@ class Lines(threading.Thread):
                 logger.log(level, "instance %d isn't back yet: %s", number, error)
                 if lost.line is not None:
                     lost.line.close()
-                self._lost[number] = _Lost(time.monotonic() + _TRY_S)
+                self._lost[number] = _LostInstance(time.monotonic() + _TRY_S)
 
-    def _look_for(self, finder: Finder[Any], number: int, lost: _Lost) -> None:
+    def _look_for(self, finder: Reconnector[Any], number: int, lost: _LostInstance) -> None:
         """Raises FastDecodeError: whoever is there now is of no use."""
         if lost.line is None:
             if time.monotonic() >= lost.try_s:

@@ -16,7 +16,7 @@ from fastdecode.core.spec import HeadShare
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.requests import Requests
 from fastdecode.schedule.life import events
-from fastdecode.schedule.life.handing import Handing as Sequences
+from fastdecode.schedule.life.handing import KVExchange as Sequences
 from fastdecode.wire.kv.handing import Offer, Pull
 
 _TICKET_BYTES: Final = 16
@@ -48,7 +48,7 @@ class FetchingTime:
 
 
 @dataclass(frozen=True)
-class Exports:
+class ExportAddresses:
     """How R-workers of other instances reach an engine's.
 
     Args:
@@ -84,7 +84,7 @@ class Exports:
         ]
 
 
-class Handing:
+class KVExchange:
     """Of one engine.
 
     Args:
@@ -95,7 +95,7 @@ class Handing:
     """
 
     def __init__(
-        self, fleet: Fleet, requests: Requests, sequences: Sequences, exports: Exports
+        self, fleet: Fleet, requests: Requests, sequences: Sequences, exports: ExportAddresses
     ) -> None:
         self._fleet = fleet
         self._requests = requests

@@ -13,10 +13,10 @@ from fastdecode.core.delta import Delta, Listener
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import Request
 from fastdecode.engine.instances.claims import Claims
-from fastdecode.engine.instances.flow import Flow, Run, Stage
+from fastdecode.engine.instances.routed_request import InstanceRun, RequestStage, RoutedRequest
 from fastdecode.schedule.dispatch import Bind, DecodeRoom, Dispatcher, Fetch, Job, PrefillQueue
 
-Failed = Callable[[Flow, Delta], None]
+Failed = Callable[[RoutedRequest, Delta], None]
 """A run of a request has ended with an error."""
 
 
@@ -53,7 +53,7 @@ class Instance(Protocol):
         """What it will be given from now on."""
 
 
-class Flows:
+class RoutedRequests:
     """All requests that aren't over.
 
     Args:
@@ -63,33 +63,33 @@ class Flows:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._numbers = itertools.count()
-        self.by_request: dict[str, Flow] = {}
-        self.by_job: dict[int, Flow] = {}
-        self.by_run: dict[str, Flow] = {}
+        self.by_request: dict[str, RoutedRequest] = {}
+        self.by_job: dict[int, RoutedRequest] = {}
+        self.by_run: dict[str, RoutedRequest] = {}
 
-    def make(self, request: Request, listener: Listener | None) -> Flow:
+    def make(self, request: Request, listener: Listener | None) -> RoutedRequest:
         """Of a request that isn't queued yet. All of its sequences are reserved
         whole."""
         prompt, size = len(request.prompt_token_ids), self._block_size
         blocks = -(-(prompt + request.max_tokens - 1) // size)
         reserved = request.params.n * blocks * size
-        return Flow(request, listener, Job(next(self._numbers), prompt, reserved))
+        return RoutedRequest(request, listener, Job(next(self._numbers), prompt, reserved))
 
-    def add(self, flow: Flow) -> None:
+    def add(self, flow: RoutedRequest) -> None:
         """It is queued."""
         self.by_request[flow.request.request_id] = self.by_job[flow.job.job_id] = flow
 
-    def remove(self, flow: Flow) -> None:
+    def remove(self, flow: RoutedRequest) -> None:
         """It is over."""
         del self.by_request[flow.request.request_id], self.by_job[flow.job.job_id]
 
-    def begin(self, flow: Flow, instance: int) -> Run:
+    def begin(self, flow: RoutedRequest, instance: int) -> InstanceRun:
         """An instance is given it, by a name that no run had before."""
-        run = Run(f"{flow.job.job_id}.{next(self._numbers)}", instance)
+        run = InstanceRun(f"{flow.job.job_id}.{next(self._numbers)}", instance)
         self.by_run[run.name] = flow
         return run
 
-    def end(self, run: Run) -> None:
+    def end(self, run: InstanceRun) -> None:
         """What that run says counts no more."""
         self.by_run.pop(run.name, None)
 
@@ -99,18 +99,18 @@ class Flows:
         return [
             request_id
             for request_id, flow in self.by_request.items()
-            if flow.stage in (Stage.QUEUED, Stage.WAITING)
+            if flow.stage in (RequestStage.QUEUED, RequestStage.WAITING)
             and not flow.has_said
             and (among is None or request_id in among)
         ]
 
     @property
-    def stages(self) -> Mapping[str, Stage]:
+    def stages(self) -> Mapping[str, RequestStage]:
         """Where each request is."""
         return {request_id: flow.stage for request_id, flow in self.by_request.items()}
 
 
-class Members:
+class InstanceRegistry:
     """The instances that there are: what each is given, and who can be given anything.
 
     Args:
@@ -164,7 +164,7 @@ class Members:
             queue.own_room = room if role is InstanceRole.BOTH else None
 
 
-class Desk:
+class Router:
     """Gives requests to instances, and takes them back.
 
     Args:
@@ -177,7 +177,7 @@ class Desk:
 
     def __init__(
         self,
-        flows: Flows,
+        flows: RoutedRequests,
         instances: Sequence[Instance],
         roles: Sequence[InstanceRole],
         batch_tokens: int,
@@ -188,36 +188,36 @@ class Desk:
             [PrefillQueue(batch_tokens, float) for _ in instances],
             [DecodeRoom(each.num_tokens, each.max_sequences) for each in instances],
         )
-        self.members = Members(instances, roles, self.dispatcher)
+        self.members = InstanceRegistry(instances, roles, self.dispatcher)
         self.instances, self.roles = self.members.all, self.members.roles
         self._failed = failed
         self._decided: deque[Bind | Fetch] = deque()
         """What is to be carried out, its room booked already."""
         self._is_at_work = False
 
-    def where(self, run: Run) -> Instance:
+    def where(self, run: InstanceRun) -> Instance:
         """Who has a run."""
         return self.instances[run.instance]
 
-    def arrive(self, flow: Flow) -> None:
+    def arrive(self, flow: RoutedRequest) -> None:
         """A request waits for an instance that runs its prompt."""
-        flow.stage = Stage.QUEUED
+        flow.stage = RequestStage.QUEUED
         self.do(self.dispatcher.arrived(flow.job))
 
-    def begin_anew(self, flow: Flow) -> None:
+    def begin_anew(self, flow: RoutedRequest) -> None:
         """A request whose prompt is to be run again."""
-        flow.stage = Stage.QUEUED
+        flow.stage = RequestStage.QUEUED
         self.do(self.dispatcher.returned(flow.job))
 
-    def wait(self, flow: Flow, *, is_first: bool) -> None:
+    def wait(self, flow: RoutedRequest, *, is_first: bool) -> None:
         """A request waits for an instance that does all of it that is left."""
-        flow.stage = Stage.WAITING
+        flow.stage = RequestStage.WAITING
         self.do(self.dispatcher.resumed(flow.job, is_first=is_first))
 
-    def offer(self, flow: Flow) -> None:
+    def offer(self, flow: RoutedRequest) -> None:
         """Its prompt is done, and waits to be fetched."""
         assert flow.offering is not None
-        flow.stage = Stage.OFFERED
+        flow.stage = RequestStage.OFFERED
         self.do(self.dispatcher.prefilled(flow.job, flow.offering.instance))
 
     def do(self, decisions: Iterable[Bind | Fetch]) -> None:
@@ -240,10 +240,10 @@ class Desk:
         run = self._flows.begin(flow, decision.instance)
         every_step = isinstance(decision, Bind) or flow.is_watched
         if isinstance(decision, Bind):
-            flow.stage, flow.offering = Stage.PREFILL, run
+            flow.stage, flow.offering = RequestStage.PREFILL, run
             asked = flow.prompt_run(run.name)
         else:
-            flow.stage, flow.decoding = Stage.DECODE, run
+            flow.stage, flow.decoding = RequestStage.DECODE, run
             asked = flow.whole_run(run.name)
         run.claims = Claims(asked)
         try:
@@ -260,14 +260,14 @@ class Desk:
         self._decided.extend(self.dispatcher.look())
         return fetch
 
-    def end(self, flow: Flow) -> None:
+    def end(self, flow: RoutedRequest) -> None:
         """A request is over, or nobody wants it."""
         self.leave(flow)
         self._flows.remove(flow)
 
-    def leave(self, flow: Flow) -> None:
+    def leave(self, flow: RoutedRequest) -> None:
         """No instance has a request any more, and none is to have it."""
-        stage, flow.stage = flow.stage, Stage.OVER
+        stage, flow.stage = flow.stage, RequestStage.OVER
         offering, decoding = flow.offering, flow.decoding
         decided = next((one for one in self._decided if one.job is flow.job), None)
         self.release(flow)
@@ -282,19 +282,19 @@ class Desk:
             flow.decoding = None
             self.where(decoding).cancel(decoding.name)
             self.do(self.dispatcher.decoded(flow.job, decoding.instance))
-        elif stage is Stage.PREFILL and offering is not None:
+        elif stage is RequestStage.PREFILL and offering is not None:
             self.do(self.dispatcher.left(flow.job, offering.instance))
         else:
             self.do(self.dispatcher.withdrawn(flow.job))
 
-    def release(self, flow: Flow) -> None:
+    def release(self, flow: RoutedRequest) -> None:
         """What is offered of a request isn't needed any more."""
         offering, flow.offering = flow.offering, None
         if offering is not None:
             self._flows.end(offering)
             self.where(offering).cancel(offering.name)
 
-    def lose(self, lost: Instance) -> list[Flow]:
+    def lose(self, lost: Instance) -> list[RoutedRequest]:
         """An instance is broken or stranded: nothing more is given to it. Returns
         the requests that it had, and that are to go on elsewhere."""
         self.members.come_and_go(lost, is_there=False)
