@@ -31,11 +31,11 @@ from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.engine.step.swapped import reach_swapped
 from fastdecode.schedule.hybrid.control import HybridOptions
 from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout
+from fastdecode.schedule.hybrid.inputs import Guess
 from fastdecode.schedule.hybrid.rule import Margins
-from fastdecode.schedule.hybrid.told import Guess
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.modes import make_scheduler
-from fastdecode.schedule.reserving.places import OwnHolders
+from fastdecode.schedule.reserving.holder_choice import OwnHolders
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.codec import TextCodec
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello

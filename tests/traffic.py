@@ -40,8 +40,8 @@ from fastdecode.schedule.life.events import (
 )
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.life.lives import Status
-from fastdecode.schedule.plan import Chunk, DropCopies, Fetch, Forget, Keep
-from fastdecode.schedule.plan import Store as StoreDown
+from fastdecode.schedule.plan import Chunk, DropCopies, Forget, Keep, Restore
+from fastdecode.schedule.plan import Offload as StoreDown
 
 
 @dataclass(eq=False)
@@ -270,7 +270,7 @@ class Harness:
                     )
                 case Forget():
                     self.stores[instruction.holder].forget(instruction.keys)
-                case StoreDown() | Fetch():
+                case StoreDown() | Restore():
                     self.moves.begin(instruction, self.stores[instruction.holder])
                 case DropCopies():
                     self.stores[instruction.holder].drop(instruction.keys)

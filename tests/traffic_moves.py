@@ -9,8 +9,8 @@ import numpy as np
 from remembering_store import Store
 
 from fastdecode.schedule.life.events import Fetching, Moved
-from fastdecode.schedule.plan import Fetch
-from fastdecode.schedule.plan import Store as StoreDown
+from fastdecode.schedule.plan import Offload as StoreDown
+from fastdecode.schedule.plan import Restore
 
 
 @dataclass
@@ -22,13 +22,13 @@ class Moves:
     tell: Callable[[], bool] = lambda: False
     """Asked while blocks are fetched, whether it is told how far that is."""
     num_fetched: int = 0
-    under_way: list[tuple[StoreDown | Fetch, np.ndarray]] = field(default_factory=list)
+    under_way: list[tuple[StoreDown | Restore, np.ndarray]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.under_way)
 
-    def begin(self, order: StoreDown | Fetch, store: Store) -> None:
-        blocks = store.begin_move(order.keys, is_fetch=isinstance(order, Fetch))
+    def begin(self, order: StoreDown | Restore, store: Store) -> None:
+        blocks = store.begin_move(order.keys, is_fetch=isinstance(order, Restore))
         self.under_way.append((order, blocks))
 
     def next(self, stores: Sequence[Store]) -> Fetching | Moved | None:
@@ -37,7 +37,7 @@ class Moves:
         if not self.under_way:
             return None
         order, blocks = self.under_way[0]
-        is_fetch = isinstance(order, Fetch)
+        is_fetch = isinstance(order, Restore)
         if is_fetch and self.tell():
             return Fetching(order.holder, order.job, 0.5, 0.5)
         self.under_way.pop(0)

@@ -12,12 +12,12 @@ import numpy as np
 from cost_model.goodput.clock import Clock
 from cost_model.goodput.decoding import DecodingBatch
 from cost_model.goodput.times import InstanceTimes
-from fastdecode.schedule.dispatch import DecodeRoom, Job
+from fastdecode.schedule.dispatch import DecodeReservations, DispatchJob
 
 
 @dataclass
 class _Prompt:
-    job: Job
+    job: DispatchJob
     num_done: int = 0
 
 
@@ -34,9 +34,9 @@ class ColocatedInstance:
         clock: Clock,
         times: InstanceTimes,
         step_tokens: int,
-        room: DecodeRoom,
-        first: Callable[[Job], int],
-        done: Callable[[Job], None],
+        room: DecodeReservations,
+        first: Callable[[DispatchJob], int],
+        done: Callable[[DispatchJob], None],
         *,
         opens_at_once: bool = True,
     ) -> None:
@@ -47,7 +47,7 @@ class ColocatedInstance:
         """Its first token is drawn; returns how many are to come."""
         self._done = done
         self._opens_at_once = opens_at_once
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[DispatchJob] = deque()
         self._opening: list[_Prompt] = []
         """Their room is reserved; they join the step after the one under way."""
         self._prompts: deque[_Prompt] = deque()
@@ -65,7 +65,7 @@ class ColocatedInstance:
         """Which share of its room is reserved, or wanted by those that wait."""
         return self.room.fullness + self._wanted_tokens / self.room.capacity_tokens
 
-    def put(self, job: Job) -> None:
+    def put(self, job: DispatchJob) -> None:
         """Not to be called from ``first`` or ``done``."""
         self._waiting.append(job)
         self._wanted_tokens += job.reserved_tokens
@@ -109,7 +109,7 @@ class ColocatedInstance:
             left -= tokens
         return chunks
 
-    def _stepped(self, over: list[Job]) -> None:
+    def _stepped(self, over: list[DispatchJob]) -> None:
         for job in over:
             self._end(job)
         for prompt, tokens in self._chunks:
@@ -118,14 +118,14 @@ class ColocatedInstance:
             self._drawn(self._prompts.popleft().job)
         self._go_on()
 
-    def _drawn(self, job: Job) -> None:
+    def _drawn(self, job: DispatchJob) -> None:
         num_tokens = self._first(job)
         if num_tokens:
             self._batch.add(job, num_tokens)
         else:
             self._end(job)
 
-    def _end(self, job: Job) -> None:
+    def _end(self, job: DispatchJob) -> None:
         self.room.num_tokens -= job.reserved_tokens
         self.room.num_sequences -= 1
         self._done(job)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from cost_model.goodput.clock import Clock
-from fastdecode.schedule.dispatch import Job
+from fastdecode.schedule.dispatch import DispatchJob
 
 MAX_STEPS_AHEAD = 512
 
@@ -23,10 +23,10 @@ class DecodingBatch:
             were begun are over.
     """
 
-    def __init__(self, clock: Clock, stepped: Callable[[list[Job]], None]) -> None:
+    def __init__(self, clock: Clock, stepped: Callable[[list[DispatchJob]], None]) -> None:
         self._clock = clock
         self._stepped = stepped
-        self._running: list[tuple[int, int, Job]] = []
+        self._running: list[tuple[int, int, DispatchJob]] = []
         """By the step after which they are over."""
         self._order = itertools.count()
         self._num_steps = 0
@@ -63,7 +63,7 @@ class DecodingBatch:
         """Until the first of them is over, as far as one looks ahead."""
         return min(MAX_STEPS_AHEAD, self._running[0][0] - self._num_steps)
 
-    def add(self, job: Job, num_tokens: int) -> None:
+    def add(self, job: DispatchJob, num_tokens: int) -> None:
         """It decodes so many tokens, from the next step on. At its end, its
         context is all that was reserved."""
         over = self._num_steps + num_tokens

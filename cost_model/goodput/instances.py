@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from cost_model.goodput.clock import Clock
 from cost_model.goodput.decoding import DecodingBatch
 from cost_model.goodput.times import InstanceTimes
-from fastdecode.schedule.dispatch import Job
+from fastdecode.schedule.dispatch import DispatchJob
 
 
 class PrefillInstance:
@@ -24,14 +24,14 @@ class PrefillInstance:
         times: InstanceTimes,
         batch_tokens: int,
         buffer_tokens: int,
-        done: Callable[[Job], None],
+        done: Callable[[DispatchJob], None],
     ) -> None:
         self._clock = clock
         self._times = times
         self._batch_tokens = batch_tokens
         self._buffer_tokens = buffer_tokens
         self._done = done
-        self._queue: deque[Job] = deque()
+        self._queue: deque[DispatchJob] = deque()
         self._free_s = [0.0] * times.num_stages
         self._is_asked = False
         self._held = 0
@@ -40,11 +40,11 @@ class PrefillInstance:
         self.busy_s = 0.0
         """Of the first stage."""
 
-    def put(self, job: Job) -> None:
+    def put(self, job: DispatchJob) -> None:
         self._queue.append(job)
         self._ask()
 
-    def release(self, job: Job) -> None:
+    def release(self, job: DispatchJob) -> None:
         """Its K and V have been fetched, or nobody wants them."""
         self._held -= job.prompt_tokens
         self._ask()
@@ -70,8 +70,8 @@ class PrefillInstance:
         self._clock.at(left_s, lambda: self._end(batch))
         self._ask()
 
-    def _take(self) -> list[Job]:
-        batch: list[Job] = []
+    def _take(self) -> list[DispatchJob]:
+        batch: list[DispatchJob] = []
         tokens = 0
         while self._queue:
             prompt = self._queue[0].prompt_tokens
@@ -84,7 +84,7 @@ class PrefillInstance:
             self._held += prompt
         return batch
 
-    def _end(self, batch: list[Job]) -> None:
+    def _end(self, batch: list[DispatchJob]) -> None:
         for job in batch:
             self._done(job)
 
@@ -114,11 +114,13 @@ def transfer(now_s: float, num_bytes: float, links: list[Link]) -> float:
 class DecodeInstance:
     """Steps of all that decode."""
 
-    def __init__(self, clock: Clock, times: InstanceTimes, done: Callable[[Job], None]) -> None:
+    def __init__(
+        self, clock: Clock, times: InstanceTimes, done: Callable[[DispatchJob], None]
+    ) -> None:
         self._times = times
         self._done = done
         self._batch = DecodingBatch(clock, self._stepped)
-        self._joining: list[tuple[Job, int]] = []
+        self._joining: list[tuple[DispatchJob, int]] = []
 
     @property
     def busy_s(self) -> float:
@@ -129,7 +131,7 @@ class DecodeInstance:
         """See ``DecodingBatch``."""
         return self._batch.step_ends_s
 
-    def join(self, job: Job, num_tokens: int) -> None:
+    def join(self, job: DispatchJob, num_tokens: int) -> None:
         """Its K and V are there; it decodes so many tokens, from the next step
         on. Not to be called from ``done``."""
         self._joining.append((job, num_tokens))
@@ -138,7 +140,7 @@ class DecodeInstance:
         else:
             self._go_on()
 
-    def _stepped(self, over: list[Job]) -> None:
+    def _stepped(self, over: list[DispatchJob]) -> None:
         for job in over:
             self._done(job)
         self._go_on()

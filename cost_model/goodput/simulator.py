@@ -26,7 +26,14 @@ from cost_model.goodput.instances import (
 )
 from cost_model.goodput.slo import RequestTimes
 from cost_model.goodput.times import InstanceTimes
-from fastdecode.schedule.dispatch import Bind, DecodeRoom, Dispatcher, Fetch, Job, PrefillQueue
+from fastdecode.schedule.dispatch import (
+    AssignDecode,
+    AssignPrefill,
+    DecodeReservations,
+    Dispatcher,
+    DispatchJob,
+    PrefillQueue,
+)
 
 _UNLIMITED = 1 << 60
 WARM_UP = 0.1
@@ -133,30 +140,30 @@ class _Cluster:
         self._opens_at_once = [spec.opens_at_once for spec in decode]
         self._out = [Link(spec.bytes_per_s) for spec in prefill]
         self._in = [Link(spec.bytes_per_s) for spec in decode]
-        rooms = [DecodeRoom(spec.capacity_tokens, spec.max_sequences) for spec in decode]
+        rooms = [DecodeReservations(spec.capacity_tokens, spec.max_sequences) for spec in decode]
         queues = [PrefillQueue(spec.batch_tokens, _tokens) for spec in prefill]
-        self._dispatcher = Dispatcher(queues, rooms or [DecodeRoom(_UNLIMITED, _UNLIMITED)])
+        self._dispatcher = Dispatcher(queues, rooms or [DecodeReservations(_UNLIMITED, _UNLIMITED)])
 
-    def arrive(self, job: Job) -> None:
+    def arrive(self, job: DispatchJob) -> None:
         self._do(self._dispatcher.arrived(job))
 
-    def offer(self, job: Job) -> None:
+    def offer(self, job: DispatchJob) -> None:
         """Its prompt is done, wherever."""
         self.requests[job.job_id].first_s = self.clock.now
         self._dispatcher.prefill.append(PrefillQueue(1, _tokens, job.prompt_tokens))
         self._do(self._dispatcher.prefilled(job, len(self._dispatcher.prefill) - 1))
         self._dispatcher.prefill.pop()
 
-    def _do(self, decisions: Iterable[Bind | Fetch]) -> None:
+    def _do(self, decisions: Iterable[AssignPrefill | AssignDecode]) -> None:
         for decision in decisions:
             match decision:
-                case Bind(job, instance):
+                case AssignPrefill(job, instance):
                     self.requests[job.job_id].instance = instance
                     self.prefill[instance].put(job)
-                case Fetch(job, instance):
+                case AssignDecode(job, instance):
                     self._fetch(job, instance)
 
-    def _prefilled(self, job: Job) -> None:
+    def _prefilled(self, job: DispatchJob) -> None:
         request = self.requests[job.job_id]
         request.first_s = request.ended_s = self.clock.now
         if request.output_tokens > 1 and self.decode:
@@ -165,7 +172,7 @@ class _Cluster:
         self.prefill[request.instance].release(job)
         self._do(self._dispatcher.left(job, request.instance))
 
-    def _fetch(self, job: Job, instance: int) -> None:
+    def _fetch(self, job: DispatchJob, instance: int) -> None:
         self._decoding[job.job_id] = instance
         if self._opens_at_once[instance]:
             self._begin_fetch(job, instance)
@@ -174,7 +181,7 @@ class _Cluster:
             begins_s = math.nextafter(self.decode[instance].step_ends_s, math.inf)
             self.clock.at(begins_s, lambda: self._begin_fetch(job, instance))
 
-    def _begin_fetch(self, job: Job, instance: int) -> None:
+    def _begin_fetch(self, job: DispatchJob, instance: int) -> None:
         links = [self._in[instance]]
         if self.prefill:
             links.append(self._out[self.requests[job.job_id].instance])
@@ -183,13 +190,13 @@ class _Cluster:
         there_s = transfer(self.clock.now, num_bytes, links)
         self.clock.at(there_s, lambda: self._fetched(job, instance))
 
-    def _fetched(self, job: Job, instance: int) -> None:
+    def _fetched(self, job: DispatchJob, instance: int) -> None:
         request = self.requests[job.job_id]
         if self.prefill:
             self.prefill[request.instance].release(job)
         self.decode[instance].join(job, request.output_tokens - 1)
 
-    def _decoded(self, job: Job) -> None:
+    def _decoded(self, job: DispatchJob) -> None:
         self.requests[job.job_id].ended_s = self.clock.now
         self._do(self._dispatcher.decoded(job, self._decoding.pop(job.job_id)))
 
@@ -230,7 +237,7 @@ def simulate(
     cluster = _Cluster(prefill, decode, token_bytes)
     for number, (arrived_s, prompt, output) in enumerate(requests):
         cluster.requests[number] = _Request(arrived_s, output)
-        job = Job(number, prompt, prompt + output)
+        job = DispatchJob(number, prompt, prompt + output)
         if prefill:
             cluster.clock.at(arrived_s, lambda job=job: cluster.arrive(job))  # type: ignore[misc]
         elif output > 1:
@@ -254,29 +261,29 @@ def simulate_colocated(
     clock = Clock()
     known: dict[int, _Request] = {}
 
-    def first(job: Job) -> int:
+    def first(job: DispatchJob) -> int:
         request = known[job.job_id]
         request.first_s = request.ended_s = clock.now
         return request.output_tokens - 1
 
-    def done(job: Job) -> None:
+    def done(job: DispatchJob) -> None:
         known[job.job_id].ended_s = clock.now
 
     engines = [
         ColocatedInstance(
             clock, spec.times, step_tokens,
-            DecodeRoom(spec.capacity_tokens, spec.max_sequences), first, done,
+            DecodeReservations(spec.capacity_tokens, spec.max_sequences), first, done,
             opens_at_once=spec.opens_at_once,
         )
         for spec in instances
     ]  # fmt: skip
 
-    def arrive(job: Job) -> None:
+    def arrive(job: DispatchJob) -> None:
         min(engines, key=lambda engine: engine.fullness).put(job)
 
     for number, (arrived_s, prompt, output) in enumerate(requests):
         known[number] = _Request(arrived_s, output)
-        job = Job(number, prompt, prompt + output)
+        job = DispatchJob(number, prompt, prompt + output)
         clock.at(arrived_s, lambda job=job: arrive(job))  # type: ignore[misc]
     clock.run()
     total_s = max(clock.now, 1e-12)

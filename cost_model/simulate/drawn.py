@@ -14,7 +14,7 @@ from cost_model.simulate.trace import Trace, TracedRequest
 from fastdecode.core.config.groups import Batching
 from fastdecode.core.holders import HolderId
 from fastdecode.schedule.hybrid.control import HybridControl, HybridOptions
-from fastdecode.schedule.hybrid.told import Guess
+from fastdecode.schedule.hybrid.inputs import Guess
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import ScheduleOptions
 

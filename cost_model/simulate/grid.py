@@ -28,8 +28,8 @@ from fastdecode.core.holders import HolderId
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.hybrid.control import HybridControl, HybridOptions
 from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout, paces
+from fastdecode.schedule.hybrid.inputs import Guess
 from fastdecode.schedule.hybrid.rule import Margins, choose
-from fastdecode.schedule.hybrid.told import Guess
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import ScheduleOptions
 

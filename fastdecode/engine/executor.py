@@ -29,7 +29,7 @@ from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.schedule.lanes import LaneChoice
 from fastdecode.schedule.life import events
 from fastdecode.schedule.life.lifecycle import Lifecycle
-from fastdecode.schedule.plan import Chunk, DropCopies, Fetch, Forget, Keep, Store
+from fastdecode.schedule.plan import Chunk, DropCopies, Forget, Keep, Offload, Restore
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.wire.kv.handing import Pulled
 from fastdecode.wire.kv.taking_over import SESSION_RESUMED, TakenOver
@@ -246,8 +246,8 @@ class Executor:
                     | events.Close()
                     | Keep()
                     | Forget()
-                    | Store()
-                    | Fetch()
+                    | Offload()
+                    | Restore()
                     | DropCopies()
                 ):
                     self._fleet.send(holder_of(instruction), message_for(instruction))

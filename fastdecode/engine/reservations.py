@@ -9,7 +9,7 @@ import numpy as np
 from fastdecode.core.holders import HolderId, PartId
 from fastdecode.schedule.life import events
 from fastdecode.schedule.life.events import Close, Extend, Fork, Open, Resume, Truncate
-from fastdecode.schedule.plan import DropCopies, Fetch, Forget, Keep, Store
+from fastdecode.schedule.plan import DropCopies, Forget, Keep, Offload, Restore
 from fastdecode.wire.kv.handing import MoveNews, Pulled
 from fastdecode.wire.kv.kept import (
     EndSequence,
@@ -31,7 +31,7 @@ from fastdecode.wire.messages import (
     ToRWorker,
 )
 
-OfTiers: TypeAlias = Forget | Store | Fetch | DropCopies
+OfTiers: TypeAlias = Forget | Offload | Restore | DropCopies
 ForHolder: TypeAlias = Open | Fork | Resume | Extend | Truncate | Close | Keep | OfTiers
 """What a holder is to be told."""
 
@@ -75,9 +75,9 @@ def _of_tiers(instruction: OfTiers) -> ToRWorker:
     match instruction:
         case Forget():
             return ForgetBlocks(keys)
-        case Store():
+        case Offload():
             return StoreBlocks(instruction.job, keys, np.array(instruction.num_tokens, np.int32))
-        case Fetch():
+        case Restore():
             return FetchBlocks(instruction.job, keys)
         case DropCopies():
             return DropBlocks(keys)

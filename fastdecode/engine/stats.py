@@ -11,7 +11,7 @@ from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.replicas import ReplicaFigures
 from fastdecode.engine.latency import LatencyHistogram
 from fastdecode.engine.session.counts import AttachedCounts
-from fastdecode.schedule.cache.tiers.moves import TierCounts
+from fastdecode.schedule.cache.tiers.offload_jobs import TierCounts
 from fastdecode.schedule.hybrid.control import HybridCounts
 from fastdecode.schedule.life.adoption import AdoptionCounts
 

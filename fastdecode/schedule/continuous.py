@@ -33,18 +33,18 @@ from collections.abc import Callable, Iterable
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.admission.load_control import MicroBatch
-from fastdecode.schedule.apart import join_decoding, without_last_token
-from fastdecode.schedule.cache.tiers.ahead import FetchAhead
+from fastdecode.schedule.cache.tiers.prefetch import Prefetch
 from fastdecode.schedule.hybrid.control import HybridControl
 from fastdecode.schedule.lengths import LengthPredictor
-from fastdecode.schedule.plan import Chunk, Plan, Start, Suspend
+from fastdecode.schedule.plan import Chunk, LanePlan, Start, Suspend
+from fastdecode.schedule.prefill_lanes import join_decoding, without_last_token
+from fastdecode.schedule.reserving.holder_choice import HolderChoice
 from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.reserving.outgrown import Outgrown
-from fastdecode.schedule.reserving.places import Places
 from fastdecode.schedule.reserving.starts import Starts
-from fastdecode.schedule.running import Lane, Parked, Run
+from fastdecode.schedule.running import Lane, Parked, RunningSequence
 from fastdecode.schedule.shares import LaneShares
-from fastdecode.schedule.waiting import Waiting
+from fastdecode.schedule.waiting_queue import WaitingQueue
 
 
 class ContinuousScheduler:
@@ -78,7 +78,7 @@ class ContinuousScheduler:
         opening_steps: int = 0,
         hybrid: HybridControl | None = None,
         first_part_id: int = 0,
-        places: Places | None = None,
+        places: HolderChoice | None = None,
     ) -> None:
         self.ledger = ledger
         self.hybrid = hybrid
@@ -88,11 +88,11 @@ class ContinuousScheduler:
         self._opening_steps = opening_steps
         self._starts = Starts(ledger, lengths, places or hybrid, first_part_id)
         self._outgrown = Outgrown(ledger, lengths)
-        self._ahead = FetchAhead(ledger)
+        self._ahead = Prefetch(ledger)
         self.lanes = make_lanes(num_lanes)
         self.parked = Parked(ledger)
         """Those that run no more here, and keep what is cached."""
-        self.waiting = Waiting(self.lanes[0].admission.order)
+        self.waiting = WaitingQueue(self.lanes[0].admission.order)
         if hybrid is not None:
             hybrid.attach(lambda: (self.lanes, list(self.waiting)))
 
@@ -119,7 +119,7 @@ class ContinuousScheduler:
             )
         self.waiting.arrive(arrived)
 
-    def plan(self, lane_index: int, *, may_start: bool = True) -> Plan:
+    def plan(self, lane_index: int, *, may_start: bool = True) -> LanePlan:
         """What comes before the lane's next step. Its starts count as running
         from now on.
 
@@ -133,7 +133,7 @@ class ContinuousScheduler:
         due = lane.due
         if lane.is_planned and due:
             if not self.waiting or not all(run.is_fetching for run in due):
-                return Plan()
+                return LanePlan()
             for run in due:  # others needn't wait for what they wait for
                 _put_off(lane, run)
         lane.is_planned = True
@@ -150,7 +150,9 @@ class ContinuousScheduler:
             if run.first_step is None and not _book(lane, run, ahead=0):
                 lane.postpone(run, 1)
         starts = self._start_waiting(lane) if may_start else ()
-        return Plan(tuple(Suspend(run.sequence) for run in suspended), tuple(grows), tuple(starts))
+        return LanePlan(
+            tuple(Suspend(run.sequence) for run in suspended), tuple(grows), tuple(starts)
+        )
 
     def move_ahead(self) -> None:
         """Have blocks moved between tiers before anybody needs that."""
@@ -286,7 +288,7 @@ class ContinuousScheduler:
         self.waiting.check_invariants()
 
 
-def _move(lane: Lane, run: Run) -> None:
+def _move(lane: Lane, run: RunningSequence) -> None:
     """A running sequence goes on in a new lane, whose first step is still to come."""
     length = len(run.sequence.token_ids) - max(0, len(run.prefill) - 1)
     run.projected = MicroBatch(1, max(run.projected.target_length, length), 0, length)
@@ -295,7 +297,9 @@ def _move(lane: Lane, run: Run) -> None:
     lane.enter(run, run.residence)
 
 
-def _running_sibling(lanes: Iterable[Lane], parked: Parked, sequence: Sequence) -> Run | None:
+def _running_sibling(
+    lanes: Iterable[Lane], parked: Parked, sequence: Sequence
+) -> RunningSequence | None:
     """A running or parked sequence of the same request: the one that has its room, and
     most tokens cached. None for one that is looked at: from its first token on."""
     if sequence.request.params.n == 1 or sequence.is_checked:
@@ -306,21 +310,21 @@ def _running_sibling(lanes: Iterable[Lane], parked: Parked, sequence: Sequence) 
     return max(siblings, key=lambda run: (run.is_open, run.sequence.num_cached), default=None)
 
 
-def _ends(run: Run, step: int) -> bool:
+def _ends(run: RunningSequence, step: int) -> bool:
     """Whether this step of its lane is its last for certain."""
     sequence = run.sequence
     is_last = not run.prefill and sequence.num_generated + 1 >= sequence.request.max_tokens
     return is_last and run.is_open and run.is_due(step)
 
 
-def _put_off(lane: Lane, run: Run) -> None:
+def _put_off(lane: Lane, run: RunningSequence) -> None:
     """A sequence that was to step hasn't its room yet."""
     lane.budget.unbook(run.prefill, run.sequence.num_cached, parts=_parts(run))
     lane.postpone(run, 1)
     _book(lane, run, ahead=1)
 
 
-def _book(lane: Lane, run: Run, ahead: int) -> bool:
+def _book(lane: Lane, run: RunningSequence, ahead: int) -> bool:
     """Book its prompt anew, from so many steps on, if that one has room; says whether it had."""
     run.first_step = lane.step + ahead
     if run.prefill:
@@ -336,6 +340,6 @@ def _book(lane: Lane, run: Run, ahead: int) -> bool:
     return True
 
 
-def _parts(run: Run) -> tuple[HolderId, ...] | None:
+def _parts(run: RunningSequence) -> tuple[HolderId, ...] | None:
     """As ``PrefillBudget`` is told of them."""
     return run.holders if len(run.residence.parts) > 1 else None

@@ -23,7 +23,7 @@ QUEUED_BATCHES = 2
 
 
 @dataclass(frozen=True)
-class Job:
+class DispatchJob:
     """A request, as far as dispatch is concerned."""
 
     job_id: int
@@ -35,18 +35,18 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Bind:
+class AssignPrefill:
     """Prefill the job there."""
 
-    job: Job
+    job: DispatchJob
     instance: int
 
 
 @dataclass(frozen=True)
-class Fetch:
+class AssignDecode:
     """Decode the job there: room is reserved, its KV may come."""
 
-    job: Job
+    job: DispatchJob
     instance: int
 
 
@@ -61,7 +61,7 @@ class PrefillQueue:
     num_tokens: int = 0
     is_open: bool = True
     """It is there, and its role is to prefill."""
-    own_room: DecodeRoom | None = None
+    own_room: DecodeReservations | None = None
     """Where it goes on with what it has prefilled; None: others do."""
 
     @property
@@ -81,7 +81,7 @@ class PrefillQueue:
 
 
 @dataclass
-class DecodeRoom:
+class DecodeReservations:
     """What is reserved at a decode instance."""
 
     capacity_tokens: int
@@ -100,7 +100,7 @@ class DecodeRoom:
         """Which share of its room is reserved."""
         return self.num_tokens / self.capacity_tokens
 
-    def fits(self, job: Job) -> bool:
+    def fits(self, job: DispatchJob) -> bool:
         fits = self.num_tokens + job.reserved_tokens <= self.capacity_tokens
         return fits and self.num_sequences < self.max_sequences
 
@@ -109,29 +109,29 @@ class JobQueue:
     """Jobs in order. Every operation takes the same time, however many wait."""
 
     def __init__(self) -> None:
-        self._jobs: OrderedDict[int, Job] = OrderedDict()
+        self._jobs: OrderedDict[int, DispatchJob] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def __iter__(self) -> Iterator[Job]:
+    def __iter__(self) -> Iterator[DispatchJob]:
         return iter(self._jobs.values())
 
     @property
-    def head(self) -> Job:
+    def head(self) -> DispatchJob:
         return next(iter(self._jobs.values()))
 
-    def append(self, job: Job) -> None:
+    def append(self, job: DispatchJob) -> None:
         self._jobs[job.job_id] = job
 
-    def append_first(self, job: Job) -> None:
+    def append_first(self, job: DispatchJob) -> None:
         self.append(job)
         self._jobs.move_to_end(job.job_id, last=False)
 
-    def pop_first(self) -> Job:
+    def pop_first(self) -> DispatchJob:
         return self._jobs.popitem(last=False)[1]
 
-    def discard(self, job: Job) -> None:
+    def discard(self, job: DispatchJob) -> None:
         """Take a job out, if it is in the queue."""
         self._jobs.pop(job.job_id, None)
 
@@ -141,11 +141,11 @@ class Dispatcher:
     """Events in, decisions out. Instances are known by their place in the lists."""
 
     prefill: list[PrefillQueue]
-    decode: list[DecodeRoom]
+    decode: list[DecodeReservations]
     _arrived: JobQueue = field(default_factory=JobQueue)
     _offered: JobQueue = field(default_factory=JobQueue)
 
-    def arrived(self, job: Job) -> Iterator[Bind | Fetch]:
+    def arrived(self, job: DispatchJob) -> Iterator[AssignPrefill | AssignDecode]:
         """A request has come.
 
         Raises:
@@ -155,7 +155,7 @@ class Dispatcher:
         self._arrived.append(job)
         return itertools.chain(self._bind(), self._fetch())
 
-    def check_possible(self, job: Job) -> None:
+    def check_possible(self, job: DispatchJob) -> None:
         """Raises CapacityError: no instance that may decode it could ever hold it.
         Instances that are expected back count."""
         away = [i for i, room in enumerate(self.decode) if room.may_return and i not in job.not_at]
@@ -166,14 +166,14 @@ class Dispatcher:
                 f"largest holds {max(capacities, default=0)}"
             )
 
-    def returned(self, job: Job) -> Iterator[Bind | Fetch]:
+    def returned(self, job: DispatchJob) -> Iterator[AssignPrefill | AssignDecode]:
         """What has been run of its prompt is lost, and nothing was drawn: it
         begins anew, before all that wait."""
         self._arrived.append_first(job)
         yield from self._bind()
         yield from self._fetch()
 
-    def resumed(self, job: Job, *, is_first: bool) -> Iterator[Fetch]:
+    def resumed(self, job: DispatchJob, *, is_first: bool) -> Iterator[AssignDecode]:
         """It is to be decoded by who runs its prompt, too; ``is_first``: before
         all that wait."""
         if is_first:
@@ -182,25 +182,25 @@ class Dispatcher:
             self._offered.append(job)
         yield from self._fetch()
 
-    def withdrawn(self, job: Job) -> Iterator[Bind | Fetch]:
+    def withdrawn(self, job: DispatchJob) -> Iterator[AssignPrefill | AssignDecode]:
         """It waits, and nobody wants it any more."""
         self._arrived.discard(job)
         self._offered.discard(job)
         yield from self._bind()
         yield from self._fetch()
 
-    def look(self) -> Iterator[Bind | Fetch]:
+    def look(self) -> Iterator[AssignPrefill | AssignDecode]:
         """Instances have come, gone, or changed their roles."""
         yield from self._bind()
         yield from self._fetch()
 
-    def prefilled(self, job: Job, instance: int) -> Iterator[Bind | Fetch]:
+    def prefilled(self, job: DispatchJob, instance: int) -> Iterator[AssignPrefill | AssignDecode]:
         """Its prompt is done, and its first token drawn; it is to be decoded."""
         yield from self.left(job, instance)
         self._offered.append(job)
         yield from self._fetch()
 
-    def left(self, job: Job, instance: int) -> Iterator[Bind | Fetch]:
+    def left(self, job: DispatchJob, instance: int) -> Iterator[AssignPrefill | AssignDecode]:
         """Its prompt is done, or nobody wants it any more: there is nothing to decode."""
         queue = self.prefill[instance]
         queue.num_tokens -= job.prompt_tokens
@@ -208,7 +208,7 @@ class Dispatcher:
         yield from self._bind()
         yield from self._fetch()
 
-    def kept(self, bound: Bind) -> Fetch | None:
+    def kept(self, bound: AssignPrefill) -> AssignDecode | None:
         """A prompt is bound to an instance that may go on with it itself: whether
         it does, since it has room, and nobody waits for that. It is to be
         prefilled and decoded there then."""
@@ -218,9 +218,9 @@ class Dispatcher:
         self.prefill[bound.instance].num_tokens -= job.prompt_tokens
         room.num_tokens += job.reserved_tokens
         room.num_sequences += 1
-        return Fetch(job, bound.instance)
+        return AssignDecode(job, bound.instance)
 
-    def decoded(self, job: Job, instance: int) -> Iterator[Fetch]:
+    def decoded(self, job: DispatchJob, instance: int) -> Iterator[AssignDecode]:
         """It is over, and its room is free."""
         room = self.decode[instance]
         room.num_tokens -= job.reserved_tokens
@@ -238,13 +238,13 @@ class Dispatcher:
         """Prompts that wait for a decode instance."""
         return len(self._offered)
 
-    def _decoders(self, job: Job) -> list[int]:
+    def _decoders(self, job: DispatchJob) -> list[int]:
         """Instances that may decode a job: those whose role is to decode, or any
         if none of them is left for it."""
         able = [i for i, room in enumerate(self.decode) if room.is_there and i not in job.not_at]
         return [i for i in able if self.decode[i].is_open] or able
 
-    def _bind(self) -> Iterator[Bind]:
+    def _bind(self) -> Iterator[AssignPrefill]:
         while self._arrived:
             job = self._arrived.head
             open_for_it = [
@@ -261,10 +261,10 @@ class Dispatcher:
             best = min(queues, key=lambda i: self.prefill[i].burden)
             self._arrived.pop_first()
             self.prefill[best].num_tokens += job.prompt_tokens
-            yield Bind(job, best)
+            yield AssignPrefill(job, best)
 
-    def _fetch(self) -> Iterator[Fetch]:
-        expecting: list[Job] = []  # no instance that is there could take them
+    def _fetch(self) -> Iterator[AssignDecode]:
+        expecting: list[DispatchJob] = []  # no instance that is there could take them
         while self._offered:
             job = self._offered.head
             decoders = self._decoders(job)
@@ -278,6 +278,6 @@ class Dispatcher:
             self._offered.pop_first()
             self.decode[best].num_tokens += job.reserved_tokens
             self.decode[best].num_sequences += 1
-            yield Fetch(job, best)
+            yield AssignDecode(job, best)
         for job in reversed(expecting):
             self._offered.append_first(job)

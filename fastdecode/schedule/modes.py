@@ -15,12 +15,12 @@ from fastdecode.schedule.cache.prefix_cache import PrefixCache
 from fastdecode.schedule.cache.retention import Policy
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.hybrid.control import HybridControl, HybridOptions
-from fastdecode.schedule.hybrid.told import Teller
+from fastdecode.schedule.hybrid.inputs import HybridInputs
 from fastdecode.schedule.lengths import LearntLengths, LengthPredictor, LongestLengths
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.schedule.prefill import PrefillBudget
+from fastdecode.schedule.reserving.holder_choice import HolderChoice
 from fastdecode.schedule.reserving.ledger import BlockLedger
-from fastdecode.schedule.reserving.places import Places
 from fastdecode.schedule.running import Lane
 from fastdecode.schedule.times import StepTimes, balanced_loads
 
@@ -40,7 +40,7 @@ def make_scheduler(
     window: int | None = None,
     swap_threshold: float = 0.25,
     first_part_id: int = 0,
-    places: Places | None = None,
+    places: HolderChoice | None = None,
     clock: Clock = time.monotonic,
 ) -> ContinuousScheduler:
     """A scheduler for holders of ``blocks`` KV blocks each, of ``block_size`` tokens.
@@ -171,7 +171,7 @@ def _control(
         return None
     assert times is not None, "what goes where follows from step times"
     most = batching.max_num_sequences
-    teller = Teller(hybrid.device, ledger, lengths, times, hybrid.guess, most)
+    teller = HybridInputs(hybrid.device, ledger, lengths, times, hybrid.guess, most)
     return HybridControl(hybrid, ledger, teller)
 
 

@@ -67,7 +67,7 @@ class Forget:
 
 
 @dataclass(frozen=True)
-class Store:
+class Offload:
     """A holder's lower tier gets a copy of these kept blocks."""
 
     holder: HolderId
@@ -78,7 +78,7 @@ class Store:
 
 
 @dataclass(frozen=True)
-class Fetch:
+class Restore:
     """A holder keeps these blocks, too, which its lower tier has."""
 
     holder: HolderId
@@ -136,7 +136,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LanePlan:
     """What comes before a lane's next step, in this order."""
 
     suspends: tuple[Suspend, ...] = ()

@@ -17,7 +17,7 @@ from fastdecode.schedule.reserving.ledger import BlockLedger
 
 
 @dataclass(eq=False)
-class Run:
+class RunningSequence:
     """A running sequence, and what was promised to it."""
 
     sequence: Sequence
@@ -73,7 +73,7 @@ class Lane:
     """The lane's own count of steps."""
     is_planned: bool = False
     """Its next step is planned, and hasn't begun."""
-    running: dict[int, Run] = field(default_factory=dict)
+    running: dict[int, RunningSequence] = field(default_factory=dict)
     """By sequence_id, in order of their start."""
     reserved_tokens: Counter[HolderId] = field(default_factory=Counter)
     index: int = 0
@@ -87,7 +87,7 @@ class Lane:
         return self.runs_prompts_only or self.decodes_only
 
     @property
-    def due(self) -> list[Run]:
+    def due(self) -> list[RunningSequence]:
         """Those that were to run in its present step."""
         due = [run for run in self.running.values() if run.is_due(self.step)]
         return [run for run in due if run.prefill] if self.runs_prompts_only else due
@@ -98,7 +98,7 @@ class Lane:
         due = self.due
         return sum([run.prefill[0] if run.prefill else 1 for run in due])
 
-    def enter(self, run: Run, residence: Residence) -> None:
+    def enter(self, run: RunningSequence, residence: Residence) -> None:
         """A sequence runs in the lane from now on."""
         first, *others = loads(residence, run.projected)
         self.admission.add(*first)
@@ -108,7 +108,7 @@ class Lane:
             self.reserved_tokens[part.holder] += part.num_tokens
         self.running[run.sequence.sequence_id] = run
 
-    def leave(self, run: Run, at: int) -> None:
+    def leave(self, run: RunningSequence, at: int) -> None:
         """It runs no more, from the lane's step ``at`` on."""
         del self.running[run.sequence.sequence_id]
         (holder, load), *others = loads(run.residence, run.projected)
@@ -118,13 +118,13 @@ class Lane:
         for part in run.residence.parts:
             self.reserved_tokens[part.holder] -= part.num_tokens
 
-    def prolong(self, run: Run, projected: MicroBatch) -> None:
+    def prolong(self, run: RunningSequence, projected: MicroBatch) -> None:
         """It has come to the end of its projection, and goes on like this."""
         run.projected = projected
         for holder, load in loads(run.residence, projected):
             self.admission.prolong(holder, load)
 
-    def postpone(self, run: Run, steps: int) -> None:
+    def postpone(self, run: RunningSequence, steps: int) -> None:
         """What was projected of it comes so many steps later."""
         for holder, load in loads(run.residence, run.projected):
             self.admission.unload(holder, load, self.step)
@@ -140,7 +140,7 @@ class Parked:
 
     def __init__(self, ledger: BlockLedger) -> None:
         self._ledger = ledger
-        self.runs: dict[int, Run] = {}
+        self.runs: dict[int, RunningSequence] = {}
         """By sequence_id."""
 
     def park(self, lanes: Iterable[Lane], sequence: Sequence) -> None:
@@ -166,7 +166,7 @@ def loads(residence: Residence, projected: MicroBatch) -> list[tuple[HolderId, M
     ]
 
 
-def arrival(run: Run) -> int:
+def arrival(run: RunningSequence) -> int:
     return run.sequence.sequence_id
 
 

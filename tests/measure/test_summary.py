@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from fastdecode.measure.summary import _sides, _swapped, _tiers
-from fastdecode.schedule.cache.tiers.moves import TierCounts
+from fastdecode.schedule.cache.tiers.offload_jobs import TierCounts
 from sworker.swap.figures import SwapFigures
 
 

@@ -28,8 +28,8 @@ from fastdecode.schedule.hybrid.forecast import (
     num_leaving,
     paces,
 )
+from fastdecode.schedule.hybrid.guard import HybridGuard
 from fastdecode.schedule.hybrid.rule import Margins, choose
-from fastdecode.schedule.hybrid.watch import Watch
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import ScheduleOptions
 
@@ -242,7 +242,7 @@ class Watched:
     """A watch, by windows of steps of 10 sequences, expected to take 10 ms each."""
 
     def __init__(self) -> None:
-        self.watch = Watch()
+        self.watch = HybridGuard()
         self._now_s = 0.0
 
     def window(self, step_s: float, *, num_away: int = 0, is_full: bool = True) -> bool:

@@ -20,7 +20,7 @@ from examples import examples
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import CacheUse
 from fastdecode.schedule.cache.retention import POLICIES, policy_of
-from fastdecode.schedule.cache.tiers.moves import Rates, TierCounts
+from fastdecode.schedule.cache.tiers.offload_jobs import Rates, TierCounts
 from fastdecode.schedule.life.events import Fetching, Stocked
 from fastdecode.schedule.life.restores import Progress, Restores
 from fastdecode.schedule.modes import make_scheduler

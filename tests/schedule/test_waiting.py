@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from fastdecode.core.holders import SequenceId
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
-from fastdecode.schedule.dispatch import DecodeRoom, Dispatcher, Job, PrefillQueue
-from fastdecode.schedule.waiting import Waiting
+from fastdecode.schedule.dispatch import DecodeReservations, Dispatcher, DispatchJob, PrefillQueue
+from fastdecode.schedule.waiting_queue import WaitingQueue
 
 Order = Callable[[Sequence], tuple[int, ...]]
 MANY = 20_000
@@ -35,7 +35,7 @@ def shuffled(one: Sequence) -> tuple[int, ...]:
 
 @given(st.data(), st.sampled_from([by_id, shuffled]))
 def test_the_queue_is_two_sorted_lists(data: st.DataObject, order: Order) -> None:
-    waiting = Waiting(order)
+    waiting = WaitingQueue(order)
     interrupted: list[Sequence] = []
     new: list[Sequence] = []
     started: list[Sequence] = []
@@ -67,7 +67,7 @@ def test_the_queue_is_two_sorted_lists(data: st.DataObject, order: Order) -> Non
 
 
 def test_a_sequence_that_does_not_wait_cannot_be_removed() -> None:
-    waiting = Waiting(by_id)
+    waiting = WaitingQueue(by_id)
     waiting.arrive([sequence(0), sequence(2)])
     for number in (0, 1, 3):  # 0: another sequence of the same order
         with pytest.raises(ValueError, match=f"sequence {number} doesn't wait"):
@@ -90,7 +90,7 @@ def test_an_operation_looks_at_few_of_many() -> None:
         num_looks += 1
         return shuffled(one)
 
-    waiting = Waiting(counting)
+    waiting = WaitingQueue(counting)
     request = sequence(0).request
     sequences = [Counted.of(SequenceId(number), request, 0) for number in range(MANY)]
     some = sequences[5::97]
@@ -109,15 +109,15 @@ def test_an_operation_looks_at_few_of_many() -> None:
 def test_a_prompt_that_waits_for_an_instance_is_withdrawn_at_once() -> None:
     num_compared = 0
 
-    class Counted(Job):
+    class Counted(DispatchJob):
         def __eq__(self, other: object) -> bool:
             nonlocal num_compared
             num_compared += 1
             return self is other
 
-        __hash__ = Job.__hash__
+        __hash__ = DispatchJob.__hash__
 
-    queues = Dispatcher([PrefillQueue(1, float)], [DecodeRoom(10**9, 10**6)])
+    queues = Dispatcher([PrefillQueue(1, float)], [DecodeReservations(10**9, 10**6)])
     jobs = [Counted(number, 60, 80) for number in range(1000)]
     for job in jobs:
         list(queues.arrived(job))

@@ -19,10 +19,10 @@ from examples import examples
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import CacheUse, Request, SamplingParams
 from fastdecode.core.spec import first_seen
+from fastdecode.schedule.cache.block_cache import BlockCache
 from fastdecode.schedule.cache.index import BlockIndex
 from fastdecode.schedule.cache.retention import POLICIES, policy_of
 from fastdecode.schedule.cache.reuse import reuses
-from fastdecode.schedule.cache.stock import Stock
 from fastdecode.schedule.life.events import LaneIdle, Open, Resume, Stocked, Submitted
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import MODES
@@ -198,7 +198,7 @@ def test_a_beginning_is_as_good_as_what_is_seen_of_it(
     there: str, most_tokens: int, spared: int, first: int, gap: range
 ) -> None:
     """Of what is kept of a chain, where nine tokens are seen."""
-    stock = Stock(1, BLOCK_SIZE, policy_of("lru", BLOCK_SIZE), lambda: 1.0, window=9)
+    stock = BlockCache(1, BLOCK_SIZE, policy_of("lru", BLOCK_SIZE), lambda: 1.0, window=9)
     keys = [bytes([number]) * 16 for number in range(len(there))]
     for number in [number for number, mark in enumerate(there) if mark == "x"]:
         stock[A].add(keys[number], None, (number + 1) * BLOCK_SIZE)

@@ -12,7 +12,7 @@ from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.holders import KVSource
 from fastdecode.core.sequence import Request
 from fastdecode.engine.instances.claims import Claims
-from fastdecode.schedule.dispatch import Job
+from fastdecode.schedule.dispatch import DispatchJob
 
 
 class RequestStage(Enum):
@@ -81,7 +81,7 @@ class RoutedRequest:
 
     request: Request
     listener: Listener | None
-    job: Job
+    job: DispatchJob
     stage: RequestStage = RequestStage.QUEUED
     offering: InstanceRun | None = None
     """Where its prompt is run, or kept."""

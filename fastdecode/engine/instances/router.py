@@ -14,7 +14,14 @@ from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import Request
 from fastdecode.engine.instances.claims import Claims
 from fastdecode.engine.instances.routed_request import InstanceRun, RequestStage, RoutedRequest
-from fastdecode.schedule.dispatch import Bind, DecodeRoom, Dispatcher, Fetch, Job, PrefillQueue
+from fastdecode.schedule.dispatch import (
+    AssignDecode,
+    AssignPrefill,
+    DecodeReservations,
+    Dispatcher,
+    DispatchJob,
+    PrefillQueue,
+)
 
 Failed = Callable[[RoutedRequest, Delta], None]
 """A run of a request has ended with an error."""
@@ -73,7 +80,7 @@ class RoutedRequests:
         prompt, size = len(request.prompt_token_ids), self._block_size
         blocks = -(-(prompt + request.max_tokens - 1) // size)
         reserved = request.params.n * blocks * size
-        return RoutedRequest(request, listener, Job(next(self._numbers), prompt, reserved))
+        return RoutedRequest(request, listener, DispatchJob(next(self._numbers), prompt, reserved))
 
     def add(self, flow: RoutedRequest) -> None:
         """It is queued."""
@@ -186,12 +193,12 @@ class Router:
         self._flows = flows
         self.dispatcher = Dispatcher(
             [PrefillQueue(batch_tokens, float) for _ in instances],
-            [DecodeRoom(each.num_tokens, each.max_sequences) for each in instances],
+            [DecodeReservations(each.num_tokens, each.max_sequences) for each in instances],
         )
         self.members = InstanceRegistry(instances, roles, self.dispatcher)
         self.instances, self.roles = self.members.all, self.members.roles
         self._failed = failed
-        self._decided: deque[Bind | Fetch] = deque()
+        self._decided: deque[AssignPrefill | AssignDecode] = deque()
         """What is to be carried out, its room booked already."""
         self._is_at_work = False
 
@@ -220,7 +227,7 @@ class Router:
         flow.stage = RequestStage.OFFERED
         self.do(self.dispatcher.prefilled(flow.job, flow.offering.instance))
 
-    def do(self, decisions: Iterable[Bind | Fetch]) -> None:
+    def do(self, decisions: Iterable[AssignPrefill | AssignDecode]) -> None:
         """Carry out what was decided, one after the other: an instance that
         takes nothing makes others be taken back, and more be decided."""
         self._decided.extend(decisions)
@@ -233,13 +240,16 @@ class Router:
         finally:
             self._is_at_work = False
 
-    def _carry_out(self, decision: Bind | Fetch) -> None:
+    def _carry_out(self, decision: AssignPrefill | AssignDecode) -> None:
         flow = self._flows.by_job[decision.job.job_id]
-        if isinstance(decision, Bind) and self.roles[decision.instance] is InstanceRole.BOTH:
+        if (
+            isinstance(decision, AssignPrefill)
+            and self.roles[decision.instance] is InstanceRole.BOTH
+        ):
             decision = self._kept(decision)
         run = self._flows.begin(flow, decision.instance)
-        every_step = isinstance(decision, Bind) or flow.is_watched
-        if isinstance(decision, Bind):
+        every_step = isinstance(decision, AssignPrefill) or flow.is_watched
+        if isinstance(decision, AssignPrefill):
             flow.stage, flow.offering = RequestStage.PREFILL, run
             asked = flow.prompt_run(run.name)
         else:
@@ -251,7 +261,7 @@ class Router:
         except FastDecodeError as error:
             self._failed(flow, Delta(run.name, 0, error=error))
 
-    def _kept(self, bound: Bind) -> Bind | Fetch:
+    def _kept(self, bound: AssignPrefill) -> AssignPrefill | AssignDecode:
         """Whether the instance goes on with the prompt itself. It waits for no
         batch of prompts there then, and so others may be bound."""
         fetch = self.dispatcher.kept(bound)
@@ -274,7 +284,9 @@ class Router:
         if decided is not None:
             self._decided.remove(decided)
             give_back = (
-                self.dispatcher.left if isinstance(decided, Bind) else self.dispatcher.decoded
+                self.dispatcher.left
+                if isinstance(decided, AssignPrefill)
+                else self.dispatcher.decoded
             )
             self.do(give_back(flow.job, decided.instance))
         elif decoding is not None:

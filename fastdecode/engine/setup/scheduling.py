@@ -12,10 +12,10 @@ from fastdecode.engine.setup.eviction import eviction_policy
 from fastdecode.engine.setup.resolve import ResolvedConfig
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.hybrid.control import HybridOptions
-from fastdecode.schedule.hybrid.told import Guess
+from fastdecode.schedule.hybrid.inputs import Guess
 from fastdecode.schedule.lanes import LaneControl
 from fastdecode.schedule.modes import make_scheduler
-from fastdecode.schedule.reserving.places import OwnHolders
+from fastdecode.schedule.reserving.holder_choice import OwnHolders
 from fastdecode.schedule.times import MeasuredTimes
 
 

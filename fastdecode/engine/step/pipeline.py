@@ -27,10 +27,10 @@ from fastdecode.core.holders import Holder
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.step.arrivals import Arrival, Arrivals, News
 from fastdecode.engine.step.lane_step import HostCopy, LaneStep, NextStage
+from fastdecode.engine.step.lane_wait import LaneWait
 from fastdecode.engine.step.lanes import Lanes
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.remote import Attention
-from fastdecode.engine.step.waiting import Waiting
 from sworker.worker import Pass, SWorker
 
 Draw: TypeAlias = "Callable[[LaneStep], HostCopy | None]"
@@ -60,7 +60,7 @@ class Pipeline:
         self._arrivals = Arrivals(attention.fleet, self._lanes, self._trace, onward)
         # Some lanes wait for R-workers, and one never does.
         self._is_hybrid = len({holder.kind for holder in attention.holders}) > 1
-        self._waiting = Waiting(attention.fleet, self._lanes, is_hybrid=self._is_hybrid)
+        self._waiting = LaneWait(attention.fleet, self._lanes, is_hybrid=self._is_hybrid)
         self.wait_s = 0.0
         """Time in which the S-worker had nothing to do but wait for R-workers, in all."""
 

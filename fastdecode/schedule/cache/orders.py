@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 from fastdecode.core.holders import HolderId
-from fastdecode.schedule.plan import DropCopies, Fetch, Forget, Keep, Store
+from fastdecode.schedule.plan import DropCopies, Forget, Keep, Offload, Restore
 
-Order: TypeAlias = "Keep | Forget | Store | DropCopies"
+Order: TypeAlias = "Keep | Forget | Offload | DropCopies"
 
 
 class Orders:
@@ -16,7 +16,7 @@ class Orders:
 
     def __init__(self) -> None:
         self._orders: list[Order] = []
-        self._fetches: list[Fetch] = []
+        self._fetches: list[Restore] = []
 
     def add(self, order: Order) -> None:
         self._orders.append(order)
@@ -27,7 +27,7 @@ class Orders:
         if gone:
             self._orders.append(Forget(holder, gone))
 
-    def fetch(self, order: Fetch) -> None:
+    def fetch(self, order: Restore) -> None:
         """To be told once there is room for it."""
         self._fetches.append(order)
 
@@ -36,7 +36,7 @@ class Orders:
         orders, self._orders = self._orders, []
         return orders
 
-    def take_fetches(self) -> list[Fetch]:
+    def take_fetches(self) -> list[Restore]:
         fetches, self._fetches = self._fetches, []
         return fetches
 

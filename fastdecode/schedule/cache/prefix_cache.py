@@ -2,7 +2,7 @@
 with the same tokens start with them.
 
 Which holder keeps what is known here, on the S-worker, to the block, since
-starts count on it: holders are told by ``Keep`` and ``Forget`` (``Stock``) and
+starts count on it: holders are told by ``Keep`` and ``Forget`` (``BlockCache``) and
 decide nothing. What running sequences use is never given up. Of the rest a
 policy says what goes first.
 
@@ -21,13 +21,13 @@ from collections.abc import Sequence as Seq
 from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId, Residence, SequenceId
 from fastdecode.core.sequence import Sequence, shifted
-from fastdecode.schedule.cache.chains import Chains
-from fastdecode.schedule.cache.coming import Coming
+from fastdecode.schedule.cache.block_cache import BlockCache
+from fastdecode.schedule.cache.block_hashes import BlockHashes
+from fastdecode.schedule.cache.in_progress_blocks import InProgressBlocks
 from fastdecode.schedule.cache.parts import Sharing
 from fastdecode.schedule.cache.retention import Policy, Retention
 from fastdecode.schedule.cache.reuse import Reuse, reuses
-from fastdecode.schedule.cache.stock import Stock
-from fastdecode.schedule.cache.turns import Turns
+from fastdecode.schedule.cache.turn_blocks import TurnBlocks
 
 
 class PrefixCache:
@@ -57,19 +57,19 @@ class PrefixCache:
     ) -> None:
         assert window is None or not only_ends, "parts of sequences are kept as a whole"
         self.block_size = block_size
-        self.chains = Chains(identity, block_size)
+        self.chains = BlockHashes(identity, block_size)
         policy = policy or Retention(block_size)
-        self.stock = Stock(
+        self.stock = BlockCache(
             num_holders, block_size, policy, clock, only_ends=only_ends, window=window
         )
         """What is kept where."""
-        self.turns = Turns(self.chains, self.stock, block_size)
+        self.turns = TurnBlocks(self.chains, self.stock, block_size)
         """What turns of conversations keep."""
         self._sharing: dict[SequenceId, Sharing] = {}
         # Of the blocks in the tables of running sequences, summed over these,
         # those that are kept.
         self._num_shared = [0] * num_holders
-        self.coming = Coming()
+        self.coming = InProgressBlocks()
         """What is being computed."""
 
     def num_beside(self, holder: HolderId) -> int:

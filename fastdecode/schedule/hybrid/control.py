@@ -22,9 +22,9 @@ from fastdecode.core.holders import HolderId, Residence, SequenceId
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.hybrid import forecast
 from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout
+from fastdecode.schedule.hybrid.guard import HybridGuard
+from fastdecode.schedule.hybrid.inputs import Guess, HybridInputs
 from fastdecode.schedule.hybrid.rule import Margins, choose
-from fastdecode.schedule.hybrid.told import Guess, Teller
-from fastdecode.schedule.hybrid.watch import Watch
 from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.running import Lane
 
@@ -88,7 +88,7 @@ class HybridControl:
         teller: what the rule is told.
     """
 
-    def __init__(self, options: HybridOptions, ledger: BlockLedger, teller: Teller) -> None:
+    def __init__(self, options: HybridOptions, ledger: BlockLedger, teller: HybridInputs) -> None:
         self._options = options
         self._device = options.device
         self._ledger = ledger
@@ -103,7 +103,7 @@ class HybridControl:
         self._ask_at_s = -math.inf
         self._asked_for = (-1, -1)  # sequences that ran and waited
         self._round_trip_s = math.inf
-        self._watch = Watch()
+        self._watch = HybridGuard()
         self.counts = HybridCounts()
 
     def attach(self, view: Callable[[], View]) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from fastdecode.schedule.cache.tiers.traffic import TierTraffic
+from fastdecode.schedule.cache.tiers.offload_manager import OffloadManager
 from fastdecode.schedule.life.events import Fetching, Moved
 from fastdecode.schedule.life.lives import Life
 from fastdecode.schedule.plan import Chunk, Start
@@ -77,7 +77,7 @@ class Restores:
         joins_early: sequences join before all of their blocks are there.
     """
 
-    def __init__(self, traffic: TierTraffic, *, joins_early: bool = True) -> None:
+    def __init__(self, traffic: OffloadManager, *, joins_early: bool = True) -> None:
         self._traffic = traffic
         self._joins_early = joins_early
         self._awaiting: dict[int, list[Life]] = {}  # by job

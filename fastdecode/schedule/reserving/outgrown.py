@@ -15,7 +15,7 @@ from fastdecode.schedule.admission.load_control import MicroBatch
 from fastdecode.schedule.lengths import LengthPredictor
 from fastdecode.schedule.plan import Grow
 from fastdecode.schedule.reserving.ledger import BlockLedger
-from fastdecode.schedule.running import Lane, Run, arrival, cached_at_end
+from fastdecode.schedule.running import Lane, RunningSequence, arrival, cached_at_end
 
 
 class Outgrown:
@@ -30,11 +30,11 @@ class Outgrown:
         self._ledger = ledger
         self._lengths = lengths
 
-    def make_room(self, lane: Lane) -> tuple[list[Grow], list[Run]]:
+    def make_room(self, lane: Lane) -> tuple[list[Grow], list[RunningSequence]]:
         """Those that arrived first come first. Returns who is enlarged, and who
         has left the lane for it."""
         grows: list[Grow] = []
-        suspended: list[Run] = []
+        suspended: list[RunningSequence] = []
         outgrown = [
             run
             for run in lane.running.values()
@@ -57,7 +57,7 @@ class Outgrown:
             run.until = min(run.projected.target_length, room)
         return grows, suspended
 
-    def _enlarge(self, lane: Lane, run: Run) -> tuple[int, list[Run]]:
+    def _enlarge(self, lane: Lane, run: RunningSequence) -> tuple[int, list[RunningSequence]]:
         """Reserve more for a sequence: what is forecast, or just the next
         block. Not for split ones, which have reserved all.
 
@@ -66,7 +66,7 @@ class Outgrown:
             sequence itself is the last of them.
         """
         (part,) = run.residence.parts
-        suspended: list[Run] = []
+        suspended: list[RunningSequence] = []
         while run.sequence.sequence_id in lane.running:
             num_tokens = self._grow(run, part)
             if num_tokens:
@@ -82,7 +82,7 @@ class Outgrown:
             self._ledger.release(last.residence, last.sequence)
         return 0, suspended
 
-    def _grow(self, run: Run, part: Part) -> int:
+    def _grow(self, run: RunningSequence, part: Part) -> int:
         """What it has room for from now on; 0 if there is no more."""
         sequence = run.sequence
         shape = self._ledger.shape

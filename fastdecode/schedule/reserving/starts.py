@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 from fastdecode.core.holders import HolderId, PartId, Residence, new_residence, num_offered
 from fastdecode.core.sequence import NOTHING, Sequence
 from fastdecode.schedule.admission.load_control import MicroBatch
-from fastdecode.schedule.apart import without_last_token
 from fastdecode.schedule.cache.reuse import Reuse
 from fastdecode.schedule.lengths import LengthPredictor
 from fastdecode.schedule.plan import Start
+from fastdecode.schedule.prefill_lanes import without_last_token
+from fastdecode.schedule.reserving.holder_choice import HolderChoice
 from fastdecode.schedule.reserving.ledger import BlockLedger
-from fastdecode.schedule.reserving.places import Places
-from fastdecode.schedule.running import Lane, Run, cached_at_end
+from fastdecode.schedule.running import Lane, RunningSequence, cached_at_end
 
 _TOKENS_A_TOKEN = 4
 """To spare a holder's neighbour so many cached tokens more than others have is
@@ -42,7 +42,7 @@ class Wish:
     """Tokens that each may have in the end."""
     ahead: int
     """Steps until then; 0 is the one that is being planned."""
-    parent: Run | None = None
+    parent: RunningSequence | None = None
     reuse: Reuse | None = None
     """The kept blocks that it starts with, if it is no fork."""
     num_shared: int = 0
@@ -103,7 +103,7 @@ class Starts:
         self,
         ledger: BlockLedger,
         lengths: LengthPredictor,
-        places: Places | None = None,
+        places: HolderChoice | None = None,
         first_part_id: int = 0,
     ) -> None:
         self._ledger = ledger
@@ -112,7 +112,13 @@ class Starts:
         self._part_ids = map(PartId, itertools.count(first_part_id))
 
     def candidate(
-        self, lane: Lane, sequence: Sequence, sibling: Run | None, *, ahead: int, recompute: bool
+        self,
+        lane: Lane,
+        sequence: Sequence,
+        sibling: RunningSequence | None,
+        *,
+        ahead: int,
+        recompute: bool,
     ) -> Candidate | None:
         """How the sequence could start now, as a fork if that can be; None if
         it has to wait.
@@ -189,7 +195,7 @@ class Starts:
         until = min(projected.target_length, residence.num_tokens)
         kept = () if wish.reuse is None else wish.reuse.keys
         awaits = self._ledger.cache.awaited(wish.sequence) if kept else frozenset[int]()
-        run = Run(wish.sequence, projected, chunks, lane.step + wish.ahead, until)
+        run = RunningSequence(wish.sequence, projected, chunks, lane.step + wish.ahead, until)
         run.is_fetching = bool(awaits)
         lane.enter(run, residence)
         parent = None if wish.parent is None else wish.parent.sequence
@@ -212,7 +218,7 @@ class Starts:
         sequence: Sequence,
         ahead: int,
         recompute: bool,
-        parent: Run | None = None,
+        parent: RunningSequence | None = None,
         num_shared: int = 0,
     ) -> Wish:
         most = sequence.max_cached_tokens

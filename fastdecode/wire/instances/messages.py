@@ -12,8 +12,8 @@ message               direction   meaning, and the answer
                                   go of; no answer, but what was on the way
 ``SetInstanceRole``   C → I       what it will be given from now on; no answer
 ``EndConversation``   C → I       nobody goes on with a conversation; no answer
-``RequestDeltas``       I → C       what requests have said since the last time
-``InstanceStatus``      I → C       how it is; now and then, and when nothing is left
+``RequestDeltas``     I → C       what requests have said since the last time
+``InstanceStatus``    I → C       how it is; now and then, and when nothing is left
                                   to be done
 ``Failed``            I → C       it serves another controller (``busy``), or can't
                                   go on

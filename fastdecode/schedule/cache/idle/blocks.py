@@ -9,8 +9,8 @@ from typing import Final
 
 import numpy as np
 
-from fastdecode.schedule.cache.idle.candidates import Candidates, Queue
 from fastdecode.schedule.cache.idle.copying import blocks_to_copy
+from fastdecode.schedule.cache.idle.eviction_queue import CandidateHeap, EvictionQueue
 from fastdecode.schedule.cache.idle.leases import Leases
 from fastdecode.schedule.cache.idle.rows import Among, IdleRows
 from fastdecode.schedule.cache.idle.worth import Worth
@@ -45,7 +45,7 @@ class IdleBlocks:
         is_apart = policy.num_leaving(1) is None
         # What leaves together is an end, and some of what is before it.
         self._worth = Worth(self._rows, policy, only_ends=only_ends or not is_apart)
-        self._candidates = Candidates(self._rows, self._worth, fewest_ahead if is_apart else 0)
+        self._candidates = EvictionQueue(self._rows, self._worth, fewest_ahead if is_apart else 0)
         self._count = 0
         self.num_unhit = 0
         """Those that were never hit."""
@@ -139,7 +139,7 @@ class IdleBlocks:
         return self._leave_in_turn(queue, count, now_s, among)
 
     def _leave_in_turn(
-        self, queue: Queue, count: int, now_s: float, among: Among
+        self, queue: CandidateHeap, count: int, now_s: float, among: Among
     ) -> list[KeptBlock]:
         """The lowest of a queue, as long as nothing else may be lower."""
         heap, gone = queue.heap, list[KeptBlock]()

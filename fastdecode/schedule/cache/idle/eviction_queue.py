@@ -40,7 +40,7 @@ class _Known:
 
 
 @dataclass(frozen=True)
-class Queue:
+class CandidateHeap:
     """Candidates in the order in which they go: a heap."""
 
     heap: list[Candidate]
@@ -48,7 +48,7 @@ class Queue:
     """What all others are worth at least."""
 
 
-class Candidates:
+class EvictionQueue:
     """Of one holder's idle blocks.
 
     Args:
@@ -69,17 +69,17 @@ class Candidates:
         for known in self._known.values():
             known.changed.add(row)
 
-    def lowest(self, count: int, now_s: float, among: Among) -> Queue:
+    def lowest(self, count: int, now_s: float, among: Among) -> CandidateHeap:
         """One of those that go first at least, if there is any, and perhaps as
         many as are asked for."""
         queue = self._ahead(count, now_s, among) if self._fewest else None
         if queue is None:
             heap = self._worth.lowest(self._worth.values(now_s, among), count)
             heapq.heapify(heap)
-            queue = Queue(heap, math.inf)
+            queue = CandidateHeap(heap, math.inf)
         return queue
 
-    def _ahead(self, count: int, now_s: float, among: Among) -> Queue | None:
+    def _ahead(self, count: int, now_s: float, among: Among) -> CandidateHeap | None:
         """None: they differ by less than they will change until then."""
         known = self._known.get(among)
         if known is not None and self._is_good(known, now_s):
@@ -104,7 +104,7 @@ class Candidates:
             bound = float(np.partition(values, most)[most])
         return _Known(np.flatnonzero(values < bound), bound, now_s, until_s)
 
-    def _below(self, known: _Known, count: int, now_s: float, among: Among) -> Queue:
+    def _below(self, known: _Known, count: int, now_s: float, among: Among) -> CandidateHeap:
         """Those whose turn comes before anybody else's."""
         rows = known.rows
         if known.changed:
@@ -112,4 +112,4 @@ class Candidates:
             rows = np.concatenate([rows, changed])  # some twice
         heap, bound = self._worth.below(known.bound, rows, now_s, among, 2 * count)
         heapq.heapify(heap)
-        return Queue(heap, bound)
+        return CandidateHeap(heap, bound)

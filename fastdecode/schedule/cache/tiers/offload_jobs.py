@@ -19,7 +19,7 @@ _TRY_AGAIN: Final = 64
 
 
 @dataclass(frozen=True)
-class Job:
+class OffloadJob:
     """Blocks of a holder that are being moved."""
 
     number: int

@@ -14,7 +14,7 @@ from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.hybrid.forecast import Costs, Known, Work
 from fastdecode.schedule.lengths import LengthPredictor
 from fastdecode.schedule.reserving.ledger import BlockLedger
-from fastdecode.schedule.running import Lane, Run, cached_at_end
+from fastdecode.schedule.running import Lane, RunningSequence, cached_at_end
 from fastdecode.schedule.times import StepTimes
 
 _HORIZON = 256
@@ -34,7 +34,7 @@ class Guess:
     """For all layers."""
 
 
-class Teller:
+class HybridInputs:
     """Tells what is known and what steps cost.
 
     Args:
@@ -122,7 +122,7 @@ class Teller:
             return measured_s
         return load * self._guess.token_bytes / self._guess.bytes_per_s
 
-    def _running(self, run: Run) -> Work:
+    def _running(self, run: RunningSequence) -> Work:
         length = len(run.sequence.token_ids)
         num_blocks = self._ledger.shape.blocks_for(run.residence.num_tokens)
         num_steps = max(1, run.projected.target_length + 1 - length)

@@ -12,12 +12,12 @@ from fastdecode.schedule.cache.fresh import FreshMemory
 from fastdecode.schedule.cache.index import BlockIndex
 from fastdecode.schedule.cache.orders import Orders
 from fastdecode.schedule.cache.retention import Policy
-from fastdecode.schedule.cache.tiers.traffic import TierTraffic
+from fastdecode.schedule.cache.tiers.offload_manager import OffloadManager
 from fastdecode.schedule.cache.window import Window, drop_unseen
 from fastdecode.schedule.plan import Keep
 
 
-class Stock:
+class BlockCache:
     """Of all holders.
 
     Args:
@@ -49,7 +49,7 @@ class Stock:
         self._indices = [self._empty() for _ in range(num_holders)]
         self.orders: Final = Orders()
         """What holders are to be told."""
-        self.traffic: Final = TierTraffic(self._indices, self.orders, block_size, clock)
+        self.traffic: Final = OffloadManager(self._indices, self.orders, block_size, clock)
         """What is moved between tiers."""
         self._tails: dict[PartId, bytes] = {}
         self.fresh = FreshMemory(block_size)

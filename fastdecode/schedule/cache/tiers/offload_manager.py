@@ -13,11 +13,11 @@ from fastdecode.core.holders import HolderId
 from fastdecode.schedule.cache.index import BlockIndex
 from fastdecode.schedule.cache.kept import Use
 from fastdecode.schedule.cache.orders import Orders
-from fastdecode.schedule.cache.tiers.moves import Job, Rates, TierCounts, most_stored
-from fastdecode.schedule.plan import DropCopies, Fetch, Store
+from fastdecode.schedule.cache.tiers.offload_jobs import OffloadJob, Rates, TierCounts, most_stored
+from fastdecode.schedule.plan import DropCopies, Offload, Restore
 
 
-class TierTraffic:
+class OffloadManager:
     """Of all holders. A block is moved by one job at a time, and of a holder
     one job at a time copies down.
 
@@ -36,7 +36,7 @@ class TierTraffic:
         self.now_s = clock
         """Seconds, on a clock that only goes on."""
         self._job_numbers = itertools.count()
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[int, OffloadJob] = {}
         """Under way, by number."""
         self.rates = Rates(block_size)
         """How long they take, and computing as much."""
@@ -65,8 +65,8 @@ class TierTraffic:
         number = next(self._job_numbers)
         missing = tuple(self._indices[holder].moving.begin_fetch(keys, before, number))
         if missing:
-            self.jobs[number] = Job(number, holder, missing, is_fetch=True)
-            self._orders.fetch(Fetch(holder, number, missing))
+            self.jobs[number] = OffloadJob(number, holder, missing, is_fetch=True)
+            self._orders.fetch(Restore(holder, number, missing))
 
     def copy_down(self, holder: HolderId, lacking: int, num_blocks: int) -> None:
         """Have the lower tier get what will be given up next.
@@ -94,9 +94,9 @@ class TierTraffic:
         number = next(self._job_numbers)
         keys = tuple([block.key for block in blocks])
         index.moving.begin_store(blocks, number)
-        self.jobs[number] = Job(number, holder, keys, is_fetch=False)
+        self.jobs[number] = OffloadJob(number, holder, keys, is_fetch=False)
         num_tokens = tuple([block.num_tokens for block in blocks])
-        self._orders.add(Store(holder, number, keys, num_tokens))
+        self._orders.add(Offload(holder, number, keys, num_tokens))
 
     def moved(self, number: int, failed: Seq[bytes], num_bytes: int, seconds: float) -> None:
         """A job is over; what of it has failed."""

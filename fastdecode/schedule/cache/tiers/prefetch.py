@@ -16,7 +16,7 @@ MOST: Final = 4
 of a holder that fetch for some."""
 
 
-class FetchAhead:
+class Prefetch:
     """Only where there is room that nobody needs: blocks that are free, or
     are in the lower tier, too. Each request is looked at once.
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence as Seq
 from typing import Final
 
 from fastdecode.core.sequence import Sequence
-from fastdecode.schedule.cache.chains import Chains
+from fastdecode.schedule.cache.block_cache import BlockCache
+from fastdecode.schedule.cache.block_hashes import BlockHashes
 from fastdecode.schedule.cache.parts import Sharing
-from fastdecode.schedule.cache.stock import Stock
 
 
-class Turns:
+class TurnBlocks:
     """Of all conversations. A turn that comes to its end keeps all that it has
     come to, and has a lease on it, which ends with the next turn; what the turn
     before had kept of its own is of no use any more.
@@ -22,7 +22,7 @@ class Turns:
         block_size: tokens in a block.
     """
 
-    def __init__(self, chains: Chains, stock: Stock, block_size: int) -> None:
+    def __init__(self, chains: BlockHashes, stock: BlockCache, block_size: int) -> None:
         self._chains = chains
         self._stock = stock
         self._block_size = block_size

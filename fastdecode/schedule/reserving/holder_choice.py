@@ -9,7 +9,7 @@ from fastdecode.core.holders import HolderId, Residence
 from fastdecode.core.sequence import Sequence
 
 
-class Places(Protocol):
+class HolderChoice(Protocol):
     """Says where a sequence that starts may go."""
 
     def among(
@@ -28,8 +28,8 @@ class OwnHolders:
     def among(
         self, lane: int, sequence: Sequence, tiers: Seq[Seq[HolderId]]
     ) -> list[list[HolderId]]:
-        """See ``Places``."""
+        """See ``HolderChoice``."""
         return [[holder for holder in tier if holder == lane] for tier in tiers]
 
     def started(self, sequence: Sequence, residence: Residence) -> None:
-        """See ``Places``."""
+        """See ``HolderChoice``."""

@@ -10,7 +10,7 @@ from fastdecode.core.sequence import Sequence
 Order = Callable[[Sequence], tuple[int, ...]]
 
 
-class Waiting:
+class WaitingQueue:
     """In the order in which they start: sequences that have run before, then
     the new ones.
 

@@ -14,7 +14,7 @@ from fastdecode.engine.step.lanes import Lanes
 from fastdecode.wire.patience import look_until_found
 
 
-class Waiting:
+class LaneWait:
     """For ``fleet``'s answers and for copies of ``lanes``' steps to the host.
 
     Args:

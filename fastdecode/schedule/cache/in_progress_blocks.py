@@ -9,7 +9,7 @@ from fastdecode.core.holders import SequenceId
 from fastdecode.schedule.cache.parts import Sharing
 
 
-class Coming:
+class InProgressBlocks:
     """Of all running sequences: the blocks that each is to compute before it
     draws."""
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from fastdecode.schedule.admission.load_control import MicroBatch
-from fastdecode.schedule.running import Lane, Run
+from fastdecode.schedule.running import Lane, RunningSequence
 
 
-def has_run(run: Run) -> bool:
+def has_run(run: RunningSequence) -> bool:
     """Whether nothing but a last token of what is known is left of a sequence."""
     sequence = run.sequence
     is_known = not sequence.is_coming and sequence.num_uncached == 1

@@ -11,7 +11,7 @@ _CLOSED = 256
 """Steps of the home lane for which nobody goes to R-workers after that."""
 
 
-class Watch:
+class HybridGuard:
     """Closes the way to R-workers for a while where they don't pay.
 
     What the device would give alone is predicted; and the prediction trusted as

@@ -9,7 +9,7 @@ from fastdecode.core.model.block_keys import block_keys, root_key, tail_key
 from fastdecode.core.sequence import Sequence
 
 
-class Chains:
+class BlockHashes:
     """Of all sequences that aren't over.
 
     Args:
