@@ -47,7 +47,7 @@ from r_worker_processes import add_model_options, model_or_random
 from fastdecode import LLM
 from fastdecode.core.delta import DeltaQueue
 from fastdecode.core.sequence import Request
-from fastdecode.wire.mpirun_line import Host, JobLine
+from fastdecode.wire.mpirun_line import JobHost, JobLine
 
 WAYS = {"apart": 1, "together": 0}
 PHASES = ("quiet", "prompts")
@@ -123,7 +123,7 @@ def job(model: str, way: str, out: Path, options: argparse.Namespace) -> list[st
     """The command."""
     bound, of_prompts = (["taskset", "-c", each] for each in (options.cpus, options.prompt_cpus))
     mpirun = str(Path(sys.executable).with_name("mpirun"))
-    line = JobLine((), (), (Host("localhost"),), mpirun=mpirun, as_root=os.geteuid() == 0)
+    line = JobLine((), (), (JobHost("localhost"),), mpirun=mpirun, as_root=os.geteuid() == 0)
     started = line.words()
     own = [
         f"--{name.replace('_', '-')}={getattr(options, name)}"

@@ -38,7 +38,7 @@ from cpu_kernels import allocate_pool
 from fastdecode.core.dtype import DType
 from fastdecode.core.holders import HolderId, KVSource, PartId
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.wire.kv.handing import Offer, Pull, Pulled
+from fastdecode.wire.kv.exporting import ExportSequence, Pull, Pulled
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -52,11 +52,11 @@ from fastdecode.wire.messages import (
     Welcome,
 )
 from fastdecode.wire.zmq.hub import ZmqHub
-from rworker.books import Books
+from rworker.cache_state import CacheState
+from rworker.stream.chunk_endpoints import MemoryCache, WorkerCache
 from rworker.stream.chunks import layout_of
 from rworker.stream.cutting import CacheKind
 from rworker.stream.pieces import Box, Piece, Region
-from rworker.stream.places import MemoryCache, WorkerCache
 from rworker.stream.streams import expect_pieces, stream_out
 
 TIMEOUT_S = 60.0
@@ -133,7 +133,7 @@ def filled(num_sequences: int, num_tokens: int) -> MemoryCache:
     """A cache in this process's memory, each page of which was written."""
     num_blocks = num_sequences * KV.num_blocks_for(num_tokens)
     hello = Hello(PROTOCOL_VERSION, "fetched", KV, (SPEC,) * KV.num_layers, DType.BFLOAT16)
-    books = Books(hello, num_blocks)
+    books = CacheState(hello, num_blocks)
     pool = allocate_pool(layout_of(KV), KV.num_layers, num_blocks)
     pool[:] = 60  # bfloat16 near 0.008
     for sequence in range(num_sequences):
@@ -196,7 +196,7 @@ class Fetches:
 def offer(source: Worker, count: int) -> list[str]:
     tickets = [secrets.token_hex(16) for _ in range(count)]
     for sequence, ticket in enumerate(tickets):
-        source.connection.send(Offer(sequence, ticket))
+        source.connection.send(ExportSequence(sequence, ticket))
     return tickets
 
 

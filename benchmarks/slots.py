@@ -35,17 +35,17 @@ from rworker.tiers.format import SlotShape
 from rworker.tiers.mover import NUM_THREADS, Mover, groups_of
 from rworker.tiers.opening import open_slots
 from rworker.tiers.slots import SlotFile, page_buffer
-from rworker.tiers.units import Job
+from rworker.tiers.units import MoveJob
 
 IDENTITY = "0" * 64
 WAYS = ("fetch", "units", "slots")
 
 
-def moved(mover: Mover, job: Job) -> float:
+def moved(mover: Mover, job: MoveJob) -> float:
     """Seconds that a job took; nothing of it has failed."""
     started = time.perf_counter()
     mover.begin(job)
-    over: list[Job] = []
+    over: list[MoveJob] = []
     while not over:
         mover.wait(None)
         over = mover.take_over()
@@ -84,7 +84,7 @@ def raw_read(slots: SlotFile, order: list[int], unit: int) -> float:
 
 
 def take_turns(
-    mover: Mover, fetch: Job, slots: SlotFile, order: list[int], number: int
+    mover: Mover, fetch: MoveJob, slots: SlotFile, order: list[int], number: int
 ) -> dict[str, float]:
     """Seconds of each way, and processor seconds of the fetch (``cpu``)."""
     took: dict[str, float] = {}
@@ -114,11 +114,11 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     places = list(range(options.blocks))
     keys = tuple(place.to_bytes(16, "little") for place in places)
     tokens = (options.block_size,) * options.blocks
-    store_s = moved(mover, Job(0, False, keys, tuple(places), tokens))
+    store_s = moved(mover, MoveJob(0, False, keys, tuple(places), tokens))
     num_bytes, rounds = options.blocks * shape.slot_bytes, []
     for number in range(1, options.rounds + 1):
         order = rng.sample(places, len(places))
-        fetch = Job(number, True, tuple(keys[place] for place in order), tuple(order))
+        fetch = MoveJob(number, True, tuple(keys[place] for place in order), tuple(order))
         took = take_turns(mover, fetch, slots, order, number)
         row = {f"{name}_gb_s": num_bytes / took[name] / 1e9 for name in WAYS}
         row["fetch_cpu_s_a_gb"] = took["cpu"] / num_bytes * 1e9

@@ -41,12 +41,12 @@ from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.measure.links.rates import Raw, copy_twice, write_file
 from fastdecode.wire.kv.chunks import MAX_CHUNK_BYTES
 from fastdecode.wire.messages import PROTOCOL_VERSION, CloseSequence, Hello, OpenSequence, Shutdown
-from rworker.books import Books
+from rworker.cache_state import CacheState
+from rworker.stream.chunk_endpoints import MemoryCache, WorkerCache
 from rworker.stream.chunks import layout_of
 from rworker.stream.cutting import CacheKind
 from rworker.stream.files import KVFileWriter
 from rworker.stream.pieces import Box, Piece, Region
-from rworker.stream.places import MemoryCache, WorkerCache
 from rworker.stream.streams import expect_pieces, stream_out
 
 TIMEOUT_S = 60.0
@@ -79,7 +79,7 @@ class Memory:
 
     def __init__(self, kv: KVSpec) -> None:
         num_blocks = NUM_SEQUENCES * kv.num_blocks_for(TOKENS)
-        self.books = Books(hello(kv), num_blocks)
+        self.books = CacheState(hello(kv), num_blocks)
         pool = allocate_pool(layout_of(kv), kv.num_layers, num_blocks)
         pool[:] = 1
         self.sink = MemoryCache(self.books, pool)

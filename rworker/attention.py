@@ -24,7 +24,7 @@ from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.kv.tiers import Stocked
 from fastdecode.wire.messages import Activations, AttendResult
 from rworker.instructions import (
-    Coming,
+    AwaitedBlocks,
     Compute,
     CopyBlocks,
     Drop,
@@ -206,7 +206,7 @@ class AttentionExecutor:
         seconds = self._clock() - started
         return AttendResult(plan.step, plan.lane, compute.layer, o, lse, seconds)
 
-    def _await(self, holder: HolderId, coming: Coming, layer: int) -> None:
+    def _await(self, holder: HolderId, coming: AwaitedBlocks, layer: int) -> None:
         """Of blocks that are being fetched a layer is there, or has failed:
         zeros are in its place then."""
         self.tiers.wait_for_layer(holder, coming.jobs, layer)

@@ -13,7 +13,7 @@ from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.wire.messages import Hello
 from fastdecode.wire.traits import THE_ONLY, Role
-from rworker.books import Books, blocks_within
+from rworker.cache_state import CacheState, blocks_within
 from rworker.instructions import StepPlan
 
 NOBODY: Final = -1
@@ -21,13 +21,13 @@ NOBODY: Final = -1
 
 
 @dataclass(eq=False)
-class Cache:
+class HolderCache:
     """One holder's cache."""
 
     holder: HolderId
     owner: int
     """The peer that opened it or took it over, the only one that may use it."""
-    books: Books
+    books: CacheState
     num_bytes: int
     plans: dict[int, StepPlan] = field(default_factory=dict)
     """Of the open steps, by lane."""
@@ -70,12 +70,12 @@ class Caches:
     def __init__(self, kv_bytes: int, max_sequences: int) -> None:
         self._kv_bytes = kv_bytes
         self._max_sequences = max_sequences
-        self._caches: dict[HolderId, Cache] = {}
+        self._caches: dict[HolderId, HolderCache] = {}
 
-    def __iter__(self) -> Iterator[Cache]:
+    def __iter__(self) -> Iterator[HolderCache]:
         return iter(self._caches.values())
 
-    def open(self, peer: int, hello: Hello, layout: BlockLayout) -> Cache:
+    def open(self, peer: int, hello: Hello, layout: BlockLayout) -> HolderCache:
         """A cache as ``hello`` asks for it, empty, in place of the one that the
         peer had under that name.
 
@@ -98,11 +98,11 @@ class Caches:
                     told = "it serves another S-worker, which has its memory"
                     raise _busy(cache, told) from None
             raise
-        books = Books(hello, num_blocks, max_sequences=self._max_sequences)
-        self._caches[holder] = Cache(holder, peer, books, num_blocks * block_bytes)
+        books = CacheState(hello, num_blocks, max_sequences=self._max_sequences)
+        self._caches[holder] = HolderCache(holder, peer, books, num_blocks * block_bytes)
         return self._caches[holder]
 
-    def resume(self, peer: int, hello: Hello) -> tuple[Cache, int, bool] | None:
+    def resume(self, peer: int, hello: Hello) -> tuple[HolderCache, int, bool] | None:
         """The cache that outlives whoever used it is the peer's from now on:
         the cache, whose it was, and whether blocks of it were on their way to
         its lower tier, or from there. They, and what isn't a sequence's, are
@@ -118,11 +118,11 @@ class Caches:
         cache.books.store.cached.forget_all()
         return cache, before, were_moving
 
-    def at(self, holder: int) -> Cache | None:
+    def at(self, holder: int) -> HolderCache | None:
         """A holder's cache, whoever's it is."""
         return self._caches.get(HolderId(holder))
 
-    def of(self, peer: int, holder: int) -> Cache:
+    def of(self, peer: int, holder: int) -> HolderCache:
         """The cache that a peer's message is for.
 
         Raises:
@@ -143,7 +143,7 @@ class Caches:
             )
         return owned[0]
 
-    def fed(self, holder: int, session: int) -> Cache:
+    def fed(self, holder: int, session: int) -> HolderCache:
         """The cache into which prompts come that others have run.
 
         Raises:
@@ -154,7 +154,7 @@ class Caches:
             raise ProtocolError(f"holder {holder!r} has no cache that prompts may come into")
         return cache
 
-    def take_over(self, peer: int, holder: int, session: int) -> tuple[Cache, int]:
+    def take_over(self, peer: int, holder: int, session: int) -> tuple[HolderCache, int]:
         """A cache is the peer's from now on: the cache, and whose it was.
 
         Raises:
@@ -172,7 +172,7 @@ class Caches:
         cache.plans.clear()
         return cache, before
 
-    def remove(self, peer: int, holder: int, session: int) -> Cache | None:
+    def remove(self, peer: int, holder: int, session: int) -> HolderCache | None:
         """A cache is over, whoever uses it. Which it was; None: there is none.
 
         Raises:
@@ -214,14 +214,14 @@ class Caches:
         """Forget these, which nobody has resumed. Which they were."""
         return self._forget(self._caches[holder] for holder in holders)
 
-    def _forget(self, caches: Iterable[Cache]) -> list[HolderId]:
+    def _forget(self, caches: Iterable[HolderCache]) -> list[HolderId]:
         dropped = [cache.holder for cache in caches]
         for holder in dropped:
             del self._caches[holder]
         return dropped
 
 
-def _busy(cache: Cache, told: str) -> ProtocolError:
+def _busy(cache: HolderCache, told: str) -> ProtocolError:
     """Why a peer can't have what a cache has that isn't its own; ``told``: where
     somebody uses it."""
     if cache.is_kept:
@@ -235,6 +235,6 @@ def _busy(cache: Cache, told: str) -> ProtocolError:
     return ProtocolError(told, code="busy")
 
 
-def _may_replace(present: Cache, peer: int, hello: Hello) -> bool:
+def _may_replace(present: HolderCache, peer: int, hello: Hello) -> bool:
     """Whether a peer may have a new cache in the place of one that is there."""
     return present.owner == peer or (present.owner == NOBODY and present.is_of(hello.session))

@@ -13,7 +13,7 @@ from fastdecode.wire.messages import MAX_THREADS
 from fastdecode.wire.mpi import job as mpi_job
 from fastdecode.wire.mpi import launcher, leaving
 from rworker.binding import bind, is_bound, numa_node_cpus, numa_nodes, parse_cpu_list, usable_cpus
-from rworker.serving import ANYBODY_ONCE, Serving
+from rworker.serving_terms import ANYBODY_ONCE, ServingTerms
 from rworker.tiers.disk import Disk, disk_of
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def make_worker(
     num_threads: int | None,
     num_sharing: int = 1,
     disk: Disk | None = None,
-    serving: Serving = ANYBODY_ONCE,
+    serving: ServingTerms = ANYBODY_ONCE,
     report: Callable[[str], None] | None = None,
 ) -> tuple[RWorkerState, AttentionExecutor]:
     """An R-worker's two halves, with its share of a host that ``num_sharing``

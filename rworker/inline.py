@@ -20,7 +20,7 @@ from rworker.attention import AttentionExecutor
 from rworker.state import RWorkerState
 from rworker.tiers.disk import Disk
 from rworker.tiers.tiers import Tiers
-from rworker.worker import Executor, last_words, obey, tell_moved
+from rworker.worker import RWorkerExecutor, last_words, obey, tell_moved
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +41,13 @@ class InlineConnection:
     heard_s = None
     """It can't hang alone."""
 
-    def __init__(self, state: RWorkerState, executor: Executor) -> None:
+    def __init__(self, state: RWorkerState, executor: RWorkerExecutor) -> None:
         self.peer = f"R-worker {state.name}"
         self._name = state.name
-        self._worker: tuple[RWorkerState, Executor] | None = (state, executor)  # None: it has ended
+        self._worker: tuple[RWorkerState, RWorkerExecutor] | None = (
+            state,
+            executor,
+        )  # None: it has ended
         self._answers = _Answers()
         self._requests: deque[ToRWorker] = deque()
         self._closed = False
@@ -92,7 +95,7 @@ class InlineConnection:
     def is_open(self) -> bool:
         return not self._closed and self._worker is not None
 
-    def _handle(self, message: ToRWorker, state: RWorkerState, executor: Executor) -> None:
+    def _handle(self, message: ToRWorker, state: RWorkerState, executor: RWorkerExecutor) -> None:
         goes_on = False
         try:
             goes_on = obey(state.handle(WORKER, message), (self._answers,), state, executor)

@@ -17,13 +17,13 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import AttentionSpec
 from fastdecode.wire.kv.chunks import FetchChunk, StoreChunk
-from fastdecode.wire.kv.handing import Pull
+from fastdecode.wire.kv.exporting import Pull
 from fastdecode.wire.messages import Activations, FromRWorker
 from rworker.blocks.moving import Move
 from rworker.stream.changes import Change
 
 if TYPE_CHECKING:
-    from rworker.books import Books
+    from rworker.cache_state import CacheState
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class CopyBlocks:
 
 
 @dataclass(frozen=True, eq=False)
-class Coming:
+class AwaitedBlocks:
     """Of a step: blocks that are being fetched. Each layer waits for its own,
     and then copies what would have been copied before the step."""
 
@@ -88,7 +88,7 @@ class StepPlan:
     query_positions: NDArray[np.int32]  # [N] of each sequence's first query
     context_lens: NDArray[np.int32]  # [N] keys visible at most
     want_lse: bool
-    coming: Coming | None = None
+    coming: AwaitedBlocks | None = None
     """None: all that it reads is there."""
     num_last: int = 0
     """Sequences in front whose new token is the last that they see, and lies at
@@ -148,14 +148,14 @@ class ReadChunk:
 
 
 @dataclass(frozen=True, eq=False)
-class Link:
+class LinkReplica:
     """Have a neighbour keep a replica of a holder's cache from now on, in the
     place of whoever did so."""
 
     to: int
     """Who is told how far the replica has come."""
     holder: HolderId
-    books: Books
+    books: CacheState
     keeper: str
     """The neighbour's address; empty: nobody keeps one any more."""
     guest: str
@@ -193,7 +193,7 @@ class BeginPull:
 
     to: int
     holder: HolderId
-    books: Books
+    books: CacheState
     message: Pull
 
 
@@ -278,7 +278,7 @@ Instruction: TypeAlias = (
     | Compute
     | PlaceChunk
     | ReadChunk
-    | Link
+    | LinkReplica
     | Follow
     | EndStep
     | BeginPull

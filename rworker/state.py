@@ -1,7 +1,7 @@
 """What an R-worker decides: a peer's message in, instructions out. No sockets,
 threads, clocks or kernels.
 
-Everything that a peer says is checked here and in ``rworker.books``, before it
+Everything that a peer says is checked here and in ``rworker.cache_state``, before it
 reaches the KV store or a kernel. A message that breaks the protocol changes
 nothing; it is answered with ``Failed``, and the worker stops serving that peer.
 Other peers notice nothing of it.
@@ -17,7 +17,7 @@ from cpu_kernels import BlockLayout
 from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.wire.kv.chunks import ExpectTokens, FetchChunk, StoreChunk
-from fastdecode.wire.kv.handing import Offer, Pull, ReadOffer, ViewOffer
+from fastdecode.wire.kv.exporting import DescribeExport, ExportSequence, Pull, ReadExport
 from fastdecode.wire.kv.kept import (
     EndSequence,
     ForgetBlocks,
@@ -58,9 +58,8 @@ from fastdecode.wire.messages import (
 )
 from fastdecode.wire.traits import ANYBODY, Role
 from rworker.blocks.kv_store import DEFAULT_MAX_SEQUENCES
-from rworker.caches import NOBODY, Cache, Caches
+from rworker.caches import NOBODY, Caches, HolderCache
 from rworker.checks import check_hello, check_integer
-from rworker.feeding import store_prompt
 from rworker.instructions import (
     Admit,
     Drop,
@@ -75,12 +74,13 @@ from rworker.instructions import (
     TellAboutHost,
     Unlink,
 )
+from rworker.prefill_writer import store_prompt
 from rworker.pulling.orders import about_handing, about_offer, after_close
-from rworker.serving import ANYBODY_ONCE, Serving
+from rworker.serving_terms import ANYBODY_ONCE, ServingTerms
 from rworker.step_plan import attend, begin_step, copies
 from rworker.stream.changes import Change
 from rworker.stream.checks import expect_tokens, fetch_chunk, store_chunk
-from rworker.stream.links import link_for
+from rworker.stream.replica_links import link_for
 from rworker.stream.taking_over import take_over, truncate, wanted_of
 from rworker.tiers.orders import about_tier, moved
 from rworker.tiers.tiers import Done, Further
@@ -126,7 +126,7 @@ class RWorkerState:
         num_threads: int = 1,
         max_sequences: int = DEFAULT_MAX_SEQUENCES,
         has_tier: bool = False,
-        serving: Serving = ANYBODY_ONCE,
+        serving: ServingTerms = ANYBODY_ONCE,
     ) -> None:
         for option, value in (
             ("kv_bytes", kv_bytes),
@@ -184,7 +184,7 @@ class RWorkerState:
         return tuple(done)
 
     @property
-    def kept(self) -> list[Cache]:
+    def kept(self) -> list[HolderCache]:
         """The caches that are kept for S-workers that are lost; whoever has a
         clock says for how long (``kept_for_s``)."""
         return [cache for cache in self._caches if cache.is_kept]
@@ -250,9 +250,9 @@ class RWorkerState:
                 cache = self._caches.of(number, message.holder)
                 cache.books.close(message)
                 return (*after_close(cache, message.sequence_id), *_followed(cache, message))
-            case Offer() | Pull():
+            case ExportSequence() | Pull():
                 return about_handing(number, self._caches.of(number, message.holder), message)
-            case ViewOffer() | ReadOffer():
+            case DescribeExport() | ReadExport():
                 peer.role, peer.only_looks = Role.READER, True
                 return about_offer(number, self._caches, message)
             case KeepBlocks() | ForgetBlocks():
@@ -343,7 +343,7 @@ class RWorkerState:
 
 
 def _about_chunk(
-    number: int, cache: Cache, message: StoreChunk | FetchChunk | ExpectTokens
+    number: int, cache: HolderCache, message: StoreChunk | FetchChunk | ExpectTokens
 ) -> tuple[Instruction, ...]:
     """K and V come, are asked for, or are going to come."""
     match message:
@@ -374,7 +374,7 @@ def _check_speaker(peer: _Peer, message: ToRWorker) -> None:
 
 
 def _followed(
-    cache: Cache, change: Change | ResumeSequence | EndSequence
+    cache: HolderCache, change: Change | ResumeSequence | EndSequence
 ) -> tuple[Instruction, ...]:
     """What the cache has accepted, its replica is told, too. To a replica, which
     keeps no blocks of its own, what is resumed from kept ones is new."""
@@ -388,7 +388,7 @@ def _followed(
 
 
 def _answered(
-    to: int, cache: Cache, change: Change | ResumeSequence, answer: Accepted | Refused
+    to: int, cache: HolderCache, change: Change | ResumeSequence, answer: Accepted | Refused
 ) -> tuple[Instruction, ...]:
     told = Send(to, answer)
     return (told, *_followed(cache, change)) if isinstance(answer, Accepted) else (told,)

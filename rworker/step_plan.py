@@ -10,11 +10,11 @@ import numpy as np
 from fastdecode.wire.messages import Attend, BeginStep
 from rworker.blocks.appending import Appended
 from rworker.blocks.kv_store import KVStore
-from rworker.caches import Cache
-from rworker.instructions import Coming, Compute, CopyBlocks, EndStep, Instruction, StepPlan
+from rworker.caches import HolderCache
+from rworker.instructions import AwaitedBlocks, Compute, CopyBlocks, EndStep, Instruction, StepPlan
 
 
-def begin_step(cache: Cache, begin: BeginStep) -> tuple[Instruction, ...]:
+def begin_step(cache: HolderCache, begin: BeginStep) -> tuple[Instruction, ...]:
     """A lane's step is open from now on."""
     appended = cache.books.begin_step(begin)
     plan = _plan(begin, appended, cache.books.store)
@@ -25,7 +25,7 @@ def begin_step(cache: Cache, begin: BeginStep) -> tuple[Instruction, ...]:
     return copies(cache, appended)
 
 
-def copies(cache: Cache, appended: Appended) -> tuple[Instruction, ...]:
+def copies(cache: HolderCache, appended: Appended) -> tuple[Instruction, ...]:
     """What has to be copied before anything is written."""
     if not appended.copy_sources.size:
         return ()
@@ -70,7 +70,9 @@ def _num_last(begin: BeginStep, plan: StepPlan, block_size: int) -> int:
     return num_single if is_there.all() else 0
 
 
-def _with_coming(plan: StepPlan, appended: Appended, cache: Cache) -> tuple[StepPlan, Appended]:
+def _with_coming(
+    plan: StepPlan, appended: Appended, cache: HolderCache
+) -> tuple[StepPlan, Appended]:
     """The same, if some of the blocks that the step reads are on their way; and
     what is to be copied at once."""
     size = cache.books.store.block_size
@@ -81,7 +83,7 @@ def _with_coming(plan: StepPlan, appended: Appended, cache: Cache) -> tuple[Step
     if not moves:
         return plan, appended
     is_late = np.isin(sources, [block for move in moves for block in move.blocks])
-    late = Coming(
+    late = AwaitedBlocks(
         tuple([move.number for move in moves]), sources[is_late], appended.copy_targets[is_late]
     )
     now = replace(
@@ -90,7 +92,7 @@ def _with_coming(plan: StepPlan, appended: Appended, cache: Cache) -> tuple[Step
     return replace(plan, coming=late), now
 
 
-def attend(number: int, cache: Cache, message: Attend) -> tuple[Instruction, ...]:
+def attend(number: int, cache: HolderCache, message: Attend) -> tuple[Instruction, ...]:
     """A layer of a step that has begun; ``number``: of the peer whose it is.
 
     Raises:

@@ -17,7 +17,7 @@ from fastdecode.core.host.facts import this_host
 from fastdecode.wire.arrays import Array
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.kv.chunks import ChunkStored, FetchedChunk
-from fastdecode.wire.kv.handing import Pulled
+from fastdecode.wire.kv.exporting import Pulled
 from fastdecode.wire.kv.replicating import ReplicationNews, Unprotected
 from fastdecode.wire.kv.tiers import Stocked
 from fastdecode.wire.messages import (
@@ -30,8 +30,8 @@ from fastdecode.wire.messages import (
     ToRWorker,
 )
 from fastdecode.wire.transport import CLOSED, TIMEOUT, Hub, PeerLostError
-from rworker.absence import Absence
 from rworker.attention import AttentionExecutor
+from rworker.grace_period import GracePeriod
 from rworker.instructions import (
     Admit,
     BeginPull,
@@ -44,7 +44,7 @@ from rworker.instructions import (
     Follow,
     HangUp,
     Instruction,
-    Link,
+    LinkReplica,
     MoveBlocks,
     OpenTier,
     PlaceChunk,
@@ -55,16 +55,16 @@ from rworker.instructions import (
     TellAboutHost,
     Unlink,
 )
-from rworker.pulling.behind import Behind
+from rworker.pulling.background_transfers import BackgroundTransfers
 from rworker.state import RWorkerState
-from rworker.stream.links import Neighbourhood, Neighbours, NoNeighbours
+from rworker.stream.replica_links import Neighbourhood, Neighbours, NoNeighbours
 from rworker.tiers.disk import Disk
 from rworker.tiers.tiers import Tiers
 
 logger = logging.getLogger(__name__)
 
 
-class Executor(Protocol):
+class RWorkerExecutor(Protocol):
     """What carries out the instructions that aren't I/O."""
 
     def prepare(self, prepare: Prepare) -> None: ...
@@ -100,8 +100,8 @@ class Peer(Protocol):
 def serve(
     hub: Hub[FromRWorker, ToRWorker],
     state: RWorkerState,
-    executor: Executor,
-    absence: Absence | None = None,
+    executor: RWorkerExecutor,
+    absence: GracePeriod | None = None,
     neighbours: Neighbours | None = None,
 ) -> None:
     """Serve the peers of a hub until the state says that all is done, or none
@@ -114,7 +114,7 @@ def serve(
     ``Failed`` before its connection closes. The others go on.
     """
     logger.info("R-worker %s serves", state.name)
-    behind = Behind(executor, neighbours or NoNeighbours(), partial(_tell, hub))
+    behind = BackgroundTransfers(executor, neighbours or NoNeighbours(), partial(_tell, hub))
     try:
         while serve_next(hub, state, executor, absence, behind):
             pass
@@ -129,9 +129,9 @@ def serve(
 def serve_next(
     hub: Hub[FromRWorker, ToRWorker],
     state: RWorkerState,
-    executor: Executor,
-    absence: Absence | None,
-    behind: Behind | None = None,
+    executor: RWorkerExecutor,
+    absence: GracePeriod | None,
+    behind: BackgroundTransfers | None = None,
 ) -> bool:
     """Deal with what comes next; ``absence``: for how long those that are lost
     are waited for, None: for ever; ``behind``: what is done behind compute, if
@@ -176,7 +176,10 @@ def serve_next(
 
 
 def tell_moved(
-    peers: Sequence[Peer], state: RWorkerState, executor: Executor, behind: Behind | None = None
+    peers: Sequence[Peer],
+    state: RWorkerState,
+    executor: RWorkerExecutor,
+    behind: BackgroundTransfers | None = None,
 ) -> bool:
     """Report moves between tiers to the peers that asked for them. False: leave
     the loop."""
@@ -190,8 +193,8 @@ def obey(
     instructions: tuple[Instruction, ...],
     peers: Sequence[Peer],
     state: RWorkerState,
-    executor: Executor,
-    behind: Behind | None = None,
+    executor: RWorkerExecutor,
+    behind: BackgroundTransfers | None = None,
 ) -> bool:
     """Carry out instructions in order. False: leave the loop.
 
@@ -226,7 +229,7 @@ def obey(
                 if behind is not None:
                     behind.drop(instruction.holder)
                 executor.prepare(instruction)
-            case Link() | Follow() | EndStep() | BeginPull() | EndPull() | Admit():
+            case LinkReplica() | Follow() | EndStep() | BeginPull() | EndPull() | Admit():
                 _obey_link(instruction, peers, behind)
             case OpenTier() | MoveBlocks() | DropStored():
                 _obey_tier(instruction, peers, executor)
@@ -250,8 +253,8 @@ def _compute(
     compute: Compute,
     peers: Sequence[Peer],
     state: RWorkerState,
-    executor: Executor,
-    behind: Behind | None,
+    executor: RWorkerExecutor,
+    behind: BackgroundTransfers | None,
 ) -> bool:
     """Answer with a layer. What has failed of the blocks that it read is told
     before. False: leave the loop."""
@@ -265,7 +268,9 @@ def _compute(
 
 
 def _obey_tier(
-    instruction: OpenTier | MoveBlocks | DropStored, peers: Sequence[Peer], executor: Executor
+    instruction: OpenTier | MoveBlocks | DropStored,
+    peers: Sequence[Peer],
+    executor: RWorkerExecutor,
 ) -> None:
     match instruction:
         case OpenTier():
@@ -277,7 +282,7 @@ def _obey_tier(
             executor.tiers.drop(instruction)
 
 
-def _let_go(instruction: Unlink | Drop, executor: Executor) -> None:
+def _let_go(instruction: Unlink | Drop, executor: RWorkerExecutor) -> None:
     if isinstance(instruction, Drop):
         executor.drop(instruction)
     elif instruction.ends_moves:
@@ -301,15 +306,15 @@ def _send(peer: Peer, message: FromRWorker) -> None:
 
 
 def _obey_link(
-    instruction: Link | Follow | EndStep | BeginPull | EndPull | Admit,
+    instruction: LinkReplica | Follow | EndStep | BeginPull | EndPull | Admit,
     peers: Sequence[Peer],
-    behind: Behind | None,
+    behind: BackgroundTransfers | None,
 ) -> None:
     if behind is not None:
         behind.obey(instruction)
         return
     reason = "this R-worker can't reach others"
-    if isinstance(instruction, Link):
+    if isinstance(instruction, LinkReplica):
         unprotected = Unprotected(instruction.holder, reason, instruction.number)
         _send(peers[instruction.to], unprotected)
     elif isinstance(instruction, BeginPull):
@@ -375,7 +380,7 @@ def start_worker_thread(
     num_threads: int = 1,
     hub: InprocHub[ToRWorker, FromRWorker] | None = None,
     clock: Clock = time.perf_counter,
-    executor: Executor | None = None,
+    executor: RWorkerExecutor | None = None,
     neighbours: Neighbourhood | None = None,
     disk: Disk | None = None,
     report: Callable[[str], None] | None = None,

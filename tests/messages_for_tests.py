@@ -33,15 +33,15 @@ from fastdecode.wire.kv.chunks import (
     FetchedChunk,
     StoreChunk,
 )
-from fastdecode.wire.kv.handing import (
-    Gone,
+from fastdecode.wire.kv.exporting import (
+    DescribeExport,
+    ExportDescription,
+    ExportExpired,
+    ExportSequence,
     KVSource,
-    Offer,
-    OnOffer,
     Pull,
     Pulled,
-    ReadOffer,
-    ViewOffer,
+    ReadExport,
 )
 from fastdecode.wire.kv.kept import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
 from fastdecode.wire.kv.replicating import Dropped, Replicate, Replicated, Unprotected
@@ -188,10 +188,10 @@ def to_r_worker() -> list[ToRWorker]:
         StoreBlocks(1, np.arange(4).reshape(2, 2), np.array([64, 128], np.int32)),
         FetchBlocks(2, np.arange(4).reshape(2, 2)),
         DropBlocks(np.arange(4).reshape(2, 2)),
-        Offer(4, _TICKET, 2),
+        ExportSequence(4, _TICKET, 2),
         Pull(5, 0, 100, (KVSource("rank 3", 1, _TICKET, 0, 100, 2, 2),) * 2, 60.0, 1e9, 2),
-        ViewOffer(PROTOCOL_VERSION, _TICKET),
-        ReadOffer(_TICKET, ChunkForm.TOKENS, 0, 2, 1, 2, 32, 17),
+        DescribeExport(PROTOCOL_VERSION, _TICKET),
+        ReadExport(_TICKET, ChunkForm.TOKENS, 0, 2, 1, 2, 32, 17),
         Inspect(),
         Shutdown(),
     ]
@@ -222,8 +222,8 @@ def from_r_worker() -> list[FromRWorker]:
         Moved(2, 7, np.arange(2).reshape(1, 2), 1 << 20, 0.25, 3, 2, 1, 4),
         Stocked(2, 9, np.arange(4).reshape(2, 2), np.array([64, 7], np.int32), True),
         Pulled(2, 5, 1 << 20, 0.25, "r3 is gone"),
-        OnOffer("a hash", KVSpec(2, 4, 64, DType.BFLOAT16), 100),
-        Gone("nothing is offered"),
+        ExportDescription("a hash", KVSpec(2, 4, 64, DType.BFLOAT16), 100),
+        ExportExpired("nothing is offered"),
         FetchedChunk(np.arange(3000, dtype=np.int64).astype(np.uint8)),
         Failed("a worker", "internal_error", "it " * 3000),
     ]

@@ -16,7 +16,7 @@ from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import KVSpec
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.kv.chunks import ChunkForm, StoreChunk
-from fastdecode.wire.kv.handing import KVSource, Offer, Pull, Pulled
+from fastdecode.wire.kv.exporting import ExportSequence, KVSource, Pull, Pulled
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,
@@ -27,12 +27,12 @@ from fastdecode.wire.messages import (
 )
 from fastdecode.wire.transport import PeerLostError
 from rworker.attention import AttentionExecutor
-from rworker.books import Books
+from rworker.cache_state import CacheState
 from rworker.instructions import HangUp
-from rworker.pulling.behind import Behind
+from rworker.pulling.background_transfers import BackgroundTransfers
 from rworker.state import RWorkerState
 from rworker.stream.chunks import ChunkShape, expectation, layout_of
-from rworker.stream.links import NeighbourConnection
+from rworker.stream.replica_links import NeighbourConnection
 from rworker.worker import obey
 
 TIMEOUT_S = 60.0
@@ -82,7 +82,7 @@ class Host:
         self.s_worker, _ = connect(own, name, self.hub, "the S-worker")
         self.state = RWorkerState(name, kv_bytes=64 << 20)
         self.executor = AttentionExecutor(kernels=reference)
-        self.behind = Behind(self.executor, hosts, self._tell, lambda: hosts.now_s)
+        self.behind = BackgroundTransfers(self.executor, hosts, self._tell, lambda: hosts.now_s)
         welcome = self.ask(replace(hello_for(kv), max_blocks=NUM_BLOCKS))
         assert isinstance(welcome, Welcome)
 
@@ -90,7 +90,7 @@ class Host:
         self.hub.connections[peer].send(news)
 
     @property
-    def books(self) -> Books:
+    def books(self) -> CacheState:
         cache = self.state._caches.at(0)
         assert cache is not None
         return cache.books
@@ -187,7 +187,7 @@ class Host:
         return True
 
     def offer(self, sequence: int, ticket: str) -> None:
-        self.tell(Offer(sequence, ticket))
+        self.tell(ExportSequence(sequence, ticket))
 
     def pull(
         self,

@@ -31,15 +31,15 @@ from fastdecode.wire.kv.chunks import (
     FetchedChunk,
     StoreChunk,
 )
-from fastdecode.wire.kv.handing import (
-    Gone,
+from fastdecode.wire.kv.exporting import (
+    DescribeExport,
+    ExportDescription,
+    ExportExpired,
+    ExportSequence,
     KVSource,
-    Offer,
-    OnOffer,
     Pull,
     Pulled,
-    ReadOffer,
-    ViewOffer,
+    ReadExport,
 )
 from fastdecode.wire.kv.kept import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
 from fastdecode.wire.kv.replicating import Dropped, Replicate, Replicated, Unprotected
@@ -237,13 +237,15 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     ExpectTokens: st.builds(
         ExpectTokens, arrays_of(np.int64, (3,)), arrays_of(np.int32, (3,)), INTS
     ),
-    Offer: st.builds(Offer, INTS, TEXTS, INTS),
+    ExportSequence: st.builds(ExportSequence, INTS, TEXTS, INTS),
     Pull: st.builds(Pull, INTS, INTS, INTS, SOURCES, FLOATS, FLOATS, INTS, INTS),
     Pulled: st.builds(Pulled, INTS, INTS, INTS, FLOATS, TEXTS),
-    ViewOffer: st.builds(ViewOffer, INTS, TEXTS),
-    ReadOffer: st.builds(ReadOffer, TEXTS, st.sampled_from(ChunkForm), *[INTS] * 6),
-    OnOffer: st.builds(OnOffer, TEXTS, st.just(KVSpec(2, 4, 64, DType.INT8)), INTS),
-    Gone: st.builds(Gone, TEXTS),
+    DescribeExport: st.builds(DescribeExport, INTS, TEXTS),
+    ReadExport: st.builds(ReadExport, TEXTS, st.sampled_from(ChunkForm), *[INTS] * 6),
+    ExportDescription: st.builds(
+        ExportDescription, TEXTS, st.just(KVSpec(2, 4, 64, DType.INT8)), INTS
+    ),
+    ExportExpired: st.builds(ExportExpired, TEXTS),
     FetchChunk: fetch_chunks(),
     StoreChunk: store_chunks(),
     StorePrompt: store_prompts(),

@@ -21,7 +21,7 @@ from virtual_time import VirtualTime
 from fastdecode.core.errors import WorkerError
 from fastdecode.wire.messages import FromRWorker, ToRWorker
 from fastdecode.wire.transport import PeerLostError, closed_error, timeout_error
-from rworker.caches import Cache, Caches
+from rworker.caches import Caches, HolderCache
 
 
 class _WorkersSide:
@@ -147,7 +147,7 @@ class Link:
                 self._tell(End.END)
 
     @property
-    def caches(self) -> list[Cache]:
+    def caches(self) -> list[HolderCache]:
         """What its R-worker keeps for this connection, if it is there and answers."""
         process = self._process
         if process is None or not process.is_up or process.hangs:

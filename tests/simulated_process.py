@@ -17,11 +17,11 @@ from fastdecode.core.errors import WorkerError
 from fastdecode.wire.kv.replicating import ReplicationNews
 from fastdecode.wire.messages import AttendResult, FromRWorker, ToRWorker
 from fastdecode.wire.transport import PeerLostError, closed_error, timeout_error
-from rworker.absence import Absence
 from rworker.attention import AttentionExecutor
+from rworker.grace_period import GracePeriod
 from rworker.instructions import Compute
-from rworker.pulling.behind import Behind
-from rworker.serving import Serving
+from rworker.pulling.background_transfers import BackgroundTransfers
+from rworker.serving_terms import ServingTerms
 from rworker.state import RWorkerState
 from rworker.worker import serve_next
 
@@ -72,13 +72,13 @@ class Process:
         chance: random.Random,
         reach: Callable[[Process], Any],
     ) -> None:
-        serving = Serving(keeps_serving=True, keep_s=keep_s)
+        serving = ServingTerms(keeps_serving=True, keep_s=keep_s)
         self.state = RWorkerState(name, kv_bytes=kv_bytes, serving=serving)
-        self._absence = Absence(serving, time)
+        self._absence = GracePeriod(serving, time)
         self._awaits = False
         self.executor = _Executor(num_threads=1, clock=time)
         self.neighbours = reach(self)
-        self.links = Behind(self.executor, self.neighbours, self._tell, time)
+        self.links = BackgroundTransfers(self.executor, self.neighbours, self._tell, time)
         self.is_up = True
         self.hangs_until_s = 0.0
         self.hung_since_s = math.inf

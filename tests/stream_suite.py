@@ -25,11 +25,11 @@ from fastdecode.wire.messages import (
     Shutdown,
     Welcome,
 )
-from rworker.books import Books
+from rworker.cache_state import CacheState
+from rworker.stream.chunk_endpoints import ChunkSink, ChunkSource, MemoryCache, WorkerCache
 from rworker.stream.chunks import layout_of
 from rworker.stream.cutting import CacheKind, cut_pieces
 from rworker.stream.pieces import Box, Piece, Region, redistribute
-from rworker.stream.places import MemoryCache, Sink, Source, WorkerCache
 from rworker.stream.streams import expect_pieces, stream_out
 
 KV = KVSpec(3, 4, 24, DType.FLOAT32, 8)
@@ -44,11 +44,11 @@ WAIT_S = 60.0
 class Place(Protocol):
     """Somewhere to stream to, which can be read back once all is there."""
 
-    sink: Sink
+    sink: ChunkSink
 
     def open(self, sequence: int, num_reserved: int) -> None: ...
 
-    def source(self) -> Source: ...
+    def source(self) -> ChunkSource: ...
 
 
 MakePlace = Callable[[KVSpec], contextlib.AbstractContextManager[Place]]
@@ -63,17 +63,17 @@ class Memory(MemoryCache):
     """A cache in this process, whose blocks hold anything before."""
 
     def __init__(self, kv: KVSpec, num_blocks: int = NUM_BLOCKS) -> None:
-        self.books = Books(hello_for(kv), num_blocks)
+        self.books = CacheState(hello_for(kv), num_blocks)
         self.layout = layout_of(kv)
         self.pool = cpu_kernels.allocate_pool(self.layout, kv.num_layers, num_blocks)
         self.pool[:] = np.random.default_rng(3).integers(0, 256, self.layout.block_bytes, np.uint8)
         super().__init__(self.books, self.pool)
-        self.sink: Sink = self
+        self.sink: ChunkSink = self
 
     def open(self, sequence: int, num_reserved: int) -> None:
         assert self.books.reserve(OpenSequence(sequence, num_reserved)) == Accepted(sequence)
 
-    def source(self) -> Source:
+    def source(self) -> ChunkSource:
         return self
 
     def fill(self, lengths: dict[int, int], seed: int) -> None:
@@ -110,13 +110,13 @@ class Worker:
         welcome = connection.receive(WAIT_S)
         assert isinstance(welcome, Welcome), welcome
         self.cache = WorkerCache(connection, CacheKind(hello.model_hash, kv), link_bytes=1)
-        self.sink: Sink = self.cache
+        self.sink: ChunkSink = self.cache
 
     def open(self, sequence: int, num_reserved: int) -> None:
         self.connection.send(OpenSequence(sequence, num_reserved))
         assert self.connection.receive(WAIT_S) == Accepted(sequence)
 
-    def source(self) -> Source:
+    def source(self) -> ChunkSource:
         return self.cache
 
     def leave(self) -> None:
@@ -137,7 +137,7 @@ def pieces_between(lengths: dict[int, int], kv: KVSpec, by: int = 0) -> tuple[Pi
     return redistribute(here, there)
 
 
-def move(pieces: tuple[Piece, ...], source: Source, place: Place, **options: int) -> int:
+def move(pieces: tuple[Piece, ...], source: ChunkSource, place: Place, **options: int) -> int:
     """Open, expect, and stream."""
     for piece in pieces:
         place.open(int(piece.target.part_id), RESERVED)

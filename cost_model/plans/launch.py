@@ -9,7 +9,7 @@ from cost_model.plans.report import as_json
 from cost_model.plans.search import Plan
 from cost_model.plans.size import Sizing
 from cost_model.quantities import counted, seconds_text
-from fastdecode.wire.mpirun_line import Host, JobLine
+from fastdecode.wire.mpirun_line import JobHost, JobLine
 
 # Cores of the S-worker's host: it drives the GPUs, samples, and moves q, k, v and o.
 S_WORKER_CORES = 8
@@ -36,14 +36,14 @@ def launch_files(sizing: Sizing, model: str) -> dict[str, str]:
     }
 
 
-def _r_hosts(plan: Plan) -> tuple[Host, ...]:
+def _r_hosts(plan: Plan) -> tuple[JobHost, ...]:
     """Hosts of R-workers, one for each socket, as full as they go."""
     full, rest = divmod(plan.sockets, plan.sockets_per_host)
     counts = [plan.sockets_per_host] * full + ([rest] if rest else [])
-    return tuple(Host(f"r{i}", count) for i, count in enumerate(counts))
+    return tuple(JobHost(f"r{i}", count) for i, count in enumerate(counts))
 
 
-def _hostfile(hosts: tuple[Host, ...], num_gpus: int) -> str:
+def _hostfile(hosts: tuple[JobHost, ...], num_gpus: int) -> str:
     lines = [f"# Put your hosts' names in place of {S_HOST}, r0, r1, ...; {S_HOST} has the GPU."]
     lines += [
         f"{S_HOST} slots={num_gpus}",
@@ -52,7 +52,7 @@ def _hostfile(hosts: tuple[Host, ...], num_gpus: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _rankfile(hosts: tuple[Host, ...], num_gpus: int) -> str:
+def _rankfile(hosts: tuple[JobHost, ...], num_gpus: int) -> str:
     """One R-worker a socket, on all of its cores: its threads and its memory
     stay on one NUMA node."""
     share = max(1, S_WORKER_CORES // num_gpus)
@@ -99,7 +99,7 @@ def _summary(sizing: Sizing, plan: Plan) -> str:
     )
 
 
-def _run_script(sizing: Sizing, plan: Plan, model: str, hosts: tuple[Host, ...]) -> str:
+def _run_script(sizing: Sizing, plan: Plan, model: str, hosts: tuple[JobHost, ...]) -> str:
     line = JobLine(
         s_command=("fastdecode", *_generate(sizing, plan, model)),
         r_command=("fastdecode", "r-worker", "--numa-node", "auto"),

@@ -16,7 +16,7 @@ from fastdecode.cli.options import add_log_level_option
 
 if TYPE_CHECKING:
     from fastdecode.conversations.inspection import Contents
-    from rworker.tiers.inspection import KeptBlocks
+    from rworker.tiers.inspection import KeptBlocksOnDisk
 
 EXIT_DAMAGED = 1
 
@@ -92,7 +92,7 @@ def _of_blocks(args: argparse.Namespace) -> int:
     return EXIT_DAMAGED if is_damaged and not args.clear else 0
 
 
-def _block_lines(found: KeptBlocks, *, was_verified: bool) -> list[str]:
+def _block_lines(found: KeptBlocksOnDisk, *, was_verified: bool) -> list[str]:
     """What an R-worker's file has, and whether it is whole, if all was read."""
     told = [
         f"{found.path}: {found.num_blocks} KV blocks of {found.num_slots}, "

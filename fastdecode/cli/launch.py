@@ -32,7 +32,7 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.core.install import pip_command
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED, stop_signals
 from fastdecode.wire.mpi.launcher import LAUNCH_LINE
-from fastdecode.wire.mpirun_line import Host, JobLine, parse_hosts, vendor_of
+from fastdecode.wire.mpirun_line import JobHost, JobLine, parse_hosts, vendor_of
 from fastdecode.wire.placed_line import PlacedLine
 
 COMMANDS = ("generate", "run-batch", "serve", "doctor", "calibrate")
@@ -301,12 +301,12 @@ def _instance_ranks(instances: tuple[PlacedInstance, ...]) -> list[str]:
     return ["--instance-ranks", ",".join(map(str, instances))] if instances else []
 
 
-def _hosts(args: argparse.Namespace, instances: tuple[PlacedInstance, ...]) -> tuple[Host, ...]:
+def _hosts(args: argparse.Namespace, instances: tuple[PlacedInstance, ...]) -> tuple[JobHost, ...]:
     if args.hosts is not None:
         return parse_hosts(args.hosts)
     if not instances:
         raise ConfigError("say on which --hosts, and how many R-workers each of them gets: A:2,B:2")
-    return (Host("localhost", sum(each.num_r_workers for each in instances)),)
+    return (JobHost("localhost", sum(each.num_r_workers for each in instances)),)
 
 
 def _number(told: str, usual: int, most: int) -> int:

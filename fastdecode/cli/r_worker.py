@@ -277,9 +277,9 @@ def _serve_at(args: argparse.Namespace) -> int:
     access = _zmq_access()
     from fastdecode.wire.zmq.listener import ZmqListener
     from fastdecode.wire.zmq.neighbours import ZmqNeighbours
-    from rworker.absence import Absence
+    from rworker.grace_period import GracePeriod
     from rworker.host import make_worker
-    from rworker.serving import Serving
+    from rworker.serving_terms import ServingTerms
     from rworker.tiers.disk import disk_of
     from rworker.worker import serve
 
@@ -288,7 +288,7 @@ def _serve_at(args: argparse.Namespace) -> int:
     key = None
     if args.key is not None:
         key = access.ClusterKey.read(args.key, args.link_security)
-    serving = Serving(args.model_hash, args.keep_serving, args.return_s, args.session_keep_s)
+    serving = ServingTerms(args.model_hash, args.keep_serving, args.return_s, args.session_keep_s)
     name = args.name or f"{socket.gethostname()} {args.bind.rpartition(':')[2]}"
     state, executor = make_worker(
         name,
@@ -303,7 +303,7 @@ def _serve_at(args: argparse.Namespace) -> int:
     neighbours = ZmqNeighbours(key, args.silence_s)
     try:
         print(f"R-worker {name} listens at {listener.address}", flush=True)
-        serve(listener, state, executor, Absence(serving), neighbours)
+        serve(listener, state, executor, GracePeriod(serving), neighbours)
     finally:
         neighbours.close()
         listener.close()

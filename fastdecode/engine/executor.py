@@ -31,7 +31,7 @@ from fastdecode.schedule.life import events
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.plan import Chunk, DropCopies, Forget, Keep, Offload, Restore
 from fastdecode.schedule.times import MeasuredTimes
-from fastdecode.wire.kv.handing import Pulled
+from fastdecode.wire.kv.exporting import Pulled
 from fastdecode.wire.kv.taking_over import SESSION_RESUMED, TakenOver
 from sworker.worker import SWorker
 

@@ -10,7 +10,7 @@ from fastdecode.core.holders import HolderId, PartId
 from fastdecode.schedule.life import events
 from fastdecode.schedule.life.events import Close, Extend, Fork, Open, Resume, Truncate
 from fastdecode.schedule.plan import DropCopies, Forget, Keep, Offload, Restore
-from fastdecode.wire.kv.handing import MoveNews, Pulled
+from fastdecode.wire.kv.exporting import MoveNews, Pulled
 from fastdecode.wire.kv.kept import (
     EndSequence,
     ForgetBlocks,

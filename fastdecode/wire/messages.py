@@ -48,13 +48,13 @@ which a cache outlives who used it in ``fastdecode.wire.kv.taking_over``, those 
 which a neighbour keeps it a second time in ``fastdecode.wire.kv.replicating``, those
 about kept blocks on disk in ``fastdecode.wire.kv.tiers``, those by which the
 R-workers of one instance read what another's offer in
-``fastdecode.wire.kv.handing``, those by which prompts come from stages of their
+``fastdecode.wire.kv.exporting``, those by which prompts come from stages of their
 own in ``fastdecode.wire.kv.attending``. Those between the stages of a pipeline are in
 ``fastdecode.wire.stages``, a controller's in ``fastdecode.wire.instances.messages``.
 
 **Peers and roles.** An R-worker has several peers, and a peer's first message
 says what it is: ``Hello`` an S-worker or a neighbour (``Role``), ``Inspect`` or
-``ViewOffer`` a reader, ``StorePrompt`` a prompt stage. A **reader** changes
+``DescribeExport`` a reader, ``StorePrompt`` a prompt stage. A **reader** changes
 nothing. A **neighbour** is an R-worker that has a cache kept here as another
 one's replica: it stores, and never attends (``num_queries = 0``). A **prompt
 stage** stores prompts in somebody else's cache. Which role may say what stands with each message
@@ -128,7 +128,7 @@ from fastdecode.wire.kv.attending import Activations as Activations
 from fastdecode.wire.kv.attending import AttendResult as AttendResult
 from fastdecode.wire.kv.attending import StorePrompt as StorePrompt
 from fastdecode.wire.kv.chunks import ChunkAnswer, ChunkToRWorker
-from fastdecode.wire.kv.handing import HandingAnswer, HandingToRWorker, MoveNews, ViewOffer
+from fastdecode.wire.kv.exporting import DescribeExport, HandingAnswer, HandingToRWorker, MoveNews
 from fastdecode.wire.kv.kept import KeptToRWorker
 from fastdecode.wire.kv.replicating import Replicate, ReplicationNews
 from fastdecode.wire.kv.reserving import MAX_BLOCKS as MAX_BLOCKS
@@ -391,7 +391,7 @@ Room: TypeAlias = (
     | TierToRWorker
 )
 """``in_every_stage``: what the R-workers of a column are told in all stages alike."""
-Greeting: TypeAlias = Hello | Inspect | ViewOffer
+Greeting: TypeAlias = Hello | Inspect | DescribeExport
 """What a peer may begin with."""
 Unasked: TypeAlias = Failed | ReplicationNews | MoveNews
 """What an R-worker may say without having been asked."""

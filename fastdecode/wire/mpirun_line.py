@@ -23,7 +23,7 @@ _INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,63}(,[A-Za-z0-9][A-Za-z0
 
 
 @dataclass(frozen=True)
-class Host:
+class JobHost:
     """A host, and how many R-workers it gets: one for each NUMA node is best. Of
     a job without R-workers, how many stages."""
 
@@ -31,14 +31,14 @@ class Host:
     num_r_workers: int = 1
 
 
-def parse_hosts(text: str) -> tuple[Host, ...]:
+def parse_hosts(text: str) -> tuple[JobHost, ...]:
     """``"a:2,b:2"`` → two hosts with two R-workers each; a count of 0 is a host
     without.
 
     Raises:
         ConfigError: it is no such list, names a host twice, or has no R-worker.
     """
-    hosts: list[Host] = []
+    hosts: list[JobHost] = []
     for part in text.split(","):
         match = _HOST.fullmatch(part.strip())
         count = int(match["count"] or 1) if match else -1
@@ -47,7 +47,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
                 f"--hosts={text!r}: {part.strip()!r} is not of the form HOST or "
                 "HOST:NUMBER_OF_R_WORKERS"
             )
-        hosts.append(Host(match["name"], count))
+        hosts.append(JobHost(match["name"], count))
     names = [host.name for host in hosts]
     if len(set(names)) < len(names):
         raise ConfigError(f"--hosts={text!r} names a host twice: add its R-workers up")
@@ -101,7 +101,7 @@ class JobLine:
 
     s_command: tuple[str, ...]
     r_command: tuple[str, ...]
-    hosts: tuple[Host, ...]
+    hosts: tuple[JobHost, ...]
     vendor: Vendor = "Open MPI"
     mpirun: str = "mpirun"
     s_host: str | None = None

@@ -8,7 +8,7 @@ from typing import Final
 from fastdecode.wire.instances.messages import INSTANCE_OPCODES
 from fastdecode.wire.kv.attending import FEEDING_OPCODES
 from fastdecode.wire.kv.chunks import CHUNK_OPCODES
-from fastdecode.wire.kv.handing import HANDING_OPCODES
+from fastdecode.wire.kv.exporting import HANDING_OPCODES
 from fastdecode.wire.kv.kept import KEPT_OPCODES
 from fastdecode.wire.kv.replicating import REPLICATING_OPCODES
 from fastdecode.wire.kv.taking_over import TAKING_OVER_OPCODES

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fastdecode.core.config.instances import PlacedInstance
 from fastdecode.core.errors import ConfigError
-from fastdecode.wire.mpirun_line import Host, JobLine
+from fastdecode.wire.mpirun_line import JobHost, JobLine
 
 
 @dataclass(frozen=True)
@@ -65,5 +65,5 @@ def _host(rank: tuple[str, bool]) -> str:
     return rank[0]
 
 
-def _places(hosts: Sequence[Host]) -> itertools.chain[str]:
+def _places(hosts: Sequence[JobHost]) -> itertools.chain[str]:
     return itertools.chain.from_iterable([host.name] * host.num_r_workers for host in hosts)

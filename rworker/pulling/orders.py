@@ -10,31 +10,33 @@ import numpy as np
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import MAX_HEADS, MAX_LAYERS, MAX_SEQUENCE_TOKENS
 from fastdecode.wire.kv.chunks import FetchChunk
-from fastdecode.wire.kv.handing import (
+from fastdecode.wire.kv.exporting import (
     MAX_SOURCES,
-    Gone,
+    DescribeExport,
+    ExportDescription,
+    ExportExpired,
+    ExportSequence,
     KVSource,
-    Offer,
-    OnOffer,
     Pull,
-    ReadOffer,
-    ViewOffer,
+    ReadExport,
     check_ticket,
 )
 from fastdecode.wire.messages import MAX_ID, PROTOCOL_VERSION
-from rworker.books import Books
-from rworker.caches import Cache
+from rworker.cache_state import CacheState
+from rworker.caches import HolderCache
 from rworker.checks import check_integer
 from rworker.instructions import BeginPull, EndPull, Instruction, ReadChunk, Send
-from rworker.pulling.offers import Offered
+from rworker.pulling.exports import ExportedSequence
 from rworker.step_plan import copies
 from rworker.stream.checks import check_seconds, expect_tokens, fetch_chunk
 from rworker.stream.chunks import expectation
 
-_GONE: Final = Gone("nothing is offered by this ticket: it was released, or never given")
+_GONE: Final = ExportExpired("nothing is offered by this ticket: it was released, or never given")
 
 
-def about_handing(number: int, cache: Cache, message: Offer | Pull) -> tuple[Instruction, ...]:
+def about_handing(
+    number: int, cache: HolderCache, message: ExportSequence | Pull
+) -> tuple[Instruction, ...]:
     """What a peer's message about its own cache comes to.
 
     Args:
@@ -43,7 +45,7 @@ def about_handing(number: int, cache: Cache, message: Offer | Pull) -> tuple[Ins
     Raises:
         ProtocolError: that can't be done.
     """
-    if isinstance(message, Offer):
+    if isinstance(message, ExportSequence):
         _offer(cache.books, message)
         return ()
     sequence = check_integer("sequence_id", message.sequence_id, 0, MAX_ID)
@@ -56,7 +58,7 @@ def about_handing(number: int, cache: Cache, message: Offer | Pull) -> tuple[Ins
     return (*copies(cache, appended), BeginPull(number, cache.holder, cache.books, message))
 
 
-def after_close(cache: Cache, sequence: int) -> tuple[Instruction, ...]:
+def after_close(cache: HolderCache, sequence: int) -> tuple[Instruction, ...]:
     """A sequence is closed: nothing comes for it any more."""
     if sequence not in cache.pulled:
         return ()
@@ -65,7 +67,7 @@ def after_close(cache: Cache, sequence: int) -> tuple[Instruction, ...]:
 
 
 def about_offer(
-    number: int, caches: Iterable[Cache], message: ViewOffer | ReadOffer
+    number: int, caches: Iterable[HolderCache], message: DescribeExport | ReadExport
 ) -> tuple[Instruction, ...]:
     """What a reader's message comes to, whose the cache may be.
 
@@ -73,7 +75,7 @@ def about_offer(
         ProtocolError: no offer is like that.
     """
     ticket = check_ticket(message.ticket)
-    if isinstance(message, ViewOffer) and message.protocol_version != PROTOCOL_VERSION:
+    if isinstance(message, DescribeExport) and message.protocol_version != PROTOCOL_VERSION:
         raise ProtocolError(
             f"the reader speaks protocol version {message.protocol_version}, this R-worker "
             f"{PROTOCOL_VERSION}: install the same version of fastdecode on both",
@@ -87,11 +89,11 @@ def about_offer(
 
 
 def _told(
-    number: int, cache: Cache, offered: Offered, message: ViewOffer | ReadOffer
+    number: int, cache: HolderCache, offered: ExportedSequence, message: DescribeExport | ReadExport
 ) -> Instruction:
     hello = cache.books.hello
-    if isinstance(message, ViewOffer):
-        return Send(number, OnOffer(hello.model_hash, hello.kv, offered.num_tokens))
+    if isinstance(message, DescribeExport):
+        return Send(number, ExportDescription(hello.model_hash, hello.kv, offered.num_tokens))
     first = check_integer("first_token", message.first_token, 0, offered.num_tokens - 1)
     count = check_integer("num_tokens", message.num_tokens, 1, offered.num_tokens - first)
     request = FetchChunk(
@@ -107,7 +109,7 @@ def _told(
     return ReadChunk(number, cache.holder, request, fetch_chunk(cache.books, request))
 
 
-def _offer(books: Books, message: Offer) -> None:
+def _offer(books: CacheState, message: ExportSequence) -> None:
     sequence = check_integer("sequence_id", message.sequence_id, 0, MAX_ID)
     books.steps.check_at_rest(sequence)
     tables = books.store.tables

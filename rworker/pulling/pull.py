@@ -9,13 +9,20 @@ from typing import Final, Protocol, TypeAlias
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, ProtocolError
 from fastdecode.wire.kv.chunks import FetchedChunk
-from fastdecode.wire.kv.handing import Gone, KVSource, OnOffer, Pulled, ReadOffer, ViewOffer
+from fastdecode.wire.kv.exporting import (
+    DescribeExport,
+    ExportDescription,
+    ExportExpired,
+    KVSource,
+    Pulled,
+    ReadExport,
+)
 from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker
 from rworker.instructions import BeginPull, PlaceChunk
-from rworker.pulling.due import DueChunks
-from rworker.pulling.ways import Take, Way
+from rworker.pulling.transfer_link import Take, TransferLink
+from rworker.pulling.transfer_plan import TransferPlan
 from rworker.stream.checks import store_chunk
-from rworker.stream.cutting import Cut
+from rworker.stream.cutting import ChunkCut
 
 OFFERED_WITHIN_S: Final = 1.0
 """An offer and whoever fetches it come over different connections: so long may
@@ -44,7 +51,7 @@ class OnePull:
     """
 
     def __init__(
-        self, order: BeginPull, placer: Placer, ways: Mapping[Place, Way], clock: Clock
+        self, order: BeginPull, placer: Placer, ways: Mapping[Place, TransferLink], clock: Clock
     ) -> None:
         self.order = order
         self._placer = placer
@@ -54,7 +61,7 @@ class OnePull:
         self._not_yet: list[int] = []
         """Sources that don't know their tickets yet."""
         self._ask_again_s = 0.0
-        self._due = DueChunks(order)
+        self._due = TransferPlan(order)
         self._num_due = 0
         self.num_bytes = 0
         self.failed: str | None = None
@@ -94,7 +101,7 @@ class OnePull:
     def _ask_again(self) -> None:
         asked, self._not_yet = self._not_yet, []
         for index in asked:
-            view = ViewOffer(PROTOCOL_VERSION, self._sources[index].ticket)
+            view = DescribeExport(PROTOCOL_VERSION, self._sources[index].ticket)
             self._ask(index, view, partial(self._seen, index))
 
     def told(self, now_s: float, reason: str = "") -> Pulled:
@@ -107,11 +114,11 @@ class OnePull:
     def _sources(self) -> tuple[KVSource, ...]:
         return self.order.message.sources
 
-    def _way(self, index: int) -> Way:
+    def _way(self, index: int) -> TransferLink:
         source = self._sources[index]
         return self._ways[source.address, source.line]
 
-    def _ask(self, index: int, message: ViewOffer | ReadOffer, take: Take) -> None:
+    def _ask(self, index: int, message: DescribeExport | ReadExport, take: Take) -> None:
         self._way(index).ask(message, partial(self._answered, take))
         self._num_due += 1
 
@@ -128,21 +135,21 @@ class OnePull:
     def _seen(self, index: int, answer: FromRWorker) -> None:
         """A source has said what its ticket stands for."""
         peer = self._way(index).peer
-        if isinstance(answer, Gone):
+        if isinstance(answer, ExportExpired):
             now_s = self._clock()
             if now_s - self._began_s >= OFFERED_WITHIN_S:
                 raise ProtocolError(f"{peer} says: {answer.reason}", code="gone")
             self._not_yet.append(index)
             self._ask_again_s = now_s + _ASK_AGAIN_S
             return
-        if not isinstance(answer, OnOffer):
+        if not isinstance(answer, ExportDescription):
             raise ProtocolError(f"{peer} answered {type(answer).__name__} to ViewOffer")
         self._due.learn(index, answer, peer)
 
-    def _request(self, index: int, cut: Cut) -> ReadOffer:
+    def _request(self, index: int, cut: ChunkCut) -> ReadExport:
         """A chunk of one sequence, by its ticket."""
         asked = cut.request
-        return ReadOffer(
+        return ReadExport(
             self._sources[index].ticket,
             asked.form,
             asked.first_layer,
@@ -153,9 +160,9 @@ class OnePull:
             int(asked.num_tokens[0]),
         )
 
-    def _came(self, cut: Cut, answer: FromRWorker) -> None:
+    def _came(self, cut: ChunkCut, answer: FromRWorker) -> None:
         """A chunk is here. Whatever the books don't expect isn't written."""
-        if isinstance(answer, Gone):
+        if isinstance(answer, ExportExpired):
             raise ProtocolError(answer.reason, code="gone")
         if not isinstance(answer, FetchedChunk):
             raise ProtocolError(f"{type(answer).__name__} came where a chunk was due")

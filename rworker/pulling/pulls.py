@@ -2,7 +2,7 @@
 
 The loop asks for a **unit** of work when nothing else waits: at most so many
 chunks as take a millisecond or two. Where something always waits, a unit is done
-every ``LATE_S`` (``rworker.pulling.turns``) all the same, or nothing would ever arrive.
+every ``LATE_S`` (``rworker.pulling.throttle``) all the same, or nothing would ever arrive.
 
 Where this R-worker attends, what is fetched without a pace of its own takes a
 part of its time, ``SHARE``, and no more: a chunk costs about as much at the
@@ -23,12 +23,12 @@ from typing import Final
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.kv.handing import Pulled
+from fastdecode.wire.kv.exporting import Pulled
 from rworker.instructions import BeginPull, EndPull
 from rworker.pulling.pull import OnePull, Place, Placer
-from rworker.pulling.turns import Turns
-from rworker.pulling.ways import Way
-from rworker.stream.links import LOOK_S, Neighbours
+from rworker.pulling.throttle import Throttle
+from rworker.pulling.transfer_link import TransferLink
+from rworker.stream.replica_links import LOOK_S, Neighbours
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +56,9 @@ class Pulls:
         self._neighbours = neighbours
         self._tell = tell
         self._clock = clock
-        self._ways: dict[Place, Way] = {}
+        self._ways: dict[Place, TransferLink] = {}
         self._pulls: dict[tuple[HolderId, int], OnePull] = {}
-        self.turns: Final = Turns(clock)
+        self.turns: Final = Throttle(clock)
 
     @property
     def _is_idle(self) -> bool:
@@ -79,7 +79,7 @@ class Pulls:
         """Something is to be fetched."""
         self._drop_lost_ways()
         message = order.message
-        ways: dict[Place, Way] = {}
+        ways: dict[Place, TransferLink] = {}
         pull = OnePull(order, self._placer, ways, self._clock)
         self._pulls[order.holder, message.sequence_id] = pull
         try:
@@ -130,10 +130,10 @@ class Pulls:
             way.close()
         self._ways.clear()
 
-    def _way(self, place: Place) -> Way:
+    def _way(self, place: Place) -> TransferLink:
         """To where a source is. Raises FastDecodeError: it can't be had."""
         if place not in self._ways:
-            self._ways[place] = Way(self._neighbours.connect(*place), self._clock)
+            self._ways[place] = TransferLink(self._neighbours.connect(*place), self._clock)
         return self._ways[place]
 
     def _drop_lost_ways(self) -> None:
@@ -142,7 +142,7 @@ class Pulls:
             if not way.is_owed:
                 self._listen(place, way, _MOST_ANSWERS)
 
-    def _listen(self, place: Place, way: Way, most: int) -> None:
+    def _listen(self, place: Place, way: TransferLink, most: int) -> None:
         try:
             for _ in range(most):
                 if not way.take_next():

@@ -23,14 +23,14 @@ from fastdecode.wire.kv.chunks import (
     StoreChunk,
 )
 from rworker.blocks.appending import Appended
-from rworker.books import Books
+from rworker.cache_state import CacheState
 from rworker.checks import check_array, check_integer
 from rworker.stream.chunks import ChunkShape, layout_of
 
 _MOST_S: Final = 1e6
 
 
-def expect_tokens(books: Books, message: ExpectTokens) -> Appended:
+def expect_tokens(books: CacheState, message: ExpectTokens) -> Appended:
     """Make room for tokens that come as chunks. Copies that it asks for come
     before anything is written."""
     ids, counts = message.sequence_ids, message.num_tokens
@@ -53,7 +53,7 @@ def expect_tokens(books: Books, message: ExpectTokens) -> Appended:
     return appended
 
 
-def store_chunk(books: Books, chunk: StoreChunk) -> NDArray[np.int64]:
+def store_chunk(books: CacheState, chunk: StoreChunk) -> NDArray[np.int64]:
     """A chunk has come: where its tokens go, slots int64 [T]."""
     hello = books.hello
     if chunk.model_hash != hello.model_hash:
@@ -76,7 +76,7 @@ def store_chunk(books: Books, chunk: StoreChunk) -> NDArray[np.int64]:
     return books.store.slots(chunk.sequence_ids, chunk.first_tokens, chunk.num_tokens)
 
 
-def fetch_chunk(books: Books, request: FetchChunk) -> NDArray[np.int64]:
+def fetch_chunk(books: CacheState, request: FetchChunk) -> NDArray[np.int64]:
     """Somebody reads: where the tokens are, slots int64 [T]."""
     _check_shape(books, request)
     for sequence, first, count in _pieces(request):
@@ -89,7 +89,7 @@ def fetch_chunk(books: Books, request: FetchChunk) -> NDArray[np.int64]:
     return books.store.slots(request.sequence_ids, request.first_tokens, request.num_tokens)
 
 
-def _check_shape(books: Books, chunk: StoreChunk | FetchChunk) -> int:
+def _check_shape(books: CacheState, chunk: StoreChunk | FetchChunk) -> int:
     """Layers, heads and counts are within what there can be. How many bytes that makes."""
     kv = books.hello.kv
     for name, first, count, most in (

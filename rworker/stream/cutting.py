@@ -46,7 +46,7 @@ class CacheKind:
 
 
 @dataclass(frozen=True)
-class Run:
+class TokenRun:
     """Consecutive tokens of one sequence, as both sides call and count them."""
 
     source_id: int
@@ -55,7 +55,7 @@ class Run:
     at_target: int
     num_tokens: int
 
-    def part(self, start: int, end: int) -> Run:
+    def part(self, start: int, end: int) -> TokenRun:
         """Some of its tokens."""
         return replace(
             self,
@@ -66,7 +66,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ChunkCut:
     """One chunk: read this, and send it as that."""
 
     request: FetchChunk
@@ -83,7 +83,7 @@ def cut_pieces(
     source: CacheKind,
     target: CacheKind,
     most_bytes: int = MAX_CHUNK_BYTES,
-) -> Iterator[Cut]:
+) -> Iterator[ChunkCut]:
     """Chunks of all pieces from one cache to another, layer by layer where more
     than one chunk is needed. Whole blocks travel as they lie, if both caches'
     blocks are of one size; what else there is, as tokens.
@@ -104,9 +104,9 @@ def cut_pieces(
         yield from cutter.cut(layers, to_layers)
 
 
-def _by_sides(pieces: Sequence[Piece]) -> dict[tuple[range, range, range, range], list[Run]]:
+def _by_sides(pieces: Sequence[Piece]) -> dict[tuple[range, range, range, range], list[TokenRun]]:
     """Runs that may share chunks: they have layers and heads in common."""
-    sides: dict[tuple[range, range, range, range], list[Run]] = {}
+    sides: dict[tuple[range, range, range, range], list[TokenRun]] = {}
     for piece in pieces:
         here, there = piece.at_source, piece.at_target
         both = here.layers, there.layers, here.heads, there.heads
@@ -114,8 +114,8 @@ def _by_sides(pieces: Sequence[Piece]) -> dict[tuple[range, range, range, range]
     return sides
 
 
-def _run(piece: Piece, here: Box, there: Box) -> Run:
-    return Run(
+def _run(piece: Piece, here: Box, there: Box) -> TokenRun:
+    return TokenRun(
         int(piece.source.part_id),
         int(piece.target.part_id),
         here.tokens.start,
@@ -124,12 +124,14 @@ def _run(piece: Piece, here: Box, there: Box) -> Run:
     )
 
 
-def _forms(runs: Sequence[Run], block_size: int | None) -> list[tuple[ChunkForm, list[Run]]]:
+def _forms(
+    runs: Sequence[TokenRun], block_size: int | None
+) -> list[tuple[ChunkForm, list[TokenRun]]]:
     """In the order in which tokens follow: what precedes whole blocks, whole
     blocks, what is left."""
-    before: list[Run] = []
-    whole: list[Run] = []
-    after: list[Run] = []
+    before: list[TokenRun] = []
+    whole: list[TokenRun] = []
+    after: list[TokenRun] = []
     for run in runs:
         start, end = 0, 0
         if block_size is not None and (run.at_source - run.at_target) % block_size == 0:
@@ -154,11 +156,11 @@ class _Cutter:
     source: CacheKind
     target: CacheKind
     most_bytes: int
-    forms: list[tuple[ChunkForm, list[Run]]]
+    forms: list[tuple[ChunkForm, list[TokenRun]]]
     heads: range
     to_heads: range
 
-    def cut(self, layers: range, to_layers: range) -> Iterator[Cut]:
+    def cut(self, layers: range, to_layers: range) -> Iterator[ChunkCut]:
         """As many layers to a chunk as it holds with all tokens, else one."""
         num_bytes = sum(self._shape(form, 1, runs).num_bytes for form, runs in self.forms)
         step = max(1, self.most_bytes // num_bytes)
@@ -168,8 +170,8 @@ class _Cutter:
                 yield from self._cut_form(form, runs, group, to_layers[first])
 
     def _cut_form(
-        self, form: ChunkForm, runs: list[Run], layers: range, to_layer: int
-    ) -> Iterator[Cut]:
+        self, form: ChunkForm, runs: list[TokenRun], layers: range, to_layer: int
+    ) -> Iterator[ChunkCut]:
         shape = self._shape(form, len(layers), runs)
         room = self.most_bytes - shape.padding_bytes
         # Fewer heads only where a single block or token of all is too much.
@@ -183,7 +185,7 @@ class _Cutter:
             for lot in _fill(runs, num_units * unit):
                 yield self._cut(form, lot, (layers, to_layer), (heads, self.to_heads[first]))
 
-    def _shape(self, form: ChunkForm, num_layers: int, runs: Sequence[Run]) -> ChunkShape:
+    def _shape(self, form: ChunkForm, num_layers: int, runs: Sequence[TokenRun]) -> ChunkShape:
         num_tokens = sum(run.num_tokens for run in runs)
         layout = layout_of(self.source.kv)
         return ChunkShape(layout, form, num_layers, len(self.heads), num_tokens)
@@ -191,10 +193,10 @@ class _Cutter:
     def _cut(
         self,
         form: ChunkForm,
-        runs: Sequence[Run],
+        runs: Sequence[TokenRun],
         layers: tuple[range, int],
         heads: tuple[range, int],
-    ) -> Cut:
+    ) -> ChunkCut:
         counts = np.array([run.num_tokens for run in runs], np.int32)
         request = FetchChunk(
             form,
@@ -219,12 +221,12 @@ class _Cutter:
             counts,
             _NO_DATA,
         )
-        return Cut(request, header)
+        return ChunkCut(request, header)
 
 
-def _fill(runs: Sequence[Run], most_tokens: int) -> Iterator[list[Run]]:
+def _fill(runs: Sequence[TokenRun], most_tokens: int) -> Iterator[list[TokenRun]]:
     """Runs, cut where one has to be, so that no lot has more tokens."""
-    lot: list[Run] = []
+    lot: list[TokenRun] = []
     room = most_tokens
     for run in runs:
         start = 0

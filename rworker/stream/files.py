@@ -31,9 +31,9 @@ from fastdecode.wire import codec
 from fastdecode.wire.arrays import Array
 from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.kv.chunks import MAX_CHUNK_BYTES, ExpectTokens, StoreChunk
+from rworker.stream.chunk_endpoints import ChunkSink
 from rworker.stream.chunks import expectation
 from rworker.stream.cutting import CacheKind
-from rworker.stream.places import Sink
 
 _PREFIX: Final = Struct("<II")
 _NUMBER: Final = Struct("<Q")
@@ -91,7 +91,7 @@ class KVFileWriter:
         self._write(chunk)
 
     def finish(self) -> None:
-        """See ``Sink``; the file is whole once ``with`` has been left."""
+        """See ``ChunkSink``; the file is whole once ``with`` has been left."""
 
     def _write(self, message: ExpectTokens | StoreChunk) -> None:
         frame = codec.encode(message)
@@ -141,7 +141,7 @@ def _in_pieces(frame: codec.Frame) -> list[memoryview]:
     return [memoryview(small), memoryview(np.ascontiguousarray(last)).cast("B")]
 
 
-def stream_in(path: Path, sink: Sink) -> int:
+def stream_in(path: Path, sink: ChunkSink) -> int:
     """Send a file's K and V to a cache, and wait until all are there. The
     sequences are open there, with room, and have what came before.
 

@@ -24,7 +24,7 @@ def new_pool(kv: KVSpec, num_blocks: int) -> NDArray[np.uint8]:
     return cpu_kernels.allocate_pool(layout_of(kv), kv.num_layers, num_blocks)
 
 
-class Kernels(Protocol):
+class ChunkKernels(Protocol):
     """``cpu_kernels``, or their NumPy twins in ``cpu_kernels.reference``."""
 
     @property
@@ -41,7 +41,7 @@ def scatter(
     slots: NDArray[np.int64],
     data: NDArray[np.uint8],
     *,
-    kernels: Kernels = cpu_kernels,
+    kernels: ChunkKernels = cpu_kernels,
     num_threads: int = 1,
     team: OpenMPTeam | None = None,
 ) -> None:
@@ -75,7 +75,7 @@ def gather(
     chunk: StoreChunk,
     slots: NDArray[np.int64],
     *,
-    kernels: Kernels = cpu_kernels,
+    kernels: ChunkKernels = cpu_kernels,
     num_threads: int = 1,
     team: OpenMPTeam | None = None,
 ) -> None:

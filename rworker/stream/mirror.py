@@ -33,10 +33,10 @@ from fastdecode.wire.messages import (
     OpenSequence,
 )
 from fastdecode.wire.traits import THE_ONLY, Role
-from rworker.books import Books
+from rworker.cache_state import CacheState
 from rworker.stream.changes import Change
-from rworker.stream.places import LINK_BYTES, Source
-from rworker.stream.told import Told, ToNeighbour
+from rworker.stream.chunk_endpoints import LINK_BYTES, ChunkSource
+from rworker.stream.replica_log import ReplicaLog, ToNeighbour
 
 Steps: TypeAlias = dict[int, int]
 """Lane → the last of its steps."""
@@ -63,7 +63,7 @@ class Mirror:
     """
 
     def __init__(
-        self, holder: HolderId, books: Books, source: Source, link_bytes: int = LINK_BYTES
+        self, holder: HolderId, books: CacheState, source: ChunkSource, link_bytes: int = LINK_BYTES
     ) -> None:
         self._link_bytes = link_bytes
         hello = books.hello
@@ -76,7 +76,7 @@ class Mirror:
             resumes=False,
         )
         """What opens the replica."""
-        self._told = Told(books, source)
+        self._told = ReplicaLog(books, source)
         self._changes: deque[Change] = deque(_as_changes(books))
         self._ready: deque[ToNeighbour] = deque()
         self._due: deque[_Due] = deque()
@@ -179,7 +179,7 @@ class Mirror:
         return True
 
 
-def _as_changes(books: Books) -> Iterator[Change]:
+def _as_changes(books: CacheState) -> Iterator[Change]:
     """What makes an empty cache's sequences share blocks as these do."""
     tables, size = books.store.tables, books.store.block_size
     first_with: dict[int, int] = {}  # block → the first sequence that has it

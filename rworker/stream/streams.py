@@ -10,18 +10,18 @@ from typing import Final, TypeAlias, TypeVar
 
 from fastdecode.core.holders import HolderId
 from fastdecode.wire.kv.chunks import MAX_CHUNK_BYTES
-from rworker.stream.cutting import Cut, cut_pieces
+from rworker.stream.chunk_endpoints import ChunkSink, ChunkSource
+from rworker.stream.cutting import ChunkCut, cut_pieces
 from rworker.stream.pieces import Piece, turns
-from rworker.stream.places import Sink, Source
 
 T = TypeVar("T")
-_Cuts: TypeAlias = "Iterator[tuple[Cut, Sink]]"
+_Cuts: TypeAlias = "Iterator[tuple[ChunkCut, ChunkSink]]"
 
 READ_AHEAD: Final = 2
 """Chunks asked for before the one that is being sent."""
 
 
-def expect_pieces(pieces: Sequence[Piece], sinks: Mapping[HolderId, Sink]) -> None:
+def expect_pieces(pieces: Sequence[Piece], sinks: Mapping[HolderId, ChunkSink]) -> None:
     """Tell the targets what is going to come. Each sequence is open there, with
     room, and has all tokens before those."""
     ends: dict[tuple[HolderId, int], tuple[int, int]] = {}
@@ -36,8 +36,8 @@ def expect_pieces(pieces: Sequence[Piece], sinks: Mapping[HolderId, Sink]) -> No
 
 def stream_out(
     pieces: Sequence[Piece],
-    sources: Mapping[HolderId, Source],
-    sinks: Mapping[HolderId, Sink],
+    sources: Mapping[HolderId, ChunkSource],
+    sinks: Mapping[HolderId, ChunkSink],
     most_bytes: int = MAX_CHUNK_BYTES,
 ) -> int:
     """Send pieces that their targets expect (``expect_pieces``), and wait until
@@ -80,10 +80,10 @@ class _Outlet:
         cuts: what, and where to; in this order.
     """
 
-    def __init__(self, source: Source, cuts: _Cuts) -> None:
+    def __init__(self, source: ChunkSource, cuts: _Cuts) -> None:
         self._source = source
         self._cuts = cuts
-        self._asked: deque[tuple[Cut, Sink]] = deque()
+        self._asked: deque[tuple[ChunkCut, ChunkSink]] = deque()
 
     def send_all(self) -> Iterator[int]:
         """One chunk at a time: how many bytes it had."""

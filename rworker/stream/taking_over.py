@@ -12,12 +12,12 @@ from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
 from fastdecode.wire.kv.taking_over import MISSING, TakeOver, TruncateSequence
 from fastdecode.wire.messages import MAX_ID, Accepted, CloseSequence, Refused
 from fastdecode.wire.traits import Role
-from rworker.books import Books
+from rworker.cache_state import CacheState
 from rworker.checks import check_array, check_integer
 from rworker.stream.changes import Change
 
 
-def truncate(books: Books, message: TruncateSequence) -> Accepted | Refused:
+def truncate(books: CacheState, message: TruncateSequence) -> Accepted | Refused:
     """Forget the last tokens of a sequence that is at rest."""
     sequence = check_integer("sequence_id", message.sequence_id, 0, MAX_ID)
     num_tokens = check_integer("num_tokens", message.num_tokens, 0, MAX_SEQUENCE_TOKENS)
@@ -36,7 +36,7 @@ def truncate(books: Books, message: TruncateSequence) -> Accepted | Refused:
 
 
 def take_over(
-    books: Books, wanted: Mapping[int, int]
+    books: CacheState, wanted: Mapping[int, int]
 ) -> tuple[NDArray[np.int32], Sequence[Change]]:
     """Roll back what is half done, close what isn't wanted, and cut what is to
     at most so many tokens. Where that can't be done, the sequence is closed, too.
@@ -79,7 +79,7 @@ def wanted_of(message: TakeOver) -> dict[int, int]:
     return wanted
 
 
-def _cut(books: Books, sequence: int, most: int) -> int:
+def _cut(books: CacheState, sequence: int, most: int) -> int:
     if sequence not in books.store:
         return MISSING
     num_tokens = min(most, books.num_settled(sequence))

@@ -22,7 +22,7 @@ from rworker.tiers.slots import page_buffer
 
 
 @dataclass(frozen=True)
-class KeptBlocks:
+class KeptBlocksOnDisk:
     """Of one file."""
 
     path: str
@@ -39,7 +39,7 @@ class KeptBlocks:
     """What isn't as it was written; a process that uses it may be writing."""
 
 
-def inspect_blocks(directory: Path, *, verify: bool) -> list[KeptBlocks]:
+def inspect_blocks(directory: Path, *, verify: bool) -> list[KeptBlocksOnDisk]:
     """Every file of kept blocks in a directory.
 
     Args:
@@ -96,11 +96,11 @@ def _locked(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def _inspect(path: Path, *, verify: bool) -> KeptBlocks:
+def _inspect(path: Path, *, verify: bool) -> KeptBlocksOnDisk:
     try:
         fd, header, entries, num_damaged = read_slots(path)
     except (ConfigError, OSError) as error:
-        return KeptBlocks(str(path), "", 0, 0, 0, 0, False, (str(error),))
+        return KeptBlocksOnDisk(str(path), "", 0, 0, 0, 0, False, (str(error),))
     try:
         damage = [f"{num_damaged} entries of the table"] if num_damaged else []
         if verify:
@@ -111,7 +111,7 @@ def _inspect(path: Path, *, verify: bool) -> KeptBlocks:
             ]
         shape, count = header.shape, header.num_slots
         num_bytes = os.fstat(fd).st_blocks * 512
-        return KeptBlocks(
+        return KeptBlocksOnDisk(
             str(path), shape.identity, count, len(entries), num_bytes, shape.num_layers,
             _is_held(fd), tuple(damage),
         )  # fmt: skip

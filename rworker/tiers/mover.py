@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from fastdecode.core.clock import Clock
 from rworker.tiers.health import Health
 from rworker.tiers.slots import SlotFile, page_buffer
-from rworker.tiers.units import Job, Unit, Units
+from rworker.tiers.units import MoveJob, Unit, Units
 
 logger = logging.getLogger(__name__)
 
@@ -86,12 +86,12 @@ class Mover:
         """Whether a job isn't over, or it wasn't told that it is."""
         return self._units.is_busy
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: MoveJob) -> None:
         """Move blocks. Nobody writes them until the job is over; of those
         fetched into, layers are read that were waited for."""
         self._units.begin(job)
 
-    def take_over(self) -> list[Job]:
+    def take_over(self) -> list[MoveJob]:
         """Jobs that are over; each is told once."""
         oldest_s = self._units.oldest_s
         stuck_s = self._clock() - STUCK_S
@@ -100,7 +100,7 @@ class Mover:
             self._units.give_up()
         return self._units.take_over()
 
-    def take_progress(self) -> list[tuple[Job, int]]:
+    def take_progress(self) -> list[tuple[MoveJob, int]]:
         """Of fetches that aren't over, those that have come further since that
         was asked last, and how many leading layers are there."""
         return [(job, self._groups[n - 1].stop) for job, n in self._units.take_progress()]
@@ -154,7 +154,7 @@ class Mover:
                         self._clear(unit.job, unit.index)
             self._units.done(unit, has_failed=not is_done)
 
-    def _clear(self, job: Job, index: int) -> None:
+    def _clear(self, job: MoveJob, index: int) -> None:
         """Somebody may attend a block that has failed."""
         self._pool[:, job.blocks[index]] = 0
 

@@ -17,13 +17,13 @@ from fastdecode.wire.kv.tiers import (
     UseTier,
 )
 from rworker.blocks.moving import keys_to_drop
-from rworker.caches import Cache
+from rworker.caches import HolderCache
 from rworker.checks import checked_identity
 from rworker.instructions import DropStored, Instruction, MoveBlocks, OpenTier
 from rworker.tiers.tiers import Done, Further
 
 
-def about_tier(number: int, cache: Cache, message: TierToRWorker) -> tuple[Instruction, ...]:
+def about_tier(number: int, cache: HolderCache, message: TierToRWorker) -> tuple[Instruction, ...]:
     """What a peer's message about a cache's lower tier comes to.
 
     Args:
@@ -43,7 +43,7 @@ def about_tier(number: int, cache: Cache, message: TierToRWorker) -> tuple[Instr
             return (DropStored(cache.holder, tuple(keys_to_drop(message))),)
 
 
-def moved(cache: Cache, news: Done | Further) -> Moved | Fetching:
+def moved(cache: HolderCache, news: Done | Further) -> Moved | Fetching:
     """A job of a cache is over, or has come further: what whoever asked for it
     is told."""
     if isinstance(news, Further):

@@ -22,7 +22,7 @@ from rworker.tiers.health import Faults
 from rworker.tiers.mover import Mover
 from rworker.tiers.opening import open_slots
 from rworker.tiers.slots import SlotFile
-from rworker.tiers.units import Job
+from rworker.tiers.units import MoveJob
 
 if TYPE_CHECKING:
     from rworker.instructions import DropStored, MoveBlocks, OpenTier
@@ -128,7 +128,7 @@ class Tiers:
             self._refused.append(Done(wanted.to, wanted.holder, move.number, failed, 0, 0.0))
             return
         self._asked[wanted.holder, move.number] = wanted.to
-        mover.begin(Job(move.number, move.is_fetch, move.keys, move.blocks, move.num_tokens))
+        mover.begin(MoveJob(move.number, move.is_fetch, move.keys, move.blocks, move.num_tokens))
 
     def drop(self, wanted: DropStored) -> None:
         """Blocks aren't kept down there any more, nor found after a restart."""

@@ -18,7 +18,7 @@ from fastdecode.core.clock import Clock
 
 
 @dataclass(eq=False)
-class Job:
+class MoveJob:
     """Blocks to be moved."""
 
     number: int
@@ -62,7 +62,7 @@ class Job:
 class Unit:
     """What a thread does at a time."""
 
-    job: Job
+    job: MoveJob
     index: int
     """Of the job's blocks."""
     group: int
@@ -84,8 +84,8 @@ class Units:
         self._stores: deque[Unit] = deque()
         self._running: dict[Unit, float] = {}  # since when
         self._placing: set[Unit] = set()  # into the cache
-        self._jobs: dict[int, Job] = {}
-        self._over: list[Job] = []
+        self._jobs: dict[int, MoveJob] = {}
+        self._over: list[MoveJob] = []
         self._is_closed = False
         self._is_giving_up = False
 
@@ -100,7 +100,7 @@ class Units:
         with self._changed:
             return min(self._running.values(), default=None)
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: MoveJob) -> None:
         """Its units are to be done."""
         with self._changed:
             job.asked_s = self._clock()
@@ -158,7 +158,7 @@ class Units:
             elif not job.is_fetch or not self._fetches:
                 self._changed.notify_all()  # a store may begin now
 
-    def take_over(self) -> list[Job]:
+    def take_over(self) -> list[MoveJob]:
         """Jobs that are over; each is told once."""
         with self._changed:
             over, self._over = self._over, []
@@ -166,7 +166,7 @@ class Units:
                 del self._jobs[job.number]
         return over
 
-    def take_progress(self) -> list[tuple[Job, int]]:
+    def take_progress(self) -> list[tuple[MoveJob, int]]:
         """Of fetches that aren't over, those of which more groups are there
         than was told before, and how many."""
         with self._changed:
@@ -188,10 +188,10 @@ class Units:
                 timeout_s,
             )
 
-    def wait_for(self, numbers: Iterable[int], group: int, most_s: float) -> list[Job]:
+    def wait_for(self, numbers: Iterable[int], group: int, most_s: float) -> list[MoveJob]:
         """Until a group of layers of these jobs is there. Jobs that are waited
         for longer than ``most_s`` in all are given up: which they are."""
-        late: list[Job] = []
+        late: list[MoveJob] = []
         with self._changed:
             for job in [self._jobs[number] for number in numbers if number in self._jobs]:
                 if job.num_there > group:
@@ -208,7 +208,7 @@ class Units:
             self.give_up(late)
         return late
 
-    def give_up(self, jobs: Collection[Job] | None = None) -> None:
+    def give_up(self, jobs: Collection[MoveJob] | None = None) -> None:
         """Nobody waits for these any more, or for any: they have failed. A
         thread that comes back later finds that out, and places nothing."""
         with self._changed:
@@ -234,7 +234,7 @@ class Units:
             self._stores.clear()
             self._changed.notify_all()
 
-    def _end_if_over(self, job: Job) -> None:
+    def _end_if_over(self, job: MoveJob) -> None:
         if job.is_over:
             job.seconds = self._clock() - job.asked_s
             self._over.append(job)

@@ -47,7 +47,7 @@ from fastdecode.wire.zmq.hub import ZmqHub
 from fastdecode.wire.zmq.listener import ZmqListener
 from rworker.attention import AttentionExecutor
 from rworker.instructions import HangUp
-from rworker.serving import Serving
+from rworker.serving_terms import ServingTerms
 from rworker.state import RWorkerState
 from rworker.stream.mirror import Mirror
 from rworker.worker import obey, serve
@@ -183,7 +183,7 @@ class Served:
 
     def __init__(self) -> None:
         self.executor = AttentionExecutor(num_threads=1)
-        self.state = RWorkerState("r", kv_bytes=KV_BYTES, serving=Serving(keeps_serving=True))
+        self.state = RWorkerState("r", kv_bytes=KV_BYTES, serving=ServingTerms(keeps_serving=True))
         self.peers = {self.HONEST: _End()}
         said = conversation(random.Random(0), 0)
         self._said = said[2:-4]

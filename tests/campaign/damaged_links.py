@@ -24,8 +24,8 @@ from fastdecode.wire.messages import (
     ToRWorker,
 )
 from rworker.attention import AttentionExecutor
-from rworker.pulling.behind import Behind
-from rworker.serving import Serving
+from rworker.pulling.background_transfers import BackgroundTransfers
+from rworker.serving_terms import ServingTerms
 from rworker.state import RWorkerState
 from rworker.worker import obey
 
@@ -95,7 +95,7 @@ class Keeper:
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
         self._state = RWorkerState(
-            "keeper", kv_bytes=2 * KV_BYTES, serving=Serving(keeps_serving=True)
+            "keeper", kv_bytes=2 * KV_BYTES, serving=ServingTerms(keeps_serving=True)
         )
         self._executor = AttentionExecutor(num_threads=1)
         self.ends: dict[int, _End] = {S_WORKER: _End()}
@@ -134,10 +134,12 @@ class Owner(Served):
     """An R-worker whose cache a neighbour keeps."""
 
     def __init__(self, keeper: Keeper) -> None:
-        self.links: Behind | None = None
+        self.links: BackgroundTransfers | None = None
         self.told: list[ReplicationNews] = []
         super().__init__()
-        self.links = Behind(self.executor, keeper, lambda peer, news: self.told.append(news))
+        self.links = BackgroundTransfers(
+            self.executor, keeper, lambda peer, news: self.told.append(news)
+        )
 
     def tell(self, peer: int, message: ToRWorker) -> None:
         ends: Any = self.peers

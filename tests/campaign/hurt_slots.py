@@ -28,7 +28,7 @@ from dying import WRITES_A_BLOCK, die_in_write  # noqa: E402
 from rworker.tiers.format import SlotShape  # noqa: E402
 from rworker.tiers.mover import Mover  # noqa: E402
 from rworker.tiers.opening import open_slots  # noqa: E402
-from rworker.tiers.units import Job  # noqa: E402
+from rworker.tiers.units import MoveJob  # noqa: E402
 
 SHAPE = SlotShape("ab" * 32, num_layers=5, layer_bytes=3000)
 NUM_SLOTS = 16
@@ -46,10 +46,10 @@ def block_of(key: bytes) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
 
 
-def run_job(mover: Mover, job: Job) -> set[int]:
+def run_job(mover: Mover, job: MoveJob) -> set[int]:
     """Which of its blocks have failed."""
     mover.begin(job)
-    over: list[Job] = []
+    over: list[MoveJob] = []
     while not over:
         mover.wait(WAIT_S)
         over = mover.take_over()
@@ -67,7 +67,7 @@ def store_for_ever(directory: Path, seed: int) -> None:
         there = [entry.key for entry in mover.slots.entries]
         for key in chance.sample(there, max(0, len(there) + NUM_BLOCKS - NUM_SLOTS)):
             mover.slots.drop(key)
-        run_job(mover, Job(number, False, keys, tuple(range(NUM_BLOCKS)), (64,) * NUM_BLOCKS))
+        run_job(mover, MoveJob(number, False, keys, tuple(range(NUM_BLOCKS)), (64,) * NUM_BLOCKS))
 
 
 def look(directory: Path, counts: Counter[str]) -> None:
@@ -76,7 +76,7 @@ def look(directory: Path, counts: Counter[str]) -> None:
     keys = tuple(entry.key for entry in slots.entries)
     pool = np.zeros((SHAPE.num_layers, max(1, len(keys)), SHAPE.layer_bytes), np.uint8)
     mover = Mover(slots, pool)
-    failed = run_job(mover, Job(0, True, keys, tuple(range(len(keys))))) if keys else set()
+    failed = run_job(mover, MoveJob(0, True, keys, tuple(range(len(keys))))) if keys else set()
     mover.close()
     counts["missed"] += len(failed)
     for place, key in enumerate(keys):
@@ -112,7 +112,7 @@ def flips(number: int, chance: random.Random) -> Counter[str]:
         keys = tuple(n.to_bytes(16, "little") for n in range(NUM_BLOCKS))
         pool = np.stack([block_of(key) for key in keys], 1)
         mover = Mover(open_slots(directory, SHAPE, QUOTA), pool)
-        run_job(mover, Job(0, False, keys, tuple(range(NUM_BLOCKS)), (64,) * NUM_BLOCKS))
+        run_job(mover, MoveJob(0, False, keys, tuple(range(NUM_BLOCKS)), (64,) * NUM_BLOCKS))
         mover.close()
         path = mover.slots.path
         whole, head = path.read_bytes(), SHAPE.data_start(NUM_SLOTS)

@@ -21,7 +21,7 @@ from fastdecode.cli.main import main
 from fastdecode.core.config.instances import InstanceRole, PlacedInstance
 from fastdecode.core.errors import ConfigError
 from fastdecode.wire.mpi.launcher import LAUNCH_LINE
-from fastdecode.wire.mpirun_line import Host, JobLine, parse_hosts, vendor_of
+from fastdecode.wire.mpirun_line import JobHost, JobLine, parse_hosts, vendor_of
 from fastdecode.wire.placed_line import PlacedLine
 from rworker.tiers.disk import slot_files
 
@@ -47,9 +47,9 @@ def generate(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Generate:
 
 def test_hosts() -> None:
     assert parse_hosts("a:2, b,node-3.cluster:0") == (
-        Host("a", 2),
-        Host("b"),
-        Host("node-3.cluster", 0),
+        JobHost("a", 2),
+        JobHost("b"),
+        JobHost("node-3.cluster", 0),
     )
     for bad in ("", "a:", "a:-1", "a:x", "a,,b", "-x:1", "a:1,a:2", "a:0", "a b", "a;b", "a:99999"):
         with pytest.raises(ConfigError, match="--hosts="):

@@ -35,7 +35,7 @@ from rworker.inline import WORKER, InlineConnection, make_inline_worker
 from rworker.instructions import Compute, CopyBlocks, Drop, OpenTier, Prepare
 from rworker.state import RWorkerState
 from rworker.tiers.tiers import Tiers
-from rworker.worker import Executor, start_worker_thread
+from rworker.worker import RWorkerExecutor, start_worker_thread
 from sworker.kernels.threads import openmp_library
 
 SPEC = AttentionSpec(6, 2, 16, scale=0.25)
@@ -77,7 +77,7 @@ def converse(connection: Connection[ToRWorker, FromRWorker]) -> list[FromRWorker
     return answers
 
 
-def inline(executor: Executor | None = None) -> InlineConnection:
+def inline(executor: RWorkerExecutor | None = None) -> InlineConnection:
     if executor is None:
         return make_inline_worker("r0", kv_bytes=1 << 20, num_threads=2)
     return InlineConnection(RWorkerState("r0", kv_bytes=1 << 20), executor)
@@ -173,7 +173,7 @@ class Broken:
         raise AssertionError("nobody wants one")
 
 
-def attending(executor: Executor) -> InlineConnection:
+def attending(executor: RWorkerExecutor) -> InlineConnection:
     """An R-worker that has answered all up to the first Attend, which it has been sent."""
     connection = inline(executor)
     for message in [message for message in job() if not isinstance(message, CloseSequence)][

@@ -22,7 +22,7 @@ from fastdecode.wire.kv.replicating import NO_STEP, Replicate, Replicated
 from fastdecode.wire.messages import Welcome
 from fastdecode.wire.patience import look_until_found
 from rworker.attention import AttentionExecutor
-from rworker.serving import Serving
+from rworker.serving_terms import ServingTerms
 from rworker.state import RWorkerState
 from rworker.worker import serve
 
@@ -57,7 +57,7 @@ class RWorker:
 @contextlib.contextmanager
 def r_worker(name: str) -> Iterator[RWorker]:
     listener, neighbours = ZmqListener("tcp://127.0.0.1:*", name), ZmqNeighbours(None)
-    state = RWorkerState(name, kv_bytes=16 << 20, serving=Serving(return_s=WAIT_S))
+    state = RWorkerState(name, kv_bytes=16 << 20, serving=ServingTerms(return_s=WAIT_S))
     runs = AttentionExecutor(kernels=reference)
     args = listener, state, runs, None, neighbours
     thread = threading.Thread(target=serve, args=args, daemon=True)

@@ -24,9 +24,9 @@ from fastdecode.wire.messages import (
     ToRWorker,
     Welcome,
 )
-from rworker.books import Books
-from rworker.instructions import EndStep, Follow, Link, ReadChunk
-from rworker.stream.links import LOOK_S, REACH_S, REST_S, Links, NeighbourConnection
+from rworker.cache_state import CacheState
+from rworker.instructions import EndStep, Follow, LinkReplica, ReadChunk
+from rworker.stream.replica_links import LOOK_S, REACH_S, REST_S, NeighbourConnection, ReplicaLinks
 
 KV = KVSpec(2, 2, 8, DType.INT8, 4)
 NUM_BLOCKS = 14
@@ -48,11 +48,11 @@ class Pair:
     """An R-worker's links, and the neighbour, in whose hand it is what it says."""
 
     def __init__(self, error: Exception) -> None:
-        self.books = Books(replace(hello_for(KV), session=5), NUM_BLOCKS)
+        self.books = CacheState(replace(hello_for(KV), session=5), NUM_BLOCKS)
         self.told: list[tuple[int, ReplicationNews]] = []
         self.now_s = 0.0
         self.is_reached = True
-        self.links = Links(
+        self.links = ReplicaLinks(
             Trouble(error), self, lambda to, news: self.told.append((to, news)), lambda: self.now_s
         )
         self.neighbour: InprocConnection[FromRWorker, ToRWorker] | None = None
@@ -61,7 +61,7 @@ class Pair:
 
     def link(self, number: int) -> None:
         """The S-worker wants one."""
-        link = Link(S_WORKER, HOLDER, self.books, "r1", "r2", 1 << 20, number, TIMEOUT_S)
+        link = LinkReplica(S_WORKER, HOLDER, self.books, "r1", "r2", 1 << 20, number, TIMEOUT_S)
         self.links.obey(link)
 
     def connect(self, address: str, line: int) -> NeighbourConnection:

@@ -11,7 +11,7 @@ from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.kv.taking_over import SESSION_RESUMED
 from fastdecode.wire.messages import Failed, FromRWorker, Inspect, Report, ToRWorker, Welcome
 from rworker.attention import AttentionExecutor
-from rworker.serving import Serving
+from rworker.serving_terms import ServingTerms
 from rworker.state import RWorkerState
 from rworker.worker import serve_next
 
@@ -25,7 +25,7 @@ class Loop:
     def __init__(self) -> None:
         self.hub: InprocHub[FromRWorker, ToRWorker] = InprocHub(keeps_places=False)
         self._state = RWorkerState(
-            "r0", kv_bytes=KV_BYTES, serving=Serving(return_s=WAIT_S, keep_s=WAIT_S)
+            "r0", kv_bytes=KV_BYTES, serving=ServingTerms(return_s=WAIT_S, keep_s=WAIT_S)
         )
         self._executor = AttentionExecutor(kernels=reference)
 

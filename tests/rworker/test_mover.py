@@ -14,7 +14,7 @@ from rworker.tiers.format import SlotShape
 from rworker.tiers.health import Faults
 from rworker.tiers.mover import Mover
 from rworker.tiers.opening import open_slots
-from rworker.tiers.units import Job
+from rworker.tiers.units import MoveJob
 
 SHAPE = SlotShape("ab" * 32, num_layers=4, layer_bytes=4096)
 KEYS = tuple(number.to_bytes(16, "little") for number in range(3))
@@ -30,7 +30,7 @@ def filled() -> np.ndarray:
 def stored(tmp_path: Path) -> Path:
     """A directory with a file of three blocks."""
     mover = Mover(open_slots(tmp_path, SHAPE, SHAPE.file_bytes(4)), filled(), num_threads=1)
-    mover.begin(Job(0, False, KEYS, (0, 1, 2), (64, 128, 192)))
+    mover.begin(MoveJob(0, False, KEYS, (0, 1, 2), (64, 128, 192)))
     mover.wait(WAIT_S)
     assert not mover.take_over()[0].failed
     mover.close()
@@ -42,7 +42,7 @@ def fetching(stored: Path, late_s: float = WAIT_S) -> tuple[Mover, HeldSlots, np
     slots = held(open_slots(stored, SHAPE, SHAPE.file_bytes(4)))
     pool = np.full_like(filled(), 9)
     mover = Mover(slots, pool, num_threads=1, least_unit_bytes=1, late_s=late_s)
-    mover.begin(Job(7, True, KEYS, (0, 1, 2)))
+    mover.begin(MoveJob(7, True, KEYS, (0, 1, 2)))
     return mover, slots, pool
 
 

@@ -35,7 +35,7 @@ from rworker.instructions import (
     Stop,
     TellAboutHost,
 )
-from rworker.serving import Serving
+from rworker.serving_terms import ServingTerms
 from rworker.state import RWorkerState
 
 FEW = replace(HELLO, max_blocks=8)
@@ -120,7 +120,7 @@ def test_nor_is_there_memory_for_a_second_where_the_first_has_it_all() -> None:
 
 
 def test_memory_is_free_again_when_its_owner_has_gone() -> None:
-    worker = Worker(serving=Serving(keeps_serving=True))
+    worker = Worker(serving=ServingTerms(keeps_serving=True))
     offered = worker.greet(ONE, HELLO).num_blocks
     assert worker.lose(ONE) == (Drop(HolderId(0)),)
     assert worker.greet(OTHER, replace(HELLO, holder=3)).num_blocks == offered
@@ -166,7 +166,7 @@ def test_a_reader_looks_and_changes_nothing() -> None:
 def test_whoever_only_looks_does_not_end_the_worker() -> None:
     """The doctor measures the way to an R-worker with a cache of its own, and
     goes; the job comes after."""
-    worker = Worker(serving=Serving(model_hash="another"))
+    worker = Worker(serving=ServingTerms(model_hash="another"))
     worker.tell(ONE, Inspect())
     worker.greet(ONE, HELLO)
     assert worker.lose(ONE) == (Drop(HolderId(0)),)

@@ -25,10 +25,16 @@ from fastdecode.core.clock import Clock
 from fastdecode.core.spec import KVSpec
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.kv.chunks import ChunkForm, FetchedChunk
-from fastdecode.wire.kv.handing import Gone, Offer, OnOffer, ReadOffer, ViewOffer
+from fastdecode.wire.kv.exporting import (
+    DescribeExport,
+    ExportDescription,
+    ExportExpired,
+    ExportSequence,
+    ReadExport,
+)
 from fastdecode.wire.messages import PROTOCOL_VERSION, Accepted, Failed, ForkSequence
-from rworker.pulling.turns import ATTENDING_S, SHARE, Turns
-from rworker.stream.links import REACH_S
+from rworker.pulling.throttle import ATTENDING_S, SHARE, Throttle
+from rworker.stream.replica_links import REACH_S
 
 
 def ticket() -> str:
@@ -153,23 +159,23 @@ def test_a_ticket_that_was_released_or_never_given_is_refused() -> None:
     one.offer(3, given := ticket())
     reader, _ = connect(InprocHub(), "p", one.hub, "a reader")
     asked = (given, ChunkForm.TOKENS, 0, KV.num_layers, 0, KV.num_kv_heads, 0, 20)
-    reader.send(ViewOffer(PROTOCOL_VERSION, given))
-    reader.send(ReadOffer(*asked))
+    reader.send(DescribeExport(PROTOCOL_VERSION, given))
+    reader.send(ReadExport(*asked))
     hosts.run()
-    assert reader.poll() == OnOffer("a model", KV, 20)
+    assert reader.poll() == ExportDescription("a model", KV, 20)
     assert isinstance(reader.poll(), FetchedChunk)
     one.close(3)
     one.fill(4, 20, seed=7)  # in the same blocks
-    for message in (ReadOffer(*asked), ReadOffer(ticket(), *asked[1:])):
+    for message in (ReadExport(*asked), ReadExport(ticket(), *asked[1:])):
         reader.send(message)
         hosts.run()
-        assert isinstance(reader.poll(), Gone)
+        assert isinstance(reader.poll(), ExportExpired)
     other.open(1, 20)
     other.pull(1, 20, one.source(given, 20))
     hosts.run()
     (pulled,) = other.news()
     assert "released" in pulled.reason and not pulled.num_bytes
-    reader.send(Offer(4, ticket()))
+    reader.send(ExportSequence(4, ticket()))
     hosts.run()
     refused = reader.poll()
     assert isinstance(refused, Failed) and "a reader may not say that" in refused.message
@@ -204,7 +210,7 @@ def test_nobody_reads_beyond_what_was_offered() -> None:
     ]
     for layers, heads, tokens in beyond:
         reader, _ = connect(InprocHub(), "p", one.hub, "a reader")
-        reader.send(ReadOffer(given, ChunkForm.TOKENS, *layers, *heads, *tokens))
+        reader.send(ReadExport(given, ChunkForm.TOKENS, *layers, *heads, *tokens))
         hosts.run()
         assert isinstance(reader.poll(), Failed)
     assert one.holds(3, 20, seed=1)
@@ -265,7 +271,7 @@ class Ticking:
         return self.now_s
 
 
-class RecordedTurns(Turns):
+class RecordedTurns(Throttle):
     """Keeps how long each unit took."""
 
     def __init__(self, clock: Clock) -> None:

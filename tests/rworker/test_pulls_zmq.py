@@ -25,7 +25,14 @@ from cpu_kernels import reference
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.spec import KVSpec
 from fastdecode.wire.inproc import InprocHub
-from fastdecode.wire.kv.handing import Gone, KVSource, Offer, Pull, Pulled, ViewOffer
+from fastdecode.wire.kv.exporting import (
+    DescribeExport,
+    ExportExpired,
+    ExportSequence,
+    KVSource,
+    Pull,
+    Pulled,
+)
 from fastdecode.wire.messages import PROTOCOL_VERSION, CloseSequence, Failed
 from fastdecode.wire.patience import look_until_found
 from rworker.attention import AttentionExecutor
@@ -80,9 +87,9 @@ def pulled(worker: Any, sequence: int, address: str, ticket: str, num_tokens: in
 @contextlib.contextmanager
 def behind_a_gate(name: str, kv: KVSpec) -> Iterator[tuple[str, Worker]]:
     """In a thread of this process; others read it at a gate's address."""
-    from rworker.pulling.gates import Gates
+    from rworker.pulling.export_server import ExportServers
 
-    gates, runs = Gates("tcp://127.0.0.1:*", None), AttentionExecutor(kernels=reference)
+    gates, runs = ExportServers("tcp://127.0.0.1:*", None), AttentionExecutor(kernels=reference)
     thread = start_worker_thread(name, kv_bytes=16 << 20, executor=runs, neighbours=gates)
     try:
         yield gates.address_of(name), Worker(thread.connection, kv)
@@ -100,7 +107,7 @@ def test_threads_behind_gates(kv: KVSpec) -> None:
     with behind_a_gate("p", kv) as (address, p), behind_a_gate("d", kv) as (_, d):
         move(pieces_between(lengths, kv), home, p)
         ticket = secrets.token_hex(16)
-        p.connection.send(Offer(0, ticket))
+        p.connection.send(ExportSequence(0, ticket))
         d.open(5, 64)
         assert pulled(d, 5, address, ticket, 61).reason == ""
         move(pieces_between({5: 61}, kv, by=-5), d.source(), back)
@@ -120,7 +127,7 @@ def test_a_gate_is_for_readers_alone() -> None:
         refused = stranger.receive(WAIT_S)
         assert isinstance(refused, Failed) and "takes no S-worker" in refused.message
         reader = hub.add(address)
-        reader.send(ViewOffer(PROTOCOL_VERSION, "no ticket"))
+        reader.send(DescribeExport(PROTOCOL_VERSION, "no ticket"))
         refused = reader.receive(WAIT_S)
         assert isinstance(refused, Failed) and "ticket" in refused.message
         with pytest.raises(WorkerError):
@@ -131,9 +138,9 @@ def test_a_gate_is_for_readers_alone() -> None:
 
 def test_readers_that_come_and_go_leave_nothing_at_a_gate() -> None:
     from fastdecode.wire.zmq.hub import ZmqHub
-    from rworker.pulling.gates import Gates
+    from rworker.pulling.export_server import ExportServers
 
-    gates, hub = Gates("tcp://127.0.0.1:*", None), ZmqHub()
+    gates, hub = ExportServers("tcp://127.0.0.1:*", None), ZmqHub()
     runs = AttentionExecutor(kernels=reference)
     thread = start_worker_thread("p", kv_bytes=16 << 20, executor=runs, neighbours=gates)
     owner = Worker(thread.connection, KV)
@@ -141,8 +148,8 @@ def test_readers_that_come_and_go_leave_nothing_at_a_gate() -> None:
     for i in range(12):
         reader = hub.add(gates.address_of("p"))
         is_sent_away = bool(i % 2)
-        reader.send(ViewOffer(PROTOCOL_VERSION, "no ticket" if is_sent_away else "ab" * 16))
-        assert isinstance(reader.receive(WAIT_S), Failed if is_sent_away else Gone)
+        reader.send(DescribeExport(PROTOCOL_VERSION, "no ticket" if is_sent_away else "ab" * 16))
+        assert isinstance(reader.receive(WAIT_S), Failed if is_sent_away else ExportExpired)
         reader.close()
 
         def have_hung_up() -> bool | None:
@@ -160,9 +167,9 @@ def test_readers_that_come_and_go_leave_nothing_at_a_gate() -> None:
 
 
 def test_ports_follow_upon_the_first() -> None:
-    from rworker.pulling.gates import Gates
+    from rworker.pulling.export_server import ExportServers
 
-    gates = Gates("tcp://127.0.0.1:65535", None)
+    gates = ExportServers("tcp://127.0.0.1:65535", None)
     gates.add("r0", InprocHub())
     with pytest.raises(ConfigError, match="leaves no port for R-worker 1"):
         gates.add("r1", InprocHub())
@@ -181,7 +188,7 @@ def test_over_sockets(kv: KVSpec) -> None:
     ):
         move(pieces_between(lengths, kv), home, p)
         ticket = secrets.token_hex(16)
-        p.connection.send(Offer(0, ticket))
+        p.connection.send(ExportSequence(0, ticket))
         d.open(5, 64)
         assert pulled(d, 5, address, ticket, 61).reason == ""
         move(pieces_between({5: 61}, kv, by=-5), d.source(), back)

@@ -18,9 +18,9 @@ from fastdecode.wire.kv.replicating import Replicate
 from fastdecode.wire.kv.taking_over import SESSION_RESUMED, TakenOver, TakeOver
 from fastdecode.wire.kv.tiers import FetchBlocks, StoreBlocks
 from fastdecode.wire.messages import Failed, Hello, OpenSequence, Shutdown, Welcome
-from rworker.absence import Absence
-from rworker.instructions import Drop, HangUp, Link, Prepare, Send, Stop, Unlink
-from rworker.serving import Serving
+from rworker.grace_period import GracePeriod
+from rworker.instructions import Drop, HangUp, LinkReplica, Prepare, Send, Stop, Unlink
+from rworker.serving_terms import ServingTerms
 from rworker.tiers.tiers import Done
 
 FIRST, SECOND, STRANGER = range(3)
@@ -29,7 +29,7 @@ OURS = replace(HELLO, session=SESSION, outlives=True)
 RESUMING = replace(OURS, resumes=True)
 THEIRS = replace(HELLO, session=78, outlives=True)
 KEEP_S = 300.0
-KEEPING = Serving(return_s=60.0, keep_s=KEEP_S)
+KEEPING = ServingTerms(return_s=60.0, keep_s=KEEP_S)
 KEY = np.arange(2, dtype=np.int64).reshape(1, 2)
 
 
@@ -149,25 +149,25 @@ def test_a_goodbye_ends_the_session_at_once() -> None:
 
 def test_whoever_broke_the_protocol_is_kept_nothing() -> None:
     assert Peers().lose(FIRST, may_return=False) == (Drop(HolderId(0)), Stop())
-    assert Peers(serving=Serving()).lose(FIRST) == (Drop(HolderId(0)), Stop())
+    assert Peers(serving=ServingTerms()).lose(FIRST) == (Drop(HolderId(0)), Stop())
 
 
 def test_a_replicated_cache_has_no_replica_when_it_is_gone_on_with() -> None:
     peers = Peers()
     (link,) = peers.say(FIRST, Replicate("r8", "", 1 << 20, 1, 9.0))
-    assert isinstance(link, Link)
+    assert isinstance(link, LinkReplica)
     assert peers.lose(FIRST) == (Unlink(HolderId(0)),)
     peers.say(SECOND, RESUMING)
     assert peers.hold(SECOND, _9=20) == [20]
     (again,) = peers.say(SECOND, Replicate("r8", "", 1 << 20, 1, 9.0))
-    assert isinstance(again, Link) and again.number == 1
+    assert isinstance(again, LinkReplica) and again.number == 1
 
 
 @pytest.mark.parametrize("keeps_serving", [False, True])
 def test_nobody_comes_in_time(keeps_serving: bool) -> None:
     serving = replace(KEEPING, keeps_serving=keeps_serving)
     peers, time = Peers(serving=serving), VirtualTime()
-    absence = Absence(serving, time)
+    absence = GracePeriod(serving, time)
     assert absence.wait_s(peers.state) is None and absence.end(peers.state) == ()
     peers.lose(FIRST)
     assert absence.wait_s(peers.state) == KEEP_S
@@ -183,7 +183,7 @@ def test_nobody_comes_in_time(keeps_serving: bool) -> None:
 
 def test_the_time_begins_anew_with_every_loss() -> None:
     peers, time = Peers(), VirtualTime()
-    absence = Absence(KEEPING, time)
+    absence = GracePeriod(KEEPING, time)
     peers.lose(FIRST)
     absence.wait_s(peers.state)
     time.now_s = 200.0
@@ -197,7 +197,7 @@ def test_the_time_begins_anew_with_every_loss() -> None:
 def test_the_time_runs_from_the_loss_of_whose_cache_it_is() -> None:
     """However many others come and are lost meanwhile."""
     state, time = Worker(KV_BYTES, serving=KEEPING).state, VirtualTime()
-    absence = Absence(KEEPING, time)
+    absence = GracePeriod(KEEPING, time)
     for peer, hello in enumerate((OURS, THEIRS)):
         state.handle(peer, replace(hello, holder=peer, max_blocks=1))
     state.lost(FIRST, may_return=True)
@@ -214,7 +214,7 @@ def test_the_time_runs_from_the_loss_of_whose_cache_it_is() -> None:
 
 def test_who_is_refused_is_told_for_how_long_and_what_to_do() -> None:
     peers, time = Peers(), VirtualTime()
-    absence = Absence(KEEPING, time)
+    absence = GracePeriod(KEEPING, time)
     peers.lose(FIRST)
     absence.look(peers.state)
     time.now_s = 200.0

@@ -19,7 +19,7 @@ from rworker.tiers.health import MOST_FAILURES
 from rworker.tiers.mover import Mover
 from rworker.tiers.opening import open_slots, read_slots
 from rworker.tiers.slots import SlotFile, page_buffer
-from rworker.tiers.units import Job
+from rworker.tiers.units import MoveJob
 
 SHAPE = SlotShape("ab" * 32, num_layers=3, layer_bytes=3000)
 NUM_BLOCKS = 12
@@ -41,7 +41,7 @@ def move(mover: Mover, number: int, blocks: list[int], *, fetch: bool = False) -
     """Blocks go down, or up, under keys of their numbers; which have failed."""
     keys = tuple(map(key_of, blocks))
     num_tokens = () if fetch else tuple(64 * (block + 1) for block in blocks)
-    mover.begin(Job(number, fetch, keys, tuple(blocks), num_tokens))
+    mover.begin(MoveJob(number, fetch, keys, tuple(blocks), num_tokens))
     while True:
         mover.wait(10.0)
         for job in mover.take_over():
@@ -245,8 +245,8 @@ def test_reads_precede_writes(tmp_path: Path) -> None:
     pool = filled()
     stored(tmp_path, [0, 1])
     mover = Mover(open_slots(tmp_path, SHAPE, QUOTA), pool, num_threads=1)
-    mover.begin(Job(0, False, tuple(map(key_of, range(2, 8))), tuple(range(2, 8)), (64,) * 6))
-    mover.begin(Job(1, True, (key_of(0), key_of(1)), (8, 9)))
+    mover.begin(MoveJob(0, False, tuple(map(key_of, range(2, 8))), tuple(range(2, 8)), (64,) * 6))
+    mover.begin(MoveJob(1, True, (key_of(0), key_of(1)), (8, 9)))
     over: list[int] = []
     while len(over) < 2:
         mover.wait(10.0)

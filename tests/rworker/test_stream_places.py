@@ -24,8 +24,8 @@ from cpu_kernels import reference
 from fastdecode.core.spec import KVSpec
 from rworker.attention import AttentionExecutor
 from rworker.state import RWorkerState
+from rworker.stream.chunk_endpoints import ChunkSource
 from rworker.stream.files import KVFileWriter, read_file, stream_in
-from rworker.stream.places import Source
 from rworker.worker import serve, start_worker_thread
 
 KV_BYTES = 16 << 20
@@ -51,7 +51,7 @@ class File:
     def open(self, sequence: int, num_reserved: int) -> None:
         self._opened.append(sequence)
 
-    def source(self) -> Source:
+    def source(self) -> ChunkSource:
         self._stack.close()
         memory = Memory(self._kv)
         for sequence in self._opened:

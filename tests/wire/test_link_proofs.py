@@ -27,7 +27,7 @@ from fastdecode.wire.zmq.line import MAX_FRAME_BYTES  # noqa: E402
 from fastdecode.wire.zmq.listener import ZmqListener  # noqa: E402
 from fastdecode.wire.zmq.proof import (  # noqa: E402
     Challenge,
-    Session,
+    ProvenSession,
     answer_challenge,
 )
 
@@ -73,7 +73,7 @@ def served(listener: ZmqListener, hub: ZmqHub) -> tuple[Any, int]:
     return connection, index
 
 
-def a_session(key: ClusterKey, dealer: Any) -> tuple[bytes, Session]:
+def a_session(key: ClusterKey, dealer: Any) -> tuple[bytes, ProvenSession]:
     """Begin by hand, as a member does; also what was sent for it."""
     challenge = Challenge(key.for_proofs)
     dealer.send(challenge.message)
@@ -217,7 +217,7 @@ def test_an_answer_without_a_tag_ends_the_s_workers_connection(key: ClusterKey) 
             connection.receive(WAIT_S)
 
 
-def two_ends(key: ClusterKey) -> tuple[Session, Session]:
+def two_ends(key: ClusterKey) -> tuple[ProvenSession, ProvenSession]:
     challenge = Challenge(key.for_proofs)
     answered = answer_challenge(key.for_proofs, challenge.message)
     assert answered is not None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from fastdecode.core.clock import Clock
-from fastdecode.wire.kv.handing import MoveNews, Pull, Pulled
+from fastdecode.wire.kv.exporting import MoveNews, Pull, Pulled
 from fastdecode.wire.kv.tiers import FetchBlocks, Fetching, Moved, Stocked, StoreBlocks, UseTier
 from fastdecode.wire.messages import ToRWorker
 

@@ -16,7 +16,7 @@ from fastdecode.engine.fleet.keepers import Keepers
 from fastdecode.engine.fleet.owed import OwedAnswers
 from fastdecode.engine.fleet.unasked import Unasked
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
-from fastdecode.wire.kv.handing import MoveNews
+from fastdecode.wire.kv.exporting import MoveNews
 from fastdecode.wire.kv.replicating import ReplicationNews
 from fastdecode.wire.messages import Answer, Failed, FromRWorker, ToRWorker
 from fastdecode.wire.transport import TIMEOUT, Connection, Hub, PeerLostError, loss

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.engine.fleet.keepers import Keepers
-from fastdecode.wire.kv.handing import MoveNews
+from fastdecode.wire.kv.exporting import MoveNews
 from fastdecode.wire.kv.replicating import ReplicationNews
 
 

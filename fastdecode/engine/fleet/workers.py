@@ -29,7 +29,7 @@ from fastdecode.wire.joined import HubBehind, JoinedHub
 from fastdecode.wire.messages import FromRWorker, Hello, Shutdown, ToRWorker, Welcome
 from fastdecode.wire.transport import Connection, Hub, SoleHub
 from rworker.inline import make_inline_worker
-from rworker.stream.links import Neighbourhood, ThreadNeighbours
+from rworker.stream.replica_links import Neighbourhood, ThreadNeighbours
 from rworker.tiers.disk import Disk
 from rworker.worker import start_worker_thread
 

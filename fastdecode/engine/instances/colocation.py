@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastdecode.core.config.instances import InstanceRole
-from rworker.stream.links import Neighbourhood
+from rworker.stream.replica_links import Neighbourhood
 
 
 @dataclass(frozen=True)

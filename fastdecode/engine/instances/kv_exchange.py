@@ -17,7 +17,7 @@ from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.requests import Requests
 from fastdecode.schedule.life import events
 from fastdecode.schedule.life.handing import KVExchange as Sequences
-from fastdecode.wire.kv.handing import Offer, Pull
+from fastdecode.wire.kv.exporting import ExportSequence, Pull
 
 _TICKET_BYTES: Final = 16
 _MOST_SPANS: Final = 256
@@ -157,7 +157,7 @@ class KVExchange:
 
     def _offer(self, part: Part, num_tokens: int) -> list[KVSource]:
         ticket = secrets.token_hex(_TICKET_BYTES)
-        self._fleet.send(part.holder, Offer(part.part_id, ticket))
+        self._fleet.send(part.holder, ExportSequence(part.part_id, ticket))
         return [
             KVSource(address, 0, ticket, part.first_token, num_tokens, first_head, num_heads)
             for address, first_head, num_heads in self._exports.of(self._keeper(part.holder))

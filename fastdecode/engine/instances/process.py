@@ -74,7 +74,7 @@ def serve_instance(
     with imports_for("an instance at an address"):
         from fastdecode.engine.instances.addresses import InstanceListener
         from fastdecode.wire.zmq.access import ClusterKey, check_address
-        from rworker.pulling.gates import Gates
+        from rworker.pulling.export_server import ExportServers
 
     key = None if place.key is None else ClusterKey.read(Path(place.key), place.link_security)
     silence_s = config.cluster.worker_silence_s
@@ -84,7 +84,7 @@ def serve_instance(
     is_here = not config.cluster.r_worker_addresses
     own = _own(config, place.role, is_here=is_here)
     with contextlib.ExitStack() as stack:
-        gates = Gates(place.export or f"{host}:*", key, silence_s)
+        gates = ExportServers(place.export or f"{host}:*", key, silence_s)
         stack.callback(gates.close)
         beside = Colocation(gates, place.name, 1, place.role) if is_here else None
         make = partial(RunningEngine, own, tell, None, None, None, beside)

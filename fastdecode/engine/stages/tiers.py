@@ -11,7 +11,7 @@ from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.heads.tiers import GroupTiers
 from fastdecode.engine.fleet.unasked import Unasked
 from fastdecode.engine.stages.rooms import FIRST, Tell
-from fastdecode.wire.kv.handing import MoveNews
+from fastdecode.wire.kv.exporting import MoveNews
 from fastdecode.wire.kv.kept import keys_of, words_of
 from fastdecode.wire.kv.tiers import DropBlocks, Fetching, Moved, Stocked, StoreBlocks
 from fastdecode.wire.messages import ToRWorker

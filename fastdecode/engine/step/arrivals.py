@@ -14,7 +14,7 @@ from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.step.lane_step import NextStage
 from fastdecode.engine.step.lanes import Lanes
 from fastdecode.wire.kv.chunks import ChunkStored, FetchedChunk
-from fastdecode.wire.kv.handing import Gone, OnOffer
+from fastdecode.wire.kv.exporting import ExportDescription, ExportExpired
 from fastdecode.wire.kv.taking_over import TakenOver
 from fastdecode.wire.messages import Accepted, Answer, AttendResult, Refused, Report, Welcome
 
@@ -108,7 +108,14 @@ class Arrivals:
                 self._deliver(holder, answer, arrived_s)
             case Accepted() | Refused() | TakenOver():
                 self._news.append((holder, answer))
-            case Welcome() | Report() | ChunkStored() | FetchedChunk() | OnOffer() | Gone():
+            case (
+                Welcome()
+                | Report()
+                | ChunkStored()
+                | FetchedChunk()
+                | ExportDescription()
+                | ExportExpired()
+            ):
                 raise ProtocolError(
                     f"{self._fleet.peer(holder)} sent {type(answer).__name__}, which nobody "
                     "asked for"

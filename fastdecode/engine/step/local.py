@@ -3,7 +3,7 @@
 
 Scheduler, fleet and pipeline see one R-worker more or less: a hub with one
 peer, which isn't anywhere else. It keeps the same books as an R-worker
-(``rworker.books``) and answers at once, in the sender's own thread; K, V and
+(``rworker.cache_state``) and answers at once, in the sender's own thread; K, V and
 attention are ``sworker.paged``'s. What it can't do is run beside the S-part, so
 one lane is enough.
 """
@@ -28,7 +28,7 @@ from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.workers import Reached
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.wire.kv.chunks import ExpectTokens, FetchChunk, StoreChunk
-from fastdecode.wire.kv.handing import Offer, Pull
+from fastdecode.wire.kv.exporting import ExportSequence, Pull
 from fastdecode.wire.kv.kept import (
     EndSequence,
     ForgetBlocks,
@@ -66,7 +66,7 @@ from fastdecode.wire.traits import ForHolder
 from fastdecode.wire.transport import SoleHub, closed_error, timeout_error
 from rworker.blocks.appending import Appended
 from rworker.blocks.kv_store import KVStore
-from rworker.books import Books, blocks_within
+from rworker.cache_state import CacheState, blocks_within
 from sworker.buffers import to_device
 from sworker.device import Gpu
 from sworker.dtypes import torch_dtype
@@ -124,7 +124,7 @@ class LocalConnection:
         self._tier: HostTier | None = None
         self._answers: deque[FromRWorker] = deque()
         self._holder = 0
-        self._books: Books | None = None
+        self._books: CacheState | None = None
         self._cache: PagedKV | None = None
 
     heard_s = None
@@ -163,7 +163,7 @@ class LocalConnection:
                 | TakeOver()
                 | DropCache()
                 | Replicate()
-                | Offer()
+                | ExportSequence()
                 | Pull()
             ):
                 raise AssertionError(f"{type(message).__name__} is for R-workers")
@@ -211,7 +211,7 @@ class LocalConnection:
         self._answers.append(Moved(self._holder, move.number, bad, num_bytes, seconds))
 
     @property
-    def books(self) -> Books:
+    def books(self) -> CacheState:
         assert self._books is not None, "not greeted, or closed"
         return self._books
 
@@ -264,7 +264,7 @@ class LocalConnection:
             num_blocks = self._take_memory(hello)
         except CapacityError as error:
             return Failed(self.peer, error.code, f"{error.message}; or {_MEND}")
-        self._books, self._tier, self._holder = Books(hello, num_blocks), None, hello.holder
+        self._books, self._tier, self._holder = CacheState(hello, num_blocks), None, hello.holder
         mine = (self.peer, num_blocks, hello.kv.block_size, torch.get_num_threads())
         return Welcome(*mine, has_tier=self._host_bytes > 0)
 

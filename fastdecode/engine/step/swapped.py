@@ -29,7 +29,7 @@ from fastdecode.wire.joined import HubBehind
 from fastdecode.wire.messages import BeginStep, Hello
 from rworker.blocks.appending import Appended
 from rworker.blocks.kv_store import KVStore
-from rworker.books import blocks_within
+from rworker.cache_state import blocks_within
 from sworker.device import Gpu
 from sworker.dtypes import torch_dtype
 from sworker.paged import BlockKernels, PagedKV

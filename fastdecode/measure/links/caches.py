@@ -26,12 +26,12 @@ from fastdecode.wire.messages import (
     Welcome,
 )
 from fastdecode.wire.transport import Connection
-from rworker.books import Books
+from rworker.cache_state import CacheState
+from rworker.stream.chunk_endpoints import ChunkSink, MemoryCache, WorkerCache
 from rworker.stream.cutting import CacheKind
 from rworker.stream.files import KVFileWriter
 from rworker.stream.memory import new_pool
 from rworker.stream.pieces import Box, Piece, Region
-from rworker.stream.places import MemoryCache, Sink, WorkerCache
 
 TIMEOUT_S: Final = 300.0
 """Of an answer. The first may wait until kernels have been compiled."""
@@ -47,7 +47,7 @@ THERE: Final = HolderId(1)
 class Target(Protocol):
     """Where streams go."""
 
-    def begin(self) -> Sink:
+    def begin(self) -> ChunkSink:
         """Room for all sequences, none of which is there."""
 
     def end(self) -> None:
@@ -71,7 +71,7 @@ class Memory:
     def __init__(self, kv: KVSpec, num_sequences: int) -> None:
         num_blocks = num_sequences * kv.num_blocks_for(TOKENS)
         self._num_sequences = num_sequences
-        self._books = Books(hello(kv), num_blocks)
+        self._books = CacheState(hello(kv), num_blocks)
         pool = new_pool(kv, num_blocks)
         pool[:] = 1
         self._cache = MemoryCache(self._books, pool)

@@ -45,7 +45,7 @@ from fastdecode.wire.messages import (
     Welcome,
 )
 from fastdecode.wire.transport import Connection
-from rworker.stream.places import LINK_BYTES
+from rworker.stream.chunk_endpoints import LINK_BYTES
 from rworker.stream.streams import expect_pieces, stream_out
 
 RConnection: TypeAlias = Connection[ToRWorker, FromRWorker]

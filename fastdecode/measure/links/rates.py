@@ -20,8 +20,8 @@ import numpy as np
 
 from fastdecode.measure.links.caches import HERE, THERE, Target
 from fastdecode.wire.kv.chunks import MAX_CHUNK_BYTES
+from rworker.stream.chunk_endpoints import ChunkSource
 from rworker.stream.pieces import Piece
-from rworker.stream.places import Source
 from rworker.stream.streams import expect_pieces, stream_out
 
 Raw: TypeAlias = Callable[[int, int], float]
@@ -50,7 +50,7 @@ class LinkRate:
 
 
 def stream(
-    source: Source, target: Target, some: Sequence[Piece], chunk_bytes: int = MAX_CHUNK_BYTES
+    source: ChunkSource, target: Target, some: Sequence[Piece], chunk_bytes: int = MAX_CHUNK_BYTES
 ) -> tuple[int, float]:
     """Bytes, and the seconds that they took."""
     sink = target.begin()

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.holders import HolderId, KVSource, Part, PartId
 from fastdecode.core.sequence import NOTHING, FinishReason, Request, Sequence
-from fastdecode.schedule.plan import Chunk, DropCopies, Forget, Keep
+from fastdecode.schedule.plan import Chunk, DropCopies, Forget, Keep, Offload, Restore
 
 
 @dataclass(frozen=True)

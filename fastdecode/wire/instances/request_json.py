@@ -19,7 +19,7 @@ from fastdecode.core.errors import (
 from fastdecode.core.holders import KVSource
 from fastdecode.core.sequence import MAX_N, CacheUse, Request, SamplingParams, TokenLogprob
 from fastdecode.core.spec import MAX_HEADS, MAX_SEQUENCE_TOKENS
-from fastdecode.wire.kv.handing import MAX_SOURCES, check_ticket
+from fastdecode.wire.kv.exporting import MAX_SOURCES, check_ticket
 
 _ERRORS: Final[Mapping[str, type[FastDecodeError]]] = {
     kind.__name__: kind

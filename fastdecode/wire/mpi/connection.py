@@ -25,7 +25,7 @@ from fastdecode.wire.messages import Attend, Message
 from fastdecode.wire.mpi.caller import Caller
 from fastdecode.wire.mpi.job import MpiJob
 from fastdecode.wire.mpi.library import MPI
-from fastdecode.wire.mpi.pieces import SIGN_OF_LIFE, Arrived, Incoming, Outgoing, Way
+from fastdecode.wire.mpi.pieces import SIGN_OF_LIFE, Arrived, Incoming, Outgoing, RankLink
 from fastdecode.wire.transport import CLOSED, closed_error, unreadable
 
 SendT = TypeVar("SendT", bound=Message)
@@ -59,7 +59,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         self._job = job
         self._caller = caller
         self._peer = peer
-        self._way = Way(job, rank, tag, BufferPool())
+        self._way = RankLink(job, rank, tag, BufferPool())
         self._incoming = Incoming(self._way, receives)
         self.outgoing: Final = Outgoing(self._way)
         self._closed = False

@@ -39,9 +39,9 @@ _NUM_LINES: Final = len(LINK_TAGS) // 2
 _MOST_READERS: Final = MOST_PEERS[Role.READER]
 
 
-class Reading:
+class ReaderConnection:
     """A connection to an R-worker that is read; see
-    ``rworker.stream.links.NeighbourConnection``. One that has heard us knock,
+    ``rworker.stream.replica_links.NeighbourConnection``. One that has heard us knock,
     and then gives no sign of life, is lost.
 
     Args:
@@ -86,7 +86,7 @@ class Reading:
 
 class RankReaders:
     """How an R-worker reads what those of other instances offer; see
-    ``rworker.stream.links.Neighbours``.
+    ``rworker.stream.replica_links.Neighbours``.
 
     Args:
         job: this process's part in the job.
@@ -107,7 +107,7 @@ class RankReaders:
             keeps_places=False,
         )
 
-    def connect(self, address: str, line: int) -> Reading:
+    def connect(self, address: str, line: int) -> ReaderConnection:
         """See ``Neighbours``; the line is a new one. Raises WorkerError: that
         rank is dead."""
         rank = other_rank(self._job, address)
@@ -116,7 +116,7 @@ class RankReaders:
         own %= _NUM_LINES - _NUM_LINES % 2
         self._knock(rank, own)
         connection = self._hub.add(rank, f"R-worker rank {rank}", tag=link_tag(own))
-        return Reading(connection, self._silence_s)
+        return ReaderConnection(connection, self._silence_s)
 
     def expect(self, address: str, line: int) -> None:
         """Whoever comes, knocks."""

@@ -29,7 +29,7 @@ _NUM_POSTED: Final = 4
 SIGN_OF_LIFE: Final = b"\0"
 
 
-class Way(NamedTuple):
+class RankLink(NamedTuple):
     """From this rank to another and back."""
 
     job: MpiJob
@@ -55,7 +55,7 @@ class InFlight(NamedTuple):
 class Outgoing:
     """What leaves."""
 
-    def __init__(self, way: Way) -> None:
+    def __init__(self, way: RankLink) -> None:
         self._way = way
         self._leaving: deque[InFlight] = deque()
         self._sign: MPI.Request | None = None
@@ -129,7 +129,7 @@ class _Posted(NamedTuple):
 class Incoming:
     """What comes, of the kinds in ``receives``."""
 
-    def __init__(self, way: Way, receives: frozenset[type[Message]]) -> None:
+    def __init__(self, way: RankLink, receives: frozenset[type[Message]]) -> None:
         self._way = way
         self._receives = receives
         self._status = MPI.Status()

@@ -12,7 +12,7 @@ from fastdecode.core.errors import ProtocolError
 from fastdecode.wire import codec
 from fastdecode.wire.messages import Failed
 from fastdecode.wire.zmq.line import MORE_FOLLOWS, RouterLine, Socket
-from fastdecode.wire.zmq.proof import Session, answer_challenge
+from fastdecode.wire.zmq.proof import ProvenSession, answer_challenge
 
 _MOST_SESSIONS: Final = 1024
 """Of peers without a connection: a peer that sends a challenge has one."""
@@ -56,7 +56,7 @@ class ProvingDoor(Door):
         super().__init__(socket)
         self._key = key
         self._open_line = open_line
-        self._sessions: dict[bytes, Session] = {}  # by identity
+        self._sessions: dict[bytes, ProvenSession] = {}  # by identity
 
     def take(self, identity: bytes, frames: Sequence[zmq.Frame]) -> zmq.Frame | None:
         session = self._sessions.get(identity)

@@ -25,7 +25,7 @@ from fastdecode.wire.zmq.connection import ReceiveT, SendT, ZmqConnection
 from fastdecode.wire.zmq.doors import Door, ProvingDoor
 from fastdecode.wire.zmq.hub import DEFAULT_SILENCE_S
 from fastdecode.wire.zmq.line import LINGER_MS, Bell, RouterLine, Socket, set_options, wait_for
-from fastdecode.wire.zmq.places import Peer, Places
+from fastdecode.wire.zmq.peer_slots import ListenerPeer, PeerSlots
 from fastdecode.wire.zmq.strangers import Strangers
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class PeerListener(Generic[SendT, ReceiveT]):
         self._pump: Pump | None = None
         self._socket = self._context.socket(zmq.ROUTER)
         self._readable = [(self._socket, zmq.POLLIN)]
-        self._places: Places[SendT, ReceiveT] = Places()
+        self._places: PeerSlots[SendT, ReceiveT] = PeerSlots()
         self._door = Door(self._socket)
         if key is not None and not key.encrypts:
             self._door = ProvingDoor(self._socket, key.for_proofs, self._places.open_line)
@@ -240,10 +240,10 @@ class PeerListener(Generic[SendT, ReceiveT]):
         line.arrive(frame)
         peer = f"the {role.value} at {frame.get('Peer-Address')}"
         connection = ZmqConnection[SendT, ReceiveT](line, peer, self._hears, self._lock)
-        self._places.add(Peer(identity, line, role, connection))
+        self._places.add(ListenerPeer(identity, line, role, connection))
 
 
-def _polled(index: int, peer: Peer[SendT, ReceiveT]) -> ReceiveT | None:
+def _polled(index: int, peer: ListenerPeer[SendT, ReceiveT]) -> ReceiveT | None:
     """What a peer has sent that has been taken in. Raises PeerLostError."""
     connection = peer.connection
     if not (peer.line.has_news and connection.is_open):

@@ -46,7 +46,7 @@ class LinkSecurity(Enum):
     """Both ends prove the key; heads are protected, arrays travel as they are."""
 
 
-class Session:
+class ProvenSession:
     """What both ends share once one has answered the other's challenge. Counts
     the messages of both directions: each is to be sent, and checked, once.
 
@@ -82,7 +82,7 @@ class Challenge:
         self.message = _CHALLENGE + self._number
         """To be sent first, without a tag."""
 
-    def session(self, proof: Any) -> Session | None:
+    def session(self, proof: Any) -> ProvenSession | None:
         """The session, if this is a proof of the other end's; None: it isn't."""
         data = bytes(proof)
         theirs = data[len(_PROOF) : len(_PROOF) + _NUMBER_BYTES]
@@ -90,10 +90,10 @@ class Challenge:
         expected = _PROOF + theirs + _derived(self._key, b"proof of listener", numbers)
         if not hmac.compare_digest(data, expected):
             return None
-        return Session(*_direction_keys(self._key, numbers))
+        return ProvenSession(*_direction_keys(self._key, numbers))
 
 
-def answer_challenge(key: bytes, challenge: Any) -> tuple[bytes, Session] | None:
+def answer_challenge(key: bytes, challenge: Any) -> tuple[bytes, ProvenSession] | None:
     """The proof to be sent back, without a tag, and the session; None: this is no
     challenge."""
     if len(challenge) != len(_CHALLENGE) + _NUMBER_BYTES:
@@ -105,7 +105,7 @@ def answer_challenge(key: bytes, challenge: Any) -> tuple[bytes, Session] | None
     numbers = data[len(_CHALLENGE) :] + ours
     to_listener, to_connecting = _direction_keys(key, numbers)
     proof = _PROOF + ours + _derived(key, b"proof of listener", numbers)
-    return proof, Session(to_connecting, to_listener)
+    return proof, ProvenSession(to_connecting, to_listener)
 
 
 def link_key(secret: bytes) -> bytes:

@@ -11,7 +11,7 @@ import zmq
 
 from fastdecode.wire.zmq.access import ClusterKey
 from fastdecode.wire.zmq.line import HANDSHAKE_MS, MORE_FOLLOWS, DealerLine, LostError, Socket
-from fastdecode.wire.zmq.proof import Challenge, Session
+from fastdecode.wire.zmq.proof import Challenge, ProvenSession
 
 _NO_PROOF = (
     "it didn't prove the key: do both sides have the same --key, and both --link-security "
@@ -32,7 +32,7 @@ class ProvenDealerLine(DealerLine):
     ) -> None:
         super().__init__(context, address, key, silence_s)
         self._challenge = Challenge(key.for_proofs)
-        self._session: Session | None = None
+        self._session: ProvenSession | None = None
         self._unsent: deque[tuple[Any, bool]] = deque()
         self._socket.send(self._challenge.message, zmq.NOBLOCK)
 

@@ -7,11 +7,11 @@ import contextlib
 import time
 
 from fastdecode.core.errors import WorkerError
-from fastdecode.wire.kv.handing import Gone, ViewOffer
+from fastdecode.wire.kv.exporting import DescribeExport, ExportExpired
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
 from fastdecode.wire.mpi import joining, leaving
 from fastdecode.wire.mpi.control import TheEnd
-from fastdecode.wire.mpi.doors import DoorHub, RankReaders, Reading
+from fastdecode.wire.mpi.doors import DoorHub, RankReaders, ReaderConnection
 from fastdecode.wire.mpi.job import MpiJob
 from fastdecode.wire.traits import MOST_PEERS, Role
 from fastdecode.wire.transport import PeerLostError
@@ -41,26 +41,26 @@ class RWorker:
             return
         except WorkerError:
             return
-        assert isinstance(message, ViewOffer)
+        assert isinstance(message, DescribeExport)
         with contextlib.suppress(WorkerError):  # it has closed the line, which is told next
-            self.door.connections[index].send(Gone(f"{message.ticket} {'.' * 200_000}"))
+            self.door.connections[index].send(ExportExpired(f"{message.ticket} {'.' * 200_000}"))
         self.num_answered += 1
 
     def read(self, turn: int) -> None:
         line = self.readers.connect(f"rank {self.other}", 0)
         tickets = [f"{turn}/{i}" for i in range(AHEAD)]
         for ticket in tickets:
-            line.send(ViewOffer(PROTOCOL_VERSION, ticket))
+            line.send(DescribeExport(PROTOCOL_VERSION, ticket))
         for ticket in tickets[:-1]:
             assert self.answer(line).split()[0] == ticket
         line.close()
 
-    def answer(self, line: Reading) -> str:
+    def answer(self, line: ReaderConnection) -> str:
         end_s = time.monotonic() + 60.0
         while (answer := line.poll()) is None:
             assert time.monotonic() < end_s, "no answer comes"
             self.serve()
-        assert isinstance(answer, Gone)
+        assert isinstance(answer, ExportExpired)
         return answer.reason
 
     def knock_too_often(self) -> None:

@@ -35,7 +35,7 @@ from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.heads.answers import GroupAnswers, check_arrays
 from fastdecode.engine.fleet.heads.tiers import GroupTiers
 from fastdecode.engine.fleet.peers import RHub
-from fastdecode.wire.kv.handing import MoveNews
+from fastdecode.wire.kv.exporting import MoveNews
 from fastdecode.wire.messages import (
     Accepted,
     Answer,

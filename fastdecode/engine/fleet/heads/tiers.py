@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from fastdecode.wire.kv.handing import MoveNews, Pulled
+from fastdecode.wire.kv.exporting import MoveNews, Pulled
 from fastdecode.wire.kv.kept import keys_of, words_of
 from fastdecode.wire.kv.tiers import Fetching, Moved, Stocked
 

@@ -8,11 +8,11 @@ from typing import Final
 from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId
 from rworker.instructions import Instruction, Stop
-from rworker.serving import Serving
+from rworker.serving_terms import ServingTerms
 from rworker.state import RWorkerState
 
 
-class Absence:
+class GracePeriod:
     """Since the last S-worker was lost without a goodbye; and of each cache that
     is kept, since its own was, whoever else comes and goes.
 
@@ -21,7 +21,7 @@ class Absence:
         clock: seconds.
     """
 
-    def __init__(self, serving: Serving, clock: Clock = time.monotonic) -> None:
+    def __init__(self, serving: ServingTerms, clock: Clock = time.monotonic) -> None:
         self._serving: Final = serving
         self._clock = clock
         self._num_lost = 0

@@ -8,9 +8,9 @@ from typing import Final, TypeAlias
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ProtocolError, WorkerError
-from fastdecode.wire.kv.handing import ReadOffer, ViewOffer
+from fastdecode.wire.kv.exporting import DescribeExport, ReadExport
 from fastdecode.wire.messages import Failed, FromRWorker
-from rworker.stream.links import REACH_S, NeighbourConnection
+from rworker.stream.replica_links import REACH_S, NeighbourConnection
 
 Take: TypeAlias = Callable[[FromRWorker], None]
 """Takes an answer in."""
@@ -19,7 +19,7 @@ MOST_AHEAD: Final = 4
 """Reads that a way is asked for before the first of them is answered."""
 
 
-class Way:
+class TransferLink:
     """To one R-worker.
 
     Args:
@@ -50,7 +50,7 @@ class Way:
         """Whether it may be asked for more."""
         return len(self._due) < MOST_AHEAD
 
-    def ask(self, message: ViewOffer | ReadOffer, take: Take) -> None:
+    def ask(self, message: DescribeExport | ReadExport, take: Take) -> None:
         """Have something asked, and ``take`` called with the answer.
 
         Raises:

@@ -38,11 +38,11 @@ from rworker.blocks.kv_store import DEFAULT_MAX_SEQUENCES, KVStore
 from rworker.blocks.moving import Moving
 from rworker.checks import check_array, check_counts, check_integer, checked_gap, checked_keys
 from rworker.open_steps import OpenStep, OpenSteps
-from rworker.pulling.offers import Offers
-from rworker.stream.arrivals import Arrivals
+from rworker.pulling.exports import Exports
+from rworker.stream.arriving_sequences import ArrivingSequences
 
 
-class Books:
+class CacheState:
     """One cache's KV store, and the steps under way in it.
 
     Args:
@@ -56,9 +56,9 @@ class Books:
     ) -> None:
         self.hello = hello
         self.store = KVStore(num_blocks, hello.kv.block_size, max_sequences=max_sequences)
-        self.arrivals = Arrivals(hello.kv)
+        self.arrivals = ArrivingSequences(hello.kv)
         """Sequences of which tokens are still to come as chunks."""
-        self.offers = Offers()
+        self.offers = Exports()
         """Sequences that others may read."""
         self.moving = Moving(self.store)
         """Kept blocks on their way to the lower tier, or from there."""

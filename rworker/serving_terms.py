@@ -7,7 +7,7 @@ from typing import Final
 
 
 @dataclass(frozen=True)
-class Serving:
+class ServingTerms:
     model_hash: str | None = None
     """S-workers that run this model only; None: any."""
     keeps_serving: bool = False
@@ -20,5 +20,5 @@ class Serving:
     their session."""
 
 
-ANYBODY_ONCE: Final = Serving()
+ANYBODY_ONCE: Final = ServingTerms()
 """Whoever comes, until the last has gone."""

@@ -22,7 +22,7 @@ from fastdecode.wire.kv.chunks import (
 )
 from fastdecode.wire.messages import Failed, FromRWorker, ToRWorker
 from fastdecode.wire.transport import Connection
-from rworker.books import Books
+from rworker.cache_state import CacheState
 from rworker.stream.checks import expect_tokens, fetch_chunk, store_chunk
 from rworker.stream.chunks import ChunkShape, expectation, layout_of
 from rworker.stream.cutting import CacheKind
@@ -33,7 +33,7 @@ LINK_BYTES: Final = 64 << 20
 ANSWER_TIMEOUT_S: Final = 60.0
 
 
-class Source(Protocol):
+class ChunkSource(Protocol):
     """A cache that chunks are read from."""
 
     @property
@@ -51,7 +51,7 @@ class Source(Protocol):
         """
 
 
-class Sink(Protocol):
+class ChunkSink(Protocol):
     """A cache that chunks are sent to."""
 
     @property
@@ -80,7 +80,7 @@ class MemoryCache:
         num_threads: of the kernels.
     """
 
-    def __init__(self, books: Books, pool: NDArray[np.uint8], num_threads: int = 1) -> None:
+    def __init__(self, books: CacheState, pool: NDArray[np.uint8], num_threads: int = 1) -> None:
         self.kind: Final = CacheKind(books.hello.model_hash, books.hello.kv)
         self._books = books
         self._pool = pool

@@ -15,7 +15,7 @@ _MOST_LATE_S: Final = 0.05
 """What a pace may catch up."""
 
 
-class Turns:
+class Throttle:
     """Of one R-worker's units of fetching.
 
     Args:

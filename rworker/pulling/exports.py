@@ -12,14 +12,14 @@ MAX_OFFERS = 1 << 16
 
 
 @dataclass(frozen=True)
-class Offered:
+class ExportedSequence:
     """What a ticket stands for."""
 
     sequence: int
     num_tokens: int
 
 
-class Offers:
+class Exports:
     """Of one cache.
 
     Tickets are looked up by their hashes: how long that takes says nothing of a
@@ -27,7 +27,7 @@ class Offers:
     """
 
     def __init__(self) -> None:
-        self._offered: dict[bytes, Offered] = {}
+        self._offered: dict[bytes, ExportedSequence] = {}
         self._tickets: dict[int, bytes] = {}
 
     def __len__(self) -> int:
@@ -45,10 +45,10 @@ class Offers:
             raise ProtocolError(f"sequence {sequence}, or its ticket, is on offer already")
         if len(self._offered) >= MAX_OFFERS:
             raise ProtocolError(f"more than {MAX_OFFERS} sequences can't be on offer")
-        self._offered[key] = Offered(sequence, num_tokens)
+        self._offered[key] = ExportedSequence(sequence, num_tokens)
         self._tickets[sequence] = key
 
-    def find(self, ticket: str) -> Offered | None:
+    def find(self, ticket: str) -> ExportedSequence | None:
         """What a ticket stands for; None: nothing, or nothing any more."""
         return self._offered.get(_key(ticket))
 

@@ -11,7 +11,7 @@ from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import KVSpec
 
 
-class Arrivals:
+class ArrivingSequences:
     """Arriving sequences, by id: how many tokens each layer and head has.
 
     Args:

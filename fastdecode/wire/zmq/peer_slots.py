@@ -12,7 +12,7 @@ from fastdecode.wire.zmq.line import RouterLine
 
 
 @dataclass(frozen=True)
-class Peer(Generic[SendT, ReceiveT]):
+class ListenerPeer(Generic[SendT, ReceiveT]):
     """One that was accepted by its role."""
 
     identity: bytes
@@ -21,17 +21,17 @@ class Peer(Generic[SendT, ReceiveT]):
     connection: ZmqConnection[SendT, ReceiveT]
 
 
-class Places(Generic[SendT, ReceiveT]):
+class PeerSlots(Generic[SendT, ReceiveT]):
     """Peers by index. The place of one that is gone, and of whom that has been
     told, is another's then."""
 
     def __init__(self) -> None:
-        self._peers: list[Peer[SendT, ReceiveT]] = []
+        self._peers: list[ListenerPeer[SendT, ReceiveT]] = []
         self._index_of: dict[bytes, int] = {}  # by identity
         self._new: list[int] = []  # that ``take_new`` hasn't given yet
         self._first = 0
 
-    def __getitem__(self, index: int) -> Peer[SendT, ReceiveT]:
+    def __getitem__(self, index: int) -> ListenerPeer[SendT, ReceiveT]:
         return self._peers[index]
 
     @property
@@ -50,7 +50,7 @@ class Places(Generic[SendT, ReceiveT]):
         connections = (peer.connection for peer in self._peers if peer.role is role)
         return [connection for connection in connections if connection.is_open]
 
-    def in_turn(self) -> Iterator[tuple[int, Peer[SendT, ReceiveT]]]:
+    def in_turn(self) -> Iterator[tuple[int, ListenerPeer[SendT, ReceiveT]]]:
         """All, beginning behind the one at which this was left last."""
         for i in range(len(self._peers)):
             index = (self._first + i) % len(self._peers)
@@ -60,7 +60,7 @@ class Places(Generic[SendT, ReceiveT]):
         """See ``in_turn``."""
         self._first = index + 1
 
-    def add(self, peer: Peer[SendT, ReceiveT]) -> None:
+    def add(self, peer: ListenerPeer[SendT, ReceiveT]) -> None:
         """In the place of one that is over, if there is any."""
         over = [index for index, other in enumerate(self._peers) if other.connection.is_closed]
         index = over[0] if over else len(self._peers)

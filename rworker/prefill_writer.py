@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS, AttentionSpec
 from fastdecode.wire.messages import MAX_ID, MAX_LANES, MAX_STEP_TOKENS, StorePrompt
-from rworker.books import Books
-from rworker.caches import Cache
+from rworker.cache_state import CacheState
+from rworker.caches import HolderCache
 from rworker.checks import check_array, check_integer
 from rworker.instructions import Compute, Instruction, StepPlan
 from rworker.step_plan import copies
 
 
-def store_prompt(number: int, cache: Cache, message: StorePrompt) -> tuple[Instruction, ...]:
+def store_prompt(number: int, cache: HolderCache, message: StorePrompt) -> tuple[Instruction, ...]:
     """A layer of prompts' next tokens is appended; ``number``: of the peer that
     brings it. The first layer of them that comes makes room for all.
 
@@ -52,7 +52,7 @@ def store_prompt(number: int, cache: Cache, message: StorePrompt) -> tuple[Instr
     return (*(() if appended is None else copies(cache, appended)), stored)
 
 
-def _begins(books: Books, message: StorePrompt) -> NDArray[np.bool_]:
+def _begins(books: CacheState, message: StorePrompt) -> NDArray[np.bool_]:
     """Which sequences' tokens haven't come in any layer yet, [N]."""
     ids = message.sequence_ids
     present, settled = books.store.num_tokens(ids), books.settled(ids)
@@ -70,7 +70,7 @@ def _begins(books: Books, message: StorePrompt) -> NDArray[np.bool_]:
 
 
 def _checked(
-    books: Books, message: StorePrompt
+    books: CacheState, message: StorePrompt
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
     """Sequences, tokens before and tokens that come, [N] each, as far as they
     make sense by themselves."""
@@ -101,7 +101,7 @@ def _checked(
     return ids, past, new
 
 
-def _query_shape(books: Books, layer: int) -> tuple[int, int]:
+def _query_shape(books: CacheState, layer: int) -> tuple[int, int]:
     spec: AttentionSpec = books.hello.attention[layer]
     return spec.num_q_heads, spec.head_dim
 

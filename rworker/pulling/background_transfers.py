@@ -9,15 +9,15 @@ from typing import Protocol
 from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId
 from fastdecode.wire.kv.attending import FEEDING_LINE
-from fastdecode.wire.kv.handing import Pulled
+from fastdecode.wire.kv.exporting import Pulled
 from fastdecode.wire.kv.replicating import ReplicationNews
-from rworker.instructions import Admit, BeginPull, EndPull, EndStep, Follow, Link
+from rworker.instructions import Admit, BeginPull, EndPull, EndStep, Follow, LinkReplica
 from rworker.pulling.pull import Placer
 from rworker.pulling.pulls import Pulls
-from rworker.stream.links import Links, Neighbours, Reader
+from rworker.stream.replica_links import ChunkReader, Neighbours, ReplicaLinks
 
 
-class Memory(Reader, Placer, Protocol):
+class ChunkMemory(ChunkReader, Placer, Protocol):
     """What reads and writes K and V in a cache's memory."""
 
 
@@ -27,7 +27,7 @@ class Tell(Protocol):
     def __call__(self, peer: int, news: ReplicationNews | Pulled) -> None: ...
 
 
-class Behind:
+class BackgroundTransfers:
     """Of one R-worker, whose loop asks for a **unit** of work when nothing else
     waits, or when one is late.
 
@@ -39,10 +39,10 @@ class Behind:
     """
 
     def __init__(
-        self, memory: Memory, neighbours: Neighbours, tell: Tell, clock: Clock = time.monotonic
+        self, memory: ChunkMemory, neighbours: Neighbours, tell: Tell, clock: Clock = time.monotonic
     ) -> None:
         self._neighbours = neighbours
-        self._links = Links(memory, neighbours, tell, clock)
+        self._links = ReplicaLinks(memory, neighbours, tell, clock)
         self._pulls = Pulls(memory, neighbours, tell, clock)
 
     @property
@@ -57,7 +57,9 @@ class Behind:
         """Whether a unit is due, whatever else waits."""
         return self._links.is_late or self._pulls.is_late
 
-    def obey(self, instruction: Link | Follow | EndStep | BeginPull | EndPull | Admit) -> None:
+    def obey(
+        self, instruction: LinkReplica | Follow | EndStep | BeginPull | EndPull | Admit
+    ) -> None:
         """Something of this begins, ends, or has to be known for it."""
         if isinstance(instruction, Admit):
             for address in instruction.addresses:

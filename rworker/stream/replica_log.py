@@ -19,15 +19,15 @@ from fastdecode.wire.kv.chunks import (
 )
 from fastdecode.wire.kv.taking_over import TruncateSequence
 from fastdecode.wire.messages import CloseSequence, ExtendSequence, ForkSequence, OpenSequence
-from rworker.books import Books
+from rworker.cache_state import CacheState
 from rworker.stream.changes import Change
+from rworker.stream.chunk_endpoints import ChunkSource
 from rworker.stream.chunks import ChunkShape, expectation, layout_of
-from rworker.stream.places import Source
 
 ToNeighbour: TypeAlias = Change | ExpectTokens | StoreChunk
 
 
-class Told:
+class ReplicaLog:
     """Of the sequences that the replica has: how many tokens of each it knows
     of, and of how many K and V were sent.
 
@@ -36,7 +36,7 @@ class Told:
         source: reads K and V out of it, at once.
     """
 
-    def __init__(self, books: Books, source: Source) -> None:
+    def __init__(self, books: CacheState, source: ChunkSource) -> None:
         self._books = books
         self._source = source
         self._kv = kv = books.hello.kv

@@ -24,7 +24,7 @@ from fastdecode.wire.zmq.connection import ZmqConnection
 from fastdecode.wire.zmq.hub import DEFAULT_SILENCE_S
 from fastdecode.wire.zmq.listener import ZmqListener
 from fastdecode.wire.zmq.neighbours import ZmqNeighbours
-from rworker.stream.links import Neighbours
+from rworker.stream.replica_links import Neighbours
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class _Inside(InprocHub[ToRWorker, FromRWorker]):
         self._wake()
 
 
-class Gate(threading.Thread):
+class ExportServer(threading.Thread):
     """Of one R-worker. Close it once that has ended.
 
     Args:
@@ -156,7 +156,7 @@ class Gate(threading.Thread):
             outside.close()
 
 
-class Gates:
+class ExportServers:
     """Of an engine's R-workers, which also reach others'. Close it once they
     have ended.
 
@@ -173,13 +173,13 @@ class Gates:
         self._host, _, self._port = address.rpartition(":")
         self._key = key
         self._silence_s = silence_s
-        self._gates: dict[str, Gate] = {}
+        self._gates: dict[str, ExportServer] = {}
         self._ways: list[ZmqNeighbours] = []
 
     def add(self, name: str, hub: InprocHub[FromRWorker, ToRWorker]) -> Neighbours:
-        """See ``rworker.stream.links.Neighbourhood``. Raises ConfigError."""
+        """See ``rworker.stream.replica_links.Neighbourhood``. Raises ConfigError."""
         address = f"{self._host}:{self._next_port()}"
-        gate = Gate(name, address, hub, self._key, self._silence_s)
+        gate = ExportServer(name, address, hub, self._key, self._silence_s)
         self._gates[name] = gate
         gate.start()
         self._ways.append(ZmqNeighbours(self._key, self._silence_s))

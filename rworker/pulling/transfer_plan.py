@@ -9,10 +9,10 @@ from typing import Final
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId, PartId, SequenceId
-from fastdecode.wire.kv.handing import OnOffer
+from fastdecode.wire.kv.exporting import ExportDescription
 from rworker.instructions import BeginPull
 from rworker.stream.chunks import ChunkShape, layout_of
-from rworker.stream.cutting import CacheKind, Cut, cut_pieces
+from rworker.stream.cutting import CacheKind, ChunkCut, cut_pieces
 from rworker.stream.pieces import Box, Piece, Region, redistribute, turns
 
 _SEQUENCE: Final = SequenceId(0)
@@ -20,7 +20,7 @@ _SEQUENCE: Final = SequenceId(0)
 _HERE: Final = HolderId(-1)
 
 
-class DueChunks:
+class TransferPlan:
     """In an order in which each layer's and head's tokens follow upon each
     other: turn by turn, and within a turn of one source after the other.
 
@@ -33,7 +33,7 @@ class DueChunks:
         self._own = CacheKind(order.books.hello.model_hash, order.books.hello.kv)
         self._kinds: dict[int, CacheKind] = {}  # of the sources
         self._turns: deque[list[Piece]] = deque()
-        self._cuts: deque[tuple[int, Iterator[Cut]]] = deque()  # of this turn
+        self._cuts: deque[tuple[int, Iterator[ChunkCut]]] = deque()  # of this turn
 
     @property
     def are_all_taken(self) -> bool:
@@ -41,7 +41,7 @@ class DueChunks:
         is_planned = len(self._kinds) == len(self._message.sources)
         return is_planned and not (self._turns or self._cuts)
 
-    def learn(self, index: int, offer: OnOffer, peer: str) -> None:
+    def learn(self, index: int, offer: ExportDescription, peer: str) -> None:
         """What a source has. Raises FastDecodeError: it isn't what is wanted."""
         source, kind = self._message.sources[index], CacheKind(offer.model_hash, offer.kv)
         self._own.check_takes(kind)
@@ -68,7 +68,7 @@ class DueChunks:
         for index, pieces in by_source.items():
             self._cuts.append((index, cut_pieces(pieces, self._kinds[index], self._own)))
 
-    def take(self, may_ask: Callable[[int], bool]) -> tuple[int, Cut] | None:
+    def take(self, may_ask: Callable[[int], bool]) -> tuple[int, ChunkCut] | None:
         """The next chunk of a source that may be asked, all of them in turn;
         None: there is none in this turn."""
         for _ in range(len(self._cuts)):
@@ -80,7 +80,7 @@ class DueChunks:
                 return index, cut
         return None
 
-    def num_bytes(self, index: int, cut: Cut) -> int:
+    def num_bytes(self, index: int, cut: ChunkCut) -> int:
         """Of a source's chunk."""
         return ChunkShape.of(layout_of(self._kinds[index].kv), cut.request).num_bytes
 

@@ -4,22 +4,22 @@ those of another.
 ==================  =========  ======================================================
 message             direction  meaning, and the answer
 ==================  =========  ======================================================
-``Offer``           S → R      a sequence's tokens may be read by whoever names this
+``ExportSequence``           S → R      a sequence's tokens may be read by whoever names this
                                ticket, until the sequence is closed; no answer
 ``Pull``            S → R      fetch tokens of an empty sequence from R-workers that
                                offer them, in the background → ``Pulled``
 ``Pulled``          R → S      that is over, and why if it failed; out of order
-``ViewOffer``       R → R      what does this ticket stand for? → ``OnOffer`` or
-                               ``Gone``
-``ReadOffer``       R → R      K and V of such tokens → ``FetchedChunk`` or ``Gone``
+``DescribeExport``       R → R      what does this ticket stand for? → ``ExportDescription`` or
+                               ``ExportExpired``
+``ReadExport``       R → R      K and V of such tokens → ``FetchedChunk`` or ``ExportExpired``
 ==================  =========  ======================================================
 
 A **ticket** is 128 random bits, and the right to read one sequence's tokens as
 they are when it is offered. It ends when the sequence is closed, truncated, or
-taken over, and never by time: from then on whoever names it is told ``Gone``,
-and given no other data. Readers change nothing. An ``Offer`` may come behind
+taken over, and never by time: from then on whoever names it is told ``ExportExpired``,
+and given no other data. Readers change nothing. An ``ExportSequence`` may come behind
 whoever reads it, since they come over different connections: a reader that is
-told ``Gone`` at first asks again for a second.
+told ``ExportExpired`` at first asks again for a second.
 
 While a sequence is pulled it is arriving (``fastdecode.wire.kv.chunks``): it may
 be closed at any time, which ends the pull. Nothing is written to its blocks
@@ -60,14 +60,14 @@ def check_ticket(ticket: str) -> str:
 
 
 @dataclass(frozen=True)
-class Gone(Worded):
+class ExportExpired(Worded):
     """Nobody may read that by this ticket, or any more."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class OnOffer:
+class ExportDescription:
     """What a ticket stands for: a sequence of a cache of this kind."""
 
     model_hash: str
@@ -76,7 +76,7 @@ class OnOffer:
 
 
 @dataclass(frozen=True)
-class Offer(ForHolder):
+class ExportSequence(ForHolder):
     sequence_id: int
     ticket: str
     holder: int = THE_ONLY
@@ -125,16 +125,16 @@ class Pulled(Worded):
 
 
 @dataclass(frozen=True)
-class ViewOffer(Asking):
+class DescribeExport(Asking):
     protocol_version: int
     ticket: str
 
-    answers = (OnOffer, Gone)
+    answers = (ExportDescription, ExportExpired)
     said_by = frozenset({Role.READER})
 
 
 @dataclass(frozen=True)
-class ReadOffer(Asking):
+class ReadExport(Asking):
     """As ``FetchChunk``, of the sequence that the ticket stands for."""
 
     ticket: str
@@ -146,22 +146,22 @@ class ReadOffer(Asking):
     first_token: int
     num_tokens: int
 
-    answers = (FetchedChunk, Gone)
+    answers = (FetchedChunk, ExportExpired)
     said_by = frozenset({Role.READER})
 
 
-HandingToRWorker: TypeAlias = Offer | Pull | ViewOffer | ReadOffer
-HandingAnswer: TypeAlias = OnOffer | Gone
+HandingToRWorker: TypeAlias = ExportSequence | Pull | DescribeExport | ReadExport
+HandingAnswer: TypeAlias = ExportDescription | ExportExpired
 MoveNews: TypeAlias = TierNews | Pulled
 """What is said of K and V that were moved in the background."""
 
 HANDING_OPCODES: Final[Mapping[type[Any], int]] = {
-    Offer: 56,
+    ExportSequence: 56,
     Pull: 57,
-    ViewOffer: 58,
-    ReadOffer: 59,
+    DescribeExport: 58,
+    ReadExport: 59,
     Pulled: 116,
-    OnOffer: 117,
-    Gone: 118,
+    ExportDescription: 117,
+    ExportExpired: 118,
 }
 """See ``fastdecode.wire.messages.OPCODES``."""

@@ -33,10 +33,10 @@ from fastdecode.wire.kv.replicating import (
 )
 from fastdecode.wire.messages import MAX_ID, Failed, FromRWorker, ToRWorker, Welcome
 from fastdecode.wire.transport import Connection
-from rworker.books import Books
-from rworker.caches import Cache
+from rworker.cache_state import CacheState
+from rworker.caches import HolderCache
 from rworker.checks import check_integer
-from rworker.instructions import EndStep, Follow, Link, ReadChunk
+from rworker.instructions import EndStep, Follow, LinkReplica, ReadChunk
 from rworker.stream.checks import check_seconds, fetch_chunk
 from rworker.stream.cutting import CacheKind
 from rworker.stream.mirror import Mirror
@@ -64,7 +64,7 @@ class NeighbourConnection(Connection[ToRWorker, FromRWorker], Protocol):
         """Whether the other end has been heard of."""
 
 
-class Reader(Protocol):
+class ChunkReader(Protocol):
     """What reads K and V out of a cache's memory."""
 
     def read(self, read: ReadChunk) -> Array: ...
@@ -136,7 +136,7 @@ class NoNeighbours:
 class _Cache:
     """A cache that is mirrored, as source of chunks."""
 
-    def __init__(self, holder: HolderId, books: Books, reader: Reader) -> None:
+    def __init__(self, holder: HolderId, books: CacheState, reader: ChunkReader) -> None:
         self.kind: Final = CacheKind(books.hello.model_hash, books.hello.kv)
         self._holder = holder
         self._books = books
@@ -155,7 +155,7 @@ class _Replica:
     """One cache's link: what its mirror says goes out, and answers come in."""
 
     def __init__(
-        self, link: Link, mirror: Mirror, connection: NeighbourConnection, clock: Clock
+        self, link: LinkReplica, mirror: Mirror, connection: NeighbourConnection, clock: Clock
     ) -> None:
         self.link = link
         self.mirror = mirror
@@ -224,7 +224,7 @@ class _Replica:
         self._is_open = True
 
 
-class Links:
+class ReplicaLinks:
     """Of one R-worker.
 
     Args:
@@ -236,7 +236,7 @@ class Links:
 
     def __init__(
         self,
-        reader: Reader,
+        reader: ChunkReader,
         neighbours: Neighbours,
         tell: Tell,
         clock: Clock = time.monotonic,
@@ -265,9 +265,9 @@ class Links:
         """Whether a unit is due, whatever else waits."""
         return self._num_ended >= _MOST_STEPS
 
-    def obey(self, instruction: Link | Follow | EndStep) -> None:
+    def obey(self, instruction: LinkReplica | Follow | EndStep) -> None:
         """A link begins or ends, or a cache has changed that has one."""
-        if isinstance(instruction, Link):
+        if isinstance(instruction, LinkReplica):
             self._link(instruction)
             return
         replica = self._replicas.get(instruction.holder)
@@ -280,7 +280,7 @@ class Links:
             replica.mirror.end_step(instruction.lane, instruction.step)
             self._num_ended += 1
 
-    def _link(self, link: Link) -> None:
+    def _link(self, link: LinkReplica) -> None:
         is_new = self._numbers.get(link.holder) != link.number
         if is_new:
             self.drop(link.holder)
@@ -336,7 +336,7 @@ class Links:
             self.drop(holder)
 
 
-def link_for(number: int, cache: Cache, message: Replicate) -> Link:
+def link_for(number: int, cache: HolderCache, message: Replicate) -> LinkReplica:
     """What a peer says of a cache's replica, as an instruction.
 
     Args:
@@ -355,4 +355,6 @@ def link_for(number: int, cache: Cache, message: Replicate) -> Link:
         check_integer(name, getattr(message, name), 0, MAX_ID) for name in ("line", "guest_line")
     ]
     who = (message.keeper, message.guest)
-    return Link(number, cache.holder, cache.books, *who, link_bytes, serial, timeout_s, *lines)
+    return LinkReplica(
+        number, cache.holder, cache.books, *who, link_bytes, serial, timeout_s, *lines
+    )
