@@ -38,7 +38,7 @@ from conversation_traces import SHAPES, SIGMA_IN, SIGMA_OUT, length
 from provenance import keep, provenance
 
 from cost_model.shapes import CONFIGS, model_named
-from cost_model.simulate.turns import Tiers, TracedTurn
+from cost_model.simulate.turns import TierSimulator, TracedTurn
 from fastdecode.core.model.families import read_model_spec
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.schedule.cache.costs import FLAT_TO_HALF, CostTable, costs_of
@@ -115,7 +115,7 @@ def measure(
     turns = trace(shape, setting.count, setting.rate, think_s, random.Random(seed))
     rows = []
     for name in POLICIES:
-        tiers = Tiers(
+        tiers = TierSimulator(
             policy_of(name, options.block_size, setting.cost),
             setting.upper,
             setting.lower,

@@ -41,7 +41,7 @@ from r_worker_processes import add_model_options, model_or_random, pinned_instan
 
 from cost_model.goodput.replanning.measured import LinearTimes, StepLog
 from cost_model.goodput.replanning.roles import Alike, Roles, simulation_of
-from cost_model.goodput.simulator import Run
+from cost_model.goodput.simulator import GoodputRun
 from cost_model.goodput.slo import RequestTimes, Slo
 from cost_model.goodput.workload import Draw, Lengths, drawn
 from fastdecode import LLM, SamplingParams
@@ -151,7 +151,7 @@ def greatest(is_carried: Callable[[float], bool], guess: float) -> float:
     return low
 
 
-def judged(run: Run, slo: Slo) -> bool:
+def judged(run: GoodputRun, slo: Slo) -> bool:
     return slo.is_attained(run.times) and run.is_sustained
 
 
@@ -172,7 +172,7 @@ class Measuring:
 
     def __init__(self, driver: Driver, draw: Draw, slo: Slo, num: int) -> None:
         self._driver, self._draw, self._slo, self._num = driver, draw, slo, num
-        self.carried: tuple[float, Run] | None = None
+        self.carried: tuple[float, GoodputRun] | None = None
         """The greatest rate so far, and what came of it."""
         self.controller: list[float] = []
 
@@ -180,7 +180,7 @@ class Measuring:
         requests = self._draw.at(rate, self._num)
         process, began_s = psutil.Process(), time.perf_counter()
         before = process.cpu_times()
-        run = Run(times_of(requests, self._driver.run(requests)))
+        run = GoodputRun(times_of(requests, self._driver.run(requests)))
         after, seconds = process.cpu_times(), time.perf_counter() - began_s
         used_s = after.user + after.system - before.user - before.system
         self.controller.append(used_s / seconds)

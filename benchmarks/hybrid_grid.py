@@ -28,7 +28,7 @@ from typing import Any
 
 from provenance import provenance
 
-from cost_model.simulate.grid import Cell, Run, run, steady
+from cost_model.simulate.grid import Cell, GridRun, run, steady
 
 NUM_REQUESTS = {1024: 232, 4096: 58, 16384: 57}
 """By context. Those of 16k fill the whole GPU, the others a quarter of it: more
@@ -80,7 +80,7 @@ def rows(context: int, demand: float, num_requests: int) -> Iterator[dict[str, A
         yield row_of(cell, at_random, both, None)
 
 
-def row_of(cell: Cell, alone: Run, both: Run, ratio_off: float | None) -> dict[str, Any]:
+def row_of(cell: Cell, alone: GridRun, both: GridRun, ratio_off: float | None) -> dict[str, Any]:
     """A cell, as it is kept; ``ratio_off``: where the rule is told wrong."""
     ratio = alone.total_s / both.total_s
     goal = ALL_FITS_GOAL if cell.demand == 1 else GOAL

@@ -30,10 +30,10 @@ from typing import Any, TypeAlias
 
 from provenance import provenance
 
-from cost_model.simulate.drawn import Verdict, draw, judge
+from cost_model.simulate.drawn import DrawnVerdict, draw, judge
 
 ERROR = 0.2
-Cases: TypeAlias = dict[float, dict[int, Verdict]]
+Cases: TypeAlias = dict[float, dict[int, DrawnVerdict]]
 """By how far costs are off, and by seed."""
 
 
@@ -70,7 +70,7 @@ def run(seeds: Iterable[int], kept: Seq[Path]) -> Cases:
     for path in kept:
         for line in path.read_text("utf-8").splitlines() if path.exists() else ():
             error, seed, ratio, modes = json.loads(line)
-            cases[error][seed] = Verdict(ratio, modes)
+            cases[error][seed] = DrawnVerdict(ratio, modes)
     with contextlib.ExitStack() as stack:
         lines = stack.enter_context(kept[0].open("a", encoding="utf-8")) if kept else None
         for seed, error in itertools.product(seeds, cases):
@@ -84,7 +84,7 @@ def run(seeds: Iterable[int], kept: Seq[Path]) -> Cases:
     return cases
 
 
-def summary(verdicts: dict[int, Verdict]) -> dict[str, Any]:
+def summary(verdicts: dict[int, DrawnVerdict]) -> dict[str, Any]:
     """Of all cases: how many were slower, and what was gained."""
     ratios = sorted((verdict.ratio, seed) for seed, verdict in verdicts.items())
     values = [ratio for ratio, _ in ratios]

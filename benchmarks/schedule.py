@@ -58,7 +58,7 @@ from schedule_job import (
 
 from cost_model.simulate.simulator import Simulator
 from cost_model.simulate.tables import Table, TabledTimes
-from cost_model.simulate.trace import Trace, TracedRequest
+from cost_model.simulate.trace import RequestTrace, TracedRequest
 from fastdecode.core.config.groups import Batching
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import ScheduleOptions
@@ -223,7 +223,7 @@ def simulate(job: Job, times: TabledTimes, link_s: float) -> dict[str, float]:
         interval=job.interval,
     )
     scheduler = make_scheduler(ScheduleOptions(batching), blocks, BLOCK_SIZE, times)
-    trace = Trace((TracedRequest(1, job.length, job.length),) * job.num_requests)
+    trace = RequestTrace((TracedRequest(1, job.length, job.length),) * job.num_requests)
     simulator = Simulator(
         trace,
         scheduler,

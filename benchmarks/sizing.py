@@ -40,7 +40,7 @@ from provenance import provenance
 from random_llama import llama_config, write_checkpoint
 
 from cost_model.predict import System
-from cost_model.stages import Link, RPart, SPart
+from cost_model.stages import LinkModel, RPartModel, SPartModel
 from cost_model.steady import SteadyBatch, predict_steady
 from cost_model.workload import TokenCosts, Workload
 from fastdecode.core.config.engine import EngineConfig
@@ -134,9 +134,9 @@ def compare(spec: ModelSpec, model: str) -> dict[Configuration, dict[str, float]
         r_profile = calm_r(calibrate_r(spec, kv_dtype, r_workers))
         costs = TokenCosts(spec, DType.BFLOAT16, kv_dtype)
         system = System(
-            s=SPart.from_profile(s_profiles[r_workers], costs),
-            r=RPart.from_profile(r_profile, costs),
-            link=Link.within_process(),
+            s=SPartModel.from_profile(s_profiles[r_workers], costs),
+            r=RPartModel.from_profile(r_profile, costs),
+            link=LinkModel.within_process(),
             num_nics=1,
             costs=costs,
             workload=Workload(0, 1),

@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from cost_model.stages import Link, RPart, SPart
+from cost_model.stages import LinkModel, RPartModel, SPartModel
 from cost_model.transport import MPI, Transport
 from cost_model.workload import TokenCosts, Workload
 
@@ -104,9 +104,9 @@ class StepPrediction:
 class System:
     """Everything a prediction depends on, but batch, lanes and sockets."""
 
-    s: SPart
-    r: RPart
-    link: Link
+    s: SPartModel
+    r: RPartModel
+    link: LinkModel
     num_nics: int
     """Ports of the S-worker; every R-worker host has one."""
     costs: TokenCosts

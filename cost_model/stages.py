@@ -97,7 +97,7 @@ class _Roofline:
 
 
 @dataclass(frozen=True)
-class SPart:
+class SPartModel:
     """The S-part of one model on one set of GPUs."""
 
     name: str
@@ -135,7 +135,7 @@ class SPart:
         return self.pace * self.prompt_s(prompt_tokens) if prompt_tokens > 0 else 0.0
 
     @classmethod
-    def from_gpu(cls, gpu: Gpu, num_gpus: int, costs: TokenCosts) -> SPart:
+    def from_gpu(cls, gpu: Gpu, num_gpus: int, costs: TokenCosts) -> SPartModel:
         """A roofline over ``num_gpus`` GPUs of one node that share every layer
         (tensor parallel).
 
@@ -159,7 +159,7 @@ class SPart:
         )
 
     @classmethod
-    def from_profile(cls, profile: SProfile, costs: TokenCosts) -> SPart:
+    def from_profile(cls, profile: SProfile, costs: TokenCosts) -> SPartModel:
         """Curves through what was measured.
 
         Raises:
@@ -203,7 +203,7 @@ class SPart:
 
 
 @dataclass(frozen=True)
-class RPart:
+class RPartModel:
     """The R-part of one layer on one R-worker: one CPU socket of a datasheet,
     or one measured host."""
 
@@ -235,7 +235,7 @@ class RPart:
         )
 
     @classmethod
-    def from_cpu(cls, cpu: Cpu, costs: TokenCosts, memory_bytes: int | None = None) -> RPart:
+    def from_cpu(cls, cpu: Cpu, costs: TokenCosts, memory_bytes: int | None = None) -> RPartModel:
         """A roofline over one socket: its memory bandwidth, or its FMA units
         where many query heads share K and V."""
         read_bytes_per_s = cpu.memory_bytes_per_s * cpu.read_efficiency.value
@@ -258,7 +258,7 @@ class RPart:
         )
 
     @classmethod
-    def from_profile(cls, profile: RProfile, costs: TokenCosts) -> RPart:
+    def from_profile(cls, profile: RProfile, costs: TokenCosts) -> RPartModel:
         """A line through what was measured. An R-worker of the measured host
         counts as one socket.
 
@@ -302,7 +302,7 @@ class RPart:
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkModel:
     """A port of an S-worker or of an R-worker's host."""
 
     name: str
@@ -326,14 +326,14 @@ class Link:
         return self.pace * self.round_trip_s
 
     @classmethod
-    def within_process(cls) -> Link:
+    def within_process(cls) -> LinkModel:
         """R-workers are threads of the S-worker's process: what messages cost
         is in its profile's ``host`` times."""
         source = "R-workers are threads of the S-worker's process"
         return cls("in one process", Provenance.GIVEN, source, float("inf"), 0.0, 0.0, 0.0)
 
     @classmethod
-    def from_nic(cls, nic: Nic) -> Link:
+    def from_nic(cls, nic: Nic) -> LinkModel:
         source = f"{nic.source}; round trip: {nic.round_trip_source}"
         return cls(
             name=nic.name,
@@ -346,7 +346,7 @@ class Link:
         )
 
     @classmethod
-    def from_profile(cls, profile: NetProfile) -> Link:
+    def from_profile(cls, profile: NetProfile) -> LinkModel:
         """Bandwidth from the slope of the transfers, the round trip as measured."""
         curve = fit_curve(profile.transfer)
         largest = max(point.size for point in profile.transfer)

@@ -39,7 +39,7 @@ _CHECKED_TOKENS = 4096
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     """One configuration: a batch of sequences of equal context, one new token each."""
 
     num_q_heads: int
@@ -102,10 +102,10 @@ def read_pool(pool: NDArray[np.uint8], num_threads: int, ahead_bytes: int) -> No
     )
 
 
-class Workload:
+class BenchWorkload:
     """A filled cache and one step's queries."""
 
-    def __init__(self, case: Case, seed: int = 0) -> None:
+    def __init__(self, case: BenchCase, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
         self.case, layout = case, case.layout
         num_blocks = case.batch * case.sequence_blocks
@@ -155,7 +155,7 @@ class Workload:
 
 
 def measure(
-    workload: Workload, *, repeats: int = 7, clock: Callable[[], float] = time.perf_counter
+    workload: BenchWorkload, *, repeats: int = 7, clock: Callable[[], float] = time.perf_counter
 ) -> Result:
     """Interleave the kernel with every read loop; medians."""
     case = workload.case
@@ -234,13 +234,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     kv_dtype = _ALIASES.get(options.kv_dtype, options.kv_dtype)
     try:
-        one = Case(
+        one = BenchCase(
             options.q_heads, options.kv_heads, options.head_dim, options.context, 1, kv_dtype
         )
         batch = options.batch or max(
             1, -(-int(options.gb * 1e9) // (one.sequence_blocks * one.layout.block_bytes))
         )
-        case = Case(
+        case = BenchCase(
             options.q_heads,
             options.kv_heads,
             options.head_dim,
@@ -249,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             kv_dtype,
             options.threads,
         )
-        result = measure(Workload(case), repeats=options.repeats)
+        result = measure(BenchWorkload(case), repeats=options.repeats)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

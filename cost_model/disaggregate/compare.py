@@ -20,7 +20,7 @@ from cost_model.simulate.pipelines import (
     run_data_parallel,
     run_disaggregated,
 )
-from cost_model.simulate.trace import Trace
+from cost_model.simulate.trace import RequestTrace
 from fastdecode.core.errors import ConfigError
 
 Kind = Literal["one pipeline", "data-parallel", "disaggregated"]
@@ -28,7 +28,7 @@ KINDS: tuple[Kind, ...] = ("one pipeline", "data-parallel", "disaggregated")
 
 
 @dataclass(frozen=True)
-class Layout:
+class PipelineLayout:
     """How machines are used."""
 
     kind: Kind
@@ -54,7 +54,7 @@ class Layout:
 class Simulated:
     """A layout, and how long it takes for the trace."""
 
-    layout: Layout
+    layout: PipelineLayout
     makespan_s: float
     token_latency_s: float
     """The median microbatch's seconds from arrival to end, over its tokens."""
@@ -73,7 +73,7 @@ class Comparison:
 
     def __init__(
         self,
-        trace: Trace,
+        trace: RequestTrace,
         profile: MachineProfile,
         machine_gb: Fraction | None = None,
         transfer_s: float = 0.0,
@@ -98,7 +98,9 @@ class Comparison:
         outputs = max(request.num_output_tokens for request in self._trace.requests)
         return self._profile.prompt_tokens + outputs
 
-    def layouts(self, kind: Kind, machines: int) -> Iterator[tuple[Layout, MeasuredMicrobatch]]:
+    def layouts(
+        self, kind: Kind, machines: int
+    ) -> Iterator[tuple[PipelineLayout, MeasuredMicrobatch]]:
         """All that use so many machines and fit."""
         for point in self._profile.microbatches:
             for layout in _layouts(kind, machines, point.sequences):
@@ -130,7 +132,7 @@ class Comparison:
             progress()
         return None if best is None else best[2]
 
-    def simulate(self, layout: Layout, point: MeasuredMicrobatch) -> Simulated:
+    def simulate(self, layout: PipelineLayout, point: MeasuredMicrobatch) -> Simulated:
         microbatches = self._grouped(layout.microbatch)
         runs = self.run(layout, point)
         finished_s = [each for run in runs for each in run.finished_s]
@@ -146,7 +148,7 @@ class Comparison:
         return Simulated(layout, makespan_s, median_s, busy_s / (machines * makespan_s))
 
     def run(
-        self, layout: Layout, point: MeasuredMicrobatch, *, keep_spans: bool = False
+        self, layout: PipelineLayout, point: MeasuredMicrobatch, *, keep_spans: bool = False
     ) -> list[PipelineRun]:
         """One run for each pipeline that shares the trace."""
         microbatches = self._grouped(layout.microbatch)
@@ -158,7 +160,7 @@ class Comparison:
         stages = (layout.prompt_stages, layout.token_stages)
         return [run_disaggregated(microbatches, *stages, times, keep_spans=keep_spans)]
 
-    def _least_s(self, layout: Layout, point: MeasuredMicrobatch) -> float:
+    def _least_s(self, layout: PipelineLayout, point: MeasuredMicrobatch) -> float:
         """No run can be shorter: the work of the busiest stage. A little less,
         for rounding."""
         microbatches = self._grouped(layout.microbatch)
@@ -169,7 +171,7 @@ class Comparison:
         least_s = prompts_s + tokens_s if both else max(prompts_s, tokens_s)
         return least_s / layout.pipelines * (1 - 1e-9)
 
-    def _fits(self, layout: Layout) -> bool:
+    def _fits(self, layout: PipelineLayout) -> bool:
         if self._machine_gb is None:
             return True
         memory, size = self._profile.memory, layout.microbatch
@@ -186,7 +188,7 @@ class Comparison:
         return self._microbatches[size]
 
 
-def grouped(trace: Trace, size: int) -> Iterable[Microbatch]:
+def grouped(trace: RequestTrace, size: int) -> Iterable[Microbatch]:
     """Requests in microbatches of ``size``: there once the last of them is, over
     once the longest is."""
     requests = trace.requests
@@ -196,16 +198,21 @@ def grouped(trace: Trace, size: int) -> Iterable[Microbatch]:
         yield Microbatch(tokens, max(request.arrival for request in group))
 
 
-def machines_of(layout: Layout) -> int:
+def machines_of(layout: PipelineLayout) -> int:
     if layout.kind == "disaggregated":
         return layout.prompt_stages + layout.token_stages
     return layout.pipelines * layout.token_stages
 
 
-def _layouts(kind: Kind, machines: int, size: int) -> Sequence[Layout]:
+def _layouts(kind: Kind, machines: int, size: int) -> Sequence[PipelineLayout]:
     if kind == "one pipeline":
-        return [Layout(kind, size, 1, machines, machines)]
+        return [PipelineLayout(kind, size, 1, machines, machines)]
     if kind == "data-parallel":
         counts = [count for count in range(2, machines + 1) if machines % count == 0]
-        return [Layout(kind, size, count, machines // count, machines // count) for count in counts]
-    return [Layout(kind, size, 1, prompts, machines - prompts) for prompts in range(1, machines)]
+        return [
+            PipelineLayout(kind, size, count, machines // count, machines // count)
+            for count in counts
+        ]
+    return [
+        PipelineLayout(kind, size, 1, prompts, machines - prompts) for prompts in range(1, machines)
+    ]

@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Table:
+class PaperTable:
     """One of the tables 2 to 5."""
 
     number: int
@@ -76,7 +76,7 @@ class Table:
 
 
 TABLES = (
-    Table(2, "OPT-66B", 132, 0.00236, 160, (
+    PaperTable(2, "OPT-66B", 132, 0.00236, 160, (
         Row(1, (1, 4)),
         Row(2, (2, 16), (2, 1, 4), (1, 4), (1, 4)),
         Row(4, (4, 16), (2, 2, 16), (2, 2), (2, 2)),
@@ -87,7 +87,7 @@ TABLES = (
         Row(14, (14, 16), (7, 2, 16), (5, 16), (9, 16)),
         Row(16, (16, 8), (4, 4, 16), (6, 16), (10, 16)),
     )),
-    Table(3, "OPT-66B", 132, 0.00236, 320, (
+    PaperTable(3, "OPT-66B", 132, 0.00236, 320, (
         Row(1, (1, 32)),
         Row(2, (2, 32), (2, 1, 32), (1, 32), (1, 32)),
         Row(4, (4, 16), (4, 1, 32), (2, 32), (2, 32)),
@@ -98,7 +98,7 @@ TABLES = (
         Row(14, (14, 32), (14, 1, 32), (7, 32), (7, 32)),
         Row(16, (16, 8), (16, 1, 32), (8, 32), (8, 32)),
     )),
-    Table(4, "OPT-30B", 60, 0.001375, 64, (
+    PaperTable(4, "OPT-30B", 60, 0.001375, 64, (
         Row(2, (2, 8)),
         Row(4, (4, 16), (2, 2, 8), (2, 8), (2, 8)),
         Row(6, (6, 16), (3, 2, 8), (2, 16), (4, 16)),
@@ -108,7 +108,7 @@ TABLES = (
         Row(14, (14, 16), (7, 2, 8), (6, 16), (8, 16)),
         Row(16, (16, 8), (4, 4, 16), (7, 16), (9, 16)),
     )),
-    Table(5, "BLOOM-176B", 352, 0.004, 320, (
+    PaperTable(5, "BLOOM-176B", 352, 0.004, 320, (
         Row(2, (2, 16)),
         Row(4, (4, 16), (2, 2, 16), (2, 16), (2, 16)),
         Row(6, (6, 32), (3, 2, 16), (3, 16), (3, 16)),
@@ -204,12 +204,12 @@ def _microbatches() -> Iterator[Compared]:
         )
 
 
-def _first_machines(table: Table) -> str:
+def _first_machines(table: PaperTable) -> str:
     first = table.rows[0].machines
     return "1 machine" if first == 1 else f"{first} machines"
 
 
-def _first_fits(table: Table) -> bool:
+def _first_fits(table: PaperTable) -> bool:
     """The table begins where something fits."""
     first = table.rows[0].machines
     before = [table.largest_microbatch(stages) for stages in range(1, first)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cost_model.goodput.hardware import Hardware
-from cost_model.goodput.placements import Degrees, Prices
+from cost_model.goodput.hardware import InstanceHardware
+from cost_model.goodput.placements import Degrees, PlacementPrices
 from cost_model.goodput.rates import Load
 from cost_model.goodput.report import Answer, Nearest, queueing_notes
 from cost_model.goodput.search import (
@@ -37,13 +37,13 @@ class Question:
     """
 
     model: str
-    hardware: Hardware
+    hardware: InstanceHardware
     load: Load
     rate: float
     affinity: Affinity
     sockets_per_node: int
     objective: Objective
-    prices: Prices
+    prices: PlacementPrices
     described: str
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from cost_model.goodput.placements import Cluster, Degrees
+from cost_model.goodput.placements import Degrees, GpuCluster
 from cost_model.goodput.simulator import DecodeSpec, PrefillSpec
 from cost_model.goodput.times import SystemTimes
 from cost_model.hardware import Gpu
@@ -22,7 +22,7 @@ SOCKETS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)
 
 
 @dataclass(frozen=True)
-class Hardware:
+class InstanceHardware:
     """A model on nodes of alike GPUs, and CPU sockets beside.
 
     Args:
@@ -41,9 +41,9 @@ class Hardware:
     _systems: dict[int, System] = field(default_factory=dict)
 
     @property
-    def cluster(self) -> Cluster:
+    def cluster(self) -> GpuCluster:
         spec = self.setup.spec
-        return Cluster(self.num_nodes, self.gpus_per_node, spec.num_q_heads, spec.num_layers)
+        return GpuCluster(self.num_nodes, self.gpus_per_node, spec.num_q_heads, spec.num_layers)
 
     @property
     def token_bytes(self) -> float:

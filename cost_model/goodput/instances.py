@@ -90,7 +90,7 @@ class PrefillInstance:
 
 
 @dataclass
-class Link:
+class TransferPort:
     """A port: transfers one after the other."""
 
     bytes_per_s: float
@@ -98,7 +98,7 @@ class Link:
     busy_s: float = 0.0
 
 
-def transfer(now_s: float, num_bytes: float, links: list[Link]) -> float:
+def transfer(now_s: float, num_bytes: float, links: list[TransferPort]) -> float:
     """When so many bytes are there: they wait for all links, and pass at the
     pace of the slowest."""
     if not links:

@@ -16,7 +16,7 @@ from itertools import product
 from typing import Literal
 
 from cost_model.closed_forms import at_most, whole
-from cost_model.goodput.simulator import Run
+from cost_model.goodput.simulator import GoodputRun
 from cost_model.goodput.slo import RequestTimes, Slo
 
 
@@ -68,7 +68,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class GpuCluster:
     """GPUs, and a model that is to be cut in parts."""
 
     num_nodes: int
@@ -101,7 +101,7 @@ class Cluster:
                 yield pair
 
 
-def pairs_anywhere(cluster: Cluster) -> Iterator[Pair]:
+def pairs_anywhere(cluster: GpuCluster) -> Iterator[Pair]:
     """Pairs that know no nodes, as the published search has them for high affinity."""
     layers, most = _divisors(cluster.layers), cluster.num_gpus
     tps = [tp for tp in _divisors(cluster.heads) if tp <= most]
@@ -117,7 +117,7 @@ def _divisors(number: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Judged:
+class RatedInstance:
     """An instance, or a pair of them, and the rate that it carries."""
 
     what: Degrees | Pair
@@ -129,7 +129,7 @@ class Judged:
         return self.goodput / self.what.num_gpus
 
 
-def best_per_gpu(judged: Iterable[Judged]) -> Judged | None:
+def best_per_gpu(judged: Iterable[RatedInstance]) -> RatedInstance | None:
     """The one with the greatest goodput a GPU; of those that are equal but for
     rounding, the one with the fewest GPUs, then the smallest degrees. None: none
     meets the SLO."""
@@ -139,17 +139,17 @@ def best_per_gpu(judged: Iterable[Judged]) -> Judged | None:
     return min(equal, key=_size, default=None)
 
 
-def _size(judged: Judged) -> tuple[object, ...]:
+def _size(judged: RatedInstance) -> tuple[object, ...]:
     what = judged.what
     degrees = (what.pp_cross, what.prefill, what.decode) if isinstance(what, Pair) else (what,)
     return (what.num_gpus, *degrees)
 
 
 @dataclass(frozen=True)
-class Replicated:
+class ReplicatedInstance:
     """So many of an instance, or of a pair."""
 
-    judged: Judged
+    judged: RatedInstance
     count: int
 
     @property
@@ -161,13 +161,13 @@ class Replicated:
         return self.count * self.judged.goodput
 
 
-def replicate(judged: Judged, rate: float) -> Replicated:
+def replicate(judged: RatedInstance, rate: float) -> ReplicatedInstance:
     """As many as carry the rate: ⌈rate / goodput⌉, where 0.1 + 0.2 is three tenths."""
-    return Replicated(judged, whole(rate / judged.goodput))
+    return ReplicatedInstance(judged, whole(rate / judged.goodput))
 
 
 @dataclass(frozen=True)
-class Prices:
+class PlacementPrices:
     """In any one unit; a socket costs a twentieth of a GPU, unless somebody says more."""
 
     gpu: float = 1.0
@@ -178,7 +178,7 @@ class Prices:
 
 
 @dataclass(frozen=True)
-class Instances:
+class InstanceGroup:
     """So many alike for one role."""
 
     role: Literal["prefill", "decode", "both"]
@@ -199,16 +199,16 @@ class Instances:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlacementPlan:
     """Instances that carry a rate together."""
 
     kind: Literal["disaggregated", "colocated"]
-    instances: tuple[Instances, ...]
+    instances: tuple[InstanceGroup, ...]
     rate: float
     """That they were made for."""
     goodput: float
     """Requests a second that they carry."""
-    run: Run
+    run: GoodputRun
     """At that rate."""
     share: float
     """Of its requests that keep the SLO."""
@@ -249,13 +249,13 @@ class Plan:
             most = max(most, carried)
         return most
 
-    def price(self, prices: Prices) -> float:
+    def price(self, prices: PlacementPrices) -> float:
         return prices.of(self.num_gpus, self.num_sockets)
 
 
 def algorithm_1(
     prefill: Mapping[Degrees, float], decode: Mapping[Degrees, float], rate: float
-) -> tuple[Replicated | None, Replicated | None]:
+) -> tuple[ReplicatedInstance | None, ReplicatedInstance | None]:
     """Each phase by itself.
 
     Args:
@@ -266,14 +266,14 @@ def algorithm_1(
         instances for prefill and for decode; None where nothing meets the SLO.
     """
     best = [
-        best_per_gpu(Judged(degrees, goodput) for degrees, goodput in phase.items())
+        best_per_gpu(RatedInstance(degrees, goodput) for degrees, goodput in phase.items())
         for phase in (prefill, decode)
     ]
     first, second = (None if each is None else replicate(each, rate) for each in best)
     return first, second
 
 
-def algorithm_2(pairs: Mapping[Pair, float], rate: float) -> Replicated | None:
+def algorithm_2(pairs: Mapping[Pair, float], rate: float) -> ReplicatedInstance | None:
     """Pairs as a whole. ``pairs``: the goodput of each. None: none meets the SLO."""
-    best = best_per_gpu(Judged(pair, goodput) for pair, goodput in pairs.items())
+    best = best_per_gpu(RatedInstance(pair, goodput) for pair, goodput in pairs.items())
     return None if best is None else replicate(best, rate)

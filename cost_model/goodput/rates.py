@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cost_model.goodput.simulator import Run
+from cost_model.goodput.simulator import GoodputRun
 from cost_model.goodput.slo import Attainment, Slo
 from cost_model.goodput.workload import Draw
 
@@ -41,7 +41,7 @@ class Load:
         num = max(self.min_requests, min(MAX_REQUESTS, wanted))
         return self.draw.at(rate, num)
 
-    def is_carried(self, run: Run) -> bool:
+    def is_carried(self, run: GoodputRun) -> bool:
         """Enough requests keep the SLO, and they don't wait longer and longer."""
         counted = run.counted(self.residence_s)
         return self.slo.is_attained(counted, self.how) and run.is_sustained
@@ -49,7 +49,7 @@ class Load:
 
 def greatest_rate(
     load: Load,
-    run_at: Callable[[list[tuple[float, int, int]]], Run],
+    run_at: Callable[[list[tuple[float, int, int]]], GoodputRun],
     most: float,
     top: float | None = None,
 ) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cost_model.goodput.placements import Degrees, Instances, Plan, Prices
+from cost_model.goodput.placements import Degrees, InstanceGroup, PlacementPlan, PlacementPrices
 from cost_model.goodput.queueing import PromptQueue, crossing
 from cost_model.goodput.slo import Slo
 from cost_model.quantities import counted, round_to, seconds_text
@@ -46,10 +46,10 @@ class Answer:
     rate: float
     num_gpus: int
     """That there are."""
-    prices: Prices
+    prices: PlacementPrices
     objective: str
-    disaggregated: Plan | None
-    colocated: Plan | None
+    disaggregated: PlacementPlan | None
+    colocated: PlacementPlan | None
     nearest: Nearest | None
     """Where no plan keeps the SLO."""
     provenance: str
@@ -59,21 +59,21 @@ class Answer:
     """Of the search, that bind."""
 
     @property
-    def plans(self) -> list[Plan]:
+    def plans(self) -> list[PlacementPlan]:
         return [plan for plan in (self.disaggregated, self.colocated) if plan is not None]
 
-    def keeps(self, plan: Plan) -> bool:
+    def keeps(self, plan: PlacementPlan) -> bool:
         """It keeps the SLO at the asked rate, on the GPUs that there are."""
         enough = plan.num_gpus <= self.num_gpus
         return enough and plan.is_carried
 
     @property
-    def best(self) -> Plan | None:
+    def best(self) -> PlacementPlan | None:
         """The cheapest that keeps the SLO: by GPUs, or by price. None: none does."""
         fitting = [plan for plan in self.plans if self.keeps(plan)]
         return min(fitting, key=self._cost, default=None)
 
-    def _cost(self, plan: Plan) -> tuple[float, float, bool]:
+    def _cost(self, plan: PlacementPlan) -> tuple[float, float, bool]:
         gpus, price = float(plan.num_gpus), plan.price(self.prices)
         first, second = (gpus, price) if self.objective == "gpu" else (price, gpus)
         return first, second, plan.kind == "disaggregated"
@@ -114,7 +114,7 @@ class Answer:
         )
 
 
-def _gpus(plan: Plan) -> str:
+def _gpus(plan: PlacementPlan) -> str:
     return f"{counted(plan.num_gpus, 'GPU')} and {counted(plan.num_sockets, 'socket')}"
 
 
@@ -144,7 +144,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _plan_as_json(plan: Plan, answer: Answer) -> dict[str, Any]:
+def _plan_as_json(plan: PlacementPlan, answer: Answer) -> dict[str, Any]:
     ttft_s, tpot_s = plan.quantiles(answer.slo)
     return {
         "gpus": plan.num_gpus,
@@ -167,7 +167,7 @@ def _plan_as_json(plan: Plan, answer: Answer) -> dict[str, Any]:
     }
 
 
-def _instances_as_json(each: Instances) -> dict[str, Any]:
+def _instances_as_json(each: InstanceGroup) -> dict[str, Any]:
     return {
         "role": each.role,
         "count": each.count,
@@ -178,7 +178,7 @@ def _instances_as_json(each: Instances) -> dict[str, Any]:
     }
 
 
-def binds(plan: Plan, slo: Slo) -> str:
+def binds(plan: PlacementPlan, slo: Slo) -> str:
     """Which limit the requests come nearer to."""
     ttft_s, tpot_s = plan.quantiles(slo)
     return "ttft" if ttft_s / slo.ttft_s >= tpot_s / slo.tpot_s else "tpot"
@@ -206,7 +206,7 @@ def as_text(answer: Answer, *, explain: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _plan_lines(plan: Plan, answer: Answer) -> list[str]:
+def _plan_lines(plan: PlacementPlan, answer: Answer) -> list[str]:
     ttft_s, tpot_s = plan.quantiles(answer.slo)
     chosen = "  <- chosen" if plan is answer.best else ""
     lines = [f"  {plan.kind}{chosen}"]

@@ -16,20 +16,26 @@ from functools import partial
 from typing import Literal
 
 from cost_model.closed_forms import whole
-from cost_model.goodput.hardware import Hardware, prompts_of
+from cost_model.goodput.hardware import InstanceHardware, prompts_of
 from cost_model.goodput.placements import (
     Degrees,
-    Instances,
-    Judged,
+    InstanceGroup,
     Pair,
-    Plan,
-    Prices,
-    Replicated,
+    PlacementPlan,
+    PlacementPrices,
+    RatedInstance,
+    ReplicatedInstance,
     best_per_gpu,
     replicate,
 )
 from cost_model.goodput.rates import Load, greatest_rate
-from cost_model.goodput.simulator import DecodeSpec, PrefillSpec, Run, simulate, simulate_colocated
+from cost_model.goodput.simulator import (
+    DecodeSpec,
+    GoodputRun,
+    PrefillSpec,
+    simulate,
+    simulate_colocated,
+)
 
 Affinity = Literal["high", "low"]
 Objective = Literal["gpu", "cost"]
@@ -45,12 +51,12 @@ STEP_TOKENS = 512
 class Search:
     """Goodputs of instances and pairs, each found once."""
 
-    hardware: Hardware
+    hardware: InstanceHardware
     load: Load
     rate: float
     """Requests a second that are to be carried."""
     objective: Objective = "gpu"
-    prices: Prices = field(default_factory=Prices)
+    prices: PlacementPrices = field(default_factory=PlacementPrices)
     progress: Callable[[str], object] = lambda _: None
     limits: dict[Degrees, tuple[int, int]] = field(default_factory=dict)
     """Where fewer instances would do with more sockets than there may be: how many
@@ -187,18 +193,18 @@ class Search:
         found = [each for each in self.hardware.cluster.instances() if self.hardware.fits(each)]
         return sorted(found, key=lambda each: (each.num_gpus, each))
 
-    def best_instance(self, goodput: Callable[[Degrees], float]) -> Judged | None:
+    def best_instance(self, goodput: Callable[[Degrees], float]) -> RatedInstance | None:
         """By goodput a GPU. Those so large that they can't be, are left out."""
-        best: Judged | None = None
+        best: RatedInstance | None = None
         for degrees in self.degrees():
             if best is not None and self.rate / degrees.num_gpus < best.per_gpu:
                 break
-            found = Judged(degrees, goodput(degrees))
+            found = RatedInstance(degrees, goodput(degrees))
             best = best_per_gpu([found] if best is None else [best, found])
         return best
 
     def _rate(
-        self, key: object, run_at: Callable[[list[tuple[float, int, int]]], Run], most: float
+        self, key: object, run_at: Callable[[list[tuple[float, int, int]]], GoodputRun], most: float
     ) -> float:
         if key not in self._found:
             self._found[key] = greatest_rate(self.load, run_at, min(self.rate, most), self.rate)
@@ -206,7 +212,7 @@ class Search:
         return self._found[key]
 
 
-def plan_colocated(search: Search, sockets_per_node: int | None = None) -> Plan | None:
+def plan_colocated(search: Search, sockets_per_node: int | None = None) -> PlacementPlan | None:
     """Instances for both phases. None: none keeps the SLO.
 
     Args:
@@ -218,30 +224,32 @@ def plan_colocated(search: Search, sockets_per_node: int | None = None) -> Plan 
     if chosen is None:
         return None
     degrees, count, found = chosen
-    several = replicate(Judged(degrees, found), rate)
+    several = replicate(RatedInstance(degrees, found), rate)
     spec = search.hardware.decode(degrees, count)
 
-    def run(num: int) -> Run:
+    def run(num: int) -> GoodputRun:
         return simulate_colocated(search.load.requests(rate), [spec] * num, STEP_TOKENS)
 
     num, outcome = _grown(search, several, run)
-    instances = Instances("both", degrees, num, count, found)
+    instances = InstanceGroup("both", degrees, num, count, found)
     return _plan(search, "colocated", (instances,), num * found, outcome)
 
 
 def _plan(
     search: Search,
     kind: Literal["disaggregated", "colocated"],
-    instances: tuple[Instances, ...],
+    instances: tuple[InstanceGroup, ...],
     goodput: float,
-    run: Run,
+    run: GoodputRun,
     segments: int = 1,
-) -> Plan:
+) -> PlacementPlan:
     load = search.load
     counted = tuple(run.counted(load.residence_s))
     carried = load.is_carried(run)
     share = load.slo.share(counted)
-    return Plan(kind, instances, search.rate, goodput, run, share, carried, counted, segments)
+    return PlacementPlan(
+        kind, instances, search.rate, goodput, run, share, carried, counted, segments
+    )
 
 
 def _with_best_sockets(
@@ -267,7 +275,9 @@ def _with_best_sockets(
     return best.what, count, found
 
 
-def _grown(search: Search, several: Replicated, run: Callable[[int], Run]) -> tuple[int, Run]:
+def _grown(
+    search: Search, several: ReplicatedInstance, run: Callable[[int], GoodputRun]
+) -> tuple[int, GoodputRun]:
     """More of them, until they keep the SLO together: what one carries, several
     with several queues may carry a little less of. Never more than there are GPUs."""
     num = several.count
@@ -279,7 +289,7 @@ def _grown(search: Search, several: Replicated, run: Callable[[int], Run]) -> tu
     return num, outcome
 
 
-def plan_high_affinity(search: Search) -> Plan | None:
+def plan_high_affinity(search: Search) -> PlacementPlan | None:
     """Algorithm 1: each phase by itself, then as many of both as carry the rate
     together. None: a phase keeps its limit on no instance."""
     prefill = search.best_instance(search.prefill)
@@ -287,11 +297,13 @@ def plan_high_affinity(search: Search) -> Plan | None:
     if prefill is None or chosen is None:
         return None
     degrees, sockets, found = chosen
-    decode = replicate(Judged(degrees, found), search.rate)
+    decode = replicate(RatedInstance(degrees, found), search.rate)
     return _together(search, replicate(prefill, search.rate), decode, sockets)
 
 
-def _together(search: Search, prefill: Replicated, decode: Replicated, sockets: int) -> Plan:
+def _together(
+    search: Search, prefill: ReplicatedInstance, decode: ReplicatedInstance, sockets: int
+) -> PlacementPlan:
     """Each phase alone keeps its limit for enough requests; both together may
     not. Whichever phase breaks more gets an instance more, a few times."""
     hardware, load, rate = search.hardware, search.load, search.rate
@@ -311,26 +323,26 @@ def _together(search: Search, prefill: Replicated, decode: Replicated, sockets: 
         num_p, num_d = num_p + is_first_late, num_d + (not is_first_late)
     goodput = min(num_p * prefill.judged.goodput, num_d * decode.judged.goodput)
     instances = (
-        Instances("prefill", first, num_p, 0, prefill.judged.goodput),
-        Instances("decode", second, num_d, sockets, decode.judged.goodput),
+        InstanceGroup("prefill", first, num_p, 0, prefill.judged.goodput),
+        InstanceGroup("decode", second, num_d, sockets, decode.judged.goodput),
     )
     return _plan(search, "disaggregated", instances, goodput, run)
 
 
-def _slow_first_tokens(load: Load, run: Run) -> float:
+def _slow_first_tokens(load: Load, run: GoodputRun) -> float:
     """Of the requests that break the SLO, the part whose first token is late."""
     broken = [each for each in run.counted(load.residence_s) if not load.slo.is_met_by(each)]
     late = sum(each.ttft_s > load.slo.ttft_s for each in broken)
     return late / len(broken) if broken else 1.0
 
 
-def plan_low_affinity(search: Search, sockets_per_node: int) -> Plan | None:
+def plan_low_affinity(search: Search, sockets_per_node: int) -> PlacementPlan | None:
     """Algorithm 2: pairs whose segments stay on a node, with the sockets that
     are their part of it. No pair carries more than either phase by itself, or
     than is asked for: those that can't be the best aren't simulated."""
     search = replace(search, hardware=replace(search.hardware, crosses_nodes=False), _found={})
     cluster = search.hardware.cluster
-    best: Judged | None = None
+    best: RatedInstance | None = None
     sockets_of: dict[Pair, int] = {}
     for pair in sorted(cluster.pairs(), key=lambda each: (each.num_gpus, each)):
         if not (search.hardware.fits(pair.prefill) and search.hardware.fits(pair.decode)):
@@ -345,26 +357,26 @@ def plan_low_affinity(search: Search, sockets_per_node: int) -> Plan | None:
         )
         if alone and alone >= least:
             sockets_of[pair] = sockets
-            found = Judged(pair, search.pair(pair, sockets))
+            found = RatedInstance(pair, search.pair(pair, sockets))
             best = best_per_gpu([found] if best is None else [best, found])
     return None if best is None else _pairs(search, best, sockets_of)
 
 
-def _pairs(search: Search, best: Judged, sockets_of: dict[Pair, int]) -> Plan:
+def _pairs(search: Search, best: RatedInstance, sockets_of: dict[Pair, int]) -> PlacementPlan:
     pair, rate = best.what, search.rate
     assert isinstance(pair, Pair)
     sockets, found = search.fewest(partial(search.pair, pair), pair.decode, sockets_of[pair])
-    several = replicate(Judged(pair, found), rate)
+    several = replicate(RatedInstance(pair, found), rate)
     hardware = search.hardware
     prefill, decode = hardware.prefill(pair.prefill), hardware.decode(pair.decode, sockets)
 
-    def run(num: int) -> Run:
+    def run(num: int) -> GoodputRun:
         requests = search.load.requests(rate)
         return simulate(requests, [prefill] * num, [decode] * num, hardware.token_bytes)
 
     num, outcome = _grown(search, several, run)
     instances = (
-        Instances("prefill", pair.prefill, num, 0, search.prefill(pair.prefill)),
-        Instances("decode", pair.decode, num, sockets, search.decode(pair.decode, sockets)),
+        InstanceGroup("prefill", pair.prefill, num, 0, search.prefill(pair.prefill)),
+        InstanceGroup("decode", pair.decode, num, sockets, search.decode(pair.decode, sockets)),
     )
     return _plan(search, "disaggregated", instances, num * found, outcome, pair.pp_cross)

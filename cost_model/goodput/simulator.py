@@ -20,8 +20,8 @@ from cost_model.goodput.clock import Clock
 from cost_model.goodput.colocated import ColocatedInstance
 from cost_model.goodput.instances import (
     DecodeInstance,
-    Link,
     PrefillInstance,
+    TransferPort,
     transfer,
 )
 from cost_model.goodput.slo import RequestTimes
@@ -67,7 +67,7 @@ class DecodeSpec:
 
 
 @dataclass
-class Run:
+class GoodputRun:
     """What came of it."""
 
     times: list[RequestTimes]
@@ -138,8 +138,8 @@ class _Cluster:
         self.decode = [DecodeInstance(self.clock, spec.times, self._decoded) for spec in decode]
         self._decoding: dict[int, int] = {}
         self._opens_at_once = [spec.opens_at_once for spec in decode]
-        self._out = [Link(spec.bytes_per_s) for spec in prefill]
-        self._in = [Link(spec.bytes_per_s) for spec in decode]
+        self._out = [TransferPort(spec.bytes_per_s) for spec in prefill]
+        self._in = [TransferPort(spec.bytes_per_s) for spec in decode]
         rooms = [DecodeReservations(spec.capacity_tokens, spec.max_sequences) for spec in decode]
         queues = [PrefillQueue(spec.batch_tokens, _tokens) for spec in prefill]
         self._dispatcher = Dispatcher(queues, rooms or [DecodeReservations(_UNLIMITED, _UNLIMITED)])
@@ -200,9 +200,9 @@ class _Cluster:
         self.requests[job.job_id].ended_s = self.clock.now
         self._do(self._dispatcher.decoded(job, self._decoding.pop(job.job_id)))
 
-    def outcome(self) -> Run:
+    def outcome(self) -> GoodputRun:
         total_s = max(self.clock.now, 1e-12)
-        return Run(
+        return GoodputRun(
             _times(self.requests.values()),
             total_s,
             [each.busy_s / total_s for each in self.prefill],
@@ -222,7 +222,7 @@ def simulate(
     prefill: Sequence[PrefillSpec],
     decode: Sequence[DecodeSpec],
     token_bytes: float = 0.0,
-) -> Run:
+) -> GoodputRun:
     """Both phases; or one by itself, where there are no instances of the other:
     without those for prefill a prompt is done as it arrives, without those for
     decode a request is over with its first token.
@@ -250,7 +250,7 @@ def simulate(
 
 def simulate_colocated(
     requests: Sequence[tuple[float, int, int]], instances: Sequence[DecodeSpec], step_tokens: int
-) -> Run:
+) -> GoodputRun:
     """Instances for both phases; a request goes to the one with the least KV
     that is reserved, or wanted by those that wait there. ``Dispatcher`` does so
     while there is room; without, it keeps requests, or has prompts run alone.
@@ -287,7 +287,9 @@ def simulate_colocated(
         clock.at(arrived_s, lambda job=job: arrive(job))  # type: ignore[misc]
     clock.run()
     total_s = max(clock.now, 1e-12)
-    return Run(_times(known.values()), total_s, [], [each.busy_s / total_s for each in engines])
+    return GoodputRun(
+        _times(known.values()), total_s, [], [each.busy_s / total_s for each in engines]
+    )
 
 
 def _times(requests: Iterable[_Request]) -> list[RequestTimes]:

@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 from cost_model.simulate.trace import (
     MAX_REQUESTS,
     MAX_TOKENS,
-    Trace,
+    RequestTrace,
     TracedRequest,
     parse_trace,
 )
@@ -57,7 +57,7 @@ class Format:
 class ReadTrace:
     """What a file holds."""
 
-    trace: Trace
+    trace: RequestTrace
     """By arrival; the first arrives at 0."""
     form: str
     num_left_out: int
@@ -219,10 +219,10 @@ def _count(record: Fields, name: str, where: str) -> int:
     return int(count)
 
 
-def _from_zero(requests: list[TracedRequest]) -> Trace:
+def _from_zero(requests: list[TracedRequest]) -> RequestTrace:
     requests.sort(key=lambda request: request.arrival)
     start = requests[0].arrival
-    return Trace(
+    return RequestTrace(
         tuple(
             TracedRequest(
                 each.num_prompt_tokens, each.num_output_tokens, each.max_tokens,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cost_model.arrivals import MAX_CV, unit_gaps
-from cost_model.simulate.trace import Trace
+from cost_model.simulate.trace import RequestTrace
 from fastdecode.core.errors import ConfigError, Given
 
 MAX_LOG_SPREAD = 5.0
@@ -83,7 +83,7 @@ class Fit:
     warnings: tuple[str, ...]
 
 
-def fit_trace(trace: Trace) -> Fit:
+def fit_trace(trace: RequestTrace) -> Fit:
     """By moments."""
     requests = trace.requests
     gaps = np.diff([request.arrival for request in requests])
@@ -114,7 +114,7 @@ def _warnings(num_requests: int, rate: float | None, distance: float) -> list[st
     return found
 
 
-def _peak(trace: Trace) -> float | None:
+def _peak(trace: RequestTrace) -> float | None:
     minutes = [int(request.arrival // 60) for request in trace.requests]
     if minutes[-1] < 1:
         return None
@@ -133,7 +133,7 @@ def _gamma_distance(gaps: np.ndarray, cv: float) -> float:
     return float(np.abs(ours - theirs).max())
 
 
-def resampled(trace: Trace, cv: float, num_requests: int, seed: int) -> Draw:
+def resampled(trace: RequestTrace, cv: float, num_requests: int, seed: int) -> Draw:
     """Gaps from the fit, lengths of requests of the trace, drawn at random, pair by pair."""
     return drawn_from(_lengths(trace), cv, num_requests, seed)
 
@@ -146,7 +146,7 @@ def drawn_from(pairs: Sequence[tuple[int, int]], cv: float, num_requests: int, s
     return Draw((0.0, *(float(gap) for gap in gaps[1:])), lengths)
 
 
-def replayed(trace: Trace) -> Draw:
+def replayed(trace: RequestTrace) -> Draw:
     """The trace's own gaps and lengths, in its order.
 
     Raises:
@@ -158,7 +158,7 @@ def replayed(trace: Trace) -> Draw:
     return Draw((0.0, *(float(gap) for gap in gaps / gaps.mean())), tuple(_lengths(trace)))
 
 
-def _lengths(trace: Trace) -> list[tuple[int, int]]:
+def _lengths(trace: RequestTrace) -> list[tuple[int, int]]:
     return [(each.num_prompt_tokens, each.num_output_tokens) for each in trace.requests]
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from cost_model.hardware import Cpu, Gpu, Nic, parse_toml
 from cost_model.plans.constraints import Promises
 from cost_model.predict import MAX_LANES, System
-from cost_model.stages import Link, RPart, SPart
+from cost_model.stages import LinkModel, RPartModel, SPartModel
 from cost_model.transport import MPI, Transport
 from cost_model.workload import TokenCosts, Workload
 from fastdecode.core.dtype import DType
@@ -81,15 +81,15 @@ class Setup:
         costs = self.costs
         gpu, cpu, nic = self.gpu, self.cpu, self.nic
         return System(
-            s=SPart.from_gpu(gpu, self.num_gpus, costs)
+            s=SPartModel.from_gpu(gpu, self.num_gpus, costs)
             if isinstance(gpu, Gpu)
-            else SPart.from_profile(gpu, costs),
+            else SPartModel.from_profile(gpu, costs),
             r=(
-                RPart.from_cpu(cpu, costs, self.memory_bytes_per_socket)
+                RPartModel.from_cpu(cpu, costs, self.memory_bytes_per_socket)
                 if isinstance(cpu, Cpu)
-                else RPart.from_profile(cpu, costs)
+                else RPartModel.from_profile(cpu, costs)
             ),
-            link=Link.from_nic(nic) if isinstance(nic, Nic) else Link.from_profile(nic),
+            link=LinkModel.from_nic(nic) if isinstance(nic, Nic) else LinkModel.from_profile(nic),
             num_nics=self.num_nics,
             transport=self.transport,
             costs=costs,

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from cost_model.simulate.hybrid import HybridSimulator
-from cost_model.simulate.simulator import Outcome
-from cost_model.simulate.trace import Trace, TracedRequest
+from cost_model.simulate.simulator import SimulationOutcome
+from cost_model.simulate.trace import RequestTrace, TracedRequest
 from fastdecode.core.config.groups import Batching
 from fastdecode.core.holders import HolderId
 from fastdecode.schedule.hybrid.control import HybridControl, HybridOptions
@@ -60,10 +60,10 @@ class DrawnTimes:
 
 
 @dataclass(frozen=True)
-class Case:
+class DrawnCase:
     """One of them. The last holder is the device."""
 
-    trace: Trace
+    trace: RequestTrace
     times: DrawnTimes
     blocks: tuple[int, ...]
     most_running: int
@@ -74,7 +74,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class DrawnVerdict:
     """What R-workers beside the device came to."""
 
     ratio: float
@@ -83,7 +83,7 @@ class Verdict:
     """Steps of the home lane by mode."""
 
 
-def draw(random: Random, *, most_requests: int = 40, most_tokens: int = 60) -> Case:
+def draw(random: Random, *, most_requests: int = 40, most_tokens: int = 60) -> DrawnCase:
     """A case: few or many requests, of equal or quite different lengths, on a
     device with room for one of them or for most."""
 
@@ -112,10 +112,10 @@ def draw(random: Random, *, most_requests: int = 40, most_tokens: int = 60) -> C
         weights_s, row_s, weights_s * between(0.01, 0.5), (*r_token_s, token_s), between(1e-4, 0.1)
     )
     blocks = (*([each] * num_workers), at_home)
-    return Case(Trace(tuple(requests)), times, blocks, random.choice((4, 16, 64, 64)))
+    return DrawnCase(RequestTrace(tuple(requests)), times, blocks, random.choice((4, 16, 64, 64)))
 
 
-def judge(case: Case, *, error: float = 0.0, random: Random | None = None) -> Verdict:
+def judge(case: DrawnCase, *, error: float = 0.0, random: Random | None = None) -> DrawnVerdict:
     """Run a case both ways.
 
     Args:
@@ -128,12 +128,12 @@ def judge(case: Case, *, error: float = 0.0, random: Random | None = None) -> Ve
     both, control = run(case, predicted, error)
     assert control is not None
     assert len(both.served) == len(alone.served) == len(case.trace.requests)
-    return Verdict(alone.total_s / both.total_s, dict(control.counts.steps))
+    return DrawnVerdict(alone.total_s / both.total_s, dict(control.counts.steps))
 
 
 def run(
-    case: Case, predicted: DrawnTimes | None, error: float = 0.0
-) -> tuple[Outcome, HybridControl | None]:
+    case: DrawnCase, predicted: DrawnTimes | None, error: float = 0.0
+) -> tuple[SimulationOutcome, HybridControl | None]:
     """Run a case; ``predicted``: what the rule is told of times; None: on the
     device alone."""
     clock = [lambda: 0.0]

@@ -18,9 +18,9 @@ from cost_model.hardware import Hardware
 from cost_model.predict import System
 from cost_model.shapes import model_named
 from cost_model.simulate.hybrid import HybridSimulator
-from cost_model.simulate.simulator import Outcome
-from cost_model.simulate.trace import Trace, TracedRequest
-from cost_model.stages import Link, RPart, SPart
+from cost_model.simulate.simulator import SimulationOutcome
+from cost_model.simulate.trace import RequestTrace, TracedRequest
+from cost_model.stages import LinkModel, RPartModel, SPartModel
 from cost_model.workload import TokenCosts, Workload
 from fastdecode.core.config.groups import Batching
 from fastdecode.core.dtype import DType
@@ -47,7 +47,7 @@ _ASKING_S = 0.005
 
 
 @dataclass(frozen=True)
-class Machine:
+class GridMachine:
     """What a grid is of, by the names of the data file."""
 
     model: str = "Llama-3 8B"
@@ -60,9 +60,9 @@ class Machine:
         hardware, spec = Hardware.load(), model_named(self.model)
         costs = TokenCosts(spec, DType.BFLOAT16, "bfloat16")
         return System(
-            SPart.from_gpu(hardware.gpu(self.gpu), 1, costs),
-            RPart.from_cpu(hardware.cpu(self.cpu), costs),
-            Link.from_nic(hardware.nic(self.nic)),
+            SPartModel.from_gpu(hardware.gpu(self.gpu), 1, costs),
+            RPartModel.from_cpu(hardware.cpu(self.cpu), costs),
+            LinkModel.from_nic(hardware.nic(self.nic)),
             num_nics=1,
             costs=costs,
             workload=workload,
@@ -70,7 +70,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class SystemTimes:
+class GridTimes:
     """Step times of a system, the device's attention as if it were an
     R-worker's: ``fastdecode.schedule.times.StepTimes``.
 
@@ -130,7 +130,7 @@ class Cell:
     the device alone would take for them."""
     num_requests: int | None = None
     """None: as many as the whole GPU has room for."""
-    machine: Machine = Machine()
+    machine: GridMachine = GridMachine()
 
     @property
     def device(self) -> HolderId:
@@ -184,7 +184,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Run:
+class GridRun:
     """A cell that was run, one way."""
 
     total_s: float
@@ -225,7 +225,7 @@ class _Clock:
         return choose(known, now, costs, margins)
 
 
-def run(cell: Cell, *, alone: bool, error: float = 0.0, within_s: float = 0.0) -> Run:
+def run(cell: Cell, *, alone: bool, error: float = 0.0, within_s: float = 0.0) -> GridRun:
     """Run a cell.
 
     Args:
@@ -236,7 +236,7 @@ def run(cell: Cell, *, alone: bool, error: float = 0.0, within_s: float = 0.0) -
         within_s: in which requests come.
     """
     trace = _trace(cell, within_s)
-    times = SystemTimes(cell.system, cell.device)
+    times = GridTimes(cell.system, cell.device)
     away = 0 if alone else cell.away_blocks
     blocks = (*([away] * cell.num_r_workers), cell.home_blocks)
     clock = _Clock()
@@ -258,7 +258,7 @@ def run(cell: Cell, *, alone: bool, error: float = 0.0, within_s: float = 0.0) -
 
 def steady(cell: Cell) -> Steady:
     """The most that R-workers add, with as many sequences away as there are."""
-    times, system = SystemTimes(cell.system, cell.device), cell.system
+    times, system = GridTimes(cell.system, cell.device), cell.system
     load = system.attended_tokens
     num_all = len(cell.requests)
     num_home = max(1, int(num_all / cell.demand))
@@ -285,17 +285,17 @@ def steady(cell: Cell) -> Steady:
     return best
 
 
-def _trace(cell: Cell, within_s: float) -> Trace:
+def _trace(cell: Cell, within_s: float) -> RequestTrace:
     if not within_s:
-        return Trace(cell.requests)
+        return RequestTrace(cell.requests)
     rate = len(cell.requests) / within_s
     at_s = arrivals(len(cell.requests), rate, 1.0, seed=cell.context)
     pairs = zip(cell.requests, at_s, strict=True)
-    return Trace(tuple(replace(request, arrival=at) for request, at in pairs))
+    return RequestTrace(tuple(replace(request, arrival=at) for request, at in pairs))
 
 
 def _scheduler(
-    cell: Cell, times: SystemTimes, blocks: tuple[int, ...], clock: _Clock, error: float | None
+    cell: Cell, times: GridTimes, blocks: tuple[int, ...], clock: _Clock, error: float | None
 ) -> ContinuousScheduler:
     """As the engine makes it; ``error`` None: for the device alone."""
     hybrid = None
@@ -319,10 +319,10 @@ def _scheduler(
     return make_scheduler(ScheduleOptions(batching), blocks, _BLOCK, times, hybrid=hybrid)
 
 
-def _result(outcome: Outcome, control: HybridControl | None) -> Run:
+def _result(outcome: SimulationOutcome, control: HybridControl | None) -> GridRun:
     tokens = sum(each.traced.num_output_tokens for each in outcome.served)
     tpots = sorted(each.tpot_s for each in outcome.served if each.tpot_s is not None)
-    return Run(
+    return GridRun(
         outcome.total_s,
         tokens / outcome.total_s,
         tpots[len(tpots) // 2],

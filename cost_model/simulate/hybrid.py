@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cost_model.simulate.simulator import Outcome, Simulator
-from cost_model.simulate.trace import Trace
+from cost_model.simulate.simulator import SimulationOutcome, Simulator
+from cost_model.simulate.trace import RequestTrace
 from fastdecode.core.holders import HolderId
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.life.events import Regrouped, Run
@@ -51,7 +51,7 @@ class HybridSimulator(Simulator):
 
     def __init__(
         self,
-        trace: Trace,
+        trace: RequestTrace,
         scheduler: ContinuousScheduler,
         times: StepTimes,
         device: HolderId,
@@ -75,7 +75,7 @@ class HybridSimulator(Simulator):
         """The virtual time."""
         return self._now_s
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationOutcome:
         """Run the trace to its end."""
         while self._unserved or self._coming:
             self._arrive()

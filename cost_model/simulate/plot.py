@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from cost_model.simulate.simulator import Outcome
+from cost_model.simulate.simulator import SimulationOutcome
 from fastdecode.core.errors import ConfigError
 
 
-def plot(outcomes: Mapping[str, Outcome], path: Path) -> None:
+def plot(outcomes: Mapping[str, SimulationOutcome], path: Path) -> None:
     """Draw one column a mode: the load above; below, what a step takes, and the
     S-part's and the R-part's share in it.
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from cost_model.quantities import times_text
-from cost_model.simulate.simulator import Outcome
+from cost_model.simulate.simulator import SimulationOutcome
 
 _PERCENTILES = (50, 90, 99)
 
 
-def summarise(outcome: Outcome) -> dict[str, Any]:
+def summarise(outcome: SimulationOutcome) -> dict[str, Any]:
     """What a run gave. Seconds of virtual time; shares of its whole length; tokens of load."""
     steps, total_s = outcome.steps, max(outcome.total_s, 1e-12)
     num_output_tokens = sum(served.traced.num_output_tokens for served in outcome.served)
@@ -38,7 +38,7 @@ def summarise(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def as_json(outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
+def as_json(outcomes: Mapping[str, SimulationOutcome]) -> dict[str, Any]:
     """Each mode's summary, and its steps as columns."""
     return {
         "modes": {
@@ -59,7 +59,7 @@ def as_json(outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
     }
 
 
-def as_text(outcomes: Mapping[str, Outcome]) -> str:
+def as_text(outcomes: Mapping[str, SimulationOutcome]) -> str:
     """The modes side by side."""
     summaries = {mode: summarise(outcome) for mode, outcome in outcomes.items()}
     rows = [

@@ -19,7 +19,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from functools import cache
 
-from cost_model.simulate.trace import Trace, TracedRequest
+from cost_model.simulate.trace import RequestTrace, TracedRequest
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.holders import Part, PartId, Residence
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
@@ -87,7 +87,7 @@ class SimulatedRWorker:
 
 
 @dataclass(frozen=True)
-class Step:
+class SimulatedStep:
     """One round: a step of every lane."""
 
     started_s: float
@@ -124,11 +124,11 @@ class ServedRequest:
 
 
 @dataclass
-class Outcome:
+class SimulationOutcome:
     """A simulated run."""
 
     num_r_workers: int
-    steps: list[Step] = field(default_factory=list)
+    steps: list[SimulatedStep] = field(default_factory=list)
     served: list[ServedRequest] = field(default_factory=list)
     """In order of their end."""
     num_refused: int = 0
@@ -149,7 +149,7 @@ class Simulator:
 
     def __init__(
         self,
-        trace: Trace,
+        trace: RequestTrace,
         scheduler: ContinuousScheduler,
         times: StepTimes,
         *,
@@ -170,9 +170,9 @@ class Simulator:
         self._now_s = 0.0
         self._step = 0.0
         """Rounds so far, and those slept through until an arrival."""
-        self.outcome = Outcome(len(worker_blocks))
+        self.outcome = SimulationOutcome(len(worker_blocks))
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationOutcome:
         """Run the trace to its end."""
         while self._unserved or self._coming:
             self._arrive()
@@ -270,7 +270,7 @@ class Simulator:
         is_over = sequence.num_generated + 1 == served.traced.num_output_tokens
         return Drawn(sequence, 0, "stop" if is_over else None)
 
-    def _timed(self, lanes: list[tuple[Chunk, ...]]) -> Step:
+    def _timed(self, lanes: list[tuple[Chunk, ...]]) -> SimulatedStep:
         """How long a round takes, and who is busy for how long."""
         s_parts: list[float] = []
         slowest_lane_s = 0.0
@@ -289,7 +289,7 @@ class Simulator:
             busy_s = [busy + r_part for busy, r_part in zip(busy_s, r_parts, strict=True)]
             num_tokens += lane_tokens
             load_tokens += sum(loads)
-        return Step(
+        return SimulatedStep(
             started_s=self._now_s,
             step_s=max(sum(s_parts), max(busy_s), slowest_lane_s),
             s_part_s=sum(s_parts),

@@ -41,7 +41,7 @@ class TracedRequest:
 
 
 @dataclass(frozen=True)
-class Trace:
+class RequestTrace:
     """Requests in order of arrival."""
 
     requests: tuple[TracedRequest, ...]
@@ -53,7 +53,7 @@ class Trace:
         return sum(request.num_output_tokens for request in self.requests) / len(self.requests)
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: Path) -> RequestTrace:
     """Read a trace file.
 
     Raises:
@@ -67,7 +67,7 @@ def read_trace(path: Path) -> Trace:
         raise ConfigError(f"can't read the trace {path}: {error.strerror}") from None
 
 
-def parse_trace(lines: Iterable[bytes], name: str) -> Trace:
+def parse_trace(lines: Iterable[bytes], name: str) -> RequestTrace:
     """See ``read_trace``. ``name`` is what errors call the file."""
     requests: list[TracedRequest] = []
     units: set[ArrivalUnit] = set()
@@ -85,7 +85,7 @@ def parse_trace(lines: Iterable[bytes], name: str) -> Trace:
         raise ConfigError(
             f"{name} says arrival_s in some lines and arrival_step in others: choose one"
         )
-    return Trace(tuple(sorted(requests, key=lambda request: request.arrival)), *units)
+    return RequestTrace(tuple(sorted(requests, key=lambda request: request.arrival)), *units)
 
 
 def _parse_line(line: bytes, where: str, units: set[ArrivalUnit]) -> TracedRequest:

@@ -39,7 +39,7 @@ class TracedTurn:
 
 
 @dataclass
-class Totals:
+class TurnTotals:
     """Of all turns. Tokens, unless something else is said."""
 
     num_turns: int = 0
@@ -68,7 +68,7 @@ class _Conversation:
     """When it was last active."""
 
 
-class Tiers:
+class TierSimulator:
     """See the module.
 
     Args:
@@ -104,7 +104,7 @@ class Tiers:
         self.rows: list[Row] = []
         """``[t,"run",id,restored,recomputed,prompt,output]``,
         ``[t,"swap_out",id,n]``, ``[t,"drop",id,n]``, in tokens."""
-        self.totals = Totals()
+        self.totals = TurnTotals()
 
     def run(self, turn: TracedTurn) -> None:
         """A turn comes, and is over.
@@ -269,7 +269,7 @@ def _number(seconds: float) -> int | float:
     return int(seconds) if seconds == int(seconds) else seconds
 
 
-def as_json(played: Mapping[str, Tiers]) -> dict[str, Any]:
+def as_json(played: Mapping[str, TierSimulator]) -> dict[str, Any]:
     """Policy → its rows and totals."""
     return {
         name: {"rows": tiers.rows, **asdict(tiers.totals), "hit_share": tiers.totals.hit_share}
@@ -277,7 +277,7 @@ def as_json(played: Mapping[str, Tiers]) -> dict[str, Any]:
     }
 
 
-def as_text(played: Mapping[str, Tiers]) -> str:
+def as_text(played: Mapping[str, TierSimulator]) -> str:
     """A line a policy."""
     lines = [
         "policy       hits   restored   recomputed   moved down      dropped   recompute cost",

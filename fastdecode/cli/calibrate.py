@@ -237,7 +237,7 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
 def run_calibrate_net(args: argparse.Namespace) -> int:
     """Measure the way to the first R-worker of this MPI job. Returns the exit code."""
     from cost_model.shapes import read_model
-    from cost_model.stages import Link
+    from cost_model.stages import LinkModel
     from fastdecode.core.doubts import doubts
     from fastdecode.core.host.machine import this_machine
     from fastdecode.core.measurement import NetProfile, write_profile
@@ -271,7 +271,7 @@ def run_calibrate_net(args: argparse.Namespace) -> int:
     )
     _warn(doubts(profile))
     write_profile(args.out, profile)
-    link = Link.from_profile(profile)
+    link = LinkModel.from_profile(profile)
     tell(
         f"  round trip {seconds_text(link.round_trip_s)}, {link.bytes_per_s / 1e9:.3g} GB/s each "
         f"way, a message costs the S-worker's thread {seconds_text(link.message_s)}"

@@ -163,7 +163,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     from cost_model.plans.plot import check_plot
     from cost_model.simulate.plot import plot
     from cost_model.simulate.report import as_json, as_text
-    from cost_model.simulate.simulator import Outcome, Simulator
+    from cost_model.simulate.simulator import SimulationOutcome, Simulator
     from cost_model.simulate.trace import read_trace
     from fastdecode.schedule.modes import make_scheduler
 
@@ -175,7 +175,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     worker_blocks = _worker_blocks(args)
     modes = _names(args.schedule, MODES, "--schedule")
     trace = read_trace(args.trace)
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, SimulationOutcome] = {}
     for mode in modes:
         options = _options(args, mode, round(trace.mean_output_tokens))
         scheduler = make_scheduler(options, worker_blocks, args.block_size, times)
@@ -201,7 +201,7 @@ def run_simulate(args: argparse.Namespace) -> int:
 
 def _run_turns(args: argparse.Namespace) -> int:
     """Play turns with every policy and print what it came to."""
-    from cost_model.simulate.turns import Tiers, as_json, as_text, read_turns
+    from cost_model.simulate.turns import TierSimulator, as_json, as_text, read_turns
     from fastdecode.schedule.cache.costs import FLAT_TO_HALF
     from fastdecode.schedule.cache.retention import policy_of
 
@@ -214,7 +214,7 @@ def _run_turns(args: argparse.Namespace) -> int:
         raise ConfigError("--instant is about one R-worker: leave --r-workers out")
     turns, played = read_turns(args.trace), {}
     for name in _names(args.cache_policy, CACHE_POLICIES, "--cache-policy"):
-        played[name] = tiers = Tiers(
+        played[name] = tiers = TierSimulator(
             policy_of(name, args.block_size),
             num_blocks * args.block_size,
             args.lower_kv_tokens,

@@ -12,14 +12,14 @@ from datetime import datetime
 from hashlib import blake2b
 from typing import Protocol
 
-from fastdecode.conversations.history import History, Step
+from fastdecode.conversations.history import History, HistoryStep
 from fastdecode.core.errors import FastDecodeError, RequestError
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Limits:
+class ConversationLimits:
     """How many conversations there may be, and for how long."""
 
     most: int = 10_000
@@ -46,7 +46,7 @@ class TurnStore(Protocol):
         """Conversations by their ids, and the digests of ids that are over."""
 
     def append(
-        self, conversation_id: str, name: str, history: History, step: Step, now_s: float
+        self, conversation_id: str, name: str, history: History, step: HistoryStep, now_s: float
     ) -> None: ...
     def forget(self, conversation_ids: Sequence[str]) -> None: ...
     def close(self) -> None: ...
@@ -65,14 +65,14 @@ class Conversations:
 
     def __init__(
         self,
-        limits: Limits | None = None,
+        limits: ConversationLimits | None = None,
         store: TurnStore | None = None,
         clock: Callable[[], float] = time.time,
         now: Callable[[], datetime] = lambda: datetime.now().replace(microsecond=0),
     ) -> None:
         self._now = now
         self._lock = threading.Lock()
-        self._limits = limits or Limits()
+        self._limits = limits or ConversationLimits()
         self._store = store
         self._clock = clock
         # Those idle for longest come first.
@@ -110,7 +110,7 @@ class Conversations:
         conversation_id: str,
         name: str,
         history: History,
-        step: Step | None = None,
+        step: HistoryStep | None = None,
         salt: str = "",
     ) -> None:
         """A turn that began is over.

@@ -36,7 +36,7 @@ class Spelled:
 
 
 @dataclass(frozen=True)
-class Step:
+class HistoryStep:
     """What one turn has added to a conversation."""
 
     num_kept: int
@@ -60,7 +60,7 @@ class History:
     messages: tuple[Message, ...] = ()
     spelled: Spelled | None = None
 
-    def then(self, step: Step) -> History:
+    def then(self, step: HistoryStep) -> History:
         """With one turn more."""
         token_ids = array("i", self.token_ids[: step.num_kept])
         token_ids.extend(step.token_ids)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from fastdecode.conversations.conversations import Conversations, Limits
+from fastdecode.conversations.conversations import ConversationLimits, Conversations
 from fastdecode.conversations.inspection import FILE
 from fastdecode.conversations.turn_log import TurnLog, identity_of
 from fastdecode.core.config.options import check_options, option
@@ -34,7 +34,7 @@ class Keeping:
         metavar="S",
     )
     max_conversations: int = option(
-        Limits().most,
+        ConversationLimits().most,
         "most conversations; beyond it the longest idle ones end",
         low=1,
         high=1 << 40,
@@ -54,7 +54,7 @@ class Keeping:
     def open(self, model: Path) -> Conversations:
         """Raises ConfigError: the directory can't be used, or another process
         uses it."""
-        limits = Limits(self.max_conversations, self.conversation_ttl_s)
+        limits = ConversationLimits(self.max_conversations, self.conversation_ttl_s)
         if self.conversations is None:
             return Conversations(limits)
         directory = Path(self.conversations)

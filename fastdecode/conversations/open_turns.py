@@ -13,7 +13,7 @@ from typing import TypeVar
 from fastdecode.conversations.conversations import Conversations
 from fastdecode.conversations.history import History
 from fastdecode.conversations.talk import BegunTurn
-from fastdecode.conversations.turns import Asked, Turn, after_a_failed_turn
+from fastdecode.conversations.turns import Turn, TurnPrompt, after_a_failed_turn
 from fastdecode.core.delta import Delta, OutputFold
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import Completion, PromptRequest
@@ -97,7 +97,7 @@ class OpenTurn:
         self._history = self._turns.act(begin)
         return asyncio.wrap_future(self._history)
 
-    def asks(self, history: History, asked: Asked) -> PromptRequest:
+    def asks(self, history: History, asked: TurnPrompt) -> PromptRequest:
         """The request that it is, once its prompt has been made."""
         self._begun = BegunTurn(self.turn, history, asked)
         return self._begun.request

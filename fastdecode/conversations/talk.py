@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from fastdecode.conversations.conversations import Conversations
 from fastdecode.conversations.history import History
-from fastdecode.conversations.turns import Asked, Turn, after_a_failed_turn
+from fastdecode.conversations.turns import Turn, TurnPrompt, after_a_failed_turn
 from fastdecode.core.errors import CapacityError, FastDecodeError, RequestError
 from fastdecode.core.sequence import Completion, PromptRequest, RequestOutput
 
@@ -20,7 +20,7 @@ class BegunTurn:
     turn: Turn
     history: History
     """Before it."""
-    asked: Asked
+    asked: TurnPrompt
 
     @property
     def request(self) -> PromptRequest:

@@ -29,7 +29,7 @@ from typing import Any
 
 from fastdecode.conversations.compaction import leave_nothing_beside, written_anew
 from fastdecode.conversations.conversations import Kept, digest_of
-from fastdecode.conversations.history import History, Spelled, Step
+from fastdecode.conversations.history import History, HistoryStep, Spelled
 from fastdecode.conversations.records import (
     ERASED,
     HEAD,
@@ -70,7 +70,7 @@ class LoggedTurn:
     begun: datetime
     at_s: float
     """When it was over, in seconds since 1970."""
-    step: Step
+    step: HistoryStep
 
 
 def read_turn(payload: bytes) -> LoggedTurn:
@@ -80,7 +80,7 @@ def read_turn(payload: bytes) -> LoggedTurn:
     about = json.loads(payload[4 : 4 + num_said])
     tokens = array("i", payload[4 + num_said :])
     spelled = None if about["spelled"] is None else _from_json(about["spelled"])
-    step = Step(about["kept"], tuple(tokens), tuple(about["messages"]), spelled)
+    step = HistoryStep(about["kept"], tuple(tokens), tuple(about["messages"]), spelled)
     begun = datetime.fromisoformat(about["begun"])
     return LoggedTurn(about["id"], about["turn"], begun, about["at"], step)
 
@@ -149,7 +149,7 @@ class TurnLog:
         return found, self._over
 
     def append(
-        self, conversation_id: str, name: str, history: History, step: Step, now_s: float
+        self, conversation_id: str, name: str, history: History, step: HistoryStep, now_s: float
     ) -> None:
         """A conversation has had a turn.
 

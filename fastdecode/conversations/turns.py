@@ -15,7 +15,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from fastdecode.conversations.history import History, Spelled, Step
+from fastdecode.conversations.history import History, HistoryStep, Spelled
 from fastdecode.core.errors import FastDecodeError, Given, RequestError
 from fastdecode.core.sequence import (
     SHARED,
@@ -33,14 +33,14 @@ MAX_ID_CHARS = 1024
 
 
 @dataclass(frozen=True)
-class Asked:
+class TurnPrompt:
     """A turn's prompt."""
 
     token_ids: tuple[int, ...]
     """From the conversation's first token on."""
     num_past: int
     """Of them, those that are its history's."""
-    answered: Callable[[Completion], Step]
+    answered: Callable[[Completion], HistoryStep]
     """What the turn adds to the conversation, once it has been answered."""
     text: str | None = None
     """What the turn's prompt was given as, if that is text."""
@@ -49,7 +49,7 @@ class Asked:
 class Prompter(Protocol):
     """Makes a turn's prompt."""
 
-    def __call__(self, history: History) -> Asked:
+    def __call__(self, history: History) -> TurnPrompt:
         """Raises RequestError: there is no such turn after this history."""
 
 
@@ -131,7 +131,7 @@ class PromptTurn:
     prompt: Prompt
     codec: TextCodec
 
-    def __call__(self, history: History) -> Asked:
+    def __call__(self, history: History) -> TurnPrompt:
         if history.messages:
             raise _mixed("a chat", "messages")
         new = check_prompt(self.prompt)
@@ -140,11 +140,11 @@ class PromptTurn:
         token_ids = (*history.token_ids, *new)
         num_past = len(history.token_ids)
 
-        def answered(completion: Completion) -> Step:
-            return Step(num_past, (*token_ids[num_past:], *completion.token_ids))
+        def answered(completion: Completion) -> HistoryStep:
+            return HistoryStep(num_past, (*token_ids[num_past:], *completion.token_ids))
 
         text = self.prompt if isinstance(self.prompt, str) else None
-        return Asked(token_ids, num_past, answered, text)
+        return TurnPrompt(token_ids, num_past, answered, text)
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class ChatTurn:
     add_generation_prompt: bool = True
     variables: Mapping[str, Any] = field(default_factory=dict)
 
-    def __call__(self, history: History) -> Asked:
+    def __call__(self, history: History) -> TurnPrompt:
         if history.token_ids and not history.messages:
             raise _mixed("prompts", "a prompt")
         text = self.template.render(
@@ -171,14 +171,14 @@ class ChatTurn:
         new = self.codec.encode(text if rest is None else rest, add_special_tokens=False)
         token_ids = (*past, *new)
 
-        def answered(completion: Completion) -> Step:
+        def answered(completion: Completion) -> HistoryStep:
             spelled = _spelled(self.codec, token_ids, text, completion)
             answer = {"role": "assistant", "content": completion.text}
             added = (*new, *completion.token_ids)
             # Whoever has given the messages may change them.
-            return Step(len(past), added, (*deepcopy(self.messages), answer), spelled)
+            return HistoryStep(len(past), added, (*deepcopy(self.messages), answer), spelled)
 
-        return Asked(token_ids, len(past), answered)
+        return TurnPrompt(token_ids, len(past), answered)
 
 
 def _spelled(

@@ -22,15 +22,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fastdecode.conversations.conversations import Conversations, Limits
+from fastdecode.conversations.conversations import ConversationLimits, Conversations
 from fastdecode.conversations.history import History
 from fastdecode.conversations.turn_log import TurnLog
 from fastdecode.conversations.turns import (
-    Asked,
     ChatTurn,
     Prompter,
     PromptTurn,
     Turn,
+    TurnPrompt,
     after_a_failed_turn,
 )
 from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, RequestError
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from fastdecode.engine.llm import LLM
 
 
-KEEP_ALL = Limits(most=1 << 62)
+KEEP_ALL = ConversationLimits(most=1 << 62)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class JobResult:
 
 
 @dataclass(frozen=True)
-class Rules:
+class AnswerRules:
     """What a job's answers depend on beside its lines."""
 
     seed_of: Callable[[LineId, int], int]
@@ -113,7 +113,7 @@ class BatchJob:
         self,
         path: Path,
         lines: LineFormat,
-        rules: Rules,
+        rules: AnswerRules,
         found: Survey,
         output: Output,
         recovered: Recovered,
@@ -362,6 +362,6 @@ class BatchJob:
         self._output.append(place, prompt, answer)
 
 
-def _refuse_later_turn(history: History) -> Asked:
+def _refuse_later_turn(history: History) -> TurnPrompt:
     """The prompt of a turn that comes after one that has failed."""
     raise after_a_failed_turn()

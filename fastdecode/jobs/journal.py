@@ -132,7 +132,7 @@ class Journal:
         )
 
 
-class Held:
+class HeldOutput:
     """An output that this process holds and no other; let go of it, or make a
     ``Journal`` of its ``fd``."""
 
@@ -191,7 +191,7 @@ class Held:
         os.close(self.fd)
 
 
-def hold(path: Path) -> Held:
+def hold(path: Path) -> HeldOutput:
     """Open and lock an output; make an empty one if there is none.
 
     Raises:
@@ -210,7 +210,7 @@ def hold(path: Path) -> Held:
             os.close(fd)
             raise
         if _is_still(path, fd):
-            return Held(path, fd, is_new=is_new)
+            return HeldOutput(path, fd, is_new=is_new)
         os.close(fd)  # whoever held it has put another file in its place, or taken it away
 
 

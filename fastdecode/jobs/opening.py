@@ -20,8 +20,8 @@ from fastdecode.core.files import check_paths
 from fastdecode.core.model.checkpoint import check_model, open_checkpoint
 from fastdecode.core.model.identity import identify
 from fastdecode.core.sequence import SamplingParams
-from fastdecode.jobs.job import BatchJob, Rules
-from fastdecode.jobs.journal import Held, Journal, Recovered, hold
+from fastdecode.jobs.job import AnswerRules, BatchJob
+from fastdecode.jobs.journal import HeldOutput, Journal, Recovered, hold
 from fastdecode.jobs.line_format import LineFormat
 from fastdecode.jobs.manifest import Manifest, identify_model, new_manifest, seed_of
 from fastdecode.jobs.openai_lines import OpenAILines
@@ -124,7 +124,7 @@ def open_job(options: JobOptions, config: EngineConfig, tell: Callable[[str], No
         sync_s=options.sync_s,
         before_sync=(lambda: None) if turns is None else turns.sync,
     )
-    rules = Rules(manifest.seed_of, template, manifest.date)
+    rules = AnswerRules(manifest.seed_of, template, manifest.date)
     return BatchJob(options.input, lines, rules, found, journal, recovered, turns, session)
 
 
@@ -140,7 +140,7 @@ def _format(
 
 
 def _session(
-    options: JobOptions, config: EngineConfig, held: Held, recovered: Recovered
+    options: JobOptions, config: EngineConfig, held: HeldOutput, recovered: Recovered
 ) -> JobSession | None:
     """That of R-workers at addresses, which outlive the job; None: there are none."""
     addresses = config.cluster.r_worker_addresses
@@ -165,7 +165,7 @@ def _turns_path(output: Path) -> Path:
 
 
 def _turns(
-    options: JobOptions, model: Path, held: Held, recovered: Recovered, *, are_wanted: bool
+    options: JobOptions, model: Path, held: HeldOutput, recovered: Recovered, *, are_wanted: bool
 ) -> TurnLog | None:
     """What the conversations among the lines have come to, of those that are
     answered; None: there are none. What another run has left is thrown away with
@@ -204,7 +204,9 @@ def open_ordered_job(
     check_paths(options.input, output=options.output)
     lines = SimpleLines(SamplingParams(**options.sampling), numbers=False)
     found = _survey(options, model, lines, tell)
-    rules = Rules(partial(seed_of, secrets.randbits(63)), None, datetime.now(), answers_lost=True)
+    rules = AnswerRules(
+        partial(seed_of, secrets.randbits(63)), None, datetime.now(), answers_lost=True
+    )
     return BatchJob(
         options.input, lines, rules, found, OrderedOutput(options.output, on_line), Recovered()
     )
@@ -278,7 +280,7 @@ def _manifest(
 
 
 def _go_on(
-    held: Held, options: JobOptions, manifest: Manifest, lines: LineFormat, found: Survey
+    held: HeldOutput, options: JobOptions, manifest: Manifest, lines: LineFormat, found: Survey
 ) -> Recovered:
     """Begin or resume the output. At no moment stands an old output beside a new manifest."""
     if options.begin == "resume" and not held.is_empty:

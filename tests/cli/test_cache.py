@@ -10,7 +10,7 @@ import pytest
 
 from fastdecode.cli.main import main
 from fastdecode.conversations.conversations import Conversations
-from fastdecode.conversations.history import Step
+from fastdecode.conversations.history import HistoryStep
 from fastdecode.conversations.turn_log import TurnLog
 from fastdecode.core.errors import ConfigError
 
@@ -23,7 +23,7 @@ def log(tmp_path: Path) -> Path:
     some = Conversations(None, store, lambda: 1000.0)
     for whose, added in (("a", (1, 2)), ("gone", (9,)), ("b", (3,)), ("a", (4, 5, 6))):
         before = some.begin(whose)
-        some.end(whose, "", before, Step(len(before.token_ids), added))
+        some.end(whose, "", before, HistoryStep(len(before.token_ids), added))
     some.forget("gone")
     some.close()
     return path

@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 
 from cost_model.goodput.answer import Question, answer
-from cost_model.goodput.hardware import Hardware, batch_tokens
-from cost_model.goodput.placements import Degrees, Pair, Prices
+from cost_model.goodput.hardware import InstanceHardware, batch_tokens
+from cost_model.goodput.placements import Degrees, Pair, PlacementPrices
 from cost_model.goodput.rates import Load, greatest_rate
 from cost_model.goodput.report import as_json, as_text, binds, placement_file
 from cost_model.goodput.search import Search
@@ -17,7 +17,7 @@ from cost_model.goodput.simulator import PrefillSpec, simulate
 from cost_model.goodput.slo import Slo
 from cost_model.goodput.times import FixedTimes, SystemTimes
 from cost_model.goodput.workload import Lengths, drawn
-from cost_model.hardware import Hardware as Catalogue
+from cost_model.hardware import InstanceHardware as Catalogue
 from cost_model.plans.question import Setup
 from cost_model.quantities import round_to
 from cost_model.shapes import model_named
@@ -28,19 +28,19 @@ DRAW = drawn(Lengths(512), Lengths(100), 1.0, 300, seed=0)
 
 
 @cache
-def hardware(model: str = "Llama-2 7B", nodes: int = 1, gpus: int = 2) -> Hardware:
+def hardware(model: str = "Llama-2 7B", nodes: int = 1, gpus: int = 2) -> InstanceHardware:
     catalogue, spec = Catalogue.load(), model_named(model)
     setup = Setup(
         spec, spec.choose_dtype("auto"), "float16", catalogue.gpu("A10"),
         catalogue.cpu("EPYC 7452"), catalogue.nic("100GbE"), Workload(512, 100),
     )  # fmt: skip
-    return Hardware(setup, nodes, gpus, 8, 512.0)
+    return InstanceHardware(setup, nodes, gpus, 8, 512.0)
 
 
 def question(slo: str = "ttft=600ms,tpot=100ms", rate: float = 3.0, **changes: object) -> Question:
     load = Load(DRAW, Slo.parse(slo, 0.9))
     asked = Question(
-        "Llama-2 7B", hardware(), load, rate, "high", 4, "gpu", Prices(), "drawn requests"
+        "Llama-2 7B", hardware(), load, rate, "high", 4, "gpu", PlacementPrices(), "drawn requests"
     )
     return replace(asked, **changes)  # type: ignore[arg-type]
 
@@ -100,7 +100,7 @@ def test_low_affinity_keeps_pairs_together() -> None:
 
 def test_the_cheapest_or_the_fewest_gpus() -> None:
     search = Search(hardware(), question().load, 3.0)
-    by_cost = replace(search, objective="cost", prices=Prices(1.0, 1.0), _found={})
+    by_cost = replace(search, objective="cost", prices=PlacementPrices(1.0, 1.0), _found={})
     one = Degrees(1, 1)
 
     def goodput(sockets: int) -> float:
@@ -109,7 +109,7 @@ def test_the_cheapest_or_the_fewest_gpus() -> None:
     sockets, _ = search.with_sockets(goodput, one, 1)
     assert search.fewest(goodput, one, sockets) == (4, 3.0)
     assert by_cost.with_sockets(goodput, one, 1) == (4, 3.0)
-    dear = replace(by_cost, prices=Prices(1.0, 100.0))
+    dear = replace(by_cost, prices=PlacementPrices(1.0, 100.0))
     assert dear.with_sockets(lambda _: 3.0, one, 1) == (1, 3.0)
 
 

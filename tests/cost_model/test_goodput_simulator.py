@@ -12,7 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_model.goodput.queueing import one_device
-from cost_model.goodput.simulator import DecodeSpec, PrefillSpec, Run, simulate, simulate_colocated
+from cost_model.goodput.simulator import (
+    DecodeSpec,
+    GoodputRun,
+    PrefillSpec,
+    simulate,
+    simulate_colocated,
+)
 from cost_model.goodput.slo import RequestTimes
 from cost_model.goodput.times import FixedTimes, SystemTimes
 from cost_model.hardware import Hardware
@@ -170,6 +176,6 @@ def test_steps_of_a_system_grow_with_contexts() -> None:
 
 def test_the_first_requests_are_not_counted() -> None:
     times = [RequestTimes(float(i), 0.1, None) for i in range(200)]
-    assert len(Run(times).counted()) == 180 and len(Run(times[:100]).counted()) == 100
-    assert Run(times).counted(since_s=90.0)[0].arrived_s == 90
-    assert len(Run(times).counted(since_s=190.0)) == 180, "too few would be left"
+    assert len(GoodputRun(times).counted()) == 180 and len(GoodputRun(times[:100]).counted()) == 100
+    assert GoodputRun(times).counted(since_s=90.0)[0].arrived_s == 90
+    assert len(GoodputRun(times).counted(since_s=190.0)) == 180, "too few would be left"

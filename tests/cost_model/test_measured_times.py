@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from cost_model.goodput.replanning.measured import LinearTimes, StepLog, Totals
+from cost_model.goodput.replanning.measured import InstanceTotals, LinearTimes, StepLog
 
 
 def test_step_times_are_found_in_totals() -> None:
-    rng, log, totals = random.Random(3), StepLog(), {"p": Totals(), "d": Totals()}
+    rng, log, totals = random.Random(3), StepLog(), {"p": InstanceTotals(), "d": InstanceTotals()}
     truth = LinearTimes(2e-3, 1e-4, 1e-7, 3e-4)
     for _ in range(200):
         for name in totals:
@@ -21,7 +21,7 @@ def test_step_times_are_found_in_totals() -> None:
             seconds = (truth.step_s * steps + truth.token_s * tokens + truth.cached_s * load
                        + truth.prompt_s * prompt) * rng.uniform(0.95, 1.05)  # fmt: skip
             was = totals[name]
-            totals[name] = Totals(
+            totals[name] = InstanceTotals(
                 was.steps + steps, was.tokens + tokens, was.load + load,
                 was.prompt_tokens + prompt, was.seconds + seconds,
                 was.fetched_tokens + 100 * (name == "d"), was.fetching_s + 0.5 * (name == "d"),
@@ -38,14 +38,14 @@ def test_step_times_are_found_in_totals() -> None:
 
 
 def test_times_that_vary_widely_are_right_in_sum() -> None:
-    rng, log, totals = random.Random(4), StepLog(), Totals()
+    rng, log, totals = random.Random(4), StepLog(), InstanceTotals()
     log.look("p", totals)
     rows = []
     for number in range(1000):
         prompt = 10 * rng.randint(50, 500) if number % 2 else 0.0
         seconds = (0.2 + 3e-4 * prompt) * rng.choice([0.7, 0.7, 0.7, 1.9])
         rows.append((prompt, seconds))
-        totals = Totals(totals.steps + 10, totals.tokens + 10, totals.load,
+        totals = InstanceTotals(totals.steps + 10, totals.tokens + 10, totals.load,
                         totals.prompt_tokens + prompt, totals.seconds + seconds)  # fmt: skip
         log.look("p", totals)
     found = log.measured()
@@ -63,12 +63,12 @@ def test_totals_that_fall_or_say_too_little_are_none() -> None:
     log = StepLog()
     for steps in (10, 20, 5, 15, *range(16, 33)):  # twenty differences, and one fall
         assert log.measured() is None
-        log.look("p", Totals(steps, steps, 0, steps, steps * 0.1))
+        log.look("p", InstanceTotals(steps, steps, 0, steps, steps * 0.1))
     assert log.measured() is None
-    log.look("p", Totals(33, 33, 0, 33, 3.3))
+    log.look("p", InstanceTotals(33, 33, 0, 33, 3.3))
     found = log.measured()
     assert found is not None and found.num_looks == 20
     only_decode = StepLog()
     for steps in range(60):
-        only_decode.look("d", Totals(steps, steps, 10 * steps, 0, steps * 0.1))
+        only_decode.look("d", InstanceTotals(steps, steps, 10 * steps, 0, steps * 0.1))
     assert only_decode.measured() is None

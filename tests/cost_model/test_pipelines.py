@@ -21,7 +21,7 @@ from cost_model.simulate.pipelines import (
     run_data_parallel,
     run_disaggregated,
 )
-from cost_model.simulate.trace import Trace, TracedRequest
+from cost_model.simulate.trace import RequestTrace, TracedRequest
 from fastdecode.core.errors import ConfigError
 
 CASES = json.loads(Path(__file__).with_name("pipeline_cases.json").read_text())
@@ -125,8 +125,8 @@ def profile_file(tmp_path: Path, **changes: object) -> Path:
     return path
 
 
-def trace(num: int = 48) -> Trace:
-    return Trace(tuple(TracedRequest(100, 1 + index * 7 % 40, 40) for index in range(num)))
+def trace(num: int = 48) -> RequestTrace:
+    return RequestTrace(tuple(TracedRequest(100, 1 + index * 7 % 40, 40) for index in range(num)))
 
 
 def test_best_layouts_are_those_of_all(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_memory_excludes_layouts(tmp_path: Path) -> None:
 
 def test_microbatches_are_there_with_their_last_request() -> None:
     requests = tuple(TracedRequest(9, 1 + i, 9, arrival=float(i)) for i in range(5))
-    assert list(grouped(Trace(requests), 2)) == [
+    assert list(grouped(RequestTrace(requests), 2)) == [
         Microbatch(2, 1.0), Microbatch(4, 3.0), Microbatch(5, 4.0)
     ]  # fmt: skip
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_model.goodput.placements import (
-    Cluster,
     Degrees,
-    Judged,
+    GpuCluster,
     Pair,
+    RatedInstance,
     algorithm_1,
     algorithm_2,
     replicate,
@@ -44,9 +44,9 @@ def test_ties_go_to_fewer_gpus() -> None:
 
 
 def test_three_tenths_are_three_times_a_tenth() -> None:
-    assert replicate(Judged(TP1, 0.1), 0.1 + 0.2).count == 3
-    assert replicate(Judged(TP1, 0.1), 0.31).count == 4
-    assert replicate(Judged(TP1, 5.0), 0.1).count == 1
+    assert replicate(RatedInstance(TP1, 0.1), 0.1 + 0.2).count == 3
+    assert replicate(RatedInstance(TP1, 0.1), 0.31).count == 4
+    assert replicate(RatedInstance(TP1, 5.0), 0.1).count == 1
 
 
 def test_what_meets_no_slo_is_not_placed() -> None:
@@ -61,7 +61,7 @@ def test_equal_to_all_placements_of_up_to_4_gpus(
 ) -> None:
     if nodes * per_node > 4:
         nodes = 1
-    cluster = Cluster(nodes, per_node, heads=12, layers=8)
+    cluster = GpuCluster(nodes, per_node, heads=12, layers=8)
     total = nodes * per_node
     rates = st.integers(0, 40).map(lambda n: n / 4)
     phases = [
@@ -103,6 +103,6 @@ def test_equal_to_all_placements_of_up_to_4_gpus(
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_segments_stay_on_a_node(nodes: int) -> None:
-    for pair in Cluster(nodes, 4, heads=40, layers=40).pairs():
+    for pair in GpuCluster(nodes, 4, heads=40, layers=40).pairs():
         assert pair.segment_gpus <= 4 and pair.pp_cross <= nodes
         assert 40 % pair.prefill.pp == 40 % pair.decode.pp == 0

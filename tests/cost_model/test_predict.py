@@ -12,7 +12,7 @@ from cost_model.closed_forms import required_cpus
 from cost_model.plans.constraints import Promises, gpu_busy_constraints
 from cost_model.predict import LaneTimes, System
 from cost_model.shapes import CONFIGS
-from cost_model.stages import Link, Provenance, RPart, SPart
+from cost_model.stages import LinkModel, Provenance, RPartModel, SPartModel
 from cost_model.workload import TokenCosts, Workload
 from fastdecode.core.dtype import DType
 from fastdecode.core.model.families import read_model_spec
@@ -31,10 +31,10 @@ def ideal_system(
     """The paper's world: constant T(B), R proportional to tokens, a network that takes no time."""
     source = (Provenance.GIVEN, "")
     return System(
-        s=SPart("s", *source, SPEC.num_layers, lambda _: t_of_b, lambda _: 0.0, lambda n: 1e-3 * n,
+        s=SPartModel("s", *source, SPEC.num_layers, lambda _: t_of_b, lambda _: 0.0, lambda n: 1e-3 * n,
                 1e15, 1e12, None, None, 0.1),
-        r=RPart("r", *source, 0.0, 0.0, r_s, r_s / 2, 1e15, 1e15, 2, None, 0.1),
-        link=Link("net", *source, network_bytes_per_s, 0.0, 0.0, 0.1),
+        r=RPartModel("r", *source, 0.0, 0.0, r_s, r_s / 2, 1e15, 1e15, 2, None, 0.1),
+        link=LinkModel("net", *source, network_bytes_per_s, 0.0, 0.0, 0.1),
         num_nics=1,
         costs=TokenCosts(SPEC, DType.FLOAT16, "float16"),
         workload=Workload(0, seq_len),

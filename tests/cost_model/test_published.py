@@ -12,7 +12,7 @@ import pytest
 from cost_model.goodput.placements import Degrees, Pair
 from cost_model.goodput.published.profile import first_stage_ms, published_model, published_models
 from cost_model.goodput.published.search import (
-    Asked,
+    SearchQuestion,
     best_placement,
     colocated_goodput,
     is_runnable,
@@ -71,8 +71,8 @@ def test_equal_to_the_authors(case: dict[str, Any]) -> None:
     assert [tpot_s * 1e3 for tpot_s in tpots] == pytest.approx(case["tpot_ms"], abs=1e-6)
 
 
-def asked(case: dict[str, Any]) -> Asked:
-    return Asked(
+def asked(case: dict[str, Any]) -> SearchQuestion:
+    return SearchQuestion(
         case["unit_gaps"],
         [(prompt, output) for prompt, output in case["lengths"]],
         Slo(case["ttft_s"], case["tpot_s"], 0.9),

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_model.goodput.replanning.asking import (
-    Question,
+    RoleQuestion,
     judged_from_json,
     judged_to_json,
     main,
@@ -29,16 +29,16 @@ from cost_model.goodput.replanning.roles import (
     Alike,
     Comes,
     Judge,
-    Judged,
+    JudgedRoles,
     Roles,
     simulation_of,
 )
-from cost_model.goodput.replanning.traffic import Seen, traffic
-from cost_model.goodput.replanning.watch import Rules, Watch
+from cost_model.goodput.replanning.traffic import FinishedRequest, traffic
+from cost_model.goodput.replanning.traffic_watch import TrafficWatch, WatchRules
 from cost_model.goodput.simulator import (
     DecodeSpec,
+    GoodputRun,
     PrefillSpec,
-    Run,
     simulate,
     simulate_colocated,
 )
@@ -48,8 +48,8 @@ from fastdecode.core.config.instances import InstanceRole
 from fastdecode.schedule.role_changes import role_changes
 
 SLO = Slo(1.0, 0.05)
-RULES = Rules()
-STAY = Judged(Roles(1, 1), 1.0, Roles(1, 1), 1.0, 0.0, 2)
+RULES = WatchRules()
+STAY = JudgedRoles(Roles(1, 1), 1.0, Roles(1, 1), 1.0, 0.0, 2)
 
 
 def requests(
@@ -73,8 +73,8 @@ class Day:
         self,
         asked: Sequence[tuple[float, int, int]],
         times: Sequence[RequestTimes] | None = None,
-        judge: Callable[[object], Judged | None] = lambda due: STAY,
-        rules: Rules = RULES,
+        judge: Callable[[object], JudgedRoles | None] = lambda due: STAY,
+        rules: WatchRules = RULES,
         every_s: float = 10.0,
         change: Callable[[Roles], None] = lambda best: None,
     ) -> None:
@@ -85,9 +85,9 @@ class Day:
         told = []
         for (at_s, prompt, output), each in zip(asked, seen, strict=True):
             over_s = at_s + each.ttft_s + (each.tpot_s or 0.0) * (output - 1)
-            told += [(at_s, 0, None), (over_s, 1, Seen(each, prompt, output))]
+            told += [(at_s, 0, None), (over_s, 1, FinishedRequest(each, prompt, output))]
         told.sort(key=lambda one: one[:2])
-        watch, next_s = Watch(SLO, rules, 0.0), 0.0
+        watch, next_s = TrafficWatch(SLO, rules, 0.0), 0.0
         for now_s, _, over in told:
             while next_s <= now_s:
                 self._look(watch, next_s, judge)
@@ -97,7 +97,9 @@ class Day:
             else:
                 watch.over(now_s, over)
 
-    def _look(self, watch: Watch, now_s: float, judge: Callable[[object], Judged | None]) -> None:
+    def _look(
+        self, watch: TrafficWatch, now_s: float, judge: Callable[[object], JudgedRoles | None]
+    ) -> None:
         due = watch.due(now_s)
         if due is None:
             return
@@ -112,7 +114,7 @@ class Day:
 
 def test_traffic_is_what_was_drawn() -> None:
     asked = requests(10_000, 5.0, cv=2.0, prompt=300, output=40)
-    over = [Seen(RequestTimes(at, 0.5, 0.01), p, o) for at, p, o in asked]
+    over = [FinishedRequest(RequestTimes(at, 0.5, 0.01), p, o) for at, p, o in asked]
     found = traffic([at for at, _, _ in asked], over, SLO, asked[-1][0])
     for name, value in (("rate", 5.0), ("cv", 2.0), ("prompts", 300.0), ("outputs", 40.0)):
         estimate = getattr(found, name)
@@ -127,7 +129,7 @@ def test_errors_are_those_of_many_windows(cv: float) -> None:
     found = []
     for seed in range(400):
         asked = requests(300, 1.0, cv=cv, seed=seed)
-        over = [Seen(RequestTimes(at, 0.5, 0.01), p, o) for at, p, o in asked]
+        over = [FinishedRequest(RequestTimes(at, 0.5, 0.01), p, o) for at, p, o in asked]
         found.append(traffic([at for at, _, _ in asked], over, SLO, asked[-1][0]))
     for name in ("rate", "prompts", "outputs"):
         values = [getattr(each, name).value for each in found]
@@ -145,7 +147,7 @@ def test_a_shift_is_seen_within_a_window(more: dict[str, float], word: str) -> N
     end_s = before[-1][0] + 1.0
     options = {"rate": 1.0, "seed": 2, **more}
     after = [(at + end_s, p, o) for at, p, o in requests(3600, **options)]  # type: ignore[arg-type]
-    rules = Rules(period_s=1e6)
+    rules = WatchRules(period_s=1e6)
     day = Day([*before, *after], rules=rules)
     assert [reason for at, reason in day.reasons if at < end_s] == ["the first window is full"]
     at_s, reason = next(each for each in day.reasons if each[0] >= end_s)
@@ -157,14 +159,14 @@ def test_too_few_keep_the_slo() -> None:
     asked = requests(2000, 1.0)
     late = [RequestTimes(at, 2.0 if at > 1000 and i % 4 == 0 else 0.1, 0.01)
             for i, (at, _, _) in enumerate(asked)]  # fmt: skip
-    day = Day(asked, late, rules=Rules(period_s=1e6))
+    day = Day(asked, late, rules=WatchRules(period_s=1e6))
     (_, first), (at_s, second), *_ = day.reasons
     assert first.startswith("the first window") and 1000 < at_s < 1600
     assert "keep the SLO, not 90%" in second
 
 
 def test_a_period_and_the_time_after_a_look() -> None:
-    rules = Rules(period_s=1000.0, cool_down_s=700.0)
+    rules = WatchRules(period_s=1000.0, cool_down_s=700.0)
     times = [at for at, _ in Day(requests(6000, 1.0, cv=0.5), rules=rules).reasons]
     assert len(times) >= 4
     assert all(1000 <= after - before <= 1060 for before, after in itertools.pairwise(times))
@@ -176,8 +178,8 @@ def test_a_period_and_the_time_after_a_look() -> None:
     assert len(times) > 3
 
 
-def better(best: Roles, gain: float = 1.0) -> Judged:
-    return Judged(Roles(2, 2), 1.0, best, 2.0, gain, 3)
+def better(best: Roles, gain: float = 1.0) -> JudgedRoles:
+    return JudgedRoles(Roles(2, 2), 1.0, best, 2.0, gain, 3)
 
 
 @pytest.mark.parametrize(
@@ -191,8 +193,10 @@ def better(best: Roles, gain: float = 1.0) -> Judged:
     ],
     ids=["two alike", "one", "two others", "too little", "nothing known"],
 )
-def test_two_windows_are_to_want_the_same(answers: list[Judged | None], applied: list[int]) -> None:
-    asked, rules = iter(answers), Rules(period_s=100.0, cool_down_s=100.0, window_s=50.0)
+def test_two_windows_are_to_want_the_same(
+    answers: list[JudgedRoles | None], applied: list[int]
+) -> None:
+    asked, rules = iter(answers), WatchRules(period_s=100.0, cool_down_s=100.0, window_s=50.0)
     day = Day(requests(6000, 5.0), judge=lambda due: next(asked, STAY), rules=rules)
     assert day.applied == [day.reasons[i][0] for i in applied]
     for one, another in itertools.pairwise(at for at, _ in day.reasons):
@@ -202,10 +206,10 @@ def test_two_windows_are_to_want_the_same(answers: list[Judged | None], applied:
 
 
 def test_what_could_not_be_looked_at_is_looked_at_soon() -> None:
-    asked, watch = requests(200, 1.0), Watch(SLO, RULES, 0.0)
+    asked, watch = requests(200, 1.0), TrafficWatch(SLO, RULES, 0.0)
     for at_s, prompt, output in asked:
         watch.arrived(at_s)
-        watch.over(at_s, Seen(RequestTimes(at_s, 0.1, 0.01), prompt, output))
+        watch.over(at_s, FinishedRequest(RequestTimes(at_s, 0.1, 0.01), prompt, output))
     now_s = max(asked[-1][0], RULES.window_s)
     due = watch.due(now_s)
     assert due is not None and watch.due(now_s + RULES.window_s) is None
@@ -218,7 +222,7 @@ def test_what_could_not_be_looked_at_is_looked_at_soon() -> None:
 
 
 def test_no_requests_are_nothing_to_judge_by() -> None:
-    watch = Watch(SLO, Rules(), 0.0)
+    watch = TrafficWatch(SLO, WatchRules(), 0.0)
     assert [watch.due(at) for at in (0.0, 1e3, 1e6)] == [None] * 3
     watch.arrived(1e6)
     assert watch.due(2e6) is None
@@ -229,7 +233,7 @@ ALIKE = Alike(TIMES, 2048, 200_000, 256, 1.25e5)
 STRICT = Slo(48.0, 0.24)
 
 
-def run_of(roles: Roles, asked: list[tuple[float, int, int]]) -> Run:
+def run_of(roles: Roles, asked: list[tuple[float, int, int]]) -> GoodputRun:
     return simulation_of(ALIKE, roles)(asked)
 
 
@@ -261,7 +265,7 @@ def test_nothing_is_applied_in_a_stationary_day() -> None:
     run = run_of(present, asked)
     judged = []
 
-    def judge(due: object) -> Judged:
+    def judge(due: object) -> JudgedRoles:
         found = due.traffic  # type: ignore[attr-defined]
         comes = Comes(found.rate.value, found.cv.value, found.lengths)
         judged.append(Judge(ALIKE, comes, STRICT).judge(present))
@@ -281,7 +285,7 @@ def test_longer_answers_want_other_roles() -> None:
     present, slo = Roles(2, 1), Slo(30.0, 0.2)
     roles = [present]
 
-    def judge(due: object) -> Judged:
+    def judge(due: object) -> JudgedRoles:
         found = due.traffic  # type: ignore[attr-defined]
         comes = Comes(found.rate.value, found.cv.value, found.lengths)
         return Judge(ALIKE, comes, slo).judge(roles[-1])
@@ -291,7 +295,7 @@ def test_longer_answers_want_other_roles() -> None:
     day = Day(asked, times, judge, every_s=30.0, change=roles.append)
     assert len(day.applied) == 1 and day.applied[0] > later[0][0]
     best = Judge(ALIKE, Comes(rate, 1.0, tuple(x[1:] for x in many)), slo).judge(present)
-    assert best.best == roles[-1] != present and best.gain >= Rules().gain
+    assert best.best == roles[-1] != present and best.gain >= WatchRules().gain
     assert slo.share(run_of(best.best, many).times) > slo.share(run_of(present, many).times) + 0.1
 
 
@@ -328,7 +332,7 @@ def test_fewest_flips() -> None:
 
 def test_questions_and_answers_come_through_json() -> None:
     comes = Comes(2.0, 1.0, ((100, 10), (50, 5)))
-    asked = Question(ALIKE, comes, STRICT, Roles(1, 1))
+    asked = RoleQuestion(ALIKE, comes, STRICT, Roles(1, 1))
     assert question_from_json(question_to_json(asked)) == asked
     told = io.StringIO()
     nice: list[int] = []

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from schedule_choices import schedule_options
 
 from cost_model.simulate.report import as_json, as_text, summarise
-from cost_model.simulate.simulator import Outcome, Simulator
+from cost_model.simulate.simulator import SimulationOutcome, Simulator
 from cost_model.simulate.tables import Table, TabledTimes
-from cost_model.simulate.trace import ArrivalUnit, Trace, TracedRequest
+from cost_model.simulate.trace import ArrivalUnit, RequestTrace, TracedRequest
 from examples import examples
 from fastdecode.schedule.admission.load_control import FixedInterval
 from fastdecode.schedule.modes import make_scheduler
@@ -37,7 +37,7 @@ def simulate(
     block_size: int = 32,
     link_s: float = 0.0,
     **more: object,
-) -> Outcome:
+) -> SimulationOutcome:
     chosen: dict[str, object] = {
         "max_num_sequences": 16,
         "max_step_tokens": 16 + 512,
@@ -47,7 +47,7 @@ def simulate(
     scheduler = make_scheduler(options, worker_blocks, block_size, times)
     ordered = tuple(sorted(requests, key=lambda request: request.arrival))
     simulator = Simulator(
-        Trace(ordered, unit),
+        RequestTrace(ordered, unit),
         scheduler,
         times,
         worker_blocks=worker_blocks,
@@ -112,7 +112,7 @@ def test_what_never_fits_is_counted_and_the_rest_is_served() -> None:
     assert (outcome.num_refused, len(outcome.served)) == (1, 1)
 
 
-def papers_workload(mode: str, lanes: int, **more: object) -> Outcome:
+def papers_workload(mode: str, lanes: int, **more: object) -> SimulationOutcome:
     """B = 32 sequences of S = 128 from nothing; the R-part of the mean load
     takes as long as the S-part."""
     r_token_s = 0.010 / (32 * 128 / 2)

@@ -11,7 +11,7 @@ from cost_model.plans.question import Goal, Setup
 from cost_model.plans.size import size
 from cost_model.predict import System
 from cost_model.shapes import model_named
-from cost_model.stages import Link, Provenance, RPart, SPart
+from cost_model.stages import LinkModel, Provenance, RPartModel, SPartModel
 from cost_model.workload import TokenCosts, Workload
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
@@ -88,7 +88,7 @@ def measured() -> Setup:
 
 def test_a_gpu_is_a_roofline() -> None:
     gpu = HARDWARE.gpu("A100")
-    s = SPart.from_gpu(gpu, 1, COSTS)
+    s = SPartModel.from_gpu(gpu, 1, COSTS)
     floor = COSTS.layer_weight_bytes / (gpu.memory_bytes_per_s * gpu.memory_efficiency.value)
     slope = COSTS.layer_flops(0) / (gpu.bf16_flops_per_s * gpu.compute_efficiency.value)  # type: ignore[operator]
     assert s.layer_s(1) == pytest.approx(floor + gpu.layer_overhead_s, rel=0.01)
@@ -101,7 +101,7 @@ def test_a_gpu_is_a_roofline() -> None:
 
 
 def test_more_gpus_share_but_must_talk() -> None:
-    one, two = (SPart.from_gpu(HARDWARE.gpu("A100"), n, COSTS) for n in (1, 2))
+    one, two = (SPartModel.from_gpu(HARDWARE.gpu("A100"), n, COSTS) for n in (1, 2))
     assert 0.5 * one.layer_s(1024) < two.layer_s(1024) < one.layer_s(1024)
     assert two.usable_memory_bytes == 2 * one.usable_memory_bytes
     assert two.layer_s(1) > one.layer_s(1) / 2 + 2 * HARDWARE.gpu("A100").all_reduce_s * 0.9
@@ -110,9 +110,13 @@ def test_more_gpus_share_but_must_talk() -> None:
 def test_a_cpu_is_bound_by_its_memory_until_heads_share() -> None:
     cpu = HARDWARE.cpu("EPYC 9354")
     per_read = cpu.memory_bytes_per_s * cpu.read_efficiency.value * cpu.attention_efficiency.value
-    alone = RPart.from_cpu(cpu, TokenCosts(model_named("Llama-2 7B"), DType.FLOAT16, "float16"))
+    alone = RPartModel.from_cpu(
+        cpu, TokenCosts(model_named("Llama-2 7B"), DType.FLOAT16, "float16")
+    )
     assert alone.token_s == pytest.approx(2 * 4096 * 2 / per_read)
-    shared = RPart.from_cpu(cpu, TokenCosts(model_named("Llama-3 70B"), DType.BFLOAT16, "bfloat16"))
+    shared = RPartModel.from_cpu(
+        cpu, TokenCosts(model_named("Llama-3 70B"), DType.BFLOAT16, "bfloat16")
+    )
     assert shared.token_s > 1.2 * 2 * 1024 * 2 / per_read, (
         "eight query heads on each byte: FMA units bind"
     )
@@ -199,9 +203,9 @@ def test_profiles_of_something_else(setup: object, message: str) -> None:
 
 def test_links() -> None:
     nic = HARDWARE.nic("100GbE")
-    link = Link.from_nic(nic)
+    link = LinkModel.from_nic(nic)
     assert link.transfer_s(12.5e9) == pytest.approx(1 / nic.line_efficiency.value)
     assert link.trip_s == nic.round_trip_s
     assert link.message_s == nic.message_s
-    inside = Link.within_process()
+    inside = LinkModel.within_process()
     assert inside.transfer_s(1e12) == inside.trip_s == inside.message_s == 0.0

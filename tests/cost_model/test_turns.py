@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_model.simulate.tier import Tier
-from cost_model.simulate.turns import Tiers, TracedTurn, parse_turns
+from cost_model.simulate.turns import TierSimulator, TracedTurn, parse_turns
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.cache.costs import FLAT_TO_HALF
@@ -23,8 +23,8 @@ Event = tuple[float, str, int, int]
 
 def played(
     events: list[Event], policy: str, slots: int, lower: int, size: int = 1, threshold: float = 0.25
-) -> Tiers:
-    tiers = Tiers(policy_of(policy, size), slots, lower, size, threshold, FLAT_TO_HALF)
+) -> TierSimulator:
+    tiers = TierSimulator(policy_of(policy, size), slots, lower, size, threshold, FLAT_TO_HALF)
     for now_s, name, prompt, output in events:
         tiers.run(TracedTurn(name, prompt, output, now_s))
     return tiers
@@ -101,7 +101,7 @@ def test_who_returns_restores_what_was_moved_down_and_recomputes_what_was_droppe
 def test_every_token_is_somewhere_and_no_tier_holds_more_than_it_can(
     turns: list[tuple[str, int, int]], policy: str, lower: int, size: int
 ) -> None:
-    tiers = Tiers(policy_of(policy, size), 4000, lower, size, 0.99, FLAT_TO_HALF)
+    tiers = TierSimulator(policy_of(policy, size), 4000, lower, size, 0.99, FLAT_TO_HALF)
     tokens: dict[str, int] = {}
     for now_s, (name, prompt, output) in enumerate(turns):
         tiers.run(TracedTurn(name, prompt, output, now_s))

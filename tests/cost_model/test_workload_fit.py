@@ -13,15 +13,15 @@ from cost_model.goodput.workload import (
     replayed,
     resampled,
 )
-from cost_model.simulate.trace import Trace, TracedRequest
+from cost_model.simulate.trace import RequestTrace, TracedRequest
 from fastdecode.core.errors import ConfigError
 
 SEED = 10  # of 10,000 gaps with cv 4, the mean itself is uncertain by 4 %
 
 
-def trace(num: int, rate: float, cv: float, seed: int = 0) -> Trace:
+def trace(num: int, rate: float, cv: float, seed: int = 0) -> RequestTrace:
     times = arrivals(num, rate, cv, seed)
-    return Trace(
+    return RequestTrace(
         tuple(
             TracedRequest(100 + 10 * (i % 50), 10 + i % 50, 60, at_s)
             for i, at_s in enumerate(times)
@@ -37,7 +37,7 @@ def test_recovers_what_was_drawn(cv: float) -> None:
     assert fit.gap_distance < 0.02 and not fit.warnings
     assert fit.correlation == pytest.approx(1.0)
     again = fit_trace(
-        Trace(
+        RequestTrace(
             tuple(
                 TracedRequest(prompt, output, output, at_s)
                 for at_s, prompt, output in resampled(
@@ -52,14 +52,14 @@ def test_recovers_what_was_drawn(cv: float) -> None:
 def test_a_clock_and_bursts() -> None:
     assert fit_trace(trace(400, 2.0, 0.0)).cv == pytest.approx(0.0, abs=1e-9)
     on_off = [minute * 120 + i / 10 for minute in range(5) for i in range(100)]
-    fit = fit_trace(Trace(tuple(TracedRequest(5, 5, 5, at_s) for at_s in on_off)))
+    fit = fit_trace(RequestTrace(tuple(TracedRequest(5, 5, 5, at_s) for at_s in on_off)))
     assert fit.peak_over_mean is not None and fit.peak_over_mean > 1.5
     assert fit.correlation == 0.0
     assert any("fit badly" in warning for warning in fit.warnings)
 
 
 def test_warns_of_short_traces_and_of_those_without_times() -> None:
-    fit = fit_trace(Trace((TracedRequest(5, 5, 5), TracedRequest(6, 5, 5))))
+    fit = fit_trace(RequestTrace((TracedRequest(5, 5, 5), TracedRequest(6, 5, 5))))
     assert fit.rate is None and fit.peak_over_mean is None
     assert any("only 2 requests" in warning for warning in fit.warnings)
     assert any("give --rate" in warning for warning in fit.warnings)
@@ -80,7 +80,7 @@ def test_replay_keeps_gaps_and_order() -> None:
     assert [each[0] for each in found] == pytest.approx([r.arrival for r in original.requests])
     assert [each[1] for each in found] == [r.num_prompt_tokens for r in original.requests]
     with pytest.raises(ConfigError, match="--replay: the trace's requests arrive all at once"):
-        replayed(Trace((TracedRequest(5, 5, 5),) * 3))
+        replayed(RequestTrace((TracedRequest(5, 5, 5),) * 3))
 
 
 def test_lengths_without_a_trace() -> None:

@@ -11,8 +11,8 @@ import pytest
 from full_disk import files_of_at_most
 
 from fastdecode.conversations.compaction import SUFFIX
-from fastdecode.conversations.conversations import Conversations, Limits
-from fastdecode.conversations.history import History, Spelled, Step
+from fastdecode.conversations.conversations import ConversationLimits, Conversations
+from fastdecode.conversations.history import History, HistoryStep, Spelled
 from fastdecode.conversations.turn_log import TurnLog
 from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError
 
@@ -30,7 +30,9 @@ class Clock:
         return self.now_s
 
 
-def opened(path: Path, limits: Limits | None = None, clock: Clock | None = None) -> Conversations:
+def opened(
+    path: Path, limits: ConversationLimits | None = None, clock: Clock | None = None
+) -> Conversations:
     return Conversations(limits, TurnLog(path, MODEL), clock or Clock(), lambda: DAY)
 
 
@@ -38,7 +40,7 @@ def talk(conversations: Conversations, whose: str, *added: int, name: str = "") 
     """A turn that adds tokens. Returns what the conversation has come to."""
     before = conversations.begin(whose)
     messages = ({"role": "user", "content": "grüezi"},)
-    step = Step(len(before.token_ids), added, messages, Spelled.of("ab", "</s>"))
+    step = HistoryStep(len(before.token_ids), added, messages, Spelled.of("ab", "</s>"))
     conversations.end(whose, name, before, step)
     return before.then(step)
 
@@ -68,7 +70,7 @@ def test_tokens_that_a_turn_did_not_keep_are_replaced(tmp_path: Path) -> None:
     first = opened(tmp_path / "log")
     before = talk(first, "a", 1, 2, 3)
     first.begin("a")
-    first.end("a", "", before, Step(1, (7, 8)))
+    first.end("a", "", before, HistoryStep(1, (7, 8)))
     first.close()
     assert tokens(opened(tmp_path / "log"), "a") == [1, 7, 8]
 
@@ -125,7 +127,7 @@ def test_a_crash_in_the_middle_of_forgetting_leaves_nothing_of_it(tmp_path: Path
 
 def test_idle_conversations_expire_and_too_many_end_the_idlest_but_none_that_talks() -> None:
     clock = Clock()
-    some = Conversations(Limits(most=2, ttl_s=60), None, clock)
+    some = Conversations(ConversationLimits(most=2, ttl_s=60), None, clock)
     for whose in ("a", "b"):
         clock.now_s += 1
         talk(some, whose, 1)
@@ -133,7 +135,7 @@ def test_idle_conversations_expire_and_too_many_end_the_idlest_but_none_that_tal
     talk(some, "c", 1)
     with pytest.raises(RequestError, match="over"):
         some.begin("b")
-    some.end("a", "", before, Step(1, (2,)))
+    some.end("a", "", before, HistoryStep(1, (2,)))
     assert tokens(some, "a") == [1, 2]
     clock.now_s += 61
     with pytest.raises(RequestError, match="over"):
@@ -264,7 +266,7 @@ def test_a_turn_that_cannot_be_synced_is_gone(tmp_path: Path) -> None:
 def test_turns_go_on_though_what_is_over_cannot_be_recorded_and_that_is_made_up_for(
     tmp_path: Path,
 ) -> None:
-    path, clock, limits = tmp_path / "log", Clock(), Limits(ttl_s=60)
+    path, clock, limits = tmp_path / "log", Clock(), ConversationLimits(ttl_s=60)
     some = opened(path, limits, clock)
     talk(some, "old", 1)
     clock.now_s += 61

@@ -17,11 +17,11 @@ from small_tokenizers import TOKENIZERS
 from examples import TRIES_ALL
 from fastdecode import LLM, SamplingParams
 from fastdecode.conversations.conversations import Conversations
-from fastdecode.conversations.history import History, Step
+from fastdecode.conversations.history import History, HistoryStep
 from fastdecode.conversations.keeping import Keeping
 from fastdecode.conversations.talk import Talk
 from fastdecode.conversations.turn_log import TurnLog
-from fastdecode.conversations.turns import Asked, PromptTurn, Turn
+from fastdecode.conversations.turns import PromptTurn, Turn, TurnPrompt
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, FastDecodeError, RequestError
 from fastdecode.core.progress import Progress
@@ -197,8 +197,8 @@ def test_messages_that_are_changed_afterwards_change_no_conversation(llm: LLM) -
 
 
 def test_turns_that_are_cancelled_while_they_wait_hold_up_nobody() -> None:
-    def prompter(history: History) -> Asked:
-        return Asked((1,), 0, lambda completion: Step(0, (1,)))
+    def prompter(history: History) -> TurnPrompt:
+        return TurnPrompt((1,), 0, lambda completion: HistoryStep(0, (1,)))
 
     def turn(name: str) -> Turn:
         return Turn(name, "c", prompter, GREEDY)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fastdecode.conversations.conversations import Conversations
-from fastdecode.conversations.history import History, Step
+from fastdecode.conversations.history import History, HistoryStep
 from fastdecode.conversations.open_turns import OpenTurn, OpenTurns
 from fastdecode.conversations.turn_log import TurnLog
 from fastdecode.conversations.turns import PromptTurn, Turn
@@ -28,7 +28,7 @@ class FullDisk(TurnLog):
     """Has no room for a turn."""
 
     def append(
-        self, conversation_id: str, name: str, history: History, step: Step, now_s: float
+        self, conversation_id: str, name: str, history: History, step: HistoryStep, now_s: float
     ) -> None:
         assert threading.current_thread() is not threading.main_thread()
         raise FastDecodeError("no room", code="output_failed")

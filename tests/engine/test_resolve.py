@@ -26,7 +26,7 @@ from fastdecode.core.model.identity import identify
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
 from fastdecode.engine.setup.devices import describe_device
 from fastdecode.engine.setup.memory import FreeMemory
-from fastdecode.engine.setup.placing import Machine, place
+from fastdecode.engine.setup.placing import PlacementHost, place
 from fastdecode.engine.setup.resolve import ResolvedConfig, resolve
 from fastdecode.schedule.lanes import MAX_AUTO_LANES
 from fastdecode.wire.arrays import MAX_BODY_BYTES
@@ -248,7 +248,7 @@ def test_auto_chooses_what_size_does(name: str, num_sequences: object) -> None:
         900 * GB, gpu.memory_bytes, gpu.memory_bytes, device_name=DRIVER_NAMES[gpu_name]
     )
     placed = place(
-        config, spec, identify(config, spec), Machine(free, len(addresses), is_here=False)
+        config, spec, identify(config, spec), PlacementHost(free, len(addresses), is_here=False)
     )
     assert placed.config.r_part.kv_placement == sizing.placement
     assert "R-workers" in placed.why and "tokens/s" in placed.why
@@ -262,7 +262,7 @@ def test_auto_with_little_to_add_is_both_sides_and_else_the_gpu() -> None:
     identity = identify(config, spec)
 
     def placed(num_r_workers: int, *, is_here: bool = False) -> str:
-        machine = Machine(free, num_r_workers, is_here=is_here)
+        machine = PlacementHost(free, num_r_workers, is_here=is_here)
         return place(config, spec, identity, machine).config.r_part.kv_placement
 
     assert [placed(number) for number in (0, 1)] == ["gpu", "hybrid"]
@@ -273,7 +273,7 @@ def test_auto_where_not_one_sequence_fits_is_r_workers() -> None:
     spec = model_named("Llama-3 70B")
     free = FreeMemory(900 * GB, 143 * GB, 143 * GB, device_name="NVIDIA H200")
     config = EngineConfig.of("m", max_model_len=4096)
-    placed = place(config, spec, identify(config, spec), Machine(free, 4, is_here=False))
+    placed = place(config, spec, identify(config, spec), PlacementHost(free, 4, is_here=False))
     assert placed.config.r_part.kv_placement == "r"
 
 

@@ -18,8 +18,8 @@ import pytest
 from instance_processes import instances
 from instance_runs import OPTIONS, answers, params, prompts, requests_of, role_turns, said
 
-from cost_model.goodput.replanning.asking import Question, question_to_json
-from cost_model.goodput.replanning.roles import Judged, Roles
+from cost_model.goodput.replanning.asking import RoleQuestion, question_to_json
+from cost_model.goodput.replanning.roles import JudgedRoles, Roles
 from fastdecode import LLM
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError
@@ -73,20 +73,20 @@ class Planned:
     test wants."""
 
     def __init__(self, best: Roles, gain: float) -> None:
-        self.asked: list[Question] = []
+        self.asked: list[RoleQuestion] = []
         self._best, self._gain = best, gain
         self.is_over = False
 
     def __call__(self, clock: Callable[[], float]) -> Planned:
         return self
 
-    def ask(self, question: Question) -> None:
+    def ask(self, question: RoleQuestion) -> None:
         self.asked.append(question)
         self.is_over = True
 
-    def take(self) -> Judged:
+    def take(self) -> JudgedRoles:
         self.is_over = False
-        return Judged(self.asked[-1].present, 1.0, self._best, 2.0, self._gain, 1)
+        return JudgedRoles(self.asked[-1].present, 1.0, self._best, 2.0, self._gain, 1)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -151,7 +151,7 @@ def test_nothing_changes_without_leave_or_gain(
 class Unable(Planned):
     """No process can be started."""
 
-    def ask(self, question: Question) -> None:
+    def ask(self, question: RoleQuestion) -> None:
         super().ask(question)
         raise OSError("too many processes")
 
@@ -243,13 +243,13 @@ def test_a_planner_ends_with_its_controller() -> None:
             os.close(planning)
 
 
-def question() -> Question:
+def question() -> RoleQuestion:
     from cost_model.goodput.replanning.measured import LinearTimes
     from cost_model.goodput.replanning.roles import Alike, Comes
     from cost_model.goodput.slo import Slo
 
     alike = Alike(LinearTimes(1e-3, 1e-4, 1e-7, 1e-4), 512, 10_000, 64, 1e6)
-    return Question(alike, Comes(5.0, 1.0, ((64, 16), (128, 8))), Slo(0.5, 0.05), Roles(1, 1))
+    return RoleQuestion(alike, Comes(5.0, 1.0, ((64, 16), (128, 8))), Slo(0.5, 0.05), Roles(1, 1))
 
 
 @pytest.mark.parametrize(

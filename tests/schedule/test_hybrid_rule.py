@@ -14,7 +14,7 @@ import pytest
 
 from cost_model.simulate.drawn import draw, judge, run
 from cost_model.simulate.hybrid import HybridSimulator
-from cost_model.simulate.trace import Trace, TracedRequest
+from cost_model.simulate.trace import RequestTrace, TracedRequest
 from fastdecode.core.config.groups import Batching
 from fastdecode.schedule.hybrid.control import HybridOptions
 from fastdecode.schedule.hybrid.forecast import (
@@ -206,7 +206,9 @@ def test_the_rule_is_asked_at_admission_and_every_64_steps() -> None:
     case = draw(Random(3))
     request = TracedRequest(8, 300, 300)
     slow = replace(case.times, token_s=(1.0, 1e-9))
-    case = replace(case, trace=Trace((request,) * 4), times=slow, blocks=(100, 40), most_running=8)
+    case = replace(
+        case, trace=RequestTrace((request,) * 4), times=slow, blocks=(100, 40), most_running=8
+    )
 
     def asked(known: Known, now: Course, costs: Costs, margins: Margins) -> Course:
         assert control is not None

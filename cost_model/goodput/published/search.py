@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from cost_model.goodput.placements import Cluster, Degrees, Pair, pairs_anywhere
+from cost_model.goodput.placements import Degrees, GpuCluster, Pair, pairs_anywhere
 from cost_model.goodput.published.profile import PublishedModel
 from cost_model.goodput.published.simulator import (
     simulate_colocated,
@@ -18,7 +18,7 @@ from fastdecode.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Asked:
+class SearchQuestion:
     """The question: what comes, and what it must keep."""
 
     unit_gaps: Sequence[float]
@@ -36,7 +36,7 @@ def placements(
     model: PublishedModel, num_nodes: int, gpus_per_node: int, *, is_high_affinity: bool
 ) -> list[Pair]:
     """All that there are, whether or not the profile can run them."""
-    cluster = Cluster(num_nodes, gpus_per_node, model.heads, model.layers)
+    cluster = GpuCluster(num_nodes, gpus_per_node, model.heads, model.layers)
     return list(pairs_anywhere(cluster) if is_high_affinity else cluster.pairs())
 
 
@@ -47,7 +47,7 @@ def is_runnable(model: PublishedModel, placement: Pair) -> bool:
     )
 
 
-def gpu_goodput(model: PublishedModel, placement: Pair, asked: Asked) -> float:
+def gpu_goodput(model: PublishedModel, placement: Pair, asked: SearchQuestion) -> float:
     """Requests a second and GPU; 0 where the lowest rate tried is too high."""
 
     def run(requests: Sequence[tuple[float, int, int]]) -> list[RequestTimes]:
@@ -56,7 +56,7 @@ def gpu_goodput(model: PublishedModel, placement: Pair, asked: Asked) -> float:
     return _bisect(run, placement.num_gpus, asked)
 
 
-def colocated_goodput(model: PublishedModel, degrees: Degrees, asked: Asked) -> float:
+def colocated_goodput(model: PublishedModel, degrees: Degrees, asked: SearchQuestion) -> float:
     """As ``gpu_goodput``, of one instance for both."""
 
     def run(requests: Sequence[tuple[float, int, int]]) -> list[RequestTimes]:
@@ -68,7 +68,7 @@ def colocated_goodput(model: PublishedModel, degrees: Degrees, asked: Asked) -> 
 def _bisect(
     run: Callable[[Sequence[tuple[float, int, int]]], list[RequestTimes]],
     num_gpus: int,
-    asked: Asked,
+    asked: SearchQuestion,
 ) -> float:
     low, high = 0.0, asked.max_gpu_rate
     while high - low > asked.step:
@@ -86,7 +86,7 @@ def _bisect(
 def best_placement(
     model: PublishedModel,
     candidates: Iterable[Pair],
-    asked: Asked,
+    asked: SearchQuestion,
     progress: Callable[[], object] = lambda: None,
 ) -> tuple[Pair, dict[Pair, float]]:
     """The placement with the greatest goodput a GPU, and that of all; of equal

@@ -14,14 +14,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, TextIO
 
 from cost_model.goodput.replanning.measured import LinearTimes
-from cost_model.goodput.replanning.roles import Alike, Comes, Judge, Judged, Roles
+from cost_model.goodput.replanning.roles import Alike, Comes, Judge, JudgedRoles, Roles
 from cost_model.goodput.slo import Slo
 
 _NICEST = 19
 
 
 @dataclass(frozen=True)
-class Question:
+class RoleQuestion:
     """Which roles instances should have."""
 
     alike: Alike
@@ -29,35 +29,37 @@ class Question:
     slo: Slo
     present: Roles
 
-    def answer(self) -> Judged:
+    def answer(self) -> JudgedRoles:
         """Simulate."""
         return Judge(self.alike, self.comes, self.slo).judge(self.present)
 
 
-def question_to_json(question: Question) -> str:
+def question_to_json(question: RoleQuestion) -> str:
     """On one line."""
     return json.dumps(asdict(question))
 
 
-def question_from_json(text: str) -> Question:
+def question_from_json(text: str) -> RoleQuestion:
     """Raises ValueError, KeyError or TypeError: it is none."""
     said = json.loads(text)
     alike = {**said["alike"], "times": LinearTimes(**said["alike"]["times"])}
     lengths = tuple((int(prompt), int(output)) for prompt, output in said["comes"]["lengths"])
     comes = {**said["comes"], "lengths": lengths}
-    return Question(Alike(**alike), Comes(**comes), Slo(**said["slo"]), Roles(**said["present"]))
+    return RoleQuestion(
+        Alike(**alike), Comes(**comes), Slo(**said["slo"]), Roles(**said["present"])
+    )
 
 
-def judged_to_json(judged: Judged) -> str:
+def judged_to_json(judged: JudgedRoles) -> str:
     """On one line."""
     return json.dumps(asdict(judged))
 
 
-def judged_from_json(text: str) -> Judged:
+def judged_from_json(text: str) -> JudgedRoles:
     """Raises ValueError, KeyError or TypeError: it is none."""
     said: Mapping[str, Any] = json.loads(text)
     roles = {name: Roles(**said[name]) for name in ("present", "best")}
-    return Judged(**{**said, **roles})
+    return JudgedRoles(**{**said, **roles})
 
 
 def main(asked: TextIO = sys.stdin, told: TextIO = sys.stdout) -> None:

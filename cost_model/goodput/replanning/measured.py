@@ -18,7 +18,7 @@ _LEAST_S = 1e-3
 
 
 @dataclass(frozen=True)
-class Totals:
+class InstanceTotals:
     """Of one instance, since it began."""
 
     steps: float = 0.0
@@ -33,10 +33,10 @@ class Totals:
     fetching_s: float = 0.0
     """In which any were being fetched."""
 
-    def since(self, before: Totals) -> Totals:
+    def since(self, before: InstanceTotals) -> InstanceTotals:
         """What came after it."""
         names = [field.name for field in fields(self)]
-        return Totals(*(getattr(self, name) - getattr(before, name) for name in names))
+        return InstanceTotals(*(getattr(self, name) - getattr(before, name) for name in names))
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ class StepLog:
     """What instances did between looks at them; the latest."""
 
     def __init__(self) -> None:
-        self._last: dict[str, Totals] = {}
-        self._rows: deque[Totals] = deque(maxlen=_MOST_ROWS)
+        self._last: dict[str, InstanceTotals] = {}
+        self._rows: deque[InstanceTotals] = deque(maxlen=_MOST_ROWS)
 
-    def look(self, name: str, totals: Totals) -> None:
+    def look(self, name: str, totals: InstanceTotals) -> None:
         """An instance's totals as they are now. They fall where it is another
         process than before."""
         before = self._last.get(name)

@@ -13,8 +13,8 @@ from cost_model.goodput.rates import PRECISION, Load, greatest_rate
 from cost_model.goodput.replanning.measured import LinearTimes
 from cost_model.goodput.simulator import (
     DecodeSpec,
+    GoodputRun,
     PrefillSpec,
-    Run,
     simulate,
     simulate_colocated,
 )
@@ -93,7 +93,7 @@ class Comes:
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedRoles:
     """The present roles, and the best."""
 
     present: Roles
@@ -118,11 +118,11 @@ class Judge:
     progress: Callable[[str], object] = lambda _: None
     _found: dict[tuple[Roles, int], float] = field(default_factory=dict)
 
-    def judge(self, present: Roles) -> Judged:
+    def judge(self, present: Roles) -> JudgedRoles:
         """Try others. Of those that carry the same, the one that changes least."""
         most = HEADROOM * self.comes.rate
         if self.goodput(present) >= most:
-            return Judged(present, most, present, most, 0.0, present.num)
+            return JudgedRoles(present, most, present, most, 0.0, present.num)
         best = present
         others = [roles for roles in _tried(present) if roles != present]
         for roles in sorted(others, key=present.flips_to):
@@ -137,7 +137,7 @@ class Judge:
                     break
         each = self.goodput(best) / best.num
         enough = whole(self.comes.rate / each) if each else 0
-        return Judged(present, self.goodput(present), best, self.goodput(best), gain, enough)
+        return JudgedRoles(present, self.goodput(present), best, self.goodput(best), gain, enough)
 
     def goodput(self, roles: Roles, seed: int = SEEDS[0]) -> float:
         """Requests a second within the SLO, up to ``HEADROOM`` times what comes."""
@@ -168,7 +168,9 @@ class Judge:
         return after / before - 1.0
 
 
-def simulation_of(alike: Alike, roles: Roles) -> Callable[[list[tuple[float, int, int]]], Run]:
+def simulation_of(
+    alike: Alike, roles: Roles
+) -> Callable[[list[tuple[float, int, int]]], GoodputRun]:
     """What comes of requests where instances have these roles."""
     decode = DecodeSpec(
         alike.times,

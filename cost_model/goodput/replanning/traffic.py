@@ -19,7 +19,7 @@ _MEASURES = ("rate", "cv", "prompts", "outputs")
 
 
 @dataclass(frozen=True)
-class Seen:
+class FinishedRequest:
     """A request that is over."""
 
     times: RequestTimes
@@ -75,7 +75,9 @@ class Traffic:
         return None
 
 
-def traffic(arrived_s: Sequence[float], over: Sequence[Seen], slo: Slo, now_s: float) -> Traffic:
+def traffic(
+    arrived_s: Sequence[float], over: Sequence[FinishedRequest], slo: Slo, now_s: float
+) -> Traffic:
     """Of a window up to now.
 
     Args:

@@ -159,7 +159,7 @@ def _compare(
     num_steps: int,
 ) -> list[Quantity]:
     from cost_model.predict import System
-    from cost_model.stages import Link, RPart, SPart
+    from cost_model.stages import LinkModel, RPartModel, SPartModel
     from cost_model.steady import Quantity, predict_steady
     from cost_model.workload import TokenCosts, Workload
     from fastdecode.core.dtype import DType
@@ -168,9 +168,9 @@ def _compare(
 
     costs = TokenCosts(spec, DType.parse(config.s_part.dtype), config.r_part.kv_dtype)
     system = System(
-        s=SPart.from_profile(s_profile, costs),
-        r=RPart.from_profile(r_profile, costs),
-        link=Link.within_process(),
+        s=SPartModel.from_profile(s_profile, costs),
+        r=RPartModel.from_profile(r_profile, costs),
+        link=LinkModel.within_process(),
         num_nics=1,
         costs=costs,
         workload=Workload(0, 1),

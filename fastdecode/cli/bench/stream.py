@@ -21,8 +21,8 @@ from fastdecode.wire.mpi import job as mpi_job
 from fastdecode.wire.mpi import joining, launcher
 
 if TYPE_CHECKING:
+    from fastdecode.measure.links.local_links import LocalLinks
     from fastdecode.measure.links.rates import LinkRate
-    from fastdecode.measure.links.ways import Ways
 
 EXIT_SLOW: Final = 1
 LINKS: Final = ("memory", "threads", "disk", "zmq")
@@ -74,14 +74,14 @@ def run_stream(args: argparse.Namespace) -> int:
     """Measure. Returns the exit code."""
     _check(args)
     with imports_for("fastdecode bench stream"):
-        from fastdecode.measure.links.ways import Ways
+        from fastdecode.measure.links.local_links import LocalLinks
 
     def show(rate: LinkRate) -> None:
         if not args.json:
             print(_line(rate), flush=True)
 
     num_sequences = args.mib // 4
-    ways = Ways(num_sequences, args.rounds, show)
+    ways = LocalLinks(num_sequences, args.rounds, show)
     if args.r_worker_addresses:
         _measure_addresses(ways, args)
     elif launcher.launched_size() is not None:
@@ -108,7 +108,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--disk {args.disk} is no directory")
 
 
-def _measure_here(ways: Ways, args: argparse.Namespace) -> None:
+def _measure_here(ways: LocalLinks, args: argparse.Namespace) -> None:
     for link in args.links:
         if link == "disk":
             with tempfile.TemporaryDirectory(dir=args.disk, prefix="fastdecode-") as directory:
@@ -122,7 +122,7 @@ def _measure_here(ways: Ways, args: argparse.Namespace) -> None:
             ways.memory()
 
 
-def _measure_addresses(ways: Ways, args: argparse.Namespace) -> None:
+def _measure_addresses(ways: LocalLinks, args: argparse.Namespace) -> None:
     """R-workers that somebody else has started, each with memory of its own."""
     Cluster(transport="zmq", r_worker_addresses=args.r_worker_addresses, key=args.key)
     from fastdecode.engine.fleet.workers import reach_addresses
@@ -145,7 +145,7 @@ def _measure_addresses(ways: Ways, args: argparse.Namespace) -> None:
         workers.close(everybody, 5.0)  # without a Shutdown: they wait for their job
 
 
-def _measure_ranks(ways: Ways, args: argparse.Namespace) -> None:
+def _measure_ranks(ways: LocalLinks, args: argparse.Namespace) -> None:
     """Every rank but the first is an R-worker, and doesn't return."""
     from fastdecode.measure.links.ranks import send_raw, take_raw
 

@@ -21,7 +21,7 @@ from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from cost_model.goodput.answer import Question
-    from cost_model.goodput.placements import Prices
+    from cost_model.goodput.placements import PlacementPrices
     from cost_model.goodput.workload import Draw
 
 NUM_REQUESTS = 300
@@ -120,7 +120,7 @@ def run_goodput(args: argparse.Namespace) -> int:
 
 def _question(args: argparse.Namespace) -> Question:
     from cost_model.goodput.answer import Question
-    from cost_model.goodput.hardware import Hardware, check_cluster
+    from cost_model.goodput.hardware import InstanceHardware, check_cluster
 
     if args.gpu is None:
         raise ConfigError("on which GPUs? Give --gpu: a name, or a profile of `calibrate s`")
@@ -136,7 +136,7 @@ def _question(args: argparse.Namespace) -> Question:
     if args.affinity == "low":
         most = min(most, args.nodes * args.sockets_per_node)
     setup = _setup(args, load.draw)
-    hardware = Hardware(setup, args.nodes, args.gpus_per_node, most, load.draw.mean_prompt)
+    hardware = InstanceHardware(setup, args.nodes, args.gpus_per_node, most, load.draw.mean_prompt)
     return Question(
         setup.spec.name, hardware, load, rate, args.affinity, args.sockets_per_node,
         args.objective, _prices(args.prices), described,
@@ -145,7 +145,7 @@ def _question(args: argparse.Namespace) -> Question:
 
 def _setup(args: argparse.Namespace, draw: Draw) -> Any:
     """One GPU's, by the reader of ``size``."""
-    from cost_model.hardware import Hardware
+    from cost_model.hardware import InstanceHardware
     from fastdecode.cli.size import read_setup
 
     args.seq_len, args.start_interval, args.gpus = None, 1, 1
@@ -154,14 +154,14 @@ def _setup(args: argparse.Namespace, draw: Draw) -> Any:
     given = argparse.Namespace(**vars(args))
     given.output_len = max(output for _, output in draw.lengths)
     given.prompt_len = longest - given.output_len
-    return read_setup(given, Hardware.load())
+    return read_setup(given, InstanceHardware.load())
 
 
-def _prices(text: str | None) -> Prices:
-    from cost_model.goodput.placements import Prices
+def _prices(text: str | None) -> PlacementPrices:
+    from cost_model.goodput.placements import PlacementPrices
 
     if text is None:
-        return Prices()
+        return PlacementPrices()
     found = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
@@ -171,7 +171,7 @@ def _prices(text: str | None) -> Prices:
             found[name] = -1.0
     if set(found) != {"gpu", "socket"} or not all(0 < each < 1e9 for each in found.values()):
         raise ConfigError(f"--prices {text}: give both, above 0, like gpu=1,socket=0.05")
-    return Prices(found["gpu"], found["socket"])
+    return PlacementPrices(found["gpu"], found["socket"])
 
 
 def _progress() -> Callable[[str], object]:

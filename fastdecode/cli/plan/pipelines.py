@@ -19,7 +19,7 @@ from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from cost_model.disaggregate.compare import Comparison, Simulated
-    from cost_model.simulate.trace import Trace
+    from cost_model.simulate.trace import RequestTrace
 
 MAX_MACHINES = 256
 PROGRESS_S = 5.0
@@ -87,16 +87,16 @@ def run_pipelines(args: argparse.Namespace) -> int:
     return 0 if any(found for _, best in rows for found in best.values()) else EXIT_INFEASIBLE
 
 
-def _trace(args: argparse.Namespace) -> Trace:
+def _trace(args: argparse.Namespace) -> RequestTrace:
     from cost_model.arrivals import GENERATOR, arrivals
-    from cost_model.simulate.trace import Trace, read_trace
+    from cost_model.simulate.trace import RequestTrace, read_trace
 
     trace = read_trace(args.trace)
     if args.rate is None:
         return trace
     times = arrivals(len(trace.requests), args.rate, args.cv, args.seed)
     tell(f"arrivals: {args.rate:g} a second, cv {args.cv:g}, {GENERATOR}, seed {args.seed}")
-    return Trace(
+    return RequestTrace(
         tuple(
             replace(request, arrival=arrival)
             for request, arrival in zip(trace.requests, times, strict=True)

@@ -17,7 +17,7 @@ STEP = 0.25
 def run_published(args: argparse.Namespace) -> int:
     """Print every placement's goodput a GPU, and the best. Returns the exit code."""
     from cost_model.goodput.published.profile import published_model
-    from cost_model.goodput.published.search import Asked, best_placement, placements
+    from cost_model.goodput.published.search import SearchQuestion, best_placement, placements
 
     if args.emit is not None:
         raise ConfigError(
@@ -27,7 +27,7 @@ def run_published(args: argparse.Namespace) -> int:
     model = published_model(args.model)
     args.rate = args.rate or 1.0
     load, _, described = read_load(args)
-    asked = Asked(load.draw.gaps, load.draw.lengths, load.slo, MAX_GPU_RATE, STEP)
+    asked = SearchQuestion(load.draw.gaps, load.draw.lengths, load.slo, MAX_GPU_RATE, STEP)
     is_high = args.affinity == "high"
     candidates = placements(model, args.nodes, args.gpus_per_node, is_high_affinity=is_high)
     best, found = best_placement(model, candidates, asked)

@@ -9,8 +9,8 @@ import sys
 import tempfile
 from typing import IO
 
-from cost_model.goodput.replanning.asking import Question, judged_from_json, question_to_json
-from cost_model.goodput.replanning.roles import Judged
+from cost_model.goodput.replanning.asking import RoleQuestion, judged_from_json, question_to_json
+from cost_model.goodput.replanning.roles import JudgedRoles
 from fastdecode.core.clock import Clock
 from fastdecode.wire.mpi.launcher import without_launcher
 
@@ -37,7 +37,7 @@ class Planner:
         self._answer: IO[bytes] | None = None
         self._asked_s = 0.0
 
-    def ask(self, question: Question) -> None:
+    def ask(self, question: RoleQuestion) -> None:
         """Have it answered; none is being answered."""
         assert self._process is None
         # Files, not pipes: nobody has to read or write while the other does.
@@ -63,7 +63,7 @@ class Planner:
         is_late = self._clock() - self._asked_s > ANSWERS_WITHIN_S
         return is_late or self._process.poll() is not None
 
-    def take(self) -> Judged | None:
+    def take(self) -> JudgedRoles | None:
         """The answer, once it is over; None: there is none."""
         assert self._process is not None and self._answer is not None
         has_failed = self._process.poll() != 0

@@ -8,11 +8,11 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from cost_model.goodput.replanning.asking import Question
-from cost_model.goodput.replanning.measured import StepLog, Totals
-from cost_model.goodput.replanning.roles import Alike, Comes, Judged, Roles
-from cost_model.goodput.replanning.traffic import Seen
-from cost_model.goodput.replanning.watch import Due, Watch
+from cost_model.goodput.replanning.asking import RoleQuestion
+from cost_model.goodput.replanning.measured import InstanceTotals, StepLog
+from cost_model.goodput.replanning.roles import Alike, Comes, JudgedRoles, Roles
+from cost_model.goodput.replanning.traffic import FinishedRequest
+from cost_model.goodput.replanning.traffic_watch import Due, TrafficWatch
 from cost_model.goodput.slo import RequestTimes
 from fastdecode.core.clock import Clock
 from fastdecode.core.config.instances import InstanceRole
@@ -57,7 +57,7 @@ class Replanner:
     def __init__(
         self,
         controls: Controls,
-        watch: Watch,
+        watch: TrafficWatch,
         *,
         applies: bool,
         batch_tokens: int,
@@ -94,7 +94,7 @@ class Replanner:
         tokens = max(len(said.token_ids) for said in flow.said)
         tpot_s = (flow.last_s - flow.first_s) / (tokens - 1) if tokens > 1 else None
         times = RequestTimes(flow.arrived_s, flow.first_s - flow.arrived_s, tpot_s)
-        self._watch.over(self._clock(), Seen(times, flow.job.prompt_tokens, tokens))
+        self._watch.over(self._clock(), FinishedRequest(times, flow.job.prompt_tokens, tokens))
 
     def look(self) -> None:
         """Now and then. What goes wrong here is no reason to end what runs."""
@@ -130,7 +130,7 @@ class Replanner:
             raise
         self._asked = due
 
-    def _question(self, due: Due) -> Question | None:
+    def _question(self, due: Due) -> RoleQuestion | None:
         """None: too little is known of the instances, or there is no choice."""
         measured, present = self._log.measured(), self._present()
         if measured is None or present.num < 2:
@@ -145,7 +145,7 @@ class Replanner:
         )
         found = due.traffic
         comes = Comes(found.rate.value, found.cv.value, found.lengths[-_MOST_LENGTHS:])
-        return Question(alike, comes, self._watch.slo, present)
+        return RoleQuestion(alike, comes, self._watch.slo, present)
 
     def _take(self, due: Due) -> None:
         judged, self._asked = self._planner.take(), None
@@ -185,9 +185,9 @@ class Replanner:
         return Roles(*(roles.count(role) for role in _ORDER))
 
 
-def totals_of(stats: EngineStats, token_bytes: int) -> Totals:
+def totals_of(stats: EngineStats, token_bytes: int) -> InstanceTotals:
     """Of one instance. ``token_bytes``: K and V of a token, all layers."""
-    return Totals(
+    return InstanceTotals(
         stats.num_steps,
         stats.num_output_tokens,
         stats.load_sum,
@@ -202,7 +202,7 @@ _ORDER = (InstanceRole.PREFILL, InstanceRole.DECODE, InstanceRole.BOTH)
 """As ``Roles`` has them."""
 
 
-def _text(due: Due, judged: Judged, end: str) -> str:
+def _text(due: Due, judged: JudgedRoles, end: str) -> str:
     """What was found, for people."""
     rate = due.traffic.rate.value
     said = (

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from cost_model.goodput.replanning.watch import Rules, Watch
+from cost_model.goodput.replanning.traffic_watch import TrafficWatch, WatchRules
 from cost_model.goodput.slo import Slo
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.instances import Instances
@@ -47,10 +47,10 @@ def start_replanning(
     stack, wanted = contextlib.ExitStack(), config.instances
     if wanted.replan == "off":
         return stack
-    rules = Rules(period_s=wanted.replan_every_s, window_s=wanted.replan_window_s)
+    rules = WatchRules(period_s=wanted.replan_every_s, window_s=wanted.replan_window_s)
     replanner = Replanner(
         engine,
-        Watch(slo_of(wanted), rules, time.monotonic()),
+        TrafficWatch(slo_of(wanted), rules, time.monotonic()),
         applies=wanted.replan == "apply",
         batch_tokens=engine.desk.dispatcher.prefill[0].batch_tokens,
         token_bytes=token_bytes,

@@ -28,7 +28,7 @@ _NAMES = {"r": "R-workers", "gpu": "the GPU alone", "hybrid": "both sides"}
 
 
 @dataclass(frozen=True)
-class Machine:
+class PlacementHost:
     """What placements are compared on.
 
     Args:
@@ -51,7 +51,7 @@ class Placement:
 
 
 def place(
-    config: EngineConfig, spec: ModelSpec, identity: Identity, machine: Machine | None
+    config: EngineConfig, spec: ModelSpec, identity: Identity, machine: PlacementHost | None
 ) -> Placement:
     """Settle ``kv_placement``.
 
@@ -80,7 +80,7 @@ def _with(config: EngineConfig, placement: str) -> EngineConfig:
 
 
 def _rates(
-    config: EngineConfig, spec: ModelSpec, identity: Identity, machine: Machine
+    config: EngineConfig, spec: ModelSpec, identity: Identity, machine: PlacementHost
 ) -> PlacementRates:
     hardware, free = Hardware.load(), machine.free
     assert free.device_bytes is not None
@@ -104,7 +104,7 @@ def _workload(config: EngineConfig, identity: Identity) -> Workload:
     return Workload(min(_USUAL_TOKENS, most - output), output)
 
 
-def _why(placement: str, rates: PlacementRates, machine: Machine) -> str:
+def _why(placement: str, rates: PlacementRates, machine: PlacementHost) -> str:
     told = ", ".join(_rates_text(rates))
     by = "" if machine.free.device_name else ", of a GPU that is not known"
     return f"KV cache on {_NAMES[placement]} (--kv-placement auto; estimated{by}: {told})"

@@ -16,7 +16,7 @@ from fastdecode.core.model.stages import layers_of_prompt_stages, layers_of_stag
 from fastdecode.core.spec import KVSpec
 from fastdecode.engine.setup.devices import choose_device, free_memory, uses_graphs
 from fastdecode.engine.setup.memory import FreeMemory, MemoryPlan
-from fastdecode.engine.setup.placing import Machine, place
+from fastdecode.engine.setup.placing import PlacementHost, place
 from fastdecode.engine.setup.steps import Steps
 from fastdecode.engine.setup.transport import has_one_worker, transport_of
 from fastdecode.schedule.options import ScheduleOptions
@@ -221,7 +221,7 @@ def kv_spec(config: EngineConfig, spec: ModelSpec, dtype: DType) -> KVSpec:
     )
 
 
-def _machine(config: EngineConfig, free: FreeMemory) -> Machine | None:
+def _machine(config: EngineConfig, free: FreeMemory) -> PlacementHost | None:
     """What placements of the KV cache are compared on; None: R-workers keep it."""
     on_gpu = choose_device(config.s_part.device).type == "cuda"
     if not on_gpu or free.device_bytes is None:
@@ -233,7 +233,7 @@ def _machine(config: EngineConfig, free: FreeMemory) -> Machine | None:
         "zmq": len(config.cluster.r_worker_addresses),
         "mpi": max(0, (launched_size() or 1) - config.s_part.tp),
     }.get(transport, config.r_part.r_workers if config.r_part.r_workers > 1 else 0)
-    return Machine(free, num_r_workers, is_here=transport in ("inproc", "inline"))
+    return PlacementHost(free, num_r_workers, is_here=transport in ("inproc", "inline"))
 
 
 def _r_threads(

@@ -43,7 +43,7 @@ _HELD_STEPS = 8
 
 
 @dataclass(frozen=True)
-class Lanes:
+class LaneLimits:
     """Numbers of lanes that there may be."""
 
     first: int
@@ -51,7 +51,7 @@ class Lanes:
     most: int
 
     @classmethod
-    def fixed(cls, num_lanes: int) -> Lanes:
+    def fixed(cls, num_lanes: int) -> LaneLimits:
         return cls(num_lanes, num_lanes, num_lanes)
 
     @property
@@ -60,8 +60,8 @@ class Lanes:
 
 
 @dataclass(frozen=True)
-class StepPlan:
-    lanes: Lanes
+class StepSetup:
+    lanes: LaneLimits
     schedule: ScheduleOptions
     memory: MemoryPlan
 
@@ -93,7 +93,7 @@ class Steps:
     usual_lanes: int = 1
     """Where S-part and R-part don't overlap: as many as stages that do."""
 
-    def plan(self, *, may_overlap: bool) -> StepPlan:
+    def plan(self, *, may_overlap: bool) -> StepSetup:
         """As many lanes as may be of use and there is memory for.
 
         Raises:
@@ -108,30 +108,32 @@ class Steps:
         assert refusal is not None
         raise refusal
 
-    def _choices(self, may_overlap: bool) -> Iterator[Lanes]:
+    def _choices(self, may_overlap: bool) -> Iterator[LaneLimits]:
         config, asked = self.config, self.config.batching.lanes
         if self.config.r_part.kv_placement == "hybrid":
-            yield Lanes(1, 1, MAX_HYBRID_LANES)
+            yield LaneLimits(1, 1, MAX_HYBRID_LANES)
             return
         num_stages = self.config.s_part.pp
         if asked is not None or not may_overlap:
             # On shared cores stages take turns, each with all of them: every
             # lane more would read the weights once more.
-            yield Lanes.fixed(asked or (num_stages if config.s_part.swap else self.usual_lanes))
+            yield LaneLimits.fixed(
+                asked or (num_stages if config.s_part.swap else self.usual_lanes)
+            )
             return
         if self.config.s_part.prompt_pp:
-            yield Lanes.fixed(2 * num_stages)
+            yield LaneLimits.fixed(2 * num_stages)
             return
         # Two a stage: one at its S-worker, one at its R-workers. Fixed intervals
         # are computed for so many lanes, and no others.
         first = 2 * num_stages
         if self.config.batching.schedule != "fixed-f":
             for most in range(max(MAX_AUTO_LANES, first), 1, -1):
-                yield Lanes(min(first, most), 1, most)
-        yield Lanes.fixed(first)
-        yield Lanes.fixed(num_stages)
+                yield LaneLimits(min(first, most), 1, most)
+        yield LaneLimits.fixed(first)
+        yield LaneLimits.fixed(num_stages)
 
-    def _planned(self, lanes: Lanes) -> StepPlan:
+    def _planned(self, lanes: LaneLimits) -> StepSetup:
         config = self.config
         on_gpu = self.free.device_bytes is not None
         batching = _batching(config, lanes.first, on_gpu=on_gpu)
@@ -162,7 +164,7 @@ class Steps:
             self.free,
             gpu_memory_fraction=config.s_part.gpu_memory_fraction,
         )
-        return StepPlan(lanes, schedule, memory)
+        return StepSetup(lanes, schedule, memory)
 
     def _kv_demand(self, num_lanes: int, schedule: ScheduleOptions) -> KVDemand:
         r_part, swaps = self.config.r_part, self.config.s_part.swap

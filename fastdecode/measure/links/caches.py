@@ -61,7 +61,7 @@ def hello(kv: KVSpec, **more: object) -> Hello:
     return Hello(PROTOCOL_VERSION, MODEL, kv, specs, DType.BFLOAT16, **more)  # type: ignore[arg-type]
 
 
-class Memory:
+class MemoryTarget:
     """A cache of this process; every page of it was written.
 
     Args:

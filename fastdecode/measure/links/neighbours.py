@@ -24,7 +24,7 @@ from fastdecode.measure.links.caches import (
     THERE,
     TIMEOUT_S,
     TOKENS,
-    Memory,
+    MemoryTarget,
     Worker,
     hello,
     pieces,
@@ -139,7 +139,7 @@ class _Member:
         sink = Worker(self._connection, greeting, num_sequences).begin()
         some = pieces(range(num_sequences))
         expect_pieces(some, {THERE: sink})
-        stream_out(some, {HERE: Memory(KV, num_sequences).fill()}, {THERE: sink})
+        stream_out(some, {HERE: MemoryTarget(KV, num_sequences).fill()}, {THERE: sink})
         self._connection.send(OpenSequence(num_sequences, 1))
         self._receive(Accepted)
         self._is_full = True

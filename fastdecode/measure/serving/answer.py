@@ -17,7 +17,7 @@ _SHOWN = 300
 
 
 @dataclass(frozen=True)
-class Head:
+class AnswerHead:
     status: int
     is_chunked: bool
     length: int | None
@@ -26,7 +26,7 @@ class Head:
     """Whether the connection can be used again after the body."""
 
 
-async def read_head(reader: asyncio.StreamReader) -> Head:
+async def read_head(reader: asyncio.StreamReader) -> AnswerHead:
     """Raises ValueError, OSError: it is no answer of HTTP."""
     words = (await reader.readline()).split(None, 2)
     if len(words) < 2 or not words[0].startswith(b"HTTP/") or not words[1].isdigit():
@@ -42,12 +42,12 @@ async def read_head(reader: asyncio.StreamReader) -> Head:
     is_chunked = b"chunked" in headers.get(b"transfer-encoding", b"")
     is_closed = words[0] == b"HTTP/1.0" or b"close" in headers.get(b"connection", b"")
     is_kept = not is_closed and (is_chunked or length is not None)
-    return Head(
+    return AnswerHead(
         int(words[1]), is_chunked, int(length) if length and not is_chunked else None, is_kept
     )
 
 
-async def pieces(reader: asyncio.StreamReader, head: Head) -> AsyncIterator[bytes]:
+async def pieces(reader: asyncio.StreamReader, head: AnswerHead) -> AsyncIterator[bytes]:
     """The body, as it comes. Raises ValueError, asyncio.IncompleteReadError."""
     if not head.is_chunked:
         num_left = _MAX_CHUNK if head.length is None else head.length
@@ -64,7 +64,7 @@ async def pieces(reader: asyncio.StreamReader, head: Head) -> AsyncIterator[byte
             return
 
 
-async def lines(reader: asyncio.StreamReader, head: Head) -> AsyncIterator[bytes]:
+async def lines(reader: asyncio.StreamReader, head: AnswerHead) -> AsyncIterator[bytes]:
     """The lines of a body, wherever its chunks end. Raises as ``pieces``."""
     rest = b""
     async for piece in pieces(reader, head):
@@ -77,7 +77,7 @@ async def lines(reader: asyncio.StreamReader, head: Head) -> AsyncIterator[bytes
         yield rest
 
 
-async def read_body(reader: asyncio.StreamReader, head: Head, most_bytes: int) -> bytes:
+async def read_body(reader: asyncio.StreamReader, head: AnswerHead, most_bytes: int) -> bytes:
     """The body, or as much of it. Raises as ``pieces``."""
     body = b""
     async for piece in pieces(reader, head):
@@ -87,7 +87,7 @@ async def read_body(reader: asyncio.StreamReader, head: Head, most_bytes: int) -
     return body[:most_bytes]
 
 
-async def read_message(reader: asyncio.StreamReader, head: Head) -> str:
+async def read_message(reader: asyncio.StreamReader, head: AnswerHead) -> str:
     """What an answer that is an error says to a person."""
     try:
         body = await read_body(reader, head, _MOST_OF_AN_ERROR)

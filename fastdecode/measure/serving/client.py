@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from fastdecode.core.errors import ConfigError
 from fastdecode.measure.serving import KEY_VARIABLE, TIMEOUT_S
 from fastdecode.measure.serving.answer import (
-    Head,
+    AnswerHead,
     lines,
     message_of,
     read_body,
@@ -24,7 +24,7 @@ from fastdecode.measure.serving.answer import (
     read_message,
     shown,
 )
-from fastdecode.measure.serving.connections import Connection, Connections
+from fastdecode.measure.serving.connections import Connections, HttpConnection
 from fastdecode.measure.serving.load import Planned
 
 _MAX_MODELS_BYTES = 8 << 20
@@ -169,7 +169,7 @@ class Endpoint:
             raise
         connection.writer.close()
 
-    async def _ask(self, method: str, path: str, body: bytes) -> tuple[Connection, Head]:
+    async def _ask(self, method: str, path: str, body: bytes) -> tuple[HttpConnection, AnswerHead]:
         """Send a request. Returns the head of its answer, and where the rest is read.
         Raises OSError, ValueError."""
         sent = self._head(method, path, body) + body
@@ -233,6 +233,6 @@ def _take(said: Any, record: Record, now_s: float) -> None:
         record.has_usage = True
 
 
-def _told_status(head: Head, message: str) -> str:
+def _told_status(head: AnswerHead, message: str) -> str:
     told = f"{head.status}: {message}" if message else str(head.status)
     return f"{told} (set {KEY_VARIABLE})" if head.status == 401 else told

@@ -13,7 +13,7 @@ _MAX_LINE = 1 << 24
 
 
 @dataclass(frozen=True)
-class Connection:
+class HttpConnection:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     was_used: bool
@@ -27,7 +27,7 @@ class Connections:
         self._host = host
         self._port = port
         self._tls = tls
-        self._idle: list[Connection] | None = None
+        self._idle: list[HttpConnection] | None = None
 
     @property
     def are_kept(self) -> bool:
@@ -44,7 +44,7 @@ class Connections:
                 connection.writer.close()
             self._idle = None
 
-    async def take(self) -> Connection:
+    async def take(self) -> HttpConnection:
         """One that nobody else has. Raises OSError."""
         while self._idle:
             connection = self._idle.pop()
@@ -54,11 +54,11 @@ class Connections:
         reader, writer = await asyncio.open_connection(
             self._host, self._port, ssl=self._tls, limit=_MAX_LINE
         )
-        return Connection(reader, writer, was_used=False)
+        return HttpConnection(reader, writer, was_used=False)
 
-    def give_back(self, connection: Connection) -> None:
+    def give_back(self, connection: HttpConnection) -> None:
         """Once all of an answer was read."""
         if self._idle is None:
             connection.writer.close()
         else:
-            self._idle.append(Connection(connection.reader, connection.writer, was_used=True))
+            self._idle.append(HttpConnection(connection.reader, connection.writer, was_used=True))

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from fastdecode.conversations.history import History
 from fastdecode.conversations.open_turns import OpenTurn
-from fastdecode.conversations.turns import Asked, ChatTurn, PromptTurn, Turn, told_of_turn
+from fastdecode.conversations.turns import ChatTurn, PromptTurn, Turn, TurnPrompt, told_of_turn
 from fastdecode.core.errors import FastDecodeError, RequestError
 from fastdecode.core.sequence import PromptRequest, Request
 from fastdecode.openai.chat import Chat
@@ -143,12 +143,12 @@ class Preparation:
             trouble = self._front.trouble()
             raise why_not if trouble is None else unavailable(trouble)
 
-    async def _prompted(self, prompter: ChatTurn | PromptTurn, history: History) -> Asked:
+    async def _prompted(self, prompter: ChatTurn | PromptTurn, history: History) -> TurnPrompt:
         """A turn's prompt, with all tokens such as the model has."""
         front, checker = self._front, self._front.checker
         is_chat = isinstance(prompter, ChatTurn)
 
-        def make() -> Asked:
+        def make() -> TurnPrompt:
             asked = prompter(history)
             checker.tokenise(asked.token_ids)
             return asked

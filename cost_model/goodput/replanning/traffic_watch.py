@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from cost_model.goodput.replanning.roles import Judged, Roles
-from cost_model.goodput.replanning.traffic import Seen, Traffic, traffic
+from cost_model.goodput.replanning.roles import JudgedRoles, Roles
+from cost_model.goodput.replanning.traffic import FinishedRequest, Traffic, traffic
 from cost_model.goodput.slo import Slo
 
 MOST_REQUESTS = 10_000
@@ -16,7 +16,7 @@ _LOOKS = 10
 
 
 @dataclass(frozen=True)
-class Rules:
+class WatchRules:
     """Of a watch."""
 
     period_s: float = 3600.0
@@ -42,7 +42,7 @@ class Due:
     traffic: Traffic
 
 
-class Watch:
+class TrafficWatch:
     """Is told what comes and what is over, and says when that is another traffic
     than the roles were chosen for.
 
@@ -51,11 +51,11 @@ class Watch:
         now_s: its clock's time; all others are of the same clock.
     """
 
-    def __init__(self, slo: Slo, rules: Rules, now_s: float) -> None:
+    def __init__(self, slo: Slo, rules: WatchRules, now_s: float) -> None:
         self.slo = slo
         self.rules = rules
         self._arrived: deque[float] = deque(maxlen=MOST_REQUESTS)
-        self._over: deque[tuple[float, Seen]] = deque(maxlen=MOST_REQUESTS)
+        self._over: deque[tuple[float, FinishedRequest]] = deque(maxlen=MOST_REQUESTS)
         self._planned: Traffic | None = None
         """What the present roles were judged for."""
         self._since_s = now_s
@@ -70,7 +70,7 @@ class Watch:
         """A request has come."""
         self._arrived.append(now_s)
 
-    def over(self, now_s: float, seen: Seen) -> None:
+    def over(self, now_s: float, seen: FinishedRequest) -> None:
         """A request has come to its end."""
         self._over.append((now_s, seen))
 
@@ -89,7 +89,7 @@ class Watch:
         self._is_asked = reason is not None
         return None if reason is None else Due(reason, found)
 
-    def decided(self, now_s: float, due: Due, judged: Judged | None) -> bool:
+    def decided(self, now_s: float, due: Due, judged: JudgedRoles | None) -> bool:
         """What came of looking at them; None: nothing could be said. Returns
         whether the roles should change now: two windows, one after the other,
         want the same."""

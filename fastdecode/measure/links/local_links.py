@@ -21,7 +21,7 @@ from fastdecode.measure.links.caches import (
     SEQUENCE_BYTES,
     TIMEOUT_S,
     File,
-    Memory,
+    MemoryTarget,
     Target,
     Worker,
     hello,
@@ -45,7 +45,7 @@ from rworker.worker import start_worker_thread
 _POLL_S: Final = 0.05
 
 
-class Ways:
+class LocalLinks:
     """Measures links, so many bytes at a time.
 
     Args:
@@ -58,7 +58,7 @@ class Ways:
         self._num_sequences = num_sequences
         self._rounds = rounds
         self._tell = tell
-        self._source = Memory(KV, num_sequences).fill()
+        self._source = MemoryTarget(KV, num_sequences).fill()
         self.kv_bytes = 2 * num_sequences * SEQUENCE_BYTES + 64 * KV.block_bytes
         """Of each R-worker that is measured."""
         self.rates: list[LinkRate] = []
@@ -66,7 +66,7 @@ class Ways:
 
     def memory(self) -> None:
         """From a cache in memory to another."""
-        self._to("memory", Memory(KV, self._num_sequences), copy_twice)
+        self._to("memory", MemoryTarget(KV, self._num_sequences), copy_twice)
 
     def disk(self, directory: Path) -> None:
         """To a file in a directory."""
