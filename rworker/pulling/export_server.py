@@ -1,9 +1,9 @@
-"""Gates: where R-workers that are threads of this process are read by other
-instances', over ZeroMQ.
+"""Export servers: R-workers of other instances read the R-workers of this process
+through them, over ZeroMQ.
 
-A gate is a thread with a socket. It passes on what readers ask to its R-worker,
-as one peer of that for each reader, and what that answers back. It decides
-nothing: whose a ticket is says the R-worker.
+A server is a thread with a socket. It passes readers' messages on to its R-worker,
+which sees one peer a reader, and passes the answers back. It decides nothing: the
+R-worker knows the tickets.
 """
 
 from __future__ import annotations

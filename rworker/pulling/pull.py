@@ -143,7 +143,7 @@ class OnePull:
             self._ask_again_s = now_s + _ASK_AGAIN_S
             return
         if not isinstance(answer, ExportDescription):
-            raise ProtocolError(f"{peer} answered {type(answer).__name__} to ViewOffer")
+            raise ProtocolError(f"{peer} answered {type(answer).__name__} to DescribeExport")
         self._due.learn(index, answer, peer)
 
     def _request(self, index: int, cut: ChunkCut) -> ReadExport:

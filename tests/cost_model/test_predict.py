@@ -31,8 +31,8 @@ def ideal_system(
     """The paper's world: constant T(B), R proportional to tokens, a network that takes no time."""
     source = (Provenance.GIVEN, "")
     return System(
-        s=SPartModel("s", *source, SPEC.num_layers, lambda _: t_of_b, lambda _: 0.0, lambda n: 1e-3 * n,
-                1e15, 1e12, None, None, 0.1),
+        s=SPartModel("s", *source, SPEC.num_layers, lambda _: t_of_b, lambda _: 0.0,
+                     lambda n: 1e-3 * n, 1e15, 1e12, None, None, 0.1),
         r=RPartModel("r", *source, 0.0, 0.0, r_s, r_s / 2, 1e15, 1e15, 2, None, 0.1),
         link=LinkModel("net", *source, network_bytes_per_s, 0.0, 0.0, 0.1),
         num_nics=1,

@@ -2,7 +2,7 @@
 be then. Pure: the time is passed in, and the controller of instances and the
 simulator drive the same objects.
 
-A ``Watch`` is told of requests; it says when what comes has shifted beyond what
+A ``TrafficWatch`` is given requests; it reports when what comes has shifted beyond what
 chance does within its window. Steps that were measured (``measured``) and the
 window's requests are simulated with other roles (``roles``); whoever runs
 instances asks for that in a process of its own (``__main__``).

@@ -55,7 +55,7 @@ class InstanceHub(DealerHub[ToInstance, FromInstance]):
             raise
 
     def give_up(self, number: int) -> None:
-        """See ``LinesHub``. It is somebody else's to end."""
+        """See ``InstanceConnectionHub``. It is somebody else's to end."""
         self.connections[number].close()
 
     def greet_all(

@@ -145,7 +145,7 @@ class RunningCluster:
         return welcomes
 
     def heard(self, number: int, message: FromInstance) -> None:
-        """See ``Heard``."""
+        """See ``ConnectionListener``."""
         if isinstance(message, RequestDeltas):
             said = unpacked(message.said)
             if not isinstance(said, list):
@@ -166,15 +166,15 @@ class RunningCluster:
             self._post(lambda running: running.engine.set_stranded(number, is_stranded))
 
     def failed(self, error: FastDecodeError) -> None:
-        """See ``Heard``."""
+        """See ``ConnectionListener``."""
         self._post(lambda running: running.engine.break_down(error))
 
     def lost(self, number: int, error: FastDecodeError) -> None:
-        """See ``Heard``."""
+        """See ``ConnectionListener``."""
         self._post(lambda running: running.engine.lose(number, error))
 
     def came_back(self, number: int, welcome: InstanceWelcome) -> bool:
-        """See ``Heard``."""
+        """See ``ConnectionListener``."""
         if _identity(welcome) != self.identity:
             return False
         seen = self._seen[number]

@@ -77,18 +77,18 @@ class Replanner:
         self._asked: Due | None = None
 
     def arrived(self, flow: RoutedRequest) -> None:
-        """See ``Observer``."""
+        """See ``RequestObserver``."""
         flow.arrived_s = self._clock()
         self._watch.arrived(flow.arrived_s)
 
     def told(self, flow: RoutedRequest) -> None:
-        """See ``Observer``."""
+        """See ``RequestObserver``."""
         if flow.has_said:
             flow.last_s = self._clock()
             flow.first_s = flow.last_s if flow.first_s is None else flow.first_s
 
     def over(self, flow: RoutedRequest) -> None:
-        """See ``Observer``. Of several sequences the longest counts."""
+        """See ``RequestObserver``. Of several sequences the longest counts."""
         if flow.arrived_s is None or flow.first_s is None or flow.last_s is None:
             return
         tokens = max(len(said.token_ids) for said in flow.said)

@@ -95,10 +95,10 @@ class LaterStage:
             else:
                 self._pipeline.receive()
 
-    # What the pipeline asks of it: see ``Onward``.
+    # What the pipeline asks of it: see ``NextStage``.
 
     def leave(self, step: LaneStep) -> LaterStageForward:
-        """See ``Onward``."""
+        """See ``NextStage``."""
         x = step.forward.output
         if self._next is None:
             x = _rows(x, self._s_worker.upload(torch.from_numpy(step.logit_rows)))
@@ -111,12 +111,12 @@ class LaterStage:
         )
 
     def take_done(self) -> tuple[StageDone, ...]:
-        """See ``Onward``."""
+        """See ``NextStage``."""
         return ()
 
     @property
     def has_orders(self) -> bool:
-        """See ``Onward``."""
+        """See ``NextStage``."""
         return self._links.has_heard
 
     def _send(self, step: LaneStep, x: Activations) -> None:

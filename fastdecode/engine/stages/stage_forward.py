@@ -81,7 +81,7 @@ class FirstStageForward:
         return len(self.reports) == len(self._stages)
 
     def go_on(self) -> Tensor | None:
-        """See ``Passage``. The logits [R, V] of the R rows that a token is drawn
+        """See ``StageForward``. The logits [R, V] of the R rows that a token is drawn
         from, once the last stage's output [R, H] for them is home."""
         step = self._step
         if not self._is_sent:
@@ -103,12 +103,12 @@ class FirstStageForward:
         return step.forward.logits(np.arange(shape[0]))
 
     def deliver(self, done: StageDone) -> None:
-        """See ``Passage``."""
+        """See ``StageForward``."""
         self.reports.append(done)
 
 
 class FirstStage:
-    """What the first stage does with its steps; see ``Onward``.
+    """What the first stage does with its steps; see ``NextStage``.
 
     Args:
         s_worker: its S-worker.
@@ -131,7 +131,7 @@ class FirstStage:
         self._first_prompt_lane = first_prompt_lane
 
     def leave(self, step: LaneStep) -> FirstStageForward | None:
-        """See ``Onward``."""
+        """See ``NextStage``."""
         later = self._later
         is_prompts = bool(later.prompt_stages) and step.lane >= self._first_prompt_lane
         stages = later.prompt_stages if is_prompts else later.token_stages
@@ -141,7 +141,7 @@ class FirstStage:
         return FirstStageForward(step, later, output, self._lost, stages)
 
     def take_done(self) -> list[StageDone]:
-        """See ``Onward``."""
+        """See ``NextStage``."""
         return self._later.take_done()
 
 
@@ -181,7 +181,7 @@ class LaterStageForward:
         return self._may_report() if self._is_sent else self.copy.done
 
     def go_on(self) -> Tensor | None:
-        """See ``Passage``."""
+        """See ``StageForward``."""
         x = as_array(self.copy.host)
         if not self._is_sent:
             self._is_sent = True
@@ -192,7 +192,7 @@ class LaterStageForward:
         return torch.empty((0, 0))
 
     def deliver(self, done: StageDone) -> None:
-        """See ``Passage``."""
+        """See ``StageForward``."""
         raise ProtocolError(f"stage {done.stage} reports to the wrong stage")
 
 

@@ -1,18 +1,19 @@
 """Messages by which a prompt's K and V go from the R-workers of one instance to
 those of another.
 
-==================  =========  ======================================================
+==================  =========  ===================================================
 message             direction  meaning, and the answer
-==================  =========  ======================================================
-``ExportSequence``           S → R      a sequence's tokens may be read by whoever names this
-                               ticket, until the sequence is closed; no answer
+==================  =========  ===================================================
+``ExportSequence``  S → R      readers that name this ticket may read a sequence's
+                               tokens, until the sequence is closed; no answer
 ``Pull``            S → R      fetch tokens of an empty sequence from R-workers that
-                               offer them, in the background → ``Pulled``
+                               export them, in the background → ``Pulled``
 ``Pulled``          R → S      that is over, and why if it failed; out of order
-``DescribeExport``       R → R      what does this ticket stand for? → ``ExportDescription`` or
-                               ``ExportExpired``
-``ReadExport``       R → R      K and V of such tokens → ``FetchedChunk`` or ``ExportExpired``
-==================  =========  ======================================================
+``DescribeExport``  R → R      what does this ticket stand for?
+                               → ``ExportDescription`` or ``ExportExpired``
+``ReadExport``      R → R      K and V of such tokens
+                               → ``FetchedChunk`` or ``ExportExpired``
+==================  =========  ===================================================
 
 A **ticket** is 128 random bits, and the right to read one sequence's tokens as
 they are when it is offered. It ends when the sequence is closed, truncated, or
