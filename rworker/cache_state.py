@@ -1,5 +1,5 @@
-"""The books of one cache: which sequences are open, which steps are under way,
-and whether what a peer says fits.
+"""The state of one cache: open sequences, steps under way, and whether a peer's
+message fits them.
 
 Every message about a cache is checked here, before it reaches the KV store or a
 kernel. One that breaks the protocol raises ``ProtocolError`` and changes

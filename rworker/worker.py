@@ -101,13 +101,13 @@ def serve(
     hub: Hub[FromRWorker, ToRWorker],
     state: RWorkerState,
     executor: RWorkerExecutor,
-    absence: GracePeriod | None = None,
+    grace_period: GracePeriod | None = None,
     neighbours: Neighbours | None = None,
 ) -> None:
     """Serve the peers of a hub until the state says that all is done, or none
     is left; then close all connections.
 
-    ``absence`` says for how long a state awaits the return of S-workers.
+    ``grace_period`` says for how long a state awaits the return of S-workers.
     Replicas are kept by R-workers that are reached through ``neighbours``.
 
     Whatever goes wrong with one peer is logged, and told to that peer as
@@ -116,7 +116,7 @@ def serve(
     logger.info("R-worker %s serves", state.name)
     behind = BackgroundTransfers(executor, neighbours or NoNeighbours(), partial(_tell, hub))
     try:
-        while serve_next(hub, state, executor, absence, behind):
+        while serve_next(hub, state, executor, grace_period, behind):
             pass
         logger.info("R-worker %s has stopped", state.name)
     finally:
@@ -130,20 +130,20 @@ def serve_next(
     hub: Hub[FromRWorker, ToRWorker],
     state: RWorkerState,
     executor: RWorkerExecutor,
-    absence: GracePeriod | None,
+    grace_period: GracePeriod | None,
     behind: BackgroundTransfers | None = None,
 ) -> bool:
-    """Deal with what comes next; ``absence``: for how long those that are lost
+    """Deal with what comes next; ``grace_period``: for how long those that are lost
     are waited for, None: for ever; ``behind``: what is done behind compute, if
     there may be anything. False: leave the loop."""
     if behind is not None and behind.is_late:
         behind.work()
-    if absence is not None and (over := absence.end(state)):
+    if grace_period is not None and (over := grace_period.end(state)):
         return obey(over, hub.connections, state, executor, behind)
     if not tell_moved(hub.connections, state, executor, behind):
         return False
     link_wait_s = None if behind is None else behind.wait_s
-    away_s = None if absence is None else absence.wait_s(state)
+    away_s = None if grace_period is None else grace_period.wait_s(state)
     waits_s = [each for each in (link_wait_s, executor.tiers.wait_s, away_s) if each is not None]
     try:
         peer, message = hub.receive_any(min(waits_s, default=None))
@@ -166,8 +166,8 @@ def serve_next(
             return True
         logger.info("R-worker %s stops: %s", state.name, error)
         return False
-    if absence is not None:
-        absence.look(state)
+    if grace_period is not None:
+        grace_period.look(state)
     try:
         return obey(state.handle(peer, message), hub.connections, state, executor, behind)
     except Exception as error:

@@ -82,8 +82,8 @@ def engine(llm: LLM) -> ClusterEngine:
 def assert_all_is_free(llm: NewsLLM) -> None:
     """No instance has a sequence, or a block of one."""
     running = llm._running
-    flows, dispatcher = engine(llm).flows, engine(llm).desk.dispatcher
-    assert not (flows.by_request or flows.by_run or flows.by_job)
+    routed_requests, dispatcher = engine(llm).routed_requests, engine(llm).router.dispatcher
+    assert not (routed_requests.by_request or routed_requests.by_run or routed_requests.by_job)
     assert not any(queue.num_tokens for queue in dispatcher.prefill)
     assert not any(room.num_tokens or room.num_sequences for room in dispatcher.decode)
     for number, each in enumerate(engine(llm).remote):

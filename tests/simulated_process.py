@@ -74,7 +74,7 @@ class Process:
     ) -> None:
         serving = ServingTerms(keeps_serving=True, keep_s=keep_s)
         self.state = RWorkerState(name, kv_bytes=kv_bytes, serving=serving)
-        self._absence = GracePeriod(serving, time)
+        self._grace_period = GracePeriod(serving, time)
         self._awaits = False
         self.executor = _Executor(num_threads=1, clock=time)
         self.neighbours = reach(self)
@@ -143,14 +143,14 @@ class Process:
             return
         if not self._inbox:  # else what neighbours say waits
             self._has_answers = False
-        if not serve_next(self, self.state, self.executor, self._absence, self.links):
+        if not serve_next(self, self.state, self.executor, self._grace_period, self.links):
             self.crash()
         self._await_returns()
         self._go_on()
 
     def _await_returns(self) -> None:
         """Look again when an S-worker that is lost has been for too long."""
-        wait_s = self._absence.wait_s(self.state)
+        wait_s = self._grace_period.wait_s(self.state)
         if wait_s is not None and not self._awaits:
             self._awaits = True
             self._time.at(self._time.now_s + wait_s, self._look_again)
@@ -158,7 +158,7 @@ class Process:
     def _look_again(self) -> None:
         self._awaits = False
         if self.is_up and not self._is_busy:
-            serve_next(self, self.state, self.executor, self._absence, self.links)
+            serve_next(self, self.state, self.executor, self._grace_period, self.links)
             self._await_returns()
 
     def _tell(self, peer: int, news: ReplicationNews) -> None:

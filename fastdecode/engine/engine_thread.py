@@ -1,5 +1,4 @@
-"""An engine in the hands of the one thread that owns it: who waits for which
-request, and who is told what."""
+"""The thread that owns an engine: its open requests, and the readers of their output."""
 
 from __future__ import annotations
 

@@ -171,8 +171,8 @@ def _control(
         return None
     assert times is not None, "what goes where follows from step times"
     most = batching.max_num_sequences
-    teller = HybridInputs(hybrid.device, ledger, lengths, times, hybrid.guess, most)
-    return HybridControl(hybrid, ledger, teller)
+    inputs = HybridInputs(hybrid.device, ledger, lengths, times, hybrid.guess, most)
+    return HybridControl(hybrid, ledger, inputs)
 
 
 def _admission(

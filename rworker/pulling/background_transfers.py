@@ -1,5 +1,5 @@
-"""All that an R-worker does behind compute: replicas are kept up to date, and
-prompts fetched."""
+"""Transfers of an R-worker behind compute: replicas are kept up to date, prompts
+are fetched."""
 
 from __future__ import annotations
 

@@ -173,36 +173,36 @@ class ExportServers:
         self._host, _, self._port = address.rpartition(":")
         self._key = key
         self._silence_s = silence_s
-        self._gates: dict[str, ExportServer] = {}
+        self._servers: dict[str, ExportServer] = {}
         self._ways: list[ZmqNeighbours] = []
 
     def add(self, name: str, hub: InprocHub[FromRWorker, ToRWorker]) -> Neighbours:
         """See ``rworker.stream.replica_links.Neighbourhood``. Raises ConfigError."""
         address = f"{self._host}:{self._next_port()}"
-        gate = ExportServer(name, address, hub, self._key, self._silence_s)
-        self._gates[name] = gate
-        gate.start()
+        server = ExportServer(name, address, hub, self._key, self._silence_s)
+        self._servers[name] = server
+        server.start()
         self._ways.append(ZmqNeighbours(self._key, self._silence_s))
         return self._ways[-1]
 
     def address_of(self, name: str) -> str:
         """Where others reach an R-worker."""
-        return self._gates[name].address
+        return self._servers[name].address
 
     def close(self) -> None:
         """Safe to call twice."""
-        for gate in self._gates.values():
-            gate.close()
+        for server in self._servers.values():
+            server.close()
         while self._ways:
             self._ways.pop().close()
 
     def _next_port(self) -> str:
         if not self._port.isdecimal() or self._port == "0":
             return self._port
-        port = int(self._port) + len(self._gates)
+        port = int(self._port) + len(self._servers)
         if port > _MAX_PORT:
             raise ConfigError(
                 Given("export", f"{self._host}:{self._port}"),
-                f" leaves no port for R-worker {len(self._gates)}: begin lower",
+                f" leaves no port for R-worker {len(self._servers)}: begin lower",
             )
         return str(port)

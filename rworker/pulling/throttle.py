@@ -1,4 +1,4 @@
-"""When an R-worker fetches, and when it leaves its time to what is attended."""
+"""When an R-worker fetches, and when it leaves its time to attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways to other R-workers: what is asked over one is answered in order."""
+"""Links to other R-workers. Messages on one link are answered in order."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The chunks that a pull is still to ask for: known once every source has said
-what it has."""
+"""The chunks that a pull has not asked for yet: known once every source has
+answered what it has."""
 
 from __future__ import annotations
 

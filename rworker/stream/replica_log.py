@@ -1,6 +1,4 @@
-"""What a neighbour was told of each sequence of a cache, and what to tell it
-next.
-"""
+"""What the replica knows of each sequence of a cache, and what to send it next."""
 
 from __future__ import annotations
 

@@ -169,8 +169,8 @@ class World:
                     assert said == tokens and len(text) == len(tokens)
                     assert [d.finish_reason for d in deltas].count("length") == 1
         controller = self.controller
-        flows, dispatcher = controller.flows, controller.desk.dispatcher
-        assert not (flows.by_request or flows.by_job or flows.by_run)
+        routed_requests, dispatcher = controller.routed_requests, controller.router.dispatcher
+        assert not (routed_requests.by_request or routed_requests.by_job or routed_requests.by_run)
         assert not controller.num_unfinished_sequences and not controller.num_running
         assert not (dispatcher.num_waiting or dispatcher.num_offered)
         assert not any(queue.num_tokens for queue in dispatcher.prefill)
@@ -259,7 +259,7 @@ def test_a_request_that_fits_only_where_no_r_worker_is_left_keeps_nobody_waiting
     world.submit("small", rng)
     while world.turn(rng):
         pass
-    assert list(world.controller.flows.by_request) == ["large"]
+    assert list(world.controller.routed_requests.by_request) == ["large"]
     world.recover(large)
     while world.turn(rng):
         pass
@@ -346,14 +346,14 @@ def test_who_keeps_prompts_lets_others_be_bound(seed: int) -> None:
         world.controller.submit(request, Listener(world.said[name].append, every_step=False))
     while world.turn(rng):
         pass
-    assert world.controller.flows.stages == {}
+    assert world.controller.routed_requests.stages == {}
 
 
 def test_what_has_been_decided_of_a_request_that_leaves_takes_no_room() -> None:
     """Room is booked for G, but before G is sent there, an instance that takes
     nothing turns out to have had its prompt."""
     rng, world = random.Random(9), World(1, 1)
-    dispatcher = world.controller.desk.dispatcher
+    dispatcher = world.controller.router.dispatcher
     decode, (_, queue) = dispatcher.decode, dispatcher.prefill
     decode[0].num_sequences = decode[0].max_sequences
     world.submit("G", rng)
@@ -361,10 +361,13 @@ def test_what_has_been_decided_of_a_request_that_leaves_takes_no_room() -> None:
         pass
     queue.num_tokens = 1000
     world.submit("A", rng)
-    assert world.controller.flows.stages == {"G": RequestStage.OFFERED, "A": RequestStage.QUEUED}
+    assert world.controller.routed_requests.stages == {
+        "G": RequestStage.OFFERED,
+        "A": RequestStage.QUEUED,
+    }
     queue.num_tokens = decode[0].num_sequences = 0
     world.prefill[0].broken = WorkerError("it takes nothing, and nobody knows")
-    world.controller.desk.look()
+    world.controller.router.look()
     while world.turn(rng):
         pass
     world.check()
@@ -387,7 +390,7 @@ def test_a_burst_waits_for_room() -> None:
     for number in range(300):
         world.submit(f"r{number}", rng)
     while world.turn(rng):
-        assert world.controller.desk.dispatcher.decode[0].num_tokens <= 16 * BLOCK_SIZE
+        assert world.controller.router.dispatcher.decode[0].num_tokens <= 16 * BLOCK_SIZE
     world.check()
     assert world.decode[0].most <= 16, "each has a block at least"
     assert world.controller.num_moved == 0
@@ -454,7 +457,7 @@ def test_when_no_instance_is_left_all_end() -> None:
     for number in range(3):
         world.submit(f"r{number}", rng)
     world.lose(world.prefill[0])
-    assert {flow.stage for flow in world.controller.flows.by_request.values()} == {
+    assert {routed.stage for routed in world.controller.routed_requests.by_request.values()} == {
         RequestStage.DECODE
     }
     world.lose(world.decode[0])
@@ -471,4 +474,4 @@ def test_what_fits_nowhere_is_refused_at_once() -> None:
     request = Request("a", (5,) * 300, SamplingParams(), 100, seed=0)
     with pytest.raises(CapacityError, match="fits on no decode instance"):
         world.controller.submit(request)
-    assert not world.controller.flows.by_request
+    assert not world.controller.routed_requests.by_request

@@ -40,8 +40,8 @@ def engines(llm: LLM) -> list[Any]:
 def assert_nothing_is_left(llm: LLM) -> None:
     """No instance has a sequence, a block, or an offer."""
     controller = llm._running.engine
-    flows, dispatcher = controller.flows, controller.desk.dispatcher
-    assert not (flows.by_request or flows.by_run or flows.by_job)
+    routed_requests, dispatcher = controller.routed_requests, controller.router.dispatcher
+    assert not (routed_requests.by_request or routed_requests.by_run or routed_requests.by_job)
     assert not dispatcher.num_waiting and not dispatcher.num_offered
     assert not any(queue.num_tokens for queue in dispatcher.prefill)
     assert not any(room.num_tokens or room.num_sequences for room in dispatcher.decode)

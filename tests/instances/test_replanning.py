@@ -111,8 +111,8 @@ def watched(
         while sum("come, " in line for line in told) < looks:
             assert time.monotonic() < end_s, "nobody looks at roles"
             found = said(llm.generate(asked, how))
-        members = llm._running.engine.desk.members
-        roles = {x.name: r for x, r in zip(members.all, members.roles, strict=True)}
+        registry = llm._running.engine.router.registry
+        roles = {x.name: r for x, r in zip(registry.all, registry.roles, strict=True)}
         return found, roles
 
 

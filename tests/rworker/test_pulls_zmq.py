@@ -89,19 +89,19 @@ def behind_a_gate(name: str, kv: KVSpec) -> Iterator[tuple[str, Worker]]:
     """In a thread of this process; others read it at a gate's address."""
     from rworker.pulling.export_server import ExportServers
 
-    gates, runs = ExportServers("tcp://127.0.0.1:*", None), AttentionExecutor(kernels=reference)
-    thread = start_worker_thread(name, kv_bytes=16 << 20, executor=runs, neighbours=gates)
+    servers, runs = ExportServers("tcp://127.0.0.1:*", None), AttentionExecutor(kernels=reference)
+    thread = start_worker_thread(name, kv_bytes=16 << 20, executor=runs, neighbours=servers)
     try:
-        yield gates.address_of(name), Worker(thread.connection, kv)
+        yield servers.address_of(name), Worker(thread.connection, kv)
         thread.stop()
         thread.join(WAIT_S)
     finally:
         thread.connection.close()
-        gates.close()
+        servers.close()
 
 
 @pytest.mark.parametrize("kv", ALL_KV, ids=lambda kv: kv.dtype.value)
-def test_threads_behind_gates(kv: KVSpec) -> None:
+def test_threads_behind_export_servers(kv: KVSpec) -> None:
     home, back, lengths = Memory(kv), Memory(kv), {0: 61}
     home.fill(lengths, seed=3)
     with behind_a_gate("p", kv) as (address, p), behind_a_gate("d", kv) as (_, d):
@@ -140,13 +140,13 @@ def test_readers_that_come_and_go_leave_nothing_at_a_gate() -> None:
     from fastdecode.wire.zmq.hub import ZmqHub
     from rworker.pulling.export_server import ExportServers
 
-    gates, hub = ExportServers("tcp://127.0.0.1:*", None), ZmqHub()
+    servers, hub = ExportServers("tcp://127.0.0.1:*", None), ZmqHub()
     runs = AttentionExecutor(kernels=reference)
-    thread = start_worker_thread("p", kv_bytes=16 << 20, executor=runs, neighbours=gates)
+    thread = start_worker_thread("p", kv_bytes=16 << 20, executor=runs, neighbours=servers)
     owner = Worker(thread.connection, KV)
-    inside = gates._gates["p"]._inside
+    inside = servers._servers["p"]._inside
     for i in range(12):
-        reader = hub.add(gates.address_of("p"))
+        reader = hub.add(servers.address_of("p"))
         is_sent_away = bool(i % 2)
         reader.send(DescribeExport(PROTOCOL_VERSION, "no ticket" if is_sent_away else "ab" * 16))
         assert isinstance(reader.receive(WAIT_S), Failed if is_sent_away else ExportExpired)
@@ -162,18 +162,18 @@ def test_readers_that_come_and_go_leave_nothing_at_a_gate() -> None:
     thread.stop()
     thread.join(WAIT_S)
     thread.connection.close()
-    gates.close()
+    servers.close()
     hub.close()
 
 
 def test_ports_follow_upon_the_first() -> None:
     from rworker.pulling.export_server import ExportServers
 
-    gates = ExportServers("tcp://127.0.0.1:65535", None)
-    gates.add("r0", InprocHub())
+    servers = ExportServers("tcp://127.0.0.1:65535", None)
+    servers.add("r0", InprocHub())
     with pytest.raises(ConfigError, match="leaves no port for R-worker 1"):
-        gates.add("r1", InprocHub())
-    gates.close()
+        servers.add("r1", InprocHub())
+    servers.close()
 
 
 @pytest.mark.parametrize("kv", [ALL_KV[0], ALL_KV[-1]], ids=lambda kv: kv.dtype.value)

@@ -263,7 +263,7 @@ class ClusterEngine(Controller):
         for number, instance in enumerate(self.remote):
             if number not in welcomes:
                 instance.broken = WorkerError(f"instance {instance.name} is not connected yet")
-                self.desk.lose(instance)
+                self.router.lose(instance)
 
     def heard(self, number: int, deltas: Sequence[Delta]) -> None:
         """What an instance says of its requests. If any of it can't be true, none of
@@ -280,11 +280,11 @@ class ClusterEngine(Controller):
         the instance hasn't got any more counts for nothing."""
         runs = []
         for delta in deltas:
-            flow = self.flows.by_run.get(delta.request_id)
-            run = None if flow is None else flow.run_of(delta)
+            routed = self.routed_requests.by_run.get(delta.request_id)
+            run = None if routed is None else routed.run_of(delta)
             if run is None or run.claims is None:
                 continue
-            if self.desk.where(run) is not instance:
+            if self.router.where(run) is not instance:
                 raise ProtocolError("says something of a request that another instance has")
             run.claims.add(delta, self._all.spec)
             runs.append(run.claims)
@@ -323,7 +323,7 @@ class ClusterEngine(Controller):
     def find_again(self, number: int, welcome: InstanceWelcome) -> None:
         """An instance that was gone is there again."""
         instance = self.remote[number]
-        role = self.desk.roles[self.desk.instances.index(instance)]
+        role = self.router.roles[self.router.instances.index(instance)]
         instance.came_back(welcome, role)
         logger.warning("instance %s is there again", instance.name)
         self.came_back(instance)

@@ -185,7 +185,7 @@ class InstanceConnections(threading.Thread):
         self._lost = {number: _LostInstance(time.monotonic() + _TRY_S) for number in absent}
         self._turns = [0 for _ in hub.connections]
         """How often each was there before."""
-        self._quiet = Heartbeat(len(self._turns))
+        self._heartbeat = Heartbeat(len(self._turns))
         self._timeout_s = timeout_s
         self._outbox: SimpleQueue[tuple[int, int, ToInstance | FastDecodeError]] = SimpleQueue()
         self._is_closing = False
@@ -254,7 +254,7 @@ class InstanceConnections(threading.Thread):
             return
         if number in self._lost:
             return
-        self._quiet.hear(number)
+        self._heartbeat.hear(number)
         try:
             if isinstance(message, Failed):
                 raise WorkerError(
@@ -282,7 +282,7 @@ class InstanceConnections(threading.Thread):
             self._heard.lost(number, error)
 
     def _look_for_hung(self) -> None:
-        for number, quiet_s in enumerate(self._quiet.look()):
+        for number, quiet_s in enumerate(self._heartbeat.look()):
             if quiet_s > self._timeout_s and number not in self._lost:
                 peer = self._hub.connections[number].peer
                 why = f"{peer} lives, but its engine has said nothing for {quiet_s:.3g} s: it hangs"
@@ -325,5 +325,5 @@ class InstanceConnections(threading.Thread):
             )
         finder.replace(number, lost.line)
         self._turns[number] += 1
-        self._quiet.hear(number)
+        self._heartbeat.hear(number)
         del self._lost[number]

@@ -56,11 +56,11 @@ class Controller:
         local_below: int = 0,
     ) -> None:
         self._local_below = local_below
-        self.flows = RoutedRequests(block_size)
+        self.routed_requests = RoutedRequests(block_size)
         """All requests that aren't over."""
         every = [*decode, *(each for each in prefill if each not in decode)]
         roles = [_role(each in prefill, each in decode) for each in every]
-        self.desk = Router(self.flows, every, roles, batch_tokens, self._failed)
+        self.router = Router(self.routed_requests, every, roles, batch_tokens, self._failed)
         """Gives them to instances."""
         self.observer: RequestObserver | None = None
         """Is told of requests, from when it is put there."""
@@ -81,13 +81,13 @@ class Controller:
     @property
     def num_running(self) -> int:
         """Sequences that an instance goes on with."""
-        every = self.flows.by_request.values()
-        return sum(flow.num_left for flow in every if flow.decoding is not None)
+        every = self.routed_requests.by_request.values()
+        return sum(routed.num_left for routed in every if routed.decoding is not None)
 
     @property
     def num_unfinished_sequences(self) -> int:
         """Sequences that aren't over."""
-        return sum(flow.num_left for flow in self.flows.by_request.values())
+        return sum(routed.num_left for routed in self.routed_requests.by_request.values())
 
     def submit(self, request: Request, listener: Listener | None = None) -> None:
         """Queue a valid request.
@@ -98,18 +98,18 @@ class Controller:
         """
         if self._broken is not None:
             raise copy(self._broken)
-        if request.request_id in self.flows.by_request:
+        if request.request_id in self.routed_requests.by_request:
             raise duplicate_id(request.request_id)
-        flow = self.flows.make(request, listener)
-        self.desk.dispatcher.check_possible(flow.job)
-        self.flows.add(flow)
+        routed = self.routed_requests.make(request, listener)
+        self.router.dispatcher.check_possible(routed.job)
+        self.routed_requests.add(routed)
         if self.observer is not None:
-            flow.is_observed = True
-            self.observer.arrived(flow)
-        if flow.job.prompt_tokens < self._local_below or request.drawn:
-            self.desk.wait(flow, is_first=False)
+            routed.is_observed = True
+            self.observer.arrived(routed)
+        if routed.job.prompt_tokens < self._local_below or request.drawn:
+            self.router.wait(routed, is_first=False)
         else:
-            self.desk.arrive(flow)
+            self.router.arrive(routed)
 
     def step(self) -> None:
         """What was said has been told. Raises WorkerError: no instance is left."""
@@ -126,27 +126,27 @@ class Controller:
         self.has_work = True
         told = list(deltas)
         for delta in told:
-            flow = self.flows.by_run.get(delta.request_id)
-            if flow is not None and delta.error is None:
-                flow.tell(delta)
+            routed = self.routed_requests.by_run.get(delta.request_id)
+            if routed is not None and delta.error is None:
+                routed.tell(delta)
                 if self.observer is not None:
-                    self.observer.told(flow)
+                    self.observer.told(routed)
         for delta in told:
-            flow = self.flows.by_run.get(delta.request_id)
-            if flow is not None:
-                self._advance(flow, delta)
+            routed = self.routed_requests.by_run.get(delta.request_id)
+            if routed is not None:
+                self._advance(routed, delta)
 
     def cancel(self, request_id: str) -> bool:
         """Forget an unfinished request; False if there is none of this id."""
-        flow = self.flows.by_request.get(request_id)
-        if flow is not None:
-            self.desk.end(flow)
-        return flow is not None
+        routed = self.routed_requests.by_request.get(request_id)
+        if routed is not None:
+            self.router.end(routed)
+        return routed is not None
 
     def cancel_waiting(self, among: Container[str] | None = None) -> list[str]:
         """Forget the requests, ``among`` these or all, that no instance has.
         Returns their ids."""
-        waiting = self.flows.untouched(among)
+        waiting = self.routed_requests.untouched(among)
         for request_id in waiting:
             self.cancel(request_id)
         return waiting
@@ -159,49 +159,49 @@ class Controller:
     def abandon(self, error: FastDecodeError) -> None:
         """End every unfinished request with this error."""
         self._broken = without_frames(error)
-        for flow in list(self.flows.by_request.values()):
-            self._fail(flow, error)
+        for routed in list(self.routed_requests.by_request.values()):
+            self._fail(routed, error)
 
-    def _advance(self, flow: RoutedRequest, delta: Delta) -> None:
+    def _advance(self, routed: RoutedRequest, delta: Delta) -> None:
         """What a delta means for where a request is."""
         if delta.error is not None:
-            self._failed(flow, delta)
+            self._failed(routed, delta)
         elif delta.has_fetched:
             self.num_handed_over += not delta.fetch_failed
             self.num_failed_fetches += delta.fetch_failed
-            self.desk.release(flow)
-        elif flow.is_over:
+            self.router.release(routed)
+        elif routed.is_over:
             if self.observer is not None:
-                self.observer.over(flow)
-            self.desk.end(flow)
-        elif delta.sources and flow.stage is RequestStage.PREFILL:
-            flow.sources = delta.sources
-            self.desk.offer(flow)
+                self.observer.over(routed)
+            self.router.end(routed)
+        elif delta.sources and routed.stage is RequestStage.PREFILL:
+            routed.sources = delta.sources
+            self.router.offer(routed)
 
-    def _failed(self, flow: RoutedRequest, delta: Delta) -> None:
+    def _failed(self, routed: RoutedRequest, delta: Delta) -> None:
         """A run of a request has ended with an error. Others may be able to run
         it: its instance may be about to break down."""
-        error, run = delta.error, flow.run_of(delta)
+        error, run = delta.error, routed.run_of(delta)
         assert error is not None
         if run is None:
             return
-        where, is_prompt = self.desk.where(run), run is flow.offering
+        where, is_prompt = self.router.where(run), run is routed.offering
         is_too_long = isinstance(error, CapacityError)
         if where.broken is not None:
             self.lost(where, error)
-        elif is_prompt and flow.decoding is not None:  # who fetches it looks after himself
-            self.desk.release(flow)
+        elif is_prompt and routed.decoding is not None:  # who fetches it looks after himself
+            self.router.release(routed)
         elif is_prompt and (is_too_long or error.code == HANDED_OVER_LOST):
-            self._go_on(flow, fits_prefill=not is_too_long)
+            self._go_on(routed, fits_prefill=not is_too_long)
         else:
             logger.warning("instance %s has failed a request: %s", where.name, error)
-            self._go_on(flow, failed=(run.instance, error))
+            self._go_on(routed, failed=(run.instance, error))
 
     def lost(self, lost: Instance, error: FastDecodeError) -> None:
         """An instance is broken: all that it had goes on elsewhere."""
         logger.error("instance %s is lost: %s", lost.name, error)
-        had = self.desk.lose(lost)
-        if self.desk.members.are_all_lost:
+        had = self.router.lose(lost)
+        if self.router.registry.are_all_lost:
             self._broken = WorkerError(f"no instance is left: {error.message}", code=error.code)
             self.has_work = True
             return
@@ -212,20 +212,20 @@ class Controller:
         and where no other instance can run it, waits."""
         logger.error("instance %s runs nothing for now: %s", instance.name, error)
         self.has_work = True
-        self._go_on_elsewhere(self.desk.lose(instance))
+        self._go_on_elsewhere(self.router.lose(instance))
 
     def _go_on_elsewhere(self, had: Iterable[RoutedRequest]) -> None:
         """The instance that had these requests has been given up."""
-        for flow in had:
-            if flow.stage is not RequestStage.OVER:
-                self._go_on(flow)
-        self.desk.look()
+        for routed in had:
+            if routed.stage is not RequestStage.OVER:
+                self._go_on(routed)
+        self.router.look()
         self._check_waiting()
 
     def came_back(self, instance: Instance) -> None:
         """One that was lost or stranded can run requests again, and has none."""
-        self.desk.members.come_and_go(instance, is_there=True)
-        self.desk.look()
+        self.router.registry.come_and_go(instance, is_there=True)
+        self.router.look()
 
     def set_role(self, name: str, role: InstanceRole) -> None:
         """What an instance is given from now on. What it has, it goes on with.
@@ -233,25 +233,25 @@ class Controller:
         Raises:
             ConfigError: there is none of that name.
         """
-        before = list(self.desk.members.roles)
-        if not self.desk.set_role(name, role):
-            names = ", ".join(each.name for each in self.desk.instances)
+        before = list(self.router.registry.roles)
+        if not self.router.set_role(name, role):
+            names = ", ".join(each.name for each in self.router.instances)
             raise ConfigError(f"there is no instance {name!r}: they are {names}")
-        self.num_role_changes += self.desk.members.roles != before
+        self.num_role_changes += self.router.registry.roles != before
         self._check_waiting()
 
     def _check_waiting(self) -> None:
         """Requests that no instance decodes yet may fit on none any more."""
-        for flow in list(self.flows.by_request.values()):
-            if flow.stage is not RequestStage.DECODE:
+        for routed in list(self.routed_requests.by_request.values()):
+            if routed.stage is not RequestStage.DECODE:
                 try:
-                    self.desk.dispatcher.check_possible(flow.job)
+                    self.router.dispatcher.check_possible(routed.job)
                 except CapacityError as error:
-                    self._fail(flow, flow.failure or error)
+                    self._fail(routed, routed.failure or error)
 
     def _go_on(
         self,
-        flow: RoutedRequest,
+        routed: RoutedRequest,
         *,
         fits_prefill: bool = True,
         failed: tuple[int, FastDecodeError] | None = None,
@@ -259,24 +259,24 @@ class Controller:
         """What was made of a request is lost but for its tokens. ``failed``: the
         instance that has failed it, and why."""
         self.num_moved += 1
-        self.desk.leave(flow)
-        flow.sources = ()
+        self.router.leave(routed)
+        routed.sources = ()
         if failed is not None:
-            flow.fail_at(*failed)
+            routed.fail_at(*failed)
         try:
-            self.desk.dispatcher.check_possible(flow.job)
+            self.router.dispatcher.check_possible(routed.job)
         except CapacityError as error:
-            self._fail(flow, flow.failure or error)
+            self._fail(routed, routed.failure or error)
             return
-        if flow.has_said or not fits_prefill:
-            self.desk.wait(flow, is_first=True)
+        if routed.has_said or not fits_prefill:
+            self.router.wait(routed, is_first=True)
         else:
-            self.desk.begin_anew(flow)
+            self.router.begin_anew(routed)
 
-    def _fail(self, flow: RoutedRequest, error: FastDecodeError) -> None:
-        self.desk.end(flow)
-        if flow.listener is not None:
-            flow.listener.tell(Delta(flow.request.request_id, 0, error=without_frames(error)))
+    def _fail(self, routed: RoutedRequest, error: FastDecodeError) -> None:
+        self.router.end(routed)
+        if routed.listener is not None:
+            routed.listener.tell(Delta(routed.request.request_id, 0, error=without_frames(error)))
 
 
 def _role(prefills: bool, decodes: bool) -> InstanceRole:

@@ -1,5 +1,4 @@
-"""What an engine does so that others go on with its prompts, and it with theirs:
-tickets out, fetches in."""
+"""Exports an engine's prompts to other instances, and imports theirs."""
 
 from __future__ import annotations
 

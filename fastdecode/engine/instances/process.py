@@ -84,10 +84,10 @@ def serve_instance(
     is_here = not config.cluster.r_worker_addresses
     own = _own(config, place.role, is_here=is_here)
     with contextlib.ExitStack() as stack:
-        gates = ExportServers(place.export or f"{host}:*", key, silence_s)
-        stack.callback(gates.close)
-        beside = Colocation(gates, place.name, 1, place.role) if is_here else None
-        make = partial(RunningEngine, own, tell, None, None, None, beside)
+        servers = ExportServers(place.export or f"{host}:*", key, silence_s)
+        stack.callback(servers.close)
+        colocation = Colocation(servers, place.name, 1, place.role) if is_here else None
+        make = partial(RunningEngine, own, tell, None, None, None, colocation)
         service: EngineService[RunningEngine] = EngineService(make)
         stack.callback(service.close)
         running = service.open()
@@ -124,9 +124,9 @@ def serve_instance_rank(config: EngineConfig, tell: Callable[[str], None]) -> bo
     first = job.rank - local_rank()
     num_here = sum(rank in range(first, first + local_size()) for rank in ranks.s_ranks)
     place = ranks.place_on_host(job.rank, local_rank())
-    beside = Colocation(None, name, num_here, role, place, r_ranks)
+    colocation = Colocation(None, name, num_here, role, place, r_ranks)
     try:
-        broken = _serve_ranks(config, beside, hub, tell)
+        broken = _serve_ranks(config, colocation, hub, tell)
     except FastDecodeError as error:
         broken = error
         with contextlib.suppress(WorkerError):
@@ -143,7 +143,7 @@ def serve_instance_rank(config: EngineConfig, tell: Callable[[str], None]) -> bo
 
 def _serve_ranks(
     config: EngineConfig,
-    beside: Colocation,
+    colocation: Colocation,
     hub: ControlHub[FromInstance, ToInstance],
     tell: Callable[[str], None],
 ) -> FastDecodeError | None:
@@ -152,24 +152,26 @@ def _serve_ranks(
     cluster = replace(config.cluster, transport="mpi")
     instances = replace(config.instances, instance_ranks=(), replan="off", replan_slo=None)
     own = replace(config, cluster=cluster, instances=instances)
-    own = _own(own, beside.role, is_here=False)
+    own = _own(own, colocation.role, is_here=False)
     if config.instances.replan == "apply":  # then any of them may come to run prompts
         own = for_batches(own)
-    if choose_device(own.s_part.device, beside.place).type == "cuda":
-        beside = replace(beside, num_engines=1)  # which has that one to itself
-    service: EngineService[RunningEngine] = EngineService(partial(_make, own, tell, beside))
+    if choose_device(own.s_part.device, colocation.place).type == "cuda":
+        colocation = replace(colocation, num_engines=1)  # which has that one to itself
+    service: EngineService[RunningEngine] = EngineService(partial(_make, own, tell, colocation))
     with contextlib.closing(service):
         running = service.open()
-        welcome = welcome_of(running, beside.name, beside.role)
+        welcome = welcome_of(running, colocation.name, colocation.role)
         vocab_size = running.spec.vocab_size
         serving = InstanceServer(hub, service, running, welcome, vocab_size, only_once=True)
         return serving.run()
 
 
-def _make(config: EngineConfig, tell: Callable[[str], None], beside: Colocation) -> RunningEngine:
+def _make(
+    config: EngineConfig, tell: Callable[[str], None], colocation: Colocation
+) -> RunningEngine:
     """An engine, in the thread that owns it."""
-    torch.set_num_threads(max(1, torch.get_num_threads() // beside.num_engines))
-    return RunningEngine(config, tell, beside=beside)
+    torch.set_num_threads(max(1, torch.get_num_threads() // colocation.num_engines))
+    return RunningEngine(config, tell, colocation=colocation)
 
 
 def _check(config: EngineConfig, place: InstancePlace) -> None:

@@ -1,5 +1,5 @@
-"""One request on its way through instances: what it has said so far, so that
-nothing is said twice whoever goes on with it."""
+"""One request on its way through instances: what it has reported so far. Whichever
+instance continues it, nothing is reported twice."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ class InstanceRun:
 class RequestObserver(Protocol):
     """Is told of requests as they go; by their controller's thread, and never waits."""
 
-    def arrived(self, flow: RoutedRequest) -> None:
+    def arrived(self, routed: RoutedRequest) -> None:
         """It has been queued."""
 
-    def told(self, flow: RoutedRequest) -> None:
+    def told(self, routed: RoutedRequest) -> None:
         """An instance has said something of it."""
 
-    def over(self, flow: RoutedRequest) -> None:
+    def over(self, routed: RoutedRequest) -> None:
         """It has come to its end."""
 
 

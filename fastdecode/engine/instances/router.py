@@ -1,5 +1,5 @@
-"""Where requests are, and how they get from one instance to the next: carries
-out what is dispatched."""
+"""Routes requests: which instance each is at, and how it gets to the next. Carries out
+the dispatcher's decisions."""
 
 from __future__ import annotations
 
@@ -82,18 +82,18 @@ class RoutedRequests:
         reserved = request.params.n * blocks * size
         return RoutedRequest(request, listener, DispatchJob(next(self._numbers), prompt, reserved))
 
-    def add(self, flow: RoutedRequest) -> None:
+    def add(self, routed: RoutedRequest) -> None:
         """It is queued."""
-        self.by_request[flow.request.request_id] = self.by_job[flow.job.job_id] = flow
+        self.by_request[routed.request.request_id] = self.by_job[routed.job.job_id] = routed
 
-    def remove(self, flow: RoutedRequest) -> None:
+    def remove(self, routed: RoutedRequest) -> None:
         """It is over."""
-        del self.by_request[flow.request.request_id], self.by_job[flow.job.job_id]
+        del self.by_request[routed.request.request_id], self.by_job[routed.job.job_id]
 
-    def begin(self, flow: RoutedRequest, instance: int) -> InstanceRun:
+    def begin(self, routed: RoutedRequest, instance: int) -> InstanceRun:
         """An instance is given it, by a name that no run had before."""
-        run = InstanceRun(f"{flow.job.job_id}.{next(self._numbers)}", instance)
-        self.by_run[run.name] = flow
+        run = InstanceRun(f"{routed.job.job_id}.{next(self._numbers)}", instance)
+        self.by_run[run.name] = routed
         return run
 
     def end(self, run: InstanceRun) -> None:
@@ -105,16 +105,16 @@ class RoutedRequests:
         which nothing was said."""
         return [
             request_id
-            for request_id, flow in self.by_request.items()
-            if flow.stage in (RequestStage.QUEUED, RequestStage.WAITING)
-            and not flow.has_said
+            for request_id, routed in self.by_request.items()
+            if routed.stage in (RequestStage.QUEUED, RequestStage.WAITING)
+            and not routed.has_said
             and (among is None or request_id in among)
         ]
 
     @property
     def stages(self) -> Mapping[str, RequestStage]:
         """Where each request is."""
-        return {request_id: flow.stage for request_id, flow in self.by_request.items()}
+        return {request_id: routed.stage for request_id, routed in self.by_request.items()}
 
 
 class InstanceRegistry:
@@ -175,7 +175,7 @@ class Router:
     """Gives requests to instances, and takes them back.
 
     Args:
-        flows: all requests that aren't over.
+        routed_requests: all unfinished requests.
         instances: all that there are.
         roles: of each.
         batch_tokens: of prompts that one runs at once.
@@ -184,19 +184,19 @@ class Router:
 
     def __init__(
         self,
-        flows: RoutedRequests,
+        routed_requests: RoutedRequests,
         instances: Sequence[Instance],
         roles: Sequence[InstanceRole],
         batch_tokens: int,
         failed: Failed,
     ) -> None:
-        self._flows = flows
+        self._routed_requests = routed_requests
         self.dispatcher = Dispatcher(
             [PrefillQueue(batch_tokens, float) for _ in instances],
             [DecodeReservations(each.num_tokens, each.max_sequences) for each in instances],
         )
-        self.members = InstanceRegistry(instances, roles, self.dispatcher)
-        self.instances, self.roles = self.members.all, self.members.roles
+        self.registry = InstanceRegistry(instances, roles, self.dispatcher)
+        self.instances, self.roles = self.registry.all, self.registry.roles
         self._failed = failed
         self._decided: deque[AssignPrefill | AssignDecode] = deque()
         """What is to be carried out, its room booked already."""
@@ -206,26 +206,26 @@ class Router:
         """Who has a run."""
         return self.instances[run.instance]
 
-    def arrive(self, flow: RoutedRequest) -> None:
+    def arrive(self, routed: RoutedRequest) -> None:
         """A request waits for an instance that runs its prompt."""
-        flow.stage = RequestStage.QUEUED
-        self.do(self.dispatcher.arrived(flow.job))
+        routed.stage = RequestStage.QUEUED
+        self.do(self.dispatcher.arrived(routed.job))
 
-    def begin_anew(self, flow: RoutedRequest) -> None:
+    def begin_anew(self, routed: RoutedRequest) -> None:
         """A request whose prompt is to be run again."""
-        flow.stage = RequestStage.QUEUED
-        self.do(self.dispatcher.returned(flow.job))
+        routed.stage = RequestStage.QUEUED
+        self.do(self.dispatcher.returned(routed.job))
 
-    def wait(self, flow: RoutedRequest, *, is_first: bool) -> None:
+    def wait(self, routed: RoutedRequest, *, is_first: bool) -> None:
         """A request waits for an instance that does all of it that is left."""
-        flow.stage = RequestStage.WAITING
-        self.do(self.dispatcher.resumed(flow.job, is_first=is_first))
+        routed.stage = RequestStage.WAITING
+        self.do(self.dispatcher.resumed(routed.job, is_first=is_first))
 
-    def offer(self, flow: RoutedRequest) -> None:
+    def offer(self, routed: RoutedRequest) -> None:
         """Its prompt is done, and waits to be fetched."""
-        assert flow.offering is not None
-        flow.stage = RequestStage.OFFERED
-        self.do(self.dispatcher.prefilled(flow.job, flow.offering.instance))
+        assert routed.offering is not None
+        routed.stage = RequestStage.OFFERED
+        self.do(self.dispatcher.prefilled(routed.job, routed.offering.instance))
 
     def do(self, decisions: Iterable[AssignPrefill | AssignDecode]) -> None:
         """Carry out what was decided, one after the other: an instance that
@@ -241,25 +241,25 @@ class Router:
             self._is_at_work = False
 
     def _carry_out(self, decision: AssignPrefill | AssignDecode) -> None:
-        flow = self._flows.by_job[decision.job.job_id]
+        routed = self._routed_requests.by_job[decision.job.job_id]
         if (
             isinstance(decision, AssignPrefill)
             and self.roles[decision.instance] is InstanceRole.BOTH
         ):
             decision = self._kept(decision)
-        run = self._flows.begin(flow, decision.instance)
-        every_step = isinstance(decision, AssignPrefill) or flow.is_watched
+        run = self._routed_requests.begin(routed, decision.instance)
+        every_step = isinstance(decision, AssignPrefill) or routed.is_watched
         if isinstance(decision, AssignPrefill):
-            flow.stage, flow.offering = RequestStage.PREFILL, run
-            asked = flow.prompt_run(run.name)
+            routed.stage, routed.offering = RequestStage.PREFILL, run
+            asked = routed.prompt_run(run.name)
         else:
-            flow.stage, flow.decoding = RequestStage.DECODE, run
-            asked = flow.whole_run(run.name)
+            routed.stage, routed.decoding = RequestStage.DECODE, run
+            asked = routed.whole_run(run.name)
         run.claims = Claims(asked)
         try:
             self.where(run).submit(asked, every_step=every_step)
         except FastDecodeError as error:
-            self._failed(flow, Delta(run.name, 0, error=error))
+            self._failed(routed, Delta(run.name, 0, error=error))
 
     def _kept(self, bound: AssignPrefill) -> AssignPrefill | AssignDecode:
         """Whether the instance goes on with the prompt itself. It waits for no
@@ -270,17 +270,17 @@ class Router:
         self._decided.extend(self.dispatcher.look())
         return fetch
 
-    def end(self, flow: RoutedRequest) -> None:
+    def end(self, routed: RoutedRequest) -> None:
         """A request is over, or nobody wants it."""
-        self.leave(flow)
-        self._flows.remove(flow)
+        self.leave(routed)
+        self._routed_requests.remove(routed)
 
-    def leave(self, flow: RoutedRequest) -> None:
+    def leave(self, routed: RoutedRequest) -> None:
         """No instance has a request any more, and none is to have it."""
-        stage, flow.stage = flow.stage, RequestStage.OVER
-        offering, decoding = flow.offering, flow.decoding
-        decided = next((one for one in self._decided if one.job is flow.job), None)
-        self.release(flow)
+        stage, routed.stage = routed.stage, RequestStage.OVER
+        offering, decoding = routed.offering, routed.decoding
+        decided = next((one for one in self._decided if one.job is routed.job), None)
+        self.release(routed)
         if decided is not None:
             self._decided.remove(decided)
             give_back = (
@@ -288,40 +288,40 @@ class Router:
                 if isinstance(decided, AssignPrefill)
                 else self.dispatcher.decoded
             )
-            self.do(give_back(flow.job, decided.instance))
+            self.do(give_back(routed.job, decided.instance))
         elif decoding is not None:
-            self._flows.end(decoding)
-            flow.decoding = None
+            self._routed_requests.end(decoding)
+            routed.decoding = None
             self.where(decoding).cancel(decoding.name)
-            self.do(self.dispatcher.decoded(flow.job, decoding.instance))
+            self.do(self.dispatcher.decoded(routed.job, decoding.instance))
         elif stage is RequestStage.PREFILL and offering is not None:
-            self.do(self.dispatcher.left(flow.job, offering.instance))
+            self.do(self.dispatcher.left(routed.job, offering.instance))
         else:
-            self.do(self.dispatcher.withdrawn(flow.job))
+            self.do(self.dispatcher.withdrawn(routed.job))
 
-    def release(self, flow: RoutedRequest) -> None:
+    def release(self, routed: RoutedRequest) -> None:
         """What is offered of a request isn't needed any more."""
-        offering, flow.offering = flow.offering, None
+        offering, routed.offering = routed.offering, None
         if offering is not None:
-            self._flows.end(offering)
+            self._routed_requests.end(offering)
             self.where(offering).cancel(offering.name)
 
     def lose(self, lost: Instance) -> list[RoutedRequest]:
         """An instance is broken or stranded: nothing more is given to it. Returns
         the requests that it had, and that are to go on elsewhere."""
-        self.members.come_and_go(lost, is_there=False)
+        self.registry.come_and_go(lost, is_there=False)
         had = []
-        for flow in self._flows.by_request.values():
+        for routed in self._routed_requests.by_request.values():
             # What is being fetched from it is another's, who looks after that himself.
-            run = flow.decoding or flow.offering
+            run = routed.decoding or routed.offering
             if run is not None and self.where(run) is lost:
-                had.append(flow)
+                had.append(routed)
         return had
 
     def set_role(self, name: str, role: InstanceRole) -> bool:
         """What an instance is given from now on; what it has it goes on with.
         False: there is none of that name."""
-        is_known = self.members.set_role(name, role)
+        is_known = self.registry.set_role(name, role)
         self.look()
         return is_known
 

@@ -106,8 +106,8 @@ class RunningInstances:
         num_threads = max(1, torch.get_num_threads() // len(configs))
         for (name, config), role in zip(configs.items(), roles, strict=True):
             told = partial(_tell_of, tell, name)
-            beside = Colocation(neighbours, name, len(configs), role)
-            service = EngineService(partial(_make, config, told, times, beside, num_threads))
+            colocation = Colocation(neighbours, name, len(configs), role)
+            service = EngineService(partial(_make, config, told, times, colocation, num_threads))
             self._services.append(service)
             self._running.append(service.open())
             service.call(partial(self._take_figures, name))
@@ -236,12 +236,12 @@ def _make(
     config: EngineConfig,
     tell: Callable[[str], None],
     times: MeasuredTimes | None,
-    beside: Colocation,
+    colocation: Colocation,
     num_threads: int,
 ) -> RunningEngine:
     """An instance's engine, in the thread that owns it."""
     torch.set_num_threads(num_threads)
-    return RunningEngine(config, tell, None, deepcopy(times), beside=beside)
+    return RunningEngine(config, tell, None, deepcopy(times), colocation=colocation)
 
 
 def _tell_of(tell: Callable[[str], None], name: str, text: str) -> None:

@@ -32,7 +32,7 @@ _MOST_LENGTHS = 2000
 class Controls(Protocol):
     """A controller, as far as its instances' roles are concerned."""
 
-    desk: Router
+    router: Router
 
     @property
     def each_stats(self) -> Mapping[str, EngineStats]:
@@ -76,25 +76,25 @@ class Replanner:
         self._planner = Planner(clock)
         self._asked: Due | None = None
 
-    def arrived(self, flow: RoutedRequest) -> None:
+    def arrived(self, routed: RoutedRequest) -> None:
         """See ``RequestObserver``."""
-        flow.arrived_s = self._clock()
-        self._watch.arrived(flow.arrived_s)
+        routed.arrived_s = self._clock()
+        self._watch.arrived(routed.arrived_s)
 
-    def told(self, flow: RoutedRequest) -> None:
+    def told(self, routed: RoutedRequest) -> None:
         """See ``RequestObserver``."""
-        if flow.has_said:
-            flow.last_s = self._clock()
-            flow.first_s = flow.last_s if flow.first_s is None else flow.first_s
+        if routed.has_said:
+            routed.last_s = self._clock()
+            routed.first_s = routed.last_s if routed.first_s is None else routed.first_s
 
-    def over(self, flow: RoutedRequest) -> None:
+    def over(self, routed: RoutedRequest) -> None:
         """See ``RequestObserver``. Of several sequences the longest counts."""
-        if flow.arrived_s is None or flow.first_s is None or flow.last_s is None:
+        if routed.arrived_s is None or routed.first_s is None or routed.last_s is None:
             return
-        tokens = max(len(said.token_ids) for said in flow.said)
-        tpot_s = (flow.last_s - flow.first_s) / (tokens - 1) if tokens > 1 else None
-        times = RequestTimes(flow.arrived_s, flow.first_s - flow.arrived_s, tpot_s)
-        self._watch.over(self._clock(), FinishedRequest(times, flow.job.prompt_tokens, tokens))
+        tokens = max(len(said.token_ids) for said in routed.said)
+        tpot_s = (routed.last_s - routed.first_s) / (tokens - 1) if tokens > 1 else None
+        times = RequestTimes(routed.arrived_s, routed.first_s - routed.arrived_s, tpot_s)
+        self._watch.over(self._clock(), FinishedRequest(times, routed.job.prompt_tokens, tokens))
 
     def look(self) -> None:
         """Now and then. What goes wrong here is no reason to end what runs."""
@@ -135,7 +135,7 @@ class Replanner:
         measured, present = self._log.measured(), self._present()
         if measured is None or present.num < 2:
             return None
-        alive = [each for each in self._controls.desk.members.all if each.broken is None]
+        alive = [each for each in self._controls.router.registry.all if each.broken is None]
         alike = Alike(
             measured.times,
             self._batch_tokens,
@@ -163,24 +163,24 @@ class Replanner:
             self._change(judged.best)
 
     def _change(self, best: Roles) -> None:
-        desk = self._controls.desk
-        places = [i for i, each in enumerate(desk.members.all) if each.broken is None]
-        dispatcher = desk.dispatcher
+        router = self._controls.router
+        places = [i for i, each in enumerate(router.registry.all) if each.broken is None]
+        dispatcher = router.dispatcher
         busy = [
             dispatcher.decode[i].num_tokens / dispatcher.decode[i].capacity_tokens
             + dispatcher.prefill[i].num_tokens / dispatcher.prefill[i].batch_tokens
             for i in places
         ]
         wanted = dict(zip(_ORDER, best.each, strict=True))
-        changes = role_changes([desk.members.roles[i] for i in places], wanted, busy)
+        changes = role_changes([router.registry.roles[i] for i in places], wanted, busy)
         for index, role in changes.items():
-            name = desk.members.all[places[index]].name
+            name = router.registry.all[places[index]].name
             self._controls.set_role(name, role)
             self._tell(f"roles: instance {name} is for {role.value} from now on")
 
     def _present(self) -> Roles:
-        desk = self._controls.desk
-        pairs = zip(desk.members.all, desk.members.roles, strict=True)
+        router = self._controls.router
+        pairs = zip(router.registry.all, router.registry.roles, strict=True)
         roles = [role for each, role in pairs if each.broken is None]
         return Roles(*(roles.count(role) for role in _ORDER))
 

@@ -52,7 +52,7 @@ def start_replanning(
         engine,
         TrafficWatch(slo_of(wanted), rules, time.monotonic()),
         applies=wanted.replan == "apply",
-        batch_tokens=engine.desk.dispatcher.prefill[0].batch_tokens,
+        batch_tokens=engine.router.dispatcher.prefill[0].batch_tokens,
         token_bytes=token_bytes,
         tell=tell,
         clock=time.monotonic,

@@ -105,16 +105,16 @@ class RunningEngine:
         trace: Trace | None = None,
         times: MeasuredTimes | None = None,
         session: Session | None = None,
-        beside: Colocation | None = None,
+        colocation: Colocation | None = None,
     ) -> None:
         started = time.perf_counter()
         check_launched(config.s_part)
         self._checkpoint = open_checkpoint(config.model, config.s_part.load_format)
         self.spec = self._checkpoint.spec(max_model_len=config.s_part.max_model_len)
-        self.resolved = resolve_beside(config, self.spec, beside)
+        self.resolved = resolve_beside(config, self.spec, colocation)
         self._opened = ExitStack()
         try:
-            self._open(session, beside, progress)
+            self._open(session, colocation, progress)
             self.engine = self._start(
                 progress or logger.info, trace, MeasuredTimes() if times is None else times
             )
@@ -128,7 +128,7 @@ class RunningEngine:
     def _open(
         self,
         session: Session | None,
-        beside: Colocation | None,
+        colocation: Colocation | None,
         report: Callable[[str], None] | None,
     ) -> None:
         """Reach whoever serves the engine. R-workers come before the model: that
@@ -139,7 +139,7 @@ class RunningEngine:
         self._opened.callback(self.codec.close)
         self._ranks: Ranks | None = None
         hub: InprocHub[Any, Any] = InprocHub()
-        self._workers = reach_workers(self.resolved, hub, beside, report)
+        self._workers = reach_workers(self.resolved, hub, colocation, report)
         close, self._gone = self._workers.close, self._workers.absent
         self._opened.callback(lambda: close(self._gone, cluster.worker_timeout_s))
         stages = self._start_stages(hub)

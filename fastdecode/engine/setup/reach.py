@@ -101,7 +101,7 @@ def make_attention(
 def reach_workers(
     resolved: ResolvedConfig,
     hub: InprocHub[ToRWorker, FromRWorker] | None = None,
-    beside: Colocation | None = None,
+    colocation: Colocation | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Reached:
     """The R-workers of the first stage, or what is in their place.
@@ -114,7 +114,7 @@ def reach_workers(
     """
     if resolved.transport == "local":
         return reach_stage(resolved, 0) if has_stage_ranks(resolved) else reach_own_device(resolved)
-    workers = _reach_r_workers(resolved, hub, beside, report)
+    workers = _reach_r_workers(resolved, hub, colocation, report)
     if resolved.config.cluster.spare_r_workers:
         workers = with_spares(workers, resolved.config.cluster.spare_r_workers)
     return share_out_heads(workers) if resolved.config.r_part.r_partition == "heads" else workers
@@ -123,14 +123,14 @@ def reach_workers(
 def _reach_r_workers(
     resolved: ResolvedConfig,
     hub: InprocHub[ToRWorker, FromRWorker] | None,
-    beside: Colocation | None,
+    colocation: Colocation | None,
     report: Callable[[str], None] | None,
 ) -> Reached:
     config, cluster = resolved.config, resolved.config.cluster
     if has_stage_ranks(resolved):
         return reach_stage(resolved, 0)
     if resolved.transport == "mpi":
-        r_ranks = None if beside is None else beside.r_ranks
+        r_ranks = None if colocation is None else colocation.r_ranks
         return reach_ranks(config.s_part.tp, silence_s=cluster.worker_silence_s, r_ranks=r_ranks)
     if resolved.transport == "zmq":
         return reach_stage_addresses(resolved, 0)
@@ -153,7 +153,7 @@ def _reach_r_workers(
         num_threads=num_threads,
         disk=disk,
         hub=hub,
-        beside=beside,
+        colocation=colocation,
         report=report,
     )
 
@@ -232,15 +232,15 @@ def openmp_of(resolved: ResolvedConfig, num_threads: int) -> str | None:
 
 
 def resolve_beside(
-    config: EngineConfig, spec: ModelSpec, beside: Colocation | None
+    config: EngineConfig, spec: ModelSpec, colocation: Colocation | None
 ) -> ResolvedConfig:
     """``resolve_for_this_host``, for one of several engines that share it."""
-    if beside is None:
+    if colocation is None:
         return resolve_for_this_host(config, spec)
     resolved = resolve_for_this_host(
-        config, spec, rank=beside.place, num_engines=beside.num_engines, is_reached=True
+        config, spec, rank=colocation.place, num_engines=colocation.num_engines, is_reached=True
     )
-    schedule = replace(resolved.schedule, whole_prompts=beside.role is InstanceRole.PREFILL)
+    schedule = replace(resolved.schedule, whole_prompts=colocation.role is InstanceRole.PREFILL)
     return replace(resolved, schedule=schedule)
 
 

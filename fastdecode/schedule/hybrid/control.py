@@ -88,11 +88,11 @@ class HybridControl:
         teller: what the rule is told.
     """
 
-    def __init__(self, options: HybridOptions, ledger: BlockLedger, teller: HybridInputs) -> None:
+    def __init__(self, options: HybridOptions, ledger: BlockLedger, inputs: HybridInputs) -> None:
         self._options = options
         self._device = options.device
         self._ledger = ledger
-        self._teller = teller
+        self._inputs = inputs
         self._clock = options.clock
         self._view: Callable[[], View] = lambda: ((), ())
         self._course = Course(Layout.SPLIT_1)
@@ -113,7 +113,7 @@ class HybridControl:
     def begin_plan(self, head: Sequence) -> None:
         """Somebody waits; ``head`` is the first. What is there for those for
         whom the device has no room?"""
-        has_room = self._could_hold(self._device, head) and self._teller.has_room(head)
+        has_room = self._could_hold(self._device, head) and self._inputs.has_room(head)
         if head.sequence_id in self._leaving or (has_room and self._course.home_is_open):
             return
         lanes, waiting = self._view()
@@ -174,7 +174,7 @@ class HybridControl:
             self.counts.steps[self._mode(lanes)] += 1
             self.counts.num_closed = self._watch.num_closed
         if lane == 0 and num_decoding:
-            costs = self._teller.costs(self._round_trip_s)
+            costs = self._inputs.costs(self._round_trip_s)
             if costs is not None:
                 self._watch.home_step(
                     num_decoding,
@@ -208,14 +208,14 @@ class HybridControl:
         if started_s < self._ask_at_s:
             return
         self._leaving = set()
-        costs = self._teller.costs(self._round_trip_s)
+        costs = self._inputs.costs(self._round_trip_s)
         if costs is None or self._watch.is_closed:
             self._course = replace(self._course, home_is_open=True)
             return
         is_measured = self._num_away_steps >= self._options.measured_steps
         error = _MEASURED_ERROR if is_measured else self._options.error
         lanes, waiting = self._view()
-        known = self._teller.known(lanes, waiting)
+        known = self._inputs.known(lanes, waiting)
         margins = Margins(error=error, most_tpot_s=self._options.most_tpot_s)
         self._course = self._options.rule(known, self._course, costs, margins)
         num_leaving = forecast.num_leaving(known, self._course)
@@ -234,7 +234,7 @@ class HybridControl:
     def _home_is_open(self, sequence: Sequence) -> bool:
         if self._course.home_is_open:
             return True
-        return not any(self._could_hold(holder, sequence) for holder in self._teller.r_workers)
+        return not any(self._could_hold(holder, sequence) for holder in self._inputs.r_workers)
 
     def _could_hold(self, holder: HolderId, sequence: Sequence) -> bool:
         """Whether it has room for the sequence when it is empty."""

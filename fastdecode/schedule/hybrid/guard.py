@@ -1,5 +1,5 @@
-"""Was the rule right? What all lanes together give is held against what the
-device alone would."""
+"""Was the rule right? The throughput of all lanes is compared with that of the
+device alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rule is told: the sequences that aren't over, and what steps cost."""
+"""Inputs of the rule: the unfinished sequences, and what steps cost."""
 
 from __future__ import annotations
 
