@@ -17,7 +17,7 @@ from cost_model.goodput.simulator import PrefillSpec, simulate
 from cost_model.goodput.slo import Slo
 from cost_model.goodput.times import FixedTimes, SystemTimes
 from cost_model.goodput.workload import Lengths, drawn
-from cost_model.hardware import InstanceHardware as Catalogue
+from cost_model.hardware import Hardware as Catalogue
 from cost_model.plans.question import Setup
 from cost_model.quantities import round_to
 from cost_model.shapes import model_named

@@ -145,7 +145,7 @@ def _question(args: argparse.Namespace) -> Question:
 
 def _setup(args: argparse.Namespace, draw: Draw) -> Any:
     """One GPU's, by the reader of ``size``."""
-    from cost_model.hardware import InstanceHardware
+    from cost_model.hardware import Hardware
     from fastdecode.cli.size import read_setup
 
     args.seq_len, args.start_interval, args.gpus = None, 1, 1
@@ -154,7 +154,7 @@ def _setup(args: argparse.Namespace, draw: Draw) -> Any:
     given = argparse.Namespace(**vars(args))
     given.output_len = max(output for _, output in draw.lengths)
     given.prompt_len = longest - given.output_len
-    return read_setup(given, InstanceHardware.load())
+    return read_setup(given, Hardware.load())
 
 
 def _prices(text: str | None) -> PlacementPrices:

@@ -15,7 +15,7 @@ from fastdecode.core.spec import HeadShare
 from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.requests import Requests
 from fastdecode.schedule.life import events
-from fastdecode.schedule.life.handing import KVExchange as Sequences
+from fastdecode.schedule.life.handing import Handing as Sequences
 from fastdecode.wire.kv.exporting import ExportSequence, Pull
 
 _TICKET_BYTES: Final = 16

@@ -153,7 +153,7 @@ def _reach_r_workers(
         num_threads=num_threads,
         disk=disk,
         hub=hub,
-        colocation=colocation,
+        beside=colocation,
         report=report,
     )
 
