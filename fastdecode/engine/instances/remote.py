@@ -24,7 +24,7 @@ from fastdecode.wire.instances.request_json import request_to_json
 
 
 class Post(Protocol):
-    """See ``Lines.post``."""
+    """See ``InstanceConnections.post``."""
 
     def __call__(self, number: int, turn: int, message: ToInstance) -> None: ...
 
