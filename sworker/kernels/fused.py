@@ -141,7 +141,7 @@ def fuse_checked(model: Model, kernels: Kernels) -> bool:
             layer.add_norm_kernel = _add_norm_of(layer.mlp_norm, kernels)
         if _norms_a_sum(layer.attn_norm, layer, fused):
             layer.attn_add_norm_kernel = _add_norm_of(layer.attn_norm, kernels)
-        if layer.rope in fused:
+        if layer.rope in fused and not layer.norms_turned and layer.growth is None:
             layer.rotate_split_kernel = _rotate_split_of(layer.rope, kernels)
         if layer.mlp.gated and layer.mlp.act in _GATES:
             layer.mlp.gate_kernel = _gate_of(layer.mlp, kernels)
@@ -155,7 +155,7 @@ def fuse_checked(model: Model, kernels: Kernels) -> bool:
 
 def _norms_a_sum(norm: nn.Module, layer: Layer, fused: dict[nn.Module, nn.Module]) -> bool:
     """Whether what the norm is of is a sum, and nobody else needs it sooner."""
-    if layer.placement == "post" or norm not in fused:
+    if layer.placement in ("post", "branch") or norm not in fused:
         return False
     return norm is layer.attn_norm or (layer.placement == "pre" and not layer.parallel)
 

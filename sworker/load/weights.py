@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from fastdecode.core.errors import CapacityError, CheckpointError, ConfigError, Given
 from fastdecode.core.model.checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from fastdecode.core.model.families import names_of
-from fastdecode.core.model.names import CheckpointNames, Layout, Names, Source
+from fastdecode.core.model.names import CheckpointNames, Either, Layout, Names, Source
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.stages import stage_spec
 from sworker.dtypes import torch_dtype
 from sworker.model.linear import Linear
-from sworker.model.rope import RotaryTable
+from sworker.model.rope import QueryGrowth, RotaryTable
 from sworker.model.skeleton import Model
 from sworker.ranks.sharding import Shard, shard_spec
 from sworker.ranks.stages import ModulePaths
@@ -166,6 +166,8 @@ class _Placement:
     """Which of the fused projections, counted from 0, that the parameter is made of."""
     num_sources: int
     layout: Layout
+    order: tuple[int, ...] | None
+    """Of a head's dims as we have them, where the checkpoint has another."""
 
 
 def _plan(
@@ -175,11 +177,14 @@ def _plan(
     tensor on disk with a parameter; those that are loaded here, in the order on
     disk."""
     names = names_of(spec)
+    if "text_config" in checkpoint.config:
+        names = names.of_text_part()
     prefix = _find_prefix(checkpoint, names)
+    dims = _order_of_dims(spec) if spec.rope_interleaved else None
     placements: list[_Placement] = []
     missing: list[str] = []
     others: set[str] = set()
-    for path, module, sources in _matched_modules(model, names, prefix):
+    for path, module, sources in _matched_modules(checkpoint, model, names, prefix):
         here = paths.find(path)
         for parameter, tensor in module.named_parameters(recurse=False):
             if here is None:
@@ -196,8 +201,9 @@ def _plan(
                         source.layout if tensor.dim() == 2 or source.layout == "heads" else "rows"
                     )
                     _check(checkpoint, entry, (num_rows, *tensor.shape[1:]), layout)
+                    order = dims if _turns(path, index) else None
                     placements.append(
-                        _Placement(entry, here, parameter, index, len(sources), layout)
+                        _Placement(entry, here, parameter, index, len(sources), layout, order)
                     )
     if missing:
         raise CheckpointError(
@@ -222,7 +228,7 @@ def _find_prefix(checkpoint: Checkpoint, names: CheckpointNames) -> str:
 
 
 def _matched_modules(
-    model: Model, names: CheckpointNames, prefix: str
+    checkpoint: Checkpoint, model: Model, names: CheckpointNames, prefix: str
 ) -> Iterator[tuple[str, nn.Module, tuple[Source, ...]]]:
     """Every module that has parameters of its own, its path, and the
     checkpoint's modules that it is made of."""
@@ -230,22 +236,42 @@ def _matched_modules(
         if not list(module.named_parameters(recurse=False)):
             continue
         if path == "lm_head":
-            yield path, module, (Source(names.head, "rows"),)
+            yield path, module, _sources(checkpoint, names.head, "")
         elif path.startswith("layers."):
             _, layer, own = path.split(".", 2)
-            yield path, module, _sources(names.layers[own], prefix + names.layer.format(layer))
+            start = prefix + names.layer.format(layer)
+            yield path, module, _sources(checkpoint, names.layers[own], start)
         else:
-            yield path, module, _sources(names.model[path], prefix)
+            yield path, module, _sources(checkpoint, names.model[path], prefix)
 
 
-def _sources(names: Names, prefix: str) -> tuple[Source, ...]:
+def _sources(checkpoint: Checkpoint, names: Names, prefix: str) -> tuple[Source, ...]:
     match names:
         case str():
             return (Source(prefix + names, "rows"),)
         case Source():
             return (Source(prefix + names.name, names.layout),)
+        case Either():
+            present = (n for n in names.names if f"{prefix}{n}.weight" in checkpoint.tensors)
+            return (Source(prefix + next(present, names.names[0]), "rows"),)
         case _:
             return tuple(Source(prefix + name, "rows") for name in names)
+
+
+def _turns(path: str, source: int) -> bool:
+    """Whether a module's output, or what it norms, turns: q and k do."""
+    module = path.rpartition(".")[2]
+    return module in ("q_norm", "k_norm") or (module == "qkv" and source < 2)
+
+
+def _order_of_dims(spec: ModelSpec) -> tuple[int, ...]:
+    """The dims of a head whose pairs that turn lie side by side, in the order
+    in which the first of all pairs come first. The same order of q's and of k's
+    dims leaves their products as they are."""
+    turning = next((2 * rope.num_frequencies for rope in spec.ropes if rope), 0)
+    return (
+        *range(0, turning, 2), *range(1, turning, 2), *range(turning, spec.head_dim)
+    )  # fmt: skip
 
 
 def _row_counts(module: nn.Module, tensor: Tensor, num_sources: int) -> tuple[int, ...]:
@@ -279,7 +305,8 @@ def _refuse_unexpected(
 ) -> None:
     harmless = [re.compile(pattern) for pattern in names.harmless]
     if spec.tied_embeddings:
-        harmless.append(re.compile(re.escape(f"{names.head}.weight")))
+        heads = names.head.names if isinstance(names.head, Either) else (names.head,)
+        harmless += [re.compile(re.escape(f"{head}.weight")) for head in heads]
     unexpected = [
         name
         for name in checkpoint.tensors
@@ -331,7 +358,7 @@ def _allocate(model: Model, device: torch.device, dtype: torch.dtype) -> None:
                     "free. Choose a smaller dtype, another device or a smaller model."
                 ) from None
             setattr(module, name, nn.Parameter(storage, requires_grad=False))
-        if isinstance(module, RotaryTable):
+        if isinstance(module, (QueryGrowth, RotaryTable)):
             module.fill(device)
 
 
@@ -357,7 +384,11 @@ def _stream(
         if placement.num_sources > 1:
             target = torch.split(target, list(splits))[placement.source]
             splits = splits[placement.source :][:1]
-        _place(target, splits, _read(placement.entry, buffer), placement.layout, spec, shard)
+        source = _read(placement.entry, buffer)
+        if placement.order is not None:
+            is_norm = placement.module.endswith("_norm")
+            source = _ordered(source, placement.order, spec.head_dim, is_norm=is_norm)
+        _place(target, splits, source, placement.layout, spec, shard)
         done += placement.entry.num_bytes
         if progress is not None:
             progress(done, total)
@@ -381,6 +412,13 @@ def _read(entry: TensorEntry, buffer: Tensor) -> Tensor:
     except OSError as error:
         raise CheckpointError(f"{entry.file} can't be read: {error.strerror or error}.") from error
     return data.view(_DTYPES[entry.dtype]).view(entry.shape)
+
+
+def _ordered(source: Tensor, order: Sequence[int], head_dim: int, *, is_norm: bool) -> Tensor:
+    """The dims of each head in another order. source: of a projection [H · D, …],
+    of a norm [D] or [H, D]."""
+    heads = source.view(-1, head_dim, *(() if is_norm else source.shape[1:]))
+    return heads[:, list(order)].view(source.shape)
 
 
 def _place(

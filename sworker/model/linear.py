@@ -19,13 +19,41 @@ def _quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": _gelu_tanh,
     "quick_gelu": _quick_gelu,
     "relu": F.relu,
+    "relu2": _squared_relu,
 }
+
+
+class XIELU(nn.Module):
+    """αp · x² + β · x where x > 0, αn · (eˣ - 1 - x) + β · x elsewhere, α two
+    learned numbers (arXiv 2411.13010)."""
+
+    beta = 0.5
+    eps = -1e-6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha_p = nn.Parameter(torch.empty(1), requires_grad=False)
+        self.alpha_n = nn.Parameter(torch.empty(1), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # [...] → same
+        alpha_p = F.softplus(self.alpha_p)
+        alpha_n = self.beta + F.softplus(self.alpha_n)
+        below = torch.expm1(x.clamp(max=self.eps)) - x
+        return torch.where(x > 0, alpha_p * x * x, below * alpha_n) + self.beta * x
+
+
+def make_activation(kind: Activation) -> Callable[[Tensor], Tensor]:
+    return XIELU() if kind == "xielu" else ACTIVATIONS[kind]
 
 
 class Embedding(nn.Module):
@@ -56,6 +84,22 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
+class AttentionGate(nn.Module):
+    """o · act(proj(h)): one number a head, or a dim."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        size = spec.num_q_heads * (spec.head_dim if spec.attn_gate == "dim" else 1)
+        self.act = torch.sigmoid if spec.attn_gate_activation == "sigmoid" else F.softplus
+        self.proj = Linear(spec.hidden_size, (size,), bias=False)
+
+    def forward(self, h: Tensor, o: Tensor) -> Tensor:
+        """h: attention's input [T, hidden]; o [T, Hq, D] → same."""
+        gate: Tensor = self.act(self.proj(h).float()).to(o.dtype)
+        gated: Tensor = o * gate.unflatten(-1, (o.shape[1], -1))
+        return gated
+
+
 class MLP(nn.Module):
     """down(act(up(x))), or down(act(gate(x)) · up(x)) with gate and up fused, gate first."""
 
@@ -66,7 +110,7 @@ class MLP(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.act = ACTIVATIONS[spec.activation]
+        self.act = make_activation(spec.activation)
         self.gated = spec.gated_mlp
         splits = (spec.intermediate_size,) * (2 if spec.gated_mlp else 1)
         self.up = Linear(spec.hidden_size, splits, spec.mlp_bias)

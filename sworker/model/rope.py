@@ -11,6 +11,24 @@ from torch import Tensor, nn
 from fastdecode.core.model.rope import RopeSpec
 
 
+class QueryGrowth(nn.Module):
+    """q · (1 + β · ln(1 + ⌊position / n⌋)), by a float32 table [max_len, 1]."""
+
+    table: Tensor
+
+    def __init__(self, beta: float, num: int, max_len: int) -> None:
+        super().__init__()
+        self.beta, self.num = beta, num
+        self.register_buffer("table", torch.empty(max_len, 1), persistent=False)
+
+    def fill(self, device: torch.device) -> None:
+        steps = torch.arange(self.table.shape[0]).div(self.num, rounding_mode="floor")
+        self.table = (1 + self.beta * torch.log(1 + steps.float()))[:, None].to(device)
+
+    def forward(self, q: Tensor, positions: Tensor) -> Tensor:  # [T, Hq, D], [T] → [T, Hq, D]
+        return q * F.embedding(positions, self.table)[:, None].to(q.dtype)
+
+
 class RotaryTable(nn.Module):
     """Turns the first dims of every head by angles looked up by position.
 

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastdecode.core.model.spec import ModelSpec
-from sworker.model.linear import MLP, Embedding, Linear
-from sworker.model.norms import RMSNorm, make_norm
-from sworker.model.rope import RotaryTable
+from sworker.model.linear import MLP, AttentionGate, Embedding, Linear
+from sworker.model.norms import make_norm, make_qk_norm
+from sworker.model.rope import QueryGrowth, RotaryTable
 
 
 class Attend(Protocol):
@@ -42,6 +42,8 @@ QKV: TypeAlias = tuple[Tensor, Tensor, Tensor]
 RotateSplit = Callable[[Tensor, Tensor, Tensor, QKV], None]
 """q and k [T, Hq + Hkv, D], v [T, Hkv, D], positions [T], and where they go,
 the first turned."""
+_UNNORMED = ("post", "branch")
+"""Placements of norms where attention and MLP take the residual as it is."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +72,19 @@ class Layer(nn.Module):
         self.num_kv_heads = spec.num_kv_heads
         self.head_dim = spec.head_dim
         self.parallel, self.placement = spec.parallel_residual, spec.norm_placement
+        self.residual_scale, self.qkv_clip = spec.residual_scale, spec.qkv_clip
         self.rope = rope
-        self.attn_norm, self.mlp_norm = make_norm(spec), make_norm(spec)
+        self.attn_norm = make_norm(spec)
+        self.mlp_norm = self.attn_norm if spec.shared_norm else make_norm(spec)
         if spec.norm_placement == "sandwich":
             self.attn_out_norm, self.mlp_out_norm = make_norm(spec), make_norm(spec)
         self.qkv = Linear(spec.hidden_size, spec.qkv_sizes, spec.qkv_bias)
-        has_qk_norm = spec.qk_norm != "none"
-        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps) if has_qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if has_qk_norm else None
+        self.norms_turned = spec.qk_norm in ("turned", "length")
+        has_qk_norm = rope is not None or spec.qk_norm != "length"
+        self.q_norm = make_qk_norm(spec, spec.num_q_heads) if has_qk_norm else None
+        self.k_norm = make_qk_norm(spec, spec.num_kv_heads) if has_qk_norm else None
+        self.growth = QueryGrowth(*spec.q_growth, spec.max_model_len) if spec.q_growth else None
+        self.gate = AttentionGate(spec) if spec.attn_gate != "none" else None
         self.o = Linear(spec.num_q_heads * spec.head_dim, (spec.hidden_size,), spec.o_bias)
         self.mlp = MLP(spec)
 
@@ -93,22 +100,33 @@ class Layer(nn.Module):
         room, both are there."""
         total, h = self._summed(x, added, None if room is None else room.x)
         heads = self.qkv(h).unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D]
+        if self.qkv_clip is not None:
+            heads = heads.clamp(-self.qkv_clip, self.qkv_clip)
         qk, v = heads.tensor_split((self.num_q_heads + self.num_kv_heads,), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk.tensor_split((self.num_q_heads,), dim=1)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+        if not self.norms_turned:
+            qk = self._normed(qk)
         if self.rotate_split_kernel is not None:
             qkv = _room_for(qk, v) if room is None else room.qkv
             self.rotate_split_kernel(qk, v, positions, qkv)
             return total, qkv
         if self.rope is not None:
             qk = self.rope(qk, positions)
+        if self.norms_turned:
+            qk = self._normed(qk)
         q, k = qk.tensor_split((self.num_q_heads,), dim=1)
+        if self.growth is not None:
+            q = self.growth(q, positions)
         if room is None:
             return total, (q, k, v)
         for target, source in zip(room.qkv, (q, k, v), strict=True):
             target.copy_(source)
         return total, room.qkv
+
+    def _normed(self, qk: Tensor) -> Tensor:  # [T, Hq + Hkv, D] → same
+        if self.q_norm is None or self.k_norm is None:
+            return qk
+        q, k = qk.tensor_split((self.num_q_heads,), dim=1)
+        return torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
 
     def post_attention(self, x: Tensor, o: Tensor) -> Tensor:
         """The layer's input x [T, hidden] and attention's output o [T, Hq, D] →
@@ -119,17 +137,27 @@ class Layer(nn.Module):
     def post_attention_apart(self, x: Tensor, o: Tensor) -> tuple[Tensor, Tensor | None]:
         """``post_attention`` before its last sum: x and what is to be added to
         it, if anything is."""
-        a = self.o(o.flatten(1))  # [T, hidden]
-        if self.placement == "post":
-            x = self.attn_norm(x + a)
-            return self.mlp_norm(x + self.mlp(x)), None
-        if self.placement == "sandwich":
-            x = x + self.attn_out_norm(a)
-            return x, self.mlp_out_norm(self.mlp(self.mlp_norm(x)))
+        if self.gate is not None:
+            h = x if self.placement in _UNNORMED else self.attn_norm(x)
+            o = self.gate(h, o)
+        a = self._scaled(self.o(o.flatten(1)))  # [T, hidden]
+        match self.placement:
+            case "post":
+                x = self.attn_norm(x + a)
+                return self.mlp_norm(x + self._scaled(self.mlp(x))), None
+            case "branch":
+                x = x + self.attn_norm(a)
+                return x, self.mlp_norm(self.mlp(x))
+            case "sandwich":
+                x = x + self.attn_out_norm(a)
+                return x, self.mlp_out_norm(self.mlp(self.mlp_norm(x)))
         if self.parallel:
-            return x + a, self.mlp(self.mlp_norm(x))
+            return x + a, self._scaled(self.mlp(self.mlp_norm(x)))
         x, h = self.add_norm(x, a)
-        return x, self.mlp(h)
+        return x, self._scaled(self.mlp(h))
+
+    def _scaled(self, a: Tensor) -> Tensor:  # [T, hidden] → same
+        return a if self.residual_scale == 1.0 else a * self.residual_scale
 
     def add_norm(self, x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
         """x, a [T, hidden] → x + a, and what ``mlp_norm`` makes of it."""
@@ -148,7 +176,7 @@ class Layer(nn.Module):
             total = torch.add(x, added, out=room)
         else:
             total = x if room is None else room.copy_(x)
-        return total, total if self.placement == "post" else self.attn_norm(total)
+        return total, total if self.placement in _UNNORMED else self.attn_norm(total)
 
 
 def _room_for(qk: Tensor, v: Tensor) -> QKV:
@@ -214,7 +242,7 @@ class Model(nn.Module):
         if embedding != hidden:
             self.project_out = Linear(hidden, (embedding,), bias=False)
         if not spec.tied_embeddings:
-            self.lm_head = Linear(embedding, (spec.vocab_size,), bias=False)
+            self.lm_head = Linear(embedding, (spec.vocab_size,), spec.head_bias)
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """token_ids [T], positions [T] (int32 or int64) → hidden states [T, hidden]."""
@@ -240,6 +268,8 @@ class Model(nn.Module):
         if self.project_out is not None:
             x = self.project_out(x)
         logits = self._project(x).float()
+        if self.spec.logit_scale != 1.0:
+            logits = logits * self.spec.logit_scale
         cap = self.spec.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

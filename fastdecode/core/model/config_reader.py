@@ -82,6 +82,19 @@ class ConfigReader:
             raise self.refuse(name, value, f"a list of {length} numbers above 0")
         return tuple(self._positive(f"{name}[{i}]", item, high) for i, item in enumerate(value))
 
+    def integers(self, name: str, *, low: int = 0, high: int) -> tuple[int, ...]:
+        """A list of whole numbers within ``low..high``; a missing field is an empty one."""
+        _, value = self.find(name)
+        if value is None:
+            return ()
+        rule = f"a list of whole numbers from {low} to {high}"
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise self.refuse(name, value, rule)
+        items = tuple(item for item in value if isinstance(item, int) and low <= item <= high)
+        if len(items) != len(value):
+            raise self.refuse(name, value, rule)
+        return tuple(map(int, items))
+
     def flag(self, name: str, default: bool) -> bool:
         """True or false; a missing field is ``default``."""
         _, value = self.find(name)

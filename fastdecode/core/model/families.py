@@ -17,16 +17,22 @@ from fastdecode.core.model.hf_config import (
     MAX_HIDDEN,
     limit_length,
     read_dtype,
+    refuse_feature,
     refuse_quantisation,
     text_part,
 )
+from fastdecode.core.model.names import Source
 from fastdecode.core.model.refused import refuse_unknown
 from fastdecode.core.model.rope import MAX_POSITIONS, RotaryRules
 from fastdecode.core.model.rows import (
+    LayerKinds,
+    Read,
     Row,
     activation,
+    by_root_of_head_dim,
     flag,
     integer,
+    no_value,
     number,
     optional_number,
     same_as,
@@ -154,10 +160,105 @@ def _qwen_slides(reader: ConfigReader, spec: ModelSpec) -> Callable[[int], bool]
     return lambda layer: layer >= first
 
 
-def _qwen_window(reader: ConfigReader, spec: ModelSpec) -> int | None:
-    if not reader.flag("use_sliding_window", False):
+def _switched_window(default: int | None) -> Read[int | None]:
+    """A window that is off unless ``use_sliding_window`` says otherwise."""
+    size = window(default)
+    return lambda reader, spec: (
+        size(reader, spec) if reader.flag("use_sliding_window", False) else None
+    )
+
+
+def _all_but_every(name: str, default: int) -> Read[Callable[[int], bool]]:
+    """Layers with a window: all but every so many."""
+
+    def read(reader: ConfigReader, spec: ModelSpec) -> Callable[[int], bool]:
+        every = reader.integer(name, high=MAX_LAYERS, default=default)
+        return lambda layer: (layer + 1) % every != 0
+
+    return read
+
+
+def _exaone_slides(reader: ConfigReader, spec: ModelSpec) -> Callable[[int], bool]:
+    if window(4096)(reader, spec) is None:
+        return lambda layer: False
+    pattern = reader.fields.get("sliding_window_pattern")
+    if isinstance(pattern, str):  # one letter a layer, G without a window, again and again
+        return lambda layer: pattern[layer % len(pattern)] != "G"
+    return _all_but_every("sliding_window_pattern", 4)(reader, spec)
+
+
+def _rotates_local_unless_all_full(
+    reader: ConfigReader, spec: ModelSpec, kinds: LayerKinds
+) -> tuple[bool, ...]:
+    has_window = window(4096)(reader, spec) is not None
+    return tuple(not has_window or kind == "sliding_attention" for kind in kinds)
+
+
+def _rotates_some(reader: ConfigReader, spec: ModelSpec, kinds: LayerKinds) -> tuple[bool, ...]:
+    """``no_rope_layers`` has a 1 for each layer that turns; without it, all do
+    but every fourth."""
+    every = reader.integer("no_rope_layer_interval", high=MAX_LAYERS, default=4)
+    turns = reader.integers("no_rope_layers", high=1) or tuple(
+        int((layer + 1) % every != 0) for layer in range(spec.num_layers)
+    )
+    if len(turns) < spec.num_layers:
+        rule = f"a list of {spec.num_layers} entries, one a layer, each 0 or 1"
+        raise reader.refuse("no_rope_layers", turns, rule)
+    return tuple(map(bool, turns[: spec.num_layers]))
+
+
+def _llama4_growth(reader: ConfigReader, spec: ModelSpec) -> tuple[float, int] | None:
+    rope = reader.mapping("rope_parameters", "rope_scaling")
+    beta = None if rope is None else rope.optional_number("llama_4_scaling_beta", high=1e6)
+    if rope is None or beta is None:
         return None
-    return window(4096)(reader, spec)
+    return beta, rope.integer("original_max_position_embeddings", high=MAX_POSITIONS)
+
+
+def _falcon_kv_heads(reader: ConfigReader, spec: ModelSpec) -> int:
+    if reader.flag("new_decoder_architecture", False):
+        return reader.integer("num_kv_heads", high=MAX_HEADS, default=spec.num_q_heads)
+    return 1 if reader.flag("multi_query", True) else spec.num_q_heads
+
+
+def _falcon_is_parallel(reader: ConfigReader, spec: ModelSpec) -> bool:
+    return reader.flag("new_decoder_architecture", False) or reader.flag("parallel_attn", True)
+
+
+def _falcon_shares_norm(reader: ConfigReader, spec: ModelSpec) -> bool:
+    num_norms = 2 if reader.flag("new_decoder_architecture", False) else 1
+    num_norms = reader.integer("num_ln_in_parallel_attn", high=2, default=num_norms)
+    return spec.parallel_residual and num_norms == 1
+
+
+def _mpt_attention(reader: ConfigReader) -> ConfigReader:
+    found = reader.mapping("attn_config") or ConfigReader({}, reader.where)
+    for name in ("prefix_lm", "qk_ln", "attn_uses_sequence_id"):
+        if found.flag(name, False):
+            raise refuse_feature(found, name, f"{name!r} of MPT")
+    if not found.flag("alibi", True):
+        raise refuse_feature(found, "alibi", "MPT without ALiBi")
+    return found
+
+
+def _mpt_clip(reader: ConfigReader, spec: ModelSpec) -> float | None:
+    return _mpt_attention(reader).optional_number("clip_qkv", high=1e6)
+
+
+def _mpt_scale(reader: ConfigReader, spec: ModelSpec, layer: int) -> float:
+    default = float(spec.head_dim**-0.5)
+    return _mpt_attention(reader).number("softmax_scale", high=1e6, default=default)
+
+
+def _mpt_slopes(reader: ConfigReader, spec: ModelSpec) -> tuple[float, ...]:
+    """As ``alibi_slopes``, but for other counts than powers of two the next
+    higher power's, every second one first."""
+    most = _mpt_attention(reader).number("alibi_bias_max", high=1e6, default=8.0)
+    power = 1 << (spec.num_q_heads - 1).bit_length()
+    slopes = tuple(2.0 ** (-most * i / power) for i in range(1, power + 1))
+    if power != spec.num_q_heads:
+        slopes = slopes[1::2] + slopes[::2]
+    return slopes[: spec.num_q_heads]
 
 
 def _gpt2_scale(reader: ConfigReader, spec: ModelSpec, layer: int) -> float:
@@ -207,9 +308,10 @@ LLAMA = Row(
     rotary=RotaryRules(),
 )
 _NO_BIAS = {"qkv_bias": False, "o_bias": False, "mlp_bias": False}
+_ALL_BIAS = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
 
 MISTRAL = LLAMA.derive(
-    "mistral", "MistralForCausalLM", "MistralModel",
+    "mistral", "MistralForCausalLM", "MistralModel", "Mistral3ForConditionalGeneration",
     fields=_NO_BIAS,
     kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=8),
     positions=_positions("max_position_embeddings", default=131072),
@@ -219,7 +321,7 @@ QWEN2 = LLAMA.derive(
     "qwen2", "Qwen2ForCausalLM", "Qwen2Model",
     fields={**_NO_BIAS, "qkv_bias": True},
     positions=_positions("max_position_embeddings", default=32768),
-    window=_qwen_window,
+    window=_switched_window(4096),
     slides=_qwen_slides,
 )  # fmt: skip
 QWEN3 = QWEN2.derive(
@@ -239,29 +341,246 @@ PHI3 = LLAMA.derive(
     window=window(),
     rotary=RotaryRules(is_phi3=True),
 )  # fmt: skip
-GEMMA2 = LLAMA.derive(
-    "gemma2", "Gemma2ForCausalLM", "Gemma2Model",
+GEMMA = LLAMA.derive(
+    "gemma", "GemmaForCausalLM", "GemmaModel",
     fields={
         "mlp_bias": False,
-        "activation": activation("hidden_activation", default="gelu_pytorch_tanh"),
-        "norm_placement": "sandwich",
+        "activation": activation("hidden_activation", "hidden_act", default="gelu_pytorch_tanh"),
         "norm_offset": 1.0,
         "embedding_scale": lambda reader, spec: math.sqrt(spec.hidden_size),
-        "logit_softcap": optional_number("final_logit_softcapping", 30.0),
         "tied_embeddings": flag("tie_word_embeddings", True),
     },
-    names=names.GEMMA2,
     head_dim=_head_dim(256),
     positions=_positions("max_position_embeddings", default=8192),
+)  # fmt: skip
+GEMMA2 = GEMMA.derive(
+    "gemma2", "Gemma2ForCausalLM", "Gemma2Model",
+    fields={
+        "activation": activation("hidden_activation", default="gelu_pytorch_tanh"),
+        "norm_placement": "sandwich",
+        "logit_softcap": optional_number("final_logit_softcapping", 30.0),
+    },
+    names=names.GEMMA2,
     scale=_query_scalar,
     softcap=optional_number("attn_logit_softcapping", 50.0),
     window=window(4096),
     slides=lambda reader, spec: lambda layer: layer % 2 == 0,
 )  # fmt: skip
+GEMMA3 = GEMMA2.derive(
+    "gemma3_text", "Gemma3ForCausalLM", "Gemma3TextModel", "Gemma3ForConditionalGeneration",
+    fields={
+        "qk_norm": "head",
+        "logit_softcap": optional_number("final_logit_softcapping"),
+    },
+    positions=_positions("max_position_embeddings", default=131072),
+    softcap=optional_number("attn_logit_softcapping"),
+    slides=_all_but_every("sliding_window_pattern", 6),
+    rotary=RotaryRules(theta=1e6, scales_local=False, local_theta=10000.0),
+)  # fmt: skip
+GRANITE = LLAMA.derive(
+    "granite", "GraniteForCausalLM", "GraniteModel",
+    fields={
+        "embedding_scale": number("embedding_multiplier", default=1.0),
+        "residual_scale": number("residual_multiplier", default=1.0),
+        "logit_scale": lambda reader, spec: 1 / reader.number("logits_scaling", default=1.0),
+    },
+    scale=lambda reader, spec, layer: reader.number("attention_multiplier", default=1.0),
+)  # fmt: skip
+SMOLLM3 = LLAMA.derive(
+    "smollm3", "SmolLM3ForCausalLM", "SmolLM3Model",
+    fields={"tied_embeddings": flag("tie_word_embeddings", True)},
+    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=4),
+    positions=_positions("max_position_embeddings", default=32768),
+    window=_switched_window(None),
+    slides=lambda reader, spec: lambda layer: False,
+    rotary=RotaryRules(theta=2e6),
+    rotates=_rotates_some,
+)  # fmt: skip
+OLMO = LLAMA.derive(
+    "olmo", "OlmoForCausalLM", "OlmoModel",
+    fields={
+        "mlp_bias": False,
+        "norm": "layer",
+        "norm_eps": 1e-5,
+        "norm_affine": False,
+        "qkv_clip": optional_number("clip_qkv"),
+    },
+)  # fmt: skip
+OLMO2 = LLAMA.derive(
+    "olmo2", "Olmo2ForCausalLM", "Olmo2Model",
+    fields={
+        "mlp_bias": False,
+        "norm_eps": number("rms_norm_eps", high=1.0, default=1e-5),
+        "norm_placement": "branch",
+        "qk_norm": "full",
+    },
+    names=names.BRANCH,
+)  # fmt: skip
+OLMO3 = OLMO2.derive(
+    "olmo3", "Olmo3ForCausalLM", "Olmo3Model",
+    window=window(4096),
+    slides=_all_but_every("sliding_window_pattern", 4),
+    rotary=RotaryRules(theta=500000.0, scales_local=False),
+)  # fmt: skip
+EXAONE4 = LLAMA.derive(
+    "exaone4", "Exaone4ForCausalLM", "Exaone4Model",
+    fields={
+        **_NO_BIAS,
+        "norm_eps": number("rms_norm_eps", high=1.0, default=1e-5),
+        "norm_placement": "branch",
+        "qk_norm": "head",
+    },
+    names=names.BRANCH,
+    window=window(4096),
+    slides=_exaone_slides,
+    rotates=_rotates_local_unless_all_full,
+)  # fmt: skip
+COHERE = LLAMA.derive(
+    "cohere", "CohereForCausalLM", "CohereModel",
+    fields={
+        "mlp_bias": False,
+        "norm": "layer",
+        "norm_bias": False,
+        "norm_eps": number("layer_norm_eps", high=1.0, default=1e-5),
+        "qk_norm": lambda reader, spec: "own" if reader.flag("use_qk_norm", False) else "none",
+        "parallel_residual": True,
+        "shared_norm": True,
+        "rope_interleaved": True,
+        "logit_scale": number("logit_scale", default=0.0625),
+        "tied_embeddings": flag("tie_word_embeddings", True),
+    },
+    positions=_positions("max_position_embeddings", default=8192),
+    rotary=RotaryRules(theta=500000.0),
+)  # fmt: skip
+COHERE2 = COHERE.derive(
+    "cohere2", "Cohere2ForCausalLM", "Cohere2Model",
+    fields={"qk_norm": "none"},
+    window=window(4096),
+    slides=_all_but_every("sliding_window_pattern", 4),
+    rotary=RotaryRules(),
+    rotates=lambda reader, spec, kinds: tuple(kind == "sliding_attention" for kind in kinds),
+)  # fmt: skip
+GLM = LLAMA.derive(
+    "glm", "GlmForCausalLM", "GlmModel",
+    fields={
+        "qkv_bias": flag("attention_bias", True),
+        "o_bias": False,
+        "mlp_bias": False,
+        "norm_eps": number("rms_norm_eps", high=1.0, default=1.5625e-7),
+        "rope_interleaved": True,
+    },
+    names=names.LLAMA.derive({"mlp.up": "mlp.gate_up_proj"}),
+    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=2),
+    head_dim=_head_dim(128),
+    positions=_positions("max_position_embeddings", default=131072),
+    rotary=RotaryRules(partial=0.5),
+)  # fmt: skip
+GLM4 = GLM.derive(
+    "glm4", "Glm4ForCausalLM", "Glm4Model",
+    fields={"norm_placement": "sandwich"},
+    names=names.LLAMA.derive(
+        {
+            "mlp.up": "mlp.gate_up_proj",
+            "attn_out_norm": "post_self_attn_layernorm",
+            "mlp_out_norm": "post_mlp_layernorm",
+        }
+    ),
+)  # fmt: skip
+SEED_OSS = LLAMA.derive(
+    "seed_oss", "SeedOssForCausalLM", "SeedOssModel",
+    fields={
+        "qkv_bias": flag("attention_bias", True),
+        "o_bias": flag("attention_out_bias", False),
+    },
+    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=8),
+    head_dim=_head_dim(128),
+    positions=_positions("max_position_embeddings", default=524288),
+)  # fmt: skip
+ERNIE45 = LLAMA.derive(
+    "ernie4_5", "Ernie4_5ForCausalLM", "Ernie4_5Model",
+    fields={
+        "qkv_bias": flag("use_bias", False),
+        "o_bias": flag("use_bias", False),
+        "mlp_bias": flag("use_bias", False),
+        "norm_eps": number("rms_norm_eps", high=1.0, default=1e-5),
+        "rope_interleaved": True,
+        "tied_embeddings": flag("tie_word_embeddings", True),
+    },
+    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=2),
+    head_dim=_head_dim(128),
+    positions=_positions("max_position_embeddings", default=131072),
+    rotary=RotaryRules(theta=500000.0),
+)  # fmt: skip
+HUNYUAN = LLAMA.derive(
+    "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Model",
+    fields={
+        "mlp_bias": False,
+        "norm_eps": number("rms_norm_eps", high=1.0, default=1e-5),
+        "qk_norm": "turned",
+    },
+    names=names.LLAMA.derive(
+        {"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"}
+    ),
+)  # fmt: skip
+ARCEE = LLAMA.derive(
+    "arcee", "ArceeForCausalLM", "ArceeModel",
+    fields={
+        "activation": activation("hidden_act", default="relu2"),
+        "gated_mlp": False,
+        "norm_eps": number("rms_norm_eps", high=1.0, default=1e-5),
+    },
+    names=names.LLAMA.derive({"mlp.up": "mlp.up_proj"}),
+    positions=_positions("max_position_embeddings", default=4096),
+)  # fmt: skip
+APERTUS = LLAMA.derive(
+    "apertus", "ApertusForCausalLM", "ApertusModel",
+    fields={
+        "activation": activation("hidden_act", default="xielu"),
+        "gated_mlp": False,
+        "mlp_bias": False,
+        "norm_eps": number("rms_norm_eps", high=1.0, default=1e-5),
+        "qk_norm": "head",
+    },
+    names=names.LLAMA.derive(
+        {
+            "attn_norm": "attention_layernorm",
+            "mlp_norm": "feedforward_layernorm",
+            "mlp.up": "mlp.up_proj",
+            "mlp.act": "mlp.act_fn",
+        }
+    ),
+    positions=_positions("max_position_embeddings", default=65536),
+    rotary=RotaryRules(theta=12e6),
+)  # fmt: skip
+MINISTRAL3 = LLAMA.derive(
+    "ministral3", "Ministral3ForCausalLM", "Ministral3Model", "Mistral3ForConditionalGeneration",
+    fields={
+        **_NO_BIAS,
+        "norm_eps": number("rms_norm_eps", high=1.0, default=1e-5),
+        "q_growth": _llama4_growth,
+    },
+    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=8),
+    head_dim=_head_dim(128),
+    positions=_positions("max_position_embeddings", default=262144),
+    window=window(),
+    rotary=RotaryRules(theta=1e6),
+)  # fmt: skip
+MIMO = QWEN2.derive("mimo", "MiMoForCausalLM", "MiMoModel",
+    fields={"qkv_bias": flag("attention_bias", True)},
+    names=replace(names.LLAMA, harmless=(*names.LLAMA.harmless, r"model\.mtp_layers\..*")),
+)  # fmt: skip
+QWEN25_VL = QWEN2.derive(
+    "qwen2_5_vl_text", "Qwen2_5_VLForConditionalGeneration",
+    rotary=RotaryRules(theta=1e6, has_sections=True),
+)  # fmt: skip
+QWEN3_VL = QWEN3.derive(
+    "qwen3_vl_text", "Qwen3VLForConditionalGeneration", "Qwen3VLModel",
+    rotary=RotaryRules(theta=500000.0, has_sections=True),
+    window=no_value,
+    slides=None,
+)  # fmt: skip
 
 # --- LayerNorm, plain MLP, biases
-
-_ALL_BIAS = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
 
 OPT = Row(
     "opt",
@@ -340,7 +659,151 @@ BLOOM = Row(
     alibi=lambda reader, spec: alibi_slopes(spec.num_q_heads),
 )
 
-ROWS = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, OPT, GPT2, GPT_NEOX, BLOOM)
+STARCODER2 = LLAMA.derive(
+    "starcoder2", "Starcoder2ForCausalLM", "Starcoder2Model",
+    fields={
+        "activation": activation("hidden_act", default="gelu_pytorch_tanh"),
+        "gated_mlp": False,
+        "norm": "layer",
+        "norm_eps": number("norm_epsilon", high=1.0, default=1e-5),
+        "qkv_bias": flag("use_bias", True),
+        "o_bias": flag("use_bias", True),
+        "mlp_bias": flag("use_bias", True),
+        "tied_embeddings": flag("tie_word_embeddings", True),
+    },
+    names=names.LLAMA.derive({"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}),
+    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=2),
+    positions=_positions("max_position_embeddings", default=4096),
+    window=window(),
+)  # fmt: skip
+STABLELM = LLAMA.derive(
+    "stablelm", "StableLmForCausalLM", "StableLmModel",
+    fields={
+        "norm": "layer",
+        "norm_eps": number("layer_norm_eps", high=1.0, default=1e-5),
+        "qkv_bias": flag("use_qkv_bias", False),
+        "o_bias": False,
+        "mlp_bias": False,
+        "parallel_residual": flag("use_parallel_residual", False),
+        "shared_norm": flag("use_parallel_residual", False),
+    },
+    positions=_positions("max_position_embeddings", default=4096),
+    rotary=RotaryRules(partial=0.25),
+    refused={"qk_layernorm": "a LayerNorm for each head of q and k"},
+)  # fmt: skip
+PHI = LLAMA.derive(
+    "phi", "PhiForCausalLM", "PhiModel",
+    fields={
+        **_ALL_BIAS,
+        "head_bias": True,
+        "activation": activation("hidden_act", default="gelu_new"),
+        "gated_mlp": False,
+        "norm": "layer",
+        "norm_eps": number("layer_norm_eps", high=1.0, default=1e-5),
+        "parallel_residual": True,
+        "shared_norm": True,
+    },
+    names=names.LLAMA.derive(
+        {"o": "self_attn.dense", "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"},
+        model={"final_norm": "final_layernorm"},
+    ),
+    rotary=RotaryRules(partial=0.5),
+    refused={"qk_layernorm": "a LayerNorm of q and k"},
+)  # fmt: skip
+GPTJ = GPT2.derive(
+    "gptj", "GPTJForCausalLM", "GPTJModel",
+    fields={
+        "qkv_bias": False,
+        "o_bias": False,
+        "head_bias": True,
+        "parallel_residual": True,
+        "shared_norm": True,
+        "rope_interleaved": True,
+        "num_learned_positions": 0,
+        "tied_embeddings": flag("tie_word_embeddings", False),
+    },
+    names=names.GPT2.derive(
+        {
+            "qkv": ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+            "o": "attn.out_proj",
+            "mlp.up": "mlp.fc_in",
+            "mlp.down": "mlp.fc_out",
+        }
+    ),
+    positions=_positions("n_positions", "max_position_embeddings", default=2048),
+    scale=by_root_of_head_dim,
+    rotary=RotaryRules(partial=1.0),
+)  # fmt: skip
+GPT_BIGCODE = GPT2.derive(
+    "gpt_bigcode", "GPTBigCodeForCausalLM", "GPTBigCodeModel",
+    fields={"activation": activation("activation_function", default="gelu_pytorch_tanh")},
+    names=names.GPT2.derive(
+        {
+            "qkv": Source("attn.c_attn", "heads"),
+            "o": "attn.c_proj",
+            "mlp.up": "mlp.c_fc",
+            "mlp.down": "mlp.c_proj",
+        }
+    ),
+    kv_heads=lambda reader, spec: 1 if reader.flag("multi_query", True) else spec.num_q_heads,
+)  # fmt: skip
+FALCON = Row(
+    "falcon",
+    ("FalconForCausalLM", "FalconModel"),
+    names.FALCON,
+    fields={
+        "intermediate_size": integer("ffn_hidden_size", default=same_as("intermediate_size")),
+        "activation": activation("activation", default="gelu"),
+        "norm": "layer",
+        "norm_eps": number("layer_norm_epsilon", high=1.0, default=1e-5),
+        "parallel_residual": _falcon_is_parallel,
+        "shared_norm": _falcon_shares_norm,
+        "qkv_bias": flag("bias", False),
+        "o_bias": flag("bias", False),
+        "mlp_bias": flag("bias", False),
+        "tied_embeddings": flag("tie_word_embeddings", True),
+    },
+    kv_heads=_falcon_kv_heads,
+    positions=_positions("max_position_embeddings", default=2048),
+    rotary=RotaryRules(),
+    refused={"alibi": "ALiBi in 16 bits"},
+)
+MPT = Row(
+    "mpt",
+    ("MptForCausalLM", "MPTForCausalLM", "MptModel"),
+    names.MPT,
+    fields={
+        "activation": "gelu",
+        "norm": "layer",
+        "norm_bias": False,
+        "norm_eps": number("layer_norm_epsilon", high=1.0, default=1e-5),
+        "qkv_clip": _mpt_clip,
+        "tied_embeddings": flag("tie_word_embeddings", True),
+    },
+    positions=_positions("max_seq_len", "max_position_embeddings", default=2048),
+    scale=_mpt_scale,
+    alibi=_mpt_slopes,
+)
+NEMOTRON = LLAMA.derive(
+    "nemotron", "NemotronForCausalLM", "NemotronModel",
+    fields={
+        "activation": activation("hidden_act", default="relu2"),
+        "gated_mlp": False,
+        "norm": "layer",
+        "norm_eps": number("norm_eps", high=1.0, default=1e-5),
+        "norm_offset": 1.0,
+    },
+    names=names.LLAMA.derive({"mlp.up": "mlp.up_proj"}),
+    positions=_positions("max_position_embeddings", default=4096),
+    rotary=RotaryRules(partial=0.5),
+)  # fmt: skip
+
+ROWS = (
+    LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, GRANITE, SMOLLM3, OLMO, OLMO2,
+    OLMO3, EXAONE4, COHERE, COHERE2, GLM, GLM4, SEED_OSS, ERNIE45, HUNYUAN, ARCEE, APERTUS,
+    MINISTRAL3, MIMO, QWEN25_VL, QWEN3_VL, OPT, GPT2, GPT_NEOX, BLOOM, STARCODER2, STABLELM, PHI,
+    GPTJ, GPT_BIGCODE, FALCON, MPT, NEMOTRON,
+)  # fmt: skip
 
 
 def names_of(spec: ModelSpec) -> names.CheckpointNames:

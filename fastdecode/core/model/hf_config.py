@@ -25,6 +25,8 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "quick_gelu": "quick_gelu",
     "relu": "relu",
+    "relu2": "relu2",
+    "xielu": "xielu",
 }
 _REFUSED_IF_TRUE = {
     "is_encoder_decoder": "an encoder-decoder",
@@ -61,10 +63,10 @@ def text_part(reader: ConfigReader) -> ConfigReader:
 def refuse_quantisation(reader: ConfigReader, hf_quant_config: Mapping[str, object] | None) -> None:
     """Refuse weights that aren't plain numbers, whichever file says so."""
     if reader.fields.get("quantization_config"):
-        raise _refuse_feature(reader, "quantization_config", "quantised weights")
+        raise refuse_feature(reader, "quantization_config", "quantised weights")
     if hf_quant_config:
         where = reader.where.removesuffix("config.json") + "hf_quant_config.json"
-        raise _refuse_feature(
+        raise refuse_feature(
             ConfigReader(hf_quant_config, where), "quantization", "quantised weights"
         )
 
@@ -82,10 +84,10 @@ def refuse_features(
     for name, feature in {**_REFUSED_IF_TRUE, **others, **own}.items():
         value = reader.fields.get(name)
         if (value and value != 1) or value is True:
-            raise _refuse_feature(reader, name, feature)
+            raise refuse_feature(reader, name, feature)
 
 
-def _refuse_feature(reader: ConfigReader, name: str, feature: str) -> UnsupportedModelError:
+def refuse_feature(reader: ConfigReader, name: str, feature: str) -> UnsupportedModelError:
     mend = "Use a checkpoint without it"
     if name.startswith("quantization"):
         mend = "Use the checkpoint in float32, float16 or bfloat16 that it was made from"

@@ -25,7 +25,14 @@ class Source:
     layout: Layout
 
 
-Names: TypeAlias = "str | tuple[str, ...] | Source"
+@dataclass(frozen=True)
+class Either:
+    """Names of one module, of which a checkpoint has one."""
+
+    names: tuple[str, ...]
+
+
+Names: TypeAlias = "str | tuple[str, ...] | Source | Either"
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class CheckpointNames:
     """Prefix of a layer, after one of ``prefixes``; {} is its number."""
     model: Mapping[str, Names]
     layers: Mapping[str, Names]
-    head: str = "lm_head"
+    head: Names = "lm_head"
     """The output projection; never prefixed."""
     harmless: tuple[str, ...] = field(default=())
     """Patterns of full names that older exports contain and nobody needs:
@@ -56,6 +63,22 @@ class CheckpointNames:
             model={**self.model, **(model or {})},
             prefixes=prefixes or self.prefixes,
         )
+
+    def of_text_part(self) -> CheckpointNames:
+        """The same where the model is a part of one that sees or hears; its
+        other parts are harmless."""
+        return replace(
+            self,
+            prefixes=("model.language_model.", "language_model.model.", *self.prefixes),
+            head=Either(("lm_head", "language_model.lm_head")),
+            harmless=(*self.harmless, _OTHER_PARTS),
+        )
+
+
+_OTHER_PARTS = (
+    r"(model\.)?(visual|vision_tower|vision_model|vision_encoder|multi_modal_projector|"
+    r"mm_projector|patch_merger|audio_tower|embed_vision|embed_audio)\..*"
+)
 
 
 _MODEL: dict[str, Names] = {"embed_tokens": "embed_tokens", "final_norm": "norm"}
@@ -149,4 +172,29 @@ BLOOM = CheckpointNames(
         "qkv": Source("self_attention.query_key_value", "heads"),
         "o": "self_attention.dense",
     },
+)
+
+FALCON = BLOOM.derive(
+    {
+        "attn_norm": Either(("input_layernorm", "ln_attn")),
+        "mlp_norm": Either(("post_attention_layernorm", "ln_mlp")),
+    }
+)
+
+MPT = CheckpointNames(
+    ("transformer.", ""),
+    "blocks.{}.",
+    {"embed_tokens": "wte", "final_norm": "norm_f"},
+    {
+        "attn_norm": "norm_1",
+        "qkv": "attn.Wqkv",
+        "o": "attn.out_proj",
+        "mlp_norm": "norm_2",
+        "mlp.up": "ffn.up_proj",
+        "mlp.down": "ffn.down_proj",
+    },
+)
+
+BRANCH = LLAMA.derive(
+    {"attn_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
 )

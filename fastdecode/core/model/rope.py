@@ -81,9 +81,11 @@ class RotaryRules:
     has_sections: bool = False
     """Sections of a head turn by time, height and width of an image's patch,
     which are the same for text (M-RoPE)."""
+    scales_local: bool = True
+    """Whether layers with a window are scaled as others are."""
     local_theta: float | None = None
-    """Of layers with a window, which aren't scaled; ``rope_local_base_freq``
-    has precedence. None: they turn as all others do."""
+    """Of layers with a window that aren't; ``rope_local_base_freq`` has
+    precedence. None: what all have."""
 
 
 def read_rope(
@@ -113,10 +115,10 @@ def read_rope(
         CheckpointError: a field is missing or out of range.
     """
     rope, is_own = _find_rope(config, kind)
-    is_local = kind == "sliding_attention" and rules.local_theta is not None and not is_own
-    if is_local:
-        local = config.number("rope_local_base_freq", default=rules.local_theta)
-        rope = ConfigReader({"rope_theta": local}, config.where)
+    if kind == "sliding_attention" and not rules.scales_local and not is_own:
+        local = config.optional_number("rope_local_base_freq") or rules.local_theta
+        theta = rope.optional_number("rope_theta") if local is None else local
+        rope = ConfigReader({"rope_theta": theta}, config.where)
     return _read_one(config, rope, head_dim, max_positions, max_len, rules)
 
 
@@ -155,8 +157,12 @@ def _read_one(
 
 
 def _turning_dims(rope: ConfigReader, head_dim: int, default: float) -> int:
-    part = rope.number("partial_rotary_factor", "rotary_pct", high=1.0, default=default)
-    dim = int(head_dim * part)
+    part = rope.optional_number("partial_rotary_factor", "rotary_pct", high=1.0)
+    if part is None:
+        dim = rope.optional_integer("rotary_dim", high=head_dim) or int(head_dim * default)
+        part = dim / head_dim
+    else:
+        dim = int(head_dim * part)
     if dim < 1 or dim + dim % 2 > head_dim:
         evenly = f"such that an even part of a head's {head_dim} dims turns"
         raise rope.refuse("partial_rotary_factor", part, evenly)

@@ -20,9 +20,20 @@ from fastdecode.core.model.rope import RopeSpec
 from fastdecode.core.spec import AttentionSpec, KVSpec
 
 NormKind: TypeAlias = Literal["rms", "layer"]
-NormPlacement: TypeAlias = Literal["pre", "post", "sandwich"]
-QkNorm: TypeAlias = Literal["none", "head"]
-Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
+NormPlacement: TypeAlias = Literal["pre", "post", "sandwich", "branch"]
+QkNorm: TypeAlias = Literal["none", "head", "own", "full", "turned", "length"]
+"""Which q and k are normed, before they turn if not said otherwise:
+
+* head: each head, all with the same weights
+* own: each head, with weights of its own
+* full: all heads together
+* turned: each head, after it has turned
+* length: each head, after it has turned, without weights; heads that don't turn
+  aren't normed
+"""
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"]
+GateKind: TypeAlias = Literal["none", "head", "dim"]
+GateActivation: TypeAlias = Literal["sigmoid", "softplus"]
 
 
 @dataclass(frozen=True)
@@ -57,13 +68,18 @@ class ModelSpec:
     norm_eps: float
     norm_placement: NormPlacement = "pre"
     """Of the attention and the MLP: norm before (pre), after the residual sum
-    (post), before and after (sandwich)."""
+    (post), before and after (sandwich), after, before the sum (branch)."""
     norm_offset: float = 0.0
     """Added to every norm's weight."""
     norm_affine: bool = True
     """False: norms have no weights."""
+    norm_bias: bool = True
+    """Of LayerNorms that have weights."""
+    shared_norm: bool = False
+    """One norm for attention and MLP, which are parallel."""
     qk_norm: QkNorm = "none"
-    """Of q and k before they turn: each head alone."""
+    qkv_clip: float | None = None
+    """q, k and v are clamped to plus and minus this."""
     embedding_norm: bool = False
     final_norm: bool = True
     gated_mlp: bool = False
@@ -73,6 +89,17 @@ class ModelSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
+    attn_gate: GateKind = "none"
+    """Attention's output is multiplied by an activation of a projection of its
+    input: one number a head, or a dim."""
+    attn_gate_activation: GateActivation = "sigmoid"
+    sinks: bool = False
+    """Each head has a learned score that takes part in the softmax and has no value."""
+    rope_interleaved: bool = False
+    """Checkpoints turn dims 2i and 2i + 1 of a head together, not i and n + i."""
+    q_growth: tuple[float, int] | None = None
+    """(β, n): q at position p is multiplied by 1 + β · ln(1 + ⌊p / n⌋)."""
     ropes: tuple[RopeSpec | None, ...] = ()
     """How each layer turns q and k; None: not at all."""
     num_learned_positions: int = 0
@@ -81,6 +108,10 @@ class ModelSpec:
     """Row of position 0."""
     embedding_scale: float = 1.0
     """Multiplies the token embeddings."""
+    residual_scale: float = 1.0
+    """Multiplies what attention and MLP add."""
+    logit_scale: float = 1.0
+    """Multiplies the logits."""
     logit_softcap: float | None = None
     moe: Moe | None = None
     """The experts of the layers that have them."""
@@ -153,17 +184,21 @@ class ModelSpec:
     @property
     def _attention_parameters(self) -> int:
         """Weights of a layer without its MLP."""
-        q_size = self.qkv_sizes[0]
+        q_size, k_size, _ = self.qkv_sizes
         attention = self.hidden_size * (sum(self.qkv_sizes) + q_size)
         attention += sum(self.qkv_sizes) * self.qkv_bias + self.hidden_size * self.o_bias
-        norms = (4 if self.norm_placement == "sandwich" else 2) * self._norm_parameters
-        return attention + norms + 2 * self.head_dim * (self.qk_norm != "none")
+        qk_norm = {"none": 0, "length": 0, "own": q_size + k_size, "full": q_size + k_size}
+        gate = {"none": 0, "head": self.num_q_heads, "dim": q_size}[self.attn_gate]
+        attention += qk_norm.get(self.qk_norm, 2 * self.head_dim) + gate * self.hidden_size
+        norms = 1 if self.shared_norm else 4 if self.norm_placement == "sandwich" else 2
+        return attention + norms * self._norm_parameters + self.num_q_heads * self.sinks
 
     @property
     def _dense_mlp_parameters(self) -> int:
         ups = 2 if self.gated_mlp else 1
         biases = (ups * self.intermediate_size + self.hidden_size) * self.mlp_bias
-        return (ups + 1) * self.hidden_size * self.intermediate_size + biases
+        weights = (ups + 1) * self.hidden_size * self.intermediate_size
+        return weights + biases + 2 * (self.activation == "xielu")
 
     @property
     def num_embedding_parameters(self) -> int:
@@ -184,6 +219,7 @@ class ModelSpec:
             self.hidden_size * self.embedding_size if self.embedding_size != self.hidden_size else 0
         )
         output = 0 if self.tied_embeddings else self.vocab_size * self.embedding_size
+        output += self.vocab_size * self.head_bias
         return projection + output + self._norm_parameters * self.final_norm
 
     @property
@@ -197,4 +233,5 @@ class ModelSpec:
 
     @property
     def _norm_parameters(self) -> int:
-        return self.norm_affine * (2 if self.norm == "layer" else 1) * self.hidden_size
+        has_bias = self.norm == "layer" and self.norm_bias
+        return self.norm_affine * (1 + has_bias) * self.hidden_size

@@ -1,0 +1,171 @@
+"""Random tiny models of every family, drawn by a seed: one line a family."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+from checkpoints import VOCAB
+
+_IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+           "original_max_position_embeddings": 32}  # fmt: skip
+_MULTIPLIERS = {
+    "embedding_multiplier": (12.0, 3.0), "residual_multiplier": (0.22, 0.7),
+    "attention_multiplier": (0.25, 0.1), "logits_scaling": (2.0, 0.3),
+}  # fmt: skip
+_BOTH = (False, True)
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """How to draw tiny models of one family."""
+
+    config: str
+    """transformers' class."""
+    drawn: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Option → what it may be."""
+    always: Mapping[str, Any] = field(default_factory=dict)
+    style: str = "llama"
+    """How the family calls its sizes."""
+    has_head_dim: bool = True
+    is_part: bool = False
+    """The language model is a part of a model that sees."""
+    grouped: bool = True
+
+
+FAMILIES: dict[str, Tiny] = {
+    "gemma": Tiny("GemmaConfig"),
+    "gemma3_text": Tiny("Gemma3TextConfig", {
+        "sliding_window": (5, 9), "query_pre_attn_scalar": (10, 20),
+        "layer_types": ("FSF", "SSF", "SFS"), "final_logit_softcapping": (None, 9.0)}),
+    "granite": Tiny("GraniteConfig", {**_MULTIPLIERS, "attention_bias": _BOTH, "mlp_bias": _BOTH},
+                    has_head_dim=False),
+    "smollm3": Tiny("SmolLM3Config", {"no_rope_layers": ([1, 0, 1, 1], [0, 1, 0, 1]),
+                                      "rope_theta": (2e6, 100.0)}, has_head_dim=False),
+    "olmo": Tiny("OlmoConfig", {"clip_qkv": (None, 0.7)}, has_head_dim=False),
+    "olmo2": Tiny("Olmo2Config", {"attention_bias": _BOTH}, has_head_dim=False),
+    "olmo3": Tiny("Olmo3Config", {
+        "sliding_window": (5, 9), "layer_types": (None, "FSF", "SFS"),
+        "rope_scaling": (None, _YARN)}, has_head_dim=False),
+    "exaone4": Tiny("Exaone4Config", {
+        "sliding_window": (None, 7), "layer_types": ("FFF", "SFS")}),
+    "cohere": Tiny("CohereConfig", {"use_qk_norm": _BOTH, "logit_scale": (0.0625, 2.0),
+                                    "attention_bias": _BOTH}, has_head_dim=False),
+    "cohere2": Tiny("Cohere2Config", {"sliding_window": (5, 9), "layer_types": (None, "FSF", "SFS")},
+                    has_head_dim=False),
+    "glm": Tiny("GlmConfig", {"partial_rotary_factor": (0.5, 1.0), "attention_bias": _BOTH}),
+    "glm4": Tiny("Glm4Config", {"partial_rotary_factor": (0.5, 1.0), "attention_bias": _BOTH}),
+    "seed_oss": Tiny("SeedOssConfig", {"attention_bias": _BOTH, "attention_out_bias": _BOTH,
+                                       "mlp_bias": _BOTH}),
+    "ernie4_5": Tiny("Ernie4_5Config", {"use_bias": _BOTH}),
+    "hunyuan_v1_dense": Tiny("HunYuanDenseV1Config", {"attention_bias": _BOTH}),
+    "arcee": Tiny("ArceeConfig", {"attention_bias": _BOTH, "mlp_bias": _BOTH}),
+    "apertus": Tiny("ApertusConfig", {"attention_bias": _BOTH, "rope_scaling": (None, _LLAMA3)},
+                    has_head_dim=False),
+    "ministral3": Tiny("Ministral3Config", {"sliding_window": (None, 9)}, {"rope_parameters": {
+        **_YARN, "rope_theta": 1e4, "original_max_position_embeddings": 11,
+        "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "qwen3_vl_text": Tiny("Qwen3VLConfig", {"rope_parameters": (
+        {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 2, 1]},)}, is_part=True),
+    "qwen2_5_vl_text": Tiny("Qwen2_5_VLConfig", {"rope_parameters": (
+        {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]},)},
+        is_part=True, has_head_dim=False),
+    "starcoder2": Tiny("Starcoder2Config", {"use_bias": _BOTH, "sliding_window": (None, 9)},
+                       has_head_dim=False),
+    "stablelm": Tiny("StableLmConfig", {"use_qkv_bias": _BOTH, "use_parallel_residual": _BOTH,
+                                        "partial_rotary_factor": (0.25, 0.5)}, has_head_dim=False),
+    "phi": Tiny("PhiConfig", {"partial_rotary_factor": (0.5, 0.25)}, has_head_dim=False),
+    "gptj": Tiny("GPTJConfig", {"rotary_dim": (4, 6)}, style="gpt2"),
+    "gpt_bigcode": Tiny("GPTBigCodeConfig", {"multi_query": _BOTH}, style="gpt2"),
+    "falcon": Tiny("FalconConfig", {"multi_query": _BOTH, "new_decoder_architecture": _BOTH,
+                                    "parallel_attn": _BOTH, "bias": _BOTH,
+                                    "num_ln_in_parallel_attn": (None, 1)},
+                   has_head_dim=False),
+    "mpt": Tiny("MptConfig", {"n_heads": (2, 3, 6), "attn_config": (
+        {}, {"clip_qkv": 0.8, "alibi_bias_max": 4}, {"softmax_scale": 0.4})}, style="mpt"),
+    "nemotron": Tiny("NemotronConfig", {"attention_bias": _BOTH, "mlp_bias": _BOTH}),
+}  # fmt: skip
+
+_LETTERS = {"F": "full_attention", "S": "sliding_attention"}
+
+
+def draw_config(family: str, seed: int) -> dict[str, Any]:
+    """Options of a tiny model: sizes that nothing divides, and what the family may be."""
+    tiny, draw = FAMILIES[family], random.Random(f"{family} {seed}")
+    heads, kv_heads = draw.choice(((6, 2), (6, 3), (4, 1), (4, 4)))
+    head_dim = draw.choice((10, 12, 20))
+    sizes = {
+        "llama": {
+            "hidden_size": heads * head_dim, "intermediate_size": draw.choice((33, 52, 80)),
+            "num_hidden_layers": 3, "num_attention_heads": heads, "max_position_embeddings": 128,
+        },
+        "gpt2": {"n_embd": heads * head_dim, "n_layer": 3, "n_head": heads, "n_positions": 128},
+        "mpt": {"d_model": 6 * head_dim, "n_layers": 3, "max_seq_len": 128},
+    }[tiny.style]  # fmt: skip
+    options: dict[str, Any] = {"vocab_size": VOCAB, **_IDS, **sizes}
+    if tiny.style == "llama":
+        options["num_kv_heads" if family == "falcon" else "num_key_value_heads"] = kv_heads
+    if tiny.has_head_dim and tiny.style == "llama":
+        options |= {"head_dim": head_dim, "hidden_size": draw.choice((24, 40, 72))}
+    options["tie_word_embeddings"] = draw.random() < 0.5
+    for name, values in tiny.drawn.items():
+        options[name] = draw.choice(values)
+    options |= tiny.always
+    if isinstance(options.get("layer_types"), str):
+        options["layer_types"] = [_LETTERS[letter] for letter in options["layer_types"]]
+    return {
+        name: value for name, value in options.items() if value is not None or name in tiny.drawn
+    }
+
+
+def save_tiny(directory: Path, family: str, seed: int) -> None:
+    """A random checkpoint in the Hugging Face layout."""
+    tiny = FAMILIES[family]
+    options = json.loads(json.dumps(draw_config(family, seed)))
+    if tiny.is_part:
+        options = {"text_config": options, "vision_config": _SEES[family],
+                   "tie_word_embeddings": options["tie_word_embeddings"]}  # fmt: skip
+    config = getattr(transformers, tiny.config)(**options)
+    mapping = (
+        transformers.AutoModelForImageTextToText
+        if tiny.is_part
+        else transformers.AutoModelForCausalLM
+    )
+    model = mapping.from_config(config).float()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _draw(name, parameter, generator, offset=family in _OFFSET)
+    model.save_pretrained(directory)
+
+
+_OFFSET = ("gemma", "gemma2", "gemma3_text", "nemotron")
+"""Families whose norms add 1 to their weights."""
+_SEES = {
+    "qwen3_vl_text": {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16,
+                      "out_hidden_size": 16, "num_position_embeddings": 16,
+                      "deepstack_visual_indexes": [0]},
+    "qwen2_5_vl_text": {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16,
+                        "out_hidden_size": 16, "fullatt_block_indexes": [0]},
+}  # fmt: skip
+
+
+def _draw(name: str, parameter: torch.Tensor, generator: torch.Generator, *, offset: bool) -> None:
+    if "norm" in name or ".ln_" in name or parameter.dim() == 1:
+        is_weight = name.endswith("weight")
+        centre = 1.0 if is_weight and not offset else 0.0
+        parameter.normal_(centre, 0.3, generator=generator)
+        return
+    gain = 1.0 if "embed" in name or "wte" in name else 1.5
+    parameter.normal_(0.0, gain / max(parameter.shape[-1], 16) ** 0.5, generator=generator)

@@ -1,0 +1,68 @@
+"""Random tiny models of every family: logits of ragged batches, in chunks,
+equal those of transformers."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from checkpoints import prompts
+from families import FAMILIES, save_tiny
+
+from fastdecode.core.model.checkpoint import open_checkpoint
+from sworker.load.weights import load_model
+from sworker.model.reference import ReferenceAttention
+from sworker.model.skeleton import forward
+
+SEEDS = range(5)
+CHUNKS = ((7, 1, 3), (1, 20, 0), (24, 9, 1))
+"""Tokens that each sequence appends in a pass."""
+
+
+def _oracle(directory: Path) -> Any:
+    (name,) = transformers.AutoConfig.from_pretrained(directory).architectures
+    model = getattr(transformers, name).from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model.eval()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_logits_of_ragged_chunks(family: str, seed: int, tmp_path: Path) -> None:
+    save_tiny(tmp_path, family, seed)
+    spec, model = load_model(tmp_path, device="cpu", dtype=torch.float32)
+    assert spec.family == family
+    texts = prompts([sum(counts) for counts in zip(*CHUNKS, strict=True)], seed=seed)
+    attend, done = ReferenceAttention(spec.attention), [0] * len(texts)
+    parts: list[list[torch.Tensor]] = [[] for _ in texts]
+    for counts in CHUNKS:
+        fed = [
+            text[start : start + count]
+            for text, start, count in zip(texts, done, counts, strict=True)
+        ]
+        positions = attend.begin_step(range(len(texts)), counts)
+        logits = model.logits(forward(model, torch.tensor([*chain(*fed)]), positions, attend))
+        for part, rows in zip(parts, logits.split(list(counts)), strict=True):
+            part.append(rows)
+        done = [start + count for start, count in zip(done, counts, strict=True)]
+    oracle = _oracle(tmp_path)
+    for text, ours in zip(texts, parts, strict=True):
+        expected = oracle(torch.tensor([text])).logits[0]
+        bound = 1e-4 * max(1.0, expected.abs().max().item() / 10)
+        torch.testing.assert_close(torch.cat(ours), expected, atol=bound, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_counted_as_transformers_counts_them(family: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, family, seed=1)
+    text = _oracle(tmp_path)
+    if FAMILIES[family].is_part:
+        text.model.visual = None
+    expected = sum(parameter.numel() for parameter in text.parameters())
+    assert open_checkpoint(tmp_path).spec().num_parameters == expected
