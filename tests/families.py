@@ -34,14 +34,15 @@ class Tiny:
     config: str
     """transformers' class."""
     drawn: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Option → what it may be."""
+    """Option → what it may be; under "": several options together."""
     always: Mapping[str, Any] = field(default_factory=dict)
     style: str = "llama"
     """How the family calls its sizes."""
     has_head_dim: bool = True
+    has_kv_heads: bool = True
+    head_dims: tuple[int, ...] = (10, 12, 20)
     is_part: bool = False
     """The language model is a part of a model that sees."""
-    grouped: bool = True
 
 
 FAMILIES: dict[str, Tiny] = {
@@ -59,42 +60,50 @@ FAMILIES: dict[str, Tiny] = {
         "sliding_window": (5, 9), "layer_types": (None, "FSF", "SFS"),
         "rope_scaling": (None, _YARN)}, has_head_dim=False),
     "exaone4": Tiny("Exaone4Config", {
-        "sliding_window": (None, 7), "layer_types": ("FFF", "SFS")}),
+        "": ({"sliding_window": None, "layer_types": "FFF"}, {"sliding_window": 7},
+             {"sliding_window": 5, "layer_types": "FSF"})}),
     "cohere": Tiny("CohereConfig", {"use_qk_norm": _BOTH, "logit_scale": (0.0625, 2.0),
                                     "attention_bias": _BOTH}, has_head_dim=False),
-    "cohere2": Tiny("Cohere2Config", {"sliding_window": (5, 9), "layer_types": (None, "FSF", "SFS")},
-                    has_head_dim=False),
+    "cohere2": Tiny("Cohere2Config", {
+        "sliding_window": (5, 9), "layer_types": (None, "FSF", "SFS")}, has_head_dim=False),
     "glm": Tiny("GlmConfig", {"partial_rotary_factor": (0.5, 1.0), "attention_bias": _BOTH}),
     "glm4": Tiny("Glm4Config", {"partial_rotary_factor": (0.5, 1.0), "attention_bias": _BOTH}),
     "seed_oss": Tiny("SeedOssConfig", {"attention_bias": _BOTH, "attention_out_bias": _BOTH,
                                        "mlp_bias": _BOTH}),
     "ernie4_5": Tiny("Ernie4_5Config", {"use_bias": _BOTH}),
     "hunyuan_v1_dense": Tiny("HunYuanDenseV1Config", {"attention_bias": _BOTH}),
-    "arcee": Tiny("ArceeConfig", {"attention_bias": _BOTH, "mlp_bias": _BOTH}),
+    "arcee": Tiny("ArceeConfig", {"attention_bias": _BOTH, "mlp_bias": _BOTH}, has_head_dim=False),
     "apertus": Tiny("ApertusConfig", {"attention_bias": _BOTH, "rope_scaling": (None, _LLAMA3)},
                     has_head_dim=False),
     "ministral3": Tiny("Ministral3Config", {"sliding_window": (None, 9)}, {"rope_parameters": {
         **_YARN, "rope_theta": 1e4, "original_max_position_embeddings": 11,
         "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}}),
     "qwen3_vl_text": Tiny("Qwen3VLConfig", {"rope_parameters": (
-        {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 2, 1]},)}, is_part=True),
+        {"rope_type": "default", "rope_theta": 5e6, "mrope_section": []},)}, is_part=True),
     "qwen2_5_vl_text": Tiny("Qwen2_5_VLConfig", {"rope_parameters": (
-        {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]},)},
+        {"rope_type": "default", "rope_theta": 1e6, "mrope_section": []},)},
         is_part=True, has_head_dim=False),
     "starcoder2": Tiny("Starcoder2Config", {"use_bias": _BOTH, "sliding_window": (None, 9)},
                        has_head_dim=False),
-    "stablelm": Tiny("StableLmConfig", {"use_qkv_bias": _BOTH, "use_parallel_residual": _BOTH,
-                                        "partial_rotary_factor": (0.25, 0.5)}, has_head_dim=False),
-    "phi": Tiny("PhiConfig", {"partial_rotary_factor": (0.5, 0.25)}, has_head_dim=False),
-    "gptj": Tiny("GPTJConfig", {"rotary_dim": (4, 6)}, style="gpt2"),
+    "stablelm": Tiny("StableLmConfig", {
+        "use_qkv_bias": _BOTH, "use_parallel_residual": _BOTH,
+        "partial_rotary_factor": (0.25, 0.5)}, has_head_dim=False, head_dims=(8, 16)),
+    "phi": Tiny("PhiConfig", {"partial_rotary_factor": (0.5, 0.25)},
+                {"tie_word_embeddings": False}, has_head_dim=False, head_dims=(8, 16)),
+    "gptj": Tiny("GPTJConfig", {"rotary_dim": (4, 6)}, {"tie_word_embeddings": False},
+                 style="gpt2"),
     "gpt_bigcode": Tiny("GPTBigCodeConfig", {"multi_query": _BOTH}, style="gpt2"),
-    "falcon": Tiny("FalconConfig", {"multi_query": _BOTH, "new_decoder_architecture": _BOTH,
-                                    "parallel_attn": _BOTH, "bias": _BOTH,
-                                    "num_ln_in_parallel_attn": (None, 1)},
-                   has_head_dim=False),
+    "falcon": Tiny("FalconConfig", {
+        "bias": _BOTH,
+        "": ({"new_decoder_architecture": True, "num_kv_heads": 2},
+             {"new_decoder_architecture": True, "num_kv_heads": 1, "num_ln_in_parallel_attn": 1},
+             {"multi_query": True},
+             {"multi_query": True, "parallel_attn": False},
+             {"multi_query": False})}, has_head_dim=False, has_kv_heads=False),
     "mpt": Tiny("MptConfig", {"n_heads": (2, 3, 6), "attn_config": (
-        {}, {"clip_qkv": 0.8, "alibi_bias_max": 4}, {"softmax_scale": 0.4})}, style="mpt"),
-    "nemotron": Tiny("NemotronConfig", {"attention_bias": _BOTH, "mlp_bias": _BOTH}),
+        {}, {"clip_qkv": 0.8}, {"softmax_scale": 0.4})}, style="mpt"),
+    "nemotron": Tiny("NemotronConfig", {"attention_bias": _BOTH, "mlp_bias": _BOTH},
+                     head_dims=(8, 16)),
 }  # fmt: skip
 
 _LETTERS = {"F": "full_attention", "S": "sliding_attention"}
@@ -104,7 +113,7 @@ def draw_config(family: str, seed: int) -> dict[str, Any]:
     """Options of a tiny model: sizes that nothing divides, and what the family may be."""
     tiny, draw = FAMILIES[family], random.Random(f"{family} {seed}")
     heads, kv_heads = draw.choice(((6, 2), (6, 3), (4, 1), (4, 4)))
-    head_dim = draw.choice((10, 12, 20))
+    head_dim = draw.choice(tiny.head_dims)
     sizes = {
         "llama": {
             "hidden_size": heads * head_dim, "intermediate_size": draw.choice((33, 52, 80)),
@@ -114,19 +123,32 @@ def draw_config(family: str, seed: int) -> dict[str, Any]:
         "mpt": {"d_model": 6 * head_dim, "n_layers": 3, "max_seq_len": 128},
     }[tiny.style]  # fmt: skip
     options: dict[str, Any] = {"vocab_size": VOCAB, **_IDS, **sizes}
-    if tiny.style == "llama":
-        options["num_kv_heads" if family == "falcon" else "num_key_value_heads"] = kv_heads
-    if tiny.has_head_dim and tiny.style == "llama":
+    if tiny.style == "llama" and tiny.has_kv_heads:
+        options["num_key_value_heads"] = kv_heads
+    if tiny.style == "llama" and tiny.has_head_dim:
         options |= {"head_dim": head_dim, "hidden_size": draw.choice((24, 40, 72))}
     options["tie_word_embeddings"] = draw.random() < 0.5
     for name, values in tiny.drawn.items():
-        options[name] = draw.choice(values)
+        drawn = values[seed % len(values)] if name == "" else draw.choice(values)
+        options |= drawn if name == "" else {name: drawn}
     options |= tiny.always
-    if isinstance(options.get("layer_types"), str):
-        options["layer_types"] = [_LETTERS[letter] for letter in options["layer_types"]]
     return {
-        name: value for name, value in options.items() if value is not None or name in tiny.drawn
+        name: _finished(name, value, head_dim)
+        for name, value in options.items()
+        if value is not None or name in _NULLS
     }
+
+
+_NULLS = ("sliding_window", "final_logit_softcapping", "attn_logit_softcapping")
+"""Options that may be null and mean something else when they are missing."""
+
+
+def _finished(name: str, value: Any, head_dim: int) -> Any:
+    if name == "layer_types" and isinstance(value, str):
+        return [_LETTERS[letter] for letter in value]
+    if name == "rope_parameters" and "mrope_section" in value:
+        return {**value, "mrope_section": [head_dim // 2 - 2, 1, 1]}
+    return value
 
 
 def save_tiny(directory: Path, family: str, seed: int) -> None:

@@ -547,7 +547,8 @@ APERTUS = LLAMA.derive(
             "mlp_norm": "feedforward_layernorm",
             "mlp.up": "mlp.up_proj",
             "mlp.act": "mlp.act_fn",
-        }
+        },
+        harmless=(r".*\.mlp\.act_fn\.(beta|eps)",),
     ),
     positions=_positions("max_position_embeddings", default=65536),
     rotary=RotaryRules(theta=12e6),
@@ -567,7 +568,7 @@ MINISTRAL3 = LLAMA.derive(
 )  # fmt: skip
 MIMO = QWEN2.derive("mimo", "MiMoForCausalLM", "MiMoModel",
     fields={"qkv_bias": flag("attention_bias", True)},
-    names=replace(names.LLAMA, harmless=(*names.LLAMA.harmless, r"model\.mtp_layers\..*")),
+    names=names.LLAMA.derive(harmless=(r"model\.mtp_layers\..*",)),
 )  # fmt: skip
 QWEN25_VL = QWEN2.derive(
     "qwen2_5_vl_text", "Qwen2_5_VLForConditionalGeneration",

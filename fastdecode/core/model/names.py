@@ -55,13 +55,15 @@ class CheckpointNames:
         *,
         model: Mapping[str, Names] | None = None,
         prefixes: tuple[str, ...] | None = None,
+        harmless: tuple[str, ...] = (),
     ) -> CheckpointNames:
-        """These names, but for the ones that are given."""
+        """These names, but for the ones that are given, and more harmless ones."""
         return replace(
             self,
             layers={**self.layers, **(layers or {})},
             model={**self.model, **(model or {})},
             prefixes=prefixes or self.prefixes,
+            harmless=(*self.harmless, *harmless),
         )
 
     def of_text_part(self) -> CheckpointNames:
