@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.model.spec import ModelSpec
 from sworker.model.linear import Embedding, Linear
+from sworker.model.norms import FullNorm
 from sworker.model.skeleton import Model
 
 AddUp = Callable[[Tensor], None]
@@ -104,6 +105,23 @@ class VocabParallelEmbedding(Embedding):
         return x
 
 
+class ParallelFullNorm(nn.Module):
+    """``FullNorm`` of heads that are spread over ranks: sums of squares, summed."""
+
+    def __init__(self, norm: FullNorm, num_ranks: int, add_up: AddUp) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.eps
+        self._size = norm.size[0] * num_ranks
+        self._add_up = add_up
+
+    def forward(self, x: Tensor) -> Tensor:  # [T, H / ranks, D] → same
+        wide = x.float()
+        squares = wide.square().sum((1, 2))
+        self._add_up(squares)
+        normed = wide * torch.rsqrt(squares / self._size + self.eps)[:, None, None]
+        return (normed * self.weight.float().view(x.shape[1:])).to(x.dtype)
+
+
 def parallelize(model: Model, shard: Shard, add_up: AddUp) -> None:
     """Exchange the modules of a rank's model whose results are partial sums.
 
@@ -115,5 +133,8 @@ def parallelize(model: Model, shard: Shard, add_up: AddUp) -> None:
     if model.embed_tokens is not None:
         model.embed_tokens = VocabParallelEmbedding(model.embed_tokens, shard, add_up)
     for layer in model.layers:
+        if isinstance(layer.q_norm, FullNorm) and isinstance(layer.k_norm, FullNorm):
+            layer.q_norm = ParallelFullNorm(layer.q_norm, shard.size, add_up)
+            layer.k_norm = ParallelFullNorm(layer.k_norm, shard.size, add_up)
         layer.o = RowParallelLinear(layer.o, add_up)
         layer.mlp.down = RowParallelLinear(layer.mlp.down, add_up)

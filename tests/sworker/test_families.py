@@ -3,6 +3,9 @@ equal those of transformers."""
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,12 +14,13 @@ import pytest
 import torch
 import transformers
 from checkpoints import prompts
-from families import FAMILIES, save_tiny
+from families import FAMILIES, draw_config, save_tiny
 
 from fastdecode.core.model.checkpoint import open_checkpoint
 from sworker.load.weights import load_model
 from sworker.model.reference import ReferenceAttention
 from sworker.model.skeleton import forward
+from sworker.ranks.sharding import Shard, parallelize
 
 SEEDS = range(5)
 CHUNKS = ((7, 1, 3), (1, 20, 0), (24, 9, 1))
@@ -56,6 +60,56 @@ def test_logits_of_ragged_chunks(family: str, seed: int, tmp_path: Path) -> None
         expected = oracle(torch.tensor([text])).logits[0]
         bound = 1e-4 * max(1.0, expected.abs().max().item() / 10)
         torch.testing.assert_close(torch.cat(ours), expected, atol=bound, rtol=0)
+
+
+class Sum:
+    """Adds up the tensors of two threads that are ranks."""
+
+    def __init__(self) -> None:
+        self.both: list[torch.Tensor] = []
+        self.met = threading.Barrier(2, timeout=60)
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        if self.met.wait() == 0:
+            self.both.clear()
+        self.met.wait()
+        self.both.append(tensor.clone())
+        self.met.wait()
+        tensor.copy_(self.both[0] + self.both[1])
+
+
+@pytest.mark.parametrize("family", ["olmo2", "cohere", "glm", "apertus", "exaone4", "gemma3_text"])
+def test_two_ranks_are_one_model(family: str, tmp_path: Path) -> None:
+    """Norms of all heads, of each with its own weights; heads whose pairs lie
+    side by side; an activation with weights."""
+    seed = next(seed for seed in range(99) if _divides(draw_config(family, seed)))
+    save_tiny(tmp_path, family, seed)
+    (text,) = prompts((17,), seed=3)
+    add_up = Sum()
+
+    @torch.inference_mode()
+    def run(rank: int) -> torch.Tensor:
+        shard = Shard(rank, 2)
+        spec, model = load_model(tmp_path, device="cpu", dtype=torch.float32, shard=shard)
+        parallelize(model, shard, add_up)
+        attention = tuple(
+            replace(one, num_q_heads=one.num_q_heads // 2, num_kv_heads=one.num_kv_heads // 2)
+            for one in spec.attention
+        )
+        attend = ReferenceAttention(attention)
+        positions = attend.begin_step([0], [len(text)])
+        return model.logits(forward(model, torch.tensor(text), positions, attend))
+
+    with ThreadPoolExecutor(2) as pool:
+        parts = list(pool.map(run, range(2)))
+    with torch.inference_mode():
+        expected = _oracle(tmp_path)(torch.tensor([text])).logits[0]
+    ours = torch.cat(parts, dim=-1)[:, : expected.shape[1]]
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-5)
+
+
+def _divides(options: dict[str, Any]) -> bool:
+    return options["num_key_value_heads"] % 2 == 0 and options["intermediate_size"] % 2 == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
