@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from sworker.model.linear import ACTIVATIONS, MLP
+from sworker.model.linear import ACTIVATIONS, Gated
 from sworker.model.norms import RMSNorm
 from sworker.model.rope import RotaryTable
 from sworker.model.skeleton import QKV, AddNorm, Layer, Model, RotateSplit
@@ -121,7 +121,8 @@ def fuse_checked(model: Model, kernels: Kernels) -> bool:
     """``fuse`` with these kernels; raises whatever they raise. All parts are
     exchanged, or none.
 
-    Layers are alike: what the first one's parts say speaks for the others'.
+    Layers are alike but for their MLP: what the parts of the first of each kind
+    say speaks for the others'.
     """
     fused: dict[nn.Module, nn.Module] = {}  # by what it replaces; layers share a rotary table
     for module in model.modules():
@@ -132,7 +133,8 @@ def fuse_checked(model: Model, kernels: Kernels) -> bool:
             fused[module] = FusedRotary(module, kernels)
         elif isinstance(module, RMSNorm) and module.size[0] <= _MAX_NORM_SIZE:
             fused[module] = FusedRMSNorm(module, kernels)
-    if not _same_parts(model.layers[0], fused, kernels):
+    kinds = {type(layer.mlp): layer for layer in reversed(model.layers)}
+    if not all(_same_parts(layer, fused, kernels) for layer in kinds.values()):
         logger.warning("fused kernels differ from torch's operators here: those are used")
         return False
     num_gates = 0
@@ -143,8 +145,8 @@ def fuse_checked(model: Model, kernels: Kernels) -> bool:
             layer.attn_add_norm_kernel = _add_norm_of(layer.attn_norm, kernels)
         if layer.rope in fused and not layer.norms_turned and layer.growth is None:
             layer.rotate_split_kernel = _rotate_split_of(layer.rope, kernels)
-        if layer.mlp.gated and layer.mlp.act in _GATES:
-            layer.mlp.gate_kernel = _gate_of(layer.mlp, kernels)
+        for gated in _gated(layer):
+            gated.gate_kernel = _gate_of(gated, kernels)
             num_gates += 1
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -183,7 +185,13 @@ def _rotate_split_of(rope: nn.Module | None, kernels: Kernels) -> RotateSplit:
     return rotated
 
 
-def _gate_of(mlp: MLP, kernels: Kernels) -> Callable[[Tensor], Tensor]:
+def _gated(layer: Layer) -> list[Gated]:
+    """The parts of a layer's MLP whose gate there is a kernel for."""
+    parts = [part for part in layer.mlp.modules() if isinstance(part, Gated)]
+    return [part for part in parts if part.gated and part.act in _GATES]
+
+
+def _gate_of(mlp: Gated, kernels: Kernels) -> Callable[[Tensor], Tensor]:
     is_silu = _GATES[mlp.act]
 
     def gated(h: Tensor) -> Tensor:  # [T, 2 · intermediate] → [T, intermediate]
@@ -215,9 +223,9 @@ def _same_parts(layer: Layer, fused: dict[nn.Module, nn.Module], kernels: Kernel
                 (*_add_norm_of(norm, kernels)(x, a, room), room), (x + a, norm(x + a), x + a),
                 strict=True,
             )  # fmt: skip
-    if layer.mlp.gated and layer.mlp.act in _GATES:
-        h = some(_ROWS, layer.mlp.up.weight.shape[0])
-        pairs.append((_gate_of(layer.mlp, kernels)(h), layer.mlp.gate(h)))
+    for gated in _gated(layer):
+        h = some(_ROWS, sum(gated.up.splits))
+        pairs.append((_gate_of(gated, kernels)(h), gated.gate(h)))
     return all(_close(found, expected) for found, expected in pairs)
 
 

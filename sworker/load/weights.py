@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,11 +21,19 @@ from torch import Tensor, nn
 from fastdecode.core.errors import CapacityError, CheckpointError, ConfigError, Given
 from fastdecode.core.model.checkpoint import Checkpoint, TensorEntry, open_checkpoint
 from fastdecode.core.model.families import names_of
-from fastdecode.core.model.names import CheckpointNames, Either, Layout, Names, Source
+from fastdecode.core.model.names import (
+    CheckpointNames,
+    Either,
+    Layout,
+    Names,
+    PerExpert,
+    Source,
+)
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.stages import stage_spec
 from sworker.dtypes import torch_dtype
 from sworker.model.linear import Linear
+from sworker.model.moe import Correction, ExpertLinear
 from sworker.model.rope import QueryGrowth, RotaryTable
 from sworker.model.skeleton import Model
 from sworker.ranks.sharding import Shard, shard_spec
@@ -86,7 +94,8 @@ def load_model(
         loaded = Model(part, with_embedding=with_embedding, with_head=with_head)
         paths = ModulePaths(loaded, range(spec.num_layers) if layers is None else layers)
         whole = Model(spec)
-    placements = [] if checkpoint.is_random else _plan(checkpoint, spec, whole, paths)
+    held = range(0) if part.moe is None else part.moe.here
+    placements = [] if checkpoint.is_random else _plan(checkpoint, spec, whole, paths, held)
     _allocate(loaded, target, kind)
     if checkpoint.is_random:
         _fill_randomly(loaded, whole, paths, shard)
@@ -141,17 +150,54 @@ def _fill_randomly(
         own = model.get_submodule(here)
         for name, unfilled in parameters:
             target = getattr(own, name)
-            if unfilled.dim() == 1:
-                target.fill_(0.0 if name == "bias" else 1.0 - model.spec.norm_offset)
-                continue
-            drawn = target if shard is None else target.new_empty(unfilled.shape)
-            key = hashlib.blake2b(f"{seed} {path}.{name}".encode(), digest_size=7)
-            generator = torch.Generator(target.device)
-            generator.manual_seed(int.from_bytes(key.digest(), "big"))
-            drawn.normal_(0.0, drawn.shape[1] ** -0.5, generator=generator)
-            if shard is not None:
-                splits = own.splits if isinstance(own, Linear) else target.shape[:1]
-                _place(target, splits, drawn, "rows", model.spec, shard)
+            if name == "bias" or isinstance(own, Correction):
+                target.zero_()
+            elif unfilled.dim() == 1:
+                target.fill_(1.0 - model.spec.norm_offset)
+            elif isinstance(own, ExpertLinear):
+                for number, expert in enumerate(target, own.first):
+                    key = f"{seed} {path}.{name}.{number}"
+                    _draw(
+                        key,
+                        expert,
+                        own.splits,
+                        unfilled.shape[1:],
+                        model.spec,
+                        _shard_of(own, shard),
+                    )
+            else:
+                splits = own.splits if isinstance(own, Linear) else tuple(target.shape[:1])
+                key = f"{seed} {path}.{name}"
+                _draw(key, target, splits, unfilled.shape, model.spec, shard)
+
+
+def _draw(
+    key: str,
+    target: Tensor,
+    splits: Sequence[int],
+    shape: torch.Size,
+    spec: ModelSpec,
+    shard: Shard | None,
+) -> None:
+    """Fill a matrix, or a shard's part of one of this shape, with what the key says."""
+    drawn = target if shard is None else target.new_empty(shape)
+    digest = hashlib.blake2b(key.encode(), digest_size=7).digest()
+    generator = torch.Generator(target.device)
+    generator.manual_seed(int.from_bytes(digest, "big"))
+    drawn.normal_(0.0, drawn.shape[1] ** -0.5, generator=generator)
+    if shard is not None:
+        _place(target, splits, drawn, "rows", spec, shard)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One of the checkpoint's modules that one of ours is made of."""
+
+    source: Source
+    index: int = 0
+    """Which of the fused projections, counted from 0."""
+    expert: int | None = None
+    """Whose; None: everybody's."""
 
 
 @dataclass(frozen=True)
@@ -162,20 +208,24 @@ class _Placement:
     module: str
     """Its path in the model."""
     parameter: str
-    source: int
-    """Which of the fused projections, counted from 0, that the parameter is made of."""
+    part: _Part
     num_sources: int
+    """Fused projections that the parameter is made of."""
     layout: Layout
     order: tuple[int, ...] | None
     """Of a head's dims as we have them, where the checkpoint has another."""
 
 
 def _plan(
-    checkpoint: Checkpoint, spec: ModelSpec, model: Model, paths: ModulePaths
+    checkpoint: Checkpoint, spec: ModelSpec, model: Model, paths: ModulePaths, held: range
 ) -> list[_Placement]:
     """Match every parameter of the whole model with tensors on disk, and every
     tensor on disk with a parameter; those that are loaded here, in the order on
-    disk."""
+    disk.
+
+    Args:
+        held: the experts that are loaded.
+    """
     names = names_of(spec)
     if "text_config" in checkpoint.config:
         names = names.of_text_part()
@@ -184,27 +234,25 @@ def _plan(
     placements: list[_Placement] = []
     missing: list[str] = []
     others: set[str] = set()
-    for path, module, sources in _matched_modules(checkpoint, model, names, prefix):
+    for path, module, parts in _matched_modules(checkpoint, model, names, prefix):
         here = paths.find(path)
+        num_sources = len({part.index for part in parts})
         for parameter, tensor in module.named_parameters(recurse=False):
-            if here is None:
-                others.update(f"{source.name}.{parameter}" for source in sources)
-                continue
-            row_counts = _row_counts(module, tensor, len(sources))
-            for index, (source, num_rows) in enumerate(zip(sources, row_counts, strict=True)):
-                name = f"{source.name}.{parameter}"
+            for part in parts:
+                name = part.source.tensor(parameter)
+                if here is None or not _is_held(part, held):
+                    others.add(name)
+                    continue
                 entry = checkpoint.tensors.get(name)
                 if entry is None:
                     missing.append(name)
-                else:
-                    layout = (
-                        source.layout if tensor.dim() == 2 or source.layout == "heads" else "rows"
-                    )
-                    _check(checkpoint, entry, (num_rows, *tensor.shape[1:]), layout)
-                    order = dims if _turns(path, index) else None
-                    placements.append(
-                        _Placement(entry, here, parameter, index, len(sources), layout, order)
-                    )
+                    continue
+                layout = _layout(part.source, parameter)
+                _check(checkpoint, entry, _shape(module, tensor, part, num_sources), layout)
+                order = dims if _turns(path, part.index) else None
+                placements.append(
+                    _Placement(entry, here, parameter, part, num_sources, layout, order)
+                )
     if missing:
         raise CheckpointError(
             f"{checkpoint.directory} lacks {_some(missing)}, which its config.json calls for. The "
@@ -229,33 +277,44 @@ def _find_prefix(checkpoint: Checkpoint, names: CheckpointNames) -> str:
 
 def _matched_modules(
     checkpoint: Checkpoint, model: Model, names: CheckpointNames, prefix: str
-) -> Iterator[tuple[str, nn.Module, tuple[Source, ...]]]:
+) -> Iterator[tuple[str, nn.Module, tuple[_Part, ...]]]:
     """Every module that has parameters of its own, its path, and the
     checkpoint's modules that it is made of."""
     for path, module in model.named_modules():
         if not list(module.named_parameters(recurse=False)):
             continue
+        count = len(module.weight) if isinstance(module, ExpertLinear) else 0
         if path == "lm_head":
-            yield path, module, _sources(checkpoint, names.head, "")
+            yield path, module, _parts(checkpoint, names.head, "")
         elif path.startswith("layers."):
             _, layer, own = path.split(".", 2)
             start = prefix + names.layer.format(layer)
-            yield path, module, _sources(checkpoint, names.layers[own], start)
+            yield path, module, _parts(checkpoint, names.layers[own], start, count)
         else:
-            yield path, module, _sources(checkpoint, names.model[path], prefix)
+            yield path, module, _parts(checkpoint, names.model[path], prefix)
 
 
-def _sources(checkpoint: Checkpoint, names: Names, prefix: str) -> tuple[Source, ...]:
+def _parts(
+    checkpoint: Checkpoint, names: Names, prefix: str, num_experts: int = 0
+) -> tuple[_Part, ...]:
+    tensors = checkpoint.tensors
     match names:
         case str():
-            return (Source(prefix + names, "rows"),)
+            return (_Part(Source(prefix + names)),)
         case Source():
-            return (Source(prefix + names.name, names.layout),)
+            return (_Part(replace(names, name=prefix + names.name)),)
+        case PerExpert():
+            return tuple(
+                _Part(Source(prefix + name.format(expert)), index, expert)
+                for expert in range(num_experts)
+                for index, name in enumerate(names.names)
+            )
         case Either():
-            present = (n for n in names.names if f"{prefix}{n}.weight" in checkpoint.tensors)
-            return (Source(prefix + next(present, names.names[0]), "rows"),)
+            found = [_parts(checkpoint, each, prefix, num_experts) for each in names.names]
+            present = (parts for parts in found if parts[0].source.tensor("weight") in tensors)
+            return next(present, found[0])
         case _:
-            return tuple(Source(prefix + name, "rows") for name in names)
+            return tuple(_Part(Source(prefix + name), i) for i, name in enumerate(names))
 
 
 def _turns(path: str, source: int) -> bool:
@@ -274,18 +333,31 @@ def _order_of_dims(spec: ModelSpec) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def _row_counts(module: nn.Module, tensor: Tensor, num_sources: int) -> tuple[int, ...]:
-    """How the rows of a parameter divide among the tensors that fill it."""
-    if num_sources == 1:
-        return (tensor.shape[0],)
-    assert isinstance(module, Linear)
-    return module.splits
+def _is_held(part: _Part, held: range) -> bool:
+    return part.expert is None or part.expert in held
+
+
+def _layout(source: Source, parameter: str) -> Layout:
+    """How a tensor of the source lies: a bias has no dims to exchange."""
+    of_bias: dict[Layout, Layout] = {"transposed": "rows", "transposed_alternating": "alternating"}
+    return of_bias.get(source.layout, source.layout) if parameter == "bias" else source.layout
+
+
+def _shape(module: nn.Module, tensor: Tensor, part: _Part, num_sources: int) -> tuple[int, ...]:
+    """What a tensor on disk must have, were its layout ours."""
+    is_stack = isinstance(module, ExpertLinear)
+    shape = tuple(tensor.shape[1:] if is_stack else tensor.shape)
+    if num_sources > 1:
+        assert isinstance(module, (Linear, ExpertLinear))
+        shape = (module.splits[part.index], *shape[1:])
+    return (len(tensor), *shape) if is_stack and part.expert is None else shape
 
 
 def _check(
     checkpoint: Checkpoint, entry: TensorEntry, shape: tuple[int, ...], layout: Layout
 ) -> None:
-    expected = shape[::-1] if layout == "transposed" else shape
+    is_transposed = layout in ("transposed", "transposed_alternating")
+    expected = (*shape[:-2], shape[-1], shape[-2]) if is_transposed else shape
     if entry.shape != expected:
         raise CheckpointError(
             f"{entry.file}: {entry.name!r} has the shape {list(entry.shape)}, but config.json "
@@ -348,7 +420,8 @@ def _allocate(model: Model, device: torch.device, dtype: torch.dtype) -> None:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             try:
-                storage = torch.empty(parameter.shape, dtype=dtype, device=device)
+                kept = getattr(module, "kept_dtype", None) or dtype
+                storage = torch.empty(parameter.shape, dtype=kept, device=device)
             except RuntimeError:
                 # torch.OutOfMemoryError is one, but a CPU's allocator raises it
                 # bare.
@@ -378,20 +451,49 @@ def _stream(
     done = 0
     for placement in placements:
         module = model.get_submodule(placement.module)
-        target = getattr(module, placement.parameter)
-        assert isinstance(target, Tensor)
-        splits = module.splits if isinstance(module, Linear) else target.shape[:1]
-        if placement.num_sources > 1:
-            target = torch.split(target, list(splits))[placement.source]
-            splits = splits[placement.source :][:1]
         source = _read(placement.entry, buffer)
         if placement.order is not None:
             is_norm = placement.module.endswith("_norm")
             source = _ordered(source, placement.order, spec.head_dim, is_norm=is_norm)
-        _place(target, splits, source, placement.layout, spec, shard)
+        own = _shard_of(module, shard)
+        for target, splits, piece in _pieces(module, placement, source):
+            _place(target, splits, piece, placement.layout, spec, own)
         done += placement.entry.num_bytes
         if progress is not None:
             progress(done, total)
+
+
+def _shard_of(module: nn.Module, shard: Shard | None) -> Shard | None:
+    """This rank's part of each of a module's matrices."""
+    return shard.of_experts if shard is not None and isinstance(module, ExpertLinear) else shard
+
+
+def _pieces(
+    module: nn.Module, placement: _Placement, source: Tensor
+) -> Iterator[tuple[Tensor, Sequence[int], Tensor]]:
+    """What of our parameter a tensor fills, rows of it that belong to each
+    projection, and the tensor: of a stack of experts, one after the other."""
+    parameter = getattr(module, placement.parameter)
+    assert isinstance(parameter, Tensor)
+    part = placement.part
+    if not isinstance(module, ExpertLinear):
+        splits = module.splits if isinstance(module, Linear) else tuple(parameter.shape[:1])
+        yield (*_projection(parameter, splits, placement), source)
+        return
+    first = module.first
+    wanted = range(first, first + len(parameter)) if part.expert is None else (part.expert,)
+    for expert in wanted:
+        target = _projection(parameter[expert - first], module.splits, placement)
+        yield (*target, source[expert] if part.expert is None else source)
+
+
+def _projection(
+    target: Tensor, splits: Sequence[int], placement: _Placement
+) -> tuple[Tensor, Sequence[int]]:
+    if placement.num_sources == 1:
+        return target, splits
+    index = placement.part.index
+    return torch.split(target, list(splits))[index], splits[index : index + 1]
 
 
 def _read(entry: TensorEntry, buffer: Tensor) -> Tensor:
@@ -432,8 +534,10 @@ def _place(
     """Copy a tensor of the checkpoint, or the shard's part of each projection
     fused in it, to where it belongs. ``splits``: rows of the target that belong
     to each."""
-    if layout == "transposed":
+    if layout in ("transposed", "transposed_alternating"):
         source = source.T
+    if layout in ("alternating", "transposed_alternating"):
+        source = torch.cat((source[::2], source[1::2]))
     elif layout == "heads":  # [Hkv, G + 2, D, …] → q, k, v: [Hq · D, …], [Hkv · D, …] twice
         groups = source.unflatten(0, (spec.num_kv_heads, -1, spec.head_dim))
         group = groups.shape[1] - 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -100,26 +101,20 @@ class AttentionGate(nn.Module):
         return gated
 
 
-class MLP(nn.Module):
-    """down(act(up(x))), or down(act(gate(x)) · up(x)) with gate and up fused, gate first."""
+class Gated(nn.Module):
+    """What has a projection to gate and up, fused, gate first.
 
+    ``gated``: the gate is act(gate(x)) · up(x).
+    """
+
+    act: Callable[[Tensor], Tensor]
+    gated: bool
+    up: Any
+    """Its ``splits`` are gate and up."""
     gate_kernel: Callable[[Tensor], Tensor] | None = None
     """What a device may have in place of ``_gate``. That itself, kept here,
     would be a cycle: weights would outlive their model until the garbage
     collector comes."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        self.act = make_activation(spec.activation)
-        self.gated = spec.gated_mlp
-        splits = (spec.intermediate_size,) * (2 if spec.gated_mlp else 1)
-        self.up = Linear(spec.hidden_size, splits, spec.mlp_bias)
-        self.down = Linear(spec.intermediate_size, (spec.hidden_size,), spec.mlp_bias)
-
-    def forward(self, x: Tensor) -> Tensor:  # [T, hidden] → [T, hidden]
-        h: Tensor = self.up(x)
-        y: Tensor = self.down(self.gate(h) if self.gated else self.act(h))
-        return y
 
     def gate(self, h: Tensor) -> Tensor:
         """h [T, 2 · intermediate] → act(its first half) · its second half [T, intermediate]."""
@@ -128,3 +123,25 @@ class MLP(nn.Module):
     def _gate(self, h: Tensor) -> Tensor:  # [T, 2 · intermediate] → [T, intermediate]
         gate, up = h.chunk(2, dim=-1)
         return self.act(gate).mul_(up)
+
+
+class MLP(Gated):
+    """down(act(up(x))), or down(act(gate(x)) · up(x)) with gate and up fused, gate first.
+
+    Args:
+        inner: its inner dims; None: the model's ``intermediate_size``.
+    """
+
+    def __init__(self, spec: ModelSpec, inner: int | None = None) -> None:
+        super().__init__()
+        inner = inner or spec.intermediate_size
+        self.act = make_activation(spec.activation)
+        self.gated = spec.gated_mlp
+        splits = (inner,) * (2 if spec.gated_mlp else 1)
+        self.up = Linear(spec.hidden_size, splits, spec.mlp_bias)
+        self.down = Linear(inner, (spec.hidden_size,), spec.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:  # [T, hidden] → [T, hidden]
+        h: Tensor = self.up(x)
+        y: Tensor = self.down(self.gate(h) if self.gated else self.act(h))
+        return y

@@ -20,8 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastdecode.core.model.moe import Moe
 from fastdecode.core.model.spec import ModelSpec
 from sworker.model.linear import MLP, AttentionGate, Embedding, Linear
+from sworker.model.moe import Experts
 from sworker.model.norms import make_norm, make_qk_norm
 from sworker.model.rope import QueryGrowth, RotaryTable
 
@@ -66,7 +68,7 @@ class Layer(nn.Module):
     rotate_split_kernel: RotateSplit | None = None
     """In place of ``rope``: q, k and v come out dense, each in memory of its own."""
 
-    def __init__(self, spec: ModelSpec, rope: RotaryTable | None) -> None:
+    def __init__(self, spec: ModelSpec, rope: RotaryTable | None, moe: Moe | None = None) -> None:
         super().__init__()
         self.num_q_heads = spec.num_q_heads
         self.num_kv_heads = spec.num_kv_heads
@@ -86,7 +88,7 @@ class Layer(nn.Module):
         self.growth = QueryGrowth(*spec.q_growth, spec.max_model_len) if spec.q_growth else None
         self.gate = AttentionGate(spec) if spec.attn_gate != "none" else None
         self.o = Linear(spec.num_q_heads * spec.head_dim, (spec.hidden_size,), spec.o_bias)
-        self.mlp = MLP(spec)
+        self.mlp = MLP(spec) if moe is None else Experts(spec, moe)
 
     def pre_attention(self, x: Tensor, positions: Tensor) -> QKV:
         """x [T, hidden], positions [T] → q [T, Hq, D], k and v [T, Hkv, D],
@@ -221,7 +223,10 @@ class Model(nn.Module):
         tables = {rope: RotaryTable(rope, spec.max_model_len) for rope in spec.ropes if rope}
         self.layers = cast(
             "Sequence[Layer]",
-            nn.ModuleList(Layer(spec, tables[rope] if rope else None) for rope in spec.ropes),
+            nn.ModuleList(
+                Layer(spec, tables[rope] if rope else None, spec.layer_moe(layer))
+                for layer, rope in enumerate(spec.ropes)
+            ),
         )
         if with_head:
             self._make_head(spec)

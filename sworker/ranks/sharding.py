@@ -2,12 +2,12 @@
 rank holds, and where ranks sum.
 
 The model's code knows nothing of it. A rank builds the model of a smaller spec
-(``shard_spec``): its share of the heads, of the MLP's inner dims and of the
-vocabulary. ``parallelize`` then exchanges the three modules whose results are
-partial sums: attention's output projection and the MLP's second one
-(Megatron-LM's row-parallel layers, Shoeybi et al., arXiv 1909.08053) and the
-token embedding. Everything else works on whole hidden states, the same on every
-rank.
+(``shard_spec``): its share of the heads, of the MLP's inner dims, of the experts
+or of the dims inside them, and of the vocabulary. ``parallelize`` then exchanges
+the modules whose results are partial sums: attention's output projection and the
+MLP's second one (Megatron-LM's row-parallel layers, Shoeybi et al., arXiv
+1909.08053) and the token embedding; a block of experts sums once, at its end.
+Everything else works on whole hidden states, the same on every rank.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastdecode.core.errors import ConfigError, Given
+from fastdecode.core.model.moe import Moe
 from fastdecode.core.model.spec import ModelSpec
 from sworker.model.linear import Embedding, Linear
+from sworker.model.moe import Experts
 from sworker.model.norms import FullNorm
 from sworker.model.skeleton import Model
 
@@ -34,6 +36,20 @@ class Shard:
 
     rank: int
     size: int
+    ep: int = 1
+    """Into how many parts of whole experts the routed experts are divided;
+    divides ``size``."""
+
+    @property
+    def of_experts(self) -> Shard:
+        """The rank's part of each expert that it has."""
+        size = self.size // self.ep
+        return Shard(self.rank % size, size)
+
+    def experts(self, num_experts: int) -> tuple[int, int]:
+        """The first expert that the rank has, and how many."""
+        count = num_experts // self.ep
+        return self.rank // (self.size // self.ep) * count, count
 
     def cut(self, source: Tensor, shape: torch.Size) -> Tensor:
         """The part of a whole weight that fills a parameter of this shape:
@@ -50,25 +66,50 @@ def shard_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
     """The model that one rank builds.
 
     Raises:
-        ConfigError: the KV heads or the MLP don't divide evenly.
+        ConfigError: the KV heads, the MLP or the experts don't divide evenly.
     """
-    for what, num in (
-        ("KV heads", spec.num_kv_heads),
-        ("dims inside its MLP", spec.intermediate_size),
-    ):
-        if num % shard.size:
-            raise ConfigError(
-                Given("tp", shard.size),
-                f" doesn't divide the {num} {what} of {spec.name}: choose a tp that does",
-            )
+    _check_divides(spec, "KV heads", spec.num_kv_heads, "tp", shard.size)
+    has_dense = not all(map(spec.has_experts, range(spec.num_layers)))
+    if has_dense:
+        what = "dims inside its MLP"
+        _check_divides(spec, what, spec.intermediate_size, "tp", shard.size)
     return replace(
         spec,
         num_q_heads=spec.num_q_heads // shard.size,
         num_kv_heads=spec.num_kv_heads // shard.size,
-        intermediate_size=spec.intermediate_size // shard.size,
+        intermediate_size=max(1, spec.intermediate_size // shard.size),
         vocab_size=-(-spec.vocab_size // shard.size),
+        moe=None if spec.moe is None else _shard_moe(spec, spec.moe, shard),
         attention=(),  # attention sees whole heads, on rank 0
     )
+
+
+def _shard_moe(spec: ModelSpec, moe: Moe, shard: Shard) -> Moe:
+    inner_size = shard.size // shard.ep
+    _check_divides(spec, "experts", moe.num_experts, "ep", shard.ep)
+    _check_divides(spec, "dims inside its shared expert", moe.shared_inner, "tp", shard.size)
+    if moe.inner % inner_size:
+        raise ConfigError(
+            Given("tp", shard.size),
+            f" cuts each expert of {spec.name} into {inner_size}, which doesn't divide the "
+            f"{moe.inner} dims inside it: give ranks whole experts with ",
+            Given("ep", shard.size),
+            ", or choose a tp that divides",
+        )
+    return replace(
+        moe,
+        inner=moe.inner // inner_size,
+        shared_inner=moe.shared_inner // shard.size,
+        held=shard.experts(moe.num_experts),
+    )
+
+
+def _check_divides(spec: ModelSpec, what: str, num: int, option: str, parts: int) -> None:
+    if num % parts:
+        raise ConfigError(
+            Given(option, parts),
+            f" doesn't divide the {num} {what} of {spec.name}: choose one that does",
+        )
 
 
 class RowParallelLinear(Linear):
@@ -137,4 +178,16 @@ def parallelize(model: Model, shard: Shard, add_up: AddUp) -> None:
             layer.q_norm = ParallelFullNorm(layer.q_norm, shard.size, add_up)
             layer.k_norm = ParallelFullNorm(layer.k_norm, shard.size, add_up)
         layer.o = RowParallelLinear(layer.o, add_up)
-        layer.mlp.down = RowParallelLinear(layer.mlp.down, add_up)
+        if isinstance(layer.mlp, Experts):
+            _parallelize_experts(layer.mlp, shard, add_up)
+        else:
+            layer.mlp.down = RowParallelLinear(layer.mlp.down, add_up)
+
+
+def _parallelize_experts(experts: Experts, shard: Shard, add_up: AddUp) -> None:
+    """Sum the block once. Of a bias that several ranks have, one keeps it."""
+    experts.add_up = add_up
+    if experts.down.bias is not None and shard.of_experts.rank:
+        experts.down.bias.zero_()
+    if experts.shared is not None and experts.shared.down.bias is not None and shard.rank:
+        experts.shared.down.bias.zero_()

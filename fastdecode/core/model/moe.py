@@ -84,6 +84,14 @@ class Moe:
     """A weight multiplies an expert's input, not its output."""
     scale_after: float = 1.0
     """Multiplies the routed experts' sum."""
+    held: tuple[int, int] | None = None
+    """The first of the experts that a rank has, and how many; None: all."""
+
+    @property
+    def here(self) -> range:
+        """Numbers of the experts that there are here."""
+        first, count = self.held or (0, self.num_experts)
+        return range(first, first + count)
 
     def num_router_parameters(self, hidden_size: int) -> int:
         """Weights of the router, the correction's among them."""

@@ -12,27 +12,43 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-Layout: TypeAlias = Literal["rows", "transposed", "heads"]
-"""How a checkpoint's matrix lies: output rows as ours; [in, out]; or output
-rows ordered by KV head, then its q, k, v."""
+Layout: TypeAlias = Literal["rows", "transposed", "heads", "alternating", "transposed_alternating"]
+"""How a checkpoint's matrix lies: output rows as ours; [in, out]; output rows
+ordered by KV head, then its q, k, v; rows of gate and up that alternate; or
+such columns. Of a stack, [experts, …], each of its matrices."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint's module whose layout isn't ours."""
+    """A checkpoint's module whose layout isn't ours, or whose tensors aren't
+    called weight and bias."""
 
     name: str
-    layout: Layout
+    layout: Layout = "rows"
+    weight: str = ".weight"
+    bias: str = ".bias"
+
+    def tensor(self, parameter: str) -> str:
+        """The tensor that fills our parameter of this name."""
+        suffixes = {"weight": self.weight, "bias": self.bias}
+        return self.name + suffixes.get(parameter, f".{parameter}")
 
 
 @dataclass(frozen=True)
-class Either:
-    """Names of one module, of which a checkpoint has one."""
+class PerExpert:
+    """One module for each expert, {} is its number; several are fused."""
 
     names: tuple[str, ...]
 
 
-Names: TypeAlias = "str | tuple[str, ...] | Source | Either"
+@dataclass(frozen=True)
+class Either:
+    """Names of one module, of which a checkpoint has the ones or the others."""
+
+    names: tuple[Names, ...]
+
+
+Names: TypeAlias = "str | tuple[str, ...] | Source | PerExpert | Either"
 
 
 @dataclass(frozen=True)

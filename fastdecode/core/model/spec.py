@@ -161,6 +161,10 @@ class ModelSpec:
         """Whether this layer's MLP is a mixture of experts."""
         return self.moe is not None and (not self.mlps or self.mlps[layer] == "experts")
 
+    def layer_moe(self, layer: int) -> Moe | None:
+        """This layer's experts; None: its MLP is dense."""
+        return self.moe if self.has_experts(layer) else None
+
     def layer_parameters(self, layer: int) -> int:
         """Weights of one layer."""
         experts = self.moe.num_experts if self.moe is not None else 0

@@ -1,0 +1,185 @@
+"""How rows of families read mixtures of experts from ``config.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias, TypeVar
+
+from fastdecode.core.model.config_reader import ConfigReader
+from fastdecode.core.model.hf_config import MAX_INTERMEDIATE
+from fastdecode.core.model.moe import MlpKind, Moe, Router
+from fastdecode.core.model.spec import ModelSpec
+from fastdecode.core.spec import MAX_LAYERS
+
+MAX_EXPERTS = 1 << 14
+
+T = TypeVar("T")
+Read: TypeAlias = Callable[[ConfigReader, ModelSpec], T]
+
+SOFTMAX = Router(rounded=True)
+CHOSEN_FIRST = Router(chosen_first=True, rounded=True)
+SIGMOID = Router("sigmoid", correction=True, sorted=False)
+
+
+def experts(
+    router: Read[Router],
+    *,
+    num: tuple[str, ...] = ("num_experts", "num_local_experts"),
+    top_k: tuple[str, ...] = ("num_experts_per_tok",),
+    inner: tuple[str, ...] = ("moe_intermediate_size",),
+    defaults: tuple[int | None, int | None, int | None] = (None, None, None),
+    more: Read[dict[str, object]] | None = None,
+) -> Read[Moe]:
+    """The experts of a family.
+
+    Args:
+        num, top_k, inner: names of fields, newest first.
+        defaults: of these three, where the field is missing.
+        more: further fields of ``Moe``.
+    """
+
+    def read(reader: ConfigReader, spec: ModelSpec) -> Moe:
+        count = reader.integer(*num, high=MAX_EXPERTS, default=defaults[0])
+        return Moe(
+            num_experts=count,
+            top_k=reader.integer(*top_k, high=count, default=defaults[1]),
+            inner=reader.integer(*inner, high=MAX_INTERMEDIATE, default=defaults[2]),
+            router=_checked(reader, router(reader, spec), count),
+            **(more(reader, spec) if more else {}),  # type: ignore[arg-type]
+        )
+
+    return read
+
+
+def _checked(reader: ConfigReader, router: Router, num_experts: int) -> Router:
+    if num_experts % router.groups:
+        rule = f"a divisor of the {num_experts} experts"
+        raise reader.refuse("n_group", router.groups, rule)
+    if router.kept > router.groups:
+        raise reader.refuse("topk_group", router.kept, f"at most the {router.groups} groups")
+    return router
+
+
+def shared(
+    *names: str, times: str | None = None, count: int = 1, **constants: object
+) -> Read[dict[str, object]]:
+    """The shared expert's inner dims: a field, times another one.
+
+    Args:
+        times: how many shared experts there are, side by side: 0 or null is none.
+        count: what it is where the field is missing.
+        constants: further fields of ``Moe``.
+    """
+
+    def read(reader: ConfigReader, spec: ModelSpec) -> dict[str, object]:
+        most = MAX_INTERMEDIATE
+        num = reader.integer(times, low=0, high=64, default=count) if times else 1
+        inner = reader.integer(*names, low=0, high=most, default=0) if num else 0
+        return {"shared_inner": num * inner, **constants}
+
+    return read
+
+
+def has(feature: Read[dict[str, object]], **constants: object) -> Read[dict[str, object]]:
+    """What ``feature`` reads, and constants."""
+    return lambda reader, spec: {**feature(reader, spec), **constants}
+
+
+# --- Which layers have them
+
+
+def mlps(rule: Read[Callable[[int], bool]]) -> Read[tuple[MlpKind, ...]]:
+    """What each layer's MLP is: ``mlp_layer_types`` says it, or else the
+    family's rule says which have experts."""
+
+    def read(reader: ConfigReader, spec: ModelSpec) -> tuple[MlpKind, ...]:
+        named = reader.strings("mlp_layer_types")
+        if not named:
+            is_sparse = rule(reader, spec)
+            return tuple(
+                "experts" if is_sparse(layer) else "dense" for layer in range(spec.num_layers)
+            )
+        if len(named) != spec.num_layers or not set(named) <= {"sparse", "dense"}:
+            rule_text = f"{spec.num_layers} entries, one a layer, each sparse or dense"
+            raise reader.refuse("mlp_layer_types", named, rule_text)
+        return tuple("experts" if kind == "sparse" else "dense" for kind in named)
+
+    return read
+
+
+def after_dense(default: int) -> Read[Callable[[int], bool]]:
+    """All but the first ``first_k_dense_replace`` layers."""
+
+    def read(reader: ConfigReader, spec: ModelSpec) -> Callable[[int], bool]:
+        first = reader.integer("first_k_dense_replace", low=0, high=MAX_LAYERS, default=default)
+        return lambda layer: layer >= first
+
+    return read
+
+
+def by_step(reader: ConfigReader, spec: ModelSpec) -> Callable[[int], bool]:
+    """Every ``decoder_sparse_step``-th layer that isn't in ``mlp_only_layers``."""
+    step = reader.integer("decoder_sparse_step", high=MAX_LAYERS, default=1)
+    dense = reader.token_ids("mlp_only_layers")
+    return lambda layer: layer not in dense and (layer + 1) % step == 0
+
+
+def by_interval(reader: ConfigReader, spec: ModelSpec) -> Callable[[int], bool]:
+    """ERNIE's: every n-th layer between a first and a last one."""
+    interval = reader.integer("moe_layer_interval", high=MAX_LAYERS, default=1)
+    start = reader.integer("moe_layer_start_index", low=0, high=MAX_LAYERS, default=1)
+    end = reader.integer("moe_layer_end_index", low=-1, high=MAX_LAYERS, default=-1)
+    last = spec.num_layers - 1 if end == -1 else end
+    return lambda layer: (layer + 1) % interval == 0 and start <= layer <= last
+
+
+def listed(reader: ConfigReader, spec: ModelSpec) -> Callable[[int], bool]:
+    """Llama-4's: ``moe_layers``, or every n-th."""
+    named = reader.fields.get("moe_layers")
+    layers = reader.token_ids("moe_layers")
+    step = reader.integer("interleave_moe_layer_step", high=MAX_LAYERS, default=1)
+    if named is None:
+        return lambda layer: (layer + 1) % step == 0
+    return lambda layer: layer in layers
+
+
+# --- Routers
+
+
+def always(router: Router) -> Read[Router]:
+    return lambda reader, spec: router
+
+
+def softmax_router(renorm: bool | None = None, *, rounded: bool = True) -> Read[Router]:
+    """Softmax over all experts. ``renorm``: None: by ``norm_topk_prob``."""
+
+    def read(reader: ConfigReader, spec: ModelSpec) -> Router:
+        divides = reader.flag("norm_topk_prob", False) if renorm is None else renorm
+        return Router(renorm=divides, rounded=rounded)
+
+    return read
+
+
+def deepseek_router(renorm: bool) -> Read[Router]:
+    """DeepSeek-V3's: sigmoid, a correction, groups. ``renorm``: where
+    ``norm_topk_prob`` is missing."""
+
+    def read(reader: ConfigReader, spec: ModelSpec) -> Router:
+        return Router(
+            "sigmoid",
+            wide=True,
+            correction=True,
+            groups=reader.integer("n_group", high=MAX_EXPERTS, default=1),
+            kept=reader.integer("topk_group", high=MAX_EXPERTS, default=1),
+            renorm=reader.flag("norm_topk_prob", renorm),
+            eps=1e-20,
+            scale=reader.number("routed_scaling_factor", default=1.0),
+            sorted=False,
+        )
+
+    return read
+
+
+def ernie_router(reader: ConfigReader, spec: ModelSpec) -> Router:
+    floor = reader.number("moe_norm_min", high=1.0, default=1e-12)
+    return Router(wide=True, correction=True, renorm=True, floor=floor, rounded=True)
