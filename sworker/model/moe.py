@@ -87,7 +87,8 @@ def _within_groups(router: Router, choice: Tensor) -> Tensor:
     best_two = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(dim=-1)
     kept = torch.topk(best_two, router.kept, dim=-1, sorted=False).indices
     left_out = torch.ones_like(best_two, dtype=torch.bool).scatter_(-1, kept, False)
-    return grouped.masked_fill(left_out[..., None], float("-inf")).flatten(-2)
+    masked: Tensor = grouped.masked_fill(left_out[..., None], float("-inf"))
+    return masked.flatten(-2)
 
 
 class RouterWeights(nn.Module):

@@ -158,8 +158,7 @@ def make(case: Case, dtype: torch.dtype, seed: int) -> tuple[nn.Module, Tensor]:
 
 
 def own_answer(case: Case, router: nn.Module, x: Tensor, correction: Tensor) -> Answer:
-    held = {name: tensor for name, tensor in (*router.named_parameters(),
-                                              *router.named_buffers())}  # fmt: skip
+    held = dict((*router.named_parameters(), *router.named_buffers()))
     weight = next(tensor for name, tensor in held.items() if name.endswith("weight"))
     bias = held.get("bias")
     if case.moe.router.correction:
