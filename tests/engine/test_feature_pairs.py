@@ -1,0 +1,148 @@
+"""Every pair of features that the table allows: one engine with both, one R-worker of
+which is lost, and its tokens are those of a plain run that nothing disturbs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import prompts
+from simulated_engines import THREADED, SimulatedCluster, crash_threads
+
+pytest.importorskip("zmq")
+
+from fastdecode import LLM, SamplingParams
+from fastdecode.core.config.features import FEATURES, REFUSALS
+
+NOT_RUN = {
+    "tensor parallelism": "its S-workers are processes of an MPI job",
+    "MPI": "its R-workers are processes of an MPI job",
+    "instance ranks": "instances are processes of an MPI job",
+}
+"""Features that one process cannot have, and why. ``tests/mpi`` runs them as jobs."""
+MOST_NOT_RUN = 40
+"""Pairs with one of these. Lower it where fewer are left out; a new feature is run."""
+NOTHING_TO_LOSE = {
+    "device KV": "the cache is on the S-worker's device",
+    "swap": "the cache is on the S-worker's device, and in its host's memory",
+    "host tier": "the cache is on the S-worker's device, and in its host's memory",
+}
+"""Features without R-workers, and why."""
+AFTER = 14
+"""Layers that the R-worker computes before it is lost: it decodes by then."""
+
+SMALL: dict[str, dict[str, Any]] = {
+    "host tier": {"cache_memory_gb": 0.001},
+    "disk tier": {"cache_disk_gb": 0.001},
+    "split sequences": {"split_tokens": 16},
+    "load limit": {"load_limit": 120},
+    "hybrid KV": {"device_kv_gb": 0.0002},
+    "addresses": {"r_worker_addresses": tuple(f"tcp://127.0.0.1:{5600 + i}" for i in range(4))},
+}
+"""Values of options as small as the model, where the table's example has others."""
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.004, "block_size": 16, "r_workers": 3,
+    "prefix_cache": "off", "prefill_chunk": 16, "device": "cpu",
+}  # fmt: skip
+
+Tokens = list[list[tuple[int, ...]]]
+
+
+def _allowed() -> Iterator[tuple[str, str]]:
+    for one, other in itertools.combinations(FEATURES, 2):
+        first, second = FEATURES[one].example, FEATURES[other].example
+        clash = {x for x in first.keys() & second if first[x] != second[x]} - {"pp"}
+        if not clash and frozenset((one, other)) not in REFUSALS:
+            yield one, other
+
+
+ALLOWED = list(_allowed())
+PAIRS = [pair for pair in ALLOWED if not NOT_RUN.keys() & set(pair)]
+
+
+def _options_of(pair: tuple[str, str], directory: Path) -> dict[str, Any]:
+    """The fewest options that turn both on, as small as the model."""
+    options = dict(OPTIONS)
+    for name in pair:
+        example = {**FEATURES[name].example, **SMALL.get(name, {})}
+        pp = max(options.get("pp", 1), example.get("pp", 1))
+        options |= example | ({"pp": pp} if pp > 1 else {})
+    if "cache_disk" in options:
+        options["cache_disk"] = str(directory)
+    if "addresses" in pair:
+        for option in ("r_workers", "r_threads", "kv_memory_gb"):
+            del options[option]  # each has memory and threads of its own
+    return options
+
+
+def _asked() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Greedy and sampled, several completions of one prompt, and two with one beginning."""
+    first, *others = prompts((40, 3, 21, 33, 9, 14, 27), seed=1)
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    sampled = SamplingParams(temperature=0.9, seed=3, max_tokens=9, ignore_eos=True)
+    forked = SamplingParams(temperature=0.8, seed=5, max_tokens=7, n=2, ignore_eos=True)
+    asked = [first, first[:32] + others[0], *others]
+    return asked, [greedy, greedy, sampled, greedy, forked, greedy, sampled, greedy]
+
+
+def _tokens(llm: LLM) -> Tokens:
+    outputs = llm.generate(*_asked())
+    assert all(output.ok for output in outputs), outputs
+    return [[each.token_ids for each in output.completions] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoint: Callable[..., Path]) -> str:
+    return str(tiny_checkpoint("llama", num_key_value_heads=3))
+
+
+@pytest.fixture(scope="module")
+def plain(model: str) -> Callable[[str], Tokens]:
+    """What an engine with every feature off says, by the cache's dtype."""
+    known: dict[str, Tokens] = {}
+
+    def run(kv_dtype: str) -> Tokens:
+        if kv_dtype not in known:
+            with LLM(model, **OPTIONS, kv_dtype=kv_dtype) as llm:
+                known[kv_dtype] = _tokens(llm)
+        return known[kv_dtype]
+
+    return run
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_a_loss_changes_no_token(
+    one: str,
+    other: str,
+    model: str,
+    plain: Callable[[str], Tokens],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    options = _options_of((one, other), tmp_path)
+    stage = 1 if {one, other} & {"stages", "swap"} and "prompt stages" not in (one, other) else 0
+    cluster = None
+    if THREADED & {one, other}:
+        whose = "d0-" if "instances" in (one, other) else f"s{stage}-" if stage else ""
+        crash_threads(monkeypatch, [f"{whose}r1"], AFTER)
+    else:
+        cluster = SimulatedCluster(monkeypatch, (stage, 1), AFTER)
+    with LLM(model, **options) as llm:
+        assert _tokens(llm) == plain(options.get("kv_dtype", "auto"))
+        has_lost = llm._running.num_live_r_workers < llm._running.num_r_workers
+    if NOTHING_TO_LOSE.keys() & {one, other}:
+        assert not llm._running.num_r_workers
+    elif cluster is None:
+        assert has_lost
+    else:
+        assert cluster.num_lost == 1
+
+
+def test_every_feature_is_run_or_is_said_not_to_be() -> None:
+    assert NOT_RUN.keys() <= FEATURES.keys()
+    assert NOTHING_TO_LOSE.keys() <= FEATURES.keys() and THREADED <= FEATURES.keys()
+    assert len(ALLOWED) - len(PAIRS) <= MOST_NOT_RUN
+    assert {name for pair in PAIRS for name in pair} | NOT_RUN.keys() == FEATURES.keys()

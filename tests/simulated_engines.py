@@ -1,0 +1,118 @@
+"""Whole engines, made from their options by the product's own set-up, of which one
+R-worker is lost.
+
+R-workers are those of ``simulated_cluster``, one network a stage, wherever a
+single thread talks to them; so are those at addresses, which need no socket
+then. Where several threads do (``THREADED``), R-workers are threads.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import pytest
+from simulated_cluster import Network
+from trouble import crash_after
+
+from fastdecode.engine.fleet.replacements import HubReplacements
+from fastdecode.engine.fleet.workers import Reached
+from fastdecode.engine.setup import reach, stage_threads
+from fastdecode.wire.messages import AttendResult, FromRWorker, Shutdown
+from rworker.instructions import Compute
+
+KV_BYTES = 4_000_000
+"""Of an R-worker at an address."""
+STAGES_WAIT_S = 0.01
+"""Passes while nothing is there, where another transport is looked at, too."""
+BACK_S = 0.002
+"""After a loss, another R-worker listens at the same address."""
+END_S = 120.0
+"""By then R-workers that were let go have ended."""
+THREADED = frozenset({"prompt stages", "instances", "disk tier"})
+"""Features whose R-workers are reached by several threads, or have threads of their own."""
+
+
+class _Network(Network):
+    """That is looked at in turn with another hub: looking takes a moment."""
+
+    def receive_any(self, timeout_s: float | None = None) -> tuple[int, FromRWorker]:
+        return super().receive_any(STAGES_WAIT_S if timeout_s == 0 else timeout_s)
+
+
+class SimulatedCluster:
+    """Every R-worker of engines that are made from now on.
+
+    Args:
+        monkeypatch: has the set-up reach them.
+        lost: (stage, R-worker) that crashes.
+        after: so many layers, of those that it computes.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, lost: tuple[int, int], after: int) -> None:
+        self._lost = lost
+        self._after = after
+        self.networks: list[Network] = []
+        self.num_lost = 0
+        for module in (reach, stage_threads):
+            monkeypatch.setattr(module, "reach_threads", self._reach_threads)
+        monkeypatch.setattr(reach, "reach_addresses", self._reach_addresses)
+
+    def _reach_threads(
+        self, num_workers: int, *, kv_bytes: int, stage: int = 0, **others: Any
+    ) -> Reached:
+        """In place of ``reach_threads``."""
+        return self._reach(num_workers, kv_bytes, stage)
+
+    def _reach_addresses(self, addresses: Sequence[str], **others: Any) -> Reached:
+        """In place of ``reach_addresses``: one stage after the other asks."""
+        return self._reach(len(addresses), KV_BYTES, len(self.networks), returns=True)
+
+    def _reach(
+        self, num_workers: int, kv_bytes: int, stage: int, *, returns: bool = False
+    ) -> Reached:
+        network = _Network(num_workers, kv_bytes, random.Random(stage))
+        self.networks.append(network)
+        if stage == self._lost[0]:
+            self._crash_later(network, self._lost[1], returns=returns)
+        names = tuple(str(number) for number in range(num_workers))
+        replacements = partial(HubReplacements, cast(Any, network)) if returns else None
+        hub = cast(Any, network)
+        return Reached(hub, partial(_close, network), addresses=names, replacements=replacements)
+
+    def _crash_later(self, network: Network, number: int, *, returns: bool) -> None:
+        process, left = network.processes[number], self._after
+        compute: Callable[[Compute], AttendResult] = process.executor.compute
+
+        def crash() -> None:
+            process.crash()
+            self.num_lost += 1
+            if returns:
+                network.time.at(network.time.now_s + BACK_S, partial(network.start, number))
+
+        def counted(layer: Compute) -> AttendResult:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                network.time.at(network.time.now_s, crash)
+            return compute(layer)
+
+        process.executor.compute = counted
+
+
+def _close(network: Network, lost: Collection[int], timeout_s: float) -> None:
+    """Let go of all that aren't lost: they end, and nothing is left of any cache."""
+    for index, link in enumerate(network.connections):
+        if index not in lost and link.is_open:
+            link.send(Shutdown())
+    network.time.pass_by(END_S)
+    for index, process in enumerate(network.processes):
+        process.state.check_invariants()
+        assert index in lost or not process.is_up, f"r{index} has not ended"
+
+
+def crash_threads(monkeypatch: pytest.MonkeyPatch, names: Iterable[str], after: int) -> None:
+    """Have R-workers that are threads crash, each after so many layers."""
+    crash_after(monkeypatch, dict.fromkeys(names, after))
