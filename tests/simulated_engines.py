@@ -9,18 +9,18 @@ then. Where several threads do (``THREADED``), R-workers are threads.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, cast
 
 import pytest
 from simulated_cluster import Network
-from trouble import crash_after
+from trouble import Trouble, crash, give
 
 from fastdecode.engine.fleet.replacements import HubReplacements
 from fastdecode.engine.fleet.workers import Reached
 from fastdecode.engine.setup import reach, stage_threads
-from fastdecode.wire.messages import AttendResult, FromRWorker, Shutdown
+from fastdecode.wire.messages import AttendResult, FromRWorker
 from rworker.instructions import Compute
 
 KV_BYTES = 4_000_000
@@ -30,7 +30,7 @@ STAGES_WAIT_S = 0.01
 BACK_S = 0.002
 """After a loss, another R-worker listens at the same address."""
 END_S = 120.0
-"""By then R-workers that were let go have ended."""
+"""By then R-workers have taken in that the engine has gone."""
 THREADED = frozenset({"prompt stages", "instances", "disk tier"})
 """Features whose R-workers are reached by several threads, or have threads of their own."""
 
@@ -42,7 +42,13 @@ class _Network(Network):
         return super().receive_any(STAGES_WAIT_S if timeout_s == 0 else timeout_s)
 
 
-class SimulatedCluster:
+class Losses:
+    """Counts R-workers that were lost."""
+
+    num_lost = 0
+
+
+class SimulatedCluster(Losses):
     """Every R-worker of engines that are made from now on.
 
     Args:
@@ -55,7 +61,6 @@ class SimulatedCluster:
         self._lost = lost
         self._after = after
         self.networks: list[Network] = []
-        self.num_lost = 0
         for module in (reach, stage_threads):
             monkeypatch.setattr(module, "reach_threads", self._reach_threads)
         monkeypatch.setattr(reach, "reach_addresses", self._reach_addresses)
@@ -86,7 +91,7 @@ class SimulatedCluster:
         process, left = network.processes[number], self._after
         compute: Callable[[Compute], AttendResult] = process.executor.compute
 
-        def crash() -> None:
+        def happen() -> None:
             process.crash()
             self.num_lost += 1
             if returns:
@@ -96,23 +101,29 @@ class SimulatedCluster:
             nonlocal left
             left -= 1
             if left == 0:
-                network.time.at(network.time.now_s, crash)
+                network.time.at(network.time.now_s, happen)
             return compute(layer)
 
         process.executor.compute = counted
 
 
 def _close(network: Network, lost: Collection[int], timeout_s: float) -> None:
-    """Let go of all that aren't lost: they end, and nothing is left of any cache."""
-    for index, link in enumerate(network.connections):
-        if index not in lost and link.is_open:
-            link.send(Shutdown())
+    """Let go of them all. They go on serving others, and keep nothing of this engine."""
+    for link in network.connections:
+        link.close()
     network.time.pass_by(END_S)
-    for index, process in enumerate(network.processes):
+    for process in network.processes:
         process.state.check_invariants()
-        assert index in lost or not process.is_up, f"r{index} has not ended"
+        assert not (process.is_up and list(process.state._caches)), process.state
 
 
-def crash_threads(monkeypatch: pytest.MonkeyPatch, names: Iterable[str], after: int) -> None:
-    """Have R-workers that are threads crash, each after so many layers."""
-    crash_after(monkeypatch, dict.fromkeys(names, after))
+class ThreadLosses(Losses):
+    """R-workers of engines that are made from now on are threads, and the one of this
+    name crashes after so many layers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, after: int) -> None:
+        def trouble() -> None:
+            self.num_lost += 1
+            crash()
+
+        give(monkeypatch, {name: lambda: Trouble(after, trouble)})

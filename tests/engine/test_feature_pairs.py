@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from checkpoints import prompts
-from simulated_engines import THREADED, SimulatedCluster, crash_threads
+from simulated_engines import THREADED, Losses, SimulatedCluster, ThreadLosses
 
 pytest.importorskip("zmq")
 
@@ -35,11 +35,11 @@ AFTER = 14
 """Layers that the R-worker computes before it is lost: it decodes by then."""
 
 SMALL: dict[str, dict[str, Any]] = {
-    "host tier": {"cache_memory_gb": 0.001},
-    "disk tier": {"cache_disk_gb": 0.001},
+    "host tier": {"cache_memory_gb": 0.001, "prefix_cache": "on"},
+    "disk tier": {"cache_disk_gb": 0.001, "prefix_cache": "on"},
     "split sequences": {"split_tokens": 16},
-    "load limit": {"load_limit": 120},
-    "hybrid KV": {"device_kv_gb": 0.0002},
+    "load limit": {"load_limit": 700},
+    "hybrid KV": {"device_kv_gb": 0.00006},
     "addresses": {"r_worker_addresses": tuple(f"tcp://127.0.0.1:{5600 + i}" for i in range(4))},
 }
 """Values of options as small as the model, where the table's example has others."""
@@ -72,6 +72,9 @@ def _options_of(pair: tuple[str, str], directory: Path) -> dict[str, Any]:
         options |= example | ({"pp": pp} if pp > 1 else {})
     if "cache_disk" in options:
         options["cache_disk"] = str(directory)
+    if NOTHING_TO_LOSE.keys() & set(pair):
+        for option in ("r_workers", "r_threads"):
+            del options[option]
     if "addresses" in pair:
         for option in ("r_workers", "r_threads", "kv_memory_gb"):
             del options[option]  # each has memory and threads of its own
@@ -79,10 +82,14 @@ def _options_of(pair: tuple[str, str], directory: Path) -> dict[str, Any]:
 
 
 def _asked() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Greedy and sampled, several completions of one prompt, and two with one beginning."""
+    """Greedy and sampled, several completions of one prompt, and two with one beginning.
+
+    No draw is nearly tied: int4 rounds K and V, and where sums are added in another order
+    the last bit may become a level.
+    """
     first, *others = prompts((40, 3, 21, 33, 9, 14, 27), seed=1)
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    sampled = SamplingParams(temperature=0.9, seed=3, max_tokens=9, ignore_eos=True)
+    sampled = SamplingParams(temperature=0.9, seed=11, max_tokens=9, ignore_eos=True)
     forked = SamplingParams(temperature=0.8, seed=5, max_tokens=7, n=2, ignore_eos=True)
     asked = [first, first[:32] + others[0], *others]
     return asked, [greedy, greedy, sampled, greedy, forked, greedy, sampled, greedy]
@@ -96,7 +103,7 @@ def _tokens(llm: LLM) -> Tokens:
 
 @pytest.fixture(scope="module")
 def model(tiny_checkpoint: Callable[..., Path]) -> str:
-    return str(tiny_checkpoint("llama", num_key_value_heads=3))
+    return str(tiny_checkpoint("llama", num_key_value_heads=6))
 
 
 @pytest.fixture(scope="module")
@@ -123,22 +130,18 @@ def test_a_loss_changes_no_token(
     tmp_path: Path,
 ) -> None:
     options = _options_of((one, other), tmp_path)
+    expected = plain(options.get("kv_dtype", "auto"))
     stage = 1 if {one, other} & {"stages", "swap"} and "prompt stages" not in (one, other) else 0
-    cluster = None
+    cluster: Losses
     if THREADED & {one, other}:
         whose = "d0-" if "instances" in (one, other) else f"s{stage}-" if stage else ""
-        crash_threads(monkeypatch, [f"{whose}r1"], AFTER)
+        cluster = ThreadLosses(monkeypatch, f"{whose}r1", AFTER)
     else:
         cluster = SimulatedCluster(monkeypatch, (stage, 1), AFTER)
     with LLM(model, **options) as llm:
-        assert _tokens(llm) == plain(options.get("kv_dtype", "auto"))
-        has_lost = llm._running.num_live_r_workers < llm._running.num_r_workers
-    if NOTHING_TO_LOSE.keys() & {one, other}:
-        assert not llm._running.num_r_workers
-    elif cluster is None:
-        assert has_lost
-    else:
-        assert cluster.num_lost == 1
+        assert _tokens(llm) == expected
+        assert bool(llm._running.num_r_workers) != bool(NOTHING_TO_LOSE.keys() & {one, other})
+    assert cluster.num_lost == bool(llm._running.num_r_workers)
 
 
 def test_every_feature_is_run_or_is_said_not_to_be() -> None:
