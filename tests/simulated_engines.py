@@ -123,7 +123,7 @@ class ThreadLosses(Losses):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, after: int) -> None:
         def trouble() -> None:
-            self.num_lost += 1
+            self.num_lost = 1  # a peer may ask it for more before it ends
             crash()
 
         give(monkeypatch, {name: lambda: Trouble(after, trouble)})
