@@ -27,6 +27,22 @@ _MULTIPLIERS = {
 _BOTH = (False, True)
 
 
+def _experts(
+    num: str, inner: str = "moe_intermediate_size", top_k: str = "num_experts_per_tok"
+) -> tuple[dict[str, int], ...]:
+    """Experts of odd numbers and sizes, by names of options."""
+    sizes = ((3, 1, 10), (17, 5, 13), (8, 2, 22), (5, 5, 9), (12, 3, 16))
+    return tuple({num: e, top_k: k, inner: m} for e, k, m in sizes)
+
+
+_GROUPS = tuple(
+    {"n_routed_experts": e, "num_experts_per_tok": k, "moe_intermediate_size": m,
+     "n_group": groups, "topk_group": kept}
+    for e, k, m, groups, kept in (
+        (16, 3, 10, 4, 2), (6, 2, 13, 1, 1), (12, 5, 24, 3, 3), (8, 2, 9, 2, 1), (4, 4, 12, 2, 2))
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Tiny:
     """How to draw tiny models of one family."""
@@ -104,6 +120,53 @@ FAMILIES: dict[str, Tiny] = {
         {}, {"clip_qkv": 0.8}, {"softmax_scale": 0.4})}, style="mpt"),
     "nemotron": Tiny("NemotronConfig", {"attention_bias": _BOTH, "mlp_bias": _BOTH},
                      head_dims=(8, 16)),
+    "qwen3_moe": Tiny("Qwen3MoeConfig", {
+        "": _experts("num_experts"), "norm_topk_prob": _BOTH,
+        "mlp_only_layers": ([], [1]), "attention_bias": _BOTH}),
+    "qwen2_moe": Tiny("Qwen2MoeConfig", {
+        "": _experts("num_experts"), "norm_topk_prob": _BOTH, "decoder_sparse_step": (1, 2),
+        "shared_expert_intermediate_size": (9, 22), "qkv_bias": _BOTH}, has_head_dim=False),
+    "qwen3_vl_moe_text": Tiny("Qwen3VLMoeConfig", {
+        "": _experts("num_experts"),
+        "rope_parameters": (
+            {"rope_type": "default", "rope_theta": 5e6, "mrope_section": []},)}, is_part=True),
+    "mixtral": Tiny("MixtralConfig", {
+        "": _experts("num_local_experts", "intermediate_size"), "sliding_window": (None, 9)}),
+    "olmoe": Tiny("OlmoeConfig", {
+        "": _experts("num_experts", "intermediate_size"), "norm_topk_prob": _BOTH,
+        "clip_qkv": (None, 0.7)}, has_head_dim=False),
+    "glm4_moe": Tiny("Glm4MoeConfig", {
+        "": _GROUPS, "n_shared_experts": (1, 2), "first_k_dense_replace": (0, 1, 2),
+        "norm_topk_prob": _BOTH, "routed_scaling_factor": (1.0, 2.5), "use_qk_norm": _BOTH,
+        "attention_bias": _BOTH}),
+    "solar_open": Tiny("SolarOpenConfig", {"": _GROUPS, "n_shared_experts": (1, 2),
+                                           "norm_topk_prob": _BOTH}),
+    "dots1": Tiny("Dots1Config", {
+        "": _GROUPS, "n_shared_experts": (1, 2), "first_k_dense_replace": (0, 1),
+        "routed_scaling_factor": (1.0, 1.5), "sliding_window": (9,),
+        "layer_types": ("FFF", "FSF")}),
+    "minimax_m2": Tiny("MiniMaxM2Config", {
+        "": _experts("num_local_experts", "intermediate_size"), "rotary_dim": (4, 6)}),
+    "ernie4_5_moe": Tiny("Ernie4_5_MoeConfig", {
+        "": _experts("moe_num_experts", top_k="moe_k"), "moe_num_shared_experts": (0, 1, 2),
+        "moe_layer_start_index": (0, 1), "moe_layer_interval": (1, 2),
+        "use_bias": _BOTH}, has_head_dim=False),
+    "hunyuan_v1_moe": Tiny("HunYuanMoEV1Config", {
+        "": _experts("num_experts", "intermediate_size", top_k="moe_topk")}),
+    "hy_v3": Tiny("HYV3Config", {
+        "": _experts("num_experts"), "num_shared_experts": (1, 2),
+        "router_scaling_factor": (1.0, 2.8), "enable_moe_fp32_combine": _BOTH}),
+    "exaone_moe": Tiny("ExaoneMoeConfig", {
+        "": _experts("num_experts"), "num_shared_experts": (1, 2), "sliding_window": (5, 9),
+        "layer_types": ("FSF", "SSF")}),
+    "granitemoe": Tiny("GraniteMoeConfig", {
+        **_MULTIPLIERS, "": _experts("num_local_experts", "intermediate_size")},
+        has_head_dim=False),
+    "granitemoeshared": Tiny("GraniteMoeSharedConfig", {
+        **_MULTIPLIERS, "": _experts("num_local_experts", "intermediate_size"),
+        "shared_intermediate_size": (7, 12)}, has_head_dim=False),
+    "mellum": Tiny("MellumConfig", {
+        "": _experts("num_experts"), "sliding_window": (5, 9), "layer_types": ("FSF", "SFS")}),
 }  # fmt: skip
 
 _LETTERS = {"F": "full_attention", "S": "sliding_attention"}
@@ -167,7 +230,7 @@ def save_tiny(directory: Path, family: str, seed: int) -> None:
     model = mapping.from_config(config).float()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in (*model.named_parameters(), *_corrections(model)):
             _draw(name, parameter, generator, offset=family in _OFFSET)
     model.save_pretrained(directory)
 
@@ -178,9 +241,17 @@ _SEES = {
     "qwen3_vl_text": {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16,
                       "out_hidden_size": 16, "num_position_embeddings": 16,
                       "deepstack_visual_indexes": [0]},
+    "qwen3_vl_moe_text": {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16,
+                          "out_hidden_size": 16, "num_position_embeddings": 16,
+                          "deepstack_visual_indexes": [0]},
     "qwen2_5_vl_text": {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16,
                         "out_hidden_size": 16, "fullatt_block_indexes": [0]},
 }  # fmt: skip
+
+
+def _corrections(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Of routers, which transformers keeps as buffers."""
+    return [(name, buffer) for name, buffer in model.named_buffers() if "correction" in name]
 
 
 def _draw(name: str, parameter: torch.Tensor, generator: torch.Generator, *, offset: bool) -> None:

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from fastdecode.core.errors import CapacityError, CheckpointError, ConfigError, Given
 from fastdecode.core.model.checkpoint import Checkpoint, TensorEntry, open_checkpoint
+from fastdecode.core.model.config_reader import ConfigReader
 from fastdecode.core.model.families import names_of
+from fastdecode.core.model.hf_config import text_part
 from fastdecode.core.model.names import (
     CheckpointNames,
     Either,
@@ -42,6 +44,8 @@ from sworker.ranks.stages import ModulePaths
 Progress = Callable[[int, int], None]
 """Called with bytes read so far and bytes to read."""
 
+_PREDICTS_AHEAD = ("num_nextn_predict_layers", "num_mtp_modules", "num_mtp_layers")
+"""Fields that count layers which predict more than one token."""
 _TARGET_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -283,21 +287,21 @@ def _matched_modules(
     for path, module in model.named_modules():
         if not list(module.named_parameters(recurse=False)):
             continue
-        count = len(module.weight) if isinstance(module, ExpertLinear) else 0
         if path == "lm_head":
-            yield path, module, _parts(checkpoint, names.head, "")
+            yield path, module, _parts(checkpoint, module, names.head, "")
         elif path.startswith("layers."):
             _, layer, own = path.split(".", 2)
+            if isinstance(module, ExpertLinear):
+                own = own.replace("mlp.", "mlp.experts.")
             start = prefix + names.layer.format(layer)
-            yield path, module, _parts(checkpoint, names.layers[own], start, count)
+            yield path, module, _parts(checkpoint, module, names.layers[own], start)
         else:
-            yield path, module, _parts(checkpoint, names.model[path], prefix)
+            yield path, module, _parts(checkpoint, module, names.model[path], prefix)
 
 
 def _parts(
-    checkpoint: Checkpoint, names: Names, prefix: str, num_experts: int = 0
+    checkpoint: Checkpoint, module: nn.Module, names: Names, prefix: str
 ) -> tuple[_Part, ...]:
-    tensors = checkpoint.tensors
     match names:
         case str():
             return (_Part(Source(prefix + names)),)
@@ -306,13 +310,12 @@ def _parts(
         case PerExpert():
             return tuple(
                 _Part(Source(prefix + name.format(expert)), index, expert)
-                for expert in range(num_experts)
+                for expert in range(_num_experts(module))
                 for index, name in enumerate(names.names)
             )
         case Either():
-            found = [_parts(checkpoint, each, prefix, num_experts) for each in names.names]
-            present = (parts for parts in found if parts[0].source.tensor("weight") in tensors)
-            return next(present, found[0])
+            found = [_parts(checkpoint, module, each, prefix) for each in names.names]
+            return max(found, key=lambda parts: _fit(checkpoint, module, parts))
         case _:
             return tuple(_Part(Source(prefix + name), i) for i, name in enumerate(names))
 
@@ -331,6 +334,21 @@ def _order_of_dims(spec: ModelSpec) -> tuple[int, ...]:
     return (
         *range(0, turning, 2), *range(1, turning, 2), *range(turning, spec.head_dim)
     )  # fmt: skip
+
+
+def _num_experts(module: nn.Module) -> int:
+    assert isinstance(module, ExpertLinear)
+    return len(module.weight)
+
+
+def _fit(checkpoint: Checkpoint, module: nn.Module, parts: tuple[_Part, ...]) -> int:
+    """0: the checkpoint has none of such names; 2: it has, and in this layout."""
+    part, weight = parts[0], getattr(module, "weight", None)
+    entry = checkpoint.tensors.get(part.source.tensor("weight"))
+    if entry is None or not isinstance(weight, Tensor):
+        return 0
+    shape = _shape(module, weight, part, len({part.index for part in parts}))
+    return 2 if entry.shape == _laid_out(shape, _layout(part.source, "weight")) else 1
 
 
 def _is_held(part: _Part, held: range) -> bool:
@@ -353,12 +371,18 @@ def _shape(module: nn.Module, tensor: Tensor, part: _Part, num_sources: int) -> 
     return (len(tensor), *shape) if is_stack and part.expert is None else shape
 
 
+def _laid_out(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+    """What one of our shapes is in this layout."""
+    is_transposed = layout in ("transposed", "transposed_alternating")
+    return (*shape[:-2], shape[-1], shape[-2]) if is_transposed else shape
+
+
 def _check(
     checkpoint: Checkpoint, entry: TensorEntry, shape: tuple[int, ...], layout: Layout
 ) -> None:
-    is_transposed = layout in ("transposed", "transposed_alternating")
-    expected = (*shape[:-2], shape[-1], shape[-2]) if is_transposed else shape
-    if entry.shape != expected:
+    expected = _laid_out(shape, layout)
+    found = entry.shape[1:] if len(shape) == 1 and entry.shape[:1] == (1,) else entry.shape
+    if found != expected and entry.shape != expected:
         raise CheckpointError(
             f"{entry.file}: {entry.name!r} has the shape {list(entry.shape)}, but config.json "
             f"calls for {list(expected)}. Config and weights are of different models: fetch both "
@@ -379,10 +403,14 @@ def _refuse_unexpected(
     if spec.tied_embeddings:
         heads = names.head.names if isinstance(names.head, Either) else (names.head,)
         harmless += [re.compile(re.escape(f"{head}.weight")) for head in heads]
+    config = text_part(ConfigReader(checkpoint.config, "config.json")).fields
+    predicts_ahead = any(config.get(name) for name in _PREDICTS_AHEAD)
     unexpected = [
         name
         for name in checkpoint.tensors
-        if name not in used and not any(p.fullmatch(name) for p in harmless)
+        if name not in used
+        and not any(p.fullmatch(name) for p in harmless)
+        and not (predicts_ahead and _is_of_later_layer(name, spec, names))
     ]
     if unexpected:
         raise CheckpointError(
@@ -390,6 +418,14 @@ def _refuse_unexpected(
             f"{spec.architecture} in its config.json has no place. Leaving them out would give "
             "wrong text: fetch the config that belongs to them."
         )
+
+
+def _is_of_later_layer(name: str, spec: ModelSpec, names: CheckpointNames) -> bool:
+    """Whether it belongs to a layer beyond the model's own, which predicts more
+    than one token."""
+    start, end = names.layer.split("{}")
+    found = re.match(f"(?:.*\\.)?{re.escape(start)}(\\d+){re.escape(end)}", name)
+    return found is not None and int(found[1]) >= spec.num_layers
 
 
 def _some(names: list[str]) -> str:
@@ -475,6 +511,7 @@ def _pieces(
     projection, and the tensor: of a stack of experts, one after the other."""
     parameter = getattr(module, placement.parameter)
     assert isinstance(parameter, Tensor)
+    source = source.flatten() if parameter.dim() == 1 else source
     part = placement.part
     if not isinstance(module, ExpertLinear):
         splits = module.splits if isinstance(module, Linear) else tuple(parameter.shape[:1])

@@ -102,11 +102,11 @@ class Layer(nn.Module):
         room, both are there."""
         total, h = self._summed(x, added, None if room is None else room.x)
         heads = self.qkv(h).unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D]
-        if self.qkv_clip is not None:
-            heads = heads.clamp(-self.qkv_clip, self.qkv_clip)
         qk, v = heads.tensor_split((self.num_q_heads + self.num_kv_heads,), dim=1)
         if not self.norms_turned:
             qk = self._normed(qk)
+        if self.qkv_clip is not None:
+            qk, v = (part.clamp(-self.qkv_clip, self.qkv_clip) for part in (qk, v))
         if self.rotate_split_kernel is not None:
             qkv = _room_for(qk, v) if room is None else room.qkv
             self.rotate_split_kernel(qk, v, positions, qkv)

@@ -111,7 +111,7 @@ CASES = [
          {"moe_num_experts": 64, "moe_k": 6, "moe_norm_min": 1e-2},
          moe(64, 6, wide=True, correction=True, renorm=True, floor=1e-2, rounded=True)),
     Case("hunyuan_v1_moe", "HunYuanMoEV1Gate", "HunYuanMoEV1Config",
-         {"num_experts": 16, "moe_topk": 4}, moe(16, 4, wide=True, renorm=True)),
+         {"num_experts": 16, "moe_topk": 4}, moe(16, 4, renorm=True, rounded=True)),
     Case("granitemoe", "GraniteMoeTopKRouter", "GraniteMoeConfig", _local(32, 8),
          moe(32, 8, chosen_first=True, rounded=True)),
     Case("granitemoeshared", "GraniteMoeSharedTopKRouter", "GraniteMoeSharedConfig",
@@ -133,8 +133,6 @@ CASES = [
     Case("mellum", "MellumTopKRouter", "MellumConfig",
          {**_moe(64, 8), "norm_topk_prob": True}, moe(64, 8, renorm=True, rounded=True)),
 ]  # fmt: skip
-ROUNDS_DIFFERENTLY = {"hunyuan_v1_moe": torch.float32}
-"""Routers that transformers keeps in this dtype whatever the model's."""
 
 
 def make(case: Case, dtype: torch.dtype, seed: int) -> tuple[nn.Module, Tensor]:
@@ -152,7 +150,7 @@ def make(case: Case, dtype: torch.dtype, seed: int) -> tuple[nn.Module, Tensor]:
     for module in router.modules():
         for name, tensor in (*module.named_parameters(recurse=False),
                              *module.named_buffers(recurse=False)):  # fmt: skip
-            is_wide = case.module in ROUNDS_DIFFERENTLY or "correction" in name
+            is_wide = "correction" in name
             tensor.data = tensor.data.to(torch.float32 if is_wide else dtype)
     return router, correction
 

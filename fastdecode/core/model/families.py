@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from fastdecode.core.model import names
+from fastdecode.core.model import moe_rows, names
 from fastdecode.core.model.config_reader import ConfigReader
 from fastdecode.core.model.hf_config import (
     MAX_HIDDEN,
@@ -21,6 +21,8 @@ from fastdecode.core.model.hf_config import (
     refuse_quantisation,
     text_part,
 )
+from fastdecode.core.model.moe import Router
+from fastdecode.core.model.moe_rows import deepseek_router, shared, softmax_router
 from fastdecode.core.model.names import Source
 from fastdecode.core.model.refused import refuse_unknown
 from fastdecode.core.model.rope import MAX_POSITIONS, RotaryRules
@@ -213,6 +215,16 @@ def _llama4_growth(reader: ConfigReader, spec: ModelSpec) -> tuple[float, int] |
     if rope is None or beta is None:
         return None
     return beta, rope.integer("original_max_position_embeddings", high=MAX_POSITIONS)
+
+
+def _qwen2_moe_slides(reader: ConfigReader, spec: ModelSpec) -> Callable[[int], bool]:
+    first = reader.integer("max_window_layers", low=0, high=MAX_LAYERS, default=28)
+    return lambda layer: (layer + 1) % 2 == 1 and layer < first
+
+
+def _dots_slides(reader: ConfigReader, spec: ModelSpec) -> Callable[[int], bool]:
+    first = reader.integer("max_window_layers", low=0, high=MAX_LAYERS, default=62)
+    return lambda layer: layer >= first
 
 
 def _falcon_kv_heads(reader: ConfigReader, spec: ModelSpec) -> int:
@@ -799,11 +811,241 @@ NEMOTRON = LLAMA.derive(
     rotary=RotaryRules(partial=0.5),
 )  # fmt: skip
 
+# --- Mixtures of experts
+
+_NUM = ("num_experts", "num_local_experts")
+_RMS_EPS = {"norm_eps": number("rms_norm_eps", high=1.0, default=1e-5)}
+
+QWEN3_MOE = QWEN3.derive(
+    "qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3MoeModel",
+    fields={
+        "moe": moe_rows.experts(softmax_router(), defaults=(128, 8, 768)),
+        "mlps": moe_rows.mlps(moe_rows.by_step),
+    },
+    names=names.QWEN_MOE,
+    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=4),
+    slides=None,
+    has_experts=True,
+)  # fmt: skip
+QWEN2_MOE = QWEN2.derive(
+    "qwen2_moe", "Qwen2MoeForCausalLM", "Qwen2MoeModel",
+    fields={
+        "qkv_bias": flag("qkv_bias", True),
+        "moe": moe_rows.experts(
+            softmax_router(),
+            defaults=(60, 4, 1408),
+            more=shared("shared_expert_intermediate_size", default=5632, shared_gate=True),
+        ),
+        "mlps": moe_rows.mlps(moe_rows.by_step),
+    },
+    names=names.QWEN_MOE,
+    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=16),
+    slides=_qwen2_moe_slides,
+    has_experts=True,
+)  # fmt: skip
+QWEN3_VL_MOE = QWEN3_MOE.derive(
+    "qwen3_vl_moe_text", "Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeModel",
+    fields={"moe": moe_rows.experts(softmax_router(True), defaults=(60, 4, 1408))},
+    names=names.QWEN_VL_MOE,
+    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=16),
+    rotary=RotaryRules(theta=500000.0, has_sections=True),
+    window=no_value,
+)  # fmt: skip
+MIXTRAL = MISTRAL.derive(
+    "mixtral", "MixtralForCausalLM", "MixtralModel",
+    fields={
+        **_RMS_EPS,
+        "moe": moe_rows.experts(
+            softmax_router(True, rounded=False), inner=("intermediate_size",),
+            defaults=(8, 2, 14336),
+        ),
+    },
+    names=names.MIXTRAL,
+    window=window(),
+    rotary=RotaryRules(theta=1e6),
+    has_experts=True,
+)  # fmt: skip
+OLMOE = LLAMA.derive(
+    "olmoe", "OlmoeForCausalLM", "OlmoeModel",
+    fields={
+        **_RMS_EPS,
+        "mlp_bias": False,
+        "qk_norm": "full",
+        "qkv_clip": optional_number("clip_qkv"),
+        "moe": moe_rows.experts(
+            softmax_router(), inner=("intermediate_size",), defaults=(64, 8, 2048)
+        ),
+    },
+    names=names.QWEN_MOE,
+    positions=_positions("max_position_embeddings", default=4096),
+    has_experts=True,
+)  # fmt: skip
+_GLM_EXPERTS = shared("moe_intermediate_size", times="n_shared_experts")
+GLM4_MOE = LLAMA.derive(
+    "glm4_moe", "Glm4MoeForCausalLM", "Glm4MoeModel",
+    fields={
+        **_RMS_EPS,
+        "o_bias": False,
+        "mlp_bias": False,
+        "qk_norm": lambda reader, spec: "head" if reader.flag("use_qk_norm", False) else "none",
+        "moe": moe_rows.experts(
+            deepseek_router(True), num=("n_routed_experts", *_NUM), defaults=(128, 8, 1408),
+            more=_GLM_EXPERTS,
+        ),
+        "mlps": moe_rows.mlps(moe_rows.after_dense(1)),
+    },
+    names=names.GLM_MOE,
+    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=8),
+    positions=_positions("max_position_embeddings", default=131072),
+    rotary=RotaryRules(partial=0.5),
+    has_experts=True,
+)  # fmt: skip
+SOLAR_OPEN = GLM4_MOE.derive(
+    "solar_open", "SolarOpenForCausalLM", "SolarOpenModel",
+    fields={"qk_norm": "none", "mlps": ()},
+    rotary=RotaryRules(theta=1e6),
+)  # fmt: skip
+DOTS1 = GLM4_MOE.derive(
+    "dots1", "Dots1ForCausalLM", "Dots1Model",
+    fields={
+        "norm_eps": number("rms_norm_eps", high=1.0, default=1e-6),
+        "o_bias": flag("attention_bias", False),
+        "qk_norm": "head",
+        "moe": moe_rows.experts(
+            deepseek_router(False), num=("n_routed_experts", *_NUM),
+            more=shared("moe_intermediate_size", times="n_shared_experts", count=0),
+        ),
+        "mlps": moe_rows.mlps(moe_rows.after_dense(0)),
+    },
+    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=32),
+    positions=_positions("max_position_embeddings", default=2048),
+    window=window(4096),
+    slides=_dots_slides,
+    rotary=RotaryRules(),
+)  # fmt: skip
+MINIMAX_M2 = LLAMA.derive(
+    "minimax_m2", "MiniMaxM2ForCausalLM", "MiniMaxM2Model",
+    fields={
+        **_NO_BIAS,
+        "qk_norm": "full",
+        "moe": moe_rows.experts(
+            moe_rows.always(
+                Router("sigmoid", correction=True, renorm=True, sorted=False)
+            ),
+            num=("num_local_experts", "num_experts"),
+            inner=("intermediate_size",), defaults=(256, 8, 1536),
+        ),
+    },
+    names=names.MIXTRAL,
+    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=8),
+    head_dim=_head_dim(128),
+    positions=_positions("max_position_embeddings", default=196608),
+    rotary=RotaryRules(theta=5e6),
+    has_experts=True,
+)  # fmt: skip
+ERNIE45_MOE = ERNIE45.derive(
+    "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel",
+    fields={
+        "head_bias": flag("use_bias", False),
+        "moe": moe_rows.experts(
+            moe_rows.ernie_router, num=("moe_num_experts", *_NUM),
+            top_k=("moe_k", "num_experts_per_tok"), defaults=(64, 6, 1536),
+            more=shared("moe_intermediate_size", times="moe_num_shared_experts", count=2),
+        ),
+        "mlps": moe_rows.mlps(moe_rows.by_interval),
+    },
+    names=names.ERNIE_MOE,
+    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=4),
+    head_dim=_head_dim(),
+    has_experts=True,
+)  # fmt: skip
+HUNYUAN_MOE = HUNYUAN.derive(
+    "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", "HunYuanMoEV1Model",
+    fields={
+        "moe": moe_rows.experts(
+            softmax_router(True), top_k=("moe_topk", "num_experts_per_tok"),
+            inner=("intermediate_size",), defaults=(1, 1, 11008),
+            more=shared("intermediate_size"),
+        ),
+    },
+    names=names.with_experts(
+        HUNYUAN.names, router="mlp.gate.wg", shared="mlp.shared_mlp"
+    ),
+    has_experts=True,
+)  # fmt: skip
+HY_V3 = LLAMA.derive(
+    "hy_v3", "HYV3ForCausalLM", "HYV3Model",
+    fields={
+        **_RMS_EPS,
+        "qk_norm": "head",
+        "moe": moe_rows.experts(
+            moe_rows.hy_router, defaults=(192, 8, 1536),
+            more=shared("moe_intermediate_size", times="num_shared_experts"),
+        ),
+        "mlps": moe_rows.mlps(moe_rows.after_dense(1)),
+    },
+    names=names.with_experts(
+        names.LLAMA, router="mlp.router.gate", correction="mlp.expert_bias",
+        shared="mlp.shared_mlp",
+    ),
+    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=8),
+    head_dim=_head_dim(128),
+    positions=_positions("max_position_embeddings", default=131072),
+    rotary=RotaryRules(theta=11158840.0),
+    has_experts=True,
+)  # fmt: skip
+EXAONE_MOE = EXAONE4.derive(
+    "exaone_moe", "ExaoneMoeForCausalLM", "ExaoneMoeModel",
+    fields={
+        "norm_placement": "pre",
+        "moe": moe_rows.experts(
+            deepseek_router(True), defaults=(128, 8, 1024),
+            more=shared("moe_intermediate_size", times="num_shared_experts"),
+        ),
+        "mlps": moe_rows.mlps(moe_rows.after_dense(1)),
+    },
+    names=names.with_experts(names.LLAMA, correction="mlp.e_score_correction_bias"),
+    has_experts=True,
+)  # fmt: skip
+GRANITE_MOE = GRANITE.derive(
+    "granitemoe", "GraniteMoeForCausalLM", "GraniteMoeModel",
+    fields={
+        "moe": moe_rows.experts(
+            moe_rows.always(Router(chosen_first=True, rounded=True)),
+            num=("num_local_experts",), inner=("intermediate_size",), defaults=(8, 2, 11008),
+        ),
+    },
+    names=names.GRANITE_MOE,
+    has_experts=True,
+)  # fmt: skip
+GRANITE_MOE_SHARED = GRANITE_MOE.derive(
+    "granitemoeshared", "GraniteMoeSharedForCausalLM", "GraniteMoeSharedModel",
+    fields={
+        "moe": moe_rows.experts(
+            moe_rows.always(Router(chosen_first=True, rounded=True)),
+            num=("num_local_experts",), inner=("intermediate_size",), defaults=(8, 2, 11008),
+            more=shared("shared_intermediate_size"),
+        ),
+    },
+)  # fmt: skip
+MELLUM = QWEN3_MOE.derive(
+    "mellum", "MellumForCausalLM", "MellumModel",
+    fields={
+        "moe": moe_rows.experts(softmax_router(True), defaults=(64, 8, 896)),
+        "mlps": moe_rows.mlps(lambda reader, spec: lambda layer: True),
+    },
+    window=window(1024),
+    slides=lambda reader, spec: lambda layer: False,
+    rotary=RotaryRules(theta=500000.0),
+)  # fmt: skip
+
 ROWS = (
     LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, GRANITE, SMOLLM3, OLMO, OLMO2,
     OLMO3, EXAONE4, COHERE, COHERE2, GLM, GLM4, SEED_OSS, ERNIE45, HUNYUAN, ARCEE, APERTUS,
     MINISTRAL3, MIMO, QWEN25_VL, QWEN3_VL, OPT, GPT2, GPT_NEOX, BLOOM, STARCODER2, STABLELM, PHI,
-    GPTJ, GPT_BIGCODE, FALCON, MPT, NEMOTRON,
+    GPTJ, GPT_BIGCODE, FALCON, MPT, NEMOTRON, QWEN3_MOE, QWEN2_MOE, QWEN3_VL_MOE, MIXTRAL, OLMOE,
+    GLM4_MOE, SOLAR_OPEN, DOTS1, MINIMAX_M2, ERNIE45_MOE, HUNYUAN_MOE, HY_V3, EXAONE_MOE,
+    GRANITE_MOE, GRANITE_MOE_SHARED, MELLUM,
 )  # fmt: skip
 
 

@@ -16,10 +16,6 @@ MAX_EXPERTS = 1 << 14
 T = TypeVar("T")
 Read: TypeAlias = Callable[[ConfigReader, ModelSpec], T]
 
-SOFTMAX = Router(rounded=True)
-CHOSEN_FIRST = Router(chosen_first=True, rounded=True)
-SIGMOID = Router("sigmoid", correction=True, sorted=False)
-
 
 def experts(
     router: Read[Router],
@@ -61,28 +57,28 @@ def _checked(reader: ConfigReader, router: Router, num_experts: int) -> Router:
 
 
 def shared(
-    *names: str, times: str | None = None, count: int = 1, **constants: object
+    *names: str,
+    times: str | None = None,
+    count: int = 1,
+    default: int = 0,
+    **constants: object,
 ) -> Read[dict[str, object]]:
     """The shared expert's inner dims: a field, times another one.
 
     Args:
         times: how many shared experts there are, side by side: 0 or null is none.
-        count: what it is where the field is missing.
+        count: how many where that field is missing.
+        default: the dims where theirs is.
         constants: further fields of ``Moe``.
     """
 
     def read(reader: ConfigReader, spec: ModelSpec) -> dict[str, object]:
         most = MAX_INTERMEDIATE
         num = reader.integer(times, low=0, high=64, default=count) if times else 1
-        inner = reader.integer(*names, low=0, high=most, default=0) if num else 0
+        inner = reader.integer(*names, low=0, high=most, default=default) if num else 0
         return {"shared_inner": num * inner, **constants}
 
     return read
-
-
-def has(feature: Read[dict[str, object]], **constants: object) -> Read[dict[str, object]]:
-    """What ``feature`` reads, and constants."""
-    return lambda reader, spec: {**feature(reader, spec), **constants}
 
 
 # --- Which layers have them
@@ -183,3 +179,10 @@ def deepseek_router(renorm: bool) -> Read[Router]:
 def ernie_router(reader: ConfigReader, spec: ModelSpec) -> Router:
     floor = reader.number("moe_norm_min", high=1.0, default=1e-12)
     return Router(wide=True, correction=True, renorm=True, floor=floor, rounded=True)
+
+
+def hy_router(reader: ConfigReader, spec: ModelSpec) -> Router:
+    scale = reader.number("router_scaling_factor", default=2.826)
+    return Router(
+        "sigmoid", wide=True, correction=True, renorm=True, eps=1e-20, scale=scale, sorted=False
+    )

@@ -43,7 +43,8 @@ class PerExpert:
 
 @dataclass(frozen=True)
 class Either:
-    """Names of one module, of which a checkpoint has the ones or the others."""
+    """Names of one module, of which a checkpoint has the ones or the others; or
+    layouts of one tensor, of which its shape says which it is."""
 
     names: tuple[Names, ...]
 
@@ -215,4 +216,104 @@ MPT = CheckpointNames(
 
 BRANCH = LLAMA.derive(
     {"attn_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
+)
+
+
+# --- Mixtures of experts
+
+
+def _mlp(name: str) -> tuple[str, str]:
+    return (f"{name}.gate_proj", f"{name}.up_proj")
+
+
+def with_experts(
+    base: CheckpointNames,
+    *,
+    router: str = "mlp.gate",
+    correction: str = "mlp.gate.e_score_correction_bias",
+    shared: str = "mlp.shared_experts",
+    experts: tuple[str, str, str] = (
+        "mlp.experts.{}.gate_proj",
+        "mlp.experts.{}.up_proj",
+        "mlp.experts.{}.down_proj",
+    ),
+    layers: Mapping[str, Names] | None = None,
+) -> CheckpointNames:
+    """A family's names, and those of its experts: of the gate, the up and the
+    down projection of each, which transformers also keeps in stacks."""
+    stack = "mlp.experts"
+    return base.derive(
+        {
+            "mlp.router": router,
+            "mlp.correction": Source(correction, weight=""),
+            "mlp.experts.up": Either(
+                (PerExpert(experts[:2]), Source(f"{stack}.gate_up_proj", weight=""))
+            ),
+            "mlp.experts.down": Either(
+                (PerExpert(experts[2:]), Source(f"{stack}.down_proj", weight=""))
+            ),
+            "mlp.shared.up": _mlp(shared),
+            "mlp.shared.down": f"{shared}.down_proj",
+            "mlp.shared_gate": f"{shared}_gate",
+            **(layers or {}),
+        },
+        harmless=(r"(model\.)?mtp\..*",),
+    )  # fmt: skip
+
+
+QWEN_MOE = with_experts(LLAMA, shared="mlp.shared_expert")
+
+_W123 = "block_sparse_moe.experts.{}."
+MIXTRAL = with_experts(
+    LLAMA,
+    router="block_sparse_moe.gate",
+    correction="block_sparse_moe.e_score_correction_bias",
+    experts=(f"{_W123}w1", f"{_W123}w3", f"{_W123}w2"),
+)
+
+GLM_MOE = with_experts(LLAMA)
+
+ERNIE_MOE = with_experts(LLAMA, correction="mlp.moe_statics.e_score_correction_bias")
+
+_GRANITE_SHARED: dict[str, Names] = {
+    "mlp.experts.up": "block_sparse_moe.input_linear",
+    "mlp.experts.down": "block_sparse_moe.output_linear",
+    "mlp.shared.up": "shared_mlp.input_linear",
+    "mlp.shared.down": "shared_mlp.output_linear",
+}
+GRANITE_MOE = with_experts(LLAMA, router="block_sparse_moe.router.layer", layers=_GRANITE_SHARED)
+
+GPT_OSS = with_experts(
+    LLAMA,
+    router="mlp.router",
+    layers={
+        "mlp.experts.up": Source(
+            "mlp.experts.gate_up_proj", "transposed_alternating", weight="", bias="_bias"
+        ),
+        "mlp.experts.down": Source("mlp.experts.down_proj", "transposed", weight="", bias="_bias"),
+    },
+)
+
+_TRANSPOSED = {
+    "mlp.experts.up": Source("mlp.experts.gate_up_proj", "transposed", weight=""),
+    "mlp.experts.down": Source("mlp.experts.down_proj", "transposed", weight=""),
+}
+QWEN_VL_MOE = with_experts(
+    LLAMA,
+    layers={
+        name: Either((_TRANSPOSED[name], replace(_TRANSPOSED[name], layout="rows")))
+        for name in _TRANSPOSED
+    },
+)
+
+LLAMA4 = with_experts(
+    LLAMA,
+    router="feed_forward.router",
+    shared="feed_forward.shared_expert",
+    layers={
+        "mlp.up": _mlp("feed_forward"),
+        "mlp.down": "feed_forward.down_proj",
+        "mlp.experts.up": Source("feed_forward.experts.gate_up_proj", "transposed", weight=""),
+        "mlp.experts.down": Source("feed_forward.experts.down_proj", "transposed", weight=""),
+    },
 )
