@@ -57,6 +57,7 @@ from sworker.prefill import (
     chunks_together,
     local_causal_attention,
 )
+from sworker.sinks import add_sinks
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +181,9 @@ class PagedKV:
                 ", or keep it on R-workers: ",
                 Given("kv_placement", "r"),
             ) from None
+        self.sinks: Sequence[Tensor] | None = None
+        """Of each layer, float32 [Hq]: every o has had them. Set before the
+        first step, or not at all."""
         self._slopes = {
             spec: torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=device)
             for spec in self.attention
@@ -230,10 +234,21 @@ class PagedKV:
         if rows.start < rows.stop:
             # K and V as the cache holds them, so that where a prompt is cut leaves no trace.
             k_seen, v_seen = (as_cached(x[rows], self.kv.dtype).to(q.dtype) for x in (k, v))
-            o[rows], _ = local_causal_attention(
-                q[rows], k_seen, v_seen, step.first_starts, spec, want_lse=False
+            o[rows], lse = local_causal_attention(
+                q[rows], k_seen, v_seen, step.first_starts, spec, want_lse=self.sinks is not None
             )
+            self._add_sinks(layer, o[rows], lse)
         return o
+
+    def _room_for_lse(self, q: Tensor) -> Tensor | None:
+        """float32 [n, Hq] for q [n, Hq, D], where there are sinks."""
+        if self.sinks is None:
+            return None
+        return torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+
+    def _add_sinks(self, layer: int, o: Tensor, lse: Tensor | None) -> None:
+        if self.sinks is not None and lse is not None:
+            add_sinks(o, lse, self.sinks[layer])
 
     def attend_decoded(
         self,
@@ -328,10 +343,14 @@ class PagedKV:
         if spec.sliding_window not in work:
             work[spec.sliding_window] = self._chunk_work(chunks, spec, q.dtype)
         own = work[spec.sliding_window]
+        lse = self._room_for_lse(q)
         self.kernels.paged_chunks(
             q, keys, values, self._scales(layer), own.slots, own.splits, spec,
-            self._slopes.get(spec), out=o,
+            self._slopes.get(spec), out=o, **({} if lse is None else {"lse": lse}),
         )  # fmt: skip
+        if lse is not None:
+            rows = slice(chunks[0].rows.start, chunks[-1].rows.stop)
+            self._add_sinks(layer, o[rows], lse[rows])
 
     def _chunk_work(
         self, chunks: Sequence[Prompt], spec: AttentionSpec, dtype: torch.dtype
@@ -351,7 +370,7 @@ class PagedKV:
         spec, num_keys = self.attention[layer], [len(chunk.slots) for chunk in chunks]
         row_bytes = self.kv.num_kv_heads * self.kv.head_dim * q.element_size()
         fits = sum(num_keys) * row_bytes <= MAX_GATHERED_BYTES
-        if fits and can_take_together(q, num_keys, spec):
+        if fits and self.sinks is None and can_take_together(q, num_keys, spec):
             rows = slice(chunks[0].rows.start, chunks[-1].rows.stop)
             slots = torch.cat([chunk.slots for chunk in chunks])
             num_new = [chunk.rows.stop - chunk.rows.start for chunk in chunks]
@@ -360,7 +379,9 @@ class PagedKV:
             return
         for chunk in chunks:
             k, v = self._seen(layer, chunk.slots, q.dtype)
-            o[chunk.rows] = chunk_attention(q[chunk.rows], k, v, spec)
+            lse = self._room_for_lse(q[chunk.rows])
+            o[chunk.rows] = chunk_attention(q[chunk.rows], k, v, spec, lse)
+            self._add_sinks(layer, o[chunk.rows], lse)
 
     def _decode(self, layer: int, q: Tensor, step: PagedStep, o: Tensor) -> None:
         if self.kernels is not None:
@@ -371,10 +392,12 @@ class PagedKV:
             self._decode_blocks(layer, q, step.tables, step.context_lens, splits[window], o)
             return
         spec, (keys, values) = self.attention[layer], self.pool[layer]
+        lse = self._room_for_lse(q)
         gathered_decode(
             q, keys, values, step.tables, step.context_lens_host, spec, self._slopes.get(spec),
-            self.kv.block_size, out=o, scales=self._scales(layer),
+            self.kv.block_size, out=o, scales=self._scales(layer), lse=lse,
         )  # fmt: skip
+        self._add_sinks(layer, o, lse)
 
     def _decode_blocks(
         self,
@@ -387,10 +410,13 @@ class PagedKV:
     ) -> None:
         assert self.kernels is not None
         spec, (keys, values) = self.attention[layer], self.pool[layer]
+        lse = self._room_for_lse(q)
         self.kernels.paged_decode(
             q, keys, values, self._scales(layer), tables, context_lens, splits, spec,
             self._slopes.get(spec), self.kv.block_size, out=o,
+            **({} if lse is None else {"lse": lse}),
         )  # fmt: skip
+        self._add_sinks(layer, o, lse)
 
 
 def _num_sms(device: torch.device) -> int:
@@ -431,6 +457,7 @@ def gathered_decode(
     *,
     out: Tensor,
     scales: tuple[Tensor, Tensor] | None = None,
+    lse: Tensor | None = None,
 ) -> None:
     """One query a sequence over its cached tokens, in plain torch.
 
@@ -445,6 +472,8 @@ def gathered_decode(
         slopes: ALiBi's, float32 [Hq].
         out: [N, Hq, D], dense, written.
         scales: of int8 only, float32 [slots, Hkv] each.
+        lse: the natural log-sum-exp of the scores, float32 [N, Hq], written;
+            None: it isn't wanted.
     """
     Hkv, G, D = spec.num_kv_heads, spec.group_size, spec.head_dim
     room = MAX_CPU_GATHERED_BYTES if q.device.type == "cpu" else MAX_GATHERED_BYTES
@@ -467,7 +496,10 @@ def gathered_decode(
             k_scales, v_scales = (x[slots].transpose(1, 2)[..., None] for x in scales)
             k, v = k * k_scales, v * v_scales
         queries = q[rows].view(-1, Hkv, G, D)
-        o = _attend_group(queries, k, v, hidden, places - (ends - 1), spec, slopes)
+        own_lse = None if lse is None else lse.new_empty(queries.shape[:-1])
+        o = _attend_group(queries, k, v, hidden, places - (ends - 1), spec, slopes, own_lse)
+        if lse is not None and own_lse is not None:
+            lse[rows] = own_lse.flatten(1)
         out[rows] = o.reshape(-1, Hkv * G, D).to(out.dtype)
 
 
@@ -485,14 +517,15 @@ def _attend_group(
     ahead: Tensor,
     spec: AttentionSpec,
     slopes: Tensor | None,
+    lse: Tensor | None,
 ) -> Tensor:
     """q [n, Hkv, G, D], k and v [n, Hkv, c, D], hidden and ahead (key - query)
-    [n, c] → [n, Hkv, G, D].
+    [n, c] → [n, Hkv, G, D], and lse [n, Hkv, G] where it is wanted.
 
     A KV head's group of query heads takes the place of the queries: GQA without
     copies, and a mask for all of them.
     """
-    if slopes is None and spec.logit_softcap is None:
+    if slopes is None and spec.logit_softcap is None and lse is None:
         visible = ~hidden[:, None, None]  # [n, 1, 1, c]
         return F.scaled_dot_product_attention(
             q, k.to(q.dtype), v.to(q.dtype), attn_mask=visible, scale=spec.scale
@@ -504,8 +537,10 @@ def _attend_group(
         scores.addcmul_(
             slopes.view(spec.num_kv_heads, spec.group_size, 1), ahead[:, None, None].float()
         )
-    weights = scores.masked_fill_(hidden[:, None, None], -math.inf).softmax(dim=-1)
-    return torch.matmul(weights, v.float())
+    scores.masked_fill_(hidden[:, None, None], -math.inf)
+    if lse is not None:
+        torch.logsumexp(scores, dim=-1, out=lse)
+    return torch.matmul(scores.softmax(dim=-1), v.float())
 
 
 def _groups(

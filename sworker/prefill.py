@@ -98,13 +98,17 @@ def local_causal_attention(
     return o, lse
 
 
-def chunk_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+def chunk_attention(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, lse: Tensor | None = None
+) -> Tensor:
     """The last n tokens of one sequence attend to all of it, up to their own
     position.
 
     Args:
         q: [n, Hq, D].
         k, v: [L, Hkv, D], L >= n, in q's dtype.
+        lse: the natural log-sum-exp, float32 [n, Hq], written; None: it isn't
+            wanted.
 
     Returns:
         o [n, Hq, D] in q's dtype; accuracy as in ``local_causal_attention``.
@@ -113,11 +117,11 @@ def chunk_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Ten
     assert num_past >= 0
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_past == 0:
-        _attend_sequence(q, k, v, spec, o, None)
-    elif can_take_together(q, (k.shape[0],), spec):
+        _attend_sequence(q, k, v, spec, o, lse)
+    elif lse is None and can_take_together(q, (k.shape[0],), spec):
         return chunks_together(q, k, v, (q.shape[0],), (k.shape[0],), spec)
-    elif not _is_plain(spec, k.shape[0]) or not _fused_chunk(q, k, v, spec, num_past, o):
-        tiled(q, k, v, spec, o, None)
+    elif not _is_plain(spec, k.shape[0]) or not _fused_chunk(q, k, v, spec, num_past, o, lse):
+        tiled(q, k, v, spec, o, lse)
     return o
 
 
@@ -194,7 +198,13 @@ def _is_plain(spec: AttentionSpec, num_tokens: int) -> bool:
 
 
 def _fused_chunk(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, num_past: int, o: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    num_past: int,
+    o: Tensor,
+    all_lse: Tensor | None,
 ) -> bool:
     """Plain attention of a chunk to its past, and causally to itself, merged.
     False if torch has no kernel."""
@@ -204,7 +214,10 @@ def _fused_chunk(
         return False
     if not _fused(q, k[:num_past], v[:num_past], spec, past_o, past_lse, causal=False):
         return False
-    o.copy_(merge_attention(o, lse, past_o, past_lse)[0])
+    merged, merged_lse = merge_attention(o, lse, past_o, past_lse)
+    o.copy_(merged)
+    if all_lse is not None:
+        all_lse.copy_(merged_lse)
     return True
 
 

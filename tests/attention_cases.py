@@ -86,6 +86,7 @@ class CachedSequences:
 
     Args:
         pasts, news: tokens of each that are cached, and that come in a step.
+        sinks: float32 [Hq], of attention that has them.
     """
 
     def __init__(
@@ -95,7 +96,9 @@ class CachedSequences:
         news: Sequence[int],
         device: torch.device,
         kernels: BlockKernels | None,
+        sinks: Tensor | None = None,
     ) -> None:
+        self.sinks = sinks
         self.case, self.pasts, self.news = case, pasts, news
         self.device, size = device, case.block_size
         self.totals = [past + new for past, new in zip(pasts, news, strict=True)]
@@ -134,6 +137,8 @@ class CachedSequences:
         self.cache.kernels = None  # the past is stored by torch
         self.cache.store(0, self.k[~is_new], self.v[~is_new], torch.cat(self.slots)[~is_new])
         self.cache.kernels = kernels
+        if sinks is not None:
+            self.cache.sinks = [sinks.to(device)]
 
     def decoded(self) -> PagedStep:
         """A step in which every sequence has one new token."""
@@ -163,6 +168,15 @@ class CachedSequences:
             torch.cat(new_slots), no_tables, no_tables.flatten(), none, prompts, slice(num, num), ()
         )
 
+    def first(self) -> PagedStep:
+        """A step of first chunks: nothing is cached."""
+        none, no_tables = np.zeros(0, np.int32), torch.zeros((0, 0), dtype=torch.int32)
+        starts = tuple((np.cumsum(self.news) - self.news).tolist())
+        slots = torch.cat(self.slots)
+        return PagedStep(
+            slots, no_tables, no_tables.flatten(), none, (), slice(0, len(slots)), starts
+        )
+
     def error(self, step: PagedStep) -> float:
         """How far a step's attention is off, as a part of the greatest result."""
         found = self.cache.attend(0, self.q, self.new_k, self.new_v, step).double().cpu()
@@ -178,14 +192,17 @@ class CachedSequences:
                 self.q[start:][:new].double().cpu(),
                 *(x.double().cpu() for x in self.cache._seen(0, slots, torch.float32)),
                 self.case.spec,
+                self.sinks,
             )
             for start, new, slots in zip(starts, self.news, self.slots, strict=True)
         ])  # fmt: skip
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+def exact(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None = None
+) -> Tensor:
     """Dense: q [n, Hq, D], the last of the keys' tokens, k and v [L, Hkv, D], float64 → [n,
-    Hq, D]."""
+    Hq, D]. Sinks [Hq] by their definition."""
     k, v = (x.repeat_interleave(spec.group_size, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
     places = torch.arange(len(k))
@@ -197,4 +214,8 @@ def exact(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     hidden = ahead > 0
     if spec.sliding_window is not None:
         hidden |= ahead <= -spec.sliding_window
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        of_none = sinks.double()[:, None, None].expand(-1, len(q), 1)
+        scores = torch.cat((scores, of_none), dim=-1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)

@@ -30,6 +30,7 @@ class TorchKernels:
     def paged_decode(
         q: Tensor, keys: Tensor, values: Tensor, scales: Any, tables: Tensor, context_lens: Tensor,
         splits: Splits, spec: Any, slopes: Any, block_size: int, *, out: Tensor,
+        lse: Tensor | None = None,
     ) -> None:  # fmt: skip
         assert spec.sliding_window is None and slopes is None
         places = torch.arange(tables.shape[1] * block_size, device=q.device)
@@ -38,7 +39,10 @@ class TorchKernels:
         k, v = (x[slots].masked_fill(hidden[:, :, None, None], 0.0) for x in (keys, values))
         k, v = (x.repeat_interleave(spec.group_size, dim=2) for x in (k, v))
         scores = torch.einsum("nhd,nchd->nhc", q, k) * spec.scale
-        weights = scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1)
+        scores = scores.masked_fill(hidden[:, None], -torch.inf)
+        if lse is not None:
+            lse.copy_(scores.logsumexp(-1))
+        weights = scores.softmax(-1)
         out.copy_(torch.einsum("nhc,nchd->nhd", weights, v))
 
     @staticmethod
@@ -48,7 +52,7 @@ class TorchKernels:
     @staticmethod
     def paged_chunks(
         q: Tensor, keys: Tensor, values: Tensor, scales: Any, slots: Tensor, splits: Splits,
-        spec: Any, slopes: Any, *, out: Tensor,
+        spec: Any, slopes: Any, *, out: Tensor, lse: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Query tile by query tile, whole: it isn't captured."""
         assert scales is None
@@ -56,4 +60,5 @@ class TorchKernels:
         for row, num_tokens, position, first in pieces.tolist():
             rows = slice(row, row + num_tokens)
             seen = slots[first : first + position + num_tokens]
-            out[rows] = chunk_attention(q[rows], keys[seen], values[seen], spec)
+            own = None if lse is None else lse[rows]
+            out[rows] = chunk_attention(q[rows], keys[seen], values[seen], spec, own)

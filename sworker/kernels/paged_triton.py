@@ -91,11 +91,12 @@ def _add_tile(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["table_row", "window"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     q, keys, values, k_scales, v_scales, tables, context_lens, pieces, slopes, o, parts, lse,
-    q_row, q_head, kv_row, kv_head, scale_row, table_row, scale, softcap, sharpness, window,
-    G: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    all_lse, q_row, q_head, kv_row, kv_head, scale_row, table_row, scale, softcap, sharpness,
+    window, G: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     HAS_SCALES: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, ONE_BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """q [T, Hq, D], keys and values [slots, Hkv, D], of int8 with scales [slots, Hkv] → o
     [T, Hq, D] of pieces that are all that their queries see, else parts [R, Hq, D] and lse
@@ -103,7 +104,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
     Grid (Hkv, pieces). Row m of the M of a program is token m // G, query head m % G.
     ``TOKENS`` of 1: decoded tokens, whose places ``context_lens`` says. ``sharpness`` is
-    2 / softcap, base 2.
+    2 / softcap, base 2. ``HAS_LSE``: of those, all_lse [T, Hq], natural log, is written, too.
     """
     head = tl.program_id(0)
     piece = pieces + tl.program_id(1) * _FIELDS
@@ -171,6 +172,9 @@ def _attend(  # type: ignore[no-untyped-def]
     if place_of_part < 0:
         to = (row + token) * num_heads + heads
         tl.store(o + to[:, None] * D + d[None, :], result.to(o.dtype.element_ty), mask=of_query)
+        if HAS_LSE:
+            all_sum = tl.where(mass > 0, greatest + tl.log2(mass), float("-inf"))
+            tl.store(all_lse + to, all_sum / _LOG2E, mask=is_row)
     else:
         to = (place_of_part + token).to(tl.int64) * num_heads + heads
         tl.store(parts + to[:, None] * D + d[None, :], result, mask=of_query)
@@ -180,11 +184,11 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _merge(  # type: ignore[no-untyped-def]
-    parts, lse, merges, out, TOKENS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    TILE: tl.constexpr,
+    parts, lse, merges, out, all_lse, TOKENS: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr, TILE: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """parts float32 [R, Hq, D], lse (base 2) [R, Hq] → rows of out [T, Hq, D]. Grid (Hq,
-    merges · TOKENS). Each row has seen something in some piece."""
+    """parts float32 [R, Hq, D], lse (base 2) [R, Hq] → rows of out [T, Hq, D], and of all_lse
+    (natural log) [T, Hq]. Grid (Hq, merges · TOKENS). Each row has seen something in some piece."""
     head, num_heads = tl.program_id(0), tl.num_programs(0)
     merge, token = merges + tl.program_id(1) // TOKENS * _MERGE_FIELDS, tl.program_id(1) % TOKENS
     num_tokens = tl.load(merge + 1)
@@ -211,6 +215,9 @@ def _merge(  # type: ignore[no-untyped-def]
         greatest = new_greatest
     to = out + ((row + token) * num_heads + head) * D + d
     tl.store(to, (total / mass).to(out.dtype.element_ty), mask=d < D)
+    if HAS_LSE:
+        at_row = all_lse + (row + token) * num_heads + head + tl.arange(0, 1)
+        tl.store(at_row, (greatest + tl.log2(mass)) / _LOG2E)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -371,6 +378,7 @@ def paged_decode(
     block_size: int,
     *,
     out: Tensor,
+    lse: Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> None:
     """One query a sequence over its cached tokens. May be captured.
@@ -385,11 +393,13 @@ def paged_decode(
         slopes: ALiBi's, float32 [Hq].
         out: [N, Hq, D], dense, written. Scores and sums are float32; softmax
             weights are rounded to q's dtype.
+        lse: the natural log-sum-exp of the scores, float32 [N, Hq], dense,
+            written; None: it isn't wanted.
         tiling: in place of ``tiling_of``'s.
     """
     _launch(
         q, keys, values, scales, tables, tables.stride(0), context_lens, splits, spec, slopes,
-        block_size, out, tiling,
+        block_size, out, lse, tiling,
     )  # fmt: skip
 
 
@@ -404,6 +414,7 @@ def paged_chunks(
     slopes: Tensor | None,
     *,
     out: Tensor,
+    lse: Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> None:
     """Prompt chunks over all of their sequences' tokens that are cached, their own included,
@@ -415,8 +426,9 @@ def paged_chunks(
         slots: int64 [sum of the chunks' keys], chunk after chunk.
         splits: of ``kv_splits.chunk_tiles``, of ``chunk_tokens`` tokens each.
         out: [T, Hq, D], dense, written.
+        lse: as for ``paged_decode``, [T, Hq].
     """
-    _launch(q, keys, values, scales, slots, 1, slots, splits, spec, slopes, 1, out, tiling)
+    _launch(q, keys, values, scales, slots, 1, slots, splits, spec, slopes, 1, out, lse, tiling)
 
 
 def _launch(
@@ -432,6 +444,7 @@ def _launch(
     slopes: Tensor | None,
     block_size: int,
     out: Tensor,
+    all_lse: Tensor | None,
     tiling: Tiling | None,
 ) -> None:
     G, D, Hq, tokens = spec.group_size, spec.head_dim, spec.num_q_heads, splits.shape.tile_tokens
@@ -448,7 +461,8 @@ def _launch(
     with on_device(q):
         _attend[(spec.num_kv_heads, splits.num_pieces)](
             q, keys, values, k_scales, v_scales, tables, context_lens, splits.pieces,
-            lse if slopes is None else slopes, out, parts, lse, q.stride(0), q.stride(1),
+            lse if slopes is None else slopes, out, parts, lse,
+            lse if all_lse is None else all_lse, q.stride(0), q.stride(1),
             keys.stride(0), keys.stride(1), k_scales.stride(0), table_row, spec.scale, cap,
             2.0 * _LOG2E.value / cap, spec.sliding_window or 0,
             G=G, TOKENS=tokens, M=M, D=D, D_PAD=max(16, triton.next_power_of_2(D)),
@@ -456,10 +470,12 @@ def _launch(
             HAS_SLOPES=slopes is not None, HAS_SOFTCAP=spec.logit_softcap is not None,
             HAS_WINDOW=spec.sliding_window is not None,
             ONE_BLOCK=block_size % tiling.tile == 0, PRECISION=tiling.precision,
-            num_warps=tiling.num_warps, num_stages=tiling.num_stages, enable_fp_fusion=True,
+            HAS_LSE=all_lse is not None, num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
         if splits.num_merges:
             _merge[(Hq, splits.num_merges * tokens)](
-                parts, lse, splits.merges, out, TOKENS=tokens, D=D,
-                D_PAD=triton.next_power_of_2(D), TILE=_MERGED_AT_A_TIME, enable_fp_fusion=True,
+                parts, lse, splits.merges, out, lse if all_lse is None else all_lse,
+                TOKENS=tokens, D=D, D_PAD=triton.next_power_of_2(D), TILE=_MERGED_AT_A_TIME,
+                HAS_LSE=all_lse is not None, enable_fp_fusion=True,
             )  # fmt: skip

@@ -101,6 +101,14 @@ class AttentionGate(nn.Module):
         return gated
 
 
+class Sinks(nn.Module):
+    """Each query head's score of nothing; see ``sworker.sinks``."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.empty(num_heads), requires_grad=False)
+
+
 class Gated(nn.Module):
     """What has a projection to gate and up, fused, gate first.
 

@@ -19,8 +19,10 @@ class ReferenceAttention:
     consists of; then the object is the ``attend`` of one ``forward``.
     """
 
-    def __init__(self, attention: Sequence[AttentionSpec]) -> None:
-        self.attention = tuple(attention)
+    def __init__(
+        self, attention: Sequence[AttentionSpec], sinks: Sequence[Tensor] | None = None
+    ) -> None:
+        self.attention, self.sinks = tuple(attention), sinks
         self._cache: dict[
             tuple[int, int], tuple[Tensor, Tensor]
         ] = {}  # (sequence, layer) → K, V [L, Hkv, D]
@@ -55,13 +57,17 @@ class ReferenceAttention:
                 k_past, v_past = self._cache[sequence, layer]
                 k_new, v_new = torch.cat((k_past, k_new)), torch.cat((v_past, v_new))
             self._cache[sequence, layer] = k_new, v_new
-            outputs.append(causal_attention(self.attention[layer], q_new, k_new, v_new))
+            sinks = None if self.sinks is None else self.sinks[layer]
+            outputs.append(causal_attention(self.attention[layer], q_new, k_new, v_new, sinks))
         return torch.cat(outputs)
 
 
-def causal_attention(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+) -> Tensor:
     """The last len(q) tokens of one sequence attend to all of it: q [n, Hq, D],
-    k and v [L, Hkv, D] → o [n, Hq, D]."""
+    k and v [L, Hkv, D] → o [n, Hq, D]. ``sinks``: by their definition, scores
+    [Hq] that have no value."""
     length, num_queries = k.shape[0], q.shape[0]
     k, v = (x.float().repeat_interleave(spec.group_size, dim=1) for x in (k, v))  # [L, Hq, D]
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * spec.scale
@@ -75,5 +81,9 @@ def causal_attention(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Te
     hidden = distance > 0
     if spec.sliding_window is not None:
         hidden = hidden | (distance <= -spec.sliding_window)
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        of_none = sinks.float()[:, None, None].expand(-1, num_queries, 1)
+        scores = torch.cat((scores, of_none), dim=-1)
+    weights = scores.softmax(dim=-1)[..., :length]
     return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fastdecode.core.model.moe import Moe
 from fastdecode.core.model.spec import ModelSpec
-from sworker.model.linear import MLP, AttentionGate, Embedding, Linear
+from sworker.model.linear import MLP, AttentionGate, Embedding, Linear, Sinks
 from sworker.model.moe import Experts
 from sworker.model.norms import make_norm, make_qk_norm
 from sworker.model.rope import QueryGrowth, RotaryTable
@@ -87,6 +87,7 @@ class Layer(nn.Module):
         self.k_norm = make_qk_norm(spec, spec.num_kv_heads) if has_qk_norm else None
         self.growth = QueryGrowth(*spec.q_growth, spec.max_model_len) if spec.q_growth else None
         self.gate = AttentionGate(spec) if spec.attn_gate != "none" else None
+        self.sinks = Sinks(spec.num_sinks) if spec.num_sinks else None
         self.o = Linear(spec.num_q_heads * spec.head_dim, (spec.hidden_size,), spec.o_bias)
         self.mlp = MLP(spec) if moe is None else Experts(spec, moe)
 
@@ -248,6 +249,13 @@ class Model(nn.Module):
             self.project_out = Linear(hidden, (embedding,), bias=False)
         if not spec.tied_embeddings:
             self.lm_head = Linear(embedding, (spec.vocab_size,), spec.head_bias)
+
+    @property
+    def sinks(self) -> tuple[Tensor, ...] | None:
+        """Of each layer's attention, float32 [Hq]; None: it has none. Whoever
+        attends adds them (``sworker.sinks``)."""
+        found = tuple(layer.sinks.sinks.float() for layer in self.layers if layer.sinks is not None)
+        return found or None
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """token_ids [T], positions [T] (int32 or int64) → hidden states [T, hidden]."""

@@ -94,8 +94,9 @@ class ModelSpec:
     """Attention's output is multiplied by an activation of a projection of its
     input: one number a head, or a dim."""
     attn_gate_activation: GateActivation = "sigmoid"
-    sinks: bool = False
-    """Each head has a learned score that takes part in the softmax and has no value."""
+    num_sinks: int = 0
+    """Query heads that have a learned score that takes part in the softmax and
+    has no value: all of the model's, also in a rank's part, or none."""
     rope_interleaved: bool = False
     """Checkpoints turn dims 2i and 2i + 1 of a head together, not i and n + i."""
     q_growth: tuple[float, int] | None = None
@@ -195,7 +196,7 @@ class ModelSpec:
         gate = {"none": 0, "head": self.num_q_heads, "dim": q_size}[self.attn_gate]
         attention += qk_norm.get(self.qk_norm, 2 * self.head_dim) + gate * self.hidden_size
         norms = 1 if self.shared_norm else 4 if self.norm_placement == "sandwich" else 2
-        return attention + norms * self._norm_parameters + self.num_q_heads * self.sinks
+        return attention + norms * self._norm_parameters + self.num_sinks
 
     @property
     def _dense_mlp_parameters(self) -> int:

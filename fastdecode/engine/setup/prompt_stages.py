@@ -110,6 +110,7 @@ class PromptStageSetup(StageSetup):
         num_tokens = resolved.schedule.num_prompt_lanes * most_tokens
         num_blocks, dtype = -(-num_tokens // kv.block_size), torch_dtype(resolved.dtype)
         cache = PagedKV(kv, spec.attention, num_blocks, s_worker.device, dtype=dtype)
+        cache.sinks = s_worker.model.sinks
         holder = Holder(workers.kind, False, workers.answers_at_once, kv.token_bytes)
         plan = AttentionPlan(
             spec.attention,
@@ -118,6 +119,7 @@ class PromptStageSetup(StageSetup):
             s_worker.device,
             (holder,) * len(fleet),
             slot_bytes=resolved.slot_bytes(spec),
+            sinks=s_worker.model.sinks,
             prompts=LanePrompts(cache, first_lane, most_tokens),
         )
         plan.prepare(resolved.most_lanes)

@@ -87,7 +87,8 @@ def make_attention(
         holders,
         give_up,
         slot_bytes=resolved.slot_bytes(spec),
-        prompts=_held_prompts(spec, resolved, s_worker.device),
+        sinks=s_worker.model.sinks,
+        prompts=_held_prompts(spec, resolved, s_worker),
     )
     plan.prepare(resolved.most_lanes)
     if device is None:
@@ -281,7 +282,7 @@ def _feeders(resolved: ResolvedConfig) -> tuple[str, ...]:
 
 
 def _held_prompts(
-    spec: ModelSpec, resolved: ResolvedConfig, device: torch.device
+    spec: ModelSpec, resolved: ResolvedConfig, s_worker: SWorker
 ) -> DevicePrefill | None:
     """The device's room for prompts under way, if there is any."""
     kv = kv_spec(resolved.config, spec, resolved.kv_dtype)
@@ -291,4 +292,6 @@ def _held_prompts(
     if not num_blocks:
         return None
     dtype = torch_dtype(resolved.dtype)
-    return DevicePrefill(PagedKV(kv, spec.attention, num_blocks, device, dtype=dtype))
+    cache = PagedKV(kv, spec.attention, num_blocks, s_worker.device, dtype=dtype)
+    cache.sinks = s_worker.model.sinks
+    return DevicePrefill(cache)

@@ -312,8 +312,9 @@ class LocalAttention:
 
 def whole_steps(s_worker: SWorker, connection: LocalConnection) -> WholeSteps | None:
     """What runs decode steps in fixed memory; None: there are no kernels for it, or
-    steps run without graphs."""
+    steps run without graphs. The cache gets the model's sinks."""
     graphs, cache = s_worker.graphs, connection.cache
+    cache.sinks = s_worker.model.sinks
     if graphs is None or cache.kernels is None:
         return None
     return WholeSteps(graphs, cache, s_worker.spec.max_model_len)

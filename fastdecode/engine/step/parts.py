@@ -74,9 +74,10 @@ class ClosedPartMerge:
             self._answers[span.holder] = o, lse[num_own:]
         return replace(result, o=result.o[:num_own], lse=result.lse[:num_own])
 
-    def merge_into(self, o: Tensor) -> None:
+    def merge_into(self, o: Tensor, all_lse: Tensor | None = None) -> None:
         """Merge what has arrived into o [T, Hq, D]. What is missing is of
-        holders that are lost, and those rows come to nothing."""
+        holders that are lost, and those rows come to nothing. ``all_lse``:
+        float32 [T, Hq] of what o holds then, written in these rows."""
         if not self._answers:
             return
         merged, lse = o[self._rows].float(), self.lse[self._rows]  # [M, Hq, D], [M, Hq]
@@ -88,6 +89,8 @@ class ClosedPartMerge:
                 )
                 merged[places], lse[places] = both
         o[self._rows] = merged.to(o.dtype)
+        if all_lse is not None:
+            all_lse[self._rows] = lse
         self._answers.clear()
 
     def _to_device(self, array: NDArray[np.int64] | NDArray[np.float32]) -> Tensor:

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -48,6 +48,7 @@ from sworker.buffers import (
 )
 from sworker.device import Gpu, gpu_of
 from sworker.prefill import as_cached, local_causal_attention, merge_attention
+from sworker.sinks import add_sinks
 from sworker.worker import Pass, SWorker
 
 # While an R-worker only stores a prompt's K and V, the S-worker computes ahead
@@ -156,13 +157,19 @@ class AttentionPlan:
     """Most that q, k and v of a layer take."""
     _staging: dict[int, Staging] = field(default_factory=dict)  # by lane
     checks: Checks = field(default_factory=Checks)
+    sinks: Seq[Tensor] | None = None
+    """Of each layer, float32 [Hq]; see ``sworker.sinks``."""
     prompts: DevicePrompts | None = None
     """On the device, until they are done; None: R-workers attend what they hold
     of them."""
 
     def begin(self, batch: StepBatch) -> RemoteStep:
         held = None if self.prompts is None else self.prompts.begin(batch)
-        return RemoteStep(self, batch if held is None else held.batch, held)
+        seen = batch if held is None else held.batch
+        if self.sinks is not None:
+            spans = (replace(x, begin=replace(x.begin, want_lse=True)) for x in seen.spans)
+            seen = replace(seen, spans=tuple(spans))
+        return RemoteStep(self, seen, held)
 
     def prepare(self, num_lanes: int) -> None:
         """Take the memory of so many lanes, which may stop the device, before
@@ -222,6 +229,8 @@ class RemoteStep:
         has_closed = any(span.closed for span in batch.spans)
         self._closed = ClosedPartMerge(batch, plan.device, plan.gpu) if has_closed else None
         self._o = torch.empty(0)
+        self._lse: Tensor | None = None
+        """Where there are sinks, float32 [T, Hq] of what o holds by now."""
         self._checks = plan.checks.begin(batch)
         self._staging = plan.staging(batch.spans[0].begin.lane)
         self._staging.begin_step([_share(x) for x in self._holders.values()])
@@ -249,6 +258,9 @@ class RemoteStep:
             if layer - part.last_layer > part.may_owe and holder not in self._lost
         }
         self._o = self._staging.begin_layer(q.shape, q.dtype, place)
+        if self._plan.sinks is not None:
+            # Rows that the device's own cache attends have had their sinks.
+            self._lse = torch.full(q.shape[:2], torch.inf, device=q.device)
         self._unsent.append((layer, self._staging.send(q, k, v)))
         self.dispatch()
         if self._held is not None:
@@ -260,6 +272,8 @@ class RemoteStep:
             if local.merge:
                 assert lse is not None
                 self._local_lse[local.rows.start] = lse
+            elif self._lse is not None and lse is not None:
+                self._lse[local.rows] = lse
 
     def dispatch(self) -> bool:
         """See ``LaneAttention``."""
@@ -372,7 +386,10 @@ class RemoteStep:
         for rows in lost:
             self._o[rows] = 0
         if self._closed is not None:
-            self._closed.merge_into(self._o)
+            self._closed.merge_into(self._o, self._lse)
+        if self._lse is not None and self._plan.sinks is not None:
+            self._o = self._o.clone() if self._may_lend else self._o
+            add_sinks(self._o, self._lse, self._plan.sinks[self._layer])
         return self._o
 
     def _attend_locally(
@@ -383,12 +400,17 @@ class RemoteStep:
         # is cut leaves no trace.
         k_seen, v_seen = (as_cached(x[rows], self._plan.kv_dtype) for x in (k, v))
         return local_causal_attention(
-            q[rows], k_seen, v_seen, local.starts, spec, want_lse=local.merge
-        )
+            q[rows], k_seen, v_seen, local.starts, spec,
+            want_lse=local.merge or self._lse is not None,
+        )  # fmt: skip
 
     def _place(self, part: _HolderStep, result: AttendResult) -> None:
         """Copy a holder's o to its rows, merging the later chunks' with what was attended here."""
         later, rows = part.later, part.answered_rows
+        if self._lse is not None:
+            assert result.lse is not None
+            own = np.ascontiguousarray(result.lse[: rows.stop - rows.start])
+            self._lse[rows] = to_device(torch.from_numpy(own), self._o.device, self._plan.gpu)
         if later is None and self._may_lend and rows == slice(0, self._o.shape[0]):
             # Lent until the lane's next Attend: o is used by then.
             self._o = as_tensor(result.o, self._o.dtype)
@@ -410,6 +432,8 @@ class RemoteStep:
         )
         if self._closed is not None:
             self._closed.lse[later.rows] = lse
+        if self._lse is not None:
+            self._lse[later.rows] = lse
 
 
 def _share(part: _HolderStep) -> Share:

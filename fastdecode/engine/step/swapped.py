@@ -182,6 +182,8 @@ class SwappedAttention:
         self.fleet = fleet
         self.holders: Seq[Holder] = (device,) * len(swap.connections)
         self.swap = swap
+        for slot in swap.kv.slots:
+            slot.cache.sinks = s_worker.model.sinks
 
     def begin(self, batch: StepBatch) -> SwappedStep:
         (span,) = batch.spans

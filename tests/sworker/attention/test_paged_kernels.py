@@ -48,6 +48,20 @@ def test_later_chunks(case: Case, kernels: BlockKernels) -> None:
     assert step.error(step.later()) < MOST_OFF[case.dtype]
 
 
+@pytest.mark.parametrize("kind", ["plain", "window"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sinks(dtype: torch.dtype, kind: str, kernels: BlockKernels) -> None:
+    """By the log-sum-exp of pieces that are whole and of pieces that are merged."""
+    case = Case(dtype, False, 16, 4, 16, kind)
+    sinks = torch.linspace(-30.0, 30.0, 8)
+    ones = [1] * len(CONTEXTS)
+    decoded = CachedSequences(case, [n - 1 for n in CONTEXTS], ones, DEVICE, kernels, sinks)
+    assert decoded.error(decoded.decoded()) < MOST_OFF[dtype]
+    pasts, news = zip(*CHUNKS, strict=True)
+    later = CachedSequences(case, pasts, news, DEVICE, kernels, sinks)
+    assert later.error(later.later()) < MOST_OFF[dtype]
+
+
 def test_a_chunk_of_few_tokens_is_cut_by_what_it_sees(kernels: BlockKernels) -> None:
     case = Case(torch.float32, False, 16, 2, 16, "window")
     step = CachedSequences(case, (900, 40), (5, 50), DEVICE, kernels)
