@@ -1,8 +1,9 @@
 """From a model directory to a model on a device.
 
 Modules are built without storage; then the tensors stream from disk in the
-order in which they lie there, one at a time, straight to their place on the
-target device in the target dtype. So the peak is the model's own size and the
+order in which they lie there, one at a time and decoded where they are
+quantised, straight to their place on the target device in the target dtype. So
+the peak is the model's own size and the
 largest tensor's, whatever the number of shards, and every name and shape has
 been checked before anything is allocated.
 """
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fastdecode.core.errors import CapacityError, CheckpointError, ConfigError, Given
-from fastdecode.core.model.checkpoint import Checkpoint, TensorEntry, open_checkpoint
+from fastdecode.core.model.checkpoint import Checkpoint, open_checkpoint
 from fastdecode.core.model.config_reader import ConfigReader
 from fastdecode.core.model.families import names_of
 from fastdecode.core.model.hf_config import text_part
@@ -33,7 +34,9 @@ from fastdecode.core.model.names import (
 )
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.stages import stage_spec
+from fastdecode.core.model.tensor_entry import TensorEntry
 from sworker.dtypes import torch_dtype
+from sworker.load.reader import PLAIN_DTYPES, TensorReader
 from sworker.model.linear import Linear
 from sworker.model.moe import Correction, ExpertLinear
 from sworker.model.rope import QueryGrowth, RotaryTable
@@ -47,7 +50,6 @@ Progress = Callable[[int, int], None]
 _PREDICTS_AHEAD = ("num_nextn_predict_layers", "num_mtp_modules", "num_mtp_layers")
 """Fields that count layers which predict more than one token."""
 _TARGET_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def load_model(
@@ -388,11 +390,11 @@ def _check(
             f"calls for {list(expected)}. Config and weights are of different models: fetch both "
             "again."
         )
-    if entry.dtype not in _DTYPES:
+    if entry.encoding is None and entry.dtype not in PLAIN_DTYPES:
         raise CheckpointError(
             f"{entry.file}: {entry.name!r} has the dtype {entry.dtype}, not one of "
-            f"{', '.join(_DTYPES)}. Use the checkpoint in float32, float16 or bfloat16 that it was "
-            "made from."
+            f"{', '.join(PLAIN_DTYPES)}, and no scales that it could be decoded with. Use the "
+            "checkpoint in float32, float16 or bfloat16 that it was made from."
         )
 
 
@@ -479,24 +481,20 @@ def _stream(
     progress: Progress | None,
 ) -> None:
     total = sum(placement.entry.num_bytes for placement in placements)
-    # One buffer for all: an allocator may keep freed blocks of this size, which
-    # would take a second tensor's room.
-    buffer = torch.empty(
-        max(placement.entry.num_bytes for placement in placements), dtype=torch.uint8
-    )
     done = 0
-    for placement in placements:
-        module = model.get_submodule(placement.module)
-        source = _read(placement.entry, buffer)
-        if placement.order is not None:
-            is_norm = placement.module.endswith("_norm")
-            source = _ordered(source, placement.order, spec.head_dim, is_norm=is_norm)
-        own = _shard_of(module, shard)
-        for target, splits, piece in _pieces(module, placement, source):
-            _place(target, splits, piece, placement.layout, spec, own)
-        done += placement.entry.num_bytes
-        if progress is not None:
-            progress(done, total)
+    with TensorReader((placement.entry for placement in placements), model.dtype) as reader:
+        for placement in placements:
+            module = model.get_submodule(placement.module)
+            source = reader.read(placement.entry)
+            if placement.order is not None:
+                is_norm = placement.module.endswith("_norm")
+                source = _ordered(source, placement.order, spec.head_dim, is_norm=is_norm)
+            own = _shard_of(module, shard)
+            for target, splits, piece in _pieces(module, placement, source):
+                _place(target, splits, piece, placement.layout, spec, own)
+            done += placement.entry.num_bytes
+            if progress is not None:
+                progress(done, total)
 
 
 def _shard_of(module: nn.Module, shard: Shard | None) -> Shard | None:
@@ -531,26 +529,6 @@ def _projection(
         return target, splits
     index = placement.part.index
     return torch.split(target, list(splits))[index], splits[index : index + 1]
-
-
-def _read(entry: TensorEntry, buffer: Tensor) -> Tensor:
-    """The tensor, as a view of the buffer's beginning."""
-    data = buffer[: entry.num_bytes]
-    try:
-        with entry.file.open("rb", buffering=0) as stream:
-            stream.seek(entry.offset)
-            view, filled = memoryview(data.numpy()), 0
-            while filled < entry.num_bytes:  # one call reads 2 GiB at most
-                count = stream.readinto(view[filled:])
-                if not count:
-                    raise CheckpointError(
-                        f"{entry.file} ended while {entry.name!r} was read: is something writing "
-                        "to it?"
-                    )
-                filled += count
-    except OSError as error:
-        raise CheckpointError(f"{entry.file} can't be read: {error.strerror or error}.") from error
-    return data.view(_DTYPES[entry.dtype]).view(entry.shape)
 
 
 def _ordered(source: Tensor, order: Sequence[int], head_dim: int, *, is_norm: bool) -> Tensor:

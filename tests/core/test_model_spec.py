@@ -206,7 +206,6 @@ def test_end_of_text_ids() -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config.*quantised"),
         (
             {"architectures": ["MambaForCausalLM"]},
             r"'MambaForCausalLM'.*recurrent.*Supported are LlamaForCausalLM.*Bloom",

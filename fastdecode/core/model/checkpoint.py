@@ -21,9 +21,12 @@ from functools import cached_property
 from pathlib import Path
 
 from fastdecode.core.errors import CheckpointError
+from fastdecode.core.model.encoded_tensors import find_weights
 from fastdecode.core.model.families import check_implemented, read_model_spec
 from fastdecode.core.model.files import read_model_file
+from fastdecode.core.model.quantisation import read_quantisation
 from fastdecode.core.model.spec import ModelSpec
+from fastdecode.core.model.tensor_entry import ITEM_BITS, TensorEntry
 
 logger = logging.getLogger(__name__)
 
@@ -40,25 +43,6 @@ INDEX_FILE = "model.safetensors.index.json"
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _EMBEDDINGS = (".embed_tokens.weight", ".wte.weight", ".embed_in.weight", ".word_embeddings.weight")
 
-_ITEM_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
-    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """One tensor on disk."""
-
-    name: str
-    file: Path
-    dtype: str
-    """As safetensors names it, e.g. ``BF16``."""
-    shape: tuple[int, ...]
-    offset: int
-    """Bytes from the file's start."""
-    num_bytes: int
-
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -71,6 +55,7 @@ class Checkpoint:
     hf_quant_config: Mapping[str, object]
     """What some exports say of quantised weights nowhere else; mostly empty."""
     tensors: Mapping[str, TensorEntry]
+    """Weights by name; quantised ones as what they are decoded to."""
     model_hash: str
     """An identity for the model: SHA-256 over its config.json and safetensors
     headers, in hex. The weights aren't read: two fine-tunes of one model that
@@ -157,7 +142,8 @@ def open_checkpoint(path: str | Path, load_format: str = "safetensors") -> Check
                 "which doesn't hold it: "
                 f"index and shards are of different versions. Fetch the model again."
             )
-    return Checkpoint(directory, config, generation, quantised, tensors, digest.hexdigest())
+    weights = find_weights(tensors, read_quantisation(config, str(directory), quantised))
+    return Checkpoint(directory, config, generation, quantised, weights, digest.hexdigest())
 
 
 def check_model(path: str | Path) -> None:
@@ -199,12 +185,12 @@ def _read_object(file: Path) -> Mapping[str, object]:
 
 def is_same(a: TensorEntry, b: TensorEntry) -> bool:
     """Whether two tensors are alike in dtype, shape and every byte; reads both,
-    up to the first difference.
+    up to the first difference. Encoded ones are taken for different.
 
     Raises:
         CheckpointError: a file can't be read.
     """
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
+    if (a.dtype, a.shape) != (b.dtype, b.shape) or a.encoding or b.encoding:
         return False
     try:
         with a.file.open("rb") as first, b.file.open("rb") as second:
@@ -332,9 +318,9 @@ def _parse_header(file: Path, header_bytes: bytes) -> list[TensorEntry]:
 def _parse_entry(file: Path, name: str, entry: object, start: int) -> TensorEntry:
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if (
-            dtype in _ITEM_BYTES and len(shape) <= MAX_DIMS and all(_is_dim(dim) for dim in shape)
+            dtype in ITEM_BITS and len(shape) <= MAX_DIMS and all(_is_dim(dim) for dim in shape)
         ):
-            num_bytes = _ITEM_BYTES[dtype] * math.prod(shape)
+            num_bytes = ITEM_BITS[dtype] * math.prod(shape) // 8
             if begin >= 0 and end - begin == num_bytes:
                 return TensorEntry(name, file, dtype, tuple(shape), start + begin, num_bytes)
     raise _broken(file, f"the header's entry of {name!r} makes no sense")

@@ -18,12 +18,12 @@ from fastdecode.core.model.hf_config import (
     limit_length,
     read_dtype,
     refuse_feature,
-    refuse_quantisation,
     text_part,
 )
 from fastdecode.core.model.moe import Router
 from fastdecode.core.model.moe_rows import deepseek_router, shared, softmax_router
 from fastdecode.core.model.names import Source
+from fastdecode.core.model.quantisation import read_quantisation
 from fastdecode.core.model.refused import refuse_unknown
 from fastdecode.core.model.rope import MAX_POSITIONS, RotaryRules
 from fastdecode.core.model.rows import (
@@ -61,7 +61,7 @@ def check_implemented(
     """
     reader = text_part(ConfigReader(config, f"{name}/config.json"))
     row, _ = find_row(reader)
-    refuse_quantisation(reader, hf_quant_config)
+    read_quantisation(reader.fields, name, hf_quant_config)
     row.refuse_features(reader)
 
 
@@ -95,7 +95,7 @@ def read_model_spec(
     """
     reader = text_part(ConfigReader(config, f"{name}/config.json"))
     row, architecture = find_row(reader)
-    refuse_quantisation(reader, hf_quant_config)
+    quantisation = read_quantisation(reader.fields, name, hf_quant_config)
     generation = ConfigReader(generation_config or {}, f"{name}/generation_config.json")
     start = ModelSpec(
         name=name,
@@ -115,6 +115,7 @@ def read_model_spec(
         activation="silu",
         norm="rms",
         norm_eps=1e-6,
+        quantisation=quantisation,
     )
     spec = row.read(reader, start, max_model_len)
     eos = generation.token_ids("eos_token_id") or reader.token_ids("eos_token_id")

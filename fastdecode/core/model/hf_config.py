@@ -60,17 +60,6 @@ def text_part(reader: ConfigReader) -> ConfigReader:
     return ConfigReader({**text.fields, **whole}, reader.where)
 
 
-def refuse_quantisation(reader: ConfigReader, hf_quant_config: Mapping[str, object] | None) -> None:
-    """Refuse weights that aren't plain numbers, whichever file says so."""
-    if reader.fields.get("quantization_config"):
-        raise refuse_feature(reader, "quantization_config", "quantised weights")
-    if hf_quant_config:
-        where = reader.where.removesuffix("config.json") + "hf_quant_config.json"
-        raise refuse_feature(
-            ConfigReader(hf_quant_config, where), "quantization", "quantised weights"
-        )
-
-
 def refuse_features(
     reader: ConfigReader, own: Mapping[str, str], *, has_experts: bool = False
 ) -> None:
@@ -88,11 +77,9 @@ def refuse_features(
 
 
 def refuse_feature(reader: ConfigReader, name: str, feature: str) -> UnsupportedModelError:
-    mend = "Use a checkpoint without it"
-    if name.startswith("quantization"):
-        mend = "Use the checkpoint in float32, float16 or bfloat16 that it was made from"
     return UnsupportedModelError(
-        f"{reader.where}: {name!r} asks for {feature}, which isn't implemented. {mend}."
+        f"{reader.where}: {name!r} asks for {feature}, which isn't implemented. Use a checkpoint "
+        "without it."
     )
 
 

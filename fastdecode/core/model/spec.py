@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import UnsupportedModelError
 from fastdecode.core.model.moe import MlpKind, Moe
+from fastdecode.core.model.quantisation import Quantisation
 from fastdecode.core.model.rope import RopeSpec
 from fastdecode.core.spec import AttentionSpec, KVSpec
 
@@ -118,6 +119,9 @@ class ModelSpec:
     """The experts of the layers that have them."""
     mlps: tuple[MlpKind, ...] = ()
     """What each layer's MLP is; empty: experts everywhere if there are any."""
+    quantisation: Quantisation | None = None
+    """How the checkpoint's weights are quantised. They are decoded while they are
+    loaded: the model computes with plain numbers."""
     tied_embeddings: bool = False
     """The token embedding is the output projection too."""
     bos_token_id: int | None = None

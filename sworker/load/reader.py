@@ -1,0 +1,114 @@
+"""Reading tensors of a checkpoint, one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from io import FileIO
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fastdecode.core.errors import CheckpointError
+from fastdecode.core.model.tensor_entry import TensorEntry
+from sworker.load.decoding import decode
+
+PLAIN_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+}  # fmt: skip
+"""Dtypes of tensors that are read as they are."""
+
+_MAX_OPEN_FILES = 16
+
+
+class TensorReader:
+    """Reads tensors into one buffer. Quantised ones come out decoded: a caller
+    sees names and shapes of weights, not formats.
+
+    One buffer for all: an allocator may keep freed blocks of a tensor's size,
+    which would take a second tensor's room. Files stay open until ``close``:
+    some checkpoints hold 40,000 tensors.
+    """
+
+    def __init__(self, entries: Iterable[TensorEntry], dtype: torch.dtype) -> None:
+        """
+        Args:
+            entries: all that will be read.
+            dtype: that encoded ones are decoded to.
+        """
+        self.dtype = dtype
+        sizes = [self._num_bytes(entry) for entry in entries]
+        self._buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8)
+        self._codes = torch.empty(0, dtype=torch.uint8)
+        self._files: dict[Path, FileIO] = {}
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def read(self, entry: TensorEntry) -> Tensor:
+        """The tensor, contiguous, of ``entry.shape``, in the dtype that it has
+        on disk, or ``dtype`` if it is encoded. Valid until the next is read.
+
+        Raises:
+            CheckpointError: the file can't be read, ends too early, or holds
+                scales that make no sense.
+        """
+        out = self._buffer[: self._num_bytes(entry)]
+        if entry.encoding is None:
+            self._fill(out, entry, 0)
+            return out.view(PLAIN_DTYPES[entry.dtype]).view(entry.shape)
+        weights = out.view(self.dtype).view(entry.shape)
+        decode(entry, self._read_codes, weights)
+        return weights
+
+    def _num_bytes(self, entry: TensorEntry) -> int:
+        if entry.encoding is None:
+            return entry.num_bytes
+        count, rows, columns = entry.encoding.matrix
+        return count * rows * columns * self.dtype.itemsize
+
+    def _read_codes(self, entry: TensorEntry, start: int, count: int) -> Tensor:
+        """Some bytes of a tensor, which are valid until the next are read."""
+        if self._codes.numel() < count:
+            self._codes = torch.empty(count, dtype=torch.uint8)
+        data = self._codes[:count]
+        self._fill(data, entry, start)
+        return data
+
+    def _fill(self, data: Tensor, entry: TensorEntry, start: int) -> None:
+        with _reading(entry):
+            file = self._open(entry.file)
+            file.seek(entry.offset + start)
+            view, filled = memoryview(data.numpy()), 0
+            while filled < len(view):  # one call reads 2 GiB at most
+                count = file.readinto(view[filled:])
+                if not count:
+                    raise CheckpointError(
+                        f"{entry.file} ended while {entry.name!r} was read: is something writing "
+                        "to it?"
+                    )
+                filled += count
+
+    def _open(self, path: Path) -> FileIO:
+        if path not in self._files:
+            if len(self._files) >= _MAX_OPEN_FILES:
+                self.close()
+            self._files[path] = path.open("rb", buffering=0)
+        return self._files[path]
+
+
+@contextlib.contextmanager
+def _reading(entry: TensorEntry) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{entry.file} can't be read: {error.strerror or error}.") from error

@@ -1,0 +1,127 @@
+"""What config files say of quantised weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fastdecode.core.errors import CheckpointError, UnsupportedModelError
+from fastdecode.core.model.quantisation import Quantisation, read_quantisation
+
+
+def read(hf_quant_config: dict[str, Any] | None = None, **config: Any) -> Quantisation | None:
+    return read_quantisation(
+        {"quantization_config": config} if config else {}, "demo", hf_quant_config
+    )
+
+
+def group(**weights: Any) -> dict[str, Any]:
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized",
+            "config_groups": {"g": {"weights": weights, "targets": ["Linear"]}}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "bytes_per_weight"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "FP8 in blocks of 128x128", 1),
+        ({"quant_method": "fbgemm_fp8"}, "FP8", 1),
+        ({"quant_method": "mxfp4"}, "MXFP4", 17 / 32),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "FP8", 1),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4", 9 / 16),
+        ({"quant_method": "awq", "group_size": 128}, "AWQ", 0.5 + 20 / 128 / 8),
+        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, "GPTQ", 1),
+        ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq"},
+         "GPTQ", 0.5 + 20 / 128 / 8),
+        (group(num_bits=4, type="int", group_size=32), "INT4", 0.5 + 16 / 32 / 8),
+        (group(num_bits=4, type="float", group_size=16), "NVFP4", 9 / 16),
+        (group(num_bits=8, type="float", strategy="channel"), "FP8", 1),
+    ],
+)  # fmt: skip
+def test_formats(config: dict[str, Any], name: str, bytes_per_weight: float) -> None:
+    found = read(**config)
+    assert found is not None
+    assert found.name == name
+    assert found.bytes_per_weight == pytest.approx(bytes_per_weight, abs=1e-4)
+
+
+def test_a_plain_config_says_nothing() -> None:
+    assert read() is None
+    assert read(hf_quant_config={}) is None
+
+
+def test_modelopt_may_say_it_in_a_file_of_its_own() -> None:
+    told = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8",
+            "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}}  # fmt: skip
+    found = read(hf_quant_config=told)
+    assert found is not None and found.name == "FP8"
+    assert not found.covers("lm_head") and found.covers("model.layers.0.mlp.up_proj")
+    inner = {"text_config": {"quantization_config": {"quant_method": "mxfp4"}}}
+    of_text = read_quantisation(inner, "demo", told)
+    assert of_text is not None and of_text.name == "MXFP4"  # config.json has precedence
+
+
+def test_modules_that_are_skipped() -> None:
+    patterns = ["lm_head", "model.layers.*.self_attn", "re:.*shared_experts.*", "*.gate", "re:["]
+    found = read(quant_method="mxfp4", modules_to_not_convert=patterns)
+    assert found is not None
+    skipped = ("lm_head", "model.layers.3.self_attn.q_proj", "model.layers.3.mlp.gate",
+               "model.layers.3.mlp.shared_experts.up_proj")  # fmt: skip
+    for module in skipped:
+        assert not found.covers(module), module
+    for module in ("model.layers.3.mlp.gate_proj", "model.layers.3.mlp.experts.1.up_proj"):
+        assert found.covers(module), module
+    assert found.module_bytes("lm_head", 2) == 2
+
+
+def test_formats_that_differ_by_layer() -> None:
+    layers = {"model.layers.0.mlp.experts": {"quant_algo": "NVFP4"},
+              "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"}}  # fmt: skip
+    found = read(quant_method="modelopt", quant_algo="MIXED_PRECISION", quantized_layers=layers)
+    assert found is not None and found.name == "FP8 and NVFP4 by layer"
+    assert found.module_bytes("model.layers.0.self_attn.q_proj", 2) == 1
+    assert found.module_bytes("model.layers.0.mlp.experts.7.up_proj", 2) == 9 / 16
+    assert found.module_bytes("model.layers.1.self_attn.q_proj", 2) == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes.*table of nested scales.*bfloat16.*GPTQ"),
+        ({"load_in_4bit": True}, "bitsandbytes"),
+        ({"quant_method": "new-thing"}, "'new-thing' can't be decoded: nothing is known of it"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "e5m2.*only e4m3"),
+        ({"quant_method": "gptq", "bits": 3}, "gptq 3 bits.*2, 4 and 8"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin.*layouts"),
+        ({"quant_method": "awq", "version": "gemv"}, "gemv.*packed for gemm"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "activations are scaled"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24",
+          "config_groups": {"g": {"weights": {"num_bits": 4}}}}, "marlin-24.*packed otherwise"),
+        (group(num_bits=3, type="int"), "int3"),
+        ({"quant_method": "compressed-tensors"}, "names no weights"),
+        ({**group(num_bits=4), "transform_config": {"rotations": 1}}, "transform_config"),
+        ({"quant_method": "auto-round", "packing_format": "exllama"}, "exllama"),
+    ],
+)  # fmt: skip
+def test_what_is_not_decoded_is_refused(config: dict[str, Any], match: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=match):
+        read(**config)
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"quant_method": 5}, "quant_method"),
+        ({"something": 1}, "quant_method.*missing"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size.*two whole"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size"),
+        ({"quant_method": "fp8", "weight_block_size": [True, 128]}, "weight_block_size"),
+        ({"quant_method": "gptq", "group_size": 1.5}, "group_size"),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": "x"}, "modules_to_not_convert"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
+          "quantized_layers": {"a": 1}}, "'a'.*an object"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(config: dict[str, Any], match: str) -> None:
+    with pytest.raises(CheckpointError, match=match):
+        read(**config)

@@ -1,0 +1,156 @@
+"""Quantised tensors for tests: random codes in every format, encoders of given
+weights, and slow decoders that follow the formats' definitions value by value.
+
+Nothing here shares code with what it checks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+Decoded = np.ndarray  # float32
+
+
+def e4m3(code: int) -> float:
+    sign, exponent, mantissa = code >> 7, code >> 3 & 15, code & 7
+    value = mantissa * 2.0**-9 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    return -value if sign else value
+
+
+def e2m1(code: int) -> float:
+    sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
+    value = mantissa * 0.5 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
+    return -value if sign else value
+
+
+def raw(tensor: Tensor) -> np.ndarray:
+    """Bytes, [..., last dim · item size]."""
+    if tensor.dim() == 0:
+        tensor = tensor.view(1)
+    return tensor.contiguous().view(torch.uint8).numpy()
+
+
+def bits_of(words: Tensor, bits: int) -> np.ndarray:
+    """Unsigned numbers of so many bits that lie in a row of words, lowest first."""
+    flat = raw(words)
+    out = []
+    for row in flat.reshape(-1, flat.shape[-1]):
+        number = int.from_bytes(row.tobytes(), "little")
+        count = 8 * len(row) // bits
+        out.append([number >> (bits * i) & ((1 << bits) - 1) for i in range(count)])
+    return np.array(out, dtype=np.int64)
+
+
+def pack(values: np.ndarray, bits: int) -> Tensor:
+    """[rows, n] numbers of so many bits → int32 [rows, ceil(n · bits / 32)]."""
+    rows = []
+    for row in values.tolist():
+        number = sum(value << (bits * i) for i, value in enumerate(row))
+        num_words = -(-len(row) * bits // 32)
+        rows.append(np.frombuffer(number.to_bytes(4 * num_words, "little"), dtype="<i4"))
+    return torch.from_numpy(np.stack(rows).copy())
+
+
+def pack_awq(values: np.ndarray) -> Tensor:
+    """As AutoAWQ: the value at place p of a word is the one at order[p]."""
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    rows, columns = values.shape
+    return pack(values.reshape(rows, columns // 8, 8)[:, :, order].reshape(rows, columns), 4)
+
+
+def scaled(
+    values: np.ndarray,
+    scale: np.ndarray,
+    block: tuple[int, int],
+    zero: np.ndarray | None = None,
+) -> Decoded:
+    """(value - zero) · scale, one weight at a time, in float32."""
+    out = np.empty(values.shape, np.float32)
+    for row in range(values.shape[0]):
+        for column in range(values.shape[1]):
+            at = row // block[0], column // block[1]
+            value = np.float32(values[row, column])
+            if zero is not None:
+                value = np.float32(value - np.float32(zero[at]))
+            out[row, column] = value * np.float32(scale[at])
+    return out
+
+
+def table(of: Callable[[int], float], codes: np.ndarray) -> np.ndarray:
+    known = {code: of(code) for code in np.unique(codes).tolist()}
+    return np.vectorize(known.__getitem__, otypes=[np.float32])(codes)
+
+
+class Draw:
+    """Random parts of quantised tensors."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+
+    def fp8(self, *shape: int) -> Tensor:
+        codes = self.random.integers(0, 256, shape, dtype=np.uint8)
+        codes[(codes & 127) == 127] = 0  # not a number
+        return torch.from_numpy(codes).view(torch.float8_e4m3fn)
+
+    def bytes(self, *shape: int, low: int = 0, high: int = 256) -> Tensor:
+        return torch.from_numpy(self.random.integers(low, high, shape, dtype=np.uint8))
+
+    def numbers(self, *shape: int, high: int = 16) -> np.ndarray:
+        return self.random.integers(0, high, shape)
+
+    def scale(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        drawn = np.asarray(self.random.uniform(0.01, 2.0, shape), dtype=np.float32)
+        return torch.from_numpy(drawn).to(dtype)
+
+
+def fp8_blocks(weight: Tensor, block: int = 128) -> tuple[Tensor, Tensor]:
+    """Codes and scales [⌈N/block⌉, ⌈K/block⌉] of a matrix, as DeepSeek made them."""
+    rows, columns = weight.shape
+    scale = torch.empty(-(-rows // block), -(-columns // block))
+    codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+    for i in range(scale.shape[0]):
+        for j in range(scale.shape[1]):
+            at = slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block)
+            scale[i, j] = weight[at].abs().max().clamp_min(1e-8) / 448
+            codes[at] = (weight[at] / scale[i, j]).to(torch.float8_e4m3fn)
+    return codes, scale
+
+
+def nearest_e2m1(values: Tensor) -> Tensor:
+    """4-bit codes, uint8."""
+    table = torch.tensor([e2m1(code) for code in range(16)])
+    return (values.unsqueeze(-1) - table).abs().argmin(-1).to(torch.uint8)
+
+
+def pairs(codes: Tensor) -> Tensor:
+    """4-bit codes → bytes, the first in the low bits."""
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def edit_checkpoint(
+    source: Path, target: Path, quantise: Callable[[str, Tensor], Tensors | None], **config: Any
+) -> Path:
+    """A copy of a single-file checkpoint in which ``quantise`` has replaced
+    tensors, and ``config`` fields of config.json."""
+    target.mkdir()
+    tensors: Tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        made = quantise(name, tensor)
+        tensors.update({name: tensor} if made is None else made)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()},
+              target / "model.safetensors")  # fmt: skip
+    for file in source.iterdir():
+        if file.suffix != ".safetensors":
+            (target / file.name).write_bytes(file.read_bytes())
+    read = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**read, **config}))
+    return target
