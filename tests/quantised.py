@@ -154,3 +154,117 @@ def edit_checkpoint(
     read = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**read, **config}))
     return target
+
+
+# --- weights as every format stores them, and what they are decoded to
+# -----------------------------------------------------------------------------
+
+Made = tuple[Tensors, Tensor]
+"""Tensors by what is added to a module's name, and the decoded weight, float32."""
+
+
+def _draw_scales(weight: Tensor, group: int, top: float) -> Tensor:
+    """[N, K / group]: such that the largest of a group becomes ``top``."""
+    groups = weight.view(weight.shape[0], -1, group)
+    return groups.abs().amax(-1).clamp_min(1e-6) / top
+
+
+def as_fp8_blocks(weight: Tensor) -> Made:
+    codes, scale = fp8_blocks(weight, 48)
+    decoded = scaled(table(e4m3, raw(codes)), scale.numpy(), (48, 48))
+    return {".weight": codes, ".weight_scale_inv": scale}, torch.from_numpy(decoded)
+
+
+def as_fp8(weight: Tensor) -> Made:
+    scale = weight.abs().max() / 448
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    decoded = scaled(table(e4m3, raw(codes)), scale.view(1, 1).numpy(), tuple(weight.shape))
+    parts = {".weight": codes, ".weight_scale": scale, ".input_scale": torch.ones(())}
+    return parts, torch.from_numpy(decoded)
+
+
+def as_nvfp4(weight: Tensor) -> Made:
+    wanted = _draw_scales(weight, 16, 6.0)
+    factor = wanted.max() / 448
+    scale = (wanted / factor).to(torch.float8_e4m3fn)
+    whole = torch.from_numpy(table(e4m3, raw(scale)) * factor.numpy()).clamp_min(1e-9)
+    codes = nearest_e2m1(weight / whole.repeat_interleave(16, 1))
+    decoded = scaled(table(e2m1, codes.numpy()), table(e4m3, raw(scale)) * factor.numpy(), (1, 16))
+    parts = {".weight": pairs(codes), ".weight_scale": scale, ".weight_scale_2": factor}
+    return parts, torch.from_numpy(decoded)
+
+
+def as_int4(weight: Tensor) -> Made:
+    scale = _draw_scales(weight, 16, 7.0).bfloat16()
+    codes = (weight / scale.float().repeat_interleave(16, 1)).round().clamp(-8, 7) + 8
+    decoded = scaled(codes.numpy() - 8, scale.float().numpy(), (1, 16))
+    packed = pack(codes.numpy().astype(np.int64), 4)
+    shape = torch.tensor(weight.shape)
+    parts = {".weight_packed": packed, ".weight_scale": scale, ".weight_shape": shape}
+    return parts, torch.from_numpy(decoded)
+
+
+def _with_zeros(weight: Tensor) -> tuple[np.ndarray, np.ndarray, Tensor]:
+    """Codes [K, N], zero points [K / 16, N], scales alike in float16."""
+    groups = weight.T.reshape(-1, 16, weight.shape[0])
+    low, high = groups.amin(1), groups.amax(1)
+    scale = ((high - low) / 15).clamp_min(1e-4).half()
+    zero = (-low / scale.float()).round().clamp(1, 15)
+    codes = (groups / scale.float().unsqueeze(1) + zero.unsqueeze(1)).round().clamp(0, 15)
+    return (
+        codes.view(weight.T.shape).numpy().astype(np.int64),
+        zero.numpy().astype(np.int64),
+        scale,
+    )
+
+
+def as_awq(weight: Tensor) -> Made:
+    codes, zero, scale = _with_zeros(weight)
+    decoded = scaled(codes, scale.float().numpy(), (16, 1), zero).T
+    parts = {".qweight": pack_awq(codes), ".qzeros": pack_awq(zero), ".scales": scale}
+    return parts, torch.from_numpy(np.ascontiguousarray(decoded))
+
+
+def as_gptq(weight: Tensor) -> Made:
+    codes, zero, scale = _with_zeros(weight)
+    index = np.arange(codes.shape[0]) // 16
+    decoded = scaled(codes, scale.float().numpy(), (16, 1), zero).T
+    parts = {".qweight": pack(codes.T, 4).T, ".qzeros": pack(zero - 1, 4), ".scales": scale,
+             ".g_idx": torch.from_numpy(index.astype(np.int32))}  # fmt: skip
+    return parts, torch.from_numpy(np.ascontiguousarray(decoded))
+
+
+WAYS: dict[str, tuple[Callable[[Tensor], Made], dict[str, Any]]] = {
+    "fp8-blocks": (as_fp8_blocks, {"quant_method": "fp8", "weight_block_size": [48, 48]}),
+    "fp8": (as_fp8, {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "nvfp4": (as_nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}),
+    "int4": (as_int4, {"quant_method": "compressed-tensors", "format": "pack-quantized",
+                       "config_groups": {"g": {"targets": ["Linear"], "weights": {
+                           "num_bits": 4, "type": "int", "group_size": 16}}}}),
+    "awq": (as_awq, {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}),
+    "gptq": (as_gptq, {"quant_method": "gptq", "bits": 4, "group_size": 16}),
+}  # fmt: skip
+
+
+def quantise_checkpoint(source: Path, directory: Path, way: str) -> tuple[Path, Path]:
+    """A checkpoint whose projections are quantised, and one that holds, in
+    float32, what they are decoded to. Biases, norms and embeddings stay."""
+    encode, config = WAYS[way]
+    made: dict[str, Made] = {}
+
+    def quantise(name: str, tensor: Tensor) -> Tensors | None:
+        if not name.endswith("_proj.weight"):
+            return None
+        made[name] = encode(tensor)
+        stem = name.removesuffix(".weight")
+        return {stem + suffix: part for suffix, part in made[name][0].items()}
+
+    quantised = edit_checkpoint(
+        source, directory / way, quantise, quantization_config=config, torch_dtype="float32"
+    )
+    plain = edit_checkpoint(
+        source,
+        directory / f"{way}-decoded",
+        lambda name, _: {name: made[name][1]} if name in made else None,
+    )
+    return quantised, plain

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from fastdecode.core.dtype import DType
 from fastdecode.core.errors import CheckpointError
 from fastdecode.core.model.encoded_tensors import find_weights
 from fastdecode.core.model.families import check_implemented, read_model_spec
@@ -84,6 +85,20 @@ class Checkpoint:
             max_model_len=max_model_len,
         )
         return replace(spec, tied_embeddings=spec.tied_embeddings and not self._has_own_head)
+
+    def about_decoding(self, spec: ModelSpec, dtype: DType) -> str | None:
+        """What quantised weights take on disk and in memory, for people; None: there
+        are none."""
+        encoded = [entry for entry in self.tensors.values() if entry.encoding is not None]
+        if not encoded:
+            return None
+        names = spec.quantisation.name if spec.quantisation else encoded[0].dtype
+        on_disk = sum(entry.num_bytes for entry in self.tensors.values())
+        in_memory = spec.num_parameters * dtype.size_bytes
+        return (
+            f"weights are {names}, {on_disk / 1e9:.2f} GB on disk; they are decoded to {dtype} "
+            f"while they are loaded, and take {in_memory / 1e9:.2f} GB in memory"
+        )
 
     @cached_property
     def _has_own_head(self) -> bool:

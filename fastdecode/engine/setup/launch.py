@@ -262,6 +262,8 @@ class RunningEngine:
             f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, "
             f"{resolved.dtype}) on {where}: {resolved.memory}; {about_kept_blocks(config)}"
         )
+        if decoding := self._checkpoint.about_decoding(self.spec, resolved.dtype):
+            tell(decoding)
         if resolved.why_placed:
             tell(resolved.why_placed)
         if config.s_part.tp > 1:

@@ -345,7 +345,7 @@ def test_gptq_that_does_not_fit_is_refused(tmp_path: Path, tensors: Tensors, mat
 def test_gptq_without_zero_points_is_refused(tmp_path: Path) -> None:
     tensors = gptq_with()
     del tensors["m.qzeros"]
-    with pytest.raises(CheckpointError, match="no m[.]qzeros beside it"):
+    with pytest.raises(CheckpointError, match=r"no m\.qzeros beside it"):
         read(tmp_path, tensors, torch.float32, told(**GPTQ))
 
 

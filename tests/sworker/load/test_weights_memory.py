@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quantised import edit_checkpoint
 from safetensors.torch import save_file
 
 _CONFIG = {
@@ -63,9 +64,31 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def quantised(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with projections in FP8: of 4 MB at most."""
+
+    def quantise(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
+        if not name.endswith("_proj.weight"):
+            return None
+        scale = torch.ones(tensor.shape[0] // 128, tensor.shape[1] // 128)
+        return {name: tensor.to(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
+
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    path = tmp_path_factory.mktemp("quantised") / "fp8"
+    return edit_checkpoint(checkpoint, path, quantise, quantization_config=config)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_peak_memory(dtype: str, checkpoint: Path, tiny_checkpoint: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("made", ["checkpoint", "quantised"])
+def test_peak_memory(
+    made: str,
+    dtype: str,
+    request: pytest.FixtureRequest,
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    checkpoint = request.getfixturevalue(made)
     command = [
         sys.executable,
         "-c",
