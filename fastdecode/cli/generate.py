@@ -30,6 +30,7 @@ from fastdecode.conversations.keeping import Keeping
 from fastdecode.core.errors import imports_for
 from fastdecode.core.files import check_paths
 from fastdecode.core.host.interrupts import interrupt
+from fastdecode.core.model.local_models import find_model
 from fastdecode.core.progress import Progress
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED, Stopping, asked_by_signals, stop_signals
 
@@ -95,7 +96,7 @@ def _generate(args: argparse.Namespace) -> int:
             progress.print(_shown(prompt, line))
 
         job = stack.enter_context(
-            open_ordered_job(options, Path(args.model), tell, show if args.show else None)
+            open_ordered_job(options, find_model(args.model), tell, show if args.show else None)
         )
         llm = stack.enter_context(
             LLM(

@@ -30,6 +30,7 @@ from fastdecode.core.config.placement import read_placement
 from fastdecode.core.config.s_part import MAX_PP, MAX_TP
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.install import pip_command
+from fastdecode.core.model.local_models import find_model
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED, stop_signals
 from fastdecode.wire.mpi.launcher import LAUNCH_LINE
 from fastdecode.wire.mpirun_line import JobHost, JobLine, parse_hosts, vendor_of
@@ -156,7 +157,7 @@ def _check(args: argparse.Namespace, *, files: bool) -> None:
             raise ConfigError(as_typed(error, vars(args)), code=error.code) from None
         if files and args.command != "serve" and not args.input.is_file():
             raise ConfigError(f"the input {args.input} is not a file that can be read")
-        if files and not Path(args.model).is_dir():
+        if files and not find_model(args.model).is_dir():
             raise ConfigError(f"the model {args.model} is not a directory")
 
 

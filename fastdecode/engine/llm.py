@@ -28,6 +28,7 @@ from fastdecode.conversations.turns import PromptTurn, Turn, check_id
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.delta import Delta
 from fastdecode.core.errors import ConfigError, WorkerError
+from fastdecode.core.model.local_models import find_model
 from fastdecode.core.progress import Progress
 from fastdecode.core.resuming import Session
 from fastdecode.core.sequence import (
@@ -93,7 +94,7 @@ class LLM:
     ) -> None:
         keeping = Keeping.taken_from(options)
         self.config = config = EngineConfig.of(model, **options)
-        self.conversations = keeping.open(Path(model))
+        self.conversations = keeping.open(find_model(model))
         """What ``conversation_id`` names."""
         self._service = make_service(config, progress, trace, times, session)
         try:
@@ -321,7 +322,7 @@ def _end_conversation(service: EngineService[Any], token_ids: Sequence[int], sal
 def _chat_template(model: str, path: str | Path | None) -> ChatTemplate:
     """A model's chat template, or that of a file in its place. Raises
     ConfigError: there is none."""
-    template = ChatTemplate.load(Path(model), None if path is None else Path(path))
+    template = ChatTemplate.load(find_model(model), None if path is None else Path(path))
     if template is None:
         raise ConfigError(
             f"{model} has no chat template: give a file as chat_template, or use generate",

@@ -19,6 +19,7 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.core.files import check_paths
 from fastdecode.core.model.checkpoint import check_model, open_checkpoint
 from fastdecode.core.model.identity import identify
+from fastdecode.core.model.local_models import find_model
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.jobs.job import AnswerRules, BatchJob
 from fastdecode.jobs.journal import HeldOutput, Journal, Recovered, hold
@@ -98,7 +99,7 @@ def open_job(options: JobOptions, config: EngineConfig, tell: Callable[[str], No
     check_paths(options.input, output=options.output, **beside)
     check_model(config.model)
     template, reader, lines = _format(options, config)
-    found = _survey(options, Path(config.model), lines, tell)
+    found = _survey(options, find_model(config.model), lines, tell)
     if found.num_turns and (why := why_none(config)):
         tell(f"warning: {why}")
     held = hold(options.output)
@@ -115,7 +116,9 @@ def open_job(options: JobOptions, config: EngineConfig, tell: Callable[[str], No
             f"the run before ended in the middle of a line: {recovered.num_torn_bytes} bytes were "
             "cut off"
         )
-    turns = _turns(options, Path(config.model), held, recovered, are_wanted=found.num_turns > 0)
+    turns = _turns(
+        options, find_model(config.model), held, recovered, are_wanted=found.num_turns > 0
+    )
     session = _session(options, config, held, recovered)
     journal = Journal(
         options.output,
@@ -134,7 +137,7 @@ def _format(
     """How the input is read; the first two if its lines are OpenAI's."""
     if not is_openai(options.input):
         return None, None, SimpleLines(SamplingParams(**options.sampling))
-    template = ChatTemplate.load(Path(config.model), options.chat_template)
+    template = ChatTemplate.load(find_model(config.model), options.chat_template)
     reader = _reader(options, config, has_template=template is not None)
     return template, reader, OpenAILines(reader, run_id="")
 
@@ -249,14 +252,15 @@ def _manifest(
         if options.begin == "resume" and (not is_empty or path.exists())
         else None
     )
-    checkpoint = open_checkpoint(config.model, config.s_part.load_format)
+    directory = find_model(config.model)
+    checkpoint = open_checkpoint(directory, config.s_part.load_format)
     spec = checkpoint.spec(max_model_len=config.s_part.max_model_len)
     identity = identify(config, spec)
     now = new_manifest(
         lines=lines,
         input_sha256=found.sha256,
         sampling=options.sampling,
-        model=identify_model(Path(config.model), options.chat_template, config.s_part.load_format),
+        model=identify_model(directory, options.chat_template, config.s_part.load_format),
         dtype=identity.dtype.value,
         kv_dtype=identity.kv_dtype.value,
         max_model_len=identity.max_model_len,

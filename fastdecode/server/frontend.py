@@ -29,6 +29,7 @@ from fastdecode.core.errors import (
     WorkerError,
 )
 from fastdecode.core.host.logs import keep_traces_out
+from fastdecode.core.model.local_models import find_model
 from fastdecode.core.secret_file import exposure
 from fastdecode.server.channel import AsyncChannel
 from fastdecode.server.client import EngineClient
@@ -196,13 +197,11 @@ def _config(options: ServeOptions, app: Refusals) -> uvicorn.Config:
 
 
 def _open_front(opening: Opening, options: ServeOptions, channel: AsyncChannel) -> Front:
-    template_file = options.chat_template
-    codec = TextCodec.load(opening.model, opening.max_model_len)
-    template = ChatTemplate.load(
-        Path(opening.model), None if template_file is None else Path(template_file)
-    )
+    template_file, model = options.chat_template, find_model(opening.model)
+    codec = TextCodec.load(model, opening.max_model_len)
+    template = ChatTemplate.load(model, None if template_file is None else Path(template_file))
     log = RequestLog(options.request_log)
-    conversations = Keeping(**opening.keeping).open(Path(opening.model))
+    conversations = Keeping(**opening.keeping).open(model)
     client = EngineClient(channel.send)
     return Front(opening, options, codec, template, client, log, conversations)
 

@@ -13,18 +13,19 @@ from fastdecode.core.sequence import SamplingParams
 from fastdecode.text.begun_stop import BegunStop
 from fastdecode.text.detokenizer import Detokenizer, NoDetokenizer, Vocabulary, detokenizer_for
 from fastdecode.text.encoder import Encoder
+from fastdecode.text.tokenizer_files import find_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
 def lacks_tokenizer(model_dir: Path) -> bool:
-    """Whether a model directory serves token ids only."""
-    return model_dir.is_dir() and not _tokenizer_file(model_dir).exists()
+    """Whether a model directory serves token ids only.
 
-
-def _tokenizer_file(model_dir: Path) -> Path:
-    return model_dir / "tokenizer.json"
+    Raises:
+        CheckpointError: as ``find_tokenizer``.
+    """
+    return model_dir.is_dir() and find_tokenizer(model_dir) is None
 
 
 class TextCodec:
@@ -55,7 +56,7 @@ class TextCodec:
 
     @classmethod
     def load(cls, model_dir: str | Path, max_model_len: int | None = None) -> TextCodec:
-        """Read ``tokenizer.json`` (it may be absent) and what
+        """Read ``tokenizer.json``, or ``tekken.json`` (both may be absent), and what
         ``tokenizer_config.json`` says of EOS.
 
         Of BOS ``tokenizer.json`` alone says what begins a text, as for
@@ -66,12 +67,13 @@ class TextCodec:
                 whatever can be encoded.
 
         Raises:
-            CheckpointError: a file is there but can't be used.
+            CheckpointError: a file is there but can't be used, or is of a kind
+                that has to be converted.
             MissingExtraError: the model has a tokenizer, but the package
                 ``tokenizers`` isn't installed.
         """
-        path = _tokenizer_file(Path(model_dir))
-        if not path.exists():
+        path = find_tokenizer(Path(model_dir))
+        if path is None:
             return cls(None)
         with imports_for(f"reading {path}"):
             from tokenizers import Tokenizer
@@ -80,7 +82,7 @@ class TextCodec:
         # before it is loaded here.
         encoder = Encoder(path, max_model_len)
         tokenizer = Tokenizer.from_buffer(content)
-        eos = _eos_token(path.with_name("tokenizer_config.json"))
+        eos = _eos_token(Path(model_dir) / "tokenizer_config.json")
         return cls(tokenizer, encoder, None if eos is None else tokenizer.token_to_id(eos))
 
     @property

@@ -25,6 +25,7 @@ from fastdecode.core.errors import CheckpointError
 from fastdecode.core.model.encoded_tensors import find_weights
 from fastdecode.core.model.families import check_implemented, read_model_spec
 from fastdecode.core.model.files import read_model_file
+from fastdecode.core.model.local_models import find_model
 from fastdecode.core.model.quantisation import read_quantisation
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.tensor_entry import ITEM_BITS, TensorEntry
@@ -126,7 +127,7 @@ def open_checkpoint(path: str | Path, load_format: str = "safetensors") -> Check
         CheckpointError: a file is missing or broken, or the index doesn't fit
             the files; says what to do.
     """
-    directory = Path(path)
+    directory = find_model(path)
     config_bytes, config, quantised = _read_config(directory)
     generation = _read_object(directory / "generation_config.json")
     if config.get("auto_map"):
@@ -168,7 +169,7 @@ def check_model(path: str | Path) -> None:
     Raises:
         UnsupportedModelError, CheckpointError: as ``open_checkpoint``.
     """
-    _read_config(Path(path))
+    _read_config(find_model(path))
 
 
 def _read_config(directory: Path) -> tuple[bytes, Mapping[str, object], Mapping[str, object]]:
@@ -176,8 +177,8 @@ def _read_config(directory: Path) -> tuple[bytes, Mapping[str, object], Mapping[
     if not directory.is_dir():
         raise CheckpointError(
             f"{directory} is not a directory. A model is a local directory in the Hugging Face "
-            "layout (config.json, *.safetensors); models are never downloaded: fetch it first, "
-            "e.g. with `hf download`."
+            "layout (config.json, *.safetensors), or org/name in the local Hugging Face cache; "
+            "models are never downloaded: fetch it first, e.g. with `hf download`."
         )
     if not (directory / "config.json").is_file():
         raise CheckpointError(

@@ -100,7 +100,7 @@ class RunningCluster:
         self._post = post
         checkpoint = open_checkpoint(config.model, config.s_part.load_format)
         self.spec = checkpoint.spec(max_model_len=config.s_part.max_model_len)
-        self.codec = TextCodec.load(config.model, identify(config, self.spec).max_model_len)
+        self.codec = TextCodec.load(checkpoint.directory, identify(config, self.spec).max_model_len)
         self._lines: InstanceConnections | None = None
         self._replanning = contextlib.ExitStack()
         try:

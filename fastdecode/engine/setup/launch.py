@@ -135,7 +135,7 @@ class RunningEngine:
         one of them can't be reached is better known before than after a large
         one is loaded."""
         config, cluster = self.resolved.config, self.resolved.config.cluster
-        self.codec = TextCodec.load(config.model, self.resolved.max_model_len)
+        self.codec = TextCodec.load(self._checkpoint.directory, self.resolved.max_model_len)
         self._opened.callback(self.codec.close)
         self._ranks: Ranks | None = None
         hub: InprocHub[Any, Any] = InprocHub()

@@ -1,0 +1,46 @@
+"""Which file of a model directory is its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastdecode.core.errors import CheckpointError
+from fastdecode.text.tekken import TEKKEN_FILE, convert_tekken
+
+
+def find_tokenizer(model_dir: Path) -> Path | None:
+    """A ``tokenizer.json``: the directory's own, or one made of its ``tekken.json``;
+    None: the model serves token ids only.
+
+    Raises:
+        CheckpointError: there are only files that have to be converted first;
+            says how.
+    """
+    if (model_dir / "tokenizer.json").exists():
+        return model_dir / "tokenizer.json"
+    if (model_dir / TEKKEN_FILE).is_file():
+        return convert_tekken(model_dir / TEKKEN_FILE)
+    _refuse_others(model_dir)
+    return None
+
+
+def _refuse_others(model_dir: Path) -> None:
+    if (model_dir / "tokenizer.model").is_file():
+        raise CheckpointError(
+            f"{model_dir} has a tokenizer.model, but no tokenizer.json, which is what is read. "
+            "Convert it once, where transformers and sentencepiece are installed: "
+            f'python -c "from transformers import AutoTokenizer as T; '
+            f"T.from_pretrained('{model_dir}').save_pretrained('{model_dir}')\""
+        )
+    ranks = sorted(path.name for path in model_dir.glob("*.tiktoken"))
+    if not ranks and (model_dir / "tiktoken.model").is_file():
+        ranks = ["tiktoken.model"]
+    if ranks:
+        raise CheckpointError(
+            f"{model_dir} has {ranks[0]}, but no tokenizer.json, which is what is read; the "
+            "pattern that splits a text is in the model's own code, which is never run. Convert it "
+            "once, where transformers and tiktoken are installed, with the pattern that the "
+            "model's tokenization_*.py names: python -c \"from transformers.convert_slow_tokenizer "
+            f"import TikTokenConverter as T; T('{model_dir / ranks[0]}', pattern='PATTERN')"
+            f".converted().save('{model_dir / 'tokenizer.json'}')\""
+        )
