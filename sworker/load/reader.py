@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastdecode.core.errors import CheckpointError
 from fastdecode.core.model.tensor_entry import TensorEntry
+from sworker.device import Event, Gpu
 from sworker.load.decoding import decode
 
 PLAIN_DTYPES = {
@@ -23,23 +24,35 @@ _MAX_OPEN_FILES = 16
 
 
 class TensorReader:
-    """Reads tensors into one buffer. Quantised ones come out decoded: a caller
+    """Reads tensors into a buffer. Quantised ones come out decoded: a caller
     sees names and shapes of weights, not formats.
 
     One buffer for all: an allocator may keep freed blocks of a tensor's size,
-    which would take a second tensor's room. Files stay open until ``close``:
-    some checkpoints hold 40,000 tensors.
+    which would take a second tensor's room. For a device there are two, pinned:
+    one is filled while the device copies from the other. Files stay open until
+    ``close``: some checkpoints hold 40,000 tensors.
     """
 
-    def __init__(self, entries: Iterable[TensorEntry], dtype: torch.dtype) -> None:
+    def __init__(
+        self, entries: Iterable[TensorEntry], dtype: torch.dtype, gpu: Gpu | None = None
+    ) -> None:
         """
         Args:
             entries: all that will be read.
             dtype: that encoded ones are decoded to.
+            gpu: copies what is read to itself, on its current stream, in copies
+                that the host needn't wait for; None: the host copies.
         """
         self.dtype = dtype
-        sizes = [self._num_bytes(entry) for entry in entries]
-        self._buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8)
+        self._gpu = gpu
+        size = max((self._num_bytes(entry) for entry in entries), default=0)
+        if gpu is None:
+            self._buffers = [torch.empty(size, dtype=torch.uint8)]
+        else:
+            self._buffers = [gpu.pinned(size), gpu.pinned(size)]
+        self._copied: list[Event | None] = [None] * len(self._buffers)
+        self._place = 0
+        """Of the buffer that was filled last."""
         self._codes = torch.empty(0, dtype=torch.uint8)
         self._files: dict[Path, FileIO] = {}
 
@@ -50,25 +63,41 @@ class TensorReader:
         self.close()
 
     def close(self) -> None:
+        """Once the device has copied all that was read."""
+        if self._gpu is not None:
+            self._gpu.current_stream().record_event().synchronize()
+        self._close_files()
+
+    def _close_files(self) -> None:
         for file in self._files.values():
             file.close()
         self._files.clear()
 
     def read(self, entry: TensorEntry) -> Tensor:
         """The tensor, contiguous, of ``entry.shape``, in the dtype that it has
-        on disk, or ``dtype`` if it is encoded. Valid until the next is read.
+        on disk, or ``dtype`` if it is encoded. Valid until the next is read;
+        for copies of the device until they are done.
 
         Raises:
             CheckpointError: the file can't be read, ends too early, or holds
                 scales that make no sense.
         """
-        out = self._buffer[: self._num_bytes(entry)]
+        out = self._next_buffer()[: self._num_bytes(entry)]
         if entry.encoding is None:
             self._fill(out, entry, 0)
             return out.view(PLAIN_DTYPES[entry.dtype]).view(entry.shape)
         weights = out.view(self.dtype).view(entry.shape)
         decode(entry, self._read_codes, weights)
         return weights
+
+    def _next_buffer(self) -> Tensor:
+        if self._gpu is not None:
+            self._copied[self._place] = self._gpu.current_stream().record_event()
+            self._place = (self._place + 1) % len(self._buffers)
+            copied = self._copied[self._place]
+            if copied is not None:
+                copied.synchronize()
+        return self._buffers[self._place]
 
     def _num_bytes(self, entry: TensorEntry) -> int:
         if entry.encoding is None:
@@ -101,7 +130,7 @@ class TensorReader:
     def _open(self, path: Path) -> FileIO:
         if path not in self._files:
             if len(self._files) >= _MAX_OPEN_FILES:
-                self.close()
+                self._close_files()
             self._files[path] = path.open("rb", buffering=0)
         return self._files[path]
 

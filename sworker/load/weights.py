@@ -35,6 +35,7 @@ from fastdecode.core.model.names import (
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.stages import stage_spec
 from fastdecode.core.model.tensor_entry import TensorEntry
+from sworker.device import Gpu, gpu_of
 from sworker.dtypes import torch_dtype
 from sworker.load.reader import PLAIN_DTYPES, TensorReader
 from sworker.model.linear import Linear
@@ -63,6 +64,7 @@ def load_model(
     layers: range | None = None,
     with_embedding: bool = True,
     with_head: bool = True,
+    gpu: Gpu | None = None,
 ) -> tuple[ModelSpec, Model]:
     """Read the weights of a Hugging Face model directory.
 
@@ -78,6 +80,7 @@ def load_model(
         layers: load this stage's only, and read or miss no others; None: all.
         with_embedding: load what turns token ids to the first layer's input.
         with_head: load what turns the last layer's output to logits.
+        gpu: driver of the device in place of its own.
 
     Returns:
         The whole model's spec, and the model (or its part) in inference mode:
@@ -106,7 +109,7 @@ def load_model(
     if checkpoint.is_random:
         _fill_randomly(loaded, whole, paths, shard)
     else:
-        _stream(placements, spec, loaded, shard, progress)
+        _stream(placements, spec, loaded, shard, progress, gpu or gpu_of(target))
     return spec, loaded.eval()
 
 
@@ -479,10 +482,12 @@ def _stream(
     model: Model,
     shard: Shard | None,
     progress: Progress | None,
+    gpu: Gpu | None,
 ) -> None:
     total = sum(placement.entry.num_bytes for placement in placements)
     done = 0
-    with TensorReader((placement.entry for placement in placements), model.dtype) as reader:
+    entries = (placement.entry for placement in placements)
+    with TensorReader(entries, model.dtype, gpu) as reader:
         for placement in placements:
             module = model.get_submodule(placement.module)
             source = reader.read(placement.entry)
@@ -559,7 +564,7 @@ def _place(
         source = torch.cat([part.flatten(0, 2) for part in groups.split((group, 1, 1), dim=1)])
     with torch.no_grad():
         if shard is None:
-            target.copy_(source)
+            target.copy_(source, non_blocking=True)
             return
         scale = source.shape[0] / target.shape[0]
         wholes = torch.split(
@@ -567,5 +572,5 @@ def _place(
         )
         for part, whole in zip(torch.split(target, list(splits)), wholes, strict=True):
             own = shard.cut(whole, part.shape)
-            part[: own.shape[0]].copy_(own)
+            part[: own.shape[0]].copy_(own, non_blocking=True)
             part[own.shape[0] :].zero_()  # past the vocabulary's end: never looked up
