@@ -37,7 +37,7 @@ from typing import Any
 from conversation_traces import SHAPES, SIGMA_IN, SIGMA_OUT, length
 from provenance import keep, provenance
 
-from cost_model.shapes import CONFIGS, model_named
+from cost_model.shapes import known_models, model_named
 from cost_model.simulate.turns import TierSimulator, TracedTurn
 from fastdecode.core.model.families import read_model_spec
 from fastdecode.core.model.spec import ModelSpec
@@ -50,7 +50,7 @@ MAX_CONTEXT = 4096
 TOKEN_S = 0.02
 UPPER_BYTES, LOWER_BYTES = 40_000_000_000, 220_000_000_000
 
-_LLAMA_10 = {**CONFIGS["Llama-2 13B"], "num_key_value_heads": 10}
+_LLAMA_10 = {**known_models()["Llama-2 13B"].config, "num_key_value_heads": 10}
 MODELS = {
     "opt-13b": model_named("OPT 13B"),
     "llama-2-13b-10-kv-heads": read_model_spec(_LLAMA_10, name="Llama-2 13B, 10 KV heads"),

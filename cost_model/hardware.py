@@ -217,6 +217,9 @@ class Hardware:
         return find_name(name, names, option=kind)
 
 
+_MOST_LISTED = 40
+
+
 def find_name(name: str, known: Mapping[str, str], *, option: str) -> str:
     """Look a name up, whatever its capitals, spaces and dashes.
 
@@ -235,10 +238,10 @@ def find_name(name: str, known: Mapping[str, str], *, option: str) -> str:
     near = difflib.get_close_matches(key, plain, n=3, cutoff=0.5)
     suggestions = dict.fromkeys(plain[match] for match in near)
     hint = f"Did you mean {' or '.join(suggestions)}? " if suggestions else ""
+    names = list(dict.fromkeys(known.values()))
+    listed = ", ".join(names[:_MOST_LISTED]) + (", ..." if len(names) > _MOST_LISTED else "")
     raise ConfigError(
-        f"--{option} {name!r} is not known. {hint}Known: "
-        f"{', '.join(dict.fromkeys(known.values()))}; or give the path "
-        f"of a file",
+        f"--{option} {name!r} is not known. {hint}Known: {listed}; or give the path of a file",
         code=f"unknown_{option}",
     )
 

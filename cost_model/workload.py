@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from fastdecode.core.dtype import DType
@@ -111,32 +112,69 @@ class Workload:
 
 
 @dataclass(frozen=True)
+class WeightBytes:
+    """Bytes that one weight takes on average, scales included."""
+
+    experts: float
+    layers: float
+    """Of all else in layers."""
+    others: float
+    """Of embeddings, head and final norm."""
+
+    @classmethod
+    def decoded(cls, dtype: DType) -> WeightBytes:
+        """All in one dtype."""
+        return cls(dtype.size_bytes, dtype.size_bytes, dtype.size_bytes)
+
+    @classmethod
+    def kept(cls, spec: ModelSpec, dtype: DType) -> WeightBytes:
+        """As the checkpoint holds them; what isn't quantised in ``dtype``."""
+        quantisation, plain = spec.quantisation, float(dtype.size_bytes)
+        if quantisation is None:
+            return cls.decoded(dtype)
+        layer = f"model.layers.{spec.num_layers // 2}"
+        experts = quantisation.module_bytes(f"{layer}.mlp.experts.0.up_proj", plain)
+        module = "mlp.up_proj" if spec.moe is None else "self_attn.q_proj"
+        return cls(experts, quantisation.module_bytes(f"{layer}.{module}", plain), plain)
+
+
+@dataclass(frozen=True)
 class TokenCosts:
     """A model in ``dtype`` with its KV cache in ``kv_dtype``, as bytes and FLOPs."""
 
     spec: ModelSpec
     dtype: DType
     kv_dtype: str
+    kept: WeightBytes | None = None
+    """What weights take in memory; None: all are in ``dtype``."""
+
+    @property
+    def weights(self) -> WeightBytes:
+        return self.kept or WeightBytes.decoded(self.dtype)
 
     @property
     def num_layers(self) -> int:
         return self.spec.num_layers
 
     @property
-    def weight_bytes(self) -> int:
-        return self.spec.num_parameters * self.dtype.size_bytes
+    def weight_bytes(self) -> float:
+        layers = range(self.num_layers)
+        others = self.spec.num_parameters - sum(map(self.spec.layer_parameters, layers))
+        return self._all_layers_bytes + others * self.weights.others
 
     @property
     def layer_weight_bytes(self) -> float:
         """Of one layer, the mean of all; every expert counts."""
-        spec = self.spec
-        total = sum(map(spec.layer_parameters, range(spec.num_layers)))
-        return total * self.dtype.size_bytes / spec.num_layers
+        return self._all_layers_bytes / self.num_layers
+
+    @property
+    def _all_layers_bytes(self) -> float:
+        return sum(count * self._layer_bytes(layer, math.inf) for layer, count in self.layer_kinds)
 
     def layer_read_bytes(self, layer: int, batch: float) -> float:
         """Weights that a step of so many rows reads in one layer: of experts,
         those to which a row goes."""
-        return self._mixed_parameters(layer, batch) * self.dtype.size_bytes
+        return self._layer_bytes(layer, batch)
 
     def mean_read_bytes(self, batch: float) -> float:
         """``layer_read_bytes``, the mean of all layers."""
@@ -163,13 +201,14 @@ class TokenCosts:
             kinds.setdefault(self.spec.has_experts(layer), []).append(layer)
         return tuple((layers[0], len(layers)) for layers in kinds.values())
 
-    def _mixed_parameters(self, layer: int, batch: float) -> float:
-        moe = self.spec.moe
-        if moe is None or not self.spec.has_experts(layer):
-            return self.spec.layer_parameters(layer)
-        others = moe.num_experts - moe.experts_hit(batch)
-        unread = others * moe.num_expert_parameters(self.spec.hidden_size)
-        return self.spec.layer_parameters(layer) - unread
+    def _layer_bytes(self, layer: int, batch: float) -> float:
+        """Of the weights that so many rows reach; inf: of all."""
+        spec, moe, weights = self.spec, self.spec.moe, self.weights
+        if moe is None or not spec.has_experts(layer):
+            return spec.layer_parameters(layer) * weights.layers
+        expert = moe.num_expert_parameters(spec.hidden_size)
+        others = spec.layer_parameters(layer) - moe.num_experts * expert
+        return others * weights.layers + moe.experts_hit(batch) * expert * weights.experts
 
     def _mlp_elements(self, layer: int) -> int:
         """Elements that a layer's MLP makes of one token."""
@@ -185,8 +224,8 @@ class TokenCosts:
         return self.spec.vocab_size * self.spec.embedding_size
 
     @property
-    def head_weight_bytes(self) -> int:
-        return self.head_parameters * self.dtype.size_bytes
+    def head_weight_bytes(self) -> float:
+        return self.head_parameters * self.weights.others
 
     @property
     def head_flops(self) -> float:

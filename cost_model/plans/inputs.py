@@ -9,6 +9,7 @@ from cost_model.plans.question import Goal, Setup
 from cost_model.predict import System
 from cost_model.quantities import bytes_text, rate_text, seconds_text
 from cost_model.stages import Provenance
+from cost_model.workload import TokenCosts, WeightBytes
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Input:
 def inputs_of(setup: Setup, goal: Goal, system: System, lane_batch: int) -> tuple[Input, ...]:
     """Everything that the plan hangs on. T(B) is given at ``lane_batch``."""
     return (
-        *_model_inputs(setup, system),
+        *_model_inputs(setup, system, lane_batch),
         *_gpu_inputs(setup, system, lane_batch),
         *_cpu_inputs(setup, system),
         *_network_inputs(setup, system),
@@ -42,7 +43,38 @@ def _goal_input(name: str, value: str, is_default: bool) -> Input:
     return Input(name, value, Provenance.DEFAULT if is_default else Provenance.GIVEN, "")
 
 
-def _model_inputs(setup: Setup, system: System) -> tuple[Input, ...]:
+def about_weights(setup: Setup) -> str:
+    """The dtype of weights in memory, and what they take on disk if that is less."""
+    quantisation = setup.spec.quantisation
+    if quantisation is None:
+        return str(setup.dtype)
+    if setup.keeps_quantised:
+        return f"kept as {quantisation.name}, which FastDecode doesn't do yet: it decodes them"
+    on_disk = TokenCosts(
+        setup.spec, setup.dtype, setup.kv_dtype, WeightBytes.kept(setup.spec, setup.dtype)
+    ).weight_bytes
+    return (
+        f"{quantisation.name} on disk, {bytes_text(on_disk)}; decoded to {setup.dtype} while they "
+        "are loaded"
+    )
+
+
+def _expert_inputs(system: System, lane_batch: int) -> tuple[Input, ...]:
+    moe = system.costs.spec.moe
+    if moe is None:
+        return ()
+    return (
+        Input(
+            "experts",
+            f"{moe.experts_hit(lane_batch):.0f} of {moe.num_experts} read by a lane",
+            Provenance.GIVEN,
+            f"{moe.top_k} a token, {lane_batch:,} tokens in a lane, if routing is even; every lane "
+            "reads them again",
+        ),
+    )
+
+
+def _model_inputs(setup: Setup, system: System, lane_batch: int) -> tuple[Input, ...]:
     costs, workload = system.costs, setup.workload
     attended = system.attended_tokens
     spread = (
@@ -55,8 +87,9 @@ def _model_inputs(setup: Setup, system: System) -> tuple[Input, ...]:
             "weights",
             bytes_text(costs.weight_bytes),
             Provenance.GIVEN,
-            f"config of {setup.spec.name}, {setup.dtype}",
+            f"config of {setup.spec.name}, {about_weights(setup)}",
         ),
+        *_expert_inputs(system, lane_batch),
         Input(
             "KV cache",
             f"{bytes_text(costs.kv_bytes)} a token",

@@ -14,7 +14,7 @@ from cost_model.plans.constraints import Promises
 from cost_model.predict import MAX_LANES, System
 from cost_model.stages import LinkModel, RPartModel, SPartModel
 from cost_model.transport import MPI, Transport
-from cost_model.workload import TokenCosts, Workload
+from cost_model.workload import TokenCosts, WeightBytes, Workload
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.json_file import read_object
@@ -49,6 +49,8 @@ class Setup:
     transport: Transport = MPI
     memory_bytes_per_socket: int | None = None
     """None: what the data file installs in this CPU, or what the profile says."""
+    keeps_quantised: bool = False
+    """Weights stay in memory as the checkpoint holds them, which FastDecode doesn't do yet."""
 
     def __post_init__(self) -> None:
         _check_int("gpus", self.num_gpus, 1, MAX_GPUS)
@@ -74,7 +76,8 @@ class Setup:
 
     @property
     def costs(self) -> TokenCosts:
-        return TokenCosts(self.spec, self.dtype, self.kv_dtype)
+        kept = WeightBytes.kept(self.spec, self.dtype) if self.keeps_quantised else None
+        return TokenCosts(self.spec, self.dtype, self.kv_dtype, kept)
 
     def system(self) -> System:
         """Raises ConfigError where a profile doesn't fit the model."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from cost_model.plans.constraints import Constraint
 from cost_model.plans.hybrid import Hybrid
-from cost_model.plans.inputs import inputs_of
+from cost_model.plans.inputs import about_weights, inputs_of
 from cost_model.plans.search import Plan
 from cost_model.plans.size import Sizing
 from cost_model.quantities import bytes_text, counted, rate_text, round_to, seconds_text
@@ -44,6 +44,8 @@ def as_json(sizing: Sizing) -> dict[str, Any]:
             "model": setup.spec.name,
             "dtype": setup.dtype.value,
             "kv_dtype": setup.kv_dtype,
+            "quantised": None if setup.spec.quantisation is None else setup.spec.quantisation.name,
+            "keeps_quantised": setup.keeps_quantised,
             "gpu": sizing.system.s.name,
             "num_gpus": setup.num_gpus,
             "cpu": sizing.system.r.name,
@@ -122,9 +124,14 @@ def _question(sizing: Sizing) -> str:
     if goal.replicas:
         asked.append("every KV cache kept twice")
     gpus = sizing.system.s.name if setup.num_gpus > 1 else f"one {sizing.system.s.name}"
+    weights = ""
+    if setup.spec.quantisation is not None:
+        taken = bytes_text(sizing.system.costs.weight_bytes)
+        weights = f"\nweights take {taken}: {about_weights(setup)}"
     return (
         f"{setup.spec.name} ({setup.dtype}, KV cache {setup.kv_dtype}) on {gpus}, "
         f"R-workers on {sizing.system.r.name}, {sizing.system.link.name}\n{', '.join(asked)}"
+        f"{weights}"
     )
 
 

@@ -36,7 +36,9 @@ def add_size(commands: Any) -> None:
         "measured.",
     )
     parser.set_defaults(run=run_size)
-    add_model(parser, 'a name such as "Llama-2 7B", a config.json, or a model directory')
+    add_model(
+        parser, 'a name such as "Llama-2 7B" or org/name, a config.json, or a model directory'
+    )
     _add_workload(parser)
     _add_hardware(parser)
     _add_goal(parser)
@@ -48,6 +50,13 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to run")
     what.add_argument(
         "--dtype", default="auto", help="weights and activations; auto is the checkpoint's"
+    )
+    what.add_argument(
+        "--weights",
+        choices=("decoded", "kept"),
+        default="decoded",
+        help="quantised weights: decoded to --dtype while they are loaded, as FastDecode does "
+        "(default); kept: what a plan would be if they stayed quantised in memory",
     )
     what.add_argument(
         "--kv-dtype",
@@ -256,6 +265,7 @@ def read_setup(args: argparse.Namespace, hardware: Hardware) -> Setup:
         num_nics=args.nics,
         transport=_transport(args),
         memory_bytes_per_socket=None if args.dram_gb is None else _dram_bytes(args.dram_gb),
+        keeps_quantised=args.weights == "kept",
     )
 
 

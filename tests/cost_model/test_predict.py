@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from cost_model.closed_forms import required_cpus
 from cost_model.plans.constraints import Promises, gpu_busy_constraints
 from cost_model.predict import LaneTimes, System
-from cost_model.shapes import CONFIGS
+from cost_model.shapes import model_named
 from cost_model.stages import LinkModel, Provenance, RPartModel, SPartModel
 from cost_model.workload import TokenCosts, Workload
 from fastdecode.core.dtype import DType
-from fastdecode.core.model.families import read_model_spec
 
-SPEC = read_model_spec(CONFIGS["Llama-2 7B"], name="Llama-2 7B")
+SPEC = model_named("Llama-2 7B")
 stage = st.floats(1e-6, 1e-2)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_model.shapes import CONFIGS, model_named, read_model
+from cost_model.shapes import KnownModel, known_models, model_named, read_model
 from cost_model.workload import TokenCosts, Workload, kv_token_layer_bytes, parse_kv_dtype
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
@@ -38,10 +39,28 @@ def test_parameter_counts(name: str) -> None:
     assert model_named(name).num_parameters == PARAMETERS[name]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_shape_is_what_its_name_says(name: str) -> None:
-    billions = float(name.split()[-1].removesuffix("B"))
-    assert model_named(name).num_parameters / 1e9 == pytest.approx(billions, rel=0.15)
+MANY = list(known_models().values())
+
+
+def test_models_known_by_name() -> None:
+    assert len(MANY) >= 60
+    spellings = [each for model in MANY for each in model.spellings]
+    assert len({re.sub("[^a-z0-9+]", "", each.lower()) for each in spellings}) == len(
+        set(spellings)
+    )
+    for model in MANY:
+        for each in model.spellings:
+            assert model_named(each).name == model.name
+
+
+@pytest.mark.parametrize("model", MANY, ids=lambda model: model.name)
+def test_every_shape_is_what_its_name_says(model: KnownModel) -> None:
+    """``models.json`` has what transformers counts on the meta device."""
+    assert model_named(model.name).num_parameters == model.parameters
+    said = re.search(r"([\d.]+)([MB])\b", model.name)
+    if said is not None and "x" not in model.name:
+        size = float(said[1]) * {"M": 1e6, "B": 1e9}[said[2]]
+        assert model.parameters == pytest.approx(size, rel=0.18)
 
 
 @pytest.mark.parametrize("name", KV_KIB)
@@ -101,7 +120,7 @@ def test_absurd_lengths_are_refused(arguments: tuple[int, ...]) -> None:
 
 
 def test_models_on_disk(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Llama-3 8B"]))
+    (tmp_path / "config.json").write_text(json.dumps(known_models()["Llama-3 8B"].config))
     for where in (tmp_path, tmp_path / "config.json"):
         assert read_model(str(where)).num_parameters == PARAMETERS["Llama-3 8B"]
 

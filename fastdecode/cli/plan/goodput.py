@@ -149,7 +149,7 @@ def _setup(args: argparse.Namespace, draw: Draw) -> Any:
     from fastdecode.cli.size import read_setup
 
     args.seq_len, args.start_interval, args.gpus = None, 1, 1
-    args.transport, args.io_threads = "mpi", 1
+    args.transport, args.io_threads, args.weights = "mpi", 1, "decoded"
     longest = max(prompt + output for prompt, output in draw.lengths)
     given = argparse.Namespace(**vars(args))
     given.output_len = max(output for _, output in draw.lengths)
