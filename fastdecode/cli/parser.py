@@ -21,6 +21,7 @@ ALL = "all"
 ELSEWHERE = {
     "--tensor-parallel-size": "--tp",
     "--pipeline-parallel-size": "--pp",
+    "--enable-expert-parallel": "--ep",
     "--max-num-batched-tokens": "--max-step-tokens",
     "--swap-space": "--cache-memory-gb",
     "--trust-remote-code": None,

@@ -69,6 +69,10 @@ def shard_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
         ConfigError: the KV heads, the MLP or the experts don't divide evenly.
     """
     _check_divides(spec, "KV heads", spec.num_kv_heads, "tp", shard.size)
+    if shard.ep > 1 and spec.moe is None:
+        raise ConfigError(
+            Given("ep", shard.ep), f": {spec.name} has no experts to divide. Remove it"
+        )
     has_dense = not all(map(spec.has_experts, range(spec.num_layers)))
     if has_dense:
         what = "dims inside its MLP"

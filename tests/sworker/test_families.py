@@ -81,18 +81,25 @@ class Sum:
         tensor.copy_(self.both[0] + self.both[1])
 
 
-@pytest.mark.parametrize("family", ["olmo2", "cohere", "glm", "apertus", "exaone4", "gemma3_text"])
-def test_two_ranks_are_one_model(family: str, tmp_path: Path) -> None:
+OF_TWO_RANKS = (
+    *((family, 1) for family in ("olmo2", "cohere", "glm", "apertus", "exaone4", "gemma3_text")),
+    *((family, ep) for family in ("qwen2_moe", "glm4_moe", "granitemoeshared", "minimax_m2")
+      for ep in (1, 2)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "ep"), OF_TWO_RANKS)
+def test_two_ranks_are_one_model(family: str, ep: int, tmp_path: Path) -> None:
     """Norms of all heads, of each with its own weights; heads whose pairs lie
-    side by side; an activation with weights."""
-    seed = next(seed for seed in range(99) if _divides(draw_config(family, seed)))
+    side by side; an activation with weights; experts cut, or whole ones each."""
+    seed = next(seed for seed in range(99) if _divides(draw_config(family, seed), ep))
     save_tiny(tmp_path, family, seed)
     (text,) = prompts((17,), seed=3)
     add_up = Sum()
 
     @torch.inference_mode()
     def run(rank: int) -> torch.Tensor:
-        shard = Shard(rank, 2)
+        shard = Shard(rank, 2, ep)
         spec, model = load_model(tmp_path, device="cpu", dtype=torch.float32, shard=shard)
         parallelize(model, shard, add_up)
         attention = tuple(
@@ -111,8 +118,16 @@ def test_two_ranks_are_one_model(family: str, tmp_path: Path) -> None:
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-5)
 
 
-def _divides(options: dict[str, Any]) -> bool:
-    return options["num_key_value_heads"] % 2 == 0 and options["intermediate_size"] % 2 == 0
+def _divides(options: dict[str, Any], ep: int) -> bool:
+    """Whether two ranks can have such a model."""
+    inner = options.get("moe_intermediate_size", options["intermediate_size"])
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    num_experts = next((options[name] for name in names if name in options), 0)
+    shared = ("shared_expert_intermediate_size", "shared_intermediate_size")
+    sizes = [options["num_key_value_heads"], options["intermediate_size"],
+             *(options.get(name, 0) for name in shared),
+             options.get("n_shared_experts", 0) * inner]  # fmt: skip
+    return not any(size % 2 for size in (*sizes, inner if ep == 1 else num_experts))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -93,7 +93,8 @@ FEATURES: Mapping[str, Feature] = {
         ),
     )
 }
-"""By name, in the order in which tables show them."""
+"""By name, in the order in which tables show them. Expert parallelism (``ep``)
+divides the S-workers of tensor parallelism: its pairs are that feature's."""
 
 
 @dataclass(frozen=True)

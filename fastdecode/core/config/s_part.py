@@ -51,6 +51,13 @@ class SPart:
         high=MAX_TP,
         common=True,
     )
+    ep: int = option(
+        1,
+        "expert parallelism: into how many parts the S-workers of --tp divide the experts of a "
+        "mixture, whole ones; 1: each has a share of every expert",
+        low=1,
+        high=MAX_TP,
+    )
     pp: int = option(
         1,
         "pipeline stages: S-workers with some of the layers each, and R-workers of their own",
@@ -95,6 +102,13 @@ class SPart:
         check_options(self)
         if self.dtype != "auto":
             DType.parse(self.dtype, option="dtype", of_kv=False)
+        if self.tp % self.ep:
+            raise ConfigError(
+                Given("ep", self.ep),
+                " must divide the number of S-workers that act as one: choose ",
+                Given("tp", self.ep),
+                " or a multiple of it",
+            )
         if self.pp_layers is not None:
             self._check_layers(self.pp_layers)
 

@@ -79,7 +79,7 @@ def meet_ranks(s_part: SPart, device: torch.device, patience_s: float) -> Ranks:
         )
     leader = roles.leader(roles.stage(job.rank))
     with _meeting_place(job, range(leader, leader + s_part.tp)) as place:
-        shard = Shard(roles.place(job.rank), s_part.tp)
+        shard = Shard(roles.place(job.rank), s_part.tp, s_part.ep)
         return Ranks.meet(place, shard, device, patience_s=patience_s)
 
 
