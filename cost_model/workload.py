@@ -169,7 +169,11 @@ class TokenCosts:
 
     @property
     def _all_layers_bytes(self) -> float:
-        return sum(count * self._layer_bytes(layer, math.inf) for layer, count in self.layer_kinds)
+        return sum(count * self.layer_bytes(layer) for layer, count in self.layer_kinds)
+
+    def layer_bytes(self, layer: int) -> float:
+        """All weights of one layer."""
+        return self._layer_bytes(layer, math.inf)
 
     def layer_read_bytes(self, layer: int, batch: float) -> float:
         """Weights that a step of so many rows reads in one layer: of experts,

@@ -127,7 +127,7 @@ def _question(sizing: Sizing) -> str:
     weights = ""
     if setup.spec.quantisation is not None:
         taken = bytes_text(sizing.system.costs.weight_bytes)
-        weights = f"\nweights take {taken}: {about_weights(setup)}"
+        weights = "\n" + textwrap.fill(f"weights take {taken}: {about_weights(setup)}", WIDTH)
     return (
         f"{setup.spec.name} ({setup.dtype}, KV cache {setup.kv_dtype}) on {gpus}, "
         f"R-workers on {sizing.system.r.name}, {sizing.system.link.name}\n{', '.join(asked)}"

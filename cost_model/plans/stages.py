@@ -74,17 +74,18 @@ def stage_question(setup: Setup, goal: Goal, num_stages: int) -> tuple[Setup, Go
 
 def stage_shares(setup: Setup, num_stages: int, sizing: Sizing) -> tuple[StageShare, ...]:
     """Of each stage. ``setup``: the whole model's; ``sizing``: one stage's."""
-    spec, num_bytes = setup.spec, setup.dtype.size_bytes
+    spec, costs = setup.spec, setup.costs
     ends = spec.num_embedding_parameters + spec.num_head_parameters
     shares = []
     for number, layers in enumerate(layers_of_stages(spec, num_stages)):
-        parameters = sum(map(spec.layer_parameters, layers)) + (0 if number else ends)
+        num_bytes = sum(costs.layer_bytes(layer) for layer in layers)
+        num_bytes += 0 if number else ends * costs.weights.others
         shares.append(
             StageShare(
                 number,
                 layers.start,
                 len(layers),
-                parameters * num_bytes // setup.num_gpus,
+                int(num_bytes / setup.num_gpus),
                 setup.num_gpus,
                 None if sizing.plan is None else sizing.plan.sockets,
             )

@@ -19,7 +19,7 @@ from fastdecode.core.model.tensor_entry import Encoding, TensorEntry
 ReadBytes = Callable[[TensorEntry, int, int], Tensor]
 """Entry, first byte within it, and how many → uint8 [bytes]."""
 
-_CHUNK_WEIGHTS = 1 << 20
+_CHUNK_WEIGHTS = 1 << 18
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _DTYPES = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8,

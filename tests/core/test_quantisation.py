@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from published_configs import LLAMA2_7B
 
+from fastdecode.core.dtype import DType
 from fastdecode.core.errors import CheckpointError, UnsupportedModelError
+from fastdecode.core.model.families import read_model_spec
 from fastdecode.core.model.quantisation import Quantisation, read_quantisation
 
 
@@ -125,3 +128,12 @@ def test_what_is_not_decoded_is_refused(config: dict[str, Any], match: str) -> N
 def test_what_makes_no_sense_is_refused(config: dict[str, Any], match: str) -> None:
     with pytest.raises(CheckpointError, match=match):
         read(**config)
+
+
+def test_a_quantised_model_that_names_no_dtype_computes_in_bfloat16() -> None:
+    plain = {key: value for key, value in LLAMA2_7B.items() if "dtype" not in key}
+    assert read_model_spec(plain, name="demo").dtype is DType.FLOAT32
+    quantised = {**plain, "quantization_config": {"quant_method": "fp8"}}
+    spec = read_model_spec(quantised, name="demo")
+    assert spec.dtype is DType.BFLOAT16
+    assert spec.quantisation is not None and spec.quantisation.name == "FP8"

@@ -18,7 +18,7 @@ from cost_model.plans.hybrid import best_hybrid
 from cost_model.plans.question import Goal, Prices, Setup
 from cost_model.plans.report import as_json, as_text
 from cost_model.plans.size import size
-from cost_model.shapes import model_named
+from cost_model.shapes import KnownModel, known_models, model_named, read_model
 from cost_model.workload import Workload
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
@@ -291,3 +291,40 @@ def test_answers_are_frozen() -> None:
     sizing = size(ask(), Goal())
     with pytest.raises(FrozenInstanceError):
         sizing.plan.sockets = 1  # type: ignore[misc, union-attr]
+
+
+@pytest.mark.parametrize("model", known_models().values(), ids=lambda model: model.name)
+def test_every_known_model_is_sized(model: KnownModel) -> None:
+    """By its name at Hugging Face, if it has one: with one batch, which is quick."""
+    spec = read_model(model.id or model.name)
+    dtype = spec.choose_dtype("auto")
+    length = min(512, spec.max_model_len // 2)
+    num_gpus = max(n for n in (1, 2, 4, 8) if spec.num_q_heads % n == 0)
+    setup = Setup(
+        spec, dtype, "int8", HARDWARE.gpu("H200"), HARDWARE.cpu("EPYC 9654"),
+        HARDWARE.nic("400GbE"), Workload(length, length), num_gpus=num_gpus,
+    )  # fmt: skip
+    sizing = size(setup, Goal(batch=64, lanes=2), HARDWARE)
+    assert sizing.plan is not None and sizing.gpu_only is not None
+    text = as_text(sizing, explain=True)
+    assert text.startswith(f"{model.name} ({dtype}, KV cache int8)")
+    assert (spec.quantisation is not None) == ("decoded to" in text)
+    assert (spec.moe is not None) == ("experts" in text)
+    assert json.loads(json.dumps(as_json(sizing)))["question"]["model"] == model.name
+
+
+def test_a_plan_of_weights_that_stay_quantised() -> None:
+    spec = read_model("Qwen/Qwen3-32B-FP8")
+    setup = Setup(
+        spec, DType.BFLOAT16, "bfloat16", HARDWARE.gpu("H100"), HARDWARE.cpu("EPYC 9654"),
+        HARDWARE.nic("400GbE"), Workload(512, 512),
+    )  # fmt: skip
+    decoded, kept = (
+        size(replace(setup, keeps_quantised=keeps), Goal(batch=64, lanes=2))
+        for keeps in (False, True)
+    )
+    assert decoded.gpu_only is not None and kept.gpu_only is not None
+    assert kept.gpu_only.batch > 2 * decoded.gpu_only.batch
+    assert kept.system.costs.weight_bytes < 0.53 * decoded.system.costs.weight_bytes
+    assert "doesn't do yet" in as_text(kept)
+    assert "34.3 GB" in as_text(decoded) and "65.5 GB" in as_text(decoded)

@@ -3,11 +3,14 @@ that holds the decoded weights."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 from checkpoints import prompts
 from quantised import WAYS, quantise_checkpoint
 
@@ -36,3 +39,44 @@ def test_tokens_are_those_of_the_decoded_weights(
     assert say(quantised, r_workers=2) == expected
     assert say(quantised, kv_placement="gpu") == expected
     assert say(source, r_workers=1) != expected  # quantising changed them
+
+
+def save_experts(path: Path) -> Path:
+    """A model with experts, whose sizes are multiples of every format's groups."""
+    config = transformers.Qwen3MoeConfig(
+        **{**SHAPES, "num_hidden_layers": 2, "num_experts": 5, "num_experts_per_tok": 2,
+           "moe_intermediate_size": 32, "norm_topk_prob": True, "max_position_embeddings": 128}
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                spread = 1.0 if "mlp.gate." in name else 1.5 * parameter.shape[-1] ** -0.5
+                parameter.normal_(0.0, spread, generator=generator)
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_quantised_experts(way: str, tmp_path: Path) -> None:
+    source = save_experts(tmp_path / "plain")
+    quantised, plain = quantise_checkpoint(source, tmp_path, way)
+    expected = say(plain, r_workers=1)
+    assert say(quantised, r_workers=1) == expected
+    assert say(source, r_workers=1) != expected
+
+
+def test_what_decoding_takes_is_said_at_the_start(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = tiny_checkpoint("llama", seed=5, **SHAPES)
+    told: list[str] = []
+    for path in (source, quantise_checkpoint(source, tmp_path, "fp8-blocks")[0]):
+        say(path, progress=told.append, r_workers=1)
+    lines = [line for line in told if "decoded" in line]
+    assert len(lines) == 1
+    assert re.fullmatch(
+        r"weights are FP8 in blocks of 48x48, 0\.00 GB on disk; they are decoded to float32 while "
+        r"they are loaded, and take 0\.00 GB in memory", lines[0]
+    )  # fmt: skip

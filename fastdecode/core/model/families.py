@@ -101,7 +101,7 @@ def read_model_spec(
         name=name,
         family=row.family,
         architecture=architecture,
-        dtype=read_dtype(reader),
+        dtype=read_dtype(reader, "float32" if quantisation is None else "bfloat16"),
         vocab_size=1,
         hidden_size=1,
         embedding_size=1,

@@ -83,9 +83,9 @@ def refuse_feature(reader: ConfigReader, name: str, feature: str) -> Unsupported
     )
 
 
-def read_dtype(reader: ConfigReader) -> DType | None:
+def read_dtype(reader: ConfigReader, default: str) -> DType | None:
     """None for float64: weights can be read from it, but nothing runs in it."""
-    name = reader.string("dtype", "torch_dtype", default="float32")
+    name = reader.string("dtype", "torch_dtype", default=default)
     if name.removeprefix("torch.") in ("float64", "double"):
         return None
     try:

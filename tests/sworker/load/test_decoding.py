@@ -248,7 +248,7 @@ def test_gptq(tmp_path: Path, bits: int, version: str, in_order: bool) -> None:
 
 
 def test_large_matrices_are_decoded_in_parts(tmp_path: Path) -> None:
-    draw, rows, columns = Draw(11), 1100, 2048  # two weights over two chunks
+    draw, rows, columns = Draw(11), 1100, 2048  # many chunks
     codes = draw.fp8(rows, columns)
     scale = draw.scale(9, 16)
     spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
