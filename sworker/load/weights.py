@@ -10,6 +10,7 @@ been checked before anything is allocated.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fastdecode.core.errors import CapacityError, CheckpointError, ConfigError, Given
+from fastdecode.core.host.machine import available_cores
 from fastdecode.core.model.checkpoint import Checkpoint, open_checkpoint
 from fastdecode.core.model.config_reader import ConfigReader
 from fastdecode.core.model.families import names_of
@@ -487,7 +489,7 @@ def _stream(
     total = sum(placement.entry.num_bytes for placement in placements)
     done = 0
     entries = (placement.entry for placement in placements)
-    with TensorReader(entries, model.dtype, gpu) as reader:
+    with _decoding_threads(gpu), TensorReader(entries, model.dtype, gpu) as reader:
         for placement in placements:
             module = model.get_submodule(placement.module)
             source = reader.read(placement.entry)
@@ -500,6 +502,19 @@ def _stream(
             done += placement.entry.num_bytes
             if progress is not None:
                 progress(done, total)
+
+
+@contextlib.contextmanager
+def _decoding_threads(gpu: Gpu | None) -> Iterator[None]:
+    """All cores decode weights for a device, whose process has one thread
+    otherwise (``feed_gpu``)."""
+    before = torch.get_num_threads()
+    if gpu is not None:
+        torch.set_num_threads(max(before, available_cores()))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _shard_of(module: nn.Module, shard: Shard | None) -> Shard | None:
