@@ -138,6 +138,8 @@ def open_checkpoint(path: str | Path, load_format: str = "safetensors") -> Check
         )
 
     digest = hashlib.sha256(config_bytes)
+    if quantised:
+        digest.update(b"\0" + json.dumps(quantised, sort_keys=True).encode())
     if load_format == "random":
         digest.update(b"\0random weights")
         identity = digest.hexdigest()

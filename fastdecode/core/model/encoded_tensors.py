@@ -32,12 +32,12 @@ def find_weights(tensors: _Tensors, quantisation: Quantisation | None) -> dict[s
     """
     used: set[str] = set()
     found: dict[str, TensorEntry] = {}
-    for name, entry in tensors.items():
+    for entry in tensors.values():
         encoding = _find_encoding(entry, tensors, quantisation)
         if encoding is not None:
             weight = _decoded(encoding)
             found[weight.name] = weight
-            used.update((name, *(part.name for part in _companions(encoding))))
+            used.update(part.name for part in encoding.parts)
     if not found:
         _refuse_undecoded(tensors)
         return dict(tensors)
@@ -48,11 +48,6 @@ def find_weights(tensors: _Tensors, quantisation: Quantisation | None) -> dict[s
             found[name] = entry
     _refuse_undecoded(found)
     return found
-
-
-def _companions(encoding: Encoding) -> list[TensorEntry]:
-    parts = (encoding.scale, encoding.global_scale, encoding.zeros, encoding.group_index)
-    return [part for part in parts if part is not None]
 
 
 def _is_unused(name: str) -> bool:
@@ -237,7 +232,7 @@ def _decoded(encoding: Encoding) -> TensorEntry:
         form.name,
         (*stack, columns, rows) if turned else (*stack, rows, columns),
         codes.offset,
-        codes.num_bytes + sum(part.num_bytes for part in _companions(encoding)),
+        sum(part.num_bytes for part in encoding.parts),
         encoding,
     )
 

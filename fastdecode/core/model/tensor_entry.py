@@ -34,6 +34,13 @@ class TensorEntry:
     encoding: Encoding | None = None
     """How it is encoded; None: it lies on disk as it is."""
 
+    @property
+    def files(self) -> set[Path]:
+        """All that it is read from."""
+        if self.encoding is None:
+            return {self.file}
+        return {part.file for part in self.encoding.parts}
+
 
 @dataclass(frozen=True)
 class Encoding:
@@ -56,3 +63,9 @@ class Encoding:
     """Added to a stored zero point, modulo the range of a code."""
     group_index: TensorEntry | None = None
     """[inputs]: the scale's row or column that each input has."""
+
+    @property
+    def parts(self) -> list[TensorEntry]:
+        """All tensors on disk that it is decoded from."""
+        parts = (self.codes, self.scale, self.global_scale, self.zeros, self.group_index)
+        return [part for part in parts if part is not None]

@@ -36,7 +36,7 @@ def weights_hash(checkpoint: Checkpoint, known: Path | None = None) -> str:
     Raises:
         CheckpointError: a file can't be read.
     """
-    files = sorted({entry.file for entry in checkpoint.tensors.values()})
+    files = sorted({file for entry in checkpoint.tensors.values() for file in entry.files})
     try:
         stamp = _stamp(files)
         place = (known or _user_cache()) / f"{hashlib.sha256(stamp.encode()).hexdigest()}.json"
