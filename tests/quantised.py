@@ -268,3 +268,15 @@ def quantise_checkpoint(source: Path, directory: Path, way: str) -> tuple[Path, 
         lambda name, _: {name: made[name][1]} if name in made else None,
     )
     return quantised, plain
+
+
+def as_mxfp4(stacked: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of experts [E, K, N], as gpt-oss stores them: blocks [E, N, K / 32, 16], scales
+    [E, N, K / 32], and what they are decoded to."""
+    turned = stacked.transpose(1, 2)
+    groups = turned.reshape(*turned.shape[:2], -1, 32)
+    exponent = (groups.abs().amax(-1).clamp_min(1e-6) / 6).log2().ceil()
+    codes = nearest_e2m1(groups / exponent.exp2().unsqueeze(-1))
+    values = torch.from_numpy(table(e2m1, codes.numpy())) * exponent.exp2().unsqueeze(-1)
+    decoded = values.reshape(turned.shape).transpose(1, 2).contiguous()
+    return pairs(codes), (exponent + 127).to(torch.uint8), decoded

@@ -279,3 +279,15 @@ def test_it_starts_without_torch_and_numba() -> None:
         ).returncode
         == 0
     )
+
+
+def test_quantised_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    question = ("--model", "Qwen/Qwen3-32B-FP8", "--gpu", "H200", "--cpu", "EPYC 9654",
+                "--seq-len", "1024", "--batch", "64", "--lanes", "2")  # fmt: skip
+    assert size(*question) == 0
+    text = capsys.readouterr().out
+    assert "weights take 65.5 GB: FP8 in blocks of 128x128 on disk, 34.3 GB; decoded to" in text
+    assert max(map(len, text.splitlines())) <= 110
+    assert size(*question, "--weights", "kept", "--json") in (0, 1)
+    asked = json.loads(capsys.readouterr().out)["question"]
+    assert asked["quantised"] == "FP8 in blocks of 128x128" and asked["keeps_quantised"] is True

@@ -41,18 +41,14 @@ def test_tokens_are_those_of_the_decoded_weights(
     assert say(source, r_workers=1) != expected  # quantising changed them
 
 
-def save_experts(path: Path) -> Path:
-    """A model with experts, whose sizes are multiples of every format's groups."""
-    config = transformers.Qwen3MoeConfig(
-        **{**SHAPES, "num_hidden_layers": 2, "num_experts": 5, "num_experts_per_tok": 2,
-           "moe_intermediate_size": 32, "norm_topk_prob": True, "max_position_embeddings": 128}
-    )  # fmt: skip
+def save_random(path: Path, config: Any) -> Path:
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                spread = 1.0 if "mlp.gate." in name else 1.5 * parameter.shape[-1] ** -0.5
+                is_router = "mlp.gate." in name or "router" in name
+                spread = 1.0 if is_router else 1.5 * parameter.shape[-1] ** -0.5
                 parameter.normal_(0.0, spread, generator=generator)
     model.save_pretrained(path)
     return path
@@ -60,7 +56,12 @@ def save_experts(path: Path) -> Path:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_quantised_experts(way: str, tmp_path: Path) -> None:
-    source = save_experts(tmp_path / "plain")
+    """Sizes are multiples of every format's groups."""
+    config = transformers.Qwen3MoeConfig(
+        **{**SHAPES, "num_hidden_layers": 2, "num_experts": 5, "num_experts_per_tok": 2,
+           "moe_intermediate_size": 32, "norm_topk_prob": True, "max_position_embeddings": 128}
+    )  # fmt: skip
+    source = save_random(tmp_path / "plain", config)
     quantised, plain = quantise_checkpoint(source, tmp_path, way)
     expected = say(plain, r_workers=1)
     assert say(quantised, r_workers=1) == expected
@@ -80,3 +81,19 @@ def test_what_decoding_takes_is_said_at_the_start(
         r"weights are FP8 in blocks of 48x48, 0\.00 GB on disk; they are decoded to float32 while "
         r"they are loaded, and take 0\.00 GB in memory", lines[0]
     )  # fmt: skip
+
+
+def test_a_model_by_its_name_in_the_cache(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_checkpoint("llama", seed=5, **SHAPES)
+    repository = tmp_path / "hub" / "models--org--tiny"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    snapshot.mkdir(parents=True)
+    for file in path.iterdir():
+        (snapshot / file.name).symlink_to(file)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    assert say(Path("org/tiny"), r_workers=1) == say(path, r_workers=1)
