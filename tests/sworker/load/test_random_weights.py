@@ -3,6 +3,7 @@ are made on the device."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -116,3 +117,14 @@ def test_random_weights_are_another_model_than_a_directorys(tiny_checkpoint: Mak
     path = tiny_checkpoint("llama")
     assert open_checkpoint(path, "random").model_hash != open_checkpoint(path).model_hash
     assert identify_model(path, load_format="random") != identify_model(path)
+
+
+def test_a_quantised_config_makes_plain_weights(tiny_checkpoint: Make, tmp_path: Path) -> None:
+    config = json.loads((tiny_checkpoint("llama") / "config.json").read_text())
+    for name in ("dtype", "torch_dtype"):
+        config.pop(name, None)
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec, model = load_model(open_checkpoint(tmp_path, "random"), device="cpu")
+    assert spec.quantisation is not None
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
