@@ -21,7 +21,8 @@ from fastdecode.wire import codec  # noqa: E402
 from fastdecode.wire.messages import Accepted, Failed  # noqa: E402
 from fastdecode.wire.transport import CLOSED, PeerLostError  # noqa: E402
 from fastdecode.wire.zmq import proven_line  # noqa: E402
-from fastdecode.wire.zmq.access import ClusterKey  # noqa: E402
+from fastdecode.wire.zmq.access import ClusterKey, name_key  # noqa: E402
+from fastdecode.wire.zmq.admission import admit_only  # noqa: E402
 from fastdecode.wire.zmq.hub import ZmqHub  # noqa: E402
 from fastdecode.wire.zmq.line import MAX_FRAME_BYTES  # noqa: E402
 from fastdecode.wire.zmq.listener import ZmqListener  # noqa: E402
@@ -54,12 +55,18 @@ def listener(key: ClusterKey) -> Iterator[ZmqListener]:
 
 
 @contextlib.contextmanager
-def raw(kind: int, address: str | None = None) -> Iterator[Any]:
-    """A socket of somebody who writes frames by hand; without an address it listens."""
+def raw(kind: int, key: ClusterKey, address: str | None = None) -> Iterator[Any]:
+    """A socket of a peer that writes frames by hand, and has recorded the password of the
+    door; without an address it listens."""
     context = zmq.Context()
-    with context.socket(kind) as made:
+    with context.socket(kind) as made, contextlib.ExitStack() as stack:
         made.linger, made.rcvtimeo = 0, int(1000 * WAIT_S)
-        made.bind("tcp://127.0.0.1:*") if address is None else made.connect(address)
+        if address is None:
+            stack.callback(admit_only(context, made, key).stop)
+            made.bind("tcp://127.0.0.1:*")
+        else:
+            name_key(made, key)
+            made.connect(address)
         yield made
     context.term()
 
@@ -96,7 +103,7 @@ def test_members_talk_in_messages_of_any_length(listener: ZmqListener, key: Clus
 
 def test_what_travels_is_not_encrypted(key: ClusterKey) -> None:
     """It is named so; whoever wants that asks for ``encrypt``."""
-    with raw(zmq.ROUTER) as router, contextlib.closing(ZmqHub(key)) as hub:
+    with raw(zmq.ROUTER, key) as router, contextlib.closing(ZmqHub(key)) as hub:
         connection = hub.add(router.getsockopt_string(zmq.LAST_ENDPOINT))
         identity, challenge = router.recv_multipart()
         answered = answer_challenge(key.for_proofs, challenge)
@@ -109,6 +116,15 @@ def test_what_travels_is_not_encrypted(key: ClusterKey) -> None:
         assert attend(10).k.tobytes() in frame
 
 
+def test_a_peer_that_proves_nothing_hears_why(listener: ZmqListener, key: ClusterKey) -> None:
+    with raw(zmq.DEALER, key, listener.address) as stranger:
+        stranger.send(codec.encode(HELLO, epoch=5).head)
+        told, _ = codec.decode(np.frombuffer(stranger.recv(), np.uint8))
+        assert isinstance(told, Failed) and "--link-security authenticate" in told.message
+        stranger.send(Challenge(key.for_proofs).message)
+        assert not stranger.poll(200), "a refused peer gets no second answer"
+
+
 @pytest.mark.parametrize("theirs", ["another key", "no key", "encrypts"])
 def test_who_has_not_the_key_or_another_mode_is_refused(
     listener: ZmqListener, tmp_path: Path, theirs: str
@@ -119,14 +135,9 @@ def test_who_has_not_the_key_or_another_mode_is_refused(
         "encrypts": lambda: a_key(tmp_path, "ours", "encrypt"),
     }
     with contextlib.closing(ZmqHub(keys[theirs]())) as hub:
-        connection = hub.add(listener.address)
-        if theirs == "no key":
-            connection.send(HELLO)
-            told = connection.receive(WAIT_S)
-            assert isinstance(told, Failed) and "--link-security authenticate" in told.message
-        else:
-            reason = hub.reach(WAIT_S)[0]
-            assert "--key" in reason.message and reason.code == CLOSED
+        hub.add(listener.address)
+        reason = hub.reach(WAIT_S)[0]
+        assert "--key" in reason.message and reason.code == CLOSED
     assert listener.accept(0) is None and listener.connections == ()
 
 
@@ -134,22 +145,29 @@ def test_a_listener_that_proves_nothing_is_given_up(
     key: ClusterKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(proven_line, "HANDSHAKE_MS", 50)
+    with raw(zmq.ROUTER, key) as router, contextlib.closing(ZmqHub(key)) as hub:
+        connection = hub.add(router.getsockopt_string(zmq.LAST_ENDPOINT))
+        connection.send(HELLO)  # and waits for the proof, so that nobody else reads it
+        assert "didn't prove the key" in hub.reach(WAIT_S)[0].message
+        assert len(router.recv_multipart()) == 2 and not router.poll(0), "a challenge alone"
+
+
+def test_a_listener_without_a_key_is_given_up(key: ClusterKey) -> None:
     with contextlib.closing(ZmqListener("tcp://127.0.0.1:*", "r")) as plain:
         with contextlib.closing(ZmqHub(key)) as hub:
-            connection = hub.add(plain.address)
-            connection.send(HELLO)  # and waits for the proof, so that nobody else reads it
-            assert "didn't prove the key" in hub.reach(WAIT_S)[0].message
+            hub.add(plain.address).send(HELLO)
+            assert "--key" in hub.reach(WAIT_S)[0].message
         assert plain.accept(0) is None
 
 
 def test_a_recorded_beginning_is_refused(listener: ZmqListener, key: ClusterKey) -> None:
     hello = codec.encode(HELLO, epoch=5).head
-    with raw(zmq.DEALER, listener.address) as member:
+    with raw(zmq.DEALER, key, listener.address) as member:
         challenge, session = a_session(key, member)
         recorded = [session.tag(hello), hello]
         member.send_multipart(recorded)
         assert listener.accept(WAIT_S) is not None
-    with raw(zmq.DEALER, listener.address) as replaying:
+    with raw(zmq.DEALER, key, listener.address) as replaying:
         replaying.send(challenge)
         replaying.recv()  # another number, and so other keys
         replaying.send_multipart(recorded)
@@ -170,7 +188,7 @@ def test_a_message_that_is_not_the_next_of_its_sender_ends_the_connection(
         return bytes(data)
 
     hello = codec.encode(HELLO, epoch=5).head
-    with raw(zmq.DEALER, listener.address) as member:
+    with raw(zmq.DEALER, key, listener.address) as member:
         _, session = a_session(key, member)
         member.send_multipart([session.tag(hello), hello])
         assert same(listener.receive_any(WAIT_S)[1], HELLO)
@@ -194,7 +212,7 @@ def test_an_impostor_at_an_r_workers_address_is_refused(key: ClusterKey) -> None
     numbers = [Challenge(key.for_proofs) for _ in range(2)]
     recorded = answer_challenge(key.for_proofs, numbers[0].message)
     assert recorded is not None
-    with raw(zmq.ROUTER) as router, contextlib.closing(ZmqHub(key)) as hub:
+    with raw(zmq.ROUTER, key) as router, contextlib.closing(ZmqHub(key)) as hub:
         connection = hub.add(router.getsockopt_string(zmq.LAST_ENDPOINT))
         connection.send(attend(10))
         identity, challenge = router.recv_multipart()
@@ -205,7 +223,7 @@ def test_an_impostor_at_an_r_workers_address_is_refused(key: ClusterKey) -> None
 
 
 def test_an_answer_without_a_tag_ends_the_s_workers_connection(key: ClusterKey) -> None:
-    with raw(zmq.ROUTER) as router, contextlib.closing(ZmqHub(key)) as hub:
+    with raw(zmq.ROUTER, key) as router, contextlib.closing(ZmqHub(key)) as hub:
         connection = hub.add(router.getsockopt_string(zmq.LAST_ENDPOINT))
         identity, challenge = router.recv_multipart()
         answered = answer_challenge(key.for_proofs, challenge)

@@ -16,14 +16,16 @@ import socket
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Final
 
 import zmq
 
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.secret_file import exposure
-from fastdecode.wire.zmq.proof import LinkSecurity, link_key
+from fastdecode.wire.zmq.proof import LinkSecurity, door_password, link_key
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.%\w]+\]|[^:\[\]/]+):(?P<port>\d{1,5}|\*)")
+MEMBER: Final = "member"
 _SECRET = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 
@@ -88,6 +90,18 @@ class ClusterKey:
             ) from None
         except OSError as error:
             raise ConfigError(f"key file {path}: {error.strerror}") from None
+
+
+def name_key(socket: zmq.Socket[bytes], key: ClusterKey | None) -> None:
+    """Have a socket that connects say, before anything else, that it has the key."""
+    if key is None:
+        return
+    if key.encrypts:
+        socket.curve_secretkey, socket.curve_publickey = key.secret, key.public
+        socket.curve_serverkey = key.public
+    else:
+        socket.plain_username = MEMBER.encode()
+        socket.plain_password = door_password(key.for_proofs).encode()
 
 
 def check_address(address: str, key: ClusterKey | None, *, parameter: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -14,8 +15,14 @@ from fastdecode.wire.messages import Failed
 from fastdecode.wire.zmq.line import MORE_FOLLOWS, RouterLine, Socket
 from fastdecode.wire.zmq.proof import ProvenSession, answer_challenge
 
-_MOST_SESSIONS: Final = 1024
+MOST_PARTS: Final = 3
+"""That a listener keeps of a message beside its sender's identity: a tag, a frame, and
+one more, which says that there are too many."""
+MOST_SESSIONS: Final = 1024
 """Of peers without a connection: a peer that sends a challenge has one."""
+MOST_SESSIONS_OF_A_HOST: Final = 256
+LEAST_AGE_S: Final = 1.0
+"""A session of another host is not forgotten before: its peer's greeting is on the way."""
 
 
 class Door:
@@ -48,18 +55,34 @@ class ProvingDoor(Door):
     Args:
         key: of the cluster, for proofs.
         open_line: of a peer that has a connection.
+        clock: seconds.
     """
 
     def __init__(
-        self, socket: Socket, key: bytes, open_line: Callable[[bytes], RouterLine | None]
+        self,
+        socket: Socket,
+        key: bytes,
+        open_line: Callable[[bytes], RouterLine | None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(socket)
         self._key = key
         self._open_line = open_line
+        self._clock = clock
         self._sessions: dict[bytes, ProvenSession] = {}  # by identity
+        self._begun: dict[bytes, tuple[str, float]] = {}
+        """Each session's host, and when it began; the oldest first."""
+        self._refused_peers: dict[bytes, None] = {}
+        """The last that were refused: they are not answered again."""
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
 
     def take(self, identity: bytes, frames: Sequence[zmq.Frame]) -> zmq.Frame | None:
         session = self._sessions.get(identity)
+        if identity in self._refused_peers:
+            raise ProtocolError("a peer that was refused sent more")
         if session is None and len(frames) == 1:
             self._answer(identity, frames[0])
             return None
@@ -87,7 +110,10 @@ class ProvingDoor(Door):
         line = self._open_line(identity)
         if line is not None:
             line.refuse(reason)
-        self._sessions.pop(identity, None)
+        self._forget(identity)
+        self._refused_peers[identity] = None
+        if len(self._refused_peers) > MOST_SESSIONS:
+            del self._refused_peers[next(iter(self._refused_peers))]
         return ProtocolError(reason)
 
     def _answer(self, identity: bytes, frame: zmq.Frame) -> None:
@@ -95,12 +121,14 @@ class ProvingDoor(Door):
         answered = answer_challenge(self._key, frame.buffer)
         if answered is None:
             self._say_what_is_needed(identity, frame)
-            raise ProtocolError("a message of somebody who hasn't proved the key")
+            raise self._refused(identity, "a message of a peer that hasn't proved the key")
         proof, session = answered
+        host = str(frame.get("Peer-Address"))
+        self._make_room(host)
         with contextlib.suppress(zmq.ZMQError):
             super().send(identity, proof, copy=True)
-            self._make_room()
             self._sessions[identity] = session
+            self._begun[identity] = host, self._clock()
 
     def _say_what_is_needed(self, identity: bytes, frame: zmq.Frame) -> None:
         epoch = codec.read_epoch(frame.buffer)
@@ -110,10 +138,22 @@ class ProvingDoor(Door):
             with contextlib.suppress(zmq.ZMQError):
                 super().send(identity, codec.encode(failed, epoch=epoch).head, copy=True)
 
-    def _make_room(self) -> None:
-        """Forget the oldest sessions of peers that have no connection."""
-        surplus = len(self._sessions) + 1 - _MOST_SESSIONS
-        if surplus > 0:
-            idle = [peer for peer in self._sessions if self._open_line(peer) is None]
-            for identity in idle[:surplus]:
-                del self._sessions[identity]
+    def _make_room(self, host: str) -> None:
+        """For one more session of a host. The oldest session without a connection makes
+        room: this host's, if it has many.
+
+        Raises:
+            ProtocolError: too many peers have just begun.
+        """
+        idle = [peer for peer in self._begun if self._open_line(peer) is None]
+        of_host = [peer for peer in idle if self._begun[peer][0] == host]
+        if len(of_host) >= MOST_SESSIONS_OF_A_HOST:
+            self._forget(of_host[0])
+        elif len(idle) >= MOST_SESSIONS:
+            if self._clock() - self._begun[idle[0]][1] < LEAST_AGE_S:
+                raise ProtocolError(f"{len(idle)} peers began at once, and none has greeted yet")
+            self._forget(idle[0])
+
+    def _forget(self, identity: bytes) -> None:
+        self._sessions.pop(identity, None)
+        self._begun.pop(identity, None)

@@ -16,7 +16,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from fastdecode.wire import codec
-from fastdecode.wire.zmq.access import ClusterKey
+from fastdecode.wire.zmq.access import ClusterKey, name_key
 
 T = TypeVar("T")
 Socket: TypeAlias = "zmq.Socket[bytes]"
@@ -98,9 +98,7 @@ class DealerLine:
         self._socket = context.socket(zmq.DEALER)
         set_options(self._socket, address, silence_s)
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        if key is not None and key.encrypts:
-            self._socket.curve_secretkey, self._socket.curve_publickey = key.secret, key.public
-            self._socket.curve_serverkey = key.public
+        name_key(self._socket, key)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         self._readable = [(self._socket, zmq.POLLIN), (self._monitor, zmq.POLLIN)]
         self._connected_s: float | None = None

@@ -21,8 +21,9 @@ from fastdecode.wire.patience import Pump
 from fastdecode.wire.traits import MOST_PEERS, Role
 from fastdecode.wire.transport import PeerLostError, timeout_error
 from fastdecode.wire.zmq.access import ClusterKey, check_address
+from fastdecode.wire.zmq.admission import admit_only
 from fastdecode.wire.zmq.connection import ReceiveT, SendT, ZmqConnection
-from fastdecode.wire.zmq.doors import Door, ProvingDoor
+from fastdecode.wire.zmq.doors import MOST_PARTS, Door, ProvingDoor
 from fastdecode.wire.zmq.hub import DEFAULT_SILENCE_S
 from fastdecode.wire.zmq.line import LINGER_MS, Bell, RouterLine, Socket, set_options, wait_for
 from fastdecode.wire.zmq.peer_slots import ListenerPeer, PeerSlots
@@ -30,7 +31,6 @@ from fastdecode.wire.zmq.strangers import Strangers
 
 logger = logging.getLogger(__name__)
 
-_ZAP_DOMAIN: Final = "fastdecode"
 _PUMP_INTERVAL_S: Final = 0.01
 _FRAMES_A_TURN: Final = 256
 _GREETINGS: Final = (*get_args(Greeting), InstanceHello)
@@ -83,8 +83,8 @@ class PeerListener(Generic[SendT, ReceiveT]):
         self._strangers = Strangers(self._socket, name, self._door)
         set_options(self._socket, address, silence_s)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        if key is not None and key.encrypts:
-            self._admit_only(key)
+        if key is not None:
+            self._authenticator = admit_only(self._context, self._socket, key)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -131,18 +131,6 @@ class PeerListener(Generic[SendT, ReceiveT]):
             self._authenticator.stop()
         self._context.term()
         self._bell.close()
-
-    def _admit_only(self, key: ClusterKey) -> None:
-        class Members:
-            def callback(self, domain: str, public: bytes) -> bool:
-                return public == key.public
-
-        self._authenticator = ThreadAuthenticator(self._context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback(_ZAP_DOMAIN, Members())
-        self._socket.curve_server = True
-        self._socket.curve_secretkey, self._socket.curve_publickey = key.secret, key.public
-        self._socket.zap_domain = _ZAP_DOMAIN.encode()
 
     def _look(self) -> tuple[int, ReceiveT] | None:
         """Each call starts behind the one that answered last."""
@@ -195,7 +183,10 @@ class PeerListener(Generic[SendT, ReceiveT]):
         except zmq.Again:
             return False
         while parts[-1].more:  # recv_multipart asks the socket, which takes longer
-            parts.append(self._socket.recv(copy=False))
+            part = self._socket.recv(copy=False)
+            if len(parts) > MOST_PARTS:
+                parts.pop()  # the message is refused: its parts are not kept
+            parts.append(part)
         identity = parts[0].bytes
         try:
             frame = self._door.take(identity, parts[1:])

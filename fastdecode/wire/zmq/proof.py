@@ -1,6 +1,10 @@
 """How both ends of a ZeroMQ connection prove that they have the cluster's key,
 where what they send isn't encrypted (``--link-security authenticate``).
 
+Before either end takes a message, ZeroMQ asks the end that connects for a password
+that is made of the key (``door_password``). So a peer without the key can't have
+this one buffer anything.
+
 The end that connects sends a **challenge**, a random number. The other answers
 with a random number of its own and a **proof**, which only the key can make of
 both. From then on both have a **session**: two keys made of the cluster's key
@@ -106,6 +110,17 @@ def answer_challenge(key: bytes, challenge: Any) -> tuple[bytes, ProvenSession] 
     to_listener, to_connecting = _direction_keys(key, numbers)
     proof = _PROOF + ours + _derived(key, b"proof of listener", numbers)
     return proof, ProvenSession(to_connecting, to_listener)
+
+
+def door_password(key: bytes) -> str:
+    """What a peer names before ZeroMQ takes any message from it (its PLAIN mechanism).
+    It travels in the clear: it keeps out peers that reach the port, and not those
+    that read the network. They can't prove the key.
+
+    Args:
+        key: of the cluster, for proofs.
+    """
+    return blake2b(key, digest_size=32, person=b"fastdecode door").hexdigest()
 
 
 def link_key(secret: bytes) -> bytes:

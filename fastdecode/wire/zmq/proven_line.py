@@ -13,6 +13,7 @@ from fastdecode.wire.zmq.access import ClusterKey
 from fastdecode.wire.zmq.line import HANDSHAKE_MS, MORE_FOLLOWS, DealerLine, LostError, Socket
 from fastdecode.wire.zmq.proof import Challenge, ProvenSession
 
+_MOST_PARTS = 2
 _NO_PROOF = (
     "it didn't prove the key: do both sides have the same --key, and both --link-security "
     "authenticate?"
@@ -63,7 +64,10 @@ class ProvenDealerLine(DealerLine):
     def _get(self) -> zmq.Frame:
         frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
         while frames[-1].more:
-            frames.append(self._socket.recv(copy=False))
+            part = self._socket.recv(copy=False)
+            if len(frames) > _MOST_PARTS:
+                frames.pop()
+            frames.append(part)
         if self._session is None:
             return frames[0]
         if len(frames) != 2 or not self._session.accepts(frames[0].buffer, frames[1].buffer):

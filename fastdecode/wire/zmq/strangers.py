@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from typing import Final
 
 import zmq
 
@@ -14,6 +15,10 @@ from fastdecode.wire.zmq.doors import Door
 from fastdecode.wire.zmq.line import Socket
 
 logger = logging.getLogger(__name__)
+
+MOST_ANSWERS: Final = 8
+"""To one connection."""
+_MOST_REMEMBERED: Final = 1024
 
 
 class Strangers:
@@ -29,6 +34,7 @@ class Strangers:
         self._door = door
         self._name = name
         self._num_dropped = 0
+        self._num_answers: dict[bytes, int] = {}  # by identity
 
     def head_of(self, identity: bytes, frame: zmq.Frame) -> codec.Head | None:
         """What one sent, if it is one of our messages."""
@@ -46,9 +52,19 @@ class Strangers:
         self.drop(error.message)
 
     def answer(self, identity: bytes, code: str, message: str, epoch: int) -> None:
+        """A few times: answers to a peer that doesn't read them stay in memory."""
+        if not self._may_answer(identity):
+            return
         head = codec.encode(Failed(self._name, code, message), epoch=epoch).head
         with contextlib.suppress(zmq.ZMQError):
             self._door.send(identity, head, copy=True)
+
+    def _may_answer(self, identity: bytes) -> bool:
+        num_answers = self._num_answers.pop(identity, 0)
+        self._num_answers[identity] = num_answers + 1
+        if len(self._num_answers) > _MOST_REMEMBERED:
+            del self._num_answers[next(iter(self._num_answers))]
+        return num_answers < MOST_ANSWERS
 
     def drop(self, reason: str) -> None:
         """Say so of the 1st, 2nd, 4th, 8th, …, so that no log is flooded."""
