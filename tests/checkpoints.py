@@ -147,7 +147,7 @@ class Oracle:
 def oracle(directory: Path, dtype: torch.dtype = torch.float32) -> Oracle:
     """The oracle of a checkpoint, which computes in ``dtype``."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, attn_implementation="eager"
+        directory, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     )
     return Oracle(model.eval())
 

@@ -169,6 +169,24 @@ FAMILIES: dict[str, Tiny] = {
         "": _experts("num_experts"), "sliding_window": (5, 9), "layer_types": ("FSF", "SFS")}),
 }  # fmt: skip
 
+FAMILIES |= {
+    "gpt_oss": Tiny("GptOssConfig", {
+        "": _experts("num_local_experts", "intermediate_size"), "sliding_window": (5, 9),
+        "layer_types": (None, "FSF"), "attention_bias": _BOTH, "swiglu_limit": (7.0, 0.8)},
+        {"rope_parameters": {**_YARN, "rope_theta": 1e4, "truncate": False}}),
+    "llama4_text": Tiny("Llama4TextConfig", {
+        "": ({"num_local_experts": 3}, {"num_local_experts": 5, "interleave_moe_layer_step": 2},
+             {"num_local_experts": 8, "moe_layers": [0, 2]},
+             {"num_local_experts": 4, "num_experts_per_tok": 2},
+             {"num_local_experts": 7, "use_qk_norm": False}),
+        "no_rope_layers": ([1, 0, 1], [0, 1, 1]), "attention_bias": _BOTH,
+        "intermediate_size_mlp": (37, 50)}),
+    "afmoe": Tiny("AfmoeConfig", {
+        "": _experts("num_experts"), "num_shared_experts": (1, 2), "num_dense_layers": (0, 1, 2),
+        "sliding_window": (5, 9), "route_scale": (1.0, 2.5), "mup_enabled": _BOTH,
+        "layer_types": ("FSF", "SSF")}),
+}  # fmt: skip
+
 _LETTERS = {"F": "full_attention", "S": "sliding_attention"}
 
 
@@ -258,6 +276,9 @@ def _draw(name: str, parameter: torch.Tensor, generator: torch.Generator, *, off
     if "norm" in name or ".ln_" in name or parameter.dim() == 1:
         is_weight = name.endswith("weight")
         centre = 1.0 if is_weight and not offset else 0.0
+        if name.endswith("sinks"):
+            parameter.normal_(0.0, 2.0, generator=generator)
+            return
         parameter.normal_(centre, 0.3, generator=generator)
         return
     gain = 1.0 if "embed" in name or "wte" in name else 1.5

@@ -12,9 +12,10 @@ from families import save_tiny
 
 from fastdecode import LLM, SamplingParams
 
-FAMILIES = ("gemma3_text", "olmo3", "cohere2", "exaone4", "mpt", "ministral3", "smollm3")
+FAMILIES = ("gemma3_text", "olmo3", "cohere2", "exaone4", "mpt", "ministral3", "smollm3",
+            "gpt_oss", "llama4_text")  # fmt: skip
 """Windows and rotary parts by layer, norms after branches, layers that don't
-turn, slopes, queries that grow."""
+turn, slopes, queries that grow, sinks, norms behind the turn."""
 NUM_TOKENS = 24
 LENGTHS = (1, 23, 7)
 MIN_LEAD = 1e-3
@@ -25,9 +26,23 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def _judge(directory: Path, family: str) -> tuple[Path, list[list[int]], list[list[int]]]:
+WITH_SINKS: dict[str, dict[str, Any]] = {
+    "r1": {"r_workers": 1, "prompt_attention": "s"},
+    "held-prompts": {"r_workers": 2, "prompt_attention": "s", "prefill_chunk": 3},
+    "heads": {"r_workers": 2, "r_partition": "heads", "prefill_chunk": 6},
+    "hybrid": {"r_workers": 2, "kv_placement": "hybrid", "prefill_chunk": 6},
+    "gpu-chunks": {"kv_placement": "gpu", "prefill_chunk": 6},
+    "swap": {"kv_placement": "gpu", "swap": True, "pp": 3},
+    "stages": {"r_workers": 2, "pp": 2},
+    "parts": {"r_workers": 3, "split_tokens": 64, "prefill_chunk": 30},
+}
+
+
+def _judge(
+    directory: Path, family: str, lengths: tuple[int, ...] = LENGTHS
+) -> tuple[Path, list[list[int]], list[list[int]]]:
     """A model whose greedy tokens are clear, prompts, and transformers' tokens."""
-    asked = prompts(LENGTHS, seed=7)
+    asked = prompts(lengths, seed=7)
     for seed in range(20):
         path = directory / str(seed)
         save_tiny(path, family, seed)
@@ -41,9 +56,21 @@ def _judge(directory: Path, family: str) -> tuple[Path, list[list[int]], list[li
 def test_greedy_tokens(family: str, tmp_path: Path) -> None:
     path, asked, expected = _judge(tmp_path, family)
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-    shared = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01}
     for way, options in WAYS.items():
-        with LLM(str(path), **{**shared, **options}) as llm:
-            outputs = llm.generate(asked, params)
-        found = [list(output.completions[0].token_ids) for output in outputs]
-        assert found == expected, way
+        assert _generate(path, asked, params, **options) == expected, way
+
+
+def test_sinks_wherever_attention_is(tmp_path: Path) -> None:
+    path, asked, expected = _judge(tmp_path, "gpt_oss", (1, 23, 7, 85))
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    for way, options in WITH_SINKS.items():
+        assert _generate(path, asked, params, **options) == expected, way
+
+
+def _generate(
+    path: Path, asked: list[list[int]], params: SamplingParams, **options: Any
+) -> list[list[int]]:
+    shared = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01}
+    with LLM(str(path), **{**shared, **options}) as llm:
+        outputs = llm.generate(asked, params)
+    return [list(output.completions[0].token_ids) for output in outputs]

@@ -46,7 +46,7 @@ def test_logits_of_ragged_chunks(family: str, seed: int, tmp_path: Path) -> None
     spec, model = load_model(tmp_path, device="cpu", dtype=torch.float32)
     assert spec.family == family
     texts = prompts([sum(counts) for counts in zip(*CHUNKS, strict=True)], seed=seed)
-    attend, done = ReferenceAttention(spec.attention), [0] * len(texts)
+    attend, done = ReferenceAttention(spec.attention, model.sinks), [0] * len(texts)
     parts: list[list[torch.Tensor]] = [[] for _ in texts]
     for counts in CHUNKS:
         fed = [

@@ -228,6 +228,14 @@ def _dots_slides(reader: ConfigReader, spec: ModelSpec) -> Callable[[int], bool]
     return lambda layer: layer >= first
 
 
+def _within_one_chunk(reader: ConfigReader, spec: ModelSpec) -> int:
+    """Llama-4: as many tokens as see all before them, and whose queries aren't scaled."""
+    most = reader.integer("max_position_embeddings", high=MAX_POSITIONS, default=131072)
+    chunk = reader.integer("attention_chunk_size", low=2, high=MAX_POSITIONS, default=8192)
+    floor = reader.integer("floor_scale", low=2, high=MAX_POSITIONS, default=8192)
+    return min(most, chunk - 1, floor - 1)
+
+
 def _falcon_kv_heads(reader: ConfigReader, spec: ModelSpec) -> int:
     if reader.flag("new_decoder_architecture", False):
         return reader.integer("num_kv_heads", high=MAX_HEADS, default=spec.num_q_heads)
@@ -1040,13 +1048,88 @@ MELLUM = QWEN3_MOE.derive(
     rotary=RotaryRules(theta=500000.0),
 )  # fmt: skip
 
+GPT_OSS = LLAMA.derive(
+    "gpt_oss", "GptOssForCausalLM", "GptOssModel",
+    fields={
+        **_RMS_EPS,
+        "qkv_bias": flag("attention_bias", True),
+        "o_bias": flag("attention_bias", True),
+        "mlp_bias": False,
+        "num_sinks": same_as("num_q_heads"),
+        "moe": moe_rows.experts(
+            moe_rows.always(Router(chosen_first=True, bias=True, rounded=True)),
+            num=("num_local_experts", "num_experts"),
+            top_k=("num_experts_per_tok", "experts_per_token"),
+            inner=("intermediate_size",), defaults=(128, 4, 2880), more=moe_rows.clamped_gate,
+        ),
+    },
+    names=names.GPT_OSS.derive({"sinks": "self_attn"}),
+    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=8),
+    head_dim=_head_dim(64),
+    positions=_positions("max_position_embeddings", default=131072),
+    window=window(128),
+    slides=lambda reader, spec: lambda layer: layer % 2 == 0,
+    rotary=RotaryRules(theta=150000.0),
+    has_experts=True,
+)  # fmt: skip
+LLAMA4 = LLAMA.derive(
+    "llama4_text", "Llama4ForConditionalGeneration", "Llama4ForCausalLM", "Llama4TextModel",
+    fields={
+        **_RMS_EPS,
+        "intermediate_size": integer("intermediate_size_mlp", default=16384),
+        "mlp_bias": False,
+        "qk_norm": lambda reader, spec: "length" if reader.flag("use_qk_norm", True) else "none",
+        "rope_interleaved": True,
+        "moe": moe_rows.experts(
+            moe_rows.always(Router("sigmoid", chosen_first=True, rounded=True)),
+            num=("num_local_experts",), inner=("intermediate_size",), defaults=(16, 1, 8192),
+            more=shared("intermediate_size", default=8192, weighs_input=True),
+        ),
+        "mlps": moe_rows.mlps(moe_rows.listed),
+    },
+    names=names.LLAMA4,
+    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=8),
+    head_dim=_head_dim(128),
+    positions=_within_one_chunk,
+    slides=lambda reader, spec: lambda layer: False,
+    has_chunks=True,
+    rotary=RotaryRules(theta=500000.0),
+    rotates=_rotates_some,
+    has_experts=True,
+)  # fmt: skip
+AFMOE = LLAMA.derive(
+    "afmoe", "AfmoeForCausalLM", "AfmoeModel",
+    fields={
+        **_RMS_EPS,
+        "mlp_bias": False,
+        "norm_placement": "sandwich",
+        "qk_norm": "head",
+        "attn_gate": "dim",
+        "embedding_scale": lambda reader, spec: (
+            math.sqrt(spec.hidden_size) if reader.flag("mup_enabled", False) else 1.0
+        ),
+        "moe": moe_rows.experts(
+            moe_rows.afmoe_router, defaults=(64, 6, 1408),
+            more=shared("moe_intermediate_size", times="num_shared_experts", count=2),
+        ),
+        "mlps": moe_rows.mlps(moe_rows.after_some_dense),
+    },
+    names=names.AFMOE,
+    head_dim=_head_dim(128),
+    positions=_positions("max_position_embeddings", default=16384),
+    window=window(1024),
+    slides=_all_but_every("global_attn_every_n_layers", 4),
+    rotates=lambda reader, spec, kinds: tuple(kind == "sliding_attention" for kind in kinds),
+    has_experts=True,
+)  # fmt: skip
+
 ROWS = (
     LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, GRANITE, SMOLLM3, OLMO, OLMO2,
     OLMO3, EXAONE4, COHERE, COHERE2, GLM, GLM4, SEED_OSS, ERNIE45, HUNYUAN, ARCEE, APERTUS,
     MINISTRAL3, MIMO, QWEN25_VL, QWEN3_VL, OPT, GPT2, GPT_NEOX, BLOOM, STARCODER2, STABLELM, PHI,
     GPTJ, GPT_BIGCODE, FALCON, MPT, NEMOTRON, QWEN3_MOE, QWEN2_MOE, QWEN3_VL_MOE, MIXTRAL, OLMOE,
     GLM4_MOE, SOLAR_OPEN, DOTS1, MINIMAX_M2, ERNIE45_MOE, HUNYUAN_MOE, HY_V3, EXAONE_MOE,
-    GRANITE_MOE, GRANITE_MOE_SHARED, MELLUM,
+    GRANITE_MOE, GRANITE_MOE_SHARED, MELLUM, GPT_OSS, LLAMA4, AFMOE,
 )  # fmt: skip
 
 

@@ -81,6 +81,13 @@ def shared(
     return read
 
 
+def clamped_gate(reader: ConfigReader, spec: ModelSpec) -> dict[str, object]:
+    """gpt-oss's experts."""
+    limit = reader.number("swiglu_limit", high=1e6, default=7.0)
+    alpha = reader.number("swiglu_alpha", high=1e6, default=1.702)
+    return {"gate": "clamped", "limit": limit, "alpha": alpha, "biases": True}
+
+
 # --- Which layers have them
 
 
@@ -111,6 +118,12 @@ def after_dense(default: int) -> Read[Callable[[int], bool]]:
         return lambda layer: layer >= first
 
     return read
+
+
+def after_some_dense(reader: ConfigReader, spec: ModelSpec) -> Callable[[int], bool]:
+    """All but the first ``num_dense_layers`` layers."""
+    first = reader.integer("num_dense_layers", low=0, high=MAX_LAYERS, default=1)
+    return lambda layer: layer >= first
 
 
 def by_step(reader: ConfigReader, spec: ModelSpec) -> Callable[[int], bool]:
@@ -179,6 +192,11 @@ def deepseek_router(renorm: bool) -> Read[Router]:
 def ernie_router(reader: ConfigReader, spec: ModelSpec) -> Router:
     floor = reader.number("moe_norm_min", high=1.0, default=1e-12)
     return Router(wide=True, correction=True, renorm=True, floor=floor, rounded=True)
+
+
+def afmoe_router(reader: ConfigReader, spec: ModelSpec) -> Router:
+    scale = reader.number("route_scale", default=1.0)
+    return Router("sigmoid", correction=True, renorm=True, eps=1e-20, scale=scale)
 
 
 def hy_router(reader: ConfigReader, spec: ModelSpec) -> Router:

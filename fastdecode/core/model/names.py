@@ -317,3 +317,15 @@ LLAMA4 = with_experts(
         "mlp.experts.down": Source("feed_forward.experts.down_proj", "transposed", weight=""),
     },
 )
+
+AFMOE = with_experts(
+    LLAMA,
+    router="mlp.router.gate",
+    correction="mlp.expert_bias",
+    layers={
+        "attn_out_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_mlp_layernorm",
+        "mlp_out_norm": "post_mlp_layernorm",
+        "gate.proj": "self_attn.gate_proj",
+    },
+)

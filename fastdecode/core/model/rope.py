@@ -212,8 +212,8 @@ def _original_max_len(config: ConfigReader, rope: ConfigReader, default: int) ->
 
 def _llama3(config: ConfigReader, rope: ConfigReader, base: RopeSpec) -> RopeSpec:
     low, high = rope.number("low_freq_factor", high=1e6), rope.number("high_freq_factor", high=1e6)
-    if high <= low:
-        raise rope.refuse("high_freq_factor", high, f"above low_freq_factor ({low:g})")
+    if high < low:
+        raise rope.refuse("high_freq_factor", high, f"low_freq_factor ({low:g}) or more")
     original = _original_max_len(config, rope, base.original_max_len)
     return RopeSpec(
         base.kind,

@@ -126,7 +126,7 @@ class Row:
     """Which layers have a window where ``layer_types`` is missing; None: all,
     and layers of several kinds are refused."""
     has_chunks: bool = False
-    """Layers may see their chunk only: served up to one chunk's length."""
+    """Layers may see their chunk only; ``positions`` are one chunk's at most."""
     softcap: Read[float | None] = no_value
     """Of a layer's scores."""
     alibi: Read[tuple[float, ...] | None] = no_value
@@ -167,9 +167,6 @@ class Row:
         spec = self._read_shape(reader, spec)
         positions = self.positions(reader, spec)
         kinds = self._read_kinds(reader, spec)
-        if "chunked_attention" in kinds:
-            chunk = reader.integer("attention_chunk_size", high=MAX_POSITIONS, default=8192)
-            positions = min(positions, max(1, chunk - 1))
         spec = replace(spec, max_model_len=positions)
         for name, value in self.fields.items():
             found: Any = value(reader, spec) if callable(value) else value
