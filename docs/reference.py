@@ -7,6 +7,7 @@ python docs/reference.py --check    # exit code 1 if one of them is not what it 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +19,17 @@ from fastdecode.core.config.engine import GROUPS
 from fastdecode.core.config.features import FEATURES, REFUSALS, refused_pairs
 from fastdecode.core.config.options import Declared, declared
 from fastdecode.core.errors import FastDecodeError
+from fastdecode.core.model.families import ROWS
+from fastdecode.core.model.refused import REFUSED
+from fastdecode.core.model.rows import Row
 from fastdecode.server.messages import StatusReport
 from fastdecode.server.observations import Observations
 from fastdecode.wire.messages import PROTOCOL_VERSION
 from fastdecode.wire.opcodes import OPCODES
 
 PAGES = Path(__file__).resolve().parent / "reference"
+README = PAGES.parents[1] / "README.md"
+_TABLE = re.compile(r"(?<=## Models\n\n)(\|.*?)(?=\n\n)", re.DOTALL)
 MADE = "<!-- Made by `python docs/reference.py`. Do not edit. -->"
 _FIGURES = {
     "r_workers": [{"name": "r0", "kv_blocks": 1, "kv_blocks_used": 0, "load_tokens": 0}],
@@ -169,18 +175,69 @@ def messages_page() -> Iterator[str]:
         yield f"| {number} | `{kind.__name__}` | `{kind.__module__}` | {said_by} |"
 
 
+def models_page() -> Iterator[str]:
+    """Families that run, and architectures that are refused with the reason."""
+    yield from (
+        "# Model families",
+        "",
+        MADE,
+        "",
+        f"{len(ROWS)} families, each a row of `fastdecode/core/model/families.py`. How they are",
+        "tested, and how to add one: [models](../guides/models.md).",
+        "",
+        "## Supported",
+        "",
+        "| models | `architectures` of config.json | experts |",
+        "|---|---|---|",
+    )
+    for row in ROWS:
+        names = ", ".join(f"`{name}`" for name in row.architectures if not name.endswith("Model"))
+        yield f"| {row.models} | {names} | {'✓' if row.has_experts else ''} |"
+    yield from (
+        "",
+        "## Refused by name",
+        "",
+        "Other architectures are refused, too, without a reason of their own.",
+        "",
+        "| models | why |",
+        "|---|---|",
+    )
+    for refused in REFUSED:
+        yield f"| {refused.models} | {refused.what} |"
+
+
 PAGES_BY_NAME = {
     "options.md": options_page,
     "features.md": features_page,
     "exit_codes.md": exit_codes_page,
     "metrics.md": metrics_page,
     "messages.md": messages_page,
+    "models.md": models_page,
 }
 
 
+def readme_models() -> str:
+    """README's table of models: the first word of each row's."""
+    kinds: dict[str, dict[str, None]] = {}
+    for row in ROWS:
+        name = re.match(r"[A-Za-z.-]*[A-Za-z]", row.models)
+        kinds.setdefault(_kind_of(row), {})[name[0] if name else row.models] = None
+    lines = [f"| {kind} | {', '.join(names)} |" for kind, names in kinds.items()]
+    return "\n".join(lines)
+
+
+def _kind_of(row: Row) -> str:
+    if row.has_experts:
+        return "mixtures of experts"
+    return "dense, LayerNorm" if row.fields.get("norm") == "layer" else "dense, RMSNorm"
+
+
 def pages() -> dict[Path, str]:
-    """What every page should be, by its path."""
-    return {PAGES / name: "\n".join(make()) + "\n" for name, make in PAGES_BY_NAME.items()}
+    """What every page should be, by its path; README, where its table of models
+    isn't the rows', with the right one."""
+    made = {PAGES / name: "\n".join(make()) + "\n" for name, make in PAGES_BY_NAME.items()}
+    before, table, after = _TABLE.split(README.read_text("utf-8"))
+    return {**made, README: f"{before}{table.splitlines()[0]}\n|---|---|\n{readme_models()}{after}"}
 
 
 def main() -> int:

@@ -313,6 +313,7 @@ LLAMA = Row(
     "llama",
     ("LlamaForCausalLM", "LlamaModel"),
     names.LLAMA,
+    models="Llama 1, 2, 3",
     fields={
         "intermediate_size": integer("intermediate_size"),
         "activation": activation("hidden_act", default="silu"),
@@ -333,6 +334,7 @@ _ALL_BIAS = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
 
 MISTRAL = LLAMA.derive(
     "mistral", "MistralForCausalLM", "MistralModel", "Mistral3ForConditionalGeneration",
+    models="Mistral, Mistral Small 3 (text)",
     fields=_NO_BIAS,
     kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=8),
     positions=_positions("max_position_embeddings", default=131072),
@@ -340,6 +342,7 @@ MISTRAL = LLAMA.derive(
 )  # fmt: skip
 QWEN2 = LLAMA.derive(
     "qwen2", "Qwen2ForCausalLM", "Qwen2Model",
+    models="Qwen2, Qwen2.5",
     fields={**_NO_BIAS, "qkv_bias": True},
     positions=_positions("max_position_embeddings", default=32768),
     window=_switched_window(4096),
@@ -347,6 +350,7 @@ QWEN2 = LLAMA.derive(
 )  # fmt: skip
 QWEN3 = QWEN2.derive(
     "qwen3", "Qwen3ForCausalLM", "Qwen3Model",
+    models="Qwen3",
     fields={
         "qkv_bias": flag("attention_bias", False),
         "o_bias": flag("attention_bias", False),
@@ -356,6 +360,7 @@ QWEN3 = QWEN2.derive(
 )  # fmt: skip
 PHI3 = LLAMA.derive(
     "phi3", "Phi3ForCausalLM", "Phi3Model",
+    models="Phi-3, Phi-4",
     fields={**_NO_BIAS, "norm_eps": number("rms_norm_eps", high=1.0, default=1e-5)},
     names=names.PHI3,
     positions=_positions("max_position_embeddings", default=4096),
@@ -364,6 +369,7 @@ PHI3 = LLAMA.derive(
 )  # fmt: skip
 GEMMA = LLAMA.derive(
     "gemma", "GemmaForCausalLM", "GemmaModel",
+    models="Gemma",
     fields={
         "mlp_bias": False,
         "activation": activation("hidden_activation", "hidden_act", default="gelu_pytorch_tanh"),
@@ -376,6 +382,7 @@ GEMMA = LLAMA.derive(
 )  # fmt: skip
 GEMMA2 = GEMMA.derive(
     "gemma2", "Gemma2ForCausalLM", "Gemma2Model",
+    models="Gemma 2",
     fields={
         "activation": activation("hidden_activation", default="gelu_pytorch_tanh"),
         "norm_placement": "sandwich",
@@ -389,6 +396,7 @@ GEMMA2 = GEMMA.derive(
 )  # fmt: skip
 GEMMA3 = GEMMA2.derive(
     "gemma3_text", "Gemma3ForCausalLM", "Gemma3TextModel", "Gemma3ForConditionalGeneration",
+    models="Gemma 3 (text)",
     fields={
         "qk_norm": "head",
         "logit_softcap": optional_number("final_logit_softcapping"),
@@ -400,6 +408,7 @@ GEMMA3 = GEMMA2.derive(
 )  # fmt: skip
 GRANITE = LLAMA.derive(
     "granite", "GraniteForCausalLM", "GraniteModel",
+    models="Granite 3",
     fields={
         "embedding_scale": number("embedding_multiplier", default=1.0),
         "residual_scale": number("residual_multiplier", default=1.0),
@@ -409,6 +418,7 @@ GRANITE = LLAMA.derive(
 )  # fmt: skip
 SMOLLM3 = LLAMA.derive(
     "smollm3", "SmolLM3ForCausalLM", "SmolLM3Model",
+    models="SmolLM3",
     fields={"tied_embeddings": flag("tie_word_embeddings", True)},
     kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=4),
     positions=_positions("max_position_embeddings", default=32768),
@@ -419,6 +429,7 @@ SMOLLM3 = LLAMA.derive(
 )  # fmt: skip
 OLMO = LLAMA.derive(
     "olmo", "OlmoForCausalLM", "OlmoModel",
+    models="OLMo",
     fields={
         "mlp_bias": False,
         "norm": "layer",
@@ -429,6 +440,7 @@ OLMO = LLAMA.derive(
 )  # fmt: skip
 OLMO2 = LLAMA.derive(
     "olmo2", "Olmo2ForCausalLM", "Olmo2Model",
+    models="OLMo 2",
     fields={
         "mlp_bias": False,
         "norm_eps": number("rms_norm_eps", high=1.0, default=1e-5),
@@ -439,12 +451,14 @@ OLMO2 = LLAMA.derive(
 )  # fmt: skip
 OLMO3 = OLMO2.derive(
     "olmo3", "Olmo3ForCausalLM", "Olmo3Model",
+    models="OLMo 3",
     window=window(4096),
     slides=_all_but_every("sliding_window_pattern", 4),
     rotary=RotaryRules(theta=500000.0, scales_local=False),
 )  # fmt: skip
 EXAONE4 = LLAMA.derive(
     "exaone4", "Exaone4ForCausalLM", "Exaone4Model",
+    models="EXAONE 4",
     fields={
         **_NO_BIAS,
         "norm_eps": number("rms_norm_eps", high=1.0, default=1e-5),
@@ -458,6 +472,7 @@ EXAONE4 = LLAMA.derive(
 )  # fmt: skip
 COHERE = LLAMA.derive(
     "cohere", "CohereForCausalLM", "CohereModel",
+    models="Command R",
     fields={
         "mlp_bias": False,
         "norm": "layer",
@@ -475,6 +490,7 @@ COHERE = LLAMA.derive(
 )  # fmt: skip
 COHERE2 = COHERE.derive(
     "cohere2", "Cohere2ForCausalLM", "Cohere2Model",
+    models="Command R7B, A",
     fields={"qk_norm": "none"},
     window=window(4096),
     slides=_all_but_every("sliding_window_pattern", 4),
@@ -483,6 +499,7 @@ COHERE2 = COHERE.derive(
 )  # fmt: skip
 GLM = LLAMA.derive(
     "glm", "GlmForCausalLM", "GlmModel",
+    models="GLM-4-9B",
     fields={
         "qkv_bias": flag("attention_bias", True),
         "o_bias": False,
@@ -498,6 +515,7 @@ GLM = LLAMA.derive(
 )  # fmt: skip
 GLM4 = GLM.derive(
     "glm4", "Glm4ForCausalLM", "Glm4Model",
+    models="GLM-4-0414",
     fields={"norm_placement": "sandwich"},
     names=names.LLAMA.derive(
         {
@@ -509,6 +527,7 @@ GLM4 = GLM.derive(
 )  # fmt: skip
 SEED_OSS = LLAMA.derive(
     "seed_oss", "SeedOssForCausalLM", "SeedOssModel",
+    models="Seed-OSS",
     fields={
         "qkv_bias": flag("attention_bias", True),
         "o_bias": flag("attention_out_bias", False),
@@ -519,6 +538,7 @@ SEED_OSS = LLAMA.derive(
 )  # fmt: skip
 ERNIE45 = LLAMA.derive(
     "ernie4_5", "Ernie4_5ForCausalLM", "Ernie4_5Model",
+    models="ERNIE 4.5 0.3B",
     fields={
         "qkv_bias": flag("use_bias", False),
         "o_bias": flag("use_bias", False),
@@ -534,6 +554,7 @@ ERNIE45 = LLAMA.derive(
 )  # fmt: skip
 HUNYUAN = LLAMA.derive(
     "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Model",
+    models="Hunyuan 0.5B to 7B",
     fields={
         "mlp_bias": False,
         "norm_eps": number("rms_norm_eps", high=1.0, default=1e-5),
@@ -545,6 +566,7 @@ HUNYUAN = LLAMA.derive(
 )  # fmt: skip
 ARCEE = LLAMA.derive(
     "arcee", "ArceeForCausalLM", "ArceeModel",
+    models="AFM-4.5B",
     fields={
         "activation": activation("hidden_act", default="relu2"),
         "gated_mlp": False,
@@ -555,6 +577,7 @@ ARCEE = LLAMA.derive(
 )  # fmt: skip
 APERTUS = LLAMA.derive(
     "apertus", "ApertusForCausalLM", "ApertusModel",
+    models="Apertus",
     fields={
         "activation": activation("hidden_act", default="xielu"),
         "gated_mlp": False,
@@ -576,6 +599,7 @@ APERTUS = LLAMA.derive(
 )  # fmt: skip
 MINISTRAL3 = LLAMA.derive(
     "ministral3", "Ministral3ForCausalLM", "Ministral3Model", "Mistral3ForConditionalGeneration",
+    models="Ministral 3 (text)",
     fields={
         **_NO_BIAS,
         "norm_eps": number("rms_norm_eps", high=1.0, default=1e-5),
@@ -588,15 +612,18 @@ MINISTRAL3 = LLAMA.derive(
     rotary=RotaryRules(theta=1e6),
 )  # fmt: skip
 MIMO = QWEN2.derive("mimo", "MiMoForCausalLM", "MiMoModel",
+    models="MiMo-7B",
     fields={"qkv_bias": flag("attention_bias", True)},
     names=names.LLAMA.derive(harmless=(r"model\.mtp_layers\..*",)),
 )  # fmt: skip
 QWEN25_VL = QWEN2.derive(
     "qwen2_5_vl_text", "Qwen2_5_VLForConditionalGeneration",
+    models="Qwen2.5-VL (text)",
     rotary=RotaryRules(theta=1e6, has_sections=True),
 )  # fmt: skip
 QWEN3_VL = QWEN3.derive(
     "qwen3_vl_text", "Qwen3VLForConditionalGeneration", "Qwen3VLModel",
+    models="Qwen3-VL (text)",
     rotary=RotaryRules(theta=500000.0, has_sections=True),
     window=no_value,
     slides=None,
@@ -608,6 +635,7 @@ OPT = Row(
     "opt",
     ("OPTForCausalLM", "OPTModel"),
     names.OPT,
+    models="OPT",
     fields={
         "embedding_size": integer(
             "word_embed_proj_dim", high=MAX_HIDDEN, default=same_as("hidden_size")
@@ -634,6 +662,7 @@ GPT2 = Row(
     "gpt2",
     ("GPT2LMHeadModel", "GPT2Model"),
     names.GPT2,
+    models="GPT-2",
     fields={
         "intermediate_size": integer("n_inner", default=same_as("intermediate_size")),
         "activation": activation("activation_function", default="gelu_new"),
@@ -650,6 +679,7 @@ GPT_NEOX = Row(
     "gpt_neox",
     ("GPTNeoXForCausalLM", "GPTNeoXModel"),
     names.GPT_NEOX,
+    models="GPT-NeoX, Pythia",
     fields={
         "intermediate_size": integer("intermediate_size"),
         "activation": activation("hidden_act", default="gelu"),
@@ -668,6 +698,7 @@ BLOOM = Row(
     "bloom",
     ("BloomForCausalLM", "BloomModel"),
     names.BLOOM,
+    models="BLOOM",
     fields={
         "activation": "gelu_tanh",
         "norm": "layer",
@@ -683,6 +714,7 @@ BLOOM = Row(
 
 STARCODER2 = LLAMA.derive(
     "starcoder2", "Starcoder2ForCausalLM", "Starcoder2Model",
+    models="StarCoder2",
     fields={
         "activation": activation("hidden_act", default="gelu_pytorch_tanh"),
         "gated_mlp": False,
@@ -700,6 +732,7 @@ STARCODER2 = LLAMA.derive(
 )  # fmt: skip
 STABLELM = LLAMA.derive(
     "stablelm", "StableLmForCausalLM", "StableLmModel",
+    models="StableLM",
     fields={
         "norm": "layer",
         "norm_eps": number("layer_norm_eps", high=1.0, default=1e-5),
@@ -715,6 +748,7 @@ STABLELM = LLAMA.derive(
 )  # fmt: skip
 PHI = LLAMA.derive(
     "phi", "PhiForCausalLM", "PhiModel",
+    models="Phi-1, 1.5, 2",
     fields={
         **_ALL_BIAS,
         "head_bias": True,
@@ -734,6 +768,7 @@ PHI = LLAMA.derive(
 )  # fmt: skip
 GPTJ = GPT2.derive(
     "gptj", "GPTJForCausalLM", "GPTJModel",
+    models="GPT-J",
     fields={
         "qkv_bias": False,
         "o_bias": False,
@@ -758,6 +793,7 @@ GPTJ = GPT2.derive(
 )  # fmt: skip
 GPT_BIGCODE = GPT2.derive(
     "gpt_bigcode", "GPTBigCodeForCausalLM", "GPTBigCodeModel",
+    models="StarCoder, SantaCoder",
     fields={"activation": activation("activation_function", default="gelu_pytorch_tanh")},
     names=names.GPT2.derive(
         {
@@ -773,6 +809,7 @@ FALCON = Row(
     "falcon",
     ("FalconForCausalLM", "FalconModel"),
     names.FALCON,
+    models="Falcon 7B, 40B, 180B",
     fields={
         "intermediate_size": integer("ffn_hidden_size", default=same_as("intermediate_size")),
         "activation": activation("activation", default="gelu"),
@@ -794,6 +831,7 @@ MPT = Row(
     "mpt",
     ("MptForCausalLM", "MPTForCausalLM", "MptModel"),
     names.MPT,
+    models="MPT",
     fields={
         "activation": "gelu",
         "norm": "layer",
@@ -808,6 +846,7 @@ MPT = Row(
 )
 NEMOTRON = LLAMA.derive(
     "nemotron", "NemotronForCausalLM", "NemotronModel",
+    models="Nemotron-4, Minitron",
     fields={
         "activation": activation("hidden_act", default="relu2"),
         "gated_mlp": False,
@@ -827,6 +866,7 @@ _RMS_EPS = {"norm_eps": number("rms_norm_eps", high=1.0, default=1e-5)}
 
 QWEN3_MOE = QWEN3.derive(
     "qwen3_moe", "Qwen3MoeForCausalLM", "Qwen3MoeModel",
+    models="Qwen3-30B-A3B, 235B-A22B, Coder",
     fields={
         "moe": moe_rows.experts(softmax_router(), defaults=(128, 8, 768)),
         "mlps": moe_rows.mlps(moe_rows.by_step),
@@ -838,6 +878,7 @@ QWEN3_MOE = QWEN3.derive(
 )  # fmt: skip
 QWEN2_MOE = QWEN2.derive(
     "qwen2_moe", "Qwen2MoeForCausalLM", "Qwen2MoeModel",
+    models="Qwen1.5-MoE, Qwen2-57B-A14B",
     fields={
         "qkv_bias": flag("qkv_bias", True),
         "moe": moe_rows.experts(
@@ -854,6 +895,7 @@ QWEN2_MOE = QWEN2.derive(
 )  # fmt: skip
 QWEN3_VL_MOE = QWEN3_MOE.derive(
     "qwen3_vl_moe_text", "Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeModel",
+    models="Qwen3-VL-30B-A3B, 235B-A22B (text)",
     fields={"moe": moe_rows.experts(softmax_router(True), defaults=(60, 4, 1408))},
     names=names.QWEN_VL_MOE,
     kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=16),
@@ -862,6 +904,7 @@ QWEN3_VL_MOE = QWEN3_MOE.derive(
 )  # fmt: skip
 MIXTRAL = MISTRAL.derive(
     "mixtral", "MixtralForCausalLM", "MixtralModel",
+    models="Mixtral",
     fields={
         **_RMS_EPS,
         "moe": moe_rows.experts(
@@ -876,6 +919,7 @@ MIXTRAL = MISTRAL.derive(
 )  # fmt: skip
 OLMOE = LLAMA.derive(
     "olmoe", "OlmoeForCausalLM", "OlmoeModel",
+    models="OLMoE",
     fields={
         **_RMS_EPS,
         "mlp_bias": False,
@@ -892,6 +936,7 @@ OLMOE = LLAMA.derive(
 _GLM_EXPERTS = shared("moe_intermediate_size", times="n_shared_experts")
 GLM4_MOE = LLAMA.derive(
     "glm4_moe", "Glm4MoeForCausalLM", "Glm4MoeModel",
+    models="GLM-4.5, 4.6, 4.7",
     fields={
         **_RMS_EPS,
         "o_bias": False,
@@ -911,11 +956,13 @@ GLM4_MOE = LLAMA.derive(
 )  # fmt: skip
 SOLAR_OPEN = GLM4_MOE.derive(
     "solar_open", "SolarOpenForCausalLM", "SolarOpenModel",
+    models="Solar Open",
     fields={"qk_norm": "none", "mlps": ()},
     rotary=RotaryRules(theta=1e6),
 )  # fmt: skip
 DOTS1 = GLM4_MOE.derive(
     "dots1", "Dots1ForCausalLM", "Dots1Model",
+    models="dots.llm1",
     fields={
         "norm_eps": number("rms_norm_eps", high=1.0, default=1e-6),
         "o_bias": flag("attention_bias", False),
@@ -934,6 +981,7 @@ DOTS1 = GLM4_MOE.derive(
 )  # fmt: skip
 MINIMAX_M2 = LLAMA.derive(
     "minimax_m2", "MiniMaxM2ForCausalLM", "MiniMaxM2Model",
+    models="MiniMax-M2",
     fields={
         **_NO_BIAS,
         "qk_norm": "full",
@@ -954,6 +1002,7 @@ MINIMAX_M2 = LLAMA.derive(
 )  # fmt: skip
 ERNIE45_MOE = ERNIE45.derive(
     "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeModel",
+    models="ERNIE 4.5 21B, 300B",
     fields={
         "head_bias": flag("use_bias", False),
         "moe": moe_rows.experts(
@@ -970,6 +1019,7 @@ ERNIE45_MOE = ERNIE45.derive(
 )  # fmt: skip
 HUNYUAN_MOE = HUNYUAN.derive(
     "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", "HunYuanMoEV1Model",
+    models="Hunyuan A13B",
     fields={
         "moe": moe_rows.experts(
             softmax_router(True), top_k=("moe_topk", "num_experts_per_tok"),
@@ -984,6 +1034,7 @@ HUNYUAN_MOE = HUNYUAN.derive(
 )  # fmt: skip
 HY_V3 = LLAMA.derive(
     "hy_v3", "HYV3ForCausalLM", "HYV3Model",
+    models="Hunyuan 3",
     fields={
         **_RMS_EPS,
         "qk_norm": "head",
@@ -1005,6 +1056,7 @@ HY_V3 = LLAMA.derive(
 )  # fmt: skip
 EXAONE_MOE = EXAONE4.derive(
     "exaone_moe", "ExaoneMoeForCausalLM", "ExaoneMoeModel",
+    models="K-EXAONE",
     fields={
         "norm_placement": "pre",
         "moe": moe_rows.experts(
@@ -1018,6 +1070,7 @@ EXAONE_MOE = EXAONE4.derive(
 )  # fmt: skip
 GRANITE_MOE = GRANITE.derive(
     "granitemoe", "GraniteMoeForCausalLM", "GraniteMoeModel",
+    models="Granite 3 MoE",
     fields={
         "moe": moe_rows.experts(
             moe_rows.always(Router(chosen_first=True, rounded=True)),
@@ -1029,6 +1082,7 @@ GRANITE_MOE = GRANITE.derive(
 )  # fmt: skip
 GRANITE_MOE_SHARED = GRANITE_MOE.derive(
     "granitemoeshared", "GraniteMoeSharedForCausalLM", "GraniteMoeSharedModel",
+    models="Granite MoE with a shared expert",
     fields={
         "moe": moe_rows.experts(
             moe_rows.always(Router(chosen_first=True, rounded=True)),
@@ -1039,6 +1093,7 @@ GRANITE_MOE_SHARED = GRANITE_MOE.derive(
 )  # fmt: skip
 MELLUM = QWEN3_MOE.derive(
     "mellum", "MellumForCausalLM", "MellumModel",
+    models="Mellum 2",
     fields={
         "moe": moe_rows.experts(softmax_router(True), defaults=(64, 8, 896)),
         "mlps": moe_rows.mlps(lambda reader, spec: lambda layer: True),
@@ -1050,6 +1105,7 @@ MELLUM = QWEN3_MOE.derive(
 
 GPT_OSS = LLAMA.derive(
     "gpt_oss", "GptOssForCausalLM", "GptOssModel",
+    models="gpt-oss",
     fields={
         **_RMS_EPS,
         "qkv_bias": flag("attention_bias", True),
@@ -1074,6 +1130,7 @@ GPT_OSS = LLAMA.derive(
 )  # fmt: skip
 LLAMA4 = LLAMA.derive(
     "llama4_text", "Llama4ForConditionalGeneration", "Llama4ForCausalLM", "Llama4TextModel",
+    models="Llama 4 (text, up to 8,191 tokens)",
     fields={
         **_RMS_EPS,
         "intermediate_size": integer("intermediate_size_mlp", default=16384),
@@ -1099,6 +1156,7 @@ LLAMA4 = LLAMA.derive(
 )  # fmt: skip
 AFMOE = LLAMA.derive(
     "afmoe", "AfmoeForCausalLM", "AfmoeModel",
+    models="Trinity",
     fields={
         **_RMS_EPS,
         "mlp_bias": False,

@@ -96,6 +96,16 @@ REFUSED = (
         "Gemma-3n",
         ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
     ),
+    Refused(
+        "query heads that differ in number by layer",
+        "Step-3.5, 3.7, Laguna",
+        (
+            "LagunaForCausalLM",
+            "Step3p5ForCausalLM",
+            "Step3p7FlashForCausalLM",
+            "Step3p7ForConditionalGeneration",
+        ),
+    ),
     Refused("keys and values of different sizes", "MiMo-V2-Flash", ("MiMoV2FlashForCausalLM",)),
     Refused(
         "layers that differ in shape (found by a search)",

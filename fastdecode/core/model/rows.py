@@ -112,6 +112,8 @@ class Row:
     of either is a language model's if it has an output projection or its token
     embedding is one. Models whose text part is one, too."""
     names: CheckpointNames
+    models: str = ""
+    """Names that people know them by."""
     fields: Mapping[str, object] = field(default_factory=dict)
     """Of ``ModelSpec``: constants, or ``Read``."""
     kv_heads: Read[int] = _QUERY_HEADS
