@@ -66,7 +66,10 @@ def bind(cpus: frozenset[int]) -> None:
             "this operating system doesn't bind processes to CPUs: leave --cpus out"
         ) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"can't run on the CPUs {sorted(cpus)}: {error}") from None
+        raise ConfigError(
+            f"can't run on the CPUs {sorted(cpus)}: {getattr(error, 'strerror', None) or error}. "
+            "Name CPUs of this host that the process may use"
+        ) from None
     missing = cpus - os.sched_getaffinity(0)
     if missing:
         raise ConfigError(

@@ -19,7 +19,9 @@ DIALECT = re.compile(
     re.IGNORECASE,
 )
 """Words of a private dialect, which a reader elsewhere stumbles over."""
-SPEAKERS = re.compile(r"(Error|Refused|Warning)$|^(refuse|warn|warning|error|info|tell|Finding)$")
+SPEAKERS = re.compile(
+    r"(Error|Refused|Refusal|Warning)$|^(refuse|warn|warning|error|info|tell|Finding)$"
+)
 """Functions and classes whose texts a user reads."""
 
 

@@ -71,7 +71,9 @@ def add_doctor(commands: Any) -> None:
         action="store_true",
         help="print which features work together, and nothing else",
     )
-    ranks = parser.add_argument_group("in an MPI job, of every rank but the first")
+    ranks = parser.add_argument_group(
+        "R-worker ranks", "in an MPI job: of every rank but the first"
+    )
     ranks.add_argument(
         "--kv-memory-gb", type=float, metavar="GB", help="KV cache; default: its share"
     )

@@ -27,9 +27,12 @@ from fastdecode.cli.options import (
 from fastdecode.cli.parser import add_model
 from fastdecode.cli.r_worker import serve_if_r_rank
 from fastdecode.conversations.keeping import Keeping
+from fastdecode.conversations.reuse import why_no_kv
+from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import imports_for
 from fastdecode.core.files import check_paths
 from fastdecode.core.host.interrupts import interrupt
+from fastdecode.core.model.checkpoint import check_model
 from fastdecode.core.model.local_models import find_model
 from fastdecode.core.progress import Progress
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED, Stopping, asked_by_signals, stop_signals
@@ -87,6 +90,11 @@ def _generate(args: argparse.Namespace) -> int:
         from fastdecode.measure.chrome_trace import open_trace
         from fastdecode.measure.summary import render, summarise
     check_paths(args.input, output=args.output, summary=args.summary, trace=args.trace)
+    if not args.instance_addresses:
+        check_model(args.model)
+    config = EngineConfig.of(args.model, **engine_options(args))
+    if args.conversations is not None and (why := why_no_kv(config)):
+        tell(f"warning: every turn computes its whole conversation again: {why}")
     options = JobOptions(args.input, args.output, sampling_given(args), skip_bad_lines=True)
     with contextlib.ExitStack() as stack:
         trace = stack.enter_context(open_trace(args.trace))
@@ -136,7 +144,7 @@ def _ended(result: JobResult, output: Path) -> int:
         return EXIT_WORKERS_LOST
     if result.num_run_failed:
         failed = f"{result.num_run_failed} of {result.num_run} requests failed"
-        tell(f"{COMMAND}: {failed}; see the error lines in {output}")
+        tell(f"{COMMAND}: {failed}; see the error lines in {output}. First: {result.first_error}")
         return EXIT_SOME_FAILED
     return 0
 

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,14 @@ from fastdecode.cli.options import (
     check_options,
     tell,
 )
+from fastdecode.cli.parser import refused_choice
 from fastdecode.core.config.instances import PlacedInstance
 from fastdecode.core.config.placement import read_placement
 from fastdecode.core.config.s_part import MAX_PP, MAX_TP
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.install import pip_command
 from fastdecode.core.model.local_models import find_model
+from fastdecode.core.os_errors import explained
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED, stop_signals
 from fastdecode.wire.mpi.launcher import LAUNCH_LINE
 from fastdecode.wire.mpirun_line import JobHost, JobLine, parse_hosts, vendor_of
@@ -121,10 +124,7 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
 def run_launch(args: argparse.Namespace) -> int:
     """Show the line and run it. Returns the exit code."""
     command = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
-    if not command or command[0] not in COMMANDS:
-        raise ConfigError(
-            f"say what to run behind --: one of {', '.join(COMMANDS)}, with its options"
-        )
+    _check_command(command)
     with tempfile.TemporaryDirectory(prefix="fd") as directory:
         report = Path(directory, "exit-code")
         line = _line(args, command, report)
@@ -141,7 +141,41 @@ def run_launch(args: argparse.Namespace) -> int:
         stop_signal = signal.SIGUSR1 if line.vendor == "Open MPI" else signal.SIGTERM
         environ = {**os.environ, LAUNCH_LINE: json.dumps(args.argv)}
         code, was_stopped = _run(line.words(), stop_signal, environ)
-        return _truthful(code, report if is_here else None, was_stopped=was_stopped)
+        truth = _truthful(code, report if is_here else None, was_stopped=was_stopped)
+        if truth not in (0, EXIT_INTERRUPTED) and not (is_here and report.exists()):
+            tell(_why_none_reported(code, [host.name for host in line.hosts]))
+        return truth
+
+
+def _check_command(command: list[str]) -> None:
+    """Raises ConfigError: there is no command behind --, or none that can be launched."""
+    if not command:
+        raise ConfigError(f"name a command behind --: one of {', '.join(COMMANDS)}")
+    if command[0] not in COMMANDS:
+        raise ConfigError(refused_choice("the command", command[0], COMMANDS))
+
+
+def _why_none_reported(mpirun_code: int, hosts: Sequence[str]) -> str:
+    """A job ended badly, and its S-worker could not say why."""
+    unknown = [host for host in hosts if not _is_resolved(host)]
+    said = (
+        f"fastdecode launch: mpirun ended with exit code {mpirun_code}, and the S-worker reported "
+        "no exit code: see the messages above"
+    )
+    if unknown:
+        said += (
+            f". This host cannot resolve {', '.join(unknown)}: check --hosts, or name them by "
+            "IP address"
+        )
+    return said
+
+
+def _is_resolved(host: str) -> bool:
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return True
 
 
 def _check(args: argparse.Namespace, *, files: bool) -> None:
@@ -332,8 +366,10 @@ def _version(mpirun: str) -> str:
         done = subprocess.run(
             [mpirun, "--version"], capture_output=True, text=True, timeout=30, check=False
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{mpirun} --version: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"can't run {mpirun}: {explained(error)}") from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{mpirun} --version does not end: name another --mpirun") from None
     return done.stdout + done.stderr
 
 

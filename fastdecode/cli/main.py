@@ -23,6 +23,7 @@ from fastdecode.cli.common import EXIT_WORKERS_LOST, tell
 from fastdecode.cli.parser import Parser
 from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, RequestError
 from fastdecode.core.files import open_output, write_whole
+from fastdecode.core.os_errors import explained
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED
 from fastdecode.wire.mpi import joining, launcher, leaving
 
@@ -79,7 +80,8 @@ def _note(code: int, path: Path) -> None:
         finally:
             os.close(fd)
     except (OSError, ConfigError) as error:
-        tell(f"--exit-code-file {path}: {error}")
+        why = explained(error) if isinstance(error, OSError) else error
+        tell(f"--exit-code-file {path}: {why}")
 
 
 def _run(args: argparse.Namespace, argv: list[str]) -> int:
@@ -124,11 +126,17 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             "R-workers."
         ),
     )
-    parser.add_argument("--version", action="version", version=f"fastdecode {__version__}")
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"fastdecode {__version__}",
+        help="show the version",
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     asked = next((word for word in argv if not word.startswith("-")), None)
+    wants_all = asked is None and "--help=all" in argv
     for name, command in COMMANDS.items():
-        if name == asked:
+        if name == asked or wants_all:
             command.add(commands)
         else:
             commands.add_parser(name, help=command.help)

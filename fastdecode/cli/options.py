@@ -18,7 +18,7 @@ from fastdecode.cli.common import duration as duration
 from fastdecode.cli.common import tell as tell
 from fastdecode.cli.parser import Rare
 from fastdecode.core.config.engine import GROUPS, EngineConfig
-from fastdecode.core.config.groups import LINK_SECURITIES
+from fastdecode.core.config.groups import LINK_SECURITIES, LINK_SECURITY_HELP
 from fastdecode.core.config.options import Declared, declared
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.core.files import write_json
@@ -99,8 +99,7 @@ def add_link_security(arguments: argparse._ActionsContainer) -> None:
         choices=LINK_SECURITIES,
         default=LINK_SECURITIES[0],
         metavar="HOW",
-        help="what the key does: encrypt (default), or authenticate: prove the key and leave the "
-        "rest readable, for a network that you trust; the same on both sides",
+        help=LINK_SECURITY_HELP,
     )
 
 
@@ -125,12 +124,13 @@ def add_sampling_options(
     which have no limit of their own."""
     group = parser.add_argument_group("sampling", f"defaults for {askers} that do not set them")
     default = SamplingParams()
-    limits = {"max_tokens": f"{default.max_tokens}; of chats: the model's limit"}
-    told = limits if has_chats else {}
+    defaults = {"seed": "a random one", "logprobs": "no logprobs"}
+    if has_chats:
+        defaults["max_tokens"] = f"{default.max_tokens}; of chats: the model's limit"
 
     def add(flag: str, kind: Callable[[str], Any], text: str, metavar: str = "X") -> None:
         name = flag.removeprefix("--").replace("-", "_")
-        said = f"{text} (default: {told.get(name, getattr(default, name))})"
+        said = f"{text} (default: {defaults.get(name, getattr(default, name))})"
         group.add_argument(
             flag,
             type=kind,

@@ -13,7 +13,8 @@ import difflib
 import itertools
 import re
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -28,7 +29,21 @@ ELSEWHERE = {
     "--quantization": None,
 }
 """Options of vLLM: what they are called here; None: there is no such thing."""
-_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
+_CHOICE = re.compile(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)")
+_WORDED = (
+    (r"argument (\S+): invalid int value: '(.*)'", r"\1 \2 is not a whole number"),
+    (r"argument (\S+): invalid float value: '(.*)'", r"\1 \2 is not a number"),
+    (r"argument (\S+): invalid lanes value: '(.*)'", r"\1 \2 is not a whole number or auto"),
+    (r"argument (\S+): expected (?:one|at least one) argument", r"\1 needs a value behind it"),
+    (r"argument (\S+): ignored explicit argument '(.*)'", r"\1 takes no value: remove =\2"),
+    (
+        r"argument (\S+): not allowed with argument (\S+)",
+        r"\1 and \2 cannot be used together: remove one of them",
+    ),
+    (r"the following arguments are required: (.*)", r"missing: \1"),
+    (r"argument (\S+): (.*)", r"\1: \2"),
+)
+"""argparse's messages, and ours."""
 
 
 _Formatter = partial(argparse.HelpFormatter, width=100, max_help_position=28)
@@ -46,6 +61,8 @@ class Parser(argparse.ArgumentParser):
             **{"allow_abbrev": False, "formatter_class": _Formatter, **options}, add_help=False
         )
         self._positionals.title = "arguments"
+        self._required: list[tuple[str, Callable[[argparse.Namespace], bool]]] = []
+        self._required_options: list[argparse.Action] = []
         self.add_argument(
             "-h",
             "--help",
@@ -59,10 +76,30 @@ class Parser(argparse.ArgumentParser):
         words = list(sys.argv[1:] if args is None else args)
         if self._subparsers is None:  # said before what is missing, which may be the same thing
             self._refuse_unknown(words)
+        self._take_required_options()
         parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:
             self.error(f"unexpected argument {unknown[0]!r}")
+        missing = [words for words, is_given in self._required if not is_given(parsed)]
+        if missing:
+            self.error(f"missing: {', '.join(missing)}")
         return parsed, unknown
+
+    def require(self, words: str, is_given: Callable[[argparse.Namespace], bool]) -> None:
+        """Refuse a command line without something, together with all else that is missing.
+
+        Args:
+            words: name it in the message.
+        """
+        self._required.append((words, is_given))
+
+    def _take_required_options(self) -> None:
+        """Check required options here: argparse would report them before the rest."""
+        for action in self._actions:
+            if action.required and action.option_strings:
+                action.required = False
+                self._required_options.append(action)
+                self.require(_shown(action), partial(_is_given, action.dest))
 
     def _refuse_unknown(self, words: Sequence[str]) -> None:
         """Up to ``--``, behind which another command may stand."""
@@ -82,18 +119,17 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong, then the usage in one line, and exit with code 2."""
-        wrong = _CHOICE.search(message)
-        if wrong is not None:
-            near = difflib.get_close_matches(wrong[1], re.findall(r"[\w-]+", wrong[2]), n=1)
-            message += f": did you mean {near[0]}?" if near else ""
-        print(f"{self.prog}: {message}\n{self.format_usage()}", file=sys.stderr, end="")
+        print(f"{self.prog}: {_worded(message)}\n{self.format_usage()}", file=sys.stderr, end="")
         sys.exit(2)
 
     def format_usage(self) -> str:
         """One line: what has to be given, in order."""
-        needed = [_shown(a) for a in self._actions if a.required or not a.option_strings]
+        needed = [_shown(a) for a in self._actions if self._is_needed(a)]
         words = [self.prog, *(["[options]"] if self._has_options() else []), *needed]
         return f"usage: {' '.join(words)}\n"
+
+    def _is_needed(self, action: argparse.Action) -> bool:
+        return action.required or action in self._required_options or not action.option_strings
 
     def _has_options(self) -> bool:
         return any(a.option_strings and not isinstance(a, _Help) for a in self._actions)
@@ -122,7 +158,32 @@ class Parser(argparse.ArgumentParser):
             groups = ", ".join(self.group_names())
             formatter.add_text(f"More options: --help=all, or --help=GROUP with one of {groups}.")
         formatter.add_text(self.epilog)
-        return formatter.format_help()
+        return formatter.format_help() + (self._commands_help() if what == ALL else "")
+
+    def _commands_help(self) -> str:
+        """The groups of each subcommand's options; empty: there are no subcommands."""
+        commands = self._commands()
+        if not commands:
+            return ""
+        lines = [
+            textwrap.fill(
+                f"  {name:<12} {', '.join(parser.topics())}", 100, subsequent_indent=" " * 15
+            )
+            for name, parser in commands.items()
+        ]
+        title = f"options of each command, by group ({self.prog} COMMAND --help=GROUP):"
+        return "\n".join(["", title, *lines, ""])
+
+    def _commands(self) -> dict[str, Parser]:
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                return dict(action.choices)
+        return {}
+
+    def topics(self) -> list[str]:
+        """What there is to ask help about: subcommands, or groups of options."""
+        kinds = [f"{self.prog.split()[-1]} {kind}" for kind in self._commands()]
+        return [*kinds, *(self.group_names() if self._has_options() else [])]
 
     def _is_shown(
         self, action: argparse.Action, group: argparse._ArgumentGroup, what: str | None
@@ -162,6 +223,26 @@ class _Help(argparse.Action):
         sys.exit(0)
 
 
+def _worded(message: str) -> str:
+    """A message of argparse in the words of every other error."""
+    message = re.sub(r"(--[\w-]+)/-\w\b", r"\1", message)  # --input of --input/-i
+    wrong = _CHOICE.fullmatch(message)
+    if wrong is not None:
+        name, value, known = wrong[1], wrong[2], re.findall(r"[\w.-]+", wrong[3])
+        return refused_choice(name, value, known)
+    for pattern, words in _WORDED:
+        if (found := re.fullmatch(pattern, message)) is not None:
+            return found.expand(words)
+    return message
+
+
+def refused_choice(name: str, value: str, known: Collection[str]) -> str:
+    """That a value is none of those known, and the one that was meant, if it is near."""
+    near = difflib.get_close_matches(value, known, n=1)
+    mend = f"did you mean {near[0]}? " if near else ""
+    return f"{name} {value} is unknown: {mend}Choose from {', '.join(known)}"
+
+
 def _plain(title: str | None) -> str:
     """A group's title as one word: ``Prefix cache`` is ``prefix-cache``."""
     return (title or "").lower().replace(" ", "-")
@@ -169,7 +250,8 @@ def _plain(title: str | None) -> str:
 
 def add_model(parser: argparse.ArgumentParser, help: str = "Hugging Face model directory") -> None:
     """``MODEL`` as the first argument, or ``--model MODEL``: one of the two."""
-    either = parser.add_mutually_exclusive_group(required=True)
+    assert isinstance(parser, Parser)
+    either = parser.add_mutually_exclusive_group()
     absent = argparse.SUPPRESS  # or the one that is not given would undo the other
     either.add_argument("model", metavar="MODEL", nargs="?", default=absent, help=help)
     either.add_argument(
@@ -179,6 +261,11 @@ def add_model(parser: argparse.ArgumentParser, help: str = "Hugging Face model d
         default=absent,
         help="the same as the argument MODEL",
     )
+    parser.require("MODEL", partial(_is_given, "model"))
+
+
+def _is_given(name: str, args: argparse.Namespace) -> bool:
+    return getattr(args, name, None) is not None
 
 
 def _shown(action: argparse.Action) -> str:

@@ -216,13 +216,27 @@ def _report(job: BatchJob, result: JobResult, args: argparse.Namespace) -> int:
         tell(f"{COMMAND}: workers were lost: {result.lost}")
     if result.num_done < result.num_lines:
         tell(f"to go on: {resume_command(args.argv)}")
-    elif result.num_failed:
-        tell(f"to run those again: {resume_command(args.argv)} --retry-errors")
+    else:
+        _advise(result, args)
     if result.interrupted:
         return EXIT_INTERRUPTED
     if result.lost is not None:
         return EXIT_WORKERS_LOST
     return EXIT_SOME_FAILED if result.num_failed else 0
+
+
+def _advise(result: JobResult, args: argparse.Namespace) -> None:
+    """What to do about lines that failed, once all are answered."""
+    if result.num_run and result.num_run_failed == result.num_run:
+        tell(f"{COMMAND}: first error: {result.first_error}")
+    if result.num_bad:
+        tell(
+            f"{result.num_bad} line(s) of {args.input} are bad and fail in every run: correct "
+            "them in a file of their own, and run that with another --output"
+        )
+    if result.num_failed > result.num_bad:
+        others = "the other failed lines" if result.num_bad else "the failed lines"
+        tell(f"to run {others} again: {resume_command(args.argv)} --retry-errors")
 
 
 def resume_command(argv: list[str], environ: Mapping[str, str] = os.environ) -> str:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.common import add_log_level_option, duration
-from fastdecode.cli.parser import add_model
+from fastdecode.cli.parser import Parser, add_model
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.os_errors import explained
 
 if TYPE_CHECKING:
     from cost_model.hardware import Hardware
@@ -44,6 +45,11 @@ def add_size(commands: Any) -> None:
     _add_goal(parser)
     _add_output(parser)
     add_log_level_option(parser)
+    assert isinstance(parser, Parser)
+    parser.require(
+        "--seq-len S (or --prompt-len N with --output-len N)",
+        lambda args: any(x is not None for x in (args.seq_len, args.prompt_len, args.output_len)),
+    )
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
@@ -360,4 +366,4 @@ def _emit(sizing: Sizing, directory: Path, model: str) -> None:
         for name, text in launch_files(sizing, model).items():
             (directory / name).write_text(text, "utf-8")
     except OSError as error:
-        raise ConfigError(f"--emit {directory}: can't write there: {error.strerror}") from None
+        raise ConfigError(f"--emit {directory}: can't write there: {explained(error)}") from None

@@ -24,6 +24,7 @@ from fastdecode.conversations.records import (
 )
 from fastdecode.conversations.turn_log import LoggedTurn, read_turn
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.os_errors import explained
 
 FILE = "turns.log"
 """In a directory of conversations."""
@@ -76,7 +77,7 @@ def inspect(path: Path) -> Contents:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise ConfigError(f"can't read {path}: {error.strerror}") from None
+        raise ConfigError(f"can't read {path}: {explained(error)}") from None
     try:
         header = os.pread(fd, HEADER_BYTES, 0)
         if not header.startswith(MAGIC):
@@ -100,7 +101,7 @@ def clear(path: Path) -> None:
         overwrite(fd)
         path.unlink()
     except OSError as error:
-        raise ConfigError(f"can't clear {path}: {error.strerror}") from None
+        raise ConfigError(f"can't clear {path}: {explained(error)}") from None
     finally:
         os.close(fd)
 

@@ -12,6 +12,7 @@ from fastdecode.conversations.inspection import FILE
 from fastdecode.conversations.turn_log import TurnLog, identity_of
 from fastdecode.core.config.options import check_options, option
 from fastdecode.core.errors import ConfigError, Given
+from fastdecode.core.os_errors import explained
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,6 @@ class Keeping:
             os.listdir(directory)
         except OSError as error:
             raise ConfigError(
-                f"can't keep conversations in {directory}: {error.strerror}"
+                f"can't keep conversations in {directory}: {explained(error)}"
             ) from None
         return Conversations(limits, TurnLog(directory / FILE, identity_of(model)))

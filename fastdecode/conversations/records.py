@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.os_errors import explained
 
 MAGIC: Final = b"FDTURNS\x02"
 HEADER_BYTES: Final = 64
@@ -44,7 +45,7 @@ def open_alone(path: Path) -> int:
     try:
         fd = os.open(path, flags, 0o600)
     except OSError as error:
-        raise ConfigError(f"can't keep conversations in {path}: {error.strerror}") from None
+        raise ConfigError(f"can't keep conversations in {path}: {explained(error)}") from None
     try:
         lock(fd)
         if not os.path.samestat(os.fstat(fd), os.stat(path)):
@@ -57,7 +58,7 @@ def open_alone(path: Path) -> int:
         ) from None
     except OSError as error:
         os.close(fd)
-        raise ConfigError(f"can't keep conversations in {path}: {error.strerror}") from None
+        raise ConfigError(f"can't keep conversations in {path}: {explained(error)}") from None
     return fd
 
 

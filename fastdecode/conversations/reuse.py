@@ -10,13 +10,19 @@ from fastdecode.core.config.features import refused_with
 def why_none(config: EngineConfig) -> str:
     """Why every turn computes its whole conversation again, and what to do;
     empty: turns reuse KV blocks."""
+    reason = why_no_kv(config)
+    return f"{_NOTHING}{reason}" if reason else ""
+
+
+def why_no_kv(config: EngineConfig) -> str:
+    """Why no turn reuses KV blocks, and what to do; empty: turns reuse them."""
     other = refused_with("prefix cache", config.options)
     if config.cache.prefix_cache == "off":
-        return f"{_NOTHING}prefix_cache is off. To reuse KV, remove prefix_cache=off"
+        return "prefix_cache is off. To reuse KV, remove prefix_cache=off"
     if other is None:
         return ""
     reason = f"the prefix cache is not supported with {other.name} yet"
-    return f"{_NOTHING}{reason}. To reuse KV, remove {other.option}"
+    return f"{reason}. To reuse KV, remove {other.option}"
 
 
 def why_none_of(cache: CacheUse, of_all: str) -> str:

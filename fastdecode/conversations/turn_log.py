@@ -47,6 +47,7 @@ from fastdecode.conversations.records import (
 )
 from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.model.files import MAX_TOKENIZER_BYTES, read_model_file
+from fastdecode.core.os_errors import explained
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ class TurnLog:
             self._compact()
         except OSError as error:
             self._drop()
-            raise ConfigError(f"can't keep conversations in {path}: {error.strerror}") from None
+            raise ConfigError(f"can't keep conversations in {path}: {explained(error)}") from None
         except BaseException:
             self._drop()
             raise
@@ -341,7 +342,7 @@ def _told_of(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise FastDecodeError(
-            f"can't write the conversations in {path}: {error.strerror}", code="output_failed"
+            f"can't write the conversations in {path}: {explained(error)}", code="output_failed"
         ) from None
 
 

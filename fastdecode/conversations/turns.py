@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from fastdecode.conversations.history import History, HistoryStep, Spelled
 from fastdecode.core.errors import FastDecodeError, Given, RequestError
@@ -116,11 +116,14 @@ def check_turn(conversation_id: object, params: SamplingParams, num_prompts: int
     return check_id(conversation_id)
 
 
+PREVIOUS_FAILED: Final = "previous_turn_failed"
+
+
 def after_a_failed_turn() -> RequestError:
     """What turns come to that come after one that has failed."""
     return RequestError(
         "an earlier turn of its conversation has failed: ask that one again, and this one after it",
-        code="previous_turn_failed",
+        code=PREVIOUS_FAILED,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from fastdecode.core import json_file
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.os_errors import explained
 
 
 def check_paths(input_path: Path, **outputs: Path | None) -> None:
@@ -32,7 +33,7 @@ def check_paths(input_path: Path, **outputs: Path | None) -> None:
         with input_path.open("rb"):
             pass
     except OSError as error:
-        raise ConfigError(f"can't read the input file {input_path}: {error.strerror}") from None
+        raise ConfigError(f"can't read the input file {input_path}: {explained(error)}") from None
     taken = {_identity(input_path): "input"}
     for what, path in outputs.items():
         if path is None:
@@ -58,10 +59,12 @@ def check_writable(path: Path, what: str) -> None:
             with path.open("ab"):
                 pass
         elif not path.exists() and not os.access(path.parent, os.W_OK | os.X_OK):
-            reason = "Permission denied" if path.parent.is_dir() else "No such directory"
-            raise ConfigError(f"can't write the {what} file {path}: {reason}")
+            is_there = path.parent.is_dir()
+            reason = "Permission denied" if is_there else "No such directory"
+            mend = "choose another path" if is_there else "make the directory, or check the path"
+            raise ConfigError(f"can't write the {what} file {path}: {reason}: {mend}")
     except OSError as error:
-        raise ConfigError(f"can't write the {what} file {path}: {error.strerror}") from None
+        raise ConfigError(f"can't write the {what} file {path}: {explained(error)}") from None
 
 
 def open_output(path: Path, what: str) -> int:
@@ -76,7 +79,9 @@ def open_output(path: Path, what: str) -> int:
             path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o666
         )
     except OSError as error:
-        reason = "it is a pipe that nobody reads" if error.errno == errno.ENXIO else error.strerror
+        reason = (
+            "it is a pipe that nobody reads" if error.errno == errno.ENXIO else explained(error)
+        )
         raise ConfigError(f"can't write the {what} file {path}: {reason}") from None
     os.set_blocking(fd, True)
     return fd
@@ -118,7 +123,7 @@ def write_json(path: Path, value: dict[str, Any], what: str) -> None:
                 os.close(fd)
             return
     except OSError as error:
-        raise ConfigError(f"can't write the {what} file {path}: {error.strerror}") from None
+        raise ConfigError(f"can't write the {what} file {path}: {explained(error)}") from None
     json_file.write_whole(
         target, text, refuse=lambda why: ConfigError(f"the {what} file {path}: {why}")
     )

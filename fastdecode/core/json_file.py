@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from fastdecode.core.errors import FastDecodeError
+from fastdecode.core.os_errors import explained
 from fastdecode.core.secret_file import exposure
 
 Refuse: TypeAlias = Callable[[str], FastDecodeError]
@@ -38,7 +39,7 @@ def read_bytes(path: Path, *, most_bytes: int, refuse: Refuse, is_secret: bool =
                 raise refuse(why)
             data = file.read(most_bytes + 1)
     except OSError as error:
-        raise refuse(f"can't read it: {error.strerror or error}") from None
+        raise refuse(f"can't read it: {explained(error)}") from None
     if len(data) > most_bytes:
         raise refuse(f"it has more than {most_bytes} bytes, which can't be right")
     return data
@@ -92,7 +93,7 @@ def write_whole(path: Path, text: str, *, refuse: Refuse, durable: bool = False)
         if durable:
             sync_directory(path.parent)
     except OSError as error:
-        raise refuse(f"can't write it: {error.strerror or error}") from None
+        raise refuse(f"can't write it: {explained(error)}") from None
 
 
 def sync_directory(directory: Path) -> None:

@@ -26,6 +26,7 @@ from fastdecode.conversations.conversations import ConversationLimits, Conversat
 from fastdecode.conversations.history import History
 from fastdecode.conversations.turn_log import TurnLog
 from fastdecode.conversations.turns import (
+    PREVIOUS_FAILED,
     ChatTurn,
     Prompter,
     PromptTurn,
@@ -62,9 +63,13 @@ class JobResult:
     """Answered, now or in a run before."""
     num_failed: int
     """Of those, with an error."""
+    num_bad: int = 0
+    """Of those, lines that fail in every run: bad ones, and prompts that are too long."""
     num_run: int = 0
     """Answered now."""
     num_run_failed: int = 0
+    first_error: str | None = None
+    """That of the first line, in the input's order, that failed now; None: none did."""
     lost: FastDecodeError | None = None
     """The failure of workers because of which lines are left."""
     interrupted: bool = False
@@ -135,6 +140,9 @@ class BatchJob:
         self._done = recovered.done
         self._num_failed = recovered.num_failed
         self._num_run = self._num_run_failed = self._num_taken = 0
+        self._num_hopeless = 0
+        """Failed lines that the survey let pass, and that no other run can answer."""
+        self._first_failed: tuple[int, str] | None = None
         self._open: dict[int, _OpenLine] = {}
         self._lost: FastDecodeError | None = None
         self._interrupted = False
@@ -171,8 +179,10 @@ class BatchJob:
             num_lines=self._survey.num_lines,
             num_done=len(self._done),
             num_failed=self._num_failed,
+            num_bad=min(self._num_failed, len(self._survey.bad) + self._num_hopeless),
             num_run=self._num_run,
             num_run_failed=self._num_run_failed,
+            first_error=None if self._first_failed is None else self._first_failed[1],
             lost=self._lost,
             interrupted=self._interrupted,
         )
@@ -267,9 +277,7 @@ class BatchJob:
                 whose = whose or error.conversation_id
             if whose is not None:
                 self._failed_conversations.add(whose)
-            self._write(
-                number, place, None, self._lines.refusal(number, line_id, error), failed=True
-            )
+            self._refuse(number, place, None, line_id, error)
             return None, []
 
     def _note_done_turn(self, number: int, raw: bytes | None) -> None:
@@ -347,10 +355,25 @@ class BatchJob:
         if is_lost:
             self._lost = output.error
         if not is_lost or self._rules.answers_lost:
-            refusal = self._lines.refusal(number, line.request.line_id, output.error)
-            self._write(number, line.place, output.prompt, refusal, failed=True)
+            self._refuse(number, line.place, output.prompt, line.request.line_id, output.error)
         # Else it isn't the line's fault: it stays as it was, to be answered
         # when the job is resumed.
+
+    def _refuse(
+        self,
+        number: int,
+        place: int,
+        prompt: str | None,
+        line_id: LineId | None,
+        error: FastDecodeError,
+    ) -> None:
+        """Answer a line with its error."""
+        if self._first_failed is None or number < self._first_failed[0]:
+            named = "" if line_id is None else f" ({line_id!r})"
+            self._first_failed = number, f"line {number}{named}: {error.code}: {error}"
+        is_hopeless = isinstance(error, RequestError) and error.code != PREVIOUS_FAILED
+        self._num_hopeless += is_hopeless and number not in self._survey.bad
+        self._write(number, place, prompt, self._lines.refusal(number, line_id, error), failed=True)
 
     def _write(
         self, number: int, place: int, prompt: str | None, answer: dict[str, Any], *, failed: bool

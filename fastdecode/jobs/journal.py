@@ -24,6 +24,7 @@ from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.files import write_whole
 from fastdecode.core.json_file import sync_directory
+from fastdecode.core.os_errors import explained
 from fastdecode.jobs.line_set import LineSet
 
 # Which line an answer is for, and whether it is an error; KeyError, ValueError
@@ -155,7 +156,7 @@ class HeldOutput:
             sync_directory(self.path.parent)
         except OSError as error:
             raise ConfigError(
-                f"can't empty the output file {self.path}: {error.strerror}"
+                f"can't empty the output file {self.path}: {explained(error)}"
             ) from None
 
     def recover(
@@ -180,7 +181,7 @@ class HeldOutput:
                 self.fd, found = _without_errors(self.path, self.fd, identify, found)
         except OSError as error:
             raise ConfigError(
-                f"can't repair the output file {self.path}: {error.strerror}"
+                f"can't repair the output file {self.path}: {explained(error)}"
             ) from None
         return found
 
@@ -203,7 +204,7 @@ def hold(path: Path) -> HeldOutput:
         try:
             fd = os.open(path, flags, 0o666)
         except OSError as error:
-            raise ConfigError(f"can't write the output file {path}: {error.strerror}") from None
+            raise ConfigError(f"can't write the output file {path}: {explained(error)}") from None
         try:
             _lock(fd, path)
         except BaseException:

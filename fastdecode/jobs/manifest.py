@@ -20,6 +20,7 @@ from fastdecode import __version__
 from fastdecode.core.errors import CheckpointError, ConfigError
 from fastdecode.core.json_file import write_whole
 from fastdecode.core.model.files import MAX_TOKENIZER_BYTES, read_model_file
+from fastdecode.core.os_errors import explained
 from fastdecode.jobs.line_format import LineId
 
 FORMAT = "fastdecode.batch/1"
@@ -72,10 +73,10 @@ class Manifest:
             manifest = cls(**content)
             manifest._check_types()
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            why = explained(error) if isinstance(error, OSError) else error
             raise ConfigError(
-                f"can't read the run manifest {path}: {error}; without it nobody knows what the "
-                "output belongs to: "
-                f"restore it, or start anew with --overwrite"
+                f"can't read the run manifest {path}: {why}. Without it the output cannot be "
+                "resumed. Restore it, or start anew with --overwrite"
             ) from None
         return manifest
 
@@ -94,7 +95,11 @@ class Manifest:
         found = []
         for name in (f.name for f in fields(self) if f.name not in ("run_id", "created")):
             before, now = getattr(self, name), getattr(other, name)
-            if isinstance(before, dict):
+            if name == "input_sha256" and before != now:
+                found.append("the input file has changed")
+            elif name == "model":
+                found += _changed_files(before, now)
+            elif isinstance(before, dict):
                 keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
                 found += [
                     f"{name} {key}: {_shown(before.get(key))} then, {_shown(now.get(key))} now"
@@ -195,7 +200,7 @@ def identify_model(
         for weights in sorted(directory.glob("*.safetensors")):
             found[weights.name] = _sampled_hash(weights)
     except OSError as error:
-        raise CheckpointError(f"can't read {error.filename}: {error.strerror}") from None
+        raise CheckpointError(f"can't read {error.filename}: {explained(error)}") from None
     return found
 
 
@@ -207,6 +212,19 @@ def _sampled_hash(path: Path) -> str:
             file.seek(max(0, size - SAMPLE_BYTES) * i // (SAMPLES_PER_FILE - 1))
             digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def _changed_files(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """The model's files that differ, a line each."""
+    found = []
+    for name in sorted({**before, **now}):
+        if name not in now:
+            found.append(f"the model's {name} is missing")
+        elif name not in before:
+            found.append(f"the model has a {name} that it did not have")
+        elif before[name] != now[name]:
+            found.append(f"the model's {name} has changed")
+    return found
 
 
 def _shown(value: object) -> str:

@@ -277,8 +277,9 @@ def _manifest(
         return now
     told = "\n".join(f"  {difference}" for difference in differences)
     raise ConfigError(
-        f"the run that began {options.output} was another one:\n{told}\n"
-        f"resume it with what it began with, or start anew with another --output or --overwrite",
+        f"this run differs from the one that began {options.output}:\n{told}\n"
+        f"To resume, use the same input, model and options. Or start anew, with another --output "
+        "or with --overwrite",
         code="manifest_mismatch",
     )
 

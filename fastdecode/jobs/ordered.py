@@ -16,6 +16,7 @@ from typing import Any
 
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.files import open_output, write_whole
+from fastdecode.core.os_errors import explained
 from fastdecode.jobs.spill import MAX_IN_MEMORY, Answer, Spill
 
 
@@ -104,5 +105,5 @@ class OrderedOutput:
     def _failed(self, what: str, error: OSError) -> FastDecodeError:
         self._is_failed = True
         return FastDecodeError(
-            f"can't {what} the output file {self._path}: {error.strerror}", code="output_failed"
+            f"can't {what} the output file {self._path}: {explained(error)}", code="output_failed"
         )

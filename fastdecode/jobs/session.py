@@ -36,6 +36,7 @@ from fastdecode.conversations.records import HEADER_BYTES, make_record, read_rec
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import HolderId, Part, PartId, SequenceId
 from fastdecode.core.json_file import sync_directory
+from fastdecode.core.os_errors import explained
 from fastdecode.core.resuming import BegunRequest, HeldSequence, begun_requests, known_tokens
 from fastdecode.core.sequence import Sequence as TokenSequence
 
@@ -98,7 +99,7 @@ class JobSession:
             try:
                 self._write_anew(())
             except OSError as error:
-                raise ConfigError(f"can't write {path}: {error.strerror}") from None
+                raise ConfigError(f"can't write {path}: {explained(error)}") from None
 
     def begin(self) -> None:
         """See ``Session``.
@@ -125,7 +126,7 @@ class JobSession:
             self._path.unlink(missing_ok=True)
         except OSError:
             raise ConfigError(
-                f"can't write {self._path}: {error.strerror}; remove it, or make room"
+                f"can't write {self._path}: {error.strerror}. Remove it, or make room"
             ) from None
 
     def place(self, sequence: TokenSequence) -> None:
@@ -280,7 +281,7 @@ def _read(path: Path) -> tuple[int, tuple[str, ...], list[HeldSequence]] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ConfigError(f"can't read {path}: {error.strerror}") from None
+        raise ConfigError(f"can't read {path}: {explained(error)}") from None
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():

@@ -205,6 +205,8 @@ def judge(
     yield from _versions(here, reports)
     yield from _models(reports, None if model is None else model.hash)
     yield from _huge_pages(here, reports)
+    if not reports:
+        yield from _host(here)
     yield from _cores(here, reports)
     yield from _memory(reports)
     yield from _neighbours(neighbours, None if model is None else model.token_bytes)
@@ -234,7 +236,8 @@ def _versions(here: HostFacts, reports: Sequence[Report]) -> Iterator[Finding]:
             yield Finding("FAIL", "versions", text, "use one MPI library for the whole job")
     mpi = f", {here.mpi}" if here.mpi else ""
     text = f"fastdecode {here.version('fastdecode')}, python {here.version('python')}{mpi}"
-    yield Finding("PASS", "versions", f"{text}; {len(reports)} R-worker(s) answered")
+    asked = f"{len(reports)} R-worker(s) answered" if reports else "no R-worker was asked"
+    yield Finding("PASS", "versions", f"{text}; {asked}")
 
 
 def _models(reports: Sequence[Report], model_hash: str | None) -> Iterator[Finding]:
@@ -274,6 +277,15 @@ def _huge_pages(here: HostFacts, reports: Sequence[Report]) -> Iterator[Finding]
                 "huge pages",
                 f"{host}: transparent huge pages are {setting or 'not known here'}",
             )
+
+
+def _host(here: HostFacts) -> Iterator[Finding]:
+    """This host's CPUs and memory, where no R-worker reports its own."""
+    nodes = sum(bool(listed) for listed in here.numa_cpus)
+    num_cpus = len(here.cpus) or here.num_host_cpus
+    text = f"{here.host}: {num_cpus} of {here.num_host_cpus} CPU(s) may be used"
+    yield Finding("PASS", "cores", f"{text}; {nodes} NUMA node(s)" if nodes else text)
+    yield Finding("PASS", "memory", f"{here.host}: {here.free_bytes / 1e9:.3g} GB free")
 
 
 def _cores(here: HostFacts, reports: Sequence[Report]) -> Iterator[Finding]:

@@ -153,17 +153,17 @@ def _shares(s: dict[str, Any]) -> str:
     num_stages = len(s.get("stage_layers") or [1])
     has_others = num_stages > 1 or bool(s.get("prompt_stage_layers"))
     if not s["r_workers"] and not has_others:
-        return "no R-workers: the S-worker's device attended, too"
+        return "time of a step: all of it on the S-worker's device, attention included"
     others = ["R-workers"] * bool(s["r_workers"]) + ["other stages"] * has_others
     told = (
-        f"of each step on average: S-part {s['s_share']:.0%}, waiting for {' and '.join(others)} "
-        f"{s['wait_share']:.0%}"
+        f"time of a step: layers with weights (S-part) {s['s_share']:.0%}, waiting for "
+        f"{' and '.join(others)} {s['wait_share']:.0%}"
     )
     if not s["r_workers"]:
-        return f"{told} (no R-workers: the stages' devices attended, too)"
+        return f"{told}; the stages' devices run attention, too"
     return (
-        f"{told} (the busiest of {s['r_workers'] // num_stages} R-workers computed "
-        f"{s['r_share']:.0%} of the time; on average they idled {s['r_idle']:.0%})"
+        f"{told}; the busiest of {s['r_workers'] // num_stages} R-worker(s) computed "
+        f"{s['r_share']:.0%} of the time, on average they were idle {s['r_idle']:.0%}"
     )
 
 
@@ -173,15 +173,15 @@ def _stages(s: dict[str, Any]) -> list[str]:
     told = []
     if len(layers) > 1:
         each = s["r_workers"] // len(layers)
-        own = f"{each} R-worker(s)" if each else "the KV of these on its device"
+        own = f"{each} R-worker(s)" if each else "the KV cache of its layers on its device"
         told.append(
             f"{len(layers)} stages of {', '.join(map(str, layers))} layers, each with "
-            f"{own}; the shares above are the first stage's"
+            f"{own}; the times above are the first stage's"
         )
     if of_prompts:
         told.append(
-            f"prompts on {len(of_prompts)} stage(s) of their own, of "
-            f"{', '.join(map(str, of_prompts))} layers"
+            f"{len(of_prompts)} stage(s) of {', '.join(map(str, of_prompts))} layers ran prompts "
+            "only"
         )
     return told
 
@@ -196,15 +196,15 @@ def _sides(s: dict[str, Any]) -> list[str]:
         f"{mode} {number / total:.0%}"
         for mode, number in sorted(steps.items(), key=lambda item: -item[1])
     )
-    line = f"KV on both sides, by steps of the home lane: {modes}"
+    line = f"hybrid KV, steps of the device's lane: {modes}"
     if set(steps) == {"gpu-only"} and not closed:
-        line += " (no R-worker was needed, or would have paid: all as with --kv-placement gpu)"
+        line += " (R-workers were not needed, or would not have paid, as with --kv-placement gpu)"
     if "R-only" in steps:
-        line += "; fell back to R-workers alone (R-only) where the device would only hold them up"
+        line += "; R-only: R-workers alone, where the device would have delayed them"
     if closed:
         line += (
-            f"; fell back to the device alone (gpu-only) {closed} time(s), since all was "
-            "slower than that should be: nobody new went to R-workers for a while"
+            f"; {closed} time(s) new sequences stayed on the device for a while, since R-workers "
+            "made the steps slower"
         )
     return [line]
 
@@ -216,32 +216,31 @@ def _failovers(s: dict[str, Any]) -> list[str]:
         return []
     stalls = [each["drain_s"] + each["resume_s"] for each in replicas["failovers"]]
     return [
-        f"{len(stalls)} R-worker(s) went on at a neighbour's within {max(stalls):.3f} s of their "
-        f"loss: {replicas['sequences_resumed']} sequences with {replicas['tokens_resumed']} tokens "
-        f"of their replicas, {replicas['tokens_recomputed']} were run again; "
-        f"{replicas['unprotected_s']:.1f} s with a cache of which there was no second copy; "
-        f"the ring was closed again {replicas['rings']} time(s)",
+        f"{len(stalls)} lost R-worker(s) were taken over from their replica, the slowest in "
+        f"{max(stalls):.3f} s: {replicas['sequences_resumed']} sequences continued with "
+        f"{replicas['tokens_resumed']} cached tokens, {replicas['tokens_recomputed']} tokens were "
+        f"recomputed; a cache had no replica for {replicas['unprotected_s']:.1f} s; all were "
+        f"protected again {replicas['rings']} time(s)",
         *_returns(replicas["returns"]),
     ]
 
 
 def _returns(returns: list[dict[str, Any]]) -> list[str]:
-    """Those that went on in the place of lost ones."""
+    """Replacements that got a lost R-worker's cache back."""
     if not returns:
         return []
     stalls = [each["drain_s"] + each["resume_s"] for each in returns]
     copies = [each["copy_s"] for each in returns]
     return [
-        f"{len(returns)} R-worker(s) came in the place of lost ones and went on with what a "
-        f"neighbour had: copied in {max(copies):.2f} s behind its answers, taken over within "
-        f"{max(stalls):.3f} s"
+        f"{len(returns)} replacement R-worker(s) got a cache back from a neighbour: copied in the "
+        f"background in {max(copies):.2f} s, taken over in {max(stalls):.3f} s"
     ]
 
 
 _FAULTS = {
-    "num_unread": "couldn't be read",
+    "num_unread": "could not be read",
     "num_damaged": "were damaged",
-    "num_unwritten": "couldn't be written",
+    "num_unwritten": "could not be written",
     "num_late": "came too late",
 }
 
@@ -252,13 +251,13 @@ def _tiers(s: dict[str, Any]) -> list[str]:
     if not tiers:
         return []
     rate = tiers["fetched_bytes"] / max(tiers["fetch_s"], 1e-9) / 1e6
-    told = f"; {tiers['num_failed']} couldn't be moved" if tiers["num_failed"] else ""
+    told = f"; {tiers['num_failed']} could not be moved" if tiers["num_failed"] else ""
     faults = [f"{tiers[name]} {what}" for name, what in _FAULTS.items() if tiers[name]]
     told += f" ({', '.join(faults)})" if faults else ""
     return [
-        f"kept KV blocks: {tiers['num_found']} were found in lower tiers, {tiers['num_stored']} "
-        f"stored there, {tiers['num_fetched']} fetched at {rate:.0f} MB/s, "
-        f"{tiers['num_dropped']} given up there{told}"
+        f"KV blocks in lower tiers: {tiers['num_found']} found at the start, "
+        f"{tiers['num_stored']} stored, {tiers['num_fetched']} restored at {rate:.0f} MB/s, "
+        f"{tiers['num_dropped']} evicted{told}"
     ]
 
 
@@ -269,9 +268,9 @@ def _swapped(s: dict[str, Any]) -> list[str]:
         return []
     blocks_in, steps = swap["num_blocks_in"], swap["num_steps"]
     return [
-        f"lanes were swapped: {blocks_in / steps:.0f} KV blocks in and "
-        f"{swap['num_tokens_out'] / steps:.0f} tokens out a step of the first stage; of all "
-        f"blocks {swap['num_late_blocks']} came late and {swap['num_unused_blocks']} in vain"
+        f"swap, for each step of the first stage: {blocks_in / steps:.0f} KV blocks in, "
+        f"{swap['num_tokens_out'] / steps:.0f} tokens out; {swap['num_late_blocks']} blocks came "
+        f"late, {swap['num_unused_blocks']} were not needed"
     ]
 
 
@@ -281,14 +280,14 @@ def render(summary: dict[str, Any]) -> str:
     trouble = []
     if s["r_workers_lost"] or s["r_workers_rejoined"]:
         trouble.append(
-            f"{s['r_workers_lost']} of {s['r_workers']} R-workers are lost, "
+            f"R-workers: {s['r_workers_lost']} of {s['r_workers']} are lost, "
             f"{s['r_workers_rejoined']} were replaced; "
-            f"{s['recomputed']} sequences were recomputed on others"
+            f"{s['recomputed']} sequences were recomputed on other R-workers"
         )
     if s["cached_prompt_tokens"]:
         told = s["prompt_tokens"] + s["cached_prompt_tokens"]
         trouble.append(
-            f"{s['cached_prompt_tokens']} prompt tokens were reused and not run, "
+            f"prefix cache: {s['cached_prompt_tokens']} prompt tokens were reused, "
             f"{s['cached_prompt_tokens'] / told:.0%} of all"
         )
     trouble += _tiers(s)
@@ -302,9 +301,9 @@ def render(summary: dict[str, Any]) -> str:
             f"{s['decode_s']:.2f} s; "
             f"peak memory {s['peak_rss_bytes'] / 1e9:.2f} GB",
             _shares(s),
-            f"load W {s['load_mean_tokens']:.0f} cached tokens on average, "
-            f"{s['load_peak_tokens']} at its peak; "
-            f"TTFT {_shown(s['ttft_s'])}, TPOT {_shown(s['tpot_s'])}",
+            f"KV cache: {s['load_mean_tokens']:.0f} tokens on average, "
+            f"{s['load_peak_tokens']} at most; "
+            f"time to first token {_shown(s['ttft_s'])}, per token {_shown(s['tpot_s'])}",
             *_stages(s),
             *_sides(s),
             *_failovers(s),

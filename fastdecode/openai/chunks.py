@@ -55,6 +55,7 @@ class ChunkWriter:
         self._is_chat = request.is_chat
         self._options = request.stream
         self._n = request.params.n
+        self._has_text = request.params.detokenize
         self._with_token_ids = request.want_token_ids or not codec.has_tokenizer
         tokens = TokenText(codec.vocabulary)
         self._writer = ChoiceWriter(tokens, self._is_chat, self._with_token_ids, self._n)
@@ -125,7 +126,7 @@ class ChunkWriter:
         free = [
             held
             for held in choice.held
-            if held[1] <= choice.num_chars or delta.finish_reason is not None
+            if not self._has_text or held[1] <= choice.num_chars or delta.finish_reason is not None
         ]
         choice.held = choice.held[len(free) :]
         if not free:

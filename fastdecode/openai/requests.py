@@ -94,6 +94,7 @@ class BodyRequest:
     model: str | None = None
     """The model's name as the body gave it."""
     want_token_ids: bool = False
+    """Give the tokens' ids: asked for, or there is to be no text."""
     stream: StreamOptions | None = None
     """How to answer token by token; None: the answer comes when it is whole."""
     cache: CacheUse = SHARED
@@ -140,7 +141,16 @@ class RequestReader:
         params = self._params(body, is_chat=is_chat)
         cache = _cache_use(body)
         whose = _conversation(body, params, len(prompts))
-        return BodyRequest(prompts, params, is_chat, model, want_token_ids, stream, cache, whose)
+        return BodyRequest(
+            prompts,
+            params,
+            is_chat,
+            model,
+            want_token_ids or not params.detokenize,
+            stream,
+            cache,
+            whose,
+        )
 
     def model_of(self, body: dict[str, Any]) -> str | None:
         """The model that a body names. Raises BodyError: it isn't served."""

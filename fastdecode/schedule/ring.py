@@ -60,9 +60,11 @@ def neighbour(holder: HolderId, num_holders: int) -> HolderId:
     """
     if num_holders < 2:
         raise ConfigError(
-            "replicas need a second R-worker to be kept on: start more, or do without (",
+            Given("replicas", 1),
+            " needs a second R-worker, which keeps the copies: add ",
+            Given("r_workers", 2),
+            " (or a second R-worker's address or rank), or choose ",
             Given("replicas", 0),
-            ")",
         )
     return HolderId((holder + 1) % num_holders)
 

@@ -30,6 +30,7 @@ from fastdecode.core.errors import (
 )
 from fastdecode.core.host.logs import keep_traces_out
 from fastdecode.core.model.local_models import find_model
+from fastdecode.core.os_errors import explained
 from fastdecode.core.secret_file import exposure
 from fastdecode.server.channel import AsyncChannel
 from fastdecode.server.client import EngineClient
@@ -164,7 +165,7 @@ def _load(config: uvicorn.Config, options: ServeOptions) -> None:
         files = f"--tls-cert {options.tls_cert}, --tls-key {options.tls_key}"
         why = "are no certificate and its key, both in PEM"
         if not isinstance(error, ssl.SSLError):
-            why = f"can't be read: {error.strerror}"
+            why = f"can't be read: {explained(error)}"
         raise ConfigError(f"{files} {why}") from None
 
 
@@ -217,7 +218,7 @@ def _listen(options: ServeOptions) -> tuple[socket.socket, str]:
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"can't listen at --host {options.host} --port {options.port}: "
-            f"{getattr(error, 'strerror', None) or error}"
+            f"{explained(error) if isinstance(error, OSError) else error}"
         ) from None
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
@@ -243,9 +244,7 @@ def _listen_at_file(path: Path) -> socket.socket:
         listener.bind(str(path))
         listener.listen(_BACKLOG)
     except OSError as error:
-        raise ConfigError(
-            f"can't listen at --unix-socket {path}: {error.strerror or error}"
-        ) from None
+        raise ConfigError(f"can't listen at --unix-socket {path}: {explained(error)}") from None
     finally:
         os.umask(before)
     return listener

@@ -13,6 +13,7 @@ import threading
 from typing import Any
 
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.os_errors import explained
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ def _open(path: str) -> int:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         fd = os.open(path, flags, 0o600)
     except OSError as error:
-        raise ConfigError(f"--request-log {path} can't be written: {error.strerror}") from None
+        raise ConfigError(f"--request-log {path} can't be written: {explained(error)}") from None
     os.set_blocking(fd, True)
     return fd
 

@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 from fastdecode.core.errors import CheckpointError, RequestError
+from fastdecode.core.os_errors import explained
 from fastdecode.text.child import ChildFailedError, LimitedChild, Limits
 
 # Texts of up to so many are encoded before their length is judged.
@@ -103,6 +104,6 @@ def _limits(path: Path) -> Limits:
     try:
         file_bytes = path.stat().st_size
     except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error.strerror}") from None
+        raise CheckpointError(f"{path} can't be read: {explained(error)}") from None
     memory_bytes = BASE_MEMORY_BYTES + MEMORY_PER_FILE_BYTE * file_bytes
     return Limits(memory_bytes=memory_bytes, cpu_s=ENCODE_CPU_S, open_cpu_s=LOAD_CPU_S)

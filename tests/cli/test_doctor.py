@@ -160,6 +160,9 @@ def test_this_host_alone(capsys: pytest.CaptureFixture[str]) -> None:
     written = json.loads(capsys.readouterr().out)
     assert code == (1 if any(x["level"] == "FAIL" for x in written["findings"]) else 0)
     assert written["s_worker"]["host"] == this_host().host and written["r_workers"] == []
+    texts = {x["check"]: x["text"] for x in written["findings"]}
+    assert "CPU(s) may be used" in texts["cores"] and "GB free" in texts["memory"]
+    assert "no R-worker was asked" in texts["versions"]
 
 
 @needs_mpi

@@ -113,6 +113,33 @@ def test_bad_lines_cost_the_good_ones_nothing(run: Run) -> None:
     assert "temperature" in next(a for a in out if a["id"] == "m")["error"]["message"]
 
 
+def test_the_first_error_is_shown(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([line("a", prompt_token_ids=[-1]), line("b")])[0] == 3
+    assert "First: line 1 ('a'): invalid_token_id: " in capsys.readouterr().err
+
+
+def test_a_directory_without_a_model_is_refused_before_the_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text(line("a", prompt="x"))
+    files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    assert main(["generate", str(tmp_path), *files]) == 2
+    assert "has no config.json" in (said := capsys.readouterr().err) and "tokenizer" not in said
+
+
+def test_conversations_without_reuse_are_warned_of(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = ["--conversations", str(tmp_path / "kept")]
+    assert run([line("a", prompt_token_ids=[5])], *kept, "--prefix-cache", "off")[0] == 0
+    assert (
+        "warning: every turn computes its whole conversation again: prefix_cache is off"
+        in capsys.readouterr().err
+    )
+    assert run([line("a", prompt_token_ids=[5])], *kept)[0] == 0
+    assert "warning" not in capsys.readouterr().err
+
+
 def test_several_completions_and_logprobs(run: Run) -> None:
     request = line("x", prompt_token_ids=[5, 6], n=3, temperature=1, seed=4, logprobs=2)
     code, (answer,) = run([request])

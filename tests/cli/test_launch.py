@@ -165,8 +165,9 @@ def test_stages_that_keep_kv_on_their_devices_are_launched(generate: Generate) -
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        (["--hosts", "a:2"], "say what to run"),
-        (["--hosts", "a:2", "--", "r-worker"], "say what to run"),
+        (["--hosts", "a:2"], "name a command behind --"),
+        (["--hosts", "a:2", "--", "r-worker"], "Choose from generate, run-batch"),
+        (["--hosts", "a:2", "--", "genrate"], "did you mean generate?"),
         (["--hosts", "a:2,a:1", "--", "generate"], "twice"),
         (["--hosts", "a:2", "--mpirun", "/nonexistent", "--", "generate"], "/nonexistent"),
         (["--hosts", "a:2", "--s-host", "a b", "--", "generate"], "--s-host"),
@@ -275,6 +276,7 @@ sys.exit(9)
 
 @pytest.mark.parametrize(("says", "code"), [("3", 3), ("", 9)])
 def test_the_users_exit_code_file_gets_the_exit_code(says: str, code: int, tmp_path: Path) -> None:
+    """And a job whose S-worker reports nothing ends with a line of its own."""
     mpirun, noted = tmp_path / "mpirun", tmp_path / "code"
     mpirun.write_text(f"#!{sys.executable}\n{EXITS}")
     mpirun.chmod(0o755)
@@ -289,7 +291,10 @@ def test_the_users_exit_code_file_gets_the_exit_code(says: str, code: int, tmp_p
     ]
     (tmp_path / "in").write_text("a\n")
     command += ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]
-    assert run([*launch, *command], **PATHS).exit_code == code
+    outcome = run([*launch, *command], **PATHS)
+    assert outcome.exit_code == code
+    has_line = "mpirun ended with exit code 9, and the S-worker reported no" in outcome.output
+    assert has_line is (says == "")
     assert noted.read_text() == f"{code}\n"
 
 

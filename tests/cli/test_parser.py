@@ -13,6 +13,9 @@ def parser() -> Parser:
     made.add_argument("--input", required=True, metavar="FILE", help="what to read")
     group = made.add_argument_group("S-part")
     group.add_argument("--dtype", help="a common option")
+    group.add_argument("--count", type=int, help=Rare("how many"))
+    group.add_argument("--share", type=float, help=Rare("a part"))
+    group.add_argument("--mode", choices=("fast", "slow"), help=Rare("one of two"))
     group.add_argument("--cuda-graphs", help=Rare("a rare option"))
     return made
 
@@ -56,8 +59,17 @@ def test_an_unknown_group_is_refused_with_those_there_are(
         (["m", "--input", "f", "--zzzz"], "unknown option --zzzz: see tool --help=all"),
         (["m", "--inp", "f"], "unknown option --inp: did you mean --input?"),
         (["m", "n", "--input", "f"], "unexpected argument 'n'"),
-        (["--input", "f"], "one of the arguments MODEL --model is required"),
-        (["m"], "the following arguments are required: --input"),
+        (["--input", "f"], "missing: MODEL"),
+        (["m"], "missing: --input FILE"),
+        ([], "missing: MODEL, --input FILE"),
+        (["m", "--input"], "--input needs a value behind it"),
+        (["m", "--input", "f", "--count", "x"], "--count x is not a whole number"),
+        (["m", "--input", "f", "--share", "x"], "--share x is not a number"),
+        (["m", "--input", "f", "--mode", "fsat"], "--mode fsat is unknown: did you mean fast?"),
+        (
+            ["m", "--model", "n", "--input", "f"],
+            "--model and MODEL cannot be used together: remove one of them",
+        ),
     ],
 )
 def test_the_reason_comes_first_and_the_usage_is_one_line(
@@ -81,6 +93,31 @@ def test_subcommands_are_parsed_alike(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         top.parse_args(["run", "--sead", "3"])
     assert "top run: unknown option --sead: did you mean --seed?" in capsys.readouterr().err
+
+
+def test_the_whole_help_of_a_command_with_subcommands_lists_their_groups(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from fastdecode.cli.main import main
+
+    texts = []
+    for word in ("--help", "--help=all"):
+        with pytest.raises(SystemExit) as stopped:
+            main([word])
+        assert stopped.value.code == 0
+        texts.append(capsys.readouterr().out)
+    short, whole = texts
+    assert "prefix-cache" in whole and "plan goodput" in whole
+    assert "prefix-cache" not in short
+
+
+@pytest.mark.parametrize("command", ["generate", "run-batch", "serve"])
+def test_no_default_is_none(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from fastdecode.cli.main import main
+
+    with pytest.raises(SystemExit):
+        main([command, "--help=all"])
+    assert "None" not in capsys.readouterr().out
 
 
 def test_options_of_vllm_are_translated(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@ kills, and the way back."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -18,7 +19,8 @@ import pytest
 
 from examples import TRIES_ALL
 from fastdecode.cli.main import main
-from fastdecode.cli.run_batch import resume_command
+from fastdecode.cli.run_batch import _advise, resume_command
+from fastdecode.jobs.job import JobResult
 from fastdecode.wire.mpi.launcher import LAUNCH_LINE
 
 # How often a running job is killed; more is a soak test.
@@ -155,7 +157,8 @@ def test_failed_lines_are_told_and_can_be_retried(
     assert command.run("--on-error", "skip") == 3
     assert "4 of 4 lines are answered" in (told := capsys.readouterr().err)
     assert "2 of them with an error" in told
-    assert "--resume --retry-errors" in told
+    assert f"2 line(s) of {command.input} are bad and fail in every run" in told
+    assert "--retry-errors" not in told
     codes = {
         json.loads(text)["response"]["status_code"]
         for text in command.output.read_text().splitlines()
@@ -163,6 +166,20 @@ def test_failed_lines_are_told_and_can_be_retried(
     assert codes == {200, 400}
     assert command.run("--on-error", "skip", "--resume", "--retry-errors") == 3
     assert command.num_answers == 4
+
+
+def test_only_what_another_run_can_answer_is_to_be_run_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    args = argparse.Namespace(input=Path("in"), argv=["run-batch", "m"])
+    _advise(JobResult(5, 5, 3, num_bad=2, num_run=5, num_run_failed=3), args)
+    assert "the other failed lines again: fastdecode run-batch m --resume --retry-errors" in (
+        capsys.readouterr().err
+    )
+    _advise(JobResult(2, 2, 1, num_run=1, num_run_failed=1, first_error="line 2: x"), args)
+    told = capsys.readouterr().err
+    assert "the failed lines again: " in told and "first error: line 2: x" in told
+    assert "bad" not in told
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,13 @@ def test_there_are_three_classic_questions() -> None:
     assert all(name in asked for name in ("7B", "A10", "13B", "A100", "70B", "H200"))
 
 
+def test_all_that_is_missing_is_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        size()
+    said = capsys.readouterr().err.splitlines()[0]
+    assert all(word in said for word in ("MODEL", "--gpu G", "--cpu C", "--seq-len S"))
+
+
 def test_explain_shows_every_source(capsys: pytest.CaptureFixture[str]) -> None:
     assert size(*QUESTION, "--explain") == 0
     text = capsys.readouterr().out
@@ -147,7 +154,6 @@ def replaced(option: str, value: str) -> list[str]:
         ([*QUESTION, "--dtype", "int3"], "--dtype int3"),
         ([*QUESTION, "--kv-dtype", "int3"], "--kv-dtype"),
         ([*QUESTION, "--output-len", "3"], "--seq-len"),
-        (QUESTION[:-2], "how long"),
         (replaced("--gpu", "none.json"), "No such file"),
         ([*QUESTION, "--prices", "none.toml"], "No such file"),
         ([*replaced("--gpu", "T4"), "--dtype", "bfloat16"], "no bfloat16"),

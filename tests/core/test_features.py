@@ -11,6 +11,8 @@ import pytest
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.features import FEATURES, REFUSALS, features_on
+from fastdecode.core.config.groups import Cluster
+from fastdecode.core.config.options import declared
 from fastdecode.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,6 +62,16 @@ def test_an_error_names_both_options_the_reason_and_the_mend() -> None:
         "pp=2 is not supported with r_partition='heads' yet: each stage keeps whole sequences. "
         "Remove one of them"
     )
+
+
+def test_a_standby_with_stages_is_refused_for_a_reason_of_its_own() -> None:
+    with pytest.raises(ConfigError, match="a standby R-worker belongs to no stage"):
+        EngineConfig.of("dir", pp=2, spare_r_workers=1)
+
+
+def test_the_help_of_a_key_that_only_authenticates_says_what_others_can_read() -> None:
+    (help,) = [each.option.help for each in declared(Cluster) if each.name == "link_security"]
+    assert "can read" in help and "prompts and texts of instances" in help
 
 
 def test_a_third_feature_can_open_a_pair() -> None:

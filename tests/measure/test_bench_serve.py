@@ -325,8 +325,11 @@ def test_options_that_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     base = ["bench-serve", "--base-url"]
     for words, match in (
         ([*base, "ftp://x"], "--base-url"),
-        ([*base, "http://127.0.0.1:1"], "doesn't name a model"),
-        ([*base, "http://127.0.0.1:1"], "nothing answers there"),
+        ([*base, "http://127.0.0.1:1"], "nothing answers at 127.0.0.1:1: Connection refused"),
+        (
+            [*base, "http://127.0.0.1:1", "--model", "m"],
+            "nothing answers at 127.0.0.1:1: Connection refused",
+        ),
         ([*base, "http://x", "--timeout-s", "0"], "--timeout-s"),
         ([*base, "http://x", "--rate", "-1"], "--rate"),
         ([*base, "http://x", "--find-goodput"], "--find-goodput needs"),

@@ -169,8 +169,8 @@ def test_a_run_tells_every_step_of_every_lane_and_worker(
     ("options", "num", "says"),
     [
         ({"r_workers": 2}, 4, ("waiting for R-workers and other stages", "each with 2 R-worker(s)",
-                               "the busiest of 2 R-workers")),
-        ({"kv_placement": "gpu"}, 0, ("waiting for other stages", "its device; the shares")),
+                               "the busiest of 2 R-worker(s)")),
+        ({"kv_placement": "gpu"}, 0, ("waiting for other stages", "its device; the times")),
     ],
 )  # fmt: skip
 def test_the_summary_counts_r_workers_of_all_stages(

@@ -14,14 +14,19 @@ from sworker.swap.figures import SwapFigures
 @pytest.mark.parametrize(
     ("steps", "closed", "says", "says_not"),
     [
-        ({"gpu-only": 9}, 0, ["gpu-only 100%", "no R-worker was needed"], ["fell back"]),
-        ({"split-1": 3, "gpu-only": 1}, 0, ["split-1 75%, gpu-only 25%"], ["fell back", "needed"]),
-        ({"gpu-only": 3, "split-1": 1}, 2, ["to the device alone (gpu-only) 2 time"], ["needed"]),
+        ({"gpu-only": 9}, 0, ["gpu-only 100%", "R-workers were not needed"], ["stayed"]),
+        ({"split-1": 3, "gpu-only": 1}, 0, ["split-1 75%, gpu-only 25%"], ["stayed", "needed"]),
+        (
+            {"gpu-only": 3, "split-1": 1},
+            2,
+            ["2 time(s) new sequences stayed on the device"],
+            ["needed"],
+        ),
         (
             {"R-only": 3, "mixed": 1},
             0,
-            ["R-only 75%", "to R-workers alone (R-only)"],
-            ["device al"],
+            ["R-only 75%", "R-only: R-workers alone"],
+            ["stayed"],
         ),
     ],
     ids=["all fits", "both", "device alone", "R-workers alone"],
@@ -41,15 +46,15 @@ def test_what_went_wrong_with_lower_tiers_is_told_by_what_it_was() -> None:
     counts = TierCounts(num_slots=9, num_stored=5, num_failed=3)
     counts.count_faults(1, 2, 0, 0)
     (line,) = _tiers({"tiers": asdict(counts)})
-    assert line.endswith("; 3 couldn't be moved (1 couldn't be read, 2 were damaged)")
+    assert line.endswith("; 3 could not be moved (1 could not be read, 2 were damaged)")
     (line,) = _tiers({"tiers": asdict(TierCounts(num_slots=9))})
-    assert line.endswith("0 given up there"), "nothing did"
+    assert line.endswith("0 evicted"), "nothing did"
     assert _tiers({"tiers": None}) == []
 
 
 def test_a_run_whose_lanes_were_swapped_says_what_was_copied() -> None:
     figures = SwapFigures(4, 40, num_late_blocks=3, num_unused_blocks=5, num_tokens_out=28)
     (line,) = _swapped({"swap": asdict(figures)})
-    assert "10 KV blocks in and 7 tokens out a step" in line
-    assert "3 came late and 5 in vain" in line
+    assert "10 KV blocks in, 7 tokens out" in line
+    assert "3 blocks came late, 5 were not needed" in line
     assert _swapped({"swap": None}) == _swapped({"swap": asdict(SwapFigures())}) == []

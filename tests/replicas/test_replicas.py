@@ -59,7 +59,7 @@ def test_a_sequence_that_is_split_over_r_workers_goes_on_with_all_of_its_parts(
 def test_a_single_r_worker_has_nobody_to_keep_its_replica(
     tiny_checkpoint: Callable[..., Path],
 ) -> None:
-    with pytest.raises(ConfigError, match="need a second R-worker"):
+    with pytest.raises(ConfigError, match=r"needs a second R-worker.*r_workers=2"):
         run(tiny_checkpoint("llama"), r_workers=1)
 
 

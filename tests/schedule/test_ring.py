@@ -73,7 +73,7 @@ def test_all_are_lost() -> None:
 
 def test_one_holder_has_no_neighbour() -> None:
     for act in (lambda: neighbour(HolderId(0), 1), lambda: num_offered([10])):
-        with pytest.raises(ConfigError, match=r"second R-worker .*replicas=0"):
+        with pytest.raises(ConfigError, match=r"second R-worker.* r_workers=2 .*replicas=0"):
             act()
     with pytest.raises(ConfigError, match="second R-worker"):
         plan_recovery(1, holders(0), [0])

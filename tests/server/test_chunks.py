@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from small_tokenizers import TOKENIZERS
+
 from fastdecode.core.delta import Delta
 from fastdecode.core.sequence import SamplingParams, TokenLogprob
 from fastdecode.openai.chunks import ChunkWriter
 from fastdecode.openai.requests import BodyRequest, StreamOptions
 from fastdecode.text.codec import TextCodec
+from fastdecode.text.detokenizer import Vocabulary
+from fastdecode.text.token_text import TokenText
 
 
-def writer(*, is_chat: bool, n: int = 1, **options: bool) -> ChunkWriter:
-    body = BodyRequest(("x",), SamplingParams(n=n), is_chat, stream=StreamOptions(**options))
+def writer(*, is_chat: bool, n: int = 1, detokenize: bool = True, **options: bool) -> ChunkWriter:
+    params = SamplingParams(n=n, detokenize=detokenize)
+    body = BodyRequest(("x",), params, is_chat, stream=StreamOptions(**options))
     return ChunkWriter(body, [(1, 2, 3)], TextCodec(None), answer_id="7", created_s=5, model='a"b')
 
 
@@ -46,6 +51,15 @@ def test_usage_is_null_but_in_the_last_chunk_or_in_every_one() -> None:
     for num in (1, 2):
         chunk = said(always.chunk(0, Delta("r", 0, "", (4,))))
         assert chunk["usage"]["completion_tokens"] == num
+
+
+def test_without_text_log_probabilities_wait_for_none() -> None:
+    chunks = writer(is_chat=False, detokenize=False)
+    chunks._tokens = TokenText(Vocabulary(TOKENIZERS["byte-level"]))
+    for token in (40, 41):
+        steps = (TokenLogprob(token, -0.5, ()),)
+        chunk = said(chunks.chunk(0, Delta("r", 0, "", (token,), steps)))
+        assert len(chunk["choices"][0]["logprobs"]["token_logprobs"]) == 1
 
 
 def test_log_probabilities_wait_for_the_text_that_they_belong_to() -> None:

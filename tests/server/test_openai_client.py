@@ -74,6 +74,16 @@ def test_completions(client: Any) -> None:
     assert both.choices[0].text == done.choices[0].text
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_without_text_there_are_token_ids(client: Any, streams: bool) -> None:
+    asked = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 6, "temperature": 0}
+    ids = client.completions.create(**asked, extra_body={"return_token_ids": True})
+    said = client.completions.create(**asked, stream=streams, extra_body={"detokenize": False})
+    choices = [chunk.choices[0] for chunk in said] if streams else said.choices
+    assert "".join(choice.text for choice in choices) == ""
+    assert [token for choice in choices for token in choice.token_ids] == ids.choices[0].token_ids
+
+
 def test_chats(client: Any) -> None:
     messages = [{"role": "user", "content": "My secret code is 5132. Do you remember it?"}]
     asked = {

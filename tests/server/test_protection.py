@@ -263,7 +263,8 @@ def test_a_port_that_is_taken(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert main(["serve", str(CHECKPOINT), "--port", port]) == 2
-    assert f"--port {port}: Address already in use" in capfd.readouterr().err
+    taken_words = "Address already in use: choose another address, or end the program"
+    assert f"--port {port}: {taken_words}" in capfd.readouterr().err
 
 
 def test_a_unix_socket_is_its_owners_only(

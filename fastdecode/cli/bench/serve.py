@@ -99,6 +99,8 @@ def run_bench_serve(args: argparse.Namespace) -> int:
     _set_defaults(args)
     slo = None if args.slo is None else Slo.parse(args.slo)
     endpoint = Endpoint(args.base_url, os.environ.get(KEY_VARIABLE), args.timeout_s)
+    if args.model is not None:
+        asyncio.run(endpoint.reach())
     model = args.model or asyncio.run(endpoint.model())
     figures = _measured(args, endpoint, model, slo)
     print(told(figures), flush=True)

@@ -149,8 +149,9 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
         _pairs("swap", "load limit, stabilized", "each lane has KV blocks of its own"),
         _pairs("swap", "host tier", "both keep KV in host memory, each in its own layout"),
         _pairs("stages", "host tier", "a stage's device has no lower tier"),
-        _pairs("stages", "hybrid KV, shared heads, split sequences, standby",
+        _pairs("stages", "hybrid KV, shared heads, split sequences",
                "each stage keeps whole sequences"),
+        _pairs("stages", "standby", "a standby R-worker belongs to no stage"),
         _pairs("hybrid KV", "tensor parallelism, shared heads, split sequences, load limit, "
                "stabilized, synchronized, fixed lanes", _BOTH_SIDES),
         _pairs("hybrid KV", "prefix cache, disk tier", "kept blocks are on one side"),

@@ -13,6 +13,11 @@ from fastdecode.core.errors import ConfigError, Given
 MAX_R_WORKERS = 4096
 R_PARTITIONS = ("sequences", "heads")
 LINK_SECURITIES = ("encrypt", "authenticate")
+LINK_SECURITY_HELP = (
+    "with --key, between hosts: encrypt, or authenticate (much faster; for a trusted network: its "
+    "members can read and change KV, queries, and the prompts and texts of instances). The same on "
+    "both sides"
+)
 TRANSPORTS = ("auto", "inproc", "mpi", "zmq")
 KV_PLACEMENTS = ("r", "gpu", "hybrid", "auto")
 PROMPT_ATTENTION = ("auto", "s", "r")
@@ -297,8 +302,7 @@ class Cluster:
     )
     link_security: str = option(
         "encrypt",
-        "with --key, between hosts: encrypt, or authenticate (much faster; for a trusted network: "
-        "its members can read and change K, V and queries). The same on both sides",
+        LINK_SECURITY_HELP,
         choices=LINK_SECURITIES,
         metavar="HOW",
     )

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.os_errors import explained
 from fastdecode.measure.serving import KEY_VARIABLE, TIMEOUT_S
 from fastdecode.measure.serving.answer import (
     AnswerHead,
@@ -100,11 +101,24 @@ class Endpoint:
         except asyncio.TimeoutError:
             why = "it doesn't answer"
         except OSError as error:
-            why = f"nothing answers there ({error.strerror or error})"
+            raise self._unreached(explained(error)) from None
         except (ValueError, LookupError, TypeError, asyncio.IncompleteReadError):
             why = "what it answers is no list of models; is this a server of OpenAI's API?"
         where = f"{self._host}:{self._port}{self._path}/v1/models"
         raise ConfigError(f"{where} doesn't name a model: {why}")
+
+    async def reach(self) -> None:
+        """Raises ConfigError: nothing accepts connections there."""
+        try:
+            connection = await asyncio.wait_for(self._connections.take(), self._timeout_s)
+        except asyncio.TimeoutError:
+            raise self._unreached("no connection was accepted in time") from None
+        except OSError as error:
+            raise self._unreached(explained(error)) from None
+        connection.writer.close()
+
+    def _unreached(self, why: str) -> ConfigError:
+        return ConfigError(f"--base-url: nothing answers at {self._host}:{self._port}: {why}")
 
     async def _models(self) -> Any:
         """The list of models, or the words why there is none."""
@@ -141,7 +155,7 @@ class Endpoint:
             record.error = "timeout"
             record.message = f"the answer took more than {self._timeout_s:g} s: see --timeout-s"
         except OSError as error:
-            record.error, record.message = type(error).__name__, error.strerror or str(error)
+            record.error, record.message = type(error).__name__, explained(error)
         except asyncio.IncompleteReadError:
             record.error = "cut off"
         except (ValueError, LookupError, TypeError, AttributeError) as error:

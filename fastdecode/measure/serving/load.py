@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.os_errors import explained
 
 FIRST_TOKEN = 10
 """Lower ids are often special."""
@@ -84,7 +85,7 @@ def traced(path: Path, shape: LoadShape, speed: float = 1.0) -> list[Planned]:
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
-        raise ConfigError(f"--trace {path}: {error.strerror}") from None
+        raise ConfigError(f"--trace {path}: {explained(error)}") from None
     for number, line in enumerate(lines, 1):
         found += _entries(line, f"--trace {path}, line {number}")
     if not found:

@@ -21,6 +21,7 @@ from typing import Final
 import zmq
 
 from fastdecode.core.errors import ConfigError, Given
+from fastdecode.core.os_errors import explained
 from fastdecode.core.secret_file import exposure
 from fastdecode.wire.zmq.proof import LinkSecurity, door_password, link_key
 
@@ -61,7 +62,7 @@ class ClusterKey:
         try:
             found, text = path.stat(), path.read_bytes().strip()
         except OSError as error:
-            raise ConfigError(f"key file {path}: {error.strerror}") from None
+            raise ConfigError(f"key file {path}: {explained(error)}") from None
         if why := exposure(found, path):
             raise ConfigError(f"key file {path}: {why}")
         if not _SECRET.fullmatch(text):
@@ -89,7 +90,7 @@ class ClusterKey:
                 "another file for a new key. Every host needs the same key"
             ) from None
         except OSError as error:
-            raise ConfigError(f"key file {path}: {error.strerror}") from None
+            raise ConfigError(f"key file {path}: {explained(error)}") from None
 
 
 def name_key(socket: zmq.Socket[bytes], key: ClusterKey | None) -> None:

@@ -35,6 +35,7 @@ from typing import Final, Generic, get_args
 import zmq
 
 from fastdecode.core.errors import ConfigError, Given, WorkerError
+from fastdecode.core.os_errors import explained
 from fastdecode.wire.messages import FromRWorker, Message, ToRWorker
 from fastdecode.wire.transport import PeerLostError, closed_error, timeout_error
 from fastdecode.wire.zmq.access import ClusterKey, check_address
@@ -147,7 +148,10 @@ class DealerHub(Generic[SendT, ReceiveT]):
         try:
             line = connected_line(self._context, address, self._key, self._silence_s)
         except zmq.ZMQError as error:
-            raise ConfigError(Given(others.parameter, address), f": {error.strerror}") from None
+            raise ConfigError(
+                Given(others.parameter, address),
+                f": {explained(OSError(error.errno, error.strerror))}",
+            ) from None
         name = f"{others.name} {address}"
         return ZmqConnection(line, name, others.says, self._lock, self._outside.discard)
 

@@ -14,6 +14,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from fastdecode.core.errors import ConfigError, Given, ProtocolError, WorkerError
+from fastdecode.core.os_errors import explained
 from fastdecode.wire import codec
 from fastdecode.wire.instances.messages import InstanceHello
 from fastdecode.wire.messages import FromRWorker, Greeting, Hello, Message, ToRWorker
@@ -89,7 +90,9 @@ class PeerListener(Generic[SendT, ReceiveT]):
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(Given("bind", address), f": {error.strerror}") from None
+            raise ConfigError(
+                Given("bind", address), f": {explained(OSError(error.errno, error.strerror))}"
+            ) from None
         self._pump = Pump(self._take_in_while_busy, _PUMP_INTERVAL_S)
         self._pump.start()
         self._pump.wake()
