@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fastdecode.core.errors import CapacityError, CheckpointError, ConfigError, Given
 from fastdecode.core.host.machine import available_cores
-from fastdecode.core.model.checkpoint import Checkpoint, open_checkpoint
+from fastdecode.core.model.checkpoint import Checkpoint, is_zero, open_checkpoint
 from fastdecode.core.model.config_reader import ConfigReader
 from fastdecode.core.model.families import names_of
 from fastdecode.core.model.hf_config import text_part
@@ -418,6 +418,7 @@ def _refuse_unexpected(
         if name not in used
         and not any(p.fullmatch(name) for p in harmless)
         and not (predicts_ahead and _is_of_later_layer(name, spec, names))
+        and not _is_zero_bias(name, checkpoint)
     ]
     if unexpected:
         raise CheckpointError(
@@ -425,6 +426,15 @@ def _refuse_unexpected(
             f"{spec.architecture} in its config.json has no place. Leaving them out would give "
             "wrong text: fetch the config that belongs to them."
         )
+
+
+def _is_zero_bias(name: str, checkpoint: Checkpoint) -> bool:
+    """Whether it is a bias of zeros beside a quantised weight: some tools write one
+    for every module."""
+    weight = checkpoint.tensors.get(f"{name.removesuffix('.bias')}.weight")
+    if not name.endswith(".bias") or weight is None or weight.encoding is None:
+        return False
+    return is_zero(checkpoint.tensors[name])
 
 
 def _is_of_later_layer(name: str, spec: ModelSpec, names: CheckpointNames) -> bool:

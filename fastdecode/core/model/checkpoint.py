@@ -223,6 +223,23 @@ def is_same(a: TensorEntry, b: TensorEntry) -> bool:
     return True
 
 
+def is_zero(entry: TensorEntry) -> bool:
+    """Whether every byte of a tensor that isn't encoded is zero.
+
+    Raises:
+        CheckpointError: the file can't be read.
+    """
+    try:
+        with entry.file.open("rb") as file:
+            file.seek(entry.offset)
+            for start in range(0, entry.num_bytes, _COMPARED_BYTES):
+                if any(file.read(min(_COMPARED_BYTES, entry.num_bytes - start))):
+                    return False
+    except OSError as error:
+        raise CheckpointError(f"{entry.file} can't be read: {error.strerror or error}.") from error
+    return True
+
+
 def _parse_object(file: Path, data: bytes) -> dict[str, object]:
     try:
         parsed = json.loads(data)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantised import WAYS, quantise_checkpoint
+from quantised import WAYS, edit_checkpoint, quantise_checkpoint
 from weight_files import assert_same, load
 
+from fastdecode.core.errors import CheckpointError
 from sworker.ranks.sharding import Shard
 
 SHAPES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4,
@@ -33,3 +34,22 @@ def test_whole_and_in_parts(
     assert_same(
         load(quantised, layers=later, with_head=False), load(plain, layers=later, with_head=False)
     )
+
+
+def with_biases(source: Path, target: Path, value: float) -> Path:
+    """A bias beside every quantised weight, as some tools write it."""
+
+    def add(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
+        if not name.endswith(".scales"):
+            return None
+        bias = torch.full((tensor.shape[-1],), value, dtype=torch.float16)
+        return {name: tensor, f"{name.removesuffix('.scales')}.bias": bias}
+
+    return edit_checkpoint(source, target, add)
+
+
+def test_biases_of_zeros_are_left_out(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    quantised, _ = quantise_checkpoint(tiny_checkpoint("llama", seed=2, **SHAPES), tmp_path, "gptq")
+    assert_same(load(with_biases(quantised, tmp_path / "zeros", 0.0)), load(quantised))
+    with pytest.raises(CheckpointError, match=r"bias.*has no place"):
+        load(with_biases(quantised, tmp_path / "ones", 1.0))
