@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import prompts
-from quantised import WAYS, quantise_checkpoint
+from quantised import WAYS, as_mxfp4, edit_checkpoint, quantise_checkpoint
 
 from fastdecode import LLM, SamplingParams
 
@@ -97,3 +97,32 @@ def test_a_model_by_its_name_in_the_cache(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.chdir(tmp_path)
     assert say(Path("org/tiny"), r_workers=1) == say(path, r_workers=1)
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    """Stacked experts, as gpt-oss has them: transposed, gate and up rows alternating."""
+    config = transformers.GptOssConfig(
+        **{**SHAPES, "num_hidden_layers": 2, "num_local_experts": 5, "num_experts_per_tok": 2,
+           "intermediate_size": 32, "sliding_window": 8, "max_position_embeddings": 128,
+           "layer_types": ["sliding_attention", "full_attention"]}
+    )  # fmt: skip
+    source = save_random(tmp_path / "plain", config)
+    decoded: dict[str, torch.Tensor] = {}
+
+    def quantise(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            return None
+        blocks, scales, decoded[name] = as_mxfp4(tensor)
+        return {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+    mxfp4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    path = edit_checkpoint(source, tmp_path / "mxfp4", quantise, quantization_config=mxfp4)
+    plain = edit_checkpoint(
+        source,
+        tmp_path / "decoded",
+        lambda name, _: {name: decoded[name]} if name in decoded else None,
+    )
+    expected = say(plain, r_workers=1)
+    assert len(decoded) == 4
+    assert say(path, r_workers=1) == expected
+    assert say(source, r_workers=1) != expected
