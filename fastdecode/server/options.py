@@ -13,6 +13,7 @@ from pathlib import Path
 from fastdecode.core.config.options import check_options, option
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.json_file import read_bytes
+from fastdecode.core.model.local_models import hub_name
 
 KEYS_VARIABLE = "FASTDECODE_API_KEYS"
 MAX_KEYS = 10_000
@@ -127,7 +128,9 @@ class ServeOptions:
 
     def names(self, model: str) -> tuple[str, ...]:
         """What a request's model may be."""
-        return self.served_model_name or (Path(os.path.abspath(model)).name,)
+        name = hub_name(model)
+        usual = (Path(os.path.abspath(model)).name,) if name is None else (name, Path(name).name)
+        return self.served_model_name or usual
 
 
 def is_loopback(host: str) -> bool:

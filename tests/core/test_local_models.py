@@ -9,6 +9,7 @@ import pytest
 from fastdecode.core.errors import CheckpointError
 from fastdecode.core.model.checkpoint import check_model, open_checkpoint
 from fastdecode.core.model.local_models import find_model, hub_cache
+from fastdecode.server.options import ServeOptions
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OTHER = "fedcba9876543210fedcba9876543210fedcba98"
@@ -102,3 +103,12 @@ def test_a_broken_branch_leads_nowhere_else(cache: Path, written: str) -> None:
         find_model("org/name")
     with pytest.raises(CheckpointError, match="no snapshot"):
         find_model("org/name@../../../x")
+
+
+def test_what_a_server_calls_a_model(cache: Path) -> None:
+    options = ServeOptions()
+    assert options.names("org/name") == options.names("org/name@v2") == ("org/name", "name")
+    assert options.names("models/org/name") == ("name",)
+    assert ServeOptions(served_model_name=("mine",)).names("org/name") == ("mine",)
+    Path("org/name").mkdir(parents=True)
+    assert options.names("org/name") == ("name",)

@@ -29,9 +29,9 @@ def find_model(model: str | Path) -> Path:
         CheckpointError: a name isn't in the cache; says where it was looked
             for, and how to fetch it.
     """
-    path, (name, _, revision) = Path(model), str(model).partition("@")
-    if path.exists() or not _NAME.fullmatch(name) or ".." in name:
-        return path
+    name, revision = hub_name(model), str(model).partition("@")[2]
+    if name is None:
+        return Path(model)
     repository = hub_cache() / f"models--{name.replace('/', '--')}"
     if not repository.is_dir():
         raise CheckpointError(
@@ -45,6 +45,14 @@ def find_model(model: str | Path) -> Path:
             f"incomplete, or of another revision. {_fetch(name, revision)}"
         )
     return snapshot
+
+
+def hub_name(model: str | Path) -> str | None:
+    """``org/name`` of a model that is one of the cache's, whether or not it is
+    there; None: it is a path."""
+    name = str(model).partition("@")[0]
+    is_path = Path(model).exists() or ".." in name
+    return None if is_path or not _NAME.fullmatch(name) else name
 
 
 def hub_cache() -> Path:
