@@ -5,7 +5,7 @@ R-workers answer at once, so nothing else is left.
     python benchmarks/host_loop.py [--out FILE]
 
 ``time_lanes`` and ``count_calls`` run the real ``Pipeline``, ``RemoteStep`` and
-staging for a GPU. ``time_messages`` runs the real ``Fleet`` and codec to an
+staging for a GPU. ``time_messages`` runs the real ``WorkerPool`` and codec to an
 R-worker and back, with a socket's place taken by a list.
 """
 
@@ -31,7 +31,7 @@ from torch import Tensor
 from fastdecode.core.dtype import DType
 from fastdecode.core.holders import Holder, HolderId, HolderKind
 from fastdecode.core.model.families import read_model_spec
-from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.remote import AttentionPlan
@@ -227,7 +227,7 @@ def count_message_calls(num_r_workers: int) -> float:
 def exchange(num_r_workers: int, num_layers: int) -> Callable[[], None]:
     """So many layers' messages to R-workers and back."""
     hub: Any = ListedHub(num_r_workers)
-    fleet = Fleet(hub, timeout_s=300.0)
+    fleet = WorkerPool(hub, timeout_s=300.0)
     q, kv = np.zeros((16, 4, 8), np.uint16), np.zeros((16, 2, 8), np.uint16)
     n = np.ones(16, np.int32)
     for holder in range(num_r_workers):

@@ -19,16 +19,18 @@ from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.sequence import Request, SamplingParams
 from fastdecode.core.spec import KVSpec
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.executor import Watch
-from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.extensions import EngineState
 from fastdecode.engine.fleet.greeting import greet
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.workers import Reached, reach_threads
+from fastdecode.engine.requests import Requests
 from fastdecode.engine.step.device_prefill import DevicePrefill
 from fastdecode.engine.step.local import LocalConnection, reach_device, whole_steps
 from fastdecode.engine.step.mixed_step import DeviceLane, MixedAttention
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.engine.step.swapped import reach_swapped
+from fastdecode.engine.step_timing import StepTiming
 from fastdecode.schedule.hybrid.control import HybridOptions
 from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout
 from fastdecode.schedule.hybrid.inputs import Guess
@@ -95,7 +97,7 @@ def _running(
     beside = None
     if device_blocks:  # KV on both sides
         beside = LocalConnection(CPU, device_blocks * kv.block_bytes, gpu, kernels)
-    fleet = Fleet(reached.hub, timeout_s=60.0, device=beside)
+    fleet = WorkerPool(reached.hub, timeout_s=60.0, device=beside)
     hello = Hello(PROTOCOL_VERSION, "late", kv, spec.attention, DType.FLOAT32)
     welcomes = greet(fleet, hello)
     blocks = tuple(welcomes[holder].num_blocks for holder in sorted(welcomes))
@@ -143,12 +145,13 @@ def _running(
         hybrid=_sent_away(HolderId(workers), layout) if device_blocks else None,
         places=OwnHolders() if swap else None,
     )  # fmt: skip
-    watch = Watch(times=times, lanes=scheduler.hybrid) if device_blocks else None
+    requests = Requests(TextCodec(None), (spec.vocab_size,), spec.vocab_size)
+    state = EngineState(fleet, Lifecycle(scheduler), requests)
+    timing = [StepTiming(times, scheduler.hybrid)] if device_blocks else []
     try:
         yield Engine(
-            s_worker, Pipeline(s_worker, attention, options.num_lanes), fleet, Lifecycle(scheduler),
-            TextCodec(None), (spec.vocab_size,), watch=watch,
-        )  # fmt: skip
+            s_worker, Pipeline(s_worker, attention, options.num_lanes), state, extensions=timing
+        )
     finally:
         reached.close(fleet.lost, 30.0)
 

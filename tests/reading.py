@@ -11,7 +11,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from fastdecode import LLM, SamplingParams
-from fastdecode.engine.executor import Executor
+from fastdecode.engine.engine import Engine
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("fastdecode", "rworker", "sworker", "cpu_kernels", "cost_model")
@@ -89,18 +89,18 @@ def _num_lines(code: CodeType) -> int:
 def entered_by_a_decode_step(model: str, monkeypatch: Any, **options: Any) -> Entered:
     """Run three requests, and watch one step that only decodes."""
     entered, number = Entered(), 0
-    step = Executor.step
+    step = Engine.step
 
-    def counted(executor: Executor, *arguments: Any, **named: Any) -> Any:
+    def counted(engine: Engine, *arguments: Any, **named: Any) -> Any:
         nonlocal number
         number += 1
         entered.is_counting = number == STEP
         try:
-            return step(executor, *arguments, **named)
+            return step(engine, *arguments, **named)
         finally:
             entered.is_counting = False
 
-    monkeypatch.setattr(Executor, "step", counted)
+    monkeypatch.setattr(Engine, "step", counted)
     threading.setprofile(entered.listen)
     sys.setprofile(entered.listen)
     try:

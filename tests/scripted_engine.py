@@ -4,6 +4,7 @@ work out, and R-workers as threads."""
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -15,20 +16,25 @@ from schedule_choices import schedule_options
 from torch import Tensor
 from trouble import Trouble
 
+from fastdecode.core.clock import Clock
 from fastdecode.core.delta import Delta, Listener, OutputFold
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import RequestError
 from fastdecode.core.holders import Holder, HolderKind
+from fastdecode.core.resuming import Session
 from fastdecode.core.sequence import Request, RequestOutput, SamplingParams
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.executor import Watch
-from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.extensions import EngineState, Extension
+from fastdecode.engine.failover import AnyReplicas, recovery_of
 from fastdecode.engine.fleet.greeting import greet
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.workers import Replacements
-from fastdecode.engine.recovery import Recovery
+from fastdecode.engine.requests import Requests
+from fastdecode.engine.session.recorder import Recorder
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.remote import AttentionPlan
+from fastdecode.engine.transfers import Transfers
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.text.codec import TextCodec
@@ -149,7 +155,7 @@ class Rig:
     """An engine and what it is made of."""
 
     engine: Engine
-    fleet: Fleet
+    fleet: WorkerPool
     lifecycle: Lifecycle
     s_worker: ScriptedSWorker
 
@@ -179,13 +185,15 @@ class Rig:
 
 
 def assemble(
-    fleet: Fleet,
+    fleet: WorkerPool,
     blocks: tuple[int, ...],
     lanes: int,
-    recovery: Recovery,
+    replacements: Replacements | None = None,
+    clock: Clock = time.monotonic,
+    replicas: AnyReplicas | None = None,
+    session: Session | None = None,
     fails_at: dict[str, int] | None = None,
     cache_identity: str | None = None,
-    watch: Watch | None = None,
     attention: AttentionSpec = SPEC,
     **options: Any,
 ) -> Rig:
@@ -201,8 +209,12 @@ def assemble(
     lifecycle = Lifecycle(scheduler)
     s_worker = ScriptedSWorker(fails_at, attention)
     pipeline = Pipeline(s_worker, plan, lanes)  # type: ignore[arg-type]
-    codec = TextCodec(None)
-    engine = Engine(s_worker, pipeline, fleet, lifecycle, codec, (VOCAB,), recovery, watch)  # type: ignore[arg-type]
+    state = EngineState(fleet, lifecycle, Requests(TextCodec(None), (VOCAB,), VOCAB))
+    recovery = recovery_of(state, replicas, replacements, clock)
+    extensions: list[Extension] = [Transfers(state)]
+    if session is not None:
+        extensions.append(Recorder(session, lifecycle.lives))
+    engine = Engine(s_worker, pipeline, state, recovery, extensions)  # type: ignore[arg-type]
     return Rig(engine, fleet, lifecycle, s_worker)
 
 
@@ -231,10 +243,10 @@ def rig(
         )
         for i in range(num_workers)
     ]
-    fleet = Fleet(hub, timeout_s=60.0)
+    fleet = WorkerPool(hub, timeout_s=60.0)
     greet(fleet, HELLO)
     blocks = (said_blocks or num_blocks,) * num_workers
-    made = assemble(fleet, blocks, lanes, Recovery(fleet, replacements), fails_at, **options)
+    made = assemble(fleet, blocks, lanes, replacements, fails_at=fails_at, **options)
     try:
         yield made
     finally:

@@ -1,13 +1,16 @@
-"""The engine: requests in, one step of a lane at a time, and what they say to
-whoever listens.
+"""The engine: requests in, one step of a lane at a time, tokens out to each
+request's listener.
 
 A request's life: ``submit`` → waiting → room opened on its holders
 (``OpenSequence`` or ``ForkSequence``) → its prompt run in one or more chunks →
-one token drawn a step → finished, its blocks freed (``CloseSequence``). Whoever
-listens is told what it says (``fastdecode.core.delta``). What comes next is
-decided by ``fastdecode.schedule.life.lifecycle``, which is told what happens,
-and carried out by ``fastdecode.engine.executor``; nothing here knows how a step
-is scheduled, what a layer computes, or where an R-worker runs.
+one token drawn a step → finished, its blocks freed (``CloseSequence``).
+
+One turn of the loop: take events (from R-workers and extensions) → apply them to
+the state of sequences (``fastdecode.schedule.life.lifecycle``) → carry out its
+instructions (send them, or have the extension do that handles them) → launch idle
+lanes → run the pipeline until a lane's step is over. The loop names no feature
+(``fastdecode.engine.extensions``), and doesn't know how a step is scheduled, what
+a layer computes, or where an R-worker runs.
 
 When an R-worker is lost, its sequences start again elsewhere, and what was
 cached is recomputed from their tokens, prompt and generated alike. Since a
@@ -17,28 +20,46 @@ happened.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from collections.abc import Sequence as Seq
 from copy import copy
-from typing import Final
+from dataclasses import replace
+from typing import Any, Final
 
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.delta import Listener
-from fastdecode.core.errors import FastDecodeError, duplicate_id, without_frames
+from fastdecode.core.errors import (
+    FastDecodeError,
+    ProtocolError,
+    WorkerError,
+    duplicate_id,
+    without_frames,
+)
+from fastdecode.core.holders import HolderId, HolderKind, PartId
 from fastdecode.core.sequence import Request
-from fastdecode.engine.executor import Executor, Watch
+from fastdecode.core.spec import longest_window
+from fastdecode.core.trace import NoTrace, Trace
+from fastdecode.engine.extensions import EngineState, Extension
 from fastdecode.engine.figures import EngineFigures, figures_of
-from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.pending_samples import PendingSamples, StepSamples
 from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.requests import Requests
+from fastdecode.engine.reservations import FOR_HOLDERS, event_for, holder_of, message_for
 from fastdecode.engine.stats import EngineStats
+from fastdecode.engine.step.lane_step import LaneStep
+from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.schedule.life import events
-from fastdecode.schedule.life.lifecycle import Lifecycle
-from fastdecode.text.codec import TextCodec
+from fastdecode.schedule.plan import Chunk
+from fastdecode.wire.kv.taking_over import SESSION_RESUMED
 from sworker.failures import typed_failures
 from sworker.worker import SWorker
+
+logger = logging.getLogger(__name__)
+
+_OPENING: Final = (events.Open, events.Fork, events.Resume)
 
 
 class Engine:
@@ -48,53 +69,45 @@ class Engine:
     Args:
         s_worker: every layer that has weights.
         pipeline: runs the lanes' steps.
-        fleet: the holders.
-        lifecycle: decides what is opened, what steps, and what becomes of whom.
-        codec: between text and token ids.
-        eos_token_ids: any of them ends a sequence, unless the request ignores
-            EOS.
-        recovery: lets in those that come in the place of lost holders; None:
-            nobody comes.
-        watch: who is told.
+        state: of holders, sequences and requests.
+        recovery: decides what follows the loss of an R-worker; None: its
+            sequences are recomputed, and nobody replaces it.
+        extensions: the features that are on.
+        trace: told what every step did.
     """
 
     def __init__(
         self,
         s_worker: SWorker,
         pipeline: Pipeline,
-        fleet: Fleet,
-        lifecycle: Lifecycle,
-        codec: TextCodec,
-        eos_token_ids: tuple[int, ...],
+        state: EngineState,
         recovery: Recovery | None = None,
-        watch: Watch | None = None,
+        extensions: Seq[Extension] = (),
+        trace: Trace | None = None,
     ) -> None:
         self._pipeline = pipeline
-        self._fleet = fleet
-        self._lifecycle = lifecycle
-        self.requests: Final = Requests(codec, eos_token_ids, s_worker.spec.vocab_size)
+        self._state = state
+        self._fleet = state.fleet
+        self._lifecycle = state.lifecycle
+        self.requests: Final[Requests] = state.requests
         """Those that are waiting or running."""
-        self._recovery = recovery or Recovery(fleet)
+        self.stats: Final[EngineStats] = state.stats
+        self._trace = trace or NoTrace()
+        self._recovery = recovery or Recovery(state)
+        self._extensions = (*extensions, self._recovery)
+        self._doers = {kind: each for each in self._extensions for kind in each.instructions}
+        self._takers = {kind: each for each in self._extensions for kind in each.answers}
+        self._samples = PendingSamples(
+            s_worker, state.lifecycle.lives, state.requests, state.stats, self._trace
+        )
+        self._window = longest_window(s_worker.spec.attention)
+        self._answer_at_once = all(holder.answers_at_once for holder in pipeline.holders)
+        self._timed = _timed_holders(pipeline)
+        self._is_idle = False  # nothing could be started, and nothing has happened since
+        # By lane: of steps that are over, on their way to the host.
+        self._coming: dict[int, StepSamples] = {}
         self.broken: FastDecodeError | None = None
         """Why a step broke down, after which it takes no requests any more."""
-        hybrid = lifecycle.scheduler.hybrid
-        replicas = self._recovery.replicas
-        self.stats = EngineStats(
-            hybrid=None if hybrid is None else hybrid.counts,
-            replicas=None if replicas is None else replicas.figures,
-            resumed=lifecycle.adoptions.counts,
-            tiers=lifecycle.scheduler.ledger.cache.stock.traffic.counts,
-        )
-        self._executor = Executor(
-            s_worker,
-            pipeline,
-            fleet,
-            lifecycle,
-            self._recovery,
-            watch or Watch(),
-            self.requests,
-            self.stats,
-        )
 
     @property
     def num_unfinished_sequences(self) -> int:
@@ -109,17 +122,20 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything: for requests, or for what is left of cancelled ones."""
-        return bool(self.requests) or self._executor.is_busy
+        return bool(self.requests) or self._has_pending
 
     @property
     def pause_s(self) -> float:
-        """How long a step would do nothing, whatever work there is: all
-        R-workers are lost, and others are looked for; or other instances are
-        waited for."""
-        return self._recovery.pause_s or self._executor.handing.pause_s
+        """How long a step would do nothing, whatever work there is: all R-workers
+        are lost and others may come, or an extension waits for other engines."""
+        if self._recovery.pause_s or not self._is_idle:
+            return self._recovery.pause_s
+        pauses_s = [extension.idle_pause_s for extension in self._extensions]
+        return min([pause_s for pause_s in pauses_s if pause_s], default=0.0)
 
     def figures(self) -> EngineFigures:
-        """What it tells of itself, between two steps."""
+        """What it reports of itself, between two steps."""
+        self._count_sequences()
         return figures_of(self.stats, self._lifecycle.scheduler, self._fleet)
 
     def give_role(self, role: InstanceRole) -> None:
@@ -127,8 +143,8 @@ class Engine:
         self._lifecycle.scheduler.set_whole_prompts(role is InstanceRole.PREFILL)
 
     def submit(self, request: Request, listener: Listener | None = None) -> None:
-        """Queue a valid request. ``listener`` is told what it says, and its
-        error if a step ends it with one.
+        """Queue a valid request. ``listener`` gets its tokens, and its error if
+        a step ends it with one.
 
         Raises:
             RequestError: an unfinished request has the same id, or its text
@@ -141,41 +157,17 @@ class Engine:
             raise copy(self.broken)
         if request.request_id in self.requests:
             raise duplicate_id(request.request_id)
-        self._executor.tell(events.Submitted(request))
+        self._apply(events.Submitted(request))
         sequences = self._lifecycle.lives.sequences(request.request_id)
         try:
             self.requests.add(request, sequences, time.perf_counter(), listener)
         except FastDecodeError:
-            self._executor.tell(events.Cancelled(request.request_id))
+            self._apply(events.Cancelled(request.request_id))
             raise
 
     def end_conversation(self, token_ids: Seq[int], salt: str) -> None:
         """Nobody goes on with a conversation that has come to these tokens."""
-        self._executor.tell(events.Ended(tuple(token_ids), salt))
-
-    def step(self) -> None:
-        """Run until some lane has finished a step, or until there is nothing to
-        run (see ``pause_s``).
-
-        Raises:
-            WorkerError: no R-worker is left, or the S-worker failed.
-                ``abandon`` is all that can be done then.
-        """
-        with typed_failures():
-            self._executor.step()
-
-    def look(self) -> None:
-        """Find out who of the R-workers is lost, and who has come, while there
-        is no work: steps do so otherwise.
-
-        Raises:
-            WorkerError: no R-worker is left.
-        """
-        self._executor.look()
-
-    def set_num_lanes(self, num_lanes: int) -> None:
-        """Go on with so many lanes, when the steps in flight have ended."""
-        self._executor.regroup(num_lanes)
+        self._apply(events.Ended(tuple(token_ids), salt))
 
     def cancel(self, request_id: str) -> bool:
         """Forget an unfinished request; False if there is none of this id. What
@@ -184,7 +176,7 @@ class Engine:
         if request_id not in self.requests:
             return False
         self.requests.forget(request_id)
-        self._executor.tell(events.Cancelled(request_id))
+        self._apply(events.Cancelled(request_id))
         return True
 
     def cancel_waiting(self, among: Container[str] | None = None) -> list[str]:
@@ -202,3 +194,262 @@ class Engine:
         unknown."""
         self.broken = without_frames(error)
         self.requests.fail_all(error)
+
+    def look(self) -> None:
+        """Find out which R-workers are lost, and which have come, while there is
+        no work: steps do so otherwise.
+
+        Raises:
+            WorkerError: no R-worker is left.
+        """
+        self._fleet.look()
+        self._take_news()
+        self._recovery.is_stranded()
+        self._count_sequences()
+
+    def set_num_lanes(self, num_lanes: int) -> None:
+        """Go on with so many lanes, when the steps in flight have ended."""
+        if num_lanes == self._pipeline.num_lanes:
+            return
+        while self._pipeline.in_flight:
+            self._run_on()
+        self._take_in_all()
+        logger.info("%d lanes from now on, in place of %d", num_lanes, self._pipeline.num_lanes)
+        self._apply(events.Regrouped(num_lanes))
+        self._pipeline.set_num_lanes(num_lanes)
+        for extension in self._extensions:
+            extension.regrouped(num_lanes)
+
+    def step(self) -> None:
+        """Run until some lane has finished a step, or until there is nothing to
+        run (see ``pause_s``).
+
+        Raises:
+            WorkerError: no R-worker is left, or the S-worker failed.
+                ``abandon`` is all that can be done then.
+        """
+        with typed_failures():
+            self._step()
+        self._count_sequences()
+
+    def _step(self) -> None:
+        stats, pipeline = self.stats, self._pipeline
+        started = began = time.perf_counter()
+        before_s = began_wait_s = pipeline.wait_s
+        r_compute_s = stats.r_compute_s
+        num_steps, num_prompt_tokens = stats.num_steps, stats.num_prompt_tokens
+        is_prefill = _runs_prompt(pipeline)
+        self._choose_lanes()
+        while stats.num_steps == num_steps:
+            self._launch_idle()
+            if not self._has_pending:
+                self._is_idle = True
+                return
+            is_prefill = _runs_prompt(pipeline)
+            runs = bool(pipeline.in_flight)
+            self._run_on()
+            if not runs:  # what was waited for before a step is none of its time
+                began, began_wait_s = time.perf_counter(), pipeline.wait_s
+        ended, wait_s = time.perf_counter(), pipeline.wait_s
+        stats.count_time(ended - started, wait_s - before_s, is_prefill=is_prefill)
+        idle_s = max(0.0, wait_s - began_wait_s - (stats.r_compute_s - r_compute_s))
+        self._lifecycle.stepped(stats.num_prompt_tokens - num_prompt_tokens, ended - began, idle_s)
+
+    @property
+    def _has_pending(self) -> bool:
+        """Whether a step is in flight, tokens are on their way to the host, or
+        an answer about a room is owed."""
+        lifecycle = self._lifecycle
+        owed = lifecycle.grants or lifecycle.adoptions or lifecycle.is_moving
+        return bool(self._pipeline.in_flight or self._coming or owed)
+
+    def _choose_lanes(self) -> None:
+        num_lanes = self._pipeline.num_lanes
+        for extension in self._extensions:
+            num_lanes = extension.num_lanes(num_lanes)
+        self.set_num_lanes(num_lanes)
+
+    def _launch_idle(self) -> None:
+        """Take in what has happened, and start the idle lanes' steps."""
+        if not self._has_pending:
+            for extension in self._extensions:
+                extension.listen()
+        self._take_news()
+        if not self._recovery.is_stranded():
+            for lane in self._pipeline.idle_lanes:
+                self._launch(lane)
+        for lane in set(self._coming).intersection(self._pipeline.idle_lanes):
+            self._take_in(lane)  # nobody steps with them
+
+    def _run_on(self) -> None:
+        """Run until some lane has finished its step, or there is news."""
+        if not self._pipeline.in_flight and self._coming:
+            self._take_in_all()
+            return
+        finished = self._pipeline.run(self._samples.draw, self._take_in)
+        if finished is None:
+            self._take_news()
+        else:
+            self._finish_step(finished)
+
+    def _take_news(self) -> None:
+        """Apply what R-workers have answered, which of them were lost, and what
+        extensions have to tell.
+
+        Raises:
+            WorkerError: another S-worker goes on with this session.
+        """
+        for holder, news in self._pipeline.take_news():
+            if isinstance(news, WorkerError):
+                if news.code == SESSION_RESUMED:
+                    raise copy(news)
+                self._apply(self._recovery.lose(holder, news))
+            elif (taker := self._takers.get(type(news))) is not None:
+                self._apply_all(taker.take(holder, news))
+            else:
+                self._take_room(holder, news)
+        for extension in self._extensions:
+            self._apply_all(extension.news())
+
+    def _take_room(self, holder: HolderId, answer: Any) -> None:
+        """A holder has answered about a room."""
+        peer = self._fleet.peer(holder)
+        if self._lifecycle.grants.awaits(holder, PartId(answer.sequence_id)):
+            self._apply(event_for(answer, peer))
+        else:
+            text = f"{peer} sent {type(answer).__name__}, which nobody asked for"
+            self._fleet.lose(holder, ProtocolError(text))
+
+    def _apply_all(self, happened: Iterable[events.Event]) -> None:
+        for event in happened:
+            self._apply(event)
+
+    def _apply(self, event: events.Event) -> None:
+        """Apply an event to the state of sequences, and carry out what follows.
+
+        Raises:
+            CapacityError: a submitted request could never fit.
+        """
+        self._is_idle = False
+        for instruction in self._lifecycle.handle(event):
+            self._carry_out(instruction)
+
+    def _carry_out(self, instruction: Any) -> None:
+        """Send it to its holder, hand it to its request, or to the extension that handles it."""
+        kind = type(instruction)
+        if kind in FOR_HOLDERS:
+            self._fleet.send(holder_of(instruction), message_for(instruction))
+            if kind in _OPENING:
+                for extension in self._extensions:
+                    extension.opened(instruction)
+        elif kind is events.Finish:
+            self.requests.finish(instruction.sequence, instruction.reason, self.stats)
+        elif kind is events.Fail:
+            request_id, error = instruction.request_id, instruction.error
+            logger.warning("request %s failed: %s", request_id, error)
+            self.requests.forget(request_id).fail(error)
+        else:
+            self._apply_all(self._doers[kind].do(instruction))
+
+    def _launch(self, lane: int) -> None:
+        """Plan and start a lane's step, as far as anybody has room."""
+        started, waited = time.perf_counter(), self._pipeline.wait_s
+        self._apply(events.LaneIdle(lane))
+        self._await_rooms()
+        for run in self._lifecycle.handle(events.LaneReady(lane)):
+            assert isinstance(run, events.Run)
+            step, holders = self._state.num_launched, self._pipeline.holders
+            batch = StepBatch.build(run.chunks, holders, step=step, lane=lane, window=self._window)
+            self._state.num_launched += 1
+            fed_by = None
+            if lane in self._coming:
+                tokens = self._coming[lane]
+                batch, fed_by = replace(batch, feed=tokens.feed(batch)), tokens.drawing
+                self.stats.num_ahead += 1
+            planned_s = time.perf_counter() - started - (self._pipeline.wait_s - waited)
+            self._pipeline.launch(lane, batch, batch.last_rows[batch.draws], planned_s, fed_by)
+
+    def _await_rooms(self) -> None:
+        """Take in the answers of holders that answer at once."""
+        while self._answer_at_once and self._lifecycle.grants:
+            self._take_news()  # one that was lost just now answers nothing
+            if self._lifecycle.grants:
+                self._pipeline.receive()
+                self._take_news()
+        while self._fleet.is_owed_at_once:
+            self._pipeline.receive()
+            self._take_news()
+
+    def _finish_step(self, step: LaneStep) -> None:
+        """A lane's step is over: draw the next tokens, and apply them."""
+        ran_s = time.perf_counter()
+        each_s = {
+            holder: seconds
+            for holder, seconds in step.remote.r_compute_s.items()
+            if holder in self._timed
+        }
+        self.stats.count_step(max(each_s.values(), default=0.0), each_s)
+        wanted = self._lifecycle.lives.wanted(step.batch.chunks)
+        for extension in self._extensions:
+            extension.ran(wanted)
+        # Before what the step has ended is freed: the holders have held it all through the step.
+        self._count_load(wanted)
+        tokens, step.draws = step.draws, None  # or the two would keep each other, and the model
+        if isinstance(tokens, StepSamples) and tokens.goes_ahead:
+            self._coming[step.lane] = tokens
+            coming = self._lifecycle.lives.wanted(tokens.chunks)
+            sequences = tuple([chunk.sequence for chunk in coming])
+            self._apply(events.StepDone(step.lane, (), sequences))
+            return
+        drawn = self._samples.accept(tokens) if isinstance(tokens, StepSamples) else ()
+        self._apply(events.StepDone(step.lane, drawn))
+        self._hand_out(step, drawn, ran_s)
+
+    def _take_in(self, lane: int) -> None:
+        """Take in the tokens of a lane's step that is over; wait for them, if
+        they aren't here."""
+        tokens, began_s = self._coming.pop(lane), time.perf_counter()
+        drawn = self._samples.accept(tokens)
+        self._apply(events.Came(drawn))
+        self._hand_out(tokens.step, drawn, began_s)
+
+    def _take_in_all(self) -> None:
+        for lane in list(self._coming):
+            self._take_in(lane)
+
+    def _hand_out(self, step: LaneStep, drawn: tuple[events.Drawn, ...], began_s: float) -> None:
+        """Tokens of a step have been applied: hand them to requests' listeners.
+        ``began_s``: when taking them in began."""
+        for extension in self._extensions:
+            extension.drew(drawn)
+        self.requests.tell(drawn)
+        for extension in self._extensions:
+            extension.completed(step, time.perf_counter() - began_s)
+
+    def _count_load(self, wanted: Seq[Chunk]) -> None:
+        load = self._lifecycle.lives.num_cached_tokens + sum([chunk.num_tokens for chunk in wanted])
+        self.stats.count_load(load, sum([chunk.num_in_prompt for chunk in wanted]))
+        scheduler = self._lifecycle.scheduler
+        now = time.perf_counter()
+        self._trace.load(now, scheduler.num_running, len(scheduler.waiting), load)
+
+    def _count_sequences(self) -> None:
+        stats, lifecycle = self.stats, self._lifecycle
+        stats.num_recomputed = lifecycle.endings.num_recomputed
+        stats.num_suspended = lifecycle.num_suspended
+        stats.num_cached_prompt_tokens = lifecycle.starting.num_reused_tokens
+        stats.num_gap_tokens = lifecycle.starting.num_gap_tokens
+
+
+def _runs_prompt(pipeline: Pipeline) -> bool:
+    """Whether part of a prompt runs in any step in flight."""
+    return any(step.batch.num_prompt_tokens for step in pipeline.in_flight)
+
+
+def _timed_holders(pipeline: Pipeline) -> frozenset[HolderId]:
+    """Those whose compute counts as R-workers': all, but a device beside R-workers."""
+    kinds = {HolderId(i): holder.kind for i, holder in enumerate(pipeline.holders)}
+    has_r_workers = HolderKind.R_WORKER in kinds.values()
+    return frozenset(
+        holder for holder, kind in kinds.items() if kind is HolderKind.R_WORKER or not has_r_workers
+    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.continuous import ContinuousScheduler
 
@@ -43,7 +43,9 @@ class EngineFigures:
     r_workers: tuple[HolderFigures, ...]
 
 
-def figures_of(stats: EngineStats, scheduler: ContinuousScheduler, fleet: Fleet) -> EngineFigures:
+def figures_of(
+    stats: EngineStats, scheduler: ContinuousScheduler, fleet: WorkerPool
+) -> EngineFigures:
     """As they are between two steps."""
     loads = _loads(scheduler)
     lost = fleet.lost
@@ -69,7 +71,7 @@ def _holder(
     holder: HolderId,
     stats: EngineStats,
     scheduler: ContinuousScheduler,
-    fleet: Fleet,
+    fleet: WorkerPool,
     lost: WorkerError | None,
     load: int,
 ) -> HolderFigures:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Final, TypeAlias, get_args
 
 import numpy as np
 
@@ -33,7 +33,9 @@ from fastdecode.wire.messages import (
 
 OfTiers: TypeAlias = Forget | Offload | Restore | DropCopies
 ForHolder: TypeAlias = Open | Fork | Resume | Extend | Truncate | Close | Keep | OfTiers
-"""What a holder is to be told."""
+"""What a holder is sent a message for."""
+FOR_HOLDERS: Final = frozenset(get_args(ForHolder))
+"""Their classes."""
 
 
 def holder_of(instruction: ForHolder) -> HolderId:

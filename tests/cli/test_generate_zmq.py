@@ -219,7 +219,7 @@ def test_a_replacement_at_the_same_address_joins(
             with r_workers(addresses[0].rpartition(":")[2]):
                 s_worker.process.send_signal(signal.SIGCONT)
                 # It outlives the other one, so that the end is the replacement's work.
-                s_worker.wait_until(lambda: "has joined in the place" in s_worker.output())
+                s_worker.wait_until(lambda: "has replaced an R-worker" in s_worker.output())
                 jobs[1].kill()
                 outcome = s_worker.wait()
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome

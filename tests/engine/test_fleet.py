@@ -11,7 +11,7 @@ import pytest
 
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.wire.messages import Accepted, OpenSequence
 from fastdecode.wire.transport import TIMEOUT, closed_error, timeout_error
 
@@ -45,15 +45,17 @@ class Hub:
         return answer[1], Accepted(0)
 
 
-def fleet(signs: list[tuple[float, int]], answers: list[tuple[float, int]]) -> tuple[Hub, Fleet]:
+def fleet(
+    signs: list[tuple[float, int]], answers: list[tuple[float, int]]
+) -> tuple[Hub, WorkerPool]:
     hub = Hub(2, signs, answers)
-    made = Fleet(hub, timeout_s=50.0, silence_s=5.0, clock=lambda: hub.now)  # type: ignore[arg-type]
+    made = WorkerPool(hub, timeout_s=50.0, silence_s=5.0, clock=lambda: hub.now)  # type: ignore[arg-type]
     for worker in range(2):
         made.send(worker, OpenSequence(0, 1))
     return hub, made
 
 
-def everything(hub: Hub, fleet: Fleet, num_answers: int) -> list[int]:
+def everything(hub: Hub, fleet: WorkerPool, num_answers: int) -> list[int]:
     """Who answered, until so many have answered or been given up."""
     answered = []
     while len(answered) + len(fleet.lost) < num_answers:
@@ -123,7 +125,7 @@ def test_whoever_is_absent_from_the_beginning_is_lost_and_told_once() -> None:
     """So that others may come in its place."""
     hub = Hub(2, [], [])
     reason = WorkerError("R-worker 1 isn't there")
-    made = Fleet(hub, timeout_s=50.0, clock=lambda: hub.now, absent={1: reason})  # type: ignore[arg-type]
+    made = WorkerPool(hub, timeout_s=50.0, clock=lambda: hub.now, absent={1: reason})  # type: ignore[arg-type]
     assert made.lost == {1: reason}
     assert made.take_losses() == [(1, reason)] and made.take_losses() == []
 

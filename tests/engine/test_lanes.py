@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from fastdecode.core.sequence import PromptRequest
 from fastdecode.engine.setup.launch import RunningEngine
 from fastdecode.engine.setup.memory import FreeMemory
 from fastdecode.engine.setup.resolve import resolve
+from fastdecode.engine.step_timing import StepTiming
 from fastdecode.schedule.lanes import LaneControl
 from fastdecode.schedule.times import MeasuredTimes
 
@@ -84,8 +84,8 @@ def test_the_engine_does_what_its_lane_control_wants(tiny_checkpoint: Callable[.
     with LLM(path, lanes=2, max_num_sequences=8, **OPTIONS) as llm:
         expected = tokens_of(llm)
         engine = llm._running.engine
-        executor = engine._executor
-        executor._watch = replace(executor._watch, lanes=Restless(MeasuredTimes(), 2))
+        timing = StepTiming(MeasuredTimes(), Restless(MeasuredTimes(), 2))
+        engine._extensions = (timing, engine._recovery)
         seen = set()
         found = tokens_of(llm, lambda: seen.add(engine._pipeline.num_lanes))
     assert found == expected

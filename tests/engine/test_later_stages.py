@@ -15,9 +15,8 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.deadlines import Deadlines
-from fastdecode.engine.fleet.keepers import Keepers
-from fastdecode.engine.fleet.owed import OwedAnswers
-from fastdecode.engine.fleet.unasked import Unasked
+from fastdecode.engine.fleet.pending import PendingReplies
+from fastdecode.engine.fleet.pool import Placement, WorkerEvents
 from fastdecode.engine.stages.later import LaterStages
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.wire.inproc import InprocHub, connect
@@ -64,9 +63,9 @@ class Stages:
         here: dict[int, Any] = {stage: here for stage, (here, _) in ends.items()}
         self.links = StageLinks(here, is_asked=False)
         deadlines = Deadlines(60.0, clock=self.clock)
-        self.owed = OwedAnswers(4, deadlines, lambda index: None)
+        self.owed = PendingReplies(4, deadlines, lambda index: None)
         self.links.join(self.owed, 2)
-        unasked = Unasked(Keepers(2), lambda index, lie: None)
+        unasked = WorkerEvents(Placement(2), lambda index, lie: None)
         self.later = LaterStages(
             self.links, lambda holder, message: self.told.append(message), unasked
         )

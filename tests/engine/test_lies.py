@@ -20,8 +20,8 @@ from trouble import NotFinite, give
 from cpu_kernels import reference
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.greeting import greet
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.messages import (
     Accepted,
@@ -45,14 +45,14 @@ HERE: dict[str, Any] = {"r_threads": 1, "kv_memory_gb": 0.01, "r_workers": 2}
 HONEST = Welcome("r", 10, HELLO.kv.block_size, 1)
 
 
-def fleet_of(num_peers: int) -> tuple[Fleet, list[InprocConnection[FromRWorker, ToRWorker]]]:
+def fleet_of(num_peers: int) -> tuple[WorkerPool, list[InprocConnection[FromRWorker, ToRWorker]]]:
     """A fleet, and what its R-workers have in their hands."""
     hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
     ends = [
         connect(hub, "S", InprocHub[FromRWorker, ToRWorker](), f"R-worker r{i}")[1]
         for i in range(num_peers)
     ]
-    return Fleet(hub, WAIT_S), ends
+    return WorkerPool(hub, WAIT_S), ends
 
 
 @pytest.mark.parametrize(
@@ -119,13 +119,13 @@ def test_a_neighbour_takes_over_a_lost_holder() -> None:
         )
         for i in range(2)
     ]
-    fleet = Fleet(hub, WAIT_S)
+    fleet = WorkerPool(hub, WAIT_S)
     hello = replace(HELLO, max_blocks=8)
     assert {i: welcome.worker for i, welcome in greet(fleet, hello).items()} == {0: "r0", 1: "r1"}
     workers[0].connection.close()
     fleet.send(0, OpenSequence(1, 8))
     assert [holder for holder, _ in fleet.take_losses()] == [0]
-    fleet.keepers.move(0, to=1)
+    fleet.placement.move(0, to=1)
     assert not fleet.lost and fleet.peer(0) == fleet.peer(1) == "R-worker r1"
     fleet.send(0, hello)
     answered = fleet.receive()

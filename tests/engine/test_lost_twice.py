@@ -9,8 +9,8 @@ from typing import Any
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.trace import NoTrace
-from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.stages.links import StageLinks
+from fastdecode.engine.stages.pool import ColumnPool
 from fastdecode.engine.step.arrivals import Arrivals
 from fastdecode.engine.step.lanes import Lanes
 from fastdecode.wire.inproc import InprocHub, connect
@@ -22,7 +22,7 @@ def test_a_step_learns_of_its_own_r_worker_when_the_column_is_lost_already() -> 
     for name in ("r0", "r1"):
         connect(hub, "the first stage", InprocHub(), name)
     here, there = connect(hub, "the first stage", InprocHub(), "stage 1")
-    fleet = Fleet(hub, 60.0, stages=StageLinks({1: here}, is_asked=False))
+    fleet = ColumnPool(hub, 60.0, stages=StageLinks({1: here}, is_asked=False))
     lanes, column = Lanes(1), HolderId(1)
     lost: set[HolderId] = set()
     step: Any = SimpleNamespace(lane=0, remote=SimpleNamespace(lose=lost.add))

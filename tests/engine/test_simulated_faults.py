@@ -32,16 +32,15 @@ pytest.importorskip("zmq")
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.sequence import Request
 from fastdecode.engine.fleet.deadlines import Deadlines
-from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.heads.hub import GROUP, HeadsHub
 from fastdecode.engine.fleet.heads.replicas import GroupReplicas, replicate_heads
 from fastdecode.engine.fleet.heads.resharing import Resharing
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replacements import HubReplacements
 from fastdecode.engine.fleet.replicas import Replicas, limits, replicate
 from fastdecode.engine.fleet.ring import LinkOptions
 from fastdecode.engine.fleet.spares import SpareHub, SpareReplacements
-from fastdecode.engine.recovery import Recovery
 
 NUM_SEEDS = 300
 SILENCE_S = 1.0
@@ -132,7 +131,7 @@ class Trial:
         if self.num_spares:
             hub = SpareHub(cast(Any, network), self.num_spares, names, network.time)
         self.hub = hub
-        fleet = Fleet(hub, TIMEOUT_S, SILENCE_S, network.time)
+        fleet = WorkerPool(hub, TIMEOUT_S, SILENCE_S, network.time)
         hello = replace(HELLO, session=7 * replicated)
         welcomes = greet(fleet, hello)
         if replicated and len(welcomes) > 1:
@@ -157,9 +156,9 @@ class Trial:
             options["length_quantile"] = 0.1  # rooms turn out too small
         is_whole = not options["split_tokens"] and not replicated
         identity = "model" if chance.random() < 0.3 and is_whole else None
-        recovery = Recovery(fleet, replacements, network.time, self.replicas)
         lanes = chance.randint(1, 3)
-        return assemble(fleet, blocks, lanes, recovery, cache_identity=identity, **options)
+        back = (replacements, network.time, self.replicas)
+        return assemble(fleet, blocks, lanes, *back, cache_identity=identity, **options)
 
     def _start_heads(self) -> Rig:
         network = self.network
@@ -169,7 +168,7 @@ class Trial:
             hub = SpareHub(cast(Any, network), self.num_spares, names, network.time)
         self.hub = hub
         self.heads = heads = HeadsHub(hub, clock=network.time)
-        fleet = Fleet(heads, TIMEOUT_S, SILENCE_S, network.time)
+        fleet = WorkerPool(heads, TIMEOUT_S, SILENCE_S, network.time)
         hello = replace(HEADS_HELLO, session=7)
         deadlines = Deadlines(TIMEOUT_S, SILENCE_S, network.time)
         places = None
@@ -185,16 +184,16 @@ class Trial:
         )
         welcomes = greet(fleet, hello)
         again, self.replicas = replicate_heads(heads, fleet, hello, welcomes, links, network.time)
-        recovery = Recovery(fleet, resharing, network.time, self.replicas)
         options: dict[str, Any] = {}
         if self.chance.random() < 0.3:
             options["length_quantile"] = 0.1  # rooms turn out too small
         lanes = self.chance.randint(1, 3)
         blocks = (again[GROUP].num_blocks,)
-        return assemble(fleet, blocks, lanes, recovery, attention=HEADS_SPEC, **options)
+        back = (resharing, network.time, self.replicas)
+        return assemble(fleet, blocks, lanes, *back, attention=HEADS_SPEC, **options)
 
     @property
-    def members(self) -> Fleet:
+    def members(self) -> WorkerPool:
         """The R-workers."""
         return self.made.fleet if self.heads is None else self.heads.members
 
@@ -229,7 +228,7 @@ class Trial:
 
     def _strike_copies(self) -> None:
         """Now and then, a fault while a cache is copied."""
-        fleet: Fleet = self.members
+        fleet: WorkerPool = self.members
         replicas: Any = self.replicas
         if isinstance(replicas, GroupReplicas):
             replicas = replicas.members

@@ -22,12 +22,10 @@ pytest.importorskip("zmq")
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.sequence import PromptRequest, Request
 from fastdecode.engine.checker import RequestChecker
-from fastdecode.engine.executor import Watch
 from fastdecode.engine.fleet.deadlines import Deadlines
-from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.greeting import greet
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replacements import HubReplacements
-from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.session.attach import attach
 from fastdecode.jobs.session import JobSession
 from fastdecode.text.codec import TextCodec
@@ -122,7 +120,7 @@ class Returns:
 
     def _start(self, session: JobSession) -> Rig:
         network, chance = self.network, self.chance
-        fleet = Fleet(network, TIMEOUT_S, SILENCE_S, network.time)
+        fleet = WorkerPool(network, TIMEOUT_S, SILENCE_S, network.time)
         hello = replace(HELLO, session=session.number, outlives=self._keeps)
         for number in range(self._num_workers):
             self._come_back(number)
@@ -133,14 +131,14 @@ class Returns:
             welcomes[holder].num_blocks if holder in welcomes else self._blocks
             for holder in range(len(fleet))
         )
-        recovery = Recovery(fleet, replacements, network.time)
         rig = assemble(
             fleet,
             blocks,
             chance.randint(1, 3),
-            recovery,
+            replacements,
+            network.time,
             cache_identity="model" if self._keeps else None,
-            watch=Watch(session=session),
+            session=session,
             split_tokens=self._split,
         )
         if self._keeps and session.is_resumed:
@@ -216,13 +214,12 @@ def test_only_what_is_not_held_runs_again(tmp_path: Path) -> None:
 
 
 def _rig(network: Network, session: JobSession) -> Rig:
-    fleet = Fleet(network, TIMEOUT_S, SILENCE_S, network.time)
+    fleet = WorkerPool(network, TIMEOUT_S, SILENCE_S, network.time)
     hello = replace(HELLO, session=session.number, outlives=True, resumes=session.is_resumed)
     welcomes = greet(fleet, hello)
     blocks = tuple(welcome.num_blocks for welcome in welcomes.values())
-    recovery = Recovery(fleet, None, network.time)
-    watch = Watch(session=session)
-    return assemble(fleet, blocks, 1, recovery, cache_identity="model", watch=watch)
+    clock = network.time
+    return assemble(fleet, blocks, 1, None, clock, cache_identity="model", session=session)
 
 
 def test_the_first_s_worker_ends_when_a_second_goes_on(tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ from examples import TRIES_ALL
 from fastdecode import LLM
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.keepers import Keepers
-from fastdecode.engine.fleet.unasked import Unasked
+from fastdecode.engine.fleet.pool import Placement, WorkerEvents
 from fastdecode.engine.stages.tiers import ColumnTiers, check
 from fastdecode.wire.kv.kept import keys_of, words_of
 from fastdecode.wire.kv.tiers import DropBlocks, Fetching, Moved, Stocked, StoreBlocks
@@ -106,7 +105,9 @@ class Column:
 
     def __init__(self) -> None:
         self.told: list[tuple[int, list[bytes]]] = []
-        self.tiers = ColumnTiers((0, 1), self._tell, Unasked(Keepers(1), lambda index, lie: None))
+        self.tiers = ColumnTiers(
+            (0, 1), self._tell, WorkerEvents(Placement(1), lambda index, lie: None)
+        )
 
     def _tell(self, stage: int, column: HolderId, message: Any) -> None:
         assert column == W and isinstance(message, DropBlocks)

@@ -14,11 +14,14 @@ from scripted_engine import Rig, request, rig
 from fastdecode.core.delta import CANCELLED, DeltaQueue
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.extensions import EngineState
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.recovery import Recovery
+from fastdecode.engine.requests import Requests
 from fastdecode.engine.service import EngineService
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.modes import make_scheduler
+from fastdecode.text.codec import TextCodec
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import FromRWorker, Shutdown, ToRWorker, Welcome
 
@@ -118,11 +121,13 @@ def recovery(clock: Clock, timeout_s: float) -> Recovery:
     hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
     for i in range(2):
         connect(hub, "S", InprocHub[FromRWorker, ToRWorker](), f"r{i}")
-    made = Recovery(Fleet(hub, timeout_s=60.0), Nobody(timeout_s), clock)
     lifecycle = Lifecycle(make_scheduler(schedule_options("greedy", 1), (8, 8), 16))
+    requests = Requests(TextCodec(None), (), 97)
+    state = EngineState(WorkerPool(hub, timeout_s=60.0), lifecycle, requests)
+    made = Recovery(state, Nobody(timeout_s), clock)
     for holder in range(2):
         assert not made.is_stranded()
-        made.lose(HolderId(holder), WorkerError(f"r{holder} is gone"), lifecycle)
+        made.lose(HolderId(holder), WorkerError(f"r{holder} is gone"))
     return made
 
 

@@ -16,12 +16,11 @@ pytest.importorskip("zmq")
 
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.deadlines import Deadlines
-from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.greeting import greet
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replacements import HubReplacements
 from fastdecode.engine.fleet.replicas import limits, replicate
 from fastdecode.engine.fleet.ring import LinkOptions
-from fastdecode.engine.recovery import Recovery
 
 NUM_WORKERS = 3
 NUM_TOKENS = 12
@@ -37,7 +36,7 @@ class Job:
     def __init__(self, *, returns: bool) -> None:
         chance = random.Random(3)
         self.network = network = Network(NUM_WORKERS, 128 * KV.block_bytes, chance)
-        fleet = Fleet(network, TIMEOUT_S, 1.0, network.time)
+        fleet = WorkerPool(network, TIMEOUT_S, 1.0, network.time)
         hello = replace(HELLO, session=7)
         links = LinkOptions([str(i) for i in range(NUM_WORKERS)], 1 << 20, TIMEOUT_S, 7)
         welcomes, self.replicas = replicate(fleet, hello, greet(fleet, hello), links, network.time)
@@ -47,8 +46,8 @@ class Job:
             replacements = HubReplacements(cast(Any, network), hello, deadlines)
             replacements.limit(limits(welcomes, NUM_WORKERS))
         blocks = tuple(welcomes[HolderId(i)].num_blocks for i in range(NUM_WORKERS))
-        recovery = Recovery(fleet, replacements, network.time, self.replicas)
-        self.rig: Rig = assemble(fleet, blocks, 2, recovery)
+        back = (replacements, network.time, self.replicas)
+        self.rig: Rig = assemble(fleet, blocks, 2, *back)
         self.num_asked = 0
 
     def rest(self) -> None:

@@ -11,8 +11,8 @@ from state_machine import HELLO
 
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.deadlines import Deadlines
-from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.greeting import greet
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replicas import Failovers, Replicas
 from fastdecode.engine.fleet.ring import LinkOptions
 from fastdecode.schedule.life import events
@@ -37,7 +37,7 @@ class Ring:
             for i in HOLDERS
         ]
         self.now_s = 0.0
-        self.fleet = Fleet(hub, timeout_s)
+        self.fleet = WorkerPool(hub, timeout_s)
         hello = replace(HELLO, session=SESSION)
         for end in self.ends:
             end.send(Welcome("r", 10, hello.kv.block_size, 1))

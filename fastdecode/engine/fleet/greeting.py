@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from fastdecode.core.errors import CapacityError, ConfigError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.wire.kv.tiers import Stocked, UseTier
 from fastdecode.wire.messages import Hello, Welcome
 
 
 def greet(
-    fleet: Fleet, hello: Hello, max_blocks: Mapping[HolderId, int] | None = None
+    fleet: WorkerPool, hello: Hello, max_blocks: Mapping[HolderId, int] | None = None
 ) -> dict[HolderId, Welcome]:
     """Say Hello to every holder's R-worker and collect the answers of those
     that are there. An R-worker compiles its kernels before it answers, so this
@@ -27,15 +27,15 @@ def greet(
         ConfigError: an R-worker hasn't the memory for one KV block, or can't
             hold such a cache.
     """
-    with fleet.owed.while_greeting():
-        for holder in fleet.keepers:
+    with fleet.pending.while_greeting():
+        for holder in fleet.placement:
             most = (max_blocks or {}).get(holder, hello.max_blocks)
             fleet.send(holder, replace(hello, max_blocks=most))
         welcomes = _welcomed(fleet)
     return {holder: welcomes[holder] for holder in welcomes if holder not in fleet.lost}
 
 
-def use_tiers(fleet: Fleet, identity: str, holders: Iterable[HolderId]) -> tuple[int, int]:
+def use_tiers(fleet: WorkerPool, identity: str, holders: Iterable[HolderId]) -> tuple[int, int]:
     """Have these open their lower tiers, and later those that come in a lost
     one's place. Waits until they have; what they have is news (``unasked``).
 
@@ -48,7 +48,7 @@ def use_tiers(fleet: Fleet, identity: str, holders: Iterable[HolderId]) -> tuple
     message = UseTier(identity)
     fleet.told_first = (message,)
     for holder in holders:
-        fleet.send(holder, message if fleet.later is None else message.of_column(holder))
+        fleet.send(holder, fleet.tier_of(holder, message))
     while fleet.is_owed:
         fleet.receive()
     told = [news for news in fleet.moves.of_tiers if isinstance(news, Stocked)]
@@ -56,7 +56,7 @@ def use_tiers(fleet: Fleet, identity: str, holders: Iterable[HolderId]) -> tuple
     return num_slots, sum(len(news.keys) for news in told)
 
 
-def _welcomed(fleet: Fleet) -> dict[HolderId, Welcome]:
+def _welcomed(fleet: WorkerPool) -> dict[HolderId, Welcome]:
     """What is answered to ``Hello``, which all were told.
 
     Raises:

@@ -24,7 +24,7 @@ from typing import Any
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replacements import HubReplacements
 from fastdecode.engine.fleet.ring import Ring
 from fastdecode.wire.messages import Welcome
@@ -63,7 +63,7 @@ class Handovers:
     """
 
     def __init__(
-        self, fleet: Fleet, ring: Ring, replacements: HubReplacements[Any], clock: Clock
+        self, fleet: WorkerPool, ring: Ring, replacements: HubReplacements[Any], clock: Clock
     ) -> None:
         self._fleet = fleet
         self._ring = ring
@@ -129,7 +129,7 @@ class Handovers:
         had just handed over."""
         source = self.source(holder)
         if source is not None:  # whoever came is lost, and the neighbour has it all
-            self._fleet.keepers.move(holder, source)
+            self._fleet.placement.move(holder, source)
         if source is not None or not self.may_go_on(holder):
             self.cancel(holder)
             return source is not None
@@ -173,7 +173,7 @@ class Handovers:
         return self._clock() >= self._pauses.get(holder, (0.0, 0.0))[0]
 
     def _begin(self, holder: HolderId) -> None:
-        source = HolderId(self._fleet.keepers[holder])
+        source = HolderId(self._fleet.placement[holder])
         self._under_way[holder] = Handover(source, self._clock())
         self._replacements.make_way(
             holder,

@@ -20,7 +20,7 @@ from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import HeadShare
 from fastdecode.engine.fleet.deadlines import Deadlines
-from fastdecode.engine.fleet.peers import RConnection
+from fastdecode.engine.fleet.pool import RConnection
 from fastdecode.wire.kv.replicating import Dropped, Replicate
 from fastdecode.wire.kv.taking_over import DropCache
 from fastdecode.wire.messages import FromRWorker, Hello, ToRWorker, Welcome

@@ -22,9 +22,9 @@ import numpy as np
 from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.deadlines import Deadlines
-from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.handovers import Handovers
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replacements import HubReplacements, Replacements
 from fastdecode.engine.fleet.ring import LinkOptions, Ring
 from fastdecode.schedule.life import events
@@ -109,14 +109,14 @@ class Failovers:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: WorkerPool,
         options: LinkOptions,
         clock: Clock = time.monotonic,
         deadlines: Deadlines | None = None,
     ) -> None:
         self._fleet = fleet
         self._clock = clock
-        self._ring = Ring(fleet, options, clock, deadlines or fleet.owed.deadlines)
+        self._ring = Ring(fleet, options, clock, deadlines or fleet.pending.deadlines)
         self._is_broken = False  # somebody has left the ring, or come
         self.failing: dict[HolderId, Failover] = {}
         """Lost holders that others can go on for, and don't yet."""
@@ -139,7 +139,7 @@ class Failovers:
     def take_news(self, last_step: int) -> None:
         """Take in what R-workers have said of their replicas. ``last_step``:
         that has begun."""
-        for news in self._fleet.unasked.take_replicas():
+        for news in self._fleet.events.take_replicas():
             self._ring.take(news, last_step)
         self._ring.protection.count()
         self.figures.unprotected_s = self._ring.protection.unprotected_s
@@ -209,11 +209,11 @@ class Failovers:
         if holder in self.adopted:
             if self._handovers is not None:
                 self._handovers.cancel(holder)
-            return self._fleet.keepers[holder] not in self._fleet.gone
+            return self._fleet.placement[holder] not in self._fleet.gone
         keeper = self._ring.beside(holder, 1)
         if keeper in self._fleet.gone:
             return False
-        self._fleet.keepers.move(holder, keeper)
+        self._fleet.placement.move(holder, keeper)
         return True
 
     def went_on(self, holder: HolderId) -> bool:
@@ -256,7 +256,7 @@ class Failovers:
         """Nothing is left of what was taken over."""
         self.adopted.remove(holder)
         self._ring.forget(holder)
-        self._fleet.keepers.give_back(holder)
+        self._fleet.placement.give_back(holder)
 
     def end_all(self) -> bool:
         """Nobody goes on for anybody any more, and nobody keeps a replica.
@@ -264,7 +264,7 @@ class Failovers:
         for holder in self.adopted | self.failing.keys():
             if self._handovers is not None:
                 self._handovers.cancel(holder)
-            self._fleet.keepers.give_back(holder)
+            self._fleet.placement.give_back(holder)
         self.adopted.clear()
         self.failing.clear()
         self._is_broken = True
@@ -280,7 +280,7 @@ class Failovers:
         if not self._is_broken or self.failing or self.adopted:
             return
         lost = self._fleet.lost
-        there = [one for one in self._fleet.keepers if one not in lost]
+        there = [one for one in self._fleet.placement if one not in lost]
         if there and self._ring.make_way(there):
             self._is_broken = False
             self.figures.num_rings += 1
@@ -296,7 +296,9 @@ class Replicas(Failovers):
         fleet, options, clock: see ``Failovers``.
     """
 
-    def __init__(self, fleet: Fleet, options: LinkOptions, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, fleet: WorkerPool, options: LinkOptions, clock: Clock = time.monotonic
+    ) -> None:
         super().__init__(fleet, options, clock)
         self._session = options.session
         self._asked: dict[HolderId, TakeOver] = {}
@@ -332,7 +334,7 @@ def new_session() -> int:
 
 
 def replicate(
-    fleet: Fleet,
+    fleet: WorkerPool,
     hello: Hello,
     welcomes: Mapping[HolderId, Welcome],
     options: LinkOptions,
@@ -357,7 +359,7 @@ def replicate(
 
 
 def offer_halves(
-    fleet: Fleet, hello: Hello, welcomes: Mapping[HolderId, Welcome]
+    fleet: WorkerPool, hello: Hello, welcomes: Mapping[HolderId, Welcome]
 ) -> dict[HolderId, Welcome]:
     """Have every R-worker that is there offer half of its KV blocks; see
     ``replicate``."""

@@ -19,7 +19,7 @@ from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.deadlines import Deadlines
-from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.protection import Protection
 from fastdecode.schedule.ring import RecoveryPlan, plan_recovery
 from fastdecode.wire.kv.replicating import NO_STEP, Dropped, Replicate, Replicated, ReplicationNews
@@ -54,7 +54,7 @@ class Links:
         options: of all links.
     """
 
-    def __init__(self, fleet: Fleet, options: LinkOptions) -> None:
+    def __init__(self, fleet: WorkerPool, options: LinkOptions) -> None:
         self._fleet = fleet
         self._options = options
         self._numbers: Counter[HolderId] = Counter()
@@ -99,7 +99,7 @@ class Ring:
     """
 
     def __init__(
-        self, fleet: Fleet, options: LinkOptions, clock: Clock, deadlines: Deadlines
+        self, fleet: WorkerPool, options: LinkOptions, clock: Clock, deadlines: Deadlines
     ) -> None:
         self._fleet = fleet
         self._deadlines = replace(deadlines)  # it looks at moments of its own
@@ -130,9 +130,9 @@ class Ring:
         return not self._dropping
 
     def _give_up_silent(self) -> None:
-        """Keepers that are to drop a replica, and hang. They owe no answer: where
+        """Placement that are to drop a replica, and hang. They owe no answer: where
         no step is under way, nobody else would miss them."""
-        deadlines, heard_s = self._deadlines, self._fleet.owed.heard_s
+        deadlines, heard_s = self._deadlines, self._fleet.pending.heard_s
         now = deadlines.begin_look()
         for (_, keeper), since_s in list(self._dropping.items()):
             end_s, reason = deadlines.end(since_s, heard_s(keeper))
@@ -170,7 +170,7 @@ class Ring:
         can't go on for it."""
         if holder not in self.members or len(self.members) < 2:
             return None
-        bare, gone, keepers = self.protection.bare, self._fleet.gone, self._fleet.keepers
+        bare, gone, keepers = self.protection.bare, self._fleet.gone, self._fleet.placement
         acked = self.protection.held(holder)
         lanes = [acked.get(lane, -1) for lane in range(1 + max(acked, default=0))]
         failed = [HolderId(place) for place, one in enumerate(self.members) if keepers[one] in gone]

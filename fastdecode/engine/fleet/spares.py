@@ -13,7 +13,7 @@ from dataclasses import replace
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ConfigError, Given, WorkerError
 from fastdecode.engine.fleet.deadlines import Deadlines
-from fastdecode.engine.fleet.peers import RConnection, RHub
+from fastdecode.engine.fleet.pool import RConnection, RHub
 from fastdecode.engine.fleet.replacements import HubReplacements
 from fastdecode.engine.fleet.workers import Reached
 from fastdecode.wire.messages import FromRWorker, Hello, ToRWorker

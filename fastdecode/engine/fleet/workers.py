@@ -17,8 +17,7 @@ from fastdecode.core.holders import Holder, HolderId, HolderKind
 from fastdecode.core.host.machine import available_cores
 from fastdecode.core.spec import HeadShare
 from fastdecode.engine.fleet.deadlines import Deadlines
-from fastdecode.engine.fleet.fleet import Fleet
-from fastdecode.engine.fleet.peers import RConnection, RHub
+from fastdecode.engine.fleet.pool import RConnection, RHub, WorkerPool
 from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.engine.fleet.replicas import Replicas, replicate
 from fastdecode.engine.fleet.ring import LinkOptions
@@ -53,7 +52,7 @@ class Replicate(Protocol):
 
     def __call__(
         self,
-        fleet: Fleet,
+        fleet: WorkerPool,
         hello: Hello,
         welcomes: Mapping[HolderId, Welcome],
         options: LinkOptions,
@@ -86,7 +85,7 @@ class Reached:
     """Of those that are threads: where others are connected to them."""
     num_spares: int = 0
     """R-workers beside those of the hub, that come when one is lost."""
-    attention: Callable[[Fleet, Holder, SWorker], Attention] | None = None
+    attention: Callable[[WorkerPool, Holder, SWorker], Attention] | None = None
     """Makes what attends, where that isn't done by sending q, k and v."""
     group: RHub | None = None
     """The R-workers, where the engine sees a group of them as one."""
@@ -110,15 +109,11 @@ class Reached:
         hub = self.group or self.hub
         return hub.connections[: len(hub.connections) - len(self.stages or ())]
 
-    def lost(self, fleet: Fleet) -> list[WorkerError]:
+    def lost(self, fleet: WorkerPool) -> list[WorkerError]:
         """Why those R-workers are lost that are, in whatever stage."""
         if self.group is not None:
             return list(self.group_lost.values())
-        lost = {(0, column): error for column, error in fleet.gone.items()}
-        if fleet.later is not None:
-            later = fleet.later
-            lost.update(later.losses.of_r_workers(lost, later.token_stages))
-        return list(lost.values())
+        return fleet.lost_workers
 
     @property
     def greeting(self) -> str:

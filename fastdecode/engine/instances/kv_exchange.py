@@ -1,49 +1,25 @@
-"""Exports an engine's prompts to other instances, and imports theirs."""
+"""Prompts that run on one engine and decode on another: this engine exports the
+KV of its prompts (a ticket for each), and imports that of others."""
 
 from __future__ import annotations
 
 import secrets
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 from fastdecode.core.delta import Delta
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import HolderId, KVSource, Part
 from fastdecode.core.spec import HeadShare
-from fastdecode.engine.fleet.fleet import Fleet
-from fastdecode.engine.requests import Requests
+from fastdecode.engine.extensions import EngineState, Extension
 from fastdecode.schedule.life import events
-from fastdecode.schedule.life.handing import Handing as Sequences
 from fastdecode.wire.kv.exporting import ExportSequence, Pull
 
 _TICKET_BYTES: Final = 16
-_MOST_SPANS: Final = 256
 _LOOK_FOR_FETCHED_S: Final = 1e-3
 _LOOK_S: Final = 0.2
 """Between two looks after R-workers, while whoever fetches has to say when that is done."""
-
-
-class FetchingTime:
-    """In which anything was fetched: moments in which several were, count once."""
-
-    def __init__(self) -> None:
-        self._spans: deque[tuple[float, float]] = deque(maxlen=_MOST_SPANS)
-        """The latest, with gaps between them, in order."""
-
-    def add(self, ended_s: float, seconds: float) -> float:
-        """A fetch is over that has taken so long, the last one to end so far; how
-        much of that wasn't counted yet."""
-        began_s = ended_s - seconds
-        counted_s = 0.0
-        first_s = began_s
-        while self._spans and self._spans[-1][1] >= began_s:
-            span_began_s, span_ended_s = self._spans.pop()
-            counted_s += span_ended_s - max(span_began_s, began_s)
-            first_s = min(first_s, span_began_s)
-        self._spans.append((first_s, ended_s))
-        return seconds - counted_s
 
 
 @dataclass(frozen=True)
@@ -83,46 +59,51 @@ class ExportAddresses:
         ]
 
 
-class KVExchange:
-    """Of one engine.
+class KVExchange(Extension):
+    """Exports and imports of one engine.
 
     Args:
-        fleet: its holders.
-        requests: what isn't finished.
-        sequences: those that go on elsewhere, or come from there.
+        state: of the engine.
         exports: how others reach its R-workers.
     """
 
-    def __init__(
-        self, fleet: Fleet, requests: Requests, sequences: Sequences, exports: ExportAddresses
-    ) -> None:
-        self._fleet = fleet
-        self._requests = requests
-        self._sequences = sequences
+    instructions: ClassVar = (events.Pull, events.HandOver, events.HasFetched)
+
+    def __init__(self, state: EngineState, exports: ExportAddresses) -> None:
+        self._fleet = state.fleet
+        self._requests = state.requests
+        self._sequences = state.lifecycle.handing
         self._exports = exports
-        self.is_idle = False
-        """Nothing could be started, and nothing has happened since."""
 
     @property
-    def pause_s(self) -> float:
-        """How long a step would do nothing: all there is to do is for others,
-        who fetch what is offered, or send what is fetched."""
-        sequences = self._sequences
-        if not self.is_idle or not (sequences.is_pulling or sequences.has_parked):
-            return 0.0
-        return _LOOK_FOR_FETCHED_S if sequences.is_pulling else _LOOK_S
+    def idle_pause_s(self) -> float:
+        """All there is to do is for others, which fetch what is exported, or send
+        what is imported."""
+        if self._sequences.is_pulling:
+            return _LOOK_FOR_FETCHED_S
+        return _LOOK_S if self._sequences.has_parked else 0.0
 
     def listen(self) -> None:
-        """Nothing is in flight, and no answer owed: take in what R-workers say
-        of what they fetch, and who of them is lost. Doesn't wait."""
+        """Take in what R-workers report of imports, and which of them are lost."""
         if self._sequences.is_pulling and self._fleet.is_owed:
             received = self._fleet.receive(most_s=0.0)
             assert received is None, "nothing else is owed"
         elif self._sequences.has_parked:
             self._fleet.look()
 
-    def offer(self, instruction: events.HandOver) -> None:
-        """Give a ticket to each holder of a sequence, and tell where to fetch."""
+    def do(self, instruction: events.Pull | events.HandOver | events.HasFetched) -> tuple[()]:
+        """See ``Extension``."""
+        match instruction:
+            case events.Pull():
+                self._import(instruction)
+            case events.HandOver():
+                self._export(instruction)
+            case events.HasFetched():
+                self._imported(instruction)
+        return ()
+
+    def _export(self, instruction: events.HandOver) -> None:
+        """Give each holder of a sequence a ticket, and the listener the places to fetch from."""
         sequence = instruction.sequence
         assert sequence.residence is not None
         sources: list[KVSource] = []
@@ -133,8 +114,8 @@ class KVExchange:
         request_id = sequence.request.request_id
         self._requests.say(Delta(request_id, sequence.index, sources=tuple(sources)))
 
-    def pull(self, instruction: events.Pull) -> None:
-        """Have a holder fetch what is offered elsewhere."""
+    def _import(self, instruction: events.Pull) -> None:
+        """Have a holder fetch what another engine exports."""
         part, exports = instruction.part, self._exports
         pull = Pull(
             part.part_id,
@@ -146,8 +127,8 @@ class KVExchange:
         )
         self._fleet.send(part.holder, pull)
 
-    def fetched(self, instruction: events.HasFetched) -> None:
-        """Whoever offered it needn't keep it."""
+    def _imported(self, instruction: events.HasFetched) -> None:
+        """The engine that exported it needn't keep it."""
         sequence = instruction.sequence
         request_id = sequence.request.request_id
         failed = instruction.failed
@@ -159,8 +140,7 @@ class KVExchange:
         self._fleet.send(part.holder, ExportSequence(part.part_id, ticket))
         return [
             KVSource(address, 0, ticket, part.first_token, num_tokens, first_head, num_heads)
-            for address, first_head, num_heads in self._exports.of(self._keeper(part.holder))
+            for address, first_head, num_heads in self._exports.of(
+                self._fleet.placement[part.holder]
+            )
         ]
-
-    def _keeper(self, holder: HolderId) -> int:
-        return self._fleet.keepers[holder]

@@ -1,40 +1,39 @@
-"""Tells a session what is known of the sequences that run."""
+"""Records the tokens and places of running sequences, so that another process can
+go on with them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from fastdecode.core.holders import PartId
 from fastdecode.core.resuming import Session, first_part
-from fastdecode.schedule.life.events import Drawn
+from fastdecode.engine.extensions import Extension
+from fastdecode.schedule.life.events import Drawn, Fork, Open, Resume
 from fastdecode.schedule.life.lives import Lives
 from fastdecode.schedule.plan import Chunk
 
 
-class Recorder:
+class Recorder(Extension):
     """Of one engine.
 
     Args:
-        session: is told; None: nobody is.
+        session: where it is recorded.
         lives: all sequences that aren't over.
     """
 
-    def __init__(self, session: Session | None, lives: Lives) -> None:
+    def __init__(self, session: Session, lives: Lives) -> None:
         self._session = session
         self._lives = lives
         self._opened: set[PartId] = set()
 
-    def opened(self, part_id: PartId) -> None:
-        """A part has been asked for."""
-        if self._session is not None:
-            self._opened.add(part_id)
+    def opened(self, instruction: Open | Fork | Resume) -> None:
+        """See ``Extension``."""
+        self._opened.add(instruction.part.part_id)
 
-    def stepped(self, chunks: Iterable[Chunk]) -> None:
-        """A step is over that some sequences may have been in for the first
-        time since their parts were asked for. Its tokens aren't drawn yet."""
-        if self._session is None or not self._opened:
-            return
-        for chunk in chunks:
+    def ran(self, chunks: Sequence[Chunk]) -> None:
+        """Record where sequences are that ran for the first time since their
+        parts were opened."""
+        for chunk in chunks if self._opened else ():
             part_id = first_part(chunk.sequence)
             # What is there of one with a gap isn't its first so many tokens.
             if part_id in self._opened and not chunk.sequence.behind_gap:
@@ -42,13 +41,10 @@ class Recorder:
                 self._opened.difference_update(x.part_id for x in chunk.sequence.residence.parts)
                 self._session.place(chunk.sequence)
 
-    def drew(self, drawn: Iterable[Drawn]) -> None:
-        """Sequences have more tokens, those that the lifecycle has taken in. What
-        ends a text isn't recorded: whoever goes on draws it once more, and so
-        knows what it ends."""
+    def drew(self, drawn: Sequence[Drawn]) -> None:
+        """Record new tokens. The token that ends a text isn't recorded: the process
+        that goes on draws it once more, and so knows that it ends there."""
         session = self._session
-        if session is None:
-            return
         session.add([one.sequence for one in drawn if one.finish_reason is None])
         if session.is_long:
             every = self._lives.by_sequence.values()

@@ -22,18 +22,20 @@ from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.stages import stage_spec
 from fastdecode.core.resuming import Session
-from fastdecode.core.trace import NoTrace, Trace
+from fastdecode.core.trace import Trace
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.executor import Watch
+from fastdecode.engine.extensions import EngineState, Extension
+from fastdecode.engine.failover import AnyReplicas, recovery_of
 from fastdecode.engine.fleet.deadlines import Deadlines
-from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.engine.fleet.replicas import limits
 from fastdecode.engine.instances.colocation import Colocation
-from fastdecode.engine.recovery import Recovery
+from fastdecode.engine.instances.kv_exchange import KVExchange
+from fastdecode.engine.requests import Requests
 from fastdecode.engine.session.attach import attach
 from fastdecode.engine.session.counts import AttachedCounts
+from fastdecode.engine.session.recorder import Recorder
 from fastdecode.engine.setup.collector import freeze_objects
 from fastdecode.engine.setup.devices import describe_device
 from fastdecode.engine.setup.ranks import check_launched, meet_ranks
@@ -53,10 +55,13 @@ from fastdecode.engine.setup.stage_threads import ThreadStages, connected, later
 from fastdecode.engine.setup.stages import about_layers, greet_stages, whole_columns
 from fastdecode.engine.setup.tiers import about_kept_blocks, cache_identity, check_disk, open_tiers
 from fastdecode.engine.stages.links import StageLinks
+from fastdecode.engine.stages.pool import pool_of
 from fastdecode.engine.stages.prompts import ApartAttention
 from fastdecode.engine.stages.stage_forward import first_stage
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.swapped import swap_figures
+from fastdecode.engine.step_timing import StepTiming
+from fastdecode.engine.transfers import Transfers
 from fastdecode.schedule.cache.prefix_cache import PrefixCache
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.ring import neighbour
@@ -150,13 +155,14 @@ class RunningEngine:
             self._opened.callback(self._device.close)
         is_kept = self.resolved.transport == "zmq" and len(self.resolved.layers) == 1
         self._session = session if is_kept else None
-        self._fleet = Fleet(
+        self._colocation = colocation
+        self._fleet = pool_of(
             self._workers.hub,
             cluster.worker_timeout_s,
             cluster.worker_silence_s,
-            absent=self._workers.absent,
-            device=self._device,
-            stages=self._workers.stages,
+            self._workers.absent,
+            self._device,
+            self._workers.stages,
         )
         self._gone = self._fleet.gone  # as it is, whenever they are closed
         if config.r_part.replicas:
@@ -196,8 +202,7 @@ class RunningEngine:
         if with_tier and own.keeps_blocks:
             identity = cache_identity(self.resolved, self._checkpoint) or ""
             open_tiers(tell, self._fleet, with_tier, identity, self._checkpoint, workers.kind)
-        recovery = Recovery(self._fleet, replacements, replicas=replicas)
-        engine = self._make_engine(model, blocks, recovery, trace, times)
+        engine = self._make_engine(model, blocks, trace, times, replicas, replacements)
         counts = engine.stats.attached
         if counts is not None and counts.num_sequences:
             tell(
@@ -328,9 +333,10 @@ class RunningEngine:
         self,
         model: Model,
         blocks: tuple[int, ...],
-        recovery: Recovery,
         trace: Trace | None,
         times: MeasuredTimes,
+        replicas: AnyReplicas | None,
+        replacements: Replacements | None,
     ) -> Engine:
         """The engine, once R-workers have said what room they have: ``blocks`` of each."""
         resolved, fleet = self.resolved, self._fleet
@@ -353,19 +359,34 @@ class RunningEngine:
             # No part is called what another run has called one in the same caches.
             first_part_id=0 if self._session is None else secrets.randbelow(1 << 30) << 32,
         )
-        lanes = scheduler.hybrid or lane_control(resolved, times)
-        exports = exports_of(self._workers, self.spec, resolved)
-        watch = Watch(trace or NoTrace(), times, lanes, self._session, exports)
-        eos = _eos_token_ids(self.spec, self.codec)
         # What a later stage couldn't read is known too late for the step that has begun.
         joins_early = (
             resolved.config.cache.cache_restore == "pipelined" and len(resolved.layers) == 1
         )
         lifecycle = Lifecycle(scheduler, joins_early=joins_early)
-        engine = Engine(s_worker, pipeline, fleet, lifecycle, self.codec, eos, recovery, watch)
-        engine.stats.swap = swap_figures(attention)
-        engine.stats.attached = self._attach(scheduler.ledger.cache)
-        return engine
+        eos = _eos_token_ids(self.spec, self.codec)
+        state = EngineState(fleet, lifecycle, Requests(self.codec, eos, self.spec.vocab_size))
+        state.stats.swap = swap_figures(attention)
+        state.stats.attached = self._attach(scheduler.ledger.cache)
+        recovery = recovery_of(state, replicas, replacements)
+        extensions = self._extensions(state, times)
+        return Engine(s_worker, pipeline, state, recovery, extensions, trace)
+
+    def _extensions(self, state: EngineState, times: MeasuredTimes) -> list[Extension]:
+        """The features that are on."""
+        hybrid = state.lifecycle.scheduler.hybrid
+        state.stats.hybrid = None if hybrid is None else hybrid.counts
+        lanes = hybrid or lane_control(self.resolved, times)
+        extensions: list[Extension] = [StepTiming(times, lanes)]
+        has_tiers = any(welcome.has_tier for welcome in self.welcomes)
+        if has_tiers or self._colocation is not None:
+            extensions.append(Transfers(state))
+        if self._colocation is not None:
+            exports = exports_of(self._workers, self.spec, self.resolved)
+            extensions.append(KVExchange(state, exports))
+        if self._session is not None:
+            extensions.append(Recorder(self._session, state.lifecycle.lives))
+        return extensions
 
     @property
     def _lost(self) -> list[WorkerError]:

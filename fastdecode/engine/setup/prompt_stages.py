@@ -10,7 +10,7 @@ from typing import Any
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import Holder
-from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.workers import LEAST_STUCK_S, Reached
 from fastdecode.engine.setup.reach import stage_ranks
 from fastdecode.engine.setup.resolve import kv_spec
@@ -98,11 +98,13 @@ class PromptStageSetup(StageSetup):
 
         return Reached(LayerHub(hub, homes, num_columns), close, stages=links)
 
-    def greet(self, workers: Reached, fleet: Fleet) -> tuple[StageWelcome, StageReplicas | None]:
+    def greet(
+        self, workers: Reached, fleet: WorkerPool
+    ) -> tuple[StageWelcome, StageReplicas | None]:
         """See ``StageSetup``. Their own stages greet them."""
         return StageWelcome(self.number, (MAX_BLOCKS,) * len(fleet)), None
 
-    def make_attention(self, workers: Reached, fleet: Fleet, s_worker: SWorker) -> Attention:
+    def make_attention(self, workers: Reached, fleet: WorkerPool, s_worker: SWorker) -> Attention:
         """See ``StageSetup``. Prompts are attended here, and stored there."""
         resolved, spec = self.resolved, self.own_spec
         kv = kv_spec(resolved.config, spec, resolved.kv_dtype)

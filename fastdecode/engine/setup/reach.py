@@ -13,8 +13,8 @@ from fastdecode.core.config.s_part import SPart
 from fastdecode.core.holders import Holder, HolderKind
 from fastdecode.core.model.checkpoint import Checkpoint
 from fastdecode.core.model.spec import ModelSpec
-from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.heads.reached import share_out_heads
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replicas import new_session
 from fastdecode.engine.fleet.spares import with_spares
 from fastdecode.engine.fleet.workers import (
@@ -62,7 +62,7 @@ def device_beside(resolved: ResolvedConfig) -> LocalConnection | None:
 
 def make_attention(
     workers: Reached,
-    fleet: Fleet,
+    fleet: WorkerPool,
     spec: ModelSpec,
     resolved: ResolvedConfig,
     s_worker: SWorker,

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 
 from fastdecode.core.config.groups import Cluster
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.heads.replicas import GroupReplicas
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replicas import Replicas, offer_halves
 from fastdecode.engine.fleet.ring import LinkOptions
 from fastdecode.engine.fleet.workers import Reached
@@ -19,7 +19,7 @@ Welcomes = Mapping[HolderId, Welcome]
 
 
 def begin_replicas(
-    fleet: Fleet,
+    fleet: WorkerPool,
     hello: Hello,
     welcomes: Welcomes,
     workers: Reached,
@@ -49,7 +49,7 @@ def begin_replicas(
 
 
 def begin_stage_replicas(
-    fleet: Fleet, hello: Hello, welcomes: Welcomes, workers: Reached, cluster: Cluster
+    fleet: WorkerPool, hello: Hello, welcomes: Welcomes, workers: Reached, cluster: Cluster
 ) -> tuple[dict[HolderId, Welcome], StageReplicas]:
     """The same, of one stage's R-workers."""
     again = offer_halves(fleet, hello, welcomes)

@@ -13,8 +13,8 @@ from fastdecode.core.holders import HolderId
 from fastdecode.core.model.checkpoint import Checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.stages import stage_spec
-from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.greeting import greet
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.workers import Reached
 from fastdecode.engine.setup.ranks import meet_ranks
 from fastdecode.engine.setup.reach import (
@@ -26,6 +26,7 @@ from fastdecode.engine.setup.resolve import ResolvedConfig
 from fastdecode.engine.setup.s_worker import make_s_worker
 from fastdecode.engine.stages.later_stage import LaterStage
 from fastdecode.engine.stages.links import StageLinks
+from fastdecode.engine.stages.pool import ColumnPool, StagePool
 from fastdecode.engine.stages.replicas import StageReplicas
 from fastdecode.engine.step.remote import Attention
 from fastdecode.wire.messages import MAX_LANES, PROTOCOL_VERSION, Failed, Shutdown, Welcome
@@ -113,7 +114,7 @@ class StageSetup:
         """
         cluster = self.resolved.config.cluster
         timeout_s, silence_s = cluster.worker_timeout_s, cluster.worker_silence_s
-        fleet = Fleet(workers.hub, timeout_s, silence_s, stages=links)
+        fleet = StagePool(workers.hub, timeout_s, silence_s, stages=links)
         ranks: list[Ranks] = []
         try:
             self._run(workers, fleet, links, ranks)
@@ -131,7 +132,9 @@ class StageSetup:
             workers.close(fleet.gone, timeout_s)
             links.close()
 
-    def _run(self, workers: Reached, fleet: Fleet, links: StageLinks, met: list[Ranks]) -> None:
+    def _run(
+        self, workers: Reached, fleet: WorkerPool, links: StageLinks, met: list[Ranks]
+    ) -> None:
         """``met`` gets the S-workers that act as one with this one, if there are any."""
         resolved = self.resolved
         with typed_start():
@@ -161,7 +164,9 @@ class StageSetup:
         with typed_failures():
             stage.run()
 
-    def greet(self, workers: Reached, fleet: Fleet) -> tuple[StageWelcome, StageReplicas | None]:
+    def greet(
+        self, workers: Reached, fleet: WorkerPool
+    ) -> tuple[StageWelcome, StageReplicas | None]:
         """Greet its R-workers. What the first stage is to know of them."""
         resolved = self.resolved
         hello, replicas = make_hello(self.checkpoint, self.own_spec, resolved), None
@@ -173,7 +178,7 @@ class StageSetup:
         blocks = [welcomes[i].num_blocks if i in welcomes else 0 for i in _holders(fleet)]
         return StageWelcome(self.number, tuple(blocks), hello.session), replicas
 
-    def make_attention(self, workers: Reached, fleet: Fleet, s_worker: SWorker) -> Attention:
+    def make_attention(self, workers: Reached, fleet: WorkerPool, s_worker: SWorker) -> Attention:
         """On its R-workers."""
         return make_attention(workers, fleet, self.own_spec, self.resolved, s_worker, None)
 
@@ -196,7 +201,7 @@ class StageSetup:
 
 
 def _introduce(
-    setup: StageSetup, fleet: Fleet, links: StageLinks, welcome: StageWelcome
+    setup: StageSetup, fleet: WorkerPool, links: StageLinks, welcome: StageWelcome
 ) -> StageHello | None:
     """Wait for the first stage's greeting, and answer. None: it lets go.
 
@@ -224,7 +229,7 @@ def _introduce(
 
 
 def greet_stages(
-    fleet: Fleet, links: StageLinks, setups: Seq[StageSetup], session: int
+    fleet: WorkerPool, links: StageLinks, setups: Seq[StageSetup], session: int
 ) -> tuple[StageWelcome, ...]:
     """Tell the later stages what they are to be, and wait until they are that.
     Those that run prompts come last: they are told in whose names R-workers take
@@ -267,10 +272,10 @@ def whole_columns(
 
 
 def _welcomed(
-    fleet: Fleet, links: StageLinks, hellos: dict[int, StageHello]
+    fleet: WorkerPool, links: StageLinks, hellos: dict[int, StageHello]
 ) -> tuple[StageWelcome, ...]:
+    assert isinstance(fleet, ColumnPool)
     later = fleet.later
-    assert later is not None
     with links.owed.patient():
         later.greet(hellos)
         while (welcomes := later.welcomes(hellos)) is None:
@@ -284,7 +289,7 @@ def _welcomed(
     return tuple(welcomes[stage] for stage in sorted(welcomes))
 
 
-def _holders(fleet: Fleet) -> list[HolderId]:
+def _holders(fleet: WorkerPool) -> list[HolderId]:
     return [HolderId(i) for i in range(len(fleet))]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.replicas import StageReplicas, order_of
 from fastdecode.engine.stages.rooms import FIRST
@@ -37,7 +37,9 @@ class OwnColumns:
         replicas: that they keep of each other; None: they keep none.
     """
 
-    def __init__(self, fleet: Fleet, links: StageLinks, replicas: StageReplicas | None) -> None:
+    def __init__(
+        self, fleet: WorkerPool, links: StageLinks, replicas: StageReplicas | None
+    ) -> None:
         self._fleet = fleet
         self._links = links
         self._replicas = replicas
@@ -80,7 +82,7 @@ class OwnColumns:
 
     def tell_moved(self) -> None:
         """What R-workers have said of their lower tiers."""
-        for news in self._fleet.unasked.take_tiers():
+        for news in self._fleet.events.take_tiers():
             if isinstance(news, StageMoved):
                 self._links.tell(FIRST, news)
 

@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.jobs import job_of
-from fastdecode.engine.fleet.unasked import Unasked
+from fastdecode.engine.fleet.pending import job_of
+from fastdecode.engine.fleet.pool import WorkerEvents
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.engine.stages.losses import ColumnLosses
 from fastdecode.engine.stages.rooms import FIRST, ColumnRooms
@@ -46,7 +46,7 @@ class LaterStages:
         unasked: what those say of what they have moved.
     """
 
-    def __init__(self, links: StageLinks, tell_own: TellOwn, unasked: Unasked) -> None:
+    def __init__(self, links: StageLinks, tell_own: TellOwn, unasked: WorkerEvents) -> None:
         self._links = links
         self._tell_own = tell_own
         self.token_stages = tuple(x for x in links.later if x < links.first_prompt_stage)

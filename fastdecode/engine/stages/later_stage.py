@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import Holder
-from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.stages.columns import OwnColumns
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.engine.stages.replicas import StageReplicas
@@ -65,7 +65,7 @@ class LaterStage:
         self._number = number
         self._before, self._next = before, behind
         self._s_worker = s_worker
-        self._fleet: Fleet = attention.fleet
+        self._fleet: WorkerPool = attention.fleet
         self._holders: Seq[Holder] = attention.holders
         self._links = links
         self._num_lanes = num_lanes

@@ -10,8 +10,7 @@ from typing import Any, TypeAlias
 
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.jobs import number_of
-from fastdecode.engine.fleet.owed import OwedAnswers
+from fastdecode.engine.fleet.pending import PendingReplies, number_of
 from fastdecode.wire.kv.reserving import Reserving
 from fastdecode.wire.kv.taking_over import TakeOver
 from fastdecode.wire.kv.tiers import Moved, Stocked
@@ -51,7 +50,7 @@ class OwedByStages:
         stages: their numbers, in that order.
     """
 
-    def __init__(self, owed: OwedAnswers, first: int, stages: Sequence[int]) -> None:
+    def __init__(self, owed: PendingReplies, first: int, stages: Sequence[int]) -> None:
         self._owed, self._first, self._stages = owed, first, stages
 
     def stage(self, index: int) -> int:
@@ -68,16 +67,16 @@ class OwedByStages:
 
     def begin(self, stage: int, column: int, job: int) -> None:
         """A stage's R-worker of a column has a job."""
-        self._owed.jobs.begin(self._index(stage), self._number(column, job))
+        self._owed.transfers.begin(self._index(stage), self._number(column, job))
 
     def take_moved(self, stage: int, news: Moved | Stocked) -> bool:
         """A stage's R-worker of a column tells of a job; whether it was to."""
         number = self._number(news.holder, number_of(news))
-        return self._owed.jobs.take(self._index(stage), news, number)
+        return self._owed.transfers.take(self._index(stage), news, number)
 
     def forget_jobs(self, stage: int, column: int) -> None:
         """A stage's R-worker of a column is lost."""
-        self._owed.jobs.forget(self._index(stage), lambda each: each % self._first == column)
+        self._owed.transfers.forget(self._index(stage), lambda each: each % self._first == column)
 
     def take(self, stage: int, answer: FromAnyStage) -> bool:
         """A stage has answered. False: it doesn't owe that."""
@@ -142,7 +141,7 @@ class StageLinks:
         """The stages at the other ends, but for the first."""
         return tuple(stage for stage in self._stages if stage)
 
-    def join(self, owed: OwedAnswers, first: int) -> None:
+    def join(self, owed: PendingReplies, first: int) -> None:
         """The stages are peers number ``first`` and up, behind an R-worker of
         each column; ``owed`` keeps what they owe."""
         self.owed = OwedByStages(owed, first, self._stages)

@@ -14,18 +14,19 @@ import numpy as np
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId, Part, PartId
-from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replicas import Failover, ReplicaFigures, Replicas
 from fastdecode.engine.stages.later import LaterStages
+from fastdecode.engine.stages.pool import ColumnPool
 from fastdecode.engine.stages.rooms import FIRST
 from fastdecode.schedule.life import events
 from fastdecode.wire.kv.taking_over import MISSING, TakenOver, TakeOver
 
 
-def is_gone(fleet: Fleet, holder: HolderId) -> bool:
+def is_gone(fleet: WorkerPool, holder: HolderId) -> bool:
     """Whether the R-worker is lost that keeps a holder; of a column, the one in
     this stage."""
-    return fleet.keepers[holder] in fleet.gone
+    return fleet.placement[holder] in fleet.gone
 
 
 class StageReplicas(Replicas):
@@ -60,8 +61,8 @@ class ColumnReplicas:
         clock: seconds.
     """
 
-    def __init__(self, own: StageReplicas, fleet: Fleet, clock: Clock) -> None:
-        assert fleet.later is not None
+    def __init__(self, own: StageReplicas, fleet: WorkerPool, clock: Clock) -> None:
+        assert isinstance(fleet, ColumnPool)
         self._own = own
         self._fleet = fleet
         self._later: LaterStages = fleet.later
@@ -92,7 +93,7 @@ class ColumnReplicas:
     def _has_others(self) -> bool:
         """Whether there is a column of which nobody has been lost."""
         lost, adopted = self._fleet.lost, self._adopted
-        return any(one not in lost and one not in adopted for one in self._fleet.keepers)
+        return any(one not in lost and one not in adopted for one in self._fleet.placement)
 
     def reopened(self) -> list[HolderId]:
         """Columns on which others may start, though a neighbour goes on for some

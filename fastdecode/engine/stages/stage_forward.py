@@ -15,13 +15,14 @@ from torch import Tensor
 
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.engine.stages.later import LaterStages
+from fastdecode.engine.stages.pool import ColumnPool
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.wire.messages import Activations
 from fastdecode.wire.stages import StageDone, StagePass
 from sworker.buffers import Fetched, as_array, as_tensor
 
 if TYPE_CHECKING:
-    from fastdecode.engine.fleet.fleet import Fleet
+    from fastdecode.engine.fleet.pool import WorkerPool
     from fastdecode.engine.step.lane_step import LaneStep
     from sworker.worker import SWorker
 
@@ -145,9 +146,9 @@ class FirstStage:
         return self._later.take_done()
 
 
-def first_stage(fleet: Fleet, s_worker: SWorker, first_prompt_lane: int) -> FirstStage | None:
+def first_stage(fleet: WorkerPool, s_worker: SWorker, first_prompt_lane: int) -> FirstStage | None:
     """None: there are no others."""
-    if fleet.later is None:
+    if not isinstance(fleet, ColumnPool):
         return None
     return FirstStage(s_worker, fleet.later, lambda: fleet.lost, first_prompt_lane)
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.heads.tiers import GroupTiers
-from fastdecode.engine.fleet.unasked import Unasked
+from fastdecode.engine.fleet.pool import WorkerEvents
 from fastdecode.engine.stages.rooms import FIRST, Tell
 from fastdecode.wire.kv.exporting import MoveNews
 from fastdecode.wire.kv.kept import keys_of, words_of
@@ -31,7 +31,7 @@ class ColumnTiers:
         own: what the first stage's R-workers say.
     """
 
-    def __init__(self, stages: Sequence[int], tell: Tell, own: Unasked) -> None:
+    def __init__(self, stages: Sequence[int], tell: Tell, own: WorkerEvents) -> None:
         self._stages = tuple(stages)
         self._tell = tell
         self._own = own
@@ -40,6 +40,11 @@ class ColumnTiers:
         self._failed: dict[tuple[HolderId, int], dict[int, set[bytes]]] = {}  # of stores, by stage
         self._over: set[HolderId] = set()
         self._news: list[MoveNews] = []  # what all stages have said
+
+    @property
+    def has_moves(self) -> bool:
+        """Whether all stages have reported something that wasn't taken."""
+        return bool(self.of_tiers)
 
     @property
     def of_tiers(self) -> list[MoveNews]:

@@ -10,7 +10,7 @@ from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.holders import HolderId
 from fastdecode.core.trace import Trace
-from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.step.lane_step import NextStage
 from fastdecode.engine.step.lanes import Lanes
 from fastdecode.wire.kv.chunks import ChunkStored, FetchedChunk
@@ -34,7 +34,7 @@ class Arrivals:
     """
 
     def __init__(
-        self, fleet: Fleet, lanes: Lanes, trace: Trace, onward: NextStage | None = None
+        self, fleet: WorkerPool, lanes: Lanes, trace: Trace, onward: NextStage | None = None
     ) -> None:
         self._fleet, self._lanes, self._trace = fleet, lanes, trace
         self._onward = onward
@@ -46,7 +46,7 @@ class Arrivals:
     def has_news(self) -> bool:
         """Whether something has come that is no part of a step."""
         has_orders = self._onward is not None and self._onward.has_orders
-        return bool(self._news) or bool(self._fleet.moves.of_tiers) or has_orders
+        return bool(self._news) or self._fleet.moves.has_moves or has_orders
 
     def take_news(self) -> list[News]:
         """What has, in its order. Each is told once."""
@@ -56,7 +56,9 @@ class Arrivals:
 
     def note_losses(self) -> None:
         """Tell the steps in flight who was lost."""
-        self._news += self._fleet.take_losses()
+        losses = self._fleet.take_losses()
+        if losses:
+            self._news += losses
         # Of a column that a later stage has lost, this one's R-worker answers,
         # until it is gone, too: nobody is told of that column again.
         for holder in self._fleet.kept_by_gone:

@@ -30,8 +30,8 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import Holder, HolderId
 from fastdecode.core.spec import AttentionSpec
-from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.heads.answers import check_arrays
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.step.checks import Checks, StepChecks
 from fastdecode.engine.step.device_prefill import DevicePrefillChunks, DevicePrompts
 from fastdecode.engine.step.layout import HolderSpan, LocalSpan, StepBatch
@@ -126,7 +126,7 @@ class Attention(Protocol):
     S-worker's device (``LocalAttention``)."""
 
     @property
-    def fleet(self) -> Fleet: ...
+    def fleet(self) -> WorkerPool: ...
 
     @property
     def holders(self) -> Seq[Holder]:
@@ -143,7 +143,7 @@ class AttentionPlan:
     specs: Seq[AttentionSpec]
     """One a layer."""
     kv_dtype: DType
-    fleet: Fleet
+    fleet: WorkerPool
     device: torch.device
     """The S-worker's."""
     holders: Seq[Holder]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.holders import Holder, HolderKind
-from fastdecode.engine.fleet.fleet import Fleet
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.workers import Reached
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.local import LocalConnection, LocalStep
@@ -178,7 +178,9 @@ class LaneConnection(LocalConnection):
 class SwappedAttention:
     """Makes a lane's ``attend`` of every step; see ``fastdecode.engine.step.remote.Attention``."""
 
-    def __init__(self, swap: LaneSwap, fleet: Fleet, device: Holder, s_worker: SWorker) -> None:
+    def __init__(
+        self, swap: LaneSwap, fleet: WorkerPool, device: Holder, s_worker: SWorker
+    ) -> None:
         self.fleet = fleet
         self.holders: Seq[Holder] = (device,) * len(swap.connections)
         self.swap = swap

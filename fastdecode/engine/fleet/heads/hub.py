@@ -31,10 +31,9 @@ from fastdecode.core.errors import ConfigError, Given, ProtocolError, WorkerErro
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import HeadShare
 from fastdecode.engine.fleet.deadlines import Deadlines
-from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.heads.answers import GroupAnswers, check_arrays
 from fastdecode.engine.fleet.heads.tiers import GroupTiers
-from fastdecode.engine.fleet.peers import RHub
+from fastdecode.engine.fleet.pool import RHub, WorkerPool
 from fastdecode.wire.kv.exporting import MoveNews
 from fastdecode.wire.messages import (
     Accepted,
@@ -114,7 +113,7 @@ class HeadsHub:
         clock: Clock = time.monotonic,
     ) -> None:
         # Whoever waits for the group gives it up when that takes too long.
-        self.members: Final = Fleet(parts, math.inf, clock=clock, absent=absent)
+        self.members: Final = WorkerPool(parts, math.inf, clock=clock, absent=absent)
         """A holder is a share of the heads there."""
 
         def close() -> None:
@@ -133,7 +132,7 @@ class HeadsHub:
 
     @property
     def peer(self) -> str:
-        peers = map(self.members.peer, self.shares or self.members.keepers)
+        peers = map(self.members.peer, self.shares or self.members.placement)
         return f"the group of {', '.join(dict.fromkeys(peers))}"
 
     @property
@@ -153,7 +152,7 @@ class HeadsHub:
         members = self.members
         self.shares = dict(shares)
         self._tiers = GroupTiers()
-        self._answers.begin({x: members.owed.num_about(members.keepers[x], x) for x in shares})
+        self._answers.begin({x: members.pending.num_about(members.placement[x], x) for x in shares})
 
     def send(self, message: ToRWorker) -> None:
         if isinstance(message, Hello):
@@ -219,7 +218,7 @@ class HeadsHub:
         received = self.members.receive(most_s=most_s)
         if received is not None:
             self._answers.take(*received)
-        for news in self.members.unasked.take_tiers():
+        for news in self.members.events.take_tiers():
             if not self._answers.is_stale(HolderId(news.holder)):
                 self._tiers.take(news.holder, news, self.shares)
 
@@ -267,25 +266,25 @@ def _lies(
             yield member, lie
 
 
-def _heard_s(members: Fleet, member: HolderId) -> float | None:
+def _heard_s(members: WorkerPool, member: HolderId) -> float | None:
     """When the R-worker that keeps a share was heard."""
-    return members.owed.heard_s(members.keepers[member])
+    return members.pending.heard_s(members.placement[member])
 
 
-def _shared_out(members: Fleet, hello: Hello) -> dict[HolderId, HeadShare]:
+def _shared_out(members: WorkerPool, hello: Hello) -> dict[HolderId, HeadShare]:
     """The heads, among those that are there.
 
     Raises:
         WorkerError: nobody is.
     """
-    present = [member for member in members.keepers if member not in members.lost]
+    present = [member for member in members.placement if member not in members.lost]
     if not present:
         raise next(iter(members.lost.values()))
     shares = share_heads(hello.attention[0].num_q_heads, hello.kv.num_kv_heads, len(present))
     return dict(zip(present, shares, strict=True))
 
 
-def _joined(members: Fleet, asked: ToRWorker, answers: Mapping[HolderId, Answer]) -> Answer:
+def _joined(members: WorkerPool, asked: ToRWorker, answers: Mapping[HolderId, Answer]) -> Answer:
     """Everybody's answer as one."""
     joined: Answer = asked.join(list(answers.values()))
     undo = asked.undo()

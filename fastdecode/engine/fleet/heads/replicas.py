@@ -23,10 +23,10 @@ import numpy as np
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.fleet import Fleet
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.heads.hub import GROUP, HeadsHub
 from fastdecode.engine.fleet.heads.resharing import Resharing, most_blocks
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replacements import HubReplacements, Replacements
 from fastdecode.engine.fleet.replicas import Failovers
 from fastdecode.engine.fleet.ring import LinkOptions
@@ -38,7 +38,7 @@ from fastdecode.wire.messages import Hello, Welcome
 
 def replicate_heads(
     hub: HeadsHub,
-    fleet: Fleet,
+    fleet: WorkerPool,
     hello: Hello,
     welcomes: Mapping[HolderId, Welcome],
     options: LinkOptions,
@@ -68,7 +68,7 @@ def replicate_heads(
     return again, replicas
 
 
-def _begin_again(hub: HeadsHub, fleet: Fleet) -> None:
+def _begin_again(hub: HeadsHub, fleet: WorkerPool) -> None:
     """Those that are left are a group.
 
     Raises:
@@ -93,13 +93,13 @@ class GroupReplicas:
     """
 
     def __init__(
-        self, hub: HeadsHub, fleet: Fleet, options: LinkOptions, clock: Clock = time.monotonic
+        self, hub: HeadsHub, fleet: WorkerPool, options: LinkOptions, clock: Clock = time.monotonic
     ) -> None:
         self._hub = hub
         self._fleet = fleet
         self._session = options.session
         # Whoever waits for the group gives members up, so that their fleet has no deadlines.
-        self.members: Final = Failovers(hub.members, options, clock, fleet.owed.deadlines)
+        self.members: Final = Failovers(hub.members, options, clock, fleet.pending.deadlines)
         """Of its members."""
         self.figures: Final = self.members.figures
         """See ``Replicas``."""

@@ -1,4 +1,6 @@
-"""The answers that peers owe, and until when."""
+"""What workers owe: answers to what they were asked, and reports on transfers that
+they work at in the background (blocks that move between tiers, prompts that are
+fetched); and until when."""
 
 from __future__ import annotations
 
@@ -9,11 +11,90 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.deadlines import Deadlines
-from fastdecode.engine.fleet.jobs import OwedJobs, job_of
+from fastdecode.wire.kv.exporting import MoveNews, Pull, Pulled
+from fastdecode.wire.kv.tiers import FetchBlocks, Fetching, Moved, Stocked, StoreBlocks, UseTier
 from fastdecode.wire.messages import FromRWorker, ToRWorker, Welcome
+
+_OPENING: Final = -1
+"""In place of a job's number: the lower tier is being opened."""
+
+
+class PendingTransfers:
+    """Transfers under way, by their numbers, of each worker, by its index.
+
+    Args:
+        num_peers: how many.
+        clock: seconds.
+    """
+
+    def __init__(self, num_peers: int, clock: Clock) -> None:
+        self._clock = clock
+        self._of: list[dict[int, float]] = [{} for _ in range(num_peers)]  # begun when
+
+    @property
+    def any_owed(self) -> bool:
+        """Whether any peer has one."""
+        return any(self._of)
+
+    @property
+    def first_since_s(self) -> float:
+        """When the oldest of all was begun; infinity: there is none."""
+        return min([s for jobs in self._of for s in jobs.values()], default=math.inf)
+
+    def since_s(self, index: int) -> float | None:
+        """When a peer's oldest one was begun; None: it has none."""
+        return min(self._of[index].values(), default=None)
+
+    def begin(self, index: int, job: int) -> None:
+        """A peer has a job, and tells when it is over."""
+        self._of[index][job] = self._clock()
+
+    def take(self, index: int, news: MoveNews, number: int | None = None) -> bool:
+        """A peer tells of a job; whether it was to. ``number``: under which the
+        job was begun, if that isn't its own."""
+        number, jobs = number_of(news) if number is None else number, self._of[index]
+        if number not in jobs:
+            return False
+        if isinstance(news, Moved | Pulled) or (isinstance(news, Stocked) and news.is_last):
+            del jobs[number]
+        return True
+
+    def forget(self, index: int, which: Callable[[int], bool] = lambda job: True) -> None:
+        """A peer has none of these any more."""
+        self._of[index] = {job: s for job, s in self._of[index].items() if not which(job)}
+
+
+def job_of(message: ToRWorker) -> int | None:
+    """The number of the job that a message asks for, if it asks for one."""
+    match message:
+        case StoreBlocks() | FetchBlocks():
+            return message.job
+        case UseTier():
+            return _OPENING
+        case Pull():
+            return _pull(message.sequence_id)
+    return None
+
+
+def number_of(news: MoveNews) -> int:
+    """Of the job that is told of."""
+    match news:
+        case Fetching() | Moved():
+            return news.job
+        case Pulled():
+            return _pull(news.sequence_id)
+        case Stocked():
+            return _OPENING
+
+
+def _pull(sequence: int) -> int:
+    """What is fetched for a sequence, in the place of a job's number."""
+    return _OPENING - 1 - sequence
+
 
 _MOST_WAIT_S: Final = 60.0
 """Then it is looked again, though nothing is overdue."""
@@ -32,7 +113,7 @@ class _Due:
     """That the peer needs of others before it can give it."""
 
 
-class OwedAnswers:
+class PendingReplies:
     """Of each peer, by its index. A peer answers in the order in which it was
     asked.
 
@@ -50,7 +131,7 @@ class OwedAnswers:
         self.heard_s: Final = heard_s
         """See ``Args``."""
         self._due: list[deque[_Due]] = [deque() for _ in range(num_peers)]
-        self.jobs: Final = OwedJobs(num_peers, lambda: self.deadlines.clock())
+        self.transfers: Final = PendingTransfers(num_peers, lambda: self.deadlines.clock())
         """What they work at meanwhile."""
 
     def __len__(self) -> int:
@@ -73,7 +154,7 @@ class OwedAnswers:
             due = _Due(self.deadlines.clock(), holder, message.answers, message)
             self._due[index].append(due)
         elif (job := job_of(message)) is not None:
-            self.jobs.begin(index, job)
+            self.transfers.begin(index, job)
 
     def ask_for(
         self,
@@ -99,7 +180,7 @@ class OwedAnswers:
             raise ProtocolError(f"sent {type(answer).__name__}, which nobody asked for")
         due[0].message.check(answer)
         if isinstance(answer, Welcome):  # what it was to move before is forgotten
-            self.jobs.forget(index)
+            self.transfers.forget(index)
         return due.popleft().holder
 
     def take_any(self, index: int, answer: Any) -> bool:
@@ -114,11 +195,11 @@ class OwedAnswers:
     def forget(self, index: int) -> None:
         """A peer owes nothing any more."""
         self._due[index].clear()
-        self.jobs.forget(index)
+        self.transfers.forget(index)
 
     def is_owed_by(self, index: int) -> bool:
         """Whether a peer owes anything."""
-        return bool(self._due[index]) or self.jobs.since_s(index) is not None
+        return bool(self._due[index]) or self.transfers.since_s(index) is not None
 
     def num_about(self, index: int, holder: HolderId) -> int:
         """How many answers a peer owes about a holder."""
@@ -127,7 +208,7 @@ class OwedAnswers:
     @property
     def any_owed(self) -> bool:
         """Whether any peer owes anything."""
-        return any(self._due) or self.jobs.any_owed
+        return any(self._due) or self.transfers.any_owed
 
     def wait_s(self, most_s: float = math.inf) -> float:
         """How long to wait for answers until the first peer may have to be
@@ -152,7 +233,7 @@ class OwedAnswers:
         """When the first of what is owed was asked for; no peer has to be given
         up before that is overdue."""
         first_s = min([due[0].since_s for due in self._due if due], default=math.inf)
-        return min(first_s, self.jobs.first_since_s)
+        return min(first_s, self.transfers.first_since_s)
 
     def _ends(self) -> list[tuple[int, float, str]]:
         """When each peer that owes something has to be given up, and why."""
@@ -161,6 +242,6 @@ class OwedAnswers:
             if due:
                 since_s, num_answers = due[0].since_s, due[0].num_answers
                 ends.append((index, *deadlines.end(since_s, self.heard_s(index), num_answers)))
-            elif (begun_s := self.jobs.since_s(index)) is not None:  # a disk may take its time
+            elif (begun_s := self.transfers.since_s(index)) is not None:  # a disk may take its time
                 ends.append((index, *deadlines.silent_end(begun_s, self.heard_s(index))))
         return ends

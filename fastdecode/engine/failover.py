@@ -1,0 +1,126 @@
+"""After a loss, with replicas: a neighbour takes over the lost R-worker's cache,
+and gives it back to a replacement once that has a copy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import ClassVar, TypeAlias
+
+from fastdecode.core.clock import Clock
+from fastdecode.core.errors import ProtocolError, WorkerError
+from fastdecode.core.holders import HolderId
+from fastdecode.engine.extensions import EngineState
+from fastdecode.engine.fleet.heads.replicas import GroupReplicas
+from fastdecode.engine.fleet.replacements import Replacements
+from fastdecode.engine.fleet.replicas import Replicas
+from fastdecode.engine.recovery import Recovery
+from fastdecode.engine.stages.replicas import ColumnReplicas
+from fastdecode.schedule.life.events import Event, Interrupted, Leaving, Lost, Reopened, TakeOver
+from fastdecode.wire.kv.taking_over import TakenOver
+
+AnyReplicas: TypeAlias = Replicas | GroupReplicas | ColumnReplicas
+
+
+class ReplicaRecovery(Recovery):
+    """Recovers from replicas what can be, and the rest as ``Recovery`` does.
+
+    Args:
+        state, replacements, clock: see ``Recovery``.
+        replicas: that neighbours keep.
+    """
+
+    instructions: ClassVar = (TakeOver,)
+    answers: ClassVar = (TakenOver,)
+
+    def __init__(
+        self,
+        state: EngineState,
+        replicas: AnyReplicas,
+        replacements: Replacements | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        super().__init__(state, replacements, clock)
+        self._replicas = replicas
+        state.stats.replicas = replicas.figures
+        replicas.hand_over_to(replacements)
+
+    def lose(self, holder: HolderId, error: WorkerError) -> Lost | Interrupted:
+        """See ``Recovery``."""
+        if self._replicas.lose(holder, is_used=self._lives.is_on(holder)):
+            return Interrupted(holder)
+        return super().lose(holder, error)
+
+    def do(self, order: TakeOver) -> Iterable[Event]:
+        """Have a neighbour take over; it may be lost meanwhile, too."""
+        if not self._replicas.take_over(order):
+            self._lost[order.holder] = self._fleet.lost[order.holder]
+            yield Lost(order.holder)
+
+    def take(self, holder: HolderId, answer: TakenOver) -> Iterable[Event]:
+        """The neighbour reports what it has. It may be asked once more, or be
+        lost because its report can't be true."""
+        try:
+            taken = self._replicas.taken_over(holder, answer)
+        except ProtocolError as lie:
+            name = self._fleet.peer(holder)
+            self._fleet.lose(holder, ProtocolError(f"{name} {lie.message}"))
+            return
+        if taken is not None:
+            self._state.stats.num_rejoined += taken.is_home
+            yield taken
+
+    def news(self) -> Iterable[Event]:
+        """Takeovers of which nothing is left, caches that are given back, and
+        replacements that have joined; then the ring is closed again."""
+        self._replicas.take_news(self._state.num_launched - 1)
+        yield from self._emptied()
+        if isinstance(self._replicas, ColumnReplicas):
+            yield from map(Reopened, self._replicas.reopened())
+        else:
+            yield from self._returned(self._replicas)
+        self._replicas.mend()
+
+    def _emptied(self) -> Iterator[Event]:
+        """Holders that neighbours took over, and on which no sequence is left:
+        from now on they are lost, and may be replaced."""
+        adopted = self._replicas.adopted
+        if not adopted or self._state.lifecycle.adoptions:
+            return
+        empty = [
+            holder
+            for holder in adopted
+            if not self._lives.is_on(holder) and not self._replicas.is_leaving(holder)
+        ]
+        for holder in empty:
+            self._replicas.emptied(holder)
+            self._lost[holder] = self._fleet.lost[holder]
+        yield from map(Lost, empty)
+
+    def _returned(self, replicas: Replicas | GroupReplicas) -> Iterator[Event]:
+        """Replacements: of holders that neighbours took over, once they have a
+        copy; and of those that are lost."""
+        adopted = replicas.adopted
+        if self._replacements is None or not (self._lost or adopted):
+            return
+        found = self._replacements.look([*self._lost, *adopted])
+        leaving: list[HolderId] = []
+        if not self._state.lifecycle.adoptions:
+            leaving = replicas.leaving(found, self._lives.is_on)
+        joined = list(self._joined(found))
+        for _ in joined:
+            replicas.joined()
+        yield from map(Leaving, leaving)
+        yield from joined
+
+
+def recovery_of(
+    state: EngineState,
+    replicas: AnyReplicas | None,
+    replacements: Replacements | None,
+    clock: Clock = time.monotonic,
+) -> Recovery:
+    """With replicas, or without."""
+    if replicas is None:
+        return Recovery(state, replacements, clock)
+    return ReplicaRecovery(state, replicas, replacements, clock)

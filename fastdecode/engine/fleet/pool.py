@@ -1,0 +1,409 @@
+"""The R-workers of an engine: which holder each keeps, what each was asked and
+answers, and which of them are lost.
+
+The engine talks to **holders**, which are caches. The pool knows the **worker**
+that keeps each: a process at the end of one connection, by that connection's
+index. At first worker number i keeps holder number i; it may take over others'
+(``Placement``). A worker answers in the order in which it was asked. It is
+**lost**, with all its holders, when its connection breaks, when it says
+``Failed``, when an answer is overdue, or isn't one that it owes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, TypeAlias
+
+from fastdecode.core.clock import Clock
+from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
+from fastdecode.core.holders import HolderId
+from fastdecode.engine.fleet.deadlines import Deadlines
+from fastdecode.engine.fleet.pending import PendingReplies
+from fastdecode.wire.kv.exporting import MoveNews
+from fastdecode.wire.kv.replicating import ReplicationNews
+from fastdecode.wire.kv.tiers import UseTier
+from fastdecode.wire.messages import Answer, Failed, FromRWorker, Hello, ToRWorker
+from fastdecode.wire.transport import TIMEOUT, Connection, Hub, PeerLostError, loss
+
+logger = logging.getLogger(__name__)
+
+RHub: TypeAlias = Hub[ToRWorker, FromRWorker]
+RConnection: TypeAlias = Connection[ToRWorker, FromRWorker]
+
+
+class Placement:
+    """Which worker keeps which holder.
+
+    Args:
+        num_holders: as many as there are workers.
+    """
+
+    def __init__(self, num_holders: int) -> None:
+        self._worker_of = {HolderId(index): index for index in range(num_holders)}
+        self._former: set[tuple[int, HolderId]] = set()
+        self.has_moved = False
+        """A worker may keep several holders, or another than its own."""
+
+    def __len__(self) -> int:
+        return len(self._worker_of)
+
+    def __iter__(self) -> Iterator[HolderId]:
+        return iter(self._worker_of)
+
+    def __getitem__(self, holder: HolderId) -> int:
+        """The index of the worker that keeps a holder."""
+        return self._worker_of[holder]
+
+    def kept_by(self, index: int) -> list[HolderId]:
+        """The holders that a worker keeps."""
+        return [holder for holder, worker in self._worker_of.items() if worker == index]
+
+    def keeps(self, index: int, holder: int) -> bool:
+        """Whether the worker keeps the holder; there needn't be one of that number."""
+        return self._worker_of.get(HolderId(holder)) == index
+
+    def kept_once(self, index: int, holder: int) -> bool:
+        """Whether the worker kept the holder, and does no more: it may not know
+        that yet."""
+        return (index, holder) in self._former
+
+    def move(self, holder: HolderId, to: HolderId) -> None:
+        """The worker that keeps ``to`` keeps a lost holder, too, from now on: it
+        has a cache under that name."""
+        self._worker_of[holder] = self._worker_of[to]
+        self.has_moved = True
+
+    def give_back(self, holder: HolderId) -> None:
+        """A holder is kept in its own place again: the worker that took it over
+        is lost, has nothing left of it, or has handed it over."""
+        self._former.add((self._worker_of[holder], holder))
+        self._worker_of[holder] = holder
+
+
+class WorkerEvents:
+    """What workers report without having been asked: how far replicas and
+    transfers are, in the order in which that came. Each report is taken once, if
+    its worker keeps the holder that it is about.
+
+    Args:
+        placement: which worker keeps which holder.
+        give_up: a worker, by its index, has reported what can't be: what that is,
+            behind its name.
+    """
+
+    def __init__(self, placement: Placement, give_up: Callable[[int, str], None]) -> None:
+        self._placement = placement
+        self._give_up = give_up
+        self._of_replicas: list[tuple[int, ReplicationNews]] = []
+        self._of_tiers: list[tuple[int, MoveNews]] = []
+
+    def hear_replica(self, index: int, news: ReplicationNews) -> None:
+        """A worker reports on a replica."""
+        self._of_replicas.append((index, news))
+
+    def hear_tier(self, index: int, news: MoveNews) -> None:
+        """A worker reports on a transfer, or on its lower tier."""
+        try:
+            news.check()
+        except ProtocolError as error:
+            self._give_up(index, error.message)
+        else:
+            self._of_tiers.append((index, news))
+
+    def forget(self, index: int) -> None:
+        """A worker is lost, with its lower tier."""
+        self._of_tiers = [(one, news) for one, news in self._of_tiers if one != index]
+
+    @property
+    def has_moves(self) -> bool:
+        """Whether there are reports on transfers that weren't taken yet."""
+        return bool(self._of_tiers)
+
+    @property
+    def of_tiers(self) -> list[MoveNews]:
+        """Reports on transfers that weren't taken yet."""
+        return [news for _, news in self._of_tiers]
+
+    def take_replicas(self) -> list[ReplicationNews]:
+        """Reports on replicas. A holder may have been taken over meanwhile,
+        unknown to its former worker, whose reports are passed over."""
+        heard, self._of_replicas = self._of_replicas, []
+        taken = []
+        for index, news in heard:
+            if self._placement.keeps(index, news.holder):
+                taken.append(news)
+            elif not self._placement.kept_once(index, news.holder):
+                self._give_up(index, f"speaks of holder {news.holder}, which isn't its")
+        return taken
+
+    def take_tiers(self) -> list[MoveNews]:
+        """Reports on transfers."""
+        heard, self._of_tiers = self._of_tiers, []
+        taken = []
+        for index, news in heard:
+            if self._placement.keeps(index, news.holder):
+                taken.append(news)
+            else:
+                self._give_up(index, f"speaks of holder {news.holder}, which isn't its")
+        return taken
+
+
+class WorkerPool:
+    """Sends to holders, receives their answers, and notices the dead and the silent.
+
+    What is sent to a lost holder goes nowhere. It never comes back, though
+    another worker may take its place (``revive``, ``placement.move``).
+
+    Args:
+        hub: one connection a worker; at first a holder's number is its
+            connection's index.
+        timeout_s: how long an answer may take.
+        silence_s: how long a worker that owes an answer may give no sign of life,
+            where connections report those. Only time counts in which somebody
+            looked.
+        clock: seconds, as ``Connection.heard_s`` has them.
+        absent: the workers that aren't there to begin with, and why: they are
+            lost.
+        device: the cache on the S-worker's device, beside R-workers: the last
+            holder. It answers at once, and is never lost.
+        num_others: the hub's last connections, which aren't to R-workers.
+    """
+
+    def __init__(
+        self,
+        hub: RHub,
+        timeout_s: float,
+        silence_s: float = math.inf,
+        clock: Clock = time.monotonic,
+        absent: Mapping[int, WorkerError] | None = None,
+        device: RConnection | None = None,
+        num_others: int = 0,
+    ) -> None:
+        self._hub = hub
+        self._device = device
+        num_peers = len(hub.connections) + (device is not None)
+        self.num_workers: Final = num_peers - num_others
+        """R-workers, and the device beside them."""
+        self.placement: Final = Placement(self.num_workers)
+        """Which worker keeps which holder."""
+        self.pending: Final = PendingReplies(
+            num_peers, Deadlines(timeout_s, silence_s, clock), self._heard_s
+        )
+        """What workers owe, and when they were heard, by their indices."""
+        self.events: Final = WorkerEvents(self.placement, self._lied)
+        """What R-workers have reported unasked."""
+        self.gone: Final = dict(absent or {})
+        """The workers that are lost, whether or not others have taken their
+        holders over, and why."""
+        self.told_first: tuple[ToRWorker, ...] = ()
+        """What a replacement of a lost worker is sent first."""
+        self._untold = list(self.gone)
+        self._early: deque[tuple[int, FromRWorker]] = deque()
+
+    def __len__(self) -> int:
+        return len(self.placement)
+
+    @property
+    def lost(self) -> dict[HolderId, WorkerError]:
+        """The holders that are lost, and why."""
+        if not self.gone:
+            return {}
+        placed = [(holder, self.placement[holder]) for holder in self.placement]
+        return {holder: self.gone[index] for holder, index in placed if index in self.gone}
+
+    @property
+    def kept_by_gone(self) -> list[HolderId]:
+        """The holders whose worker is lost, and that no other has taken over."""
+        if not self.gone:
+            return []
+        return [holder for holder in self.placement if self.placement[holder] in self.gone]
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether any worker owes an answer."""
+        return bool(self._early) or self.pending.any_owed
+
+    @property
+    def is_owed_at_once(self) -> bool:
+        """Whether an answer is owed by the device beside R-workers, which answers at once."""
+        return self._device is not None and self.pending.is_owed_by(self.num_workers - 1)
+
+    @property
+    def moves(self) -> WorkerEvents:
+        """Where reports on transfers are taken from."""
+        return self.events
+
+    @property
+    def lost_workers(self) -> list[WorkerError]:
+        """Why those R-workers are lost that are, in whatever stage."""
+        return list(self.gone.values())
+
+    def tier_of(self, holder: HolderId, message: UseTier) -> UseTier:
+        """What a holder is sent to open its lower tier."""
+        return message
+
+    def take_losses(self) -> list[tuple[HolderId, WorkerError]]:
+        """The losses that weren't taken yet, in their order. Each is taken once."""
+        if not self._untold:  # asked many times in a step
+            return []
+        untold, self._untold = self._untold, []
+        losses = [
+            (holder, self.gone[index])
+            for index in untold
+            for holder in self.placement.kept_by(index)
+        ]
+        for holder, _ in losses:
+            self.placement.give_back(holder)  # a replacement may come in its first worker's place
+        return losses
+
+    def peer(self, holder: HolderId) -> str:
+        """The name of the worker that keeps a holder, for people."""
+        return self._connection(self.placement[holder]).peer
+
+    def send(self, holder: HolderId, message: ToRWorker) -> None:
+        """Send, or do nothing if the holder is lost (finding that out may be this call's doing)."""
+        index = self.placement[holder]
+        if index in self.gone:
+            return
+        if self.placement.has_moved or isinstance(message, Hello):
+            message = message.for_holder(holder)
+        self.pending.ask(index, message, holder)
+        connection = self._connection(index)
+        try:
+            connection.send(message)
+        except WorkerError as error:
+            self._lose(index, _last_words(connection) or error)
+
+    def receive(self, *, most_s: float = math.inf) -> tuple[HolderId, Answer] | None:
+        """The next answer of any holder that owes one. None: look again, and at
+        ``lost`` before.
+
+        Waits at most until the first worker has to be given up, and for so many
+        seconds. Must not be called when nobody owes anything.
+        """
+        if self._early:
+            return self._taken(*self._early.popleft())
+        if self.is_owed_at_once:
+            assert self._device is not None
+            return self._taken(self.num_workers - 1, self._device.receive())
+        wait_s = self.pending.wait_s(most_s)
+        try:
+            index, message = self._hub.receive_any(None if wait_s == math.inf else wait_s)
+        except PeerLostError as error:
+            self._lose(error.index, error)
+        except WorkerError as error:
+            if error.code == TIMEOUT:
+                self._give_up_overdue()
+            else:
+                self._find_closed()
+        else:
+            return self._taken(index, message)
+        finally:
+            self.pending.deadlines.end_look()
+        return None
+
+    def look(self) -> None:
+        """Find out which workers are gone, while nobody awaits an answer: what is
+        here already is taken in."""
+        self._find_closed()
+        while self._early:
+            while self._early:
+                self._taken(*self._early.popleft())
+            self._find_closed()
+
+    def lose(self, holder: HolderId, error: FastDecodeError) -> None:
+        """Give up the worker that keeps a holder."""
+        self._lose(self.placement[holder], error)
+
+    def revive(self, holder: HolderId) -> None:
+        """A replacement has connected in the holder's own place, and answered
+        ``Welcome``; it keeps the holder from now on."""
+        self.placement.give_back(holder)
+        index = self.placement[holder]
+        self.gone.pop(index, None)
+        self.pending.forget(index)
+        self._untold = [lost for lost in self._untold if lost != index]
+        for message in self.told_first:
+            self.send(holder, message)
+
+    def _lose(self, index: int, error: FastDecodeError) -> None:
+        """Give a worker up."""
+        if index in self.gone:
+            return
+        self.pending.forget(index)
+        self._early = deque(early for early in self._early if early[0] != index)
+        self.events.forget(index)
+        # Another error: one that was raised keeps all that its frames hold alive.
+        self.gone[index] = WorkerError(error.message, code=error.code)
+        self._untold.append(index)
+        logger.error("%s", loss(self._connection(index).peer, error))
+
+    def _lied(self, index: int, what: str) -> None:
+        """A worker has said what it can't mean."""
+        self._lose(index, ProtocolError(f"{self._connection(index).peer} {what}"))
+
+    def _give_up_overdue(self) -> None:
+        for index, reason in self.pending.overdue():
+            text = f"{self._connection(index).peer} {reason}"
+            self._lose(index, WorkerError(text, code=TIMEOUT))
+
+    def _taken(self, index: int, message: FromRWorker) -> tuple[HolderId, Answer] | None:
+        if index in self.gone:
+            return None  # it was given up, and answers after all
+        if isinstance(message, Failed):
+            self._lose(index, _failure(message))
+        elif isinstance(message, ReplicationNews):
+            self.events.hear_replica(index, message)
+        elif not isinstance(message, MoveNews):
+            try:
+                return self.pending.take(index, message), message
+            except ProtocolError as lie:
+                self._lied(index, lie.message)
+        elif self.pending.transfers.take(index, message):
+            self.events.hear_tier(index, message)
+        else:
+            self._lied(index, f"sent {type(message).__name__}, which nobody asked for")
+        return None
+
+    def _find_closed(self) -> None:
+        """Some connection has closed: find out whose. Answers that come to
+        light are kept for ``receive``."""
+        for index, connection in enumerate(self._hub.connections):
+            if index in self.gone:
+                continue
+            try:
+                answer = connection.poll()
+            except WorkerError as error:
+                self._lose(index, error)
+            else:
+                if answer is not None:
+                    self._early.append((index, answer))
+
+    def _connection(self, index: int) -> RConnection:
+        connections = self._hub.connections
+        if index < len(connections):
+            return connections[index]
+        assert self._device is not None
+        return self._device
+
+    def _heard_s(self, index: int) -> float | None:
+        return self._connection(index).heard_s
+
+
+def _last_words(connection: RConnection) -> WorkerError | None:
+    """Why a worker closed its connection, if it said so before."""
+    try:
+        while (answer := connection.poll()) is not None:
+            if isinstance(answer, Failed):
+                return _failure(answer)
+    except WorkerError:
+        pass
+    return None
+
+
+def _failure(failed: Failed) -> WorkerError:
+    return WorkerError(f"R-worker {failed.worker} failed: {failed.message}", code=failed.code)

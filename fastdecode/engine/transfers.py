@@ -1,0 +1,62 @@
+"""What R-workers report of KV that they move in the background: kept blocks between
+tiers, and prompts that they fetch from other engines' R-workers."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Final
+
+from fastdecode.engine.extensions import EngineState, Extension
+from fastdecode.engine.reservations import move_event
+from fastdecode.schedule.life.events import Event
+from fastdecode.wire.kv.exporting import Pulled
+
+_MOST_SPANS: Final = 256
+
+
+class FetchingTime:
+    """In which anything was fetched: moments in which several were, count once."""
+
+    def __init__(self) -> None:
+        self._spans: deque[tuple[float, float]] = deque(maxlen=_MOST_SPANS)
+        """The latest, with gaps between them, in order."""
+
+    def add(self, ended_s: float, seconds: float) -> float:
+        """A fetch is over that has taken so long, the last one to end so far; how
+        much of that wasn't counted yet."""
+        began_s = ended_s - seconds
+        counted_s = 0.0
+        first_s = began_s
+        while self._spans and self._spans[-1][1] >= began_s:
+            span_began_s, span_ended_s = self._spans.pop()
+            counted_s += span_ended_s - max(span_began_s, began_s)
+            first_s = min(first_s, span_began_s)
+        self._spans.append((first_s, ended_s))
+        return seconds - counted_s
+
+
+class Transfers(Extension):
+    """Passes on how far transfers are.
+
+    Args:
+        state: of the engine.
+    """
+
+    def __init__(self, state: EngineState) -> None:
+        self._moves = state.fleet.moves
+        self._stats = state.stats
+        self._fetching = FetchingTime()
+
+    def news(self) -> Iterable[Event]:
+        """See ``Extension``."""
+        for moved in self._moves.take_tiers():
+            if isinstance(moved, Pulled):
+                self._count(moved)
+            yield move_event(moved)
+
+    def _count(self, pulled: Pulled) -> None:
+        self._stats.fetched_bytes += pulled.num_bytes
+        self._stats.fetch_s += pulled.seconds
+        self._stats.fetching_s += self._fetching.add(time.perf_counter(), pulled.seconds)
