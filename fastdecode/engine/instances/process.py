@@ -87,7 +87,7 @@ def serve_instance(
         servers = ExportServers(place.export or f"{host}:*", key, silence_s)
         stack.callback(servers.close)
         colocation = Colocation(servers, place.name, 1, place.role) if is_here else None
-        make = partial(RunningEngine, own, tell, None, None, None, colocation)
+        make = partial(RunningEngine, own, tell, colocation=colocation, is_instance=True)
         service: EngineService[RunningEngine] = EngineService(make)
         stack.callback(service.close)
         running = service.open()

@@ -94,7 +94,9 @@ class RunningEngine:
             long each took; None: all is learnt.
         session: of a run that another process may go on with, for R-workers at
             addresses; None: nobody can.
-        beside: other engines' R-workers in this process, which reach this one's.
+        colocation: other engines' R-workers in this process, which reach this one's.
+        is_instance: other engines go on with its prompts, and it with theirs; with a
+            ``colocation`` they do anyway.
 
     Raises:
         ConfigError, ModelError: an option or the model directory is bad.
@@ -111,6 +113,8 @@ class RunningEngine:
         times: MeasuredTimes | None = None,
         session: Session | None = None,
         colocation: Colocation | None = None,
+        *,
+        is_instance: bool = False,
     ) -> None:
         started = time.perf_counter()
         check_launched(config.s_part)
@@ -119,6 +123,7 @@ class RunningEngine:
         self.resolved = resolve_beside(config, self.spec, colocation)
         self._opened = ExitStack()
         try:
+            self._is_instance = is_instance or colocation is not None
             self._open(session, colocation, progress)
             self.engine = self._start(
                 progress or logger.info, trace, MeasuredTimes() if times is None else times
@@ -155,7 +160,6 @@ class RunningEngine:
             self._opened.callback(self._device.close)
         is_kept = self.resolved.transport == "zmq" and len(self.resolved.layers) == 1
         self._session = session if is_kept else None
-        self._colocation = colocation
         self._fleet = pool_of(
             self._workers.hub,
             cluster.worker_timeout_s,
@@ -379,9 +383,9 @@ class RunningEngine:
         lanes = hybrid or lane_control(self.resolved, times)
         extensions: list[Extension] = [StepTiming(times, lanes)]
         has_tiers = any(welcome.has_tier for welcome in self.welcomes)
-        if has_tiers or self._colocation is not None:
+        if has_tiers or self._is_instance:
             extensions.append(Transfers(state))
-        if self._colocation is not None:
+        if self._is_instance:
             exports = exports_of(self._workers, self.spec, self.resolved)
             extensions.append(KVExchange(state, exports))
         if self._session is not None:
