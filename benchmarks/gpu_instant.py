@@ -47,7 +47,7 @@ class InstantFleet:
     def __init__(self) -> None:
         self.lost: dict[int, Any] = {}
         self.kept_by_gone: list[int] = []
-        self.moves = SimpleNamespace(of_tiers=())
+        self.moves = SimpleNamespace(has_moves=False)
         self.answers: dict[int, np.ndarray] = {}
         """By R-worker."""
         self._owed: deque[tuple[int, AttendResult]] = deque()

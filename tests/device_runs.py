@@ -66,7 +66,7 @@ class LateFleet:
     """Rows of q that were sent."""
     lost: dict[int, object] = field(default_factory=dict)
     kept_by_gone: tuple[int, ...] = ()
-    moves: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(of_tiers=()))
+    moves: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(has_moves=False))
     _asked: dict[int, deque[Attend]] = field(default_factory=dict)
     _o: dict[tuple[object, ...], np.ndarray] = field(default_factory=dict)
     _wants_lse: dict[tuple[int, int], bool] = field(default_factory=dict)
