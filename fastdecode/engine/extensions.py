@@ -39,7 +39,9 @@ class EngineState:
     """Steps that were launched so far."""
 
     def __post_init__(self) -> None:
+        hybrid = self.lifecycle.scheduler.hybrid
         self.stats = EngineStats(
+            hybrid=None if hybrid is None else hybrid.counts,
             resumed=self.lifecycle.adoptions.counts,
             tiers=self.lifecycle.scheduler.ledger.cache.stock.traffic.counts,
         )

@@ -378,9 +378,7 @@ class RunningEngine:
 
     def _extensions(self, state: EngineState, times: MeasuredTimes) -> list[Extension]:
         """The features that are on."""
-        hybrid = state.lifecycle.scheduler.hybrid
-        state.stats.hybrid = None if hybrid is None else hybrid.counts
-        lanes = hybrid or lane_control(self.resolved, times)
+        lanes = state.lifecycle.scheduler.hybrid or lane_control(self.resolved, times)
         extensions: list[Extension] = [StepTiming(times, lanes)]
         has_tiers = any(welcome.has_tier for welcome in self.welcomes)
         if has_tiers or self._is_instance:
