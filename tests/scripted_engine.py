@@ -213,7 +213,7 @@ def assemble(
     recovery = recovery_of(state, replicas, replacements, clock)
     extensions: list[Extension] = [Transfers(state)]
     if session is not None:
-        extensions.append(Recorder(session, lifecycle.lives))
+        extensions.append(Recorder(session, lifecycle.sequences))
     engine = Engine(s_worker, pipeline, state, recovery, extensions)  # type: ignore[arg-type]
     return Rig(engine, fleet, lifecycle, s_worker)
 

@@ -39,7 +39,7 @@ from fastdecode.schedule.life.events import (
     Submitted,
 )
 from fastdecode.schedule.life.lifecycle import Lifecycle
-from fastdecode.schedule.life.lives import Status
+from fastdecode.schedule.life.sequences import SequenceState
 from fastdecode.schedule.plan import Chunk, DropCopies, Forget, Keep, Restore
 from fastdecode.schedule.plan import Offload as StoreDown
 
@@ -114,7 +114,7 @@ class Harness:
         except CapacityError:
             return False
         for sequence, length in zip(
-            self.lifecycle.lives.sequences(request.request_id), lengths, strict=True
+            self.lifecycle.sequences.of_request(request.request_id), lengths, strict=True
         ):
             self.live[sequence.sequence_id] = sequence
             self.length_of[sequence.sequence_id] = length
@@ -182,13 +182,13 @@ class Harness:
         while any(map(self._awaits, late)):
             self.end_move()
         run = self.in_flight.pop(lane)
-        wanted_late = self.lifecycle.lives.wanted(late)
+        wanted_late = self.lifecycle.sequences.wanted(late)
         self.num_stepped_early += len(late)
         self.num_disbelieved += len(late) - len(wanted_late)
         for chunk in wanted_late:
             self._check_memory(chunk)
         drawn = []
-        wanted = [chunk.sequence for chunk in self.lifecycle.lives.wanted(run.chunks)]
+        wanted = [chunk.sequence for chunk in self.lifecycle.sequences.wanted(run.chunks)]
         for chunk in run.chunks:
             sequence = chunk.sequence
             if sequence in wanted and chunk.first + chunk.num_tokens == len(sequence.token_ids):
@@ -223,7 +223,7 @@ class Harness:
     def cancel(self, sequence: Sequence) -> set[int]:
         """And all its siblings. Returns who they were."""
         request_id = sequence.request.request_id
-        siblings = {one.sequence_id for one in self.lifecycle.lives.sequences(request_id)}
+        siblings = {one.sequence_id for one in self.lifecycle.sequences.of_request(request_id)}
         self._tell(Cancelled(request_id))
         for sequence_id in siblings:
             del self.live[sequence_id]
@@ -292,8 +292,8 @@ class Harness:
 
     def _fetching(self) -> set[int]:
         """Those that wait for blocks, and hold their room meanwhile."""
-        lives = self.lifecycle.lives.by_sequence
-        return {i for i, life in lives.items() if life.is_parked}
+        lives = self.lifecycle.sequences.by_sequence
+        return {i for i, life in lives.items() if life.state is SequenceState.FETCHING}
 
     def _check_memory(self, chunk: Chunk) -> None:
         window = self.scheduler.ledger.cache.stock.window.num_tokens
@@ -349,11 +349,11 @@ class Harness:
         """First come, first served."""
         parts = [x.part.part_id for x in opened if isinstance(x, (Open, Fork, Resume))]
         started = [self._owners[part_id] for part_id in parts]
-        lives = self.lifecycle.lives
+        lives = self.lifecycle.sequences
         waiting = [
             sequence_id
             for sequence_id, sequence in self.live.items()
-            if sequence.residence is None and lives.status(sequence_id) is not Status.FINISHED
+            if sequence.residence is None and lives.state(sequence_id) is not SequenceState.DONE
         ]
         assert started == sorted(started) and max(started, default=-1) < min(
             waiting, default=1 << 60
@@ -373,7 +373,9 @@ class Harness:
         self.together.add(tuple(sorted(chunks)))
         waits = {self._owners[part.part_id] for part in self.unanswered}
         members = {
-            i for i in self._members(lane) if self.lifecycle.lives.by_sequence[i].fate is None
+            i
+            for i in self._members(lane)
+            if self.lifecycle.sequences.by_sequence[i].pending is None
         }
         assert set(chunks) <= members - waits
         opening_steps = self.scheduler._opening_steps

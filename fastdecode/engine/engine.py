@@ -98,7 +98,7 @@ class Engine:
         self._doers = {kind: each for each in self._extensions for kind in each.instructions}
         self._takers = {kind: each for each in self._extensions for kind in each.answers}
         self._samples = PendingSamples(
-            s_worker, state.lifecycle.lives, state.requests, state.stats, self._trace
+            s_worker, state.lifecycle.sequences, state.requests, state.stats, self._trace
         )
         self._window = longest_window(s_worker.spec.attention)
         self._answer_at_once = all(holder.answers_at_once for holder in pipeline.holders)
@@ -158,7 +158,7 @@ class Engine:
         if request.request_id in self.requests:
             raise duplicate_id(request.request_id)
         self._apply(events.Submitted(request))
-        sequences = self._lifecycle.lives.sequences(request.request_id)
+        sequences = self._lifecycle.sequences.of_request(request.request_id)
         try:
             self.requests.add(request, sequences, time.perf_counter(), listener)
         except FastDecodeError:
@@ -182,7 +182,7 @@ class Engine:
     def cancel_waiting(self, among: Container[str] | None = None) -> list[str]:
         """Forget the requests, ``among`` these or all, of which nothing has run
         yet. Returns their ids."""
-        untouched = self._lifecycle.lives.untouched_requests()
+        untouched = self._lifecycle.sequences.untouched_requests()
         waiting = [request_id for request_id in untouched if among is None or request_id in among]
         for request_id in waiting:
             self.cancel(request_id)
@@ -389,7 +389,7 @@ class Engine:
             if holder in self._timed
         }
         self.stats.count_step(max(each_s.values(), default=0.0), each_s)
-        wanted = self._lifecycle.lives.wanted(step.batch.chunks)
+        wanted = self._lifecycle.sequences.wanted(step.batch.chunks)
         for extension in self._extensions:
             extension.ran(wanted)
         # Before what the step has ended is freed: the holders have held it all through the step.
@@ -397,7 +397,7 @@ class Engine:
         tokens, step.draws = step.draws, None  # or the two would keep each other, and the model
         if isinstance(tokens, StepSamples) and tokens.goes_ahead:
             self._coming[step.lane] = tokens
-            coming = self._lifecycle.lives.wanted(tokens.chunks)
+            coming = self._lifecycle.sequences.wanted(tokens.chunks)
             sequences = tuple([chunk.sequence for chunk in coming])
             self._apply(events.StepDone(step.lane, (), sequences))
             return
@@ -427,7 +427,9 @@ class Engine:
             extension.completed(step, time.perf_counter() - began_s)
 
     def _count_load(self, wanted: Seq[Chunk]) -> None:
-        load = self._lifecycle.lives.num_cached_tokens + sum([chunk.num_tokens for chunk in wanted])
+        load = self._lifecycle.sequences.num_cached_tokens + sum(
+            [chunk.num_tokens for chunk in wanted]
+        )
         self.stats.count_load(load, sum([chunk.num_in_prompt for chunk in wanted]))
         scheduler = self._lifecycle.scheduler
         now = time.perf_counter()

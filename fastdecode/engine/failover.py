@@ -47,7 +47,7 @@ class ReplicaRecovery(Recovery):
 
     def lose(self, holder: HolderId, error: WorkerError) -> Lost | Interrupted:
         """See ``Recovery``."""
-        if self._replicas.lose(holder, is_used=self._lives.is_on(holder)):
+        if self._replicas.lose(holder, is_used=self._sequences.is_on(holder)):
             return Interrupted(holder)
         return super().lose(holder, error)
 
@@ -90,7 +90,7 @@ class ReplicaRecovery(Recovery):
         empty = [
             holder
             for holder in adopted
-            if not self._lives.is_on(holder) and not self._replicas.is_leaving(holder)
+            if not self._sequences.is_on(holder) and not self._replicas.is_leaving(holder)
         ]
         for holder in empty:
             self._replicas.emptied(holder)
@@ -106,7 +106,7 @@ class ReplicaRecovery(Recovery):
         found = self._replacements.look([*self._lost, *adopted])
         leaving: list[HolderId] = []
         if not self._state.lifecycle.adoptions:
-            leaving = replicas.leaving(found, self._lives.is_on)
+            leaving = replicas.leaving(found, self._sequences.is_on)
         joined = list(self._joined(found))
         for _ in joined:
             replicas.joined()

@@ -16,7 +16,7 @@ from fastdecode.engine.stats import EngineStats
 from fastdecode.engine.step.lane_step import LaneStep
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.schedule.life import events
-from fastdecode.schedule.life.lives import Lives
+from fastdecode.schedule.life.sequences import SequenceTable
 from fastdecode.schedule.plan import Chunk
 from sworker.feed import Feed
 from sworker.sampling.sampler import Drawing
@@ -70,7 +70,7 @@ class PendingSamples:
     def __init__(
         self,
         s_worker: SWorker,
-        lives: Lives,
+        lives: SequenceTable,
         requests: Requests,
         stats: EngineStats,
         trace: Trace,

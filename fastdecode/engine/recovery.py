@@ -49,7 +49,7 @@ class Recovery(Extension):
     ) -> None:
         self._state = state
         self._fleet = state.fleet
-        self._lives = state.lifecycle.lives
+        self._sequences = state.lifecycle.sequences
         self._replacements = replacements
         self._clock = clock
         self._looked_s = self._since_s = -math.inf
@@ -105,7 +105,7 @@ class Recovery(Extension):
         assert self._replacements is not None
         for index, welcome in found.items():
             holder = HolderId(index)
-            if holder in self._lost and not self._lives.is_on(holder):
+            if holder in self._lost and not self._sequences.is_on(holder):
                 self._replacements.admit(holder)
                 self._fleet.revive(holder)
                 del self._lost[holder]

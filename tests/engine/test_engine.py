@@ -13,7 +13,7 @@ from scripted_engine import continued, request, rig
 
 from fastdecode.core.errors import RequestError, WorkerError
 from fastdecode.core.sequence import Request, RequestOutput
-from fastdecode.schedule.life.lives import Status
+from fastdecode.schedule.life.sequences import SequenceState
 from fastdecode.wire.messages import OpenSequence
 
 ASKED = [
@@ -44,7 +44,7 @@ def test_every_token_comes_of_all_that_is_cached(options: dict[str, Any]) -> Non
         for one in [*ASKED, *MORE]:
             made.submit(one)
         assert_right([*ASKED, *MORE], made.run())
-        assert not made.lifecycle.lives.by_sequence and not made.lifecycle.grants
+        assert not made.lifecycle.sequences.by_sequence and not made.lifecycle.grants
         assert made.engine.stats.num_recomputed == 0
 
 
@@ -104,15 +104,15 @@ def test_requests_are_cancelled_whatever_they_are_doing() -> None:
         seen = set()
         for _ in range(40):
             made.engine.step()
-            lives = made.lifecycle.lives
+            lives = made.lifecycle.sequences
             flying = {i for ids in lives.flying.values() for i in ids}
             for request_id, kind in [
                 (
                     life.sequence.request.request_id,
-                    (life.status, life.sequence.sequence_id in flying),
+                    (life.state, life.sequence.sequence_id in flying),
                 )
                 for life in lives.by_sequence.values()
-                if life.fate is None
+                if life.pending is None
             ]:
                 if kind not in seen and request_id not in cancelled and len(cancelled) < 8:
                     seen.add(kind)
@@ -120,7 +120,7 @@ def test_requests_are_cancelled_whatever_they_are_doing() -> None:
                     made.engine.cancel(request_id)
                     made.lifecycle.check_invariants()
         outputs = made.run()
-        assert {(Status.RUNNING, True), (Status.WAITING, False)} <= seen
+        assert {(SequenceState.RUNNING, True), (SequenceState.WAITING, False)} <= seen
         assert_right([one for one in asked if one.request_id not in cancelled], outputs)
 
 

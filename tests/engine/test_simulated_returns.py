@@ -189,7 +189,7 @@ def test_only_what_is_not_held_runs_again(tmp_path: Path) -> None:
     for _ in range(20):
         first.engine.step()
     ran = {life.sequence.request.request_id: life.sequence.num_cached
-           for life in first.lifecycle.lives.by_sequence.values()}  # fmt: skip
+           for life in first.lifecycle.sequences.by_sequence.values()}  # fmt: skip
     network.forsake(is_seen=False)
     session = JobSession(path, ["0", "1"], lambda name: True)
     second = _rig(network, session)

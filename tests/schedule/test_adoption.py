@@ -23,7 +23,7 @@ from fastdecode.schedule.life.events import (
     TakeOver,
 )
 from fastdecode.schedule.life.lifecycle import Lifecycle
-from fastdecode.schedule.life.lives import Life, Status
+from fastdecode.schedule.life.sequences import SequenceRecord, SequenceState
 from fastdecode.schedule.modes import make_scheduler
 
 HOLDER = HolderId(0)
@@ -42,7 +42,7 @@ def life() -> Lifecycle:
     for one in opens:
         tell(made, Opened(one.part.part_id))
     (only,) = made.lives.by_sequence.values()
-    assert only.status is Status.RUNNING
+    assert only.state is SequenceState.RUNNING
     return made
 
 
@@ -52,8 +52,8 @@ def tell(life: Lifecycle, event: object) -> list[Instruction]:
     return instructions
 
 
-def only(life: Lifecycle) -> Life:
-    (found,) = life.lives.by_sequence.values()
+def only(life: Lifecycle) -> SequenceRecord:
+    (found,) = life.sequences.by_sequence.values()
     return found
 
 
@@ -67,7 +67,7 @@ def taken_over(life: Lifecycle, found: Sequence[int | None]) -> list[Instruction
 def test_a_sequence_goes_on_with_what_all_of_its_parts_have(life: Lifecycle) -> None:
     told = taken_over(life, [0, 0, 0])
     assert [type(one) for one in told] == [Extend] * NUM_PARTS
-    assert only(life).status is Status.RUNNING and not life.endings.num_recomputed
+    assert only(life).state is SequenceState.RUNNING and not life.endings.num_recomputed
     assert life.adoptions.counts.num_sequences == 1
 
 
@@ -76,7 +76,7 @@ def test_a_sequence_of_which_parts_are_missing_waits_again_once(
     life: Lifecycle, found: Sequence[int | None]
 ) -> None:
     told = taken_over(life, found)
-    assert only(life).status is Status.INTERRUPTED
+    assert only(life).state is SequenceState.REQUEUED
     assert life.endings.num_recomputed == 1
     assert len(life.scheduler.waiting) == 1 and not life.adoptions
     assert not [one for one in told if not isinstance(one, Close)]

@@ -17,7 +17,7 @@ from traffic import Harness
 from fastdecode.core.config.groups import COLD_STARTS
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
-from fastdecode.schedule.life.lives import Status
+from fastdecode.schedule.life.sequences import SequenceState
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import MODES
 
@@ -251,7 +251,7 @@ def test_a_lane_steps_while_others_are_opened() -> None:
     (first, second) = harness.live.values()
     run = harness.begin(0)
     assert run is not None and [chunk.sequence for chunk in run.chunks] == [first]
-    assert harness.lifecycle.lives.status(second.sequence_id) is Status.OPENING
+    assert harness.lifecycle.sequences.state(second.sequence_id) is SequenceState.RESERVING
     harness.complete(0)
     harness.answer()
     run = harness.begin(0)
@@ -260,7 +260,7 @@ def test_a_lane_steps_while_others_are_opened() -> None:
     )
     harness.complete(0)
     harness.run_out()
-    assert harness.lifecycle.lives.stories[second.sequence_id] == [
+    assert harness.lifecycle.sequences.stories[second.sequence_id] == [
         "submitted, 3 tokens",
         "opening on 0",
         "running",

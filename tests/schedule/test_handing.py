@@ -85,7 +85,7 @@ def test_a_request_is_handed_over_and_kept_until_it_is_cancelled() -> None:
     assert tell(life, LaneIdle(0)) == [] == tell(life, LaneReady(0)), "nothing of it runs"
     assert isinstance(opened, Open)
     assert tell(life, Cancelled("a")) == [Close(opened.part)]
-    assert not life.handing.has_parked and not life.lives.by_sequence
+    assert not life.handing.has_parked and not life.sequences.by_sequence
 
 
 def test_one_that_is_over_with_its_first_token_is_not_handed_over() -> None:
@@ -116,7 +116,7 @@ def test_of_several_sequences_one_is_kept(over: tuple[int, ...]) -> None:
         assert isinstance(told[-1], HandOver), "when all have drawn"
         (close,) = tell(life, Cancelled("a"))
         assert isinstance(close, Close)
-    assert not life.lives.by_sequence
+    assert not life.sequences.by_sequence
 
 
 @pytest.mark.parametrize("event", [Lost(HolderId(0)), Interrupted(HolderId(0))])
@@ -127,7 +127,7 @@ def test_who_loses_what_was_to_be_fetched_says_so(event: Event) -> None:
     step(life)
     fails = [one for one in tell(life, event) if isinstance(one, Fail)]
     assert [fail.error.code for fail in fails] == [HANDED_OVER_LOST]
-    assert not life.lives.by_sequence
+    assert not life.sequences.by_sequence
 
 
 def coming(max_tokens: int = 4) -> Request:
@@ -158,7 +158,7 @@ def test_what_is_offered_is_needed_until_all_siblings_have_begun() -> None:
     tell(life, Submitted(asked))
     told: list[Instruction] = []
     pulls = 0
-    while life.lives.by_sequence:
+    while life.sequences.by_sequence:
         for one in tell(life, LaneIdle(0)):
             if isinstance(one, (Open, Fork)):
                 for then in tell(life, Opened(one.part.part_id)):
@@ -201,7 +201,7 @@ def test_who_is_cancelled_or_lost_while_it_is_fetched() -> None:
     assert tell(life, Pulled(asked.part.part_id, "it is lost")) == []
     assert tell(life, Cancelled("a")) == [Close(again.part)]
     assert tell(life, Pulled(again.part.part_id, "it was closed")) == []
-    assert not life.lives.by_sequence and not life.handing.is_pulling
+    assert not life.sequences.by_sequence and not life.handing.is_pulling
 
 
 def test_tokens_that_are_to_be_drawn_again_are_not_fetched() -> None:

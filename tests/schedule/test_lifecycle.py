@@ -36,7 +36,7 @@ from fastdecode.schedule.life.events import (
     TakeOver,
 )
 from fastdecode.schedule.life.lifecycle import Lifecycle
-from fastdecode.schedule.life.lives import Status
+from fastdecode.schedule.life.sequences import SequenceState
 from fastdecode.schedule.modes import make_scheduler
 
 
@@ -87,10 +87,10 @@ def test_a_life_from_submission_to_its_end() -> None:
     life = lifecycle()
     submit(life, "a", max_tokens=2)
     asked = opening(life, 0)
-    assert asked.part.num_tokens == 4 and life.lives.status(0) is Status.OPENING  # type: ignore[arg-type]
+    assert asked.part.num_tokens == 4 and life.sequences.state(0) is SequenceState.RESERVING  # type: ignore[arg-type]
     assert tell(life, LaneReady(0)) == [] == tell(life, LaneIdle(0)), "nobody is asked twice"
     assert tell(life, Opened(asked.part.part_id)) == []
-    assert life.lives.status(0) is Status.RUNNING  # type: ignore[arg-type]
+    assert life.sequences.state(0) is SequenceState.RUNNING  # type: ignore[arg-type]
     assert step(life, 0) == [] == tell(life, LaneIdle(0))
     finish, close = step(life, 0)
     assert (
@@ -100,7 +100,7 @@ def test_a_life_from_submission_to_its_end() -> None:
     )
     assert close == Close(asked.part)
     story = ["submitted, 3 tokens", "opening on 0", "running", "finished: length"]
-    assert life.lives.stories[0] == story  # type: ignore[arg-type]
+    assert life.sequences.stories[0] == story  # type: ignore[arg-type]
 
 
 def test_a_refusal_beside_others_waits_even_if_they_have_ended_by_now() -> None:
@@ -114,7 +114,7 @@ def test_a_refusal_beside_others_waits_even_if_they_have_ended_by_now() -> None:
     tell(life, LaneIdle(0))
     assert Close(first.part) in step(life, 0)
     assert tell(life, Refused(second.part.part_id, **FULL)) == []
-    assert life.lives.status(1) is Status.INTERRUPTED  # type: ignore[arg-type]
+    assert life.sequences.state(1) is SequenceState.REQUEUED  # type: ignore[arg-type]
     third = opening(life, 1)
     assert third.part.part_id not in (first.part.part_id, second.part.part_id), (
         "a late answer is nobody else's"
@@ -156,10 +156,10 @@ def test_what_befalls_a_sequence_in_flight_is_carried_out_at_the_end_of_its_step
         tell(life, Opened(x.part.part_id))
     (run,) = tell(life, LaneReady(0))
     assert tell(life, Lost(HolderId(1))) == [] and life.endings.num_recomputed == 1
-    assert life.lives.is_on(HolderId(1)), "nobody may come in its place yet"
+    assert life.sequences.is_on(HolderId(1)), "nobody may come in its place yet"
     assert tell(life, Cancelled("long")) == []
     assert end(life, run) == [Close(opened[0].part)]  # type: ignore[union-attr]
-    assert not life.lives.is_on(HolderId(1)) and life.lives.stories[0][-1] == "cancelled"  # type: ignore[arg-type]
+    assert not life.sequences.is_on(HolderId(1)) and life.sequences.stories[0][-1] == "cancelled"  # type: ignore[arg-type]
 
 
 def test_who_is_opened_while_its_holder_is_lost_starts_elsewhere() -> None:
@@ -201,7 +201,7 @@ def test_siblings_fork_whoever_holds_the_prompt() -> None:
     assert [(x.parent, x.num_shared_tokens) for x in forks if isinstance(x, Fork)] == [
         (parent.part, 4)
     ] * 2
-    assert life.lives.num_cached_tokens == 5 + 4 + 4
+    assert life.sequences.num_cached_tokens == 5 + 4 + 4
 
 
 def test_who_outgrows_its_room_steps_when_it_has_more() -> None:
@@ -228,7 +228,7 @@ def test_who_never_fits_leaves_nothing_behind() -> None:
         submit(life, "long", num_prompt_tokens=20, max_tokens=20)
     assert caught.value.code == "exceeds_capacity", "a server's client is told that it never will"
     life.check_invariants()
-    assert not life.lives.by_request and not life.lives.sequences("long")
+    assert not life.sequences.by_request and not life.sequences.of_request("long")
 
 
 def test_a_doubted_sequence_starts_again_from_its_first_token_beside_no_sibling() -> None:
@@ -244,7 +244,7 @@ def test_a_doubted_sequence_starts_again_from_its_first_token_beside_no_sibling(
     (second,) = (chunk.sequence for chunk in run.chunks)
     assert tell(life, StepDone(1, (Drawn(second, is_doubted=True),))) == [Close(fork.part)]
     assert (second.is_checked, second.num_cached) == (True, 0)
-    assert life.lives.status(second.sequence_id) is Status.INTERRUPTED
+    assert life.sequences.state(second.sequence_id) is SequenceState.REQUEUED
     assert life.endings.num_recomputed == 1
     (again,) = tell(life, LaneIdle(1))
     assert isinstance(again, Open)
@@ -255,7 +255,7 @@ def running(life: Lifecycle, name: str = "a", **more: int) -> tuple[Sequence, Op
     submit(life, name, **more)
     asked = opening(life, 0)
     tell(life, Opened(asked.part.part_id))
-    (sequence,) = life.lives.sequences(name)
+    (sequence,) = life.sequences.of_request(name)
     return sequence, asked
 
 
@@ -279,10 +279,10 @@ def test_a_sequence_steps_on_with_a_token_that_is_coming() -> None:
     assert end(life, run) == [] and sequence.token_ids == [5, 5, 5, 8, 7]
     # Its last is coming: nobody needs its cache any more.
     assert go_ahead(life, sequence) == [Close(asked.part)]
-    assert life.lives.status(sequence.sequence_id) is Status.FINISHED
+    assert life.sequences.state(sequence.sequence_id) is SequenceState.DONE
     assert tell(life, LaneReady(0)) == [] and life.scheduler.num_running == 0
     assert tell(life, Came((Drawn(sequence, 9),))) == [Finish(sequence, "length")]
-    assert sequence.token_ids == [5, 5, 5, 8, 7, 9] and not life.lives.by_sequence
+    assert sequence.token_ids == [5, 5, 5, 8, 7, 9] and not life.sequences.by_sequence
 
 
 def test_a_token_that_was_the_last_after_all_is_told_at_once() -> None:
@@ -292,7 +292,7 @@ def test_a_token_that_was_the_last_after_all_is_told_at_once() -> None:
     go_ahead(life, sequence)
     (run,) = tell(life, LaneReady(0))
     assert tell(life, Came((Drawn(sequence, 8, "stop"),))) == [Finish(sequence, "stop")]
-    assert life.lives.wanted(run.chunks) == []  # type: ignore[union-attr]
+    assert life.sequences.wanted(run.chunks) == []  # type: ignore[union-attr]
     assert tell(life, StepDone(0, ())) == [Close(asked.part)]
     assert sequence.token_ids == [5, 5, 5, 8]
 
@@ -305,12 +305,12 @@ def test_what_is_coming_may_never_come(max_tokens: int, is_doubted: bool) -> Non
     closed = go_ahead(life, sequence)
     if is_doubted:
         closed += tell(life, Came((Drawn(sequence, is_doubted=True),)))
-        assert life.lives.status(sequence.sequence_id) is Status.INTERRUPTED
+        assert life.sequences.state(sequence.sequence_id) is SequenceState.REQUEUED
         assert sequence.token_ids == [5, 5, 5] and list(life.scheduler.waiting) == [sequence]
     else:
         closed += tell(life, Cancelled("a"))
         assert tell(life, Came((Drawn(sequence, 8),))) == []
-        assert not life.lives.by_sequence and not life.scheduler.waiting
+        assert not life.sequences.by_sequence and not life.scheduler.waiting
     assert closed == [Close(asked.part)]
 
 

@@ -23,6 +23,7 @@ from fastdecode.schedule.cache.retention import POLICIES, policy_of
 from fastdecode.schedule.cache.tiers.offload_jobs import Rates, TierCounts
 from fastdecode.schedule.life.events import Fetching, Stocked
 from fastdecode.schedule.life.restores import Progress, Restores
+from fastdecode.schedule.life.sequences import SequenceState
 from fastdecode.schedule.modes import make_scheduler
 
 BLOCKS = (12, 20)
@@ -200,7 +201,7 @@ class Fetched:
         )
         traffic.has_lower = True
         self.restores = Restores(traffic)
-        self._life: Any = SimpleNamespace(is_parked=True, fate=None, lane=0)
+        self._life: Any = SimpleNamespace(state=SequenceState.FETCHING, pending=None, lane=0)
 
     def begin(self) -> None:
         start: Any = SimpleNamespace(awaits=(7,), num_first_tokens=40)

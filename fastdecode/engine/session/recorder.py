@@ -9,7 +9,7 @@ from fastdecode.core.holders import PartId
 from fastdecode.core.resuming import Session, first_part
 from fastdecode.engine.extensions import Extension
 from fastdecode.schedule.life.events import Drawn, Fork, Open, Resume
-from fastdecode.schedule.life.lives import Lives
+from fastdecode.schedule.life.sequences import SequenceTable
 from fastdecode.schedule.plan import Chunk
 
 
@@ -21,7 +21,7 @@ class Recorder(Extension):
         lives: all sequences that aren't over.
     """
 
-    def __init__(self, session: Session, lives: Lives) -> None:
+    def __init__(self, session: Session, lives: SequenceTable) -> None:
         self._session = session
         self._lives = lives
         self._opened: set[PartId] = set()

@@ -387,7 +387,7 @@ class RunningEngine:
             exports = exports_of(self._workers, self.spec, self.resolved)
             extensions.append(KVExchange(state, exports))
         if self._session is not None:
-            extensions.append(Recorder(self._session, state.lifecycle.lives))
+            extensions.append(Recorder(self._session, state.lifecycle.sequences))
         return extensions
 
     @property

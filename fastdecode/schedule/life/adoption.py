@@ -21,7 +21,12 @@ from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.life.endings import Endings
 from fastdecode.schedule.life.events import Extend, Instruction, TakeOver, Truncate
 from fastdecode.schedule.life.grants import Grants
-from fastdecode.schedule.life.lives import Fate, Life, Lives, Status
+from fastdecode.schedule.life.sequences import (
+    PendingAction,
+    SequenceRecord,
+    SequenceState,
+    SequenceTable,
+)
 
 
 @dataclass
@@ -41,7 +46,7 @@ class AdoptionCounts:
 class _Resuming:
     """A sequence that is to go on."""
 
-    life: Life
+    life: SequenceRecord
     found: dict[PartId, int] = field(default_factory=dict)
     """Tokens of its parts that were asked for, as far as that was answered."""
     uneven: set[PartId] = field(default_factory=set)
@@ -64,26 +69,26 @@ class Adoptions:
     def __init__(
         self,
         scheduler: ContinuousScheduler,
-        lives: Lives,
+        table: SequenceTable,
         grants: Grants,
         endings: Endings,
         out: list[Instruction],
     ) -> None:
         self._scheduler = scheduler
-        self._lives = lives
+        self._table = table
         self._grants = grants
         self._endings = endings
         self._out = out
         self._leaving: dict[HolderId, None] = {}
         self._waiting: dict[HolderId, None] = {}
-        self._asked: dict[HolderId, list[tuple[Life, Part]]] = {}
+        self._asked: dict[HolderId, list[tuple[SequenceRecord, Part]]] = {}
         self._resuming: dict[SequenceId, _Resuming] = {}
         self.counts = AdoptionCounts()
 
     def __bool__(self) -> bool:
         under_way = self._leaving or self._waiting or self._asked
         return bool(under_way) or any(
-            resuming.life.fate is Fate.RESUME for resuming in self._resuming.values()
+            resuming.life.pending is PendingAction.RECOVER for resuming in self._resuming.values()
         )
 
     def begin(self, holder: HolderId) -> None:
@@ -96,17 +101,18 @@ class Adoptions:
             if not self._grants.forget_asked(life, holder):
                 self._grants.lose(life, holder)
                 self._endings.recompute(life)
-            elif life.fate in (None, Fate.RESUME):
+            elif life.pending in (None, PendingAction.RECOVER):
                 self._wait(life, holder)
             else:
                 self._endings.settle(life)
 
-    def _wait(self, life: Life, holder: HolderId) -> None:
-        self._lives.tell(life, f"holder {holder} is lost, or leaves, and has a replica")
+    def _wait(self, life: SequenceRecord, holder: HolderId) -> None:
+        self._table.tell(life, f"holder {holder} is lost, or leaves, and has a replica")
         sequence_id = life.sequence.sequence_id
-        if life.fate is None:
+        if life.pending is None:
             self._resuming[sequence_id] = _Resuming(life)
-        self._lives.doom(life, Fate.RESUME)
+        self._table.set_pending(life, PendingAction.RECOVER)
+        self._table.move(life, SequenceState.RECOVERING)
         self._resuming[sequence_id].num_tokens = None
 
     def leave(self, holder: HolderId) -> None:
@@ -156,13 +162,13 @@ class Adoptions:
                 self._endings.recompute(life)
             self.proceed(life)
 
-    def proceed(self, life: Life) -> None:
+    def proceed(self, life: SequenceRecord) -> None:
         """Something that was asked for a sequence has been answered, or can't
         be any more: it goes on once all has been."""
         sequence = life.sequence
-        if life.fate is not Fate.RESUME:
+        if life.pending is not PendingAction.RECOVER:
             self._resuming.pop(sequence.sequence_id, None)
-            if life.fate is not None:
+            if life.pending is not None:
                 self._endings.settle(life)
             return
         if life.unanswered or self._is_awaited(life):
@@ -174,7 +180,7 @@ class Adoptions:
             del self._resuming[sequence.sequence_id]
             self._resume(life, resuming)
 
-    def _is_awaited(self, life: Life) -> bool:
+    def _is_awaited(self, life: SequenceRecord) -> bool:
         """Whether anybody is still to say what is there of a sequence."""
         assert life.sequence.residence is not None
         holders = life.sequence.residence.holders
@@ -198,15 +204,16 @@ class Adoptions:
                 self._out.append(Truncate(part, wanted))
         return num_tokens
 
-    def _resume(self, life: Life, resuming: _Resuming) -> None:
+    def _resume(self, life: SequenceRecord, resuming: _Resuming) -> None:
         """A sequence goes on. Its room is asked for anew where a replica is gone
         on with: it needn't know of all that the lost holder had granted."""
         sequence, num_tokens = life.sequence, resuming.num_tokens
         assert num_tokens is not None and sequence.residence is not None
-        self._lives.absolve(life)
+        self._table.clear_pending(life)
         self._count(sequence.num_cached, num_tokens)
-        self._lives.tell(life, f"goes on with {num_tokens} of {sequence.num_cached} tokens")
-        self._lives.place(life, Status.RUNNING, num_tokens)
+        self._table.tell(life, f"goes on with {num_tokens} of {sequence.num_cached} tokens")
+        self._table.move(life, SequenceState.RUNNING)
+        self._table.cache(life, num_tokens)
         self._scheduler.rewind(sequence)
         for part in sequence.residence.parts:
             if part.part_id in resuming.found:
@@ -218,11 +225,11 @@ class Adoptions:
         self.counts.num_tokens += num_tokens
         self.counts.num_tokens_lost += num_before - num_tokens
 
-    def _on(self, holder: HolderId) -> list[Life]:
+    def _on(self, holder: HolderId) -> list[SequenceRecord]:
         """The sequences of which the holder has a part, or had one."""
-        return [life for life in self._lives.by_sequence.values() if _is_on(life, holder)]
+        return [life for life in self._table.by_sequence.values() if _is_on(life, holder)]
 
-    def _open_on(self, holder: HolderId) -> Iterator[tuple[Life, Part]]:
+    def _open_on(self, holder: HolderId) -> Iterator[tuple[SequenceRecord, Part]]:
         """Parts that the holder has."""
         for life in self._on(holder):
             for part in life.opened.values():
@@ -230,7 +237,7 @@ class Adoptions:
                     yield life, part
 
 
-def _is_on(life: Life, holder: HolderId) -> bool:
+def _is_on(life: SequenceRecord, holder: HolderId) -> bool:
     residence = life.sequence.residence
     return residence is not None and residence.is_on(holder)
 

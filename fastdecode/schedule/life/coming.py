@@ -13,7 +13,12 @@ from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.life.endings import Endings
 from fastdecode.schedule.life.events import Drawn
 from fastdecode.schedule.life.handing import Handing
-from fastdecode.schedule.life.lives import Fate, Life, Lives, Status
+from fastdecode.schedule.life.sequences import (
+    PendingAction,
+    SequenceRecord,
+    SequenceState,
+    SequenceTable,
+)
 
 
 class ComingTokens:
@@ -27,18 +32,22 @@ class ComingTokens:
     """
 
     def __init__(
-        self, scheduler: ContinuousScheduler, lives: Lives, endings: Endings, handing: Handing
+        self,
+        scheduler: ContinuousScheduler,
+        table: SequenceTable,
+        endings: Endings,
+        handing: Handing,
     ) -> None:
         self._handing = handing
         self._scheduler = scheduler
-        self._lives = lives
+        self._table = table
         self._endings = endings
 
     def expect(self, sequence: Sequence) -> None:
         """Its token is coming. After its last it doesn't step any more, and
         nobody needs its cache."""
-        life = self._lives.by_sequence.get(sequence.sequence_id)
-        if life is None or life.fate is not None:
+        life = self._table.by_sequence.get(sequence.sequence_id)
+        if life is None or life.pending is not None:
             return
         sequence.token_ids.append(COMING)
         if len(sequence.token_ids) >= life.longest and sequence.request.hands_over:
@@ -46,26 +55,26 @@ class ComingTokens:
         elif len(sequence.token_ids) >= life.longest:
             self._scheduler.finish(sequence)
             self._endings.set_aside(life)
-            life.status = Status.FINISHED
+            self._table.move(life, SequenceState.DONE)
 
     def take_awaited(self, drawn: Iterable[Drawn]) -> None:
         """Tokens are known of sequences that may have been interrupted since."""
         for one in drawn:
             if one.sequence.is_coming:
                 one.sequence.token_ids.pop()
-                life = self._lives.by_sequence.get(one.sequence.sequence_id)
-                if life is not None and life.fate is not Fate.DROP:
+                life = self._table.by_sequence.get(one.sequence.sequence_id)
+                if life is not None and life.pending is not PendingAction.DROP:
                     self._take(life, one)
 
     def take_drawn(self, drawn: Iterable[Drawn]) -> None:
         """A step's tokens are known as it ends. A sequence whose sibling has
         failed in this very step takes none."""
         for one in drawn:
-            life = self._lives.by_sequence.get(one.sequence.sequence_id)
-            if life is not None and life.fate is None:
+            life = self._table.by_sequence.get(one.sequence.sequence_id)
+            if life is not None and life.pending is None:
                 self._take(life, one)
 
-    def _take(self, life: Life, drawn: Drawn) -> None:
+    def _take(self, life: SequenceRecord, drawn: Drawn) -> None:
         sequence = life.sequence
         if drawn.is_doubted:
             sequence.is_checked = True

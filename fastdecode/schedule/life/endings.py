@@ -11,7 +11,12 @@ from fastdecode.core.sequence import FinishReason
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.life.events import Close, Fail, Finish, Instruction
 from fastdecode.schedule.life.grants import Grants
-from fastdecode.schedule.life.lives import Fate, Life, Lives, Status
+from fastdecode.schedule.life.sequences import (
+    PendingAction,
+    SequenceRecord,
+    SequenceState,
+    SequenceTable,
+)
 
 
 class Endings:
@@ -27,12 +32,12 @@ class Endings:
     def __init__(
         self,
         scheduler: ContinuousScheduler,
-        lives: Lives,
+        table: SequenceTable,
         grants: Grants,
         out: list[Instruction],
     ) -> None:
         self._scheduler = scheduler
-        self._lives = lives
+        self._table = table
         self._grants = grants
         self._out = out
         self._cache = scheduler.ledger.cache
@@ -43,17 +48,17 @@ class Endings:
         self.was_refused = False
         """Somebody was, and since then nothing was freed."""
 
-    def finish(self, life: Life, reason: FinishReason) -> None:
+    def finish(self, life: SequenceRecord, reason: FinishReason) -> None:
         """Its last token is known."""
         self._cache.answered(life.sequence)
         request_id = life.sequence.request.request_id
-        siblings = self._lives.by_request[request_id]
+        siblings = self._table.by_request[request_id]
         siblings.remove(life)
         if not siblings:
-            del self._lives.by_request[request_id]
-        self._lives.tell(life, f"finished: {reason}")
+            del self._table.by_request[request_id]
+        self._table.tell(life, f"finished: {reason}")
         self._out.append(Finish(life.sequence, reason))
-        self._lives.doom(life, Fate.DROP)
+        self._table.set_pending(life, PendingAction.DROP)
         self.settle(life)
 
     def drop(self, request_id: str, error: FastDecodeError | None = None) -> None:
@@ -61,46 +66,47 @@ class Endings:
         nobody wants to know."""
         if error is not None:
             self._out.append(Fail(request_id, error))
-        for life in self._lives.by_request.pop(request_id):
-            self._lives.tell(life, "cancelled" if error is None else f"failed: {error}")
-            self._lives.doom(life, Fate.DROP)
+        for life in self._table.by_request.pop(request_id):
+            self._table.tell(life, "cancelled" if error is None else f"failed: {error}")
+            self._table.set_pending(life, PendingAction.DROP)
             self.settle(life)
 
-    def recompute(self, life: Life) -> None:
+    def recompute(self, life: SequenceRecord) -> None:
         """It has to start again."""
-        if life.fate in (None, Fate.RESUME):
-            self._lives.doom(life, Fate.REQUEUE)
+        if life.pending in (None, PendingAction.RECOVER):
+            self._table.set_pending(life, PendingAction.REQUEUE)
             self.num_recomputed += 1
         self.settle(life)
 
-    def settle(self, life: Life) -> None:
+    def settle(self, life: SequenceRecord) -> None:
         """Carry out what becomes of a sequence, once it is at rest."""
-        if life.fate is Fate.RESUME or not self._lives.is_at_rest(life):
+        if life.pending is PendingAction.RECOVER or not self._table.is_at_rest(life):
             return
-        if life.sources or life.pulling:  # what was to be fetched isn't there, and isn't kept
-            self._lives.place(life, life.status, 0)
-        is_closed = life.status is Status.FINISHED
-        if life.fate is Fate.DROP:
+        if life.sources or life.importing:  # what was to be fetched isn't there, and isn't kept
+            self._table.cache(life, 0)
+        is_closed = life.state is SequenceState.DONE
+        if life.pending is PendingAction.DROP:
             if not is_closed:
                 self._scheduler.finish(life.sequence)
                 self.set_aside(life)
-            self._lives.absolve(life)
-            life.status = Status.FINISHED
-            del self._lives.by_sequence[life.sequence.sequence_id]
+            self._table.clear_pending(life)
+            self._table.move(life, SequenceState.DONE)
+            del self._table.by_sequence[life.sequence.sequence_id]
         else:
             self._scheduler.requeue(life.sequence, was_over=is_closed)
+            self._table.move(life, SequenceState.REQUEUED)
             self.set_aside(life)
-            self._lives.absolve(life)
+            self._table.clear_pending(life)
             self.looks_for_room = True
 
-    def set_aside(self, life: Life) -> None:
+    def set_aside(self, life: SequenceRecord) -> None:
         """Close what is open of a sequence, which waits again, or is over."""
         self._out += self._cache.stock.orders.take()  # of blocks that are still open
         for part in self._grants.close(life):
             self._out.append(Close(part, self._cache.stock.take_tail(part.part_id)))
             self.was_refused = False
-        self._lives.place(life, Status.INTERRUPTED, 0)
+        self._table.cache(life, 0)
         life.sequence.residence = None
         life.stop_awaiting()
         life.sources = ()
-        life.pulling.clear()
+        life.importing.clear()

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fastdecode.core.holders import HolderId, Part, PartId
-from fastdecode.schedule.life.lives import Life
+from fastdecode.schedule.life.sequences import SequenceRecord
 
 
 @dataclass(frozen=True)
 class Asked:
     """A part that is to be opened or enlarged."""
 
-    life: Life
+    life: SequenceRecord
     part: Part
     is_alone: bool
     """Nothing of other sequences was open on the holder, or to be opened, when it was asked."""
@@ -40,7 +40,7 @@ class Grants:
         """Whether the holder owes any answer about a part."""
         return any(asked.part.holder == holder for asked in self._asked.values())
 
-    def ask(self, life: Life, part: Part) -> None:
+    def ask(self, life: SequenceRecord, part: Part) -> None:
         """A part is to be opened or enlarged."""
         residence = life.sequence.residence
         assert residence is not None
@@ -51,7 +51,7 @@ class Grants:
         self._asked[part.part_id] = Asked(life, part, is_alone)
         life.unanswered.add(part.part_id)
 
-    def forget_asked(self, life: Life, holder: HolderId) -> bool:
+    def forget_asked(self, life: SequenceRecord, holder: HolderId) -> bool:
         """A holder doesn't answer any more what was asked for a sequence.
         Returns whether all of it is open all the same: it was to be enlarged,
         if anything."""
@@ -64,7 +64,7 @@ class Grants:
             life.unanswered.remove(part_id)
         return True
 
-    def opened(self, part_id: PartId) -> Life:
+    def opened(self, part_id: PartId) -> SequenceRecord:
         """The part is open, or enlarged. Returns whose it is."""
         asked = self._asked.pop(part_id)
         asked.life.unanswered.remove(part_id)
@@ -78,14 +78,14 @@ class Grants:
         self._num_parts[asked.part.holder] -= part_id not in asked.life.opened
         return asked
 
-    def close(self, life: Life) -> list[Part]:
+    def close(self, life: SequenceRecord) -> list[Part]:
         """All that is open of a sequence isn't any more. Returns what was."""
         parts = list(life.opened.values())
         life.opened.clear()
         self._num_parts.subtract(part.holder for part in parts)
         return parts
 
-    def lose(self, life: Life, holder: HolderId) -> bool:
+    def lose(self, life: SequenceRecord, holder: HolderId) -> bool:
         """A holder is gone. Returns whether it had a part of the sequence, or was to have one."""
         residence = life.sequence.residence
         if residence is None or not residence.is_on(holder):
@@ -100,7 +100,7 @@ class Grants:
                 life.opened.pop(part.part_id, None)
         return True
 
-    def check_invariants(self, lives: Iterable[Life]) -> None:
+    def check_invariants(self, lives: Iterable[SequenceRecord]) -> None:
         """Recount everything. ``lives``: of all sequences that aren't over."""
         every = list(lives)
         assert {i: life for life in every for i in life.unanswered} == {

@@ -17,7 +17,12 @@ from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.life.endings import Endings
 from fastdecode.schedule.life.events import HandOver, HasFetched, Instruction, Pull, Pulled
 from fastdecode.schedule.life.grants import Grants
-from fastdecode.schedule.life.lives import Fate, Life, Lives, Status
+from fastdecode.schedule.life.sequences import (
+    PendingAction,
+    SequenceRecord,
+    SequenceState,
+    SequenceTable,
+)
 
 HANDED_OVER_LOST: Final = "handed_over_lost"
 """Code of what a request ends with whose prompt can't be fetched any more."""
@@ -37,17 +42,17 @@ class Handing:
     def __init__(
         self,
         scheduler: ContinuousScheduler,
-        lives: Lives,
+        table: SequenceTable,
         grants: Grants,
         endings: Endings,
         out: list[Instruction],
     ) -> None:
         self._scheduler = scheduler
-        self._lives = lives
+        self._table = table
         self._grants = grants
         self._endings = endings
         self._out = out
-        self._pulling: dict[PartId, Life] = {}
+        self._pulling: dict[PartId, SequenceRecord] = {}
         self._failed: set[str] = set()
         """Requests of whose prompts a part couldn't be fetched."""
 
@@ -61,7 +66,7 @@ class Handing:
         """Whether anything waits to be fetched by others."""
         return bool(self._scheduler.parked.runs)
 
-    def fetch(self, life: Life) -> bool:
+    def fetch(self, life: SequenceRecord) -> bool:
         """All parts of a sequence are open: whether something has to come before
         it runs."""
         sources, life.sources = life.sources, ()
@@ -70,75 +75,76 @@ class Handing:
         for part in residence.parts if sources else ():
             num_tokens = min(life.sequence.num_cached - part.first_token, part.num_tokens)
             if num_tokens > 0:
-                life.pulling.add(part.part_id)
+                life.importing.add(part.part_id)
                 self._pulling[part.part_id] = life
                 self._out.append(Pull(part, num_tokens, sources))
-        if life.pulling:
-            self._lives.tell(life, "fetches its prompt")
-        return bool(life.pulling)
+        if life.importing:
+            self._table.move(life, SequenceState.IMPORTING)
+            self._table.tell(life, "fetches its prompt")
+        return bool(life.importing)
 
     def pulled(self, event: Pulled) -> None:
         """What was to be fetched of a part is there, or can't be had. The part
         may be closed by now."""
         life = self._pulling.pop(event.part_id, None)
-        if life is None or event.part_id not in life.pulling:
+        if life is None or event.part_id not in life.importing:
             return
-        life.pulling.discard(event.part_id)
+        life.importing.discard(event.part_id)
         if event.reason:
-            self._lives.tell(life, f"can't fetch its prompt: {event.reason}")
+            self._table.tell(life, f"can't fetch its prompt: {event.reason}")
             self._failed.add(life.sequence.request.request_id)
-            for sibling in self._lives.sequences(life.sequence.request.request_id):
+            for sibling in self._table.of_request(life.sequence.request.request_id):
                 sibling.sources = ()
-            self._lives.place(life, life.status, 0)  # none of it is kept
+            self._table.cache(life, 0)  # none of it is kept
             self._endings.recompute(life)
-        elif not life.pulling:
-            life.status = Status.RUNNING
+        elif not life.importing:
+            self._table.move(life, SequenceState.RUNNING)
             self._scheduler.granted(life.sequence)
-            self._lives.tell(life, "running")
-        if not life.pulling:
+            self._table.tell(life, "running")
+        if not life.importing:
             self.started(life)
 
-    def started(self, life: Life) -> None:
+    def started(self, life: SequenceRecord) -> None:
         """A sequence has its first tokens, or won't have them from elsewhere.
         What is offered is needed as long as any of its siblings may want it."""
         sequence = life.sequence
         sequence.sources = ()
-        siblings = self._lives.sequences(sequence.request.request_id)
+        siblings = self._table.of_request(sequence.request.request_id)
         if sequence.request.sources and not any(sibling.sources for sibling in siblings):
             failed = sequence.request.request_id in self._failed
             self._failed.discard(sequence.request.request_id)
             self._out.append(HasFetched(sequence, failed))
 
-    def hold(self, life: Life) -> None:
+    def hold(self, life: SequenceRecord) -> None:
         """Its last token here is drawn, though perhaps not known: nothing of it
         runs any more."""
-        if life.status is not Status.PARKED:
+        if life.state is not SequenceState.EXPORTED:
             self._scheduler.parked.park(self._scheduler.lanes, life.sequence)
-            life.status = Status.PARKED
+            self._table.move(life, SequenceState.EXPORTED)
 
-    def park(self, life: Life) -> None:
+    def park(self, life: SequenceRecord) -> None:
         """Its last token here is known, and it isn't over."""
-        siblings = self._lives.by_request[life.sequence.request.request_id]
+        siblings = self._table.by_request[life.sequence.request.request_id]
         if any(_is_parked(other) for other in siblings if other is not life):
             siblings.remove(life)
-            self._lives.tell(life, "handed over with a sibling")
-            self._lives.doom(life, Fate.DROP)
+            self._table.tell(life, "handed over with a sibling")
+            self._table.set_pending(life, PendingAction.DROP)
             self._endings.settle(life)
             return
-        self._lives.tell(life, "parked")
+        self._table.tell(life, "parked")
         self.hold(life)
 
     def look(self, request_id: str) -> None:
         """One of a request's sequences has drawn its last token here: hand the
         request over if all have, and some aren't over."""
-        siblings = self._lives.by_request.get(request_id, [])
+        siblings = self._table.by_request.get(request_id, [])
         if siblings and all(map(_is_parked, siblings)):
             self._out.append(HandOver(siblings[0].sequence))
 
-    def lose(self, life: Life) -> None:
+    def lose(self, life: SequenceRecord) -> None:
         """A parked sequence has lost what was to be fetched."""
         request_id = life.sequence.request.request_id
-        if request_id in self._lives.by_request:
+        if request_id in self._table.by_request:
             self._endings.drop(
                 request_id,
                 WorkerError(
@@ -148,23 +154,23 @@ class Handing:
 
     def forget(self) -> None:
         """Nothing is heard any more of what was to come to a lost holder."""
-        self._pulling = {i: life for i, life in self._pulling.items() if i in life.pulling}
+        self._pulling = {i: life for i, life in self._pulling.items() if i in life.importing}
 
     def interrupt(self, holder: HolderId) -> None:
         """A holder is lost that has a replica, which knows of no offer, and
         nothing of what was coming."""
-        for life in list(self._lives.by_sequence.values()):
+        for life in list(self._table.by_sequence.values()):
             residence = life.sequence.residence
             if residence is None or not residence.is_on(holder):
                 continue
-            if life.status is Status.PARKED:
+            if life.state is SequenceState.EXPORTED:
                 self._grants.lose(life, holder)
                 self.lose(life)
-            elif life.pulling:
+            elif life.importing:
                 self._grants.lose(life, holder)
                 self._endings.recompute(life)
         self.forget()
 
 
-def _is_parked(life: Life) -> bool:
-    return life.status is Status.PARKED and not life.sequence.is_coming
+def _is_parked(life: SequenceRecord) -> bool:
+    return life.state is SequenceState.EXPORTED and not life.sequence.is_coming

@@ -1,21 +1,11 @@
-"""One life of a sequence, whoever carries it out: the engine, the simulator, or
-a test.
-
-::
-
-    WAITING ──▶ OPENING ──▶ RUNNING ──▶ FINISHED
-                   ▲  │         │
-                   │  ▼         ▼         a holder was lost, refused, or had to make room for others
-                   INTERRUPTED ◀──
+"""What happens to sequences, and what follows: for the engine, the simulator and
+tests.
 
 Nothing here waits, sends, or computes: ``handle`` takes an event and gives the
 instructions that follow from it, to be carried out in their order. A
 ``Lifecycle`` owns the scheduler, and it alone writes a sequence's tokens, how
-many of them are cached, and where.
-
-A sequence is **at rest** when no step of it is in flight and all that was asked
-for it is answered. What befalls it before, its **fate**, is carried out then:
-only then is it known what has to be closed, and nobody writes to it any more.
+many of them are cached, and where. The states of sequences, and what is pending
+for them, are in ``fastdecode.schedule.life.sequences``.
 """
 
 from __future__ import annotations
@@ -58,8 +48,8 @@ from fastdecode.schedule.life.events import (
 )
 from fastdecode.schedule.life.grants import Grants
 from fastdecode.schedule.life.handing import Handing
-from fastdecode.schedule.life.lives import Fate, Lives, Status
 from fastdecode.schedule.life.restores import Restores
+from fastdecode.schedule.life.sequences import PendingAction, SequenceState, SequenceTable
 from fastdecode.schedule.life.starting import Starting
 from fastdecode.schedule.plan import Chunk
 
@@ -79,21 +69,21 @@ class Lifecycle:
 
     def __init__(self, scheduler: ContinuousScheduler, *, joins_early: bool = True) -> None:
         self.scheduler = scheduler
-        self.lives = Lives()
+        self.sequences = SequenceTable()
         self.grants = Grants()
         self.num_suspended = 0
         """Sequences whose blocks were taken back for others."""
         self._out: list[Instruction] = []
-        self.endings = Endings(scheduler, self.lives, self.grants, self._out)
+        self.endings = Endings(scheduler, self.sequences, self.grants, self._out)
         """What becomes of sequences."""
-        self.adoptions = Adoptions(scheduler, self.lives, self.grants, self.endings, self._out)
+        self.adoptions = Adoptions(scheduler, self.sequences, self.grants, self.endings, self._out)
         """Lost holders that are gone on with from replicas; meanwhile no step begins."""
-        self.handing = Handing(scheduler, self.lives, self.grants, self.endings, self._out)
+        self.handing = Handing(scheduler, self.sequences, self.grants, self.endings, self._out)
         """Sequences that go on elsewhere, or come from there."""
-        self._coming = ComingTokens(scheduler, self.lives, self.endings, self.handing)
+        self._coming = ComingTokens(scheduler, self.sequences, self.endings, self.handing)
         self.starting = Starting(
             Restores(scheduler.ledger.cache.stock.traffic, joins_early=joins_early),
-            *(self.lives, self.grants, self.endings, self.handing, self._out),
+            *(self.sequences, self.grants, self.endings, self.handing, self._out),
         )
         """What sequences begin with."""
         self._flying: dict[int, tuple[Chunk, ...]] = {}  # by lane
@@ -122,9 +112,9 @@ class Lifecycle:
             case Refused():
                 self._refused(event)
             case Submitted():
-                sequences = self.lives.make(event.request)
+                sequences = self.sequences.make(event.request)
                 self.scheduler.add(sequences)
-                self.lives.add(event.request, sequences)
+                self.sequences.add(event.request, sequences)
             case Lost() | Interrupted() | Leaving() | TakenOver() | Reopened() | Joined():
                 self._about_holder(event)
             case Cancelled():
@@ -182,23 +172,24 @@ class Lifecycle:
         # may need the room.
         self._out += self._cache.stock.orders.take()
         for suspend in plan.suspends:
-            life = self.lives.by_sequence[suspend.sequence.sequence_id]
+            life = self.sequences.by_sequence[suspend.sequence.sequence_id]
             self.num_suspended += 1
-            self.lives.tell(life, "suspended")
+            self.sequences.tell(life, "suspended")
+            self.sequences.move(life, SequenceState.REQUEUED)
             self.endings.set_aside(life)
         for grow in plan.grows:
             grow.sequence.residence = grow.residence
             part = grow.residence.parts[-1]
-            self.grants.ask(self.lives.by_sequence[grow.sequence.sequence_id], part)
+            self.grants.ask(self.sequences.by_sequence[grow.sequence.sequence_id], part)
             self._out.append(Extend(part))
         self._out += self._cache.stock.orders.take_fetches()
         for start in plan.starts:
-            life = self.lives.by_sequence[start.sequence.sequence_id]
+            life = self.sequences.by_sequence[start.sequence.sequence_id]
             life.lane = lane
             self.starting.start(life, start)
         flying = sum([chunk.num_tokens for chunks in self._flying.values() for chunk in chunks])
         coming = self.scheduler.lanes[lane].num_next_tokens
-        num_tokens = self.lives.num_cached_tokens + flying + coming
+        num_tokens = self.sequences.num_cached_tokens + flying + coming
         self._cache.stock.trim(num_tokens, self.scheduler.num_running)
         self.scheduler.move_ahead()
 
@@ -206,20 +197,22 @@ class Lifecycle:
         chunks = self.scheduler.chunks(lane)
         if chunks:
             self._flying[lane] = chunks
-            self.lives.flying[lane] = frozenset([chunk.sequence.sequence_id for chunk in chunks])
+            self.sequences.flying[lane] = frozenset(
+                [chunk.sequence.sequence_id for chunk in chunks]
+            )
             self._out.append(Run(lane, chunks))
             self.starting.restores.begin_step(lane, chunks)
 
     def _opened(self, part_id: PartId) -> None:
         life = self.grants.opened(part_id)
-        if life.fate is Fate.RESUME:
+        if life.pending is PendingAction.RECOVER:
             self.adoptions.proceed(life)
-        elif life.fate is not None:
+        elif life.pending is not None:
             self.endings.settle(life)
         elif not life.unanswered and not self.handing.fetch(life):
-            life.status = Status.RUNNING
+            self.sequences.move(life, SequenceState.RUNNING)
             self.scheduler.granted(life.sequence)
-            self.lives.tell(life, "running")
+            self.sequences.tell(life, "running")
 
     def _refused(self, event: Refused) -> None:
         """A holder has less room than it said. The sequence waits until there
@@ -227,12 +220,14 @@ class Lifecycle:
         room there when it was asked, nothing that ends makes any."""
         asked = self.grants.refused(event.part_id)
         life, part = asked.life, asked.part
-        self.lives.tell(life, f"refused by {event.peer}: {event.message}")
-        if life.fate is Fate.RESUME:  # a holder can't be cut back, or enlarged, any more
+        self.sequences.tell(life, f"refused by {event.peer}: {event.message}")
+        if (
+            life.pending is PendingAction.RECOVER
+        ):  # a holder can't be cut back, or enlarged, any more
             self.endings.recompute(life)
             self.adoptions.proceed(life)
             return
-        if life.fate is None:
+        if life.pending is None:
             residence, request_id = life.sequence.residence, life.sequence.request.request_id
             assert residence is not None
             number = [one.part_id for one in residence.parts].index(part.part_id) + 1
@@ -240,7 +235,7 @@ class Lifecycle:
             message = f"{event.peer} refused {of_part}request {request_id}: {event.message}"
             if event.code == CapacityError.default_code and not asked.is_alone:
                 logger.warning("%s: it waits", message)
-                self.lives.doom(life, Fate.REQUEUE)
+                self.sequences.set_pending(life, PendingAction.REQUEUE)
                 self.endings.was_refused = True
             else:
                 self.endings.drop(request_id, CapacityError(message, code=event.code))
@@ -249,7 +244,7 @@ class Lifecycle:
 
     def _step_done(self, event: StepDone) -> None:
         self.endings.was_refused = False
-        lives = self.lives
+        lives = self.sequences
         del lives.flying[event.lane]
         self.starting.restores.end_step(event.lane)
         chunks = self._flying.pop(event.lane)
@@ -259,9 +254,9 @@ class Lifecycle:
             lives.num_cached_tokens += chunk.num_tokens
             if chunk.sequence.sequence_id in cache.coming.computing:
                 cache.keep(chunk.sequence)
-        if lives.num_fates:
+        if lives.num_pending:
             for life in [lives.by_sequence[chunk.sequence.sequence_id] for chunk in chunks]:
-                if life.fate is not None:
+                if life.pending is not None:
                     self.endings.settle(life)
         self._coming.take_drawn(event.drawn)
         for sequence in event.coming:
@@ -272,10 +267,10 @@ class Lifecycle:
         self.scheduler.ledger.lose(holder)
         self.starting.restores.forget_lost()
         self.endings.looks_for_room = True
-        for life in list(self.lives.by_sequence.values()):
+        for life in list(self.sequences.by_sequence.values()):
             if self.grants.lose(life, holder):
-                self.lives.tell(life, f"lost what holder {holder} had")
-                if life.status is Status.PARKED:
+                self.sequences.tell(life, f"lost what holder {holder} had")
+                if life.state is SequenceState.EXPORTED:
                     self.handing.lose(life)
                 else:
                     self.endings.recompute(life)
@@ -298,13 +293,15 @@ class Lifecycle:
     @property
     def is_moving(self) -> bool:
         """Whether somebody may have to wait for what is moved between tiers."""
-        return bool(self._cache.stock.traffic.jobs) and bool(self.lives.by_sequence)
+        return bool(self._cache.stock.traffic.jobs) and bool(self.sequences.by_sequence)
 
     def check_invariants(self) -> None:
         """Recount everything."""
         self.scheduler.check_invariants()
-        self.grants.check_invariants(self.lives.by_sequence.values())
-        self.lives.check_invariants({sequence.sequence_id for sequence in self.scheduler.waiting})
+        self.grants.check_invariants(self.sequences.by_sequence.values())
+        self.sequences.check_invariants(
+            {sequence.sequence_id for sequence in self.scheduler.waiting}
+        )
 
 
 def _unplaceable(scheduler: ContinuousScheduler) -> list[str]:

@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 from fastdecode.schedule.cache.tiers.offload_manager import OffloadManager
 from fastdecode.schedule.life.events import Fetching, Moved
-from fastdecode.schedule.life.lives import Life
+from fastdecode.schedule.life.sequences import SequenceRecord, SequenceState
 from fastdecode.schedule.plan import Chunk, Start
 
 
@@ -55,7 +55,7 @@ class Progress:
         return is_next and all_s - passed_s <= step_s * (1.0 - min(self.a_group, 1.0 - share))
 
 
-Awaiting: TypeAlias = tuple[Life, Start]
+Awaiting: TypeAlias = tuple[SequenceRecord, Start]
 """A sequence, and as which it starts."""
 
 
@@ -80,7 +80,7 @@ class Restores:
     def __init__(self, traffic: OffloadManager, *, joins_early: bool = True) -> None:
         self._traffic = traffic
         self._joins_early = joins_early
-        self._awaiting: dict[int, list[Life]] = {}  # by job
+        self._awaiting: dict[int, list[SequenceRecord]] = {}  # by job
         self._fetching: dict[int, Progress] = {}  # by job
         self._ends_s: dict[int, float] = {}  # by lane: of the step under way
         self._beside: set[int] = set()  # lanes whose step began while somebody waited
@@ -106,7 +106,7 @@ class Restores:
         self.was_beside = bool(self) or lane in self._beside
         self._beside.discard(lane)
 
-    def begin(self, life: Life, start: Start) -> None:
+    def begin(self, life: SequenceRecord, start: Start) -> None:
         """A sequence starts with blocks that are coming."""
         life.fetching, life.awaits = start, set(start.awaits)
         for job in start.awaits:
@@ -144,11 +144,11 @@ class Restores:
             has_all = all(set(event.failed).isdisjoint(keys) for keys in start.kept)
             if not has_all:
                 life.stop_awaiting()
-                failed += [(life, start)] if life.fate is None else []
+                failed += [(life, start)] if life.pending is None else []
             elif life.awaits:
                 ready += [(life, start)] if self._joins(life, start) else []
             else:
-                ready += [(life, start)] if life.is_parked else []
+                ready += [(life, start)] if life.state is SequenceState.FETCHING else []
                 life.stop_awaiting()
         return Outcome(tuple(ready), tuple(failed))
 
@@ -158,16 +158,17 @@ class Restores:
         self._awaiting = {job: lives for job, lives in self._awaiting.items() if job in jobs}
         self._fetching = {job: told for job, told in self._fetching.items() if job in jobs}
 
-    def _joins(self, life: Life, start: Start) -> bool:
+    def _joins(self, life: SequenceRecord, start: Start) -> bool:
         """Whether a sequence joins now."""
-        may_join = self._joins_early and life.is_parked and life.fate is None
+        may_join = (
+            self._joins_early and life.state is SequenceState.FETCHING and life.pending is None
+        )
         if not may_join or not self._is_due(life, start):
             return False
-        life.has_joined = True
         self._traffic.counts.num_joined += 1
         return True
 
-    def _is_due(self, life: Life, start: Start) -> bool:
+    def _is_due(self, life: SequenceRecord, start: Start) -> bool:
         """Whether all that it waits for comes in time."""
         step_s = self._traffic.rates.step_s(start.num_first_tokens)
         now_s = self._traffic.now_s()

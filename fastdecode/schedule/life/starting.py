@@ -8,8 +8,13 @@ from fastdecode.schedule.life.endings import Endings
 from fastdecode.schedule.life.events import Fetching, Fork, Instruction, Moved, Open, Resume
 from fastdecode.schedule.life.grants import Grants
 from fastdecode.schedule.life.handing import Handing
-from fastdecode.schedule.life.lives import Fate, Life, Lives, Status
 from fastdecode.schedule.life.restores import Restores
+from fastdecode.schedule.life.sequences import (
+    PendingAction,
+    SequenceRecord,
+    SequenceState,
+    SequenceTable,
+)
 from fastdecode.schedule.plan import Start
 
 
@@ -26,7 +31,7 @@ class Starting:
     def __init__(
         self,
         restores: Restores,
-        lives: Lives,
+        table: SequenceTable,
         grants: Grants,
         endings: Endings,
         handing: Handing,
@@ -34,7 +39,7 @@ class Starting:
     ) -> None:
         self.restores = restores
         self._handing = handing
-        self._lives = lives
+        self._table = table
         self._grants = grants
         self._endings = endings
         self._out = out
@@ -43,7 +48,7 @@ class Starting:
         self.num_gap_tokens = 0
         """Tokens missing before some of those."""
 
-    def start(self, life: Life, start: Start) -> None:
+    def start(self, life: SequenceRecord, start: Start) -> None:
         """A sequence has its place: it is opened, or waits for blocks."""
         sequence = life.sequence
         life.sources = start.sources
@@ -52,16 +57,17 @@ class Starting:
         if start.parent is None and not start.sources:
             self.num_reused_tokens += start.num_shared_tokens
             self.num_gap_tokens += len(start.gap)
-            if life.status is Status.WAITING:
+            if life.state is SequenceState.WAITING:
                 sequence.num_reused = min(start.num_shared_tokens, sequence.num_prompt_tokens)
         num_leading = start.num_shared_tokens - len(start.behind_gap)
-        self._lives.place(life, Status.OPENING, num_leading, start.behind_gap)
+        self._table.cache(life, num_leading, start.behind_gap)
         sequence.residence = start.residence
         if not start.awaits:
             self._open(life, start)
             return
+        self._table.move(life, SequenceState.FETCHING)
         self.restores.begin(life, start)
-        self._lives.tell(life, "waits for kept blocks")
+        self._table.tell(life, "waits for kept blocks")
 
     def hear(self, event: Fetching | Moved) -> None:
         """Whoever waits for blocks goes on, or starts again without those that
@@ -72,8 +78,9 @@ class Starting:
         for life, start in outcome.ready:
             self._open(life, start)
 
-    def _open(self, life: Life, start: Start) -> None:
+    def _open(self, life: SequenceRecord, start: Start) -> None:
         """All that it starts with is there, or due."""
+        self._table.move(life, SequenceState.RESERVING)
         parent = start.parent
         for index, part in enumerate(start.residence.parts):
             self._grants.ask(life, part)
@@ -86,12 +93,12 @@ class Starting:
                 self._out.append(Resume(part, start.kept[index], num_held, gap))
             else:
                 self._out.append(Open(part))
-        self._lives.tell(life, f"opening on {', '.join(map(str, start.residence.holders))}")
+        self._table.tell(life, f"opening on {', '.join(map(str, start.residence.holders))}")
 
-    def _start_again(self, life: Life, start: Start) -> None:
-        self._lives.tell(life, "blocks that it waited for didn't come")
+    def _start_again(self, life: SequenceRecord, start: Start) -> None:
+        self._table.tell(life, "blocks that it waited for didn't come")
         self.num_reused_tokens -= start.num_shared_tokens
         self.num_gap_tokens -= len(start.gap)
         life.sequence.num_reused = 0
-        self._lives.doom(life, Fate.REQUEUE)
+        self._table.set_pending(life, PendingAction.REQUEUE)
         self._endings.settle(life)

@@ -1,14 +1,40 @@
-"""The books of a lifecycle: every sequence that isn't over, where it is in its
-life, and what was asked for it."""
+"""The state of every sequence, and what is pending for it.
+
+==========  ===============================================  ===================================
+state       means                                            goes to
+==========  ===============================================  ===================================
+WAITING     queued; it has never run, and holds nothing      FETCHING, RESERVING, DONE
+REQUEUED    queued again: preempted, refused, lost, doubted  FETCHING, RESERVING, DONE
+FETCHING    it has a place, and waits for kept blocks that   RESERVING, REQUEUED, DONE
+            come from a lower tier; nothing is open
+RESERVING   holders were asked for its room                  IMPORTING, RUNNING, REQUEUED, DONE
+IMPORTING   its KV is on its way from another engine         RUNNING, REQUEUED, DONE
+RUNNING     it may be in a step                              EXPORTED, RECOVERING, REQUEUED, DONE
+EXPORTED    nothing of it runs; its KV is kept for another   REQUEUED, DONE
+            engine, which holds a ticket
+RECOVERING  a holder of it was lost or leaves; the holder's  RUNNING, REQUEUED, DONE
+            replica is asked
+DONE        nothing is left of it; its last token may be     REQUEUED
+            coming
+==========  ===============================================  ===================================
+
+Each change of state goes through ``SequenceTable.move``, which refuses any other.
+
+What happens to a sequence while a step of it is in flight, or while something
+that was asked for it isn't answered, is **pending** (``PendingAction``): it is
+carried out when the sequence is **at rest**. Only then is it known what has to be
+closed, and nobody writes to it any more.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
 
 from fastdecode.core.holders import HolderId, KVSource, Part, PartId, SequenceId
 from fastdecode.core.sequence import NOTHING, Request, Sequence
@@ -17,33 +43,48 @@ from fastdecode.schedule.plan import Chunk, Start
 _STORY_LENGTH = 1 << 13
 
 
-class Status(Enum):
-    """Where a sequence is in its life."""
+class SequenceState(Enum):
+    """See the module."""
 
     WAITING = "waiting"
-    """It has never run."""
-    OPENING = "opening"
-    """It starts, and not all of its room is granted yet."""
+    REQUEUED = "requeued"
+    FETCHING = "fetching"
+    RESERVING = "reserving"
+    IMPORTING = "importing"
     RUNNING = "running"
-    PARKED = "parked"
-    """It is handed over: nothing of it runs, and what is cached is kept."""
-    INTERRUPTED = "interrupted"
-    """It waits to be recomputed."""
-    FINISHED = "finished"
-    """Nothing of it is left; but its last token may be coming."""
+    EXPORTED = "exported"
+    RECOVERING = "recovering"
+    DONE = "done"
 
 
-class Fate(Enum):
-    """What becomes of a sequence when it is at rest."""
+_S: Final = SequenceState
+_STARTS: Final = frozenset({_S.FETCHING, _S.RESERVING, _S.DONE})
+_ENDS: Final = frozenset({_S.REQUEUED, _S.DONE})
+TRANSITIONS: Final[Mapping[SequenceState, frozenset[SequenceState]]] = {
+    _S.WAITING: _STARTS,
+    _S.REQUEUED: _STARTS,
+    _S.FETCHING: _ENDS | {_S.RESERVING},
+    _S.RESERVING: _ENDS | {_S.IMPORTING, _S.RUNNING},
+    _S.IMPORTING: _ENDS | {_S.RUNNING},
+    _S.RUNNING: _ENDS | {_S.EXPORTED, _S.RECOVERING},
+    _S.EXPORTED: _ENDS,
+    _S.RECOVERING: _ENDS | {_S.RUNNING},
+    _S.DONE: frozenset({_S.REQUEUED}),
+}
+"""To which states a sequence may go from each."""
+
+
+class PendingAction(Enum):
+    """What is done with a sequence when it is at rest."""
 
     REQUEUE = "requeue"
-    RESUME = "resume"
+    RECOVER = "recover"
     """It goes on with what a replica has of it, when that is known."""
     DROP = "drop"
 
 
 @dataclass(eq=False)
-class Life:
+class SequenceRecord:
     """Of one sequence."""
 
     sequence: Sequence
@@ -51,8 +92,9 @@ class Life:
     """Tokens that it may come to."""
     lane: int = 0
     """In which it starts."""
-    status: Status = Status.WAITING
-    fate: Fate | None = None
+    state: SequenceState = SequenceState.WAITING
+    """Changed by ``SequenceTable.move`` alone."""
+    pending: PendingAction | None = None
     opened: dict[PartId, Part] = field(default_factory=dict)
     unanswered: set[PartId] = field(default_factory=set)
     fetching: Start | None = None
@@ -60,21 +102,14 @@ class Life:
     does."""
     awaits: set[int] = field(default_factory=set)
     """Jobs that fetch them."""
-    has_joined: bool = False
-    """It steps before all of them are there."""
     sources: tuple[KVSource, ...] = ()
     """From where its first tokens are to be fetched, once all parts are open."""
-    pulling: set[PartId] = field(default_factory=set)
-    """Parts that are being fetched."""
-
-    @property
-    def is_parked(self) -> bool:
-        """Whether it waits for blocks, and nothing was asked for it yet."""
-        return self.fetching is not None and not self.has_joined
+    importing: set[PartId] = field(default_factory=set)
+    """Parts that are being fetched from another engine."""
 
     def stop_awaiting(self) -> None:
         """No blocks are coming for it any more."""
-        self.fetching, self.has_joined = None, False
+        self.fetching = None
         self.awaits.clear()
 
 
@@ -92,18 +127,18 @@ class Stories:
         return [what for i, what in self._told if i == sequence_id]
 
 
-class Lives:
-    """All sequences that aren't over."""
+class SequenceTable:
+    """Every sequence that isn't over: its state, what was asked for it, and what is pending."""
 
     def __init__(self) -> None:
         self.num_cached_tokens = 0
         """The load W: of all sequences."""
-        self.by_sequence: dict[SequenceId, Life] = {}
-        self.by_request: dict[str, list[Life]] = {}
+        self.by_sequence: dict[SequenceId, SequenceRecord] = {}
+        self.by_request: dict[str, list[SequenceRecord]] = {}
         """Of requests that aren't over."""
         self.flying: dict[int, frozenset[SequenceId]] = {}
         """By lane: those whose step is in flight."""
-        self.num_fates = 0
+        self.num_pending = 0
         """Sequences of which it isn't carried out yet what becomes of them."""
         self._sequence_ids = map(SequenceId, itertools.count())
         self.stories = Stories()
@@ -120,54 +155,63 @@ class Lives:
         assert request.request_id not in self.by_request, (
             "request ids are unique among the unfinished"
         )
-        lives = [Life(sequence, sequence.max_cached_tokens + 1) for sequence in sequences]
+        lives = [SequenceRecord(sequence, sequence.max_cached_tokens + 1) for sequence in sequences]
         self.by_request[request.request_id] = lives
         for life in lives:
             self.by_sequence[life.sequence.sequence_id] = life
             self.tell(life, f"submitted, {life.sequence.num_prompt_tokens} tokens")
 
-    def is_at_rest(self, life: Life) -> bool:
+    def is_at_rest(self, life: SequenceRecord) -> bool:
         """Whether no step of it is in flight, and all that was asked for it is answered."""
         flies = any(life.sequence.sequence_id in flying for flying in self.flying.values())
         return not flies and not life.unanswered
 
-    def doom(self, life: Life, fate: Fate) -> None:
+    def set_pending(self, life: SequenceRecord, fate: PendingAction) -> None:
         """That becomes of it."""
-        self.num_fates += life.fate is None
-        life.fate = fate
+        self.num_pending += life.pending is None
+        life.pending = fate
 
-    def absolve(self, life: Life) -> None:
+    def clear_pending(self, life: SequenceRecord) -> None:
         """What was to become of it has."""
-        self.num_fates -= 1
-        life.fate = None
+        self.num_pending -= 1
+        life.pending = None
 
-    def place(
-        self, life: Life, status: Status, num_cached: int, behind_gap: range = NOTHING
-    ) -> None:
+    def move(self, life: SequenceRecord, state: SequenceState) -> None:
+        """Change a sequence's state.
+
+        Raises:
+            AssertionError: it can't go there from where it is.
+        """
+        is_known = state is life.state or state in TRANSITIONS[life.state]
+        assert is_known, f"a sequence that is {life.state.value} can't be {state.value}"
+        life.state = state
+
+    def cache(self, life: SequenceRecord, num_cached: int, behind_gap: range = NOTHING) -> None:
         """So many of the sequence's leading tokens are cached from now on, and
         these, which have a gap before them."""
         sequence = life.sequence
         self.num_cached_tokens -= sequence.num_present
         sequence.num_cached, sequence.behind_gap = num_cached, behind_gap
         self.num_cached_tokens += sequence.num_present
-        life.status = status
 
-    def tell(self, life: Life, what: str) -> None:
+    def tell(self, life: SequenceRecord, what: str) -> None:
         """Remember what has happened."""
         self.stories.add(life.sequence.sequence_id, what)
 
-    def status(self, sequence_id: SequenceId) -> Status:
+    def state(self, sequence_id: SequenceId) -> SequenceState:
         """Where a sequence is in its life; also one that is over."""
         life = self.by_sequence.get(sequence_id)
-        return Status.FINISHED if life is None else life.status
+        return SequenceState.DONE if life is None else life.state
 
     def wanted(self, chunks: Seq[Chunk]) -> Seq[Chunk]:
         """Of a step's chunks those that count: their sequences weren't
         cancelled, nor did they lose a part."""
-        if not self.num_fates:
+        if not self.num_pending:
             return chunks
         return [
-            chunk for chunk in chunks if self.by_sequence[chunk.sequence.sequence_id].fate is None
+            chunk
+            for chunk in chunks
+            if self.by_sequence[chunk.sequence.sequence_id].pending is None
         ]
 
     def awaiting(self, chunks: Seq[Chunk]) -> Seq[Chunk]:
@@ -177,7 +221,7 @@ class Lives:
             for chunk in chunks
             if chunk.sequence.is_coming
             and (life := self.by_sequence.get(chunk.sequence.sequence_id)) is not None
-            and life.fate is not Fate.DROP
+            and life.pending is not PendingAction.DROP
         ]
 
     def is_on(self, holder: HolderId) -> bool:
@@ -185,7 +229,7 @@ class Lives:
         residences = (life.sequence.residence for life in self.by_sequence.values())
         return any(residence is not None and residence.is_on(holder) for residence in residences)
 
-    def sequences(self, request_id: str) -> list[Sequence]:
+    def of_request(self, request_id: str) -> list[Sequence]:
         """Those of a request that aren't over."""
         return [life.sequence for life in self.by_request.get(request_id, ())]
 
@@ -197,7 +241,7 @@ class Lives:
             if len(lives) == lives[0].sequence.request.params.n
             and all(
                 life.sequence.residence is None
-                and (life.status is Status.WAITING or not life.sequence.num_generated)
+                and (life.state is SequenceState.WAITING or not life.sequence.num_generated)
                 for life in lives
             )
         ]
@@ -208,7 +252,7 @@ class Lives:
         assert self.num_cached_tokens == sum(life.sequence.num_present for life in every), (
             "the load is wrong"
         )
-        assert self.num_fates == sum(life.fate is not None for life in every)
+        assert self.num_pending == sum(life.pending is not None for life in every)
         flying = [sequence_id for ids in self.flying.values() for sequence_id in ids]
         assert len(flying) == len(set(flying)) and set(flying) <= set(self.by_sequence), (
             "it steps twice"
@@ -217,19 +261,20 @@ class Lives:
             _check_life(life, life.sequence.sequence_id in waiting, self.is_at_rest(life))
 
 
-def _check_life(life: Life, is_waiting: bool, is_at_rest: bool) -> None:
+def _check_life(life: SequenceRecord, is_waiting: bool, is_at_rest: bool) -> None:
     sequence, residence = life.sequence, life.sequence.residence
-    assert life.status is not Status.FINISHED or (sequence.is_coming and not is_waiting)
-    assert is_waiting == (life.status in (Status.WAITING, Status.INTERRUPTED))
-    assert (is_waiting or life.status is Status.FINISHED) == (residence is None)
-    assert life.fate in (None, Fate.RESUME) or not is_at_rest, (
-        "its fate could have been carried out"
+    assert life.state is not SequenceState.DONE or (sequence.is_coming and not is_waiting)
+    assert is_waiting == (life.state in (SequenceState.WAITING, SequenceState.REQUEUED))
+    assert (is_waiting or life.state is SequenceState.DONE) == (residence is None)
+    assert life.pending in (None, PendingAction.RECOVER) or not is_at_rest, (
+        "what is pending could have been carried out"
     )
+    assert (life.pending is PendingAction.RECOVER) <= (life.state is SequenceState.RECOVERING)
     if residence is None:
         assert sequence.num_present == 0 and not life.opened and is_at_rest
         return
     assert 0 <= sequence.num_cached <= sequence.num_tokens <= sequence.max_cached_tokens + 1
-    assert life.fate is not None or sequence.num_present < sequence.num_tokens
+    assert life.pending is not None or sequence.num_present < sequence.num_tokens
     assert sequence.num_cached <= residence.num_tokens
     if sequence.behind_gap:
         assert sequence.gap and len(residence.parts) == 1
@@ -237,8 +282,9 @@ def _check_life(life: Life, is_waiting: bool, is_at_rest: bool) -> None:
     own = {part.part_id for part in residence.parts}
     assert own >= set(life.opened) | life.unanswered
     assert (life.fetching is not None) == bool(life.awaits)
-    assert not life.has_joined or life.fetching is not None
-    if life.fate is None and not life.is_parked:
+    assert life.state is not SequenceState.FETCHING or life.fetching is not None
+    if life.pending is None and life.state is not SequenceState.FETCHING:
         assert own == set(life.opened) | life.unanswered, "a part is neither open nor asked for"
-        is_open = own <= set(life.opened) and not life.pulling
-        assert (life.status is Status.OPENING) == (not is_open)
+        is_open = own <= set(life.opened)
+        assert (life.state is SequenceState.RESERVING) == (not is_open)
+        assert (life.state is SequenceState.IMPORTING) == (is_open and bool(life.importing))
