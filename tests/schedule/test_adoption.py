@@ -41,7 +41,7 @@ def life() -> Lifecycle:
     assert [x.part.holder for x in opens] == [HOLDER] * NUM_PARTS
     for one in opens:
         tell(made, Opened(one.part.part_id))
-    (only,) = made.lives.by_sequence.values()
+    (only,) = made.sequences.by_sequence.values()
     assert only.state is SequenceState.RUNNING
     return made
 

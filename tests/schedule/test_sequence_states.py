@@ -1,0 +1,207 @@
+"""The table of sequence states: a random walk over it, in which every transition
+is one of the table's, and what is pending is carried out at rest."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from remembering_store import BLOCK_SIZE
+from schedule_choices import options
+
+from examples import examples
+from fastdecode.core.holders import HolderId, KVSource, PartId
+from fastdecode.core.sequence import Request, SamplingParams
+from fastdecode.schedule.life import events
+from fastdecode.schedule.life.lifecycle import Lifecycle
+from fastdecode.schedule.life.sequences import (
+    TRANSITIONS,
+    SequenceRecord,
+    SequenceState,
+    SequenceTable,
+)
+from fastdecode.schedule.modes import make_scheduler
+
+SOURCES = (KVSource("p-r0", 0, "ab" * 16, 0, 5, 0, 2),)
+NUM_HOLDERS = 2
+NUM_LANES = 2
+UNSEEN = {SequenceState.FETCHING}
+"""States that need a lower tier: ``test_lower_tiers.py`` walks them."""
+
+
+class Walk:
+    """A lifecycle, and all that is to happen to it."""
+
+    def __init__(self, *, imports: bool) -> None:
+        self.life = Lifecycle(
+            make_scheduler(options("greedy", NUM_LANES), (9, 9), BLOCK_SIZE, opening_steps=1)
+        )
+        self.imports = imports
+        self.rooms: list[events.Open | events.Fork | events.Extend | events.Truncate] = []
+        self.takeovers: list[events.TakeOver] = []
+        self.pulls: list[PartId] = []
+        self.runs: dict[int, events.Run] = {}
+        self.lost: set[HolderId] = set()
+        self.num_requests = 0
+
+    def tell(self, event: events.Event) -> None:
+        for instruction in self.life.handle(event):
+            match instruction:
+                case events.Open() | events.Fork() | events.Extend() | events.Truncate():
+                    self.rooms.append(instruction)
+                case events.TakeOver():
+                    self.takeovers.append(instruction)
+                case events.Pull():
+                    self.pulls.append(instruction.part.part_id)
+                case events.Run():
+                    self.runs[instruction.lane] = instruction
+        self.life.check_invariants()
+
+    def submit(self, n: int, num_tokens: int, max_tokens: int) -> None:
+        self.num_requests += 1
+        hands_over = self.imports and self.num_requests % 3 == 0
+        sources = SOURCES if self.imports and self.num_requests % 3 == 1 else ()
+        params = SamplingParams(n=n)
+        self.tell(
+            events.Submitted(
+                Request(
+                    str(self.num_requests),
+                    (5,) * num_tokens,
+                    params,
+                    1 if hands_over else max_tokens,
+                    seed=0,
+                    hands_over=hands_over,
+                    sources=sources,
+                )
+            )
+        )
+
+    def turn(self, lane: int) -> None:
+        """The lane's step is over, or its next one begins."""
+        if lane in self.runs:
+            chunks = self.runs.pop(lane).chunks
+            drawn = [
+                events.Drawn(chunk.sequence, 7, is_doubted=len(chunk.sequence.token_ids) % 11 == 10)
+                for chunk in self.life.sequences.wanted(chunks)
+                if chunk.num_tokens == chunk.sequence.num_uncached
+            ]
+            self.tell(events.StepDone(lane, tuple(drawn)))
+        else:
+            self.tell(events.LaneIdle(lane))
+            self.tell(events.LaneReady(lane))
+
+    def answer(self, *, refuses: bool) -> None:
+        """The oldest question about a room is answered."""
+        asked = self.rooms.pop(0)
+        part = asked.part
+        if not self.life.grants.awaits(part.holder, part.part_id):
+            return
+        if refuses and isinstance(asked, (events.Open, events.Fork)):
+            self.tell(events.Refused(part.part_id, "r0", "capacity", "no room"))
+        else:
+            self.tell(events.Opened(part.part_id))
+
+    def take_over(self, *, is_whole: bool) -> None:
+        order = self.takeovers.pop(0)
+        counts = [count if is_whole else None for count in order.num_tokens]
+        self.tell(events.TakenOver(order.holder, tuple(counts), is_home=True))
+
+    def interrupt(self, holder: HolderId) -> None:
+        if holder not in self.lost and not self.life.adoptions:
+            self.rooms = [one for one in self.rooms if one.part.holder != holder]
+            self.tell(events.Interrupted(holder))
+
+    def lose(self, holder: HolderId) -> None:
+        if holder not in self.lost and len(self.lost) + 1 < NUM_HOLDERS:
+            self.lost.add(holder)
+            self.takeovers = [one for one in self.takeovers if one.holder != holder]
+            self.rooms = [one for one in self.rooms if one.part.holder != holder]
+            self.tell(events.Lost(holder))
+
+    def go_on(self, data: st.DataObject) -> None:
+        """Something happens."""
+        records = list(self.life.sequences.by_request)
+        acts = ["turn", "turn", "turn", "submit", "interrupt"]
+        acts += ["answer"] * 3 * bool(self.rooms) + ["take_over"] * 3 * bool(self.takeovers)
+        is_waiting = bool(self.takeovers or self.pulls)
+        acts += ["pulled"] * bool(self.pulls)
+        acts += (["cancel"] * (4 if is_waiting else 1) + ["lose"]) * bool(records)
+        match data.draw(st.sampled_from(acts)):
+            case "turn":
+                self.turn(data.draw(st.integers(0, NUM_LANES - 1)))
+            case "submit":
+                self.submit(*(data.draw(st.integers(1, most)) for most in (2, 20, 12)))
+            case "answer":
+                self.answer(refuses=data.draw(st.integers(0, 5)) == 0)
+            case "take_over":
+                self.take_over(is_whole=data.draw(st.booleans()))
+            case "pulled":
+                self.tell(events.Pulled(self.pulls.pop(0), data.draw(st.sampled_from(["", "no"]))))
+            case "cancel" if data.draw(st.integers(0, 2)) == 0:
+                self.tell(events.Cancelled(data.draw(st.sampled_from(records))))
+            case "lose" if data.draw(st.integers(0, 7)) == 0:
+                self.lose(HolderId(data.draw(st.integers(0, NUM_HOLDERS - 1))))
+            case "interrupt" if not self.imports and data.draw(st.integers(0, 3)) == 0:
+                self.interrupt(HolderId(data.draw(st.integers(0, NUM_HOLDERS - 1))))
+
+
+@pytest.fixture(scope="module")
+def seen() -> Iterator[Counter[tuple[SequenceState, SequenceState]]]:
+    """Transitions, counted while this module's walks run."""
+    counted: Counter[tuple[SequenceState, SequenceState]] = Counter()
+    move = SequenceTable.move
+
+    def watched(self: SequenceTable, record: SequenceRecord, state: SequenceState) -> None:
+        before = record.state
+        move(self, record, state)
+        if before is not state:
+            counted[before, state] += 1
+
+    SequenceTable.move = watched  # type: ignore[method-assign]
+    yield counted
+    SequenceTable.move = move  # type: ignore[method-assign]
+
+
+@settings(
+    max_examples=examples(400, share=4),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+@given(data=st.data(), imports=st.booleans(), length=st.integers(20, 120))
+def test_a_walk(
+    seen: Counter[tuple[SequenceState, SequenceState]],
+    data: st.DataObject,
+    imports: bool,
+    length: int,
+) -> None:
+    walk = Walk(imports=imports)
+    for _ in range(length):
+        walk.go_on(data)
+
+
+def test_every_transition_was_walked(seen: Counter[tuple[SequenceState, SequenceState]]) -> None:
+    wanted = {
+        (before, after)
+        for before, afters in TRANSITIONS.items()
+        for after in afters
+        if not {before, after} & UNSEEN
+    }
+    rare = {  # a doubted last token, known only later
+        (SequenceState.DONE, SequenceState.REQUEUED),
+        (SequenceState.EXPORTED, SequenceState.REQUEUED),
+    }
+    assert wanted - rare <= (+seen).keys() <= wanted
+
+
+def test_other_transitions_are_refused() -> None:
+    table = SequenceTable()
+    request = Request("a", (1, 2), SamplingParams(), 1, seed=0)
+    table.add(request, table.make(request))
+    (record,) = table.by_sequence.values()
+    with pytest.raises(AssertionError, match="a sequence that is waiting can't be running"):
+        table.move(record, SequenceState.RUNNING)
+    assert record.state is SequenceState.WAITING
