@@ -22,14 +22,14 @@ from fastdecode.engine.engine import Engine
 from fastdecode.engine.extensions import EngineState
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.pool import WorkerPool
-from fastdecode.engine.fleet.workers import Reached, reach_threads
 from fastdecode.engine.requests import Requests
+from fastdecode.engine.setup.device_caches import reach_device, reach_swapped
+from fastdecode.engine.setup.workers import Reached, reach_threads
 from fastdecode.engine.step.device_prefill import DevicePrefill
-from fastdecode.engine.step.local import LocalConnection, reach_device, whole_steps
+from fastdecode.engine.step.local import LocalConnection, whole_steps
 from fastdecode.engine.step.mixed_step import DeviceLane, MixedAttention
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.remote import Attention, AttentionPlan
-from fastdecode.engine.step.swapped import reach_swapped
 from fastdecode.engine.step_timing import StepTiming
 from fastdecode.schedule.hybrid.control import HybridOptions
 from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout

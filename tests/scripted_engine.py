@@ -29,9 +29,9 @@ from fastdecode.engine.extensions import EngineState, Extension
 from fastdecode.engine.failover import AnyReplicas, recovery_of
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.pool import WorkerPool
-from fastdecode.engine.fleet.workers import Replacements
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.session.recorder import Recorder
+from fastdecode.engine.setup.workers import Replacements
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.remote import AttentionPlan
 from fastdecode.engine.transfers import Transfers

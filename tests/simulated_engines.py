@@ -18,8 +18,8 @@ from simulated_cluster import Network
 from trouble import Trouble, crash, give
 
 from fastdecode.engine.fleet.replacements import HubReplacements
-from fastdecode.engine.fleet.workers import Reached
 from fastdecode.engine.setup import reach, stage_threads
+from fastdecode.engine.setup.workers import Reached
 from fastdecode.wire.messages import AttendResult, FromRWorker
 from rworker.instructions import Compute
 

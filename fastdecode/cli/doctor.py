@@ -245,7 +245,7 @@ def _reach_all(
         return _reach_addresses(args, opened)
     if launcher.launched_size() is None:
         return _Reached()
-    from fastdecode.engine.fleet.workers import reach_ranks
+    from fastdecode.engine.setup.workers import reach_ranks
 
     workers = reach_ranks(silence_s=Cluster.worker_silence_s)
     connections = workers.hub.connections
@@ -266,7 +266,7 @@ def _reach_addresses(args: argparse.Namespace, opened: contextlib.ExitStack) -> 
         key=args.key,
         link_security=args.link_security,
     )
-    from fastdecode.engine.fleet.workers import reach_addresses
+    from fastdecode.engine.setup.workers import reach_addresses
     from fastdecode.measure.doctor import WorkerFacts
 
     workers = reach_addresses(

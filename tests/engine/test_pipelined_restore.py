@@ -21,7 +21,7 @@ from trouble import give
 
 from examples import TRIES_ALL
 from fastdecode import LLM
-from fastdecode.engine import executor
+from fastdecode.engine import engine as engine_module
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from rworker.attention import AttentionExecutor
 from rworker.tiers.disk import Disk
@@ -156,7 +156,7 @@ def test_what_is_read_before_a_step_is_none_of_its_time(
         stepped(self, num_prompt_tokens, seconds, idle_s)
 
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + away_s[0])
-    monkeypatch.setattr(executor, "time", clock)
+    monkeypatch.setattr(engine_module, "time", clock)
     monkeypatch.setattr(SlotFile, "read", far_away)
     monkeypatch.setattr(Lifecycle, "stepped", note)
     options = {**OPTIONS, "r_workers": 1, "cache_restore": "whole"}

@@ -125,7 +125,7 @@ def _measure_here(ways: LocalLinks, args: argparse.Namespace) -> None:
 def _measure_addresses(ways: LocalLinks, args: argparse.Namespace) -> None:
     """R-workers that somebody else has started, each with memory of its own."""
     Cluster(transport="zmq", r_worker_addresses=args.r_worker_addresses, key=args.key)
-    from fastdecode.engine.fleet.workers import reach_addresses
+    from fastdecode.engine.setup.workers import reach_addresses
 
     addresses = args.r_worker_addresses
     workers = reach_addresses(
@@ -157,7 +157,7 @@ def _measure_ranks(ways: LocalLinks, args: argparse.Namespace) -> None:
         take_raw(job, *sizes)
         serve_rank(job, kv_memory_gb=ways.kv_bytes / 1e9, num_threads=1)
     raw = send_raw(job, *sizes)
-    from fastdecode.engine.fleet.workers import reach_ranks
+    from fastdecode.engine.setup.workers import reach_ranks
 
     workers = reach_ranks(silence_s=Cluster.worker_silence_s)
     try:

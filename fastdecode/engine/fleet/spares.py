@@ -7,15 +7,13 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 from fastdecode.core.clock import Clock
-from fastdecode.core.errors import ConfigError, Given, WorkerError
+from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.pool import RConnection, RHub
 from fastdecode.engine.fleet.replacements import HubReplacements
-from fastdecode.engine.fleet.workers import Reached
 from fastdecode.wire.messages import FromRWorker, Hello, ToRWorker
 from fastdecode.wire.transport import PeerLostError, timeout_error
 
@@ -178,35 +176,3 @@ class SpareReplacements(HubReplacements[SpareConnection]):
     def timeout_s(self) -> float:
         """While any is left, it is sure to answer, or to be lost, too."""
         return math.inf if self._candidates or self._spare_hub.num_left else 0.0
-
-
-def with_spares(workers: Reached, num_spares: int) -> Reached:
-    """R-workers of which the last are spare.
-
-    Args:
-        workers: all of them.
-        num_spares: so many.
-
-    Raises:
-        ConfigError: no other one is left.
-    """
-    num_workers = len(workers.hub.connections)
-    if num_spares >= num_workers:
-        raise ConfigError(
-            Given("spare_r_workers", num_spares),
-            f": there are {num_workers} R-workers, of which one at least has to be there from the "
-            "beginning: start more",
-        )
-    hub = SpareHub(workers.hub, num_spares, workers.addresses)
-
-    def close(lost: Collection[int], timeout_s: float) -> None:
-        workers.close(hub.given_up | {hub.index(place) for place in lost}, timeout_s)
-
-    return replace(
-        workers,
-        hub=hub,
-        close=close,
-        replacements=lambda hello, deadlines: SpareReplacements(hub, hello, deadlines),
-        addresses=hub.addresses,
-        num_spares=num_spares,
-    )

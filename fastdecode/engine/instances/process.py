@@ -17,7 +17,7 @@ from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.errors import ConfigError, FastDecodeError, Given, WorkerError, imports_for
 from fastdecode.core.host.machine import available_cores
 from fastdecode.core.model.checkpoint import open_checkpoint
-from fastdecode.engine.instances.colocation import Colocation
+from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.instances.instance_server import InstanceServer
 from fastdecode.engine.instances.running import batch_tokens, for_batches, size_of
 from fastdecode.engine.service import EngineService

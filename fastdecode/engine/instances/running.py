@@ -19,7 +19,7 @@ from fastdecode.core.delta import Delta
 from fastdecode.core.errors import ConfigError, FastDecodeError, Given
 from fastdecode.core.host.machine import available_cores
 from fastdecode.engine.figures import EngineFigures
-from fastdecode.engine.instances.colocation import Colocation
+from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.instances.controller import Controller
 from fastdecode.engine.instances.local import LocalInstance
 from fastdecode.engine.instances.status_report import sum_figures, sum_stats

@@ -26,12 +26,12 @@ from fastdecode.core.trace import Trace
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.extensions import EngineState, Extension
 from fastdecode.engine.failover import AnyReplicas, recovery_of
+from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.engine.fleet.replicas import limits
-from fastdecode.engine.instances.colocation import Colocation
-from fastdecode.engine.instances.kv_exchange import KVExchange
+from fastdecode.engine.kv_exchange import KVExchange
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.session.attach import attach
 from fastdecode.engine.session.counts import AttachedCounts

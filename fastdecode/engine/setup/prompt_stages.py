@@ -11,10 +11,10 @@ from typing import Any
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import Holder
 from fastdecode.engine.fleet.pool import WorkerPool
-from fastdecode.engine.fleet.workers import LEAST_STUCK_S, Reached
 from fastdecode.engine.setup.reach import stage_ranks
 from fastdecode.engine.setup.resolve import kv_spec
 from fastdecode.engine.setup.stages import StageSetup
+from fastdecode.engine.setup.workers import LEAST_STUCK_S, Reached
 from fastdecode.engine.stages.layer_hub import LayerHub, homes_of, stages_of
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.prompts import LanePrompts

@@ -13,21 +13,12 @@ from fastdecode.core.config.s_part import SPart
 from fastdecode.core.holders import Holder, HolderKind
 from fastdecode.core.model.checkpoint import Checkpoint
 from fastdecode.core.model.spec import ModelSpec
-from fastdecode.engine.fleet.heads.reached import share_out_heads
+from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replicas import new_session
-from fastdecode.engine.fleet.spares import with_spares
-from fastdecode.engine.fleet.workers import (
-    REACH_TIMEOUT_S,
-    Reached,
-    reach_addresses,
-    reach_inline,
-    reach_ranks,
-    reach_stage_ranks,
-    reach_threads,
-)
-from fastdecode.engine.instances.colocation import Colocation
-from fastdecode.engine.instances.kv_exchange import ExportAddresses
+from fastdecode.engine.kv_exchange import ExportAddresses
+from fastdecode.engine.setup.device_caches import reach_device, reach_swapped
+from fastdecode.engine.setup.head_groups import share_out_heads
 from fastdecode.engine.setup.resolve import (
     ResolvedConfig,
     kv_spec,
@@ -35,11 +26,20 @@ from fastdecode.engine.setup.resolve import (
     stages_are_ranks,
 )
 from fastdecode.engine.setup.tiers import host_tier_bytes
+from fastdecode.engine.setup.workers import (
+    REACH_TIMEOUT_S,
+    Reached,
+    reach_addresses,
+    reach_inline,
+    reach_ranks,
+    reach_stage_ranks,
+    reach_threads,
+    with_spares,
+)
 from fastdecode.engine.step.device_prefill import DevicePrefill
-from fastdecode.engine.step.local import LocalConnection, reach_device, whole_steps
+from fastdecode.engine.step.local import LocalConnection, whole_steps
 from fastdecode.engine.step.mixed_step import DEVICE_LANE, DeviceLane, MixedAttention
 from fastdecode.engine.step.remote import Attention, AttentionPlan
-from fastdecode.engine.step.swapped import reach_swapped
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, Hello, ToRWorker
 from fastdecode.wire.mpi.roles import StageRanks, link_address

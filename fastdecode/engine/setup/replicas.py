@@ -11,7 +11,7 @@ from fastdecode.engine.fleet.heads.replicas import GroupReplicas
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replicas import Replicas, offer_halves
 from fastdecode.engine.fleet.ring import LinkOptions
-from fastdecode.engine.fleet.workers import Reached
+from fastdecode.engine.setup.workers import Reached
 from fastdecode.engine.stages.replicas import ColumnReplicas, StageReplicas
 from fastdecode.wire.messages import Hello, Welcome
 

@@ -15,7 +15,6 @@ import torch
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.model.checkpoint import Checkpoint
 from fastdecode.core.model.spec import ModelSpec
-from fastdecode.engine.fleet.workers import Reached, beside_stages, reach_inline, reach_threads
 from fastdecode.engine.setup.devices import choose_device
 from fastdecode.engine.setup.prompt_stages import PromptStageSetup
 from fastdecode.engine.setup.reach import (
@@ -26,6 +25,7 @@ from fastdecode.engine.setup.reach import (
 )
 from fastdecode.engine.setup.resolve import ResolvedConfig
 from fastdecode.engine.setup.stages import StageSetup
+from fastdecode.engine.setup.workers import Reached, beside_stages, reach_inline, reach_threads
 from fastdecode.engine.stages.layer_hub import LayerHub
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.wire.inproc import InprocHub, connect

@@ -15,7 +15,6 @@ from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.stages import stage_spec
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.pool import WorkerPool
-from fastdecode.engine.fleet.workers import Reached
 from fastdecode.engine.setup.ranks import meet_ranks
 from fastdecode.engine.setup.reach import (
     make_attention,
@@ -24,6 +23,7 @@ from fastdecode.engine.setup.reach import (
 from fastdecode.engine.setup.replicas import begin_stage_replicas
 from fastdecode.engine.setup.resolve import ResolvedConfig
 from fastdecode.engine.setup.s_worker import make_s_worker
+from fastdecode.engine.setup.workers import Reached
 from fastdecode.engine.stages.later_stage import LaterStage
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.pool import ColumnPool, StagePool

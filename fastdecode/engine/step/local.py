@@ -23,9 +23,8 @@ from torch import Tensor
 
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.exhaustive import assert_never
-from fastdecode.core.holders import Holder, HolderId, HolderKind
+from fastdecode.core.holders import Holder, HolderId
 from fastdecode.engine.fleet.pool import WorkerPool
-from fastdecode.engine.fleet.workers import Reached
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.wire.kv.chunks import ExpectTokens, FetchChunk, StoreChunk
 from fastdecode.wire.kv.exporting import ExportSequence, Pull
@@ -63,7 +62,7 @@ from fastdecode.wire.messages import (
     Welcome,
 )
 from fastdecode.wire.traits import ForHolder
-from fastdecode.wire.transport import SoleHub, closed_error, timeout_error
+from fastdecode.wire.transport import closed_error, timeout_error
 from rworker.blocks.appending import Appended
 from rworker.blocks.kv_store import KVStore
 from rworker.cache_state import CacheState, blocks_within
@@ -77,33 +76,6 @@ from sworker.whole import WholeSteps
 from sworker.worker import Pass, SWorker
 
 _MEND = "raise kv_memory_gb or gpu_memory_fraction, or keep KV on R-workers (kv_placement='r')"
-
-
-def reach_device(
-    device: torch.device,
-    kv_bytes: int,
-    gpu: Gpu | None = None,
-    kernels: BlockKernels | None = None,
-    host_bytes: int = 0,
-) -> Reached:
-    """The device in the place of R-workers.
-
-    Args:
-        device: where K and V are kept.
-        kv_bytes: memory for them; as many blocks as fit in it are offered.
-        gpu: the device's driver, in place of the one that torch has.
-        kernels: see ``PagedKV``.
-        host_bytes: of the host's memory, for kept blocks; 0: there is no lower
-            tier.
-    """
-    connection = LocalConnection(device, kv_bytes, gpu, kernels, host_bytes)
-    return Reached(
-        SoleHub(connection),
-        lambda lost, timeout_s: connection.close(),
-        kind=HolderKind.DEVICE,
-        answers_at_once=True,
-        attention=partial(LocalAttention, connection),
-    )
 
 
 class LocalConnection:

@@ -11,21 +11,18 @@ step began longest ago, of those that have anything to bring.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastdecode.core.holders import Holder, HolderKind
+from fastdecode.core.holders import Holder
 from fastdecode.engine.fleet.pool import WorkerPool
-from fastdecode.engine.fleet.workers import Reached
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.local import LocalConnection, LocalStep
 from fastdecode.engine.step.pipeline import begin_pass
 from fastdecode.engine.step.remote import Attention
-from fastdecode.wire.joined import HubBehind
 from fastdecode.wire.messages import BeginStep, Hello
 from rworker.blocks.appending import Appended
 from rworker.blocks.kv_store import KVStore
@@ -36,34 +33,6 @@ from sworker.paged import BlockKernels, PagedKV
 from sworker.swap.figures import SwapFigures
 from sworker.swap.swapped import NUM_SLOTS, Blocks, SwappedKV
 from sworker.worker import Pass, SWorker
-
-
-def reach_swapped(
-    device: torch.device,
-    kv_bytes: int,
-    num_lanes: int,
-    gpu: Gpu | None = None,
-    kernels: BlockKernels | None = None,
-    most_tokens: int = 0,
-) -> Reached:
-    """Lanes' KV in the place of R-workers.
-
-    Args:
-        device: where two lanes' K and V are.
-        kv_bytes: memory there, for both.
-        num_lanes: how many lanes there are.
-        gpu: the device's driver, in place of the one that torch has.
-        kernels: see ``PagedKV``.
-        most_tokens: that a step stores.
-    """
-    swap = LaneSwap(device, kv_bytes, num_lanes, gpu, kernels, most_tokens)
-    return Reached(
-        HubBehind(swap.connections),
-        lambda lost, timeout_s: swap.close(),
-        kind=HolderKind.DEVICE,
-        answers_at_once=True,
-        attention=partial(SwappedAttention, swap),
-    )
 
 
 class LaneSwap:

@@ -11,7 +11,7 @@ from fastdecode.engine.fleet.heads.hub import HeadsHub
 from fastdecode.engine.fleet.heads.replicas import replicate_heads
 from fastdecode.engine.fleet.heads.resharing import Resharing
 from fastdecode.engine.fleet.replacements import HubReplacements
-from fastdecode.engine.fleet.workers import Reached
+from fastdecode.engine.setup.workers import Reached
 from fastdecode.wire.messages import Hello
 
 

@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from fastdecode.core.errors import WorkerError, imports_for
+from fastdecode.core.errors import ConfigError, Given, WorkerError, imports_for
 from fastdecode.core.holders import Holder, HolderId, HolderKind
 from fastdecode.core.host.machine import available_cores
 from fastdecode.core.spec import HeadShare
+from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.pool import RConnection, RHub, WorkerPool
 from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.engine.fleet.replicas import Replicas, replicate
 from fastdecode.engine.fleet.ring import LinkOptions
-from fastdecode.engine.instances.colocation import Colocation
+from fastdecode.engine.fleet.spares import SpareHub, SpareReplacements
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.joined import HubBehind, JoinedHub
@@ -393,3 +394,35 @@ def _shut_down(connection: Connection[ToRWorker, FromRWorker]) -> None:
         connection.send(Shutdown())
     except WorkerError:
         logger.debug("%s has ended already", connection.peer)
+
+
+def with_spares(workers: Reached, num_spares: int) -> Reached:
+    """R-workers of which the last are spare.
+
+    Args:
+        workers: all of them.
+        num_spares: so many.
+
+    Raises:
+        ConfigError: no other one is left.
+    """
+    num_workers = len(workers.hub.connections)
+    if num_spares >= num_workers:
+        raise ConfigError(
+            Given("spare_r_workers", num_spares),
+            f": there are {num_workers} R-workers, of which one at least has to be there from the "
+            "beginning: start more",
+        )
+    hub = SpareHub(workers.hub, num_spares, workers.addresses)
+
+    def close(lost: Collection[int], timeout_s: float) -> None:
+        workers.close(hub.given_up | {hub.index(place) for place in lost}, timeout_s)
+
+    return replace(
+        workers,
+        hub=hub,
+        close=close,
+        replacements=lambda hello, deadlines: SpareReplacements(hub, hello, deadlines),
+        addresses=hub.addresses,
+        num_spares=num_spares,
+    )

@@ -1,0 +1,72 @@
+"""The device's KV cache in place of R-workers: of all lanes, or with lanes that are
+swapped to the host's memory."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from fastdecode.core.holders import HolderKind
+from fastdecode.engine.setup.workers import Reached
+from fastdecode.engine.step.local import LocalAttention, LocalConnection
+from fastdecode.engine.step.swapped import LaneSwap, SwappedAttention
+from fastdecode.wire.joined import HubBehind
+from fastdecode.wire.transport import SoleHub
+from sworker.device import Gpu
+from sworker.paged import BlockKernels
+
+
+def reach_device(
+    device: torch.device,
+    kv_bytes: int,
+    gpu: Gpu | None = None,
+    kernels: BlockKernels | None = None,
+    host_bytes: int = 0,
+) -> Reached:
+    """The device in the place of R-workers.
+
+    Args:
+        device: where K and V are kept.
+        kv_bytes: memory for them; as many blocks as fit in it are offered.
+        gpu: the device's driver, in place of the one that torch has.
+        kernels: see ``PagedKV``.
+        host_bytes: of the host's memory, for kept blocks; 0: there is no lower
+            tier.
+    """
+    connection = LocalConnection(device, kv_bytes, gpu, kernels, host_bytes)
+    return Reached(
+        SoleHub(connection),
+        lambda lost, timeout_s: connection.close(),
+        kind=HolderKind.DEVICE,
+        answers_at_once=True,
+        attention=partial(LocalAttention, connection),
+    )
+
+
+def reach_swapped(
+    device: torch.device,
+    kv_bytes: int,
+    num_lanes: int,
+    gpu: Gpu | None = None,
+    kernels: BlockKernels | None = None,
+    most_tokens: int = 0,
+) -> Reached:
+    """Lanes' KV in the place of R-workers.
+
+    Args:
+        device: where two lanes' K and V are.
+        kv_bytes: memory there, for both.
+        num_lanes: how many lanes there are.
+        gpu: the device's driver, in place of the one that torch has.
+        kernels: see ``PagedKV``.
+        most_tokens: that a step stores.
+    """
+    swap = LaneSwap(device, kv_bytes, num_lanes, gpu, kernels, most_tokens)
+    return Reached(
+        HubBehind(swap.connections),
+        lambda lost, timeout_s: swap.close(),
+        kind=HolderKind.DEVICE,
+        answers_at_once=True,
+        attention=partial(SwappedAttention, swap),
+    )
