@@ -183,7 +183,7 @@ def tell_moved(
 ) -> bool:
     """Report moves between tiers to the peers that asked for them. False: leave
     the loop."""
-    for news in executor.tiers.take_news():
+    for news in executor.tiers.take_news() if executor.tiers.is_busy else ():
         if not obey(state.moved(news), peers, state, executor, behind):
             return False
     return True

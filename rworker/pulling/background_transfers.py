@@ -44,23 +44,27 @@ class BackgroundTransfers:
         self._neighbours = neighbours
         self._links = ReplicaLinks(memory, neighbours, tell, clock)
         self._pulls = Pulls(memory, neighbours, tell, clock)
+        self._is_used = False  # nothing was ever asked of it
 
     @property
     def wait_s(self) -> float | None:
         """How long to wait for others' messages before ``work``; None: for as
         long as it takes."""
+        if not self._is_used:
+            return None
         waits_s = [each for each in (self._links.wait_s, self._pulls.wait_s) if each is not None]
         return min(waits_s, default=None)
 
     @property
     def is_late(self) -> bool:
         """Whether a unit is due, whatever else waits."""
-        return self._links.is_late or self._pulls.is_late
+        return self._is_used and (self._links.is_late or self._pulls.is_late)
 
     def obey(
         self, instruction: LinkReplica | Follow | EndStep | BeginPull | EndPull | Admit
     ) -> None:
         """Something of this begins, ends, or has to be known for it."""
+        self._is_used = True
         if isinstance(instruction, Admit):
             for address in instruction.addresses:
                 self._neighbours.expect(address, FEEDING_LINE)
@@ -73,7 +77,8 @@ class BackgroundTransfers:
 
     def attended(self) -> None:
         """A layer has been attended."""
-        self._pulls.turns.attended()
+        if self._is_used:
+            self._pulls.turns.attended()
 
     def work(self) -> None:
         """A unit of each."""
