@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastdecode.engine.fleet import workers
+from fastdecode.engine.setup import workers
 from fastdecode.wire.messages import AttendResult
 from rworker.attention import AttentionExecutor
 from rworker.instructions import Compute

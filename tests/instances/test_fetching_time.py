@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastdecode.engine.kv_exchange import FetchingTime
+from fastdecode.engine.transfers import FetchingTime
 
 
 def test_moments_in_which_several_were_fetched_count_once() -> None:
