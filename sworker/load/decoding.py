@@ -42,7 +42,7 @@ def decode(entry: TensorEntry, read: ReadBytes, out: Tensor) -> None:
     assert encoding is not None
     count, rows, columns = encoding.matrix
     scales, zeros = _read_scales(encoding, read), _read_zeros(encoding, read)
-    index = _read_index(encoding, read)
+    index, table = _read_index(encoding, read), _table(encoding)
     turned = encoding.format.inputs_first or not encoding.format.flat_groups
     matrices = out.view(count, columns, rows) if turned else out.view(count, rows, columns)
     num_rows = max(1, _CHUNK_WEIGHTS // columns)
@@ -52,7 +52,7 @@ def decode(entry: TensorEntry, read: ReadBytes, out: Tensor) -> None:
         blocks = _Blocks(encoding, scales[matrix], None if zeros is None else zeros[matrix], index)
         for first in range(0, rows, num_rows):
             chunk = range(first, min(rows, first + num_rows))
-            values = blocks.scale(_read_values(encoding, read, matrix, chunk), chunk)
+            values = blocks.scale(_read_values(encoding, read, matrix, chunk, table), chunk)
             if turned:
                 target[:, chunk.start : chunk.stop].copy_(values.T)
             else:
@@ -102,17 +102,17 @@ class _Blocks:
             change(values, own.repeat_interleave(width, 1)[:, :columns])
 
 
-def _read_values(encoding: Encoding, read: ReadBytes, matrix: int, rows: range) -> Tensor:
+def _read_values(
+    encoding: Encoding, read: ReadBytes, matrix: int, rows: range, table: Tensor | None
+) -> Tensor:
     """What the codes of some rows mean, float32 [rows, columns]."""
     codes, form = encoding.codes, encoding.format
     _, num_rows, columns = encoding.matrix
     num_bytes = codes.num_bytes // encoding.matrix[0]
     first, end = (row * num_bytes // num_rows for row in (rows.start, rows.stop))
     data = read(codes, matrix * num_bytes + first, end - first)
-    if form.values == "e4m3":
-        return data.view(torch.float8_e4m3fn).view(len(rows), columns).float()
-    if form.values == "e2m1":
-        return _pairs_of_e2m1()[data.int()].view(len(rows), columns)
+    if table is not None:
+        return table.index_select(0, data.int()).view(torch.float32).view(len(rows), columns)
     words = data.view(_DTYPES[codes.dtype])
     if codes.dtype == "I8":
         return words.view(len(rows), columns).float()
@@ -123,11 +123,19 @@ def _read_values(encoding: Encoding, read: ReadBytes, matrix: int, rows: range) 
     return values if encoding.zeros is not None else values.sub_(1 << (encoding.bits - 1))
 
 
-def _pairs_of_e2m1() -> Tensor:
-    """The two values of each byte, low four bits first, float32 [256, 2]."""
-    values = torch.tensor(_E2M1 + tuple(-value for value in _E2M1))
+def _table(encoding: Encoding) -> Tensor | None:
+    """What each byte of codes means [256]: a float32, or two, the low four bits'
+    first, in the eight bytes of a float64; None: codes are whole numbers."""
     codes = torch.arange(256)
-    return torch.stack((values[codes & 15], values[codes >> 4]), 1)
+    match encoding.format.values:
+        case "e4m3":
+            return codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
+        case "e2m1":
+            values = torch.tensor(_E2M1 + tuple(-value for value in _E2M1))
+            pairs = torch.stack((values[codes & 15], values[codes >> 4]), 1)
+            return pairs.view(torch.float64)[:, 0]
+        case "integer":
+            return None
 
 
 def _unpack(words: Tensor, encoding: Encoding, *, rows_packed: bool) -> Tensor:
