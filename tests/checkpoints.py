@@ -22,6 +22,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 
+from examples import TRIES_ALL
+
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
@@ -52,6 +54,9 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 FAMILIES = tuple(_FAMILIES)
+FEW_FAMILIES = FAMILIES if TRIES_ALL else ("llama", "gemma2", "bloom")
+"""Where another test runs all families nearly the same way: rotary positions and shared KV
+heads, windows in every other layer and capped logits, ALiBi."""
 
 # With these seeds the default checkpoints' greedy text wanders, and no two tokens are nearly tied.
 _SEEDS = {"mistral": 1, "qwen2": 1, "qwen3": 1, "phi3": 1, "gemma2": 30, "gpt2": 1, "bloom": 3}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import FAMILIES
+from checkpoints import FAMILIES, FEW_FAMILIES
 from fake_gpu import CUDA, FakeGpu, moved, with_fakes
 from torch import Tensor
 
@@ -31,6 +31,10 @@ from sworker.sampling.sampler import SamplingState, draw
 from sworker.whole import WholeSteps
 from sworker.worker import Pass, SWorker
 
+CASES = [
+    *((family, torch.bfloat16) for family in FAMILIES),
+    *((family, torch.float32) for family in FEW_FAMILIES),
+]
 BLOCK_SIZE, NUM_BLOCKS = 16, 40
 NUM_DECODED, LATER, FIRST = 5, 20, 9
 CPU = torch.device("cpu")
@@ -110,8 +114,7 @@ def through(forward: Pass, attend: Callable[[Pass], Tensor]) -> None:
     assert logits.device == CUDA and logits.shape[0] == 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), CASES, ids=str)
 def test_steps_with_r_workers(
     family: str, dtype: torch.dtype, loaded: Callable[[str, torch.dtype], Any]
 ) -> None:
@@ -140,8 +143,7 @@ def test_steps_with_r_workers(
     assert gpu.waits == [] and gpu.num_operators > 100
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), CASES, ids=str)
 def test_steps_with_kv_on_the_device(
     family: str,
     dtype: torch.dtype,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import FAMILIES, prompts
+from checkpoints import FEW_FAMILIES, prompts
 from mixed_requests import OPTIONS, mixed_requests, tokens
 from trouble import crash_after
 
@@ -41,7 +41,7 @@ def even(num_stages: int) -> str | None:
     return None if num_stages == 1 else ",".join(["1"] * (num_stages - 1) + [str(4 - num_stages)])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_every_familys_tokens(family: str, tiny_checkpoint: Make) -> None:
     path, asked = str(tiny_checkpoint(family)), mixed_requests()
     with LLM(path, **OPTIONS) as llm:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import FAMILIES, prompts
+from checkpoints import FAMILIES, FEW_FAMILIES, prompts
 from mixed_requests import OPTIONS, mixed_requests, tokens
 from trouble import crash_after
 from zmq_r_workers import r_workers
@@ -41,7 +41,7 @@ ON_DEVICE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_every_familys_tokens_with_kv_on_each_stages_device(
     family: str, tiny_checkpoint: Make
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import FAMILIES, prompts
+from checkpoints import FEW_FAMILIES, prompts
 from device_engine import device_engine, run
 from held_steps import steps_held
 from recorded_gpu import RecordedGpu
@@ -49,7 +49,7 @@ def mixed_requests() -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_every_familys_tokens(family: str, tiny_checkpoint: Make) -> None:
     path, asked = str(tiny_checkpoint(family)), mixed_requests()
     with LLM(path, **ALONE) as llm:
