@@ -24,6 +24,10 @@ AddUp = Callable[[Tensor], None]
 
 _ALIGNMENT = 16
 """Bytes of which grouped products want every stride to be a multiple."""
+_MANY_ROWS = 32
+"""Of an expert. Measured on a Zen 5 with 2 threads: at 64 rows 597 GFLOP/s with
+the weights first and 464 with them last in bfloat16, 172 and 159 in float32;
+below 32 rows it is the other way round."""
 
 
 def route(
@@ -178,17 +182,21 @@ class Experts(Gated):
         correction = None if self.correction is None else self.correction.weight
         return route(self.moe.router, self.moe.top_k, x, self.router.weight, bias, correction)
 
-    def apply_gate(self, h: Tensor) -> Tensor:
-        """h [S, 2 · inner] → [S, inner]."""
-        if self.gated:
+    def apply_gate(self, h: Tensor, dim: int = -1) -> Tensor:
+        """h [S, 2 · inner] → [S, inner]; or with dim 0 [2 · inner, S] → [inner, S]."""
+        if self.gated and dim == -1:
             return self.gate(h)
-        gate, up = h.chunk(2, dim=-1)
+        gate, up = h.chunk(2, dim=dim)
         limit = self.moe.limit
-        if self.moe.gate == "clamped_after":
-            return self.act(gate).clamp_(max=limit).mul_(up.clamp(-limit, limit))
-        gate = gate.clamp(max=limit)
-        gate = gate * torch.sigmoid(gate * self.moe.alpha)
-        return gate.mul_(up.clamp(-limit, limit).add_(1))
+        match self.moe.gate:
+            case "plain":
+                return self.act(gate).mul_(up)
+            case "clamped_after":
+                return self.act(gate).clamp_(max=limit).mul_(up.clamp(-limit, limit))
+            case "clamped":
+                gate = gate.clamp(max=limit)
+                gate = gate * torch.sigmoid(gate * self.moe.alpha)
+                return gate.mul_(up.clamp(-limit, limit).add_(1))
 
     def _shared(self, x: Tensor) -> Tensor:
         assert self.shared is not None
@@ -197,7 +205,7 @@ class Experts(Gated):
 
     def _routed(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """The routed experts' sum, [T, hidden]."""
-        num_rows, top_k = experts.shape
+        top_k = experts.shape[1]
         slots = self._own(experts).flatten()  # S = T · k
         by_expert = torch.sort(slots, stable=True)
         order = by_expert.indices
@@ -205,12 +213,20 @@ class Experts(Gated):
         x_sorted = x.index_select(0, rows)  # [S, hidden]
         if self.moe.weighs_input:
             x_sorted = x_sorted * weights.flatten().index_select(0, order)[:, None].to(x.dtype)
-        multiply = self._multiply_grouped if self._is_grouped else self._multiply_in_turn
-        y_sorted = multiply(x_sorted, by_expert.values)
+        return self.combine(self.multiply(x_sorted, by_expert.values), order, weights)
+
+    def multiply(self, x: Tensor, experts: Tensor) -> Tensor:
+        """x [S, hidden], sorted by expert, and whose it is [S] → [S, hidden].
+        Rows of experts elsewhere come out as 0."""
+        grouped = self._multiply_grouped if self._is_grouped else self._multiply_in_turn
+        return grouped(x, experts)
+
+    def combine(self, y: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+        """y [S, hidden], the slots that its rows are of [S], weights [T, k] → the
+        weighted sum of each row's k, [T, hidden]."""
         places = torch.empty_like(order)
         places.scatter_(0, order, torch.arange(len(order), device=order.device))
-        places = places.view(num_rows, top_k)
-        return _weighted_sum(y_sorted, places, None if self.moe.weighs_input else weights)
+        return _weighted_sum(y, places.view_as(weights), self.moe.weighs_input, weights)
 
     def _own(self, experts: Tensor) -> Tensor:
         """Numbers of the experts here, from 0; of those elsewhere, ``num``."""
@@ -220,8 +236,7 @@ class Experts(Gated):
         return own.masked_fill((own < 0) | (own >= self.num), self.num)
 
     def _multiply_in_turn(self, x: Tensor, experts: Tensor) -> Tensor:
-        """x [S, hidden] and whose it is, sorted [S] → [S, hidden], one expert
-        after the other. Rows of experts elsewhere come out as 0."""
+        """``multiply``, one expert after the other."""
         counts = torch.bincount(experts, minlength=self.num + 1).tolist()
         y = torch.empty_like(x)
         first = 0
@@ -229,15 +244,22 @@ class Experts(Gated):
             if not count:
                 continue
             end = first + count
-            h = F.linear(x[first:end], self.up.weight[expert], _bias(self.up, expert))
-            h = self.apply_gate(h)
-            y[first:end] = F.linear(h, self.down.weight[expert], _bias(self.down, expert))
+            y[first:end] = self._multiply_one(x[first:end], expert)
             first = end
         y[first:].zero_()
         return y
 
+    def _multiply_one(self, x: Tensor, expert: int) -> Tensor:
+        """One expert's rows [n, hidden] → same. Where there are many, a CPU is
+        faster with the weights as the first factor, which it needn't pack."""
+        if x.shape[0] < _MANY_ROWS or x.device.type != "cpu":
+            h = F.linear(x, self.up.weight[expert], _bias(self.up, expert))
+            return F.linear(self.apply_gate(h), self.down.weight[expert], _bias(self.down, expert))
+        h = _product(self.up, expert, x.T)
+        return _product(self.down, expert, self.apply_gate(h, dim=0)).T
+
     def _multiply_grouped(self, x: Tensor, experts: Tensor) -> Tensor:
-        """The same without waiting for the device."""
+        """``multiply`` without waiting for the device."""
         counts = torch.histc(experts.int(), bins=self.num, min=0, max=self.num - 1)
         ends = counts.cumsum(0, dtype=torch.int32)
         within = experts.clamp(max=self.num - 1)
@@ -277,18 +299,25 @@ def _grouped(x: Tensor, linear: ExpertLinear, ends: Tensor, experts: Tensor) -> 
     return y if linear.bias is None else y + linear.bias.index_select(0, experts)
 
 
+def _product(linear: ExpertLinear, expert: int, x: Tensor) -> Tensor:
+    """x [in, n] → [out, n]."""
+    weight, bias = linear.weight[expert], _bias(linear, expert)
+    return torch.mm(weight, x) if bias is None else torch.addmm(bias[:, None], weight, x)
+
+
 def _bias(linear: ExpertLinear, expert: int) -> Tensor | None:
     return None if linear.bias is None else linear.bias[expert]
 
 
-def _weighted_sum(y: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+def _weighted_sum(y: Tensor, places: Tensor, is_weighed: bool, weights: Tensor) -> Tensor:
     """y [S, hidden], where each row's k results are in it [T, k], and their
-    weights [T, k] → [T, hidden], added in float32 in the order of the k."""
+    weights [T, k] unless the results are weighed → [T, hidden], added in float32
+    in the order of the k."""
     num_rows, top_k = places.shape
     total = torch.zeros((num_rows, y.shape[1]), dtype=torch.float32, device=y.device)
     for slot in range(top_k):
         part = y.index_select(0, places[:, slot])
-        if weights is None:
+        if is_weighed:
             total.add_(part)
         else:
             total.addcmul_(part, weights[:, slot, None])
