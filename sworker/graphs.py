@@ -36,6 +36,7 @@ from sworker.buffers import LENT_LAYERS, to_device
 from sworker.device import Gpu, Graph, gpu_of
 from sworker.failures import is_kernel_error
 from sworker.feed import Feed
+from sworker.model.moe import Experts
 from sworker.model.skeleton import LayerRoom, Model
 
 logger = logging.getLogger(__name__)
@@ -178,7 +179,13 @@ class StepGraphs:
         self._gpu = gpu or gpu_of(device)
         self.model = model
         self.device = device
-        self._capture = capture
+        self._capture = capture and not _waits(model)
+        if capture and not self._capture:
+            logger.warning(
+                "experts in %s have no grouped product on %s: the host waits to learn their rows, "
+                "and nothing is captured as CUDA graphs. Choose dtype bfloat16",
+                *(model.dtype, device),
+            )
         self.lanes = lanes or [LaneGraphs(max_rows, self.num_units)] * num_lanes
         self._max_graphs = max_graphs
         self.buckets = Buckets.choose(self.lanes, max_graphs, max_rows)
@@ -231,6 +238,9 @@ class StepGraphs:
         for buffer, values in zip((buffers.token_ids, buffers.positions), on_device, strict=True):
             buffer[:num_rows].copy_(values)
             buffer[num_rows:bucket].zero_()
+        if self.model.spec.moe is not None:
+            # Padding rows that are alike go to the same few experts.
+            buffers.o[num_rows:bucket].zero_()
         if feed is not None:
             feed.put_into(buffers.token_ids[:num_rows], self._upload)
         if x is not None:
@@ -249,13 +259,20 @@ class StepGraphs:
         for lane in range(self.num_lanes):
             self.buffers(lane)
         for bucket in sorted(buckets or self.buckets.sizes, reverse=True):
-            # The units between the first and the last are alike.
-            for unit in sorted({0, min(1, last), last}):
+            for unit in sorted({0, *self._first_of_each_kind(), last}):
                 if not self.warm_up(partial(self.unit, 0, unit, bucket), bucket, _unit(unit)):
                     return
             for lane, unit in itertools.product(self.lanes_of(bucket), range(self.num_units)):
                 run = partial(self.unit, lane, unit, bucket)
                 self.capture((lane, unit, bucket), run, _unit(unit))
+
+    def _first_of_each_kind(self) -> list[int]:
+        """Of the units between the first and the last, which are alike but for
+        the MLP of the layer that they end."""
+        kinds: dict[type, int] = {}
+        for unit, layer in enumerate(self.model.layers, 1):
+            kinds.setdefault(type(layer.mlp), unit)
+        return list(kinds.values())
 
     def run(self, lane: int, unit: int, bucket: int) -> None:
         """One unit on the first ``bucket`` rows of a lane."""
@@ -332,6 +349,11 @@ class StepGraphs:
             x.copy_(y)
         else:
             torch.add(y, added, out=x)
+
+
+def _waits(model: Model) -> bool:
+    """Whether the host waits for the device within a unit."""
+    return any(isinstance(layer.mlp, Experts) and layer.mlp.waits for layer in model.layers)
 
 
 def _unit(unit: int) -> str:

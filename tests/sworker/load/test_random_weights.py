@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import FAMILIES, prompts
+from families import save_tiny
 from weight_files import Make, assert_same
 
 from fastdecode import LLM, SamplingParams
@@ -86,6 +87,24 @@ def test_shards_have_parts_of_one_model(config_only: Path) -> None:
         assert rows == {tuple(row.tolist()) for shard in shards for row in shard[name]}
     down = "layers.1.mlp.down.weight"
     assert torch.equal(whole[down], torch.cat([shard[down] for shard in shards], dim=1))
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_ranks_have_parts_of_the_same_experts(ep: int, tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen3_moe", seed=7)  # 8 experts of 22 inner dims
+    checkpoint = open_checkpoint(tmp_path, "random")
+    whole, *parts = (
+        load_model(checkpoint, device="cpu", dtype=torch.float32, shard=shard)[1]
+        for shard in (None, *(Shard(rank, 2, ep) for rank in range(2)))
+    )
+    down, *halves = (model.layers[0].mlp.down.weight for model in (whole, *parts))
+    assert torch.equal(down, torch.cat(halves, dim=2 if ep == 1 else 0))
+    up, *halves = (model.layers[0].mlp.up.weight for model in (whole, *parts))
+    if ep == 2:
+        assert torch.equal(up, torch.cat(halves))
+    else:
+        (gate, other), (gate_2, other_2) = (half.chunk(2, dim=1) for half in halves)
+        assert torch.equal(up, torch.cat((gate, gate_2, other, other_2), dim=1))
 
 
 def test_engines_say_the_same_wherever_their_parts_are(config_only: Path) -> None:

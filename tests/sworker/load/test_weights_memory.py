@@ -79,9 +79,42 @@ def quantised(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return edit_checkpoint(checkpoint, path, quantise, quantization_config=config)
 
 
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """300 MB in float32, nearly all of it in experts of 2 MB a tensor."""
+    path = tmp_path_factory.mktemp("experts")
+    hidden, inner, num = 1024, 512, 12
+    sizes = {"num_experts": num, "num_experts_per_tok": 2, "moe_intermediate_size": inner,
+             "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 64, "num_hidden_layers": 4,
+             "num_key_value_heads": 2, "num_attention_heads": 2}  # fmt: skip
+    tensors = {
+        "model.embed_tokens.weight": torch.zeros(1024, hidden),
+        "model.norm.weight": torch.zeros(hidden),
+    }
+    for layer in range(4):
+        prefix = f"model.layers.{layer}."
+        for name in ("q", "k", "v"):
+            tensors[f"{prefix}self_attn.{name}_proj.weight"] = torch.zeros(128, hidden)
+        tensors[f"{prefix}self_attn.o_proj.weight"] = torch.zeros(hidden, 128)
+        for name in ("self_attn.q_norm", "self_attn.k_norm"):
+            tensors[f"{prefix}{name}.weight"] = torch.zeros(64)
+        for name in ("input", "post_attention"):
+            tensors[f"{prefix}{name}_layernorm.weight"] = torch.zeros(hidden)
+        tensors[f"{prefix}mlp.gate.weight"] = torch.zeros(num, hidden)
+        for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)),
+                            ("down", (hidden, inner))):  # fmt: skip
+            tensors |= {
+                f"{prefix}mlp.experts.{expert}.{name}_proj.weight": torch.zeros(shape)
+                for expert in range(num)
+            }
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({**_CONFIG, **sizes}))
+    return path
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("made", ["checkpoint", "quantised"])
+@pytest.mark.parametrize("made", ["checkpoint", "quantised", "experts"])
 def test_peak_memory(
     made: str,
     dtype: str,

@@ -1,0 +1,180 @@
+"""The block of experts: against its definition, on a pretended CUDA device, and
+what is padding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from fastdecode.core.model.moe import Moe, Router
+from fastdecode.core.model.spec import ModelSpec
+from sworker.graphs import StepGraphs
+from sworker.load.weights import random_model
+from sworker.model import moe as block_module
+from sworker.model.moe import Experts, can_group
+
+PLAIN = Moe(6, 2, 16, Router(renorm=True))
+BLOCKS = {
+    "plain": PLAIN,
+    "shared": replace(PLAIN, shared_inner=24, shared_gate=True, scale_after=2.5),
+    "average": replace(PLAIN, shared_inner=8, shared_average=True),
+    "biases": replace(PLAIN, biases=True, gate="clamped", limit=0.3, alpha=1.702),
+    "clamped-after": replace(PLAIN, gate="clamped_after", limit=0.2),
+    "weighs-input": replace(
+        PLAIN, top_k=1, weighs_input=True, router=Router("sigmoid", chosen_first=True)
+    ),
+}
+
+
+def spec_of(moe: Moe, hidden: int = 32) -> ModelSpec:
+    return ModelSpec(
+        name="random", family="", architecture="", dtype=None, vocab_size=8, hidden_size=hidden,
+        embedding_size=hidden, intermediate_size=16, num_layers=1, num_q_heads=2, num_kv_heads=1,
+        head_dim=16, attention=(), max_model_len=8, activation="silu", norm="rms", norm_eps=1e-6,
+        gated_mlp=True, ropes=(None,), moe=moe,
+    )  # fmt: skip
+
+
+def block_of(moe: Moe, dtype: torch.dtype = torch.float32) -> Experts:
+    block = random_model(spec_of(moe), device="cpu", dtype=dtype).layers[0].mlp
+    assert isinstance(block, Experts)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in block.parameters():
+        parameter.normal_(0, 0.4, generator=generator)
+    return block
+
+
+def by_definition(block: Experts, x: Tensor) -> Tensor:
+    """One row after the other."""
+    moe, rows = block.moe, []
+    chosen, weights = block.route(x)
+    for row, experts, weight in zip(x, chosen.tolist(), weights, strict=True):
+        total = torch.zeros_like(row)
+        for expert, factor in zip(experts, weight, strict=True):
+            taken = row * factor if moe.weighs_input else row
+            y = _expert(block, expert, taken)
+            total = total + (y if moe.weighs_input else y * factor)
+        total = total * moe.scale_after
+        if block.shared is not None:
+            shared = block.shared(row[None])[0]
+            if block.shared_gate is not None:
+                shared = shared * torch.sigmoid(block.shared_gate(row[None])[0])
+            total = (total + shared) / (2 if moe.shared_average else 1)
+        rows.append(total)
+    return torch.stack(rows)
+
+
+def _expert(block: Experts, expert: int, x: Tensor) -> Tensor:
+    up, down, moe = block.up, block.down, block.moe
+    h = up.weight[expert] @ x
+    h = h if up.bias is None else h + up.bias[expert]
+    g, u = h.chunk(2)
+    if moe.gate == "plain":
+        inner = F.silu(g) * u
+    elif moe.gate == "clamped_after":
+        inner = F.silu(g).clamp(max=moe.limit) * u.clamp(-moe.limit, moe.limit)
+    else:
+        g = g.clamp(max=moe.limit)
+        inner = g * torch.sigmoid(moe.alpha * g) * (u.clamp(-moe.limit, moe.limit) + 1)
+    y = down.weight[expert] @ inner
+    return y if down.bias is None else y + down.bias[expert]
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 150], ids=lambda rows: f"{rows}-rows")
+@pytest.mark.parametrize("name", BLOCKS)
+@torch.inference_mode()
+def test_the_block_is_what_its_definition_says(name: str, num_rows: int) -> None:
+    """With 150 rows experts have many, whose weights come first."""
+    block = block_of(BLOCKS[name])
+    x = torch.randn(num_rows, 32, generator=torch.Generator().manual_seed(num_rows))
+    torch.testing.assert_close(block(x), by_definition(block, x), atol=1e-5, rtol=1e-4)
+
+
+def grouped_reference(x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+    """What torch's grouped product does on CUDA: rows past the last end aren't written."""
+    y = torch.full((x.shape[0], weight.shape[2]), float("nan"), dtype=x.dtype)
+    start = 0
+    for expert, end in enumerate(offs.tolist()):
+        y[start:end] = x[start:end] @ weight[expert]
+        start = end
+    return y
+
+
+@pytest.mark.parametrize("held", [None, (2, 3)], ids=["all", "some"])
+@pytest.mark.parametrize("name", BLOCKS)
+@torch.inference_mode()
+def test_grouped_products_equal_the_loop(
+    name: str, held: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a rank has some experts only; rows of others come out as 0."""
+    block = block_of(replace(BLOCKS[name], held=held))
+    x = torch.randn(40, 32, generator=torch.Generator().manual_seed(3))
+    expected = block(x)
+    assert torch.isfinite(expected).all()
+    monkeypatch.setattr(block_module, "can_group", lambda weight: True)
+    monkeypatch.setattr(block_module, "grouped_product", lambda: grouped_reference)
+    # Histograms of whole numbers are CUDA's.
+    histc = torch.histc
+    monkeypatch.setattr(torch, "histc", lambda x, **how: histc(x.float(), **how))
+    torch.testing.assert_close(block(x), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_nothing_waits_for_a_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CUDA device without values: what needed one would fail. The loop does."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
+        with torch.device("cuda"):
+            monkeypatch.setattr(torch, "empty", partial(torch.empty, dtype=torch.bfloat16))
+            block = Experts(spec_of(BLOCKS[name]), BLOCKS[name])
+            monkeypatch.undo()
+            x = torch.empty(7, 32, dtype=torch.bfloat16)
+        monkeypatch.setattr(block_module, "grouped_product", lambda: _fake_grouped)
+        assert not block.waits
+        y = block(x)
+        assert (y.shape, y.dtype, y.device.type) == (x.shape, x.dtype, "cuda")
+        monkeypatch.setattr(block_module, "can_group", lambda weight: False)
+        assert block.waits
+        with pytest.raises(DataDependentOutputException):
+            block(x)
+
+
+def _fake_grouped(x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+    assert offs.dtype == torch.int32 and offs.shape == weight.shape[:1]
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+def test_groups_need_bfloat16_on_cuda_and_aligned_rows() -> None:
+    with FakeTensorMode():
+        good = torch.empty(2, 8, 16, dtype=torch.bfloat16, device="cuda")
+        assert can_group(good)
+        assert not can_group(good.float())
+        assert not can_group(torch.empty(2, 8, 12, dtype=torch.bfloat16, device="cuda"))
+        assert not can_group(torch.empty(2, 8, 16, dtype=torch.bfloat16))
+
+
+def test_units_whose_host_waits_are_not_captured(caplog: pytest.LogCaptureFixture) -> None:
+    model = random_model(spec_of(PLAIN), device="cpu", dtype=torch.float32)
+    graphs = StepGraphs(model, torch.device("cpu"), capture=True, max_rows=8)
+    assert "grouped product" in caplog.text
+    graphs.prepare()
+    assert graphs.num_graphs == 0
+
+
+def test_padding_rows_are_alike() -> None:
+    """Whatever a larger step left in the lane's memory."""
+    model = random_model(spec_of(PLAIN), device="cpu", dtype=torch.float32)
+    graphs = StepGraphs(model, torch.device("cpu"), capture=False, max_rows=8)
+    graphs.buffers(0).o.normal_()
+    bucket = graphs.fill(0, torch.ones((2, 5), dtype=torch.int64))
+    assert bucket == 8
+    for unit in range(graphs.num_units):
+        graphs.run(0, unit, bucket)
+    padding = graphs.buffers(0).x[5:bucket]
+    assert torch.equal(padding, padding[:1].expand_as(padding))
