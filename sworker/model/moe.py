@@ -212,7 +212,7 @@ class Experts(Gated):
         rows = order.div(top_k, rounding_mode="floor")
         x_sorted = x.index_select(0, rows)  # [S, hidden]
         if self.moe.weighs_input:
-            x_sorted = x_sorted * weights.flatten().index_select(0, order)[:, None].to(x.dtype)
+            x_sorted = x_sorted * weights.flatten().index_select(0, order).unsqueeze(1).to(x.dtype)
         return self.combine(self.multiply(x_sorted, by_expert.values), order, weights)
 
     def multiply(self, x: Tensor, experts: Tensor) -> Tensor:
@@ -267,7 +267,7 @@ class Experts(Gated):
         y = _grouped(self.apply_gate(h), self.down, ends, within)
         if self.num == self.moe.num_experts:
             return y
-        return y.masked_fill((experts >= self.num)[:, None], 0)  # never written
+        return y.masked_fill((experts >= self.num).unsqueeze(1), 0)  # never written
 
     @property
     def _is_grouped(self) -> bool:
@@ -313,12 +313,11 @@ def _weighted_sum(y: Tensor, places: Tensor, is_weighed: bool, weights: Tensor) 
     """y [S, hidden], where each row's k results are in it [T, k], and their
     weights [T, k] unless the results are weighed → [T, hidden], added in float32
     in the order of the k."""
-    num_rows, top_k = places.shape
-    total = torch.zeros((num_rows, y.shape[1]), dtype=torch.float32, device=y.device)
-    for slot in range(top_k):
-        part = y.index_select(0, places[:, slot])
+    total = torch.zeros((len(places), y.shape[1]), dtype=torch.float32, device=y.device)
+    for place, weight in zip(places.unbind(1), weights.unbind(1), strict=True):
+        part = y.index_select(0, place)
         if is_weighed:
             total.add_(part)
         else:
-            total.addcmul_(part, weights[:, slot, None])
+            total.addcmul_(part, weight.unsqueeze(1))
     return total.to(y.dtype)
