@@ -17,6 +17,7 @@ from checkpoints import prompts
 from families import FAMILIES, draw_config, save_tiny
 
 from fastdecode.core.model.checkpoint import open_checkpoint
+from sworker.kernels.fused import fuse
 from sworker.load.weights import load_model
 from sworker.model.reference import ReferenceAttention
 from sworker.model.skeleton import forward
@@ -63,6 +64,27 @@ def test_logits_of_ragged_chunks(family: str, seed: int, tmp_path: Path) -> None
         expected = oracle(torch.tensor([text])).logits[0]
         bound = 1e-4 * max(1.0, expected.abs().max().item() / 10)
         torch.testing.assert_close(torch.cat(ours), expected, atol=bound, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_fused_kernels_say_the_same(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """What they replace, and what they mustn't: layers that don't turn, norms
+    behind the turn."""
+    save_tiny(tmp_path, family, seed=2)
+    (text,) = prompts((17,), seed=3)
+    found = []
+    for is_fused in (False, True):
+        spec, model = load_model(tmp_path, device="cpu", dtype=dtype)
+        if is_fused and not fuse(model, torch.device("cpu")):
+            pytest.skip("there is nothing to fuse")
+        attend = ReferenceAttention(spec.attention, model.sinks)
+        positions = attend.begin_step([0], [len(text)])
+        found.append(model.logits(forward(model, torch.tensor(text), positions, attend)))
+    plain, fused = found
+    off = (fused - plain).abs().max() / plain.abs().max()
+    assert off < (1e-5 if dtype == torch.float32 else 0.1)
 
 
 class Sum:

@@ -42,7 +42,7 @@ _COMPARED_BYTES = 4 << 20
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_HEADS = ("lm_head.weight", "embed_out.weight")
+_HEADS = ("lm_head.weight", "embed_out.weight", "language_model.lm_head.weight")
 _EMBEDDINGS = (".embed_tokens.weight", ".wte.weight", ".embed_in.weight", ".word_embeddings.weight")
 
 
