@@ -187,6 +187,19 @@ FAMILIES |= {
         "layer_types": ("FSF", "SSF")}),
 }  # fmt: skip
 
+FAMILIES |= {
+    "laguna": Tiny("LagunaConfig", {
+        "": _experts("num_experts"), "shared_expert_intermediate_size": (7, 12),
+        "num_attention_heads_per_layer": (None, "MORE"), "gating": (True, "per-element"),
+        "moe_router_logit_softcapping": (0.0, 5.0), "moe_routed_scaling_factor": (1.0, 2.5),
+        "sliding_window": (5, 9), "layer_types": ("FSF", "SFS"),
+        "mlp_layer_types": (["dense", "sparse", "sparse"], ["sparse"] * 3)},
+        {"rope_parameters": {
+            "full_attention": {**_YARN, "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4,
+                                  "partial_rotary_factor": 1.0}}}, head_dims=(12, 20)),
+}  # fmt: skip
+
 _LETTERS = {"F": "full_attention", "S": "sliding_attention"}
 
 
@@ -212,6 +225,8 @@ def draw_config(family: str, seed: int) -> dict[str, Any]:
     for name, values in tiny.drawn.items():
         drawn = values[seed % len(values)] if name == "" else draw.choice(values)
         options |= drawn if name == "" else {name: drawn}
+    if options.get("num_attention_heads_per_layer") == "MORE":
+        options["num_attention_heads_per_layer"] = [heads, heads + 2 * kv_heads, heads]
     options |= tiny.always
     return {
         name: _finished(name, value, head_dim)

@@ -225,6 +225,17 @@ class _Placement:
     layout: Layout
     order: tuple[int, ...] | None
     """Of a head's dims as we have them, where the checkpoint has another."""
+    heads: _Heads | None
+    """Where the checkpoint has fewer than we do."""
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Query heads of one layer, if others have more."""
+
+    axis: int
+    """Of a matrix, along which they lie."""
+    num: int
 
 
 def _plan(
@@ -259,10 +270,14 @@ def _plan(
                     missing.append(name)
                     continue
                 layout = _layout(part.source, parameter)
-                _check(checkpoint, entry, _shape(module, tensor, part, num_sources), layout)
+                heads = _heads(spec, path, part.index) if spec.layer_q_heads else None
+                shape = list(_shape(module, tensor, part, num_sources))
+                if heads is not None and heads.axis < len(shape):
+                    shape[heads.axis] = shape[heads.axis] * heads.num // spec.num_q_heads
+                _check(checkpoint, entry, tuple(shape), layout)
                 order = dims if _turns(path, part.index) else None
                 placements.append(
-                    _Placement(entry, here, parameter, part, num_sources, layout, order)
+                    _Placement(entry, here, parameter, part, num_sources, layout, order, heads)
                 )
     if missing:
         raise CheckpointError(
@@ -331,6 +346,17 @@ def _turns(path: str, source: int) -> bool:
     """Whether a module's output, or what it norms, turns: q and k do."""
     module = path.rpartition(".")[2]
     return module in ("q_norm", "k_norm") or (module == "qkv" and source < 2)
+
+
+def _heads(spec: ModelSpec, path: str, source: int) -> _Heads | None:
+    """The query heads of a module's tensor in the checkpoint, if it has fewer
+    than ours. ``source``: which of the fused projections."""
+    if not path.startswith("layers."):
+        return None
+    _, layer, own = path.split(".", 2)
+    axes = {"qkv": 0 if source == 0 else None, "gate.proj": 0, "sinks": 0, "o": 1}
+    axis, num = axes.get(own), spec.layer_q_heads[int(layer)]
+    return None if axis is None or num == spec.num_q_heads else _Heads(axis, num)
 
 
 def _order_of_dims(spec: ModelSpec) -> tuple[int, ...]:
@@ -506,6 +532,8 @@ def _stream(
             if placement.order is not None:
                 is_norm = placement.module.endswith("_norm")
                 source = _ordered(source, placement.order, spec.head_dim, is_norm=is_norm)
+            if placement.heads is not None and placement.heads.axis < source.dim():
+                source = _with_idle_heads(source, placement.heads, spec)
             own = _shard_of(module, shard)
             for target, splits, piece in _pieces(module, placement, source):
                 _place(target, splits, piece, placement.layout, spec, own)
@@ -566,6 +594,19 @@ def _ordered(source: Tensor, order: Sequence[int], head_dim: int, *, is_norm: bo
     of a norm [D] or [H, D]."""
     heads = source.view(-1, head_dim, *(() if is_norm else source.shape[1:]))
     return heads[:, list(order)].view(source.shape)
+
+
+def _with_idle_heads(source: Tensor, heads: _Heads, spec: ModelSpec) -> Tensor:
+    """A tensor with zeros for the query heads that the layer hasn't: the last
+    ones of each KV head's group, as those are attended together."""
+    groups = source.unflatten(heads.axis, (spec.num_kv_heads, -1))
+    size = groups.shape[heads.axis + 1]
+    shape = list(groups.shape)
+    shape[heads.axis + 1] = size * spec.num_q_heads // heads.num
+    filled = groups.new_zeros(shape)
+    filled.narrow(heads.axis + 1, 0, size).copy_(groups)
+    whole: Tensor = filled.flatten(heads.axis, heads.axis + 1)
+    return whole
 
 
 def _place(

@@ -228,6 +228,14 @@ def _dots_slides(reader: ConfigReader, spec: ModelSpec) -> Callable[[int], bool]
     return lambda layer: layer >= first
 
 
+def _laguna_heads(reader: ConfigReader, spec: ModelSpec) -> tuple[int, ...]:
+    name = "num_attention_heads_per_layer"
+    heads = reader.integers(name, low=1, high=MAX_HEADS)
+    if heads and len(heads) != spec.num_layers:
+        raise reader.refuse(name, heads, f"a list of {spec.num_layers} entries, one a layer")
+    return heads
+
+
 def _within_one_chunk(reader: ConfigReader, spec: ModelSpec) -> int:
     """Llama-4: as many tokens as see all before them, and whose queries aren't scaled."""
     most = reader.integer("max_position_embeddings", high=MAX_POSITIONS, default=131072)
@@ -1103,6 +1111,33 @@ MELLUM = QWEN3_MOE.derive(
     rotary=RotaryRules(theta=500000.0),
 )  # fmt: skip
 
+LAGUNA = LLAMA.derive(
+    "laguna", "LagunaForCausalLM", "LagunaModel",
+    models="Laguna",
+    fields={
+        "mlp_bias": False,
+        "qk_norm": "head",
+        "attn_gate": lambda reader, spec: (
+            "head" if reader.fields.get("gating", True) in (True, "per-head") else "dim"
+        ),
+        "attn_gate_activation": "softplus",
+        "moe": moe_rows.experts(
+            moe_rows.laguna_router, defaults=(256, 8, 512),
+            more=moe_rows.laguna_shared,
+        ),
+        "mlps": moe_rows.mlps(moe_rows.after_dense(1)),
+    },
+    names=names.LAGUNA,
+    layer_q_heads=_laguna_heads,
+    kv_heads=integer("num_key_value_heads", high=MAX_HEADS, default=8),
+    head_dim=_head_dim(128),
+    positions=_positions("max_position_embeddings", default=131072),
+    window=window(512),
+    slides=lambda reader, spec: lambda layer: False,
+    rotary=RotaryRules(theta=500000.0, scales_local=False, local_theta=10000.0),
+    has_experts=True,
+    refused={"moe_apply_router_weight_on_input": "router weights on the experts' input"},
+)  # fmt: skip
 GPT_OSS = LLAMA.derive(
     "gpt_oss", "GptOssForCausalLM", "GptOssModel",
     models="gpt-oss",
@@ -1187,7 +1222,7 @@ ROWS = (
     MINISTRAL3, MIMO, QWEN25_VL, QWEN3_VL, OPT, GPT2, GPT_NEOX, BLOOM, STARCODER2, STABLELM, PHI,
     GPTJ, GPT_BIGCODE, FALCON, MPT, NEMOTRON, QWEN3_MOE, QWEN2_MOE, QWEN3_VL_MOE, MIXTRAL, OLMOE,
     GLM4_MOE, SOLAR_OPEN, DOTS1, MINIMAX_M2, ERNIE45_MOE, HUNYUAN_MOE, HY_V3, EXAONE_MOE,
-    GRANITE_MOE, GRANITE_MOE_SHARED, MELLUM, GPT_OSS, LLAMA4, AFMOE,
+    GRANITE_MOE, GRANITE_MOE_SHARED, MELLUM, GPT_OSS, LLAMA4, AFMOE, LAGUNA,
 )  # fmt: skip
 
 

@@ -199,6 +199,18 @@ def afmoe_router(reader: ConfigReader, spec: ModelSpec) -> Router:
     return Router("sigmoid", correction=True, renorm=True, eps=1e-20, scale=scale)
 
 
+def laguna_router(reader: ConfigReader, spec: ModelSpec) -> Router:
+    name = "moe_router_logit_softcapping"
+    softcap = reader.number(name, high=1e6) if reader.fields.get(name) else None  # 0: none
+    return Router("sigmoid", correction=True, renorm=True, softcap=softcap, rounded=True)
+
+
+def laguna_shared(reader: ConfigReader, spec: ModelSpec) -> dict[str, object]:
+    scale = reader.number("moe_routed_scaling_factor", default=1.0)
+    inner = shared("shared_expert_intermediate_size", default=512)
+    return {**inner(reader, spec), "scale_after": scale}
+
+
 def hy_router(reader: ConfigReader, spec: ModelSpec) -> Router:
     scale = reader.number("router_scaling_factor", default=2.826)
     return Router(

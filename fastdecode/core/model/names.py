@@ -329,3 +329,10 @@ AFMOE = with_experts(
         "gate.proj": "self_attn.gate_proj",
     },
 )
+
+LAGUNA = with_experts(
+    LLAMA,
+    correction="mlp.experts.e_score_correction_bias",
+    shared="mlp.shared_expert",
+    layers={"gate.proj": "self_attn.g_proj"},
+)

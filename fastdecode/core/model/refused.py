@@ -97,10 +97,9 @@ REFUSED = (
         ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
     ),
     Refused(
-        "query heads that differ in number by layer",
-        "Step-3.5, 3.7, Laguna",
+        "gates whose limits differ by layer",
+        "Step-3.5, 3.7",
         (
-            "LagunaForCausalLM",
             "Step3p5ForCausalLM",
             "Step3p7FlashForCausalLM",
             "Step3p7ForConditionalGeneration",

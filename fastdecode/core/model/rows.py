@@ -116,6 +116,8 @@ class Row:
     """Names that people know them by."""
     fields: Mapping[str, object] = field(default_factory=dict)
     """Of ``ModelSpec``: constants, or ``Read``."""
+    layer_q_heads: Read[tuple[int, ...]] | None = None
+    """Query heads of each layer; None: all layers have as many."""
     kv_heads: Read[int] = _QUERY_HEADS
     head_dim: Read[int | None] = no_value
     """None: the heads divide the hidden size."""
@@ -190,11 +192,15 @@ class Row:
             ),
             num_q_heads=reader.integer("num_attention_heads", "n_head", "n_heads", high=MAX_HEADS),
         )
+        heads = self.layer_q_heads(reader, spec) if self.layer_q_heads else ()
+        if heads:
+            own = heads if len(set(heads)) > 1 else ()
+            spec = replace(spec, num_q_heads=max(heads), layer_q_heads=own)
         kv_heads = self.kv_heads(reader, spec)
-        if spec.num_q_heads % kv_heads:
-            raise reader.refuse(
-                "num_key_value_heads", kv_heads, f"a divisor of the {spec.num_q_heads} query heads"
-            )
+        for num in heads or (spec.num_q_heads,):
+            if num % kv_heads:
+                rule = f"a divisor of the {num} query heads"
+                raise reader.refuse("num_key_value_heads", kv_heads, rule)
         head_dim = self.head_dim(reader, spec) or _divided_head_dim(reader, spec)
         return replace(spec, num_kv_heads=kv_heads, head_dim=head_dim)
 

@@ -115,6 +115,9 @@ class ModelSpec:
     logit_scale: float = 1.0
     """Multiplies the logits."""
     logit_softcap: float | None = None
+    layer_q_heads: tuple[int, ...] = ()
+    """Query heads of each layer in checkpoints, where layers differ: every layer
+    here has as many as the one with most, and the rest of them give nothing."""
     moe: Moe | None = None
     """The experts of the layers that have them."""
     mlps: tuple[MlpKind, ...] = ()
@@ -188,16 +191,16 @@ class ModelSpec:
             mlp = self.moe.num_router_parameters(hidden)
             mlp += num_experts * self.moe.num_expert_parameters(hidden)
             mlp += self.moe.num_shared_parameters(hidden, bias=self.mlp_bias)
-        return self._attention_parameters + mlp
+        return self._attention_parameters(layer) + mlp
 
-    @property
-    def _attention_parameters(self) -> int:
+    def _attention_parameters(self, layer: int) -> int:
         """Weights of a layer without its MLP."""
-        q_size, k_size, _ = self.qkv_sizes
-        attention = self.hidden_size * (sum(self.qkv_sizes) + q_size)
-        attention += sum(self.qkv_sizes) * self.qkv_bias + self.hidden_size * self.o_bias
+        heads = self.layer_q_heads[layer] if self.layer_q_heads else self.num_q_heads
+        q_size, k_size = heads * self.head_dim, self.qkv_sizes[1]
+        attention = self.hidden_size * 2 * (q_size + k_size)
+        attention += (q_size + 2 * k_size) * self.qkv_bias + self.hidden_size * self.o_bias
         qk_norm = {"none": 0, "length": 0, "own": q_size + k_size, "full": q_size + k_size}
-        gate = {"none": 0, "head": self.num_q_heads, "dim": q_size}[self.attn_gate]
+        gate = {"none": 0, "head": heads, "dim": q_size}[self.attn_gate]
         attention += qk_norm.get(self.qk_norm, 2 * self.head_dim) + gate * self.hidden_size
         norms = 1 if self.shared_norm else 4 if self.norm_placement == "sandwich" else 2
         return attention + norms * self._norm_parameters + self.num_sinks

@@ -65,6 +65,7 @@ def stage_spec(spec: ModelSpec, layers: range) -> ModelSpec:
         num_layers=len(layers),
         attention=spec.attention[layers.start : layers.stop],
         ropes=spec.ropes[layers.start : layers.stop],
+        layer_q_heads=spec.layer_q_heads[layers.start : layers.stop],
         mlps=spec.mlps[layers.start : layers.stop],
     )
 
