@@ -119,7 +119,7 @@ EXITS = {
     3: "some requests failed; the others are done",
     4: "all R-workers were lost, or one hung and the launcher had to end the job",
     5: "a server's HTTP process ended",
-    130: "interrupted; `run-batch --resume` goes on",
+    130: "interrupted; `run-batch --resume` continues",
 }
 
 

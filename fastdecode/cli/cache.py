@@ -99,7 +99,7 @@ def _block_lines(found: KeptBlocksOnDisk, *, was_verified: bool) -> list[str]:
         f"{found.num_bytes} bytes; model and heads {found.identity[:16]}"
     ]
     if found.is_held:
-        told.append("an R-worker goes on with it")
+        told.append("an R-worker uses it")
     if was_verified and not found.damage:
         told.append("whole")
     return [*told, *(f"damaged: {what}" for what in found.damage)]
@@ -117,7 +117,7 @@ def _lines(found: Contents) -> list[str]:
         last = datetime.fromtimestamp(found.last_active_s).replace(microsecond=0)
         told.append(f"last turn {last.isoformat(sep=' ')}")
     if found.is_held:
-        told.append("a process goes on with it")
+        told.append("a process uses it")
     return told
 
 

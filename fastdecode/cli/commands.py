@@ -83,7 +83,7 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
         "instance": Command(
             "fastdecode.cli.instance",
             "add_instance",
-            "be an engine that runs prompts, or goes on with them, for another process",
+            "run one engine as an instance: it prefills or decodes for another process",
         ),
         "launch": Command(
             "fastdecode.cli.launch",

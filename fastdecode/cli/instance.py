@@ -38,7 +38,7 @@ def add_instance(commands: Any) -> None:
     """Add the subcommand to the parser's subcommands."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "instance",
-        help="be an engine that runs prompts, or goes on with them, for another process",
+        help="run one engine as an instance: it prefills or decodes for another process",
         description="Load a model, and run what a controller gives this process: generate, "
         "run-batch or serve with --instances. Serves one controller at a time, and then the next. "
         "Stops upon SIGTERM or Ctrl-C.",

@@ -62,7 +62,7 @@ def test_what_a_crash_leaves_is_whole_and_what_it_does_not_is_damage(
 
 def test_it_clears_what_nobody_holds(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     held = TurnLog(log, bytes(32))
-    assert "a process goes on with it" in told(capsys, str(log))[1]
+    assert "a process uses it" in told(capsys, str(log))[1]
     code, text = told(capsys, str(log), "--clear")
     assert code == 2 and "another process" in text and log.exists()
     held.close()
