@@ -14,6 +14,7 @@ Philox would serve too, at several times the operations a number.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
@@ -26,6 +27,9 @@ GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 Words = TypeVar("Words", Tensor, NDArray[np.int64])
 """int64 of either library, which stand for 64 bits without a sign."""
+
+
+_MASK = (1 << 64) - 1
 
 
 def _signed(x: int) -> int:
@@ -46,6 +50,13 @@ def mix(x: Words) -> Words:
     return x
 
 
+def mixed(x: int) -> int:
+    """``mix`` of one number of 64 bits without a sign."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
+    return x ^ (x >> 31)
+
+
 def exponentials(keys: Tensor, count: int) -> Tensor:
     """Exponentially distributed numbers of mean 1: ``-log(uniform)``, where the
     uniform is one of 2^52 equally spaced numbers, neither 0 nor 1.
@@ -60,9 +71,18 @@ def exponentials(keys: Tensor, count: int) -> Tensor:
 
 
 def exponentials_in_numpy(keys: NDArray[np.int64], count: int) -> NDArray[np.float64]:
+    words = mix(keys + _counters(count))  # arrays wrap without a warning
+    uniforms: NDArray[np.float64] = _shifted(words, 12) + 0.5
+    uniforms *= 2.0**-52
+    np.log(uniforms, out=uniforms)
+    return np.negative(uniforms, out=uniforms)
+
+
+@lru_cache(maxsize=16)
+def _counters(count: int) -> NDArray[np.int64]:
+    """What the generator adds to its key for each of its numbers; only read."""
     with np.errstate(over="ignore"):
-        words = mix(keys + np.arange(1, count + 1, dtype=np.int64) * _GAMMA)
-    return -np.log((_shifted(words, 12) + 0.5) * 2.0**-52)
+        return np.arange(1, count + 1, dtype=np.int64) * _GAMMA
 
 
 def exponentials_in_torch(keys: Tensor, count: int) -> Tensor:

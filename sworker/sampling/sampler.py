@@ -29,11 +29,11 @@ from torch import Tensor
 
 from fastdecode.core.sequence import validate_for_vocab
 from sworker.buffers import Fetched
-from sworker.sampling.groups import greatest_of
+from sworker.sampling.groups import FEW_ELEMENTS, greatest_of
 from sworker.sampling.penalties import adjust, to_device
 from sworker.sampling.sampled import NON_FINITE, SampledToken, sampled_token
 from sworker.sampling.sampling_state import SamplingState
-from sworker.sampling.weights import controls_of, draw_truncated, draw_whole, logprobs_of
+from sworker.sampling.weights import controls_of, draw_few, draw_truncated, draw_whole, logprobs_of
 
 __all__ = [
     "NON_FINITE",
@@ -181,12 +181,17 @@ def _choose(logits: Tensor, states: Sequence[SamplingState], short_list: int) ->
     num_rows, vocab_size = logits.shape
     device = logits.device
     most = MAX_BLOCK_ELEMENTS if device.type != "cpu" else MAX_CPU_BLOCK_ELEMENTS
+    is_few = device.type == "cpu" and logits.numel() <= FEW_ELEMENTS
     greatest, tokens = greatest_of(logits)  # [B], [B]
     whole, truncated = _split(states)
     for rows in _blocks(whole, vocab_size, most):
         at = _index(rows, device)
-        controls = controls_of(states, rows, device)
-        tokens[at] = draw_whole(logits[at], greatest[at, None], controls)
+        drawn_from = [states[row] for row in rows.tolist()]
+        if is_few and not any(state.params.min_p for state in drawn_from):
+            tokens[at] = draw_few(logits[at], greatest[at, None], drawn_from)
+        else:
+            controls = controls_of(states, rows, device)
+            tokens[at] = draw_whole(logits[at], greatest[at, None], controls)
     for rows in _blocks(truncated, vocab_size, most):
         at = _index(rows, device)
         columns = _num_columns([states[row].params.top_k for row in rows], short_list, vocab_size)

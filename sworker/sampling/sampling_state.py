@@ -9,7 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.sequence import SamplingParams
-from sworker.sampling.random_numbers import GAMMA, mix
+from sworker.sampling.random_numbers import GAMMA, mix, mixed
+
+_FEW_KEYS = 8
+"""So few are made sooner without arrays."""
+_GAMMA = int(GAMMA)
+_MASK = (1 << 64) - 1
 
 
 class SamplingState:
@@ -131,6 +136,9 @@ def draw_keys(states: Sequence[SamplingState]) -> NDArray[np.int64]:
 
     A function of (seed, sample index, number of tokens generated) alone.
     """
+    if len(states) <= _FEW_KEYS:
+        keys = [mixed(x.stream + (x.num_generated + 1) * _GAMMA & _MASK) for x in states]
+        return np.array(keys, np.uint64).view(np.int64)
     streams = np.fromiter((state.stream for state in states), np.uint64, len(states))
     drawn = np.fromiter((state.num_generated for state in states), np.uint64, len(states))
     return mix((streams + (drawn + np.uint64(1)) * GAMMA).view(np.int64))

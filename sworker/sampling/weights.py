@@ -20,7 +20,7 @@ from sworker.sampling.groups import (
     num_groups,
 )
 from sworker.sampling.penalties import to_device
-from sworker.sampling.random_numbers import exponentials
+from sworker.sampling.random_numbers import exponentials, exponentials_in_numpy
 from sworker.sampling.sampling_state import SamplingState, draw_keys
 
 _MIN_TEMPERATURE = 1e-30
@@ -90,6 +90,15 @@ def draw_whole(logits: Tensor, greatest: Tensor, controls: Controls) -> Tensor:
     if controls.has_min_p:
         _keep(weights, logits, greatest + controls.min_p_gap)
     return _race(weights, controls.keys)
+
+
+def draw_few(logits: Tensor, greatest: Tensor, chosen: Sequence[SamplingState]) -> Tensor:
+    """``draw_whole`` of few rows on a CPU, without ``min_p``: the same tokens, with a
+    third of the operations. [n, V], [n, 1], n states → [n]."""
+    temperatures = [max(state.params.temperature, _MIN_TEMPERATURE) for state in chosen]
+    rate = torch.tensor([[1 / each] for each in temperatures])
+    weights = weights_of(logits, greatest, rate, logits.shape[1])
+    return _race_in_numpy(weights.numpy(), draw_keys(chosen)[:, None])
 
 
 def draw_truncated(
@@ -170,6 +179,21 @@ def _race(weights: Tensor, keys: Tensor) -> Tensor:
     group = (group_sums(weights) / noise[:, :num]).argmax(dim=-1, keepdim=True)
     member = (members(weights, group, 0.0) / noise[:, num:]).argmax(dim=-1)
     return group[:, 0].mul(GROUP).add_(member).clamp_(max=vocab_size - 1)
+
+
+def _race_in_numpy(weights: NDArray[np.float32], keys: NDArray[np.int64]) -> Tensor:
+    """``_race``, without copies of the rows' groups."""
+    vocab_size = weights.shape[1]
+    num = num_groups(vocab_size)
+    noise = exponentials_in_numpy(keys, num + GROUP)
+    sums = np.add.reduceat(weights, range(0, vocab_size, GROUP), axis=1, dtype=np.float64)
+    groups = (sums / noise[:, :num]).argmax(axis=1)
+    firsts = (groups * GROUP).tolist()
+    tokens = [
+        first + int((row[first : first + GROUP] / of_row[: vocab_size - first]).argmax())
+        for row, of_row, first in zip(weights, noise[:, num:], firsts, strict=True)
+    ]
+    return torch.tensor(tokens)
 
 
 def scale_of(vocab_size: int) -> float:
