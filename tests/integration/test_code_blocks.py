@@ -154,7 +154,9 @@ def test_a_command_runs(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     Path("examples").symlink_to(ROOT / "examples")
     words = shlex.split(line.replace("DIR", str(MODEL)))[1:]
     code = main([*words, *(["--kv-memory-gb", "0.05"] if GENERATE in line else [])])
-    assert code == 0 or (words[0], code) == ("size", 1), "1: the answer is that nothing fits"
+    # Of `size`, 1: nothing fits. Of `generate`, 3: the page shows lines for which there is no room.
+    is_meant = (words[0], code) == ("size", 1) or (code == 3 and "0.0006" in words)
+    assert code == 0 or is_meant
     assert ("--output" in line) is Path("out.jsonl").exists()
 
 
