@@ -413,9 +413,15 @@ def start_worker_thread(
         InprocHub() if hub is None else hub, "the S-worker", peers, f"R-worker {name}"
     )
     reaches = None if neighbours is None else neighbours.add(name, peers)
+
+    def run() -> None:
+        try:
+            serve(peers, state, runner, None, reaches)
+        finally:
+            peers.close()  # or whoever connects later would wait for nobody
+
     thread = threading.Thread(
-        target=serve,
-        args=(peers, state, runner, None, reaches),
+        target=run,
         name=f"rworker-{name}",
         daemon=True,
     )

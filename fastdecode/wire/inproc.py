@@ -110,6 +110,11 @@ class InprocConnection(Generic[SendT, ReceiveT]):
         """Whether this side has closed it."""
         return self._closed
 
+    @property
+    def is_joined(self) -> bool:
+        """Whether it has another side yet."""
+        return self._remote is not None
+
 
 _Arrival: TypeAlias = "tuple[InprocConnection[SendT, ReceiveT], ReceiveT | _End]"
 
@@ -131,6 +136,21 @@ class InprocHub(Generic[SendT, ReceiveT]):
         self._connections: list[InprocConnection[SendT, ReceiveT]] = []
         self._arrivals: SimpleQueue[_Arrival[SendT, ReceiveT]] = SimpleQueue()
         self._pending: deque[_Arrival[SendT, ReceiveT]] = deque()
+        self._is_closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its thread has ended: connections that are made from now on are closed."""
+        return self._is_closed
+
+    def close(self) -> None:
+        """Its thread ends: close all connections, and those that others make later."""
+        with self._adding:
+            self._is_closed = True
+            connections = list(self._connections)
+        for connection in connections:
+            if connection.is_joined:  # else ``connect`` is about to find the hub closed
+                connection.close()
 
     @property
     def connections(self) -> Sequence[InprocConnection[SendT, ReceiveT]]:
@@ -229,7 +249,12 @@ def connect(
     other_name: str,
 ) -> tuple[InprocConnection[SendT, ReceiveT], InprocConnection[ReceiveT, SendT]]:
     """A new connection between the threads of two hubs, ``one_name`` and
-    ``other_name``: one's side, and other's."""
+    ``other_name``: one's side, and other's. With a closed hub it is closed from
+    the beginning, as one to a process that has ended is."""
     here, there = one.add(other_name), other.add(one_name)
     here._remote, there._remote = there, here
+    if one.is_closed:
+        here.close()
+    if other.is_closed:
+        there.close()
     return here, there

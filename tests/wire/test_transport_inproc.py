@@ -239,3 +239,14 @@ def test_many_threads_lose_nothing() -> None:
     assert got == [list(range(200))] * 4
     for thread in threads:
         thread.join(60.0)
+
+
+def test_a_connection_to_a_hub_whose_thread_has_ended_is_closed() -> None:
+    """Also one that is made later, as by an R-worker that fetches from another one."""
+    hub: InprocHub[str, int] = InprocHub()
+    before, _ = connect(InprocHub[int, str](), "here", hub, "there")
+    hub.close()
+    after, _ = connect(InprocHub[int, str](), "here", hub, "there")
+    for side in (before, after):
+        assert code_of(lambda side=side: side.receive(0.0)) == CLOSED  # type: ignore[misc]
+        assert code_of(lambda side=side: side.send(1)) == CLOSED  # type: ignore[misc]

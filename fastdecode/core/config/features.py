@@ -182,9 +182,9 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
         _pairs("instance ranks", "addresses",
                "instances that are ranks have R-workers that are ranks", is_contradiction=True),
         _pairs("instances", "tensor parallelism, stages, prompt stages, device KV, hybrid KV, "
-               "swap, host tier, replicas, standby, disk tier", _OWN_ENGINE),
+               "swap, host tier", _OWN_ENGINE),
         _pairs("instance ranks", "tensor parallelism, stages, prompt stages, device KV, "
-               "hybrid KV, swap, host tier, replicas, standby, disk tier", _OWN_ENGINE),
+               "hybrid KV, swap, host tier", _OWN_ENGINE),
     )
 )  # fmt: skip
 """By pair of names. What is not here works."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fastdecode.engine.instances.connections import FromInstance
     from fastdecode.wire.mpi.control import ControlHub
 
-_REFUSED = ("replicas", "spare_r_workers", "pp", "prompt_pp", "tp")
+_REFUSED = ("pp", "prompt_pp", "tp")
 """What there isn't yet with instances."""
 
 
