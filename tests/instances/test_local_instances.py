@@ -180,8 +180,8 @@ def test_what_instances_are_not_there_with_is_refused_by_name(model: str) -> Non
     for options, named in (
         ({"prefill_instances": 1}, "decode_instances"),
         (
-            {"prefill_instances": 1, "decode_instances": 1, "replicas": 1, "r_workers": 2},
-            "replicas",
+            {"prefill_instances": 1, "decode_instances": 1, "pp": 2},
+            "pp",
         ),
         ({**BOTH, "kv_placement": "gpu"}, "kv_placement"),
     ):
