@@ -69,18 +69,13 @@ class Job:
     what comes of it."""
 
     def __init__(
-        self,
-        directory: Path,
-        model: str,
-        *instances: str,
-        command: str = "generate",
-        options: Sequence[str] = (),
+        self, directory: Path, model: str, *instances: str, command: str = "generate"
     ) -> None:
         self.source, self.output = directory / "in.jsonl", directory / "out.jsonl"
         self.summary = directory / "summary.json"
         placement = write_placement(directory / "placement.json", *instances)
         files = ["--input", str(self.source), "--output", str(self.output)]
-        its_own = ["--model", model, *ENGINE, "--worker-silence-s", str(SILENCE_S), *options]
+        its_own = ["--model", model, *ENGINE, "--worker-silence-s", str(SILENCE_S)]
         self.command: Sequence[str] = [
             *LAUNCH, "--placement", str(placement), "--", command, *its_own, *files,
             "--summary", str(self.summary),
@@ -161,34 +156,6 @@ def test_who_is_lost_is_gone_on_without(
         run_of.wait_for_text(job.output)
         rank_of(run_of, rank).send_signal(trouble)
         job.check(run_of.wait(240.0))
-
-
-@pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP], ids=lambda x: x.name)
-@pytest.mark.parametrize(
-    ("instances", "rank", "options"),
-    [
-        (("prefill:2", "decode:2"), 5, ("--replicas", "1")),
-        (("prefill:2", "decode:2"), 2, ("--replicas", "1")),
-        (("prefill:2", "decode:3"), 5, ("--spare-r-workers", "1")),
-    ],
-    ids=["replica of decode", "replica of prefill", "standby of decode"],
-)
-def test_an_instance_protects_itself(
-    model: str,
-    tmp_path: Path,
-    instances: tuple[str, ...],
-    rank: int,
-    options: tuple[str, ...],
-    trouble: signal.Signals,
-) -> None:
-    """Ranks: 0 controls; 1 runs prompts, on 2 and 3; 4 goes on with them, on 5 and up."""
-    job = Job(tmp_path, model, *instances, options=options)
-    write_long_prompts(job.source)
-    with running(job.command, **PATHS) as run_of:
-        run_of.wait_for_text(job.output)
-        rank_of(run_of, rank).send_signal(trouble)
-        counted = job.check(run_of.wait(240.0))
-    assert counted["moved"] == 0, "no other instance decodes"
 
 
 def tokens_of(lines: str) -> dict[str, Any]:

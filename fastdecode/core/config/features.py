@@ -185,6 +185,8 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
                "swap, host tier", _OWN_ENGINE),
         _pairs("instance ranks", "tensor parallelism, stages, prompt stages, device KV, "
                "hybrid KV, swap, host tier", _OWN_ENGINE),
+        _pairs("instance ranks", "replicas, standby, disk tier",
+               "only instances in one process or at addresses protect their R-workers"),
     )
 )  # fmt: skip
 """By pair of names. What is not here works."""
