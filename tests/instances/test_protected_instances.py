@@ -70,9 +70,7 @@ def test_a_standby_joins_inside_an_instance(
         assert each_stats(llm, 1).num_rejoined == 1
 
 
-def test_blocks_of_an_instance_go_to_its_disk(
-    model: str, one: LLM, tmp_path: Path
-) -> None:
+def test_blocks_of_an_instance_go_to_its_disk(model: str, one: LLM, tmp_path: Path) -> None:
     """The memory has room for two prompts or so."""
     chance = random.Random(84)
     talks = [[chance.randrange(2, 200) for _ in range(96)] for _ in range(12)]
