@@ -9,7 +9,7 @@ from typing import TypeAlias
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.holders import HolderId
-from fastdecode.core.trace import Trace
+from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.step.lane_step import NextStage
 from fastdecode.engine.step.lanes import Lanes
@@ -36,7 +36,8 @@ class Arrivals:
     def __init__(
         self, fleet: WorkerPool, lanes: Lanes, trace: Trace, onward: NextStage | None = None
     ) -> None:
-        self._fleet, self._lanes, self._trace = fleet, lanes, trace
+        self._fleet, self._lanes = fleet, lanes
+        self._trace = None if isinstance(trace, NoTrace) else trace
         self._onward = onward
         self._news: list[News] = []
         self._num_awaited = 0
@@ -90,8 +91,8 @@ class Arrivals:
         It looks only while the lane of the last answer awaits several others: a
         look that finds nothing takes longer than the turn of the loop that is
         saved by one that finds something."""
-        fleet, lanes = self._fleet, self._lanes
-        while self._num_awaited > 1 and fleet.is_owed and not lanes.has_ready and not self._news:
+        fleet, ready = self._fleet, self._lanes.ready
+        while self._num_awaited > 1 and fleet.is_owed and not ready and not self._news:
             received = fleet.receive(most_s=0.0)
             if received is None:
                 return
@@ -100,18 +101,20 @@ class Arrivals:
     def take_in(self, holder: HolderId, message: Answer, now: float) -> None:
         """One message that came now. Whoever sends what isn't due is lost."""
         try:
-            self._route(holder, message, now)
+            if message.__class__ is AttendResult:  # as nearly all are; no call, as isinstance is
+                self._deliver(holder, message, now)
+            else:
+                self._route(holder, message)
         except ProtocolError as error:
             self._fleet.lose(holder, error)
 
-    def _route(self, holder: HolderId, answer: Answer, arrived_s: float) -> None:
+    def _route(self, holder: HolderId, answer: Answer) -> None:
         match answer:
-            case AttendResult():
-                self._deliver(holder, answer, arrived_s)
             case Accepted() | Refused() | TakenOver():
                 self._news.append((holder, answer))
             case (
-                Welcome()
+                AttendResult()
+                | Welcome()
                 | Report()
                 | ChunkStored()
                 | FetchedChunk()
@@ -135,9 +138,10 @@ class Arrivals:
         sent = step.remote.sent_s[result.layer]
         round_trip_s = max(0.0, arrived_s - sent - result.compute_s)
         step.round_trip_s = min(step.round_trip_s, round_trip_s)
-        self._trace.attended(
-            holder, step.lane, result.step, result.layer, sent, arrived_s, result.compute_s
-        )
+        if self._trace is not None:
+            self._trace.attended(
+                holder, step.lane, result.step, result.layer, sent, arrived_s, result.compute_s
+            )
         step.s_compute_s += time.perf_counter() - arrived_s
         self._num_awaited = step.remote.num_awaited
         if not self._num_awaited:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from typing import Final
 
 from fastdecode.engine.step.lane_step import LaneStep
 
@@ -13,7 +14,8 @@ class Lanes:
 
     def __init__(self, num_lanes: int) -> None:
         self._steps: list[LaneStep | None] = [None] * num_lanes
-        self._ready: deque[LaneStep] = deque()
+        self.ready: Final[deque[LaneStep]] = deque()
+        """Those that can go on, in the order in which they became able to."""
         self._unsent: deque[LaneStep] = deque()  # scattered, but not on the host yet; once a layer
 
     def __len__(self) -> int:
@@ -77,7 +79,7 @@ class Lanes:
     @property
     def has_ready(self) -> bool:
         """Whether there is one for ``take_ready``."""
-        return bool(self._ready)
+        return bool(self.ready)
 
     def collect_ready(self) -> None:
         """Queue those that have become able to go on."""
@@ -86,9 +88,9 @@ class Lanes:
 
     def note_ready(self, step: LaneStep) -> None:
         """Queue a step in flight if it has become able to go on."""
-        if step.can_go_on and step not in self._ready:
-            self._ready.append(step)
+        if step.can_go_on and step not in self.ready:
+            self.ready.append(step)
 
     def take_ready(self) -> LaneStep:
         """The one that has been able to for longest."""
-        return self._ready.popleft()
+        return self.ready.popleft()
