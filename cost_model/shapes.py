@@ -11,12 +11,13 @@ own fields over it. Parameter counts, KV bytes and wire bytes all come from
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from cost_model.hardware import find_name
 from fastdecode.core.errors import CheckpointError, ConfigError
@@ -26,6 +27,7 @@ from fastdecode.core.model.local_models import find_model
 from fastdecode.core.model.spec import ModelSpec
 
 MAX_CONFIG_BYTES = 16 << 20
+_TUNED: Final = re.compile(r"-(instruct|it|chat|hf|base|thinking)(?=-|$)|-\d{4}$")
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,19 @@ def model_named(name: str) -> ModelSpec:
         ConfigError: there is none of this name; the message suggests the
             nearest.
     """
-    spellings = {each: model.name for model in known_models().values() for each in model.spellings}
-    known = find_name(name, spellings, option="model")
+    models = known_models().values()
+    spellings = {each: model.name for model in models for each in model.spellings}
+    tuned = {_untuned(each): own for each, own in spellings.items()}
+    known = tuned.get(_untuned(name)) if name not in spellings else None
+    known = known or find_name(name.rpartition("/")[2] or name, spellings, option="model")
     return read_model_spec(known_models()[known].config, name=known)
+
+
+def _untuned(name: str) -> str:
+    """A release's name without what says how it was trained, which has the same shape:
+    ``Qwen/Qwen2.5-7B-Instruct`` is ``qwen2.5-7b``."""
+    own = name.rpartition("/")[2].lower().replace(" ", "-")
+    return _TUNED.sub("", own)
 
 
 def read_model(model: str) -> ModelSpec:

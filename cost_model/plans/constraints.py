@@ -225,7 +225,8 @@ def _room_and_latency(
             0 if s_worker_fits(system, lane_batch, lanes) else None,
             f"{bytes_text(s_bytes)} of weights and activations, "
             f"{bytes_text(system.s.usable_memory_bytes)} usable",
-            "more GPUs, a smaller model, 16-bit weights",
+            "more GPUs, a smaller model"
+            + (", 16-bit weights" if system.costs.dtype.size_bytes > 2 else ""),
         ),
         latency,
     )

@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _keep_standard_files()
     launcher.stop_on_request()
     argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["help"]:  # as other programs have it
+        argv = [*argv[1:2], "--help"]
     try:
         args = _parse(argv)
     except SystemExit as stopped:  # told what is wrong, or shown some help

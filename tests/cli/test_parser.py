@@ -126,3 +126,13 @@ def test_options_of_vllm_are_translated(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         main(["generate", "m", "--tensor-parallel-size", "2"])
     assert "did you mean --tp?" in capsys.readouterr().err
+
+
+def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
+    from fastdecode.cli.main import main
+
+    for words, shown in ((["help"], "COMMAND"), (["help", "size"], "fastdecode size")):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 0
+        assert shown in capsys.readouterr().out.splitlines()[0]
