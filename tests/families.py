@@ -200,6 +200,20 @@ FAMILIES |= {
                                   "partial_rotary_factor": 1.0}}}, head_dims=(12, 20)),
 }  # fmt: skip
 
+FAMILIES |= {
+    "step3p5": Tiny("Step3p7Config", {
+        "": _experts("n_routed_experts"), "share_expert_dim": (7, 12),
+        "num_sliding_attention_heads": (None, "MORE"), "moe_router_scaling_factor": (1.0, 3.0),
+        "sliding_window": (5, 9), "layer_types": ("FSF", "SFS"),
+        "mlp_layer_types": (["dense", "sparse", "sparse"], ["sparse", "dense", "sparse"]),
+        "swiglu_limits": (None, [0.0, 0.1, 0.3], [0.2, None, 0.4]),
+        "swiglu_limits_shared": (None, [0.3, 0.0, 0.1], [0.2, 0.1, None])},
+        {"rope_parameters": {
+            "full_attention": {**_LLAMA3, "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+        head_dims=(12, 20), is_part=True),
+}  # fmt: skip
+
 _LETTERS = {"F": "full_attention", "S": "sliding_attention"}
 
 
@@ -227,6 +241,8 @@ def draw_config(family: str, seed: int) -> dict[str, Any]:
         options |= drawn if name == "" else {name: drawn}
     if options.get("num_attention_heads_per_layer") == "MORE":
         options["num_attention_heads_per_layer"] = [heads, heads + 2 * kv_heads, heads]
+    if options.get("num_sliding_attention_heads") == "MORE":
+        options["num_sliding_attention_heads"] = heads + 2 * kv_heads
     options |= tiny.always
     return {
         name: _finished(name, value, head_dim)
@@ -268,7 +284,7 @@ def save_tiny(directory: Path, family: str, seed: int) -> None:
     model.save_pretrained(directory)
 
 
-_OFFSET = ("gemma", "gemma2", "gemma3_text", "nemotron")
+_OFFSET = ("gemma", "gemma2", "gemma3_text", "nemotron", "step3p5")
 """Families whose norms add 1 to their weights."""
 _SEES = {
     "qwen3_vl_text": {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16,
@@ -279,6 +295,8 @@ _SEES = {
                           "deepstack_visual_indexes": [0]},
     "qwen2_5_vl_text": {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16,
                         "out_hidden_size": 16, "fullatt_block_indexes": [0]},
+    "step3p5": {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2,
+                "image_size": 56},
 }  # fmt: skip
 
 

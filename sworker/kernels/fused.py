@@ -186,9 +186,9 @@ def _rotate_split_of(rope: nn.Module | None, kernels: Kernels) -> RotateSplit:
 
 
 def _gated(layer: Layer) -> list[Gated]:
-    """The parts of a layer's MLP whose gate there is a kernel for."""
+    """The parts of a layer's MLP whose gate has a kernel: none with a limit has."""
     parts = [part for part in layer.mlp.modules() if isinstance(part, Gated)]
-    return [part for part in parts if part.gated and part.act in _GATES]
+    return [part for part in parts if part.gated and not part.limit and part.act in _GATES]
 
 
 def _gate_of(mlp: Gated, kernels: Kernels) -> Callable[[Tensor], Tensor]:

@@ -119,6 +119,8 @@ class Gated(nn.Module):
     gated: bool
     up: Any
     """Its ``splits`` are gate and up."""
+    limit: float = 0.0
+    """Of act(gate(x)) and of up(x); 0: none."""
     gate_kernel: Callable[[Tensor], Tensor] | None = None
     """What a device may have in place of ``_gate``. That itself, kept here,
     would be a cycle: weights would outlive their model until the garbage
@@ -130,7 +132,15 @@ class Gated(nn.Module):
 
     def _gate(self, h: Tensor) -> Tensor:  # [T, 2 · intermediate] → [T, intermediate]
         gate, up = h.chunk(2, dim=-1)
-        return self.act(gate).mul_(up)
+        return limited_gate(self.act(gate), up, self.limit)
+
+
+def limited_gate(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """min(gate, limit) · clamp(up, ±limit), written over the gate, which is
+    activated; limit 0: their product."""
+    if not limit:
+        return gate.mul_(up)
+    return gate.clamp_(max=limit).mul_(up.clamp(-limit, limit))
 
 
 class MLP(Gated):
@@ -138,10 +148,12 @@ class MLP(Gated):
 
     Args:
         inner: its inner dims; None: the model's ``intermediate_size``.
+        limit: of its gate; 0: none.
     """
 
-    def __init__(self, spec: ModelSpec, inner: int | None = None) -> None:
+    def __init__(self, spec: ModelSpec, inner: int | None = None, limit: float = 0.0) -> None:
         super().__init__()
+        self.limit = limit
         inner = inner or spec.intermediate_size
         self.act = make_activation(spec.activation)
         self.gated = spec.gated_mlp

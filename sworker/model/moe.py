@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fastdecode.core.model.moe import Moe, Router
 from fastdecode.core.model.spec import ModelSpec
-from sworker.model.linear import MLP, Gated, Linear, make_activation
+from sworker.model.linear import MLP, Gated, Linear, limited_gate, make_activation
 
 AddUp = Callable[[Tensor], None]
 
@@ -155,7 +155,8 @@ class Experts(Gated):
         self.correction = Correction(moe.num_experts) if moe.router.correction else None
         self.up = ExpertLinear(moe.here, hidden, (moe.inner,) * 2, moe.biases)
         self.down = ExpertLinear(moe.here, moe.inner, (hidden,), moe.biases)
-        self.shared = MLP(spec, moe.shared_inner) if moe.shared_inner else None
+        shared = MLP(spec, moe.shared_inner, moe.shared_limit) if moe.shared_inner else None
+        self.shared = shared
         self.shared_gate = Linear(hidden, (1,), bias=False) if moe.shared_gate else None
 
     @property
@@ -192,7 +193,7 @@ class Experts(Gated):
             case "plain":
                 return self.act(gate).mul_(up)
             case "clamped_after":
-                return self.act(gate).clamp_(max=limit).mul_(up.clamp(-limit, limit))
+                return limited_gate(self.act(gate), up, limit)
             case "clamped":
                 gate = gate.clamp(max=limit)
                 gate = gate * torch.sigmoid(gate * self.moe.alpha)

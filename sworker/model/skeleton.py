@@ -68,7 +68,13 @@ class Layer(nn.Module):
     rotate_split_kernel: RotateSplit | None = None
     """In place of ``rope``: q, k and v come out dense, each in memory of its own."""
 
-    def __init__(self, spec: ModelSpec, rope: RotaryTable | None, moe: Moe | None = None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        rope: RotaryTable | None,
+        moe: Moe | None = None,
+        mlp_limit: float = 0.0,
+    ) -> None:
         super().__init__()
         self.num_q_heads = spec.num_q_heads
         self.num_kv_heads = spec.num_kv_heads
@@ -89,7 +95,7 @@ class Layer(nn.Module):
         self.gate = AttentionGate(spec) if spec.attn_gate != "none" else None
         self.sinks = Sinks(spec.num_sinks) if spec.num_sinks else None
         self.o = Linear(spec.num_q_heads * spec.head_dim, (spec.hidden_size,), spec.o_bias)
-        self.mlp = MLP(spec) if moe is None else Experts(spec, moe)
+        self.mlp = MLP(spec, limit=mlp_limit) if moe is None else Experts(spec, moe)
 
     def pre_attention(self, x: Tensor, positions: Tensor) -> QKV:
         """x [T, hidden], positions [T] → q [T, Hq, D], k and v [T, Hkv, D],
@@ -225,7 +231,12 @@ class Model(nn.Module):
         self.layers = cast(
             "Sequence[Layer]",
             nn.ModuleList(
-                Layer(spec, tables[rope] if rope else None, spec.layer_moe(layer))
+                Layer(
+                    spec,
+                    tables[rope] if rope else None,
+                    spec.layer_moe(layer),
+                    spec.mlp_limit(layer),
+                )
                 for layer, rope in enumerate(spec.ropes)
             ),
         )

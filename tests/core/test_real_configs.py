@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fastdecode.core.errors import FastDecodeError, UnsupportedModelError
 from fastdecode.core.model.families import check_implemented, read_model_spec
 from fastdecode.core.model.spec import ModelSpec
+from fastdecode.core.model.stages import stage_spec
 
 FILE = Path(__file__).resolve().parents[1] / "data" / "real_configs.json"
 MODELS: dict[str, dict[str, Any]] = json.loads(FILE.read_text("utf-8"))
@@ -31,7 +32,7 @@ def read(model: dict[str, Any], **options: Any) -> ModelSpec:
 
 def test_there_are_all() -> None:
     assert len(MODELS) == 74
-    assert len(ACCEPTED) == 24
+    assert len(ACCEPTED) == 26
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
@@ -68,6 +69,38 @@ def test_gpt_oss_in_full() -> None:
     assert spec.moe is not None
     assert (spec.moe.num_experts, spec.moe.top_k, spec.moe.gate) == (128, 4, "clamped")
     assert spec.max_model_len == 131072
+
+
+def test_step_with_lists_that_have_an_entry_a_layer() -> None:
+    """As it was published: names of its own, one entry for each layer, those that
+    predict ahead among them. transformers counts as many parameters."""
+    config = {
+        "architectures": ["Step3p5ForCausalLM"], "model_type": "step3p5", "vocab_size": 128896,
+        "hidden_size": 4096, "intermediate_size": 11264, "num_hidden_layers": 45,
+        "num_attention_heads": 64, "num_attention_groups": 8, "head_dim": 128,
+        "num_nextn_predict_layers": 3, "max_position_embeddings": 262144, "sliding_window": 512,
+        "layer_types": (["full_attention"] + ["sliding_attention"] * 3) * 12,
+        "attention_other_setting": {"num_attention_heads": 96, "num_attention_groups": 8},
+        "moe_num_experts": 288, "moe_top_k": 8, "moe_intermediate_size": 1280,
+        "share_expert_dim": 1280, "moe_layers_enum": ",".join(map(str, range(3, 45))),
+        "moe_router_scaling_factor": 3.0, "need_fp32_gate": True,
+        "rope_theta": [5e6, 1e4, 1e4, 1e4] * 12,
+        "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0] * 12,
+        "rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0,
+                         "high_freq_factor": 32.0, "original_max_position_embeddings": 131072},
+        "swiglu_limits": [0.0] * 43 + [7, 7, 0, 0, 0],
+        "swiglu_limits_shared": [None] * 43 + [16, 16, 0, 0, 0],
+    }  # fmt: skip
+    spec = read({"config": config})
+    assert spec.num_parameters == 196956130368
+    assert spec.layer_q_heads[:5] == (64, 96, 96, 96, 64)
+    ropes = [(rope.kind, rope.theta, rope.dim) for rope in spec.ropes[:2] if rope]
+    assert ropes == [("llama3", 5e6, 64), ("default", 1e4, 128)]
+    found = [spec.layer_moe(layer) for layer in (2, 3, 42, 44)]
+    gates = [(moe.gate, moe.limit, moe.shared_limit) for moe in found if moe]
+    assert gates == [("plain", 0, 0), ("plain", 0, 0), ("clamped_after", 7, 16)]
+    last = stage_spec(spec, range(40, 45))
+    assert [last.layer_moe(layer) for layer in (2, 4)] == found[2:]
 
 
 def _paths(fields: dict[str, Any], before: tuple[str, ...] = ()) -> list[tuple[str, ...]]:

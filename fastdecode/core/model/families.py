@@ -236,6 +236,66 @@ def _laguna_heads(reader: ConfigReader, spec: ModelSpec) -> tuple[int, ...]:
     return heads
 
 
+def _newer_step(reader: ConfigReader) -> ConfigReader:
+    """Lists without the layers that predict ahead; ``rope_parameters`` of each
+    kind of layer, where theta and the part that turns are lists, one entry a
+    layer. Only layers without a window are scaled."""
+    num = reader.integer("num_hidden_layers", high=MAX_LAYERS)
+    ahead = reader.integer("num_nextn_predict_layers", low=0, high=MAX_LAYERS, default=0)
+    fields = dict(reader.fields)
+    for name in _STEP_LISTS:
+        value = fields.get(name)
+        if isinstance(value, list) and len(value) == num + ahead:
+            fields[name] = value[:num]
+    cut = ConfigReader(fields, reader.where)
+    if fields.get("rope_parameters"):
+        return cut
+    ropes = {kind: _step_rope(cut, layer, kind) for layer, kind in _first_of_kinds(cut, num)}
+    dropped = dict.fromkeys(("rope_theta", "rope_scaling", "partial_rotary_factors"))
+    return ConfigReader({**fields, **dropped, "rope_parameters": ropes}, reader.where)
+
+
+_STEP_LISTS = (
+    "layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared", "rope_theta",
+    "partial_rotary_factors",
+)  # fmt: skip
+
+
+def _first_of_kinds(reader: ConfigReader, num_layers: int) -> list[tuple[int, str]]:
+    """The first layer of each kind."""
+    kinds = reader.strings("layer_types") or ("full_attention",)
+    if len(kinds) > num_layers:
+        raise reader.refuse("layer_types", kinds, f"a list of {num_layers} entries, one a layer")
+    return [(kinds.index(kind), kind) for kind in dict.fromkeys(kinds)]
+
+
+def _step_rope(reader: ConfigReader, layer: int, kind: str) -> dict[str, object]:
+    rope: dict[str, object] = {}
+    names = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factors"}
+    for name, source in names.items():
+        value = reader.fields.get(source)
+        if isinstance(value, list) and value:
+            if layer >= len(value):
+                raise reader.refuse(source, value, "a list of one number a layer")
+            value = value[layer]
+        rope[name] = value or None
+    scaling = reader.mapping("rope_scaling")
+    if scaling is not None and kind == "full_attention":
+        rope |= scaling.fields
+    return rope
+
+
+def _step_heads(reader: ConfigReader, spec: ModelSpec) -> tuple[int, ...]:
+    """Layers with a window may have another number of query heads."""
+    name, other = "num_sliding_attention_heads", reader.mapping("attention_other_setting")
+    local = reader.optional_integer(name, high=MAX_HEADS)
+    if local is None and other is not None:
+        local = other.optional_integer("num_attention_heads", high=MAX_HEADS)
+    heads = {"sliding_attention": local or spec.num_q_heads}
+    kinds = reader.strings("layer_types")
+    return tuple(heads.get(kind, spec.num_q_heads) for kind in kinds)
+
+
 def _within_one_chunk(reader: ConfigReader, spec: ModelSpec) -> int:
     """Llama-4: as many tokens as see all before them, and whose queries aren't scaled."""
     most = reader.integer("max_position_embeddings", high=MAX_POSITIONS, default=131072)
@@ -1215,6 +1275,38 @@ AFMOE = LLAMA.derive(
     rotates=lambda reader, spec, kinds: tuple(kind == "sliding_attention" for kind in kinds),
     has_experts=True,
 )  # fmt: skip
+STEP = LLAMA.derive(
+    "step3p5", "Step3p5ForCausalLM", "Step3p7FlashForCausalLM", "Step3p7ForConditionalGeneration",
+    "Step3p7TextModel",
+    models="Step-3.5, 3.7 (text)",
+    fields={
+        **_RMS_EPS,
+        "activation": "silu",
+        "norm_offset": 1.0,
+        "qk_norm": "head",
+        "attn_gate": "head",
+        "moe": moe_rows.experts(
+            moe_rows.step_router, num=("n_routed_experts", "moe_num_experts", *_NUM),
+            top_k=("num_experts_per_tok", "moe_top_k"), defaults=(288, 8, 1280),
+            more=moe_rows.step_shared,
+        ),
+        "mlps": moe_rows.mlps(moe_rows.enumerated),
+        "mlp_limits": moe_rows.layer_limits("swiglu_limits_shared"),
+        "expert_limits": moe_rows.layer_limits("swiglu_limits"),
+    },
+    names=names.STEP,
+    newer=_newer_step,
+    layer_q_heads=_step_heads,
+    kv_heads=integer("num_key_value_heads", "num_attention_groups", high=MAX_HEADS, default=8),
+    head_dim=_head_dim(128),
+    positions=_positions("max_position_embeddings", default=128000),
+    scale=lambda reader, spec, layer: float(
+        reader.number("query_pre_attn_scalar", high=1e6, default=spec.head_dim) ** -0.5
+    ),
+    window=window(),
+    slides=lambda reader, spec: lambda layer: False,
+    has_experts=True,
+)  # fmt: skip
 
 ROWS = (
     LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, GRANITE, SMOLLM3, OLMO, OLMO2,
@@ -1222,7 +1314,7 @@ ROWS = (
     MINISTRAL3, MIMO, QWEN25_VL, QWEN3_VL, OPT, GPT2, GPT_NEOX, BLOOM, STARCODER2, STABLELM, PHI,
     GPTJ, GPT_BIGCODE, FALCON, MPT, NEMOTRON, QWEN3_MOE, QWEN2_MOE, QWEN3_VL_MOE, MIXTRAL, OLMOE,
     GLM4_MOE, SOLAR_OPEN, DOTS1, MINIMAX_M2, ERNIE45_MOE, HUNYUAN_MOE, HY_V3, EXAONE_MOE,
-    GRANITE_MOE, GRANITE_MOE_SHARED, MELLUM, GPT_OSS, LLAMA4, AFMOE, LAGUNA,
+    GRANITE_MOE, GRANITE_MOE_SHARED, MELLUM, GPT_OSS, LLAMA4, AFMOE, LAGUNA, STEP,
 )  # fmt: skip
 
 

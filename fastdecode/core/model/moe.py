@@ -78,6 +78,8 @@ class Moe:
     """Of a clamped gate."""
     alpha: float = 1.0
     """Of a clamped gate."""
+    shared_limit: float = 0.0
+    """Of the shared expert's gate, which is then clamped_after; 0: it is plain."""
     biases: bool = False
     """Experts' projections have biases."""
     weighs_input: bool = False

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar
 
+from fastdecode.core.errors import UnsupportedModelError
 from fastdecode.core.model.config_reader import ConfigReader
 from fastdecode.core.model.hf_config import MAX_INTERMEDIATE
 from fastdecode.core.model.moe import MlpKind, Moe, Router
@@ -88,6 +89,28 @@ def clamped_gate(reader: ConfigReader, spec: ModelSpec) -> dict[str, object]:
     return {"gate": "clamped", "limit": limit, "alpha": alpha, "biases": True}
 
 
+def layer_limits(name: str) -> Read[tuple[float, ...]]:
+    """Limit of the gate of each layer: null and 0 are none; no layer has one
+    where the list is missing or empty."""
+
+    def read(reader: ConfigReader, spec: ModelSpec) -> tuple[float, ...]:
+        found = reader.fields.get(name) or ()
+        rule = f"a list of {spec.num_layers} numbers from 0, or null, one a layer"
+        if not isinstance(found, Sequence) or isinstance(found, str):
+            raise reader.refuse(name, found, rule)
+        limits = tuple(0 if limit is None else limit for limit in found)
+        if len(limits) not in (0, spec.num_layers) or not all(map(_is_limit, limits)):
+            raise reader.refuse(name, found, rule)
+        return tuple(map(float, limits)) if any(limits) else ()
+
+    return read
+
+
+def _is_limit(value: object) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 0 <= value <= 1e6  # type: ignore[operator]
+
+
 # --- Which layers have them
 
 
@@ -152,6 +175,23 @@ def listed(reader: ConfigReader, spec: ModelSpec) -> Callable[[int], bool]:
     return lambda layer: layer in layers
 
 
+def enumerated(reader: ConfigReader, spec: ModelSpec) -> Callable[[int], bool]:
+    """Step's: ``moe_layers_enum``, a list or numbers with commas, or else all
+    but the first three."""
+    found = reader.fields.get("moe_layers_enum")
+    if found is None:
+        return after_dense(3)(reader, spec)
+    rule = "numbers of layers, in a list or with commas"
+    items = found.split(",") if isinstance(found, str) else found
+    if not isinstance(items, Sequence):
+        raise reader.refuse("moe_layers_enum", found, rule)
+    numbers = [str(item).strip() for item in items if str(item).strip()]
+    if not all(number.isdecimal() and len(number) < 9 for number in numbers):
+        raise reader.refuse("moe_layers_enum", found, rule)
+    layers = frozenset(map(int, numbers))
+    return lambda layer: layer in layers
+
+
 # --- Routers
 
 
@@ -208,6 +248,23 @@ def laguna_router(reader: ConfigReader, spec: ModelSpec) -> Router:
 def laguna_shared(reader: ConfigReader, spec: ModelSpec) -> dict[str, object]:
     scale = reader.number("moe_routed_scaling_factor", default=1.0)
     inner = shared("shared_expert_intermediate_size", default=512)
+    return {**inner(reader, spec), "scale_after": scale}
+
+
+def step_router(reader: ConfigReader, spec: ModelSpec) -> Router:
+    score = reader.string("moe_router_activation", "scoring_func", default="sigmoid")
+    if score != "sigmoid":
+        raise UnsupportedModelError(
+            f"{reader.where}: Step's router with {score!r} isn't implemented. Use a checkpoint "
+            "whose 'moe_router_activation' is 'sigmoid'."
+        )
+    wide = reader.flag("need_fp32_gate", False)
+    return Router("sigmoid", wide=wide, correction=True, renorm=True, sorted=False)
+
+
+def step_shared(reader: ConfigReader, spec: ModelSpec) -> dict[str, object]:
+    scale = reader.number("moe_router_scaling_factor", default=1.0)
+    inner = shared("share_expert_dim", "share_expert_dims", default=1280)
     return {**inner(reader, spec), "scale_after": scale}
 
 

@@ -336,3 +336,15 @@ LAGUNA = with_experts(
     shared="mlp.shared_expert",
     layers={"gate.proj": "self_attn.g_proj"},
 )
+
+STEP = with_experts(
+    LLAMA,
+    router="moe.gate",
+    correction="moe.router_bias",
+    shared="share_expert",
+    layers={
+        "mlp.experts.up": ("moe.gate_proj", "moe.up_proj"),
+        "mlp.experts.down": "moe.down_proj",
+        "gate.proj": "self_attn.g_proj",
+    },
+).derive(harmless=(r"(model\.)?vit_large_projector\..*",))

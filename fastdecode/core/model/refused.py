@@ -96,15 +96,6 @@ REFUSED = (
         "Gemma-3n",
         ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
     ),
-    Refused(
-        "gates whose limits differ by layer",
-        "Step-3.5, 3.7",
-        (
-            "Step3p5ForCausalLM",
-            "Step3p7FlashForCausalLM",
-            "Step3p7ForConditionalGeneration",
-        ),
-    ),
     Refused("keys and values of different sizes", "MiMo-V2-Flash", ("MiMoV2FlashForCausalLM",)),
     Refused(
         "layers that differ in shape (found by a search)",

@@ -138,6 +138,8 @@ class Row:
     rotates: Callable[[ConfigReader, ModelSpec, LayerKinds], tuple[bool, ...]] | None = None
     """Which layers turn q and k; None: all, if any."""
     has_experts: bool = False
+    newer: Callable[[ConfigReader], ConfigReader] | None = None
+    """Gives an older config the fields that newer ones have; None: as it is."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Config field → the feature that it asks for when it is true."""
 
@@ -168,6 +170,7 @@ class Row:
             UnsupportedModelError, CheckpointError: as ``read_model_spec``.
         """
         self.refuse_features(reader)
+        reader = self.newer(reader) if self.newer else reader
         spec = self._read_shape(reader, spec)
         positions = self.positions(reader, spec)
         kinds = self._read_kinds(reader, spec)

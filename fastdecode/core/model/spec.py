@@ -10,7 +10,7 @@ reads it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from fastdecode.core.dtype import DType
@@ -122,6 +122,11 @@ class ModelSpec:
     """The experts of the layers that have them."""
     mlps: tuple[MlpKind, ...] = ()
     """What each layer's MLP is; empty: experts everywhere if there are any."""
+    mlp_limits: tuple[float, ...] = ()
+    """Limit of the gate of each layer's dense MLP or shared expert, which is then
+    clamped_after (see ``Moe``); 0: it is plain. Empty: all are."""
+    expert_limits: tuple[float, ...] = ()
+    """The same of each layer's routed experts; empty: ``moe`` says what their gate is."""
     quantisation: Quantisation | None = None
     """How the checkpoint's weights are quantised. They are decoded while they are
     loaded: the model computes with plain numbers."""
@@ -171,7 +176,15 @@ class ModelSpec:
 
     def layer_moe(self, layer: int) -> Moe | None:
         """This layer's experts; None: its MLP is dense."""
-        return self.moe if self.has_experts(layer) else None
+        if self.moe is None or not self.has_experts(layer):
+            return None
+        moe = replace(self.moe, shared_limit=self.mlp_limit(layer))
+        limit = self.expert_limits[layer] if self.expert_limits else 0.0
+        return replace(moe, gate="clamped_after", limit=limit) if limit else moe
+
+    def mlp_limit(self, layer: int) -> float:
+        """Limit of the gate of this layer's dense MLP or shared expert; 0: none."""
+        return self.mlp_limits[layer] if self.mlp_limits else 0.0
 
     def layer_parameters(self, layer: int) -> int:
         """Weights of one layer."""

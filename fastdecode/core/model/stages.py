@@ -67,6 +67,8 @@ def stage_spec(spec: ModelSpec, layers: range) -> ModelSpec:
         ropes=spec.ropes[layers.start : layers.stop],
         layer_q_heads=spec.layer_q_heads[layers.start : layers.stop],
         mlps=spec.mlps[layers.start : layers.stop],
+        mlp_limits=spec.mlp_limits[layers.start : layers.stop],
+        expert_limits=spec.expert_limits[layers.start : layers.stop],
     )
 
 
