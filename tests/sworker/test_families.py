@@ -19,6 +19,7 @@ from families import FAMILIES, draw_config, save_tiny
 from fastdecode.core.model.checkpoint import open_checkpoint
 from sworker.kernels.fused import fuse
 from sworker.load.weights import load_model
+from sworker.model.linear import MLP
 from sworker.model.reference import ReferenceAttention
 from sworker.model.skeleton import forward
 from sworker.ranks.sharding import Shard, parallelize
@@ -85,6 +86,16 @@ def test_fused_kernels_say_the_same(family: str, dtype: torch.dtype, tmp_path: P
     plain, fused = found
     off = (fused - plain).abs().max() / plain.abs().max()
     assert off < (1e-5 if dtype == torch.float32 else 0.1)
+
+
+def test_gates_with_limits_are_left_to_torch(tmp_path: Path) -> None:
+    """Their kernels know no limit; gates without one take the kernels beside them."""
+    save_tiny(tmp_path, "step3p5", seed=2)
+    _, model = load_model(tmp_path, device="cpu", dtype=torch.float32)
+    assert fuse(model, torch.device("cpu"))
+    mlps = [part for part in model.modules() if isinstance(part, MLP)]
+    assert {bool(mlp.limit) for mlp in mlps} == {False, True}
+    assert all((mlp.gate_kernel is None) == bool(mlp.limit) for mlp in mlps)
 
 
 class Sum:
