@@ -75,10 +75,9 @@ class InprocConnection(Generic[SendT, ReceiveT]):
         return self._hub.poll(self)
 
     def close(self) -> None:
-        if self._closed:
+        if self._closed or self._remote is None:  # ``connect`` closes it if its hub is closed
             return
         self._closed = True
-        assert self._remote is not None
         self._remote.deliver(_End.CLOSED_BY_PEER)
         self._hub.arrive(self, _End.CLOSED_HERE)
 
@@ -109,11 +108,6 @@ class InprocConnection(Generic[SendT, ReceiveT]):
     def is_closed(self) -> bool:
         """Whether this side has closed it."""
         return self._closed
-
-    @property
-    def is_joined(self) -> bool:
-        """Whether it has another side yet."""
-        return self._remote is not None
 
 
 _Arrival: TypeAlias = "tuple[InprocConnection[SendT, ReceiveT], ReceiveT | _End]"
@@ -149,8 +143,7 @@ class InprocHub(Generic[SendT, ReceiveT]):
             self._is_closed = True
             connections = list(self._connections)
         for connection in connections:
-            if connection.is_joined:  # else ``connect`` is about to find the hub closed
-                connection.close()
+            connection.close()
 
     @property
     def connections(self) -> Sequence[InprocConnection[SendT, ReceiveT]]:

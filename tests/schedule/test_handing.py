@@ -16,6 +16,7 @@ from fastdecode.schedule.life.events import (
     Close,
     Drawn,
     Event,
+    Extend,
     Fail,
     Finish,
     Fork,
@@ -26,6 +27,7 @@ from fastdecode.schedule.life.events import (
     Keep,
     LaneIdle,
     LaneReady,
+    Leaving,
     Lost,
     Open,
     Opened,
@@ -34,6 +36,8 @@ from fastdecode.schedule.life.events import (
     Run,
     StepDone,
     Submitted,
+    TakenOver,
+    TakeOver,
 )
 from fastdecode.schedule.life.handing import HANDED_OVER_LOST
 from fastdecode.schedule.life.lifecycle import Lifecycle
@@ -250,3 +254,25 @@ def test_what_was_to_be_fetched_and_has_not_come_is_kept_for_nobody(when: str) -
     assert not any(isinstance(one, Keep) for one in told), "unwritten blocks would be others'"
     if when == "failing":
         assert any(isinstance(one, Open) for one in tell(life, LaneIdle(0))), "from its beginning"
+
+
+def test_an_exported_prompt_does_not_move_with_a_holder_that_is_given_back() -> None:
+    """A neighbour has taken a holder over, and a replacement has a copy of it: what is
+    on offer there is run again elsewhere."""
+    life = lifecycle((40, 40))
+    tell(life, Submitted(request("a")))
+    (opened,) = open_all(life)
+    assert isinstance(opened, Open)
+    holder = opened.part.holder
+    (order,) = tell(life, Interrupted(holder))
+    assert isinstance(order, TakeOver)
+    for extend in tell(life, TakenOver(holder, order.num_tokens)):
+        assert isinstance(extend, Extend)
+        tell(life, Opened(extend.part.part_id))
+    tell(life, LaneIdle(0))
+    (handed,) = step(life)
+    assert isinstance(handed, HandOver)
+    failed, asked = tell(life, Leaving(holder))
+    assert isinstance(failed, Fail) and failed.error.code == HANDED_OVER_LOST
+    assert asked == TakeOver(holder, (), ()), "nothing of it goes on"
+    assert not life.handing.has_parked and not life.sequences.by_sequence

@@ -45,6 +45,7 @@ class Walk:
         self.pulls: list[PartId] = []
         self.runs: dict[int, events.Run] = {}
         self.lost: set[HolderId] = set()
+        self.adopted: set[HolderId] = set()  # neighbours have taken over, and nobody came back
         self.num_requests = 0
 
     def tell(self, event: events.Event) -> None:
@@ -62,8 +63,8 @@ class Walk:
 
     def submit(self, n: int, num_tokens: int, max_tokens: int) -> None:
         self.num_requests += 1
-        hands_over = self.imports and self.num_requests % 3 == 0
-        sources = SOURCES if self.imports and self.num_requests % 3 == 1 else ()
+        hands_over = self.imports and self.num_requests % 2 == 0
+        sources = SOURCES if self.imports and self.num_requests % 4 == 1 else ()
         params = SamplingParams(n=n)
         self.tell(
             events.Submitted(
@@ -107,14 +108,22 @@ class Walk:
     def take_over(self, *, is_whole: bool) -> None:
         order = self.takeovers.pop(0)
         counts = [count if is_whole else None for count in order.num_tokens]
-        self.tell(events.TakenOver(order.holder, tuple(counts), is_home=True))
+        is_home = order.holder in self.adopted
+        self.adopted ^= {order.holder}
+        self.tell(events.TakenOver(order.holder, tuple(counts), is_home=is_home))
 
     def interrupt(self, holder: HolderId) -> None:
-        if holder not in self.lost and not self.life.adoptions:
+        if not {holder} & (self.lost | self.adopted) and not self.life.adoptions:
             self.rooms = [one for one in self.rooms if one.part.holder != holder]
             self.tell(events.Interrupted(holder))
 
+    def leave(self) -> None:
+        """A replacement has a copy of a holder that a neighbour took over."""
+        if self.adopted and not self.life.adoptions:
+            self.tell(events.Leaving(min(self.adopted)))
+
     def lose(self, holder: HolderId) -> None:
+        self.adopted.discard(holder)
         if holder not in self.lost and len(self.lost) + 1 < NUM_HOLDERS:
             self.lost.add(holder)
             self.takeovers = [one for one in self.takeovers if one.holder != holder]
@@ -124,10 +133,10 @@ class Walk:
     def go_on(self, data: st.DataObject) -> None:
         """Something happens."""
         records = list(self.life.sequences.by_request)
-        acts = ["turn", "turn", "turn", "submit", "interrupt"]
+        acts = ["turn"] * 5 + ["submit"] * 2 + ["interrupt"]
         acts += ["answer"] * 3 * bool(self.rooms) + ["take_over"] * 3 * bool(self.takeovers)
         is_waiting = bool(self.takeovers or self.pulls)
-        acts += ["pulled"] * bool(self.pulls)
+        acts += ["pulled"] * bool(self.pulls) + ["leave"] * bool(self.adopted)
         acts += (["cancel"] * (4 if is_waiting else 1) + ["lose"]) * bool(records)
         match data.draw(st.sampled_from(acts)):
             case "turn":
@@ -144,7 +153,9 @@ class Walk:
                 self.tell(events.Cancelled(data.draw(st.sampled_from(records))))
             case "lose" if data.draw(st.integers(0, 7)) == 0:
                 self.lose(HolderId(data.draw(st.integers(0, NUM_HOLDERS - 1))))
-            case "interrupt" if not self.imports and data.draw(st.integers(0, 3)) == 0:
+            case "leave":
+                self.leave()
+            case "interrupt" if data.draw(st.integers(0, 3)) == 0:
                 self.interrupt(HolderId(data.draw(st.integers(0, NUM_HOLDERS - 1))))
 
 
@@ -166,7 +177,7 @@ def seen() -> Iterator[Counter[tuple[SequenceState, SequenceState]]]:
 
 
 @settings(
-    max_examples=examples(400, share=4),
+    max_examples=examples(900, share=3),
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

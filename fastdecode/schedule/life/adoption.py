@@ -60,7 +60,7 @@ class Adoptions:
 
     Args:
         scheduler: books the tokens that have to be run again.
-        lives: all sequences that aren't over.
+        table: all sequences that aren't over.
         grants: what is open of them.
         endings: what becomes of those that no replica has.
         out: what is to be done.
@@ -97,6 +97,8 @@ class Adoptions:
         self._scheduler.ledger.capacity.close(holder)
         self.give_up(holder)
         self._waiting[holder] = None
+        table = self._table.by_sequence  # some may have ended meanwhile
+        self._resuming = {i: one for i, one in self._resuming.items() if i in table}
         for life in self._on(holder):
             if not self._grants.forget_asked(life, holder):
                 self._grants.lose(life, holder)
@@ -119,6 +121,11 @@ class Adoptions:
         """A holder on which nothing new is placed goes on elsewhere."""
         self._leaving[holder] = None
 
+    @property
+    def about_to_leave(self) -> list[HolderId]:
+        """Holders that leave, and have answered all that they were asked."""
+        return [holder for holder in self._leaving if not self._grants.is_awaited(holder)]
+
     def give_up(self, holder: HolderId) -> None:
         """Its replica is lost, too."""
         self._leaving.pop(holder, None)
@@ -128,9 +135,8 @@ class Adoptions:
     def ask(self) -> None:
         """No step is in flight: whoever keeps the replicas is asked. For a holder
         that leaves, once it has answered what it was asked."""
-        for holder in list(self._leaving):
-            if not self._grants.is_awaited(holder):
-                self.begin(holder)
+        for holder in self.about_to_leave:
+            self.begin(holder)
         for holder in self._waiting:
             kept = self._asked[holder] = list(self._open_on(holder))
             for life, part in kept:

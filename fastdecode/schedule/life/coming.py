@@ -26,7 +26,7 @@ class ComingTokens:
 
     Args:
         scheduler: is told whose last token is coming.
-        lives: all sequences that aren't over.
+        table: all sequences that aren't over.
         endings: what becomes of those whose last token is known.
         handing: and of those that go on elsewhere.
     """

@@ -24,7 +24,7 @@ class Endings:
 
     Args:
         scheduler: is told who waits again, and who is over.
-        lives: all sequences that aren't over.
+        table: all sequences that aren't over.
         grants: what is open of them.
         out: what is to be done about it.
     """

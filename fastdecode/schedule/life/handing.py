@@ -33,7 +33,7 @@ class Handing:
 
     Args:
         scheduler: is told who is parked, and whose tokens are there.
-        lives: all sequences that aren't over.
+        table: all sequences that aren't over.
         grants: what is open of them.
         endings: what becomes of those that aren't needed, or can't be had.
         out: what is to be done.

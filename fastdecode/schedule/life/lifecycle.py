@@ -133,6 +133,8 @@ class Lifecycle:
             case _:
                 assert_never(event)
         if self.adoptions and not self._flying:
+            for holder in self.adoptions.about_to_leave:
+                self.handing.interrupt(holder)  # what it exports or imports doesn't move with it
             self.adoptions.ask()
         self._out += self._cache.stock.orders.take()
         self._out += self._cache.stock.orders.take_fetches()

@@ -166,10 +166,10 @@ class SequenceTable:
         flies = any(life.sequence.sequence_id in flying for flying in self.flying.values())
         return not flies and not life.unanswered
 
-    def set_pending(self, life: SequenceRecord, fate: PendingAction) -> None:
+    def set_pending(self, life: SequenceRecord, action: PendingAction) -> None:
         """That becomes of it."""
         self.num_pending += life.pending is None
-        life.pending = fate
+        life.pending = action
 
     def clear_pending(self, life: SequenceRecord) -> None:
         """What was to become of it has."""

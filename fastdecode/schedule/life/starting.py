@@ -23,7 +23,7 @@ class Starting:
 
     Args:
         restores: who waits for blocks that are fetched, and for how long.
-        lives, grants, endings: of all sequences.
+        table, grants, endings: of all sequences.
         handing: of those that come from elsewhere.
         out: where instructions go.
     """
