@@ -92,7 +92,7 @@ def test_what_an_r_worker_uses_isnt_cleared(kept: Path, capsys: pytest.CaptureFi
     assert "end the R-worker" in capsys.readouterr().err and slots.path.exists()
     assert first.path.stat().st_size, "all are removed, or none"
     assert main(["cache", str(kept)]) == 0
-    assert "an R-worker goes on with it" in capsys.readouterr().out
+    assert "an R-worker uses it" in capsys.readouterr().out
     slots.close()
 
 

@@ -115,7 +115,7 @@ def test_a_peer_that_reads_no_answers_gets_few() -> None:
             while stranger.poll(100):
                 stranger.recv()
                 num_answers += 1
-        assert num_answers == MOST_ANSWERS
+        assert MOST_ANSWERS <= num_answers <= 3 * MOST_ANSWERS  # of those of a second, or two
     context.term()
 
 

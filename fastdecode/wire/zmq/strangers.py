@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from typing import Final
 
 import zmq
@@ -16,8 +17,9 @@ from fastdecode.wire.zmq.line import Socket
 
 logger = logging.getLogger(__name__)
 
-MOST_ANSWERS: Final = 8
-"""To one connection."""
+MOST_ANSWERS: Final = 32
+"""To one connection within a second: one that waits until another peer has left asks
+again and again."""
 _MOST_REMEMBERED: Final = 1024
 
 
@@ -34,7 +36,7 @@ class Strangers:
         self._door = door
         self._name = name
         self._num_dropped = 0
-        self._num_answers: dict[bytes, int] = {}  # by identity
+        self._answers: dict[bytes, tuple[float, int]] = {}  # by identity: since when, how many
 
     def head_of(self, identity: bytes, frame: zmq.Frame) -> codec.Head | None:
         """What one sent, if it is one of our messages."""
@@ -52,7 +54,7 @@ class Strangers:
         self.drop(error.message)
 
     def answer(self, identity: bytes, code: str, message: str, epoch: int) -> None:
-        """A few times: answers to a peer that doesn't read them stay in memory."""
+        """A few times a second: answers to a peer that doesn't read them stay in memory."""
         if not self._may_answer(identity):
             return
         head = codec.encode(Failed(self._name, code, message), epoch=epoch).head
@@ -60,11 +62,14 @@ class Strangers:
             self._door.send(identity, head, copy=True)
 
     def _may_answer(self, identity: bytes) -> bool:
-        num_answers = self._num_answers.pop(identity, 0)
-        self._num_answers[identity] = num_answers + 1
-        if len(self._num_answers) > _MOST_REMEMBERED:
-            del self._num_answers[next(iter(self._num_answers))]
-        return num_answers < MOST_ANSWERS
+        now_s = time.monotonic()
+        since_s, number = self._answers.pop(identity, (now_s, 0))
+        if now_s - since_s >= 1.0:
+            since_s, number = now_s, 0
+        self._answers[identity] = since_s, number + 1
+        if len(self._answers) > _MOST_REMEMBERED:
+            del self._answers[next(iter(self._answers))]
+        return number < MOST_ANSWERS
 
     def drop(self, reason: str) -> None:
         """Say so of the 1st, 2nd, 4th, 8th, …, so that no log is flooded."""
