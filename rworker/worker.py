@@ -133,8 +133,8 @@ def serve_next(
     grace_period: GracePeriod | None,
     behind: BackgroundTransfers | None = None,
 ) -> bool:
-    """Deal with what comes next; ``grace_period``: for how long those that are lost
-    are waited for, None: for ever; ``behind``: what is done behind compute, if
+    """Deal with what comes next; ``grace_period``: for how long lost
+    S-workers are waited for, None: for ever; ``behind``: what is done behind compute, if
     there may be anything. False: leave the loop."""
     if behind is not None and behind.is_late:
         behind.work()
@@ -418,7 +418,7 @@ def start_worker_thread(
         try:
             serve(peers, state, runner, None, reaches)
         finally:
-            peers.close()  # or whoever connects later would wait for nobody
+            peers.close()  # or a later caller would wait for ever
 
     thread = threading.Thread(
         target=run,

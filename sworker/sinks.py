@@ -3,7 +3,7 @@ softmax and has no value (gpt-oss; arXiv 2309.17453).
 
 With the log-sum-exp of the scores of all that a query sees, that is what
 attention gives without, times sigmoid(lse - sink). So a sink enters once, after
-the last merge, whoever attended.
+the last merge, wherever attention ran.
 """
 
 from __future__ import annotations

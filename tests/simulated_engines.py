@@ -54,7 +54,7 @@ class SimulatedCluster(Losses):
     Args:
         monkeypatch: has the set-up reach them.
         lost: (stage, R-worker) that crashes.
-        after: so many layers, of those that it computes.
+        after: so many layers that it computes.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, lost: tuple[int, int], after: int) -> None:

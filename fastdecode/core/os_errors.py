@@ -23,7 +23,7 @@ _MENDS: Final[Mapping[int, str]] = MappingProxyType(
         errno.EMFILE: "raise the limit (ulimit -n)",
         errno.EIO: "choose another disk",
         errno.EADDRINUSE: "choose another address, or end the program that uses it",
-        errno.EADDRNOTAVAIL: "name an address of this host, or 0.0.0.0",
+        errno.EADDRNOTAVAIL: "name an address of this host",
         errno.ECONNREFUSED: "check the address, and that something listens there",
         errno.EHOSTUNREACH: "check the address and the network",
         errno.ENETUNREACH: "check the address and the network",

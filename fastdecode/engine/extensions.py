@@ -28,7 +28,7 @@ class EngineState:
     Args:
         fleet: the holders of KV.
         lifecycle: the state of every sequence.
-        requests: those that are waiting or running.
+        requests: waiting or running.
     """
 
     fleet: WorkerPool

@@ -98,8 +98,8 @@ class ReplicaRecovery(Recovery):
         yield from map(Lost, empty)
 
     def _returned(self, replicas: Replicas | GroupReplicas) -> Iterator[Event]:
-        """Replacements: of holders that neighbours took over, once they have a
-        copy; and of those that are lost."""
+        """Replacements of lost holders; and of holders that neighbours took over,
+        once the replacement has a copy."""
         adopted = replicas.adopted
         if self._replacements is None or not (self._lost or adopted):
             return

@@ -100,7 +100,7 @@ class Recovery(Extension):
         return stranded_s < timeout_s or bool(self._replacements.look(self._lost))
 
     def _joined(self, found: Mapping[int, Welcome]) -> Iterator[Event]:
-        """Admit those that have come in the place of lost holders, if no sequence
+        """Admit the replacements of lost holders, if no sequence
         is on those any more."""
         assert self._replacements is not None
         for index, welcome in found.items():

@@ -127,7 +127,7 @@ def _bytes_of(row: dict[str, Any], rank: int) -> bytes:
 
 
 def _specials(listed: Sequence[dict[str, Any]] | None, count: int) -> list[str]:
-    """Names by id; those that nobody named are ``<SPECIAL_n>``."""
+    """Names by id; the unnamed are ``<SPECIAL_n>``."""
     names = [f"<SPECIAL_{rank}>" for rank in range(count)]
     rows = listed or [
         {"rank": rank, "token_str": name} for rank, name in enumerate(_FIRST_SPECIALS[:count])

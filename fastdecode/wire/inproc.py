@@ -138,7 +138,7 @@ class InprocHub(Generic[SendT, ReceiveT]):
         return self._is_closed
 
     def close(self) -> None:
-        """Its thread ends: close all connections, and those that others make later."""
+        """Its thread ends: close all connections, and later ones at once."""
         with self._adding:
             self._is_closed = True
             connections = list(self._connections)

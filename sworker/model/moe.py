@@ -123,7 +123,7 @@ class ExpertLinear(nn.Module):
     """One linear layer an expert.
 
     Args:
-        experts: numbers of those that are here.
+        experts: numbers of the experts on this rank.
         splits: output sizes of the projections that are fused into each.
     """
 

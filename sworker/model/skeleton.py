@@ -263,7 +263,7 @@ class Model(nn.Module):
 
     @property
     def sinks(self) -> tuple[Tensor, ...] | None:
-        """Of each layer's attention, float32 [Hq]; None: it has none. Whoever
+        """Of each layer's attention, float32 [Hq]; None: it has none. The code that
         attends adds them (``sworker.sinks``)."""
         found = tuple(layer.sinks.sinks.float() for layer in self.layers if layer.sinks is not None)
         return found or None

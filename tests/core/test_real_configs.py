@@ -72,7 +72,7 @@ def test_gpt_oss_in_full() -> None:
 
 
 def test_step_with_lists_that_have_an_entry_a_layer() -> None:
-    """As it was published: names of its own, one entry for each layer, those that
+    """As it was published: names of its own, one entry for each layer, the ones that
     predict ahead among them. transformers counts as many parameters."""
     config = {
         "architectures": ["Step3p5ForCausalLM"], "model_type": "step3p5", "vocab_size": 128896,

@@ -23,7 +23,7 @@ FEW = {"dtype": "float32", "block_size": 16, "kv_memory_gb": 0.02}
 
 
 def each_stats(llm: LLM, number: int):  # type: ignore[no-untyped-def]
-    """Of one instance; those that prefill are first."""
+    """Of one instance; prefill instances come first."""
     assert isinstance(llm._running, RunningInstances)
     return llm._running._running[number].engine.stats
 

@@ -53,7 +53,7 @@ def afmoe(router: nn.Module, x: Tensor, correction: Tensor) -> Answer:
 
 
 def llama4(router: nn.Module, x: Tensor, correction: Tensor) -> Answer:
-    """It gives all experts' scores, 0 for those that weren't chosen."""
+    """It gives all experts' scores, 0 where one wasn't chosen."""
     scores, logits = router(x)
     experts = logits.topk(router.top_k, dim=-1).indices
     return experts, scores.gather(1, experts)

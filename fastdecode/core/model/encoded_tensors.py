@@ -57,7 +57,7 @@ def _is_unused(name: str) -> bool:
 def _refuse_undecoded(tensors: _Tensors) -> None:
     for entry in tensors.values():
         if entry.encoding is None and entry.dtype in ("F8_E4M3", *_UNDECODED):
-            why = "has no scale beside it" if entry.dtype == "F8_E4M3" else "isn't decoded"
+            why = "has no scale" if entry.dtype == "F8_E4M3" else "isn't decoded"
             raise CheckpointError(
                 f"{entry.file}: {entry.name!r} has the dtype {entry.dtype}, which {why}. The "
                 "download is incomplete, or the format isn't known: use the checkpoint in "
@@ -79,7 +79,7 @@ def _find_encoding(
             continue
         return _encode(form, stem, codes, tensors[names[0]], tensors, quantisation)
     if codes.name.endswith((".qweight", ".weight_packed", "_blocks")):
-        raise _broken(codes, "has no scales beside it")
+        raise _broken(codes, "has no scales")
     return None
 
 
@@ -108,9 +108,9 @@ def _encode(
     matrix = _unpacked(form, codes, bits)
     zeros = find(form.zeros, ("I8", "I32"))
     if zeros is None and form.needs_zeros:
-        raise _broken(codes, f"has no {stem}{form.zeros} beside it")
+        raise _broken(codes, f"has no {stem}{form.zeros}")
     if form.divisor is not None and scale.dtype == "F8_E4M3" and stem + form.divisor not in tensors:
-        raise _broken(codes, f"has no {stem}{form.divisor} beside it")
+        raise _broken(codes, f"has no {stem}{form.divisor}")
     encoding = Encoding(
         form,
         codes,

@@ -81,7 +81,7 @@ def job_of(message: ToRWorker) -> int | None:
 
 
 def number_of(news: MoveNews) -> int:
-    """Of the job that is told of."""
+    """Of the job that a report is about."""
     match news:
         case Fetching() | Moved():
             return news.job

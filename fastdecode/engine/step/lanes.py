@@ -15,7 +15,7 @@ class Lanes:
     def __init__(self, num_lanes: int) -> None:
         self._steps: list[LaneStep | None] = [None] * num_lanes
         self.ready: Final[deque[LaneStep]] = deque()
-        """Those that can go on, in the order in which they became able to."""
+        """Steps that can go on, in the order in which they became able to."""
         self._unsent: deque[LaneStep] = deque()  # scattered, but not on the host yet; once a layer
 
     def __len__(self) -> int:

@@ -2,7 +2,7 @@
 with the same tokens start with them.
 
 Which holder keeps what is known here, on the S-worker, to the block, since
-starts count on it: holders are told by ``Keep`` and ``Forget`` (``BlockCache``) and
+starts count on it: holders learn by ``Keep`` and ``Forget`` (``BlockCache``) and
 decide nothing. What running sequences use is never given up. Of the rest a
 policy says what goes first.
 

@@ -17,7 +17,7 @@ message             direction  meaning, and the answer
 
 A **ticket** is 128 random bits, and the right to read one sequence's tokens as
 they are when it is offered. It ends when the sequence is closed, truncated, or
-taken over, and never by time: from then on whoever names it is told ``ExportExpired``,
+taken over, and never by time: from then on the answer to it is ``ExportExpired``,
 and given no other data. Readers change nothing. An ``ExportSequence`` may come behind
 whoever reads it, since they come over different connections: a reader that is
 told ``ExportExpired`` at first asks again for a second.

@@ -1,4 +1,4 @@
-"""Quantised checkpoints load as those that hold the decoded weights do, whole
+"""Quantised checkpoints load as checkpoints of the decoded weights do, whole
 and in parts, in every dtype."""
 
 from __future__ import annotations
