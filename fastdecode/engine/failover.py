@@ -75,10 +75,8 @@ class ReplicaRecovery(Recovery):
         replacements that have joined; then the ring is closed again."""
         self._replicas.take_news(self._state.num_launched - 1)
         yield from self._emptied()
-        if isinstance(self._replicas, ColumnReplicas):
-            yield from map(Reopened, self._replicas.reopened())
-        else:
-            yield from self._returned(self._replicas)
+        yield from map(Reopened, self._replicas.reopened())
+        yield from self._returned()
         self._replicas.mend()
 
     def _emptied(self) -> Iterator[Event]:
@@ -97,10 +95,10 @@ class ReplicaRecovery(Recovery):
             self._lost[holder] = self._fleet.lost[holder]
         yield from map(Lost, empty)
 
-    def _returned(self, replicas: Replicas | GroupReplicas) -> Iterator[Event]:
+    def _returned(self) -> Iterator[Event]:
         """Replacements of lost holders; and of holders that neighbours took over,
         once the replacement has a copy."""
-        adopted = replicas.adopted
+        replicas, adopted = self._replicas, self._replicas.adopted
         if self._replacements is None or not (self._lost or adopted):
             return
         found = self._replacements.look([*self._lost, *adopted])

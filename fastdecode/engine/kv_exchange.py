@@ -79,16 +79,16 @@ class KVExchange(Extension):
     def idle_pause_s(self) -> float:
         """All there is to do is for others, which fetch what is exported, or send
         what is imported."""
-        if self._sequences.is_pulling:
+        if self._sequences.is_importing:
             return _LOOK_FOR_FETCHED_S
-        return _LOOK_S if self._sequences.has_parked else 0.0
+        return _LOOK_S if self._sequences.has_exported else 0.0
 
     def listen(self) -> None:
         """Take in what R-workers report of imports, and which of them are lost."""
-        if self._sequences.is_pulling and self._fleet.is_owed:
+        if self._sequences.is_importing and self._fleet.is_owed:
             received = self._fleet.receive(most_s=0.0)
             assert received is None, "nothing else is owed"
-        elif self._sequences.has_parked:
+        elif self._sequences.has_exported:
             self._fleet.look()
 
     def do(self, instruction: events.Pull | events.HandOver | events.HasFetched) -> tuple[()]:

@@ -54,7 +54,7 @@ def _check_empty(running: Any) -> None:
     while running.engine.has_work:
         running.engine.step()
     lifecycle.check_invariants()
-    assert not lifecycle.sequences.by_sequence and not lifecycle.handing.has_parked
+    assert not lifecycle.sequences.by_sequence and not lifecycle.handing.has_exported
     ledger = lifecycle.scheduler.ledger
     for holder in ledger.capacity.present:
         assert ledger.free_blocks(holder) == ledger.capacity.blocks(holder)

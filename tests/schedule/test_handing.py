@@ -85,11 +85,11 @@ def test_a_request_is_handed_over_and_kept_until_it_is_cancelled() -> None:
     (opened,) = open_all(life)
     (handed,) = step(life)
     assert isinstance(handed, HandOver) and handed.sequence.token_ids == [5] * 5 + [7]
-    assert handed.sequence.num_cached == 5 and life.handing.has_parked
+    assert handed.sequence.num_cached == 5 and life.handing.has_exported
     assert tell(life, LaneIdle(0)) == [] == tell(life, LaneReady(0)), "nothing of it runs"
     assert isinstance(opened, Open)
     assert tell(life, Cancelled("a")) == [Close(opened.part)]
-    assert not life.handing.has_parked and not life.sequences.by_sequence
+    assert not life.handing.has_exported and not life.sequences.by_sequence
 
 
 def test_one_that_is_over_with_its_first_token_is_not_handed_over() -> None:
@@ -146,9 +146,9 @@ def test_who_comes_runs_when_its_prompt_is_here() -> None:
     (asked,) = tell(life, LaneIdle(0))
     assert isinstance(asked, Open)
     assert tell(life, Opened(asked.part.part_id)) == [Pull(asked.part, 5, SOURCES)]
-    assert life.handing.is_pulling and tell(life, LaneReady(0)) == []
+    assert life.handing.is_importing and tell(life, LaneReady(0)) == []
     (fetched,) = tell(life, Pulled(asked.part.part_id, ""))
-    assert isinstance(fetched, HasFetched) and not life.handing.is_pulling
+    assert isinstance(fetched, HasFetched) and not life.handing.is_importing
     (run,) = tell(life, LaneReady(0))
     assert isinstance(run, Run) and [chunk.num_tokens for chunk in run.chunks] == [1]
     assert life.endings.num_recomputed == 0 and life.starting.num_reused_tokens == 0
@@ -205,7 +205,7 @@ def test_who_is_cancelled_or_lost_while_it_is_fetched() -> None:
     assert tell(life, Pulled(asked.part.part_id, "it is lost")) == []
     assert tell(life, Cancelled("a")) == [Close(again.part)]
     assert tell(life, Pulled(again.part.part_id, "it was closed")) == []
-    assert not life.sequences.by_sequence and not life.handing.is_pulling
+    assert not life.sequences.by_sequence and not life.handing.is_importing
 
 
 def test_tokens_that_are_to_be_drawn_again_are_not_fetched() -> None:
@@ -275,4 +275,4 @@ def test_an_exported_prompt_does_not_move_with_a_holder_that_is_given_back() -> 
     failed, asked = tell(life, Leaving(holder))
     assert isinstance(failed, Fail) and failed.error.code == HANDED_OVER_LOST
     assert asked == TakeOver(holder, (), ()), "nothing of it goes on"
-    assert not life.handing.has_parked and not life.sequences.by_sequence
+    assert not life.handing.has_exported and not life.sequences.by_sequence

@@ -303,6 +303,11 @@ class Replicas(Failovers):
         self._session = options.session
         self._asked: dict[HolderId, TakeOver] = {}
 
+    def reopened(self) -> list[HolderId]:
+        """Holders that others may start on, though a neighbour keeps them: none, as
+        there are others."""
+        return []
+
     def take_over(self, order: events.TakeOver) -> bool:
         """Have another R-worker go on for a holder, and ask it what it has.
         Whether it is there."""

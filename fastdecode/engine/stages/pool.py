@@ -39,6 +39,10 @@ class StagePool(WorkerPool):
         super().__init__(hub, timeout_s, silence_s, clock, absent, num_others=len(stages))
         self._stages = stages
         stages.join(self.pending, self.num_workers)
+        self._begin()
+
+    def _begin(self) -> None:
+        """The other stages are known."""
 
     def _lose(self, index: int, error: FastDecodeError) -> None:
         if index >= self.num_workers:
@@ -60,18 +64,8 @@ class ColumnPool(StagePool):
         hub, timeout_s, silence_s, clock, absent, stages: see ``StagePool``.
     """
 
-    def __init__(
-        self,
-        hub: RHub,
-        timeout_s: float,
-        silence_s: float = math.inf,
-        clock: Clock = time.monotonic,
-        absent: Mapping[int, WorkerError] | None = None,
-        *,
-        stages: StageLinks,
-    ) -> None:
-        super().__init__(hub, timeout_s, silence_s, clock, absent, stages=stages)
-        self.later = LaterStages(stages, super().send, self.events)
+    def _begin(self) -> None:
+        self.later = LaterStages(self._stages, super().send, self.events)
         """The stages behind this one."""
 
     @property

@@ -8,6 +8,7 @@ that didn't count, forget that.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +22,7 @@ from fastdecode.engine.stages.pool import ColumnPool
 from fastdecode.engine.stages.rooms import FIRST
 from fastdecode.schedule.life import events
 from fastdecode.wire.kv.taking_over import MISSING, TakenOver, TakeOver
+from fastdecode.wire.messages import Welcome
 
 
 def is_gone(fleet: WorkerPool, holder: HolderId) -> bool:
@@ -161,11 +163,20 @@ class ColumnReplicas:
         self._give_up(holder)
 
     def hand_over_to(self, replacements: object) -> None:
-        """Nobody comes in the place of a lost one."""
+        """See ``Replicas``: a column has no replacement."""
+
+    def leaving(
+        self, found: Mapping[int, Welcome], is_used: Callable[[HolderId], bool]
+    ) -> list[HolderId]:
+        """See ``Replicas``: a column has no replacement."""
+        return []
 
     def is_leaving(self, holder: HolderId) -> bool:
-        """Nobody comes in the place of a lost one."""
+        """See ``Replicas``: a column has no replacement."""
         return False
+
+    def joined(self) -> None:
+        """See ``Replicas``: a column has no replacement."""
 
     def take_news(self, last_step: int) -> None:
         """See ``Replicas.take_news``."""

@@ -57,12 +57,12 @@ class Handing:
         """Requests of whose prompts a part couldn't be fetched."""
 
     @property
-    def is_pulling(self) -> bool:
+    def is_importing(self) -> bool:
         """Whether anything is being fetched."""
         return bool(self._pulling)
 
     @property
-    def has_parked(self) -> bool:
+    def has_exported(self) -> bool:
         """Whether anything waits to be fetched by others."""
         return bool(self._scheduler.parked.runs)
 
@@ -125,7 +125,7 @@ class Handing:
     def park(self, life: SequenceRecord) -> None:
         """Its last token here is known, and it isn't over."""
         siblings = self._table.by_request[life.sequence.request.request_id]
-        if any(_is_parked(other) for other in siblings if other is not life):
+        if any(_is_exported(other) for other in siblings if other is not life):
             siblings.remove(life)
             self._table.tell(life, "handed over with a sibling")
             self._table.set_pending(life, PendingAction.DROP)
@@ -138,7 +138,7 @@ class Handing:
         """One of a request's sequences has drawn its last token here: hand the
         request over if all have, and some aren't over."""
         siblings = self._table.by_request.get(request_id, [])
-        if siblings and all(map(_is_parked, siblings)):
+        if siblings and all(map(_is_exported, siblings)):
             self._out.append(HandOver(siblings[0].sequence))
 
     def lose(self, life: SequenceRecord) -> None:
@@ -172,5 +172,5 @@ class Handing:
         self.forget()
 
 
-def _is_parked(life: SequenceRecord) -> bool:
+def _is_exported(life: SequenceRecord) -> bool:
     return life.state is SequenceState.EXPORTED and not life.sequence.is_coming

@@ -151,6 +151,10 @@ class GroupReplicas:
         self._give_up()
         return False
 
+    def reopened(self) -> list[HolderId]:
+        """See ``Replicas``."""
+        return []
+
     def take_over(self, order: events.TakeOver) -> bool:
         """See ``Replicas``."""
         self._moved = list(dict.fromkeys([*self.members.failing, *self._leaving]))
