@@ -167,6 +167,7 @@ def test_a_recorded_beginning_is_refused(listener: ZmqListener, key: ClusterKey)
         recorded = [session.tag(hello), hello]
         member.send_multipart(recorded)
         assert listener.accept(WAIT_S) is not None
+        assert same(listener.receive_any(WAIT_S)[1], HELLO)  # the next is not the member's
     with raw(zmq.DEALER, key, listener.address) as replaying:
         replaying.send(challenge)
         replaying.recv()  # another number, and so other keys
