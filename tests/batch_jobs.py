@@ -37,7 +37,8 @@ class Job:
         self.input.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def open(self, begin: str = "new", **options: Any) -> BatchJob:
-        config = EngineConfig.of(str(self.model), max_model_len=options.pop("max_model_len", None))
+        engine = {"max_model_len": options.pop("max_model_len", None), **options.pop("engine", {})}
+        config = EngineConfig.of(str(self.model), **engine)
         return open_job(
             JobOptions(self.input, self.output, begin=begin, **options), config, self.told.append
         )

@@ -205,7 +205,7 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
     kv_dtype = (
         dtype
         if args.kv_dtype == "auto"
-        else DType.parse(args.kv_dtype, option="kv_dtype", of_kv=True)
+        else DType.parse(args.kv_dtype, option="kv_dtype", of_kv=True, or_auto=True)
     )
     host = Host(args.r_workers, args.r_threads or max(1, available_cores() // args.r_workers))
     effort = Effort(

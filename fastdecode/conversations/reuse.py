@@ -25,6 +25,14 @@ def why_no_kv(config: EngineConfig) -> str:
     return f"{reason}. To reuse KV, remove {other.option}"
 
 
+def why_no_session(config: EngineConfig) -> str:
+    """Why a job that is resumed finds no KV at R-workers at addresses, and what to do;
+    empty: it finds what they have kept."""
+    if config.s_part.pp > 1:
+        return "R-workers of several stages keep no KV for --resume yet. To resume KV, remove pp"
+    return why_no_kv(config)
+
+
 def why_none_of(cache: CacheUse, of_all: str) -> str:
     """The same of one turn.
 

@@ -62,21 +62,24 @@ class DType(str, Enum):
         return np.dtype(np.float32) if self is DType.FLOAT32 else np.dtype(np.uint16)
 
     @classmethod
-    def parse(cls, name: str, *, option: str = "dtype", of_kv: bool = False) -> DType:
+    def parse(
+        cls, name: str, *, option: str = "dtype", of_kv: bool = False, or_auto: bool = False
+    ) -> DType:
         """``"bf16"``, ``"bfloat16"``, ``"torch.bfloat16"``, … → ``DType``.
 
         Args:
             option: what to call it in an error.
             of_kv: whether it is a KV cache's, which may be quantised.
+            or_auto: whether the option may also be auto: an error names it.
 
         Raises:
-            ConfigError: the name is none of ours; the message lists those that
-                are.
+            ConfigError: there is no such dtype; the message lists the names that
+                there are.
         """
         plain = name.lower().removeprefix("torch.")
         known = [dtype for dtype in cls if dtype.is_float or of_kv]
         for dtype in known:
             if dtype.value == _ALIASES.get(plain, plain):
                 return dtype
-        names = ", ".join(dtype.value for dtype in known)
+        names = ", ".join([*["auto"] * or_auto, *(dtype.value for dtype in known)])
         raise ConfigError(Given(option, name), f" is not one of {names}")

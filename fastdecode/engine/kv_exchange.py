@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from fastdecode.core.delta import Delta
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, ProtocolError
 from fastdecode.core.holders import HolderId, KVSource, Part
 from fastdecode.core.spec import HeadShare
 from fastdecode.engine.extensions import EngineState, Extension
 from fastdecode.schedule.life import events
 from fastdecode.wire.kv.exporting import ExportSequence, Pull
+from fastdecode.wire.messages import Answer
 
 _TICKET_BYTES: Final = 16
 _LOOK_FOR_FETCHED_S: Final = 1e-3
@@ -87,7 +88,8 @@ class KVExchange(Extension):
         """Take in what R-workers report of imports, and which of them are lost."""
         if self._sequences.is_importing and self._fleet.is_owed:
             received = self._fleet.receive(most_s=0.0)
-            assert received is None, "nothing else is owed"
+            if received is not None:
+                self._refuse(*received)
         elif self._sequences.has_exported:
             self._fleet.look()
 
@@ -101,6 +103,11 @@ class KVExchange(Extension):
             case events.HasFetched():
                 self._imported(instruction)
         return ()
+
+    def _refuse(self, holder: HolderId, answer: Answer) -> None:
+        """No step, room or takeover waits for an answer now."""
+        text = f"{self._fleet.peer(holder)} sent {type(answer).__name__}, which nobody waits for"
+        self._fleet.lose(holder, ProtocolError(text))
 
     def _export(self, instruction: events.HandOver) -> None:
         """Give each holder of a sequence a ticket, and the listener the places to fetch from."""

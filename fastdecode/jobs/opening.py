@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from fastdecode.conversations.reuse import why_none
+from fastdecode.conversations.reuse import why_no_session, why_none
 from fastdecode.conversations.turn_log import TurnLog, identity_of
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError
@@ -120,6 +120,8 @@ def open_job(options: JobOptions, config: EngineConfig, tell: Callable[[str], No
         options, find_model(config.model), held, recovered, are_wanted=found.num_turns > 0
     )
     session = _session(options, config, held, recovered)
+    if session is not None and options.begin == "resume" and (why := why_no_session(config)):
+        tell(f"going on without KV of the run before: {why}")
     journal = Journal(
         options.output,
         held.fd,

@@ -64,6 +64,19 @@ def test_an_error_names_both_options_the_reason_and_the_mend() -> None:
     )
 
 
+def test_a_refused_pair_is_named_before_a_size_that_is_missing() -> None:
+    with pytest.raises(ConfigError, match="is not supported with cache_disk='DIR' yet"):
+        EngineConfig.of("dir", replicas=1, cache_disk="DIR")
+    with pytest.raises(ConfigError, match="belong together"):
+        EngineConfig.of("dir", cache_disk="DIR")
+
+
+@pytest.mark.parametrize("option", ["dtype", "kv_dtype"])
+def test_an_unknown_dtype_is_answered_with_all_that_an_option_takes(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option}='float31' is not one of auto, float32"):
+        EngineConfig.of("dir", **{option: "float31"})
+
+
 def test_a_standby_with_stages_is_refused_for_a_reason_of_its_own() -> None:
     with pytest.raises(ConfigError, match="a standby R-worker belongs to no stage"):
         EngineConfig.of("dir", pp=2, spare_r_workers=1)

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.model.checkpoint import WEIGHTS_FILE, open_checkpoint
 from fastdecode.core.model.weights_hash import weights_hash
+from fastdecode.engine.setup.reach import own_disk
+from rworker.tiers import disk
 from rworker.tiers.disk import slot_files
 from rworker.tiers.opening import read_slots
 
@@ -222,6 +225,20 @@ def test_what_a_hash_of_weights_is_of(tmp_path: Path, tiny_checkpoint: Callable[
     assert weights_hash(open_checkpoint(model), known) != first
     (next(known.iterdir())).write_text("{")
     assert weights_hash(open_checkpoint(model), known) != first
+
+
+def test_a_disk_needs_room_for_every_r_worker_of_the_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    free = SimpleNamespace(f_bavail=10, f_frsize=10**9)
+    monkeypatch.setattr(disk.os, "statvfs", lambda path: free)
+    asked = {"cache_disk": str(tmp_path), "cache_disk_gb": 3.0}
+    config = EngineConfig.of("dir", **asked, r_workers=3)
+    assert own_disk(config) is not None
+    with pytest.raises(ConfigError, match=r"for 6 R-worker\(s\)"):
+        own_disk(config, num_engines=2)
+    with pytest.raises(ConfigError, match=r"for 4 R-worker\(s\)"):
+        own_disk(EngineConfig.of("dir", **asked, r_workers=3, spare_r_workers=1))
 
 
 def test_a_disk_that_is_too_small_is_an_error_at_the_start(

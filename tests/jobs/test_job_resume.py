@@ -91,6 +91,28 @@ def test_an_output_is_neither_overwritten_nor_gone_on_with_unasked(
     assert job.output.read_bytes() != before
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"pp": 2}, "R-workers of several stages keep no KV for --resume yet"),
+        ({"replicas": 1}, "the prefix cache is not supported with replicas yet"),
+        ({"prefix_cache": "off"}, "prefix_cache is off"),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_a_resumed_job_says_why_it_finds_no_kv_at_addresses(
+    make_job: Callable[..., Job], options: dict[str, Any], reason: str | None
+) -> None:
+    job = make_job()
+    engine = {"r_worker_addresses": ("tcp://127.0.0.1:5600", "tcp://127.0.0.1:5601"), **options}
+    job.open(engine=engine).__exit__(None, None, None)
+    assert not any("without KV" in text for text in job.told)
+    job.open("resume", engine=engine).__exit__(None, None, None)
+    told = [text for text in job.told if "going on without KV of the run before" in text]
+    assert [str(reason) in text for text in told] == ([] if reason is None else [True])
+
+
 def test_resume_without_an_output_begins_one(make_job: Callable[..., Job]) -> None:
     job = make_job()
     assert job.run(begin="resume").num_run == NUM_LINES

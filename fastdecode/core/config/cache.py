@@ -75,13 +75,6 @@ class Cache:
         check_options(self)
         if self.cache_disk == "":
             raise ConfigError(Given("cache_disk"), " is empty: give a directory")
-        if (self.cache_disk is None) != (self.cache_disk_gb is None):
-            raise ConfigError(
-                Given("cache_disk"),
-                " and ",
-                Given("cache_disk_gb"),
-                " belong together: give both, or neither",
-            )
         for name in ("cache_disk", "cache_memory_gb"):
             value = getattr(self, name)
             if value is not None and self.prefix_cache == "off":

@@ -88,6 +88,7 @@ class EngineConfig:
             raise ConfigError("model is empty: give the path of a Hugging Face model directory")
         check_features(self.options)
         self._check_of_this_process()
+        self._check_disk()
         self._check_host_tier()
         self._check_stages()
         self._check_chunk()
@@ -101,6 +102,16 @@ class EngineConfig:
             self._check_none_of_r_workers()
         if self.r_part.kv_placement in ("r", "gpu"):
             self._check_one_side()
+
+    def _check_disk(self) -> None:
+        """After the features: a pair that is refused needs no size first."""
+        if (self.cache.cache_disk is None) != (self.cache.cache_disk_gb is None):
+            raise ConfigError(
+                Given("cache_disk"),
+                " and ",
+                Given("cache_disk_gb"),
+                " belong together: give both, or neither",
+            )
 
     def _check_host_tier(self) -> None:
         kept_gb = self.cache.cache_memory_gb

@@ -117,7 +117,7 @@ class RPart:
     def __post_init__(self) -> None:
         check_options(self)
         if self.kv_dtype != "auto":
-            DType.parse(self.kv_dtype, option="kv_dtype", of_kv=True)
+            DType.parse(self.kv_dtype, option="kv_dtype", of_kv=True, or_auto=True)
         if self.block_size % 16:
             raise ConfigError(
                 Given("block_size", self.block_size),

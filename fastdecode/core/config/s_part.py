@@ -101,7 +101,7 @@ class SPart:
     def __post_init__(self) -> None:
         check_options(self)
         if self.dtype != "auto":
-            DType.parse(self.dtype, option="dtype", of_kv=False)
+            DType.parse(self.dtype, or_auto=True)
         if self.tp % self.ep:
             raise ConfigError(
                 Given("ep", self.ep),

@@ -148,7 +148,7 @@ class ModelSpec:
             UnsupportedModelError: the checkpoint's own is float64.
         """
         if asked != "auto":
-            return DType.parse(asked)
+            return DType.parse(asked, or_auto=True)
         if self.dtype is None:
             raise UnsupportedModelError(
                 f"{self.name}/config.json: the dtype 'float64' isn't implemented. Choose one to "

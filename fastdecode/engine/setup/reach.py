@@ -136,7 +136,7 @@ def _reach_r_workers(
     if resolved.transport == "zmq":
         return reach_stage_addresses(resolved, 0)
     kv_bytes, num_threads = resolved.kv_bytes, resolved.r_threads
-    disk = own_disk(config)
+    disk = own_disk(config, 1 if colocation is None else colocation.num_engines)
     if resolved.transport == "inline":
         # A runtime's threads serve both parts only where both want as many.
         library = openmp_of(resolved, torch.get_num_threads() // resolved.stages_at_once)
@@ -159,10 +159,22 @@ def _reach_r_workers(
     )
 
 
-def own_disk(config: EngineConfig) -> Disk | None:
-    """Where the R-workers of this process may keep blocks, those of all stages."""
-    num_workers = config.r_part.r_workers * config.s_part.pp
-    return disk_of(config.cache.cache_disk, config.cache.cache_disk_gb, num_workers)
+def own_disk(config: EngineConfig, num_engines: int = 1) -> Disk | None:
+    """Where the R-workers of this process may keep blocks: those of all stages, and
+    standby R-workers.
+
+    Args:
+        num_engines: engines in this process, which have one configuration.
+
+    Raises:
+        ConfigError: the directory can't be used, or is too small for all of them.
+    """
+    num_workers = config.r_part.r_workers + config.cluster.spare_r_workers
+    return disk_of(
+        config.cache.cache_disk,
+        config.cache.cache_disk_gb,
+        num_workers * config.s_part.pp * num_engines,
+    )
 
 
 def has_stage_ranks(resolved: ResolvedConfig) -> bool:
