@@ -163,6 +163,14 @@ def add_sampling_options(
         help=Rare("stop at this token; repeatable"),
     )  # fmt: skip
     group.add_argument(
+        "--allowed-token-ids", action="append", type=int, default=argparse.SUPPRESS, metavar="ID",
+        help=Rare("generate this token and no others; repeatable"),
+    )  # fmt: skip
+    group.add_argument(
+        "--bad-words", action="append", default=argparse.SUPPRESS, metavar="TEXT",
+        help=Rare("never generate this text; repeatable"),
+    )  # fmt: skip
+    group.add_argument(
         "--ignore-eos",
         action="store_true",
         default=argparse.SUPPRESS,

@@ -23,6 +23,7 @@ MAX_N = 1024
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 MAX_LOGPROBS = 100
+MAX_BAD_WORDS = 1024
 MAX_TOKENS = 1 << 24
 
 
@@ -47,15 +48,40 @@ def _integer(name: str, value: object, low: int, high: int) -> int:
     return value
 
 
+def _token_ids(name: str, token_ids: object) -> tuple[int, ...]:
+    """None is an empty list."""
+    if token_ids is None:
+        return ()
+    if isinstance(token_ids, str) or not isinstance(token_ids, abc.Sequence):
+        raise _refuse(name, token_ids, "a list of token ids")
+    return tuple(_integer(name, token, 0, 1 << 31) for token in token_ids)
+
+
+def _bad_words(words: object) -> tuple[str, ...]:
+    """None is an empty list."""
+    rule = (
+        f"a list of at most {MAX_BAD_WORDS} words of at most {MAX_STOP_CHARS} characters, "
+        "none of them empty"
+    )
+    if words is None:
+        return ()
+    if isinstance(words, str) or not isinstance(words, abc.Sequence) or len(words) > MAX_BAD_WORDS:
+        raise _refuse("bad_words", words, rule)
+    for word in words:
+        if not isinstance(word, str) or not word.strip() or len(word) > MAX_STOP_CHARS:
+            raise _refuse("bad_words", word, rule)
+    return tuple(words)
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How to choose the next token, and when to stop. Validated at
     construction; the names are OpenAI's and vLLM's.
 
-    The order of operations for one row of logits: ``logit_bias``, the
-    penalties, ``min_tokens`` (EOS and stop ids masked), then greedy if
-    ``temperature == 0``, else ``/ temperature``, ``top_k``, ``top_p``,
-    ``min_p``, draw.
+    The order of operations for one row of logits: ``allowed_token_ids``,
+    ``bad_words``, ``logit_bias``, the penalties, ``min_tokens`` (EOS and stop
+    ids masked), then greedy if ``temperature == 0``, else ``/ temperature``,
+    ``top_k``, ``top_p``, ``min_p``, draw.
 
     Raises:
         RequestError: (code ``invalid_sampling_params``) names the field, its
@@ -79,6 +105,11 @@ class SamplingParams:
     """Subtracted once for every occurrence in the output."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Token id → added to its logit, -100 to 100."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these tokens can be drawn; EOS only if it is one of them. None allows all."""
+    bad_words: tuple[str, ...] = ()
+    """Words that can't be generated: the token that would complete one, with or
+    without a space before the word, is masked."""
     seed: int | None = None
     """Same seed, same tokens, whatever else is in the batch (docs/design/sampling.md says
     how far). None draws a fresh seed."""
@@ -118,7 +149,12 @@ class SamplingParams:
         if self.seed is not None:
             _integer("seed", self.seed, -(1 << 63), (1 << 64) - 1)
         put("stop", self._checked_stop())
-        put("stop_token_ids", self._checked_stop_token_ids())
+        put("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            put("allowed_token_ids", _token_ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise _refuse("allowed_token_ids", [], "a list of at least one token id")
+        put("bad_words", _bad_words(self.bad_words))
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
         _integer("min_tokens", self.min_tokens, 0, MAX_TOKENS)
@@ -149,12 +185,6 @@ class SamplingParams:
             checked[token] = _number(f"logit_bias[{token}]", bias, -100, 100)
         return checked
 
-    def _checked_stop_token_ids(self) -> tuple[int, ...]:
-        token_ids: object = self.stop_token_ids
-        if isinstance(token_ids, str) or not isinstance(token_ids, abc.Sequence):
-            raise _refuse("stop_token_ids", token_ids, "a list of token ids")
-        return tuple(_integer("stop_token_ids", token, 0, 1 << 31) for token in token_ids)
-
     def _checked_stop(self) -> tuple[str, ...]:
         rule = (
             f"a string or a list of at most {MAX_STOP_STRINGS} non-empty strings of at most "
@@ -177,11 +207,13 @@ def validate_for_vocab(params: SamplingParams, vocab_size: int) -> None:
 
     Raises:
         RequestError: (code ``invalid_sampling_params``) a token id in
-            ``logit_bias`` or ``stop_token_ids`` isn't one of the model's.
+            ``logit_bias``, ``stop_token_ids`` or ``allowed_token_ids`` isn't one
+            of the model's.
     """
     for name, token_ids in (
         ("logit_bias", params.logit_bias),
         ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
     ):
         for token in token_ids:
             if token >= vocab_size:
@@ -240,6 +272,8 @@ class Request:
     hands_over: bool = False
     """Its sequences go on elsewhere after ``max_tokens``, unless they are over
     by then: K and V of the prompt are kept, and offered, until it is cancelled."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """The tokens of ``params.bad_words``, a tuple for each way to write a word."""
 
 
 @dataclass(frozen=True)

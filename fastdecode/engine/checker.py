@@ -38,6 +38,7 @@ class RequestChecker:
         self._codec = codec
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
+        self._latest_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = (), ()
 
     def tokenise(self, prompt: Prompt) -> tuple[int, ...]:
         """A prompt's token ids. Raises RequestError."""
@@ -83,7 +84,21 @@ class RequestChecker:
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             cache=arrived.cache,
             drawn=self._drawn(arrived, token_ids, max_tokens),
+            bad_words=self._bad_words(params.bad_words),
         )
+
+    def _bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Each word's tokens, as they begin a text and as they follow a space."""
+        if not words:
+            return ()
+        if words != self._latest_words[0]:  # requests of one file mostly have the same
+            self._latest_words = words, self._encode_words(words)
+        return self._latest_words[1]
+
+    def _encode_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        spellings = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]
+        tokens = [self._codec.encode(text, add_special_tokens=False) for text in spellings]
+        return tuple(dict.fromkeys(tuple(each) for each in tokens if each))
 
     def _drawn(
         self, arrived: PromptRequest, token_ids: tuple[int, ...], max_tokens: int

@@ -50,6 +50,7 @@ class Generation:
             eos_token_ids=eos_token_ids,
             vocab_size=vocab_size,
             sample_index=sequence.index,
+            bad_words=request.bad_words,
         )
         text = codec.sequence_text(request.params, request.prompt_token_ids)
         generation = cls(sequence, sampling, text, now)

@@ -57,7 +57,7 @@ NOT_SUPPORTED: Mapping[str, Sequence[object]] = {
     "length_penalty": (1,), "guided_json": (), "guided_regex": (), "guided_choice": (),
     "guided_grammar": (), "structured_outputs": (), "prompt_logprobs": (),
     "truncate_prompt_tokens": (), "add_special_tokens": (), "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,), "bad_words": ([],), "priority": (0,),
+    "include_stop_str_in_output": (False,), "priority": (0,),
     "documents": ([],), "chat_template": (), "continue_final_message": (False,),
     "mm_processor_kwargs": (),
 }  # fmt: skip

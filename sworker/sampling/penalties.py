@@ -11,16 +11,18 @@ from torch import Tensor
 
 from sworker.buffers import to_device as upload
 from sworker.sampling.sampling_state import SamplingState
+from sworker.sampling.token_masks import mask_logits
 
 
 def adjust(logits: Tensor, states: Sequence[SamplingState]) -> None:
-    """Apply logit_bias, min_tokens and penalties in place. Only the tokens
-    concerned are touched.
+    """Apply masks, logit_bias, min_tokens and penalties in place. Rows without
+    a mask are touched only at the tokens concerned.
 
-    The min_tokens mask adds -inf, so it may as well come first: no penalty
-    moves -inf, and a NaN stays a NaN.
+    Masks add -inf, so they may as well come first: no penalty moves -inf, and a
+    NaN stays a NaN.
     """
     device = logits.device
+    mask_logits(logits, [state.mask for state in states])
     additive = _entries([(row, entry) for row, s in enumerate(states) if (entry := s.additive)])
     if additive is not None:
         rows, ids, values = (to_device(x, device) for x in additive)

@@ -1,5 +1,5 @@
-"""What the sampler must remember of one sequence between steps. NumPy only:
-nothing here is on the device."""
+"""What the sampler must remember of one sequence between steps. Nothing here is
+on the device."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from fastdecode.core.sequence import SamplingParams
 from sworker.sampling.random_numbers import GAMMA, mix, mixed
+from sworker.sampling.token_masks import BadWords, packed
 
 _FEW_KEYS = 8
 """So few are made sooner without arrays."""
@@ -32,12 +33,15 @@ class SamplingState:
         sample_index: which of the request's n completions this is.
         output_token_ids: tokens generated before a suspension; the next draw
             goes on as if there had been none.
+        bad_words: the tokens of each word that it may not say.
     """
 
     __slots__ = (
         "_additive",
         "_additive_masked",
+        "_bad_words",
         "_counts",
+        "mask",
         "num_generated",
         "params",
         "stream",
@@ -53,12 +57,19 @@ class SamplingState:
         vocab_size: int,
         sample_index: int = 0,
         output_token_ids: Sequence[int] = (),
+        bad_words: Sequence[tuple[int, ...]] = (),
     ) -> None:
+        self.mask: NDArray[np.int32] | None = None
+        """The tokens that it may draw now (``token_masks``); None: all."""
+        if params.allowed_token_ids is not None:
+            self.mask = packed(params.allowed_token_ids, vocab_size)
+        self._bad_words = BadWords(bad_words) if any(len(x) > 1 for x in bad_words) else None
         self.params = params
         self.vocab_size = vocab_size
         self.num_generated = 0
         self.stream = _stream_key(seed, sample_index)
         bias = dict(params.logit_bias)
+        bias.update((token, -np.inf) for token in BadWords.always_out(bad_words))
         self._additive = _as_arrays(bias)
         self._additive_masked = None
         if params.min_tokens:
@@ -80,10 +91,15 @@ class SamplingState:
     @property
     def additive(self) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
         """Token ids and what to add to their logits now: ``logit_bias``, and
-        -inf for ids that ``min_tokens`` masks."""
-        return (
+        -inf for ids that ``min_tokens`` and ``bad_words`` mask."""
+        additive = (
             self._additive_masked if self.num_generated < self.params.min_tokens else self._additive
         )
+        out = [] if self._bad_words is None else self._bad_words.next_out
+        if not out:
+            return additive
+        bias = {} if additive is None else dict(zip(*map(np.ndarray.tolist, additive), strict=True))
+        return _as_arrays({**bias, **dict.fromkeys(out, -np.inf)})
 
     @property
     def penalised(self) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
@@ -96,6 +112,8 @@ class SamplingState:
     def observe(self, token_id: int) -> None:
         """A token was appended to the output."""
         self.num_generated += 1
+        if self._bad_words is not None:
+            self._bad_words.observe(token_id)
         if self._counts is not None:
             self._counts.add(token_id)
 

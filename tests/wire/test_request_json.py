@@ -57,6 +57,8 @@ REQUESTS = st.builds(
         stop=st.lists(st.text(min_size=1, max_size=9), max_size=3).map(tuple),
         logit_bias=st.dictionaries(st.integers(0, 99), st.floats(-100, 100)),
         temperature=st.floats(0, 2),
+        allowed_token_ids=st.none() | TOKENS.filter(bool),
+        bad_words=st.lists(st.sampled_from("abc"), max_size=2).map(tuple),
     ),
     st.integers(1, 1 << 20),
     st.integers(0, 1 << 63),
@@ -64,6 +66,7 @@ REQUESTS = st.builds(
     st.dictionaries(st.integers(0, 9), TOKENS, max_size=2),
     st.lists(SOURCES, max_size=2).map(tuple),
     st.booleans(),
+    st.lists(TOKENS.filter(bool), max_size=2).map(tuple),
 )
 DELTAS = st.builds(
     Delta,
@@ -115,6 +118,7 @@ def test_a_class_that_nobody_else_knows_comes_as_the_closest_that_is_known() -> 
         (0, 7), (1, [-1]), (1, [1.5]), (1, [True]), (1, None), (2, {"n": 0}), (2, {"no": 1}),
         (3, 0), (3, 1 << 60), (4, "x"), (4, 1 << 70), (7, -1), (8, [[-1, []]]), (8, [[0, ["x"]]]),
         (9, [["a"]]), (9, [[1] * 7]), (9, None),
+        (11, [[]]), (11, [["a"]]), (11, None),
     ],
 )  # fmt: skip
 def test_what_is_no_request_is_refused(place: int, value: Any) -> None:

@@ -38,7 +38,7 @@ def request_to_json(request: Request) -> list[Any]:
         request.request_id, request.prompt_token_ids, params, request.max_tokens, request.seed,
         request.cache.is_off, request.cache.salt, request.cache.turn,
         list(request.drawn.items()), [astuple(source) for source in request.sources],
-        request.hands_over,
+        request.hands_over, request.bad_words,
     ]  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def request_from_json(said: Any) -> Request:
     """Raises ProtocolError: it is no request."""
     try:
         request_id, token_ids, params, max_tokens, seed, is_off, salt, turn, *more = said
-        drawn, sources, hands_over = more
+        drawn, sources, hands_over, bad_words = more
         return Request(
             _text(request_id),
             _tokens(token_ids),
@@ -57,6 +57,7 @@ def request_from_json(said: Any) -> Request:
             {_whole(index, 0, MAX_N): _tokens(tokens) for index, tokens in drawn},
             _sources(sources),
             hands_over is True,
+            _words(bad_words),
         )
     except (*_NOT_AS_EXPECTED, FastDecodeError) as error:
         raise ProtocolError(f"what should be a request is none: {error}") from None
@@ -149,6 +150,13 @@ def _tokens(said: Any) -> tuple[int, ...]:
     if not all(type(token) is int and 0 <= token < _MAX_TOKEN for token in tokens):
         raise ValueError("what should be token ids are none")
     return tokens
+
+
+def _words(said: Any) -> tuple[tuple[int, ...], ...]:
+    words = tuple(_tokens(word) for word in said)
+    if not all(words):
+        raise ValueError("a bad word has no tokens")
+    return words
 
 
 def _whole(value: Any, low: int, high: int) -> int:
