@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 from fastdecode import LLM, SamplingParams
 
 OPTIONS = {"r_threads": 1, "kv_memory_gb": 0.01}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_frozen() -> Iterator[None]:
+    """As in a process that only has an engine (see ``pytest_collection_finish``)."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 class Node:
@@ -18,14 +28,24 @@ class Node:
 
 
 def test_an_open_engine_is_left_out_of_collections(tiny_checkpoint: Callable[..., Path]) -> None:
-    frozen_before = gc.get_freeze_count()
     garbage = weakref.ref(Node())
     with LLM(str(tiny_checkpoint("llama")), **OPTIONS) as llm:
         assert garbage() is None, "what was garbage before isn't kept"
-        assert gc.get_freeze_count() > frozen_before + 10_000
+        assert gc.get_freeze_count() > 10_000
         assert len(gc.get_objects()) < gc.get_freeze_count()
         assert llm.generate([[3, 4]], SamplingParams(max_tokens=2))[0].ok
         later = weakref.ref(Node())
         gc.collect()
         assert later() is None
     assert gc.get_freeze_count() == 0, "a closed engine may be collected"
+
+
+def test_objects_that_others_froze_stay_frozen(tiny_checkpoint: Callable[..., Path]) -> None:
+    """The application's, and those of an engine that is still open."""
+    path = str(tiny_checkpoint("llama"))
+    with LLM(path, **OPTIONS):
+        frozen = gc.get_freeze_count()
+        with LLM(path, **OPTIONS):
+            pass
+        assert 10_000 < gc.get_freeze_count() <= frozen
+    assert gc.get_freeze_count() == 0

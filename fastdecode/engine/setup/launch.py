@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import secrets
@@ -128,8 +127,7 @@ class RunningEngine:
             self.engine = self._start(
                 progress or logger.info, trace, MeasuredTimes() if times is None else times
             )
-            freeze_objects()
-            self._opened.callback(gc.unfreeze)  # or what a closed engine leaves would stay
+            self._opened.callback(freeze_objects())
         except BaseException:
             self.close()
             raise
