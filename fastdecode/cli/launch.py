@@ -35,6 +35,7 @@ from fastdecode.core.install import pip_command
 from fastdecode.core.model.local_models import find_model
 from fastdecode.core.os_errors import explained
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED, stop_signals
+from fastdecode.wire.mpi import launcher_end
 from fastdecode.wire.mpi.launcher import LAUNCH_LINE
 from fastdecode.wire.mpirun_line import JobHost, JobLine, parse_hosts, vendor_of
 from fastdecode.wire.placed_line import PlacedLine
@@ -220,7 +221,7 @@ def _run(
         started.append(mpirun)
         if stops:
             mpirun.send_signal(stop_signal)
-        return mpirun.wait(), bool(stops)
+        return launcher_end.wait_for(mpirun), bool(stops)
 
 
 def _truthful(mpirun_code: int, report: Path | None, *, was_stopped: bool) -> int:

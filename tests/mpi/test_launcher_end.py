@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import os
 import signal
@@ -14,7 +15,7 @@ import pytest
 from mpi_launch import mpirun, needs_mpi, open_mpi_options, run
 
 from fastdecode.wire.mpi import launcher, launcher_end
-from fastdecode.wire.mpi.launcher_end import end, ranks_of, see_off
+from fastdecode.wire.mpi.launcher_end import end, ranks_of, see_off, wait_for
 
 DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); input()"
 NAMED = """
@@ -104,6 +105,34 @@ def test_its_ranks_end_whether_it_hangs_or_not(says: bytes, hanging: psutil.Pope
         for process in (rank, other):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+JOB = """
+import os, subprocess, sys
+wait = "import sys; sys.stdin.read()"
+ranks = [
+    subprocess.Popen([sys.executable, "-c", wait], stdin=subprocess.PIPE,
+                     env={"OMPI_COMM_WORLD_RANK": rank})
+    for rank in "01"
+]
+print(flush=True)
+sys.exit([rank.wait() for rank in ranks][0])
+"""
+
+
+def test_a_rank_that_is_stopped_after_rank_0_has_ended_is_not_waited_for() -> None:
+    """As long as rank 0 lives it is left alone: somebody may continue it."""
+    with subprocess.Popen([sys.executable, "-c", JOB], stdout=subprocess.PIPE) as job:
+        assert job.stdout is not None and job.stdout.readline()
+        leading, other = ranks_of(psutil.Process(job.pid))
+        other.suspend()
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            ended = pool.submit(wait_for, job, 0.1)
+            with pytest.raises(concurrent.futures.TimeoutError):
+                ended.result(1.0)
+            assert other.status() == psutil.STATUS_STOPPED
+            leading.kill()
+            assert ended.result(30.0) == 256 - signal.SIGKILL
 
 
 @needs_mpi

@@ -29,6 +29,8 @@ PATIENCE_S: Final = 20.0
 TERMINATING_S: Final = 5.0
 RANK_VARIABLES: Final = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK")
 """As ``launcher`` has them."""
+LOOK_S: Final = 5.0
+LEADING_RANK: Final = "0"
 
 
 def see_off(names: tuple[str, ...] = NAMES) -> int | None:
@@ -81,15 +83,43 @@ def end(
         launcher.kill()
 
 
+def wait_for(launcher: subprocess.Popen[bytes], look_s: float = LOOK_S) -> int:
+    """Wait for a launcher to end. A rank that was stopped after rank 0 had ended would keep
+    it for ever, since only rank 0 ends stopped ranks: such a rank is killed when two looks
+    have found it so. Returns the launcher's exit code."""
+    known = psutil.Process(launcher.pid)
+    has_led, stopped_before = False, set[psutil.Process]()
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return launcher.wait(look_s)
+        ranks = _by_rank(known)
+        has_led = has_led or LEADING_RANK in ranks.values()
+        stopped = {process for process in ranks if _is_stopped(process)}
+        if has_led and LEADING_RANK not in ranks.values():
+            _kill([*(stopped & stopped_before)])
+        stopped_before = stopped
+
+
 def ranks_of(launcher: psutil.Process) -> list[psutil.Process]:
     """Those that it has started on this host."""
-    found = []
+    return [*_by_rank(launcher)]
+
+
+def _by_rank(launcher: psutil.Process) -> dict[psutil.Process, str]:
+    found: dict[psutil.Process, str] = {}
     with contextlib.suppress(psutil.Error):
         for child in launcher.children():
             with contextlib.suppress(psutil.Error):
-                if any(name in child.environ() for name in RANK_VARIABLES):
-                    found.append(child)
+                environ = child.environ()
+                ranks = (environ[name] for name in RANK_VARIABLES if name in environ)
+                found.update((child, rank) for rank in [*ranks][:1])
     return found
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return bool(process.status() == psutil.STATUS_STOPPED)
+    return False
 
 
 def _kill(processes: list[psutil.Process]) -> None:
