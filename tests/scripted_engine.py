@@ -28,7 +28,7 @@ from fastdecode.engine.engine import Engine
 from fastdecode.engine.extensions import EngineState, Extension
 from fastdecode.engine.failover import AnyReplicas, recovery_of
 from fastdecode.engine.fleet.greeting import greet
-from fastdecode.engine.fleet.pool import WorkerPool
+from fastdecode.engine.fleet.pool import HolderPool, WorkerPool
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.session.recorder import Recorder
 from fastdecode.engine.setup.workers import Replacements
@@ -155,7 +155,7 @@ class Rig:
     """An engine and what it is made of."""
 
     engine: Engine
-    fleet: WorkerPool
+    fleet: HolderPool
     lifecycle: Lifecycle
     s_worker: ScriptedSWorker
 
@@ -185,7 +185,7 @@ class Rig:
 
 
 def assemble(
-    fleet: WorkerPool,
+    fleet: HolderPool,
     blocks: tuple[int, ...],
     lanes: int,
     replacements: Replacements | None = None,

@@ -107,6 +107,14 @@ class HeadShare:
         )
 
 
+@dataclass(frozen=True)
+class Shard:
+    """What one member of a cache group keeps of every sequence."""
+
+    heads: HeadShare | None = None
+    """None: all."""
+
+
 def longest_window(layers: Iterable[AttentionSpec]) -> int | None:
     """The tokens that the layer which sees most of them does; None: a layer sees all."""
     windows = [layer.sliding_window for layer in layers]

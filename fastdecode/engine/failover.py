@@ -11,7 +11,7 @@ from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.extensions import EngineState
-from fastdecode.engine.fleet.heads.replicas import GroupReplicas
+from fastdecode.engine.fleet.group_replicas import GroupReplicas
 from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.engine.fleet.replicas import Replicas
 from fastdecode.engine.recovery import Recovery

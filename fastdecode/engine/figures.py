@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.pool import WorkerPool
+from fastdecode.engine.fleet.pool import HolderPool
 from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.continuous import ContinuousScheduler
 
@@ -44,7 +44,7 @@ class EngineFigures:
 
 
 def figures_of(
-    stats: EngineStats, scheduler: ContinuousScheduler, fleet: WorkerPool
+    stats: EngineStats, scheduler: ContinuousScheduler, fleet: HolderPool
 ) -> EngineFigures:
     """As they are between two steps."""
     loads = _loads(scheduler)
@@ -71,7 +71,7 @@ def _holder(
     holder: HolderId,
     stats: EngineStats,
     scheduler: ContinuousScheduler,
-    fleet: WorkerPool,
+    fleet: HolderPool,
     lost: WorkerError | None,
     load: int,
 ) -> HolderFigures:

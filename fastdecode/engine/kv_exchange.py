@@ -4,14 +4,14 @@ KV of its prompts (a ticket for each), and imports that of others."""
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from fastdecode.core.delta import Delta
 from fastdecode.core.errors import ConfigError, ProtocolError
 from fastdecode.core.holders import HolderId, KVSource, Part
-from fastdecode.core.spec import HeadShare
+from fastdecode.core.spec import HeadShare, Shard
 from fastdecode.engine.extensions import EngineState, Extension
 from fastdecode.schedule.life import events
 from fastdecode.wire.kv.exporting import ExportSequence, Pull
@@ -30,8 +30,6 @@ class ExportAddresses:
     Args:
         addresses: of its R-workers, as these call each other.
         num_kv_heads: of the model.
-        shares: the heads of each of those that share them out; None: each has
-            all.
         fetch_bytes_per_s: that one of its R-workers may fetch; 0: as many as
             it can.
         timeout_s: that those it fetches from may say nothing.
@@ -39,24 +37,23 @@ class ExportAddresses:
 
     addresses: Sequence[str] = ()
     num_kv_heads: int = 0
-    shares: Callable[[], Mapping[HolderId, HeadShare]] | None = None
     fetch_bytes_per_s: float = 0.0
     timeout_s: float = 300.0
 
-    def of(self, peer: int) -> list[tuple[str, int, int]]:
-        """Who has a holder that this R-worker keeps: address, first KV head, and
-        how many.
+    def of(self, workers: Mapping[int, Shard]) -> list[tuple[str, int, int]]:
+        """Where a holder that these R-workers keep is fetched from: address, first
+        KV head, and how many.
 
         Raises:
             ConfigError: others can't reach it.
         """
         if not self.addresses:
             raise ConfigError("these R-workers can't be reached by other instances'")
-        if self.shares is None:
-            return [(self.addresses[peer], 0, self.num_kv_heads)]
+        whole = HeadShare(slice(0, self.num_kv_heads), slice(0, 0))
+        heads = {worker: shard.heads or whole for worker, shard in workers.items()}
         return [
             (self.addresses[worker], int(share.kv.start), share.num_kv_heads)
-            for worker, share in self.shares().items()
+            for worker, share in heads.items()
         ]
 
 
@@ -148,6 +145,6 @@ class KVExchange(Extension):
         return [
             KVSource(address, 0, ticket, part.first_token, num_tokens, first_head, num_heads)
             for address, first_head, num_heads in self._exports.of(
-                self._fleet.placement[part.holder]
+                self._fleet.workers_of(part.holder)
             )
         ]

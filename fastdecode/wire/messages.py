@@ -121,7 +121,7 @@ from numpy.typing import NDArray
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, ProtocolError
 from fastdecode.core.host.facts import HostFacts
-from fastdecode.core.spec import AttentionSpec, HeadShare, KVSpec
+from fastdecode.core.spec import AttentionSpec, KVSpec, Shard
 from fastdecode.core.words import make_printable
 from fastdecode.wire.instances.messages import InstanceSays, ToInstance
 from fastdecode.wire.kv.attending import Activations as Activations
@@ -255,9 +255,11 @@ class Hello(ForHolder):
                 f"offers KV blocks of {welcome.block_size} tokens, not {self.kv.block_size}"
             )
 
-    def part(self, share: HeadShare) -> Hello:
-        kv = replace(self.kv, num_kv_heads=share.num_kv_heads)
-        return replace(self, kv=kv, attention=tuple(share.of(spec) for spec in self.attention))
+    def part(self, shard: Shard) -> Hello:
+        if (heads := shard.heads) is None:
+            return self
+        kv = replace(self.kv, num_kv_heads=heads.num_kv_heads)
+        return replace(self, kv=kv, attention=tuple(heads.of(spec) for spec in self.attention))
 
     def join(self, answers: Sequence[Any]) -> Welcome:
         welcomes: Sequence[Welcome] = answers
@@ -336,11 +338,13 @@ class Attend(ForHolder):
     answers = (AttendResult,)
     repeated = ("step", "lane", "layer")
 
-    def part(self, share: HeadShare) -> Attend:
+    def part(self, shard: Shard) -> Attend:
+        if (heads := shard.heads) is None:
+            return self
         # Copies, since a part of the heads doesn't lie in one piece.
-        q = np.ascontiguousarray(self.q[:, share.q])
-        k = np.ascontiguousarray(self.k[:, share.kv])
-        v = np.ascontiguousarray(self.v[:, share.kv])
+        q = np.ascontiguousarray(self.q[:, heads.q])
+        k = np.ascontiguousarray(self.k[:, heads.kv])
+        v = np.ascontiguousarray(self.v[:, heads.kv])
         return replace(self, q=q, k=k, v=v)
 
     def join(self, answers: Sequence[Any]) -> AttendResult:

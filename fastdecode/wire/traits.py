@@ -1,5 +1,5 @@
 """What stands with a message's class, beside its fields: who may say it, how it
-is answered, and how it is cut and joined where R-workers share out the heads.
+is answered, and how it is cut and joined for the members of a cache group.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any, ClassVar, Final, TypeVar, cast
 
 from fastdecode.core.errors import ProtocolError
-from fastdecode.core.spec import HeadShare
+from fastdecode.core.spec import Shard
 from fastdecode.core.words import make_printable
 
 
@@ -76,19 +76,18 @@ class Asking:
         """The same, naming the holder that it is for, if it is for one."""
         return self
 
-    def part(self: AnyT, share: HeadShare) -> AnyT:
-        """What one of several R-workers is told that share out the heads: all
-        of it, or its heads' arrays."""
+    def part(self: AnyT, shard: Shard) -> AnyT:
+        """What one member of a cache group is sent: all of it, or its heads' arrays."""
         return self
 
     def join(self, answers: Sequence[Any]) -> Any:
-        """The answer of R-workers that share out the heads, from each one's, in
-        the order of heads; all have been checked."""
+        """The answer of a cache group, from its members', in the order of heads; all
+        have been checked."""
         return answers[0]
 
     def undo(self) -> Any:
-        """The message for those that accepted it when others refused; None:
-        what was accepted may stay."""
+        """What the members are sent that accepted it when another one refused;
+        None: what was accepted may stay."""
         return None
 
 

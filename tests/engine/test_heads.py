@@ -3,6 +3,7 @@ whole sequences, also after a loss."""
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,9 +19,15 @@ from trouble import Trouble, crash_after, give
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, WorkerError
-from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.engine.fleet.heads.hub import HeadsHub, share_heads
+from fastdecode.core.holders import HolderId
+from fastdecode.core.spec import AttentionSpec, KVSpec, Shard
+from fastdecode.engine.fleet.groups import GroupPool, in_heads, share_heads
+from fastdecode.engine.fleet.joined_moves import JoinedMoves
+from fastdecode.engine.fleet.pool import WorkerPool
+from fastdecode.engine.fleet.resharing import GROUP
 from fastdecode.wire.inproc import InprocHub, connect
+from fastdecode.wire.kv.kept import keys_of, words_of
+from fastdecode.wire.kv.tiers import Moved
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -156,17 +163,27 @@ def test_shares_are_even_and_cover_all_heads() -> None:
     assert [s.of(spec).alibi_slopes for s in shares][1] == (4.0, 5.0, 6.0, 7.0, 8.0, 9.0)
 
 
+def group_of(num_members: int) -> tuple[GroupPool, list[Any]]:
+    """That shares out two query heads and a KV head a member; and the other ends."""
+    hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
+    peers = [
+        connect(hub, "S", InprocHub[FromRWorker, ToRWorker](), f"r{i}")[1]
+        for i in range(num_members)
+    ]
+    fleet = in_heads(WorkerPool(hub, timeout_s=5.0))
+    shares = share_heads(2 * num_members, num_members, num_members)
+    fleet.groups[0].begin({HolderId(i): Shard(share) for i, share in enumerate(shares)})
+    return fleet, peers
+
+
 def test_a_sequence_that_one_refuses_is_closed_on_the_others() -> None:
-    parts: InprocHub[ToRWorker, FromRWorker] = InprocHub()
-    peers = [connect(parts, "S", InprocHub[FromRWorker, ToRWorker](), f"r{i}")[1] for i in range(2)]
-    hub = HeadsHub(parts)
-    hub.begin(dict(enumerate(share_heads(4, 2, 2))))
-    hub.send(OpenSequence(7, 100))
+    fleet, peers = group_of(2)
+    fleet.send(GROUP, OpenSequence(7, 100))
     refused = Refused(7, "out_of_capacity", "full")
     peers[0].send(Accepted(7))
-    assert hub.poll() is None
+    assert fleet.receive(most_s=0.0) is None
     peers[1].send(refused)
-    assert hub.receive_any(5.0) == (0, refused)
+    assert fleet.receive() == (GROUP, refused)
     assert [peer.poll() for peer in peers] == [OpenSequence(7, 100)] * 2
     assert [peer.poll() for peer in peers] == [CloseSequence(7), None]
 
@@ -179,16 +196,22 @@ def test_a_sequence_that_one_refuses_is_closed_on_the_others() -> None:
     ],
 )
 def test_an_answer_to_something_else_is_one_members_alone(answer: FromRWorker, reason: str) -> None:
-    parts: InprocHub[ToRWorker, FromRWorker] = InprocHub()
-    peers = [connect(parts, "S", InprocHub[FromRWorker, ToRWorker](), f"r{i}")[1] for i in range(3)]
-    hub = HeadsHub(parts)
-    hub.begin(dict(enumerate(share_heads(6, 3, 3))))
-    hub.send(OpenSequence(7, 100))
+    fleet, peers = group_of(3)
+    fleet.send(GROUP, OpenSequence(7, 100))
     for peer, said in zip(peers, (Accepted(7), answer, Accepted(7)), strict=True):
         peer.send(said)
-    with pytest.raises(WorkerError, match=f"r1 {reason}"):
-        hub.receive_any(5.0)
-    assert list(hub.members.gone) == [1]
+    assert_lost(fleet, f"r1 {reason}")
+
+
+def assert_lost(fleet: GroupPool, reason: str) -> None:
+    """The second member is, alone, and the group with it; it is told once."""
+    while fleet.is_owed and not fleet.gone:
+        assert fleet.receive(most_s=0.0) is None
+    assert list(fleet.gone) == [1]
+    ((holder, error),) = fleet.take_losses()
+    assert holder == GROUP and re.search(reason, error.message), error.message
+    assert fleet.take_losses() == [] and list(fleet.lost) == fleet.kept_by_gone == [GROUP]
+    assert fleet.take_lost_members() == [1]
 
 
 @pytest.mark.parametrize(
@@ -207,43 +230,86 @@ def test_an_answer_to_something_else_is_one_members_alone(answer: FromRWorker, r
 def test_arrays_that_nobody_asked_for_are_one_members_alone(
     changes: dict[str, Any], reason: str
 ) -> None:
-    parts: InprocHub[ToRWorker, FromRWorker] = InprocHub()
-    peers = [connect(parts, "S", InprocHub[FromRWorker, ToRWorker](), f"r{i}")[1] for i in range(3)]
-    hub = HeadsHub(parts)
-    hub.begin(dict(enumerate(share_heads(6, 3, 3))))
+    fleet, peers = group_of(3)
     one = np.ones(1, np.int64)
     two = np.full(1, 2, np.int32)
-    hub.send(BeginStep(9, 1, one, 0 * two, two, two, two, want_lse=True))
+    fleet.send(GROUP, BeginStep(9, 1, one, 0 * two, two, two, two, want_lse=True))
     q, kv = (np.zeros((2, heads, 8), np.float32) for heads in (6, 3))
-    hub.send(Attend(9, 1, 0, q, kv, kv))
+    fleet.send(GROUP, Attend(9, 1, 0, q, kv, kv))
     honest = AttendResult(9, 1, 0, q[:, :2], np.zeros((2, 2), np.float32), 0.1)
     for peer, said in zip(peers, (honest, replace(honest, **changes), honest), strict=True):
         peer.send(said)
-    with pytest.raises(WorkerError, match=f"r1 {reason}"):
-        hub.receive_any(5.0)
-    assert list(hub.members.gone) == [1]
+    assert_lost(fleet, f"r1 {reason}")
+
+
+def test_members_that_answered_for_bad_heads_are_given_up() -> None:
+    fleet, _ = group_of(3)
+    fleet.lose_heads(GROUP, np.array([False, False, True, False, False, False]), "answered NaN")
+    assert_lost(fleet, "r1 answered NaN")
 
 
 def test_who_is_greeted_twice_is_heard_once() -> None:
     """Another one is lost while the heads are shared anew: what comes of the
     first greeting isn't for the second."""
-    parts: InprocHub[ToRWorker, FromRWorker] = InprocHub()
-    peers = [connect(parts, "S", InprocHub[FromRWorker, ToRWorker](), f"r{i}")[1] for i in range(2)]
-    hub = HeadsHub(parts)
+    fleet, peers = group_of(2)
     kv, spec = KVSpec(1, 2, 16, DType.FLOAT32, 16), AttentionSpec(4, 2, 16, 1.0)
     hello = Hello(PROTOCOL_VERSION, "model", kv, (spec,), DType.FLOAT32)
-    hub.begin(dict(enumerate(share_heads(4, 2, 2))))
-    hub.send(OpenSequence(7, 100))
-    hub.send(hello)
+    fleet.send(GROUP, OpenSequence(7, 100))
+    fleet.send(GROUP, hello)
     peers[1].close()
-    with pytest.raises(WorkerError):
-        hub.receive_any(5.0)
-    hub.send(hello)
+    while not fleet.gone:
+        assert fleet.receive() is None
+    fleet.send(GROUP, hello)
     peers[0].send(Accepted(7))
     peers[0].send(Welcome("r0", 20, 16, 1))
-    assert hub.poll() is None
+    assert fleet.receive(most_s=0.0) is None
     peers[0].send(Welcome("r0", 10, 16, 1))
-    assert hub.receive_any(5.0) == (0, Welcome("r0", 10, 16, 1))
-    hub.send(OpenSequence(8, 100))
+    assert fleet.receive() == (GROUP, Welcome("r0", 10, 16, 1))
+    fleet.send(GROUP, OpenSequence(8, 100))
     peers[0].send(Accepted(8))
-    assert hub.receive_any(5.0) == (0, Accepted(8))
+    assert fleet.receive() == (GROUP, Accepted(8))
+
+
+def test_answers_come_in_the_order_of_what_was_asked() -> None:
+    fleet, peers = group_of(2)
+    full = Refused(2, "out_of_capacity", "full")
+    for message in (OpenSequence(1, 10), CloseSequence(7), OpenSequence(2, 10)):
+        fleet.send(GROUP, message)  # the second has no answer
+    peers[1].send(Accepted(1))
+    peers[1].send(full)
+    assert fleet.receive(most_s=0.0) is None
+    peers[0].send(Accepted(1))
+    assert fleet.receive() == (GROUP, Accepted(1))
+    assert fleet.receive(most_s=0.0) is None
+    peers[0].send(Accepted(2))
+    assert fleet.receive() == (GROUP, full)
+    assert not fleet.is_owed
+
+
+def test_answers_to_what_is_forgotten_are_passed_over() -> None:
+    fleet, peers = group_of(2)
+    group = fleet.groups[0]
+    fleet.send(GROUP, OpenSequence(1, 10))
+    peers[0].send(Accepted(1))
+    assert fleet.receive(most_s=0.0) is None
+    fleet.send(GROUP, OpenSequence(2, 10))
+    group.begin(group.shards)  # the first owes one answer, the second owes two
+    fleet.send(GROUP, OpenSequence(3, 10))
+    peers[0].send(Accepted(2))
+    peers[0].send(Accepted(3))
+    peers[1].send(Accepted(1))
+    peers[1].send(Accepted(2))
+    assert fleet.receive(most_s=0.0) is None
+    peers[1].send(Accepted(3))
+    assert fleet.receive() == (GROUP, Accepted(3))
+
+
+def test_a_block_has_moved_where_all_have_their_heads_of_it_and_faults_are_those_of_all() -> None:
+    moves, keys = JoinedMoves(GROUP, [0, 1]), [bytes([number]) * 16 for number in range(3)]
+    moves.take(1, Moved(1, 5, words_of(keys[:2]), 100, 0.5, num_damaged=2))
+    assert not moves.news
+    moves.take(0, Moved(0, 5, words_of(keys[1:]), 70, 0.7, num_unread=1, num_damaged=1))
+    (moved,) = moves.news
+    assert isinstance(moved, Moved) and keys_of(moved.failed) == keys
+    assert (moved.holder, moved.num_bytes, moved.seconds) == (GROUP, 170, 0.7)
+    assert moved.faults == (1, 3, 0, 0)

@@ -33,12 +33,12 @@ from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.sequence import Request
 from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.greeting import greet
-from fastdecode.engine.fleet.heads.hub import GROUP, HeadsHub
-from fastdecode.engine.fleet.heads.replicas import GroupReplicas, replicate_heads
-from fastdecode.engine.fleet.heads.resharing import Resharing
+from fastdecode.engine.fleet.group_replicas import GroupReplicas, replicate_heads
+from fastdecode.engine.fleet.groups import GroupPool, in_heads
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replacements import HubReplacements
 from fastdecode.engine.fleet.replicas import Replicas, limits, replicate
+from fastdecode.engine.fleet.resharing import GROUP, Resharing
 from fastdecode.engine.fleet.ring import LinkOptions
 from fastdecode.engine.fleet.spares import SpareHub, SpareReplacements
 
@@ -63,7 +63,7 @@ class Trial:
     def __init__(self, seed: int, *, replicated: bool = False, heads: bool = False) -> None:
         self.chance = chance = random.Random(seed)
         self.replicas: Replicas | GroupReplicas | None = None
-        self.heads: HeadsHub | None = None
+        self.heads: GroupPool | None = None
         num_workers = chance.randint(1 + replicated, NUM_HEADS)
         blocks = chance.choice([12, 24, 64]) << replicated
         self.num_spares = chance.choice([0, 0, 0, 1, 2])
@@ -167,15 +167,15 @@ class Trial:
         if self.num_spares:
             hub = SpareHub(cast(Any, network), self.num_spares, names, network.time)
         self.hub = hub
-        self.heads = heads = HeadsHub(hub, clock=network.time)
-        fleet = WorkerPool(heads, TIMEOUT_S, SILENCE_S, network.time)
+        pool = WorkerPool(hub, TIMEOUT_S, SILENCE_S, network.time)
+        self.heads = fleet = in_heads(pool)
         hello = replace(HEADS_HELLO, session=7)
         deadlines = Deadlines(TIMEOUT_S, SILENCE_S, network.time)
         places = None
         if self.returns or self.num_spares:
             kind = SpareReplacements if self.num_spares else HubReplacements
             places = kind(hub, hello, deadlines)
-        resharing = Resharing(heads, hello, deadlines, places)
+        resharing = Resharing(fleet, hello, deadlines, places)
         links = LinkOptions(
             hub.addresses if self.num_spares else names,
             self.chance.choice([1, 2000, 1 << 20]),
@@ -183,7 +183,7 @@ class Trial:
             hello.session,
         )
         welcomes = greet(fleet, hello)
-        again, self.replicas = replicate_heads(heads, fleet, hello, welcomes, links, network.time)
+        again, self.replicas = replicate_heads(fleet, hello, welcomes, links, network.time)
         options: dict[str, Any] = {}
         if self.chance.random() < 0.3:
             options["length_quantile"] = 0.1  # rooms turn out too small
@@ -195,7 +195,7 @@ class Trial:
     @property
     def members(self) -> WorkerPool:
         """The R-workers."""
-        return self.made.fleet if self.heads is None else self.heads.members
+        return cast(WorkerPool, self.made.fleet if self.heads is None else self.heads.members)
 
     def run(self) -> bool:
         """Whether it came to its end; False: no R-worker was left."""

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from fastdecode.core.errors import CapacityError, ConfigError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.pool import WorkerPool
+from fastdecode.engine.fleet.pool import HolderPool
 from fastdecode.wire.kv.tiers import Stocked, UseTier
 from fastdecode.wire.messages import Hello, Welcome
 
 
 def greet(
-    fleet: WorkerPool, hello: Hello, max_blocks: Mapping[HolderId, int] | None = None
+    fleet: HolderPool, hello: Hello, max_blocks: Mapping[HolderId, int] | None = None
 ) -> dict[HolderId, Welcome]:
     """Say Hello to every holder's R-worker and collect the answers of those
     that are there. An R-worker compiles its kernels before it answers, so this
@@ -28,14 +28,14 @@ def greet(
             hold such a cache.
     """
     with fleet.pending.while_greeting():
-        for holder in fleet.placement:
+        for holder in fleet.holders:
             most = (max_blocks or {}).get(holder, hello.max_blocks)
             fleet.send(holder, replace(hello, max_blocks=most))
         welcomes = _welcomed(fleet)
     return {holder: welcomes[holder] for holder in welcomes if holder not in fleet.lost}
 
 
-def use_tiers(fleet: WorkerPool, identity: str, holders: Iterable[HolderId]) -> tuple[int, int]:
+def use_tiers(fleet: HolderPool, identity: str, holders: Iterable[HolderId]) -> tuple[int, int]:
     """Have these open their lower tiers, and later those that come in a lost
     one's place. Waits until they have; what they have is news (``unasked``).
 
@@ -56,7 +56,7 @@ def use_tiers(fleet: WorkerPool, identity: str, holders: Iterable[HolderId]) -> 
     return num_slots, sum(len(news.keys) for news in told)
 
 
-def _welcomed(fleet: WorkerPool) -> dict[HolderId, Welcome]:
+def _welcomed(fleet: HolderPool) -> dict[HolderId, Welcome]:
     """What is answered to ``Hello``, which all were told.
 
     Raises:

@@ -16,11 +16,15 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
+from fastdecode.core.spec import Shard
 from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.pending import PendingReplies
 from fastdecode.wire.kv.exporting import MoveNews
@@ -152,6 +156,78 @@ class WorkerEvents:
         return taken
 
 
+class Moves(Protocol):
+    """Where reports on transfers are taken from."""
+
+    @property
+    def has_moves(self) -> bool:
+        """Whether there are any that weren't taken yet."""
+
+    @property
+    def of_tiers(self) -> list[MoveNews]:
+        """Those that weren't taken yet."""
+
+    def take_tiers(self) -> list[MoveNews]:
+        """The same; each is taken once."""
+
+
+class HolderPool(Protocol):
+    """The holders of an engine: ``WorkerPool`` where one R-worker keeps each, and
+    ``fastdecode.engine.fleet.groups.GroupPool`` where several do. Methods without a
+    docstring are those of ``WorkerPool``."""
+
+    told_first: tuple[ToRWorker, ...]
+
+    def __len__(self) -> int: ...
+
+    @property
+    def holders(self) -> list[HolderId]: ...
+
+    @property
+    def moves(self) -> Moves: ...
+
+    @property
+    def pending(self) -> PendingReplies: ...
+
+    @property
+    def gone(self) -> dict[int, WorkerError]: ...
+
+    @property
+    def lost(self) -> dict[HolderId, WorkerError]: ...
+
+    @property
+    def kept_by_gone(self) -> list[HolderId]: ...
+
+    @property
+    def lost_workers(self) -> list[WorkerError]: ...
+
+    @property
+    def is_owed(self) -> bool: ...
+
+    @property
+    def is_owed_at_once(self) -> bool: ...
+
+    def peer(self, holder: HolderId) -> str: ...
+
+    def workers_of(self, holder: HolderId) -> dict[int, Shard]: ...
+
+    def tier_of(self, holder: HolderId, message: UseTier) -> UseTier: ...
+
+    def take_losses(self) -> list[tuple[HolderId, WorkerError]]: ...
+
+    def send(self, holder: HolderId, message: ToRWorker) -> None: ...
+
+    def receive(self, *, most_s: float = math.inf) -> tuple[HolderId, Answer] | None: ...
+
+    def look(self) -> object: ...
+
+    def lose(self, holder: HolderId, error: FastDecodeError) -> None: ...
+
+    def lose_heads(self, holder: HolderId, heads: NDArray[np.bool_], reason: str) -> None: ...
+
+    def revive(self, holder: HolderId) -> None: ...
+
+
 class WorkerPool:
     """Sends to holders, receives their answers, and notices the dead and the silent.
 
@@ -233,7 +309,7 @@ class WorkerPool:
         return self._device is not None and self.pending.is_owed_by(self.num_workers - 1)
 
     @property
-    def moves(self) -> WorkerEvents:
+    def moves(self) -> Moves:
         """Where reports on transfers are taken from."""
         return self.events
 
@@ -259,6 +335,15 @@ class WorkerPool:
         for holder, _ in losses:
             self.placement.give_back(holder)  # a replacement may come in its first worker's place
         return losses
+
+    @property
+    def holders(self) -> list[HolderId]:
+        """All, lost ones included."""
+        return list(self.placement)
+
+    def workers_of(self, holder: HolderId) -> dict[int, Shard]:
+        """The workers that keep a holder, by their indices, and what each keeps of it."""
+        return {self.placement[holder]: Shard()}
 
     def peer(self, holder: HolderId) -> str:
         """The name of the worker that keeps a holder, for people."""
@@ -306,18 +391,24 @@ class WorkerPool:
             self.pending.deadlines.end_look()
         return None
 
-    def look(self) -> None:
+    def look(self) -> list[tuple[HolderId, Answer]]:
         """Find out which workers are gone, while nobody awaits an answer: what is
-        here already is taken in."""
+        here already is taken in, and returned."""
+        answers = []
         self._find_closed()
         while self._early:
             while self._early:
-                self._taken(*self._early.popleft())
+                answers.append(self._taken(*self._early.popleft()))
             self._find_closed()
+        return [answer for answer in answers if answer is not None]
 
     def lose(self, holder: HolderId, error: FastDecodeError) -> None:
         """Give up the worker that keeps a holder."""
         self._lose(self.placement[holder], error)
+
+    def lose_heads(self, holder: HolderId, heads: NDArray[np.bool_], reason: str) -> None:
+        """Give up the worker that answered for these query heads [Hq] of a holder."""
+        self._lied(self.placement[holder], reason)
 
     def revive(self, holder: HolderId) -> None:
         """A replacement has connected in the holder's own place, and answered

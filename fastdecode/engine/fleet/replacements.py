@@ -18,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.core.spec import HeadShare
+from fastdecode.core.spec import Shard
 from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.pool import RConnection
 from fastdecode.wire.kv.replicating import Dropped, Replicate
@@ -180,7 +180,7 @@ class HubReplacements(Generic[ConnectionT]):
         self._clock = deadlines.clock
         self._timeout_s = deadlines.timeout_s
         self._most_blocks: Mapping[int, int] = {}
-        self._shares: Mapping[HolderId, HeadShare] = {}
+        self._shards: Mapping[HolderId, Shard] = {}
         self._candidates: dict[int, _Candidate[ConnectionT]] = {}
         # When all are lost, the next is to come before the time is over.
         longest_s = LONGEST_PAUSE_S
@@ -194,12 +194,12 @@ class HubReplacements(Generic[ConnectionT]):
         return self._timeout_s
 
     def limit(
-        self, num_blocks: Mapping[int, int], shares: Mapping[HolderId, HeadShare] | None = None
+        self, num_blocks: Mapping[int, int], shards: Mapping[HolderId, Shard] | None = None
     ) -> None:
-        """See ``Replacements``. ``shares``: the heads of each place, where they
-        are shared out."""
+        """See ``Replacements``. ``shards``: of each place, where they are members
+        of a group."""
         self._most_blocks = num_blocks
-        self._shares = shares or {}
+        self._shards = shards or {}
 
     def look(self, lost: Iterable[int]) -> dict[int, Welcome]:
         """Those of the lost R-workers in whose place another one waits to be let in (``admit``)."""
@@ -290,8 +290,7 @@ class HubReplacements(Generic[ConnectionT]):
             most = self._most_blocks.get(worker, self._hello.max_blocks)
             hello = replace(self._hello, holder=worker, max_blocks=most)
             candidate.is_greeted, candidate.since_s = True, self._clock()
-            share = self._shares.get(HolderId(worker))
-            self._tell(worker, hello if share is None else hello.part(share))
+            self._tell(worker, hello.part(self._shards.get(HolderId(worker), Shard())))
 
     def _tell(self, worker: int, *messages: ToRWorker) -> None:
         try:

@@ -14,7 +14,7 @@ import numpy as np
 
 from fastdecode.core.holders import HolderId, Part, PartId
 from fastdecode.core.resuming import HeldSequence, Session
-from fastdecode.engine.fleet.pool import WorkerPool
+from fastdecode.engine.fleet.pool import HolderPool
 from fastdecode.engine.reservations import holder_of, message_for
 from fastdecode.engine.session.counts import AttachedCounts
 from fastdecode.schedule.cache.prefix_cache import PrefixCache
@@ -26,7 +26,7 @@ Counts: TypeAlias = "dict[HolderId, dict[PartId, int]]"
 """Tokens of parts, by holder."""
 
 
-def attach(fleet: WorkerPool, cache: PrefixCache, session: Session) -> AttachedCounts:
+def attach(fleet: HolderPool, cache: PrefixCache, session: Session) -> AttachedCounts:
     """Ask R-workers what they hold of a resumed session's sequences, keep that
     as blocks, and have the session go on.
 
@@ -39,9 +39,9 @@ def attach(fleet: WorkerPool, cache: PrefixCache, session: Session) -> AttachedC
     return counts
 
 
-def _wanted(fleet: WorkerPool, held: Iterable[HeldSequence]) -> Counts:
+def _wanted(fleet: HolderPool, held: Iterable[HeldSequence]) -> Counts:
     """What each holder that is there is asked for."""
-    wanted: Counts = {holder: {} for holder in fleet.placement if holder not in fleet.lost}
+    wanted: Counts = {holder: {} for holder in fleet.holders if holder not in fleet.lost}
     for one in held:
         for part in one.parts:
             if part.holder in wanted:
@@ -51,7 +51,7 @@ def _wanted(fleet: WorkerPool, held: Iterable[HeldSequence]) -> Counts:
     return wanted
 
 
-def _found(fleet: WorkerPool, session: int, wanted: Counts) -> Counts:
+def _found(fleet: HolderPool, session: int, wanted: Counts) -> Counts:
     """What is there of it. R-workers are told once more what they have said: so
     those that share out the heads have as much as the one of them that had
     least, and nothing of what one of them hadn't."""
@@ -63,7 +63,7 @@ def _found(fleet: WorkerPool, session: int, wanted: Counts) -> Counts:
     return {holder: some for holder, some in found.items() if holder not in fleet.lost}
 
 
-def _ask(fleet: WorkerPool, session: int, wanted: Counts) -> dict[HolderId, TakeOver]:
+def _ask(fleet: HolderPool, session: int, wanted: Counts) -> dict[HolderId, TakeOver]:
     asked = {}
     for holder, counts in wanted.items():
         ids = np.array(list(counts), np.int64)
@@ -72,7 +72,7 @@ def _ask(fleet: WorkerPool, session: int, wanted: Counts) -> dict[HolderId, Take
     return asked
 
 
-def _answers(fleet: WorkerPool, asked: Mapping[HolderId, TakeOver]) -> Counts:
+def _answers(fleet: HolderPool, asked: Mapping[HolderId, TakeOver]) -> Counts:
     """Of those that answer, the parts that they have anything of."""
     found: Counts = {}
     while fleet.is_owed:
@@ -88,7 +88,7 @@ def _answers(fleet: WorkerPool, asked: Mapping[HolderId, TakeOver]) -> Counts:
 
 
 def _keep(
-    fleet: WorkerPool, cache: PrefixCache, held: Iterable[HeldSequence], found: Counts
+    fleet: HolderPool, cache: PrefixCache, held: Iterable[HeldSequence], found: Counts
 ) -> AttachedCounts:
     """Have what was found kept by its keys, and the old sequences closed."""
     num_sequences = num_tokens = num_held = num_held_tokens = 0

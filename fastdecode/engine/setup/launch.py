@@ -28,6 +28,8 @@ from fastdecode.engine.failover import AnyReplicas, recovery_of
 from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.greeting import greet
+from fastdecode.engine.fleet.groups import in_heads
+from fastdecode.engine.fleet.pool import HolderPool
 from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.engine.fleet.replicas import limits
 from fastdecode.engine.kv_exchange import KVExchange
@@ -158,7 +160,7 @@ class RunningEngine:
             self._opened.callback(self._device.close)
         is_kept = self.resolved.transport == "zmq" and len(self.resolved.layers) == 1
         self._session = session if is_kept else None
-        self._fleet = pool_of(
+        pool = pool_of(
             self._workers.hub,
             cluster.worker_timeout_s,
             cluster.worker_silence_s,
@@ -166,7 +168,9 @@ class RunningEngine:
             self._device,
             self._workers.stages,
         )
-        self._gone = self._fleet.gone  # as it is, whenever they are closed
+        self._gone = pool.gone  # as it is, whenever they are closed
+        shares_heads = config.r_part.r_partition == "heads"
+        self._fleet: HolderPool = in_heads(pool) if shares_heads else pool
         if config.r_part.replicas:
             neighbour(HolderId(0), self._workers.num_holders)  # or it is refused
 
@@ -181,7 +185,7 @@ class RunningEngine:
         hello = make_hello(self._checkpoint, self._own_spec, self.resolved)
         hello = _for_session(hello, self._session, self.resolved.config)
         deadlines = Deadlines(cluster.worker_timeout_s, cluster.worker_silence_s)
-        replacements = workers.replacements and workers.replacements(hello, deadlines)
+        replacements = workers.replacements_for(self._fleet, hello, deadlines)
         resumes = self._session is not None and self._session.is_resumed and hello.outlives
         welcomes = self._greet(replace(hello, resumes=resumes), replacements)
         replicas = None
@@ -391,7 +395,7 @@ class RunningEngine:
     @property
     def _lost(self) -> list[WorkerError]:
         """Why those R-workers are lost that are."""
-        return self._workers.lost(self._fleet)
+        return self._fleet.lost_workers
 
     @property
     def has_hung_r_workers(self) -> bool:

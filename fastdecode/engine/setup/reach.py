@@ -14,11 +14,10 @@ from fastdecode.core.holders import Holder, HolderKind
 from fastdecode.core.model.checkpoint import Checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.fleet.colocation import Colocation
-from fastdecode.engine.fleet.pool import WorkerPool
+from fastdecode.engine.fleet.pool import HolderPool
 from fastdecode.engine.fleet.replicas import new_session
 from fastdecode.engine.kv_exchange import ExportAddresses
 from fastdecode.engine.setup.device_caches import reach_device, reach_swapped
-from fastdecode.engine.setup.head_groups import share_out_heads
 from fastdecode.engine.setup.resolve import (
     ResolvedConfig,
     kv_spec,
@@ -62,7 +61,7 @@ def device_beside(resolved: ResolvedConfig) -> LocalConnection | None:
 
 def make_attention(
     workers: Reached,
-    fleet: WorkerPool,
+    fleet: HolderPool,
     spec: ModelSpec,
     resolved: ResolvedConfig,
     s_worker: SWorker,
@@ -78,14 +77,12 @@ def make_attention(
             holder, kind=HolderKind.DEVICE, attends_prompts=False, answers_at_once=True
         )
         holders = (*holders[:-1], on_device)
-    give_up = workers.give_up_heads
     plan = AttentionPlan(
         spec.attention,
         resolved.kv_dtype,
         fleet,
         s_worker.device,
         holders,
-        give_up,
         slot_bytes=resolved.slot_bytes(spec),
         sinks=s_worker.model.sinks,
         prompts=_held_prompts(spec, resolved, s_worker),
@@ -118,7 +115,7 @@ def reach_workers(
     workers = _reach_r_workers(resolved, hub, colocation, report)
     if resolved.config.cluster.spare_r_workers:
         workers = with_spares(workers, resolved.config.cluster.spare_r_workers)
-    return share_out_heads(workers) if resolved.config.r_part.r_partition == "heads" else workers
+    return workers
 
 
 def _reach_r_workers(
@@ -262,9 +259,7 @@ def exports_of(workers: Reached, spec: ModelSpec, resolved: ResolvedConfig) -> E
     config = resolved.config
     gbps, timeout_s = config.instances.fetch_gbps or 0.0, config.cluster.worker_timeout_s
     bytes_per_s = gbps * _GBIT_BYTES
-    return ExportAddresses(
-        workers.addresses, spec.num_kv_heads, workers.shares, bytes_per_s, timeout_s
-    )
+    return ExportAddresses(workers.addresses, spec.num_kv_heads, bytes_per_s, timeout_s)
 
 
 def make_hello(checkpoint: Checkpoint, spec: ModelSpec, resolved: ResolvedConfig) -> Hello:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 
 from fastdecode.core.config.groups import Cluster
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.heads.replicas import GroupReplicas
-from fastdecode.engine.fleet.pool import WorkerPool
-from fastdecode.engine.fleet.replicas import Replicas, offer_halves
+from fastdecode.engine.fleet.group_replicas import GroupReplicas, replicate_heads
+from fastdecode.engine.fleet.groups import GroupPool
+from fastdecode.engine.fleet.pool import HolderPool, WorkerPool
+from fastdecode.engine.fleet.replicas import Replicas, offer_halves, replicate
 from fastdecode.engine.fleet.ring import LinkOptions
 from fastdecode.engine.setup.workers import Reached
 from fastdecode.engine.stages.replicas import ColumnReplicas, StageReplicas
@@ -19,7 +20,7 @@ Welcomes = Mapping[HolderId, Welcome]
 
 
 def begin_replicas(
-    fleet: WorkerPool,
+    fleet: HolderPool,
     hello: Hello,
     welcomes: Welcomes,
     workers: Reached,
@@ -33,10 +34,14 @@ def begin_replicas(
         ConfigError: there is to be a single one, or one hasn't the memory.
     """
     replicas: Replicas | GroupReplicas | ColumnReplicas
-    if workers.stages is None:
-        options = _options(hello, workers, cluster)
-        again, replicas = workers.replicate(fleet, hello, welcomes, options)
+    options = _options(hello, workers, cluster)
+    if isinstance(fleet, GroupPool):
+        again, replicas = replicate_heads(fleet, hello, welcomes, options)
+    elif workers.stages is None:
+        assert isinstance(fleet, WorkerPool)
+        again, replicas = replicate(fleet, hello, welcomes, options)
     else:
+        assert isinstance(fleet, WorkerPool)
         again, own = begin_stage_replicas(fleet, hello, welcomes, workers, cluster)
         replicas = ColumnReplicas(own, fleet, time.monotonic)
     num_blocks = sum(welcome.num_blocks for welcome in welcomes.values())

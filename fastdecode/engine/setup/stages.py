@@ -14,7 +14,7 @@ from fastdecode.core.model.checkpoint import Checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.stages import stage_spec
 from fastdecode.engine.fleet.greeting import greet
-from fastdecode.engine.fleet.pool import WorkerPool
+from fastdecode.engine.fleet.pool import HolderPool, WorkerPool
 from fastdecode.engine.setup.ranks import meet_ranks
 from fastdecode.engine.setup.reach import (
     make_attention,
@@ -229,7 +229,7 @@ def _introduce(
 
 
 def greet_stages(
-    fleet: WorkerPool, links: StageLinks, setups: Seq[StageSetup], session: int
+    fleet: HolderPool, links: StageLinks, setups: Seq[StageSetup], session: int
 ) -> tuple[StageWelcome, ...]:
     """Tell the later stages what they are to be, and wait until they are that.
     Those that run prompts come last: they are told in whose names R-workers take
@@ -272,7 +272,7 @@ def whole_columns(
 
 
 def _welcomed(
-    fleet: WorkerPool, links: StageLinks, hellos: dict[int, StageHello]
+    fleet: HolderPool, links: StageLinks, hellos: dict[int, StageHello]
 ) -> tuple[StageWelcome, ...]:
     assert isinstance(fleet, ColumnPool)
     later = fleet.later

@@ -16,13 +16,13 @@ from fastdecode.core.model.block_keys import tier_identity
 from fastdecode.core.model.checkpoint import Checkpoint
 from fastdecode.core.model.weights_hash import weights_hash
 from fastdecode.engine.fleet.greeting import use_tiers
-from fastdecode.engine.fleet.pool import WorkerPool
+from fastdecode.engine.fleet.pool import HolderPool
 from fastdecode.engine.setup.resolve import ResolvedConfig
 
 
 def open_tiers(
     tell: Callable[[str], None],
-    fleet: WorkerPool,
+    fleet: HolderPool,
     holders: Seq[HolderId],
     identity: str,
     checkpoint: Checkpoint,

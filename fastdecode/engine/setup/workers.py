@@ -7,26 +7,22 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from fastdecode.core.errors import ConfigError, Given, WorkerError, imports_for
-from fastdecode.core.holders import Holder, HolderId, HolderKind
+from fastdecode.core.holders import Holder, HolderKind
 from fastdecode.core.host.machine import available_cores
-from fastdecode.core.spec import HeadShare
 from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.fleet.deadlines import Deadlines
-from fastdecode.engine.fleet.pool import RConnection, RHub, WorkerPool
+from fastdecode.engine.fleet.groups import GroupPool
+from fastdecode.engine.fleet.pool import HolderPool, RConnection, RHub
 from fastdecode.engine.fleet.replacements import Replacements
-from fastdecode.engine.fleet.replicas import Replicas, replicate
-from fastdecode.engine.fleet.ring import LinkOptions
+from fastdecode.engine.fleet.resharing import Resharing
 from fastdecode.engine.fleet.spares import SpareHub, SpareReplacements
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.joined import HubBehind, JoinedHub
-from fastdecode.wire.messages import FromRWorker, Hello, Shutdown, ToRWorker, Welcome
+from fastdecode.wire.messages import FromRWorker, Hello, Shutdown, ToRWorker
 from fastdecode.wire.transport import Connection, Hub, SoleHub
 from rworker.inline import make_inline_worker
 from rworker.stream.replica_links import Neighbourhood, ThreadNeighbours
@@ -34,7 +30,6 @@ from rworker.tiers.disk import Disk
 from rworker.worker import start_worker_thread
 
 if TYPE_CHECKING:
-    from fastdecode.engine.fleet.heads.replicas import GroupReplicas
     from fastdecode.engine.step.remote import Attention
     from fastdecode.wire.mpi.connection import MpiConnection
     from sworker.worker import SWorker
@@ -46,18 +41,6 @@ REACH_TIMEOUT_S = 20.0
 LEAST_STUCK_S = 2.0
 """However short the silence is that R-workers are allowed: a large message may
 keep MPI busy for a while."""
-
-
-class Replicate(Protocol):
-    """See ``fastdecode.engine.fleet.replicas.replicate``."""
-
-    def __call__(
-        self,
-        fleet: WorkerPool,
-        hello: Hello,
-        welcomes: Mapping[HolderId, Welcome],
-        options: LinkOptions,
-    ) -> tuple[dict[HolderId, Welcome], Replicas | GroupReplicas]: ...
 
 
 @dataclass(frozen=True)
@@ -75,8 +58,6 @@ class Reached:
     replacements: Callable[[Hello, Deadlines], Replacements] | None = None
     """Makes what looks for those that take the place of lost ones; None:
     nobody does."""
-    replicate: Replicate = replicate
-    """Has them keep replicas of each other's caches."""
     kind: HolderKind = HolderKind.R_WORKER
     answers_at_once: bool = False
     addresses: Sequence[str] = ()
@@ -86,19 +67,10 @@ class Reached:
     """Of those that are threads: where others are connected to them."""
     num_spares: int = 0
     """R-workers beside those of the hub, that come when one is lost."""
-    attention: Callable[[WorkerPool, Holder, SWorker], Attention] | None = None
+    attention: Callable[[HolderPool, Holder, SWorker], Attention] | None = None
     """Makes what attends, where that isn't done by sending q, k and v."""
-    group: RHub | None = None
-    """The R-workers, where the engine sees a group of them as one."""
-    group_lost: Mapping[int, WorkerError] = field(default_factory=dict)
-    """Those of the group that are lost, and why."""
-    give_up_heads: Callable[[NDArray[np.bool_], str], None] | None = None
-    """Gives up those of the group that answered for any of some query heads,
-    for a reason; None: whole holders are given up."""
     stages: StageLinks | None = None
     """Other stages of the pipeline: the hub's last connections."""
-    shares: Callable[[], Mapping[HolderId, HeadShare]] | None = None
-    """The heads of each, where they share them out."""
 
     @property
     def num_holders(self) -> int:
@@ -107,14 +79,17 @@ class Reached:
 
     @property
     def _r_workers(self) -> Sequence[RConnection]:
-        hub = self.group or self.hub
-        return hub.connections[: len(hub.connections) - len(self.stages or ())]
+        connections = self.hub.connections
+        return connections[: len(connections) - len(self.stages or ())]
 
-    def lost(self, fleet: WorkerPool) -> list[WorkerError]:
-        """Why those R-workers are lost that are, in whatever stage."""
-        if self.group is not None:
-            return list(self.group_lost.values())
-        return fleet.lost_workers
+    def replacements_for(
+        self, fleet: HolderPool, hello: Hello, deadlines: Deadlines
+    ) -> Replacements | None:
+        """What looks for R-workers that replace lost ones; None: nobody may come."""
+        places = self.replacements and self.replacements(hello, deadlines)
+        if isinstance(fleet, GroupPool):
+            return Resharing(fleet, hello, deadlines, places)
+        return places
 
     @property
     def greeting(self) -> str:

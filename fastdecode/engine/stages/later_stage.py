@@ -65,14 +65,15 @@ class LaterStage:
         self._number = number
         self._before, self._next = before, behind
         self._s_worker = s_worker
-        self._fleet: WorkerPool = attention.fleet
+        assert isinstance(attention.fleet, WorkerPool)
+        self._fleet = attention.fleet
         self._holders: Seq[Holder] = attention.holders
         self._links = links
         self._num_lanes = num_lanes
         self._pipeline = Pipeline(s_worker, attention, num_lanes, onward=self)
         self._waiting: deque[StagePass] = deque()
         self._passed: dict[int, StagePass] = {}  # by lane
-        self._columns = OwnColumns(attention.fleet, links, replicas)
+        self._columns = OwnColumns(self._fleet, links, replicas)
         self._stores_elsewhere = stores_elsewhere
         self._last_step = -1
         self._is_over = False

@@ -69,7 +69,7 @@ class ColumnPool(StagePool):
         """The stages behind this one."""
 
     @property
-    def moves(self) -> ColumnTiers:  # type: ignore[override]
+    def moves(self) -> ColumnTiers:
         """Reports of columns: once all of their R-workers have reported."""
         return self.later.tiers
 
@@ -113,10 +113,11 @@ class ColumnPool(StagePool):
             return self.later.rooms.next_answer()
         return self.later.joined(super().receive(most_s=most_s))
 
-    def look(self) -> None:
+    def look(self) -> list[tuple[HolderId, Answer]]:
         """See ``WorkerPool``."""
-        super().look()
+        found = super().look()
         self.later.listen()
+        return found
 
 
 def pool_of(

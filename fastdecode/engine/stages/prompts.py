@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import Holder, HolderId
-from fastdecode.engine.fleet.pool import WorkerPool
+from fastdecode.engine.fleet.pool import HolderPool
 from fastdecode.engine.step.device_prefill import DevicePrefillChunks
 from fastdecode.engine.step.layout import HolderSpan, LocalSpan, StepBatch
 from fastdecode.engine.step.remote import Attention, LaneAttention
@@ -131,7 +131,7 @@ class ApartAttention:
         self._first_lane = first_lane
 
     @property
-    def fleet(self) -> WorkerPool:
+    def fleet(self) -> HolderPool:
         return self._tokens.fleet
 
     @property

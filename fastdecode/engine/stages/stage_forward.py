@@ -22,7 +22,7 @@ from fastdecode.wire.stages import StageDone, StagePass
 from sworker.buffers import Fetched, as_array, as_tensor
 
 if TYPE_CHECKING:
-    from fastdecode.engine.fleet.pool import WorkerPool
+    from fastdecode.engine.fleet.pool import HolderPool
     from fastdecode.engine.step.lane_step import LaneStep
     from sworker.worker import SWorker
 
@@ -146,7 +146,7 @@ class FirstStage:
         return self._later.take_done()
 
 
-def first_stage(fleet: WorkerPool, s_worker: SWorker, first_prompt_lane: int) -> FirstStage | None:
+def first_stage(fleet: HolderPool, s_worker: SWorker, first_prompt_lane: int) -> FirstStage | None:
     """None: there are no others."""
     if not isinstance(fleet, ColumnPool):
         return None

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.heads.tiers import GroupTiers
+from fastdecode.engine.fleet.joined_moves import JoinedMoves
 from fastdecode.engine.fleet.pool import WorkerEvents
 from fastdecode.engine.stages.rooms import FIRST, Tell
 from fastdecode.wire.kv.exporting import MoveNews
@@ -35,7 +35,7 @@ class ColumnTiers:
         self._stages = tuple(stages)
         self._tell = tell
         self._own = own
-        self._columns: dict[HolderId, GroupTiers] = {}
+        self._columns: dict[HolderId, JoinedMoves] = {}
         self._stores: dict[HolderId, set[int]] = {}  # jobs
         self._failed: dict[tuple[HolderId, int], dict[int, set[bytes]]] = {}  # of stores, by stage
         self._over: set[HolderId] = set()
@@ -68,8 +68,9 @@ class ColumnTiers:
         column = HolderId(news.holder)
         if isinstance(news, Fetching) or column in self._over:
             return
-        tiers = self._columns.setdefault(column, GroupTiers())
-        tiers.take(stage, news, self._stages)
+        stages = [HolderId(each) for each in self._stages]
+        tiers = self._columns.setdefault(column, JoinedMoves(column, stages))
+        tiers.take(stage, news)
         if isinstance(news, Moved) and news.job in self._stores.get(column, ()):
             told = self._failed.setdefault((column, news.job), {})
             told[stage] = set(keys_of(news.failed))

@@ -10,7 +10,7 @@ from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.holders import HolderId
 from fastdecode.core.trace import NoTrace, Trace
-from fastdecode.engine.fleet.pool import WorkerPool
+from fastdecode.engine.fleet.pool import HolderPool
 from fastdecode.engine.step.lane_step import NextStage
 from fastdecode.engine.step.lanes import Lanes
 from fastdecode.wire.kv.chunks import ChunkStored, FetchedChunk
@@ -34,7 +34,7 @@ class Arrivals:
     """
 
     def __init__(
-        self, fleet: WorkerPool, lanes: Lanes, trace: Trace, onward: NextStage | None = None
+        self, fleet: HolderPool, lanes: Lanes, trace: Trace, onward: NextStage | None = None
     ) -> None:
         self._fleet, self._lanes = fleet, lanes
         self._trace = None if isinstance(trace, NoTrace) else trace

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from functools import partial
 
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.pool import WorkerPool
+from fastdecode.engine.fleet.pool import HolderPool
 from fastdecode.engine.step.arrivals import Arrival
 from fastdecode.engine.step.lane_step import HostCopy
 from fastdecode.engine.step.lanes import Lanes
@@ -21,7 +21,7 @@ class LaneWait:
         is_hybrid: some lanes wait for R-workers, and one never does.
     """
 
-    def __init__(self, fleet: WorkerPool, lanes: Lanes, *, is_hybrid: bool) -> None:
+    def __init__(self, fleet: HolderPool, lanes: Lanes, *, is_hybrid: bool) -> None:
         self._fleet, self._lanes, self._is_hybrid = fleet, lanes, is_hybrid
 
     def first_to_come(self) -> Arrival | None:

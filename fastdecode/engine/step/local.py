@@ -24,7 +24,7 @@ from torch import Tensor
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.holders import Holder, HolderId
-from fastdecode.engine.fleet.pool import WorkerPool
+from fastdecode.engine.fleet.pool import HolderPool
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.wire.kv.chunks import ExpectTokens, FetchChunk, StoreChunk
 from fastdecode.wire.kv.exporting import ExportSequence, Pull
@@ -269,7 +269,7 @@ class LocalAttention:
     """
 
     def __init__(
-        self, connection: LocalConnection, fleet: WorkerPool, device: Holder, s_worker: SWorker
+        self, connection: LocalConnection, fleet: HolderPool, device: Holder, s_worker: SWorker
     ) -> None:
         self.fleet = fleet
         self.holders = (device,)

@@ -19,7 +19,7 @@ from enum import Enum
 from torch import Tensor
 
 from fastdecode.core.holders import Holder, HolderId, HolderKind
-from fastdecode.engine.fleet.pool import WorkerPool
+from fastdecode.engine.fleet.pool import HolderPool
 from fastdecode.engine.step.layout import HolderSpan, StepBatch
 from fastdecode.engine.step.local import LocalConnection, LocalStep
 from fastdecode.engine.step.remote import AttentionPlan, LaneAttention, RemoteStep
@@ -118,7 +118,7 @@ class MixedAttention:
     home: DeviceLane = field(default_factory=DeviceLane)
 
     @property
-    def fleet(self) -> WorkerPool:
+    def fleet(self) -> HolderPool:
         return self.plan.fleet
 
     @property

@@ -16,22 +16,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import Holder, HolderId
 from fastdecode.core.spec import AttentionSpec
-from fastdecode.engine.fleet.heads.answers import check_arrays
-from fastdecode.engine.fleet.pool import WorkerPool
+from fastdecode.engine.fleet.pool import HolderPool
 from fastdecode.engine.step.checks import Checks, StepChecks
 from fastdecode.engine.step.device_prefill import DevicePrefillChunks, DevicePrompts
 from fastdecode.engine.step.layout import HolderSpan, LocalSpan, StepBatch
@@ -126,7 +124,7 @@ class Attention(Protocol):
     S-worker's device (``LocalAttention``)."""
 
     @property
-    def fleet(self) -> WorkerPool: ...
+    def fleet(self) -> HolderPool: ...
 
     @property
     def holders(self) -> Seq[Holder]:
@@ -143,14 +141,11 @@ class AttentionPlan:
     specs: Seq[AttentionSpec]
     """One a layer."""
     kv_dtype: DType
-    fleet: WorkerPool
+    fleet: HolderPool
     device: torch.device
     """The S-worker's."""
     holders: Seq[Holder]
     """By their ids."""
-    blame: Callable[[NDArray[np.bool_], str], None] | None = None
-    """Where a holder is several R-workers: told in which heads [Hq] it lied,
-    and how, before it is given up."""
     gpu: Gpu | None = None
     """The device's driver, in place of the one that torch has."""
     slot_bytes: int = 0
@@ -325,7 +320,7 @@ class RemoteStep:
         carrier = np.float32 if self._o.dtype == torch.float32 else np.uint16
         shape = (part.num_queries, *self._o.shape[1:])
         try:
-            check_arrays(result, shape, carrier, want_lse=span.begin.want_lse)
+            result.check_arrays(shape, carrier, want_lse=span.begin.want_lse)
         except ProtocolError as lie:
             raise ProtocolError(f"{self._plan.fleet.peer(span.holder)} {lie.message}") from None
         if self._checks is not None:
@@ -342,8 +337,7 @@ class RemoteStep:
             reason = (
                 f"answered NaN or Inf in layer {result.layer}, though all it was sent is finite"
             )
-            if self._plan.blame is not None:
-                self._plan.blame(heads, reason)
+            self._plan.fleet.lose_heads(span.holder, heads, reason)
             raise ProtocolError(f"{self._plan.fleet.peer(span.holder)} {reason}")
 
     def lose(self, holder: HolderId) -> None:

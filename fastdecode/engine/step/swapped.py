@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.holders import Holder
-from fastdecode.engine.fleet.pool import WorkerPool
+from fastdecode.engine.fleet.pool import HolderPool
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.local import LocalConnection, LocalStep
 from fastdecode.engine.step.pipeline import begin_pass
@@ -148,7 +148,7 @@ class SwappedAttention:
     """Makes a lane's ``attend`` of every step; see ``fastdecode.engine.step.remote.Attention``."""
 
     def __init__(
-        self, swap: LaneSwap, fleet: WorkerPool, device: Holder, s_worker: SWorker
+        self, swap: LaneSwap, fleet: HolderPool, device: Holder, s_worker: SWorker
     ) -> None:
         self.fleet = fleet
         self.holders: Seq[Holder] = (device,) * len(swap.connections)

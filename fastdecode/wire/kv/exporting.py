@@ -42,7 +42,7 @@ from typing import Any, Final, TypeAlias
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import KVSource as KVSource
-from fastdecode.core.spec import HeadShare, KVSpec
+from fastdecode.core.spec import KVSpec, Shard
 from fastdecode.wire.kv.chunks import ChunkForm, FetchedChunk
 from fastdecode.wire.kv.tiers import TierNews
 from fastdecode.wire.traits import S_WORKERS, THE_ONLY, Asking, ForHolder, Role, Worded
@@ -103,8 +103,9 @@ class Pull(ForHolder):
 
     said_by = S_WORKERS
 
-    def part(self, share: HeadShare) -> Pull:
-        return replace(self, first_head=self.first_head + int(share.kv.start))
+    def part(self, shard: Shard) -> Pull:
+        first_head = 0 if shard.heads is None else int(shard.heads.kv.start)
+        return replace(self, first_head=self.first_head + first_head)
 
 
 @dataclass(frozen=True)

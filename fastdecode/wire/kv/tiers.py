@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
-from fastdecode.core.spec import MAX_LAYERS, HeadShare
+from fastdecode.core.spec import MAX_LAYERS, Shard
 from fastdecode.wire.kv.kept import KEY_WORDS
 from fastdecode.wire.traits import S_WORKERS, THE_ONLY, ForHolder
 
@@ -54,8 +54,10 @@ class UseTier(ForHolder):
     said_by = S_WORKERS
     in_every_stage = True
 
-    def part(self, share: HeadShare) -> UseTier:
-        return self._of(f"{share.kv.start}:{share.kv.stop}")
+    def part(self, shard: Shard) -> UseTier:
+        if (heads := shard.heads) is None:
+            return self
+        return self._of(f"{heads.kv.start}:{heads.kv.stop}")
 
     def of_column(self, column: int) -> UseTier:
         """What a column's R-workers are told. Blocks are there if all of them have

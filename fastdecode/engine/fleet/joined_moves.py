@@ -1,32 +1,42 @@
-"""What R-workers that share out the heads say of what was moved, as one."""
+"""What the members of a cache group report of transfers and tiers, as the group's own."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
+from dataclasses import replace
 
 import numpy as np
 
+from fastdecode.core.holders import HolderId
 from fastdecode.wire.kv.exporting import MoveNews, Pulled
 from fastdecode.wire.kv.kept import keys_of, words_of
 from fastdecode.wire.kv.tiers import Fetching, Moved, Stocked
 
 
-class GroupTiers:
-    """A block is where all of them have their heads of it."""
+class JoinedMoves:
+    """Joins reports: a block, or a sequence, is there when every member has its part.
 
-    def __init__(self) -> None:
-        self._moved: dict[int, dict[int, Moved]] = {}  # by job and worker
+    Args:
+        holder: the group.
+        members: of it.
+    """
+
+    def __init__(self, holder: HolderId, members: Collection[HolderId]) -> None:
+        self._holder = holder
+        self._members = frozenset(members)
+        self._moved: dict[int, dict[int, Moved]] = {}  # by job and member
         self._fetching: dict[int, dict[int, Fetching]] = {}
-        self._pulled: dict[int, dict[int, Pulled]] = {}  # by sequence and worker
-        self._stocked: dict[int, dict[bytes, int]] = {}  # of each worker
+        self._pulled: dict[int, dict[int, Pulled]] = {}  # by sequence and member
+        self._stocked: dict[int, dict[bytes, int]] = {}  # of each member
         self._num_slots: dict[int, int] = {}
         self._whole: set[int] = set()
         self.news: deque[MoveNews] = deque()
-        """What all have said."""
+        """What all members have reported, and wasn't taken."""
 
-    def take(self, worker: int, news: MoveNews, group: Collection[int]) -> None:
-        """One of the group has said something."""
+    def take(self, worker: int, news: MoveNews) -> None:
+        """A member reports."""
+        group = self._members
         joined: MoveNews | None
         if isinstance(news, Moved):
             joined = self._take_moved(worker, news, group)
@@ -37,17 +47,17 @@ class GroupTiers:
         else:
             joined = self._take_stocked(worker, news, group)
         if joined is not None:
-            self.news.append(joined)
+            self.news.append(replace(joined, holder=self._holder))
 
     def extras(self, worker: int, stocked: Stocked) -> set[bytes]:
-        """What one of the group has, and not all have."""
+        """Blocks that a member has, and not all have."""
         return self._stocked[worker].keys() - set(keys_of(stocked.keys))
 
     def _take_fetching(
         self, worker: int, news: Fetching, group: Collection[int]
     ) -> Fetching | None:
-        """Told is how far those are that have come least far; of those whose
-        part is over nothing more is heard."""
+        """The group is as far as its slowest member; one whose part is over reports
+        nothing more."""
         told = self._fetching.setdefault(news.job, {})
         told[worker] = news
         over = self._moved.get(news.job, {})
@@ -70,7 +80,7 @@ class GroupTiers:
         return Moved(news.holder, news.job, words_of(sorted(failed)), num_bytes, seconds, *faults)
 
     def _take_pulled(self, worker: int, news: Pulled, group: Collection[int]) -> Pulled | None:
-        """A sequence is here when all have their heads of it."""
+        """A sequence is here when all have their part of it."""
         told = self._pulled.setdefault(news.sequence_id, {})
         told[worker] = news
         if not told.keys() >= set(group):

@@ -1,14 +1,13 @@
-"""Replicas of R-workers that share out the heads: each keeps its neighbour's
+"""Replicas in a group that shares out the heads: each member keeps its neighbour's
 heads of every sequence a second time.
 
-The members of a group are a ring of their own (``fastdecode.engine.fleet.replicas``).
-When one is lost, its neighbour goes on for it, and so has two shares of the heads
-to serve. To the engine the group's one holder is interrupted: steps in flight
-end, all members are asked what they have of each sequence, and the sequences go on
-with the tokens that all have together. A member that has more, of steps that
-didn't count, is told to forget it.
+The members are a ring of their own (``fastdecode.engine.fleet.replicas``). When
+one is lost, its neighbour takes over, and has two shards to serve. To the engine
+the group is interrupted: steps in flight end, all members are asked what they have
+of each sequence, and the sequences go on with the tokens that all have. A member
+that has more, of steps that didn't count, is asked to forget it.
 
-Where that can't be, those that are left share the heads anew, and all is
+Where that can't be, the members that are left share the heads anew, and all is
 recomputed, as without replicas.
 """
 
@@ -24,11 +23,10 @@ from fastdecode.core.clock import Clock
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.greeting import greet
-from fastdecode.engine.fleet.heads.hub import GROUP, HeadsHub
-from fastdecode.engine.fleet.heads.resharing import Resharing, most_blocks
-from fastdecode.engine.fleet.pool import WorkerPool
+from fastdecode.engine.fleet.groups import GroupPool
 from fastdecode.engine.fleet.replacements import HubReplacements, Replacements
 from fastdecode.engine.fleet.replicas import Failovers
+from fastdecode.engine.fleet.resharing import GROUP, Resharing, most_blocks
 from fastdecode.engine.fleet.ring import LinkOptions
 from fastdecode.schedule.life import events
 from fastdecode.schedule.ring import neighbour
@@ -37,8 +35,7 @@ from fastdecode.wire.messages import Hello, Welcome
 
 
 def replicate_heads(
-    hub: HeadsHub,
-    fleet: WorkerPool,
+    fleet: GroupPool,
     hello: Hello,
     welcomes: Mapping[HolderId, Welcome],
     options: LinkOptions,
@@ -47,38 +44,33 @@ def replicate_heads(
     """As ``fastdecode.engine.fleet.replicas.replicate``, of a group. If one is
     lost meanwhile, the others share its heads.
 
-    Args:
-        hub: of the group.
-        fleet: whose only holder it is.
-
     Raises:
         ConfigError: there is to be a single one, or one hasn't the memory.
         WorkerError: none is left.
     """
-    neighbour(HolderId(0), len(hub.members))  # or there is none
+    neighbour(HolderId(0), len(fleet.members))  # or there is none
     again: dict[HolderId, Welcome] = {}
     while not again:
         if welcomes:
-            again = greet(fleet, hello, {GROUP: most_blocks(hub, hello)})
+            again = greet(fleet, hello, {GROUP: most_blocks(fleet.groups[GROUP], hello)})
         if not again:
-            _begin_again(hub, fleet)
+            _begin_again(fleet)
             welcomes = greet(fleet, hello)
-    replicas = GroupReplicas(hub, fleet, options, clock)
-    replicas.members.begin(list(hub.shares))
+    replicas = GroupReplicas(fleet, options, clock)
+    replicas.members.begin(list(fleet.groups[GROUP].shards))
     return again, replicas
 
 
-def _begin_again(hub: HeadsHub, fleet: WorkerPool) -> None:
-    """Those that are left are a group.
+def _begin_again(fleet: GroupPool) -> None:
+    """The members that are left are a group.
 
     Raises:
         WorkerError: none is.
     """
-    hub.give_up_the_slowest()
-    for members in (hub.members, fleet):
-        members.take_losses()
-    if len(hub.members.gone) == len(hub.members):
-        raise next(iter(hub.members.gone.values()))
+    fleet.take_losses()
+    fleet.take_lost_members()
+    if len(fleet.gone) == len(fleet.members):
+        raise next(iter(fleet.gone.values()))
     fleet.revive(GROUP)
 
 
@@ -86,20 +78,18 @@ class GroupReplicas:
     """See the module. The engine uses it as it does ``Replicas``.
 
     Args:
-        hub: of the group.
-        fleet: whose only holder it is.
+        fleet: the group.
         options: of the links.
         clock: seconds.
     """
 
     def __init__(
-        self, hub: HeadsHub, fleet: WorkerPool, options: LinkOptions, clock: Clock = time.monotonic
+        self, fleet: GroupPool, options: LinkOptions, clock: Clock = time.monotonic
     ) -> None:
-        self._hub = hub
         self._fleet = fleet
+        self._group = fleet.groups[GROUP]
         self._session = options.session
-        # Whoever waits for the group gives members up, so that their fleet has no deadlines.
-        self.members: Final = Failovers(hub.members, options, clock, fleet.pending.deadlines)
+        self.members: Final = Failovers(fleet.members, options, clock)
         """Of its members."""
         self.figures: Final = self.members.figures
         """See ``Replicas``."""
@@ -143,13 +133,16 @@ class GroupReplicas:
     def lose(self, holder: HolderId, *, is_used: bool) -> bool:
         """See ``Replicas``. The group is lost since a member is."""
         self._asked = None
-        self._hub.give_up_the_slowest()
-        losses = self._hub.members.take_losses()
-        kept = [self.members.lose(member, is_used=is_used) for member, _ in losses]
-        if is_used and not self._is_over and kept and all(kept):
+        if self._lose_members(is_used=is_used) and is_used and not self._is_over:
             return True
         self._give_up()
         return False
+
+    def _lose_members(self, *, is_used: bool) -> bool:
+        """Whether others can go on for all members that were lost since."""
+        lost = self._fleet.take_lost_members()
+        kept = [self.members.lose(member, is_used=is_used) for member in lost]
+        return all(kept)
 
     def reopened(self) -> list[HolderId]:
         """See ``Replicas``."""
@@ -157,14 +150,14 @@ class GroupReplicas:
 
     def take_over(self, order: events.TakeOver) -> bool:
         """See ``Replicas``."""
+        is_kept = self._lose_members(is_used=True)  # some while steps in flight ended
         self._moved = list(dict.fromkeys([*self.members.failing, *self._leaving]))
         self._leaving.clear()
-        if not all(self.members.go_on(member) for member in self._moved):
+        if not is_kept or not all(self.members.go_on(member) for member in self._moved):
             self._give_up()
             return False
-        self._hub.begin(self._hub.shares)
-        if GROUP in self._fleet.lost:
-            self._fleet.revive(GROUP)
+        self._group.begin(self._group.shards)
+        self._fleet.revive(GROUP)
         self._parts = [part.part_id for part in order.parts]
         self._ask(dict(zip(self._parts, order.num_tokens, strict=True)))
         return True
@@ -192,7 +185,7 @@ class GroupReplicas:
         return events.TakenOver(GROUP, found, is_home=not self.members.adopted)
 
     def emptied(self, holder: HolderId) -> None:
-        """See ``Replicas``. Those that are left share the heads anew."""
+        """See ``Replicas``. The members that are left share the heads anew."""
         self._give_up()
 
     @property
@@ -200,13 +193,14 @@ class GroupReplicas:
         """Whether the heads are to be shared anew, and nothing is left of replicas."""
         if not self._is_over:
             return False
-        self._hub.members.look()  # nobody awaits an answer to what was asked before
+        self._fleet.look()  # nobody awaits an answer to what was asked before
         self.members.take_news(0)
         return self.members.end_all()
 
     def joined(self) -> None:
         """See ``Replicas``. The heads are shared anew."""
         self._is_over = False
+        self._fleet.take_lost_members()  # they are no members any more
         self.members.joined()
 
     def mend(self) -> None:
@@ -219,7 +213,5 @@ class GroupReplicas:
         self._is_over = True
         self._leaving.clear()
         self.members.end_all()
-        if GROUP not in self._fleet.lost:
-            error = self._hub.broken or WorkerError(f"{self._hub.peer} is incomplete")
-            self._fleet.lose(GROUP, error)
-            self._fleet.take_losses()  # whoever asked knows it
+        error = self._group.broken or WorkerError(f"{self._group.peer} is incomplete")
+        self._fleet.give_up(GROUP, error)

@@ -1,0 +1,398 @@
+"""Cache groups: holders that several R-workers keep together.
+
+The engine talks to **holders**. A holder whose cache one R-worker keeps is what
+``WorkerPool`` calls one. A ``CacheGroup`` is a holder of several **members**, each
+with a ``Shard`` of the cache: some layers, or some heads. Every member of a group
+is a holder of a ``WorkerPool``, which sends, receives, and notices losses.
+
+A group does two things. It cuts a message into the members' parts
+(``message.part``), and it joins their answers (``message.join``) once all that
+were asked have answered. Where one refuses, the others undo what they accepted.
+A group is lost when one of its members is: what comes next is decided by
+replacements, by ``fastdecode.engine.fleet.resharing`` or by replicas.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastdecode.core.errors import ConfigError, FastDecodeError, Given, ProtocolError, WorkerError
+from fastdecode.core.holders import HolderId
+from fastdecode.core.spec import HeadShare, Shard
+from fastdecode.engine.fleet.joined_moves import JoinedMoves
+from fastdecode.engine.fleet.pending import PendingReplies
+from fastdecode.engine.fleet.pool import WorkerPool
+from fastdecode.wire.kv.exporting import MoveNews
+from fastdecode.wire.kv.tiers import UseTier
+from fastdecode.wire.messages import (
+    Accepted,
+    Answer,
+    Attend,
+    AttendResult,
+    BeginStep,
+    Hello,
+    Refused,
+    ToRWorker,
+    Welcome,
+)
+
+Shards = Mapping[HolderId, Shard]
+"""What each member keeps, in the order of heads."""
+
+
+class _Asked:
+    """A message to some members, and the answers so far."""
+
+    __slots__ = ("answers", "due", "message")
+
+    def __init__(self, message: ToRWorker, due: Sequence[HolderId]) -> None:
+        self.message = message
+        self.due = due
+        self.answers: dict[HolderId, Answer] = {}
+
+
+class CacheGroup:
+    """One holder of several members.
+
+    Args:
+        holder: what the engine calls it.
+        pool: of the members.
+        shards: what each keeps; it may be known later (``begin``).
+    """
+
+    def __init__(self, holder: HolderId, pool: WorkerPool, shards: Shards) -> None:
+        self.holder: Final = holder
+        self._pool = pool
+        self._asked: dict[HolderId, deque[_Asked | None]] = {}
+        """Of each member, in its order; None: the question is forgotten."""
+        self._want_lse: dict[int, bool] = {}  # of each lane's step
+        self.welcomes: dict[HolderId, Welcome] = {}
+        """What each member answered to the last greeting."""
+        self.welcome: Welcome | None = None
+        """The group's answer to it; None: not all have answered."""
+        self.begin(shards)
+
+    def begin(self, shards: Shards) -> None:
+        """From now on these are the members. What was asked before is forgotten."""
+        pool = self._pool
+        self.shards = dict(shards)
+        self.moves = JoinedMoves(self.holder, self.shards)
+        """What members report of tiers and transfers."""
+        self._asked = {
+            member: deque([None] * pool.pending.num_about(pool.placement[member], member))
+            for member in shards
+        }
+        self._members = tuple(shards)
+
+    @property
+    def peer(self) -> str:
+        """Its name, for people."""
+        peers = map(self._pool.peer, self.shards or self._pool.placement)
+        return f"the group of {', '.join(dict.fromkeys(peers))}"
+
+    @property
+    def broken(self) -> WorkerError | None:
+        """Why a member is lost whose shard nobody has; None: all are there."""
+        gone, placement = self._pool.gone, self._pool.placement
+        if not gone:
+            return None
+        if not self.shards and len(gone) == len(placement):
+            return next(iter(gone.values()))
+        return next((gone[placement[x]] for x in self.shards if placement[x] in gone), None)
+
+    def send(self, message: ToRWorker) -> None:
+        """Send each member its part, or nothing where one that is asked is lost."""
+        if self.broken is not None:
+            return
+        if isinstance(message, Hello):
+            self.welcome = None
+        elif isinstance(message, BeginStep):
+            self._want_lse[message.lane] = message.want_lse
+        if message.answers:
+            asked = _Asked(message, self._members)
+            for member in self._members:
+                self._asked[member].append(asked)
+        for member in self._members:
+            self._pool.send(member, message.part(self.shards[member]))
+
+    def take(self, member: HolderId, answer: Answer) -> Answer | None:
+        """A member has answered. The group's answer, once all have."""
+        waiting = self._asked.get(member)
+        asked = waiting.popleft() if waiting else None
+        if asked is None or not self._is_due(member, asked.message, answer):
+            return None
+        asked.answers[member] = answer
+        return self._joined(asked) if len(asked.answers) == len(asked.due) else None
+
+    def take_moved(self, member: HolderId, news: MoveNews) -> None:
+        """A member reports a transfer; not one that is forgotten."""
+        waiting = self._asked.get(member)
+        if waiting is None or any(x is None or isinstance(x.message, Hello) for x in waiting):
+            return
+        self.moves.take(member, news)
+
+    def lose_heads(self, heads: NDArray[np.bool_], reason: str) -> None:
+        """Give up the members that answered for any of these query heads [Hq]."""
+        for member, shard in self.shards.items():
+            if shard.heads is None or heads[shard.heads.q].any():
+                self._lied(member, reason)
+
+    def _is_due(self, member: HolderId, asked: ToRWorker, answer: Answer) -> bool:
+        """Whether the arrays of an answer are those that were asked for. Once they
+        are joined, nobody knows any more which member sent others."""
+        heads = self.shards[member].heads
+        if heads is None or not isinstance(asked, Attend):
+            return True
+        assert isinstance(answer, AttendResult), "other kinds were refused"
+        shape = (len(asked.q), heads.num_q_heads, asked.q.shape[2])
+        try:
+            answer.check_arrays(shape, asked.q.dtype, want_lse=self._want_lse[asked.lane])
+        except ProtocolError as lie:
+            self._lied(member, lie.message)
+            return False
+        return True
+
+    def _lied(self, member: HolderId, reason: str) -> None:
+        self._pool.lose(member, ProtocolError(f"{self._pool.peer(member)} {reason}"))
+
+    def _joined(self, asked: _Asked) -> Answer:
+        """All answers as one."""
+        answers = {member: asked.answers[member] for member in asked.due}
+        joined: Answer = asked.message.join(list(answers.values()))
+        if isinstance(joined, Refused) and (undo := asked.message.undo()) is not None:
+            for member, answer in answers.items():
+                if isinstance(answer, Accepted):
+                    self._pool.send(member, undo)
+        elif isinstance(joined, Welcome):
+            self.welcomes = {x: each for x, each in answers.items() if isinstance(each, Welcome)}
+            self.welcome = joined
+        return joined
+
+
+class GroupMoves:
+    """Reports on transfers, of whole groups.
+
+    Args:
+        groups: whose.
+        take_in: has groups take in what members have reported.
+    """
+
+    def __init__(self, groups: Sequence[CacheGroup], take_in: Callable[[], None]) -> None:
+        self._groups = groups
+        self._take_in = take_in
+
+    @property
+    def has_moves(self) -> bool:
+        """Whether there are reports that weren't taken yet."""
+        self._take_in()
+        return any(group.moves.news for group in self._groups)
+
+    @property
+    def of_tiers(self) -> list[MoveNews]:
+        """Reports that weren't taken yet."""
+        self._take_in()
+        return [news for group in self._groups for news in group.moves.news]
+
+    def take_tiers(self) -> list[MoveNews]:
+        """The same; each is taken once."""
+        taken = self.of_tiers
+        for group in self._groups:
+            group.moves.news.clear()
+        return taken
+
+
+class GroupPool:
+    """Cache groups as the engine sees them; see ``HolderPool``.
+
+    Args:
+        members: one holder a member; ``WorkerPool`` counts and times what they owe.
+        num_groups: holders of the engine.
+        share_out: the shards of a group that is greeted.
+    """
+
+    is_owed_at_once: Final = False
+
+    def __init__(
+        self,
+        members: WorkerPool,
+        num_groups: int,
+        share_out: Callable[[WorkerPool, Hello], Shards],
+    ) -> None:
+        self.members: Final = members
+        self.groups: Final = [CacheGroup(HolderId(i), members, {}) for i in range(num_groups)]
+        self._share_out = share_out
+        self.moves: Final = GroupMoves(self.groups, self._take_moves)
+        self.told_first: tuple[ToRWorker, ...] = ()
+        """What a group is sent first that replaces a lost one."""
+        self._lost: dict[HolderId, WorkerError] = {}  # until they are revived
+        self._lost_members: list[HolderId] = []
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    @property
+    def holders(self) -> list[HolderId]:
+        """All groups."""
+        return [group.holder for group in self.groups]
+
+    @property
+    def pending(self) -> PendingReplies:
+        """What members owe."""
+        return self.members.pending
+
+    @property
+    def gone(self) -> dict[int, WorkerError]:
+        """See ``WorkerPool``."""
+        return self.members.gone
+
+    @property
+    def lost_workers(self) -> list[WorkerError]:
+        """See ``WorkerPool``."""
+        return self.members.lost_workers
+
+    @property
+    def lost(self) -> dict[HolderId, WorkerError]:
+        """The groups that are lost, and why."""
+        if not self.gone and not self._lost:
+            return {}
+        found = {group.holder: self._lost.get(group.holder, group.broken) for group in self.groups}
+        return {holder: error for holder, error in found.items() if error is not None}
+
+    @property
+    def kept_by_gone(self) -> list[HolderId]:
+        """The groups of which a member answers no more."""
+        return [group.holder for group in self.groups if group.broken is not None]
+
+    @property
+    def is_owed(self) -> bool:
+        """See ``WorkerPool``."""
+        return self.members.is_owed
+
+    def peer(self, holder: HolderId) -> str:
+        """See ``WorkerPool``."""
+        return self.groups[holder].peer
+
+    def workers_of(self, holder: HolderId) -> dict[int, Shard]:
+        """See ``WorkerPool``."""
+        shards, placement = self.groups[holder].shards, self.members.placement
+        return {placement[member]: shard for member, shard in shards.items()}
+
+    def tier_of(self, holder: HolderId, message: UseTier) -> UseTier:
+        """See ``WorkerPool``."""
+        return message
+
+    def take_losses(self) -> list[tuple[HolderId, WorkerError]]:
+        """The groups that have lost a member, and why. Each is told once, until
+        it is revived."""
+        told = []
+        for member, error in self.members.take_losses():
+            self._lost_members.append(member)
+            for group in self.groups:
+                if member in group.shards and group.holder not in self._lost:
+                    self._lost[group.holder] = error
+                    told.append((group.holder, error))
+        return told
+
+    def take_lost_members(self) -> list[HolderId]:
+        """The members that were lost since the last call."""
+        lost, self._lost_members = self._lost_members, []
+        return lost
+
+    def send(self, holder: HolderId, message: ToRWorker) -> None:
+        """See ``WorkerPool``. A lost group is sent nothing but a greeting."""
+        group = self.groups[holder]
+        if isinstance(message, Hello):
+            group.begin(self._share_out(self.members, message))
+        elif holder in self._lost:
+            return
+        group.send(message)
+
+    def receive(self, *, most_s: float = math.inf) -> tuple[HolderId, Answer] | None:
+        """See ``WorkerPool``."""
+        num_gone = len(self.gone)
+        while (received := self.members.receive(most_s=most_s)) is not None:
+            for group in self.groups:
+                if (joined := self._take(group, *received)) is not None:
+                    return joined
+            if len(self.gone) > num_gone or not self.is_owed:
+                return None
+        return None
+
+    def look(self) -> None:
+        """See ``WorkerPool``."""
+        for received in self.members.look():
+            for group in self.groups:
+                self._take(group, *received)
+
+    def lose(self, holder: HolderId, error: FastDecodeError) -> None:
+        """Give up a member of a group, unless one is lost already."""
+        group = self.groups[holder]
+        if group.broken is None and group.shards:
+            self.members.lose(next(iter(group.shards)), error)
+
+    def lose_heads(self, holder: HolderId, heads: NDArray[np.bool_], reason: str) -> None:
+        """See ``WorkerPool``."""
+        self.groups[holder].lose_heads(heads, reason)
+
+    def give_up(self, holder: HolderId, error: WorkerError) -> None:
+        """A group is lost for good, though its members are there. Nobody is told."""
+        self._lost.setdefault(holder, error)
+
+    def revive(self, holder: HolderId) -> None:
+        """A group goes on, with other members or with members at other R-workers."""
+        self._lost.pop(holder, None)
+        for message in self.told_first:
+            self.send(holder, message)
+
+    def _take(
+        self, group: CacheGroup, member: HolderId, answer: Answer
+    ) -> tuple[HolderId, Answer] | None:
+        joined = group.take(member, answer)
+        return None if joined is None else (group.holder, joined)
+
+    def _take_moves(self) -> None:
+        for news in self.members.events.take_tiers():
+            for group in self.groups:
+                group.take_moved(HolderId(news.holder), news)
+
+
+def in_heads(members: WorkerPool) -> GroupPool:
+    """One group whose members share out the KV heads (``--r-partition heads``):
+    each keeps some heads of every sequence, and has the same share of every step's
+    work, up to whole heads. The group's capacity is that of its smallest member."""
+    return GroupPool(members, 1, share_out_heads)
+
+
+def share_out_heads(members: WorkerPool, hello: Hello) -> dict[HolderId, Shard]:
+    """The heads of each member that is there."""
+    present = [member for member in members.placement if member not in members.lost]
+    if not present:
+        return {}
+    shares = share_heads(hello.attention[0].num_q_heads, hello.kv.num_kv_heads, len(present))
+    return {member: Shard(share) for member, share in zip(present, shares, strict=True)}
+
+
+def share_heads(num_q_heads: int, num_kv_heads: int, num_workers: int) -> list[HeadShare]:
+    """As even as whole KV heads allow.
+
+    Raises:
+        ConfigError: there are fewer KV heads than R-workers.
+    """
+    if num_workers > num_kv_heads:
+        raise ConfigError(
+            f"{num_workers} R-workers can't share {num_kv_heads} KV heads: start {num_kv_heads} at "
+            "most, or choose ",
+            Given("r_partition", "sequences"),
+        )
+    group = num_q_heads // num_kv_heads
+    bounds = [num_kv_heads * i // num_workers for i in range(num_workers + 1)]
+    return [
+        HeadShare(slice(a, b), slice(a * group, b * group)) for a, b in itertools.pairwise(bounds)
+    ]

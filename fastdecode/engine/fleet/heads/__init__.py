@@ -1,1 +1,0 @@
-"""R-workers that share out the KV heads, seen as one."""

@@ -1,0 +1,185 @@
+"""After a group that shares out the heads has lost a member, the members that are
+left share the heads anew."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.holders import HolderId
+from fastdecode.engine.fleet.deadlines import Deadlines
+from fastdecode.engine.fleet.groups import CacheGroup, GroupPool
+from fastdecode.engine.fleet.replacements import HubReplacements, Replacements
+from fastdecode.schedule.ring import num_shared
+from fastdecode.wire.messages import Hello, Welcome
+
+logger = logging.getLogger(__name__)
+
+GROUP: Final = HolderId(0)
+"""The one group of an engine that shares out the heads."""
+
+
+def most_blocks(group: CacheGroup, hello: Hello) -> int:
+    """That each member of a group may offer, which has just been greeted, and of
+    which each is to keep its neighbour's replica; of a single one all.
+
+    Raises:
+        ConfigError: there isn't the memory.
+    """
+    if len(group.shards) < 2:
+        return 0
+    blocks = [welcome.num_blocks for welcome in group.welcomes.values()]
+    return num_shared(blocks, [hello.part(x).kv.block_bytes for x in group.shards.values()])
+
+
+class Resharing:
+    """See the module, and ``fastdecode.engine.fleet.replacements.Replacements``.
+
+    Args:
+        fleet: the one group.
+        hello: what its members are greeted with again.
+        deadlines: how long an answer may take, and a silence last.
+        places: who may replace a member; None: nobody. Used with replicas only.
+    """
+
+    def __init__(
+        self,
+        fleet: GroupPool,
+        hello: Hello,
+        deadlines: Deadlines,
+        places: Replacements | None = None,
+    ) -> None:
+        assert places is None or isinstance(places, HubReplacements)
+        self._fleet = fleet
+        self._members = fleet.members
+        self._group = fleet.groups[GROUP]
+        self._hello = hello
+        self._deadlines = deadlines
+        self._places: HubReplacements[Any] | None = places
+        self._have_ended: Callable[[], bool] | None = None
+        self._usual: Deadlines | None = None
+        """Those of the members' answers; None: nobody is being greeted."""
+        self._most_blocks = 0  # that they were greeted with
+        self._welcome: Welcome | None = None
+        self._logged: set[int] = set()  # lost workers
+
+    @property
+    def timeout_s(self) -> float:
+        """See ``Replacements``."""
+        if self._num_left:
+            return math.inf
+        return 0.0 if self._have_ended is None or self._places is None else self._places.timeout_s
+
+    @property
+    def _num_left(self) -> int:
+        return len(self._members) - len(self._members.gone)
+
+    def limit(self, num_blocks: Mapping[int, int]) -> None:
+        """See ``Replacements``. What a group may offer depends on who is left."""
+
+    def keep_replicas(self, have_ended: Callable[[], bool]) -> HubReplacements[Any] | None:
+        """The members that share the heads anew keep replicas, too. Returns who may
+        replace one.
+
+        Args:
+            have_ended: whether nobody can go on for a lost one any more.
+        """
+        self._have_ended = have_ended
+        self._limit()
+        return self._places
+
+    def look(self, lost: Iterable[int]) -> dict[int, Welcome]:
+        """See ``Replacements``. Answers may take long: members may have to compile
+        kernels for other numbers of heads."""
+        if GROUP not in lost or not self._may_begin():
+            return {}
+        while self._welcome is None and self._num_left:
+            if self._usual is None or self._group.broken is not None:
+                self._log_lost()
+                self._greet(0)
+            self._take_in()
+            if self._group.broken is None:
+                self._hear()
+                break
+        return {} if self._welcome is None else {GROUP: self._welcome}
+
+    def admit(self, worker: int) -> None:
+        """See ``Replacements``."""
+        self._end_greeting()
+        self._welcome = None
+        self._limit()
+
+    def _limit(self) -> None:
+        """Whoever replaces a member has its heads, and as much room."""
+        if self._places is not None:
+            least = min(welcome.num_blocks for welcome in self._group.welcomes.values())
+            shards = self._group.shards
+            self._places.limit(dict.fromkeys(shards, least), shards)
+
+    def _may_begin(self) -> bool:
+        """Whether nothing is left of replicas, nor in the way of new ones."""
+        is_begun = self._usual is not None or self._welcome is not None
+        return is_begun or self._have_ended is None or (self._have_ended() and self._let_in())
+
+    def _let_in(self) -> bool:
+        """Replacements that wait are members from now on. False: some have been
+        greeted and haven't answered."""
+        if self._places is None:
+            return True
+        found = self._places.look(list(self._members.gone))
+        if self._places.is_owed:
+            return False
+        for place in found:
+            self._places.admit(place)
+            self._members.revive(HolderId(place))
+        return True
+
+    def _log_lost(self) -> None:
+        for index in self._members.gone.keys() - self._logged:
+            peer = self._members.peer(HolderId(index))
+            logger.error("%s is lost, its heads of every sequence with it", peer)
+        self._logged = set(self._members.gone)
+
+    def _greet(self, most: int) -> None:
+        """``most``: blocks; 0: as many as they have."""
+        if self._usual is None:
+            self._usual = self._members.pending.deadlines
+            self._members.pending.deadlines = self._deadlines.while_greeting()
+        self._most_blocks = most
+        self._fleet.send(GROUP, replace(self._hello, max_blocks=most))
+
+    def _end_greeting(self) -> None:
+        if self._usual is not None:
+            self._members.pending.deadlines = self._usual
+            self._usual = None
+
+    def _take_in(self) -> None:
+        if self._members.is_owed:
+            self._fleet.receive(most_s=0.0)
+        else:
+            self._fleet.look()
+
+    def _hear(self) -> None:
+        """Everybody's answer, once all have given it."""
+        answer = self._group.welcome
+        if answer is None or self._have_ended is None or self._most_blocks:
+            self._welcome = answer
+        else:
+            self._offer_less(answer)
+
+    def _offer_less(self, answer: Welcome) -> None:
+        """Each member is to have room for its neighbour's replica, too."""
+        try:
+            most = most_blocks(self._group, self._hello)
+        except ConfigError as error:
+            logger.error("the heads can't be shared anew: %s", error)
+            self._end_greeting()
+        else:
+            if most:
+                self._greet(most)
+            else:
+                self._welcome = answer
