@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -13,11 +11,11 @@ from cost_model.plans.hybrid import Hybrid
 from cost_model.plans.inputs import about_weights, inputs_of
 from cost_model.plans.search import Plan
 from cost_model.plans.size import Sizing
+from cost_model.printing import json_tree, labelled, paragraph, table
 from cost_model.quantities import bytes_text, counted, rate_text, round_to, seconds_text
 
 FORMAT = "fastdecode.plan"
 VERSION = 1
-WIDTH = 110
 
 
 def as_text(sizing: Sizing, *, explain: bool = False) -> str:
@@ -71,8 +69,8 @@ def as_json(sizing: Sizing) -> dict[str, Any]:
             for row in inputs_of(setup, goal, sizing.system, 1 if plan is None else plan.lane_batch)
         ],
     }
-    finite: dict[str, Any] = _finite(tree)
-    return finite
+    printed: dict[str, Any] = json_tree(tree)
+    return printed
 
 
 def _plan_json(plan: Plan) -> dict[str, Any]:
@@ -96,17 +94,6 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no infinity: null instead."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
 # --- text
 # ------------------------------------------------------------------------------
 
@@ -127,7 +114,8 @@ def _question(sizing: Sizing) -> str:
     weights = ""
     if setup.spec.quantisation is not None:
         taken = bytes_text(sizing.system.costs.weight_bytes)
-        weights = "\n" + textwrap.fill(f"weights take {taken}: {about_weights(setup)}", WIDTH)
+        lines = paragraph(f"weights take {taken}: {about_weights(setup)}")
+        weights = "".join(f"\n{line}" for line in lines)
     return (
         f"{setup.spec.name} ({setup.dtype}, KV cache {setup.kv_dtype}) on {gpus}, "
         f"R-workers on {sizing.system.r.name}, {sizing.system.link.name}\n{', '.join(asked)}"
@@ -167,7 +155,7 @@ def _answer(sizing: Sizing) -> str:
         rows.append(("Both sides", _hybrid(sizing.hybrid)))
     if sizing.verdict is not None:
         rows.append(("Verdict", f"{_verdict(sizing)}: {sizing.verdict.reason}"))
-    return "\n".join(_rows(rows))
+    return "\n".join(labelled(rows))
 
 
 def _hybrid(hybrid: Hybrid) -> str:
@@ -245,16 +233,14 @@ def _constraints(plan: Plan, explain: bool) -> str:
         asks = f"{row.min_sockets:,}" if row.min_sockets else "met"
         lines.append(f"  {row.name:<16} {asks:>7}{mark}")
         if explain:
-            lines += textwrap.wrap(
-                row.detail, WIDTH - 6, initial_indent=" " * 6, subsequent_indent=" " * 6
-            )
+            lines += paragraph(row.detail, indent=6)
     return "\n".join(lines)
 
 
 def _over_sockets(sizing: Sizing) -> str:
     assert sizing.plan is not None
     header = ("sockets", "tokens/s", "a token", "GPU busy", "R busy", "limit")
-    table = [
+    rows = [
         (
             f"{'*' if step.sockets == sizing.plan.sockets else ''}{step.sockets:,}",
             rate_text(step.tokens_per_s),
@@ -266,7 +252,7 @@ def _over_sockets(sizing: Sizing) -> str:
         for step in sizing.over_sockets
     ]
     title = f"Over sockets, with {counted(sizing.plan.batch, 'sequence')} at once (* the plan)"
-    return "\n".join([title, *_table(header, table)])
+    return "\n".join([title, *table(header, rows, left=(5,))])
 
 
 def _what_ifs(sizing: Sizing) -> str:
@@ -286,7 +272,7 @@ def _what_ifs(sizing: Sizing) -> str:
                 )
             )
     return "\n".join(
-        ["What if", *_table(("change", "sockets", "tokens/s", "a token", ""), rows, left=(0, 4))]
+        ["What if", *table(("change", "sockets", "tokens/s", "a token", ""), rows, left=(0, 4))]
     )
 
 
@@ -297,9 +283,7 @@ def _inputs(sizing: Sizing, explain: bool) -> str:
     for row in inputs:
         lines.append(f"  {row.name:<14} {row.value:<38} {row.provenance}")
         if explain and row.source:
-            lines += textwrap.wrap(
-                row.source, WIDTH - 6, initial_indent=" " * 6, subsequent_indent=" " * 6
-            )
+            lines += paragraph(row.source, indent=6)
     return "\n".join(lines)
 
 
@@ -321,26 +305,5 @@ def _rules(sizing: Sizing) -> str:
     )
     lines = ["Rules"]
     for rule in rules:
-        lines += textwrap.wrap(rule, WIDTH - 4, initial_indent="  - ", subsequent_indent="    ")
+        lines += paragraph(rule, indent=2, bullet="- ")
     return "\n".join(lines)
-
-
-def _rows(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
-    for name, text in rows:
-        yield textwrap.fill(
-            text, WIDTH, initial_indent=f"  {name:<12} ", subsequent_indent=" " * 15
-        )
-
-
-def _table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], left: tuple[int, ...] = (5,)
-) -> Iterator[str]:
-    """Columns as wide as they need; those in ``left`` start at the left, the
-    others end at the right."""
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    for row in (header, *rows):
-        cells = [
-            cell.ljust(w) if i in left else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield ("  " + "  ".join(cells)).rstrip()

@@ -8,7 +8,6 @@ printed); 2 usage.
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -198,6 +197,7 @@ def run_size(args: argparse.Namespace) -> int:
     from cost_model.plans.report import as_json, as_text
     from cost_model.plans.size import size
     from cost_model.plans.stages import stage_question, stages_json, stages_text
+    from cost_model.printing import json_text
 
     if args.plot is not None:
         check_plot(args.plot)
@@ -216,7 +216,7 @@ def run_size(args: argparse.Namespace) -> int:
     sizing = size(setup, goal, hardware, prices)
     if args.json:
         staged = {} if num_stages == 1 else {"stages": stages_json(whole, num_stages, sizing)}
-        print(json.dumps({**as_json(sizing), **staged}, indent=2))
+        print(json_text({**as_json(sizing), **staged}))
     else:
         if num_stages > 1:
             print(stages_text(whole, num_stages, sizing), end="\n\n")

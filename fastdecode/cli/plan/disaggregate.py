@@ -7,7 +7,6 @@ Exit codes: 0 an answer; 1 no split fits; 2 usage.
 from __future__ import annotations
 
 import argparse
-import json
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.options import EXIT_INFEASIBLE, add_log_level_option
@@ -83,6 +82,7 @@ def run_disaggregate(args: argparse.Namespace) -> int:
     """Answer one question. Returns the exit code."""
     from cost_model.disaggregate.report import split_as_json, split_as_text
     from cost_model.disaggregate.split import Disaggregation
+    from cost_model.printing import json_text
 
     asked = Disaggregation(
         args.machines, args.prompt_time, args.token_time, args.tokens, _overhead(args)
@@ -90,7 +90,7 @@ def run_disaggregate(args: argparse.Namespace) -> int:
     memory = _memory(args)
     best = asked.best(memory)
     if args.json:
-        print(json.dumps(split_as_json(asked, best, memory), indent=2))
+        print(json_text(split_as_json(asked, best, memory)))
     else:
         print(split_as_text(asked, best, memory))
     return 0 if best or args.machines == 1 else EXIT_INFEASIBLE

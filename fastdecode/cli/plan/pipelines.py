@@ -7,7 +7,6 @@ Exit codes: 0 an answer; 1 nothing fits on any number of machines; 2 usage.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -65,6 +64,7 @@ def run_pipelines(args: argparse.Namespace) -> int:
     from cost_model.disaggregate.profile import read_machine_profile
     from cost_model.disaggregate.report import pipelines_as_json, pipelines_as_text
     from cost_model.exact import exact
+    from cost_model.printing import json_text
 
     counts = _machine_counts(args.machines)
     if args.price is not None:
@@ -81,7 +81,7 @@ def run_pipelines(args: argparse.Namespace) -> int:
         for count in counts
     ]
     if args.json:
-        print(json.dumps(pipelines_as_json(rows, args.price), indent=2))
+        print(json_text(pipelines_as_json(rows, args.price)))
     else:
         print(pipelines_as_text(rows, args.price))
     return 0 if any(found for _, best in rows for found in best.values()) else EXIT_INFEASIBLE

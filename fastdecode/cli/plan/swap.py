@@ -7,7 +7,6 @@ Exit codes: 0 an answer; 2 usage.
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from fastdecode.cli.options import add_log_level_option
@@ -39,9 +38,10 @@ def run_swap(args: argparse.Namespace) -> int:
     """Answer one question. Returns the exit code."""
     from cost_model.disaggregate.report import swap_as_json, swap_as_text
     from cost_model.disaggregate.swap import Swapping
+    from cost_model.printing import json_text
 
     asked = Swapping.given(
         args.prompt_tokens, args.tokens, args.token_time, args.batch, args.kv_kb, args.bandwidth_gb
     )
-    print(json.dumps(swap_as_json(asked), indent=2) if args.json else swap_as_text(asked))
+    print(json_text(swap_as_json(asked)) if args.json else swap_as_text(asked))
     return 0

@@ -1,0 +1,39 @@
+"""The printer of answers: columns line up, text is wrapped, JSON has no infinity."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+from cost_model.printing import WIDTH, json_text, labelled, paragraph, table
+from cost_model.stages import Provenance
+
+
+def test_columns_line_up_and_a_short_row_ends_early() -> None:
+    lines = table(("kind", "tokens/s"), [("a", "1,200"), ("longer",)])
+    assert lines == ["  kind    tokens/s", "  a          1,200", "  longer"]
+    assert table(("a", "b"), [("x", "yy")], left=(1,), indent=0) == ["a  b", "x  yy"]
+
+
+def test_text_is_wrapped_under_its_label() -> None:
+    lines = labelled([("Verdict", "word " * 40), ("", "more")])
+    assert lines[0].startswith("  Verdict      word") and lines[1].startswith(" " * 15 + "word")
+    assert lines[-1] == " " * 15 + "more"
+    assert max(map(len, lines + paragraph("word " * 40, indent=6, bullet="- "))) <= WIDTH
+
+
+@dataclass(frozen=True)
+class Answer:
+    best: float
+    share: Fraction
+    origin: Provenance
+
+
+def test_json_of_an_answer() -> None:
+    text = json_text({"answer": Answer(math.inf, Fraction(1, 4), Provenance.GIVEN), 3: (1, None)})
+    assert json.loads(text) == {
+        "answer": {"best": None, "share": 0.25, "origin": "given"},
+        "3": [1, None],
+    }
