@@ -6,7 +6,7 @@ as much is asked for; 1 R-worker or 4; requests all at once, or at random times.
 
 Llama-3 8B on an H200, R-workers on a socket of EPYC 9654 each, by the cost
 model's data file: nothing of it was measured. The scheduler, the lifecycle and
-the rule are the engine's (``cost_model/simulate/grid.py``). Ratios are tokens a
+the rule are the engine's (``benchmarks/hybrid_cells.py``). Ratios are tokens a
 second over those of the GPU alone, prompts and ends of jobs included: once with
 the rule told the truth, once with R-workers and the way to them 20% slower, and
 the device 20% faster than it is told. ``steady``: what a closed form says of
@@ -26,9 +26,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from hybrid_cells import Cell, GridRun, run, steady
 from provenance import provenance
-
-from cost_model.simulate.grid import Cell, GridRun, run, steady
 
 NUM_REQUESTS = {1024: 232, 4096: 58, 16384: 57}
 """By context. Those of 16k fill the whole GPU, the others a quarter of it: more
@@ -100,6 +99,26 @@ def row_of(cell: Cell, alone: GridRun, both: GridRun, ratio_off: float | None) -
         "steady": asdict(steady(replace(cell, num_requests=None))),
         "goal_met": is_met and (ratio_off is None or ratio_off >= GOAL_OFF),
     }
+
+
+def grid_lines(cells: list[dict[str, Any]]) -> list[str]:
+    """A row for each context and demand; ratios by R-workers."""
+    found = ["| context | asked for | 1 R-worker | 4 R-workers |", "|---|---|---|---|"]
+    for context, demand in dict.fromkeys((row["context"], row["demand"]) for row in cells):
+        of_cell = [row for row in cells if (row["context"], row["demand"]) == (context, demand)]
+        asked = "all fits" if demand == 1 else f"{demand:g} x"
+        shown = " | ".join(_cell(of_cell, num) for num in (1, 4))
+        found.append(f"| {context:,} | {asked} | {shown} |")
+    return found
+
+
+def _cell(rows: list[dict[str, Any]], num_r_workers: int) -> str:
+    rows = [row for row in rows if row["r_workers"] == num_r_workers]
+    by_arrivals = {row["arrivals"]: row for row in rows}
+    at_once, at_random = by_arrivals["at once"], by_arrivals["random"]
+    off = at_once["ratio_costs_off"]
+    steady = at_once["steady"]["ratio"]
+    return f"{at_once['ratio']:.2f}, {at_random['ratio']:.2f}, {off:.2f}; {steady:.2f}"
 
 
 def shown(row: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ virtual clock: is it ever slower?
     python benchmarks/hybrid_rule.py --out benchmarks/results/hybrid_rule.json
 
 Each case is run by the real scheduler, lifecycle and rule
-(``cost_model/simulate/drawn.py``): once with what the rule is told being true,
+(``benchmarks/hybrid_drawn.py``): once with what the rule is told being true,
 once with each cost off by up to 20% for good. Ratios are tokens a second over
 those of the device alone, ends of jobs included. A case is its seed: it repeats
 itself on every machine. Parts may be run side by side and put together:
@@ -28,9 +28,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeAlias
 
+from hybrid_drawn import DrawnVerdict, draw, judge
 from provenance import provenance
-
-from cost_model.simulate.drawn import DrawnVerdict, draw, judge
 
 ERROR = 0.2
 Cases: TypeAlias = dict[float, dict[int, DrawnVerdict]]

@@ -7,6 +7,5 @@ memory     how many of either the model needs
 swap       when swapping microbatches pays
 profile    measured times of one machine
 compare    pipelines of each kind over a trace
-published  the paper's tables, and what can be had of them
 report     all of it as text or JSON
 """

@@ -16,5 +16,4 @@ hardware    instances that given GPUs and sockets make
 search      the best of them
 answer      a question, answered
 report      as text, JSON, or a placement file
-published   the authors' simulator as it is
 """

@@ -101,17 +101,6 @@ class GpuCluster:
                 yield pair
 
 
-def pairs_anywhere(cluster: GpuCluster) -> Iterator[Pair]:
-    """Pairs that know no nodes, as the published search has them for high affinity."""
-    layers, most = _divisors(cluster.layers), cluster.num_gpus
-    tps = [tp for tp in _divisors(cluster.heads) if tp <= most]
-    pps = [pp for pp in layers if pp <= most]
-    for each in product(tps, pps, tps, pps):
-        pair = Pair(1, *each)
-        if pair.num_gpus <= most:
-            yield pair
-
-
 def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 

@@ -125,17 +125,6 @@ def test_goodput_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == told.out, "same seed, same bytes"
 
 
-def test_goodput_by_the_published_simulator(capsys: pytest.CaptureFixture[str]) -> None:
-    published = [*GOODPUT, "--semantics", "published", "--requests", "40", "--affinity", "low"]
-    assert plan(*published, "--model", "OPT 13B", "--gpus-per-node", "2", "--json") == 0
-    told = capsys.readouterr()
-    answer = json.loads(told.out)
-    assert answer["best"] == "1,1,1,1,1" and list(answer["goodput_per_gpu"]) == ["1,1,1,1,1"]
-    assert "published semantics: A100-80GB profile" in told.err
-    assert plan(*published, "--model", "llama-2-7b") == 2
-    assert "the published profile has facebook/opt-13b" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

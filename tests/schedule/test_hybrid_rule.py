@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
 
-from cost_model.simulate.drawn import draw, judge, run
 from cost_model.simulate.hybrid import HybridSimulator
 from cost_model.simulate.trace import RequestTrace, TracedRequest
 from fastdecode.core.config.groups import Batching
@@ -32,6 +33,9 @@ from fastdecode.schedule.hybrid.guard import HybridGuard
 from fastdecode.schedule.hybrid.rule import Margins, choose
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import ScheduleOptions
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from hybrid_drawn import draw, judge, run
 
 NOW = Course(Layout.SPLIT_1)
 

@@ -88,16 +88,10 @@ def _add_goal(group: Any) -> None:
     add("--affinity", choices=("high", "low"), default="high", help="low: K and V stay on a node")
     add("--objective", choices=("gpu", "cost"), default="gpu", help="what is to be least")
     add("--prices", metavar="P", help="gpu=1,socket=0.05 (default)")
-    add("--semantics", choices=("own", "published"), default="own",
-        help="published: the authors' simulator, profile and search, to compare with")  # fmt: skip
 
 
 def run_goodput(args: argparse.Namespace) -> int:
     """Answer one question. Returns the exit code."""
-    if args.semantics == "published":
-        from fastdecode.cli.plan.published import run_published
-
-        return run_published(args)
     from cost_model.goodput.answer import answer
     from cost_model.goodput.report import as_json, as_text, placement_file
     from fastdecode.core.json_file import write_whole

@@ -22,14 +22,14 @@ from dataclasses import dataclass
 
 from cost_model.goodput.clock import Clock
 from cost_model.goodput.placements import Degrees
-from cost_model.goodput.published.profile import (
+from cost_model.goodput.slo import RequestTimes
+from fastdecode.core.errors import ConfigError
+from oracles.distserve.profile import (
     Backend,
     PublishedModel,
     StageTimes,
     first_stage_ms,
 )
-from cost_model.goodput.slo import RequestTimes
-from fastdecode.core.errors import ConfigError
 
 DECODE_MAX_TOKENS = 50_000
 BACK_PRESSURE_TOKENS = 9_000_000

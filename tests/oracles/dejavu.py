@@ -1,6 +1,6 @@
 """The tables of DéjàVu's paper (arXiv 2403.01876), and what can be had of them
-from published inputs. ``python -m cost_model.disaggregate.published`` prints the
-table of docs/design/disaggregation.md."""
+from published inputs. ``PYTHONPATH=tests python -m oracles.dejavu`` prints the table
+of docs/design/disaggregation.md."""
 
 from __future__ import annotations
 

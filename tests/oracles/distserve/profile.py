@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import resources
+from pathlib import Path
 from typing import Any, Literal
 
 from fastdecode.core.errors import ConfigError
@@ -90,7 +90,7 @@ class PublishedModel:
 
 def published_models() -> dict[str, PublishedModel]:
     """All of the profile, by name."""
-    text = resources.files("cost_model.goodput.published").joinpath("a100.json").read_text("utf-8")
+    text = Path(__file__).with_name("a100.json").read_text("utf-8")
     return {name: _model(name, row) for name, row in json.loads(text)["models"].items()}
 
 
@@ -103,10 +103,7 @@ def published_model(name: str) -> PublishedModel:
     models = published_models()
     found = {_plain(each): model for each, model in models.items()}.get(_plain(name))
     if found is None:
-        raise ConfigError(
-            f"--model {name}: the published profile has {', '.join(models)} only; leave "
-            "--semantics published out to plan for others"
-        )
+        raise ConfigError(f"{name}: the published profile has {', '.join(models)} only")
     return found
 
 

@@ -10,23 +10,23 @@ from typing import Any
 import pytest
 
 from cost_model.goodput.placements import Degrees, Pair
-from cost_model.goodput.published.profile import first_stage_ms, published_model, published_models
-from cost_model.goodput.published.search import (
+from cost_model.goodput.slo import Slo
+from fastdecode.core.errors import ConfigError
+from oracles.distserve.profile import first_stage_ms, published_model, published_models
+from oracles.distserve.search import (
     SearchQuestion,
     best_placement,
     colocated_goodput,
     is_runnable,
     placements,
 )
-from cost_model.goodput.published.simulator import (
+from oracles.distserve.simulator import (
     simulate_colocated,
     simulate_disaggregated,
 )
-from cost_model.goodput.slo import Slo
-from fastdecode.core.errors import ConfigError
 
 CASES: dict[str, list[dict[str, Any]]] = json.loads(
-    Path(__file__).with_name("published_cases.json").read_text()
+    (Path(__file__).parent / "distserve" / "cases.json").read_text("utf-8")
 )
 OPT_13B = published_model("OPT 13B")
 
@@ -110,7 +110,7 @@ def test_colocated_goodput() -> None:
 
 def test_says_what_it_has_no_numbers_of() -> None:
     assert set(published_models()) == {f"facebook/opt-{size}" for size in ("13b", "66b", "175b")}
-    with pytest.raises(ConfigError, match=r"facebook/opt-13b, .* only; leave --semantics"):
+    with pytest.raises(ConfigError, match=r"facebook/opt-13b, .* only"):
         published_model("Llama-2 7B")
     with pytest.raises(ConfigError, match=r"can't run facebook/opt-13b with tp=5, pp=1.*1x1"):
         OPT_13B.stage(5, 1, "distserve")

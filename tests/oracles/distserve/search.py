@@ -3,18 +3,18 @@ so many GPUs, the greatest rate a GPU of each by bisection, and the best."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 
-from cost_model.goodput.placements import Degrees, GpuCluster, Pair, pairs_anywhere
-from cost_model.goodput.published.profile import PublishedModel
-from cost_model.goodput.published.simulator import (
+from cost_model.goodput.placements import Degrees, GpuCluster, Pair
+from cost_model.goodput.slo import RequestTimes, Slo
+from fastdecode.core.errors import ConfigError
+from oracles.distserve.profile import PublishedModel
+from oracles.distserve.simulator import (
     simulate_colocated,
     simulate_disaggregated,
 )
-from cost_model.goodput.slo import RequestTimes, Slo
-from fastdecode.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,18 @@ def placements(
 ) -> list[Pair]:
     """All that there are, whether or not the profile can run them."""
     cluster = GpuCluster(num_nodes, gpus_per_node, model.heads, model.layers)
-    return list(pairs_anywhere(cluster) if is_high_affinity else cluster.pairs())
+    return list(_pairs_anywhere(cluster) if is_high_affinity else cluster.pairs())
+
+
+def _pairs_anywhere(cluster: GpuCluster) -> Iterator[Pair]:
+    """Pairs that know no nodes: the search with high affinity."""
+    most = cluster.num_gpus
+    tps, pps = (
+        [each for each in range(1, min(number, most) + 1) if number % each == 0]
+        for number in (cluster.heads, cluster.layers)
+    )
+    pairs = (Pair(1, *each) for each in product(tps, pps, tps, pps))
+    return (pair for pair in pairs if pair.num_gpus <= most)
 
 
 def is_runnable(model: PublishedModel, placement: Pair) -> bool:
