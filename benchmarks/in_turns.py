@@ -4,16 +4,22 @@ in turns.
     git worktree add /tmp/before COMMIT
     python benchmarks/in_turns.py --before /tmp/before --rounds 8 --out F.json
     python benchmarks/in_turns.py --before /tmp/before --neighbour 0.5 --add --out F.json
-    python benchmarks/in_turns.py --before /tmp/before --pipeline --rounds 2 --out F.json
+    python benchmarks/in_turns.py --before /tmp/before --part pipeline --rounds 2 --out F.json
+    python benchmarks/in_turns.py --before /tmp/before --part host_turns transport --out F.json
 
 Each tree has a process with an engine, which is warm and waits; a round runs one
 and then the other, in another order every time, so that what else the machine
 does falls on both. The workloads are those of ``end_to_end.py``: seconds to the
 first token, and of the whole, by the clock and of the CPU. What counts is the
 median of the rounds' ratios. With ``--neighbour``, a loop of another process
-wants that share of the last core meanwhile, 10 ms at a time. With ``--pipeline``,
-each tree's own ``pipeline.py`` is run in turns: cycles in one lane and in two.
-With ``--add``, rows are added to those that the file has.
+wants that share of the last core meanwhile, 10 ms at a time.
+
+With ``--part``, parts of an engine run in place of a whole one. ``pipeline``: each
+tree's own ``pipeline.py``, cycles in one lane and in two. ``transport``: each tree's
+own ``transport.py``, what a layer's round trip to 1 and 3 R-workers takes. ``host_turns``:
+what a lane and layer takes of the CPU beside 1, 4 and 16 R-workers that answer at
+once, where layers are tiny, so that the host's loop is most of it; the best of 12
+steps. With ``--add``, rows are added to those that the file has.
 """
 
 from __future__ import annotations
@@ -29,6 +35,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +76,130 @@ while True:
         pass
     time.sleep(0.01 / share - 0.01)
 """
+HOST_TURNS = """
+import json, sys, time
+from collections import deque
+from types import SimpleNamespace
+import numpy as np
+import torch
+from fastdecode.core.sequence import Request, SamplingParams, Sequence
+from fastdecode.wire.messages import Attend, AttendResult
+from sworker.worker import SWorker
+torch.set_num_threads(1)
+torch.set_grad_enabled(False)
+LANES, LAYERS, ROWS, PAST = 2, 32, 64, 100
+CPU, params = torch.device("cpu"), SamplingParams(temperature=0)
+request = Request("a", tuple(range(3, 3 + PAST + 1)), params, 1, seed=0)
+config = dict(
+    model_type="llama", architectures=["LlamaForCausalLM"], torch_dtype="bfloat16",
+    vocab_size=128, hidden_size=32, intermediate_size=32, num_hidden_layers=LAYERS,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+    rms_norm_eps=1e-5, hidden_act="silu", rope_theta=1e4, tie_word_embeddings=False,
+)
+
+class Fleet:
+    def __init__(self):
+        self.lost, self.kept_by_gone = {}, []
+        self.moves = SimpleNamespace(has_moves=False, of_tiers=())
+        self._o, self._owed = {}, deque()
+    def peer(self, worker):
+        return "nobody"
+    def take_losses(self):
+        return []
+    def send(self, worker, message):
+        if isinstance(message, Attend):
+            o = self._o.setdefault((worker, message.q.shape), message.q.copy())
+            answer = AttendResult(message.step, message.lane, message.layer, o, None, 0.0)
+            self._owed.append((worker, answer))
+    @property
+    def is_owed(self):
+        return bool(self._owed)
+    def receive(self, *, most_s=None):
+        return self._owed.popleft()
+
+try:
+    from fastdecode.core.dtype import DType
+    from fastdecode.core.holders import (
+        Holder, HolderId, HolderKind, Part, PartId, Residence, SequenceId,
+    )
+    from fastdecode.core.model.families import read_model_spec
+    from fastdecode.engine.step.layout import StepBatch
+    from fastdecode.engine.step.pipeline import Pipeline
+    from fastdecode.engine.step.remote import AttentionPlan
+    from fastdecode.schedule.plan import Chunk
+    from sworker.load.weights import random_model
+    holder = Holder(
+        HolderKind.R_WORKER, attends_prompts=False, answers_at_once=False, token_bytes=1
+    )
+    def place(number, worker):
+        sequence = Sequence.of(SequenceId(number), request, 0)
+        part = Part(PartId(sequence.sequence_id), HolderId(worker), 0, PAST + 1)
+        sequence.num_cached, sequence.residence = PAST, Residence((part,))
+        return Chunk(sequence, 1)
+    def build(chunks, num_workers, step, lane):
+        return StepBatch.build(chunks, (holder,) * num_workers, step=step, lane=lane)
+    def plan(spec, num_workers):
+        holders = (holder,) * num_workers
+        return AttentionPlan(spec.attention, DType.BFLOAT16, Fleet(), CPU, holders)
+except ImportError:  # before holders were told apart from R-workers
+    from fastdecode.core.dtype import DType
+    from fastdecode.core.families import read_model_spec
+    from fastdecode.engine.attend import AttentionPlan
+    from fastdecode.engine.layout import StepBatch
+    from fastdecode.engine.pipeline import Pipeline
+    from fastdecode.schedule.scheduler import Chunk
+    from sworker.weights import random_model
+    def place(number, worker):
+        sequence = Sequence.of(number, request, 0)
+        sequence.num_cached, sequence.worker = PAST, worker
+        return Chunk(sequence, 1)
+    def build(chunks, num_workers, step, lane):
+        return StepBatch.build(chunks, step=step, lane=lane)
+    def plan(spec, num_workers):
+        return AttentionPlan(spec.attention, DType.BFLOAT16, Fleet(), CPU)
+
+spec = read_model_spec(config, name="tiny")
+model = random_model(spec, device=CPU, dtype=torch.bfloat16)
+
+class Turns:
+    def __init__(self, num_workers):
+        self._num_workers, self._step = num_workers, 0
+        worker = SWorker(spec, model, CPU)
+        self._pipeline = Pipeline(worker, plan(spec, num_workers), LANES)
+    def us(self):
+        self._step += 1
+        batches = []
+        for lane in range(LANES):
+            chunks = [place(lane * ROWS + i, i % self._num_workers) for i in range(ROWS)]
+            batches.append(build(chunks, self._num_workers, self._step * LANES + lane, lane))
+        started = time.thread_time()
+        for lane, batch in enumerate(batches):
+            self._pipeline.launch(lane, batch, np.arange(0))
+        while self._pipeline.in_flight:
+            self._pipeline.run()
+        return (time.thread_time() - started) / (LANES * LAYERS) * 1e6
+
+turns = dict((num_workers, Turns(num_workers)) for num_workers in (1, 4, 16))
+for each in turns.values():
+    each.us(), each.us()
+print("warm", flush=True)
+for line in sys.stdin:
+    found = dict((f"{n}_us", min(t.us() for _ in range(12))) for n, t in turns.items())
+    print(json.dumps(found), flush=True)
+"""
 SIDES = ("before", "after")
 CYCLES = ("one_lane_ms", "two_lanes_ms", "delayed_1ms_ms")
 """Of what ``pipeline.py`` says."""
 Round = dict[str, dict[str, float]]
 
 
-class Engine:
-    """A tree's, in a process of its own."""
+class Program:
+    """A tree's, in a process of its own: it says that it is warm, and then measures once for
+    each line that it reads."""
 
-    def __init__(self, tree: Path, model: Path, workload: tuple[int, int, int]) -> None:
+    def __init__(self, tree: Path, text: str, *arguments: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", PROMPTS + ENGINE, str(model), *map(str, workload)],
+            [sys.executable, "-c", text, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -103,7 +222,7 @@ class Engine:
         assert self._process.stdout is not None
         line = self._process.stdout.readline().strip()
         if not line:
-            raise RuntimeError(f"an engine ended with exit code {self._process.wait()}")
+            raise RuntimeError(f"a program ended with exit code {self._process.wait()}")
         return line
 
 
@@ -152,7 +271,8 @@ def end_to_end(trees: dict[str, Path], options: argparse.Namespace) -> Iterator[
             make_checkpoint(Path(scratch) / model, MODELS[model])
         for model, workload in itertools.product(options.models, options.workloads):
             path = Path(scratch) / model
-            engines = {side: Engine(trees[side], path, WORKLOADS[workload]) for side in SIDES}
+            words = (str(path), *map(str, WORKLOADS[workload]))
+            engines = {side: Program(trees[side], PROMPTS + ENGINE, *words) for side in SIDES}
             with neighbour(options.neighbour):
                 found = in_turns(dict(engines), options.rounds)
             for engine in engines.values():
@@ -163,20 +283,52 @@ def end_to_end(trees: dict[str, Path], options: argparse.Namespace) -> Iterator[
             yield row
 
 
-def pipelines(trees: dict[str, Path], rounds: int) -> Iterator[dict[str, Any]]:
+def host_turns(trees: dict[str, Path], rounds: int) -> dict[str, Any]:
+    programs = {side: Program(trees[side], HOST_TURNS) for side in SIDES}
+    found = in_turns(dict(programs), rounds)
+    for program in programs.values():
+        program.close()
+    return {"ratios": ratios(found), "rounds": found}
+
+
+def pipelines(trees: dict[str, Path], rounds: int) -> dict[str, Any]:
     def cycles(tree: Path) -> dict[str, float]:
-        with tempfile.TemporaryDirectory() as scratch:
-            out = Path(scratch, "pipeline.json")
-            command = [sys.executable, "benchmarks/pipeline.py", "--out", str(out)]
-            subprocess.run(
-                command, cwd=tree, env=environ(tree), check=True, stdout=subprocess.DEVNULL
-            )
-            summary = json.loads(out.read_text())["summary"]
+        summary = _run_own(tree, "pipeline.py")["summary"]
         return {key: summary[key] for key in CYCLES}
 
-    runs = {side: lambda tree=tree: cycles(tree) for side, tree in trees.items()}
-    found = in_turns(runs, rounds)
-    yield {"ratios": ratios(found), "rounds": found}
+    return _in_turns_by(cycles, trees, rounds)
+
+
+def transports(trees: dict[str, Path], rounds: int) -> dict[str, Any]:
+    def trips(tree: Path) -> dict[str, float]:
+        rows = _run_own(tree, "transport.py", "--r-workers", "1", "3")["rows"]
+        return {
+            f"{row['transport']}, {row['r_workers']} x {row['bytes_out']} bytes: {side}_us":
+            row[f"{side}_s"] * 1e6
+            for row in rows for side in ("raw", "ours")
+        }  # fmt: skip
+
+    return _in_turns_by(trips, trees, rounds)
+
+
+PARTS = {"host_turns": host_turns, "pipeline": pipelines, "transport": transports}
+
+
+def _run_own(tree: Path, name: str, *options: str) -> dict[str, Any]:
+    """A tree's own benchmark of that name; what it wrote."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch, "out.json")
+        command = [sys.executable, f"benchmarks/{name}", "--out", str(out), *options]
+        subprocess.run(command, cwd=tree, env=environ(tree), check=True, stdout=subprocess.DEVNULL)
+        result: dict[str, Any] = json.loads(out.read_text())
+    return result
+
+
+def _in_turns_by(
+    measure: Callable[[Path], dict[str, float]], trees: dict[str, Path], rounds: int
+) -> dict[str, Any]:
+    found = in_turns({side: partial(measure, tree) for side, tree in trees.items()}, rounds)
+    return {"ratios": ratios(found), "rounds": found}
 
 
 def main() -> None:
@@ -184,7 +336,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--before", type=Path, required=True, help="the other tree")
-    parser.add_argument("--pipeline", action="store_true", help="pipeline.py instead")
+    parser.add_argument(
+        "--part", nargs="+", default=[], choices=PARTS, help="these parts, and no whole engine"
+    )
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--workloads", nargs="+", default=["A", "C"], choices=WORKLOADS)
     parser.add_argument("--rounds", type=int, default=8)
@@ -200,8 +354,8 @@ def main() -> None:
     if options.add and options.out is not None and options.out.exists():
         rows = json.loads(options.out.read_text())["rows"]
     sitting = {"provenance": provenance(), "before": before.stdout.strip()}
-    measured = pipelines(trees, options.rounds) if options.pipeline else end_to_end(trees, options)
-    for row in measured:
+    parts = ({"part": name, **PARTS[name](trees, options.rounds)} for name in options.part)
+    for row in parts if options.part else end_to_end(trees, options):
         rows.append({**row, **sitting})
         keep({"rows": rows}, options.out)
 

@@ -181,6 +181,8 @@ class Pass:
         """rows: token ids and positions, int64 [2, T], on the host; ``feed``:
         token ids that the host doesn't know; ``x``: see ``SWorker.go_on``."""
         self._model = worker.model
+        # Of a ModuleList a length or an item takes microseconds.
+        self._layers = tuple(worker.model.layers)
         self._upload = worker.upload
         self._timer = DeviceTimer(worker.gpu)
         self._layers_timer = DeviceTimer(worker.gpu, every=TIMED_LAYERS)
@@ -193,7 +195,7 @@ class Pass:
         """Go on with the attention's output o [T, Hq, D]. True: the next
         layer's q, k, v are there; False: that was the last layer, and
         ``logits`` may be asked for, or ``output``."""
-        is_last = self.layer + 1 == len(self._model.layers)
+        is_last = self.layer + 1 == len(self._layers)
         self.layer += not is_last
         with self._layers_timer:
             self._advance(o, is_last)
@@ -232,10 +234,10 @@ class Pass:
             self._x = self._model.embed(token_ids, self._positions)  # [T, hidden]
         else:
             self._x = self._upload(x)
-        self.q, self.k, self.v = self._model.layers[0].pre_attention(self._x, self._positions)
+        self.q, self.k, self.v = self._layers[0].pre_attention(self._x, self._positions)
 
     def _advance(self, o: Tensor, is_last: bool) -> None:
-        layers = self._model.layers
+        layers = self._layers
         if is_last:
             self._x = layers[self.layer].post_attention(self._x, o)
             return

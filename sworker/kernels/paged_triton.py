@@ -327,8 +327,10 @@ def tiling_of(
         tile = max(16, min(32, tile))
         return Tiling(tile, tile // 4)
     if is_int8:
-        # Registers are short before memory is: K and V are widened in them.
-        tile = 32 if num_rows <= 64 else 16
+        # Registers are short before memory is: K and V are widened in them. Masks of heads
+        # that aren't a power of two take some, too.
+        most_rows = 64 if head_dim == padded else 16
+        tile = 32 if num_rows <= most_rows else 16
         if num_rows > 64 and padded <= 64:
             return Tiling(32, 8, 2)
     tile = max(16, min(64, tile))

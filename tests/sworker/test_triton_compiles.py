@@ -212,7 +212,7 @@ def test_attention(name: str, dtype: torch.dtype, is_int8: bool, gpu: NoGpu) -> 
 
 
 CAPABILITIES = tuple(SHARED_MEMORY) if TRIES_ALL else (90, 120)
-HEAD_DIMS = (64, 80, 128, 256) if TRIES_ALL else (128, 256)
+HEAD_DIMS = (64, 80, 96, 128, 256) if TRIES_ALL else (128, 256)
 GROUPS = (1, 4, 8, 32) if TRIES_ALL else (4,)
 
 
@@ -238,6 +238,13 @@ def test_what_attention_takes(
             assert all(code.shared_bytes <= SHARED_MEMORY[capability] for code in attention)
             if head_dim <= 128:
                 assert [code.stack_bytes for code in attention] == [0, 0, 0], (head_dim, attention)
+
+
+def test_many_query_heads_over_int8(gpu_of: Callable[[int], NoGpu]) -> None:
+    """Groups of 32 and heads that aren't a power of two, on a B200."""
+    gpu = gpu_of(100)
+    Cache(AttentionSpec(64, 2, 80, 0.1), torch.bfloat16, is_int8=True).decode(block_size=64)
+    assert [code.stack_bytes for code in gpu.compiled if code.name == "_attend"] == [0]
 
 
 def test_int8_is_rounded_as_r_workers_do(gpu: NoGpu) -> None:

@@ -29,8 +29,14 @@ class LaneWait:
         whichever is first, for the one while the other is here would keep a
         lane from running. An answer is returned, what is copied is sent."""
         fleet, unsent = self._fleet, self._lanes.first_unsent
-        copies = [copy for step in self._lanes.in_flight for copy in step.coming]
-        if self._lanes.any_can_go_on:
+        # Others go on by answers alone, and weren't able to when the pipeline looked.
+        with_copies = [
+            step
+            for step in self._lanes.in_flight
+            if step.fed_by is not None or step.draws is not None or step.passage is not None
+        ]
+        copies = [copy for step in with_copies for copy in step.coming] if with_copies else []
+        if (with_copies or self._is_hybrid) and self._lanes.any_can_go_on:
             return None  # by now
         if unsent is None and not copies and not self._is_hybrid:
             return fleet.receive()

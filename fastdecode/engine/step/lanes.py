@@ -14,6 +14,8 @@ class Lanes:
 
     def __init__(self, num_lanes: int) -> None:
         self._steps: list[LaneStep | None] = [None] * num_lanes
+        self.in_flight: list[LaneStep] = []
+        """The steps, by lane. A list that was taken stays as it is."""
         self.ready: Final[deque[LaneStep]] = deque()
         """Steps that can go on, in the order in which they became able to."""
         self._unsent: deque[LaneStep] = deque()  # scattered, but not on the host yet; once a layer
@@ -30,10 +32,6 @@ class Lanes:
     def idle(self) -> list[int]:
         return [lane for lane, step in enumerate(self._steps) if step is None]
 
-    @property
-    def in_flight(self) -> list[LaneStep]:
-        return [step for step in self._steps if step is not None]
-
     def step_of(self, lane: int) -> LaneStep | None:
         """None: there is no such lane, or it is idle."""
         return self._steps[lane] if 0 <= lane < len(self._steps) else None
@@ -41,13 +39,17 @@ class Lanes:
     def enter(self, step: LaneStep) -> None:
         """An idle lane's step begins."""
         assert self._steps[step.lane] is None
-        self._steps[step.lane] = step
+        self._put(step.lane, step)
 
     def leave(self, step: LaneStep) -> None:
         """It is over. What isn't sent by now was for holders that are lost;
         others may be in their place soon."""
-        self._steps[step.lane] = None
+        self._put(step.lane, None)
         self._unsent = deque(other for other in self._unsent if other is not step)
+
+    def _put(self, lane: int, step: LaneStep | None) -> None:
+        self._steps[lane] = step
+        self.in_flight = [step for step in self._steps if step is not None]
 
     @property
     def first_unsent(self) -> LaneStep | None:
@@ -76,15 +78,12 @@ class Lanes:
         """Whether something can be done for one in flight, as it stands now."""
         return any(step.can_go_on or step.has_come for step in self.in_flight)
 
-    @property
-    def has_ready(self) -> bool:
-        """Whether there is one for ``take_ready``."""
-        return bool(self.ready)
-
     def collect_ready(self) -> None:
         """Queue those that have become able to go on."""
+        ready = self.ready
         for step in self.in_flight:
-            self.note_ready(step)
+            if step.can_go_on and step not in ready:
+                ready.append(step)
 
     def note_ready(self, step: LaneStep) -> None:
         """Queue a step in flight if it has become able to go on."""

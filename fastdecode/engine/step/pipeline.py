@@ -125,13 +125,13 @@ class Pipeline:
             arrivals.note_losses()
             arrivals.note_done()
             lanes.collect_ready()
-            if self._is_hybrid and lanes.has_ready:
+            if self._is_hybrid and lanes.ready:
                 # Who is on the device can always go on; R-workers answer all the same.
                 arrivals.take_in_all()
                 lanes.collect_ready()
             if arrivals.has_news:
                 return None
-            if not lanes.has_ready:
+            if not lanes.ready:
                 self._wait(self._waiting.first_to_come)
                 continue
             step = lanes.take_ready()
@@ -153,8 +153,8 @@ class Pipeline:
         self._wait(self._attention.fleet.receive)
 
     def _take_in_fed(self, take_in: TakeIn | None) -> None:
-        for step in self.in_flight:
-            if step.has_come:
+        for step in self._lanes.in_flight:
+            if step.fed_by is not None and step.fed_by.done:
                 step.fed_by = None
                 assert take_in is not None
                 take_in(step.lane)
