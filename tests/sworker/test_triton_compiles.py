@@ -85,7 +85,8 @@ class NoGpu:
 
 
 def forget(kernels: Any) -> None:
-    """What was compiled for another GPU."""
+    """What was compiled for another GPU, and how much shared memory that had."""
+    importlib.import_module("triton.compiler.compiler").max_shared_mem.cache_clear()
     for kernel in vars(kernels).values():
         if hasattr(kernel, "device_caches"):
             kernel.device_caches.clear()
