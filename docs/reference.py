@@ -1,4 +1,4 @@
-"""Write the reference pages from the declarations in the code.
+"""Write the reference pages, and the types of LLM's options, from the declarations in the code.
 
 python docs/reference.py            # write docs/reference/*.md
 python docs/reference.py --check    # exit code 1 if one of them is not what it should be
@@ -14,6 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from fastdecode.conversations.keeping import Keeping
 from fastdecode.core import errors
 from fastdecode.core.config.engine import GROUPS
 from fastdecode.core.config.features import FEATURES, REFUSALS, refused_pairs
@@ -22,6 +23,7 @@ from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.model.families import ROWS
 from fastdecode.core.model.refused import REFUSED
 from fastdecode.core.model.rows import Row
+from fastdecode.core.vllm_names import OPTION_NAMES
 from fastdecode.server.messages import StatusReport
 from fastdecode.server.observations import Observations
 from fastdecode.wire.messages import PROTOCOL_VERSION
@@ -39,6 +41,7 @@ _FIGURES = {
     ),
 }  # fmt: skip
 """Of an engine that has made a step: the page names every metric."""
+_GROUPS_OF_LLM = (*GROUPS.values(), Keeping)
 TITLES = {
     "s_part": "S-part",
     "r_part": "R-part",
@@ -65,6 +68,45 @@ def options_page() -> Iterator[str]:
         for each in declared(group):
             cells = f"`{each.flag}`", f"`{each.name}`", _default(each), _cell(each.option.help)
             yield f"| {' | '.join(cells)} |"
+
+
+OPTIONS_FILE = PAGES.parents[1] / "fastdecode" / "engine" / "llm_options.py"
+_ALIAS_KINDS = {"prefix_cache": "bool", "cuda_graphs": "bool"}
+"""Where vLLM's option is of another type than the one here."""
+
+
+def options_type() -> Iterator[str]:
+    """The types of ``LLM``'s options, for type checkers and editors."""
+    yield from (
+        '"""The options of ``LLM``, for type checkers and editors. Made by ``python',
+        'docs/reference.py`` from the declarations of the options. Do not edit."""',
+        "",
+        "from __future__ import annotations",
+        "",
+        "from collections.abc import Sequence",
+        "from typing import TYPE_CHECKING, TypedDict",
+        "",
+        "if TYPE_CHECKING:",
+        "    import torch",
+        "",
+        "",
+        "class LLMOptions(TypedDict, total=False):",
+        '    """Each is as ``docs/reference/options.md`` says."""',
+        "",
+    )
+    kinds = {each.name: _type_of(each) for group in _GROUPS_OF_LLM for each in declared(group)}
+    for name, kind in kinds.items():
+        yield f"    {name}: {kind}"
+    for alias, name in OPTION_NAMES.items():
+        yield f"    {alias}: {_ALIAS_KINDS.get(name, kinds[name])}"
+        yield f'    """The name of ``{name}`` in vLLM."""'
+
+
+def _type_of(each: Declared) -> str:
+    kind = "Sequence[str]" if each.kind is tuple else each.kind.__name__
+    if each.name == "dtype":
+        kind = f"{kind} | torch.dtype"
+    return f"{kind} | None" if each.default is None else kind
 
 
 def _default(each: Declared) -> str:
@@ -237,6 +279,7 @@ def pages() -> dict[Path, str]:
     isn't the rows', with the right one."""
     made = {PAGES / name: "\n".join(make()) + "\n" for name, make in PAGES_BY_NAME.items()}
     before, table, after = _TABLE.split(README.read_text("utf-8"))
+    made[OPTIONS_FILE] = "\n".join(options_type()) + "\n"
     return {**made, README: f"{before}{table.splitlines()[0]}\n|---|---|\n{readme_models()}{after}"}
 
 

@@ -21,6 +21,7 @@ from fastdecode.cli.options import (
     given,
     leave_summary,
     load_engine,
+    model_defaults,
     sampling_given,
     tell,
 )
@@ -95,7 +96,9 @@ def _generate(args: argparse.Namespace) -> int:
     config = EngineConfig.of(args.model, **engine_options(args))
     if args.conversations is not None and (why := why_no_kv(config)):
         tell(f"warning: every turn computes its whole conversation again: {why}")
-    options = JobOptions(args.input, args.output, sampling_given(args), skip_bad_lines=True)
+    options = JobOptions(
+        args.input, args.output, sampling_given(args), model_defaults(args), skip_bad_lines=True
+    )
     with contextlib.ExitStack() as stack:
         trace = stack.enter_context(open_trace(args.trace))
         progress = stack.enter_context(Progress(sys.stderr))

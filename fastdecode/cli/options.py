@@ -22,6 +22,12 @@ from fastdecode.core.config.groups import LINK_SECURITIES, LINK_SECURITY_HELP
 from fastdecode.core.config.options import Declared, declared
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.core.files import write_json
+from fastdecode.core.model.generation_defaults import (
+    GENERATION_CONFIGS,
+    generation_defaults,
+    told,
+)
+from fastdecode.core.model.local_models import find_model
 from fastdecode.core.sequence import SamplingParams
 
 _TITLES = "S-part", "R-part", "batching", "prefix cache", "cluster", "instances"
@@ -183,6 +189,34 @@ def add_sampling_options(
         default=argparse.SUPPRESS,
         help=Rare("give token ids only, without text"),
     )
+    group.add_argument(
+        "--include-stop-str-in-output",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help=Rare("keep the stop text, or the text of the stop token, in the text"),
+    )
+    group.add_argument(
+        "--no-skip-special-tokens",
+        action="store_false",
+        dest="skip_special_tokens",
+        default=argparse.SUPPRESS,
+        help=Rare("keep the names of special tokens in the text"),
+    )
+    group.add_argument(
+        "--truncate-prompt-tokens",
+        type=int,
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help=Rare("keep the last N tokens of each prompt; -1: as many as fit"),
+    )
+    group.add_argument(
+        "--generation-config",
+        choices=GENERATION_CONFIGS,
+        default="auto",
+        metavar="WHAT",
+        help="auto: the defaults of the model's generation_config.json, not for greedy "
+        f"{askers}; ignore: none (default: auto)",
+    )
 
 
 def load_engine(args: argparse.Namespace) -> None:
@@ -205,6 +239,15 @@ def given(args: argparse.Namespace, group: type[Any]) -> dict[str, Any]:
 def sampling_given(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of ``SamplingParams`` that were given; those left out aren't there."""
     return {f.name: getattr(args, f.name) for f in fields(SamplingParams) if hasattr(args, f.name)}
+
+
+def model_defaults(args: argparse.Namespace) -> dict[str, Any]:
+    """Sampling parameters that the model's generation_config.json recommends;
+    says so if there are any."""
+    defaults = generation_defaults(find_model(args.model), args.generation_config)
+    if defaults:
+        tell(told(defaults))
+    return defaults
 
 
 def sampling_defaults(args: argparse.Namespace) -> SamplingParams:

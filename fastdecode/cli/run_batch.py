@@ -29,6 +29,7 @@ from fastdecode.cli.options import (
     engine_options,
     leave_summary,
     load_engine,
+    model_defaults,
     sampling_given,
     tell,
 )
@@ -194,6 +195,7 @@ def _job_options(args: argparse.Namespace) -> JobOptions:
         input=args.input,
         output=args.output,
         sampling=sampling_given(args),
+        model_defaults=model_defaults(args),
         begin="resume" if args.resume else "overwrite" if args.overwrite else "new",
         retry_errors=args.retry_errors,
         skip_bad_lines=args.on_error == "skip",

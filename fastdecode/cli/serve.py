@@ -29,6 +29,7 @@ from fastdecode.cli.options import (
     engine_options,
     given,
     load_engine,
+    model_defaults,
     sampling_given,
     tell,
 )
@@ -277,6 +278,7 @@ def _opening(args: argparse.Namespace, options: ServeOptions, keys: tuple[str, .
         keys=keys,
         keeping=asdict(Keeping(**given(args, Keeping))),
         no_reuse=why_none(config),
+        model_defaults=model_defaults(args),
     )
 
 

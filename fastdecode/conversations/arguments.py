@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeAlias
 
 from fastdecode.conversations.turns import ChatTurn, Turn, check_id
 from fastdecode.core.errors import RequestError
@@ -68,9 +69,16 @@ def chat_turns(
     ]
 
 
-def as_batch(prompts: object) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
+PromptGiven: TypeAlias = "Prompt | Mapping[str, Any]"
+"""A prompt as callers give it: text, token ids, or a dict with either by the name
+``prompt`` or ``prompt_token_ids``."""
+_PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+def as_batch(prompts: object, cache: CacheUse) -> tuple[list[Prompt], list[CacheUse]]:
+    """One prompt or several, each with its use of the cache."""
+    if isinstance(prompts, (str, Mapping)):
+        prompts = [prompts]
     if not isinstance(prompts, Sequence):
         raise RequestError(
             f"prompts must be a string or a list, not {type(prompts).__name__}",
@@ -78,14 +86,44 @@ def as_batch(prompts: object) -> list[Prompt]:
         )
     batch = list(prompts)
     if batch and all(isinstance(item, int) and not isinstance(item, bool) for item in batch):
-        return [batch]
-    return batch
+        batch = [batch]
+    pairs = [_of_mapping(x, cache) if isinstance(x, Mapping) else (x, cache) for x in batch]
+    return [prompt for prompt, _ in pairs], [use for _, use in pairs]
 
 
-def as_params(params: object, num_prompts: int) -> list[SamplingParams]:
-    """One for each prompt."""
+def _of_mapping(given: Mapping[str, Any], cache: CacheUse) -> tuple[Prompt, CacheUse]:
+    """A prompt that is a dict. Raises RequestError: it has something else in it."""
+    said = {name: value for name, value in given.items() if value is not None}
+    unknown = [name for name in said if name not in _PROMPT_FIELDS]
+    if unknown:
+        raise RequestError(
+            f"a prompt has no {unknown[0]!r}: it has {', '.join(_PROMPT_FIELDS)}; prompts are "
+            "text or token ids",
+            code="invalid_prompt",
+        )
+    if "prompt_token_ids" not in said and "prompt" not in said:
+        raise RequestError(
+            "a prompt that is a dict needs prompt or prompt_token_ids", code="invalid_prompt"
+        )
+    salt = said.get("cache_salt")
+    use = cache if salt is None else CacheUse.of(None, salt)
+    return said["prompt_token_ids" if "prompt_token_ids" in said else "prompt"], use
+
+
+def one_of(name: str, value: Any, alias: str, other: Any) -> Any:
+    """The argument, which may be given by either name. Raises RequestError: by both."""
+    if value is not None and other is not None:
+        raise RequestError(
+            f"{alias} is another name of {name}, which is given too: give one of them",
+            code="invalid_argument",
+        )
+    return value if other is None else other
+
+
+def as_params(params: object, num_prompts: int, default: SamplingParams) -> list[SamplingParams]:
+    """One for each prompt, which no caller can change any more."""
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
+        return [copy(params or default)] * num_prompts
     each: list[SamplingParams] = []
     for item in params if isinstance(params, Sequence) else [params]:
         if not isinstance(item, SamplingParams):
@@ -94,7 +132,7 @@ def as_params(params: object, num_prompts: int) -> list[SamplingParams]:
                 f"{type(item).__name__}",
                 code="invalid_sampling_params",
             )
-        each.append(item)
+        each.append(copy(item))
     if len(each) != num_prompts:
         raise RequestError(
             f"{num_prompts} prompts but {len(each)} sampling params: give one for all, or one each"

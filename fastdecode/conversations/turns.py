@@ -106,6 +106,12 @@ def check_turn(conversation_id: object, params: SamplingParams, num_prompts: int
     and wants one answer. Raises RequestError."""
     if conversation_id is None:
         return None
+    if params.truncate_prompt_tokens is not None:
+        raise RequestError(
+            Given("truncate_prompt_tokens", params.truncate_prompt_tokens),
+            ": a conversation keeps its beginning: leave it out",
+            code="invalid_conversation",
+        )
     if num_prompts != 1 or params.n > 1:
         raise RequestError(
             Given("conversation_id"),

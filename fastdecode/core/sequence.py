@@ -7,16 +7,21 @@ and their state), each of which becomes one ``Completion``.
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from fastdecode.core.cache_use import SHARED as SHARED
 from fastdecode.core.cache_use import CacheUse as CacheUse
 from fastdecode.core.errors import FastDecodeError, Given, RequestError
 from fastdecode.core.holders import KVSource, Residence, SequenceId
+from fastdecode.core.vllm_names import refuse_sampling_names
 
+LogitsProcessor: TypeAlias = Callable[..., Any]
+"""``f(output_token_ids, logits)`` or ``f(prompt_token_ids, output_token_ids,
+logits)``, lists and a float32 tensor [V]; returns logits, the same tensor or
+another."""
 FinishReason = Literal["stop", "length"]
 
 MAX_N = 1024
@@ -24,6 +29,7 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 MAX_LOGPROBS = 100
 MAX_BAD_WORDS = 1024
+_SWITCHES = "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"
 MAX_TOKENS = 1 << 24
 
 
@@ -73,20 +79,63 @@ def _bad_words(words: object) -> tuple[str, ...]:
     return tuple(words)
 
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to choose the next token, and when to stop. Validated at
-    construction; the names are OpenAI's and vLLM's.
+def _logits_processors(functions: object) -> tuple[LogitsProcessor, ...]:
+    """None is an empty list."""
+    rule = "a list of functions of the output's token ids and a row of logits"
+    if functions is None:
+        return ()
+    if not isinstance(functions, abc.Sequence) or not all(map(callable, functions)):
+        raise _refuse("logits_processors", functions, rule)
+    return tuple(functions)
 
-    The order of operations for one row of logits: ``allowed_token_ids``,
+
+@dataclass
+class SamplingParams:
+    """How to choose the next token, and when to stop. Validated at construction
+    and at every assignment; the names are OpenAI's and vLLM's. A request keeps
+    the values of the moment at which it is given.
+
+    The order of operations for one row of logits: ``logits_processors``,
+    ``allowed_token_ids``,
     ``bad_words``, ``logit_bias``, the penalties, ``min_tokens`` (EOS and stop
     ids masked), then greedy if ``temperature == 0``, else ``/ temperature``,
     ``top_k``, ``top_p``, ``min_p``, draw.
 
     Raises:
         RequestError: (code ``invalid_sampling_params``) names the field, its
-            value and what it must be.
+            value and what it must be. (code ``unsupported_field``) there is no
+            such field.
     """
+
+    if TYPE_CHECKING:  # wider than the fields, which hold what was checked
+
+        def __init__(
+            self,
+            *,
+            temperature: float = 1.0,
+            top_k: int = 0,
+            top_p: float = 1.0,
+            min_p: float = 0.0,
+            repetition_penalty: float = 1.0,
+            presence_penalty: float = 0.0,
+            frequency_penalty: float = 0.0,
+            logit_bias: Mapping[int, float] | None = None,
+            allowed_token_ids: abc.Sequence[int] | None = None,
+            bad_words: abc.Sequence[str] | None = None,
+            logits_processors: abc.Sequence[LogitsProcessor] | None = None,
+            seed: int | None = None,
+            stop: str | abc.Sequence[str] | None = None,
+            stop_token_ids: abc.Sequence[int] | None = None,
+            include_stop_str_in_output: bool = False,
+            max_tokens: int | None = 16,
+            min_tokens: int = 0,
+            ignore_eos: bool = False,
+            detokenize: bool = True,
+            skip_special_tokens: bool = True,
+            truncate_prompt_tokens: int | None = None,
+            logprobs: int | None = None,
+            n: int = 1,
+        ) -> None: ...
 
     temperature: float = 1.0
     """0 is greedy."""
@@ -110,6 +159,9 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     """Words that can't be generated: the token that would complete one, with or
     without a space before the word, is masked."""
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+    """Functions that change a row of logits before everything else, in turn. In
+    Python only, and where the sampler is in this process."""
     seed: int | None = None
     """Same seed, same tokens, whatever else is in the batch (docs/design/sampling.md says
     how far). None draws a fresh seed."""
@@ -117,6 +169,8 @@ class SamplingParams:
     """Stop when the text contains one of these; it is cut off the text."""
     stop_token_ids: tuple[int, ...] = ()
     """Stop after one of these; it stays in token_ids, its text is cut off."""
+    include_stop_str_in_output: bool = False
+    """The text keeps the stop string, or the text of the token, that ended it."""
     max_tokens: int | None = 16
     """Most tokens to generate; None: until the model's limit."""
     min_tokens: int = 0
@@ -126,10 +180,33 @@ class SamplingParams:
     detokenize: bool = True
     """False: only token ids are wanted; every text is empty, and none is made.
     Without text there are no stop strings, but ``stop_token_ids``."""
+    skip_special_tokens: bool = True
+    """False: the text has the names of special tokens."""
+    truncate_prompt_tokens: int | None = None
+    """Keep the last so many tokens of the prompt; -1: as many as the model's limit
+    leaves beside ``max_tokens``; None: all, and a prompt that is too long is an
+    error."""
     logprobs: int | None = None
     """None: no logprobs; k >= 0: the drawn token's, and the k likeliest tokens', at every step."""
     n: int = 1
     """Completions of the one prompt; the prompt is prefilled once."""
+
+    def __new__(cls, *args: object, **given: object) -> SamplingParams:
+        refuse_sampling_names(given, cls.__dataclass_fields__)
+        return super().__new__(cls)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if "n" not in self.__dict__:  # it is being made: ``n`` is set last
+            object.__setattr__(self, name, value)
+            return
+        refuse_sampling_names((name,), self.__dataclass_fields__)
+        before = dict(self.__dict__)
+        object.__setattr__(self, name, value)
+        try:
+            self.__post_init__()
+        except RequestError:
+            self.__dict__.update(before)
+            raise
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -155,15 +232,17 @@ class SamplingParams:
             if not self.allowed_token_ids:
                 raise _refuse("allowed_token_ids", [], "a list of at least one token id")
         put("bad_words", _bad_words(self.bad_words))
+        put("logits_processors", _logits_processors(self.logits_processors))
+        if self.truncate_prompt_tokens not in (None, -1):
+            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_TOKENS)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
         _integer("min_tokens", self.min_tokens, 0, MAX_TOKENS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
-        if not isinstance(self.ignore_eos, bool):
-            raise _refuse("ignore_eos", self.ignore_eos, "true or false")
-        if not isinstance(self.detokenize, bool):
-            raise _refuse("detokenize", self.detokenize, "true or false")
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise _refuse(name, getattr(self, name), "true or false")
         if self.stop and not self.detokenize:
             rule = "true where stop strings are given, which need text: or use stop_token_ids"
             raise _refuse("detokenize", self.detokenize, rule)
@@ -172,10 +251,13 @@ class SamplingParams:
         _integer("n", self.n, 1, MAX_N)
 
     def _checked_logit_bias(self) -> dict[int, float]:
-        if not isinstance(self.logit_bias, Mapping):
-            raise _refuse("logit_bias", self.logit_bias, "an object of token id to bias")
+        given: object = self.logit_bias
+        if given is None:
+            return {}
+        if not isinstance(given, Mapping):
+            raise _refuse("logit_bias", given, "an object of token id to bias")
         checked: dict[int, float] = {}
-        pairs: Iterable[tuple[object, object]] = self.logit_bias.items()
+        pairs: Iterable[tuple[object, object]] = given.items()
         for key, bias in pairs:
             try:
                 number = int(key) if isinstance(key, str) else key  # JSON object keys are strings
@@ -277,15 +359,48 @@ class Request:
 
 
 @dataclass(frozen=True)
-class TokenLogprob:
+class Logprob:
+    """What is known of one token at one step, as vLLM tells it."""
+
+    logprob: float
+    rank: int | None = None
+    """1 is the likeliest."""
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True)
+class TokenLogprob(Mapping[int, Logprob]):
     """One step's log-probabilities, of the distribution after penalties and
-    bias, before temperature and truncation."""
+    bias, before temperature and truncation. It is also a mapping of token id to
+    ``Logprob``: the drawn token first, then the likeliest."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     """The likeliest tokens and their logprobs, likeliest first; as many as
     ``SamplingParams.logprobs``."""
+    rank: int = 0
+    """Of the drawn token; 1 is the likeliest, 0 isn't known."""
+    texts: tuple[str, ...] = ()
+    """Of the drawn token and of ``top``; none if nobody has decoded them."""
+
+    @cached_property
+    def _by_id(self) -> dict[int, Logprob]:
+        texts = self.texts or (None,) * (1 + len(self.top))
+        of_drawn = Logprob(self.logprob, self.rank or None, texts[0])
+        by_id = {self.token_id: of_drawn}
+        for place, (token, logprob) in enumerate(self.top):
+            by_id[token] = Logprob(logprob, place + 1, texts[place + 1])
+        return by_id
+
+    def __getitem__(self, token_id: int) -> Logprob:
+        return self._by_id[token_id]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._by_id)
+
+    def __len__(self) -> int:
+        return len(self._by_id)
 
 
 @dataclass(frozen=True)
@@ -297,6 +412,15 @@ class Completion:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprob, ...] | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the tokens' logprobs; None if they weren't asked for."""
+        return None if self.logprobs is None else sum(step.logprob for step in self.logprobs)
+
+    def finished(self) -> bool:
+        """Always: outputs are given once they are complete."""
+        return True
 
 
 @dataclass(frozen=True)
@@ -317,11 +441,21 @@ class RequestOutput:
         return self.error is None
 
     @property
-    def text(self) -> str:
-        """The first completion's text; raises the request's own error if it failed."""
+    def finished(self) -> bool:
+        """Always: outputs are given once they are complete."""
+        return True
+
+    @property
+    def outputs(self) -> tuple[Completion, ...]:
+        """The completions, by vLLM's name; raises the request's own error if it failed."""
         if self.error is not None:
             raise self.error
-        return self.completions[0].text
+        return self.completions
+
+    @property
+    def text(self) -> str:
+        """The first completion's text; raises the request's own error if it failed."""
+        return self.outputs[0].text
 
 
 COMING = -1

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
+from random import Random, SystemRandom
 
-from fastdecode.core.errors import RequestError
+from fastdecode.core.errors import Given, RequestError
 from fastdecode.core.resuming import BegunRequest
 from fastdecode.core.sequence import (
     Prompt,
     PromptRequest,
     Request,
+    SamplingParams,
     check_prompt,
     validate_for_vocab,
 )
@@ -25,6 +26,7 @@ class RequestChecker:
         vocab_size: token ids are below it.
         max_model_len: most tokens of prompt and completion together.
         begun: what an earlier run had drawn for requests of the same ids.
+        seeds: seeds of requests that have none, in turn; None: random ones.
     """
 
     def __init__(
@@ -33,7 +35,9 @@ class RequestChecker:
         vocab_size: int,
         max_model_len: int,
         begun: Mapping[str, BegunRequest] | None = None,
+        seeds: Random | None = None,
     ) -> None:
+        self._seeds = seeds or SystemRandom()
         self._begun = begun or {}
         self._codec = codec
         self._vocab_size = vocab_size
@@ -65,6 +69,7 @@ class RequestChecker:
         params = arrived.params
         validate_for_vocab(params, self._vocab_size)
         limit = self._max_model_len
+        token_ids = self._truncated(token_ids, params)
         if not token_ids:
             raise RequestError("the prompt has no tokens: give at least one", code="empty_prompt")
         if len(token_ids) >= limit:
@@ -81,11 +86,19 @@ class RequestChecker:
             prompt_token_ids=token_ids,
             params=params,
             max_tokens=max_tokens,
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             cache=arrived.cache,
             drawn=self._drawn(arrived, token_ids, max_tokens),
             bad_words=self._bad_words(params.bad_words),
         )
+
+    def _truncated(self, token_ids: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
+        """The end of a prompt that is to be cut; all of another."""
+        most = params.truncate_prompt_tokens
+        if most == -1:
+            room = self._max_model_len - min(params.max_tokens or 1, self._max_model_len - 1)
+            return token_ids[-room:]
+        return token_ids if most is None else token_ids[-most:]
 
     def _bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Each word's tokens, as they begin a text and as they follow a space."""
@@ -96,6 +109,12 @@ class RequestChecker:
         return self._latest_words[1]
 
     def _encode_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        if not self._codec.has_tokenizer:
+            raise RequestError(
+                Given("bad_words"),
+                " need the model's tokenizer.json: add it, or give a logit_bias of -100",
+                code="no_tokenizer",
+            )
         spellings = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]
         tokens = [self._codec.encode(text, add_special_tokens=False) for text in spellings]
         return tuple(dict.fromkeys(tuple(each) for each in tokens if each))

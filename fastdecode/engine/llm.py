@@ -7,27 +7,37 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from copy import copy
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from random import Random
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastdecode.conversations.arguments import (
+    PromptGiven,
     as_batch,
     as_ids,
     as_params,
     chat_prompts,
     chat_turns,
     check_cache,
+    one_of,
 )
 from fastdecode.conversations.conversations import Conversations
 from fastdecode.conversations.keeping import Keeping
 from fastdecode.conversations.reuse import why_none, why_none_of
 from fastdecode.conversations.turns import PromptTurn, Turn, check_id
-from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.config.engine import GROUPS, EngineConfig
+from fastdecode.core.config.options import declared
 from fastdecode.core.delta import Delta
-from fastdecode.core.errors import ConfigError, WorkerError
+from fastdecode.core.errors import ConfigError, Given, RequestError, WorkerError
+from fastdecode.core.model.generation_defaults import (
+    GENERATION_CONFIGS,
+    generation_defaults,
+    told,
+)
 from fastdecode.core.model.local_models import find_model
 from fastdecode.core.progress import Progress
 from fastdecode.core.resuming import Session
@@ -38,8 +48,10 @@ from fastdecode.core.sequence import (
     PromptRequest,
     RequestOutput,
     SamplingParams,
+    TokenLogprob,
 )
 from fastdecode.core.trace import Trace
+from fastdecode.core.vllm_names import engine_options
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.engine.facts import facts_of
 from fastdecode.engine.instances.opening import make_service
@@ -50,13 +62,25 @@ from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import Message, as_chats
 from fastdecode.text.codec import TextCodec
+from fastdecode.text.token_text import TokenText
+from fastdecode.text.tokenizer import ModelTokenizer
 
 # Requests kept queued beside the running ones, as a multiple of those: enough
 # that a freed place is filled at once, few enough that a long input file isn't
 # held in memory.
 QUEUE_AHEAD = 2
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fastdecode.engine.llm_options import LLMOptions
+
 T = TypeVar("T")
+OPTION_NAMES = frozenset(
+    [each.name for group in GROUPS.values() for each in declared(group)]
+    + [field.name for field in fields(Keeping)]
+)
+"""Of ``LLM``."""
 
 
 class LLM:
@@ -68,15 +92,19 @@ class LLM:
 
     Args:
         model: a Hugging Face model directory.
-        options: those of ``EngineConfig``'s groups: dtype, kv_dtype, r_workers,
+        given: options of ``EngineConfig``'s groups: dtype, kv_dtype, r_workers,
             device, …; and of ``Keeping``: conversations, conversation_ttl_s,
-            max_conversations.
+            max_conversations. vLLM's names of some are known, too.
         progress: told what start-up is doing, one line at a time.
         trace: told what every step does, from then on.
         times: what is known of step times beforehand, for the schedule; told
             how long each step took.
         session: of a run that another process can go on with, where R-workers
             are at addresses (``fastdecode run-batch`` has one).
+        generation_config: ``auto``: requests without parameters take those that
+            the model's generation_config.json recommends; ``ignore``: none.
+        seed: that seeds of requests come from, in turn, which have none of
+            their own; None: random ones.
 
     Raises:
         ConfigError, ModelError, WorkerError: as their docstrings say.
@@ -90,8 +118,13 @@ class LLM:
         trace: Trace | None = None,
         times: MeasuredTimes | None = None,
         session: Session | None = None,
-        **options: Any,
+        generation_config: str = "auto",
+        seed: int | None = None,
+        **given: Unpack[LLMOptions],
     ) -> None:
+        options = engine_options(given, OPTION_NAMES, model)
+        defaults = _defaults(model, generation_config, progress)
+        self._default_params = SamplingParams(**defaults)
         keeping = Keeping.taken_from(options)
         self.config = config = EngineConfig.of(model, **options)
         self.conversations = keeping.open(find_model(model))
@@ -108,7 +141,8 @@ class LLM:
         self.facts = facts_of(config, self._running)
         begun = None if session is None else session.begun
         limits = self.facts.vocab_size, self.facts.max_model_len
-        checker = RequestChecker(self.codec, *limits, begun)
+        seeds = None if seed is None else Random(seed)
+        checker = RequestChecker(self.codec, *limits, begun, seeds)
         most_sequences = QUEUE_AHEAD * config.batching.max_num_sequences
         most_sequences *= max(1, config.instances.most_decoding)
         self._readings = RequestStreams(self._service, checker, most_sequences, self.conversations)
@@ -153,24 +187,30 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: PromptGiven | Sequence[PromptGiven],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         conversation_id: str | Sequence[str] | None = None,
         cache: CacheUse = SHARED,
         progress: bool = False,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Continue every prompt. Results stand in the order of the prompts.
 
         Args:
-            prompts: texts or lists of token ids; a single one is a batch of
-                one.
-            params: for all prompts, or one each; None is ``SamplingParams()``.
+            prompts: texts, lists of token ids, or dicts with ``prompt`` or
+                ``prompt_token_ids``, and perhaps ``cache_salt``; a single one
+                is a batch of one.
+            params: for all prompts, or one each; None: what
+                ``get_default_sampling_params`` gives.
+            sampling_params: another name of ``params``.
             conversation_id: of each prompt, which is what is new in that
                 conversation; an id that nobody used begins one.
             cache: what KV blocks they share with other requests, if blocks are
                 kept (``prefix_cache``).
             progress: show on stderr how far it is.
+            use_tqdm: another name of ``progress``.
 
         Returns:
             One output a prompt. A bad prompt's output carries its ``error``;
@@ -183,30 +223,35 @@ class LLM:
             ConfigError: the LLM was closed, or a ``stream`` of it is still
                 being read.
         """
-        batch = as_batch(prompts)
-        every = as_params(params, len(batch))
         check_cache(cache)
+        batch, uses = as_batch(prompts, cache)
+        params = one_of("params", params, "sampling_params", sampling_params)
+        every = self._checked_params(params, len(batch))
+        progress = progress or use_tqdm is True
         ids = as_ids(conversation_id, len(batch))
         if ids is None:
-            return self._run_all(_requests(batch, every, cache), len(batch), progress)
+            return self._run_all(_requests(batch, every, uses), every, progress)
         self._warn_of_turns(cache)
         turns = [
-            Turn(str(i), whose, PromptTurn(prompt, self.codec), its, cache)
-            for i, (whose, prompt, its) in enumerate(zip(ids, batch, every, strict=True))
+            Turn(str(i), whose, PromptTurn(prompt, self.codec), its, use)
+            for i, (whose, prompt, its, use) in enumerate(zip(ids, batch, every, uses, strict=True))
         ]
-        return self._run_all(turns, len(batch), progress)
+        return self._run_all(turns, every, progress)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         chat_template: str | Path | None = None,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         conversation_id: str | Sequence[str] | None = None,
         cache: CacheUse = SHARED,
         progress: bool = False,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Continue conversations by the model's chat template, as ``generate``
         continues prompts.
@@ -215,20 +260,26 @@ class LLM:
             messages: a conversation, or several:
                 ``[{"role": "user", "content": "…"}, …]``.
             params: for all conversations, or one each.
-            chat_template: a file to use in place of the model's own.
+            sampling_params: another name of ``params``.
+            chat_template: a file to use in place of the model's own, or the
+                template itself: a text with ``{``.
             add_generation_prompt: end prompts with what begins the assistant's
                 turn.
             variables: more names for the template.
+            chat_template_kwargs: another name of ``variables``.
             conversation_id: of each conversation, whose ``messages`` are the
                 new ones then; those before, and the answers, are known.
-            cache: as of ``generate``.
+            cache, progress, use_tqdm: as of ``generate``.
 
         Raises:
             RequestError, ConfigError: as ``generate``; or there is no chat
                 template.
         """
         chats = as_chats(messages)
-        every = as_params(params, len(chats))
+        params = one_of("params", params, "sampling_params", sampling_params)
+        every = self._checked_params(params, len(chats))
+        variables = one_of("variables", variables, "chat_template_kwargs", chat_template_kwargs)
+        progress = progress or use_tqdm is True
         check_cache(cache)
         template = _chat_template(self.config.model, chat_template)
         with contextlib.closing(template):
@@ -237,12 +288,37 @@ class LLM:
             if ids is not None:
                 self._warn_of_turns(cache)
                 turns = chat_turns(ids, chats, every, self.codec, template, *more, cache)
-                return self._run_all(turns, len(chats), progress)
+                return self._run_all(turns, every, progress)
             prompts, refused = chat_prompts(chats, template, self.codec, *more)
-        requests = _requests(list(prompts.values()), [every[place] for place in prompts], cache)
-        answered = self._run_all(requests, len(prompts), progress)
+        uses = [cache] * len(prompts)
+        params = [every[place] for place in prompts]
+        requests = _requests(list(prompts.values()), params, uses)
+        answered = self._run_all(requests, params, progress)
         outputs = {p: replace(o, request_id=str(p)) for p, o in zip(prompts, answered, strict=True)}
         return [refused.get(place) or outputs[place] for place in range(len(chats))]
+
+    def get_tokenizer(self) -> ModelTokenizer:
+        """The model's tokenizer. Raises ConfigError: it has none."""
+        eos = self._running.spec.eos_token_ids
+        return ModelTokenizer(self.codec, find_model(self.config.model), eos)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """A copy of what requests without parameters take: see ``generation_config``."""
+        return copy(self._default_params)
+
+    def _checked_params(self, params: object, count: int) -> list[SamplingParams]:
+        """One for each of so many requests. Raises RequestError."""
+        every = as_params(params, count, self._default_params)
+        instances = self.config.instances
+        is_elsewhere = instances.is_elsewhere or instances.prefill_instances
+        if is_elsewhere and any(its.logits_processors for its in every):
+            raise RequestError(
+                Given("logits_processors"),
+                " need the sampler in this process, and instances have their own: use "
+                "logit_bias, allowed_token_ids or bad_words",
+                code="unsupported_field",
+            )
+        return every
 
     def forget(self, conversation_id: str) -> None:
         """End a conversation: nothing of it is kept, and a turn that names it is
@@ -299,17 +375,21 @@ class LLM:
             warnings.warn(why, stacklevel=3)
 
     def _run_all(
-        self, requests: Iterable[Arriving], count: int, progress: bool
+        self, requests: Iterable[Arriving], params: Sequence[SamplingParams], progress: bool
     ) -> list[RequestOutput]:
-        """One output a request, in the order of their ids, which are numbers."""
+        """One output a request, in the order of their ids, which are numbers.
+        ``params``: theirs, in order."""
         outputs: dict[str, RequestOutput] = {}
         with contextlib.ExitStack() as stack:
-            tick = stack.enter_context(_shown(self, count, outputs)) if progress else None
+            tick = stack.enter_context(_shown(self, len(params), outputs)) if progress else None
             for output in stack.enter_context(contextlib.closing(self.stream(requests, tick))):
                 outputs[output.request_id] = output
         lost = next((o.error for o in outputs.values() if isinstance(o.error, WorkerError)), None)
         return [
-            outputs.get(str(i)) or RequestOutput(str(i), None, (), error=lost) for i in range(count)
+            _decoded(outputs[str(i)], its, self.codec)
+            if str(i) in outputs
+            else RequestOutput(str(i), None, (), error=lost)
+            for i, its in enumerate(params)
         ]
 
 
@@ -319,10 +399,43 @@ def _end_conversation(service: EngineService[Any], token_ids: Sequence[int], sal
     service.look(lambda running: running.engine.end_conversation(token_ids, salt))
 
 
-def _chat_template(model: str, path: str | Path | None) -> ChatTemplate:
-    """A model's chat template, or that of a file in its place. Raises
-    ConfigError: there is none."""
-    template = ChatTemplate.load(find_model(model), None if path is None else Path(path))
+def _defaults(
+    model: str, generation_config: str, progress: Callable[[str], None] | None
+) -> dict[str, Any]:
+    """What requests without parameters take. Raises ConfigError, CheckpointError."""
+    generation_config = {"vllm": "ignore"}.get(generation_config, generation_config)
+    if generation_config not in GENERATION_CONFIGS:
+        known = " or ".join(GENERATION_CONFIGS)
+        raise ConfigError(Given("generation_config", generation_config), f" is not {known}")
+    defaults = generation_defaults(find_model(model), generation_config)
+    if defaults and progress is not None:
+        progress(told(defaults))
+    return defaults
+
+
+def _decoded(output: RequestOutput, params: SamplingParams, codec: TextCodec) -> RequestOutput:
+    """With the texts of tokens whose logprobs were asked for, if text is wanted."""
+    if params.logprobs is None or not params.detokenize:
+        return output
+    names = TokenText(codec.vocabulary_of(params))
+    completions = [
+        replace(one, logprobs=tuple(_named(step, names) for step in one.logprobs or ()))
+        for one in output.completions
+    ]
+    return replace(output, completions=tuple(completions))
+
+
+def _named(step: TokenLogprob, names: TokenText) -> TokenLogprob:
+    ids = step.token_id, *(token for token, _ in step.top)
+    return replace(step, texts=tuple(map(names.text_of, ids)))
+
+
+def _chat_template(model: str, given: str | Path | None) -> ChatTemplate:
+    """A model's chat template, or another in its place: of a file, or a text.
+    Raises ConfigError: there is none."""
+    if isinstance(given, str) and "{" in given:
+        return ChatTemplate.of_model(find_model(model), given, "chat_template")
+    template = ChatTemplate.load(find_model(model), None if given is None else Path(given))
     if template is None:
         raise ConfigError(
             f"{model} has no chat template: give a file as chat_template, or use generate",
@@ -332,11 +445,11 @@ def _chat_template(model: str, path: str | Path | None) -> ChatTemplate:
 
 
 def _requests(
-    prompts: Sequence[Prompt], params: Sequence[SamplingParams], cache: CacheUse
+    prompts: Sequence[Prompt], params: Sequence[SamplingParams], uses: Sequence[CacheUse]
 ) -> Iterator[PromptRequest]:
     """One a prompt."""
-    for i, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
-        yield PromptRequest(str(i), prompt, its, cache)
+    for i, (prompt, its, use) in enumerate(zip(prompts, params, uses, strict=True)):
+        yield PromptRequest(str(i), prompt, its, use)
 
 
 @contextlib.contextmanager

@@ -160,7 +160,7 @@ class RequestStream:
             fold = self._fold_of(arrived, prompt, token_ids)
             self._refuse(fold, told_of_turn(error) if fold in self._turns else error)
             return None
-        self._folds[request_id] = self._fold_of(arrived, prompt, token_ids)
+        self._folds[request_id] = self._fold_of(arrived, prompt, request.prompt_token_ids)
         return request
 
     def _fold_of(

@@ -66,6 +66,7 @@ class Generation:
         if drawn.logprob is not None:
             self.logprobs.append(drawn.logprob)
         if (token in eos_token_ids and not params.ignore_eos) or token in params.stop_token_ids:
+            self.text.append_last(token)
             return "stop"
         return "stop" if self.text.append(token) else None
 

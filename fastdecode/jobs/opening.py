@@ -18,6 +18,7 @@ from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.files import check_paths
 from fastdecode.core.model.checkpoint import check_model, open_checkpoint
+from fastdecode.core.model.generation_defaults import with_defaults
 from fastdecode.core.model.identity import identify
 from fastdecode.core.model.local_models import find_model
 from fastdecode.core.sequence import SamplingParams
@@ -49,6 +50,8 @@ class JobOptions:
     output: Path
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters for lines that don't say it themselves."""
+    model_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What the model's generation_config.json recommends for those that don't."""
     begin: Literal["new", "resume", "overwrite"] = "new"
     """What to do with an output that is there: refuse to start, go on with it, throw it away."""
     retry_errors: bool = False
@@ -138,7 +141,7 @@ def _format(
 ) -> tuple[ChatTemplate | None, RequestReader | None, LineFormat]:
     """How the input is read; the first two if its lines are OpenAI's."""
     if not is_openai(options.input):
-        return None, None, SimpleLines(SamplingParams(**options.sampling))
+        return None, None, _simple_lines(options)
     template = ChatTemplate.load(find_model(config.model), options.chat_template)
     reader = _reader(options, config, has_template=template is not None)
     return template, reader, OpenAILines(reader, run_id="")
@@ -207,7 +210,7 @@ def open_ordered_job(
         ConfigError: something is wrong with the files; nothing was changed.
     """
     check_paths(options.input, output=options.output)
-    lines = SimpleLines(SamplingParams(**options.sampling), numbers=False)
+    lines = _simple_lines(options, numbers=False)
     found = _survey(options, model, lines, tell)
     rules = AnswerRules(
         partial(seed_of, secrets.randbits(63)), None, datetime.now(), answers_lost=True
@@ -231,7 +234,17 @@ def _survey(
 
 def _reader(options: JobOptions, config: EngineConfig, *, has_template: bool) -> RequestReader:
     names = options.served_model_names or (config.model, Path(os.path.abspath(config.model)).name)
-    return RequestReader(options.sampling, names, has_template)
+    return RequestReader(
+        options.sampling, names, has_template, model_defaults=options.model_defaults
+    )
+
+
+def _simple_lines(options: JobOptions, *, numbers: bool = True) -> SimpleLines:
+    defaults, greedy = (
+        SamplingParams(**with_defaults(options.model_defaults, options.sampling, said))
+        for said in ({}, {"temperature": 0})
+    )
+    return SimpleLines(defaults, greedy, numbers=numbers)
 
 
 def _manifest(
@@ -261,7 +274,7 @@ def _manifest(
     now = new_manifest(
         lines=lines,
         input_sha256=found.sha256,
-        sampling=options.sampling,
+        sampling={**options.model_defaults, **options.sampling},
         model=identify_model(directory, options.chat_template, config.s_part.load_format),
         dtype=identity.dtype.value,
         kv_dtype=identity.kv_dtype.value,

@@ -27,7 +27,7 @@ from fastdecode.jobs.line_format import LineError, LineId, LineRequest
 from fastdecode.jobs.lines import load_object, utf8
 from fastdecode.text.codec import TextCodec
 
-SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams))
+SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams) if f.name != "logits_processors")
 LINE_FIELDS = (
     "id", "prompt", "prompt_token_ids", *SAMPLING_FIELDS, "cache", "cache_salt", "conversation_id",
 )  # fmt: skip
@@ -97,6 +97,7 @@ class SimpleLines:
 
     Args:
         defaults: what lines don't say themselves.
+        greedy: the same for lines that say ``temperature`` 0; None: as others.
         numbers: every answer also tells the ``line`` that it is for, since
             answers come in the order in which they finish. Without it only
             errors do.
@@ -106,8 +107,15 @@ class SimpleLines:
     id_field: ClassVar[str] = "id"
     duplicate_code: ClassVar[str] = "duplicate_id"
 
-    def __init__(self, defaults: SamplingParams, *, numbers: bool = True) -> None:
+    def __init__(
+        self,
+        defaults: SamplingParams,
+        greedy: SamplingParams | None = None,
+        *,
+        numbers: bool = True,
+    ) -> None:
         self._defaults = defaults
+        self._greedy = greedy or defaults
         self._numbers = numbers
 
     def parse(self, raw: bytes, number: int) -> LineRequest:
@@ -119,7 +127,8 @@ class SimpleLines:
             _refuse_unknown_fields(line)
             # null is the same as not given
             overrides = {name: line[name] for name in SAMPLING_FIELDS if line.get(name) is not None}
-            params = replace(self._defaults, **overrides)
+            is_greedy = overrides.get("temperature") == 0
+            params = replace(self._greedy if is_greedy else self._defaults, **overrides)
             cache = CacheUse.of(line.get("cache"), line.get("cache_salt"))
             whose = check_turn(line.get("conversation_id"), params, 1)
             prompts = (_prompt_of(line),)

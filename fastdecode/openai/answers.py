@@ -33,7 +33,10 @@ def answer_body(
     """
     with_token_ids = request.want_token_ids or not codec.has_tokenizer
     writer = ChoiceWriter(
-        TokenText(codec.vocabulary), request.is_chat, with_token_ids, request.params.n
+        TokenText(codec.vocabulary_of(request.params)),
+        request.is_chat,
+        with_token_ids,
+        request.params.n,
     )
     return {
         "id": f"{'chatcmpl' if request.is_chat else 'cmpl'}-{answer_id}",

@@ -57,7 +57,7 @@ class ChunkWriter:
         self._n = request.params.n
         self._has_text = request.params.detokenize
         self._with_token_ids = request.want_token_ids or not codec.has_tokenizer
-        tokens = TokenText(codec.vocabulary)
+        tokens = TokenText(codec.vocabulary_of(request.params))
         self._writer = ChoiceWriter(tokens, self._is_chat, self._with_token_ids, self._n)
         self._tokens = tokens
         self._prompts = prompts

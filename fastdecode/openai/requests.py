@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
 from fastdecode.conversations.turns import check_turn
 from fastdecode.core.errors import Given, RequestError
+from fastdecode.core.model.generation_defaults import with_defaults
 from fastdecode.core.sequence import SHARED, CacheUse, SamplingParams
 from fastdecode.openai.chat import Chat, Turn
 from fastdecode.text.chat_template import RESERVED
@@ -32,7 +33,9 @@ _SHOWN = 64
 
 # Fields of SamplingParams that a body gives by the same name and in the same
 # form; some are vLLM's additions to OpenAI's.
-SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams) if f.name != "logprobs")
+SAMPLING_FIELDS = tuple(
+    f.name for f in fields(SamplingParams) if f.name not in ("logprobs", "logits_processors")
+)
 FIELDS = {
     COMPLETIONS_URL: (
         "model", "prompt", *SAMPLING_FIELDS, "logprobs", "return_token_ids", "cache", "cache_salt",
@@ -56,8 +59,8 @@ NOT_SUPPORTED: Mapping[str, Sequence[object]] = {
     "logits_processors": ([],), "logit_processors": ([],), "use_beam_search": (False,),
     "length_penalty": (1,), "guided_json": (), "guided_regex": (), "guided_choice": (),
     "guided_grammar": (), "structured_outputs": (), "prompt_logprobs": (),
-    "truncate_prompt_tokens": (), "add_special_tokens": (), "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,), "priority": (0,),
+    "add_special_tokens": (),
+    "priority": (0,),
     "documents": ([],), "chat_template": (), "continue_final_message": (False,),
     "mm_processor_kwargs": (),
 }  # fmt: skip
@@ -121,14 +124,16 @@ class RequestReader:
             isn't here is OpenAI's default.
         served_model_names: what a body's ``model`` may be.
         has_chat_template: whether chats can be answered.
-        is_online: whoever asked is connected: bodies may ask for streams, and
-            what they give a template is bounded.
+        is_online: the client is connected: bodies may ask for streams, and what
+            they give a template is bounded.
     """
 
     given: Mapping[str, Any]
     served_model_names: Sequence[str]
     has_chat_template: bool
     is_online: bool = False
+    model_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What the model's generation_config.json recommends."""
 
     def read(self, url: str, body: dict[str, Any]) -> BodyRequest:
         """The request of a body that was posted to ``url``, one of the two. Raises BodyError."""
@@ -167,15 +172,16 @@ class RequestReader:
     def _params(self, body: dict[str, Any], *, is_chat: bool) -> SamplingParams:
         # null is the same as not given
         said = {name: body[name] for name in SAMPLING_FIELDS if body.get(name) is not None}
-        defaults = dict(self.given)
         if is_chat:
             said.update(_chat_logprobs(body))
             said.update(_max_completion_tokens(body))
-            defaults.setdefault("max_tokens", None)
         elif body.get("logprobs") is not None:
             said["logprobs"] = body["logprobs"]
+        chosen = with_defaults(self.model_defaults, self.given, said)
+        if is_chat:
+            chosen.setdefault("max_tokens", None)
         try:
-            return SamplingParams(**{**defaults, **said})
+            return SamplingParams(**chosen)
         except RequestError as error:
             raise BodyError(str(error), code=error.code, param=blamed(error, said)) from None
 

@@ -79,7 +79,13 @@ class Front:
         opening = self.opening
         self.names = self.options.names(opening.model)
         has_template = self.template is not None
-        self.reader = RequestReader(opening.sampling, self.names, has_template, is_online=True)
+        self.reader = RequestReader(
+            opening.sampling,
+            self.names,
+            has_template,
+            is_online=True,
+            model_defaults=opening.model_defaults,
+        )
         self.checker = RequestChecker(self.codec, opening.vocab_size, opening.max_model_len)
         self.observations = Observations(opening.max_model_len)
         most = self.options.max_queued_tokens or _TOKENS_UNTIL_READY

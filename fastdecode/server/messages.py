@@ -56,6 +56,8 @@ class Opening:
     """``Keeping``, of conversations."""
     no_reuse: str = ""
     """Why no turn of a conversation reuses KV; empty: they do."""
+    model_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What the model's generation_config.json recommends for such requests."""
 
 
 @dataclass(frozen=True)

@@ -99,13 +99,7 @@ class ChatTemplate:
             ConfigError: ``override`` can't be read.
         """
         config = read_model_json(model_dir / "tokenizer_config.json")
-        # Where transformers finds added_tokens_decoder, it doesn't read the older file.
-        older = (
-            {}
-            if "added_tokens_decoder" in config
-            else read_model_json(model_dir / "special_tokens_map.json")
-        )
-        special_tokens = _special_tokens({**config, **older})
+        special_tokens = _special_tokens_of(model_dir, config)
         if override is not None:
             try:
                 return cls(_read_override(override), str(override), special_tokens)
@@ -127,6 +121,15 @@ class ChatTemplate:
         return cls(
             source, f"chat_template in {model_dir / 'tokenizer_config.json'}", special_tokens
         )
+
+    @classmethod
+    def of_model(cls, model_dir: Path, source: str, origin: str) -> ChatTemplate:
+        """A Jinja program in place of the model's own. Raises as ``load``."""
+        config = read_model_json(model_dir / "tokenizer_config.json")
+        try:
+            return cls(source, origin, _special_tokens_of(model_dir, config))
+        except CheckpointError as error:
+            raise ConfigError(Given("chat_template"), f": {error}") from None
 
     def render(
         self,
@@ -171,6 +174,17 @@ class ChatTemplate:
     def close(self) -> None:
         """End the child process. Safe to call twice."""
         self._child.close()
+
+
+def _special_tokens_of(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """``config``: of ``tokenizer_config.json``."""
+    # Where transformers finds added_tokens_decoder, it doesn't read the older file.
+    older = (
+        {}
+        if "added_tokens_decoder" in config
+        else read_model_json(model_dir / "special_tokens_map.json")
+    )
+    return _special_tokens({**config, **older})
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -3,8 +3,9 @@ of a sequence as it grows."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from fastdecode.core.errors import RequestError, imports_for
@@ -49,6 +50,7 @@ class TextCodec:
         self._encoder = encoder
         self.eos_token_id = eos_token_id
         self._vocabulary = None if tokenizer is None else Vocabulary(tokenizer)
+        self._whole = None if tokenizer is None else Vocabulary(tokenizer, skips_special=False)
         if tokenizer is not None:
             # Some tokenizer.json carry the settings that their training ran with.
             tokenizer.no_padding()
@@ -94,6 +96,10 @@ class TextCodec:
         """The tokens' texts; None without a tokenizer."""
         return self._vocabulary
 
+    def vocabulary_of(self, params: SamplingParams) -> Vocabulary | None:
+        """The tokens' texts in this request's answers; None without a tokenizer."""
+        return self._vocabulary if params.skip_special_tokens else self._whole
+
     def close(self) -> None:
         """End the process that encodes. Safe to call twice."""
         if self._encoder is not None:
@@ -132,12 +138,19 @@ class TextCodec:
         """
         if not params.detokenize:
             return SequenceText(NoDetokenizer())
-        if self._vocabulary is not None:
-            detokenizer = detokenizer_for(self._vocabulary, prompt_token_ids)
-            specials = self._vocabulary.special_tokens
-            # The name of a special token never appears in a text.
-            stop_ids = frozenset(specials[stop] for stop in params.stop if stop in specials)
-            return SequenceText(detokenizer, params.stop, params.min_tokens, stop_ids)
+        vocabulary = self.vocabulary_of(params)
+        if vocabulary is not None:
+            detokenizer = detokenizer_for(vocabulary, prompt_token_ids)
+            specials = vocabulary.special_tokens if params.skip_special_tokens else {}
+            # The name of a special token that is skipped never appears in a text.
+            stop_ids = {specials[stop]: stop for stop in params.stop if stop in specials}
+            return SequenceText(
+                detokenizer,
+                params.stop,
+                params.min_tokens,
+                stop_ids,
+                keeps_stop=params.include_stop_str_in_output,
+            )
         if params.stop:
             raise RequestError(
                 "stop strings need text, but the model directory has no tokenizer.json: use "
@@ -150,15 +163,17 @@ class TextCodec:
 class SequenceText:
     """What one sequence has said so far, and whether it has said a stop string.
 
-    A token that ends the sequence by its id (EOS, ``stop_token_ids``) isn't
-    appended: its text isn't wanted.
+    A token that ends the sequence by its id (EOS, ``stop_token_ids``) is given
+    to ``append_last``.
 
     Args:
         detokenizer: the sequence's own.
         stop: end the text before the first of these to appear.
         min_tokens: a stop string that is complete before this many tokens
             doesn't count.
-        stop_ids: tokens without text that are named by a stop string each.
+        stop_ids: tokens without text, and the stop string that names each.
+        keeps_stop: the text has the stop string that ended it, and what
+            ``append_last`` adds.
     """
 
     def __init__(
@@ -166,8 +181,11 @@ class SequenceText:
         detokenizer: Detokenizer,
         stop: Sequence[str] = (),
         min_tokens: int = 0,
-        stop_ids: Collection[int] = (),
+        stop_ids: Mapping[int, str] = MappingProxyType({}),
+        *,
+        keeps_stop: bool = False,
     ) -> None:
+        self._keeps_stop = keeps_stop
         self._detokenizer = detokenizer
         self._stop_ids = stop_ids
         self._stop = tuple(stop)
@@ -182,7 +200,7 @@ class SequenceText:
         self._max_tail = max(map(len, stop), default=1) - 1
         self._is_over = False
         # Of the text that was taken:
-        self._begun = BegunStop(stop)
+        self._begun = BegunStop(() if keeps_stop else stop)
         self._num_seen = 0  # pieces looked at
         self._num_taken = 0  # characters given
         self._untaken = ""  # looked at, and not given
@@ -203,6 +221,8 @@ class SequenceText:
         self._num_tokens += 1
         if token_id in self._stop_ids and self._num_tokens >= self._min_tokens:
             self.finish()
+            if self._keeps_stop:
+                self._pieces.append(self._stop_ids[token_id])
             return True
         if self._add(self._detokenizer.append(token_id)):
             return True
@@ -215,6 +235,11 @@ class SequenceText:
             return self._add(self._detokenizer.flush())
         self._num_peeked = len(held)
         return False
+
+    def append_last(self, token_id: int) -> None:
+        """The token whose id ends the sequence: its text is there if stops are kept."""
+        if self._keeps_stop:
+            self.append(token_id)
 
     def take(self) -> str:
         """What is new of the text since the last call, but for an end that may
@@ -247,7 +272,9 @@ class SequenceText:
             if self._max_tail:
                 self._tail = (self._tail + piece)[-self._max_tail :]
             return False
-        if found < len(self._tail):
+        if self._keeps_stop:
+            self._pieces.append(piece[: found - len(self._tail)])
+        elif found < len(self._tail):
             # It began in earlier pieces: take that much of them back.
             self._pieces = [self.text[: found - len(self._tail)]]
             self._num_seen, self._untaken = 1, self._pieces[0][self._num_taken :]
@@ -257,13 +284,20 @@ class SequenceText:
         return True
 
     def _find(self, piece: str) -> int | None:
-        """Where in tail + piece the first stop string begins that this token
-        has completed; None if there is none."""
+        """Where in tail + piece the text ends, as this token has completed a stop
+        string: where the first one begins, or where it ends if it is kept; None
+        if there is none."""
         if self._num_tokens < self._min_tokens:
             return None
         text, seen = self._tail + piece, len(self._tail) + self._num_peeked
         places = [text.find(stop, max(0, seen - len(stop) + 1)) for stop in self._stop]
-        return min((place for place in places if place >= 0), default=None)
+        found = [
+            (place, stop) for place, stop in zip(places, self._stop, strict=True) if place >= 0
+        ]
+        if not found:
+            return None
+        place, stop = min(found, key=lambda each: (each[0], len(each[1])))
+        return place + len(stop) if self._keeps_stop else place
 
 
 def _eos_token(path: Path) -> str | None:

@@ -41,21 +41,26 @@ class Detokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What detokenizers ask of a tokenizer. One serves all sequences of a model."""
+    """What detokenizers ask of a tokenizer. One serves all sequences of a model.
+
+    Args:
+        skips_special: special tokens have no text; or their names are in it.
+    """
 
     tokenizer: Tokenizer
+    skips_special: bool = True
     _bytes: dict[int, bytes] = field(default_factory=dict)
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        """Name → id of the tokens that have no text."""
+        """Name → id."""
         added = self.tokenizer.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items() if token.special}
 
     @cached_property
     def skipped(self) -> frozenset[int]:
-        """Special tokens; they have no text."""
-        return frozenset(self.special_tokens.values())
+        """Tokens that have no text."""
+        return frozenset(self.special_tokens.values() if self.skips_special else ())
 
     @cached_property
     def decoder_types(self) -> frozenset[str]:
@@ -71,7 +76,7 @@ class Vocabulary:
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Decode at once. ids that the tokenizer doesn't know have no text."""
-        decoded: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        decoded: str = self.tokenizer.decode(token_ids, skip_special_tokens=self.skips_special)
         return decoded
 
     def token(self, token_id: int) -> str | None:

@@ -10,18 +10,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sworker.buffers import to_device as upload
+from sworker.sampling.logits_processors import run_processors
 from sworker.sampling.sampling_state import SamplingState
 from sworker.sampling.token_masks import mask_logits
 
 
 def adjust(logits: Tensor, states: Sequence[SamplingState]) -> None:
-    """Apply masks, logit_bias, min_tokens and penalties in place. Rows without
+    """Apply processors, masks, logit_bias, min_tokens and penalties in place. Rows without
     a mask are touched only at the tokens concerned.
 
     Masks add -inf, so they may as well come first: no penalty moves -inf, and a
     NaN stays a NaN.
     """
     device = logits.device
+    run_processors(logits, states)
     mask_logits(logits, [state.mask for state in states])
     additive = _entries([(row, entry) for row, s in enumerate(states) if (entry := s.additive)])
     if additive is not None:

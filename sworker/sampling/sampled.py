@@ -31,19 +31,21 @@ def sampled_token(
 
     Args:
         greatest: of its logits; not finite if there is nothing to draw from.
-        logprobs: the token's, then ids of the likeliest, then theirs; None: the
-            request doesn't ask for them.
+        logprobs: the token's, its rank, then ids of the likeliest, then theirs;
+            None: the request doesn't ask for them.
     """
+    if state.failure is not None:
+        return SampledToken(-1, error=state.failure)
     if not math.isfinite(greatest):
         return SampledToken(-1, error=_row_error(greatest, state.num_generated))
     if logprobs is None:
         return SampledToken(token)
-    count = (len(logprobs) - 1) // 2
+    count = (len(logprobs) - 2) // 2
     wanted = min(count, state.params.logprobs or 0)
-    ids, values = logprobs[1 : 1 + wanted], logprobs[1 + count : 1 + count + wanted]
+    ids, values = logprobs[2 : 2 + wanted], logprobs[2 + count : 2 + count + wanted]
     # A masked token isn't likely, however few others there are.
     top = tuple((int(i), value) for i, value in zip(ids, values, strict=True) if value > -math.inf)
-    return SampledToken(token, TokenLogprob(token, logprobs[0], top))
+    return SampledToken(token, TokenLogprob(token, logprobs[0], top, int(logprobs[1])))
 
 
 def _row_error(greatest: float, num_generated: int) -> RequestError:

@@ -4,10 +4,12 @@ on the device."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fastdecode.core.errors import RequestError
 from fastdecode.core.sequence import SamplingParams
 from sworker.sampling.random_numbers import GAMMA, mix, mixed
 from sworker.sampling.token_masks import BadWords, packed
@@ -16,6 +18,14 @@ _FEW_KEYS = 8
 """So few are made sooner without arrays."""
 _GAMMA = int(GAMMA)
 _MASK = (1 << 64) - 1
+
+
+@dataclass
+class History:
+    """Tokens as ``logits_processors`` are given them."""
+
+    prompt: tuple[int, ...]
+    output: list[int] = field(default_factory=list)
 
 
 class SamplingState:
@@ -41,6 +51,8 @@ class SamplingState:
         "_additive_masked",
         "_bad_words",
         "_counts",
+        "failure",
+        "history",
         "mask",
         "num_generated",
         "params",
@@ -63,6 +75,9 @@ class SamplingState:
         """The tokens that it may draw now (``token_masks``); None: all."""
         if params.allowed_token_ids is not None:
             self.mask = packed(params.allowed_token_ids, vocab_size)
+        self.history = History(tuple(prompt_token_ids)) if params.logits_processors else None
+        self.failure: RequestError | None = None
+        """What a logits processor has raised: there is no token."""
         self._bad_words = BadWords(bad_words) if any(len(x) > 1 for x in bad_words) else None
         self.params = params
         self.vocab_size = vocab_size
@@ -114,6 +129,8 @@ class SamplingState:
         self.num_generated += 1
         if self._bad_words is not None:
             self._bad_words.observe(token_id)
+        if self.history is not None:
+            self.history.output.append(token_id)
         if self._counts is not None:
             self._counts.add(token_id)
 

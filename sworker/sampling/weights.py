@@ -232,8 +232,8 @@ def _likeliest(logits: Tensor, count: int) -> Tensor:
 def logprobs_of(logits: Tensor, greatest: Tensor, tokens: Tensor, count: int) -> Tensor:
     """Log-probabilities of the drawn and of the likeliest tokens.
 
-    logits [m, V], greatest and tokens [m, 1] → float64 [m, 1 + 2 · count]: the
-    token's logprob, ids, their logprobs.
+    logits [m, V], greatest and tokens [m, 1] → float64 [m, 2 + 2 · count]: the
+    token's logprob and rank (1: none is likelier), ids, their logprobs.
     """
     vocab_size = logits.shape[1]
     weights = weights_of(logits, greatest, 1.0, vocab_size)
@@ -241,4 +241,5 @@ def logprobs_of(logits: Tensor, greatest: Tensor, tokens: Tensor, count: int) ->
     log_mass = greatest.double() + (total / scale_of(vocab_size)).log()  # [m, 1]
     ids = _likeliest(logits, count)  # [m, count]
     picked = logits.gather(1, torch.cat([tokens, ids], dim=1)).double() - log_mass
-    return torch.cat([picked[:, :1], ids.double(), picked[:, 1:]], dim=1)
+    rank = (logits > logits.gather(1, tokens)).sum(dim=-1, keepdim=True).add_(1)
+    return torch.cat([picked[:, :1], rank.double(), ids.double(), picked[:, 1:]], dim=1)

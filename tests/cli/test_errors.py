@@ -113,8 +113,9 @@ def test_python_names_the_parameter() -> None:
         EngineConfig.of("model", kv_memory_gb=1e-7)
 
 
-def test_every_sampling_parameter_but_logit_bias_is_an_option() -> None:
+def test_every_sampling_parameter_that_a_command_can_give_is_an_option() -> None:
     parser = argparse.ArgumentParser()
     add_sampling_options(parser)
-    options = {action.dest for action in parser._actions} - {"help"}
-    assert options == {each.name for each in fields(SamplingParams)} - {"logit_bias"}
+    options = {action.dest for action in parser._actions} - {"help", "generation_config"}
+    others = {"logit_bias", "logits_processors"}
+    assert options == {each.name for each in fields(SamplingParams)} - others

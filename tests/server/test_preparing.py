@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("uvicorn", reason='needs the server: pip install ".[server]"')
 
 from fastdecode.core.delta import Delta
+from fastdecode.core.sequence import SamplingParams
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL
 from fastdecode.server.admission import QueueAdmission
 from fastdecode.server.client import EngineClient
@@ -68,8 +69,7 @@ class Codec(TextCodec):
         self.num_encoded += 1
         return [ord(letter) for letter in text]
 
-    @property
-    def vocabulary(self) -> None:
+    def vocabulary_of(self, params: SamplingParams) -> None:
         self.looked_at_by.append(threading.current_thread().name)
 
 

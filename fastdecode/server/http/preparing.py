@@ -92,8 +92,15 @@ class Preparation:
                 arrived = PromptRequest(
                     f"{self._number}.{place}", token_ids, asked.params, asked.cache
                 )
-                requests.append(self._front.checker.check(arrived, token_ids))
+                requests.append(await self._checked(arrived, token_ids))
         return asked, requests
+
+    async def _checked(self, arrived: PromptRequest, token_ids: tuple[int, ...]) -> Request:
+        """Raises RequestError, and as ``requests``."""
+        check = partial(self._front.checker.check, arrived, token_ids)
+        if arrived.params.bad_words:  # words to be tokenised
+            return await self.queued(self._front.threads.tokenizer, check)
+        return check()
 
     async def _turn_of(self, asked: BodyRequest, conversation_id: str) -> Request:
         """The request that a turn of a conversation is, once it is due. Raises

@@ -33,6 +33,7 @@ _NOT_AS_EXPECTED = (KeyError, TypeError, ValueError, AttributeError, OverflowErr
 
 
 def request_to_json(request: Request) -> list[Any]:
+    assert not request.params.logits_processors, "functions go to no other process"
     params = {f.name: getattr(request.params, f.name) for f in fields(SamplingParams)}
     return [
         request.request_id, request.prompt_token_ids, params, request.max_tokens, request.seed,
@@ -66,7 +67,7 @@ def request_from_json(said: Any) -> Request:
 def delta_to_json(delta: Delta) -> list[Any]:
     error = delta.error and [_name_of(delta.error), delta.error.message, delta.error.code]
     logprobs = delta.logprobs and [
-        (step.token_id, step.logprob, step.top) for step in delta.logprobs
+        (step.token_id, step.logprob, step.top, step.rank) for step in delta.logprobs
     ]
     return [
         delta.request_id, delta.index, delta.text, delta.token_ids, logprobs, delta.finish_reason,
@@ -109,9 +110,11 @@ def _error(name: str, message: str, code: str) -> FastDecodeError:
 
 
 def _logprob(said: Any) -> TokenLogprob:
-    token, logprob, top = said
+    token, logprob, top, rank = said
     likeliest = tuple((_whole(one, 0, _MAX_TOKEN), _log(p)) for one, p in top)
-    return TokenLogprob(_whole(token, 0, _MAX_TOKEN), _log(logprob), likeliest)
+    return TokenLogprob(
+        _whole(token, 0, _MAX_TOKEN), _log(logprob), likeliest, _whole(rank, 0, _MAX_TOKEN)
+    )
 
 
 def _log(value: Any) -> float:

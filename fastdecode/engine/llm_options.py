@@ -1,0 +1,100 @@
+"""The options of ``LLM``, for type checkers and editors. Made by ``python
+docs/reference.py`` from the declarations of the options. Do not edit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:
+    import torch
+
+
+class LLMOptions(TypedDict, total=False):
+    """Each is as ``docs/reference/options.md`` says."""
+
+    dtype: str | torch.dtype
+    load_format: str
+    device: str
+    cuda_graphs: str
+    tp: int
+    ep: int
+    pp: int
+    pp_layers: str | None
+    prompt_pp: int
+    swap: bool
+    gpu_memory_fraction: float
+    max_model_len: int | None
+    kv_dtype: str
+    kv_placement: str
+    prompt_attention: str
+    r_workers: int
+    r_partition: str
+    split_tokens: int | None
+    r_threads: int | None
+    kv_memory_gb: float | None
+    device_kv_gb: float | None
+    away_tpot_s: float | None
+    block_size: int
+    replicas: int
+    max_num_sequences: int
+    prefill_chunk: int | None
+    max_step_tokens: int | None
+    lanes: int | None
+    schedule: str
+    load_limit: int | None
+    target_length: int | None
+    interval: int | None
+    cold_start: str
+    learn_lengths: bool
+    length_quantile: float | None
+    reserve: float
+    expected_output_tokens: int | None
+    prefix_cache: str
+    cache_policy: str
+    cache_costs: str | None
+    cache_disk: str | None
+    cache_disk_gb: float | None
+    cache_memory_gb: float | None
+    cache_restore: str
+    swap_threshold: float
+    transport: str
+    r_worker_addresses: Sequence[str]
+    key: str | None
+    link_security: str
+    worker_silence_s: float
+    worker_timeout_s: float
+    link_bytes: int
+    min_r_workers: int
+    spare_r_workers: int
+    prefill_instances: int
+    decode_instances: int
+    instance_addresses: Sequence[str]
+    instance_ranks: Sequence[str]
+    prefill_batch_tokens: int | None
+    local_prefill_below: int
+    fetch_gbps: float | None
+    replan: str
+    replan_slo: str | None
+    replan_attainment: float
+    replan_every_s: float
+    replan_window_s: float
+    conversations: str | None
+    conversation_ttl_s: float | None
+    max_conversations: int
+    tensor_parallel_size: int
+    """The name of ``tp`` in vLLM."""
+    pipeline_parallel_size: int
+    """The name of ``pp`` in vLLM."""
+    max_num_seqs: int
+    """The name of ``max_num_sequences`` in vLLM."""
+    max_num_batched_tokens: int | None
+    """The name of ``max_step_tokens`` in vLLM."""
+    gpu_memory_utilization: float
+    """The name of ``gpu_memory_fraction`` in vLLM."""
+    kv_cache_dtype: str
+    """The name of ``kv_dtype`` in vLLM."""
+    enable_prefix_caching: bool
+    """The name of ``prefix_cache`` in vLLM."""
+    enforce_eager: bool
+    """The name of ``cuda_graphs`` in vLLM."""

@@ -1,0 +1,153 @@
+"""A model's tokenizer as scripts expect one: the methods of transformers' that
+they use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, overload
+
+from fastdecode.core.errors import ConfigError
+from fastdecode.text.chat_template import ChatTemplate
+from fastdecode.text.codec import TextCodec
+from fastdecode.text.detokenizer import Vocabulary
+
+
+class ModelTokenizer:
+    """What ``LLM.get_tokenizer`` gives. Usable while the LLM is open.
+
+    Args:
+        codec: the model's, with a tokenizer.
+        model: its directory, for the chat template.
+        eos_token_ids: that end a text of the model.
+
+    Raises:
+        ConfigError: (code ``no_tokenizer``) the model has none.
+    """
+
+    def __init__(self, codec: TextCodec, model: Path, eos_token_ids: Sequence[int] = ()) -> None:
+        if codec.vocabulary is None:
+            raise ConfigError(
+                f"{model} has no tokenizer.json: add the model's, or give token ids",
+                code="no_tokenizer",
+            )
+        self._codec = codec
+        self._model = model
+        self._tokens = codec.vocabulary
+        self._with_special = Vocabulary(codec.vocabulary.tokenizer, skips_special=False)
+        eos = codec.eos_token_id
+        self.eos_token_id: int | None = next(iter(eos_token_ids), None) if eos is None else eos
+        """The first of several."""
+
+    @property
+    def eos_token(self) -> str | None:
+        if self.eos_token_id is None:
+            return None
+        return self._tokens.tokenizer.id_to_token(self.eos_token_id)
+
+    @property
+    def vocab_size(self) -> int:
+        """Without added tokens."""
+        return int(self._tokens.tokenizer.get_vocab_size(with_added_tokens=False))
+
+    def __len__(self) -> int:
+        return int(self._tokens.tokenizer.get_vocab_size())
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        return list(self._tokens.special_tokens)
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        return list(self._tokens.special_tokens.values())
+
+    def get_vocab(self) -> dict[str, int]:
+        """Token → id, added ones too."""
+        return dict(self._tokens.tokenizer.get_vocab())
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Raises RequestError: the text can't be encoded."""
+        return self._codec.encode(text, add_special_tokens=add_special_tokens)
+
+    @overload
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]: ...
+    @overload
+    def __call__(
+        self, text: list[str], add_special_tokens: bool = True
+    ) -> dict[str, list[list[int]]]: ...
+    def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> dict[str, Any]:
+        """``{"input_ids", "attention_mask"}`` of a text, or lists of them of several."""
+        if isinstance(text, str):
+            ids = self.encode(text, add_special_tokens)
+            return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+        several = [self.encode(one, add_special_tokens) for one in text]
+        return {"input_ids": several, "attention_mask": [[1] * len(ids) for ids in several]}
+
+    def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
+        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+        return (self._tokens if skip_special_tokens else self._with_special).text(ids)
+
+    def batch_decode(
+        self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = False
+    ) -> list[str]:
+        return [self.decode(ids, skip_special_tokens) for ids in sequences]
+
+    def tokenize(self, text: str) -> list[str]:
+        """The tokens as they stand in the vocabulary, no special ones added."""
+        return self.convert_ids_to_tokens(self.encode(text, add_special_tokens=False))
+
+    @overload
+    def convert_ids_to_tokens(self, ids: int) -> str | None: ...
+    @overload
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]: ...
+    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | list[str] | None:
+        """An unknown id alone is None; among others it is ``""``."""
+        named = self._tokens.tokenizer.id_to_token
+        return named(ids) if isinstance(ids, int) else [named(each) or "" for each in ids]
+
+    def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
+        """A token's id, or a list of several's; None of what is no token."""
+        id_of = self._tokens.tokenizer.token_to_id
+        return id_of(tokens) if isinstance(tokens, str) else [id_of(each) for each in tokens]
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> str | list[int]:
+        """A conversation as the model's prompt.
+
+        Args:
+            tokenize: give token ids; or text.
+            chat_template: a Jinja program in place of the model's own.
+            variables: more names for the template.
+
+        Raises:
+            ConfigError: there is no template.
+            RequestError: it refuses the conversation.
+        """
+        template = self._template
+        if chat_template is not None:
+            template = ChatTemplate.of_model(self._model, chat_template, "chat_template")
+        if template is None:
+            raise ConfigError(
+                f"{self._model} has no chat template: give one as chat_template",
+                code="no_chat_template",
+            )
+        text = template.render(
+            conversation,
+            datetime.now(),
+            add_generation_prompt=add_generation_prompt,
+            variables=variables,
+        )
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    @cached_property
+    def _template(self) -> ChatTemplate | None:
+        return ChatTemplate.load(self._model)
