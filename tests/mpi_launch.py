@@ -129,6 +129,18 @@ class Running:
         self.wait_until(are_there)
         return found
 
+    def rank(self, number: int) -> psutil.Process:
+        """The process of a rank, as soon as it is there. Ask before the job does
+        anything: a look at all processes takes longer than some jobs."""
+        found: list[psutil.Process] = []
+
+        def is_there() -> bool:
+            found[:] = [p for p in self.processes() if _rank_of(p) == str(number)]
+            return bool(found)
+
+        self.wait_until(is_there)
+        return min(found, key=lambda process: process.pid)
+
     def output(self) -> str:
         return self._log.read_text(errors="replace")
 
@@ -205,6 +217,12 @@ def _is_r_worker(process: psutil.Process) -> bool:
         words = process.cmdline()
         return "python" in Path(words[0]).name and "r-worker" in words[1:4]
     return False
+
+
+def _rank_of(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return str(process.environ().get("OMPI_COMM_WORLD_RANK", ""))
+    return ""
 
 
 def run(command: Sequence[str], *, timeout_s: float = 120.0, **environ: str) -> Outcome:

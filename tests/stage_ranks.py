@@ -6,9 +6,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import psutil
 from generate_jobs import write_requests
-from mpi_launch import Running
 
 FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
 R_WORKER = [*FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
@@ -29,9 +27,3 @@ def exit_code_file(directory: Path) -> Path:
     """Where the first stage says how the job has ended; mpirun's own exit code
     says little once a rank was lost."""
     return directory / "exit_code"
-
-
-def rank_of(started: Running, rank: int) -> psutil.Process:
-    return next(
-        p for p in started.processes() if p.environ().get("OMPI_COMM_WORLD_RANK") == str(rank)
-    )

@@ -146,10 +146,8 @@ def test_a_lost_s_worker_ends_the_job(rank: int, job: Job) -> None:
     with running(
         [*command, "-n", "1", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
     ) as started:
+        victim = started.rank(rank)
         started.wait_for_text(output)
-        victim = next(
-            p for p in started.processes() if p.environ().get("OMPI_COMM_WORLD_RANK") == str(rank)
-        )
         victim.kill()
         outcome = started.wait(timeout_s=120)
     assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome.output

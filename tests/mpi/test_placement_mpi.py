@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from generate_jobs import answers_alone
-from mpi_launch import Outcome, Running, mpirun, needs_mpi, open_mpi_options, run, running
+from mpi_launch import Outcome, mpirun, needs_mpi, open_mpi_options, run, running
 from server_process import CHECKPOINT, events, serving
 
 from fastdecode.core.config.placement import PLACEMENT_FORMAT
@@ -113,12 +112,6 @@ def test_tokens_are_those_of_one_engine(
     assert counted["handed_over"] > 0 and counted["fetched_bytes"] > 0
 
 
-def rank_of(job: Running, rank: int) -> psutil.Process:
-    found = [p for p in job.processes() if p.environ().get("OMPI_COMM_WORLD_RANK") == str(rank)]
-    assert len(found) == 1, found
-    return found[0]
-
-
 THREE = ("prefill:1", "decode:1", "decode:2")
 """Ranks: 0 controls; 1 and 2 run prompts; 3 and 4, and 5 to 7, go on with them."""
 
@@ -153,8 +146,9 @@ def test_who_is_lost_is_gone_on_without(
     job = Job(tmp_path, model, *THREE)
     write_long_prompts(job.source)
     with running(job.command, **PATHS) as run_of:
+        victim = run_of.rank(rank)
         run_of.wait_for_text(job.output)
-        rank_of(run_of, rank).send_signal(trouble)
+        victim.send_signal(trouble)
         job.check(run_of.wait(240.0))
 
 
@@ -167,8 +161,9 @@ def test_without_its_controller_a_batch_ends_and_goes_on(model: str, tmp_path: P
     job = Job(tmp_path, model, "prefill:1", "decode:1", command="run-batch")
     write_long_prompts(job.source)
     with running(job.command, **PATHS) as run_of:
+        victim = run_of.rank(0)
         run_of.wait_for_text(job.output)
-        rank_of(run_of, 0).kill()
+        victim.kill()
         outcome = run_of.wait(120.0)
     assert outcome.exit_code not in (0, None) and not outcome.orphans, outcome.output
     assert len(tokens_of(job.output.read_text())) < 30

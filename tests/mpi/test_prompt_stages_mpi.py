@@ -11,7 +11,7 @@ from typing import TypeAlias
 import pytest
 from generate_jobs import answers_alone
 from mpi_launch import mpirun, needs_mpi, open_mpi_options, run, running
-from stage_ranks import FASTDECODE, R_WORKER, exit_code_file, rank_of, write_some_forked
+from stage_ranks import FASTDECODE, R_WORKER, exit_code_file, write_some_forked
 
 from examples import TRIES_ALL
 
@@ -70,8 +70,9 @@ def test_a_lost_prompt_stage_ends_the_job(
     where it is stopped, since nothing is expected of it before."""
     command, output, _ = job(2, 1, 2, 400, "--worker-silence-s", "3", "--max-num-sequences", "1")
     with running(command) as started:
+        victim = started.rank(rank)
         started.wait_for_text(output)
-        rank_of(started, rank).send_signal(trouble)
+        victim.send_signal(trouble)
         outcome = started.wait(timeout_s=90)
     assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome.output
     assert name in outcome.output and "is lost" in outcome.output, outcome.output

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import pytest
 from generate_jobs import answers_alone
 from mpi_launch import mpirun, needs_mpi, open_mpi_options, run, running
-from stage_ranks import FASTDECODE, R_WORKER, exit_code_file, rank_of, write_some_forked
+from stage_ranks import FASTDECODE, R_WORKER, exit_code_file, write_some_forked
 
 from examples import TRIES_ALL
 
@@ -90,8 +90,9 @@ def test_a_lost_stage_ends_the_job(trouble: signal.Signals, job: Job, tmp_path: 
     """Soon, by its name, with exit code 4, and with every process."""
     command, output, _ = job(2, 2, 400, "--worker-silence-s", "3")
     with running(command) as started:
+        victim = started.rank(1)
         started.wait_for_text(output)
-        rank_of(started, 1).send_signal(trouble)
+        victim.send_signal(trouble)
         outcome = started.wait(timeout_s=60)
     assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome.output
     assert "stage 1" in outcome.output and "is lost" in outcome.output, outcome.output
@@ -105,8 +106,9 @@ def test_a_lost_stage_whose_kv_is_swapped_ends_the_job(
     more = ["--kv-placement", "gpu", "--kv-memory-gb", "0.01", "--swap"]
     command, output, _ = job(3, 1, 400, *more, "--worker-silence-s", "3")
     with running(command[: command.index(":")]) as started:
+        victim = started.rank(2)
         started.wait_for_text(output)
-        rank_of(started, 2).send_signal(trouble)
+        victim.send_signal(trouble)
         outcome = started.wait(timeout_s=60)
     assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome.output
     assert "stage 2" in outcome.output and "is lost" in outcome.output, outcome.output
@@ -119,8 +121,9 @@ def test_a_lost_s_worker_of_a_stage_ends_the_job(rank: int, job: Job, tmp_path: 
     """One of the first stage's, the one that leads the second, and another of that."""
     command, output, _ = job(2, 2, 400, "--worker-silence-s", "3", tp=2)
     with running(command) as started:
+        victim = started.rank(rank)
         started.wait_for_text(output)
-        rank_of(started, rank).kill()
+        victim.kill()
         outcome = started.wait(timeout_s=60)
     assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome.output
     says = "S-worker 1 of 2 has ended" if rank % 2 else "stage 1"
