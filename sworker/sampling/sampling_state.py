@@ -84,7 +84,7 @@ class SamplingState:
         self.num_generated = 0
         self.stream = _stream_key(seed, sample_index)
         bias = dict(params.logit_bias)
-        bias.update((token, -np.inf) for token in BadWords.always_out(bad_words))
+        bias.update((word[0], -np.inf) for word in bad_words if len(word) == 1)
         self._additive = _as_arrays(bias)
         self._additive_masked = None
         if params.min_tokens:

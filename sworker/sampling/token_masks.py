@@ -65,11 +65,6 @@ class BadWords:
         self._most = max(map(len, words), default=1) - 1
         self._tail: list[int] = []
 
-    @staticmethod
-    def always_out(words: Iterable[tuple[int, ...]]) -> list[int]:
-        """Words of one token: never to be drawn."""
-        return [word[0] for word in words if len(word) == 1]
-
     @property
     def next_out(self) -> list[int]:
         """Tokens that would complete a longer word now."""
