@@ -17,9 +17,6 @@ from cost_model.arrivals import arrivals
 from cost_model.hardware import Hardware
 from cost_model.predict import System
 from cost_model.shapes import model_named
-from cost_model.simulate.hybrid import HybridSimulator
-from cost_model.simulate.simulator import SimulationOutcome
-from cost_model.simulate.trace import RequestTrace, TracedRequest
 from cost_model.stages import LinkModel, RPartModel, SPartModel
 from cost_model.workload import TokenCosts, Workload
 from fastdecode.core.config.groups import Batching
@@ -32,6 +29,10 @@ from fastdecode.schedule.hybrid.inputs import Guess
 from fastdecode.schedule.hybrid.rule import Margins, choose
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import ScheduleOptions
+from fastdecode.schedule.simulation.clock import VirtualClock
+from fastdecode.schedule.simulation.resources import SharedDevice
+from fastdecode.schedule.simulation.simulation import Simulation, SimulationOutcome
+from fastdecode.schedule.simulation.trace import RequestTrace, TracedRequest
 
 _BLOCK = 64
 _STEP_TOKENS = 2048
@@ -77,11 +78,13 @@ class GridTimes:
     Args:
         device: which holder it is.
         home_pace: what the S-part and the device's attention take, times so much.
-        away_pace: R-workers.
+        away_pace: R-workers, and the way to them.
+        way_s: to R-workers and back, over all layers.
     """
 
     system: System
     device: HolderId
+    way_s: float = 0.0
     home_pace: float = 1.0
     away_pace: float = 1.0
 
@@ -99,6 +102,10 @@ class GridTimes:
             return self.home_pace * self._device_token_s * load_tokens
         call_s, token_s = self._r_worker
         return self.away_pace * (call_s + token_s * load_tokens)
+
+    def link_s(self, num_tokens: int) -> float:
+        """As ``StepTimes``."""
+        return self.away_pace * self.way_s
 
     @cached_property
     def _s_parts(self) -> dict[int, float]:
@@ -211,13 +218,12 @@ class _Clock:
     """The engine's, as the rule's control reads it: virtual time, and what
     asking the rule has taken."""
 
-    def __init__(self) -> None:
-        self.simulator: HybridSimulator | None = None
+    def __init__(self, virtual: VirtualClock) -> None:
+        self._virtual = virtual
         self._asking_s = 0.0
 
     def __call__(self) -> float:
-        assert self.simulator is not None
-        return self.simulator.now_s + self._asking_s
+        return self._virtual.now + self._asking_s
 
     def rule(self, known: Known, now: Course, costs: Costs, margins: Margins) -> Course:
         """Asked in that time."""
@@ -236,29 +242,26 @@ def run(cell: Cell, *, alone: bool, error: float = 0.0, within_s: float = 0.0) -
         within_s: in which requests come.
     """
     trace = _trace(cell, within_s)
-    times = GridTimes(cell.system, cell.device)
+    times = GridTimes(cell.system, cell.device, cell.link_s)
     away = 0 if alone else cell.away_blocks
     blocks = (*([away] * cell.num_r_workers), cell.home_blocks)
-    clock = _Clock()
-    scheduler = _scheduler(cell, times, blocks, clock, None if alone else error)
+    clock = VirtualClock()
+    scheduler = _scheduler(cell, times, blocks, _Clock(clock), None if alone else error)
     truth = replace(times, home_pace=1 - error, away_pace=1 + error)
-    simulator = HybridSimulator(
+    simulation = Simulation(
         trace,
         scheduler,
-        truth,
-        cell.device,
+        SharedDevice(truth, cell.device),
         worker_blocks=blocks,
         block_size=_BLOCK,
-        link_s=cell.link_s * (1 + error),
-        predicted_link_s=cell.link_s,
+        clock=clock,
     )
-    clock.simulator = simulator
-    return _result(simulator.run(), scheduler.hybrid)
+    return _result(simulation.run(), scheduler.hybrid)
 
 
 def steady(cell: Cell) -> Steady:
     """The most that R-workers add, with as many sequences away as there are."""
-    times, system = GridTimes(cell.system, cell.device), cell.system
+    times, system = GridTimes(cell.system, cell.device, cell.link_s), cell.system
     load = system.attended_tokens
     num_all = len(cell.requests)
     num_home = max(1, int(num_all / cell.demand))
@@ -266,7 +269,7 @@ def steady(cell: Cell) -> Steady:
         s_part=times.s_part_s,
         device=lambda tokens: times.r_part_s(cell.device, round(tokens)),
         r_part=lambda n, tokens: times.r_part_s(0, round(tokens / min(n, cell.num_r_workers))),
-        round_trip_s=cell.link_s,
+        round_trip_s=times.link_s(1),
     )
     home = (num_home, num_home * load)
     alone_s = costs.home_s(*home)

@@ -8,15 +8,16 @@ import math
 from dataclasses import dataclass, replace
 from random import Random
 
-from cost_model.simulate.hybrid import HybridSimulator
-from cost_model.simulate.simulator import SimulationOutcome
-from cost_model.simulate.trace import RequestTrace, TracedRequest
 from fastdecode.core.config.groups import Batching
 from fastdecode.core.holders import HolderId
 from fastdecode.schedule.hybrid.control import HybridControl, HybridOptions
 from fastdecode.schedule.hybrid.inputs import Guess
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import ScheduleOptions
+from fastdecode.schedule.simulation.clock import VirtualClock
+from fastdecode.schedule.simulation.resources import SharedDevice
+from fastdecode.schedule.simulation.simulation import Simulation, SimulationOutcome
+from fastdecode.schedule.simulation.trace import RequestTrace, TracedRequest
 
 _BLOCK = 16
 
@@ -33,7 +34,8 @@ class DrawnTimes:
     """Of every S-part beside."""
     token_s: tuple[float, ...]
     """A cached token on each holder."""
-    link_s: float
+    way_s: float
+    """To R-workers and back."""
 
     def s_part_s(self, num_tokens: int) -> float:
         """As ``StepTimes``."""
@@ -42,6 +44,10 @@ class DrawnTimes:
     def r_part_s(self, worker: int, load_tokens: int) -> float:
         """As ``StepTimes``."""
         return self.token_s[worker] * load_tokens
+
+    def link_s(self, num_tokens: int) -> float:
+        """As ``StepTimes``."""
+        return self.way_s
 
     def misjudged(self, random: Random, error: float) -> DrawnTimes:
         """As somebody might predict who is off by up to this part of each."""
@@ -55,7 +61,7 @@ class DrawnTimes:
             self.row_s * s_part,
             self.step_s * s_part,
             tuple(seconds * off() for seconds in self.token_s),
-            self.link_s * off(),
+            self.way_s * off(),
         )
 
 
@@ -136,15 +142,15 @@ def run(
 ) -> tuple[SimulationOutcome, HybridControl | None]:
     """Run a case; ``predicted``: what the rule is told of times; None: on the
     device alone."""
-    clock = [lambda: 0.0]
+    clock = VirtualClock()
     options = None
     if predicted is not None:
         options = HybridOptions(
             case.device,
-            Guess(0, round_trip_s=predicted.link_s),
+            Guess(0, round_trip_s=predicted.way_s),
             error=error,
             measured_steps=1 << 60 if error else 0,
-            clock=lambda: clock[0](),
+            clock=clock,
         )
     batching = Batching(
         max_num_sequences=case.most_running,
@@ -155,15 +161,12 @@ def run(
     scheduler = make_scheduler(
         ScheduleOptions(batching), case.blocks, _BLOCK, predicted or case.times, hybrid=options
     )
-    simulator = HybridSimulator(
+    simulation = Simulation(
         case.trace,
         scheduler,
-        case.times,
-        case.device,
+        SharedDevice(case.times, case.device),
         worker_blocks=case.blocks,
         block_size=_BLOCK,
-        link_s=case.times.link_s,
-        predicted_link_s=(predicted or case.times).link_s,
+        clock=clock,
     )
-    clock[0] = lambda: simulator.now_s
-    return simulator.run(), scheduler.hybrid
+    return simulation.run(), scheduler.hybrid

@@ -56,12 +56,13 @@ from schedule_job import (
     run_job,
 )
 
-from cost_model.simulate.simulator import Simulator
 from cost_model.simulate.tables import Table, TabledTimes
-from cost_model.simulate.trace import RequestTrace, TracedRequest
 from fastdecode.core.config.groups import Batching
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import ScheduleOptions
+from fastdecode.schedule.simulation.resources import Rounds
+from fastdecode.schedule.simulation.simulation import Simulation
+from fastdecode.schedule.simulation.trace import RequestTrace, TracedRequest
 from fastdecode.schedule.times import balanced_loads
 
 MODES = ("stabilized", "greedy", "synchronized")
@@ -210,7 +211,7 @@ def balanced_length(pilot: Job, ran: Mapping[str, Any]) -> int:
     return max(2 * lane_size, min(length, 1024))
 
 
-def simulate(job: Job, times: TabledTimes, link_s: float) -> dict[str, float]:
+def simulate(job: Job, times: TabledTimes) -> dict[str, float]:
     """The job as the simulator foretells it."""
     blocks = ((1 << 24) // BLOCK_SIZE,)
     batching = Batching(
@@ -224,16 +225,15 @@ def simulate(job: Job, times: TabledTimes, link_s: float) -> dict[str, float]:
     )
     scheduler = make_scheduler(ScheduleOptions(batching), blocks, BLOCK_SIZE, times)
     trace = RequestTrace((TracedRequest(1, job.length, job.length),) * job.num_requests)
-    simulator = Simulator(
+    simulation = Simulation(
         trace,
         scheduler,
-        times,
+        Rounds(times, len(blocks)),
         worker_blocks=blocks,
         block_size=BLOCK_SIZE,
         num_lanes=NUM_LANES,
-        link_s=link_s,
     )
-    outcome = simulator.run()
+    outcome = simulation.run()
     inside = in_the_middle(job, (step.num_tokens for step in outcome.steps))
     middle = [step for step, is_inside in zip(outcome.steps, inside, strict=True) if is_inside]
     tokens_per_s = sum(step.num_tokens for step in middle) / sum(step.step_s for step in middle)
@@ -250,7 +250,9 @@ def one_round(job: Job, r_core: int, seed: int) -> dict[str, Any]:
     for mode in order:
         ran[mode] = launch(replace(job, mode=mode), r_core)
         times = tabled(ran[mode].pop("observed"))
-        predicted[mode] = simulate(replace(job, mode=mode), times, ran[mode]["link_s"])
+        predicted[mode] = simulate(
+            replace(job, mode=mode), replace(times, way_s=ran[mode]["link_s"])
+        )
         lane_size = job.batch // NUM_LANES
         ran[mode]["s_part_s"] = times.s_part_s(lane_size)
         ran[mode]["r_part_at_mean_load_s"] = times.r_part_s(0, lane_size * job.length // 2)

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from simulated_process import End, Process
-from virtual_time import VirtualTime
 
 from fastdecode.core.errors import WorkerError
+from fastdecode.schedule.simulation.clock import VirtualClock
 from fastdecode.wire.messages import FromRWorker, ToRWorker
 from fastdecode.wire.transport import PeerLostError, closed_error, timeout_error
 from rworker.caches import Caches, HolderCache
@@ -72,7 +72,7 @@ class Link:
     @property
     def heard_s(self) -> float | None:
         """Signs of life come all the time."""
-        now_s, process = self._network.time.now_s, self._process
+        now_s, process = self._network.time.now, self._process
         heard_s = now_s
         if now_s < self._cut_until_s:
             heard_s = self._cut_since_s
@@ -91,7 +91,7 @@ class Link:
 
     def cut(self, for_s: float) -> None:
         """What is under way arrives; what is sent from now on, only then."""
-        now_s = self._network.time.now_s
+        now_s = self._network.time.now
         if now_s >= self._cut_until_s:
             self._cut_since_s = now_s
         self._cut_until_s = max(self._cut_until_s, now_s + for_s)
@@ -99,7 +99,7 @@ class Link:
     def travel(self, act: Callable[[], None], *, to_worker: bool) -> None:
         """Do it at the other side, behind all that is under way there."""
         self._network.count_sent()
-        at_s = max(self._network.time.now_s, self._cut_until_s) + self._network.latency_s()
+        at_s = max(self._network.time.now, self._cut_until_s) + self._network.latency_s()
         at_s = self._last_s[to_worker] = max(at_s, self._last_s[to_worker])
         self._network.time.at(at_s, act)
 
@@ -198,13 +198,13 @@ class _Neighbours:
 
     def connect(self, address: str, line: int) -> _NeighbourLink:
         link = _NeighbourLink(self._network, int(address), self._owner)
-        link.cut(self._cut_until_s - self._network.time.now_s)
+        link.cut(self._cut_until_s - self._network.time.now)
         self._links.append(link)
         return link
 
     def cut(self, for_s: float) -> None:
         """Links that are there, and those that begin meanwhile."""
-        self._cut_until_s = max(self._cut_until_s, self._network.time.now_s + for_s)
+        self._cut_until_s = max(self._cut_until_s, self._network.time.now + for_s)
         for link in self._links:
             link.cut(for_s)
 
@@ -230,7 +230,7 @@ class Network:
         chance: random.Random,
         session_keep_s: float = 0.0,
     ) -> None:
-        self.time = VirtualTime()
+        self.time = VirtualClock(most_events=1_000_000)
         self.session_keep_s = session_keep_s
         self.num_sent = 0
         """Messages, in both directions."""
@@ -265,7 +265,7 @@ class Network:
     def count_sent(self) -> None:
         self.num_sent += 1
         for act in self._when_sent.pop(self.num_sent, []):
-            self.time.at(self.time.now_s, act)
+            self.time.at(self.time.now, act)
 
     def latency_s(self) -> float:
         return self._usual_s * self._chance.uniform(0.5, 3.0)
@@ -289,7 +289,7 @@ class Network:
         self._links[index] = link
 
     def receive_any(self, timeout_s: float | None = None) -> tuple[int, FromRWorker]:
-        until_s = math.inf if timeout_s is None else self.time.now_s + timeout_s
+        until_s = math.inf if timeout_s is None else self.time.now + timeout_s
         while True:
             for place, (link, message) in enumerate(self.arrivals):
                 if link in self._links and link.is_open:

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, Protocol
 
-from virtual_time import VirtualTime
-
 from fastdecode.core.errors import WorkerError
+from fastdecode.schedule.simulation.clock import VirtualClock
 from fastdecode.wire.kv.replicating import ReplicationNews
 from fastdecode.wire.messages import AttendResult, FromRWorker, ToRWorker
 from fastdecode.wire.transport import PeerLostError, closed_error, timeout_error
@@ -68,7 +67,7 @@ class Process:
         name: str,
         kv_bytes: int,
         keep_s: float,
-        time: VirtualTime,
+        time: VirtualClock,
         chance: random.Random,
         reach: Callable[[Process], Any],
     ) -> None:
@@ -118,14 +117,14 @@ class Process:
         self._go_on()
 
     def hang(self, for_s: float) -> None:
-        if self._time.now_s >= self.hangs_until_s:
-            self.hung_since_s = self._time.now_s
-        self.hangs_until_s = max(self.hangs_until_s, self._time.now_s + for_s)
+        if self._time.now >= self.hangs_until_s:
+            self.hung_since_s = self._time.now
+        self.hangs_until_s = max(self.hangs_until_s, self._time.now + for_s)
         self._time.at(self.hangs_until_s, self._go_on)
 
     @property
     def hangs(self) -> bool:
-        return self._time.now_s < self.hangs_until_s
+        return self._time.now < self.hangs_until_s
 
     @property
     def _has_work(self) -> bool:
@@ -135,7 +134,7 @@ class Process:
     def _go_on(self) -> None:
         if self._has_work and self.is_up and not self.hangs and not self._is_busy:
             self._is_busy = True
-            self._time.at(self._time.now_s + self._chance.uniform(0, 2e-4), self._work)
+            self._time.at(self._time.now + self._chance.uniform(0, 2e-4), self._work)
 
     def _work(self) -> None:
         self._is_busy = False
@@ -153,7 +152,7 @@ class Process:
         wait_s = self._grace_period.wait_s(self.state)
         if wait_s is not None and not self._awaits:
             self._awaits = True
-            self._time.at(self._time.now_s + wait_s, self._look_again)
+            self._time.at(self._time.now + wait_s, self._look_again)
 
     def _look_again(self) -> None:
         self._awaits = False

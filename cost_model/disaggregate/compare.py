@@ -20,8 +20,8 @@ from cost_model.simulate.pipelines import (
     run_data_parallel,
     run_disaggregated,
 )
-from cost_model.simulate.trace import RequestTrace
 from fastdecode.core.errors import ConfigError
+from fastdecode.schedule.simulation.trace import RequestTrace
 
 Kind = Literal["one pipeline", "data-parallel", "disaggregated"]
 KINDS: tuple[Kind, ...] = ("one pipeline", "data-parallel", "disaggregated")

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cost_model.goodput.clock import Clock
 from cost_model.goodput.decoding import DecodingBatch
 from cost_model.goodput.times import InstanceTimes
 from fastdecode.schedule.dispatch import DecodeReservations, DispatchJob
+from fastdecode.schedule.simulation.clock import VirtualClock
 
 
 @dataclass
@@ -31,7 +31,7 @@ class ColocatedInstance:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: VirtualClock,
         times: InstanceTimes,
         step_tokens: int,
         room: DecodeReservations,

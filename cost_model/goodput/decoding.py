@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cost_model.goodput.clock import Clock
 from fastdecode.schedule.dispatch import DispatchJob
+from fastdecode.schedule.simulation.clock import VirtualClock
 
 MAX_STEPS_AHEAD = 512
 
@@ -23,7 +23,7 @@ class DecodingBatch:
             were begun are over.
     """
 
-    def __init__(self, clock: Clock, stepped: Callable[[list[DispatchJob]], None]) -> None:
+    def __init__(self, clock: VirtualClock, stepped: Callable[[list[DispatchJob]], None]) -> None:
         self._clock = clock
         self._stepped = stepped
         self._running: list[tuple[int, int, DispatchJob]] = []

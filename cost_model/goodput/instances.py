@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cost_model.goodput.clock import Clock
 from cost_model.goodput.decoding import DecodingBatch
 from cost_model.goodput.times import InstanceTimes
 from fastdecode.schedule.dispatch import DispatchJob
+from fastdecode.schedule.simulation.clock import VirtualClock
 
 
 class PrefillInstance:
@@ -20,7 +20,7 @@ class PrefillInstance:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: VirtualClock,
         times: InstanceTimes,
         batch_tokens: int,
         buffer_tokens: int,
@@ -115,7 +115,7 @@ class DecodeInstance:
     """Steps of all that decode."""
 
     def __init__(
-        self, clock: Clock, times: InstanceTimes, done: Callable[[DispatchJob], None]
+        self, clock: VirtualClock, times: InstanceTimes, done: Callable[[DispatchJob], None]
     ) -> None:
         self._times = times
         self._done = done

@@ -16,7 +16,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from cost_model.goodput.clock import Clock
 from cost_model.goodput.colocated import ColocatedInstance
 from cost_model.goodput.instances import (
     DecodeInstance,
@@ -34,6 +33,7 @@ from fastdecode.schedule.dispatch import (
     DispatchJob,
     PrefillQueue,
 )
+from fastdecode.schedule.simulation.clock import VirtualClock
 
 _UNLIMITED = 1 << 60
 WARM_UP = 0.1
@@ -126,7 +126,7 @@ class _Cluster:
         decode: Sequence[DecodeSpec],
         token_bytes: float,
     ) -> None:
-        self.clock = Clock()
+        self.clock = VirtualClock()
         self._token_bytes = token_bytes
         self.requests: dict[int, _Request] = {}
         self.prefill = [
@@ -258,7 +258,7 @@ def simulate_colocated(
     Args:
         step_tokens: of prompts in a step, at most.
     """
-    clock = Clock()
+    clock = VirtualClock()
     known: dict[int, _Request] = {}
 
     def first(job: DispatchJob) -> int:

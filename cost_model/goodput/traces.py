@@ -25,14 +25,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from cost_model.simulate.trace import (
-    MAX_REQUESTS,
-    MAX_TOKENS,
-    RequestTrace,
-    TracedRequest,
-    parse_trace,
-)
+from cost_model.simulate.trace import MAX_REQUESTS, MAX_TOKENS, parse_trace
 from fastdecode.core.errors import ConfigError
+from fastdecode.schedule.simulation.trace import RequestTrace, TracedRequest
 
 MAX_LINE_BYTES = 1 << 20
 """Mooncake's lines name every block of a prompt."""

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cost_model.arrivals import MAX_CV, unit_gaps
-from cost_model.simulate.trace import RequestTrace
 from fastdecode.core.errors import ConfigError, Given
+from fastdecode.schedule.simulation.trace import RequestTrace
 
 MAX_LOG_SPREAD = 5.0
 MIN_REQUESTS = 300

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from cost_model.simulate.simulator import SimulationOutcome
 from fastdecode.core.errors import ConfigError
+from fastdecode.schedule.simulation.simulation import SimulationOutcome
 
 
 def plot(outcomes: Mapping[str, SimulationOutcome], path: Path) -> None:

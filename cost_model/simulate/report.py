@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cost_model.quantities import times_text
-from cost_model.simulate.simulator import SimulationOutcome
+from fastdecode.schedule.simulation.simulation import SimulationOutcome
 
 _PERCENTILES = (50, 90, 99)
 

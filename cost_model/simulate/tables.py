@@ -64,9 +64,14 @@ class TabledTimes:
     """Over the tokens of a lane's step."""
     r_parts: tuple[Table, ...]
     """Of each R-worker, over the load of the lane's sequences there."""
+    way_s: float = 0.0
+    """Of a lane's step, to R-workers and back."""
 
     def s_part_s(self, num_tokens: int) -> float:
         return self.s_part(num_tokens)
 
     def r_part_s(self, worker: int, load_tokens: int) -> float:
         return self.r_parts[worker](load_tokens)
+
+    def link_s(self, num_tokens: int) -> float:
+        return self.way_s

@@ -1,4 +1,4 @@
-"""Traces: requests by their lengths and arrival, as JSON Lines.
+"""Traces of requests, read from JSON Lines.
 
 A line is ``{"num_prompt_tokens": 512, "num_output_tokens": 128}`` and may say
 more:
@@ -16,41 +16,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from fastdecode.core.errors import ConfigError
+from fastdecode.schedule.simulation.trace import ArrivalUnit, RequestTrace, TracedRequest
 
 MAX_TOKENS = 1 << 24
 MAX_REQUESTS = 10_000_000
 MAX_LINE_BYTES = 4096
-ArrivalUnit = Literal["s", "step"]
 _FIELDS = ("num_prompt_tokens", "num_output_tokens", "max_tokens", "arrival_s", "arrival_step")
-
-
-@dataclass(frozen=True)
-class TracedRequest:
-    """One request, and what will come of it."""
-
-    num_prompt_tokens: int
-    num_output_tokens: int
-    max_tokens: int
-    """At least ``num_output_tokens``. If they are equal, the scheduler knows the length."""
-    arrival: float = 0.0
-
-
-@dataclass(frozen=True)
-class RequestTrace:
-    """Requests in order of arrival."""
-
-    requests: tuple[TracedRequest, ...]
-    unit: ArrivalUnit = "s"
-    """Of ``arrival``."""
-
-    @property
-    def mean_output_tokens(self) -> float:
-        return sum(request.num_output_tokens for request in self.requests) / len(self.requests)
 
 
 def read_trace(path: Path) -> RequestTrace:

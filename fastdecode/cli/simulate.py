@@ -163,9 +163,10 @@ def run_simulate(args: argparse.Namespace) -> int:
     from cost_model.plans.plot import check_plot
     from cost_model.simulate.plot import plot
     from cost_model.simulate.report import as_json, as_text
-    from cost_model.simulate.simulator import SimulationOutcome, Simulator
     from cost_model.simulate.trace import read_trace
     from fastdecode.schedule.modes import make_scheduler
+    from fastdecode.schedule.simulation.resources import Rounds
+    from fastdecode.schedule.simulation.simulation import Simulation, SimulationOutcome
 
     if args.plot is not None:
         check_plot(args.plot)
@@ -179,16 +180,15 @@ def run_simulate(args: argparse.Namespace) -> int:
     for mode in modes:
         options = _options(args, mode, round(trace.mean_output_tokens))
         scheduler = make_scheduler(options, worker_blocks, args.block_size, times)
-        simulator = Simulator(
+        simulation = Simulation(
             trace,
             scheduler,
-            times,
+            Rounds(times, len(worker_blocks)),
             worker_blocks=worker_blocks,
             block_size=args.block_size,
             num_lanes=options.num_lanes,
-            link_s=args.link_time,
         )
-        outcomes[mode] = simulator.run()
+        outcomes[mode] = simulation.run()
     if args.plot is not None:
         plot(outcomes, args.plot)
     if args.json:
@@ -233,7 +233,7 @@ def _times(args: argparse.Namespace) -> TabledTimes:
 
     r_times = _for_each_worker(args.r_time or ["1e-6"], args.r_workers, "--r-time")
     r_parts = tuple(Table.parse(text, option="--r-time", rate=True) for text in r_times)
-    return TabledTimes(Table.parse(args.s_time, option="--s-time"), r_parts)
+    return TabledTimes(Table.parse(args.s_time, option="--s-time"), r_parts, args.link_time)
 
 
 def _worker_blocks(args: argparse.Namespace) -> tuple[int, ...]:

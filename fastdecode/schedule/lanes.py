@@ -34,17 +34,12 @@ _EVERY = 64
 # and predictions are not exact. Of numbers that differ by less than half of it,
 # the lowest is taken.
 _LEAST_GAIN = 0.06
-# What the round trip's estimate, the least that was seen, rises by with each
-# step: a network may get slower.
-_FORGET = 1.005
 
 
 class LaneChoice(Protocol):
     """Who decides on the number of lanes."""
 
-    def observe(
-        self, lane: int, num_decoding: int, loads: Mapping[int, int], round_trip_s: float
-    ) -> None:
+    def observe(self, lane: int, num_decoding: int, loads: Mapping[int, int]) -> None:
         """A lane's step was run; see ``LaneControl.observe``."""
 
     def decide(self) -> int:
@@ -81,28 +76,22 @@ class LaneControl:
         self._most = most
         self._every = every
         self._num_stages = num_stages
-        self._round_trip_s = math.inf
         self._batches: dict[int, int] = {}  # by lane: sequences that decoded in its last step
         self._loads: dict[int, dict[int, int]] = {}  # by lane and R-worker: cached tokens
         self._num_steps = 0
         self._num_lanes = num_lanes
 
-    def observe(
-        self, lane: int, num_decoding: int, loads: Mapping[int, int], round_trip_s: float
-    ) -> None:
+    def observe(self, lane: int, num_decoding: int, loads: Mapping[int, int]) -> None:
         """A lane's step was run.
 
         Args:
             num_decoding: sequences that decoded.
             loads: by R-worker, the cached tokens that it attended to.
-            round_trip_s: L: for all layers, from sending q, k, v to having o,
-                without the R-worker's compute.
         """
         if not num_decoding:
             return  # that says nothing of the steps to come
         self._batches[lane] = num_decoding
         self._loads[lane] = dict(loads)
-        self._round_trip_s = min(self._round_trip_s * _FORGET, round_trip_s)
         self._num_steps += 1
 
     def decide(self) -> int:
@@ -133,7 +122,8 @@ class LaneControl:
         """What one step of the whole batch would take in so many lanes; NaN
         while that is unknown."""
         num_sequences = sum(self._batches.values())
-        s_part_s = self._times.s_part_s(-(-num_sequences // num_lanes), hopeful=True)
+        num_lane = -(-num_sequences // num_lanes)
+        s_part_s = self._times.s_part_s(num_lane, hopeful=True)
         if math.isnan(s_part_s):
             return math.nan
         loads: dict[int, int] = {}
@@ -144,7 +134,7 @@ class LaneControl:
             (self._times.r_part_s(w, -(-load // num_lanes)) for w, load in loads.items()),
             default=0.0,
         )
-        own_way_s = self._num_stages * (s_part_s + r_part_s) + self._round_trip_s
+        own_way_s = self._num_stages * (s_part_s + r_part_s) + self._times.link_s(num_lane)
         return max(num_lanes * s_part_s, num_lanes * r_part_s, own_way_s)
 
     def _limit(self) -> int:

@@ -1,5 +1,7 @@
-"""How long does a step take? What load limits follow from, injected into the
-policy: fitted, or measured as it runs."""
+"""How long a step takes: measured as it runs, fitted, from datasheets, or given.
+
+Policies, the number of lanes, the rule of KV on both sides and simulations all
+ask a ``StepTimes``."""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from typing import Protocol
 
 
 class StepTimes(Protocol):
-    """Seconds of a lane's step through all layers. Neither falls when its
-    argument grows. Where prompts run beside the decoding sequences all the
-    time, they may be counted in, at their average."""
+    """Seconds of a lane's step through all layers. None falls when its argument
+    grows. Where prompts run beside the decoding sequences all the time, they may
+    be counted in, at their average."""
 
     def s_part_s(self, num_tokens: int) -> float:
         """The S-part of a step in which so many sequences decode: the paper's
@@ -23,6 +25,10 @@ class StepTimes(Protocol):
     def r_part_s(self, worker: int, load_tokens: int) -> float:
         """One R-worker's part of a step whose sequences there have so many
         cached tokens: the paper's R·W."""
+
+    def link_s(self, num_tokens: int) -> float:
+        """What a step of so many tokens spends on the way to R-workers and back.
+        Infinite while unknown."""
 
 
 def balanced_loads(
@@ -73,6 +79,7 @@ class MeasuredTimes:
         self._min_observed = min_observed
         self._s_part = _Line()
         self._r_part: dict[int, _Line] = {}
+        self._link_s = math.inf
 
     def observe(
         self,
@@ -97,6 +104,20 @@ class MeasuredTimes:
             line = self._r_part.setdefault(worker, _Line())
             line.observe(part.load_tokens, part.num_prompt_tokens, part.compute_s, self._keep)
 
+    def observe_link(self, round_trip_s: float) -> None:
+        """A lane's step in which something decoded was run.
+
+        Args:
+            round_trip_s: for all layers, from sending q, k, v to having o,
+                without the R-worker's compute; infinite: no R-worker attended.
+        """
+        if round_trip_s < math.inf:
+            self._link_s = min(self._link_s * _FORGET, round_trip_s)
+
+    def link_s(self, num_tokens: int) -> float:
+        """As in ``StepTimes``: the least that was seen lately, whatever the batch."""
+        return self._link_s
+
     def s_part_s(self, num_tokens: int, *, hopeful: bool = False) -> float:
         """As in ``StepTimes``. As long as the batch's size hasn't varied, the
         time is taken to be the same for all: the weights are read whatever the
@@ -117,6 +138,8 @@ class MeasuredTimes:
         return line.at(load_tokens, slope_if_unknown=line.mean_y / max(line.mean_x, 1.0))
 
 
+# What the least round trip that was seen rises by with each step: a network may get slower.
+_FORGET = 1.005
 # Relative to the mean: less variation than this says nothing about a slope.
 _MIN_VARIATION = 0.02
 # Of the variation of x, the part that has to be left when what follows z is taken off.

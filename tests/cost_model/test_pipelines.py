@@ -21,8 +21,8 @@ from cost_model.simulate.pipelines import (
     run_data_parallel,
     run_disaggregated,
 )
-from cost_model.simulate.trace import RequestTrace, TracedRequest
 from fastdecode.core.errors import ConfigError
+from fastdecode.schedule.simulation.trace import RequestTrace, TracedRequest
 
 CASES = json.loads(Path(__file__).with_name("pipeline_cases.json").read_text())
 

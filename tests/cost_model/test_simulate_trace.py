@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_model.simulate.tables import Table, TabledTimes
-from cost_model.simulate.trace import TracedRequest, parse_trace, read_trace
+from cost_model.simulate.trace import parse_trace, read_trace
 from fastdecode.core.errors import ConfigError
+from fastdecode.schedule.simulation.trace import TracedRequest
 
 
 def test_reads_requests_in_order_of_arrival(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ workload, and that nothing gets lost."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,13 +12,14 @@ from hypothesis import strategies as st
 from schedule_choices import schedule_options
 
 from cost_model.simulate.report import as_json, as_text, summarise
-from cost_model.simulate.simulator import SimulationOutcome, Simulator
 from cost_model.simulate.tables import Table, TabledTimes
-from cost_model.simulate.trace import ArrivalUnit, RequestTrace, TracedRequest
 from examples import examples
 from fastdecode.schedule.admission.load_control import FixedInterval
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import MODES
+from fastdecode.schedule.simulation.resources import Rounds
+from fastdecode.schedule.simulation.simulation import Simulation, SimulationOutcome
+from fastdecode.schedule.simulation.trace import ArrivalUnit, RequestTrace, TracedRequest
 
 
 def constant(s_part_s: float, *r_token_s: float) -> TabledTimes:
@@ -46,14 +48,14 @@ def simulate(
     worker_blocks = (blocks,) * len(times.r_parts)
     scheduler = make_scheduler(options, worker_blocks, block_size, times)
     ordered = tuple(sorted(requests, key=lambda request: request.arrival))
-    simulator = Simulator(
+    times = replace(times, way_s=link_s)
+    simulator = Simulation(
         RequestTrace(ordered, unit),
         scheduler,
-        times,
+        Rounds(times, len(worker_blocks)),
         worker_blocks=worker_blocks,
         block_size=block_size,
         num_lanes=lanes,
-        link_s=link_s,
     )
     outcome = simulator.run()
     assert all(not worker.reserved and not worker.cached for worker in simulator.workers)

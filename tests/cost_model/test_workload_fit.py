@@ -13,8 +13,8 @@ from cost_model.goodput.workload import (
     replayed,
     resampled,
 )
-from cost_model.simulate.trace import RequestTrace, TracedRequest
 from fastdecode.core.errors import ConfigError
+from fastdecode.schedule.simulation.trace import RequestTrace, TracedRequest
 
 SEED = 10  # of 10,000 gaps with cv 4, the mean itself is uncertain by 4 %
 

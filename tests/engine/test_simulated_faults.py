@@ -102,7 +102,7 @@ class Trial:
 
         def happen() -> None:
             process, link = network.processes[number], network.connections[number]
-            self.story.append(f"{network.time.now_s:.4f} {kind} of r{number}")
+            self.story.append(f"{network.time.now:.4f} {kind} of r{number}")
             if kind == "failure":
                 process.executor.num_failures = NUM_FAILURES
             if kind == "hang":
@@ -120,7 +120,7 @@ class Trial:
             if kind == "crash" and process.is_up:
                 process.crash()
                 if self.returns:
-                    network.time.at(network.time.now_s + back_s, lambda: network.start(number))
+                    network.time.at(network.time.now + back_s, lambda: network.start(number))
 
         return happen
 

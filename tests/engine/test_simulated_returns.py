@@ -90,7 +90,7 @@ class Returns:
             if chance.random() < 0.02:
                 self._fault()
         self.num_run += rig.engine.stats.num_output_tokens
-        self.story.append(f"{network.time.now_s:.4f} the S-worker is killed")
+        self.story.append(f"{network.time.now:.4f} the S-worker is killed")
         network.forsake(is_seen=chance.random() < 0.7)
         network.time.pass_by(chance.choice([0.0, 1e-3, 1.0, 2 * KEEP_S]))
         return False
@@ -105,14 +105,14 @@ class Returns:
         """Something befalls an R-worker, too."""
         number, kind = self.chance.randrange(self._num_workers), self.chance.choice("cpl")
         process, network = self.network.processes[number], self.network
-        self.story.append(f"{network.time.now_s:.4f} {kind} of r{number}")
+        self.story.append(f"{network.time.now:.4f} {kind} of r{number}")
         if kind == "p":
             process.hang(0.5)
         elif kind == "l":
             network.connections[number].cut(3.0)
         elif process.is_up:
             process.crash()
-            network.time.at(network.time.now_s + 0.3, lambda: self._come_back(number))
+            network.time.at(network.time.now + 0.3, lambda: self._come_back(number))
 
     def _come_back(self, number: int) -> None:
         if not self.network.processes[number].is_up:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from state_machine import HELLO, KV, KV_BYTES, NUM_LAYERS, Worker, attend, step_of
-from virtual_time import VirtualTime
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import HolderId
+from fastdecode.schedule.simulation.clock import VirtualClock
 from fastdecode.wire.kv.kept import EndSequence, KeepBlocks
 from fastdecode.wire.kv.replicating import Replicate
 from fastdecode.wire.kv.taking_over import SESSION_RESUMED, TakenOver, TakeOver
@@ -166,14 +166,14 @@ def test_a_replicated_cache_has_no_replica_when_it_is_gone_on_with() -> None:
 @pytest.mark.parametrize("keeps_serving", [False, True])
 def test_nobody_comes_in_time(keeps_serving: bool) -> None:
     serving = replace(KEEPING, keeps_serving=keeps_serving)
-    peers, time = Peers(serving=serving), VirtualTime()
+    peers, time = Peers(serving=serving), VirtualClock()
     grace_period = GracePeriod(serving, time)
     assert grace_period.wait_s(peers.state) is None and grace_period.end(peers.state) == ()
     peers.lose(FIRST)
     assert grace_period.wait_s(peers.state) == KEEP_S
-    time.now_s = KEEP_S - 1
+    time.now = KEEP_S - 1
     assert grace_period.end(peers.state) == () and grace_period.wait_s(peers.state) == 1
-    time.now_s = KEEP_S
+    time.now = KEEP_S
     assert grace_period.end(peers.state) == (Drop(HolderId(0)),)
     assert grace_period.end(peers.state) == (() if keeps_serving else (Stop(),))
     if keeps_serving:
@@ -182,42 +182,42 @@ def test_nobody_comes_in_time(keeps_serving: bool) -> None:
 
 
 def test_the_time_begins_anew_with_every_loss() -> None:
-    peers, time = Peers(), VirtualTime()
+    peers, time = Peers(), VirtualClock()
     grace_period = GracePeriod(KEEPING, time)
     peers.lose(FIRST)
     grace_period.wait_s(peers.state)
-    time.now_s = 200.0
+    time.now = 200.0
     peers.say(SECOND, RESUMING)
     assert grace_period.wait_s(peers.state) is None
-    time.now_s = 1000.0
+    time.now = 1000.0
     peers.lose(SECOND)
     assert grace_period.wait_s(peers.state) == KEEP_S
 
 
 def test_the_time_runs_from_the_loss_of_whose_cache_it_is() -> None:
     """However many others come and are lost meanwhile."""
-    state, time = Worker(KV_BYTES, serving=KEEPING).state, VirtualTime()
+    state, time = Worker(KV_BYTES, serving=KEEPING).state, VirtualClock()
     grace_period = GracePeriod(KEEPING, time)
     for peer, hello in enumerate((OURS, THEIRS)):
         state.handle(peer, replace(hello, holder=peer, max_blocks=1))
     state.lost(FIRST, may_return=True)
     assert grace_period.wait_s(state) == KEEP_S
-    time.now_s = 200.0
+    time.now = 200.0
     state.lost(SECOND, may_return=True)
     assert grace_period.wait_s(state) == KEEP_S - 200
-    time.now_s = KEEP_S
+    time.now = KEEP_S
     assert grace_period.end(state) == (Drop(HolderId(0)),)
     assert grace_period.wait_s(state) == 200
-    time.now_s = KEEP_S + 200
+    time.now = KEEP_S + 200
     assert grace_period.end(state) == (Drop(HolderId(1)),)
 
 
 def test_who_is_refused_is_told_for_how_long_and_what_to_do() -> None:
-    peers, time = Peers(), VirtualTime()
+    peers, time = Peers(), VirtualClock()
     grace_period = GracePeriod(KEEPING, time)
     peers.lose(FIRST)
     grace_period.look(peers.state)
-    time.now_s = 200.0
+    time.now = 200.0
     grace_period.look(peers.state)
     refusal, _ = peers.say(STRANGER, THEIRS)
     for words in ("100 s more", "--resume", "--overwrite"):

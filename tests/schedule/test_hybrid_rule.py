@@ -14,8 +14,6 @@ from random import Random
 
 import pytest
 
-from cost_model.simulate.hybrid import HybridSimulator
-from cost_model.simulate.trace import RequestTrace, TracedRequest
 from fastdecode.core.config.groups import Batching
 from fastdecode.schedule.hybrid.control import HybridOptions
 from fastdecode.schedule.hybrid.forecast import (
@@ -33,6 +31,9 @@ from fastdecode.schedule.hybrid.guard import HybridGuard
 from fastdecode.schedule.hybrid.rule import Margins, choose
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import ScheduleOptions
+from fastdecode.schedule.simulation.resources import SharedDevice
+from fastdecode.schedule.simulation.simulation import Simulation
+from fastdecode.schedule.simulation.trace import RequestTrace, TracedRequest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from hybrid_drawn import draw, judge, run
@@ -209,7 +210,7 @@ def test_the_rule_is_asked_at_admission_and_every_64_steps() -> None:
     asked_at: list[int] = []
     case = draw(Random(3))
     request = TracedRequest(8, 300, 300)
-    slow = replace(case.times, token_s=(1.0, 1e-9))
+    slow = replace(case.times, token_s=(1.0, 1e-9), way_s=1.0)
     case = replace(
         case, trace=RequestTrace((request,) * 4), times=slow, blocks=(100, 40), most_running=8
     )
@@ -223,9 +224,9 @@ def test_the_rule_is_asked_at_admission_and_every_64_steps() -> None:
     batching = Batching(max_num_sequences=8, schedule="greedy", lanes=1)
     scheduler = make_scheduler(ScheduleOptions(batching), case.blocks, 16, slow, hybrid=options)
     control = scheduler.hybrid
-    HybridSimulator(
-        case.trace, scheduler, slow, case.device, worker_blocks=case.blocks, block_size=16,
-        link_s=1.0, predicted_link_s=1.0,
+    Simulation(
+        case.trace, scheduler, SharedDevice(slow, case.device), worker_blocks=case.blocks,
+        block_size=16,
     ).run()  # fmt: skip
     # When two of four have started and the others wait; then for the whole.
     assert asked_at[:5] == [1, 1, 65, 129, 193]

@@ -63,7 +63,8 @@ def run(
             machine.fixed_s + tokens * machine.token_s,
             {0: RPartTime(lane_load, 0, lane_load * machine.load_s)},
         )
-        control.observe(step % count, tokens, {0: lane_load}, machine.round_trip_s)
+        times.observe_link(machine.round_trip_s)
+        control.observe(step % count, tokens, {0: lane_load})
         lanes.append(count)
     return lanes
 
@@ -96,7 +97,7 @@ def test_expected_numbers() -> None:
 def test_nothing_is_decided_before_times_are_known() -> None:
     control = LaneControl(MeasuredTimes(), 2, every=4)
     for step in range(8):
-        control.observe(step % 2, 10, {0: 100}, 1.0)
+        control.observe(step % 2, 10, {0: 100})
     assert control.decide() == 2
 
 
@@ -162,6 +163,7 @@ def test_a_lane_that_never_decodes_holds_nothing_up() -> None:
     wanted = []
     for _ in range(64):
         times.observe(20, 0, 20e-3, {0: RPartTime(20_000, 0, 20e-3)})
-        control.observe(0, 20, {0: 20_000}, 30e-3)  # a slow network: more lanes
+        times.observe_link(30e-3)  # a slow network: more lanes
+        control.observe(0, 20, {0: 20_000})
         wanted.append(control.decide())
     assert wanted[:31] == [2] * 31 and wanted[-1] > 2

@@ -18,7 +18,7 @@ from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from cost_model.disaggregate.compare import Comparison, Simulated
-    from cost_model.simulate.trace import RequestTrace
+    from fastdecode.schedule.simulation.trace import RequestTrace
 
 MAX_MACHINES = 256
 PROGRESS_S = 5.0
@@ -89,7 +89,8 @@ def run_pipelines(args: argparse.Namespace) -> int:
 
 def _trace(args: argparse.Namespace) -> RequestTrace:
     from cost_model.arrivals import GENERATOR, arrivals
-    from cost_model.simulate.trace import RequestTrace, read_trace
+    from cost_model.simulate.trace import read_trace
+    from fastdecode.schedule.simulation.trace import RequestTrace
 
     trace = read_trace(args.trace)
     if args.rate is None:

@@ -40,8 +40,6 @@ _MEASURED_ERROR = 0.05
 """Of forecasts, at the least: they know no prompts, and nobody's chance."""
 _MEASURED_STEPS = 32
 """Steps with R-workers that measure them."""
-_FORGET = 1.005
-"""What the round trip's estimate, the least that was seen, rises by with each step."""
 
 Rule: TypeAlias = Callable[[Known, Course, Costs, Margins], Course]
 """As ``choose``."""
@@ -102,7 +100,6 @@ class HybridControl:
         self._asked_at = self._parted_at = -EVERY  # steps of the home lane
         self._ask_at_s = -math.inf
         self._asked_for = (-1, -1)  # sequences that ran and waited
-        self._round_trip_s = math.inf
         self._watch = HybridGuard()
         self.counts = HybridCounts()
 
@@ -158,14 +155,11 @@ class HybridControl:
             return 0
         return 1 + number % (num_lanes - 1)
 
-    def observe(
-        self, lane: int, num_decoding: int, loads: Mapping[int, int], round_trip_s: float
-    ) -> None:
-        """A lane's step was run; as ``LaneControl`` is told."""
+    def observe(self, lane: int, num_decoding: int, loads: Mapping[int, int]) -> None:
+        """A lane's step was run; see ``LaneControl.observe``."""
         is_with_r_workers = any(holder != self._device for holder in loads)
         if is_with_r_workers and num_decoding:
             self._num_away_steps += 1
-            self._round_trip_s = min(self._round_trip_s * _FORGET, round_trip_s)
         if lane:
             self._watch.away_step(num_decoding)
         lanes, waiting = self._view()
@@ -174,7 +168,7 @@ class HybridControl:
             self.counts.steps[self._mode(lanes)] += 1
             self.counts.num_closed = self._watch.num_closed
         if lane == 0 and num_decoding:
-            costs = self._inputs.costs(self._round_trip_s)
+            costs = self._inputs.costs()
             if costs is not None:
                 self._watch.home_step(
                     num_decoding,
@@ -208,7 +202,7 @@ class HybridControl:
         if started_s < self._ask_at_s:
             return
         self._leaving = set()
-        costs = self._inputs.costs(self._round_trip_s)
+        costs = self._inputs.costs()
         if costs is None or self._watch.is_closed:
             self._course = replace(self._course, home_is_open=True)
             return

@@ -79,14 +79,11 @@ class HybridInputs:
             most_running=self._max_num_sequences,
         )
 
-    def costs(self, round_trip_s: float) -> Costs | None:
-        """Of steps, from what was measured; None while too little is known.
-
-        Args:
-            round_trip_s: as measured; infinite: it wasn't yet.
-        """
+    def costs(self) -> Costs | None:
+        """Of steps, from what was measured; None while too little is known."""
         if math.isnan(self._times.s_part_s(1)) or not self.r_workers:
             return None
+        round_trip_s = self._times.link_s(1)
         if round_trip_s == math.inf:
             round_trip_s = 0.0 if self._guess is None else self._guess.round_trip_s
         workers = self.r_workers

@@ -20,10 +20,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from cost_model.goodput.clock import Clock
 from cost_model.goodput.placements import Degrees
 from cost_model.goodput.slo import RequestTimes
 from fastdecode.core.errors import ConfigError
+from fastdecode.schedule.simulation.clock import VirtualClock
 from oracles.distserve.profile import (
     Backend,
     PublishedModel,
@@ -65,7 +65,7 @@ class _Phases:
 class _Stage:
     """One stage of an instance."""
 
-    def __init__(self, clock: Clock, phases: _Phases, is_first: bool, is_last: bool) -> None:
+    def __init__(self, clock: VirtualClock, phases: _Phases, is_first: bool, is_last: bool) -> None:
         self._clock = clock
         self._phases = phases
         self._is_first, self._is_last = is_first, is_last
@@ -194,7 +194,7 @@ def simulate_disaggregated(
         model.max_tokens[prefill.tp, prefill.pp],
         model.stage(decode.tp, decode.pp, "distserve"), decode.pp,
     )  # fmt: skip
-    clock = Clock()
+    clock = VirtualClock()
     prefill_heads = [_instance(clock, phases, prefill.pp) for _ in range(num_prefill)]
     decode_heads = [_instance(clock, phases, decode.pp) for _ in range(num_decode)]
 
@@ -221,12 +221,12 @@ def simulate_colocated(
     stage = model.stage(degrees.tp, degrees.pp, backend)
     max_tokens = model.max_tokens[degrees.tp, degrees.pp]
     phases = _Phases(stage, degrees.pp, max_tokens, stage, degrees.pp)
-    clock = Clock()
+    clock = VirtualClock()
     heads = [_instance(clock, phases, degrees.pp) for _ in range(num_instances)]
     return _run(clock, requests, heads, phases)
 
 
-def _instance(clock: Clock, phases: _Phases, num_stages: int) -> _Stage:
+def _instance(clock: VirtualClock, phases: _Phases, num_stages: int) -> _Stage:
     """Its first stage; the last one's next is the first."""
     stages = [
         _Stage(clock, phases, is_first=i == 0, is_last=i == num_stages - 1)
@@ -239,7 +239,7 @@ def _instance(clock: Clock, phases: _Phases, num_stages: int) -> _Stage:
 
 
 def _run(
-    clock: Clock,
+    clock: VirtualClock,
     requests: Sequence[tuple[float, int, int]],
     heads: list[_Stage],
     phases: _Phases,

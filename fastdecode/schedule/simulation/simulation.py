@@ -1,15 +1,8 @@
-"""The virtual clock: the lives of sequences as the engine leads them, with
+"""A trace, run by the real scheduler and lifecycle on a virtual clock, with
 R-workers that only count.
 
-Time passes in rounds; in a round every lane makes one step. Lanes share the
-S-worker and the R-workers, and a lane is at one of the two at a time, so a
-round takes
-
-    max(sum of the lanes' S-parts, the busiest R-worker's sum of R-parts, the
-    slowest lane's S-part + R-part + link)
-
-which is S + R with one lane, and max(S, R) a lane with two equal ones, as long
-as the link is quick.
+A lane starts its next step when its last one is over; how long steps take that
+run side by side is its ``Resources``' affair.
 """
 
 from __future__ import annotations
@@ -19,9 +12,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from functools import cache
 
-from cost_model.simulate.trace import RequestTrace, TracedRequest
 from fastdecode.core.errors import CapacityError
-from fastdecode.core.holders import Part, PartId, Residence
+from fastdecode.core.holders import Part, PartId
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.life.events import (
@@ -35,13 +27,16 @@ from fastdecode.schedule.life.events import (
     LaneReady,
     Open,
     Opened,
+    Regrouped,
     Run,
     StepDone,
     Submitted,
 )
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.plan import Chunk
-from fastdecode.schedule.times import StepTimes
+from fastdecode.schedule.simulation.clock import VirtualClock
+from fastdecode.schedule.simulation.resources import Flight, Resources, SimulatedStep
+from fastdecode.schedule.simulation.trace import RequestTrace, TracedRequest
 
 # No policy looks further into its queue than a full batch; the rest of a long
 # trace isn't held in memory.
@@ -86,23 +81,6 @@ class SimulatedRWorker:
         return sum(max(1, -(-tokens // self.block_size)) for tokens in self.reserved.values())
 
 
-@dataclass(frozen=True)
-class SimulatedStep:
-    """One round: a step of every lane."""
-
-    started_s: float
-    step_s: float
-    s_part_s: float
-    """The S-worker was busy."""
-    r_part_s: float
-    """The busiest R-worker was busy."""
-    r_parts_s: float
-    """All R-workers were busy, summed."""
-    load_tokens: int
-    num_running: int
-    num_tokens: int
-
-
 @dataclass(eq=False)
 class ServedRequest:
     """One request's way through. Times are since the start of the trace."""
@@ -128,7 +106,7 @@ class SimulationOutcome:
     """A simulated run."""
 
     num_r_workers: int
-    steps: list[SimulatedStep] = field(default_factory=list)
+    steps: list[SimulatedStep]
     served: list[ServedRequest] = field(default_factory=list)
     """In order of their end."""
     num_refused: int = 0
@@ -137,48 +115,52 @@ class SimulationOutcome:
     total_s: float = 0.0
 
 
-class Simulator:
+class Simulation:
     """Runs one trace to its end.
 
     Args:
-        scheduler: what the engine would use, for ``num_lanes`` lanes and these
-            R-workers, which answer at once.
-        link_s: what a lane's step spends on the way between S-worker and
-            R-workers, over all of its layers.
+        scheduler: what the engine would use, for these R-workers, which answer at
+            once. With a ``HybridControl``, that says how many lanes there are.
+        resources: what the lanes share.
+        worker_blocks: KV blocks of each holder.
+        block_size: tokens in a block.
+        num_lanes: at the start.
+        clock: its time; the scheduler's control may read the same.
     """
 
     def __init__(
         self,
         trace: RequestTrace,
         scheduler: ContinuousScheduler,
-        times: StepTimes,
+        resources: Resources,
         *,
         worker_blocks: tuple[int, ...],
         block_size: int,
         num_lanes: int = 1,
-        link_s: float = 0.0,
+        clock: VirtualClock | None = None,
     ) -> None:
-        self._trace = trace
-        self._link_s = link_s
-        self._lifecycle = Lifecycle(scheduler)
-        self._times = times
+        self.clock = VirtualClock() if clock is None else clock
         self.workers = [SimulatedRWorker(blocks, block_size) for blocks in worker_blocks]
-        self._num_lanes = num_lanes
+        self.outcome = SimulationOutcome(len(worker_blocks), resources.steps)
+        self._trace = trace
+        self._lifecycle = Lifecycle(scheduler)
+        self._control = scheduler.hybrid
+        self._resources = resources
+        self._num_lanes = self._wanted_lanes = num_lanes
+        self._flights: dict[int, Flight] = {}
         self._coming = deque(trace.requests)
         self._unserved: dict[str, ServedRequest] = {}
         self._request_ids = map(str, itertools.count())
-        self._now_s = 0.0
         self._step = 0.0
-        """Rounds so far, and those slept through until an arrival."""
-        self.outcome = SimulationOutcome(len(worker_blocks))
+        """Steps so far, and those slept through until an arrival."""
 
     def run(self) -> SimulationOutcome:
         """Run the trace to its end."""
         while self._unserved or self._coming:
             self._arrive()
-            runs = [run for lane in range(self._num_lanes) for run in self._launch(lane)]
-            if runs:
-                self._run_round(runs)
+            self._start_lanes()
+            if self._flights:
+                self._pass_time()
                 continue
             assert not self._unserved, (
                 "a scheduler with unfinished sequences plans at least one chunk"
@@ -186,12 +168,12 @@ class Simulator:
             if self._coming:
                 self._sleep_until(self._coming[0].arrival)
         self.outcome.num_suspended = self._lifecycle.num_suspended
-        self.outcome.total_s = self._now_s
+        self.outcome.total_s = self.clock.now
         return self.outcome
 
     def _arrive(self) -> None:
         """Queue the requests whose time has come."""
-        now = self._now_s if self._trace.unit == "s" else self._step
+        now = self.clock.now if self._trace.unit == "s" else self._step
         waiting = self._lifecycle.scheduler.waiting
         while self._coming and self._coming[0].arrival <= now and len(waiting) < _QUEUE_AHEAD:
             traced = self._coming.popleft()
@@ -201,14 +183,50 @@ class Simulator:
             except CapacityError:
                 self.outcome.num_refused += 1
                 continue
-            arrived_s = traced.arrival if self._trace.unit == "s" else self._now_s
+            arrived_s = traced.arrival if self._trace.unit == "s" else self.clock.now
             self._unserved[request.request_id] = ServedRequest(traced, arrived_s)
 
     def _sleep_until(self, arrival: float) -> None:
         if self._trace.unit == "s":
-            self._now_s = max(self._now_s, arrival)
+            self.clock.run(arrival)
         else:
             self._step = max(self._step, arrival)
+
+    def _start_lanes(self) -> None:
+        """Each lane that does not step begins its next one, if it has any."""
+        if self._wanted_lanes != self._num_lanes:
+            if self._flights:
+                return  # they come to rest first
+            self._num_lanes = self._wanted_lanes
+            self._tell(Regrouped(self._num_lanes))
+            assert self._control is not None
+            self._control.regrouped(self._num_lanes)
+        for lane in range(self._num_lanes):
+            if lane not in self._flights:
+                for run in self._launch(lane):
+                    self._flights[lane] = self._resources.flight(run)
+        if not self._flights and self._control is not None:
+            self._wanted_lanes = self._control.decide()
+            if self._wanted_lanes != self._num_lanes:
+                self._start_lanes()
+
+    def _pass_time(self) -> None:
+        """Until the next end of a step."""
+        steps_s = self._resources.steps_s(self._flights, self.clock.now)
+        span_s = min(flight.left * steps_s[lane] for lane, flight in self._flights.items())
+        self.clock.pass_by(span_s)
+        for lane, flight in self._flights.items():
+            is_over = flight.left * steps_s[lane] <= span_s
+            flight.left = 0.0 if is_over else flight.left - span_s / steps_s[lane]
+        self._step += 1
+        for lane in [lane for lane, flight in self._flights.items() if not flight.left]:
+            self._end(lane, self._flights.pop(lane))
+
+    def _end(self, lane: int, flight: Flight) -> None:
+        self._done(flight.run)
+        if self._control is not None:
+            self._control.observe(lane, flight.num_decoding, flight.loads)
+            self._wanted_lanes = self._control.decide()
 
     def _launch(self, lane: int) -> list[Run]:
         """A lane's next step, if anybody can step."""
@@ -239,19 +257,11 @@ class Simulator:
                     granted.append(part)
                 case Finish(sequence, _):
                     served = self._unserved.pop(sequence.request.request_id)
-                    served.finished_s = self._now_s
+                    served.finished_s = self.clock.now
                     self.outcome.served.append(served)
                 case _:
                     raise AssertionError("nobody fails, and lanes run when they are launched")
         return granted
-
-    def _run_round(self, runs: list[Run]) -> None:
-        step = self._timed([run.chunks for run in runs])
-        self.outcome.steps.append(step)
-        self._now_s += step.step_s
-        self._step += 1
-        for run in runs:
-            self._done(run)
 
     def _done(self, run: Run) -> None:
         """A lane's step is over."""
@@ -266,58 +276,17 @@ class Simulator:
         """The sequence's next token, at the end of its step."""
         served = self._unserved[sequence.request.request_id]
         if not sequence.num_generated:
-            served.first_token_s = self._now_s
+            served.first_token_s = self.clock.now
         is_over = sequence.num_generated + 1 == served.traced.num_output_tokens
         return Drawn(sequence, 0, "stop" if is_over else None)
-
-    def _timed(self, lanes: list[tuple[Chunk, ...]]) -> SimulatedStep:
-        """How long a round takes, and who is busy for how long."""
-        s_parts: list[float] = []
-        slowest_lane_s = 0.0
-        busy_s = [0.0] * len(self.workers)
-        num_tokens = load_tokens = 0
-        for chunks in lanes:
-            loads = [0] * len(self.workers)
-            for chunk in chunks:
-                _add_load(loads, chunk)
-            lane_tokens = sum(chunk.num_tokens for chunk in chunks)
-            r_parts = [
-                self._times.r_part_s(w, load) if load else 0.0 for w, load in enumerate(loads)
-            ]
-            s_parts.append(self._times.s_part_s(lane_tokens))
-            slowest_lane_s = max(slowest_lane_s, s_parts[-1] + max(r_parts) + self._link_s)
-            busy_s = [busy + r_part for busy, r_part in zip(busy_s, r_parts, strict=True)]
-            num_tokens += lane_tokens
-            load_tokens += sum(loads)
-        return SimulatedStep(
-            started_s=self._now_s,
-            step_s=max(sum(s_parts), max(busy_s), slowest_lane_s),
-            s_part_s=sum(s_parts),
-            r_part_s=max(busy_s),
-            r_parts_s=sum(busy_s),
-            load_tokens=load_tokens,
-            num_running=sum(len(chunks) for chunks in lanes),
-            num_tokens=num_tokens,
-        )
-
-
-def _residence(chunk: Chunk) -> Residence:
-    assert chunk.sequence.residence is not None
-    return chunk.sequence.residence
 
 
 def _growing_part(chunk: Chunk) -> tuple[Part, int]:
     """Where a chunk goes, and how many tokens are there."""
-    residence, num_cached = _residence(chunk), chunk.sequence.num_cached
+    residence, num_cached = chunk.sequence.residence, chunk.sequence.num_cached
+    assert residence is not None
     part = residence.parts[residence.index_of(num_cached)]
     return part, num_cached - part.first_token
-
-
-def _add_load(loads: list[int], chunk: Chunk) -> None:
-    """Count what is cached once the chunk has run, by R-worker."""
-    num_cached = chunk.sequence.num_cached + chunk.num_tokens
-    for part in _residence(chunk).parts:
-        loads[part.holder] += max(0, min(num_cached - part.first_token, part.num_tokens))
 
 
 @cache

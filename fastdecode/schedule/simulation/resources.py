@@ -1,0 +1,183 @@
+"""What lanes share while they step: the S-worker or a device, R-workers, links."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from fastdecode.core.holders import HolderId
+from fastdecode.schedule.life.events import Run
+from fastdecode.schedule.plan import Chunk
+from fastdecode.schedule.times import StepTimes
+
+
+@dataclass
+class Flight:
+    """A lane's step under way. Seconds are what it needs of each, alone."""
+
+    run: Run
+    s_part_s: float
+    """Of the S-worker, or of the device."""
+    r_parts_s: tuple[float, ...]
+    """Of each R-worker."""
+    link_s: float
+    """On the way to R-workers and back."""
+    loads: dict[int, int]
+    """Cached tokens that it attends to, by holder."""
+    num_tokens: int
+    left: float = 1.0
+    """The part of it that is still to come."""
+
+    @property
+    def num_decoding(self) -> int:
+        return sum(chunk.num_tokens == 1 for chunk in self.run.chunks)
+
+    @property
+    def way_s(self) -> float:
+        """From its begin to its end, if nothing else runs."""
+        return self.s_part_s + max(self.r_parts_s, default=0.0) + self.link_s
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """One round: a step of every lane."""
+
+    started_s: float
+    step_s: float
+    s_part_s: float
+    """The S-worker was busy."""
+    r_part_s: float
+    """The busiest R-worker was busy."""
+    r_parts_s: float
+    """All R-workers were busy, summed."""
+    load_tokens: int
+    num_running: int
+    num_tokens: int
+
+
+class Resources(Protocol):
+    """How long lanes' steps take that run side by side."""
+
+    steps: list[SimulatedStep]
+    """Rounds so far, where lanes step in rounds."""
+
+    def flight(self, run: Run) -> Flight:
+        """What a step needs."""
+
+    def steps_s(self, flights: Mapping[int, Flight], now_s: float) -> Mapping[int, float]:
+        """How long each lane's step would take as things are now, all of it."""
+
+
+@dataclass
+class Rounds:
+    """Lanes share the S-worker and the R-workers, and step in rounds, in each of
+    which every lane makes one step. A lane is at one of the two at a time, so a
+    round takes
+
+        max(sum of the lanes' S-parts, the busiest R-worker's sum of R-parts, the
+        slowest lane's S-part + R-part + link)
+
+    which is S + R with one lane, and max(S, R) a lane with two equal ones, as long
+    as the link is quick.
+    """
+
+    times: StepTimes
+    num_r_workers: int
+    steps: list[SimulatedStep] = field(default_factory=list)
+    """All rounds so far."""
+
+    def flight(self, run: Run) -> Flight:
+        """As ``Resources``."""
+        loads = _loads(run.chunks)
+        num_tokens = sum(chunk.num_tokens for chunk in run.chunks)
+        r_parts_s = tuple(
+            self.times.r_part_s(worker, loads[worker]) if loads.get(worker) else 0.0
+            for worker in range(self.num_r_workers)
+        )
+        s_part_s, link_s = self.times.s_part_s(num_tokens), self.times.link_s(num_tokens)
+        return Flight(run, s_part_s, r_parts_s, link_s, loads, num_tokens)
+
+    def steps_s(self, flights: Mapping[int, Flight], now_s: float) -> Mapping[int, float]:
+        """As ``Resources``. All lanes have just begun."""
+        every = list(flights.values())
+        s_part_s = sum(flight.s_part_s for flight in every)
+        busy_s = [sum(parts) for parts in zip(*(flight.r_parts_s for flight in every), strict=True)]
+        round_s = max(s_part_s, *busy_s, *(flight.way_s for flight in every))
+        self.steps.append(
+            SimulatedStep(
+                started_s=now_s,
+                step_s=round_s,
+                s_part_s=s_part_s,
+                r_part_s=max(busy_s),
+                r_parts_s=sum(busy_s),
+                load_tokens=sum(sum(flight.loads.values()) for flight in every),
+                num_running=sum(len(flight.run.chunks) for flight in every),
+                num_tokens=sum(flight.num_tokens for flight in every),
+            )
+        )
+        return dict.fromkeys(flights, round_s)
+
+
+@dataclass
+class SharedDevice:
+    """KV on both sides: lanes share a device and R-workers, and step when they
+    are ready. Lane 0 has the sequences whose KV is on the device.
+
+    In between, lanes go on at the speed that the device and the R-workers leave
+    them: an away lane needs the device for its S-part, and R-workers for its
+    attention, and waits for a layer of the home lane's before each of its own;
+    the home lane has what is left of the device.
+
+    Args:
+        times: what steps take, the device's attention as if it were an R-worker's.
+        device: which holder it is.
+    """
+
+    times: StepTimes
+    device: HolderId
+    steps: list[SimulatedStep] = field(default_factory=list)
+    """None: lanes don't step in rounds."""
+
+    def flight(self, run: Run) -> Flight:
+        """As ``Resources``. A step of lane 0 has rows of both sides: R-workers
+        attend while the device does."""
+        loads, times = _loads(run.chunks), self.times
+        num_tokens = sum(chunk.num_tokens for chunk in run.chunks)
+        s_part_s, link_s = times.s_part_s(num_tokens), times.link_s(num_tokens)
+        at_home = loads.get(self.device)
+        attend_s = 0.0 if at_home is None else times.r_part_s(self.device, at_home)
+        away = [times.r_part_s(w, load) for w, load in loads.items() if w != self.device]
+        if run.lane == 0:
+            attend_s = max(attend_s, max(away) + link_s if away else 0.0)
+            return Flight(run, s_part_s + attend_s, (), 0.0, loads, num_tokens)
+        return Flight(run, s_part_s, (max(away),), link_s, loads, num_tokens)
+
+    def steps_s(self, flights: Mapping[int, Flight], now_s: float) -> Mapping[int, float]:
+        """As ``Resources``."""
+        home = flights.get(0)
+        home_s = 0.0 if home is None else home.s_part_s
+        away = {lane: flight for lane, flight in flights.items() if lane}
+        alone_s = {lane: max(flight.way_s + home_s, 1e-12) for lane, flight in away.items()}
+        device_s = sum(flight.s_part_s for flight in away.values())
+        used = sum(away[lane].s_part_s / step_s for lane, step_s in alone_s.items())
+        r_used = sum(max(away[lane].r_parts_s) / step_s for lane, step_s in alone_s.items())
+        most = device_s / (device_s + home_s) if device_s else 1.0
+        slower = min(1.0, most / used if used else 1.0, 1 / r_used if r_used else 1.0)
+        found = {lane: step_s / slower for lane, step_s in alone_s.items()}
+        if home is not None:
+            found[0] = max(home_s, 1e-12) / (1 - slower * used)
+        return found
+
+
+def _loads(chunks: Seq[Chunk]) -> dict[int, int]:
+    """What is cached once the chunks have run, by holder."""
+    loads: dict[int, int] = {}
+    for chunk in chunks:
+        residence, num_cached = chunk.sequence.residence, chunk.sequence.num_cached
+        assert residence is not None
+        for part in residence.parts:
+            seen = max(0, min(num_cached + chunk.num_tokens - part.first_token, part.num_tokens))
+            loads[part.holder] = loads.get(part.holder, 0) + seen
+    return loads
