@@ -1,9 +1,11 @@
 """Offline batch generation with the Python API.
 
     python examples/offline_batch.py [MODEL_DIR]
+    mpirun -n 3 python examples/offline_batch.py [MODEL_DIR]
 
 The model's weights stay with the S-worker (here the CPU; ``device="cuda"`` for
-a GPU); the KV cache and attention live on two R-workers.
+a GPU); the KV cache and attention live on two R-workers: threads of this
+process, or with mpirun the other ranks.
 """
 
 import sys

@@ -15,10 +15,9 @@ import os
 import resource
 import socket
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from fastdecode.cli.options import (
-    EXIT_WORKERS_LOST,
     add_link_security,
     add_log_level_option,
     tell,
@@ -28,8 +27,8 @@ from fastdecode.core.config.groups import Cluster
 from fastdecode.core.config.instances import Instances
 from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.core.host.parents import end_with
-from fastdecode.wire.mpi import job as mpi_job
-from fastdecode.wire.mpi import joining, launcher, leaving
+from fastdecode.engine.rank_roles import serve_other_rank
+from fastdecode.wire.mpi import joining
 from fastdecode.wire.mpi.roles import InstanceRanks
 
 logger = logging.getLogger(__name__)
@@ -150,91 +149,8 @@ def _add_address(address: argparse._ArgumentGroup) -> None:
 
 
 def serve_if_r_rank(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
-    """Roles by rank: in ``mpirun -n 4 fastdecode generate ...`` every rank but
-    the first serves, and doesn't return. With ``--tp 2`` the second mirrors the
-    first; with ``--pp 2`` it is the second stage; with both the third is, and
-    the fourth mirrors that. With ``--prompt-pp`` such stages come behind the others."""
-    if args.instance_ranks:
-        _serve_if_placed(args, engine_options)
-        return
-    num_s_ranks = (args.pp + args.prompt_pp) * args.tp
-    num_ranks = launcher.launched_size() or 1
-    if args.kv_placement == "gpu" and num_ranks > 1 and num_ranks != num_s_ranks:
-        raise ConfigError(
-            "--kv-placement gpu has no R-workers for the other ranks to be: start it without a "
-            "launcher, or one rank for each stage (--pp)"
-        )
-    if num_s_ranks > 1 and launcher.launched_size() is not None:
-        rank = joining.join().rank
-        if 0 < rank < num_s_ranks and rank % args.tp:
-            _mirror_leader(args.model, engine_options)
-        elif 0 < rank < num_s_ranks:
-            _serve_stage(args.model, engine_options)
-    if (
-        launcher.launched_size() is None
-        or args.transport not in ("auto", "mpi")
-        or args.r_worker_addresses
-    ):
-        return
-    job = joining.join()
-    if job.rank != mpi_job.S_RANK:
-        from rworker.host import serve_rank
-
-        serve_rank(
-            job,
-            kv_memory_gb=args.kv_memory_gb,
-            num_threads=args.r_threads,
-            cache_disk=args.cache_disk,
-            cache_disk_gb=args.cache_disk_gb,
-        )
-
-
-def _serve_if_placed(args: argparse.Namespace, engine_options: dict[str, Any]) -> None:
-    """Rank 0 controls the instances, which the others are: it alone returns."""
-    job = joining.join()
-    if job.rank == mpi_job.S_RANK:
-        return
-    config = EngineConfig.of(args.model, **engine_options)
-    if job.rank in InstanceRanks.of(config.instances).s_ranks:
-        _serve_instance(config)
-    from rworker.host import serve_rank
-
-    serve_rank(
-        job,
-        kv_memory_gb=args.kv_memory_gb,
-        num_threads=args.r_threads,
-        instances=InstanceRanks.of(config.instances),
-        silence_s=args.worker_silence_s,
-    )
-
-
-def _serve_instance(config: EngineConfig) -> NoReturn:
-    with imports_for("an S-worker"):
-        from fastdecode.engine.instances.process import serve_instance_rank
-
-    launcher.let_rank_0_stop()
-    if serve_instance_rank(config, tell):
-        leaving.leave(0)  # rank 0 has been told, and says how the job ends
-    logger.critical("the controller has died: the job ends, with exit code %d", EXIT_WORKERS_LOST)
-    leaving.leave(EXIT_WORKERS_LOST, end_job=True)
-
-
-def _mirror_leader(model: str, engine_options: dict[str, Any]) -> NoReturn:
-    from fastdecode.engine.setup.ranks import mirror_leader
-
-    launcher.let_rank_0_stop()
-    mirror_leader(EngineConfig.of(model, **engine_options))
-    leaving.leave(0)
-
-
-def _serve_stage(model: str, engine_options: dict[str, Any]) -> NoReturn:
-    from fastdecode.engine.setup.stage_ranks import serve_stage
-
-    launcher.let_rank_0_stop()
-    if serve_stage(EngineConfig.of(model, **engine_options)):
-        leaving.leave(0)  # rank 0 has been told, and says how the job ends
-    logger.critical("the first stage has died: the job ends, with exit code %d", EXIT_WORKERS_LOST)
-    leaving.leave(EXIT_WORKERS_LOST, end_job=True)
+    """Roles by rank: see ``serve_other_rank``. Raises ConfigError."""
+    serve_other_rank(EngineConfig.of(args.model, **engine_options), tell)
 
 
 def _r_worker(args: argparse.Namespace) -> int:

@@ -55,6 +55,7 @@ from fastdecode.core.vllm_names import engine_options
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.engine.facts import facts_of
 from fastdecode.engine.instances.opening import make_service
+from fastdecode.engine.rank_roles import serve_other_rank
 from fastdecode.engine.request_stream import Arriving, RequestStreams
 from fastdecode.engine.service import EngineService, Snapshot
 from fastdecode.engine.stats import EngineStats
@@ -85,6 +86,10 @@ OPTION_NAMES = frozenset(
 
 class LLM:
     """A model, ready to generate. Close it, or use it in a ``with`` statement.
+
+    In a script that ``mpirun`` starts, the first rank goes on; in the others this
+    serves as an R-worker, or as a further S-worker, until the first is done, and
+    then ends the process (``transport="inproc"`` prevents that).
 
     An engine runs in a thread of its own; it may be used from any thread, by
     one reading at a time, and an interrupt (Ctrl-C) leaves it usable. A fork of
@@ -127,6 +132,7 @@ class LLM:
         self._default_params = SamplingParams(**defaults)
         keeping = Keeping.taken_from(options)
         self.config = config = EngineConfig.of(model, **options)
+        serve_other_rank(config, progress or (lambda line: None))
         self.conversations = keeping.open(find_model(model))
         """What ``conversation_id`` names."""
         self._service = make_service(config, progress, trace, times, session)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from mpi_launch import needs_mpi, running
+from mpi_launch import mpirun, needs_mpi, open_mpi_options, running
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -42,6 +42,15 @@ def test_a_program(name: str) -> None:
     assert PROMISED[name] in output
     if name == "replicas.py":
         assert int(output.split("resumed from replicas: ")[1].split()[0]) > 0
+
+
+@needs_mpi
+def test_a_script_as_an_mpi_job() -> None:
+    """The other ranks are its R-workers."""
+    script = str(EXAMPLES / "offline_batch.py")
+    output = _run(mpirun(), *open_mpi_options(), "-n", "3", sys.executable, script)
+    assert output.count(PROMISED["offline_batch.py"]) == 1
+    assert "R-workers 2/2" in output
 
 
 @needs_mpi

@@ -1,0 +1,125 @@
+"""What the ranks of an MPI job are. Imports no torch: ranks of R-workers need none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NoReturn
+
+from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.errors import ConfigError, Given, WorkerError, imports_for
+from fastdecode.wire.mpi import job as mpi_job
+from fastdecode.wire.mpi import joining, launcher, leaving
+from fastdecode.wire.mpi.roles import InstanceRanks
+
+logger = logging.getLogger(__name__)
+
+
+def serve_other_rank(config: EngineConfig, tell: Callable[[str], None]) -> None:
+    """Serve, if this process is a rank of an MPI job that has another role than
+    to run the program; then it doesn't return.
+
+    Every rank but the first is an R-worker. With ``tp`` 2 the second mirrors the
+    first; with ``pp`` 2 it is the second stage; with both the third is, and the
+    fourth mirrors that. With ``prompt_pp`` such stages follow the others. With
+    ``instance_ranks`` those say what each rank is.
+
+    Raises:
+        ConfigError: there are ranks for which there is no role.
+    """
+    if config.instances.instance_ranks:
+        _serve_if_placed(config, tell)
+        return
+    s_part = config.s_part
+    num_s_ranks = (s_part.pp + s_part.prompt_pp) * s_part.tp
+    num_ranks = launcher.launched_size() or 1
+    placement = config.r_part.kv_placement
+    if placement == "gpu" and num_ranks > 1 and num_ranks != num_s_ranks:
+        raise ConfigError(
+            Given("kv_placement", placement),
+            " has no R-workers for the other ranks to be: start it without a launcher, or one "
+            "rank for each stage (",
+            Given("pp"),
+            ")",
+        )
+    if num_s_ranks > 1 and launcher.launched_size() is not None:
+        rank = joining.join().rank
+        if 0 < rank < num_s_ranks and rank % s_part.tp:
+            _mirror_leader(config)
+        elif 0 < rank < num_s_ranks:
+            _serve_stage(config)
+    if _has_r_ranks(config):
+        _serve_if_r_worker(config)
+
+
+def _has_r_ranks(config: EngineConfig) -> bool:
+    """Whether R-workers are ranks of this process's job."""
+    is_launched = launcher.launched_size() is not None
+    cluster = config.cluster
+    return is_launched and cluster.transport in ("auto", "mpi") and not cluster.r_worker_addresses
+
+
+def _serve_if_r_worker(config: EngineConfig) -> None:
+    job = joining.join()
+    if job.rank == mpi_job.S_RANK:
+        return
+    from rworker.host import serve_rank
+
+    serve_rank(
+        job,
+        kv_memory_gb=config.r_part.kv_memory_gb,
+        num_threads=config.r_part.r_threads,
+        cache_disk=config.cache.cache_disk,
+        cache_disk_gb=config.cache.cache_disk_gb,
+    )
+
+
+def _serve_if_placed(config: EngineConfig, tell: Callable[[str], None]) -> None:
+    """Rank 0 controls the instances, which the others are: it alone returns."""
+    job = joining.join()
+    if job.rank == mpi_job.S_RANK:
+        return
+    if job.rank in InstanceRanks.of(config.instances).s_ranks:
+        _serve_instance(config, tell)
+    from rworker.host import serve_rank
+
+    serve_rank(
+        job,
+        kv_memory_gb=config.r_part.kv_memory_gb,
+        num_threads=config.r_part.r_threads,
+        instances=InstanceRanks.of(config.instances),
+        silence_s=config.cluster.worker_silence_s,
+    )
+
+
+def _serve_instance(config: EngineConfig, tell: Callable[[str], None]) -> NoReturn:
+    with imports_for("an S-worker"):
+        from fastdecode.engine.instances.process import serve_instance_rank
+
+    launcher.let_rank_0_stop()
+    if serve_instance_rank(config, tell):
+        leaving.leave(0)  # rank 0 has been told, and says how the job ends
+    _end_job("the controller has died")
+
+
+def _mirror_leader(config: EngineConfig) -> NoReturn:
+    from fastdecode.engine.setup.ranks import mirror_leader
+
+    launcher.let_rank_0_stop()
+    mirror_leader(config)
+    leaving.leave(0)
+
+
+def _serve_stage(config: EngineConfig) -> NoReturn:
+    from fastdecode.engine.setup.stage_ranks import serve_stage
+
+    launcher.let_rank_0_stop()
+    if serve_stage(config):
+        leaving.leave(0)  # rank 0 has been told, and says how the job ends
+    _end_job("the first stage has died")
+
+
+def _end_job(why: str) -> NoReturn:
+    code = WorkerError.exit_code
+    logger.critical("%s: the job ends, with exit code %d", why, code)
+    leaving.leave(code, end_job=True)
