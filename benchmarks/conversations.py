@@ -4,6 +4,9 @@
     python benchmarks/conversations.py --modes on --rounds 2 --peer-python VENV/bin/python
     --out benchmarks/results/conversations_vllm.json
     python benchmarks/conversations.py --conversations 6 --shrink 16 --kv-memory-gb 0.2   # small
+    python benchmarks/conversations.py --think reading --kv-placement gpu   # Pensieve's
+    python benchmarks/conversations.py --think reading --turns turns.jsonl  # for the simulator:
+    fastdecode simulate --instant --trace turns.jsonl --kv-tokens 40000 --lower-kv-tokens 220000
 
 The first takes some fifteen minutes on two cores, if nobody else does anything.
 With ``--peer-python``, vLLM's CPU build with prefix caching
@@ -12,8 +15,9 @@ With ``--peer-python``, vLLM's CPU build with prefix caching
 A Llama-shaped random checkpoint of 100 M parameters (or ``--model DIR``) in
 bfloat16, greedy, EOS ignored, all cores. The trace is seeded, in ShareGPT's or
 UltraChat's shape (``conversation_traces``): conversations arrive as a Poisson
-process, a turn an exponential think time after the answer before it, and brings
-its new tokens behind all that was said (``conversation_id``).
+process, a turn an exponential think time after the answer before it (``--think
+reading``: max(5 s, 0.1 s a token of that answer)), and brings its new tokens behind
+all that was said (``conversation_id``).
 
 Every mode runs in a process of its own, on the same trace. First all arrives at
 once, to find the requests a second that an engine can do (**peak**; the last
@@ -47,7 +51,14 @@ from statistics import median
 from typing import Any
 
 from conversation_player import Asked, Player
-from conversation_traces import SHAPES, PlannedConversation, PlannedTurn, conversations, means
+from conversation_traces import (
+    SHAPES,
+    PlannedConversation,
+    PlannedTurn,
+    conversations,
+    means,
+    turn_lines,
+)
 from end_to_end import MODELS, VOCAB
 from provenance import keep, provenance
 
@@ -137,6 +148,7 @@ def _run(mode: str, options: argparse.Namespace, directory: str) -> dict[str, An
         kv_memory_gb=options.kv_memory_gb,
         max_num_sequences=MAX_SEQUENCES,
         prefix_cache="off" if mode == "off" else "on",
+        kv_placement=options.kv_placement,
         cache_policy=options.cache_policy,
         **_disk(mode, options, directory, num_tokens),
     ) as llm:
@@ -279,7 +291,14 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=120)
     parser.add_argument("--paced", type=int, default=24, help="of them, those that are paced")
     parser.add_argument("--rate", type=float, default=0.5, help="conversations a second")
-    parser.add_argument("--think", type=float, default=10.0, help="seconds, on average")
+    parser.add_argument(
+        "--think",
+        type=lambda text: None if text == "reading" else float(text),
+        default=10.0,
+        help="seconds, on average; reading: as long as reading the answer takes",
+    )
+    parser.add_argument("--kv-placement", default="auto", help="of the engine; gpu: KV there alone")
+    parser.add_argument("--turns", type=Path, help="write the trace there, and play nothing")
     parser.add_argument("--share", type=float, default=0.9, help="of the peak without a cache")
     parser.add_argument("--shrink", type=int, default=1, help="lengths are divided by this")
     parser.add_argument("--kv-memory-gb", type=float, default=4.0)
@@ -304,6 +323,11 @@ def main() -> None:
     )
     for mean, wanted in zip(means(many), SHAPES[options.shape], strict=True):
         assert abs(mean / wanted - 1) < 0.02, f"the trace's mean is {mean}, not {wanted}"
+    if options.turns is not None:
+        options.turns.write_text(
+            "".join(f"{line}\n" for line in turn_lines(plan(options))), "utf-8"
+        )
+        return
     model = options.model
     with tempfile.TemporaryDirectory() as directory:
         if options.model is None:

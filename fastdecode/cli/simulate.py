@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastdecode.cli.options import add_log_level_option, add_options
 from fastdecode.core.config.cache import CACHE_POLICIES
-from fastdecode.core.config.groups import Batching
+from fastdecode.core.config.groups import SCHEDULES, Batching
 from fastdecode.core.config.options import declared
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.options import MODES, ScheduleOptions
@@ -174,7 +174,7 @@ def run_simulate(args: argparse.Namespace) -> int:
         raise ConfigError(f"--link-time={args.link_time} is not a number of seconds from 0 to 3600")
     times = _times(args)
     worker_blocks = _worker_blocks(args)
-    modes = _names(args.schedule, MODES, "--schedule")
+    modes = _names(args.schedule, SCHEDULES, "--schedule")
     trace = read_trace(args.trace)
     outcomes: dict[str, SimulationOutcome] = {}
     for mode in modes:

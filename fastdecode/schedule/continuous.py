@@ -244,7 +244,7 @@ class ContinuousScheduler:
         if ahead and not lane.is_apart:
             num_ending = sum(_ends(run, lane.step) for run in lane.running.values())
         most = self._shares.num_free(lane, self.lanes, len(self.waiting), num_ending)
-        lane.admission.begin_step(lane.step, len(lane.running), most)
+        lane.admission.begin_step(lane.step, len(lane.running), most, len(self.waiting))
         if most and self.hybrid is not None:
             self.hybrid.begin_plan(self.waiting.head)
         starts: list[Start] = []

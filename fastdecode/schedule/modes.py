@@ -1,4 +1,4 @@
-"""From options to a scheduler: the four modes of ``--schedule``, one construction."""
+"""From options to a scheduler: the modes of ``--schedule``, one construction."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.config.groups import Batching
+from fastdecode.schedule.admission.by_forecast import ByForecast, stabilizing_gain
 from fastdecode.schedule.admission.policies import Admission, FixedF, Greedy, Synchronized
 from fastdecode.schedule.admission.stabilized import Stabilized
 from fastdecode.schedule.cache.prefix_cache import PrefixCache
@@ -180,13 +181,12 @@ def _admission(
 ) -> Admission:
     """One lane's policy."""
     batching = options.batching
-    if batching.schedule == "greedy":
+    if batching.schedule == "greedy" or (batching.schedule == "auto" and times is None):
         return Greedy()
     if batching.schedule == "synchronized":
         return Synchronized()
     if batching.schedule == "fixed-f":
         return FixedF(options.fixed_interval())
-    assert batching.schedule == "stabilized", batching.schedule
     headroom = batching.cold_start == "headroom"
     if batching.load_limit is not None:
         limits = _shares(batching.load_limit // options.num_lanes, capacity, times)
@@ -200,7 +200,14 @@ def _admission(
     def balance() -> tuple[int, ...] | None:
         return None if times is None else balanced_loads(times, options.lane_size, capacity)
 
-    return Stabilized(capacity, options.lane_size, balance=balance, headroom=headroom)
+    size = options.lane_size
+    if batching.schedule == "auto" and times is not None:
+        gain = partial(stabilizing_gain, times, size, capacity)
+        return ByForecast(
+            capacity, size, balance=balance, gain=gain, num_lanes=options.num_lanes,
+            headroom=headroom,
+        )  # fmt: skip
+    return Stabilized(capacity, size, balance=balance, headroom=headroom)
 
 
 def _shares(limit: int, capacity: tuple[int, ...], times: StepTimes | None) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ _MICRO_BATCHES = 16
 class ScheduleOptions:
     """What a scheduler is made by.
 
-    ``batching`` names a schedule and a number of lanes. Its ``load_limit``
+    ``batching`` names a schedule and a number of lanes; ``auto`` is by forecast. Its ``load_limit``
     (W_lim) holds over all lanes and R-workers; None: what step times say, else
     half of what a full batch has if all of it ends together.
     """
@@ -42,7 +42,7 @@ class ScheduleOptions:
     all run both."""
 
     def __post_init__(self) -> None:
-        assert self.batching.schedule in MODES and self.batching.lanes is not None
+        assert self.batching.schedule in SCHEDULES and self.batching.lanes is not None
 
     @property
     def num_lanes(self) -> int:

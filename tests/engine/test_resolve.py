@@ -337,7 +337,7 @@ def test_stages_on_shared_cores_take_turns(resolved: Resolve) -> None:
 
 
 def test_a_load_limit_is_kept_by_one_lane_too(resolved: Resolve) -> None:
-    for lanes, mode in ((1, "greedy"), (2, "stabilized")):
+    for lanes, mode in ((1, "greedy"), (2, "auto")):
         assert resolved(0, lanes=lanes).schedule.batching.schedule == mode
         assert resolved(0, lanes=lanes, load_limit=100).schedule.batching.schedule == "stabilized"
 
@@ -361,4 +361,4 @@ def test_auto_is_no_schedule_that_is_refused_by_name(
     plan = resolved(1, device="cuda", **options)
     assert plan.schedule.num_lanes > len(plan.layers)
     assert plan.schedule.batching.schedule == "greedy"
-    assert resolved(1, device="cuda", lanes=2).schedule.batching.schedule == "stabilized"
+    assert resolved(1, device="cuda", lanes=2).schedule.batching.schedule == "auto"

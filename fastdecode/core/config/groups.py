@@ -173,8 +173,8 @@ class Batching:
     )
     schedule: str = option(
         "auto",
-        "when sequences start: stabilized, fixed-f, greedy, synchronized; auto: stabilized with "
-        "several lanes or a load limit, else greedy",
+        "when sequences start: stabilized, fixed-f, greedy, synchronized; auto: stabilized with a "
+        "load limit, or with several lanes while it is forecast to pay, else greedy",
         choices=SCHEDULES,
         metavar="MODE",
     )

@@ -252,11 +252,13 @@ def _batching(config: EngineConfig, num_lanes: int, *, on_gpu: bool) -> Batching
     asked, s_part = config.batching, config.s_part
     schedule = asked.schedule
     if schedule == "auto":
-        # No more lanes than stages: no stage's S-part and R-part overlap. Lanes
-        # with KV blocks of their own, or without prompts, have no load limit.
-        is_limited = num_lanes > s_part.pp or asked.load_limit is not None
+        # Lanes with KV blocks of their own, or without prompts, have no load limit.
         may_be_limited = not (s_part.swap or s_part.prompt_pp)
-        schedule = "stabilized" if is_limited and may_be_limited else "greedy"
+        if asked.load_limit is not None and may_be_limited:
+            schedule = "stabilized"
+        elif num_lanes <= s_part.pp or not may_be_limited:
+            # No more lanes than stages: no stage's S-part and R-part overlap.
+            schedule = "greedy"
     chunk = asked.chunk_tokens(on_gpu=on_gpu)
     return replace(asked, schedule=schedule, lanes=num_lanes, prefill_chunk=chunk)
 

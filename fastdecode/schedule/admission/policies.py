@@ -10,6 +10,8 @@ policies that ``--schedule`` chooses among.
 ``Stabilized``     as soon as the projected load of an R-worker stays within its
                    limit (the same section, Algorithm 1); in
                    ``fastdecode.schedule.admission.stabilized``
+``ByForecast``     stabilized while that is forecast to pay, else greedy; in
+                   ``fastdecode.schedule.admission.by_forecast``
 =================  =============================================================
 
 Room for its KV blocks, among the running sequences and in the step's prefill
@@ -41,8 +43,9 @@ class Admission(Protocol):
         """Raises CapacityError if a sequence whose parts may have so many
         cached tokens each could never start."""
 
-    def begin_step(self, step: int, num_running: int, num_startable: int) -> None:
-        """A step is being planned; at most ``num_startable`` sequences could start in it."""
+    def begin_step(self, step: int, num_running: int, num_startable: int, num_waiting: int) -> None:
+        """A step is being planned; of ``num_waiting`` sequences that all lanes
+        share, at most ``num_startable`` could start in it."""
 
     def choose(
         self,
@@ -85,7 +88,7 @@ class Greedy(Admission):
     def check_possible(self, sizes: Seq[int]) -> None:
         pass
 
-    def begin_step(self, step: int, num_running: int, num_startable: int) -> None:
+    def begin_step(self, step: int, num_running: int, num_startable: int, num_waiting: int) -> None:
         pass
 
     def choose(
@@ -118,7 +121,7 @@ class Synchronized(Greedy):
         self._num_left = 0
         """Of the present batch, sequences that are still to start."""
 
-    def begin_step(self, step: int, num_running: int, num_startable: int) -> None:
+    def begin_step(self, step: int, num_running: int, num_startable: int, num_waiting: int) -> None:
         if num_running == 0:
             self._num_left = num_startable
 
@@ -147,7 +150,7 @@ class FixedF(Greedy):
         self._next_step = 0
         self._num_left = 0
 
-    def begin_step(self, step: int, num_running: int, num_startable: int) -> None:
+    def begin_step(self, step: int, num_running: int, num_startable: int, num_waiting: int) -> None:
         if num_startable and (step >= self._next_step or num_running == 0):
             self._num_left = self._interval.num_sequences
             self._next_step = step + self._interval.interval

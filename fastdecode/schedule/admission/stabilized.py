@@ -91,7 +91,7 @@ class Stabilized(Admission):
                 code="exceeds_load_limit",
             )
 
-    def begin_step(self, step: int, num_running: int, num_startable: int) -> None:
+    def begin_step(self, step: int, num_running: int, num_startable: int, num_waiting: int) -> None:
         for control in self._controls:
             control.forget_before(step)
         if not self._are_given and (self._balanced is None or step % RECALIBRATE_EVERY == 0):
@@ -114,7 +114,7 @@ class Stabilized(Admission):
         return next(fitting, None)
 
     def add(self, worker: int, batch: MicroBatch) -> None:
-        self.prolong(worker, batch)
+        self._controls[worker].add(batch)
         self._num_started += 1
         self._num_steps += batch.num_steps
         # Half a token less than at the ends of steps: S/2 on the way from nothing to S.
