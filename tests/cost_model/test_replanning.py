@@ -44,6 +44,7 @@ from cost_model.goodput.simulator import (
 )
 from cost_model.goodput.slo import RequestTimes, Slo
 from cost_model.goodput.workload import Lengths, drawn
+from examples import examples
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.schedule.role_changes import role_changes
 
@@ -256,9 +257,10 @@ def test_roles_are_simulated_as_the_instances_that_they_are() -> None:
 
 
 def test_nothing_is_applied_in_a_stationary_day() -> None:
-    """24 hours, gaps with a coefficient of variation of 4: windows differ widely."""
-    rate, cv = 0.02, 4.0
-    draw = drawn(Lengths(1024, 0.8), Lengths(128, 0.8), cv, int(rate * 86400), 5)
+    """24 hours, in ``make test`` 8, gaps with a coefficient of variation of 4: windows
+    differ widely."""
+    rate, cv, hours = 0.02, 4.0, examples(24, share=3)
+    draw = drawn(Lengths(1024, 0.8), Lengths(128, 0.8), cv, int(rate * hours * 3600), 5)
     asked = draw.at(rate)
     present = Judge(ALIKE, Comes(rate, cv, draw.lengths[:4000]), STRICT).judge(Roles(0, 0, 2)).best
     assert present == Roles(1, 1)
@@ -272,7 +274,7 @@ def test_nothing_is_applied_in_a_stationary_day() -> None:
         return judged[-1]
 
     day = Day(asked, run.times, judge, every_s=30.0)
-    assert len(judged) >= 12 and not day.applied
+    assert len(judged) >= hours // 2 and not day.applied
 
 
 def test_longer_answers_want_other_roles() -> None:
