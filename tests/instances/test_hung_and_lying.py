@@ -22,6 +22,7 @@ from instance_runs import answers, params, prompts, tokens
 from news import WAIT_S
 from zmq_r_workers import at, r_workers
 
+from examples import TRIES_ALL
 from fastdecode import LLM
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.delta import Delta
@@ -68,7 +69,7 @@ def test_only_time_in_which_somebody_listened_is_quiet() -> None:
     assert quiet.look() == [0.5, 1.5]
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", ["decode", *["prefill"] * TRIES_ALL])
 def test_an_engine_that_hangs_in_a_process_that_lives_is_gone_on_without(
     model: str, one: LLM, two: list[Process], role: str
 ) -> None:

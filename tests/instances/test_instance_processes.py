@@ -33,6 +33,7 @@ from mpi_launch import running
 from news import WAIT_S, NewsLLM
 from zmq_r_workers import at, r_workers
 
+from examples import TRIES_ALL
 from fastdecode import LLM
 from fastdecode.cli.main import main
 from fastdecode.core.config.instances import InstanceRole
@@ -55,8 +56,14 @@ def four(model: str) -> Iterator[list[Process]]:
         yield processes
 
 
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("several", [slice(0, 4), slice(1, 3)], ids=["2+2", "1+1"])
+MANY, FEW = slice(0, 4), slice(1, 3)
+
+
+@pytest.mark.parametrize(
+    ("several", "n"),
+    [(MANY, 3), (FEW, 1), *[(MANY, 1), (FEW, 3)] * TRIES_ALL],
+    ids=lambda x: {0: "2+2", 1: "1+1"}[x.start] if isinstance(x, slice) else str(x),
+)
 def test_tokens_are_those_of_one_engine(
     model: str, one: LLM, four: list[Process], n: int, several: slice
 ) -> None:
@@ -190,8 +197,13 @@ class Trouble:
         return [outputs[str(i)] for i in range(len(asked))]
 
 
-@pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP], ids=lambda x: x.name)
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+LOSSES = [("prefill", signal.SIGSTOP), ("decode", signal.SIGKILL)]
+MORE_LOSSES = [("prefill", signal.SIGKILL), ("decode", signal.SIGSTOP)]
+
+
+@pytest.mark.parametrize(
+    ("role", "trouble"), LOSSES + MORE_LOSSES * TRIES_ALL, ids=lambda x: getattr(x, "name", x)
+)
 def test_who_is_lost_is_gone_on_without_and_may_come_back(
     model: str, one: LLM, four: list[Process], role: str, trouble: signal.Signals
 ) -> None:

@@ -15,7 +15,7 @@ from instance_runs import params, prompts, tokens
 from trouble import crash_after
 from zmq_r_workers import at, r_workers
 
-from examples import examples
+from examples import TRIES_ALL, examples
 from fastdecode import LLM, SamplingParams
 from fastdecode.engine.instances.running import RunningInstances
 
@@ -84,7 +84,9 @@ def test_blocks_of_an_instance_go_to_its_disk(model: str, one: LLM, tmp_path: Pa
     assert decode.tiers.num_slots > 0
 
 
-@pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP], ids=lambda x: x.name)
+@pytest.mark.parametrize(
+    "trouble", [signal.SIGSTOP, *[signal.SIGKILL] * TRIES_ALL], ids=lambda x: x.name
+)
 def test_replicas_of_an_instance_at_an_address(
     model: str, one: LLM, trouble: signal.Signals
 ) -> None:

@@ -23,6 +23,7 @@ from instance_runs import answers, params, prompts, tokens
 from mpi_launch import Running
 from zmq_r_workers import at, r_workers
 
+from examples import TRIES_ALL
 from fastdecode import LLM
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
@@ -59,8 +60,13 @@ def back(r_worker: Running, address: str, trouble: signal.Signals) -> Iterator[N
         yield
 
 
-@pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP], ids=lambda x: x.name)
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+LOSSES = [("prefill", signal.SIGSTOP), ("decode", signal.SIGKILL)]
+MORE_LOSSES = [("prefill", signal.SIGKILL), ("decode", signal.SIGSTOP)]
+
+
+@pytest.mark.parametrize(
+    ("role", "trouble"), LOSSES + MORE_LOSSES * TRIES_ALL, ids=lambda x: getattr(x, "name", x)
+)
 def test_requests_of_an_instance_without_an_r_worker_go_on_elsewhere(
     model: str, one: LLM, role: str, trouble: signal.Signals
 ) -> None:
