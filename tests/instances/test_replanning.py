@@ -20,6 +20,7 @@ from instance_runs import OPTIONS, answers, params, prompts, requests_of, role_t
 
 from cost_model.goodput.replanning.asking import RoleQuestion, question_to_json
 from cost_model.goodput.replanning.roles import JudgedRoles, Roles
+from examples import TRIES_ALL
 from fastdecode import LLM
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError
@@ -50,6 +51,9 @@ def test_roles_flip_each_second_under_load(model: str, one: LLM) -> None:
         assert_flips(llm, one, ["p0", "d0", "p1", "d1"])
 
 
+@pytest.mark.skipif(
+    not TRIES_ALL, reason="make campaign: at random in test_instance_processes.py, and as ranks"
+)
 def test_roles_of_processes_flip_each_second_under_load(model: str, one: LLM) -> None:
     with instances(model, "prefill", "decode", "decode") as processes:
         addresses = [each.address for each in processes]

@@ -16,6 +16,7 @@ import pytest
 from batch_jobs import NUM_LINES, Job
 from fake_llm import FakeLLM, model_dir
 
+from examples import TRIES_ALL
 from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.files import check_paths, open_output, write_json
 from fastdecode.core.progress import Progress
@@ -170,7 +171,7 @@ def test_progress_that_nobody_sees_ends_nothing() -> None:
         stream.close()
 
 
-@pytest.mark.parametrize("closing", ["2>&-", "2>&- >&-", "2>/dev/full"])
+@pytest.mark.parametrize("closing", ["2>&- >&-", *["2>&-", "2>/dev/full"] * TRIES_ALL])
 def test_a_job_whose_stderr_is_closed_runs_to_its_end(closing: str, tmp_path: Path) -> None:
     """One with a tokenizer, which runs in a process of its own."""
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

@@ -16,6 +16,7 @@ from conversation import HKV, HQ, LAYERS, WAIT_S, Conversation, D, greeted, hell
 
 import cpu_kernels
 from cpu_kernels import reference
+from examples import TRIES_ALL
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.wire.inproc import InprocHub
@@ -54,17 +55,13 @@ def start() -> Any:
         worker.join(WAIT_S)
 
 
+DTYPES = [(DType.FLOAT32, DType.FLOAT32), (DType.FLOAT16, DType.FLOAT32),
+          (DType.BFLOAT16, DType.BFLOAT16)]  # fmt: skip
+MORE_DTYPES = [(DType.BFLOAT16, DType.FLOAT32), (DType.FLOAT16, DType.FLOAT16)]
+
+
 @pytest.mark.parametrize("kernels", ["compiled", "NumPy twins"])
-@pytest.mark.parametrize(
-    ("kv_dtype", "activation_dtype"),
-    [
-        (DType.FLOAT32, DType.FLOAT32),
-        (DType.FLOAT16, DType.FLOAT32),
-        (DType.BFLOAT16, DType.FLOAT32),
-        (DType.BFLOAT16, DType.BFLOAT16),
-        (DType.FLOAT16, DType.FLOAT16),
-    ],
-)
+@pytest.mark.parametrize(("kv_dtype", "activation_dtype"), DTYPES + MORE_DTYPES * TRIES_ALL)
 def test_random_ragged_steps_equal_dense_attention(
     start: Callable[..., WorkerThread], kv_dtype: DType, activation_dtype: DType, kernels: str
 ) -> None:

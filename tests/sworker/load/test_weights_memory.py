@@ -13,6 +13,8 @@ import torch
 from quantised import edit_checkpoint
 from safetensors.torch import save_file
 
+from examples import TRIES_ALL
+
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 1024, "intermediate_size": 4096,
     "num_hidden_layers": 5, "num_attention_heads": 16, "num_key_value_heads": 16,
@@ -113,7 +115,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *["float32"] * TRIES_ALL])
 @pytest.mark.parametrize("made", ["checkpoint", "quantised", "experts"])
 def test_peak_memory(
     made: str,

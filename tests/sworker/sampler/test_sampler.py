@@ -13,6 +13,7 @@ from drawn_frequencies import assert_drawn_as, draws_of
 from numpy.typing import NDArray
 from sampling_rows import EOS, V, make_state
 
+from examples import examples
 from fastdecode.core.sequence import SamplingParams
 from sworker.sampling.sampler import SamplingState, sample
 from sworker.sampling.weights import TIE
@@ -140,7 +141,7 @@ def test_top_p_is_of_the_mass_that_its_own_rows_top_k_leaves() -> None:
 
 def test_draws_pass_a_chi_square_test() -> None:
     probs = np.array([0.4, 0.2, 0.15, 0.1, 0.08, 0.04, 0.02, 0.01])
-    count = 40_000
+    count = examples(40_000)
     logits = torch.from_numpy(np.log(probs)).float().expand(count, -1).clone()
     params = SamplingParams()
     by_seed = [make_state(params, seed=seed, vocab=8) for seed in range(count)]
