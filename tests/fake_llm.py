@@ -50,7 +50,7 @@ class FakeLLM:
         before_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.codec = TextCodec(None)
-        self.stats = SimpleNamespace(num_output_tokens=0)
+        self.stats = SimpleNamespace(num_output_tokens=0, num_prompt_tokens=0)
         self.num_live_r_workers = 2
         self.most_taken = 0
         self.num_served = 0
@@ -94,7 +94,9 @@ class FakeLLM:
             del self._taken[request_id]
 
     def snapshot(self) -> SimpleNamespace:
-        return SimpleNamespace(engine=SimpleNamespace(workers=(self.num_live_r_workers, 2)))
+        return SimpleNamespace(
+            engine=SimpleNamespace(workers=(self.num_live_r_workers, 2), num_running=0)
+        )
 
     def _step(self) -> list[RequestOutput]:
         outputs = []

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from fastdecode.core.clock import Clock
+from fastdecode.core.remaining_time import JobCounts, TokenCosts, remaining_s
 
 # Between two lines where there is no terminal, and between two looks of the one
 # line where there is.
@@ -45,6 +46,8 @@ class Progress:
         self._on_terminal = stream.isatty()
         self._every_s = REFRESH_EVERY_S if self._on_terminal else LINE_EVERY_S
         self._total = self._done_before = self._done = self._num_failed = self._num_tokens = 0
+        self._num_prompt_tokens = self._num_running = self._num_done_tokens = 0
+        self._costs = TokenCosts()
         self._workers = (0, 0)
         self._started_s = self._shown_s = clock()
 
@@ -74,13 +77,25 @@ class Progress:
         self._started_s = self._shown_s = self._clock()
 
     def update(
-        self, *, done: int, num_failed: int, num_tokens: int, workers: tuple[int, int]
+        self,
+        *,
+        done: int,
+        num_failed: int,
+        num_tokens: int,
+        workers: tuple[int, int],
+        num_prompt_tokens: int = 0,
+        num_running: int = 0,
+        num_done_tokens: int = 0,
     ) -> None:
         """How it stands now: done in all, tokens since ``begin``, R-workers
-        that aren't lost and all. Call it as often as you like."""
+        that aren't lost and all, sequences that run, tokens of what is done
+        since ``begin``. Call it as often as you like."""
         self._done, self._num_failed, self._num_tokens = done, num_failed, num_tokens
+        self._num_prompt_tokens, self._num_running = num_prompt_tokens, num_running
+        self._num_done_tokens = num_done_tokens
         self._workers = workers
         now = self._clock()
+        self._costs.add(now - self._started_s, num_prompt_tokens, num_tokens)
         if now - self._shown_s >= self._every_s:
             self._shown_s = now
             self._show()
@@ -92,20 +107,39 @@ class Progress:
         workers = f", R-workers {live}/{num_workers}" if num_workers else ""
         return (
             f"{self._unit} {self._done}/{self._total}, {self._num_failed} failed, "
-            f"{self._num_tokens / elapsed_s:.0f} tok/s, ETA {self._eta(elapsed_s)}{workers}"
+            f"{self._num_tokens / elapsed_s:.0f} tok/s, ETA {self._eta()}{workers}"
         )
 
-    def _eta(self, elapsed_s: float) -> str:
-        """By lines, or by tokens where those are further: all sequences of a
-        batch may be half done before the first line is."""
+    @property
+    def remaining_s(self) -> float | None:
+        """Until all is done; None: too little is known."""
         left = self._total - self._done_before
-        by_lines = (self._done - self._done_before) / left if left else 1.0
-        tokens = self._most_tokens * left / self._total if self._total else 0
-        by_tokens = self._num_tokens / tokens if tokens else 0.0
-        share = min(max(by_lines, by_tokens), 1.0)
-        if not share:
-            return "-"
-        return str(timedelta(seconds=round(elapsed_s * (1 - share) / share)))
+        counts = JobCounts(
+            elapsed_s=self._clock() - self._started_s,
+            lines_left=left,
+            lines_done=self._done - self._done_before,
+            lines_running=self._num_running,
+            prompt_tokens=self._num_prompt_tokens,
+            output_tokens=self._num_tokens,
+            done_tokens=self._num_done_tokens,
+            most_output_tokens=self._most_tokens * left / self._total if self._total else 0.0,
+        )
+        return remaining_s(counts, self._costs)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """How it stands, for other programs."""
+        return {
+            "unit": self._unit,
+            "done": self._done,
+            "total": self._total,
+            "num_failed": self._num_failed,
+            "eta_s": self.remaining_s,
+        }
+
+    def _eta(self) -> str:
+        left_s = self.remaining_s
+        return "-" if left_s is None else str(timedelta(seconds=round(left_s)))
 
     def print(self, text: str) -> None:
         """Print to stdout, which may be the same terminal."""

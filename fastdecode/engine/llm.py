@@ -464,13 +464,20 @@ def _shown(
 ) -> Iterator[Callable[[], None]]:
     """Shows how far a call is; gives what is to be called meanwhile."""
     tokens_before = llm.stats.num_output_tokens
+    prompts_before = llm.stats.num_prompt_tokens
 
     def tick() -> None:
+        now = llm.snapshot().engine
         bar.update(
             done=len(outputs),
             num_failed=sum(not output.ok for output in outputs.values()),
             num_tokens=llm.stats.num_output_tokens - tokens_before,
-            workers=llm.snapshot().engine.workers,
+            workers=now.workers,
+            num_prompt_tokens=llm.stats.num_prompt_tokens - prompts_before,
+            num_running=now.num_running,
+            num_done_tokens=sum(
+                len(one.token_ids) for output in outputs.values() for one in output.completions
+            ),
         )
 
     with Progress(sys.stderr, "requests") as bar:

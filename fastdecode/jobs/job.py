@@ -140,6 +140,8 @@ class BatchJob:
         self._done = recovered.done
         self._num_failed = recovered.num_failed
         self._num_run = self._num_run_failed = self._num_taken = 0
+        self._num_done_tokens = 0
+        """Output tokens of prompts that are done."""
         self._num_hopeless = 0
         """Failed lines that the survey let pass, and that no other run can answer."""
         self._first_failed: tuple[int, str] | None = None
@@ -200,6 +202,7 @@ class BatchJob:
         progress.begin(self._survey.num_lines, len(self._done), self._survey.most_tokens)
         self._output.begin()
         tokens_before = llm.stats.num_output_tokens
+        prompts_before = llm.stats.num_prompt_tokens
         withdrawn = False
 
         def on_tick() -> None:
@@ -210,11 +213,15 @@ class BatchJob:
                 withdrawn = True
                 llm.cancel_waiting()
             self._output.sync_if_due()
+            now = llm.snapshot().engine
             progress.update(
                 done=len(self._done),
                 num_failed=self._num_failed,
                 num_tokens=llm.stats.num_output_tokens - tokens_before,
-                workers=llm.snapshot().engine.workers,
+                workers=now.workers,
+                num_prompt_tokens=llm.stats.num_prompt_tokens - prompts_before,
+                num_running=now.num_running,
+                num_done_tokens=self._num_done_tokens,
             )
 
         with contextlib.suppress(StopNow):
@@ -344,6 +351,7 @@ class BatchJob:
             return  # another prompt of the line has failed
         if output.error is None:
             line.outputs[place] = output
+            self._num_done_tokens += sum(len(one.token_ids) for one in output.completions)
             if len(line.outputs) == line.num_prompts:
                 del self._open[number]
                 outputs = [line.outputs[i] for i in range(line.num_prompts)]
