@@ -90,6 +90,16 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
             "add_launch",
             "run generate, run-batch, serve, doctor or calibrate over MPI on a list of hosts",
         ),
+        "top": Command(
+            "fastdecode.cli.top",
+            "add_top",
+            "watch a running command or server",
+        ),
+        "plot": Command(
+            "fastdecode.cli.plot",
+            "add_plot",
+            "draw a run from its summary or its trace",
+        ),
         "cache": Command(
             "fastdecode.cli.cache",
             "add_cache",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fastdecode.cli.options import (
     EXIT_SOME_FAILED,
     EXIT_WORKERS_LOST,
+    STATUS_HELP,
     add_engine_options,
     add_exit_code_option,
     add_log_level_option,
@@ -72,6 +73,7 @@ def add_generate(commands: Any) -> None:
     files.add_argument(
         "--trace", type=Path, metavar="FILE", help="write what ran when, as Chrome trace events"
     )
+    files.add_argument("--status", type=Path, metavar="FILE", help=STATUS_HELP)
     files.add_argument("--show", action="store_true", help="also print the completions")
     add_engine_options(parser)
     add_options(parser.add_argument_group("conversations"), Keeping)
@@ -89,8 +91,11 @@ def _generate(args: argparse.Namespace) -> int:
         from fastdecode.engine.llm import LLM
         from fastdecode.jobs.opening import JobOptions, open_ordered_job
         from fastdecode.measure.chrome_trace import open_trace
+        from fastdecode.measure.status_file import StatusFile
         from fastdecode.measure.summary import render, summarise
-    check_paths(args.input, output=args.output, summary=args.summary, trace=args.trace)
+    check_paths(
+        args.input, output=args.output, summary=args.summary, trace=args.trace, status=args.status
+    )
     if not args.instance_addresses:
         check_model(args.model)
     config = EngineConfig.of(args.model, **engine_options(args))
@@ -119,7 +124,8 @@ def _generate(args: argparse.Namespace) -> int:
             )
         )
         stopping = Stopping(grace_s=0)
-        with asked_by_signals(stopping, COMMAND):
+        status = StatusFile(args.status, "generate", llm, tell, lambda: progress.state)
+        with status, asked_by_signals(stopping, COMMAND):
             result = job.run(llm, stopping, progress)
         args.has_hung_workers = llm.snapshot().engine.has_hung_r_workers
         summary = summarise(

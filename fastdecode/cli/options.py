@@ -118,6 +118,8 @@ def add_exit_code_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+STATUS_HELP = "write the command's state there once a second, JSON: fastdecode top shows it"
+
 _COMMON_SAMPLING = frozenset(("temperature", "top_p", "seed", "max_tokens"))
 """Sampling parameters that the short help shows."""
 

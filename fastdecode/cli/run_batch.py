@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from fastdecode.cli.options import (
     EXIT_SOME_FAILED,
     EXIT_WORKERS_LOST,
+    STATUS_HELP,
     add_engine_options,
     add_exit_code_option,
     add_log_level_option,
@@ -84,6 +85,7 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--trace", type=Path, metavar="FILE", help="write what ran when, as Chrome trace events"
     )
+    group.add_argument("--status", type=Path, metavar="FILE", help=STATUS_HELP)
     group.add_argument(
         "--chat-template", type=Path, metavar="FILE", help="use this template, not the model's own"
     )
@@ -150,7 +152,9 @@ def run_run_batch(args: argparse.Namespace) -> int:
         load_engine(args)
         from fastdecode.jobs.opening import open_job
         from fastdecode.measure.summary import render
-    check_paths(args.input, output=args.output, summary=args.summary, trace=args.trace)
+    check_paths(
+        args.input, output=args.output, summary=args.summary, trace=args.trace, status=args.status
+    )
     config = EngineConfig.of(args.model, **engine_options(args))
     with open_job(_job_options(args), config, tell) as job:
         if job.num_pending == 0:
@@ -167,6 +171,7 @@ def _run(
 ) -> tuple[JobResult, dict[str, Any]]:
     from fastdecode.engine.llm import LLM
     from fastdecode.measure.chrome_trace import open_trace
+    from fastdecode.measure.status_file import StatusFile
     from fastdecode.measure.summary import summarise
 
     stopping = Stopping(args.grace_s)
@@ -177,6 +182,7 @@ def _run(
             args.model, progress=tell, trace=trace, session=job.session, **engine_options(args)
         ) as llm,
         Progress(sys.stderr) as progress,
+        StatusFile(args.status, "run-batch", llm, tell, lambda: progress.state),
         asked_by_signals(stopping, COMMAND),
     ):
         result = job.run(llm, stopping, progress)

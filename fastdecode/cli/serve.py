@@ -15,11 +15,13 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.options import (
     EXIT_SOME_FAILED,
     EXIT_WORKERS_LOST,
+    STATUS_HELP,
     add_engine_options,
     add_exit_code_option,
     add_log_level_option,
@@ -39,6 +41,7 @@ from fastdecode.conversations.keeping import Keeping
 from fastdecode.conversations.reuse import why_none
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import FastDecodeError, imports_for
+from fastdecode.core.files import check_writable
 from fastdecode.core.host.interrupts import Interrupted, interrupt
 from fastdecode.jobs.stopping import stop_signals
 from fastdecode.server.options import ServeOptions, key_hashes
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
 
     from fastdecode.engine.llm import LLM
     from fastdecode.engine.setup.launch import RunningEngine
+    from fastdecode.server.activity import Activity
     from fastdecode.server.messages import Opening
     from fastdecode.server.process import HttpProcess
     from fastdecode.server.serving import Ending, Wishes
@@ -72,7 +76,9 @@ def add_serve(commands: Any) -> None:
     )
     parser.set_defaults(run=run_serve)
     add_model(parser)
-    add_options(parser.add_argument_group("server"), ServeOptions)
+    server = parser.add_argument_group("server")
+    add_options(server, ServeOptions)
+    server.add_argument("--status", type=Path, metavar="FILE", help=STATUS_HELP)
     unlearned = "with --no-learn-lengths by max_tokens"
     add_engine_options(parser, {
         "length_quantile": f"{LENGTH_QUANTILE}; {unlearned}",
@@ -161,6 +167,8 @@ def _serve_or_stop(args: argparse.Namespace, stops: StopsWhileStarting) -> int:
     _expect_lengths(args)
     check_options(args)
     options = serve_options(args)
+    if args.status is not None:
+        check_writable(args.status, "status")
     keys = key_hashes(options)
     wishes = Wishes()
     try:
@@ -203,7 +211,7 @@ def _start(
             stack.enter_context(stops_noted(wishes))
             if stops.num and not wishes.num_stops:
                 wishes.num_stops = 1
-            wishes.ending = _serve(llm, http, options, wishes)
+            wishes.ending = _serve(args, llm, http, options, wishes)
             stops.is_over = True
             code = exit_code(wishes.ending)
             _end_later(code)  # should a step never end
@@ -211,7 +219,11 @@ def _start(
     return code
 
 
-def _serve(llm: LLM, http: HttpProcess, options: ServeOptions, wishes: Wishes) -> Ending:
+def _serve(
+    args: argparse.Namespace, llm: LLM, http: HttpProcess, options: ServeOptions, wishes: Wishes
+) -> Ending:
+    from fastdecode.measure.status_file import StatusFile
+    from fastdecode.server.activity import ActivityLines
     from fastdecode.server.bridge import Bridge
     from fastdecode.server.messages import Keys, Ready, Reopen
     from fastdecode.server.serving import Serving
@@ -242,7 +254,16 @@ def _serve(llm: LLM, http: HttpProcess, options: ServeOptions, wishes: Wishes) -
     def say(text: str) -> None:
         tell(f"{COMMAND}: {text}")
 
-    return Serving(llm.service, bridge, wishes, reload, say).run(options.drain_timeout_s)
+    lines = ActivityLines(lambda: _activity(llm), say)
+    with StatusFile(args.status, "serve", llm, tell):
+        return Serving(llm.service, bridge, wishes, reload, say, lines).run(options.drain_timeout_s)
+
+
+def _activity(llm: LLM) -> Activity:
+    from fastdecode.server.activity import Activity
+
+    now = llm.snapshot().engine
+    return Activity(now.num_running, now.num_waiting, llm.stats.num_output_tokens, now.workers)
 
 
 def _figures(running: RunningEngine) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fastdecode.core.kv_use import kv_used as kv_used
 from fastdecode.core.sequence import Request
 from fastdecode.server.client import OpenRequests
 from fastdecode.server.messages import StatusReport
@@ -136,13 +137,6 @@ def _gauges(seen: StatusReport) -> dict[str, Counter | Histogram | Gauge]:
         "fastdecode:r_workers": workers,
         **_of_figures(seen.figures),
     }
-
-
-def kv_used(figures: Mapping[str, Any]) -> float:
-    """Part of all KV blocks that is reserved, 0 to 1."""
-    workers = figures.get("r_workers", ())
-    total = sum(worker["kv_blocks"] for worker in workers)
-    return sum(worker["kv_blocks_used"] for worker in workers) / total if total else 0.0
 
 
 def _of_figures(figures: Mapping[str, Any]) -> dict[str, Counter | Histogram | Gauge]:

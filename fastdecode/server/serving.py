@@ -12,6 +12,7 @@ from typing import Any
 from fastdecode.core.delta import DeltaQueue
 from fastdecode.core.errors import FastDecodeError, RequestError
 from fastdecode.engine.service import EngineService
+from fastdecode.server.activity import ActivityLines
 from fastdecode.server.bridge import Bridge
 from fastdecode.server.messages import CutOff, Drain
 from fastdecode.server.silence import SilenceChange
@@ -50,6 +51,7 @@ class Serving:
         wishes: looked at ten times a second.
         reload: called when that was asked for.
         tell: told what happens, a line at a time.
+        lines: told again and again what is done; None: nobody wants them.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class Serving:
         wishes: Wishes,
         reload: Callable[[], None],
         tell: Callable[[str], None],
+        lines: ActivityLines | None = None,
     ) -> None:
+        self._lines = lines
         self._service = service
         self._bridge = bridge
         self._wishes = wishes
@@ -88,6 +92,8 @@ class Serving:
     def _turn(self) -> None:
         self._service.take(self._nothing, _LOOK_EVERY_S)
         self._look_after_http()
+        if self._lines is not None:
+            self._lines.turn()
         if self._wishes.num_reloads > self._num_reloaded:
             self._num_reloaded = self._wishes.num_reloads
             self._reload()

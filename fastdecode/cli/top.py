@@ -1,0 +1,118 @@
+"""``fastdecode top``: watch a command that writes ``--status``, or a server.
+
+Exit codes: 0 what was watched has ended, or was shown ``--once``; 2 there is
+nothing to watch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fastdecode.cli.options import add_log_level_option
+from fastdecode.core.errors import ConfigError
+from fastdecode.core.json_file import read_bytes
+from fastdecode.core.words import printable
+
+MAX_STATUS_BYTES = 8 << 20
+ANSWERS_WITHIN_S = 5.0
+
+
+def add_top(commands: Any) -> None:
+    """Add the subcommand to the parser's subcommands."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "top",
+        help="watch a running command or server",
+        description="Watch a command that was started with --status FILE, or a server at "
+        "http://HOST:PORT: progress, tokens/s of the last minute, shares of S-worker and "
+        "R-workers, KV caches. Ends when that ends.",
+    )
+    parser.set_defaults(run=run_top)
+    parser.add_argument("place", metavar="FILE|URL", help="the status file, or a server's address")
+    parser.add_argument("--once", action="store_true", help="show it once")
+    parser.add_argument(
+        "--every", type=float, default=1.0, metavar="S", help="look every S seconds (default: 1)"
+    )
+    parser.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="of a server that needs a key"
+    )
+    add_log_level_option(parser, default="error")
+
+
+def run_top(args: argparse.Namespace) -> int:
+    """Show until what is watched has ended. Returns the exit code."""
+    from fastdecode.measure.live_view import LiveView
+
+    if not 0.1 <= args.every <= 3600:
+        raise ConfigError(f"--every {args.every} is not a number of seconds from 0.1 to 3600")
+    view, look = LiveView(), _looker(args.place, args.api_key_file)
+    is_first = True
+    while True:
+        try:
+            status = look()
+            view.add(status)
+        except ConfigError:
+            if is_first:
+                raise
+            print(f"{args.place} no longer answers")
+            return 0
+        show(view.lines(shutil.get_terminal_size().columns), is_first=is_first)
+        if args.once or str(status["state"]).startswith("ended"):
+            return 0
+        is_first = False
+        time.sleep(args.every)
+
+
+def show(lines: list[str], *, is_first: bool) -> None:
+    """On a terminal in the place of what was shown before."""
+    if sys.stdout.isatty():
+        print("\x1b[2J" if is_first else "", "\x1b[H", sep="", end="")
+        lines = [f"{printable(line)}\x1b[K" for line in lines]
+        print("\n".join(lines), end="\x1b[J\n", flush=True)
+    else:
+        print("\n".join(map(printable, lines)), end="\n\n", flush=True)
+
+
+def _looker(place: str, key_file: Path | None) -> Callable[[], dict[str, Any]]:
+    """Reads the status. It raises ConfigError: there is none."""
+    if place.startswith(("http://", "https://")):
+        key = None if key_file is None else _read(key_file).decode().strip()
+        return lambda: _checked(_fetch(place, key), place)
+    return lambda: _checked(_read(Path(place)), place)
+
+
+def _read(path: Path) -> bytes:
+    def refuse(why: str) -> ConfigError:
+        return ConfigError(f"{path}: {why}")
+
+    return read_bytes(path, most_bytes=MAX_STATUS_BYTES, refuse=refuse)
+
+
+def _fetch(url: str, key: str | None) -> bytes:
+    url = url.rstrip("/").removesuffix("/status.json") + "/status.json"
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(url, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWERS_WITHIN_S) as answer:
+            content: bytes = answer.read(MAX_STATUS_BYTES)
+            return content
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"can't read {url}: {error}; check the address, and --api-key-file"
+        ) from None
+
+
+def _checked(content: bytes, place: str) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        status = json.loads(content)
+        if isinstance(status, dict) and "figures" in status and "time_s" in status:
+            return status
+    raise ConfigError(f"{place} is no status: give the file of --status, or a server's address")

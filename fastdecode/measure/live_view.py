@@ -1,0 +1,109 @@
+"""What ``fastdecode top`` shows of a status: lines of text."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Final
+
+WINDOW_S: Final = 60.0
+BAR: Final = 20
+"""Characters of a bar."""
+
+
+class LiveView:
+    """Successive statuses of one command or server. Rates and shares are of the
+    last minute, or since the first look if that is shorter."""
+
+    def __init__(self) -> None:
+        self._seen: deque[Mapping[str, Any]] = deque()
+
+    def add(self, status: Mapping[str, Any]) -> None:
+        """One more; another process's begins anew."""
+        if self._seen and status["time_s"] < self._seen[-1]["time_s"]:
+            self._seen.clear()
+        self._seen.append(status)
+        while self._seen[0]["time_s"] < status["time_s"] - WINDOW_S and len(self._seen) > 2:
+            self._seen.popleft()
+
+    def lines(self, width: int = 100) -> list[str]:
+        """What is to be shown, none longer than ``width``."""
+        now = self._seen[-1]
+        every = (
+            self._head(now), *self._job(now), *self._rates(now), *self._parts(now),
+            *self._r_workers(now),
+        )  # fmt: skip
+        return [line[:width] for line in every]
+
+    def _head(self, now: Mapping[str, Any]) -> str:
+        what = now.get("command", "serve")
+        return f"fastdecode {what}  {now['model']}  {now['state']}  up {_duration(now['uptime_s'])}"
+
+    def _job(self, now: Mapping[str, Any]) -> list[str]:
+        if not now.get("total"):
+            return []
+        share, eta_s = now["done"] / now["total"], now.get("eta_s")
+        eta = "-" if eta_s is None else _duration(eta_s)
+        return [
+            f"{now['unit']} {bar(share)} {now['done']}/{now['total']}, {now['num_failed']} failed, "
+            f"ETA {eta}"
+        ]
+
+    def _rates(self, now: Mapping[str, Any]) -> list[str]:
+        cached, prompts = now["cached_tokens"], now["prompt_tokens"]
+        hits = cached / (cached + prompts) if cached else 0.0
+        return [
+            f"tokens/s {self._rate('generation_tokens'):.0f} generated, "
+            f"{self._rate('prompt_tokens'):.0f} of prompts; {now['generation_tokens']} generated "
+            "in all",
+            f"sequences {now['num_running']} running, {now['num_waiting']} waiting; "
+            f"{hits:.0%} of prompt tokens from the cache",
+        ]
+
+    def _parts(self, now: Mapping[str, Any]) -> list[str]:
+        """Of the engine, once it has made a step."""
+        if not now["figures"]:
+            return []
+        busy, waited = self._grown("s_busy_s"), self._grown("s_wait_s")
+        share = busy / (busy + waited) if busy + waited else 0.0
+        num = max(1, now["num_live_r_workers"])
+        r_share = min(1.0, self._grown("r_busy_s") / ((busy + waited) * num or 1.0))
+        return [
+            f"S-part {bar(share)} {share:.0%}   R-part {bar(r_share)} {r_share:.0%}   "
+            f"{now['figures']['lanes']} lane(s)",
+            f"KV     {bar(now['kv_used'])} {now['kv_used']:.0%} reserved",
+        ]
+
+    def _r_workers(self, now: Mapping[str, Any]) -> list[str]:
+        workers = now["figures"].get("r_workers", [])
+        live = f"{now['num_live_r_workers']}/{now['num_r_workers']}"
+        told = [f"R-workers {live}"] if workers else []
+        for each in workers:
+            used = each["kv_blocks_used"] / max(1, each["kv_blocks"])
+            state = f"lost: {each['lost']}" if each["lost"] else f"{each['load_tokens']} tokens"
+            told.append(f"  {each['name']:<24.24} {bar(used)} {used:>4.0%}  {state}")
+        return told
+
+    def _rate(self, name: str) -> float:
+        first, last = self._seen[0], self._seen[-1]
+        if first is last:
+            return float(last[name] / max(last["uptime_s"], 1e-9))
+        elapsed_s = last["time_s"] - first["time_s"]
+        return max(0.0, float((last[name] - first[name]) / max(elapsed_s, 1e-9)))
+
+    def _grown(self, name: str) -> float:
+        """Of the engine's totals."""
+        first, last = self._seen[0]["figures"], self._seen[-1]["figures"]
+        before = 0.0 if first is last else first.get(name, 0.0)
+        return max(0.0, float(last[name] - before))
+
+
+def bar(share: float) -> str:
+    """A share from 0 to 1 as a bar."""
+    full = round(BAR * min(max(share, 0.0), 1.0))
+    return "[" + "#" * full + "." * (BAR - full) + "]"
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
