@@ -1,0 +1,114 @@
+"""What the text of an answer must look like: JSON, a regular expression, one of
+some choices, or a grammar."""
+
+from __future__ import annotations
+
+import json as json_text
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fastdecode.core.errors import Given, RequestError
+
+MAX_CHARS = 1 << 20
+"""Of a schema, an expression, a grammar, or all choices together."""
+
+CODE = "invalid_structured_outputs"
+
+
+def refuse(*words: str | Given) -> RequestError:
+    """The error that names structured outputs that can't be had."""
+    return RequestError(Given("structured_outputs"), *words, code=CODE)
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """What a text must be; exactly one of the fields. The names are vLLM's.
+
+    Raises:
+        RequestError: (code ``invalid_structured_outputs``) none or several are
+            given, or one is of the wrong type. Whether a schema or a grammar
+            makes sense is checked when a request is submitted.
+    """
+
+    json: str | None = None
+    """A JSON schema, as text; an object is taken, too."""
+    regex: str | None = None
+    """The whole text matches it. No look-around, no back-references."""
+    choice: tuple[str, ...] | None = None
+    """The text is one of these."""
+    grammar: str | None = None
+    """A context-free grammar, as Lark or GBNF writes it; its first rule is
+    ``start``, or ``root``."""
+    json_object: bool = False
+    """Any JSON object."""
+
+    def __post_init__(self) -> None:
+        given = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
+        if len(given) != 1:
+            names = ", ".join(f.name for f in fields(self))
+            what = "none" if not given else " and ".join(given)
+            raise refuse(f" has {what}: give exactly one of {names}")
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema(self.json))
+        for name in ("regex", "grammar"):
+            _check_text(name, getattr(self, name))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _choices(self.choice))
+        if not isinstance(self.json_object, bool):
+            raise refuse(".json_object must be true or false")
+
+    @classmethod
+    def of(cls, given: object) -> StructuredOutputs | None:
+        """Of an object of the fields, as a body or a line gives it. Raises
+        RequestError."""
+        if given is None or isinstance(given, StructuredOutputs):
+            return given
+        if not isinstance(given, Mapping):
+            raise refuse(f" must be an object, not {type(given).__name__}")
+        known = [f.name for f in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise refuse(f" has an unknown field {name!r:.80}: known are {', '.join(known)}")
+        return cls(**given)
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``of`` takes, in JSON's types."""
+        return {name: value for name, value in self.__dict__.items() if value not in (None, False)}
+
+
+def _schema(schema: object) -> str:
+    if isinstance(schema, str):
+        try:
+            schema = json_text.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise refuse(f".json is not valid JSON: {error}") from None
+    if not isinstance(schema, (Mapping, bool)):
+        raise refuse(f".json must be a JSON schema, which is an object, not {type(schema).__name__}")
+    try:
+        text = json_text.dumps(schema, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise refuse(f".json is not JSON: {error}") from None
+    _check_text("json", text)
+    return text
+
+
+def _check_text(name: str, text: object) -> None:
+    if text is None:
+        return
+    if not isinstance(text, str) or not 0 < len(text) <= MAX_CHARS:
+        raise refuse(f".{name} must be a text of 1 to {MAX_CHARS} characters")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise refuse(f".{name} has a lone surrogate, which is no character") from None
+
+
+def _choices(choices: object) -> tuple[str, ...]:
+    if isinstance(choices, str) or not isinstance(choices, Sequence) or not choices:
+        raise refuse(".choice must be a list of at least one text")
+    for choice in choices:
+        _check_text("choice", choice)
+    if sum(map(len, choices)) > MAX_CHARS:
+        raise refuse(f".choice may have {MAX_CHARS} characters in all")
+    return tuple(choices)
