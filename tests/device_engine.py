@@ -40,6 +40,7 @@ from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.reserving.holder_choice import OwnHolders
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.codec import TextCodec
+from fastdecode.text.grammar_masks import GrammarMasks
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello
 from sworker.device import Gpu
 from sworker.graphs import StepGraphs
@@ -145,7 +146,9 @@ def _running(
         hybrid=_sent_away(HolderId(workers), layout) if device_blocks else None,
         places=OwnHolders() if swap else None,
     )  # fmt: skip
-    requests = Requests(TextCodec(None), (spec.vocab_size,), spec.vocab_size)
+    requests = Requests(
+        TextCodec(None), (spec.vocab_size,), spec.vocab_size, GrammarMasks(None, 1, ())
+    )
     state = EngineState(fleet, Lifecycle(scheduler), requests)
     timing = [StepTiming(times, scheduler.hybrid)] if device_blocks else []
     try:

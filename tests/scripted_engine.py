@@ -38,6 +38,7 @@ from fastdecode.engine.transfers import Transfers
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.text.codec import TextCodec
+from fastdecode.text.grammar_masks import GrammarMasks
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, Hello, ToRWorker
 from rworker.worker import start_worker_thread
@@ -209,7 +210,9 @@ def assemble(
     lifecycle = Lifecycle(scheduler)
     s_worker = ScriptedSWorker(fails_at, attention)
     pipeline = Pipeline(s_worker, plan, lanes)  # type: ignore[arg-type]
-    state = EngineState(fleet, lifecycle, Requests(TextCodec(None), (VOCAB,), VOCAB))
+    state = EngineState(
+        fleet, lifecycle, Requests(TextCodec(None), (VOCAB,), VOCAB, GrammarMasks(None, VOCAB, ()))
+    )
     recovery = recovery_of(state, replicas, replacements, clock)
     extensions: list[Extension] = [Transfers(state)]
     if session is not None:

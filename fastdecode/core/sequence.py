@@ -16,6 +16,7 @@ from fastdecode.core.cache_use import SHARED as SHARED
 from fastdecode.core.cache_use import CacheUse as CacheUse
 from fastdecode.core.errors import FastDecodeError, Given, RequestError
 from fastdecode.core.holders import KVSource, Residence, SequenceId
+from fastdecode.core.structured import StructuredOutputs
 from fastdecode.core.vllm_names import refuse_sampling_names
 
 LogitsProcessor: TypeAlias = Callable[..., Any]
@@ -96,10 +97,10 @@ class SamplingParams:
     the values of the moment at which it is given.
 
     The order of operations for one row of logits: ``logits_processors``,
-    ``allowed_token_ids``,
-    ``bad_words``, ``logit_bias``, the penalties, ``min_tokens`` (EOS and stop
-    ids masked), then greedy if ``temperature == 0``, else ``/ temperature``,
-    ``top_k``, ``top_p``, ``min_p``, draw.
+    ``structured_outputs``, ``allowed_token_ids``, ``bad_words``, ``logit_bias``,
+    the penalties, ``min_tokens`` (EOS and stop ids masked), then greedy if
+    ``temperature == 0``, else ``/ temperature``, ``top_k``, ``top_p``,
+    ``min_p``, draw.
 
     Raises:
         RequestError: (code ``invalid_sampling_params``) names the field, its
@@ -123,6 +124,7 @@ class SamplingParams:
             allowed_token_ids: abc.Sequence[int] | None = None,
             bad_words: abc.Sequence[str] | None = None,
             logits_processors: abc.Sequence[LogitsProcessor] | None = None,
+            structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None,
             seed: int | None = None,
             stop: str | abc.Sequence[str] | None = None,
             stop_token_ids: abc.Sequence[int] | None = None,
@@ -162,6 +164,10 @@ class SamplingParams:
     logits_processors: tuple[LogitsProcessor, ...] = ()
     """Functions that change a row of logits before everything else, in turn. In
     Python only, and where the sampler is in this process."""
+    structured_outputs: StructuredOutputs | None = None
+    """What the text must be: JSON of a schema, a match of a regular expression, one of
+    some choices, a text of a grammar; an object of its fields is taken, too. The
+    sequence ends when nothing but EOS may follow."""
     seed: int | None = None
     """Same seed, same tokens, whatever else is in the batch (docs/design/sampling.md says
     how far). None draws a fresh seed."""
@@ -235,6 +241,8 @@ class SamplingParams:
         put("logits_processors", _logits_processors(self.logits_processors))
         if self.truncate_prompt_tokens not in (None, -1):
             _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_TOKENS)
+        put("structured_outputs", StructuredOutputs.of(self.structured_outputs))
+        self._check_structured()
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
         _integer("min_tokens", self.min_tokens, 0, MAX_TOKENS)
@@ -249,6 +257,14 @@ class SamplingParams:
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _integer("n", self.n, 1, MAX_N)
+
+    def _check_structured(self) -> None:
+        if self.structured_outputs is None:
+            return
+        for name, nothing in (("ignore_eos", False), ("min_tokens", 0), ("detokenize", True)):
+            if getattr(self, name) != nothing:
+                rule = f"{nothing} beside structured_outputs, which say where the text ends"
+                raise _refuse(name, getattr(self, name), rule)
 
     def _checked_logit_bias(self) -> dict[int, float]:
         given: object = self.logit_bias

@@ -44,7 +44,7 @@ class StructuredOutputs:
     """Any JSON object."""
 
     def __post_init__(self) -> None:
-        given = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
+        given = list(self._given())
         if len(given) != 1:
             names = ", ".join(f.name for f in fields(self))
             what = "none" if not given else " and ".join(given)
@@ -74,7 +74,15 @@ class StructuredOutputs:
 
     def to_json(self) -> dict[str, Any]:
         """What ``of`` takes, in JSON's types."""
-        return {name: value for name, value in self.__dict__.items() if value not in (None, False)}
+        return self._given()
+
+    def _given(self) -> dict[str, Any]:
+        return {
+            f.name: value
+            for f in fields(self)
+            if (value := getattr(self, f.name)) is not None
+            and (f.name != "json_object" or value is not False)
+        }
 
 
 def _schema(schema: object) -> str:
@@ -83,8 +91,12 @@ def _schema(schema: object) -> str:
             schema = json_text.loads(schema)
         except (ValueError, RecursionError) as error:
             raise refuse(f".json is not valid JSON: {error}") from None
-    if not isinstance(schema, (Mapping, bool)):
-        raise refuse(f".json must be a JSON schema, which is an object, not {type(schema).__name__}")
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, Mapping):
+        raise refuse(
+            f".json must be a JSON schema, which is an object, not {type(schema).__name__}"
+        )
     try:
         text = json_text.dumps(schema, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:

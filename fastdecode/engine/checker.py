@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from random import Random, SystemRandom
+from typing import Final
 
 from fastdecode.core.errors import Given, RequestError
 from fastdecode.core.resuming import BegunRequest
@@ -15,7 +16,12 @@ from fastdecode.core.sequence import (
     check_prompt,
     validate_for_vocab,
 )
+from fastdecode.core.structured import StructuredOutputs
 from fastdecode.text.codec import TextCodec
+from fastdecode.text.grammars import NO_TOKENIZER, check_structured
+
+MOST_SOUND: Final = 1024
+"""Structured outputs that are known to be sound."""
 
 
 class RequestChecker:
@@ -42,6 +48,7 @@ class RequestChecker:
         self._codec = codec
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
+        self._sound: set[StructuredOutputs] = set()
         self._latest_words: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = (), ()
 
     def tokenise(self, prompt: Prompt) -> tuple[int, ...]:
@@ -79,6 +86,8 @@ class RequestChecker:
                 "shorten the prompt",
                 code="prompt_too_long",
             )
+        if params.structured_outputs is not None:
+            self._check_structured(params.structured_outputs)
         room = limit - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         return Request(
@@ -99,6 +108,16 @@ class RequestChecker:
             room = self._max_model_len - min(params.max_tokens or 1, self._max_model_len - 1)
             return token_ids[-room:]
         return token_ids if most is None else token_ids[-most:]
+
+    def _check_structured(self, wanted: StructuredOutputs) -> None:
+        if wanted in self._sound:  # requests of one file mostly want the same
+            return
+        if not self._codec.has_tokenizer:
+            raise RequestError(NO_TOKENIZER, code="no_tokenizer")
+        check_structured(wanted)
+        if len(self._sound) >= MOST_SOUND:
+            self._sound.clear()
+        self._sound.add(wanted)
 
     def _bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Each word's tokens, as they begin a text and as they follow a space."""

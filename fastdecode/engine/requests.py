@@ -12,6 +12,7 @@ from fastdecode.core.sequence import FinishReason, Request, Sequence, TokenLogpr
 from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.life.events import Drawn
 from fastdecode.text.codec import SequenceText, TextCodec
+from fastdecode.text.grammar_masks import GrammarMasks
 from sworker.sampling.sampler import NON_FINITE, SampledToken, SamplingState
 
 
@@ -38,6 +39,7 @@ class Generation:
         codec: TextCodec,
         eos_token_ids: tuple[int, ...],
         vocab_size: int,
+        masks: GrammarMasks,
         now: float,
     ) -> Generation:
         """Of a sequence that has just been submitted. What was drawn for it
@@ -57,6 +59,9 @@ class Generation:
         for token in request.drawn.get(sequence.index, ()):
             generation.append(SampledToken(token), eos_token_ids)
             generation.num_known += 1
+        if request.params.structured_outputs is not None:
+            drawn = request.drawn.get(sequence.index, ())
+            sampling.grammar = masks.state(request.params.structured_outputs, drawn)
         return generation
 
     def append(self, drawn: SampledToken, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
@@ -68,7 +73,9 @@ class Generation:
         if (token in eos_token_ids and not params.ignore_eos) or token in params.stop_token_ids:
             self.text.append_last(token)
             return "stop"
-        return "stop" if self.text.append(token) else None
+        is_over = self.text.append(token)
+        grammar = self.sampling.grammar
+        return "stop" if is_over or (grammar is not None and grammar.is_complete) else None
 
     def delta(self, reason: FinishReason | None) -> Delta:
         """What is new since the last one; all that is left if the sequence is over."""
@@ -118,9 +125,17 @@ class Requests:
         eos_token_ids: any of them ends a sequence, unless the request ignores
             EOS.
         vocab_size: of the model.
+        masks: what structured outputs allow.
     """
 
-    def __init__(self, codec: TextCodec, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
+    def __init__(
+        self,
+        codec: TextCodec,
+        eos_token_ids: tuple[int, ...],
+        vocab_size: int,
+        masks: GrammarMasks,
+    ) -> None:
+        self._masks = masks
         self._codec = codec
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
@@ -150,7 +165,9 @@ class Requests:
     ) -> None:
         """A request that has just been submitted."""
         generations = [
-            Generation.of(sequence, self._codec, self._eos_token_ids, self._vocab_size, now)
+            Generation.of(
+                sequence, self._codec, self._eos_token_ids, self._vocab_size, self._masks, now
+            )
             for sequence in sequences
         ]
         self._groups[request.request_id] = Group(request, generations, listener, len(generations))

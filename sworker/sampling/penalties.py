@@ -25,8 +25,8 @@ def adjust(logits: Tensor, states: Sequence[SamplingState]) -> None:
     device = logits.device
     if any(state.history is not None for state in states):
         run_processors(logits, states)
-    if any(state.mask is not None for state in states):
-        mask_logits(logits, [state.mask for state in states])
+    if any(state.grammar is not None or state.allowed is not None for state in states):
+        mask_logits(logits, [state.mask() for state in states])
     additive = _entries([(row, entry) for row, s in enumerate(states) if (entry := s.additive)])
     if additive is not None:
         rows, ids, values = (to_device(x, device) for x in additive)

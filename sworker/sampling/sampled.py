@@ -52,8 +52,9 @@ def _row_error(greatest: float, num_generated: int) -> RequestError:
     if greatest == -math.inf:
         return RequestError(
             f"after {num_generated} generated tokens every token is masked: min_tokens, "
-            "allowed_token_ids and bad_words together forbid all that the model could say; lower "
-            "min_tokens, allow more tokens, or give fewer stop_token_ids or bad_words",
+            "allowed_token_ids, bad_words and structured_outputs together forbid all that the "
+            "model could say; lower min_tokens, allow more tokens, or give fewer stop_token_ids "
+            "or bad_words",
             code="no_token_left",
         )
     return RequestError(

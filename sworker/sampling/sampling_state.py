@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,22 @@ class History:
     output: list[int] = field(default_factory=list)
 
 
+class Grammar(Protocol):
+    """What a sequence's text must be, as the sampler sees it."""
+
+    error: RequestError | None
+    """Why it can't be followed; its mask allows nothing then."""
+
+    is_complete: bool
+    """Nothing but EOS may follow."""
+
+    def observe(self, token_id: int) -> None:
+        """A token was appended to the output."""
+
+    def mask(self) -> NDArray[np.int32]:
+        """The tokens that may follow (``token_masks``)."""
+
+
 class SamplingState:
     """One sequence as the sampler sees it: how to sample, how far it has come,
     which tokens it holds.
@@ -49,11 +66,12 @@ class SamplingState:
     __slots__ = (
         "_additive",
         "_additive_masked",
+        "allowed",
         "_bad_words",
         "_counts",
         "failure",
         "history",
-        "mask",
+        "grammar",
         "num_generated",
         "params",
         "stream",
@@ -71,13 +89,16 @@ class SamplingState:
         output_token_ids: Sequence[int] = (),
         bad_words: Sequence[tuple[int, ...]] = (),
     ) -> None:
-        self.mask: NDArray[np.int32] | None = None
-        """The tokens that it may draw now (``token_masks``); None: all."""
+        self.grammar: Grammar | None = None
+        """What its text must be, and has been so far; None: anything."""
+        self.allowed: NDArray[np.int32] | None = None
+        """``allowed_token_ids`` as a mask; None: all."""
         if params.allowed_token_ids is not None:
-            self.mask = packed(params.allowed_token_ids, vocab_size)
+            self.allowed = packed(params.allowed_token_ids, vocab_size)
         self.history = History(tuple(prompt_token_ids)) if params.logits_processors else None
         self.failure: RequestError | None = None
-        """What a logits processor has raised: there is no token."""
+        """Why there is no token: what a logits processor has raised, or that the
+        grammar can't be followed."""
         self._bad_words = BadWords(bad_words) if any(len(x) > 1 for x in bad_words) else None
         self.params = params
         self.vocab_size = vocab_size
@@ -102,6 +123,15 @@ class SamplingState:
     def is_greedy(self) -> bool:
         """The likeliest token is taken, whatever the random number."""
         return self.params.temperature == 0 or self.params.top_k == 1
+
+    def mask(self) -> NDArray[np.int32] | None:
+        """The tokens that it may draw now (``token_masks``); None: all. Waits
+        until it is made."""
+        if self.grammar is None:
+            return self.allowed
+        mask = self.grammar.mask()
+        self.failure = self.failure or self.grammar.error
+        return mask if self.allowed is None else mask & self.allowed
 
     @property
     def additive(self) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
@@ -133,6 +163,8 @@ class SamplingState:
             self.history.output.append(token_id)
         if self._counts is not None:
             self._counts.add(token_id)
+        if self.grammar is not None:
+            self.grammar.observe(token_id)
 
 
 class _TokenCounts:

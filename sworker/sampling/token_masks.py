@@ -4,6 +4,7 @@ be completed."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -14,6 +15,9 @@ from sworker.buffers import to_device as upload
 
 BITS = 32
 """Tokens of one word of a mask: token t is bit t % 32 of word t // 32."""
+
+MAX_ELEMENTS = 1 << 24
+"""Rows are masked so many logits at a time: 64 MiB of what is added to them."""
 
 
 def num_words(vocab_size: int) -> int:
@@ -39,17 +43,27 @@ def mask_logits(logits: Tensor, masks: Sequence[NDArray[np.int32] | None]) -> No
     rows = [row for row, mask in enumerate(masks) if mask is not None]
     if not rows:
         return
-    words = torch.from_numpy(np.stack([mask for mask in masks if mask is not None]))
-    words = upload(words, logits.device)
-    bits = torch.arange(BITS, dtype=torch.int32, device=logits.device)
-    is_out = words.unsqueeze(-1).bitwise_right_shift(bits).bitwise_and_(1).eq_(0)
-    vocab_size = logits.shape[1]
-    added = torch.zeros(len(rows), vocab_size, device=logits.device)
-    added.masked_fill_(is_out.view(len(rows), -1)[:, :vocab_size].bool(), -torch.inf)
-    if len(rows) == len(logits):
-        logits += added
-    else:
-        logits[upload(torch.tensor(rows), logits.device)] += added
+    device, vocab_size = logits.device, logits.shape[1]
+    words = np.stack([mask for mask in masks if mask is not None])
+    of_bytes = upload(torch.from_numpy(words.view(np.uint8)), device)
+    table = upload(_added_by_byte(), device)
+    # On a CPU what is added stays in its caches.
+    size = 1 if device.type == "cpu" else max(1, MAX_ELEMENTS // vocab_size)
+    for first in range(0, len(rows), size):
+        added = table[of_bytes[first : first + size].long()].flatten(1)[:, :vocab_size]
+        some = rows[first : first + size]
+        if some[-1] - some[0] + 1 == len(some):
+            logits[some[0] : some[-1] + 1] += added
+        else:
+            logits[upload(torch.tensor(some), device)] += added
+
+
+@lru_cache(maxsize=1)
+def _added_by_byte() -> Tensor:
+    """What each value of a byte of a mask adds to eight logits: float32 [256, 8]."""
+    values = np.arange(256, dtype=np.uint8)[:, None]
+    is_allowed = np.unpackbits(values, axis=1, bitorder="little").astype(bool)
+    return torch.from_numpy(np.where(is_allowed, np.float32(0), np.float32(-np.inf)))
 
 
 class BadWords:

@@ -22,6 +22,7 @@ from fastdecode.engine.service import EngineService
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.text.codec import TextCodec
+from fastdecode.text.grammar_masks import GrammarMasks
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import FromRWorker, Shutdown, ToRWorker, Welcome
 
@@ -122,7 +123,7 @@ def recovery(clock: Clock, timeout_s: float) -> Recovery:
     for i in range(2):
         connect(hub, "S", InprocHub[FromRWorker, ToRWorker](), f"r{i}")
     lifecycle = Lifecycle(make_scheduler(schedule_options("greedy", 1), (8, 8), 16))
-    requests = Requests(TextCodec(None), (), 97)
+    requests = Requests(TextCodec(None), (), 97, GrammarMasks(None, 97, ()))
     state = EngineState(WorkerPool(hub, timeout_s=60.0), lifecycle, requests)
     made = Recovery(state, Nobody(timeout_s), clock)
     for holder in range(2):

@@ -68,6 +68,7 @@ from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.ring import neighbour
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.text.codec import TextCodec
+from fastdecode.text.grammar_masks import GrammarMasks
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import Hello, Welcome
 from fastdecode.wire.transport import TIMEOUT
@@ -371,7 +372,10 @@ class RunningEngine:
         )
         lifecycle = Lifecycle(scheduler, joins_early=joins_early)
         eos = _eos_token_ids(self.spec, self.codec)
-        state = EngineState(fleet, lifecycle, Requests(self.codec, eos, self.spec.vocab_size))
+        masks = GrammarMasks(self.codec.vocabulary, self.spec.vocab_size, eos)
+        self._opened.callback(masks.close)
+        requests = Requests(self.codec, eos, self.spec.vocab_size, masks)
+        state = EngineState(fleet, lifecycle, requests)
         state.stats.swap = swap_figures(attention)
         state.stats.attached = self._attach(scheduler.ledger.cache)
         recovery = recovery_of(state, replicas, replacements)

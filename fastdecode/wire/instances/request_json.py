@@ -35,6 +35,8 @@ _NOT_AS_EXPECTED = (KeyError, TypeError, ValueError, AttributeError, OverflowErr
 def request_to_json(request: Request) -> list[Any]:
     assert not request.params.logits_processors, "functions go to no other process"
     params = {f.name: getattr(request.params, f.name) for f in fields(SamplingParams)}
+    if request.params.structured_outputs is not None:
+        params["structured_outputs"] = request.params.structured_outputs.to_json()
     return [
         request.request_id, request.prompt_token_ids, params, request.max_tokens, request.seed,
         request.cache.is_off, request.cache.salt, request.cache.turn,

@@ -1,0 +1,100 @@
+"""Structured outputs as grammars of the package llguidance, which is an extra.
+
+JSON schemas are Draft 2020-12, as far as llguidance knows the keywords: one that
+it doesn't know is refused, not ignored. Regular expressions are those of Rust's
+regex package, without look-around. Grammars are Lark's or GBNF's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, Final
+
+from fastdecode.core.errors import RequestError
+from fastdecode.core.install import pip_command
+from fastdecode.core.structured import StructuredOutputs, refuse
+
+WHITESPACE: Final = r"[ \t\n\r]{0,20}"
+"""Between the tokens of JSON. Bounded: a model that has nothing to say would
+write blanks until its limit."""
+NO_TOKENIZER: Final = (
+    "structured outputs need text, but the model directory has no tokenizer.json: add the "
+    "model's tokenizer.json"
+)
+_JSON_OPTIONS: Final = {"whitespace_pattern": WHITESPACE}
+_SHOWN: Final = 500
+"""Characters of llguidance's message that an error repeats."""
+
+
+def llguidance() -> ModuleType:
+    """The package. Raises RequestError: it isn't installed."""
+    try:
+        import llguidance
+    except ModuleNotFoundError:
+        raise RequestError(
+            "structured outputs need the package 'llguidance', which is not installed here. "
+            f"Install it with: {pip_command('structured')}",
+            code="missing_extra",
+        ) from None
+    module: ModuleType = llguidance
+    return module
+
+
+def check_structured(wanted: StructuredOutputs) -> None:
+    """Raises RequestError: the schema, expression or grammar can't be followed
+    (code ``invalid_structured_outputs``), or the package is missing
+    (``missing_extra``)."""
+    package = llguidance()
+    limits = package.LLParserLimits(verbose_errors=False)
+    said = package.LLMatcher.validate_grammar(grammar_of(wanted), limits=limits)
+    if said and not said.startswith("WARNING"):
+        raise refuse(f".{_kind(wanted)} can't be followed: {_brief(said)}")
+
+
+def grammar_of(wanted: StructuredOutputs) -> str:
+    """The grammar as llguidance takes it. Raises RequestError, as
+    ``check_structured``."""
+    matcher = llguidance().LLMatcher
+    if wanted.json is not None:
+        return _json_grammar(matcher, wanted.json)
+    if wanted.json_object:
+        return _json_grammar(matcher, '{"type": "object"}')
+    if wanted.regex is not None:
+        return str(matcher.grammar_from_regex(wanted.regex))
+    if wanted.choice is not None:
+        texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in wanted.choice)
+        return str(matcher.grammar_from_lark(f"start: {texts}"))
+    assert wanted.grammar is not None
+    return _free_grammar(wanted.grammar)
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """A schema as a part of a Lark grammar."""
+    return "%json " + json.dumps({**schema, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
+
+
+def _json_grammar(matcher: Any, schema: str) -> str:
+    try:
+        return str(matcher.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS))
+    except ValueError as error:
+        raise refuse(f".json can't be followed: {_brief(str(error))}") from None
+
+
+def _free_grammar(text: str) -> str:
+    package = llguidance()
+    convert: Callable[[str, str], str] = package.grammar_from
+    try:
+        return convert("grammar", text)
+    except (ValueError, RecursionError) as error:
+        raise refuse(f".grammar can't be read: {_brief(str(error))}") from None
+
+
+def _kind(wanted: StructuredOutputs) -> str:
+    return next(iter(wanted.to_json()))
+
+
+def _brief(said: str) -> str:
+    text = " ".join(said.split())
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

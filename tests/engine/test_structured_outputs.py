@@ -1,0 +1,97 @@
+"""Answers are what they were asked to be, whatever runs them and whatever is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("llguidance", reason="needs the extra 'structured'")
+pytest.importorskip("jsonschema", reason="needs the extra 'test'")
+
+from structured_runs import OPTIONS, random_asked, run, save_model
+from trouble import crash_after
+
+from examples import TRIES_ALL, examples
+from fastdecode import LLM, SamplingParams
+
+NUM_SCHEMAS, NUM_REGEXES = examples(500, share=12), examples(100, share=12)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("structured"))
+
+
+@pytest.fixture(scope="module")
+def expected(model: str) -> Any:
+    """What one R-worker says, none of which is lost."""
+    with LLM(model, **OPTIONS) as llm:
+        return run(llm, random_asked(NUM_SCHEMAS, NUM_REGEXES))
+
+
+PLACEMENTS: list[dict[str, Any]] = [
+    {"r_workers": 2, "lanes": 2, "prefill_chunk": 8},
+    {"pp": 2, "lanes": 2},
+    {"prefill_instances": 1, "decode_instances": 2},
+]
+MORE_PLACEMENTS: list[dict[str, Any]] = [
+    {"r_workers": 2, "pp": 3, "pp_layers": "1,1,1", "lanes": 4},
+    {"kv_placement": "gpu"},
+    {"kv_placement": "hybrid", "gpu_kv_memory_gb": 0.004},
+    {"prefill_instances": 2, "decode_instances": 1, "r_workers": 2},
+    {"max_num_sequences": 5},
+    {"kv_memory_gb": 0.002},
+]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS + MORE_PLACEMENTS * TRIES_ALL, ids=str)
+def test_answers_are_the_same_in_every_placement(
+    placement: dict[str, Any], model: str, expected: Any
+) -> None:
+    with LLM(model, **{**OPTIONS, **placement}) as llm:
+        assert run(llm, random_asked(NUM_SCHEMAS, NUM_REGEXES)) == expected
+
+
+def test_answers_are_the_same_after_losses(
+    model: str, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crash_after(monkeypatch, {"r1": 40, "r2": 90})
+    with LLM(model, **OPTIONS, r_workers=3, lanes=2) as llm:
+        assert run(llm, random_asked(NUM_SCHEMAS, NUM_REGEXES)) == expected
+        assert llm.stats.num_recomputed
+
+
+@pytest.fixture(scope="module")
+def llm(model: str) -> Iterator[LLM]:
+    with LLM(model, **OPTIONS) as llm:
+        yield llm
+
+
+def asked(structured: dict[str, Any], **more: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 60, "seed": 1, "structured_outputs": structured, **more})
+
+
+def test_a_bad_schema_is_refused_and_the_others_are_answered(llm: LLM) -> None:
+    params = [asked({"choice": ["yes", "no"]}), asked({"json": {"type": "objct"}})]
+    good, bad = llm.generate([[5, 6], [7]], params[:2])
+    assert good.text in ("yes", "no") and good.completions[0].finish_reason == "stop"
+    assert bad.error is not None and bad.error.code == "invalid_structured_outputs"
+
+
+def test_masked_tokens_have_no_logprobs(llm: LLM) -> None:
+    (output,) = llm.generate([[5, 6]], asked({"regex": "[ab]c"}, logprobs=100))
+    steps = output.completions[0].logprobs
+    assert steps is not None and len(output.text) == 2
+    for step in steps:
+        assert step.token_id in [token for token, _ in step.top] and len(step.top) < 30
+
+
+def test_other_masks_hold_beside_the_grammar(llm: LLM) -> None:
+    encode = llm.codec.encode
+    (digit,) = encode("7", add_special_tokens=False)
+    (output,) = llm.generate([[5]], asked({"regex": "[0-9]{3}"}, allowed_token_ids=[digit]))
+    assert output.text == "777"
+    (output,) = llm.generate([[5]], asked({"regex": "[0-9]"}, allowed_token_ids=encode("x")))
+    assert output.error is not None and output.error.code == "no_token_left"

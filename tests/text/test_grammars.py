@@ -1,0 +1,184 @@
+"""Structured outputs as grammars: what is refused, and what tokens they allow."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from random_schemas import schema
+from small_tokenizers import TOKENIZERS, byte_ids, with_text
+
+from fastdecode import SamplingParams
+from fastdecode.core.errors import RequestError
+from fastdecode.core.sequence import PromptRequest
+from fastdecode.core.structured import StructuredOutputs
+from fastdecode.engine.checker import RequestChecker
+from fastdecode.text.codec import TextCodec
+from fastdecode.text.detokenizer import Vocabulary
+from fastdecode.text.grammar_masks import GrammarMasks
+from fastdecode.wire.instances.request_json import request_from_json, request_to_json
+
+pytest.importorskip("llguidance", reason="needs the extra 'structured'")
+
+
+def checker(kind: str = "byte-level") -> RequestChecker:
+    return RequestChecker(TextCodec(TOKENIZERS[kind]), 400, 100)
+
+
+def refused(structured: Any) -> RequestError:
+    with pytest.raises(RequestError) as refusal:
+        submit(structured)
+    return refusal.value
+
+
+def submit(structured: Any) -> None:
+    params = SamplingParams(structured_outputs=structured)
+    checker().check(PromptRequest("x", [5], params), (5,))
+
+
+@pytest.mark.parametrize(
+    ("structured", "words"),
+    [
+        ({}, "exactly one of json, regex, choice, grammar, json_object"),
+        ({"json": {}, "regex": "a"}, "json and regex"),
+        ("a", "must be an object, not str"),
+        ({"jsno": {}}, "unknown field 'jsno'"),
+        ({"json": "{"}, "not valid JSON"),
+        ({"json": [1]}, "must be a JSON schema"),
+        ({"json": {"type": "objct"}}, "objct"),
+        ({"json": {"$ref": "#/$defs/no"}}, "does not exist"),
+        ({"json": {"not": {"type": "string"}}}, 'Unimplemented keys: ["not"]'),
+        ({"json": False}, "must be a JSON schema"),
+        ({"regex": "(a"}, "unclosed group"),
+        ({"regex": "(?<=a)b"}, "look-around"),
+        ({"regex": ""}, "1 to"),
+        ({"choice": []}, "at least one text"),
+        ({"choice": "yes"}, "must be a list"),
+        ({"choice": ["a", 1]}, "must be a text"),
+        ({"choice": ["\ud800"]}, "lone surrogate"),
+        ({"grammar": "what is this"}, "grammar can't be read"),
+        ({"grammar": 'start: "a" nothing'}, "nothing"),
+        ({"json_object": 1}, "true or false"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_at_submission(structured: Any, words: str) -> None:
+    error = refused(structured)
+    assert error.code == "invalid_structured_outputs"
+    assert str(error).startswith("structured_outputs") and words in str(error)
+
+
+@pytest.mark.parametrize(
+    "other", [{"ignore_eos": True}, {"min_tokens": 1}, {"detokenize": False}], ids=str
+)
+def test_what_contradicts_the_end_of_the_text_is_refused(other: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="beside structured_outputs"):
+        SamplingParams(structured_outputs={"regex": "a"}, **other)  # type: ignore[arg-type]
+
+
+def test_without_the_package_the_refusal_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    error = refused({"regex": "a"})
+    assert error.code == "missing_extra" and "pip install" in str(error)
+    assert "[structured]" in str(error)
+
+
+def test_a_model_without_a_tokenizer_has_no_text() -> None:
+    params = SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
+    with pytest.raises(RequestError) as refusal:
+        RequestChecker(TextCodec(None), 400, 100).check(PromptRequest("x", [5], params), (5,))
+    assert refusal.value.code == "no_tokenizer"
+
+
+def test_they_travel_to_another_process() -> None:
+    wanted = {"json": {"type": "object", "properties": {"é": {"enum": [1, "ü"]}}}}
+    params = SamplingParams(structured_outputs=wanted)  # type: ignore[arg-type]
+    request = checker().check(PromptRequest("x", [5], params), (5,))
+    assert request_from_json(request_to_json(request)) == request
+
+
+def allowed(masks: GrammarMasks, wanted: StructuredOutputs, token_ids: Sequence[int]) -> list[int]:
+    return ids_of(masks.state(wanted, token_ids).mask())
+
+
+def ids_of(mask: np.ndarray[Any, Any]) -> list[int]:
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+@pytest.fixture
+def masks() -> Any:
+    made = GrammarMasks(Vocabulary(TOKENIZERS["byte-level"]), 400, (1, 399))
+    yield made
+    made.close()
+
+
+@with_text
+def test_tokens_of_the_text_are_allowed_and_no_others(kind: str) -> None:
+    vocabulary, byte = Vocabulary(TOKENIZERS[kind]), byte_ids(kind)
+    masks = GrammarMasks(vocabulary, 2000, (2,))
+    wanted = StructuredOutputs(regex="a[0-9]?")
+    first = allowed(masks, wanted, ())
+    assert {vocabulary.text([token]).strip() for token in first} == {"a"}
+    then = allowed(masks, wanted, (byte[ord("a")],))
+    assert 2 in then  # the text may end
+    assert {vocabulary.text([token]).strip() for token in then if token != 2} == set("0123456789")
+    # Where no token is the character, its bytes are.
+    char = allowed(masks, StructuredOutputs(regex="\u0416"), ())
+    assert char == [byte[0xD0]]
+    masks.close()
+
+
+def test_every_eos_is_allowed_where_the_text_may_end(masks: GrammarMasks) -> None:
+    a = byte_ids("byte-level")[ord("a")]
+    wanted = StructuredOutputs(regex="a+")
+    assert not {1, 399} & set(allowed(masks, wanted, ()))
+    assert {1, 399} < set(allowed(masks, wanted, (a,)))
+
+
+def test_a_model_without_eos_is_given_no_other_token_for_it() -> None:
+    vocabulary, byte = Vocabulary(TOKENIZERS["byte-level"]), byte_ids("byte-level")
+    size = vocabulary.tokenizer.get_vocab_size()
+    masks = GrammarMasks(vocabulary, size, ())
+    a = byte[ord("a")]
+    assert [i for i in allowed(masks, StructuredOutputs(regex="a{2}"), (a,)) if i < size] == [a]
+    masks.close()
+
+
+def test_a_state_is_a_function_of_the_tokens(masks: GrammarMasks) -> None:
+    """As a sequence that goes on elsewhere needs it: random walks, one state
+    that sees token by token, and one made of all of them."""
+    for seed in range(5):
+        rng = random.Random(seed)
+        wanted = StructuredOutputs.of({"json": schema(rng)})
+        assert wanted is not None
+        state, drawn = masks.state(wanted), []
+        for _ in range(25):
+            ids = ids_of(state.mask())
+            assert ids == allowed(masks, wanted, drawn)
+            drawn.append(rng.choice([token for token in ids if token not in (1, 399)] or [1]))
+            state.observe(drawn[-1])
+            if state.is_complete or drawn[-1] == 1:
+                break
+
+
+def test_a_complete_text_is_known_at_its_last_token(masks: GrammarMasks) -> None:
+    byte = byte_ids("byte-level")
+    state = masks.state(StructuredOutputs(choice=("yes", "yesno")))
+    for char in b"yesno":
+        assert not state.is_complete and byte[char] in ids_of(state.mask())
+        state.observe(byte[char])
+    assert state.is_complete
+
+
+def test_a_grammar_that_fails_on_the_way_allows_nothing_and_says_why(
+    masks: GrammarMasks,
+) -> None:
+    """Its request was checked by a process that others can reach."""
+    state = masks.state(StructuredOutputs(regex="(a"))
+    assert ids_of(state.mask()) == []
+    assert state.error is not None and state.error.code == "structured_outputs_failed"
