@@ -22,14 +22,8 @@ from fastdecode.core.sequence import RequestOutput
 from fastdecode.jobs.line_format import LineError, LineId, LineRequest
 from fastdecode.jobs.lines import load_object, utf8
 from fastdecode.openai.answers import answer_body, error_body, status
-from fastdecode.openai.requests import (
-    CHAT_URL,
-    COMPLETIONS_URL,
-    BodyError,
-    RequestReader,
-    refuse,
-    refuse_unknown,
-)
+from fastdecode.openai.body_errors import BodyError, refuse, refuse_unknown
+from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, RequestReader
 from fastdecode.text.codec import TextCodec
 
 LINE_FIELDS = ("custom_id", "method", "url", "body")

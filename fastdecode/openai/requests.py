@@ -12,39 +12,41 @@ A body is what one would post to ``/v1/completions`` or
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NoReturn
+from typing import Any
 
 from fastdecode.conversations.turns import check_turn
-from fastdecode.core.errors import Given, RequestError
+from fastdecode.core.errors import RequestError
 from fastdecode.core.model.generation_defaults import with_defaults
 from fastdecode.core.sequence import SHARED, CacheUse, SamplingParams
+from fastdecode.core.structured import StructuredOutputs
+from fastdecode.openai.body_errors import SHOWN, BodyError, blamed, refusal, refuse, refuse_unknown
 from fastdecode.openai.chat import Chat, Turn
+from fastdecode.openai.formats import FORMAT_FIELDS, read_format
 from fastdecode.text.chat_template import RESERVED
 
 COMPLETIONS_URL = "/v1/completions"
 CHAT_URL = "/v1/chat/completions"
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 100_000
-_SHOWN = 64
-"""Letters of what a client says that an error repeats."""
 
 # Fields of SamplingParams that a body gives by the same name and in the same
 # form; some are vLLM's additions to OpenAI's.
 SAMPLING_FIELDS = tuple(
-    f.name for f in fields(SamplingParams) if f.name not in ("logprobs", "logits_processors")
+    f.name
+    for f in fields(SamplingParams)
+    if f.name not in ("logprobs", "logits_processors", "structured_outputs")
 )
 FIELDS = {
     COMPLETIONS_URL: (
-        "model", "prompt", *SAMPLING_FIELDS, "logprobs", "return_token_ids", "cache", "cache_salt",
-        "conversation_id",
+        "model", "prompt", *SAMPLING_FIELDS, *FORMAT_FIELDS, "logprobs", "return_token_ids",
+        "cache", "cache_salt", "conversation_id",
     ),
     CHAT_URL: (
-        "model", "messages", *SAMPLING_FIELDS, "max_completion_tokens", "logprobs", "top_logprobs",
-        "return_token_ids", "chat_template_kwargs", "add_generation_prompt", "cache", "cache_salt",
-        "conversation_id",
+        "model", "messages", *SAMPLING_FIELDS, *FORMAT_FIELDS, "max_completion_tokens", "logprobs",
+        "top_logprobs", "return_token_ids", "chat_template_kwargs", "add_generation_prompt",
+        "cache", "cache_salt", "conversation_id",
     ),
 }  # fmt: skip
 LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
@@ -53,12 +55,11 @@ NOT_SUPPORTED: Mapping[str, Sequence[object]] = {
     "stream": (False,), "stream_options": (), "echo": (False,), "suffix": ("",), "best_of": (1,),
     "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True),
     "functions": ([],), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (),
+    "modalities": (["text"],), "audio": (),
     "prediction": (), "reasoning_effort": (), "verbosity": (), "web_search_options": (),
     "store": (False,), "service_tier": ("auto", "default"),
     "logits_processors": ([],), "logit_processors": ([],), "use_beam_search": (False,),
-    "length_penalty": (1,), "guided_json": (), "guided_regex": (), "guided_choice": (),
-    "guided_grammar": (), "structured_outputs": (), "prompt_logprobs": (),
+    "length_penalty": (1,), "prompt_logprobs": (),
     "add_special_tokens": (),
     "priority": (0,),
     "documents": ([],), "chat_template": (), "continue_final_message": (False,),
@@ -79,14 +80,6 @@ EMPTY_MESSAGE_FIELDS = (
 )
 
 
-class BodyError(RequestError):
-    """A body that can't be answered. ``param``: the field to blame, if it is known."""
-
-    def __init__(self, message: str, *, code: str, param: str | None = None) -> None:
-        super().__init__(message, code=code)
-        self.param = param
-
-
 @dataclass(frozen=True)
 class BodyRequest:
     """What a body asks: some prompts, all to be continued in the same way."""
@@ -103,6 +96,8 @@ class BodyRequest:
     cache: CacheUse = SHARED
     conversation_id: str | None = None
     """The conversation that it is a turn of: its prompt is what is new."""
+    format_field: str | None = None
+    """The field of the body that says what the answer must look like."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +138,8 @@ class RequestReader:
         model = self.model_of(body)
         want_token_ids = _boolean(body, "return_token_ids") is True
         prompts = (self._chat(body),) if is_chat else _prompts(body.get("prompt"))
-        params = self._params(body, is_chat=is_chat)
+        structured, format_field = read_format(body)
+        params = self._params(body, structured, format_field, is_chat=is_chat)
         cache = _cache_use(body)
         whose = _conversation(body, params, len(prompts))
         return BodyRequest(
@@ -155,6 +151,7 @@ class RequestReader:
             stream,
             cache,
             whose,
+            format_field,
         )
 
     def model_of(self, body: dict[str, Any]) -> str | None:
@@ -164,12 +161,19 @@ class RequestReader:
             names = ", ".join(self.served_model_names)
             refuse(
                 "model",
-                f"{str(model)[:_SHOWN]!r} isn't served here, only {names}: see --served-model-name",
+                f"{str(model)[:SHOWN]!r} isn't served here, only {names}: see --served-model-name",
                 "model_mismatch",
             )
         return model
 
-    def _params(self, body: dict[str, Any], *, is_chat: bool) -> SamplingParams:
+    def _params(
+        self,
+        body: dict[str, Any],
+        structured: StructuredOutputs | None,
+        format_field: str | None,
+        *,
+        is_chat: bool,
+    ) -> SamplingParams:
         # null is the same as not given
         said = {name: body[name] for name in SAMPLING_FIELDS if body.get(name) is not None}
         if is_chat:
@@ -177,13 +181,17 @@ class RequestReader:
             said.update(_max_completion_tokens(body))
         elif body.get("logprobs") is not None:
             said["logprobs"] = body["logprobs"]
+        if structured is not None:
+            said["structured_outputs"] = structured
         chosen = with_defaults(self.model_defaults, self.given, said)
         if is_chat:
             chosen.setdefault("max_tokens", None)
         try:
             return SamplingParams(**chosen)
         except RequestError as error:
-            raise BodyError(str(error), code=error.code, param=blamed(error, said)) from None
+            param = blamed(error, said)
+            param = format_field if param == "structured_outputs" else param
+            raise BodyError(str(error), code=error.code, param=param) from None
 
     def _chat(self, body: dict[str, Any]) -> Chat:
         if not self.has_chat_template:
@@ -211,18 +219,6 @@ class RequestReader:
         return Chat(_messages(body.get("messages")), prompt_follows, variables or {})
 
 
-def refuse(param: str, problem: str, code: str = "invalid_value") -> NoReturn:
-    """Raise BodyError."""
-    raise BodyError(f"{param} {problem}", code=code, param=param)
-
-
-def blamed(error: RequestError, names: Iterable[str]) -> str | None:
-    """The first of these parameters that an error speaks of."""
-    wanted = frozenset(names)
-    given = (word.name for word in error.words if isinstance(word, Given))
-    return next((name for name in given if name in wanted), None)
-
-
 def _cache_use(body: dict[str, Any]) -> CacheUse:
     try:
         return CacheUse.of(body.get("cache"), body.get("cache_salt"))
@@ -242,22 +238,7 @@ def _boolean(body: dict[str, Any], name: str, more: str = "") -> bool | None:
     value = body.get(name)
     if value is None or isinstance(value, bool):
         return value
-    refuse(name, "must be true or false" + more)
-
-
-def refuse_unknown(
-    given: dict[str, Any], known: Sequence[str], also: Collection[str], where: str
-) -> None:
-    """Raise BodyError if a name is neither known nor one of the others."""
-    for name in given:
-        if name not in known and name not in also:
-            # Nobody misspells a name of a thousand letters, and to compare it would take long.
-            near = difflib.get_close_matches(name, known, n=1) if len(name) <= _SHOWN else ()
-            name = name[:_SHOWN]
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-            raise BodyError(
-                f"{where} has an unknown field {name!r}: {hint}", code="unknown_field", param=name
-            )
+    raise refusal(name, "must be true or false" + more)
 
 
 def _stream(body: dict[str, Any]) -> StreamOptions | None:
@@ -317,7 +298,7 @@ def _prompts(prompt: object) -> tuple[Turn, ...]:
             isinstance(item, list) for item in prompt
         ):
             return tuple(prompt)
-    refuse(
+    raise refusal(
         "prompt",
         "must be a string, a list of token ids, or a list of either that isn't empty",
         "invalid_prompt",

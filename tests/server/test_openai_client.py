@@ -126,7 +126,7 @@ def test_tokens_that_are_banned_or_forced(client: Any) -> None:
         ({"temperature": 7e9}, "BadRequestError"),
         ({"model": "gpt-5"}, "NotFoundError"),
         ({"prompt": "x " * 3000}, "BadRequestError"),
-        ({"extra_body": {"guided_json": {}}}, "BadRequestError"),
+        ({"extra_body": {"guided_json": {"type": "objct"}}}, "BadRequestError"),
     ],
 )
 def test_errors_are_the_clients_own(client: Any, more: dict[str, Any], error: str) -> None:

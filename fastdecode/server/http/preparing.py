@@ -22,9 +22,10 @@ from fastdecode.conversations.open_turns import OpenTurn
 from fastdecode.conversations.turns import ChatTurn, PromptTurn, Turn, TurnPrompt, told_of_turn
 from fastdecode.core.errors import FastDecodeError, RequestError
 from fastdecode.core.sequence import PromptRequest, Request
+from fastdecode.openai.body_errors import BodyError, blamed
 from fastdecode.openai.chat import Chat
 from fastdecode.openai.chat import Turn as PromptOrChat
-from fastdecode.openai.requests import SAMPLING_FIELDS, BodyError, BodyRequest, blamed
+from fastdecode.openai.requests import SAMPLING_FIELDS, BodyRequest
 from fastdecode.server.admission import QueueFull
 from fastdecode.server.front import Front
 from fastdecode.server.http.bodies import Disconnected, parse_object
@@ -41,6 +42,9 @@ _OF_CONVERSATIONS = (
     "conversation_expired", "conversation_too_long", "invalid_conversation", "previous_turn_failed",
 )  # fmt: skip
 """Codes of errors that are the field's ``conversation_id``."""
+
+_OF_FORMATS = ("invalid_structured_outputs", "missing_extra")
+"""Codes of errors that are the field's that says what the answer must look like."""
 
 T = TypeVar("T")
 
@@ -87,7 +91,7 @@ class Preparation:
             return asked, [await self._turn_of(asked, asked.conversation_id)]
         requests = []
         for place, prompt in enumerate(asked.prompts):
-            with typed(), _blaming_the_prompt(is_chat=asked.is_chat):
+            with typed(), _blaming_the_prompt(asked):
                 token_ids = await self.tokens_of(prompt)
                 arrived = PromptRequest(
                     f"{self._number}.{place}", token_ids, asked.params, asked.cache
@@ -107,7 +111,7 @@ class Preparation:
         as ``requests``."""
         (prompt,) = asked.prompts
         checker = self._front.checker
-        with typed(), _blaming_the_prompt(is_chat=asked.is_chat):
+        with typed(), _blaming_the_prompt(asked):
             new = self._prompter(prompt)
             turn = Turn(f"{self._number}.0", conversation_id, new, asked.params, asked.cache)
             self._take_place()
@@ -266,7 +270,7 @@ def typed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _blaming_the_prompt(*, is_chat: bool) -> Iterator[None]:
+def _blaming_the_prompt(asked: BodyRequest) -> Iterator[None]:
     """Inside, errors name the field of the body that they come of."""
     try:
         yield
@@ -276,6 +280,11 @@ def _blaming_the_prompt(*, is_chat: bool) -> Iterator[None]:
             param = "conversation_id"
         elif error.code == "invalid_sampling_params":
             param = blamed(error, SAMPLING_FIELDS)
+        elif error.code in _OF_FORMATS:
+            param = asked.format_field
         else:
-            param = "messages" if is_chat else "prompt"
-        raise BodyError(str(error), code=error.code, param=param) from None
+            param = "messages" if asked.is_chat else "prompt"
+        said = str(error)
+        if error.code in _OF_FORMATS and param not in (None, "structured_outputs"):
+            said = f"{param}: {said}"
+        raise BodyError(said, code=error.code, param=param) from None

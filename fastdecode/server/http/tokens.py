@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 from fastdecode.core.errors import RequestError
-from fastdecode.openai.requests import CHAT_URL, BodyError, refuse, refuse_unknown
+from fastdecode.openai.body_errors import BodyError, refuse, refuse_unknown
+from fastdecode.openai.requests import CHAT_URL
 from fastdecode.server.front import Front
 from fastdecode.server.http.bodies import BodyLimits, read_body
 from fastdecode.server.http.exchange import Exchange

@@ -1,0 +1,52 @@
+"""What is wrong with a body, and which of its fields is to blame."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NoReturn
+
+from fastdecode.core.errors import Given, RequestError
+
+SHOWN = 64
+"""Letters of what a client says that an error repeats."""
+
+
+class BodyError(RequestError):
+    """A body that can't be answered. ``param``: the field to blame, if it is known."""
+
+    def __init__(self, message: str, *, code: str, param: str | None = None) -> None:
+        super().__init__(message, code=code)
+        self.param = param
+
+
+def refuse(param: str, problem: str, code: str = "invalid_value") -> NoReturn:
+    """Raise ``refusal``."""
+    raise refusal(param, problem, code)
+
+
+def refusal(param: str, problem: str, code: str = "invalid_value") -> BodyError:
+    """What is wrong with a field."""
+    return BodyError(f"{param} {problem}", code=code, param=param)
+
+
+def blamed(error: RequestError, names: Iterable[str]) -> str | None:
+    """The first of these parameters that an error speaks of."""
+    wanted = frozenset(names)
+    given = (word.name for word in error.words if isinstance(word, Given))
+    return next((name for name in given if name in wanted), None)
+
+
+def refuse_unknown(
+    given: dict[str, Any], known: Sequence[str], also: Collection[str], where: str
+) -> None:
+    """Raise BodyError if a name is neither known nor one of the others."""
+    for name in given:
+        if name not in known and name not in also:
+            # Nobody misspells a name of a thousand letters, and to compare it would take long.
+            near = difflib.get_close_matches(name, known, n=1) if len(name) <= SHOWN else ()
+            name = name[:SHOWN]
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            raise BodyError(
+                f"{where} has an unknown field {name!r}: {hint}", code="unknown_field", param=name
+            )

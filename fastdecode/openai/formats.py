@@ -1,0 +1,58 @@
+"""What a body says its answer must look like: ``response_format``, vLLM's
+``structured_outputs``, and the ``guided_…`` fields of older clients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastdecode.core.errors import RequestError
+from fastdecode.core.structured import StructuredOutputs
+from fastdecode.openai.body_errors import BodyError, refuse
+
+FORMAT_FIELDS = (
+    "response_format", "structured_outputs",
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+)  # fmt: skip
+FORMAT_TYPES = ("text", "json_object", "json_schema")
+
+
+def read_format(body: Mapping[str, Any]) -> tuple[StructuredOutputs | None, str | None]:
+    """What the answer must be, and the field that says so. Raises BodyError."""
+    given = [name for name in FORMAT_FIELDS if body.get(name) is not None]
+    if "response_format" in given and _format_type(body["response_format"]) == "text":
+        given.remove("response_format")
+    if not given:
+        return None, None
+    if len(given) > 1:
+        refuse(given[1], f"and {given[0]} say both what the answer must be: give one of them")
+    (name,) = given
+    return _structured(name, _wanted(name, body[name])), name
+
+
+def _wanted(name: str, value: Any) -> Any:
+    """As ``StructuredOutputs.of`` takes it."""
+    if name == "structured_outputs":
+        return value
+    if name != "response_format":
+        return {name.removeprefix("guided_"): value}
+    if _format_type(value) == "json_object":
+        return {"json_object": True}
+    described = value.get("json_schema")
+    if not isinstance(described, dict) or "schema" not in described:
+        refuse("response_format.json_schema", 'must be an object with a "schema"')
+    return {"json": described["schema"]}
+
+
+def _format_type(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in FORMAT_TYPES:
+        refuse("response_format.type", f"must be one of {', '.join(FORMAT_TYPES)}")
+    return str(kind)
+
+
+def _structured(name: str, wanted: Any) -> StructuredOutputs | None:
+    try:
+        return StructuredOutputs.of(wanted)
+    except RequestError as error:
+        raise BodyError(str(error), code=error.code, param=name) from None
