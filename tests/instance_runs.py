@@ -7,6 +7,8 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pytest
+
 from fastdecode import SamplingParams
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.sequence import PromptRequest, RequestOutput
@@ -46,10 +48,6 @@ def requests_of(asked: list[list[int]], how: list[SamplingParams]) -> Iterator[P
         yield PromptRequest(str(i), prompt, sampling)
 
 
-def said(outputs: list[RequestOutput]) -> list[Any]:
-    return [(output.error, output.completions) for output in outputs]
-
-
 def tokens(outputs: list[RequestOutput]) -> list[Any]:
     """Their log-probabilities are rounded otherwise where parts are merged."""
     return [[each.token_ids for each in output.completions] for output in outputs]
@@ -61,6 +59,17 @@ def answers(outputs: list[RequestOutput]) -> list[Any]:
         (output.error, [(x.text, x.token_ids, x.finish_reason) for x in output.completions])
         for output in outputs
     ]
+
+
+def assert_alike(outputs: list[RequestOutput], expected: list[RequestOutput]) -> None:
+    """Answers are equal, and log-probabilities but for their last bits."""
+    assert answers(outputs) == answers(expected)
+    assert _logprobs(outputs) == pytest.approx(_logprobs(expected), abs=1e-4)
+
+
+def _logprobs(outputs: list[RequestOutput]) -> list[float]:
+    drawn = [y for output in outputs for x in output.completions for y in x.logprobs or ()]
+    return [logprob for one in drawn for logprob in (one.logprob, *(each for _, each in one.top))]
 
 
 def role_turns(names: Sequence[str]) -> Iterator[tuple[str, InstanceRole]]:

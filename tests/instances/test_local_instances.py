@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from instance_runs import OPTIONS, params, prompts, requests_of, said, tokens
+from instance_runs import OPTIONS, assert_alike, params, prompts, requests_of, tokens
 
 from examples import examples
 from fastdecode import LLM, SamplingParams
@@ -63,7 +63,7 @@ def _check_empty(running: Any) -> None:
 @pytest.mark.parametrize("n", [1, 3])
 def test_tokens_are_those_of_one_engine(one: LLM, four: LLM, n: int) -> None:
     asked, how = prompts(24), params(24, n=n)
-    assert said(four.generate(asked, how)) == said(one.generate(asked, how))
+    assert_alike(four.generate(asked, how), one.generate(asked, how))
     assert four.stats.num_recomputed == 0
     assert_nothing_is_left(four)
     figures = four._running.engine.figures()
@@ -79,7 +79,7 @@ def test_deltas_come_once_and_in_order(one: LLM, four: LLM) -> None:
         output = folds[int(delta.request_id)].add(delta)
         if output is not None:
             outputs[delta.request_id] = output
-    assert said([outputs[str(i)] for i in range(8)]) == said(one.generate(asked, how))
+    assert_alike([outputs[str(i)] for i in range(8)], one.generate(asked, how))
 
 
 def test_a_burst_waits_and_nothing_is_recomputed(model: str, one: LLM) -> None:
@@ -91,7 +91,7 @@ def test_a_burst_waits_and_nothing_is_recomputed(model: str, one: LLM) -> None:
     few = {**OPTIONS, "kv_memory_gb": 10 * -(-longest // 16) * block_bytes / 1e9}
     with LLM(model, prefill_instances=1, decode_instances=1, **few) as llm:
         outputs = llm.generate(asked, how)
-        assert said(outputs) == said(one.generate(asked, how))
+        assert_alike(outputs, one.generate(asked, how))
         assert llm.stats.num_recomputed == llm.stats.num_suspended == 0
         assert llm._running.engine.num_handed_over == 300
         assert_nothing_is_left(llm)
