@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from cpu_kernels import BlockLayout
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.wire.messages import Hello
@@ -75,9 +74,12 @@ class Caches:
     def __iter__(self) -> Iterator[HolderCache]:
         return iter(self._caches.values())
 
-    def open(self, peer: int, hello: Hello, layout: BlockLayout) -> HolderCache:
+    def open(self, peer: int, hello: Hello, block_bytes: int) -> HolderCache:
         """A cache as ``hello`` asks for it, empty, in place of the one that the
         peer had under that name.
+
+        Args:
+            block_bytes: of one block id in all layers.
 
         Raises:
             ProtocolError: (``busy``) it is another peer's, or others have the
@@ -89,7 +91,6 @@ class Caches:
         if present is not None and not _may_replace(present, peer, hello):
             raise _busy(present, f"holder {holder} serves another S-worker")
         free_bytes = self._kv_bytes - sum(cache.num_bytes for cache in self if cache is not present)
-        block_bytes = layout.block_bytes * hello.kv.num_layers
         try:
             num_blocks = blocks_within(free_bytes, block_bytes, hello)
         except CapacityError:

@@ -91,6 +91,11 @@ class InlineConnection:
         self._answers.queue.clear()
         self._end()
 
+    def work(self) -> None:
+        """Do all that was sent."""
+        while self._requests and self._worker is not None:
+            self._handle(self._requests.popleft(), *self._worker)
+
     @property
     def is_open(self) -> bool:
         return not self._closed and self._worker is not None

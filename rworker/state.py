@@ -56,7 +56,7 @@ from fastdecode.wire.messages import (
     ToRWorker,
     Welcome,
 )
-from fastdecode.wire.traits import ANYBODY, Role
+from fastdecode.wire.traits import ANYBODY, THE_ONLY, Role
 from rworker.blocks.kv_store import DEFAULT_MAX_SEQUENCES
 from rworker.caches import NOBODY, Caches, HolderCache
 from rworker.checks import check_hello, check_integer
@@ -112,6 +112,7 @@ class RWorkerState:
         num_threads: what to tell peers; the loop's executor has them.
         max_sequences: most sequences open at once in each cache.
         has_tier: whether kept blocks may go to a lower tier.
+        is_padded: blocks lie as ``BlockLayout`` says; False: as tensors, without padding.
         serving: whom, and for how long.
 
     Raises:
@@ -126,6 +127,7 @@ class RWorkerState:
         num_threads: int = 1,
         max_sequences: int = DEFAULT_MAX_SEQUENCES,
         has_tier: bool = False,
+        is_padded: bool = True,
         serving: ServingTerms = ANYBODY_ONCE,
     ) -> None:
         for option, value in (
@@ -139,6 +141,7 @@ class RWorkerState:
         self._kv_bytes = kv_bytes
         self._num_threads = num_threads
         self._has_tier = has_tier
+        self._is_padded = is_padded
         self._serving = serving
         self.is_deserted = False
         """Whether the last S-worker is lost, and may return."""
@@ -154,6 +157,14 @@ class RWorkerState:
         except FastDecodeError as error:
             text = f"{type(message).__name__}: {error.message}"
             return Send(peer, Failed(self.name, error.code, text)), HangUp(peer)
+
+    def cache_of(self, peer: int, holder: int = THE_ONLY) -> HolderCache:
+        """A peer's cache, for an S-worker that attends in it without messages.
+
+        Raises:
+            ProtocolError: the peer has no such cache.
+        """
+        return self._caches.of(peer, holder)
 
     def moved(self, news: Done | Further) -> tuple[Instruction, ...]:
         """A job of a cache is over, or has come further. Whoever asked for it
@@ -303,7 +314,8 @@ class RWorkerState:
         except ValueError as error:
             raise ConfigError(f"the KV cache asked for can't be laid out: {error}") from None
         resumed = self._caches.resume(number, hello) if hello.resumes else None
-        cache = self._caches.open(number, hello, layout) if resumed is None else resumed[0]
+        block_bytes = layout.block_bytes * kv.num_layers if self._is_padded else kv.block_bytes
+        cache = self._caches.open(number, hello, block_bytes) if resumed is None else resumed[0]
         peer.role = hello.role
         peer.session = hello.session
         self.is_deserted = self.is_deserted and not peer.has_job

@@ -26,10 +26,11 @@ from fastdecode.engine.requests import Requests
 from fastdecode.engine.setup.device_caches import reach_device, reach_swapped
 from fastdecode.engine.setup.workers import Reached, reach_threads
 from fastdecode.engine.step.device_prefill import DevicePrefill
-from fastdecode.engine.step.local import LocalConnection, whole_steps
+from fastdecode.engine.step.local import DeviceWorker, whole_steps
 from fastdecode.engine.step.mixed_step import DeviceLane, MixedAttention
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.remote import Attention, AttentionPlan
+from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.engine.step_timing import StepTiming
 from fastdecode.schedule.hybrid.control import HybridOptions
 from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout
@@ -97,7 +98,7 @@ def _running(
     )
     beside = None
     if device_blocks:  # KV on both sides
-        beside = LocalConnection(CPU, device_blocks * kv.block_bytes, gpu, kernels)
+        beside = DeviceWorker(TorchExecutor(CPU, gpu, kernels), device_blocks * kv.block_bytes)
     fleet = WorkerPool(reached.hub, timeout_s=60.0, device=beside)
     hello = Hello(PROTOCOL_VERSION, "late", kv, spec.attention, DType.FLOAT32)
     welcomes = greet(fleet, hello)

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.clock import Clock
-from rworker.tiers.health import Health
+from rworker.tiers.health import Faults, Health
 from rworker.tiers.slots import SlotFile, page_buffer
 from rworker.tiers.units import MoveJob, Unit, Units
 
@@ -80,6 +80,20 @@ class Mover:
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def num_layers(self) -> int:
+        """Of the cache."""
+        return self.slots.shape.num_layers
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of a block, as it is stored."""
+        return self.slots.shape.slot_bytes
+
+    def take_faults(self) -> Faults:
+        """What has gone wrong since the last call."""
+        return self.health.take_faults()
 
     @property
     def is_busy(self) -> bool:

@@ -4,10 +4,10 @@ what has moved."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +66,48 @@ class Further:
     """Since it was begun."""
 
 
+class LowerTier(Protocol):
+    """Where the kept blocks of one cache go: a file (``Mover``), or memory that is not
+    the cache's. One thread calls."""
+
+    @property
+    def num_layers(self) -> int:
+        """Of the cache."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of a block, as it is stored."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job was not taken over yet."""
+
+    def begin(self, job: MoveJob) -> None:
+        """Move blocks."""
+
+    def take_over(self) -> list[MoveJob]:
+        """Jobs that are over; each is reported once."""
+
+    def take_progress(self) -> list[tuple[MoveJob, int]]:
+        """Of fetches that are not over, those that have come further, and how many
+        leading layers are there."""
+
+    def take_faults(self) -> Faults:
+        """What has gone wrong since the last call."""
+
+    def wait(self, timeout_s: float | None, *, for_progress: bool = False) -> None:
+        """Until some job is over, or so long; or has come further."""
+
+    def wait_for_layer(self, numbers: tuple[int, ...], layer: int) -> None:
+        """Until a layer of these jobs' blocks is there, or has failed."""
+
+    def drop(self, key: bytes) -> None:
+        """A block is not kept any more."""
+
+    def close(self) -> None:
+        """Nothing is moved any more when this returns."""
+
+
 class Tiers:
     """Of one R-worker. One thread calls.
 
@@ -81,7 +123,7 @@ class Tiers:
     ) -> None:
         self._disk = disk
         self._make_mover = make_mover
-        self._movers: dict[HolderId, Mover] = {}
+        self._movers: dict[HolderId, LowerTier] = {}
         self._asked: dict[tuple[HolderId, int], int] = {}  # who asked for a job
         self._refused: list[Done] = []
 
@@ -117,8 +159,16 @@ class Tiers:
             "%s: room for %d KV blocks, %d there; %s", slots.path, slots.num_slots, len(slots),
             "direct" if slots.is_direct else "through the page cache",
         )  # fmt: skip
-        self._movers[wanted.holder] = self._make_mover(slots, pool)
-        yield from _pages(wanted.holder, slots.num_slots, slots.entries)
+        yield from self.use(
+            wanted.holder, self._make_mover(slots, pool), slots.num_slots, slots.entries
+        )
+
+    def use(
+        self, holder: HolderId, tier: LowerTier, num_slots: int, entries: Sequence[Entry] = ()
+    ) -> Iterator[Stocked]:
+        """A holder's is open, with so many slots; what it has."""
+        self._movers[holder] = tier
+        return _pages(holder, num_slots, entries)
 
     def begin(self, wanted: MoveBlocks) -> None:
         """Blocks are to be moved; where there is no lower tier, that has failed."""
@@ -144,15 +194,14 @@ class Tiers:
         for holder, mover in self._movers.items():
             if not mover.is_busy:
                 continue
-            num_layers = mover.slots.shape.num_layers
             for job, num_there in mover.take_progress():
                 to, number = self._asked[holder, job.number], job.number
-                news.append(Further(to, holder, number, num_there, num_layers, job.seconds))
+                news.append(Further(to, holder, number, num_there, mover.num_layers, job.seconds))
             for job in mover.take_over():
-                num_bytes = (len(job.keys) - len(job.failed)) * mover.slots.shape.slot_bytes
+                num_bytes = (len(job.keys) - len(job.failed)) * mover.stored_bytes
                 to = self._asked.pop((holder, job.number))
                 done = (to, holder, job.number, job.failed, num_bytes, job.seconds)
-                news.append(Done(*done, mover.health.take_faults()))
+                news.append(Done(*done, mover.take_faults()))
         return news
 
     def wait(self, timeout_s: float | None) -> None:
@@ -184,7 +233,7 @@ class Tiers:
             self.close(holder)
 
 
-def _pages(holder: HolderId, num_slots: int, entries: list[Entry]) -> Iterator[Stocked]:
+def _pages(holder: HolderId, num_slots: int, entries: Sequence[Entry]) -> Iterator[Stocked]:
     """What there is, in messages of bounded size."""
     rest = iter(entries)
     page = list(islice(rest, MOST_MOVED))

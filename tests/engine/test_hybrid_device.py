@@ -21,8 +21,9 @@ from fastdecode.core.spec import KVSpec
 from fastdecode.engine.step import mixed_step
 from fastdecode.engine.step.lane_step import LaneStep
 from fastdecode.engine.step.layout import StepBatch
-from fastdecode.engine.step.local import LocalConnection
+from fastdecode.engine.step.local import DeviceWorker
 from fastdecode.engine.step.mixed_step import DeviceLane, MixedAttention, StepMode
+from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.schedule.plan import Chunk
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello, OpenSequence, Welcome
 from sworker import whole
@@ -45,7 +46,7 @@ class HybridRun(Run):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.connection = LocalConnection(CPU, 1 << 20, None, TorchKernels)
+        self.connection = DeviceWorker(TorchExecutor(CPU, None, TorchKernels), 1 << 20)
         spec = self.spec.attention[0]
         kv = KVSpec(self.num_layers, spec.num_kv_heads, spec.head_dim, DType.FLOAT32, 16)
         hello = Hello(PROTOCOL_VERSION, "m", kv, self.spec.attention, DType.FLOAT32)

@@ -13,10 +13,11 @@ from recorded_gpu import RecordedGpu
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec, KVSpec
+from fastdecode.engine.step.host_tier import HostTier
 from fastdecode.wire.buffers import BufferPool
+from rworker.tiers.units import MoveJob
 from sworker import device
 from sworker.device import CudaGpu, HostMemory, clear_cuda_error, feed_gpu, gpu_of
-from sworker.host_tier import HostTier
 from sworker.paged import PagedKV
 from sworker.room import Room
 from sworker.worker import DeviceTimer
@@ -182,9 +183,13 @@ def test_a_lower_tier_where_nothing_is_pinned() -> None:
     assert cache.scales is not None
     cache.scales.normal_()
     tier = HostTier(cache, 2 * kv.block_bytes, gpu_with(Cudart(error=2)))
-    assert tier.store([b"a", b"b", b"c"], [0, 2, 3]) == {2}
+    stored = MoveJob(0, False, (b"a", b"b", b"c"), (0, 2, 3), (16, 32, 48))
+    tier.begin(stored)
+    assert tier.take_over() == [stored] and stored.failed == {2}
     before = [x[:, :, 32:48].clone() for x in (cache.pool, cache.scales)]
-    assert tier.fetch([b"b", b"x"], [1, 3]) == {1}
+    fetched = MoveJob(1, True, (b"b", b"x"), (1, 3))
+    tier.begin(fetched)
+    assert tier.take_over() == [fetched] and fetched.failed == {1}
     for x, expected in zip((cache.pool, cache.scales), before, strict=True):
         assert torch.equal(x[:, :, 16:32], expected)
 

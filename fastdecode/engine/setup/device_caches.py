@@ -3,14 +3,16 @@ swapped to the host's memory."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 
 import torch
 
 from fastdecode.core.holders import HolderKind
 from fastdecode.engine.setup.workers import Reached
-from fastdecode.engine.step.local import LocalAttention, LocalConnection
-from fastdecode.engine.step.swapped import LaneSwap, SwappedAttention
+from fastdecode.engine.step.local import DeviceWorker, LocalAttention
+from fastdecode.engine.step.swapped import SwapExecutor, SwappedAttention, lane_workers
+from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.wire.joined import HubBehind
 from fastdecode.wire.transport import SoleHub
 from sworker.device import Gpu
@@ -34,7 +36,7 @@ def reach_device(
         host_bytes: of the host's memory, for kept blocks; 0: there is no lower
             tier.
     """
-    connection = LocalConnection(device, kv_bytes, gpu, kernels, host_bytes)
+    connection = DeviceWorker(TorchExecutor(device, gpu, kernels, host_bytes), kv_bytes)
     return Reached(
         SoleHub(connection),
         lambda lost, timeout_s: connection.close(),
@@ -62,11 +64,18 @@ def reach_swapped(
         kernels: see ``PagedKV``.
         most_tokens: that a step stores.
     """
-    swap = LaneSwap(device, kv_bytes, num_lanes, gpu, kernels, most_tokens)
+    swap = SwapExecutor(device, num_lanes, gpu, kernels, most_tokens)
+    workers = lane_workers(swap, kv_bytes)
+
+    def close(lost: Collection[int], timeout_s: float) -> None:
+        swap.close()
+        for worker in workers:
+            worker.close()
+
     return Reached(
-        HubBehind(swap.connections),
-        lambda lost, timeout_s: swap.close(),
+        HubBehind(workers),
+        close,
         kind=HolderKind.DEVICE,
         answers_at_once=True,
-        attention=partial(SwappedAttention, swap),
+        attention=partial(SwappedAttention, swap, workers),
     )

@@ -36,9 +36,10 @@ from fastdecode.engine.setup.workers import (
     with_spares,
 )
 from fastdecode.engine.step.device_prefill import DevicePrefill
-from fastdecode.engine.step.local import LocalConnection, whole_steps
+from fastdecode.engine.step.local import DeviceWorker, whole_steps
 from fastdecode.engine.step.mixed_step import DEVICE_LANE, DeviceLane, MixedAttention
 from fastdecode.engine.step.remote import Attention, AttentionPlan
+from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, Hello, ToRWorker
 from fastdecode.wire.mpi.roles import StageRanks, link_address
@@ -52,11 +53,11 @@ from sworker.worker import SWorker
 _GBIT_BYTES = 1e9 / 8
 
 
-def device_beside(resolved: ResolvedConfig) -> LocalConnection | None:
+def device_beside(resolved: ResolvedConfig) -> DeviceWorker | None:
     """The cache on the device beside R-workers', if there is one."""
     if resolved.config.r_part.kv_placement != "hybrid":
         return None
-    return LocalConnection(resolved.device, resolved.device_kv_bytes)
+    return DeviceWorker(TorchExecutor(resolved.device), resolved.device_kv_bytes)
 
 
 def make_attention(
@@ -65,7 +66,7 @@ def make_attention(
     spec: ModelSpec,
     resolved: ResolvedConfig,
     s_worker: SWorker,
-    device: LocalConnection | None,
+    device: DeviceWorker | None,
 ) -> Attention:
     token_bytes = kv_spec(resolved.config, spec, resolved.kv_dtype).token_bytes
     holder = Holder(workers.kind, resolved.prompts_on_r, workers.answers_at_once, token_bytes)

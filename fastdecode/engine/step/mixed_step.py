@@ -21,7 +21,7 @@ from torch import Tensor
 from fastdecode.core.holders import Holder, HolderId, HolderKind
 from fastdecode.engine.fleet.pool import HolderPool
 from fastdecode.engine.step.layout import HolderSpan, StepBatch
-from fastdecode.engine.step.local import LocalConnection, LocalStep
+from fastdecode.engine.step.local import DeviceWorker, LocalStep
 from fastdecode.engine.step.remote import AttentionPlan, LaneAttention, RemoteStep
 from fastdecode.wire.messages import AttendResult
 from sworker.device import Event, Gpu, gpu_of
@@ -113,7 +113,7 @@ class MixedAttention:
     """
 
     plan: AttentionPlan
-    connection: LocalConnection
+    connection: DeviceWorker
     gpu: Gpu | None = None
     home: DeviceLane = field(default_factory=DeviceLane)
 
@@ -153,7 +153,7 @@ class DeviceStep(LocalStep):
 
     def __init__(
         self,
-        connection: LocalConnection,
+        connection: DeviceWorker,
         batch: StepBatch,
         gpu: Gpu | None,
         home: DeviceLane,

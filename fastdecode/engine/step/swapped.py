@@ -17,148 +17,136 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastdecode.core.holders import Holder
+from fastdecode.core.holders import Holder, HolderId
 from fastdecode.engine.fleet.pool import HolderPool
 from fastdecode.engine.step.layout import StepBatch
-from fastdecode.engine.step.local import LocalConnection, LocalStep
+from fastdecode.engine.step.local import DeviceWorker, LocalStep
 from fastdecode.engine.step.pipeline import begin_pass
 from fastdecode.engine.step.remote import Attention
-from fastdecode.wire.messages import BeginStep, Hello
+from fastdecode.engine.step.torch_executor import TorchExecutor, kv_spec_of
+from fastdecode.wire.messages import BeginStep
 from rworker.blocks.appending import Appended
 from rworker.blocks.kv_store import KVStore
-from rworker.cache_state import blocks_within
+from rworker.instructions import Prepare
 from sworker.device import Gpu
 from sworker.dtypes import torch_dtype
-from sworker.paged import BlockKernels, PagedKV
+from sworker.paged import BlockKernels
 from sworker.swap.figures import SwapFigures
 from sworker.swap.swapped import NUM_SLOTS, Blocks, SwappedKV
 from sworker.worker import Pass, SWorker
 
 
-class LaneSwap:
-    """What lanes share: the device's memory, and turns."""
+class SwapExecutor(TorchExecutor):
+    """Caches of lanes, each a holder. A lane's cache is on the device while a step of
+    the lane is under way; the lane whose last step began longest ago is brought next.
+
+    Args:
+        device, gpu, kernels: see ``TorchExecutor``.
+        num_lanes: how many lanes there are.
+        most_tokens: that a step stores.
+    """
 
     def __init__(
         self,
         device: torch.device,
-        kv_bytes: int,
         num_lanes: int,
         gpu: Gpu | None = None,
         kernels: BlockKernels | None = None,
         most_tokens: int = 0,
     ) -> None:
-        self._device, self._gpu, self._kernels = device, gpu, kernels
-        self._slot_bytes, self._most_tokens = kv_bytes // NUM_SLOTS, most_tokens
-        self.connections = [LaneConnection(self, lane, device, gpu) for lane in range(num_lanes)]
+        super().__init__(device, gpu, kernels)
+        self._most_tokens = most_tokens
+        self.num_lanes = num_lanes
         self._order = list(range(num_lanes))  # whose last step began longest ago first
+        self._stores: dict[int, KVStore] = {}  # of lanes that have begun a step
         self._kv: SwappedKV | None = None
+        self._stored = np.empty(0, np.int64)  # slots, by the step under way
 
     @property
     def kv(self) -> SwappedKV:
+        """K and V of all lanes."""
         assert self._kv is not None, "not greeted, or closed"
         return self._kv
 
-    def open(self, hello: Hello) -> int:
-        """How many blocks each lane has.
-
-        Raises:
-            CapacityError: there is no memory for any.
-        """
-        num_blocks = blocks_within(self._slot_bytes, hello.kv.block_bytes, hello)
+    def prepare(self, prepare: Prepare) -> None:
+        """See ``TorchExecutor``: memory for all lanes, when the first one asks."""
         if self._kv is None:
             self._kv = SwappedKV(
-                hello.kv, hello.attention, num_blocks, len(self.connections), self._device,
-                self._gpu, self._kernels, most_tokens=self._most_tokens,
-                dtype=torch_dtype(hello.activation_dtype),
+                kv_spec_of(prepare), prepare.attention, prepare.num_blocks, len(self._order),
+                self.device, self.gpu, self._kernels, most_tokens=self._most_tokens,
+                dtype=torch_dtype(prepare.activation_dtype),
             )  # fmt: skip
-        return num_blocks
 
     def close(self) -> None:
+        """Wait for what is being copied."""
         if self._kv is not None:
             self._kv.close()
-        for connection in self.connections:
-            connection.close()
         self._kv = None
 
-    def enter(self, lane: int, past: Blocks) -> PagedKV:
-        """A lane's step begins; see ``SwappedKV.enter``."""
-        self._order.remove(lane)
-        self._order.append(lane)
-        return self.kv.enter(lane, past)
-
-    def leave(self, tokens: NDArray[np.int64]) -> None:
-        """All of it is queued: what it has stored goes to the host, and the next
-        lane's KV comes."""
-        self.kv.leave(tokens)
-        for lane in self._order[:-1]:
-            blocks = self.connections[lane].stored_blocks
-            if blocks.size:
-                self.kv.prefetch(lane, blocks)
-                return
-
-
-class LaneConnection(LocalConnection):
-    """A lane's KV. Where it is on the device is known while a step of the lane
-    is under way."""
-
-    def __init__(
-        self, swap: LaneSwap, lane: int, device: torch.device, gpu: Gpu | None = None
+    def begin_step(
+        self, holder: HolderId, begin: BeginStep, appended: Appended, store: KVStore
     ) -> None:
-        super().__init__(device, 0, gpu)
-        self.peer = f"lane {lane}'s KV cache on {device}"
-        self._swap, self._lane = swap, lane
-        self._stored = np.empty(0, np.int64)
-
-    @property
-    def stored_blocks(self) -> Blocks:
-        """That hold tokens of its sequences."""
-        if self._books is None:
-            return np.empty(0, np.int64)
-        store = self._books.store
-        ids = np.fromiter(store.tables.row_of, np.int64, len(store.tables.row_of))
-        return blocks_of(store, ids, store.num_tokens(ids))
-
-    def wait(self, layer: int) -> None:
-        """What is computed from now on finds what this layer's past is."""
-        self._swap.kv.wait(layer)
-
-    def end_step(self) -> None:
-        """All of the step is queued."""
-        self._cache = None
-        self._swap.leave(self._stored)
-
-    def _take_memory(self, hello: Hello) -> int:
-        return self._swap.open(hello)
-
-    def _prepare(self, begin: BeginStep, appended: Appended) -> None:
-        store = self.books.store
+        """See ``TorchExecutor``; see ``SwappedKV.enter``."""
+        self._stores[holder] = store
         past = blocks_of(store, begin.sequence_ids, begin.num_past)
         self._stored = appended.slots
         if appended.copy_targets.size:
             past = np.union1d(np.setdiff1d(past, appended.copy_targets), appended.copy_sources)
             filled = filled_slots(store, begin, appended.copy_targets)
             self._stored = np.concatenate((appended.slots, filled))
-        self._cache = self._swap.enter(self._lane, past)
+        self._order.remove(holder)
+        self._order.append(holder)
+        self.caches[holder] = self.kv.enter(holder, past)
         if appended.copy_targets.size:
-            self._swap.kv.wait_for_all()
-        super()._prepare(begin, appended)
+            self.kv.wait_for_all()
+        super().begin_step(holder, begin, appended, store)
+
+    def end_step(self, holder: HolderId) -> None:
+        """All of the step is queued: what it has stored goes to the host, and the next
+        lane's KV comes."""
+        del self.caches[holder]
+        self.kv.leave(self._stored)
+        for lane in self._order[:-1]:
+            blocks = stored_blocks(self._stores[lane]) if lane in self._stores else self._stored[:0]
+            if blocks.size:
+                self.kv.prefetch(lane, blocks)
+                return
+
+
+def lane_workers(executor: SwapExecutor, kv_bytes: int) -> list[DeviceWorker]:
+    """One R-worker a lane, each with as many blocks as one of the device's slots has.
+
+    Args:
+        kv_bytes: of the device's memory, for all slots.
+    """
+    return [
+        DeviceWorker(
+            executor, kv_bytes // NUM_SLOTS, f"lane {lane}'s KV cache on {executor.device}"
+        )
+        for lane in range(executor.num_lanes)
+    ]
 
 
 class SwappedAttention:
     """Makes a lane's ``attend`` of every step; see ``fastdecode.engine.step.remote.Attention``."""
 
     def __init__(
-        self, swap: LaneSwap, fleet: HolderPool, device: Holder, s_worker: SWorker
+        self,
+        swap: SwapExecutor,
+        workers: Seq[DeviceWorker],
+        fleet: HolderPool,
+        device: Holder,
+        s_worker: SWorker,
     ) -> None:
         self.fleet = fleet
-        self.holders: Seq[Holder] = (device,) * len(swap.connections)
-        self.swap = swap
+        self.holders: Seq[Holder] = (device,) * len(workers)
+        self.swap, self._workers = swap, workers
         for slot in swap.kv.slots:
             slot.cache.sinks = s_worker.model.sinks
 
     def begin(self, batch: StepBatch) -> SwappedStep:
         (span,) = batch.spans
-        return SwappedStep(self.swap.connections[span.holder], batch)
+        return SwappedStep(self.swap, self._workers[span.holder], batch)
 
 
 def swap_figures(attention: Attention) -> SwapFigures | None:
@@ -169,9 +157,9 @@ def swap_figures(attention: Attention) -> SwapFigures | None:
 class SwappedStep(LocalStep):
     """A lane's step, layer by layer: each waits for its own copies."""
 
-    def __init__(self, connection: LaneConnection, batch: StepBatch) -> None:
-        super().__init__(connection, batch)
-        self._connection = connection
+    def __init__(self, swap: SwapExecutor, worker: DeviceWorker, batch: StepBatch) -> None:
+        super().__init__(worker, batch)
+        self._swap = swap
 
     @torch.inference_mode()
     def run_through(self, s_worker: SWorker) -> Pass:
@@ -184,14 +172,20 @@ class SwappedStep(LocalStep):
             o = self._attend(forward.layer, forward.q, forward.k, forward.v, forward.place)
             goes_on = forward.advance(o)
         forward.is_over = True
-        self._connection.end_step()
+        self._swap.end_step(self._holder)
         return forward
 
     def _attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
     ) -> Tensor:
-        self._connection.wait(layer)
+        self._swap.kv.wait(layer)
         return super()._attend(layer, q, k, v, place)
+
+
+def stored_blocks(store: KVStore) -> Blocks:
+    """That hold tokens of a lane's sequences."""
+    ids = np.fromiter(store.tables.row_of, np.int64, len(store.tables.row_of))
+    return blocks_of(store, ids, store.num_tokens(ids))
 
 
 def blocks_of(

@@ -1,0 +1,139 @@
+"""Carries out an R-worker's instructions on a device: KV caches as torch tensors.
+
+``rworker.state`` decides, as for any R-worker. What differs: no message carries q,
+k and v. The S-worker attends in the cache by itself (``fastdecode.engine.step.local``),
+once the executor has prepared its step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NoReturn
+
+import torch
+
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import ProtocolError
+from fastdecode.core.holders import HolderId
+from fastdecode.core.spec import KVSpec
+from fastdecode.engine.step.host_tier import HostTier
+from fastdecode.wire.kv.tiers import Stocked
+from fastdecode.wire.messages import BeginStep
+from rworker.blocks.appending import Appended
+from rworker.blocks.kv_store import KVStore
+from rworker.instructions import (
+    Compute,
+    CopyBlocks,
+    Drop,
+    Instruction,
+    OpenTier,
+    PlaceChunk,
+    Prepare,
+    ReadChunk,
+)
+from rworker.tiers.tiers import Tiers
+from sworker.device import Gpu
+from sworker.dtypes import torch_dtype
+from sworker.paged import BlockKernels, PagedKV
+
+
+class TorchExecutor:
+    """See the module, and ``rworker.worker.RWorkerExecutor``.
+
+    Args:
+        device: where K and V are kept.
+        gpu: the device's driver, in place of torch's.
+        kernels: see ``PagedKV``.
+        host_bytes: of the host's memory, for kept blocks; 0: there is no lower tier.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        gpu: Gpu | None = None,
+        kernels: BlockKernels | None = None,
+        host_bytes: int = 0,
+    ) -> None:
+        self.device, self.gpu, self._kernels = device, gpu, kernels
+        self._host_bytes = host_bytes
+        self.tiers = Tiers()
+        self.caches: dict[HolderId, PagedKV] = {}
+
+    @property
+    def has_tier(self) -> bool:
+        """Whether kept blocks may go to the host's memory."""
+        return self._host_bytes > 0
+
+    def prepare(self, prepare: Prepare) -> None:
+        """See ``RWorkerExecutor``.
+
+        Raises:
+            CapacityError: the device lacks the memory.
+        """
+        self._forget(prepare.holder)
+        self.caches[prepare.holder] = PagedKV(
+            kv_spec_of(prepare), prepare.attention, prepare.num_blocks, self.device,
+            self._kernels, torch_dtype(prepare.activation_dtype),
+        )  # fmt: skip
+
+    def begin_step(
+        self, holder: HolderId, begin: BeginStep, appended: Appended, store: KVStore
+    ) -> None:
+        """Prepare a holder's cache for a step: it finds what it reads, and its own
+        copies of blocks that others share."""
+        if appended.copy_sources.size:
+            self.caches[holder].copy_blocks(appended.copy_sources, appended.copy_targets)
+
+    def copy_blocks(self, copy: CopyBlocks) -> None:
+        """See ``RWorkerExecutor``."""
+        self.caches[copy.holder].copy_blocks(copy.source_ids, copy.target_ids)
+
+    def compute(self, compute: Compute) -> NoReturn:
+        """The S-worker attends by itself.
+
+        Raises:
+            ProtocolError: always.
+        """
+        raise _not_here(compute)
+
+    def place(self, place: PlaceChunk) -> NoReturn:
+        """Raises ProtocolError: nobody sends chunks to a device."""
+        raise _not_here(place)
+
+    def read(self, read: ReadChunk) -> NoReturn:
+        """Raises ProtocolError: nobody reads chunks from a device."""
+        raise _not_here(read)
+
+    def drop(self, drop: Drop) -> None:
+        """See ``RWorkerExecutor``."""
+        self._forget(drop.holder)
+
+    def open_tier(self, wanted: OpenTier) -> Iterable[Stocked]:
+        """See ``RWorkerExecutor``: the host's memory, with nothing in it.
+
+        Raises:
+            CapacityError: the host lacks the memory.
+        """
+        self.tiers.close(wanted.holder)
+        memory = HostTier(self.caches[wanted.holder], self._host_bytes, self.gpu)
+        return self.tiers.use(wanted.holder, memory, memory.num_slots)
+
+    def _forget(self, holder: HolderId) -> None:
+        self.tiers.close(holder)
+        self.caches.pop(holder, None)
+
+
+def kv_spec_of(prepare: Prepare) -> KVSpec:
+    """What a cache is to hold."""
+    layout = prepare.layout
+    return KVSpec(
+        num_layers=len(prepare.attention),
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        dtype=DType(layout.dtype),
+        block_size=layout.block_size,
+    )
+
+
+def _not_here(instruction: Instruction) -> ProtocolError:
+    return ProtocolError(f"a KV cache on a device cannot do {type(instruction).__name__}")
