@@ -155,11 +155,14 @@ def test_head_shares_that_were_swapped_are_no_ones_blocks(
         assert llm.stats.tiers.num_found == 0
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize(("kv_dtype", "num_stages"), [("auto", 1), ("int8", 1), ("auto", 2)])
 def test_what_was_in_host_memory_says_the_same(
-    kv_dtype: str, tiny_checkpoint: Callable[..., Path], plain: Said
+    kv_dtype: str, num_stages: int, tiny_checkpoint: Callable[..., Path], plain: Said
 ) -> None:
     device = {**SMALL, "kv_placement": "gpu", "cache_memory_gb": 0.001, "kv_dtype": kv_dtype}
+    device["pp"] = num_stages
+    if num_stages == 2:
+        device["kv_memory_gb"] = 0.0001
     if kv_dtype == "int8":
         device["kv_memory_gb"] = 0.00004
     with LLM(str(tiny_checkpoint("llama")), **device) as llm:

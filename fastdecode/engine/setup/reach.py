@@ -188,7 +188,8 @@ def reach_own_device(resolved: ResolvedConfig) -> Reached:
         return reach_swapped(
             resolved.device, resolved.kv_bytes, resolved.most_lanes, most_tokens=most_tokens
         )
-    host_bytes = host_tier_bytes(resolved.config.cache)
+    num_here = 1 if has_stage_ranks(resolved) else resolved.config.s_part.pp
+    host_bytes = host_tier_bytes(resolved.config.cache, num_here)
     return reach_device(resolved.device, resolved.kv_bytes, host_bytes=host_bytes)
 
 

@@ -69,17 +69,21 @@ def check_disk(resolved: ResolvedConfig, with_tier: Seq[HolderId]) -> None:
         )
 
 
-def host_tier_bytes(cache: Cache) -> int:
-    """Of this host's memory, for kept blocks of the device.
+def host_tier_bytes(cache: Cache, num_stages: int = 1) -> int:
+    """Of this host's memory, for kept blocks of one device.
+
+    Args:
+        num_stages: on this host, each of which takes as much.
 
     Raises:
-        ConfigError: there isn't as much.
+        ConfigError: the host lacks the memory.
     """
     num_bytes, free_bytes = int((cache.cache_memory_gb or 0) * 1e9), free_memory_bytes()
-    if num_bytes > free_bytes:
+    if num_bytes * num_stages > free_bytes:
         raise ConfigError(
             Given("cache_memory_gb", cache.cache_memory_gb),
-            f" is more than the {free_bytes} bytes that are free here",
+            f" for {num_stages} stage(s) is more than the {free_bytes} bytes that are free "
+            "here: lower it",
         )
     return num_bytes
 
