@@ -21,7 +21,9 @@ from sworker.buffers import to_device
 from sworker.feed import Feed
 from sworker.graphs import StepGraphs
 from sworker.kv_splits import Splits
+from sworker.model.skeleton import Attend, run_layers
 from sworker.paged import NOWHERE, PagedKV, PagedStep, Window
+from sworker.step_tables import StepInputs
 from sworker.worker import Pass, SWorker
 
 _WHOLE, _FIRST_SLICE = -1, -2
@@ -245,3 +247,34 @@ class SlicedPass(Pass):
     def _run(self) -> None:
         self._whole.run_slice(self._lane, self._number, self._bucket)
         self.layer = self._whole.slices[self._number].stop - 1
+
+
+def run_step(
+    worker: SWorker,
+    whole: WholeSteps | None,
+    inputs: StepInputs,
+    step: PagedStep,
+    attend: Attend,
+    feed: Feed | None = None,
+) -> Tensor:
+    """A step from its first to its last layer, which attends on the worker's device.
+
+    Args:
+        whole: runs decode steps in fixed memory; None: every step runs layer by layer.
+        step: of ``inputs``, on the device.
+        attend: of one layer, where steps run layer by layer.
+        feed: token ids that the host does not know.
+
+    Returns:
+        Hidden states [T, hidden].
+    """
+    if whole is not None and whole.takes(step):
+        return whole.run(inputs.lane, inputs.rows, step, feed, inputs.x)
+    token_ids, positions = worker.upload(inputs.rows)
+    if feed is not None:
+        feed.put_into(token_ids, worker.upload)
+    if inputs.x is not None:
+        x = worker.upload(inputs.x)
+    else:
+        x = worker.model.embed(token_ids, positions)
+    return run_layers(worker.model, x, positions, attend)

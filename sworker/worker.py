@@ -11,7 +11,9 @@ that will be there.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -25,7 +27,9 @@ from sworker.feed import Feed
 from sworker.graphs import StepGraphs
 from sworker.kernels.spinning import IdleThreads
 from sworker.model.skeleton import Model
+from sworker.paged import PagedKV
 from sworker.sampling.sampler import Drawing, SampledToken, SamplingState, draw
+from sworker.step_tables import StepInputs
 
 _DRAWN_BYTES = 64 << 10
 """Of what is drawn for a lane, to begin with: 2,700 tokens, fewer with
@@ -109,10 +113,20 @@ class SWorker:
         """A copy on the device; see ``to_device``."""
         return to_device(host, self.device, self.gpu)
 
-    def run_through(self, run: Callable[[], Tensor]) -> WholePass:
-        """A step that needs nobody else: ``run`` gives the last layer's output
-        [T, hidden]."""
+    def run_through(self, run: Callable[[], Tensor], inputs: StepInputs | None = None) -> Pass:
+        """A step that needs no R-worker: ``run`` gives the last layer's output
+        [T, hidden]. ``inputs``: of a step that attends on this device."""
         return WholePass(self, run)
+
+    def attend_in(self, cache: PagedKV) -> bool:
+        """Steps attend in a cache on this device from now on. Whether there are
+        kernels that read it where it lies."""
+        cache.sinks = self.model.sinks
+        return cache.kernels is not None
+
+    def together(self) -> AbstractContextManager[object]:
+        """Within, all S-workers that act as one compute."""
+        return contextlib.nullcontext()
 
     @torch.inference_mode()
     def draw(self, logits: Tensor, states: Sequence[SamplingState], lane: int = 0) -> Drawing:

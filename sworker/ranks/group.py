@@ -21,7 +21,7 @@ from fastdecode.core.errors import WorkerError
 from sworker.ranks.peers import Peers
 from sworker.ranks.sharding import Shard
 
-STOP, BEGIN, ADVANCE, LOGITS, GO_ON, COME_HOME = range(6)
+STOP, BEGIN, ADVANCE, LOGITS, GO_ON, COME_HOME, KEEP_KV, RUN = range(8)
 """What rank 0 may ``tell`` first."""
 JOINING_TIMEOUT_S = 600.0
 """Until all ranks have come to the meeting place."""
@@ -109,9 +109,10 @@ class Ranks:
         """Rank 0: announce an operation."""
         self.share(torch.tensor(numbers, dtype=torch.int64))
 
-    def hear(self) -> list[int]:
-        """The others: operation, lane, and how many rows. Waits as long as it takes."""
-        numbers = torch.empty(3, dtype=torch.int64)
+    def hear(self, num_numbers: int = 3) -> list[int]:
+        """The others: operation, lane, and how many rows, or other numbers that were
+        told. Waits as long as it takes."""
+        numbers = torch.empty(num_numbers, dtype=torch.int64)
         with self.peers.waiting():
             dist.broadcast(numbers, 0, group=self.control)
         heard: list[int] = numbers.tolist()

@@ -23,9 +23,18 @@ In a pipeline of stages every stage is such a group, with a rank 0 of its own. A
 step begins behind the first stage with GO_ON and the rows of the stage before,
 in place of BEGIN and token ids; in the first one it ends with COME_HOME and what
 the stages behind have made of the rows whose logits are wanted.
+
+With KV on the devices (``--kv-placement gpu``) every rank keeps the KV heads that its
+query heads read, and attends by itself: nothing is gathered or scattered. Rank 0's
+R-worker has the block tables of all: its blocks lie at the same places on every rank.
+KEEP_KV has the others make their caches, and RUN says where a step's rows go, once.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 
 import numpy as np
 import torch
@@ -36,9 +45,23 @@ from fastdecode.core.model.spec import ModelSpec
 from sworker.feed import Feed
 from sworker.graphs import StepGraphs
 from sworker.model.skeleton import Model
-from sworker.ranks.group import ADVANCE, BEGIN, COME_HOME, GO_ON, LOGITS, STOP, Ranks
+from sworker.paged import PagedKV
+from sworker.ranks.group import (
+    ADVANCE,
+    BEGIN,
+    COME_HOME,
+    GO_ON,
+    KEEP_KV,
+    LOGITS,
+    RUN,
+    STOP,
+    Ranks,
+)
+from sworker.ranks.sharding import shard_sinks
 from sworker.sampling.sampler import Drawing, SampledToken
-from sworker.worker import Pass, SWorker, without_tokens
+from sworker.step_tables import StepInputs, StepTables
+from sworker.whole import WholeSteps, run_step
+from sworker.worker import Pass, SWorker, WholePass, without_tokens
 
 
 class ParallelPass(Pass):
@@ -103,6 +126,34 @@ class ParallelPass(Pass):
         self.q, self.k, self.v = (torch.cat(kind, dim=1) for kind in kinds)
 
 
+class ParallelWholePass(ParallelPass):
+    """A step that attends on the ranks' own devices, each in its share of the heads."""
+
+    is_over = True
+
+    def __init__(
+        self, worker: ParallelSWorker, run: Callable[[], Tensor], inputs: StepInputs
+    ) -> None:
+        """run: this rank's part. inputs: see ``StepInputs``."""
+        self._ranks, self._lane = worker.ranks, inputs.lane
+        self._vocab_size = worker.spec.vocab_size
+        packed = torch.from_numpy(inputs.tables.pack())
+        has_x = int(inputs.x is not None)
+        with self._ranks.peers.exchanging():
+            self._ranks.tell(RUN, inputs.lane, inputs.rows.shape[1])
+            self._ranks.tell(len(packed), has_x)
+            self._ranks.share(packed)
+            self._ranks.share(inputs.rows)
+            if inputs.x is not None:
+                self._ranks.share(inputs.x.contiguous())
+            self._own = WholePass(worker, run)
+        self.layer = self._own.layer
+
+    def advance(self, o: Tensor) -> bool:
+        """Never called: no layer is left."""
+        raise AssertionError("no layer is left")
+
+
 class ParallelSWorker(SWorker):
     """Rank 0's S-worker. ``spec`` is the whole model's; ``model`` this rank's
     part of it.
@@ -137,6 +188,22 @@ class ParallelSWorker(SWorker):
     def go_on(self, x: Tensor, positions: NDArray[np.int64], lane: int = 0) -> Pass:
         return ParallelPass(self, lane, without_tokens(positions), x.contiguous())
 
+    def run_through(self, run: Callable[[], Tensor], inputs: StepInputs | None = None) -> Pass:
+        """See ``SWorker``; the other ranks do the same."""
+        assert inputs is not None
+        return ParallelWholePass(self, run, inputs)
+
+    def attend_in(self, cache: PagedKV) -> bool:
+        """See ``SWorker``: every rank makes such a cache for its own heads."""
+        cache.sinks = shard_sinks(self.model.sinks, self.ranks.shard)
+        with self.ranks.peers.exchanging():
+            self.ranks.tell(KEEP_KV, 0, cache.num_slots // cache.kv.block_size)
+            return bool(self.ranks.agree(cache.kernels is not None)[0])
+
+    def together(self) -> AbstractContextManager[object]:
+        """See ``SWorker``."""
+        return self.ranks.peers.exchanging()
+
     def drawn(self, drawing: Drawing) -> list[SampledToken]:
         tokens = super().drawn(drawing)
         # A GPU has only now computed what it was told; had a rank ended
@@ -149,34 +216,98 @@ class ParallelSWorker(SWorker):
 
 
 @torch.inference_mode()
-def mirror(spec: ModelSpec, model: Model, ranks: Ranks, graphs: StepGraphs | None = None) -> None:
+def mirror(
+    spec: ModelSpec,
+    model: Model,
+    ranks: Ranks,
+    graphs: StepGraphs | None = None,
+    make_cache: Callable[[int], PagedKV] | None = None,
+) -> None:
     """Ranks 1 and up: do as rank 0 says, until it says stop.
+
+    Args:
+        make_cache: of so many blocks, for this rank's heads; None: R-workers keep K and V.
 
     Raises:
         WorkerError: another rank is gone.
     """
     worker = SWorker(spec, model, ranks.device, graphs)
-    passes: dict[int, Pass] = {}  # by lane
-
-    def hidden(num_rows: int) -> Tensor:
-        return ranks.share(torch.empty((num_rows, spec.hidden_size), dtype=model.dtype))
-
+    follower = _Follower(worker, ranks, make_cache)
     while True:
         with ranks.peers.exchanging():
             operation, lane, num_rows = ranks.hear()
             if operation == STOP:
                 return
-            if operation in (BEGIN, GO_ON):
-                rows = ranks.share(torch.empty((2, num_rows), dtype=torch.int64))
-                x = hidden(num_rows) if operation == GO_ON else None
-                passes[lane] = step = worker.begin_rows(rows, lane, x=x)
+            follower.do(operation, lane, num_rows)
+
+
+class _Follower:
+    """A rank behind the first, between two of that one's orders.
+
+    Args:
+        worker: its S-worker.
+        ranks: it, and the others.
+        make_cache: see ``mirror``.
+    """
+
+    def __init__(
+        self, worker: SWorker, ranks: Ranks, make_cache: Callable[[int], PagedKV] | None
+    ) -> None:
+        self._worker, self._ranks, self._make_cache = worker, ranks, make_cache
+        self._passes: dict[int, Pass] = {}  # by lane
+        self._cache: PagedKV | None = None
+        self._whole: WholeSteps | None = None
+
+    def do(self, operation: int, lane: int, num_rows: int) -> None:
+        """Its part of what rank 0 does."""
+        ranks, passes = self._ranks, self._passes
+        if operation in (BEGIN, GO_ON):
+            rows = ranks.share(torch.empty((2, num_rows), dtype=torch.int64))
+            x = self._hidden(num_rows) if operation == GO_ON else None
+            passes[lane] = step = self._worker.begin_rows(rows, lane, x=x)
+            ranks.gather(torch.cat((step.q, step.k, step.v), dim=1))
+        elif operation == COME_HOME:
+            passes[lane].come_home(self._hidden(num_rows))
+        elif operation == ADVANCE:
+            step = passes[lane]
+            if step.advance(ranks.scatter_heads(None, step.q)):
                 ranks.gather(torch.cat((step.q, step.k, step.v), dim=1))
-            elif operation == COME_HOME:
-                passes[lane].come_home(hidden(num_rows))
-            elif operation == ADVANCE:
-                step = passes[lane]
-                if step.advance(ranks.scatter_heads(None, step.q)):
-                    ranks.gather(torch.cat((step.q, step.k, step.v), dim=1))
-            else:
-                chosen = ranks.share(torch.empty(num_rows, dtype=torch.int64))
-                ranks.gather(passes.pop(lane).logits(chosen.numpy()))
+        elif operation == KEEP_KV:
+            self._keep_kv(num_rows)
+        elif operation == RUN:
+            passes[lane] = self._run(lane, num_rows)
+        else:
+            chosen = ranks.share(torch.empty(num_rows, dtype=torch.int64))
+            ranks.gather(passes.pop(lane).logits(chosen.numpy()))
+
+    def _hidden(self, num_rows: int) -> Tensor:
+        shape = num_rows, self._worker.spec.hidden_size
+        return self._ranks.share(torch.empty(shape, dtype=self._worker.model.dtype))
+
+    def _keep_kv(self, num_blocks: int) -> None:
+        assert self._make_cache is not None, "all ranks have the same options"
+        worker = self._worker
+        self._cache = cache = self._make_cache(num_blocks)
+        cache.sinks = shard_sinks(worker.model.sinks, self._ranks.shard)
+        (has_kernels,) = self._ranks.agree(cache.kernels is not None)
+        if has_kernels and worker.graphs is not None:
+            self._whole = WholeSteps(worker.graphs, cache, worker.spec.max_model_len)
+            self._whole.prepare()
+
+    def _run(self, lane: int, num_rows: int) -> Pass:
+        worker, ranks, cache = self._worker, self._ranks, self._cache
+        assert cache is not None, "told before"
+        num_packed, has_x = ranks.hear(2)
+        packed = ranks.share(torch.empty(num_packed, dtype=torch.int64))
+        rows = ranks.share(torch.empty((2, num_rows), dtype=torch.int64))
+        x = self._hidden(num_rows) if has_x else None
+        tables = StepTables.unpack(packed.numpy())
+        if tables.copy_sources.size:
+            cache.copy_blocks(tables.copy_sources, tables.copy_targets)
+        step = tables.upload(worker.device, worker.gpu)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return cache.attend(layer, q, k, v, step)
+
+        inputs = StepInputs(lane, rows, tables, x)
+        return worker.run_through(partial(run_step, worker, self._whole, inputs, step, attend))

@@ -12,7 +12,7 @@ Everything else works on whole hidden states, the same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.model.moe import Moe
 from fastdecode.core.model.spec import ModelSpec
+from fastdecode.core.spec import AttentionSpec, HeadShare, KVSpec
 from sworker.model.linear import Embedding, Linear
 from sworker.model.moe import Experts
 from sworker.model.norms import FullNorm
@@ -86,6 +87,27 @@ def shard_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
         moe=None if spec.moe is None else _shard_moe(spec, spec.moe, shard),
         attention=(),  # attention sees whole heads, on rank 0
     )
+
+
+def shard_kv(
+    kv: KVSpec, attention: Sequence[AttentionSpec], shard: Shard
+) -> tuple[KVSpec, tuple[AttentionSpec, ...]]:
+    """What a rank keeps on its own device, and how it attends: its KV heads, and the
+    query heads that share them."""
+
+    def own(spec: AttentionSpec) -> AttentionSpec:
+        num_kv, num_q = spec.num_kv_heads // shard.size, spec.num_q_heads // shard.size
+        first_kv, first_q = shard.rank * num_kv, shard.rank * num_q
+        heads = HeadShare(slice(first_kv, first_kv + num_kv), slice(first_q, first_q + num_q))
+        return heads.of(spec)
+
+    num_heads = kv.num_kv_heads // shard.size
+    return replace(kv, num_kv_heads=num_heads), tuple(map(own, attention))
+
+
+def shard_sinks(sinks: Sequence[Tensor] | None, shard: Shard) -> tuple[Tensor, ...] | None:
+    """Of a rank's query heads; a rank's model has those of all."""
+    return None if sinks is None else tuple(x.chunk(shard.size)[shard.rank] for x in sinks)
 
 
 def _shard_moe(spec: ModelSpec, moe: Moe, shard: Shard) -> Moe:

@@ -194,7 +194,6 @@ def test_what_isnt_there_with_stages_is_refused_by_name(llama: str) -> None:
         ({"r_partition": "heads"}, "r_partition"),
         ({"split_tokens": 64}, "split_tokens"),
         ({"kv_placement": "hybrid"}, "kv_placement"),
-        ({"kv_placement": "gpu", "cache_memory_gb": 1.0}, "cache_memory_gb"),
         ({"spare_r_workers": 1, "replicas": 1}, "spare_r_workers"),
         ({"r_worker_addresses": ("tcp://127.0.0.1:5555",)}, "a multiple of 2"),
         ({"tp": 2}, "needs an MPI launcher: mpirun -n 4 "),

@@ -68,12 +68,23 @@ def test_kv_on_each_stages_device(job: Job) -> None:
     command, output, expected = job(3, 1, 12, *more)
     outcome = run(command, timeout_s=120)
     assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome.output
-    assert "one rank for each stage" in outcome.output, outcome.output
+    assert "one rank for each S-worker" in outcome.output, outcome.output
     for swap in ([], ["--swap"]):
         outcome = run([*command[: command.index(":")], *swap], timeout_s=120)
         assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
         assert output.read_text() == expected()
         output.unlink()
+
+
+@pytest.mark.parametrize("num_stages", [1, *[2] * TRIES_ALL])
+def test_each_s_worker_keeps_its_heads_kv(num_stages: int, job: Job) -> None:
+    """Two S-workers act as one: each attends in the KV heads of its own device. ALiBi's
+    slopes are its heads', and forks copy blocks on both."""
+    more = ["--kv-placement", "gpu", "--kv-memory-gb", "0.01", "--block-size", "16"]
+    command, output, expected = job(num_stages, 1, 12, *more, tp=2, family="bloom")
+    outcome = run(command[: command.index(":")], timeout_s=120)
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
+    assert output.read_text() == expected()
 
 
 @pytest.mark.skipif(not TRIES_ALL, reason="make campaign: one family stands for all")

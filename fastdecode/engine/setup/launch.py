@@ -41,6 +41,7 @@ from fastdecode.engine.setup.collector import freeze_objects
 from fastdecode.engine.setup.devices import describe_device
 from fastdecode.engine.setup.ranks import check_launched, meet_ranks
 from fastdecode.engine.setup.reach import (
+    agreed_hello,
     device_beside,
     exports_of,
     has_stage_ranks,
@@ -119,7 +120,7 @@ class RunningEngine:
         is_instance: bool = False,
     ) -> None:
         started = time.perf_counter()
-        check_launched(config.s_part)
+        check_launched(config.s_part, has_r_workers=config.r_part.kv_placement != "gpu")
         self._checkpoint = open_checkpoint(config.model, config.s_part.load_format)
         self.spec = self._checkpoint.spec(max_model_len=config.s_part.max_model_len)
         self.resolved = resolve_beside(config, self.spec, colocation)
@@ -184,6 +185,7 @@ class RunningEngine:
         where = f"; before them, {self._device.peer}" if self._device is not None else ""
         tell(workers.greeting + where)
         hello = make_hello(self._checkpoint, self._own_spec, self.resolved)
+        hello = agreed_hello(hello, self.resolved, self._ranks)
         hello = _for_session(hello, self._session, self.resolved.config)
         deadlines = Deadlines(cluster.worker_timeout_s, cluster.worker_silence_s)
         replacements = workers.replacements_for(self._fleet, hello, deadlines)

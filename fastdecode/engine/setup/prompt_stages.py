@@ -25,6 +25,7 @@ from fastdecode.wire.messages import MAX_BLOCKS
 from fastdecode.wire.stages import StageHello, StageWelcome
 from sworker.dtypes import torch_dtype
 from sworker.paged import PagedKV
+from sworker.ranks.group import Ranks
 from sworker.worker import SWorker
 
 
@@ -99,7 +100,7 @@ class PromptStageSetup(StageSetup):
         return Reached(LayerHub(hub, homes, num_columns), close, stages=links)
 
     def greet(
-        self, workers: Reached, fleet: WorkerPool
+        self, workers: Reached, fleet: WorkerPool, ranks: Ranks | None = None
     ) -> tuple[StageWelcome, StageReplicas | None]:
         """See ``StageSetup``. Their own stages greet them."""
         return StageWelcome(self.number, (MAX_BLOCKS,) * len(fleet)), None

@@ -13,6 +13,7 @@ import contextlib
 import shutil
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,9 @@ from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.s_part import SPart
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.model.checkpoint import open_checkpoint
-from fastdecode.engine.setup.resolve import resolve_for_this_host
+from fastdecode.core.model.spec import ModelSpec
+from fastdecode.core.model.stages import stage_spec
+from fastdecode.engine.setup.resolve import ResolvedConfig, kept_by_rank, resolve_for_this_host
 from fastdecode.engine.setup.s_worker import prepare
 from fastdecode.wire.mpi import job as mpi_job
 from fastdecode.wire.mpi import joining, launcher
@@ -30,6 +33,7 @@ from fastdecode.wire.mpi.roles import StageRanks
 from sworker.dtypes import torch_dtype
 from sworker.failures import typed_start
 from sworker.load.weights import load_model
+from sworker.paged import PagedKV
 from sworker.ranks.group import JOINING_TIMEOUT_S, Ranks
 from sworker.ranks.parallel import mirror
 from sworker.ranks.sharding import Shard
@@ -38,8 +42,11 @@ if TYPE_CHECKING:
     from fastdecode.wire.mpi.job import MpiJob
 
 
-def check_launched(s_part: SPart) -> None:
+def check_launched(s_part: SPart, *, has_r_workers: bool = True) -> None:
     """
+    Args:
+        has_r_workers: ranks beside the S-workers; False: the devices keep K and V.
+
     Raises:
         ConfigError: there are to be S-workers that act as one, and no MPI
             launcher has started this process.
@@ -50,7 +57,7 @@ def check_launched(s_part: SPart) -> None:
     raise ConfigError(
         Given("tp", s_part.tp),
         f" needs an MPI launcher: mpirun -n {s_part.tp * s_part.pp} fastdecode generate --tp "
-        f"{s_part.tp}{stages} ... : -n 2 fastdecode r-worker",
+        f"{s_part.tp}{stages} ..." + (" : -n 2 fastdecode r-worker" if has_r_workers else ""),
         code="no_mpi_launcher",
     )
 
@@ -116,9 +123,33 @@ def mirror_leader(config: EngineConfig) -> None:
             with_embedding=not stage,
             with_head=not stage,
         )
+        make_cache = None
+        if resolved.transport == "local":
+            agree_on_kv(resolved, ranks)
+            own_spec = (
+                planned
+                if len(resolved.layers) == 1
+                else stage_spec(planned, resolved.layers[stage])
+            )
+            make_cache = partial(_cache_of, own_spec, resolved, ranks)
         step_graphs = prepare(model, resolved, ranks)
-    mirror(spec, model, ranks, step_graphs)
+    mirror(spec, model, ranks, step_graphs, make_cache)
     ranks.close()
+
+
+def agree_on_kv(resolved: ResolvedConfig, ranks: Ranks) -> int:
+    """Bytes of KV that every rank's device has room for. All ranks call it."""
+    return ranks.agree(resolved.kv_bytes)[0]
+
+
+def _cache_of(spec: ModelSpec, resolved: ResolvedConfig, ranks: Ranks, num_blocks: int) -> PagedKV:
+    """A rank's share of a cache of so many blocks. ``spec``: of its stage.
+
+    Raises:
+        CapacityError: the device lacks the memory.
+    """
+    kv, attention = kept_by_rank(spec, resolved, ranks.shard.rank)
+    return PagedKV(kv, attention, num_blocks, ranks.device, dtype=torch_dtype(resolved.dtype))
 
 
 @contextlib.contextmanager

@@ -18,8 +18,11 @@ from fastdecode.engine.fleet.pool import HolderPool
 from fastdecode.engine.fleet.replicas import new_session
 from fastdecode.engine.kv_exchange import ExportAddresses
 from fastdecode.engine.setup.device_caches import reach_device, reach_swapped
+from fastdecode.engine.setup.head_groups import share_out_heads
+from fastdecode.engine.setup.ranks import agree_on_kv
 from fastdecode.engine.setup.resolve import (
     ResolvedConfig,
+    kept_by_rank,
     kv_spec,
     resolve_for_this_host,
     stages_are_ranks,
@@ -48,6 +51,7 @@ from rworker.tiers.disk import Disk, disk_of
 from sworker.dtypes import torch_dtype
 from sworker.kernels.threads import openmp_library
 from sworker.paged import PagedKV
+from sworker.ranks.group import Ranks
 from sworker.worker import SWorker
 
 _GBIT_BYTES = 1e9 / 8
@@ -68,7 +72,7 @@ def make_attention(
     s_worker: SWorker,
     device: DeviceWorker | None,
 ) -> Attention:
-    token_bytes = kv_spec(resolved.config, spec, resolved.kv_dtype).token_bytes
+    token_bytes = kept_by_rank(spec, resolved, 0)[0].token_bytes
     holder = Holder(workers.kind, resolved.prompts_on_r, workers.answers_at_once, token_bytes)
     if workers.attention is not None:
         return workers.attention(fleet, holder, s_worker)
@@ -268,17 +272,26 @@ def make_hello(checkpoint: Checkpoint, spec: ModelSpec, resolved: ResolvedConfig
     """In a session of its own, where its caches are to outlive their R-workers,
     or others bring prompts."""
     config = resolved.config
-    kv = kv_spec(config, spec, resolved.kv_dtype)
+    kv, attention = kept_by_rank(spec, resolved, 0)
     feeders = _feeders(resolved)
     return Hello(
         PROTOCOL_VERSION,
         checkpoint.model_hash,
         kv,
-        spec.attention,
+        attention,
         resolved.dtype,
         session=new_session() if config.r_part.replicas or feeders else 0,
         feeders=feeders,
     )
+
+
+def agreed_hello(hello: Hello, resolved: ResolvedConfig, ranks: Ranks | None) -> Hello:
+    """The hello of S-workers that act as one, each with KV on its own device: as many
+    blocks as all of them have room for. Every rank takes part (``agree_on_kv``)."""
+    if ranks is None or resolved.transport != "local":
+        return hello
+    num_bytes = agree_on_kv(resolved, ranks)
+    return replace(hello, max_blocks=max(1, num_bytes // hello.kv.block_bytes))
 
 
 def _feeders(resolved: ResolvedConfig) -> tuple[str, ...]:

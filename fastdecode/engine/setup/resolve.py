@@ -13,7 +13,7 @@ from fastdecode.core.host.machine import available_cores
 from fastdecode.core.model.identity import Identity, identify
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.stages import layers_of_prompt_stages, layers_of_stages, stage_spec
-from fastdecode.core.spec import KVSpec
+from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.engine.setup.devices import choose_device, free_memory, uses_graphs
 from fastdecode.engine.setup.memory import FreeMemory, MemoryPlan
 from fastdecode.engine.setup.placing import PlacementHost, place
@@ -21,6 +21,7 @@ from fastdecode.engine.setup.steps import Steps
 from fastdecode.engine.setup.transport import has_one_worker, transport_of
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.wire.mpi.launcher import launched_size, local_size
+from sworker.ranks.sharding import Shard, shard_kv
 
 
 @dataclass(frozen=True)
@@ -219,6 +220,18 @@ def kv_spec(config: EngineConfig, spec: ModelSpec, dtype: DType) -> KVSpec:
         dtype=dtype,
         block_size=config.r_part.block_size,
     )
+
+
+def kept_by_rank(
+    spec: ModelSpec, resolved: ResolvedConfig, rank: int
+) -> tuple[KVSpec, tuple[AttentionSpec, ...]]:
+    """What holders keep, and how they attend: all heads; or, of S-workers that act as
+    one and each have a cache on their device, a rank's share."""
+    kv = kv_spec(resolved.config, spec, resolved.kv_dtype)
+    s_part = resolved.config.s_part
+    if resolved.transport != "local" or s_part.tp == 1:
+        return kv, spec.attention
+    return shard_kv(kv, spec.attention, Shard(rank, s_part.tp))
 
 
 def _machine(config: EngineConfig, free: FreeMemory) -> PlacementHost | None:

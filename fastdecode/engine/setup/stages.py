@@ -17,6 +17,7 @@ from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.pool import HolderPool, WorkerPool
 from fastdecode.engine.setup.ranks import meet_ranks
 from fastdecode.engine.setup.reach import (
+    agreed_hello,
     make_attention,
     make_hello,
 )
@@ -143,7 +144,7 @@ class StageSetup:
                 met.append(meet_ranks(resolved.config.s_part, resolved.device, patience_s))
             ranks = met[0] if met else None
             model = self._load_model(ranks)
-            welcome, replicas = self.greet(workers, fleet)
+            welcome, replicas = self.greet(workers, fleet, ranks)
             s_worker = make_s_worker(self.spec, model, resolved, ranks)
             attention = self.make_attention(workers, fleet, s_worker)
         asked = _introduce(self, fleet, links, welcome)
@@ -165,11 +166,12 @@ class StageSetup:
             stage.run()
 
     def greet(
-        self, workers: Reached, fleet: WorkerPool
+        self, workers: Reached, fleet: WorkerPool, ranks: Ranks | None = None
     ) -> tuple[StageWelcome, StageReplicas | None]:
         """Greet its R-workers. What the first stage is to know of them."""
         resolved = self.resolved
         hello, replicas = make_hello(self.checkpoint, self.own_spec, resolved), None
+        hello = agreed_hello(hello, resolved, ranks)
         welcomes = greet(fleet, hello)
         if resolved.config.r_part.replicas:
             welcomes, replicas = begin_stage_replicas(

@@ -31,10 +31,10 @@ from rworker.blocks.kv_store import KVStore
 from rworker.cache_state import CacheState
 from rworker.inline import WORKER, InlineConnection
 from rworker.state import RWorkerState
-from sworker.buffers import to_device
-from sworker.model.skeleton import run_layers
-from sworker.paged import PagedKV, PagedStep, Prompt
-from sworker.whole import WholeSteps
+from sworker.device import Gpu
+from sworker.paged import PagedKV
+from sworker.step_tables import StepInputs, StepTables
+from sworker.whole import WholeSteps, run_step
 from sworker.worker import Pass, SWorker
 
 
@@ -62,6 +62,16 @@ class DeviceWorker(InlineConnection):
         self._state, self._executor = state, executor
 
     @property
+    def device(self) -> torch.device:
+        """Where its cache is."""
+        return self._executor.device
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The device's driver, in place of torch's."""
+        return self._executor.gpu
+
+    @property
     def books(self) -> CacheState:
         """Of its cache."""
         return self._state.cache_of(WORKER).books
@@ -71,7 +81,7 @@ class DeviceWorker(InlineConnection):
         """K and V; of lanes that are swapped, while a step of the lane is under way."""
         return self._executor.caches[self._state.cache_of(WORKER).holder]
 
-    def begin_step(self, begin: BeginStep) -> PagedStep:
+    def begin_step(self, begin: BeginStep) -> StepTables:
         """Make room for a step's tokens, and say where they go. Rows stand in
         the order of ``begin``'s sequences: decoded ones, later chunks, first
         chunks."""
@@ -82,36 +92,34 @@ class DeviceWorker(InlineConnection):
         store = own.books.store
         appended = own.books.begin_step(begin)
         self._executor.begin_step(own.holder, begin, appended, store)
-        return self._paged(begin, appended, store)
+        return _tables(begin, appended, store)
 
-    def _paged(self, begin: BeginStep, appended: Appended, store: KVStore) -> PagedStep:
-        total = begin.num_past + begin.num_new
-        is_decoded = begin.num_new == 1
-        is_first = ~is_decoded & (begin.num_past == 0)
-        num_decoded, num_first = int(is_decoded.sum()), int(is_first.sum())
-        ends = np.cumsum(begin.num_new, dtype=np.int64)
-        later = tuple(
-            Prompt(
-                slice(int(ends[i] - begin.num_new[i]), int(ends[i])),
-                self._to_device(_slots(store, begin.sequence_ids[i], total[i])),
-            )
-            for i in range(num_decoded, len(ends) - num_first)
-        )
-        first_row = int(ends[-1] - begin.num_new[is_first].sum())
-        starts = ends[is_first] - begin.num_new[is_first] - first_row
-        context_lens = np.ascontiguousarray(total[:num_decoded], np.int32)
-        return PagedStep(
-            slots=self._to_device(appended.slots),
-            tables=self._to_device(store.block_tables(begin.sequence_ids[:num_decoded])),
-            context_lens=self._to_device(context_lens),
-            context_lens_host=context_lens,
-            later=later,
-            first_rows=slice(first_row, int(ends[-1])),
-            first_starts=tuple(starts.tolist()),
-        )
 
-    def _to_device(self, array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
-        return to_device(torch.from_numpy(array), self._executor.device, self._executor.gpu)
+def _tables(begin: BeginStep, appended: Appended, store: KVStore) -> StepTables:
+    total = begin.num_past + begin.num_new
+    is_decoded = begin.num_new == 1
+    is_first = ~is_decoded & (begin.num_past == 0)
+    num_decoded, num_first = int(is_decoded.sum()), int(is_first.sum())
+    ends = np.cumsum(begin.num_new, dtype=np.int64)
+    later = tuple(
+        (
+            slice(int(ends[i] - begin.num_new[i]), int(ends[i])),
+            _slots(store, begin.sequence_ids[i], total[i]),
+        )
+        for i in range(num_decoded, len(ends) - num_first)
+    )
+    first_row = int(ends[-1] - begin.num_new[is_first].sum())
+    starts = ends[is_first] - begin.num_new[is_first] - first_row
+    return StepTables(
+        slots=appended.slots,
+        tables=store.block_tables(begin.sequence_ids[:num_decoded]),
+        context_lens=np.ascontiguousarray(total[:num_decoded], np.int32),
+        later=later,
+        first_rows=slice(first_row, int(ends[-1])),
+        first_starts=tuple(starts.tolist()),
+        copy_sources=appended.copy_sources,
+        copy_targets=appended.copy_targets,
+    )
 
 
 def _slots(store: KVStore, sequence_id: int, num_tokens: int) -> NDArray[np.int64]:
@@ -136,7 +144,8 @@ class LocalAttention:
         self._connection = connection
         self._whole = whole_steps(s_worker, connection)
         if self._whole is not None:
-            self._whole.prepare()
+            with s_worker.together():
+                self._whole.prepare()
 
     def begin(self, batch: StepBatch) -> LocalStep:
         return LocalStep(self._connection, batch, self._whole)
@@ -146,8 +155,8 @@ def whole_steps(s_worker: SWorker, connection: DeviceWorker) -> WholeSteps | Non
     """What runs decode steps in fixed memory; None: there are no kernels for it, or
     steps run without graphs. The cache gets the model's sinks."""
     graphs, cache = s_worker.graphs, connection.cache
-    cache.sinks = s_worker.model.sinks
-    if graphs is None or cache.kernels is None:
+    has_kernels = s_worker.attend_in(cache)
+    if graphs is None or not has_kernels:
         return None
     return WholeSteps(graphs, cache, s_worker.spec.max_model_len)
 
@@ -162,7 +171,8 @@ class LocalStep:
         (span,) = batch.spans
         self.batch = batch
         self._begin, self._holder = span.begin, span.holder
-        self._paged = connection.begin_step(span.begin)
+        self._tables = connection.begin_step(span.begin)
+        self._paged = self._tables.upload(connection.device, connection.gpu)
         self._books, self._cache = connection.books, connection.cache
         self._whole = whole
         self._o = torch.empty(0)
@@ -175,25 +185,16 @@ class LocalStep:
     def run_through(self, s_worker: SWorker) -> Pass | None:
         """See ``LaneAttention``."""
         batch, begin = self.batch, self._begin
-        rows = self._rows()
         self._books.steps.finish(begin.lane, begin.step)
-        if self._whole is not None and self._whole.takes(self._paged):
-            return s_worker.run_through(
-                partial(self._whole.run, begin.lane, rows, self._paged, batch.feed, batch.hidden)
-            )
-        return s_worker.run_through(partial(self._run_layers, s_worker, rows))
+        inputs = StepInputs(begin.lane, self._rows(), self._tables, batch.hidden)
+        run = partial(
+            run_step, s_worker, self._whole, inputs, self._paged, self._attend, batch.feed
+        )
+        return s_worker.run_through(run, inputs)
 
     def _rows(self) -> Tensor:
         """Token ids and positions, int64 [2, T]."""
         return torch.from_numpy(np.stack((self.batch.token_ids, self.batch.positions)))
-
-    def _run_layers(self, s_worker: SWorker, rows: Tensor) -> Tensor:
-        token_ids, positions = s_worker.upload(rows)
-        if self.batch.feed is not None:
-            self.batch.feed.put_into(token_ids, s_worker.upload)
-        model, hidden = s_worker.model, self.batch.hidden
-        x = model.embed(token_ids, positions) if hidden is None else s_worker.upload(hidden)
-        return run_layers(model, x, positions, self._attend)
 
     def scatter(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
