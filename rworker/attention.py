@@ -36,6 +36,7 @@ from rworker.instructions import (
 )
 from rworker.stream.chunks import ChunkShape
 from rworker.stream.memory import gather, scatter
+from rworker.tiers.mover import ArrayMemory
 from rworker.tiers.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ class AttentionExecutor:
 
     def open_tier(self, wanted: OpenTier) -> Iterable[Stocked]:
         """Open a holder's lower tier, if there is to be one; what it has."""
-        return self.tiers.open(wanted, self._caches[wanted.holder].pool)
+        return self.tiers.open(wanted, ArrayMemory(self._caches[wanted.holder].pool))
 
     def compute(self, compute: Compute) -> AttendResult:
         """Append k and v, attend q. The result's arrays hold until the lane's

@@ -30,3 +30,20 @@ def quantize(x: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
     scales = values.abs().amax(-1) / most
     inverse = torch.where(scales > 0, 1 / scales, 0.0)
     return (values * inverse[..., None]).round_().clamp_(-most, most), scales
+
+
+def pack_int4(whole: Tensor) -> Tensor:
+    """Whole numbers within ±7, [..., D], two in a byte: uint8 [..., ceil(D / 2)].
+    Element i is the lower half of byte i, element i + ceil(D / 2) the upper half."""
+    half = -(-whole.shape[-1] // 2)
+    biased = (whole + 8).to(torch.uint8)
+    low, high = biased[..., :half], biased[..., half:]
+    if high.shape[-1] < half:
+        high = torch.nn.functional.pad(high, (0, 1))
+    return low | high << 4
+
+
+def unpack_int4(packed: Tensor, size: int) -> Tensor:
+    """What ``pack_int4`` has packed, int8 [..., size]."""
+    both = torch.cat((packed & 15, packed >> 4), dim=-1)
+    return both[..., :size].to(torch.int8) - 8

@@ -15,8 +15,9 @@ Decoded tokens and later chunks have two ways: a Triton kernel that reads blocks
 lie (``sworker.kernels.paged_triton``; on CUDA), and plain torch, which copies sequences' K
 and V side by side first (``gathered_decode``, ``sworker.prefill``).
 
-A cache of int8 holds whole numbers, and of each token and head the scale of K
-and of V, as an R-worker's does: what it gives back is the same.
+A cache of int8 or int4 holds whole numbers, and of each token and head the scale of
+K and of V, as an R-worker's does: what it gives back is the same. int4 is read in
+plain torch alone.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import CapacityError, Given
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from sworker.buffers import to_device
-from sworker.dtypes import quantize, torch_dtype
+from sworker.dtypes import pack_int4, quantize, torch_dtype, unpack_int4
 from sworker.kernel_trial import BlockKernels as BlockKernels
 from sworker.kernel_trial import Trial
 from sworker.kv_splits import (
@@ -148,7 +149,6 @@ class PagedKV:
         kernels: BlockKernels | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        assert kv.dtype.is_float or kv.dtype is DType.INT8
         self.kv = kv
         self.attention = tuple(attention)
         self._device = device
@@ -158,18 +158,16 @@ class PagedKV:
         self.kernels = self._tried(kernels or _kernels_of(device), dtype)
         """None: there are none, or they failed their trial: K and V of decoded
         tokens are gathered side by side."""
-        shape = (kv.num_layers, 2, num_blocks * kv.block_size, kv.num_kv_heads, kv.head_dim)
+        rows = (kv.num_layers, 2, num_blocks * kv.block_size, kv.num_kv_heads)
+        row_length = -(-kv.head_dim // 2) if kv.dtype is DType.INT4 else kv.head_dim
         try:
             # Not zeroed: a CPU's memory is taken as blocks are used. What was
             # never written is never weighed in.
-            element = torch_dtype(kv.dtype) if kv.dtype.is_float else torch.int8
-            self.pool = torch.empty(shape, dtype=element, device=device)
+            self.pool = torch.empty((*rows, row_length), dtype=_element(kv.dtype), device=device)
             self.scales = (
-                None
-                if kv.dtype.is_float
-                else torch.empty(shape[:-1], dtype=torch.float32, device=device)
+                None if kv.dtype.is_float else torch.empty(rows, dtype=torch.float32, device=device)
             )
-            """Of int8: [num_layers, 2, num_blocks · block_size, Hkv]."""
+            """Of int8 and int4: [num_layers, 2, num_blocks · block_size, Hkv]."""
         except RuntimeError:
             size_gib = num_blocks * kv.block_bytes / (1 << 30)
             raise CapacityError(
@@ -192,7 +190,7 @@ class PagedKV:
 
     def _tried(self, kernels: BlockKernels | None, dtype: torch.dtype) -> BlockKernels | None:
         """Kernels that work here as plain torch does."""
-        if kernels is None or not self.attention:
+        if kernels is None or not self.attention or self.kv.dtype is DType.INT4:
             return None
         trial = Trial(kernels, self.kv, self._device, dtype, gathered_decode)
         why = trial.refusal(self.attention)
@@ -312,11 +310,13 @@ class PagedKV:
             if self.scales is not None:
                 x, scales = quantize(x, self.kv.dtype)
                 self.scales[layer, half].index_copy_(0, slots, scales)
+                if self.kv.dtype is DType.INT4:
+                    x = pack_int4(x)
             self.pool[layer, half].index_copy_(0, slots, x.to(self.pool.dtype))
 
     def _seen(self, layer: int, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """K and V of slots [L], each [L, Hkv, D] in ``dtype``."""
-        k, v = (of_slots[slots] for of_slots in self.pool[layer])
+        k, v = (whole_numbers(part[slots], self.kv.head_dim) for part in self.pool[layer])
         if self.scales is None:
             return k.to(dtype), v.to(dtype)
         k_scales, v_scales = (of_slots[slots][..., None] for of_slots in self.scales[layer])
@@ -445,6 +445,18 @@ def _kernels_of(device: torch.device) -> BlockKernels | None:
     return kernels
 
 
+def _element(dtype: DType) -> torch.dtype:
+    """Of a pool."""
+    if dtype.is_float:
+        return torch_dtype(dtype)
+    return torch.uint8 if dtype is DType.INT4 else torch.int8
+
+
+def whole_numbers(stored: Tensor, head_dim: int) -> Tensor:
+    """K or V of a pool, [..., D]: of int4 unpacked, else as it is."""
+    return unpack_int4(stored, head_dim) if stored.dtype is torch.uint8 else stored
+
+
 def gathered_decode(
     q: Tensor,
     keys: Tensor,
@@ -466,12 +478,12 @@ def gathered_decode(
 
     Args:
         q: [N, Hq, D].
-        keys, values: [slots, Hkv, D].
+        keys, values: [slots, Hkv, D]; of int4 as ``pack_int4`` has them.
         tables: int32 [N, W].
         context_lens: [N], >= 1; the query is the last of these tokens.
         slopes: ALiBi's, float32 [Hq].
         out: [N, Hq, D], dense, written.
-        scales: of int8 only, float32 [slots, Hkv] each.
+        scales: of int8 and int4, float32 [slots, Hkv] each.
         lse: the natural log-sum-exp of the scores, float32 [N, Hq], written;
             None: it isn't wanted.
     """
@@ -491,7 +503,8 @@ def gathered_decode(
         # slot.
         seen = torch.where(hidden, ends - 1, places)  # [n, c]
         slots = _slots_of(tables[rows], seen, block_size)
-        k, v = (x[slots].transpose(1, 2) for x in (keys, values))  # [n, Hkv, c, D]
+        # [n, Hkv, c, D]
+        k, v = (whole_numbers(x[slots], D).transpose(1, 2) for x in (keys, values))
         if scales is not None:
             k_scales, v_scales = (x[slots].transpose(1, 2)[..., None] for x in scales)
             k, v = k * k_scales, v * v_scales

@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Collection
-from typing import Final
+from typing import Final, Protocol
 from zlib import crc32
 
 import numpy as np
@@ -44,13 +44,57 @@ LATE_S: Final = 1.0
 """Steps wait for a job's layers so long in all: then it is given up."""
 
 
+class CacheMemory(Protocol):
+    """A cache's blocks, whose bytes are moved. Any thread may call."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of a block, in one layer."""
+
+    def read(self, block: int, into: NDArray[np.uint8]) -> None:
+        """A whole block → [num_layers, layer_bytes]."""
+
+    def write(self, layers: range, block: int, data: NDArray[np.uint8]) -> None:
+        """Some layers of a block, from [len(layers), layer_bytes]."""
+
+    def clear(self, block: int) -> None:
+        """Zeros in place of a block."""
+
+
+class ArrayMemory:
+    """Of an R-worker's cache in its host's memory; see ``CacheMemory``.
+
+    Args:
+        pool: uint8 [num_layers, num_blocks, block_bytes].
+    """
+
+    def __init__(self, pool: NDArray[np.uint8]) -> None:
+        self._pool = pool
+        self.num_layers, self.layer_bytes = len(pool), pool.shape[2]
+
+    def read(self, block: int, into: NDArray[np.uint8]) -> None:
+        """See ``CacheMemory``."""
+        into[:] = self._pool[:, block]
+
+    def write(self, layers: range, block: int, data: NDArray[np.uint8]) -> None:
+        """See ``CacheMemory``."""
+        self._pool[layers.start : layers.stop, block] = data
+
+    def clear(self, block: int) -> None:
+        """See ``CacheMemory``."""
+        self._pool[:, block] = 0
+
+
 class Mover:
     """See the module. One thread calls; none of its calls waits for the disk,
     but ``close`` and ``wait_for_layer``.
 
     Args:
         slots: the lower tier.
-        pool: uint8 [num_layers, num_blocks, block_bytes], the cache.
+        pool: the cache; as an array, what ``ArrayMemory`` takes.
         num_threads: that read and write.
         clock: seconds.
         least_unit_bytes: that are read at once, if the layers have as many.
@@ -60,7 +104,7 @@ class Mover:
     def __init__(
         self,
         slots: SlotFile,
-        pool: NDArray[np.uint8],
+        pool: NDArray[np.uint8] | CacheMemory,
         num_threads: int = NUM_THREADS,
         clock: Clock = time.monotonic,
         least_unit_bytes: int = LEAST_UNIT_BYTES,
@@ -68,7 +112,7 @@ class Mover:
     ) -> None:
         self.slots: Final = slots
         self.health: Final = Health(slots.path)
-        self._pool = pool
+        self._memory = ArrayMemory(pool) if isinstance(pool, np.ndarray) else pool
         self._clock = clock
         self._late_s = late_s
         shape = slots.shape
@@ -170,7 +214,7 @@ class Mover:
 
     def _clear(self, job: MoveJob, index: int) -> None:
         """Somebody may attend a block that has failed."""
-        self._pool[:, job.blocks[index]] = 0
+        self._memory.clear(job.blocks[index])
 
     def _fetch(self, unit: Unit, buffer: NDArray[np.uint8]) -> bool:
         """Some layers of a block; says whether they are right."""
@@ -197,7 +241,7 @@ class Mover:
             return False
         with self._units.placing(unit) as may_place:
             if may_place:
-                self._pool[layers.start : layers.stop, unit.job.blocks[unit.index]] = data
+                self._memory.write(layers, unit.job.blocks[unit.index], data)
         return True
 
     def _store(self, unit: Unit, buffer: NDArray[np.uint8]) -> bool:
@@ -205,19 +249,17 @@ class Mover:
         if self.health.is_broken or self.health.is_full:
             return False
         job, slots = unit.job, self.slots
-        size = slots.shape.layer_bytes
-        checksums = []
-        for layer in range(slots.shape.num_layers):
-            data = buffer[layer * size : (layer + 1) * size]
-            data[:] = self._pool[layer, job.blocks[unit.index]]
-            checksums.append(crc32(data))
-        buffer[slots.shape.num_layers * size :] = 0
+        num_layers, size = slots.shape.num_layers, slots.shape.layer_bytes
+        data = buffer[: num_layers * size].reshape(num_layers, size)
+        self._memory.read(job.blocks[unit.index], data)
+        checksums = tuple(map(crc32, data))
+        buffer[num_layers * size :] = 0
         try:
             slot = slots.take_slot()
             if slot is None:
                 return False
             tokens = job.num_tokens[unit.index]
-            slots.write(slot, job.keys[unit.index], tokens, buffer, tuple(checksums))
+            slots.write(slot, job.keys[unit.index], tokens, buffer, checksums)
         except OSError as error:
             self.health.note_unwritten(error)
             return False

@@ -10,7 +10,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.holders import HolderId
@@ -19,7 +18,7 @@ from fastdecode.wire.kv.tiers import MOST_MOVED, Stocked
 from rworker.tiers.disk import Disk
 from rworker.tiers.format import Entry, SlotShape
 from rworker.tiers.health import Faults
-from rworker.tiers.mover import Mover
+from rworker.tiers.mover import CacheMemory, Mover
 from rworker.tiers.opening import open_slots
 from rworker.tiers.slots import SlotFile
 from rworker.tiers.units import MoveJob
@@ -119,7 +118,7 @@ class Tiers:
     def __init__(
         self,
         disk: Disk | None = None,
-        make_mover: Callable[[SlotFile, NDArray[np.uint8]], Mover] = Mover,
+        make_mover: Callable[[SlotFile, CacheMemory], Mover] = Mover,
     ) -> None:
         self._disk = disk
         self._make_mover = make_mover
@@ -137,19 +136,19 @@ class Tiers:
         """How long to wait for messages at a time; None: as long as it takes."""
         return POLL_S if self.is_busy else None
 
-    def open(self, wanted: OpenTier, pool: NDArray[np.uint8]) -> Iterator[Stocked]:
+    def open(self, wanted: OpenTier, memory: CacheMemory) -> Iterator[Stocked]:
         """Open a holder's, and say what it has; no slots, if it can't be had:
         that is warned of.
 
         Args:
-            pool: uint8 [num_layers, num_blocks, block_bytes], its cache.
+            memory: its cache.
         """
         self.close(wanted.holder)
         if self._disk is None:
             yield from _pages(wanted.holder, 0, [])
             return
         try:
-            shape = SlotShape(wanted.identity, len(pool), pool.shape[2])
+            shape = SlotShape(wanted.identity, memory.num_layers, memory.layer_bytes)
             slots = open_slots(self._disk.directory, shape, self._disk.num_bytes)
         except FastDecodeError as error:
             logger.warning("no KV blocks are kept on disk: %s", error.message)
@@ -160,7 +159,7 @@ class Tiers:
             "direct" if slots.is_direct else "through the page cache",
         )  # fmt: skip
         yield from self.use(
-            wanted.holder, self._make_mover(slots, pool), slots.num_slots, slots.entries
+            wanted.holder, self._make_mover(slots, memory), slots.num_slots, slots.entries
         )
 
     def use(

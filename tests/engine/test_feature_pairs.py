@@ -107,15 +107,20 @@ def model(tiny_checkpoint: Callable[..., Path]) -> str:
 
 
 @pytest.fixture(scope="module")
-def plain(model: str) -> Callable[[str], Tokens]:
-    """What an engine with every feature off says, by the cache's dtype."""
-    known: dict[str, Tokens] = {}
+def plain(model: str) -> Callable[[dict[str, Any]], Tokens]:
+    """What an engine with every feature off says, by the cache's dtype; of int4, also by
+    where the cache is, since R-workers round products of whole numbers."""
+    known: dict[tuple[str, str], Tokens] = {}
 
-    def run(kv_dtype: str) -> Tokens:
-        if kv_dtype not in known:
-            with LLM(model, **OPTIONS, kv_dtype=kv_dtype) as llm:
-                known[kv_dtype] = _tokens(llm)
-        return known[kv_dtype]
+    def run(options: dict[str, Any]) -> Tokens:
+        kv_dtype = options.get("kv_dtype", "auto")
+        side = options.get("kv_placement", "r") if kv_dtype == "int4" else "r"
+        if (kv_dtype, side) not in known:
+            alone = {"kv_dtype": kv_dtype, "kv_placement": side}
+            alone |= {} if side == "r" else {"r_workers": 1, "r_threads": None}
+            with LLM(model, **{**OPTIONS, **alone}) as llm:
+                known[kv_dtype, side] = _tokens(llm)
+        return known[kv_dtype, side]
 
     return run
 
@@ -125,12 +130,12 @@ def test_a_loss_changes_no_token(
     one: str,
     other: str,
     model: str,
-    plain: Callable[[str], Tokens],
+    plain: Callable[[dict[str, Any]], Tokens],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
     options = _options_of((one, other), tmp_path)
-    expected = plain(options.get("kv_dtype", "auto"))
+    expected = plain(options)
     stage = 1 if {one, other} & {"stages", "swap"} and "prompt stages" not in (one, other) else 0
     cluster: Losses
     if THREADED & {one, other}:

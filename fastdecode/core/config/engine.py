@@ -213,6 +213,17 @@ class EngineConfig:
                     ": KV on the device needs no R-workers. Remove one of them",
                 )
 
+        if self.s_part.tp > 1 and self.cache.cache_disk is not None:
+            raise ConfigError(
+                Given("cache_disk", self.cache.cache_disk),
+                " is not supported with ",
+                Given("tp", self.s_part.tp),
+                " and ",
+                Given("kv_placement", "gpu"),
+                " yet: only the first S-worker of a stage would store its heads. Remove one of "
+                "them",
+            )
+
     def _check_one_side(self) -> None:
         for name in ("device_kv_gb", "away_tpot_s"):
             if getattr(self.r_part, name) is not None:

@@ -15,6 +15,7 @@ from fastdecode.engine.step.swapped import SwapExecutor, SwappedAttention, lane_
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.wire.joined import HubBehind
 from fastdecode.wire.transport import SoleHub
+from rworker.tiers.disk import Disk
 from sworker.device import Gpu
 from sworker.paged import BlockKernels
 
@@ -25,6 +26,7 @@ def reach_device(
     gpu: Gpu | None = None,
     kernels: BlockKernels | None = None,
     host_bytes: int = 0,
+    disk: Disk | None = None,
 ) -> Reached:
     """The device in the place of R-workers.
 
@@ -33,10 +35,9 @@ def reach_device(
         kv_bytes: memory for them; as many blocks as fit in it are offered.
         gpu: the device's driver, in place of the one that torch has.
         kernels: see ``PagedKV``.
-        host_bytes: of the host's memory, for kept blocks; 0: there is no lower
-            tier.
+        host_bytes, disk: where kept blocks go beside it; see ``TorchExecutor``.
     """
-    connection = DeviceWorker(TorchExecutor(device, gpu, kernels, host_bytes), kv_bytes)
+    connection = DeviceWorker(TorchExecutor(device, gpu, kernels, host_bytes, disk), kv_bytes)
     return Reached(
         SoleHub(connection),
         lambda lost, timeout_s: connection.close(),

@@ -210,7 +210,10 @@ class RunningEngine:
         check_disk(self.resolved, with_tier)
         if with_tier and own.keeps_blocks:
             identity = cache_identity(self.resolved, self._checkpoint) or ""
-            open_tiers(tell, self._fleet, with_tier, identity, self._checkpoint, workers.kind)
+            open_tiers(
+                tell, self._fleet, with_tier, identity, self._checkpoint,
+                is_memory=own.cache.cache_memory_gb is not None,
+            )  # fmt: skip
         engine = self._make_engine(model, blocks, trace, times, replicas, replacements)
         counts = engine.stats.attached
         if counts is not None and counts.num_sequences:
@@ -368,9 +371,12 @@ class RunningEngine:
             # No part is called what another run has called one in the same caches.
             first_part_id=0 if self._session is None else secrets.randbelow(1 << 30) << 32,
         )
-        # What a later stage couldn't read is known too late for the step that has begun.
+        # What a later stage cannot read is known too late for a step that has begun;
+        # and a step on the device runs all layers without a look at the disk.
         joins_early = (
-            resolved.config.cache.cache_restore == "pipelined" and len(resolved.layers) == 1
+            resolved.config.cache.cache_restore == "pipelined"
+            and len(resolved.layers) == 1
+            and self._workers.kind is not HolderKind.DEVICE
         )
         lifecycle = Lifecycle(scheduler, joins_early=joins_early)
         eos = _eos_token_ids(self.spec, self.codec)

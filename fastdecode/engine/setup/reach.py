@@ -18,7 +18,6 @@ from fastdecode.engine.fleet.pool import HolderPool
 from fastdecode.engine.fleet.replicas import new_session
 from fastdecode.engine.kv_exchange import ExportAddresses
 from fastdecode.engine.setup.device_caches import reach_device, reach_swapped
-from fastdecode.engine.setup.head_groups import share_out_heads
 from fastdecode.engine.setup.ranks import agree_on_kv
 from fastdecode.engine.setup.resolve import (
     ResolvedConfig,
@@ -194,7 +193,8 @@ def reach_own_device(resolved: ResolvedConfig) -> Reached:
         )
     num_here = 1 if has_stage_ranks(resolved) else resolved.config.s_part.pp
     host_bytes = host_tier_bytes(resolved.config.cache, num_here)
-    return reach_device(resolved.device, resolved.kv_bytes, host_bytes=host_bytes)
+    disk = own_disk(resolved.config)
+    return reach_device(resolved.device, resolved.kv_bytes, host_bytes=host_bytes, disk=disk)
 
 
 def reach_stage(resolved: ResolvedConfig, stage: int) -> Reached:

@@ -113,7 +113,7 @@ def resolve(
             model's, or the memory doesn't suffice.
     """
     identity = identify(config, spec)
-    placed = place(config, spec, identity, _machine(config, free))
+    placed = place(config, spec, identity, _machine(config, identity, free))
     config = placed.config
     placement = config.r_part.kv_placement
     device = choose_device(config.s_part.device, rank)
@@ -234,13 +234,15 @@ def kept_by_rank(
     return shard_kv(kv, spec.attention, Shard(rank, s_part.tp))
 
 
-def _machine(config: EngineConfig, free: FreeMemory) -> PlacementHost | None:
+def _machine(config: EngineConfig, identity: Identity, free: FreeMemory) -> PlacementHost | None:
     """What placements of the KV cache are compared on; None: R-workers keep it."""
     on_gpu = choose_device(config.s_part.device).type == "cuda"
     if not on_gpu or free.device_bytes is None:
         return None
-    if config.r_part.replicas or config.s_part.num_stages > 1:
+    if config.r_part.replicas or config.s_part.num_stages > 1 or config.s_part.tp > 1:
         return None
+    if identity.kv_dtype is DType.INT4:
+        return None  # devices read it in plain torch, which is slow
     transport = transport_of(config)
     num_r_workers = {
         "zmq": len(config.cluster.r_worker_addresses),

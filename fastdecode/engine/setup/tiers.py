@@ -10,7 +10,7 @@ from fastdecode.core.config.cache import Cache
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.features import refused_with
 from fastdecode.core.errors import ConfigError, Given
-from fastdecode.core.holders import HolderId, HolderKind
+from fastdecode.core.holders import HolderId
 from fastdecode.core.host.machine import free_memory_bytes
 from fastdecode.core.model.block_keys import tier_identity
 from fastdecode.core.model.checkpoint import Checkpoint
@@ -26,7 +26,8 @@ def open_tiers(
     holders: Seq[HolderId],
     identity: str,
     checkpoint: Checkpoint,
-    kind: HolderKind,
+    *,
+    is_memory: bool,
 ) -> None:
     """Have holders open what they keep beside their caches, for this very model.
 
@@ -34,13 +35,13 @@ def open_tiers(
         tell: told what is being done.
         holders: those that have a lower tier.
         identity: what K and V depend on beside tokens and weights.
-        kind: of the holders: what is in this process's memory ends with it, and
-            needs to know nothing of weights.
+        is_memory: it is this process's memory, which ends with it, and need not
+            know of weights; else a disk.
 
     Raises:
         CheckpointError: the weights can't be read.
     """
-    if kind is HolderKind.DEVICE:
+    if is_memory:
         num_slots, _ = use_tiers(fleet, tier_identity(identity), holders)
         tell(f"kept blocks go to the host's memory, too: room for {num_slots}")
         return

@@ -8,6 +8,7 @@ once the executor has prepared its step.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -15,7 +16,9 @@ import torch
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
+from fastdecode.core.model.block_keys import tier_identity
 from fastdecode.core.spec import KVSpec
+from fastdecode.engine.step.device_memory import DeviceMemory
 from fastdecode.engine.step.host_tier import HostTier
 from fastdecode.wire.kv.tiers import Stocked
 from fastdecode.wire.messages import BeginStep
@@ -31,6 +34,7 @@ from rworker.instructions import (
     Prepare,
     ReadChunk,
 )
+from rworker.tiers.disk import Disk
 from rworker.tiers.tiers import Tiers
 from sworker.device import Gpu
 from sworker.dtypes import torch_dtype
@@ -44,7 +48,8 @@ class TorchExecutor:
         device: where K and V are kept.
         gpu: the device's driver, in place of torch's.
         kernels: see ``PagedKV``.
-        host_bytes: of the host's memory, for kept blocks; 0: there is no lower tier.
+        host_bytes: of the host's memory, for kept blocks; 0: none.
+        disk: where kept blocks go else; None: nowhere.
     """
 
     def __init__(
@@ -53,16 +58,14 @@ class TorchExecutor:
         gpu: Gpu | None = None,
         kernels: BlockKernels | None = None,
         host_bytes: int = 0,
+        disk: Disk | None = None,
     ) -> None:
         self.device, self.gpu, self._kernels = device, gpu, kernels
         self._host_bytes = host_bytes
-        self.tiers = Tiers()
+        self.tiers = Tiers(disk)
+        self.has_tier = host_bytes > 0 or disk is not None
+        """Whether kept blocks may go to the host's memory, or to disk."""
         self.caches: dict[HolderId, PagedKV] = {}
-
-    @property
-    def has_tier(self) -> bool:
-        """Whether kept blocks may go to the host's memory."""
-        return self._host_bytes > 0
 
     def prepare(self, prepare: Prepare) -> None:
         """See ``RWorkerExecutor``.
@@ -109,13 +112,17 @@ class TorchExecutor:
         self._forget(drop.holder)
 
     def open_tier(self, wanted: OpenTier) -> Iterable[Stocked]:
-        """See ``RWorkerExecutor``: the host's memory, with nothing in it.
+        """See ``RWorkerExecutor``: the host's memory, with nothing in it, or a file.
 
         Raises:
             CapacityError: the host lacks the memory.
         """
         self.tiers.close(wanted.holder)
-        memory = HostTier(self.caches[wanted.holder], self._host_bytes, self.gpu)
+        cache = self.caches[wanted.holder]
+        if not self._host_bytes:
+            identity = _identity_of_tensors(wanted.identity)
+            return self.tiers.open(replace(wanted, identity=identity), DeviceMemory(cache))
+        memory = HostTier(cache, self._host_bytes, self.gpu)
         return self.tiers.use(wanted.holder, memory, memory.num_slots)
 
     def _forget(self, holder: HolderId) -> None:
@@ -133,6 +140,11 @@ def kv_spec_of(prepare: Prepare) -> KVSpec:
         dtype=DType(layout.dtype),
         block_size=layout.block_size,
     )
+
+
+def _identity_of_tensors(identity: str) -> str:
+    """Of blocks that lie as tensors: R-workers cannot read them."""
+    return tier_identity(f"{identity}/tensors")
 
 
 def _not_here(instruction: Instruction) -> ProtocolError:

@@ -18,7 +18,7 @@ from sworker import paged
 from sworker.paged import PagedKV
 
 
-@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.INT8])
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.INT8, DType.INT4])
 @pytest.mark.parametrize("name", SPECS)
 def test_a_step_of_every_kind_of_row(name: str, dtype: DType) -> None:
     step = Sequences(
@@ -57,18 +57,20 @@ def test_blocks_read_where_they_lie(
     np.testing.assert_allclose(step.attend(), step.expected(), atol=1e-5)
 
 
-def test_int8_as_an_r_worker_holds_it() -> None:
+@pytest.mark.parametrize(("dtype", "head_dim"), [("int8", 16), ("int4", 16), ("int4", 15)])
+def test_whole_numbers_as_an_r_worker_holds_them(dtype: str, head_dim: int) -> None:
     """Whole numbers and scales are those of the R-workers' kernels, to the bit."""
     generator = torch.Generator().manual_seed(3)
-    k, v = torch.randn(2, 40, 3, 16, generator=generator).unbind(0)
+    k, v = torch.randn(2, 40, 3, head_dim, generator=generator).unbind(0)
     k[7] = 0.0
-    cache = PagedKV(KVSpec(1, 3, 16, DType.INT8, BLOCK_SIZE), [SPECS["plain"]], 4, CPU)
+    cache = PagedKV(KVSpec(1, 3, head_dim, DType(dtype), BLOCK_SIZE), [SPECS["plain"]], 4, CPU)
     slots = torch.randperm(4 * BLOCK_SIZE, generator=generator)[:40]
     cache.store(0, k, v, slots)
     assert cache.scales is not None
     for half, x in enumerate((k, v)):
-        whole, scales = quantize(x.numpy(), "int8")
-        assert np.array_equal(cache.pool[0, half, slots].numpy(), whole)
+        whole, scales = quantize(x.numpy(), dtype)
+        found = paged.whole_numbers(cache.pool[0, half, slots], head_dim)
+        assert np.array_equal(found.numpy(), whole)
         assert np.array_equal(cache.scales[0, half, slots].numpy(), scales)
 
 
