@@ -95,13 +95,13 @@ class SimulatedCluster(Losses):
             process.crash()
             self.num_lost += 1
             if returns:
-                network.time.at(network.time.now_s + BACK_S, partial(network.start, number))
+                network.time.at(network.time.now + BACK_S, partial(network.start, number))
 
         def counted(layer: Compute) -> AttendResult:
             nonlocal left
             left -= 1
             if left == 0:
-                network.time.at(network.time.now_s, happen)
+                network.time.at(network.time.now, happen)
             return compute(layer)
 
         process.executor.compute = counted

@@ -38,8 +38,10 @@ def serve_other_rank(config: EngineConfig, tell: Callable[[str], None]) -> None:
         raise ConfigError(
             Given("kv_placement", placement),
             " has no R-workers for the other ranks to be: start it without a launcher, or one "
-            "rank for each stage (",
+            "rank for each S-worker (",
             Given("pp"),
+            ", ",
+            Given("tp"),
             ")",
         )
     if num_s_ranks > 1 and launcher.launched_size() is not None:
