@@ -45,6 +45,7 @@ WAYS: list[dict[str, Any]] = [
         "kv_memory_gb": 0.0001,
     },
     {"r_workers": 2, "r_partition": "heads", "kv_memory_gb": 0.0001},
+    {"kv_placement": "gpu"},
     {"r_workers": 3, "split_tokens": 32, "prompt_attention": "s", "kv_memory_gb": 0.0001},
     {
         "swap_threshold": 0.9,
@@ -170,6 +171,19 @@ def test_what_was_in_host_memory_says_the_same(
         counts = llm.stats.tiers
         assert counts.num_stored > 0 and counts.num_fetched > 0 and counts.num_failed == 0
     assert all(said == plain for said in talks) or kv_dtype == "int8"
+
+
+def test_a_device_finds_no_blocks_of_r_workers(
+    tmp_path: Path, tiny_checkpoint: Callable[..., Path], plain: Said
+) -> None:
+    """The blocks are laid out differently, in files of their own."""
+    path = str(tiny_checkpoint("llama"))
+    for placement in ("r", "gpu", "r"):
+        with LLM(path, **on_disk(tmp_path), kv_placement=placement) as llm:
+            assert talk_in_turns(llm) == plain
+            num_found = llm.stats.tiers.num_found
+    assert num_found > 0, "of the first run"
+    assert len({file.parent for file in slot_files(tmp_path)}) == 2
 
 
 def test_damaged_blocks_are_run_again(
