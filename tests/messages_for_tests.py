@@ -78,11 +78,10 @@ from fastdecode.wire.messages import (
     Welcome,
 )
 from fastdecode.wire.stages import (
-    ColumnInterrupted,
     ColumnLost,
     ColumnTakenOver,
-    DropColumn,
     FromStage,
+    PlaceColumn,
     StageAnswer,
     StageDone,
     StageHello,
@@ -240,15 +239,14 @@ def between_stages() -> list[StageMessage | FromStage]:
     return [
         hello,
         dataclasses.replace(hello, stage=2, sessions=(7, 1 << 62)),
-        StageWelcome(1, (100, 0), 1 << 62),
+        StageWelcome(1, (100, 0), 1 << 62, ("s1-r0", "é")),
         StagePass(7, 1, x, ids, counts, counts, counts + 1, marks, none),
         StageDone(1, 7, 1, 0.5, 0.25, np.ones(2, np.float32), counts),
         StageDone(2, 7, 1, 0.5, 0.25, np.ones(2, np.float32), none, x[:3]),
         StageAnswer(1, 5, "out_of_capacity", "no room: é"),
         ColumnLost(1, "worker_timeout", "it is silent"),
-        ColumnInterrupted(1, "worker_timeout", "it is silent"),
         ColumnTakenOver(1, counts - 2),
-        DropColumn(1),
+        PlaceColumn(1, 2),
     ]
 
 

@@ -113,6 +113,8 @@ class Shard:
 
     heads: HeadShare | None = None
     """None: all."""
+    stage: int = 0
+    """Whose layers, of a pipeline's stages."""
 
 
 def longest_window(layers: Iterable[AttentionSpec]) -> int | None:

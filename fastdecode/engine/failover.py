@@ -15,11 +15,10 @@ from fastdecode.engine.fleet.group_replicas import GroupReplicas
 from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.engine.fleet.replicas import Replicas
 from fastdecode.engine.recovery import Recovery
-from fastdecode.engine.stages.replicas import ColumnReplicas
 from fastdecode.schedule.life.events import Event, Interrupted, Leaving, Lost, Reopened, TakeOver
 from fastdecode.wire.kv.taking_over import TakenOver
 
-AnyReplicas: TypeAlias = Replicas | GroupReplicas | ColumnReplicas
+AnyReplicas: TypeAlias = Replicas | GroupReplicas
 
 
 class ReplicaRecovery(Recovery):

@@ -6,31 +6,29 @@ message        direction    meaning, and the answer
 =============  ===========  ====================================================
 ``StageHello`` first → p    what the stage is to be; it has loaded its layers and
                             greeted its R-workers → ``StageWelcome``
-rooms          first → p    ``OpenSequence``, ``ForkSequence``, ... of a column
-                            (``fastdecode.wire.messages``) → ``StageAnswer``, where
-                            R-workers answer them
+relayed        first → p    what the stage sends its R-worker of a column
+                            (``Relayed``); the stage relays answers, as
+                            ``StageAnswer`` and ``ColumnTakenOver``, and reports
 ``StagePass``  p → p + 1    a lane's step, as far as stage p has computed it; of
                             every stage behind the first one ``StageDone`` is due
-``TakeOver``   first → p    the neighbour of a column's lost R-worker goes on for it
-                            (``fastdecode.wire.kv.taking_over``)
-                            → ``ColumnTakenOver``
-``DropColumn`` first → p    nothing is left of a column whose R-worker the stage has
-                            lost: nobody need go on for it; no answer
+``PlaceColumn``  first → p  another R-worker of the stage keeps a column; no answer
+``ColumnLost`` first → p    the first stage gives an R-worker up; no answer
 ``Shutdown``   first → p    the stage ends; no answer
 ``StageDone``  p → first    the stage has done its part of a step; the last one
                             has the rows that a token is drawn from
-``ColumnLost`` p → first    its R-worker of a column is lost; it comes unasked, and
-                            before ``StageDone`` of any step that has missed it
-``Column-``    p → first    the same, and a neighbour has a replica that it can go
-``Interrupted``             on with
-``Moved``,     p → first    of a column's lower tier there; before ``StageDone`` of
-``Stocked``                 any step that it matters to
+``ColumnLost`` p → first    its R-worker of this number is lost; it comes unasked,
+                            and before ``StageDone`` of any step that has missed it
+reports        p → first    of an R-worker's tiers and replicas (``Moved``,
+                            ``Stocked``, ``Replicated``, ``Unprotected``,
+                            ``Dropped``); before ``StageDone`` of any step that they
+                            matter to
 ``Failed``     p → first    the stage can't go on; it comes unasked
 =============  ===========  ====================================================
 
 R-workers of one number form a **column**, one in every stage: a sequence that
 is on column w is on R-worker w of every stage, which keeps its K and V of that
-stage's layers. To the first stage, which schedules, a column is a holder.
+stage's layers. To the first stage, which schedules, a column is a cache group
+(``fastdecode.engine.fleet.groups``), and every R-worker of it a member.
 Stages that run prompts only have the highest numbers, and no columns of their
 own: the first one passes steps of prompts to the first of them, as to stage 1
 those that decode, and each sends K and V to the R-workers of whatever stages keep
@@ -53,6 +51,7 @@ from numpy.typing import NDArray
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
+from fastdecode.wire.kv.replicating import ReplicationNews
 from fastdecode.wire.kv.reserving import MAX_BLOCKS
 from fastdecode.wire.kv.tiers import Moved, Stocked
 from fastdecode.wire.traits import S_WORKERS, Asking, Worded
@@ -94,7 +93,9 @@ class StageWelcome:
     """KV blocks of each column's R-worker; 0: it is lost. A prompt stage has no
     R-workers of its own: as many as there may be."""
     session: int = 0
-    """In whose name its R-workers take prompts; 0: they don't."""
+    """Of its R-workers' caches; 0: they take no prompts, and keep no replicas."""
+    addresses: tuple[str, ...] = ()
+    """What its R-workers call each other, where they can reach one another."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,23 +144,18 @@ class ColumnLost(Worded, OfColumns):
     message: str
 
 
-@dataclass(frozen=True)
-class ColumnInterrupted(Worded, OfColumns):
-    column: int
-    code: str
-    message: str
-
-
 @dataclass(frozen=True, eq=False)
 class ColumnTakenOver(OfColumns):
     column: int
     num_tokens: Annotated[NDArray[np.int32], "N"]
-    """As in ``TakenOver``; all of them missing: nobody can go on for it."""
+    """As in ``TakenOver``."""
 
 
 @dataclass(frozen=True)
-class DropColumn(Asking):
+class PlaceColumn(Asking):
     column: int
+    worker: int
+    """The number of the R-worker that keeps it from now on."""
 
     said_by = S_WORKERS
 
@@ -195,6 +191,8 @@ class StageHello(Asking):
             )
         if not all(0 <= num_blocks <= MAX_BLOCKS for num_blocks in welcome.num_blocks):
             raise ProtocolError(f"offers num_blocks={welcome.num_blocks[:9]}, which can't be")
+        if len(welcome.addresses) not in (0, self.num_columns):
+            raise ProtocolError(f"has {len(welcome.addresses)} addresses of its R-workers")
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,27 +215,19 @@ class StagePass(Asking):
     said_by = S_WORKERS
 
 
-StageMessage: TypeAlias = StageHello | StagePass | DropColumn
-FromStage: TypeAlias = (
-    StageWelcome
-    | StageDone
-    | StageAnswer
-    | ColumnLost
-    | ColumnInterrupted
-    | ColumnTakenOver
-    | Moved
-    | Stocked
-)
+StageMessage: TypeAlias = StageHello | StagePass | PlaceColumn
+OfMember: TypeAlias = StageAnswer | ColumnTakenOver | Moved | Stocked | ReplicationNews
+"""What a stage relays of an R-worker."""
+FromStage: TypeAlias = StageWelcome | StageDone | ColumnLost | OfMember
 
 STAGE_OPCODES: Final[Mapping[type[Any], int]] = {
     StageHello: 44,
     StagePass: 45,
-    DropColumn: 46,
+    PlaceColumn: 46,
     StageWelcome: 104,
     StageDone: 105,
     StageAnswer: 106,
     ColumnLost: 107,
-    ColumnInterrupted: 108,
     ColumnTakenOver: 109,
 }
 """See ``fastdecode.wire.opcodes.OPCODES``."""

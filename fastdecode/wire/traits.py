@@ -51,8 +51,8 @@ class Asking:
     repeated: ClassVar[tuple[str, ...]] = ()
     """Its fields that an answer repeats."""
     in_every_stage: ClassVar[bool] = False
-    """With several pipeline stages: it goes to the holder's R-worker in each of
-    them, not in the first alone."""
+    """With several pipeline stages: it goes to the members of a cache group in each
+    of them, not in the first alone."""
 
     def check(self, answer: Any) -> None:
         """

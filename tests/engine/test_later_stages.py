@@ -1,10 +1,13 @@
-"""What the stages behind the first say, joined: a column's room is there once it
-is in every stage, and a column is lost once."""
+"""R-workers of later stages as members of columns: what the first stage sends them
+over the links, and what stages relay of them."""
 
 from __future__ import annotations
 
+import re
 import time
+from collections import deque
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,15 +17,17 @@ from fastdecode.core.clock import Clock
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.deadlines import Deadlines
-from fastdecode.engine.fleet.pending import PendingReplies
-from fastdecode.engine.fleet.pool import Placement, WorkerEvents
-from fastdecode.engine.stages.later import LaterStages
+from fastdecode.core.trace import NoTrace
 from fastdecode.engine.stages.links import StageLinks
+from fastdecode.engine.stages.pool import ColumnPool, StagePool
+from fastdecode.engine.stages.relay import Relay
+from fastdecode.engine.step.arrivals import Arrivals
+from fastdecode.engine.step.lanes import Lanes
 from fastdecode.wire.inproc import InprocHub, connect
-from fastdecode.wire.kv.kept import KEY_WORDS
-from fastdecode.wire.kv.taking_over import MISSING, TakenOver, TakeOver
-from fastdecode.wire.kv.tiers import Stocked, UseTier
+from fastdecode.wire.kv.kept import KEY_WORDS, words_of
+from fastdecode.wire.kv.replicating import Dropped, Replicate, Replicated
+from fastdecode.wire.kv.taking_over import DropCache, TakenOver, TakeOver
+from fastdecode.wire.kv.tiers import Moved, Stocked, StoreBlocks, UseTier
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,
@@ -32,9 +37,9 @@ from fastdecode.wire.messages import (
     Refused,
 )
 from fastdecode.wire.stages import (
-    ColumnInterrupted,
     ColumnLost,
     ColumnTakenOver,
+    PlaceColumn,
     StageAnswer,
     StageDone,
     StageHello,
@@ -42,47 +47,53 @@ from fastdecode.wire.stages import (
     StageWelcome,
 )
 
-W = HolderId(1)
+V, W = HolderId(0), HolderId(1)
+FULL = ("out_of_capacity", "no room")
 
 
 @dataclass
 class Stages:
-    """Two later stages, whose ends are here, and what the first one's own
-    R-workers are told."""
+    """A first stage of two columns, and two later stages."""
 
     hub: InprocHub[Any, Any] = field(default_factory=InprocHub)
-    told: list[Any] = field(default_factory=list)
     clock: Clock = time.monotonic
 
     def __post_init__(self) -> None:
-        ends = {
-            stage: connect(self.hub, "the first stage", InprocHub(), f"stage {stage}")
-            for stage in (1, 2)
-        }
-        self.ends: dict[int, Any] = {stage: there for stage, (_, there) in ends.items()}
-        here: dict[int, Any] = {stage: here for stage, (here, _) in ends.items()}
-        self.links = StageLinks(here, is_asked=False)
-        deadlines = Deadlines(60.0, clock=self.clock)
-        self.owed = PendingReplies(4, deadlines, lambda index: None)
-        self.links.join(self.owed, 2)
-        unasked = WorkerEvents(Placement(2), lambda index, lie: None)
-        self.later = LaterStages(
-            self.links, lambda holder, message: self.told.append(message), unasked
+        names = ("r0", "r1", "stage 1", "stage 2")
+        both = [connect(self.hub, "the first stage", InprocHub(), name) for name in names]
+        self.ends: list[Any] = [there for _, there in both]
+        here: list[Any] = [own for own, _ in both]
+        self.links = StageLinks({1: here[2], 2: here[3]}, is_asked=False)
+        self.members = StagePool(
+            self.hub, 60.0, clock=self.clock, stages=self.links, relayed=(1, 2)
         )
+        self.fleet = ColumnPool(self.members, self.links)
+        self.later = self.fleet.later
+        self.answers: deque[Any] = deque()
+
+    def own(self, column: int, message: Any) -> None:
+        """The first stage's R-worker of a column says this."""
+        self._say(self.ends[column], message)
 
     def say(self, stage: int, message: Any) -> None:
-        """A stage says this, and the first one takes it in."""
-        self.ends[stage].send(message)
-        index, heard = self.hub.receive_any(1.0)
-        self.links.take(2 + index, heard)  # behind its own R-workers of two columns
-        self.later.listen()
+        """A later stage says this."""
+        self._say(self.ends[1 + stage], message)
+
+    def _say(self, end: Any, message: Any) -> None:
+        end.send(message)
+        received = self.fleet.receive(most_s=1.0)
+        if received is not None:
+            self.answers.append(received)
 
     def heard(self, stage: int) -> Any:
-        return self.ends[stage].poll()
+        return self.ends[1 + stage].poll()
+
+    def heard_own(self, column: int) -> Any:
+        return self.ends[column].poll()
 
 
-def answer(sequence_id: int, code: str = "") -> StageAnswer:
-    return StageAnswer(W, sequence_id, code, "no room" if code else "")
+def answer(sequence_id: int, *why: str) -> StageAnswer:
+    return StageAnswer(W, sequence_id, *(why or ("", "")))
 
 
 def done(stage: int, lost: list[int]) -> StageDone:
@@ -95,79 +106,84 @@ def a_pass() -> StagePass:
     return StagePass(0, 0, x, np.zeros(1, np.int64), none, none, one, one.astype(np.uint8), none)
 
 
-def test_room_is_there_once_it_is_in_every_stage() -> None:
-    stages = Stages()
-    later = stages.later
-    later.tell(W, OpenSequence(7, 100))
-    assert stages.heard(1) == stages.heard(2) == OpenSequence(7, 100, W)
-    stages.say(2, answer(7))
-    assert later.joined((W, Accepted(7))) is None
-    stages.say(1, answer(7))
-    assert later.rooms.has_answers and later.rooms.next_answer() == (W, Accepted(7))
-    later.tell(W, CloseSequence(7))  # which nobody answers
-    assert stages.heard(1) == stages.heard(2) == CloseSequence(7, W)
-    assert not later.rooms.has_answers
-
-
-def test_who_gave_room_gets_it_back_when_another_stage_has_none() -> None:
-    stages = Stages()
-    later = stages.later
-    later.tell(W, OpenSequence(7, 100))
-    assert stages.heard(1) == stages.heard(2)
-    stages.say(1, answer(7))
-    stages.say(2, answer(7, "out_of_capacity"))
-    joined = later.joined((W, Accepted(7)))
-    assert joined == (W, Refused(7, "out_of_capacity", "no room"))
-    assert stages.told == [CloseSequence(7)]
-    assert (stages.heard(1), stages.heard(2)) == (CloseSequence(7, W), None)
-    later.tell(W, ExtendSequence(7, 200))  # what is larger may stay so
-    stages.say(1, answer(7))
-    stages.say(2, answer(7, "out_of_capacity"))
-    assert isinstance(later.joined((W, Accepted(7)))[1], Refused)  # type: ignore[index]
-    assert len(stages.told) == 1
-
-
-def test_a_column_is_lost_once_wherever_that_is_told() -> None:
-    stages = Stages()
-    later = stages.later
-    later.tell(W, OpenSequence(7, 100))
-    stages.say(1, ColumnLost(W, "worker_timeout", "it is silent"))
-    (lost,) = later.take_lost()
-    assert lost[0] == W and "stage 1: it is silent" in lost[1].message
-    stages.say(2, answer(7))
-    assert later.joined((W, Accepted(7))) is None and not later.rooms.has_answers
-    stages.links.owed.expect(2, a_pass())
-    stages.say(2, done(2, [0, W]))
-    assert [column for column, _ in later.take_lost()] == [0]
-    assert [one.stage for one in later.take_done()] == [2]
-
-
 def stocked(column: int, is_last: bool = True) -> Stocked:
     no_keys = np.zeros((0, KEY_WORDS), np.int64)
     return Stocked(column, 4, no_keys, np.zeros(0, np.int32), is_last)
 
 
-def test_nobody_waits_for_a_lower_tier_of_a_column_that_was_just_lost() -> None:
-    """It is lost while the others start, and nobody has taken that in yet."""
+def test_room_is_there_once_it_is_in_every_stage() -> None:
     stages = Stages()
-    stages.say(1, ColumnLost(W, "worker_lost", "its process has died"))
-    for column in (0, W):
-        stages.later.tell(HolderId(column), UseTier("0" * 64).of_column(column))
-    stages.say(2, stocked(0))
-    stages.say(2, stocked(W))
-    assert stages.owed.any_owed
-    stages.say(1, stocked(0))
-    assert not stages.owed.any_owed
+    stages.fleet.send(W, OpenSequence(7, 100))
+    assert stages.heard(1) == stages.heard(2) == OpenSequence(7, 100, W)
+    stages.say(2, answer(7))
+    stages.own(W, Accepted(7))
+    assert not stages.answers
+    stages.say(1, answer(7))
+    assert stages.answers.popleft() == (W, Accepted(7))
+    stages.fleet.send(W, CloseSequence(7))  # which nobody answers
+    assert stages.heard(1) == stages.heard(2) == CloseSequence(7, W)
+    assert not stages.fleet.is_owed
 
 
-def test_what_is_moved_of_a_lost_column_is_not_waited_for() -> None:
+def test_who_gave_room_gets_it_back_when_another_stage_has_none() -> None:
     stages = Stages()
-    stages.later.tell(W, UseTier("0" * 64))
+    stages.fleet.send(W, OpenSequence(7, 100))
+    assert stages.heard(1) == stages.heard(2)
+    stages.say(1, answer(7))
+    stages.say(2, answer(7, *FULL))
+    stages.own(W, Accepted(7))
+    assert stages.answers.popleft() == (W, Refused(7, *FULL))
+    assert [stages.heard_own(W) for _ in range(2)] == [OpenSequence(7, 100), CloseSequence(7)]
+    assert (stages.heard(1), stages.heard(2)) == (CloseSequence(7, W), None)
+    stages.fleet.send(W, ExtendSequence(7, 200))  # what is larger may stay so
+    stages.own(W, Accepted(7))
+    stages.say(1, answer(7))
+    stages.say(2, answer(7, *FULL))
+    assert stages.answers.popleft() == (W, Refused(7, *FULL))
+    assert [stages.heard_own(W) for _ in range(2)] == [ExtendSequence(7, 200), None]
+
+
+def test_a_column_is_lost_once_wherever_that_is_told() -> None:
+    stages = Stages()
+    stages.fleet.send(W, OpenSequence(7, 100))
+    stages.say(1, ColumnLost(W, "worker_timeout", "it is silent"))
+    ((column, error),) = stages.fleet.take_losses()
+    assert column == W and "stage 1: it is silent" in error.message
+    stages.say(2, answer(7))
+    stages.own(W, Accepted(7))
+    assert not stages.answers and not stages.fleet.is_owed
+    stages.say(2, ColumnLost(W, "worker_timeout", "it is silent, too"))
+    assert not stages.fleet.take_losses() and list(stages.fleet.lost) == [W]
+    assert len(stages.fleet.lost_workers) == 2
+
+
+def test_a_step_learns_of_a_lost_column_once() -> None:
+    """In whatever stage: nothing of it is sent from then on."""
+    stages, lost = Stages(), list[HolderId]()
+    lanes = Lanes(1)
+
+    step: Any = SimpleNamespace(lane=0, remote=SimpleNamespace(lose=lost.append))
+    lanes.enter(step)
+    arrivals = Arrivals(stages.fleet, lanes, NoTrace())
+    stages.say(1, ColumnLost(W, "gone", "it left"))
+    assert [holder for holder, _ in arrivals.take_news()] == [W] and set(lost) == {W}
+    stages.fleet.lose(W, WorkerError("it left, too", code="gone"))
+    assert arrivals.take_news() == []
+
+
+def test_what_is_moved_of_a_lost_column_is_news_of_nobody() -> None:
+    stages = Stages()
+    for column in (V, W):
+        stages.fleet.send(column, UseTier("0" * 64))
     stages.say(1, ColumnLost(W, "worker_lost", "its process has died"))
-    assert stages.owed.any_owed
-    stages.later.take_lost()
-    assert not stages.owed.any_owed
-    stages.say(2, stocked(W))  # which it may say all the same
+    stages.fleet.take_losses()
+    for column in (V, W):
+        stages.say(2, stocked(column))
+        stages.own(column, stocked(column))
+    assert stages.fleet.is_owed and not stages.fleet.moves.of_tiers
+    stages.say(1, stocked(V))
+    assert not stages.fleet.is_owed
+    assert [news.holder for news in stages.fleet.moves.take_tiers()] == [V]
 
 
 @pytest.mark.parametrize("is_last", [False, True])
@@ -176,88 +192,80 @@ def test_a_stage_that_tells_of_a_lower_tier_that_nobody_asked_for_is_lost(is_las
     with pytest.raises(WorkerError, match=r"stage 1 is lost: .*Stocked, which nobody asked for"):
         stages.say(1, stocked(W, is_last))
     stages = Stages()
-    stages.later.tell(W, UseTier("0" * 64))
+    stages.fleet.send(W, UseTier("0" * 64))
     stages.say(1, stocked(W, is_last=False))
     stages.say(1, stocked(W))
     with pytest.raises(WorkerError, match=r"stage 1 is lost: .*Stocked, which nobody asked for"):
         stages.say(1, stocked(W, is_last))
 
 
-def test_a_stage_may_tell_what_a_void_column_was_asked_for() -> None:
-    """Another stage has lost it, and nobody has taken that in yet."""
+def test_each_stage_and_column_has_a_disk_of_its_own() -> None:
     stages = Stages()
-    stages.later.tell(W, UseTier("0" * 64))
-    stages.links.owed.forget_jobs(1, W)
-    stages.say(2, ColumnLost(W, "worker_lost", "its process has died"))
-    stages.say(1, stocked(W, is_last=False))
-    stages.say(1, stocked(W))
-    assert not stages.owed.any_owed
+    for column in (V, W):
+        stages.fleet.send(column, stages.fleet.tier_of(column, UseTier("0" * 64)))
+    said = [stages.heard_own(V), stages.heard_own(W), stages.heard(1), stages.heard(1)]
+    said += [stages.heard(2), stages.heard(2)]
+    assert len({message.identity for message in said}) == 6
 
 
-def interrupted(stages: Stages, stage: int) -> None:
-    """The stage's R-worker of the column is lost, and has a replica."""
-    stages.later.losses.may_recover = True
-    stages.say(stage, ColumnInterrupted(W, "worker_timeout", "it is silent"))
-    assert [column for column, _ in stages.later.take_lost()] == [W]
+def test_what_one_stage_couldnt_store_is_dropped_in_the_others() -> None:
+    stages, key = Stages(), b"k" * 16
+    keys = words_of([key])
+    stages.fleet.send(W, StoreBlocks(5, keys, np.ones(1, np.int32)))
+    assert isinstance(stages.heard(1), StoreBlocks) and isinstance(stages.heard(2), StoreBlocks)
+    stages.own(W, Moved(W, 5, words_of(()), 10, 0.5))
+    stages.say(1, Moved(W, 5, keys, 10, 0.5))
+    stages.say(2, Moved(W, 5, words_of(()), 10, 0.5))
+    (news,) = stages.fleet.moves.take_tiers()
+    assert news.holder == W and stages.heard(1) is None
+    assert (stages.heard(2).keys == keys).all()
 
 
-def take_over(stages: Stages, *asked: int) -> None:
-    """Of two sequences, at most 10 and 5 tokens."""
-    counts = np.array([10, 5], np.int32)
-    stages.later.take_over(W, TakeOver(0, np.array([7, 8]), counts), asked)
-    for stage in asked:
-        assert isinstance(stages.heard(stage), TakeOver)
-
-
-def test_what_was_given_for_an_interrupted_column_is_given_back() -> None:
+def test_a_member_goes_on_at_another_r_worker_of_its_stage() -> None:
     stages = Stages()
-    stages.later.tell(W, OpenSequence(7, 100))
-    assert stages.heard(1) == stages.heard(2)
-    stages.say(1, answer(7))
-    interrupted(stages, 2)
-    assert stages.heard(1) == CloseSequence(7, W)
-    stages.say(2, answer(7, "column_lost"))
-    assert stages.later.joined((W, Accepted(7))) is None
-    assert stages.told == [CloseSequence(7)] and stages.heard(2) is None
+    members = stages.members
+    one, other = members.member(1, W), members.member(1, V)
+    stages.say(1, ColumnLost(W, "gone", "it left"))
+    stages.fleet.take_losses()
+    members.placement.move(one, other)
+    stages.fleet.groups[W].begin(stages.fleet.groups[W].shards)
+    stages.fleet.revive(W)
+    stages.fleet.send(W, TakeOver(9, np.array([7, 8]), np.array([10, 5], np.int32)))
+    assert stages.heard(1) == PlaceColumn(W, V)
+    asked = stages.heard(1)
+    assert isinstance(asked, TakeOver) and asked.holder == W
+    for stage, counts in ((1, [8, 5]), (2, [9, -1])):
+        stages.say(stage, ColumnTakenOver(W, np.array(counts, np.int32)))
+    stages.own(W, TakenOver(np.array([10, 5], np.int32)))
+    ((column, joined),) = stages.answers
+    assert column == W and joined.num_tokens.tolist() == [8, -1]
+    stages.fleet.send(W, CloseSequence(8))
+    assert stages.heard(1) == CloseSequence(8, W)  # it is placed once
 
 
-def test_a_column_goes_on_with_what_every_stage_has() -> None:
+def test_replicas_are_spoken_of_by_columns() -> None:
     stages = Stages()
-    interrupted(stages, 1)
-    interrupted(stages, 2)
-    take_over(stages, 1, 2)
-    assert not stages.later.losses.void
-    stages.say(1, ColumnTakenOver(W, np.array([8, 5], np.int32)))
-    assert not stages.later.rooms.has_answers
-    stages.say(2, ColumnTakenOver(W, np.array([9, MISSING], np.int32)))
-    column, joined = stages.later.rooms.next_answer()  # type: ignore[misc]
-    assert column == W and isinstance(joined, TakenOver)
-    assert joined.num_tokens.tolist() == [8, MISSING]
-    # What isn't there in one stage is nowhere.
-    assert stages.told == [CloseSequence(8)]
-    assert (stages.heard(1), stages.heard(2)) == (CloseSequence(8, W), None)
+    members = stages.members
+    one, other = members.member(2, W), members.member(2, V)
+    members.send(one, Replicate("s2-r0", "", 1, 1, 60.0))
+    assert stages.heard(2) == Replicate("s2-r0", "", 1, 1, 60.0, W)
+    members.send(other, DropCache(9, one, other))
+    assert stages.heard(2) == DropCache(9, W, V)
+    stages.say(2, Replicated(W, 0, 3, 1))
+    stages.say(2, Dropped(V, W))
+    assert members.events.take_replicas() == [Replicated(one, 0, 3, 1), Dropped(other, one)]
 
 
-def test_a_column_that_is_lost_again_asks_all_again_that_have_been() -> None:
-    """What they answer to the first time is void."""
+def test_a_member_that_the_first_stage_gives_up_is_given_up_there() -> None:
     stages = Stages()
-    interrupted(stages, 1)
-    take_over(stages, 1)
-    interrupted(stages, 2)
-    assert stages.later.takings.unsettled(W) == {1}
-    take_over(stages, 1, 2)
-    stages.say(1, ColumnTakenOver(W, np.array([1, 1], np.int32)))
-    stages.say(1, ColumnTakenOver(W, np.array([4, 4], np.int32)))
-    stages.say(2, ColumnTakenOver(W, np.array([3, 5], np.int32)))
-    _, joined = stages.later.rooms.next_answer()  # type: ignore[misc]
-    assert isinstance(joined, TakenOver) and joined.num_tokens.tolist() == [3, 4]
-    assert not stages.later.rooms.has_answers
+    stages.members.lose(stages.members.member(2, W), WorkerError("it keeps a replica", code="x"))
+    assert stages.heard(2) == ColumnLost(W, "x", "it keeps a replica")
+    assert [column for column, _ in stages.fleet.take_losses()] == [W]
 
 
 def test_a_stage_that_has_more_than_it_was_asked_for_lies() -> None:
     stages = Stages()
-    interrupted(stages, 1)
-    take_over(stages, 1)
+    stages.fleet.send(W, TakeOver(9, np.array([7, 8]), np.array([10, 5], np.int32)))
     with pytest.raises(WorkerError, match=r"stage 1 is lost: .*more tokens than were asked for"):
         stages.say(1, ColumnTakenOver(W, np.array([11, 5], np.int32)))
 
@@ -265,20 +273,35 @@ def test_a_stage_that_has_more_than_it_was_asked_for_lies() -> None:
 def test_a_step_may_take_a_stage_as_long_as_its_layers_may_take_r_workers() -> None:
     clock = [100.0]
     stages = Stages(clock=lambda: clock[0])
+    owed = stages.members.pending
     hello = StageHello(1, "", 1, 2, 1, 0, 3, 4, 16, DType.FLOAT32, DType.FLOAT32)
     stages.later.greet({1: hello, 2: replace(hello, stage=2, num_layers=2)})
     stages.say(1, StageWelcome(1, (9, 9)))
     stages.say(2, StageWelcome(2, (9, 9)))
+    assert stages.later.welcomes((1, 2)) is not None
     stages.later.send(a_pass(), stages.later.token_stages)
     clock[0] += 3 * 60 - 1
-    assert not stages.owed.overdue()
+    assert not owed.overdue()
     clock[0] += 1
-    assert [(index, "180 s" in reason) for index, reason in stages.owed.overdue()] == [(2, True)]
+    assert [(index, "180 s" in reason) for index, reason in owed.overdue()] == [(2, True)]
     stages.say(1, done(1, []))
+    assert [one.stage for one in stages.later.take_done()] == [1]
     clock[0] += 2 * 60 - 1
-    assert not stages.owed.overdue()
+    assert not owed.overdue()
     clock[0] += 1
-    assert [index for index, _ in stages.owed.overdue()] == [3]
+    assert [index for index, _ in owed.overdue()] == [3]
+
+
+def test_a_stage_has_time_to_give_its_r_worker_up() -> None:
+    clock = [100.0]
+    stages = Stages(clock=lambda: clock[0])
+    stages.fleet.send(W, OpenSequence(7, 100))
+    stages.own(W, Accepted(7))
+    clock[0] += 119
+    assert not stages.members.pending.overdue()
+    clock[0] += 1
+    with pytest.raises(WorkerError, match=r"stage 1 is lost: .*hasn't answered for 120 s"):
+        stages.fleet.receive(most_s=0.0)
 
 
 @pytest.mark.parametrize(
@@ -287,6 +310,9 @@ def test_a_step_may_take_a_stage_as_long_as_its_layers_may_take_r_workers() -> N
         (ColumnLost(2, "gone", "it left"), "speaks of column 2, and there are 2"),
         (ColumnLost(-1, "gone", "it left"), "column -1"),
         (StageAnswer(1 << 40, 1, "", ""), "column 1099511627776"),
+        (Moved(2, 1, words_of(()), 1, 0.0), "column 2"),
+        (Stocked(-1, 1, words_of(()), np.zeros(0, np.int32), True), "column -1"),
+        (Dropped(0, 2), "column 2"),
         (done(1, [5]), r"\[5\] of 2 columns lost"),
         (done(2, []), "as stage 2"),
         (replace(done(1, []), s_part_s=-1.0), "-1, 0 and"),
@@ -300,21 +326,77 @@ def test_what_a_stage_says_that_cannot_be(lie: Any, reason: str) -> None:
     assert raised.value.code == "stage_lost"
 
 
+def test_a_report_that_cannot_be_is_a_stages_lie() -> None:
+    stages = Stages()
+    stages.fleet.send(W, StoreBlocks(5, words_of([b"k" * 16]), np.ones(1, np.int32)))
+    with pytest.raises(WorkerError, match=r"stage 1 is lost: .*bytes"):
+        stages.say(1, Moved(W, 5, words_of(()), -1, 0.5))
+
+
 @pytest.mark.parametrize("num_blocks", [(-1, 5), (5, 1 << 40)])
 def test_a_stage_offers_what_cannot_be(num_blocks: tuple[int, ...]) -> None:
     hello = StageHello(1, "m", 1, 2, 1, 0, 1, 4, 16, DType.FLOAT32, DType.FLOAT32)
     with pytest.raises(ProtocolError, match="num_blocks"):
         hello.check(StageWelcome(1, num_blocks))
+    with pytest.raises(ProtocolError, match="1 addresses"):
+        hello.check(StageWelcome(1, (5, 5), 0, ("one",)))
 
 
 def test_a_stage_is_lost_by_its_name() -> None:
     stages = Stages()
+    stages.say(2, done(2, []))
     with pytest.raises(WorkerError, match=r"stage 2 .*nobody asked for"):
-        stages.say(2, done(2, []))
+        stages.later.take_done()
     told = stages.links.loss(2, WorkerError("stage 2 is lost: its process has died")).message
     assert told.startswith("stage 2 is lost: its process has died. Without its layers"), told
     stages = Stages()
-    stages.ends[1].send(Failed("stage 1", "out_of_capacity", "too little memory"))
-    stages.ends[1].close()
+    stages.ends[2].send(Failed("stage 1", "out_of_capacity", "too little memory"))
+    stages.ends[2].close()
     with pytest.raises(WorkerError, match="stage 1 failed: too little memory"):
-        stages.later.tell(W, CloseSequence(7))
+        stages.fleet.send(W, CloseSequence(7))
+
+
+class TestRelay:
+    """The other end: a stage of two R-workers."""
+
+    def setup_method(self) -> None:
+        hub: InprocHub[Any, Any] = InprocHub()
+        self.first_hub: InprocHub[Any, Any] = InprocHub()
+        self.workers = [connect(hub, "stage 1", InprocHub(), f"r{i}")[1] for i in range(2)]
+        here, self.first = connect(hub, "stage 1", self.first_hub, "the first stage")
+        links = StageLinks({0: here}, is_asked=True)
+        self.pool = StagePool(hub, 60.0, stages=links)
+        self.relay = Relay(self.pool, links, session=5)
+
+    def test_a_column_is_placed_and_its_cache_is_the_stages_own(self) -> None:
+        self.relay.obey(PlaceColumn(W, V))
+        self.relay.obey(TakeOver(9, np.array([7]), np.array([10], np.int32), W))
+        assert self.workers[W].poll() is None
+        told: Any = self.workers[V].poll()
+        assert (told.session, told.holder) == (5, W)
+        self.relay.obey(DropCache(9, W, V))
+        assert self.workers[V].poll() == DropCache(5, W, V)
+
+    def test_answers_and_losses_are_passed_on_in_their_order(self) -> None:
+        self.relay.obey(OpenSequence(7, 100, V))
+        self.workers[V].send(Refused(7, *FULL))  # type: ignore[arg-type]
+        received = self.pool.receive()
+        assert received is not None
+        self.relay.obey(ColumnLost(V, "gone", "it is silent"))
+        self.relay.pass_on([received, *self.pool.take_losses()])
+        assert self.first.poll() == StageAnswer(V, 7, *FULL)
+        assert self.first.poll() == ColumnLost(V, "gone", "it is silent")
+        self.relay.pass_on([])
+        assert self.first.poll() is None
+
+    @pytest.mark.parametrize(
+        ("message", "reason"),
+        [
+            (OpenSequence(7, 100, 2), "there is no column 2: there are 2"),
+            (PlaceColumn(0, -1), "there is no column -1"),
+            (StageWelcome(1, ()), "sent StageWelcome"),
+        ],
+    )
+    def test_what_the_first_stage_may_not_send(self, message: Any, reason: str) -> None:
+        with pytest.raises(ProtocolError, match=re.escape(reason)):
+            self.relay.obey(message)

@@ -14,12 +14,10 @@ from trouble import crash_after
 
 from examples import TRIES_ALL
 from fastdecode import LLM
-from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.pool import Placement, WorkerEvents
-from fastdecode.engine.stages.tiers import ColumnTiers, check
+from fastdecode.engine.fleet.joined_moves import JoinedMoves
 from fastdecode.wire.kv.kept import keys_of, words_of
-from fastdecode.wire.kv.tiers import DropBlocks, Fetching, Moved, Stocked, StoreBlocks
+from fastdecode.wire.kv.tiers import Moved, Stocked
 from rworker.tiers.disk import slot_files
 
 SMALL: dict[str, Any] = {
@@ -100,74 +98,37 @@ def test_a_lost_r_worker_and_its_disk_change_no_token(
         assert llm.stats.tiers.num_stored > 0
 
 
-class Column:
-    """Two stages' R-workers of a column."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[int, list[bytes]]] = []
-        self.tiers = ColumnTiers(
-            (0, 1), self._tell, WorkerEvents(Placement(1), lambda index, lie: None)
-        )
-
-    def _tell(self, stage: int, column: HolderId, message: Any) -> None:
-        assert column == W and isinstance(message, DropBlocks)
-        self.told.append((stage, keys_of(message.keys)))
-
-    def news(self) -> list[Any]:
-        return list(self.tiers.take_tiers())
+FIRST, SECOND = HolderId(0), HolderId(5)
 
 
 def moved(job: int, *failed: bytes) -> Moved:
-    return Moved(W, job, words_of(failed), 10, 0.5)
+    return Moved(3, job, words_of(failed), 10, 0.5)
 
 
 def stocked(*keys: bytes, num_slots: int = 9, is_last: bool = True) -> Stocked:
-    return Stocked(W, num_slots, words_of(keys), words_of(keys)[:, 0].astype("i4") * 0 + 5, is_last)
+    return Stocked(3, num_slots, words_of(keys), words_of(keys)[:, 0].astype("i4") * 0 + 5, is_last)
 
 
 def test_a_block_is_there_where_all_stages_have_it() -> None:
-    column = Column()
-    column.tiers.take(1, stocked(KEYS[0], KEYS[1], is_last=False))
-    column.tiers.take(0, stocked(KEYS[1], KEYS[2], num_slots=7))
-    assert not column.news()
-    column.tiers.take(1, stocked(KEYS[3]))
-    (found,) = column.news()
-    assert keys_of(found.keys) == [KEYS[1]] and (found.holder, found.num_slots) == (W, 7)
-    assert column.told == [(0, [KEYS[2]]), (1, [KEYS[0], KEYS[3]])]
+    moves = JoinedMoves(W, [FIRST, SECOND])
+    assert not moves.take(SECOND, stocked(KEYS[0], KEYS[1], is_last=False))
+    assert not moves.take(FIRST, stocked(KEYS[1], KEYS[2], num_slots=7))
+    assert not moves.news
+    dropped = moves.take(SECOND, stocked(KEYS[3]))
+    (found,) = moves.news
+    assert isinstance(found, Stocked) and keys_of(found.keys) == [KEYS[1]]
+    assert (found.holder, found.num_slots) == (W, 7)
+    assert dropped == {FIRST: {KEYS[2]}, SECOND: {KEYS[0], KEYS[3]}}
 
 
 def test_what_one_stage_couldnt_store_the_others_give_up() -> None:
-    column = Column()
-    keys = words_of(KEYS[:2])
-    column.tiers.ask(W, StoreBlocks(5, keys, keys[:, 0].astype("i4")))
-    column.tiers.take(0, Fetching(W, 5, 1, 3, 0.1))
-    column.tiers.take(0, moved(5))
-    assert not column.news()
-    column.tiers.take(1, moved(5, KEYS[1]))
-    (news,) = column.news()
-    assert keys_of(news.failed) == [KEYS[1]] and news.num_bytes == 20
-    assert column.told == [(0, [KEYS[1]])]
-    column.tiers.take(0, moved(6, KEYS[0]))  # a fetch: who asked for it gives the block up
-    column.tiers.take(1, moved(6))
-    assert len(column.news()) == 1 and len(column.told) == 1
-
-
-def test_a_column_that_is_lost_has_nothing_on_disk() -> None:
-    column = Column()
-    column.tiers.take(0, moved(1))
-    column.tiers.take(0, moved(2))
-    column.tiers.take(1, moved(2))
-    column.tiers.forget(W)
-    column.tiers.take(1, moved(1))
-    assert not column.news()
-
-
-def test_what_no_stage_can_say_of_a_disk() -> None:
-    for news, reason in (
-        (Moved(2, 1, words_of(()), 1, 0.0), "column 2"),
-        (Moved(-1, 1, words_of(()), 1, 0.0), "column -1"),
-        (Moved(1, 1, words_of(()), -1, 0.0), "bytes"),
-        (Stocked(1, -1, words_of(()), words_of(())[:, 0].astype("i4"), True), "slots"),
-    ):
-        with pytest.raises(ProtocolError, match=reason):
-            check(news, 2)
+    moves = JoinedMoves(W, [FIRST, SECOND])
+    moves.begin_store(5)
+    moves.take(FIRST, moved(5))
+    assert not moves.news
+    dropped = moves.take(SECOND, moved(5, KEYS[1]))
+    (news,) = moves.news
+    assert isinstance(news, Moved) and keys_of(news.failed) == [KEYS[1]] and news.num_bytes == 20
+    assert dropped == {FIRST: {KEYS[1]}, SECOND: set()}
+    moves.take(FIRST, moved(6, KEYS[0]))  # a fetch: who asked for it gives the block up
+    assert not moves.take(SECOND, moved(6)) and len(moves.news) == 2

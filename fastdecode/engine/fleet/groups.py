@@ -30,7 +30,8 @@ from fastdecode.engine.fleet.joined_moves import JoinedMoves
 from fastdecode.engine.fleet.pending import PendingReplies
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.wire.kv.exporting import MoveNews
-from fastdecode.wire.kv.tiers import UseTier
+from fastdecode.wire.kv.kept import words_of
+from fastdecode.wire.kv.tiers import DropBlocks, Fetching, StoreBlocks, UseTier
 from fastdecode.wire.messages import (
     Accepted,
     Answer,
@@ -90,12 +91,14 @@ class CacheGroup:
             for member in shards
         }
         self._members = tuple(shards)
+        self._here = tuple(member for member in shards if pool.is_here(member))
 
     @property
     def peer(self) -> str:
         """Its name, for people."""
-        peers = map(self._pool.peer, self.shards or self._pool.placement)
-        return f"the group of {', '.join(dict.fromkeys(peers))}"
+        members = self._here if len(self._here) == 1 < len(self._members) else self.shards
+        peers = dict.fromkeys(map(self._pool.peer, members or self._pool.placement))
+        return next(iter(peers)) if len(members) == 1 else f"the group of {', '.join(peers)}"
 
     @property
     def broken(self) -> WorkerError | None:
@@ -108,19 +111,24 @@ class CacheGroup:
         return next((gone[placement[x]] for x in self.shards if placement[x] in gone), None)
 
     def send(self, message: ToRWorker) -> None:
-        """Send each member its part, or nothing where one that is asked is lost."""
-        if self.broken is not None:
+        """Send each member that it concerns its part, or nothing where one of these
+        is lost."""
+        pool = self._pool
+        due = self._members if message.in_every_stage else self._here
+        if pool.gone and any(pool.placement[member] in pool.gone for member in due):
             return
         if isinstance(message, Hello):
             self.welcome = None
         elif isinstance(message, BeginStep):
             self._want_lse[message.lane] = message.want_lse
+        elif isinstance(message, StoreBlocks):
+            self.moves.begin_store(message.job)
         if message.answers:
-            asked = _Asked(message, self._members)
-            for member in self._members:
+            asked = _Asked(message, due)
+            for member in due:
                 self._asked[member].append(asked)
-        for member in self._members:
-            self._pool.send(member, message.part(self.shards[member]))
+        for member in due:
+            pool.send(member, message.part(self.shards[member]))
 
     def take(self, member: HolderId, answer: Answer) -> Answer | None:
         """A member has answered. The group's answer, once all have."""
@@ -136,7 +144,11 @@ class CacheGroup:
         waiting = self._asked.get(member)
         if waiting is None or any(x is None or isinstance(x.message, Hello) for x in waiting):
             return
-        self.moves.take(member, news)
+        if isinstance(news, Fetching) and len(self._here) < len(self._members):
+            return  # other stages don't report it: nobody begins before all is there
+        for each, keys in self.moves.take(member, news).items():
+            if keys:
+                self._pool.send(each, DropBlocks(words_of(sorted(keys))))
 
     def lose_heads(self, heads: NDArray[np.bool_], reason: str) -> None:
         """Give up the members that answered for any of these query heads [Hq]."""
@@ -213,8 +225,8 @@ class GroupPool:
 
     Args:
         members: one holder a member; ``WorkerPool`` counts and times what they owe.
-        num_groups: holders of the engine.
-        share_out: the shards of a group that is greeted.
+        shards: of each group.
+        share_out: the shards of a group that is greeted; None: they stay.
     """
 
     is_owed_at_once: Final = False
@@ -222,17 +234,20 @@ class GroupPool:
     def __init__(
         self,
         members: WorkerPool,
-        num_groups: int,
-        share_out: Callable[[WorkerPool, Hello], Shards],
+        shards: Sequence[Shards],
+        share_out: Callable[[WorkerPool, Hello], Shards] | None = None,
     ) -> None:
         self.members: Final = members
-        self.groups: Final = [CacheGroup(HolderId(i), members, {}) for i in range(num_groups)]
+        self.groups: Final = [CacheGroup(HolderId(i), members, x) for i, x in enumerate(shards)]
+        self._owners = {member: group for group in self.groups for member in group.shards}
         self._share_out = share_out
+        self.is_resharing = False
+        """The members of a lost group are being greeted; nobody else waits for them."""
         self.moves: Final = GroupMoves(self.groups, self._take_moves)
         self.told_first: tuple[ToRWorker, ...] = ()
         """What a group is sent first that replaces a lost one."""
         self._lost: dict[HolderId, WorkerError] = {}  # until they are revived
-        self._lost_members: list[HolderId] = []
+        self._lost_members: dict[HolderId, list[HolderId]] = {}  # by group
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -266,14 +281,19 @@ class GroupPool:
         return {holder: error for holder, error in found.items() if error is not None}
 
     @property
+    def shares_heads(self) -> bool:
+        """Whether members share out heads, and may do so anew."""
+        return self._share_out is not None
+
+    @property
     def kept_by_gone(self) -> list[HolderId]:
-        """The groups of which a member answers no more."""
-        return [group.holder for group in self.groups if group.broken is not None]
+        """The groups that answer no more."""
+        return list(self.lost)
 
     @property
     def is_owed(self) -> bool:
         """See ``WorkerPool``."""
-        return self.members.is_owed
+        return self.members.is_owed and not self.is_resharing
 
     def peer(self, holder: HolderId) -> str:
         """See ``WorkerPool``."""
@@ -286,30 +306,29 @@ class GroupPool:
 
     def tier_of(self, holder: HolderId, message: UseTier) -> UseTier:
         """See ``WorkerPool``."""
-        return message
+        return message.of_column(holder) if len(self.groups) > 1 else message
 
     def take_losses(self) -> list[tuple[HolderId, WorkerError]]:
         """The groups that have lost a member, and why. Each is told once, until
         it is revived."""
         told = []
         for member, error in self.members.take_losses():
-            self._lost_members.append(member)
-            for group in self.groups:
-                if member in group.shards and group.holder not in self._lost:
-                    self._lost[group.holder] = error
+            group = self._group_of(member)
+            if group is not None:
+                self._lost_members.setdefault(group.holder, []).append(member)
+                if self.give_up(group.holder, error):
                     told.append((group.holder, error))
         return told
 
-    def take_lost_members(self) -> list[HolderId]:
-        """The members that were lost since the last call."""
-        lost, self._lost_members = self._lost_members, []
-        return lost
+    def take_lost_members(self, holder: HolderId) -> list[HolderId]:
+        """The members that a group has lost since the last call."""
+        return self._lost_members.pop(holder, [])
 
     def send(self, holder: HolderId, message: ToRWorker) -> None:
         """See ``WorkerPool``. A lost group is sent nothing but a greeting."""
         group = self.groups[holder]
         if isinstance(message, Hello):
-            group.begin(self._share_out(self.members, message))
+            self._begin(group, message)
         elif holder in self._lost:
             return
         group.send(message)
@@ -318,9 +337,8 @@ class GroupPool:
         """See ``WorkerPool``."""
         num_gone = len(self.gone)
         while (received := self.members.receive(most_s=most_s)) is not None:
-            for group in self.groups:
-                if (joined := self._take(group, *received)) is not None:
-                    return joined
+            if (joined := self._take(*received)) is not None:
+                return joined
             if len(self.gone) > num_gone or not self.is_owed:
                 return None
         return None
@@ -328,8 +346,7 @@ class GroupPool:
     def look(self) -> None:
         """See ``WorkerPool``."""
         for received in self.members.look():
-            for group in self.groups:
-                self._take(group, *received)
+            self._take(*received)
 
     def lose(self, holder: HolderId, error: FastDecodeError) -> None:
         """Give up a member of a group, unless one is lost already."""
@@ -341,9 +358,13 @@ class GroupPool:
         """See ``WorkerPool``."""
         self.groups[holder].lose_heads(heads, reason)
 
-    def give_up(self, holder: HolderId, error: WorkerError) -> None:
-        """A group is lost for good, though its members are there. Nobody is told."""
-        self._lost.setdefault(holder, error)
+    def give_up(self, holder: HolderId, error: WorkerError) -> bool:
+        """A group is lost until it is revived. Whether it wasn't before."""
+        if holder in self._lost:
+            return False
+        self._lost[holder] = error
+        self.groups[holder].moves.news.clear()
+        return True
 
     def revive(self, holder: HolderId) -> None:
         """A group goes on, with other members or with members at other R-workers."""
@@ -351,15 +372,28 @@ class GroupPool:
         for message in self.told_first:
             self.send(holder, message)
 
-    def _take(
-        self, group: CacheGroup, member: HolderId, answer: Answer
-    ) -> tuple[HolderId, Answer] | None:
-        joined = group.take(member, answer)
-        return None if joined is None else (group.holder, joined)
+    def _begin(self, group: CacheGroup, hello: Hello) -> None:
+        """A group is greeted."""
+        share_out = self._share_out
+        group.begin(group.shards if share_out is None else share_out(self.members, hello))
+
+    def _group_of(self, member: HolderId) -> CacheGroup | None:
+        """None: whoever it is, its heads are others' now."""
+        if self._share_out is None:
+            return self._owners[member]
+        return next((group for group in self.groups if member in group.shards), None)
+
+    def _take(self, member: HolderId, answer: Answer) -> tuple[HolderId, Answer] | None:
+        group = self._group_of(member)
+        joined = None if group is None else group.take(member, answer)
+        if group is None or joined is None or group.holder in self._lost:
+            return None
+        return group.holder, joined
 
     def _take_moves(self) -> None:
         for news in self.members.events.take_tiers():
-            for group in self.groups:
+            group = self._group_of(HolderId(news.holder))
+            if group is not None and group.holder not in self._lost:
                 group.take_moved(HolderId(news.holder), news)
 
 
@@ -367,7 +401,7 @@ def in_heads(members: WorkerPool) -> GroupPool:
     """One group whose members share out the KV heads (``--r-partition heads``):
     each keeps some heads of every sequence, and has the same share of every step's
     work, up to whole heads. The group's capacity is that of its smallest member."""
-    return GroupPool(members, 1, share_out_heads)
+    return GroupPool(members, [{}], share_out_heads)
 
 
 def share_out_heads(members: WorkerPool, hello: Hello) -> dict[HolderId, Shard]:

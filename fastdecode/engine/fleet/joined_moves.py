@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -25,51 +25,70 @@ class JoinedMoves:
     def __init__(self, holder: HolderId, members: Collection[HolderId]) -> None:
         self._holder = holder
         self._members = frozenset(members)
-        self._moved: dict[int, dict[int, Moved]] = {}  # by job and member
-        self._fetching: dict[int, dict[int, Fetching]] = {}
-        self._pulled: dict[int, dict[int, Pulled]] = {}  # by sequence and member
-        self._stocked: dict[int, dict[bytes, int]] = {}  # of each member
-        self._num_slots: dict[int, int] = {}
-        self._whole: set[int] = set()
+        self._moved: dict[int, dict[HolderId, Moved]] = {}  # by job and member
+        self._fetching: dict[int, dict[HolderId, Fetching]] = {}
+        self._pulled: dict[int, dict[HolderId, Pulled]] = {}  # by sequence and member
+        self._stocked: dict[HolderId, dict[bytes, int]] = {}  # of each member
+        self._num_slots: dict[HolderId, int] = {}
+        self._whole: set[HolderId] = set()
+        self._stores: set[int] = set()  # jobs
         self.news: deque[MoveNews] = deque()
         """What all members have reported, and wasn't taken."""
 
-    def take(self, worker: int, news: MoveNews) -> None:
-        """A member reports."""
-        group = self._members
+    def begin_store(self, job: int) -> None:
+        """The members are asked to store blocks."""
+        self._stores.add(job)
+
+    def take(self, member: HolderId, news: MoveNews) -> dict[HolderId, set[bytes]]:
+        """A member reports. Returns the blocks that members are to drop, since
+        others lack them: disks would fill with what is of no use."""
+        told = dict(self._moved.get(news.job, {})) if isinstance(news, Moved) else {}
         joined: MoveNews | None
         if isinstance(news, Moved):
-            joined = self._take_moved(worker, news, group)
+            joined = self._take_moved(member, news)
         elif isinstance(news, Fetching):
-            joined = self._take_fetching(worker, news, group)
+            joined = self._take_fetching(member, news)
         elif isinstance(news, Pulled):
-            joined = self._take_pulled(worker, news, group)
+            joined = self._take_pulled(member, news)
         else:
-            joined = self._take_stocked(worker, news, group)
+            joined = self._take_stocked(member, news)
         if joined is not None:
             self.news.append(replace(joined, holder=self._holder))
+        if isinstance(joined, Moved) and isinstance(news, Moved):
+            return self._failed_elsewhere(joined, {**told, member: news})
+        return self._extras(joined) if isinstance(joined, Stocked) else {}
 
-    def extras(self, worker: int, stocked: Stocked) -> set[bytes]:
-        """Blocks that a member has, and not all have."""
-        return self._stocked[worker].keys() - set(keys_of(stocked.keys))
+    def _failed_elsewhere(
+        self, joined: Moved, told: Mapping[HolderId, Moved]
+    ) -> dict[HolderId, set[bytes]]:
+        """Of a store: what some member couldn't, by the others. Who asked for a fetch
+        gives blocks up by itself."""
+        if joined.job not in self._stores:
+            return {}
+        self._stores.remove(joined.job)
+        failed = set(keys_of(joined.failed))
+        return {member: failed - set(keys_of(news.failed)) for member, news in told.items()}
 
-    def _take_fetching(
-        self, worker: int, news: Fetching, group: Collection[int]
-    ) -> Fetching | None:
+    def _extras(self, stocked: Stocked) -> dict[HolderId, set[bytes]]:
+        """What members have, and not all have."""
+        shared = set(keys_of(stocked.keys))
+        return {member: set(own) - shared for member, own in self._stocked.items()}
+
+    def _take_fetching(self, member: HolderId, news: Fetching) -> Fetching | None:
         """The group is as far as its slowest member; one whose part is over reports
         nothing more."""
         told = self._fetching.setdefault(news.job, {})
-        told[worker] = news
+        told[member] = news
         over = self._moved.get(news.job, {})
-        if not told.keys() | over.keys() >= set(group):
+        if not told.keys() | over.keys() >= self._members:
             return None
         under_way = (told[x] for x in told if x not in over)
         return min(under_way, key=lambda x: x.num_there, default=None)
 
-    def _take_moved(self, worker: int, news: Moved, group: Collection[int]) -> Moved | None:
+    def _take_moved(self, member: HolderId, news: Moved) -> Moved | None:
         told = self._moved.setdefault(news.job, {})
-        told[worker] = news
-        if not told.keys() >= set(group):
+        told[member] = news
+        if not told.keys() >= self._members:
             return None
         del self._moved[news.job]
         self._fetching.pop(news.job, None)
@@ -79,11 +98,11 @@ class JoinedMoves:
         faults = map(sum, zip(*(each.faults for each in told.values()), strict=True))
         return Moved(news.holder, news.job, words_of(sorted(failed)), num_bytes, seconds, *faults)
 
-    def _take_pulled(self, worker: int, news: Pulled, group: Collection[int]) -> Pulled | None:
+    def _take_pulled(self, member: HolderId, news: Pulled) -> Pulled | None:
         """A sequence is here when all have their part of it."""
         told = self._pulled.setdefault(news.sequence_id, {})
-        told[worker] = news
-        if not told.keys() >= set(group):
+        told[member] = news
+        if not told.keys() >= self._members:
             return None
         del self._pulled[news.sequence_id]
         num_bytes = sum(each.num_bytes for each in told.values())
@@ -91,16 +110,16 @@ class JoinedMoves:
         reason = next((each.reason for each in told.values() if each.reason), "")
         return Pulled(news.holder, news.sequence_id, num_bytes, seconds, reason)
 
-    def _take_stocked(self, worker: int, news: Stocked, group: Collection[int]) -> Stocked | None:
-        own = self._stocked.setdefault(worker, {})
+    def _take_stocked(self, member: HolderId, news: Stocked) -> Stocked | None:
+        own = self._stocked.setdefault(member, {})
         own.update(zip(keys_of(news.keys), news.num_tokens.tolist(), strict=True))
-        self._num_slots[worker] = news.num_slots
+        self._num_slots[member] = news.num_slots
         if news.is_last:
-            self._whole.add(worker)
-        if not self._whole >= set(group):
+            self._whole.add(member)
+        if not self._whole >= self._members:
             return None
-        stocks = [self._stocked[each] for each in group]
+        stocks = [self._stocked[each] for each in self._members]
         keys = [key for key in stocks[0] if all(key in stock for stock in stocks)]
         num_tokens = np.array([stocks[0][key] for key in keys], np.int32)
-        num_slots = min(self._num_slots[each] for each in group)
+        num_slots = min(self._num_slots[each] for each in self._members)
         return Stocked(news.holder, num_slots, words_of(keys), num_tokens, is_last=True)

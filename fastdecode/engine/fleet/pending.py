@@ -156,6 +156,10 @@ class PendingReplies:
         elif (job := job_of(message)) is not None:
             self.transfers.begin(index, job)
 
+    def allow(self, index: int, num_answers: int) -> None:
+        """What a peer owes last may take as long as so many answers."""
+        self._due[index][-1].num_answers = num_answers
+
     def ask_for(
         self,
         index: int,

@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, Protocol, TypeAlias
 
 import numpy as np
@@ -43,11 +43,11 @@ class Placement:
     """Which worker keeps which holder.
 
     Args:
-        num_holders: as many as there are workers.
+        workers: their indices; each keeps the holder of that number at first.
     """
 
-    def __init__(self, num_holders: int) -> None:
-        self._worker_of = {HolderId(index): index for index in range(num_holders)}
+    def __init__(self, workers: Iterable[int]) -> None:
+        self._worker_of = {HolderId(index): index for index in workers}
         self._former: set[tuple[int, HolderId]] = set()
         self.has_moved = False
         """A worker may keep several holders, or another than its own."""
@@ -79,6 +79,12 @@ class Placement:
         """The worker that keeps ``to`` keeps a lost holder, too, from now on: it
         has a cache under that name."""
         self._worker_of[holder] = self._worker_of[to]
+        self.has_moved = True
+
+    def place(self, holder: HolderId, index: int) -> None:
+        """Another worker keeps a holder from now on."""
+        self._former.add((self._worker_of[holder], holder))
+        self._worker_of[holder] = index
         self.has_moved = True
 
     def give_back(self, holder: HolderId) -> None:
@@ -247,6 +253,8 @@ class WorkerPool:
         device: the cache on the S-worker's device, beside R-workers: the last
             holder. It answers at once, and is never lost.
         num_others: the hub's last connections, which aren't to R-workers.
+        num_relayed: workers that are reached over those. Their indices are the
+            last.
     """
 
     def __init__(
@@ -258,16 +266,18 @@ class WorkerPool:
         absent: Mapping[int, WorkerError] | None = None,
         device: RConnection | None = None,
         num_others: int = 0,
+        num_relayed: int = 0,
     ) -> None:
         self._hub = hub
         self._device = device
         num_peers = len(hub.connections) + (device is not None)
         self.num_workers: Final = num_peers - num_others
-        """R-workers, and the device beside them."""
-        self.placement: Final = Placement(self.num_workers)
+        """R-workers that are connected here, and the device beside them."""
+        relayed = range(num_peers, num_peers + num_relayed)
+        self.placement: Final = Placement([*range(self.num_workers), *relayed])
         """Which worker keeps which holder."""
         self.pending: Final = PendingReplies(
-            num_peers, Deadlines(timeout_s, silence_s, clock), self._heard_s
+            num_peers + num_relayed, Deadlines(timeout_s, silence_s, clock), self._heard_s
         )
         """What workers owe, and when they were heard, by their indices."""
         self.events: Final = WorkerEvents(self.placement, self._lied)
@@ -341,13 +351,17 @@ class WorkerPool:
         """All, lost ones included."""
         return list(self.placement)
 
+    def is_here(self, holder: HolderId) -> bool:
+        """Whether the worker that keeps a holder is connected here, and not relayed to."""
+        return holder < self.num_workers
+
     def workers_of(self, holder: HolderId) -> dict[int, Shard]:
         """The workers that keep a holder, by their indices, and what each keeps of it."""
         return {self.placement[holder]: Shard()}
 
     def peer(self, holder: HolderId) -> str:
         """The name of the worker that keeps a holder, for people."""
-        return self._connection(self.placement[holder]).peer
+        return self._name(self.placement[holder])
 
     def send(self, holder: HolderId, message: ToRWorker) -> None:
         """Send, or do nothing if the holder is lost (finding that out may be this call's doing)."""
@@ -364,12 +378,9 @@ class WorkerPool:
             self._lose(index, _last_words(connection) or error)
 
     def receive(self, *, most_s: float = math.inf) -> tuple[HolderId, Answer] | None:
-        """The next answer of any holder that owes one. None: look again, and at
-        ``lost`` before.
-
-        Waits at most until the first worker has to be given up, and for so many
-        seconds. Must not be called when nobody owes anything.
-        """
+        """The next answer of any holder. None: look again, and at ``lost`` before. Waits
+        so many seconds at most, and until the first worker has to be given up.
+        Somebody must owe an answer."""
         if self._early:
             return self._taken(*self._early.popleft())
         if self.is_owed_at_once:
@@ -431,15 +442,15 @@ class WorkerPool:
         # Another error: one that was raised keeps all that its frames hold alive.
         self.gone[index] = WorkerError(error.message, code=error.code)
         self._untold.append(index)
-        logger.error("%s", loss(self._connection(index).peer, error))
+        logger.error("%s", loss(self._name(index), error))
 
     def _lied(self, index: int, what: str) -> None:
         """A worker has said what it can't mean."""
-        self._lose(index, ProtocolError(f"{self._connection(index).peer} {what}"))
+        self._lose(index, ProtocolError(f"{self._name(index)} {what}"))
 
     def _give_up_overdue(self) -> None:
         for index, reason in self.pending.overdue():
-            text = f"{self._connection(index).peer} {reason}"
+            text = f"{self._name(index)} {reason}"
             self._lose(index, WorkerError(text, code=TIMEOUT))
 
     def _taken(self, index: int, message: FromRWorker) -> tuple[HolderId, Answer] | None:
@@ -473,6 +484,9 @@ class WorkerPool:
             else:
                 if answer is not None:
                     self._early.append((index, answer))
+
+    def _name(self, index: int) -> str:
+        return self._connection(index).peer
 
     def _connection(self, index: int) -> RConnection:
         connections = self._hub.connections

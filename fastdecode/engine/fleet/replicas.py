@@ -21,14 +21,14 @@ import numpy as np
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.handovers import Handovers
-from fastdecode.engine.fleet.pool import WorkerPool
+from fastdecode.engine.fleet.pool import HolderPool, WorkerPool
 from fastdecode.engine.fleet.replacements import HubReplacements, Replacements
 from fastdecode.engine.fleet.ring import LinkOptions, Ring
 from fastdecode.schedule.life import events
 from fastdecode.schedule.ring import ResumePoint, num_offered
+from fastdecode.wire.kv.replicating import ReplicationNews
 from fastdecode.wire.kv.taking_over import MISSING, TakenOver, TakeOver
 from fastdecode.wire.messages import MAX_ID, Hello, Welcome
 
@@ -96,15 +96,14 @@ class ReplicaFigures:
 
 
 class Failovers:
-    """Who goes on for whom, of holders of a fleet, each an R-worker. Whoever has
-    them go on asks them what they have.
+    """Which R-worker takes over from which, of those that are one ring.
 
     Args:
         fleet: the holders.
         options: of the links.
         clock: seconds.
-        deadlines: of R-workers that hang while no answer is awaited; None: those
-            of the fleet's answers.
+        circle: the ring's holders; None: all.
+        figures: what is counted; None: by this ring alone.
     """
 
     def __init__(
@@ -112,18 +111,22 @@ class Failovers:
         fleet: WorkerPool,
         options: LinkOptions,
         clock: Clock = time.monotonic,
-        deadlines: Deadlines | None = None,
+        circle: Sequence[HolderId] | None = None,
+        figures: ReplicaFigures | None = None,
     ) -> None:
         self._fleet = fleet
         self._clock = clock
-        self._ring = Ring(fleet, options, clock, deadlines or fleet.pending.deadlines)
+        self._ring = Ring(fleet, options, clock, fleet.pending.deadlines)
+        self.circle = fleet.holders if circle is None else list(circle)
+        """The ring's holders, lost ones included."""
         self._is_broken = False  # somebody has left the ring, or come
         self.failing: dict[HolderId, Failover] = {}
         """Lost holders that others can go on for, and don't yet."""
         self.adopted: set[HolderId] = set()
         """Lost holders that neighbours go on for."""
         self._handovers: Handovers | None = None
-        self.figures = ReplicaFigures(lags=self._ring.protection.lags)
+        self._counts_links = figures is None
+        self.figures = figures or ReplicaFigures(lags=self._ring.protection.lags)
         """What has become of them so far."""
 
     def hand_over_to(self, replacements: Replacements | None) -> None:
@@ -136,13 +139,14 @@ class Failovers:
         """Have every R-worker that is there keep its neighbour up to date."""
         self._ring.close(holders)
 
-    def take_news(self, last_step: int) -> None:
-        """Take in what R-workers have said of their replicas. ``last_step``:
-        that has begun."""
-        for news in self._fleet.events.take_replicas():
+    def take_news(self, last_step: int, heard: Sequence[ReplicationNews] | None = None) -> None:
+        """Take in what R-workers have reported of their replicas. ``last_step``:
+        that has begun. ``heard``: None: all of the fleet's."""
+        for news in self._fleet.events.take_replicas() if heard is None else heard:
             self._ring.take(news, last_step)
         self._ring.protection.count()
-        self.figures.unprotected_s = self._ring.protection.unprotected_s
+        if self._counts_links:
+            self.figures.unprotected_s = self._ring.protection.unprotected_s
 
     def leaving(
         self, found: Mapping[int, Welcome], is_used: Callable[[HolderId], bool]
@@ -258,6 +262,14 @@ class Failovers:
         self._ring.forget(holder)
         self._fleet.placement.give_back(holder)
 
+    def give_up(self, holder: HolderId) -> None:
+        """Nothing is left of a holder, lost or not: nobody need take it over."""
+        self.failing.pop(holder, None)
+        if holder in self.adopted:
+            self.emptied(holder)
+        elif self._fleet.placement[holder] in self._fleet.gone:
+            self._ring.forget(holder)
+
     def end_all(self) -> bool:
         """Nobody goes on for anybody any more, and nobody keeps a replica.
         Whether all of that is over; if not, ask again."""
@@ -280,10 +292,10 @@ class Failovers:
         if not self._is_broken or self.failing or self.adopted:
             return
         lost = self._fleet.lost
-        there = [one for one in self._fleet.placement if one not in lost]
+        there = [one for one in self.circle if one not in lost]
         if there and self._ring.make_way(there):
             self._is_broken = False
-            self.figures.num_rings += 1
+            self.figures.num_rings += self._counts_links
             self._ring.close(there)
             if len(there) > 1:
                 logger.warning("the ring of replicas is closed over %d R-workers", len(there))
@@ -364,7 +376,7 @@ def replicate(
 
 
 def offer_halves(
-    fleet: WorkerPool, hello: Hello, welcomes: Mapping[HolderId, Welcome]
+    fleet: HolderPool, hello: Hello, welcomes: Mapping[HolderId, Welcome]
 ) -> dict[HolderId, Welcome]:
     """Have every R-worker that is there offer half of its KV blocks; see
     ``replicate``."""

@@ -149,12 +149,14 @@ class Resharing:
         if self._usual is None:
             self._usual = self._members.pending.deadlines
             self._members.pending.deadlines = self._deadlines.while_greeting()
+            self._fleet.is_resharing = True
         self._most_blocks = most
         self._fleet.send(GROUP, replace(self._hello, max_blocks=most))
 
     def _end_greeting(self) -> None:
         if self._usual is not None:
             self._members.pending.deadlines = self._usual
+            self._fleet.is_resharing = False
             self._usual = None
 
     def _take_in(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -34,9 +34,8 @@ logger = logging.getLogger(__name__)
 class LinkOptions:
     """Of all links."""
 
-    addresses: Sequence[str]
-    """What R-workers call each other, by the place that each has: of one in
-    whose place another comes, that one's."""
+    addresses: Sequence[str] | Mapping[HolderId, str]
+    """What R-workers call each other, by their holders; of a replacement, its own."""
     num_bytes: int
     """That a link may have under way unanswered."""
     timeout_s: float

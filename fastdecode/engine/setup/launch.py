@@ -29,9 +29,8 @@ from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.groups import in_heads
-from fastdecode.engine.fleet.pool import HolderPool
 from fastdecode.engine.fleet.replacements import Replacements
-from fastdecode.engine.fleet.replicas import limits
+from fastdecode.engine.fleet.replicas import limits, offer_halves
 from fastdecode.engine.kv_exchange import KVExchange
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.session.attach import attach
@@ -50,7 +49,11 @@ from fastdecode.engine.setup.reach import (
     reach_workers,
     resolve_beside,
 )
-from fastdecode.engine.setup.replicas import begin_replicas
+from fastdecode.engine.setup.replicas import (
+    about_replicas,
+    begin_replicas,
+    begin_stage_replicas,
+)
 from fastdecode.engine.setup.s_worker import make_s_worker
 from fastdecode.engine.setup.scheduling import lane_control, schedule_for
 from fastdecode.engine.setup.stage_threads import ThreadStages, connected, later_setups
@@ -72,6 +75,7 @@ from fastdecode.text.codec import TextCodec
 from fastdecode.text.grammar_masks import GrammarMasks
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import Hello, Welcome
+from fastdecode.wire.stages import StageWelcome
 from fastdecode.wire.transport import TIMEOUT
 from sworker.dtypes import torch_dtype
 from sworker.failures import typed_start
@@ -162,7 +166,7 @@ class RunningEngine:
             self._opened.callback(self._device.close)
         is_kept = self.resolved.transport == "zmq" and len(self.resolved.layers) == 1
         self._session = session if is_kept else None
-        pool = pool_of(
+        pool, self._fleet = pool_of(
             self._workers.hub,
             cluster.worker_timeout_s,
             cluster.worker_silence_s,
@@ -171,8 +175,8 @@ class RunningEngine:
             self._workers.stages,
         )
         self._gone = pool.gone  # as it is, whenever they are closed
-        shares_heads = config.r_part.r_partition == "heads"
-        self._fleet: HolderPool = in_heads(pool) if shares_heads else pool
+        if config.r_part.r_partition == "heads":
+            self._fleet = in_heads(pool)
         if config.r_part.replicas:
             neighbour(HolderId(0), self._workers.num_holders)  # or it is refused
 
@@ -193,13 +197,21 @@ class RunningEngine:
         welcomes = self._greet(replace(hello, resumes=resumes), replacements)
         replicas = None
         if self.resolved.config.r_part.replicas:
-            welcomes, replicas = begin_replicas(
-                self._fleet, hello, welcomes, workers, cluster, tell
-            )
+            all_blocks = welcomes
+            if workers.stages is None:
+                welcomes, replicas = begin_replicas(self._fleet, hello, welcomes, workers, cluster)
+            else:
+                welcomes = offer_halves(self._fleet, hello, welcomes)
+            tell(about_replicas(all_blocks, welcomes))
             if replacements is not None:
                 replacements.limit(limits(welcomes, len(self._fleet)))
         if workers.stages is not None:
-            welcomes = self._greet_stages(workers.stages, welcomes, hello.session)
+            others = self._greet_stages(workers.stages, hello.session)
+            welcomes = self._in_columns(welcomes, others)
+            if self.resolved.config.r_part.replicas:
+                replicas = begin_stage_replicas(
+                    self._fleet, hello.session, workers, cluster, others
+                )
         self.welcomes = tuple(welcomes.values())
         blocks = tuple(
             welcomes[i].num_blocks if i in welcomes else 0
@@ -252,18 +264,20 @@ class RunningEngine:
         self._opened.callback(stages.close)
         return stages
 
-    def _greet_stages(
-        self, links: StageLinks, welcomes: dict[HolderId, Welcome], session: int
+    def _greet_stages(self, links: StageLinks, session: int) -> tuple[StageWelcome, ...]:
+        """What later stages answer. ``session``: of the first stage's caches."""
+        setups = later_setups(self._checkpoint, self.spec, self.resolved)
+        return greet_stages(self._fleet, links, setups, session)
+
+    def _in_columns(
+        self, welcomes: dict[HolderId, Welcome], others: Seq[StageWelcome]
     ) -> dict[HolderId, Welcome]:
         """``welcomes`` of the first stage's R-workers, with the KV blocks that
         every stage has of a column; columns that one of them lacks are lost.
-        ``session``: of their caches.
 
         Raises:
             WorkerError: too few columns are there.
         """
-        setups = later_setups(self._checkpoint, self.spec, self.resolved)
-        others = greet_stages(self._fleet, links, setups, session)
         there, missing = whole_columns(welcomes, others)
         if missing:
             self._check_enough(len(there), missing)

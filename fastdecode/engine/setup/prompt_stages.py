@@ -18,7 +18,6 @@ from fastdecode.engine.setup.workers import LEAST_STUCK_S, Reached
 from fastdecode.engine.stages.layer_hub import LayerHub, homes_of, stages_of
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.prompts import LanePrompts
-from fastdecode.engine.stages.replicas import StageReplicas
 from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import MAX_BLOCKS
@@ -101,9 +100,9 @@ class PromptStageSetup(StageSetup):
 
     def greet(
         self, workers: Reached, fleet: WorkerPool, ranks: Ranks | None = None
-    ) -> tuple[StageWelcome, StageReplicas | None]:
+    ) -> StageWelcome:
         """See ``StageSetup``. Their own stages greet them."""
-        return StageWelcome(self.number, (MAX_BLOCKS,) * len(fleet)), None
+        return StageWelcome(self.number, (MAX_BLOCKS,) * len(fleet))
 
     def make_attention(self, workers: Reached, fleet: WorkerPool, s_worker: SWorker) -> Attention:
         """See ``StageSetup``. Prompts are attended here, and stored there."""

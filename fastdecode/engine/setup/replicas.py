@@ -2,68 +2,68 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 
 from fastdecode.core.config.groups import Cluster
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.group_replicas import GroupReplicas, replicate_heads
 from fastdecode.engine.fleet.groups import GroupPool
 from fastdecode.engine.fleet.pool import HolderPool, WorkerPool
-from fastdecode.engine.fleet.replicas import Replicas, offer_halves, replicate
+from fastdecode.engine.fleet.replicas import Replicas, replicate
 from fastdecode.engine.fleet.ring import LinkOptions
 from fastdecode.engine.setup.workers import Reached
-from fastdecode.engine.stages.replicas import ColumnReplicas, StageReplicas
+from fastdecode.engine.stages.pool import StagePool
 from fastdecode.wire.messages import Hello, Welcome
+from fastdecode.wire.stages import StageWelcome
 
 Welcomes = Mapping[HolderId, Welcome]
 
 
 def begin_replicas(
-    fleet: HolderPool,
-    hello: Hello,
-    welcomes: Welcomes,
-    workers: Reached,
-    cluster: Cluster,
-    tell: Callable[[str], None],
-) -> tuple[dict[HolderId, Welcome], Replicas | GroupReplicas | ColumnReplicas]:
-    """Have every R-worker keep its neighbour's replica; with several stages,
-    those of the first one do.
+    fleet: HolderPool, hello: Hello, welcomes: Welcomes, workers: Reached, cluster: Cluster
+) -> tuple[dict[HolderId, Welcome], Replicas | GroupReplicas]:
+    """Have every R-worker keep its neighbour's replica.
 
     Raises:
         ConfigError: there is to be a single one, or one hasn't the memory.
     """
-    replicas: Replicas | GroupReplicas | ColumnReplicas
-    options = _options(hello, workers, cluster)
+    options = _options(hello.session, workers.addresses, cluster)
     if isinstance(fleet, GroupPool):
-        again, replicas = replicate_heads(fleet, hello, welcomes, options)
-    elif workers.stages is None:
-        assert isinstance(fleet, WorkerPool)
-        again, replicas = replicate(fleet, hello, welcomes, options)
-    else:
-        assert isinstance(fleet, WorkerPool)
-        again, own = begin_stage_replicas(fleet, hello, welcomes, workers, cluster)
-        replicas = ColumnReplicas(own, fleet, time.monotonic)
-    num_blocks = sum(welcome.num_blocks for welcome in welcomes.values())
-    offered = sum(welcome.num_blocks for welcome in again.values())
-    tell(
-        f"replicas: sequences have {offered} of {num_blocks} KV blocks; each R-worker keeps its "
-        "neighbour's in as many"
-    )
-    return again, replicas
+        return replicate_heads(fleet, hello, welcomes, options)
+    assert isinstance(fleet, WorkerPool)
+    return replicate(fleet, hello, welcomes, options)
 
 
 def begin_stage_replicas(
-    fleet: WorkerPool, hello: Hello, welcomes: Welcomes, workers: Reached, cluster: Cluster
-) -> tuple[dict[HolderId, Welcome], StageReplicas]:
-    """The same, of one stage's R-workers."""
-    again = offer_halves(fleet, hello, welcomes)
-    replicas = StageReplicas(fleet, _options(hello, workers, cluster))
-    replicas.begin(sorted(again))
-    return again, replicas
+    fleet: HolderPool, session: int, workers: Reached, cluster: Cluster, others: Seq[StageWelcome]
+) -> GroupReplicas:
+    """The same, of each stage's R-workers, which have offered half of their room.
+    ``others``: later stages."""
+    assert isinstance(fleet, GroupPool) and isinstance(fleet.members, StagePool)
+    members, rings = fleet.members, []
+    stages = [(0, workers.addresses, session)]
+    stages += [(other.stage, other.addresses, other.session) for other in others]
+    for stage, addresses, each in stages:
+        circle = [members.member(stage, column) for column in range(members.num_columns)]
+        named = dict(zip(circle, addresses, strict=True))
+        rings.append((circle, _options(each, named, cluster)))
+    replicas = GroupReplicas(fleet, rings)
+    replicas.begin()
+    return replicas
 
 
-def _options(hello: Hello, workers: Reached, cluster: Cluster) -> LinkOptions:
-    return LinkOptions(
-        workers.addresses, cluster.link_bytes, cluster.worker_timeout_s, hello.session
+def about_replicas(welcomes: Welcomes, again: Welcomes) -> str:
+    """What room replicas leave, for people."""
+    num_blocks = sum(welcome.num_blocks for welcome in welcomes.values())
+    offered = sum(welcome.num_blocks for welcome in again.values())
+    return (
+        f"replicas: sequences have {offered} of {num_blocks} KV blocks; each R-worker keeps its "
+        "neighbour's in as many"
     )
+
+
+def _options(
+    session: int, addresses: Seq[str] | Mapping[HolderId, str], cluster: Cluster
+) -> LinkOptions:
+    return LinkOptions(addresses, cluster.link_bytes, cluster.worker_timeout_s, session)

@@ -15,20 +15,19 @@ from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.stages import stage_spec
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.pool import HolderPool, WorkerPool
+from fastdecode.engine.fleet.replicas import offer_halves
 from fastdecode.engine.setup.ranks import meet_ranks
 from fastdecode.engine.setup.reach import (
     agreed_hello,
     make_attention,
     make_hello,
 )
-from fastdecode.engine.setup.replicas import begin_stage_replicas
 from fastdecode.engine.setup.resolve import ResolvedConfig
 from fastdecode.engine.setup.s_worker import make_s_worker
 from fastdecode.engine.setup.workers import Reached
 from fastdecode.engine.stages.later_stage import LaterStage
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.pool import ColumnPool, StagePool
-from fastdecode.engine.stages.replicas import StageReplicas
 from fastdecode.engine.step.remote import Attention
 from fastdecode.wire.messages import MAX_LANES, PROTOCOL_VERSION, Failed, Shutdown, Welcome
 from fastdecode.wire.stages import StageHello, StageWelcome, stage_name
@@ -144,7 +143,7 @@ class StageSetup:
                 met.append(meet_ranks(resolved.config.s_part, resolved.device, patience_s))
             ranks = met[0] if met else None
             model = self._load_model(ranks)
-            welcome, replicas = self.greet(workers, fleet, ranks)
+            welcome = self.greet(workers, fleet, ranks)
             s_worker = make_s_worker(self.spec, model, resolved, ranks)
             attention = self.make_attention(workers, fleet, s_worker)
         asked = _introduce(self, fleet, links, welcome)
@@ -159,7 +158,7 @@ class StageSetup:
             attention,
             links,
             asked.num_lanes,
-            replicas,
+            welcome.session,
             stores_elsewhere=self.is_of_prompts,
         )
         with typed_failures():
@@ -167,18 +166,17 @@ class StageSetup:
 
     def greet(
         self, workers: Reached, fleet: WorkerPool, ranks: Ranks | None = None
-    ) -> tuple[StageWelcome, StageReplicas | None]:
+    ) -> StageWelcome:
         """Greet its R-workers. What the first stage is to know of them."""
         resolved = self.resolved
-        hello, replicas = make_hello(self.checkpoint, self.own_spec, resolved), None
+        hello = make_hello(self.checkpoint, self.own_spec, resolved)
         hello = agreed_hello(hello, resolved, ranks)
         welcomes = greet(fleet, hello)
         if resolved.config.r_part.replicas:
-            welcomes, replicas = begin_stage_replicas(
-                fleet, hello, welcomes, workers, resolved.config.cluster
-            )
-        blocks = [welcomes[i].num_blocks if i in welcomes else 0 for i in _holders(fleet)]
-        return StageWelcome(self.number, tuple(blocks), hello.session), replicas
+            welcomes = offer_halves(fleet, hello, welcomes)
+        blocks = [welcomes[i].num_blocks if i in welcomes else 0 for i in fleet.holders]
+        addresses = tuple(workers.addresses)
+        return StageWelcome(self.number, tuple(blocks), hello.session, addresses)
 
     def make_attention(self, workers: Reached, fleet: WorkerPool, s_worker: SWorker) -> Attention:
         """On its R-workers."""
@@ -289,10 +287,6 @@ def _welcomed(
             name = stage_name(stage, links.first_prompt_stage)
             raise WorkerError(f"{name} {lie.message}", code="stage_lost") from None
     return tuple(welcomes[stage] for stage in sorted(welcomes))
-
-
-def _holders(fleet: WorkerPool) -> list[HolderId]:
-    return [HolderId(i) for i in range(len(fleet))]
 
 
 def _tell_failure(links: StageLinks, name: str, error: FastDecodeError) -> None:

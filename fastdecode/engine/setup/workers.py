@@ -87,7 +87,7 @@ class Reached:
     ) -> Replacements | None:
         """What looks for R-workers that replace lost ones; None: nobody may come."""
         places = self.replacements and self.replacements(hello, deadlines)
-        if isinstance(fleet, GroupPool):
+        if isinstance(fleet, GroupPool) and fleet.shares_heads:
             return Resharing(fleet, hello, deadlines, places)
         return places
 

@@ -15,17 +15,15 @@ from torch import Tensor
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import Holder
 from fastdecode.engine.fleet.pool import WorkerPool
-from fastdecode.engine.stages.columns import OwnColumns
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
-from fastdecode.engine.stages.replicas import StageReplicas
+from fastdecode.engine.stages.relay import Relay
 from fastdecode.engine.stages.stage_forward import LaterStageForward, passed_on, report
 from fastdecode.engine.step.lane_step import LaneStep
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.remote import Attention
-from fastdecode.wire.kv.taking_over import TakeOver
-from fastdecode.wire.messages import MAX_ID, Activations, Room, Shutdown
-from fastdecode.wire.stages import DropColumn, StageDone, StagePass
+from fastdecode.wire.messages import MAX_ID, Activations, Shutdown
+from fastdecode.wire.stages import StageDone, StagePass
 from sworker.buffers import as_tensor
 from sworker.worker import SWorker
 
@@ -33,8 +31,8 @@ _FIRST = 0
 
 
 class LaterStage:
-    """Runs the steps that the stage before passes on, and keeps the rooms that
-    the first one asks for.
+    """Runs the steps that the stage before passes on, and relays between the first
+    stage and its R-workers.
 
     Args:
         number: which it is, counted from 0; 1 and up.
@@ -44,7 +42,7 @@ class LaterStage:
         attention: on its R-workers, one a column.
         links: to the first, the one before and the one behind.
         num_lanes: most that there may be.
-        replicas: that its R-workers keep of each other; None: they keep none.
+        session: of its R-workers' caches; 0: of none.
         stores_elsewhere: it brings K and V to R-workers that others step: it
             has done its part of a step when these have answered for all.
     """
@@ -58,7 +56,7 @@ class LaterStage:
         attention: Attention,
         links: StageLinks,
         num_lanes: int,
-        replicas: StageReplicas | None = None,
+        session: int = 0,
         *,
         stores_elsewhere: bool = False,
     ) -> None:
@@ -73,9 +71,8 @@ class LaterStage:
         self._pipeline = Pipeline(s_worker, attention, num_lanes, onward=self)
         self._waiting: deque[StagePass] = deque()
         self._passed: dict[int, StagePass] = {}  # by lane
-        self._columns = OwnColumns(self._fleet, links, replicas)
+        self._relay = Relay(self._fleet, links, session)
         self._stores_elsewhere = stores_elsewhere
-        self._last_step = -1
         self._is_over = False
 
     def run(self) -> None:
@@ -140,11 +137,8 @@ class LaterStage:
         return {*passed.lost.tolist(), *self._fleet.lost}
 
     def _tell_news(self) -> None:
-        """What R-workers have answered, and who of them is lost."""
-        for column, news in self._pipeline.take_news():
-            self._columns.take_in(column, news)
-        self._columns.tell_moved()
-        self._columns.keep_up(self._last_step)
+        """What R-workers have answered, and which of them are lost."""
+        self._relay.pass_on(self._pipeline.take_news())
 
     def _take_orders(self) -> None:
         for stage, message in self._links.take_heard():
@@ -161,10 +155,8 @@ class LaterStage:
             raise ProtocolError(f"stage {stage} sent {type(message).__name__}")
         elif isinstance(message, Shutdown):
             self._is_over = True
-        elif isinstance(message, Room | TakeOver | DropColumn):
-            self._columns.obey(message)
         else:
-            raise ProtocolError(f"the first stage sent {type(message).__name__}")
+            self._relay.obey(message)
 
     def _launch(self) -> None:
         """Start the steps whose lanes are idle."""
@@ -179,7 +171,6 @@ class LaterStage:
     def _start(self, passed: StagePass) -> None:
         x = as_tensor(passed.x, self._s_worker.model.dtype)
         batch = StepBatch.passed_on(passed, self._holders, x)
-        self._last_step = max(self._last_step, passed.step)
         self._passed[passed.lane] = passed
         self._pipeline.launch(passed.lane, batch, batch.last_rows[batch.draws])
         for step in self._pipeline.in_flight:

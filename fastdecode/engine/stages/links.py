@@ -10,16 +10,11 @@ from typing import Any, TypeAlias
 
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.pending import PendingReplies, number_of
-from fastdecode.wire.kv.reserving import Reserving
-from fastdecode.wire.kv.taking_over import TakeOver
-from fastdecode.wire.kv.tiers import Moved, Stocked
+from fastdecode.engine.fleet.pending import PendingReplies
 from fastdecode.wire.messages import Failed, Shutdown, ToRWorker
 from fastdecode.wire.stages import (
-    ColumnTakenOver,
     FromStage,
     OfColumns,
-    StageAnswer,
     StageHello,
     StageMessage,
     StagePass,
@@ -65,19 +60,6 @@ class OwedByStages:
         if kinds:
             self._owed.ask_for(self._index(stage), kinds, NOBODY, num_answers)
 
-    def begin(self, stage: int, column: int, job: int) -> None:
-        """A stage's R-worker of a column has a job."""
-        self._owed.transfers.begin(self._index(stage), self._number(column, job))
-
-    def take_moved(self, stage: int, news: Moved | Stocked) -> bool:
-        """A stage's R-worker of a column tells of a job; whether it was to."""
-        number = self._number(news.holder, number_of(news))
-        return self._owed.transfers.take(self._index(stage), news, number)
-
-    def forget_jobs(self, stage: int, column: int) -> None:
-        """A stage's R-worker of a column is lost."""
-        self._owed.transfers.forget(self._index(stage), lambda each: each % self._first == column)
-
     def take(self, stage: int, answer: FromAnyStage) -> bool:
         """A stage has answered. False: it doesn't owe that."""
         return self._owed.take_any(self._index(stage), answer)
@@ -96,11 +78,6 @@ class OwedByStages:
 
     def _index(self, stage: int) -> int:
         return self._first + self._stages.index(stage)
-
-    def _number(self, column: int, job: int) -> int:
-        """Of a job, among those of all columns, of which there are as many as
-        peers before the first stage."""
-        return job * self._first + column
 
 
 class StageLinks:
@@ -160,8 +137,8 @@ class StageLinks:
         except WorkerError as error:
             raise self.loss(stage, error) from None
 
-    def take(self, index: int, message: FromAnyStage) -> None:
-        """What the peer of this index has said.
+    def take(self, index: int, message: FromAnyStage) -> int:
+        """The peer of this index has said something; which stage it is.
 
         Raises:
             WorkerError: it can't go on, or says what nobody asked for.
@@ -174,7 +151,15 @@ class StageLinks:
                 message.check(stage, self.num_columns)
             except ProtocolError as lie:
                 raise self.loss(stage, lie) from None
+        return stage
+
+    def keep(self, stage: int, message: FromAnyStage) -> None:
+        """A stage's words wait to be asked for."""
         self._heard.append((stage, message))
+
+    def heard_s(self, stage: int) -> float | None:
+        """When a stage last gave a sign of life; None: it gives none."""
+        return self._connections[stage].heard_s
 
     def answered(self, stage: int, message: FromAnyStage) -> None:
         """What it has said is an answer that it owed.
@@ -246,9 +231,5 @@ def _failure(name: str, failed: Failed) -> WorkerError:
 
 
 def _answers_to(message: FromAnyStage) -> tuple[type[Any], ...]:
-    """What a stage answers."""
-    if isinstance(message, (StageHello, StagePass)):
-        return message.answers
-    if isinstance(message, TakeOver):
-        return (ColumnTakenOver,)
-    return (StageAnswer,) if isinstance(message, Reserving) else ()
+    """What a stage itself answers."""
+    return message.answers if isinstance(message, StageHello | StagePass) else ()

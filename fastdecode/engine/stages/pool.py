@@ -1,21 +1,36 @@
-"""The R-workers of one stage of a pipeline, and the other stages beside them."""
+"""The R-workers of a pipeline: those of this stage, and, in the first stage, those of
+later ones, which it reaches over the links between stages.
+
+In the first stage, a column is a cache group: its R-worker in every stage is a
+member. What the first stage sends a member of a later stage goes over that stage's
+link, and so come its answers and reports (``fastdecode.wire.stages``).
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, cast
 
 from fastdecode.core.clock import Clock
-from fastdecode.core.errors import FastDecodeError, WorkerError
+from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.pool import RConnection, RHub, WorkerPool
+from fastdecode.core.spec import Shard
+from fastdecode.engine.fleet.groups import GroupPool
+from fastdecode.engine.fleet.pool import HolderPool, RConnection, RHub, WorkerPool
 from fastdecode.engine.stages.later import LaterStages
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
-from fastdecode.engine.stages.tiers import ColumnTiers
-from fastdecode.wire.kv.tiers import UseTier
+from fastdecode.wire.kv.replicating import Dropped
+from fastdecode.wire.kv.reserving import Accepted, Refused
+from fastdecode.wire.kv.taking_over import DropCache, TakenOver
 from fastdecode.wire.messages import Answer, FromRWorker, ToRWorker
+from fastdecode.wire.stages import ColumnLost, ColumnTakenOver, OfMember, PlaceColumn, StageAnswer
+
+_NUM_ANSWERS: Final = 2
+"""That a relayed answer may take the time of: the stage has to give its R-worker up
+before the first one gives the stage up."""
 
 
 class StagePool(WorkerPool):
@@ -24,6 +39,7 @@ class StagePool(WorkerPool):
     Args:
         hub, timeout_s, silence_s, clock, absent: see ``WorkerPool``.
         stages: the other stages, which the hub's last connections are to.
+        relayed: the stages whose R-workers this one reaches over their links.
     """
 
     def __init__(
@@ -35,89 +51,181 @@ class StagePool(WorkerPool):
         absent: Mapping[int, WorkerError] | None = None,
         *,
         stages: StageLinks,
+        relayed: Sequence[int] = (),
     ) -> None:
-        super().__init__(hub, timeout_s, silence_s, clock, absent, num_others=len(stages))
+        self.num_columns: Final = len(hub.connections) - len(stages)
         self._stages = stages
-        stages.join(self.pending, self.num_workers)
-        self._begin()
+        self._relayed = tuple(relayed)
+        self._first_relayed = len(hub.connections)
+        self._placed: dict[HolderId, int] = {}
+        """Members of later stages that their stage knows at another R-worker than their own."""
+        self.reported: dict[HolderId, WorkerError] = {}
+        """Columns of which a stage that runs prompts can't reach an R-worker."""
+        num_relayed = len(self._relayed) * self.num_columns
+        super().__init__(
+            hub,
+            timeout_s,
+            silence_s,
+            clock,
+            absent,
+            num_others=len(stages),
+            num_relayed=num_relayed,
+        )
+        stages.join(self.pending, self.num_columns)
 
-    def _begin(self) -> None:
-        """The other stages are known."""
+    def member(self, stage: int, column: int) -> HolderId:
+        """What a stage's R-worker of a column is called here."""
+        if not stage:
+            return HolderId(column)
+        place = self._relayed.index(stage)
+        return HolderId(self._first_relayed + place * self.num_columns + column)
+
+    def _origin(self, member: int) -> tuple[int, int]:
+        """The stage and the column of a member of a later stage."""
+        place, column = divmod(member - self._first_relayed, self.num_columns)
+        return self._relayed[place], column
+
+    def send(self, holder: HolderId, message: ToRWorker) -> None:
+        """See ``WorkerPool``."""
+        if self.is_here(holder):
+            super().send(holder, message)
+            return
+        index = self.placement[holder]
+        if index in self.gone:
+            return
+        named = message.for_holder(holder)
+        self.pending.ask(index, named, holder)
+        if named.answers:
+            self.pending.allow(index, _NUM_ANSWERS)
+        stage, column = self._origin(holder)
+        if self._placed.get(holder, holder) != index:
+            self._placed[holder] = index
+            self._stages.tell(stage, PlaceColumn(column, self._origin(index)[1]))
+        self._stages.tell(stage, self._in_columns(named, column))
+
+    def lose(self, holder: HolderId, error: FastDecodeError) -> None:
+        """See ``WorkerPool``."""
+        index = self.placement[holder]
+        if index >= self._first_relayed and index not in self.gone:
+            stage, column = self._origin(index)
+            self._stages.tell(stage, ColumnLost(column, error.code, error.message))
+            super()._lose(index, error)
+        else:
+            super().lose(holder, error)
 
     def _lose(self, index: int, error: FastDecodeError) -> None:
-        if index >= self.num_workers:
+        if index in self.gone:
+            return
+        if index >= self._first_relayed:
+            # The stage watches its R-workers: it is the one that doesn't answer, or lies.
+            raise self._stages.loss(self._origin(index)[0], error)
+        if index >= self.num_columns:
             raise self._stages.lost(index, error)
         super()._lose(index, error)
 
     def _taken(self, index: int, message: FromRWorker) -> tuple[HolderId, Answer] | None:
-        if index < self.num_workers:
+        if not self.num_columns <= index < self._first_relayed:
             return super()._taken(index, message)
-        self._stages.take(index, cast(FromAnyStage, message))
+        said = cast(FromAnyStage, message)
+        stage = self._stages.take(index, said)
+        if self._stages.is_asked or not isinstance(said, ColumnLost | OfMember):
+            self._stages.keep(stage, said)
+        elif isinstance(said, ColumnLost):
+            self._take_lost(stage, said)
+        else:
+            return self._take_relayed(stage, said)
         return None
 
+    def _take_lost(self, stage: int, lost: ColumnLost) -> None:
+        """A stage has lost an R-worker, or one that runs prompts can't reach it."""
+        error = WorkerError(f"stage {stage}: {lost.message}", code=lost.code)
+        if stage in self._relayed:
+            super()._lose(self.member(stage, lost.column), error)
+        else:
+            self.reported.setdefault(HolderId(lost.column), error)
 
-class ColumnPool(StagePool):
-    """Of the first stage, to which a holder is a column: an R-worker here, and one
-    in every later stage.
+    def _take_relayed(self, stage: int, said: OfMember) -> tuple[HolderId, Answer] | None:
+        """An answer, or a report, of a later stage's R-worker.
+
+        Raises:
+            WorkerError: the stage says what can't be.
+        """
+        if stage not in self._relayed:
+            raise self._stages.loss(stage, ProtocolError(f"it sent {type(said).__name__}"))
+        column = said.column if isinstance(said, StageAnswer | ColumnTakenOver) else said.holder
+        member = self._member_of(stage, column)
+        return super()._taken(self.placement[member], self._in_members(stage, member, said))
+
+    def _member_of(self, stage: int, column: int) -> HolderId:
+        if 0 <= column < self.num_columns:
+            return self.member(stage, column)
+        text = f"speaks of column {column}, and there are {self.num_columns}"
+        raise self._stages.loss(stage, ProtocolError(text))
+
+    def _in_members(self, stage: int, member: HolderId, said: OfMember) -> FromRWorker:
+        """The same with members' names in place of columns'."""
+        match said:
+            case StageAnswer():
+                if said.code:
+                    return Refused(said.sequence_id, said.code, said.message)
+                return Accepted(said.sequence_id)
+            case ColumnTakenOver():
+                return TakenOver(said.num_tokens)
+            case Dropped():
+                return Dropped(member, self._member_of(stage, said.cache))
+        return replace(said, holder=member)
+
+    def _in_columns(self, message: ToRWorker, column: int) -> ToRWorker:
+        """The same with columns' names in place of members'."""
+        if isinstance(message, DropCache):
+            message = replace(message, cache=self._origin(message.cache)[1])
+        return cast(ToRWorker, cast(Any, message).for_holder(column))
+
+    def _name(self, index: int) -> str:
+        if index < self._first_relayed:
+            return super()._name(index)
+        stage, column = self._origin(index)
+        return f"stage {stage}'s R-worker of column {column}"
+
+    def _heard_s(self, index: int) -> float | None:
+        if index < self._first_relayed:
+            return super()._heard_s(index)
+        return self._stages.heard_s(self._origin(index)[0])
+
+
+class ColumnPool(GroupPool):
+    """Of the first stage, to which a holder is a column: an R-worker of every stage.
 
     Args:
-        hub, timeout_s, silence_s, clock, absent, stages: see ``StagePool``.
+        members: all R-workers.
+        stages: the links to other stages.
     """
 
-    def _begin(self) -> None:
-        self.later = LaterStages(self._stages, super().send, self.events)
+    def __init__(self, members: StagePool, stages: StageLinks) -> None:
+        token_stages = [x for x in stages.later if x < stages.first_prompt_stage]
+        shards = [
+            {members.member(stage, column): Shard(stage=stage) for stage in (0, *token_stages)}
+            for column in range(members.num_columns)
+        ]
+        super().__init__(members, shards)
+        self._reported = members.reported
+        self.later: Final = LaterStages(stages)
         """The stages behind this one."""
 
     @property
-    def moves(self) -> ColumnTiers:
-        """Reports of columns: once all of their R-workers have reported."""
-        return self.later.tiers
-
-    @property
-    def lost(self) -> dict[HolderId, WorkerError]:
-        """See ``WorkerPool``."""
-        return {**self.later.losses.void, **super().lost}
-
-    @property
-    def is_owed(self) -> bool:
-        """See ``WorkerPool``."""
-        return super().is_owed or self.later.rooms.has_answers
-
-    @property
     def lost_workers(self) -> list[WorkerError]:
-        """See ``WorkerPool``."""
-        own = {(0, column): error for column, error in self.gone.items()}
-        later = self.later.losses.of_r_workers(own, self.later.token_stages)
-        return list({**own, **later}.values())
-
-    def tier_of(self, holder: HolderId, message: UseTier) -> UseTier:
-        """See ``WorkerPool``."""
-        return message.of_column(holder)
+        """See ``WorkerPool``. A stage that runs prompts reports others' R-workers: it
+        counts where their own stages haven't noticed."""
+        reported = self._reported.items()
+        others = [error for column, error in reported if self.groups[column].broken is None]
+        return [*super().lost_workers, *others]
 
     def take_losses(self) -> list[tuple[HolderId, WorkerError]]:
-        """See ``WorkerPool``."""
-        self.later.losses.lose_own(super().take_losses())
-        return self.later.take_lost()
-
-    def send(self, holder: HolderId, message: ToRWorker) -> None:
-        """See ``WorkerPool``."""
-        if not message.in_every_stage:
-            super().send(holder, message)
-        elif holder not in self.later.losses.over:
-            super().send(holder, message)
-            self.later.tell(holder, message)
-
-    def receive(self, *, most_s: float = math.inf) -> tuple[HolderId, Answer] | None:
-        """See ``WorkerPool``."""
-        if self.later.rooms.has_answers:
-            return self.later.rooms.next_answer()
-        return self.later.joined(super().receive(most_s=most_s))
-
-    def look(self) -> list[tuple[HolderId, Answer]]:
-        """See ``WorkerPool``."""
-        found = super().look()
-        self.later.listen()
-        return found
+        """See ``GroupPool``."""
+        lost = super().take_losses()
+        if self._reported:
+            lost += [each for each in self._reported.items() if self.give_up(*each)]
+        return lost
 
 
 def pool_of(
@@ -127,9 +235,12 @@ def pool_of(
     absent: Mapping[int, WorkerError],
     device: RConnection | None,
     stages: StageLinks | None,
-) -> WorkerPool:
-    """Of an engine; with other stages, of the first one."""
+) -> tuple[WorkerPool, HolderPool]:
+    """The R-workers of an engine, and its holders; with other stages, of the first one."""
     if stages is None:
-        return WorkerPool(hub, timeout_s, silence_s, absent=absent, device=device)
+        pool = WorkerPool(hub, timeout_s, silence_s, absent=absent, device=device)
+        return pool, pool
     assert device is None
-    return ColumnPool(hub, timeout_s, silence_s, absent=absent, stages=stages)
+    relayed = [stage for stage in stages.later if stage < stages.first_prompt_stage]
+    members = StagePool(hub, timeout_s, silence_s, absent=absent, stages=stages, relayed=relayed)
+    return members, ColumnPool(members, stages)

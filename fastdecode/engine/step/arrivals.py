@@ -60,8 +60,6 @@ class Arrivals:
         losses = self._fleet.take_losses()
         if losses:
             self._news += losses
-        # Of a column that a later stage has lost, this one's R-worker answers,
-        # until it is gone, too: nobody is told of that column again.
         for holder in self._fleet.kept_by_gone:
             for step in self._lanes.in_flight:
                 step.remote.lose(holder)

@@ -317,7 +317,7 @@ class RemoteStep:
     def _take_in(self, part: _HolderStep, result: AttendResult) -> None:
         """Raises ProtocolError."""
         span = part.span
-        carrier = np.float32 if self._o.dtype == torch.float32 else np.uint16
+        carrier = np.dtype(np.float32 if self._o.dtype == torch.float32 else np.uint16)
         shape = (part.num_queries, *self._o.shape[1:])
         try:
             result.check_arrays(shape, carrier, want_lse=span.begin.want_lse)

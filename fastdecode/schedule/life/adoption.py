@@ -49,8 +49,6 @@ class _Resuming:
     life: SequenceRecord
     found: dict[PartId, int] = field(default_factory=dict)
     """Tokens of its parts that were asked for, as far as that was answered."""
-    uneven: set[PartId] = field(default_factory=set)
-    """Parts of which the holder may have more than it said."""
     num_tokens: int | None = None
     """With which it goes on, once all has been; all holders are told."""
 
@@ -145,11 +143,9 @@ class Adoptions:
             self._out.append(TakeOver(holder, tuple(part for _, part in kept), counts))
         self._waiting.clear()
 
-    def end(
-        self, holder: HolderId, num_tokens: Sequence[int | None], *, is_uneven: bool = False
-    ) -> None:
-        """Whoever keeps the replica has answered: what it has of each part, in
-        the order in which they were named. ``is_uneven``: see ``TakenOver``."""
+    def end(self, holder: HolderId, num_tokens: Sequence[int | None]) -> None:
+        """The holder has answered what it has of each part, in the order in which
+        they were named."""
         self.counts.num_holders += 1
         asked = self._asked.pop(holder)
         lacking: set[SequenceId] = set()
@@ -161,7 +157,6 @@ class Adoptions:
                 lacking.add(life.sequence.sequence_id)
             elif resuming is not None:
                 resuming.found[part.part_id] = found
-                resuming.uneven |= {part.part_id} if is_uneven else set()
         for sequence_id, life in {life.sequence.sequence_id: life for life, _ in asked}.items():
             if sequence_id in lacking:  # once, however many of its parts aren't there
                 self._grants.lose(life, holder)
@@ -205,7 +200,7 @@ class Adoptions:
         for part in residence.parts:
             wanted = _share(part, num_tokens)
             most = found.get(part.part_id, part.num_tokens)
-            if wanted < most or part.part_id in resuming.uneven:
+            if wanted < most:
                 self._grants.ask(life, part)
                 self._out.append(Truncate(part, wanted))
         return num_tokens

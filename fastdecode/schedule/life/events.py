@@ -118,9 +118,6 @@ class TakenOver:
     """That each of the parts which were asked for has; None: it isn't there."""
     is_home: bool = False
     """In the holder's own place, where others may start, too."""
-    is_uneven: bool = False
-    """The holder is several R-workers, of some layers each: some may have more
-    tokens, which they have to forget."""
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ class Lifecycle:
             case Leaving():
                 self.adoptions.leave(event.holder)
             case TakenOver():
-                self.adoptions.end(event.holder, event.num_tokens, is_uneven=event.is_uneven)
+                self.adoptions.end(event.holder, event.num_tokens)
                 if event.is_home:
                     self.scheduler.ledger.capacity.reopen(event.holder)
             case Reopened():

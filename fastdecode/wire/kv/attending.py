@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final, TypeAlias
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.wire.traits import ForHolder, Role
@@ -49,25 +49,13 @@ class AttendResult:
     compute_s: float
     """Seconds spent appending and attending, waiting excluded."""
 
-    def check_arrays(self, shape: tuple[int, ...], dtype: DTypeLike, *, want_lse: bool) -> None:
-        """
-        Args:
-            shape: of o, [T, Hq, D].
-            dtype: of o, as it travels.
-            want_lse: whether the step asked for it.
-
-        Raises:
-            ProtocolError: the answer has others; what is wrong, to be said behind
-                the R-worker's name.
-        """
-        if self.o.shape != shape:
-            raise ProtocolError(f"answered o of shape {self.o.shape}, not {shape}")
-        if self.o.dtype != dtype:
-            raise ProtocolError(f"answered o of {self.o.dtype}, where {np.dtype(dtype)} was agreed")
-        found = None if self.lse is None else self.lse.shape
-        if found != (shape[:2] if want_lse else None):
-            due = f"{shape[:2]} was asked" if want_lse else "none was asked"
-            raise ProtocolError(f"answered lse of shape {found}, where {due}")
+    def check_arrays(self, shape: tuple[int, ...], dtype: np.dtype[Any], *, want_lse: bool) -> None:
+        """Raises ProtocolError: o [T, Hq, D] or lse isn't what was asked for."""
+        if (found := (self.o.dtype, self.o.shape)) != (dtype, shape):
+            raise ProtocolError(f"answered o of {found[0]} {found[1]}, not {dtype} {shape}")
+        due = shape[:2] if want_lse else None
+        if (lse := getattr(self.lse, "shape", None)) != due:
+            raise ProtocolError(f"answered lse of shape {lse}, where {due or 'none'} was asked")
 
 
 @dataclass(frozen=True, eq=False)

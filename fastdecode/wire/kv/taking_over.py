@@ -72,6 +72,7 @@ class TakeOver(ForHolder):
 
     answers = (TakenOver,)
     said_by = S_WORKERS
+    in_every_stage = True
 
     def check(self, answer: Any) -> None:
         """See ``Asking``."""

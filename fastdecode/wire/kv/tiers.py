@@ -55,18 +55,15 @@ class UseTier(ForHolder):
     in_every_stage = True
 
     def part(self, shard: Shard) -> UseTier:
-        if (heads := shard.heads) is None:
-            return self
-        return self._of(f"{heads.kv.start}:{heads.kv.stop}")
+        heads, kept = shard.heads, self
+        if heads is not None:
+            kept = kept._of(f"{heads.kv.start}:{heads.kv.stop}")
+        return kept._of(f"stage {shard.stage}") if shard.stage else kept
 
     def of_column(self, column: int) -> UseTier:
-        """What a column's R-workers are told. Blocks are there if all of them have
-        theirs, so each is to find its own column's file again."""
+        """For a group of several. Blocks are there if all members have theirs, so each
+        has to find its own group's file again."""
         return self._of(f"column {column}")
-
-    def of_stage(self, stage: int) -> UseTier:
-        """What a later stage's R-workers are told, which keep other layers."""
-        return self._of(f"stage {stage}")
 
     def _of(self, part: str) -> UseTier:
         name = f"{self.identity}/{part}".encode()
