@@ -231,7 +231,7 @@ class Trial:
         fleet: WorkerPool = self.members
         replicas: Any = self.replicas
         if isinstance(replicas, GroupReplicas):
-            replicas = replicas.members
+            replicas = replicas.rings[0]
         if replicas is None or not self.num_strikes:
             return
         for holder in filter(replicas.is_leaving, replicas.adopted):
