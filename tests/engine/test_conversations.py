@@ -178,11 +178,17 @@ def test_what_was_forgotten_never_begins_anew(llm: LLM) -> None:
     assert code_of(output) == "conversation_expired"
 
 
-@pytest.mark.parametrize("prompt", [None, b"abc", {"a": 1}, "", [], [True]], ids=repr)
+@pytest.mark.parametrize("prompt", [None, b"abc", "", [], [True]], ids=repr)
 def test_what_is_no_prompt_is_no_turn_either(llm: LLM, prompt: Any) -> None:
     (alone,) = llm.generate([prompt], GREEDY)
     (turn,) = llm.generate([prompt], GREEDY, conversation_id=[f"new {prompt!r}"])
     assert code_of(turn) == code_of(alone) is not None
+
+
+@pytest.mark.parametrize("conversation_id", [None, ["new"]])
+def test_a_dict_that_is_no_prompt_is_refused_at_once(llm: LLM, conversation_id: Any) -> None:
+    with pytest.raises(RequestError, match="a prompt has no 'a'"):
+        llm.generate([{"a": 1}], GREEDY, conversation_id=conversation_id)
 
 
 def test_messages_that_are_changed_afterwards_change_no_conversation(llm: LLM) -> None:
