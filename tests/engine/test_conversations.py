@@ -269,7 +269,7 @@ class Batch:
         """custom_id → body."""
         sampling = {"temperature": 0.8, "max_tokens": 7, "ignore_eos": True}
         more: dict[str, Any] = {"run_seed": 5, "skip_bad_lines": self.skip_bad_lines}
-        options = JobOptions(self.input, self.output, sampling, begin, **more)
+        options = JobOptions(self.input, self.output, sampling, begin=begin, **more)
         config = EngineConfig.of(self._llm.config.model, dtype="float32")
         with open_job(options, config, lambda line: None) as job:
             job.run(self._llm, Stopping(60), Progress(io.StringIO()))
