@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fastdecode.cli.common import EXIT_WORKERS_LOST
 from fastdecode.cli.errors import as_typed
 from fastdecode.cli.options import (
     add_log_level_option,
@@ -236,6 +237,8 @@ def _truthful(mpirun_code: int, report: Path | None, *, was_stopped: bool) -> in
     except (OSError, ValueError):
         if was_stopped and not 1 < code < 128:
             return EXIT_INTERRUPTED
+        if code > 128:  # a signal ended the S-worker or mpirun
+            return EXIT_WORKERS_LOST
         return code or 1
 
 
