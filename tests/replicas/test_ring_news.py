@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 from state_machine import HELLO
 
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replicas import Failovers, Replicas
@@ -37,7 +35,7 @@ class Ring:
             for i in HOLDERS
         ]
         self.now_s = 0.0
-        self.fleet = WorkerPool(hub, timeout_s)
+        self.fleet = WorkerPool(hub, timeout_s, clock=lambda: self.now_s)
         hello = replace(HELLO, session=SESSION)
         for end in self.ends:
             end.send(Welcome("r", 10, hello.kv.block_size, 1))
@@ -78,10 +76,9 @@ class Ring:
 
 
 def test_who_hangs_and_is_to_drop_a_replica_is_given_up_in_time() -> None:
-    """Of a group's members no answers are awaited: their fleet has no deadlines."""
-    ring = Ring(timeout_s=math.inf)
-    clock = lambda: ring.now_s  # noqa: E731
-    members = Failovers(ring.fleet, ring.options, clock, Deadlines(8.0, clock=clock))
+    """The deadline is that of the answers of its pool."""
+    ring = Ring(timeout_s=8.0)
+    members = Failovers(ring.fleet, ring.options, lambda: ring.now_s)
     members.begin(HOLDERS)
     assert not members.end_all()
     for keeper, cache in ((0, 2), (1, 0)):
