@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from fastdecode.core.clock import Clock
-from fastdecode.core.remaining_time import JobCounts, TokenCosts, remaining_s
+from fastdecode.core.remaining_time import JobCounts, TokenTimes, remaining_s
 
 # Between two lines where there is no terminal, and between two looks of the one
 # line where there is.
@@ -47,7 +47,7 @@ class Progress:
         self._every_s = REFRESH_EVERY_S if self._on_terminal else LINE_EVERY_S
         self._total = self._done_before = self._done = self._num_failed = self._num_tokens = 0
         self._num_prompt_tokens = self._num_running = self._num_done_tokens = 0
-        self._costs = TokenCosts()
+        self._times = TokenTimes()
         self._workers = (0, 0)
         self._started_s = self._shown_s = clock()
 
@@ -95,7 +95,7 @@ class Progress:
         self._num_done_tokens = num_done_tokens
         self._workers = workers
         now = self._clock()
-        self._costs.add(now - self._started_s, num_prompt_tokens, num_tokens)
+        self._times.add(now - self._started_s, num_prompt_tokens, num_tokens)
         if now - self._shown_s >= self._every_s:
             self._shown_s = now
             self._show()
@@ -124,7 +124,7 @@ class Progress:
             done_tokens=self._num_done_tokens,
             most_output_tokens=self._most_tokens * left / self._total if self._total else 0.0,
         )
-        return remaining_s(counts, self._costs)
+        return remaining_s(counts, self._times)
 
     @property
     def state(self) -> dict[str, Any]:

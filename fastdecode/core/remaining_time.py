@@ -33,7 +33,7 @@ class JobCounts:
 
 
 @dataclass
-class TokenCosts:
+class TokenTimes:
     """Seconds that a prompt token and a generated one take, from how counts grow:
     least squares, the last minute first."""
 
@@ -80,11 +80,11 @@ class TokenCosts:
         return max(of_prompt, 0.0) / of_output
 
 
-def remaining_s(counts: JobCounts, costs: TokenCosts) -> float | None:
+def remaining_s(counts: JobCounts, times: TokenTimes) -> float | None:
     """Seconds until all lines are done; None: too little is known.
 
-    How long lines are is estimated from both sides. The mean of those that are
-    done is too low at first, since short ones end first. All tokens divided by
+    How long lines are is estimated from both sides. The mean of the lines that
+    are done is too low at first, since short ones end first. All tokens divided by
     lines that are done is right if lines end at any length alike, and too high
     if they all have about the same; no line has more than it may. The mean of
     the two is taken.
@@ -92,7 +92,7 @@ def remaining_s(counts: JobCounts, costs: TokenCosts) -> float | None:
     if counts.lines_left <= counts.lines_done:
         return 0.0
     tokens_each = _tokens_each(counts)
-    of_prompt, of_output = costs.of()
+    of_prompt, of_output = times.of()
     if tokens_each is None or not of_output:
         return None
     started = min(counts.lines_done + counts.lines_running, counts.lines_left)

@@ -106,8 +106,8 @@ class LLM:
             how long each step took.
         session: of a run that another process can go on with, where R-workers
             are at addresses (``fastdecode run-batch`` has one).
-        generation_config: ``auto``: requests without parameters take those that
-            the model's generation_config.json recommends; ``ignore``: none.
+        generation_config: ``auto``: requests without parameters take what the
+            model's generation_config.json recommends; ``ignore``: none.
         seed: that seeds of requests come from, in turn, which have none of
             their own; None: random ones.
 

@@ -51,7 +51,7 @@ class JobOptions:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters for lines that don't say it themselves."""
     model_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What the model's generation_config.json recommends for those that don't."""
+    """What the model's generation_config.json recommends for lines without them."""
     begin: Literal["new", "resume", "overwrite"] = "new"
     """What to do with an output that is there: refuse to start, go on with it, throw it away."""
     retry_errors: bool = False

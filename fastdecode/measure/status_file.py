@@ -23,7 +23,7 @@ EVERY_S: Final = 1.0
 
 class StatusFile:
     """Writes until it is left, and then once more how it ended. That nothing can
-    be written is told once, and ends no work.
+    be written is reported once, and ends no work.
 
     Args:
         path: None: nobody wants it, and nothing is written.

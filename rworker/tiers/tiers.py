@@ -88,7 +88,7 @@ class LowerTier(Protocol):
         """Jobs that are over; each is reported once."""
 
     def take_progress(self) -> list[tuple[MoveJob, int]]:
-        """Of fetches that are not over, those that have come further, and how many
+        """Of fetches that are not over, the ones that have come further, and how many
         leading layers are there."""
 
     def take_faults(self) -> Faults:

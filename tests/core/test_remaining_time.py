@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fastdecode.core.remaining_time import JobCounts, TokenCosts, remaining_s
+from fastdecode.core.remaining_time import JobCounts, TokenTimes, remaining_s
 
 WIDTH = 64
 
@@ -64,7 +64,7 @@ def jobs() -> dict[str, tuple[SimulatedJob, int | None]]:
 def test_the_estimate_is_within_a_fifth(name: str) -> None:
     job, most = jobs()[name]
     seen = job.counts(most)
-    costs, end_s, wrong = TokenCosts(), seen[-1].elapsed_s, []
+    costs, end_s, wrong = TokenTimes(), seen[-1].elapsed_s, []
     assert end_s > 300
     for counts in seen:
         costs.add(counts.elapsed_s, counts.prompt_tokens, counts.output_tokens)
@@ -78,7 +78,7 @@ def test_the_estimate_is_within_a_fifth(name: str) -> None:
 
 
 def test_nothing_is_known_before_anything_ran() -> None:
-    costs = TokenCosts()
+    costs = TokenTimes()
     assert remaining_s(JobCounts(3.0, 10, 0, most_output_tokens=100), costs) is None
     costs.add(3.0, 0, 30)
     assert remaining_s(JobCounts(3.0, 10, 0, 5, 0, 30), costs) is None, "no limit, none has ended"
@@ -88,7 +88,7 @@ def test_nothing_is_known_before_anything_ran() -> None:
 
 
 def test_time_in_which_nothing_ran_counts_too() -> None:
-    costs = TokenCosts()
+    costs = TokenTimes()
     costs.add(10.0, 0, 100)
     costs.add(20.0, 0, 100)
     assert costs.of()[1] > 0.15

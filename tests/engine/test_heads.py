@@ -204,7 +204,7 @@ def test_an_answer_to_something_else_is_one_members_alone(answer: FromRWorker, r
 
 
 def assert_lost(fleet: GroupPool, reason: str) -> None:
-    """The second member is, alone, and the group with it; it is told once."""
+    """The second member is, alone, and the group with it; it is reported once."""
     while fleet.is_owed and not fleet.gone:
         assert fleet.receive(most_s=0.0) is None
     assert list(fleet.gone) == [1]

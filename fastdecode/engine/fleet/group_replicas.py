@@ -7,7 +7,7 @@ of each sequence, and the sequences go on with the tokens that all have. A membe
 that has more, of steps that didn't count, is asked to forget it.
 
 Where that can't be, all is recomputed, as without replicas: on other groups, or
-where the members share out the heads, once those that are left share them anew.
+where the members share out the heads, once the remaining ones share them anew.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class GroupReplicas:
 
     def reopened(self) -> list[HolderId]:
         """See ``Replicas``: groups of which neighbours have taken a member over, where
-        there are no others. Each is told once."""
+        there are no others. Each is reported once."""
         if self._fleet.shares_heads or not (adopted := self._adopted):
             return []
         if self._has_others(adopted):

@@ -157,7 +157,7 @@ class CacheGroup:
                 self._lied(member, reason)
 
     def _is_due(self, member: HolderId, asked: ToRWorker, answer: Answer) -> bool:
-        """Whether the arrays of an answer are those that were asked for. Once they
+        """Whether the arrays of an answer are the ones that were asked for. Once they
         are joined, nobody knows any more which member sent others."""
         heads = self.shards[member].heads
         if heads is None or not isinstance(asked, Attend):
@@ -309,7 +309,7 @@ class GroupPool:
         return message.of_column(holder) if len(self.groups) > 1 else message
 
     def take_losses(self) -> list[tuple[HolderId, WorkerError]]:
-        """The groups that have lost a member, and why. Each is told once, until
+        """The groups that have lost a member, and why. Each is reported once, until
         it is revived."""
         told = []
         for member, error in self.members.take_losses():
@@ -378,7 +378,7 @@ class GroupPool:
         group.begin(group.shards if share_out is None else share_out(self.members, hello))
 
     def _group_of(self, member: HolderId) -> CacheGroup | None:
-        """None: whoever it is, its heads are others' now."""
+        """None: other members have its heads now."""
         if self._share_out is None:
             return self._owners[member]
         return next((group for group in self.groups if member in group.shards), None)

@@ -171,7 +171,7 @@ class Moves(Protocol):
 
     @property
     def of_tiers(self) -> list[MoveNews]:
-        """Those that weren't taken yet."""
+        """The reports that were not taken yet."""
 
     def take_tiers(self) -> list[MoveNews]:
         """The same; each is taken once."""

@@ -96,7 +96,7 @@ class ReplicaFigures:
 
 
 class Failovers:
-    """Which R-worker takes over from which, of those that are one ring.
+    """Which R-worker takes over from which, of the holders in one ring.
 
     Args:
         fleet: the holders.

@@ -114,7 +114,7 @@ class Resharing:
         self._limit()
 
     def _limit(self) -> None:
-        """Whoever replaces a member has its heads, and as much room."""
+        """The replacement of a member has its heads, and as much room."""
         if self._places is not None:
             least = min(welcome.num_blocks for welcome in self._group.welcomes.values())
             shards = self._group.shards

@@ -35,7 +35,7 @@ def reach_device(
         kv_bytes: memory for them; as many blocks as fit in it are offered.
         gpu: the device's driver, in place of the one that torch has.
         kernels: see ``PagedKV``.
-        host_bytes, disk: where kept blocks go beside it; see ``TorchExecutor``.
+        host_bytes, disk: where kept blocks are offloaded to; see ``TorchExecutor``.
     """
     connection = DeviceWorker(TorchExecutor(device, gpu, kernels, host_bytes, disk), kv_bytes)
     return Reached(

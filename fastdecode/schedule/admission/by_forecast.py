@@ -81,7 +81,7 @@ class ByForecast(Stabilized):
         self._num_full = batch_size * num_lanes
         self._started: deque[MicroBatch] = deque(maxlen=batch_size)
         self._as_projected: deque[bool] = deque(maxlen=batch_size)
-        """Of those that ended last: whether that was as projected."""
+        """Of the sequences that ended last: whether each ended as projected."""
         self.is_stabilizing = False
 
     def begin_step(self, step: int, num_running: int, num_startable: int, num_waiting: int) -> None:
