@@ -159,58 +159,36 @@ def add_sampling_options(
     add("--min-tokens", int, "fewest tokens to generate", "N")
     add("--logprobs", int, "also give logprobs, and those of the K likeliest", "K")
     add("--n", int, "completions of each prompt", "N")
-    group.add_argument(
-        "--stop",
-        action="append",
-        default=argparse.SUPPRESS,
-        metavar="TEXT",
-        help="stop before this text; repeatable",
-    )
-    group.add_argument(
-        "--stop-token-ids", action="append", type=int, default=argparse.SUPPRESS, metavar="ID",
-        help=Rare("stop at this token; repeatable"),
-    )  # fmt: skip
-    group.add_argument(
-        "--allowed-token-ids", action="append", type=int, default=argparse.SUPPRESS, metavar="ID",
-        help=Rare("generate this token and no others; repeatable"),
-    )  # fmt: skip
-    group.add_argument(
-        "--bad-words", action="append", default=argparse.SUPPRESS, metavar="TEXT",
-        help=Rare("never generate this text; repeatable"),
-    )  # fmt: skip
-    group.add_argument(
-        "--ignore-eos",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help=Rare("continue after the end-of-sequence token"),
-    )
-    group.add_argument(
-        "--no-detokenize",
-        action="store_false",
-        dest="detokenize",
-        default=argparse.SUPPRESS,
-        help=Rare("give token ids only, without text"),
-    )
-    group.add_argument(
+
+    def repeat(flag: str, kind: Callable[[str], Any], text: str, metavar: str) -> None:
+        said = f"{text}; repeatable"
+        group.add_argument(
+            flag, action="append", type=kind, default=argparse.SUPPRESS, metavar=metavar,
+            help=said if flag == "--stop" else Rare(said),
+        )  # fmt: skip
+
+    def switch(flag: str, text: str) -> None:
+        name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+        action = "store_false" if flag.startswith("--no-") else "store_true"
+        group.add_argument(
+            flag, action=action, dest=name, default=argparse.SUPPRESS, help=Rare(text)
+        )
+
+    repeat("--stop", str, "stop before this text", "TEXT")
+    repeat("--stop-token-ids", int, "stop at this token", "ID")
+    repeat("--allowed-token-ids", int, "generate this token and no others", "ID")
+    repeat("--bad-words", str, "never generate this text", "TEXT")
+    switch("--ignore-eos", "continue after the end-of-sequence token")
+    switch("--no-detokenize", "give token ids only, without text")
+    switch(
         "--include-stop-str-in-output",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help=Rare("keep the stop text, or the text of the stop token, in the text"),
+        "keep the stop text, or the text of the stop token, in the text",
     )
+    switch("--no-skip-special-tokens", "keep the names of special tokens in the text")
     group.add_argument(
-        "--no-skip-special-tokens",
-        action="store_false",
-        dest="skip_special_tokens",
-        default=argparse.SUPPRESS,
-        help=Rare("keep the names of special tokens in the text"),
-    )
-    group.add_argument(
-        "--truncate-prompt-tokens",
-        type=int,
-        default=argparse.SUPPRESS,
-        metavar="N",
+        "--truncate-prompt-tokens", type=int, default=argparse.SUPPRESS, metavar="N",
         help=Rare("keep the last N tokens of each prompt; -1: as many as fit"),
-    )
+    )  # fmt: skip
     group.add_argument(
         "--generation-config",
         choices=GENERATION_CONFIGS,

@@ -23,9 +23,10 @@ def adjust(logits: Tensor, states: Sequence[SamplingState]) -> None:
     NaN stays a NaN.
     """
     device = logits.device
-    if any(state.history is not None for state in states):
+    # Lists: a generator would be entered once a row.
+    if [True for state in states if state.history is not None]:
         run_processors(logits, states)
-    if any(state.grammar is not None or state.allowed is not None for state in states):
+    if [True for state in states if state.grammar is not None or state.allowed is not None]:
         mask_logits(logits, [state.mask() for state in states])
     additive = _entries([(row, entry) for row, s in enumerate(states) if (entry := s.additive)])
     if additive is not None:
