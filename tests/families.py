@@ -263,14 +263,26 @@ def _finished(name: str, value: Any, head_dim: int) -> Any:
     return value
 
 
-def save_tiny(directory: Path, family: str, seed: int) -> None:
-    """A random checkpoint in the Hugging Face layout."""
+def config_of(family: str, seed: int) -> str:
+    """A tiny model's config.json, without ``architectures``."""
+    text: str = _make_config(family, seed).to_json_string(use_diff=False)
+    return text
+
+
+def _make_config(family: str, seed: int) -> Any:
+    """transformers' own."""
     tiny = FAMILIES[family]
     options = json.loads(json.dumps(draw_config(family, seed)))
     if tiny.is_part:
         options = {"text_config": options, "vision_config": _SEES[family],
                    "tie_word_embeddings": options["tie_word_embeddings"]}  # fmt: skip
-    config = getattr(transformers, tiny.config)(**options)
+    return getattr(transformers, tiny.config)(**options)
+
+
+def save_tiny(directory: Path, family: str, seed: int) -> None:
+    """A random checkpoint in the Hugging Face layout."""
+    tiny = FAMILIES[family]
+    config = _make_config(family, seed)
     mapping = (
         transformers.AutoModelForImageTextToText
         if tiny.is_part

@@ -1,10 +1,11 @@
 """Steps on CUDA tensors that have no memory: nothing mixes host and device, and
-nothing makes the host wait for the device. In float32 and bfloat16, all families in
-``make campaign``; Triton's kernels have stand-ins."""
+nothing makes the host wait for the device. In bfloat16, some in float32, too; every row of
+families in ``make campaign``. Triton's kernels and grouped products have stand-ins."""
 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,22 +14,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import FEW_FAMILIES
+from checkpoints import FAMILIES, FEW_FAMILIES
 from fake_gpu import CUDA, FakeGpu, moved, with_fakes
+from families import FAMILIES as OTHER_FAMILIES
+from families import config_of
 from torch import Tensor
 
 from examples import TRIES_ALL
 from fastdecode.core.dtype import DType
+from fastdecode.core.model.families import ROWS, read_model_spec
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.core.spec import KVSpec
 from sworker.buffers import GpuStaging, Share
-from sworker.graphs import StepGraphs
+from sworker.graphs import MAX_GRAPHS, StepGraphs
 from sworker.kv_splits import Splits
-from sworker.load.weights import load_model
+from sworker.load.weights import load_model, random_model
+from sworker.model import moe as block_module
 from sworker.model.skeleton import Model
 from sworker.paged import PagedKV, PagedStep, Prompt
 from sworker.sampling.sampler import SamplingState, draw
+from sworker.sinks import add_sinks
 from sworker.whole import WholeSteps
 from sworker.worker import Pass, SWorker
 
@@ -36,6 +42,10 @@ CASES = [
     *((family, torch.bfloat16) for family in FEW_FAMILIES),
     *((family, torch.float32) for family in FEW_FAMILIES[: 3 if TRIES_ALL else 1]),
 ]
+ALL_ROWS = tuple(OTHER_FAMILIES)
+FEW_ROWS = ALL_ROWS if TRIES_ALL else ("gpt_oss", "laguna", "step3p5", "llama4_text", "glm4")
+"""Sinks and experts; query heads that differ by layer; limits of gates; layers that don't turn;
+norms behind both branches."""
 BLOCK_SIZE, NUM_BLOCKS = 16, 40
 NUM_DECODED, LATER, FIRST = 5, 20, 9
 CPU = torch.device("cpu")
@@ -59,8 +69,9 @@ class StandIns:
     def paged_decode(
         self, q: Tensor, keys: Tensor, values: Tensor, scales: Any, tables: Tensor, lens: Tensor,
         splits: Splits, spec: Any, slopes: Tensor | None, block_size: int, *, out: Tensor,
+        lse: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self._check(q, keys, values, tables, lens, splits.pieces, slopes, out, *(scales or ()))
+        self._check(q, keys, values, tables, lens, splits.pieces, slopes, out, lse, *(scales or ()))
         assert tables.dtype == lens.dtype == torch.int32 and out.dtype == q.dtype
 
     def chunk_tokens(self, spec: Any, dtype: torch.dtype) -> int:
@@ -68,9 +79,9 @@ class StandIns:
 
     def paged_chunks(
         self, q: Tensor, keys: Tensor, values: Tensor, scales: Any, slots: Tensor, splits: Splits,
-        spec: Any, slopes: Tensor | None, *, out: Tensor,
+        spec: Any, slopes: Tensor | None, *, out: Tensor, lse: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self._check(q, keys, values, slots, splits.pieces, slopes, out, *(scales or ()))
+        self._check(q, keys, values, slots, splits.pieces, slopes, out, lse, *(scales or ()))
 
 
 @pytest.fixture(autouse=True)
@@ -120,12 +131,25 @@ def test_steps_with_r_workers(
     family: str, dtype: torch.dtype, loaded: Callable[[str, torch.dtype], Any]
 ) -> None:
     """Units with and without graphs, q, k and v out, o in by either way."""
-    spec, model = loaded(family, dtype)
+    run_with_r_workers(*loaded(family, dtype), num_lanes=2, max_graphs=MAX_GRAPHS)
+
+
+def run_with_r_workers(spec: ModelSpec, model: Model, num_lanes: int, max_graphs: int) -> None:
+    dtype = model.dtype
     with with_fakes(FakeGpu()) as gpu, torch.inference_mode():
         moved(model)
-        graphs = StepGraphs(model, CUDA, capture=True, num_lanes=2, max_rows=8, gpu=gpu)
+        graphs = StepGraphs(
+            model,
+            CUDA,
+            capture=True,
+            num_lanes=num_lanes,
+            max_rows=8,
+            max_graphs=max_graphs,
+            gpu=gpu,
+        )
         graphs.prepare()
-        s_worker, staging = SWorker(spec, model, CUDA, graphs, gpu, 2), GpuStaging(gpu, 1 << 16)
+        s_worker = SWorker(spec, model, CUDA, graphs, gpu, num_lanes)
+        staging = GpuStaging(gpu, 1 << 16)
         for num_rows in (6, 30):  # in fixed memory, and not
             half = slice(0, num_rows // 2), slice(num_rows // 2, num_rows)
             staging.begin_step([Share(x, (), x, x) for x in half])
@@ -137,10 +161,13 @@ def test_steps_with_r_workers(
                     staging._direct_bytes = direct
                     staging.receive(np.zeros_like(staged.shipments[0][0]), o, rows)
                 staging.join()
+                if model.sinks is not None:
+                    lse = torch.full(o.shape[:2], torch.inf, device=CUDA)
+                    add_sinks(o, lse, model.sinks[forward.layer])
                 return o
 
             rows = rows_of(num_rows)
-            through(s_worker.begin(rows, rows, 1), attend)
+            through(s_worker.begin(rows, rows, num_lanes - 1), attend)
     assert gpu.waits == [] and gpu.num_operators > 100
 
 
@@ -166,6 +193,38 @@ def test_steps_with_kv_on_the_device(
     assert gpu.waits == []
 
 
+@pytest.mark.parametrize("family", FEW_ROWS)
+def test_every_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both, of the families that aren't in ``CASES``: mixtures of experts, sinks, query heads
+    that differ by layer."""
+    spec = read_model_spec(json.loads(config_of(family, seed=0)), name=family)
+    monkeypatch.setattr(PagedKV, "_tried", lambda self, kernels, dtype: kernels)
+    monkeypatch.setattr(block_module, "can_group", lambda weight: True)
+    monkeypatch.setattr(block_module, "grouped_product", lambda: grouped)
+    model, num_units = random_model(spec, device=CPU, dtype=torch.bfloat16), spec.num_layers + 1
+    run_with_r_workers(spec, model, num_lanes=1, max_graphs=num_units)
+    model = random_model(spec, device=CPU, dtype=torch.bfloat16)
+    with with_fakes(FakeGpu()) as gpu, torch.inference_mode():
+        moved(model)
+        kv = KVSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, DType.BFLOAT16, BLOCK_SIZE)
+        for kernels in (None, StandIns()):
+            cache = PagedKV(kv, spec.attention, NUM_BLOCKS, CUDA, kernels)
+            cache.sinks = model.sinks
+            run_on_device(spec, model, cache, gpu)
+    assert gpu.waits == []
+
+
+def grouped(x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+    """A stand-in for ``grouped_mm``: of bytes that are on the device."""
+    assert x.device == weight.device == offs.device == CUDA
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+def test_no_family_is_left_out() -> None:
+    """But for MiMo, which is Qwen2, and which transformers doesn't know."""
+    assert {row.family for row in ROWS} - {"mimo"} == {*FAMILIES, *ALL_ROWS}
+
+
 def run_on_device(spec: ModelSpec, model: Model, cache: PagedKV, gpu: FakeGpu) -> None:
     """A step of all kinds of rows; and one that only decodes, if there are kernels."""
     s_worker = SWorker(spec, model, CUDA, None, gpu, 1)
@@ -175,7 +234,7 @@ def run_on_device(spec: ModelSpec, model: Model, cache: PagedKV, gpu: FakeGpu) -
         lambda forward: cache.attend(forward.layer, forward.q, forward.k, forward.v, step),
     )
     if cache.kernels is not None:
-        graphs = StepGraphs(model, CUDA, capture=True, max_rows=8, gpu=gpu)
+        graphs = StepGraphs(model, CUDA, capture=True, max_rows=8, max_graphs=1, gpu=gpu)
         whole = WholeSteps(graphs, cache, 64)
         whole.prepare(only_lane=0)
         both = torch.from_numpy(np.stack((rows_of(NUM_DECODED),) * 2))
