@@ -130,12 +130,13 @@ class LaneStep:
         """The busiest R-worker's compute for this step."""
         return max(self.remote.r_compute_s.values(), default=0.0)
 
-    def count_s_part(self, layer: int | None, started_s: float, trace: Trace) -> None:
+    def count_s_part(self, layer: int | None, started_s: float, trace: Trace | None) -> None:
         """The S-worker's thread has computed for it until now; up to a layer's
         attention, or None: to its logits."""
         now_s = time.perf_counter()
         self.s_compute_s += now_s - started_s
-        trace.s_part(self.lane, self.step, layer, started_s, now_s)
+        if trace is not None:
+            trace.s_part(self.lane, self.step, layer, started_s, now_s)
 
     def tell(self, times: MeasuredTimes, lanes: LaneChoice | None, completed_s: float) -> None:
         """Tell how long the finished step's parts took, those of holders that

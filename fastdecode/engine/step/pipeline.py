@@ -52,12 +52,12 @@ class Pipeline:
         trace: Trace | None = None,
         onward: NextStage | None = None,
     ) -> None:
-        self._trace = trace or NoTrace()
+        self._trace = None if isinstance(trace, NoTrace) else trace
         self._onward = onward
         self._s_worker = s_worker
         self._attention = attention
         self._lanes = Lanes(num_lanes)
-        self._arrivals = Arrivals(attention.fleet, self._lanes, self._trace, onward)
+        self._arrivals = Arrivals(attention.fleet, self._lanes, trace or NoTrace(), onward)
         # Some lanes wait for R-workers, and one never does.
         self._is_hybrid = len({holder.kind for holder in attention.holders}) > 1
         self._waiting = LaneWait(attention.fleet, self._lanes, is_hybrid=self._is_hybrid)
@@ -123,7 +123,8 @@ class Pipeline:
             lanes.dispatch()
             self._take_in_fed(take_in)
             arrivals.note_losses()
-            arrivals.note_done()
+            if self._onward is not None:
+                arrivals.note_done()
             lanes.collect_ready()
             if self._is_hybrid and lanes.ready:
                 # Who is on the device can always go on; R-workers answer all the same.
@@ -192,7 +193,8 @@ class Pipeline:
         received = wait()
         now = time.perf_counter()
         self.wait_s += now - started
-        self._trace.waited(started, now)
+        if self._trace is not None:
+            self._trace.waited(started, now)
         if received is not None:
             self._arrivals.take_in(*received, now)
             self._arrivals.take_in_until_ready()

@@ -374,17 +374,20 @@ class RemoteStep:
         """The layer's o [T, Hq, D]; zeros in the rows of holders that are lost.
         Only when ``ready``."""
         self._staging.join()
-        lost = [self._holders[holder].span.rows for holder in self._lost]
-        if lost and len(self._holders) == 1:
-            self._o = torch.zeros_like(self._o)  # nobody writes into what is lent
-        for rows in lost:
-            self._o[rows] = 0
+        if self._lost:
+            self._zero_lost()
         if self._closed is not None:
             self._closed.merge_into(self._o, self._lse)
         if self._lse is not None and self._plan.sinks is not None:
             self._o = self._o.clone() if self._may_lend else self._o
             add_sinks(self._o, self._lse, self._plan.sinks[self._layer])
         return self._o
+
+    def _zero_lost(self) -> None:
+        if len(self._holders) == 1:
+            self._o = torch.zeros_like(self._o)  # nobody writes into what is lent
+        for holder in self._lost:
+            self._o[self._holders[holder].span.rows] = 0
 
     def _attend_locally(
         self, local: LocalSpan, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor
