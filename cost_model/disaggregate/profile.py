@@ -13,7 +13,8 @@
     }
 
 ``prompt_s`` and ``token_s`` are one machine's with all layers on it: their
-stages' times, summed. Prompts are padded to ``prompt_tokens``.
+stages' times, summed. Prompts are padded to ``prompt_tokens``. ``"origin"`` may say
+where the numbers come from.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ def read_machine_profile(path: Path) -> MachineProfile:
         return ConfigError(f"--profile {path}: {why}")
 
     tree = read_object(path, most_bytes=MAX_BYTES, refuse=refuse)
+    if not isinstance(tree.pop("origin", ""), str):
+        raise refuse('"origin" must be text')
     _check_fields(tree, _FIELDS, "", refuse)
     points = tree["microbatches"]
     if not isinstance(points, list) or not 1 <= len(points) <= MAX_SIZES:

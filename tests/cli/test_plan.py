@@ -11,13 +11,13 @@ import pytest
 
 from fastdecode.cli.main import main
 
-DOCS = Path(__file__).parents[2] / "docs" / "design"
+ROOT = Path(__file__).parents[2]
 EXAMPLES = [
     example
-    for page in ("disaggregation.md", "goodput.md")
+    for page in ("design/disaggregation.md", "design/goodput.md", "evidence/papers.md")
     for example in re.findall(
         r"```console\n\$ fastdecode (plan [^\n]*)\n(.*?)```",
-        (DOCS / page).read_text("utf-8"),
+        (ROOT / "docs" / page).read_text("utf-8"),
         flags=re.S,
     )
 ]
@@ -30,7 +30,13 @@ def plan(*arguments: str) -> int:
 
 
 @pytest.mark.parametrize(("command", "answer"), EXAMPLES, ids=[command for command, _ in EXAMPLES])
-def test_documented_answers(command: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_answers(
+    command: str,
+    answer: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
     assert main(shlex.split(command)) == 0
     assert capsys.readouterr().out == answer
 
