@@ -37,7 +37,7 @@ from fastdecode.schedule.cache.tiers.prefetch import Prefetch
 from fastdecode.schedule.hybrid.control import HybridControl
 from fastdecode.schedule.lengths import LengthPredictor
 from fastdecode.schedule.plan import Chunk, LanePlan, Start, Suspend
-from fastdecode.schedule.prefill_lanes import join_decoding, without_last_token
+from fastdecode.schedule.prefill_lanes import join_decoding, prefilled, without_last_token
 from fastdecode.schedule.reserving.holder_choice import HolderChoice
 from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.reserving.outgrown import Outgrown
@@ -142,7 +142,8 @@ class ContinuousScheduler:
         if not lane.running:
             lane.budget.clear()
         if lane.decodes_only:
-            join_decoding(self.lanes, lane)
+            self._begin_decoding(lane)
+            join_decoding(self.lanes, lane, self._shares.lane_size(self.lanes))
         grows, suspended = ([], []) if lane.runs_prompts_only else self._outgrown.make_room(lane)
         for run in suspended:
             self.waiting.come_back(run.sequence)
@@ -234,6 +235,13 @@ class ContinuousScheduler:
         for lane in self.lanes:
             lane.budget.whole_prompts = whole_prompts
 
+    def _begin_decoding(self, lane: Lane) -> None:
+        """A step of a lane that only decodes is being planned: its policy looks at those
+        that wait, and at those whose prompts have run."""
+        num_waiting = len(self.waiting) + len(prefilled(self.lanes))
+        most = min(num_waiting, self._shares.num_seats(lane, self.lanes, len(self.waiting)))
+        lane.admission.begin_step(lane.step, len(lane.running), most, num_waiting)
+
     def _start_waiting(self, lane: Lane) -> list[Start]:
         """Start as many as blocks, prefill budget and policy allow."""
         is_busy = any(run.is_open for run in lane.due)
@@ -244,7 +252,8 @@ class ContinuousScheduler:
         if ahead and not lane.is_apart:
             num_ending = sum(_ends(run, lane.step) for run in lane.running.values())
         most = self._shares.num_free(lane, self.lanes, len(self.waiting), num_ending)
-        lane.admission.begin_step(lane.step, len(lane.running), most, len(self.waiting))
+        if not lane.decodes_only:
+            lane.admission.begin_step(lane.step, len(lane.running), most, len(self.waiting))
         if most and self.hybrid is not None:
             self.hybrid.begin_plan(self.waiting.head)
         starts: list[Start] = []

@@ -30,10 +30,22 @@ class LaneShares:
         num_running = sum(len(each.running) for each in lanes)
         most = min(num_waiting, self.max_num_sequences - num_running + num_ending)
         if self.are_even and not lane.runs_prompts_only:
-            # Prompts that run apart decode in one of these lanes later. Some lane
-            # always has less than its share, so nobody waits for ever.
-            num_lanes = sum(not each.runs_prompts_only for each in lanes)
-            lane_size = -(-self.max_num_sequences // num_lanes)
-            share = -(-(num_running + num_waiting) // num_lanes)
-            most = min(most, min(lane_size, share) - len(lane.running) + num_ending)
+            most = min(most, self.num_seats(lane, lanes, num_waiting) + num_ending)
         return max(0, most)
+
+    def num_seats(self, lane: Lane, lanes: Seq[Lane], num_waiting: int) -> int:
+        """What is left of a lane's even share of these sequences and those that run.
+
+        Prompts that run apart decode in one of the other lanes later. Some lane always
+        has less than its share, so no sequence waits for ever."""
+        num_running = sum(len(each.running) for each in lanes)
+        share = -(-(num_running + num_waiting) // _num_decoding(lanes))
+        return min(self.lane_size(lanes), share) - len(lane.running)
+
+    def lane_size(self, lanes: Seq[Lane]) -> int:
+        """Most sequences of each lane that decodes."""
+        return -(-self.max_num_sequences // _num_decoding(lanes))
+
+
+def _num_decoding(lanes: Seq[Lane]) -> int:
+    return sum(not each.runs_prompts_only for each in lanes)

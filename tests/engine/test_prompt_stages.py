@@ -216,8 +216,6 @@ def test_what_isnt_there_with_prompt_stages_is_refused_by_name(llama: str) -> No
         ({"replicas": 1, "r_workers": 2}, "replicas"),
         ({"tp": 2}, "tp=2"),
         ({"prompt_attention": "r"}, "prompt_attention"),
-        ({"schedule": "stabilized"}, "schedule"),
-        ({"load_limit": 100}, "load_limit"),
         ({"prefix_cache": "on"}, "prefix_cache"),
         ({"r_worker_addresses": ("tcp://127.0.0.1:5555",)}, "r_worker"),
         ({"prefill_instances": 1, "decode_instances": 1}, "prefill_instances"),

@@ -16,6 +16,8 @@ from traffic import Harness
 
 from fastdecode.schedule.life.events import Event, Instruction, Open, Run
 from fastdecode.schedule.modes import make_scheduler
+from fastdecode.schedule.options import MODES
+from fastdecode.schedule.prefill_lanes import prefilled
 
 WORKER_BLOCKS = (12, 20)
 
@@ -76,6 +78,7 @@ class ApartHarness(Harness):
     st.booleans(),
     st.sampled_from([{}, {"length_quantile": 0.1}]),
     st.sampled_from([0, 1]),
+    st.sampled_from(MODES),
 )
 def test_prompts_and_tokens_never_share_a_step(
     data: st.DataObject,
@@ -85,8 +88,9 @@ def test_prompts_and_tokens_never_share_a_step(
     lose: bool,
     forecast: dict[str, float],
     opening_steps: int,
+    mode: str,
 ) -> None:
-    chosen = replace(options("greedy", num_lanes, **forecast), num_prompt_lanes=num_prompt_lanes)
+    chosen = replace(options(mode, num_lanes, **forecast), num_prompt_lanes=num_prompt_lanes)
     scheduler = make_scheduler(chosen, WORKER_BLOCKS, BLOCK_SIZE, opening_steps=opening_steps)
     scheduler._lengths._min_observed = 1  # type: ignore[attr-defined]
     harness = ApartHarness(
@@ -132,3 +136,42 @@ def test_who_can_never_be_a_fork_runs_the_prompt() -> None:
     assert fork(2, (whole_blocks,), 3).num_whole == 3
     harness = fork(2, (whole_blocks, whole_blocks), 2)
     assert (harness.num_whole, harness.most_at_once) == (2, 2)
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2])
+def test_a_load_limit_holds_over_what_decodes(num_lanes: int) -> None:
+    """Prompts run ahead, and wait for the others' load to fall before they decode."""
+    chosen = replace(
+        options("stabilized", num_lanes, load_limit=30 * num_lanes, cold_start="none"),
+        num_prompt_lanes=1,
+    )
+    scheduler = make_scheduler(chosen, (200,), BLOCK_SIZE)
+    harness = ApartHarness(
+        scheduler, [Store(200)], num_lanes + 1, first_prompt_lane=num_lanes, lane_limits=[30]
+    )
+    assert all(harness.arrive(10, (9,), 9) for _ in range(4 * num_lanes))
+    num_prefilled = 0
+    for _ in range(80):
+        for lane in [num_lanes, *range(num_lanes)]:
+            harness.turn(lane)
+        num_prefilled = max(num_prefilled, len(prefilled(scheduler.lanes)))
+    assert not harness.live and num_prefilled >= 2
+
+
+def test_a_synchronized_batch_ends_before_the_next_one_decodes() -> None:
+    """Prompts of the next one run in the meantime."""
+    chosen = replace(options("synchronized", 1, max_num_sequences=6), num_prompt_lanes=1)
+    scheduler = make_scheduler(chosen, (200,), BLOCK_SIZE)
+    harness = ApartHarness(scheduler, [Store(200)], 2, first_prompt_lane=1)
+    assert harness.arrive(4, (9,), 9)
+    for _ in range(3):
+        harness.turn(1)
+        harness.turn(0)
+    assert all(harness.arrive(4, (5,), 5) for _ in range(3))
+    for _ in range(60):
+        harness.turn(1)
+        harness.turn(0)
+    assert not harness.live
+    together = [each for each in harness.together if len(each) > 1]
+    assert together, "the second batch decodes together"
+    assert all(0 not in each for each in together), "and not with the first one"

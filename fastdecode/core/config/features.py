@@ -157,7 +157,7 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
         _pairs("hybrid KV", "prefix cache, disk tier", "kept blocks are on one side"),
         _pairs("prompt stages", "tensor parallelism, device KV, hybrid KV, swap, host tier, "
                "shared heads, split sequences, replicas, standby, prefix cache, disk tier, "
-               "addresses, stabilized, synchronized, load limit", _WHOLE_PROMPTS),
+               "addresses", _WHOLE_PROMPTS),
         _pairs("prompt stages", "R-workers attend prompts",
                "prompt stages attend prompts by themselves", is_contradiction=True),
         _pairs("replicas", "prefix cache, disk tier", "replicas do not hold kept blocks"),

@@ -252,12 +252,12 @@ def _batching(config: EngineConfig, num_lanes: int, *, on_gpu: bool) -> Batching
     asked, s_part = config.batching, config.s_part
     schedule = asked.schedule
     if schedule == "auto":
-        # Lanes with KV blocks of their own, or without prompts, have no load limit.
-        may_be_limited = not (s_part.swap or s_part.prompt_pp)
-        if asked.load_limit is not None and may_be_limited:
+        if asked.load_limit is not None:
             schedule = "stabilized"
-        elif num_lanes <= s_part.pp or not may_be_limited:
-            # No more lanes than stages: no stage's S-part and R-part overlap.
+        elif num_lanes <= s_part.pp or s_part.swap or s_part.prompt_pp:
+            # No more lanes than stages: no stage's S-part and R-part overlap. Lanes with
+            # KV blocks of their own have no load limit, and the forecast knows no prompts
+            # that run ahead.
             schedule = "greedy"
     chunk = asked.chunk_tokens(on_gpu=on_gpu)
     return replace(asked, schedule=schedule, lanes=num_lanes, prefill_chunk=chunk)
