@@ -48,6 +48,7 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.core.delta import DeltaQueue
 from fastdecode.core.sequence import Request
 from fastdecode.engine.replanning.replanner import totals_of
+from fastdecode.schedule.simulation.instance_time import InstanceTime
 
 WAYS = {"one": Roles(0, 0, 1), "two": Roles(0, 0, 2), "apart": Roles(1, 1)}
 WORKLOADS = {"short": ("128", "32"), "long": ("lognormal:384,0.4", "16")}
@@ -86,13 +87,7 @@ class Driver:
         measured = log.measured()
         assert measured is not None, "too few steps: --requests"
         sizes = running.engine.remote[0]
-        return Alike(
-            measured.times,
-            BATCH_TOKENS,
-            sizes.num_tokens,
-            sizes.max_sequences,
-            measured.fetched_tokens_s,
-        )
+        return Alike(measured.times, BATCH_TOKENS, sizes.num_tokens, sizes.max_sequences)
 
     def run(
         self,
@@ -160,8 +155,9 @@ def predict(alike: Alike, roles: Roles, draw: Draw, slo: Slo, num: int) -> float
     return greatest(lambda rate: judged(run(draw.at(rate, num)), slo), 5.0)
 
 
-def slo_of(times: LinearTimes, draw: Draw, slack: float) -> Slo:
+def slo_of(fitted: LinearTimes, draw: Draw, slack: float) -> Slo:
     """So many times what a request by itself takes."""
+    times = InstanceTime(fitted)
     prompt, output = int(draw.mean_prompt), int(draw.mean_output)
     step_s = float(times.decode_s(1, prompt + output // 2, 1)[0])
     return Slo(slack * times.prefill_s([prompt]), slack * step_s, ATTAINMENT)

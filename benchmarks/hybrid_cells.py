@@ -33,6 +33,7 @@ from fastdecode.schedule.simulation.clock import VirtualClock
 from fastdecode.schedule.simulation.resources import SharedDevice
 from fastdecode.schedule.simulation.simulation import Simulation, SimulationOutcome
 from fastdecode.schedule.simulation.trace import RequestTrace, TracedRequest
+from fastdecode.schedule.times import Prompts, StepTime, num_tokens_of
 
 _BLOCK = 64
 _STEP_TOKENS = 2048
@@ -71,9 +72,9 @@ class GridMachine:
 
 
 @dataclass(frozen=True)
-class GridTimes:
+class GridTimes(StepTime):
     """Step times of a system, the device's attention as if it were an
-    R-worker's: ``fastdecode.schedule.times.StepTimes``.
+    R-worker's: ``fastdecode.schedule.times.StepTime``.
 
     Args:
         device: which holder it is.
@@ -88,23 +89,24 @@ class GridTimes:
     home_pace: float = 1.0
     away_pace: float = 1.0
 
-    def s_part_s(self, num_tokens: int) -> float:
-        """As ``StepTimes``."""
+    def s_part_s(self, num_decoding: int, prompts: Prompts = ()) -> float:
+        """As ``StepTime``."""
+        num_tokens = num_tokens_of(num_decoding, prompts)
         found = self._s_parts.get(num_tokens)
         if found is None:
             layers = self.system.costs.num_layers
             found = self._s_parts[num_tokens] = layers * self.system.s.t_of_b(num_tokens)
         return self.home_pace * found
 
-    def r_part_s(self, worker: int, load_tokens: int) -> float:
-        """As ``StepTimes``."""
+    def r_part_s(self, worker: int, load_tokens: float, num_sequences: float = 1.0) -> float:
+        """As ``StepTime``."""
         if worker == self.device:
             return self.home_pace * self._device_token_s * load_tokens
         call_s, token_s = self._r_worker
         return self.away_pace * (call_s + token_s * load_tokens)
 
-    def link_s(self, num_tokens: int) -> float:
-        """As ``StepTimes``."""
+    def trip_s(self, num_tokens: int) -> float:
+        """As ``StepTime``."""
         return self.away_pace * self.way_s
 
     @cached_property
@@ -265,12 +267,7 @@ def steady(cell: Cell) -> Steady:
     load = system.attended_tokens
     num_all = len(cell.requests)
     num_home = max(1, int(num_all / cell.demand))
-    costs = Costs(
-        s_part=times.s_part_s,
-        device=lambda tokens: times.r_part_s(cell.device, round(tokens)),
-        r_part=lambda n, tokens: times.r_part_s(0, round(tokens / min(n, cell.num_r_workers))),
-        round_trip_s=times.link_s(1),
-    )
+    costs = Costs.of(times, cell.device, {HolderId(w): 1 for w in range(cell.num_r_workers)})
     home = (num_home, num_home * load)
     alone_s = costs.home_s(*home)
     best = Steady(1.0, "gpu-only", num_home, 0, 1.0)

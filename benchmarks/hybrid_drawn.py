@@ -18,13 +18,14 @@ from fastdecode.schedule.simulation.clock import VirtualClock
 from fastdecode.schedule.simulation.resources import SharedDevice
 from fastdecode.schedule.simulation.simulation import Simulation, SimulationOutcome
 from fastdecode.schedule.simulation.trace import RequestTrace, TracedRequest
+from fastdecode.schedule.times import Prompts, StepTime, num_tokens_of
 
 _BLOCK = 16
 
 
 @dataclass(frozen=True)
-class DrawnTimes:
-    """Step times: ``fastdecode.schedule.times.StepTimes``."""
+class DrawnTimes(StepTime):
+    """Step times: ``fastdecode.schedule.times.StepTime``."""
 
     weights_s: float
     """To read the weights: what an S-part takes at least."""
@@ -37,16 +38,17 @@ class DrawnTimes:
     way_s: float
     """To R-workers and back."""
 
-    def s_part_s(self, num_tokens: int) -> float:
-        """As ``StepTimes``."""
+    def s_part_s(self, num_decoding: int, prompts: Prompts = ()) -> float:
+        """As ``StepTime``."""
+        num_tokens = num_tokens_of(num_decoding, prompts)
         return self.step_s + max(self.weights_s, self.row_s * num_tokens)
 
-    def r_part_s(self, worker: int, load_tokens: int) -> float:
-        """As ``StepTimes``."""
+    def r_part_s(self, worker: int, load_tokens: float, num_sequences: float = 1.0) -> float:
+        """As ``StepTime``."""
         return self.token_s[worker] * load_tokens
 
-    def link_s(self, num_tokens: int) -> float:
-        """As ``StepTimes``."""
+    def trip_s(self, num_tokens: int) -> float:
+        """As ``StepTime``."""
         return self.way_s
 
     def misjudged(self, random: Random, error: float) -> DrawnTimes:

@@ -6,9 +6,8 @@ queueing    mean TTFT in closed form
 slo         limits, and what part of the requests keeps them
 traces      requests as they are published or logged
 workload    fitted to a trace and drawn again, or given
-times       how long an instance takes, by ``size``'s stages
-instances   prefill and decode instances, links, on a virtual clock
-colocated   an instance for both
+instances   prefill and decode instances, for one phase or both, and their ports
+decoding    steps of those that decode, many as one event
 simulator   requests through all of them
 rates       the greatest rate within an SLO
 placements  algorithms 1 and 2

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 
 from cost_model.goodput.placements import Degrees, GpuCluster
 from cost_model.goodput.simulator import DecodeSpec, PrefillSpec
-from cost_model.goodput.times import SystemTimes
 from cost_model.hardware import Gpu
 from cost_model.plans.question import Setup
-from cost_model.predict import System
+from cost_model.predict import MAX_LANES, System
+from cost_model.step_time import SystemTime
 from fastdecode.core.errors import ConfigError
+from fastdecode.schedule.simulation.instance_time import InstanceTime
 
 ENOUGH_THROUGHPUT = 0.95
 """A batch is large enough when it gives this part of the best tokens a second."""
@@ -75,26 +76,29 @@ class InstanceHardware:
         """One instance. Its K and V wait in the memory of a socket of its host,
         and leave through its host's ports."""
         system = self.system(degrees.tp)
-        times = SystemTimes(system, 1, degrees.pp)
-        ports = self.setup.num_nics * system.link.bytes_per_s / system.link.pace
+        times = self._times(degrees, 1, self.setup.num_nics)
         return PrefillSpec(
             times,
             batch_tokens(times, self.mean_prompt),
             max(1, int(system.r.capacity_bytes / self.token_bytes)),
-            ports if self.crosses_nodes else math.inf,
         )
+
+    def _times(self, degrees: Degrees, sockets: int, num_ports: float) -> InstanceTime:
+        """Each stage has its part of the sockets; K and V cross so many ports."""
+        system, a_stage = self.system(degrees.tp), sockets / degrees.pp
+        ports = num_ports * system.link.bytes_per_s / system.link.pace
+        times = SystemTime(system, a_stage, ports if self.crosses_nodes else math.inf)
+        return InstanceTime(times, a_stage, degrees.pp, MAX_LANES)
 
     def decode(self, degrees: Degrees, sockets: int) -> DecodeSpec:
         """One instance, also for both phases."""
         system = self.system(degrees.tp)
         hosts = max(1.0, sockets / system.r.sockets_per_host)
-        ports = hosts * system.link.bytes_per_s / system.link.pace
         most = int(self._room_bytes(degrees) / self.setup.costs.peak_activation_bytes)
         return DecodeSpec(
-            SystemTimes(system, sockets, degrees.pp),
+            self._times(degrees, sockets, hosts),
             max(1, int(sockets * system.r.capacity_bytes / self.token_bytes)),
             max(1, min(most * degrees.pp, system.s.max_batch or most * degrees.pp)),
-            ports if self.crosses_nodes else math.inf,
             opens_at_once=False,
         )
 
@@ -111,7 +115,7 @@ class InstanceHardware:
         return found
 
 
-def batch_tokens(times: SystemTimes, mean_prompt: float) -> int:
+def batch_tokens(times: InstanceTime, mean_prompt: float) -> int:
     """L_m: the smallest batch of prompts of this mean length that gives nearly
     the most tokens a second; longer ones only make others wait."""
     speeds = [tokens / times.prefill_s(prompts_of(tokens, mean_prompt)) for tokens in _BATCHES]

@@ -1,16 +1,19 @@
 """Instances on a virtual clock: prompts in batches through stages, tokens in
-steps, K and V over links."""
+steps, both in one, and K and V through ports."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from cost_model.goodput.decoding import DecodingBatch
-from cost_model.goodput.times import InstanceTimes
-from fastdecode.schedule.dispatch import DispatchJob
+from fastdecode.schedule.dispatch import DecodeReservations, DispatchJob
 from fastdecode.schedule.simulation.clock import VirtualClock
+from fastdecode.schedule.simulation.instance_time import InstanceTime
+from fastdecode.schedule.times import StepTime
 
 
 class PrefillInstance:
@@ -21,7 +24,7 @@ class PrefillInstance:
     def __init__(
         self,
         clock: VirtualClock,
-        times: InstanceTimes,
+        times: InstanceTime,
         batch_tokens: int,
         buffer_tokens: int,
         done: Callable[[DispatchJob], None],
@@ -91,23 +94,25 @@ class PrefillInstance:
 
 @dataclass
 class TransferPort:
-    """A port: transfers one after the other."""
+    """A port of an instance: transfers one after the other."""
 
-    bytes_per_s: float
+    times: StepTime
     free_s: float = 0.0
     busy_s: float = 0.0
 
 
-def transfer(now_s: float, num_bytes: float, links: list[TransferPort]) -> float:
-    """When so many bytes are there: they wait for all links, and pass at the
-    pace of the slowest."""
-    if not links:
+def transfer(now_s: float, num_tokens: int, ports: Iterable[TransferPort]) -> float:
+    """When K and V of so many tokens are there: they wait for all ports, and pass at
+    the pace of the slowest. A port that takes no time is never waited for."""
+    took = [(port, port.times.transfer_s(num_tokens)) for port in ports]
+    slow = [port for port, took_s in took if took_s]
+    if not slow:
         return now_s
-    took_s = num_bytes / min(link.bytes_per_s for link in links)
-    ended_s = max(now_s, *(link.free_s for link in links)) + took_s
-    for link in links:
-        link.free_s = ended_s
-        link.busy_s += took_s
+    took_s = max(seconds for _, seconds in took)
+    ended_s = max(now_s, *(port.free_s for port in slow)) + took_s
+    for port in slow:
+        port.free_s = ended_s
+        port.busy_s += took_s
     return ended_s
 
 
@@ -115,7 +120,7 @@ class DecodeInstance:
     """Steps of all that decode."""
 
     def __init__(
-        self, clock: VirtualClock, times: InstanceTimes, done: Callable[[DispatchJob], None]
+        self, clock: VirtualClock, times: InstanceTime, done: Callable[[DispatchJob], None]
     ) -> None:
         self._times = times
         self._done = done
@@ -135,6 +140,9 @@ class DecodeInstance:
         """Its K and V are there; it decodes so many tokens, from the next step
         on. Not to be called from ``done``."""
         self._joining.append((job, num_tokens))
+        self._wake()
+
+    def _wake(self) -> None:
         if self._batch.is_stepping:
             self._batch.cut()  # the step under way is the last one without it
         else:
@@ -152,3 +160,114 @@ class DecodeInstance:
         self._joining.clear()
         if len(batch):
             batch.begin(self._times.decode_s(len(batch), batch.context, batch.num_steps_ahead))
+
+
+@dataclass
+class _Prompt:
+    job: DispatchJob
+    num_done: int = 0
+
+
+class ColocatedInstance(DecodeInstance):
+    """An instance for both phases: parts of prompts run in the steps of those that
+    decode, as the engine runs them. Requests start in order, where there is room for
+    all that they will cache.
+
+    Args:
+        step_tokens: of prompts in a step, at most.
+        first: a request's first token is drawn; returns how many are to come.
+        opens_at_once: what starts joins the very step that is begun; else the
+            next one, where something else runs meanwhile.
+    """
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        times: InstanceTime,
+        step_tokens: int,
+        room: DecodeReservations,
+        first: Callable[[DispatchJob], int],
+        done: Callable[[DispatchJob], None],
+        *,
+        opens_at_once: bool = True,
+    ) -> None:
+        super().__init__(clock, times, done)
+        self._step_tokens = step_tokens
+        self.room = room
+        self._first = first
+        self._opens_at_once = opens_at_once
+        self._waiting: deque[DispatchJob] = deque()
+        self._opening: list[_Prompt] = []
+        """Their room is reserved; they join the step after the one under way."""
+        self._prompts: deque[_Prompt] = deque()
+        self._parts: list[tuple[_Prompt, int]] = []
+        """Of prompts, in the step under way."""
+        self._wanted_tokens = 0
+        """That those who wait will reserve."""
+
+    @property
+    def fullness(self) -> float:
+        """Which share of its room is reserved, or wanted by those that wait."""
+        return self.room.fullness + self._wanted_tokens / self.room.capacity_tokens
+
+    def put(self, job: DispatchJob) -> None:
+        """Not to be called from ``first`` or ``done``."""
+        self._waiting.append(job)
+        self._wanted_tokens += job.reserved_tokens
+        self._wake()
+
+    def _go_on(self) -> None:
+        batch, times = self._batch, self._times
+        self._prompts += self._opening
+        self._opening = self._start_waiting()
+        if self._opens_at_once or not (len(batch) or self._prompts):
+            self._prompts += self._opening
+            self._opening = []
+        self._parts = self._take()
+        if self._parts:
+            parts = [(prompt.num_done, tokens) for prompt, tokens in self._parts]
+            batch.begin(np.array([times.mixed_s(len(batch), batch.context, parts)]))
+        elif len(batch):
+            num_steps = 1 if self._opening else batch.num_steps_ahead
+            batch.begin(times.decode_s(len(batch), batch.context, num_steps))
+
+    def _start_waiting(self) -> list[_Prompt]:
+        started = []
+        while self._waiting and self.room.fits(self._waiting[0]):
+            job = self._waiting.popleft()
+            self._wanted_tokens -= job.reserved_tokens
+            self.room.num_tokens += job.reserved_tokens
+            self.room.num_sequences += 1
+            started.append(_Prompt(job))
+        return started
+
+    def _take(self) -> list[tuple[_Prompt, int]]:
+        left, parts = self._step_tokens, []
+        for prompt in self._prompts:
+            tokens = min(left, prompt.job.prompt_tokens - prompt.num_done)
+            if tokens <= 0:
+                break
+            parts.append((prompt, tokens))
+            left -= tokens
+        return parts
+
+    def _stepped(self, over: list[DispatchJob]) -> None:
+        for job in over:
+            self._end(job)
+        for prompt, tokens in self._parts:
+            prompt.num_done += tokens
+        while self._prompts and self._prompts[0].num_done == self._prompts[0].job.prompt_tokens:
+            self._drawn(self._prompts.popleft().job)
+        self._go_on()
+
+    def _drawn(self, job: DispatchJob) -> None:
+        num_tokens = self._first(job)
+        if num_tokens:
+            self._batch.add(job, num_tokens)
+        else:
+            self._end(job)
+
+    def _end(self, job: DispatchJob) -> None:
+        self.room.num_tokens -= job.reserved_tokens
+        self.room.num_sequences -= 1
+        self._done(job)

@@ -71,9 +71,9 @@ class Search:
 
     def decode(self, degrees: Degrees, sockets: int) -> float:
         """The goodput of one instance: TPOT alone."""
-        spec, token_bytes = self.hardware.decode(degrees, sockets), self.hardware.token_bytes
+        spec = self.hardware.decode(degrees, sockets)
         key, most = ("decode", degrees, sockets), self._most_decoding(spec)
-        return self._rate(key, lambda r: simulate(r, [], [spec], token_bytes), most)
+        return self._rate(key, lambda r: simulate(r, [], [spec]), most)
 
     def both(self, degrees: Degrees, sockets: int) -> float:
         """The goodput of one instance for both phases."""
@@ -86,9 +86,7 @@ class Search:
         """The goodput of a prefill and a decode instance together."""
         prefill = self.hardware.prefill(pair.prefill)
         decode = self.hardware.decode(pair.decode, sockets)
-        run = partial(
-            simulate, prefill=[prefill], decode=[decode], token_bytes=self.hardware.token_bytes
-        )
+        run = partial(simulate, prefill=[prefill], decode=[decode])
         most = min(self._most_prompts(prefill), self._most_decoding(decode))
         return self._rate(("pair", pair, sockets), run, most)
 
@@ -314,7 +312,7 @@ def _together(
     gpus = hardware.cluster.num_gpus
     while True:
         requests = load.requests(rate)
-        run = simulate(requests, [p_spec] * num_p, [d_spec] * num_d, hardware.token_bytes)
+        run = simulate(requests, [p_spec] * num_p, [d_spec] * num_d)
         used = num_p * first.num_gpus + num_d * second.num_gpus
         is_first_late = _slow_first_tokens(load, run) >= 0.5
         more = first if is_first_late else second
@@ -372,7 +370,7 @@ def _pairs(search: Search, best: RatedInstance, sockets_of: dict[Pair, int]) -> 
 
     def run(num: int) -> GoodputRun:
         requests = search.load.requests(rate)
-        return simulate(requests, [prefill] * num, [decode] * num, hardware.token_bytes)
+        return simulate(requests, [prefill] * num, [decode] * num)
 
     num, outcome = _grown(search, several, run)
     instances = (

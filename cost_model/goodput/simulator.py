@@ -16,15 +16,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from cost_model.goodput.colocated import ColocatedInstance
 from cost_model.goodput.instances import (
+    ColocatedInstance,
     DecodeInstance,
     PrefillInstance,
     TransferPort,
     transfer,
 )
 from cost_model.goodput.slo import RequestTimes
-from cost_model.goodput.times import InstanceTimes
 from fastdecode.schedule.dispatch import (
     AssignDecode,
     AssignPrefill,
@@ -34,6 +33,7 @@ from fastdecode.schedule.dispatch import (
     PrefillQueue,
 )
 from fastdecode.schedule.simulation.clock import VirtualClock
+from fastdecode.schedule.simulation.instance_time import InstanceTime
 
 _UNLIMITED = 1 << 60
 WARM_UP = 0.1
@@ -45,23 +45,19 @@ MIN_WARMED_UP = 200
 class PrefillSpec:
     """A prefill instance."""
 
-    times: InstanceTimes
+    times: InstanceTime
     batch_tokens: int
     buffer_tokens: int = _UNLIMITED
-    bytes_per_s: float = math.inf
-    """Of the port through which its K and V are fetched."""
 
 
 @dataclass(frozen=True)
 class DecodeSpec:
     """A decode instance, or one for both phases."""
 
-    times: InstanceTimes
+    times: InstanceTime
     capacity_tokens: int = _UNLIMITED
     """Of its R-workers."""
     max_sequences: int = _UNLIMITED
-    bytes_per_s: float = math.inf
-    """Of its R-workers' ports."""
     opens_at_once: bool = True
     """Its R-workers answer within no time that they have room."""
 
@@ -120,14 +116,8 @@ class _Request:
 class _Cluster:
     """Instances, and the dispatcher before them."""
 
-    def __init__(
-        self,
-        prefill: Sequence[PrefillSpec],
-        decode: Sequence[DecodeSpec],
-        token_bytes: float,
-    ) -> None:
+    def __init__(self, prefill: Sequence[PrefillSpec], decode: Sequence[DecodeSpec]) -> None:
         self.clock = VirtualClock()
-        self._token_bytes = token_bytes
         self.requests: dict[int, _Request] = {}
         self.prefill = [
             PrefillInstance(
@@ -138,8 +128,8 @@ class _Cluster:
         self.decode = [DecodeInstance(self.clock, spec.times, self._decoded) for spec in decode]
         self._decoding: dict[int, int] = {}
         self._opens_at_once = [spec.opens_at_once for spec in decode]
-        self._out = [TransferPort(spec.bytes_per_s) for spec in prefill]
-        self._in = [TransferPort(spec.bytes_per_s) for spec in decode]
+        self._out = [TransferPort(spec.times.times) for spec in prefill]
+        self._in = [TransferPort(spec.times.times) for spec in decode]
         rooms = [DecodeReservations(spec.capacity_tokens, spec.max_sequences) for spec in decode]
         queues = [PrefillQueue(spec.batch_tokens, _tokens) for spec in prefill]
         self._dispatcher = Dispatcher(queues, rooms or [DecodeReservations(_UNLIMITED, _UNLIMITED)])
@@ -182,12 +172,10 @@ class _Cluster:
             self.clock.at(begins_s, lambda: self._begin_fetch(job, instance))
 
     def _begin_fetch(self, job: DispatchJob, instance: int) -> None:
-        links = [self._in[instance]]
+        ports = [self._in[instance]]
         if self.prefill:
-            links.append(self._out[self.requests[job.job_id].instance])
-        num_bytes = job.prompt_tokens * self._token_bytes
-        links = [link for link in links if math.isfinite(link.bytes_per_s)]
-        there_s = transfer(self.clock.now, num_bytes, links)
+            ports.append(self._out[self.requests[job.job_id].instance])
+        there_s = transfer(self.clock.now, job.prompt_tokens, ports)
         self.clock.at(there_s, lambda: self._fetched(job, instance))
 
     def _fetched(self, job: DispatchJob, instance: int) -> None:
@@ -207,7 +195,7 @@ class _Cluster:
             total_s,
             [each.busy_s / total_s for each in self.prefill],
             [each.busy_s / total_s for each in self.decode],
-            [link.busy_s / total_s for link in self._out],
+            [port.busy_s / total_s for port in self._out],
             max((each.most_held for each in self.prefill), default=0),
         )
 
@@ -221,7 +209,6 @@ def simulate(
     requests: Sequence[tuple[float, int, int]],
     prefill: Sequence[PrefillSpec],
     decode: Sequence[DecodeSpec],
-    token_bytes: float = 0.0,
 ) -> GoodputRun:
     """Both phases; or one by itself, where there are no instances of the other:
     without those for prefill a prompt is done as it arrives, without those for
@@ -229,12 +216,11 @@ def simulate(
 
     Args:
         requests: seconds of arrival, prompt and output tokens, by arrival.
-        token_bytes: K and V of a token, all layers.
 
     Raises:
         CapacityError: a request fits on no decode instance.
     """
-    cluster = _Cluster(prefill, decode, token_bytes)
+    cluster = _Cluster(prefill, decode)
     for number, (arrived_s, prompt, output) in enumerate(requests):
         cluster.requests[number] = _Request(arrived_s, output)
         job = DispatchJob(number, prompt, prompt + output)

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from fastdecode.core.errors import ConfigError
+from fastdecode.schedule.times import Prompts, StepTime, num_tokens_of
 
 _FORM = "seconds, or a table like 1:0.010,256:0.016 of size:seconds"
 
@@ -57,8 +58,8 @@ class Table:
 
 
 @dataclass(frozen=True)
-class TabledTimes:
-    """Step times read from tables: ``fastdecode.schedule.times.StepTimes``."""
+class TabledTimes(StepTime):
+    """Step times read from tables."""
 
     s_part: Table
     """Over the tokens of a lane's step."""
@@ -67,11 +68,14 @@ class TabledTimes:
     way_s: float = 0.0
     """Of a lane's step, to R-workers and back."""
 
-    def s_part_s(self, num_tokens: int) -> float:
-        return self.s_part(num_tokens)
+    def s_part_s(self, num_decoding: int, prompts: Prompts = ()) -> float:
+        """As ``StepTime``."""
+        return self.s_part(num_tokens_of(num_decoding, prompts))
 
-    def r_part_s(self, worker: int, load_tokens: int) -> float:
+    def r_part_s(self, worker: int, load_tokens: float, num_sequences: float = 1.0) -> float:
+        """As ``StepTime``."""
         return self.r_parts[worker](load_tokens)
 
-    def link_s(self, num_tokens: int) -> float:
+    def trip_s(self, num_tokens: int) -> float:
+        """As ``StepTime``."""
         return self.way_s

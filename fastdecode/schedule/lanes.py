@@ -25,7 +25,7 @@ import math
 from collections.abc import Mapping
 from typing import Protocol
 
-from fastdecode.schedule.times import MeasuredTimes
+from fastdecode.schedule.times import MeasuredTimes, cycle_s
 
 MAX_AUTO_LANES = 8
 # Lane steps between two decisions; twice as many as times have to have been measured for.
@@ -134,8 +134,9 @@ class LaneControl:
             (self._times.r_part_s(w, -(-load // num_lanes)) for w, load in loads.items()),
             default=0.0,
         )
-        own_way_s = self._num_stages * (s_part_s + r_part_s) + self._times.link_s(num_lane)
-        return max(num_lanes * s_part_s, num_lanes * r_part_s, own_way_s)
+        # Its way through the other stages is part of its trip.
+        others_s = (self._num_stages - 1) * (s_part_s + r_part_s)
+        return cycle_s(num_lanes, s_part_s, r_part_s, others_s + self._times.trip_s(num_lane))
 
     def _limit(self) -> int:
         """A lane that has nothing to do is of no use."""

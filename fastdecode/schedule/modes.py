@@ -23,7 +23,7 @@ from fastdecode.schedule.prefill import PrefillBudget
 from fastdecode.schedule.reserving.holder_choice import HolderChoice
 from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.running import Lane
-from fastdecode.schedule.times import StepTimes, balanced_loads
+from fastdecode.schedule.times import StepTime, balanced_loads
 
 __all__ = ["ScheduleOptions", "make_scheduler"]
 
@@ -32,7 +32,7 @@ def make_scheduler(
     options: ScheduleOptions,
     blocks: tuple[int, ...],
     block_size: int,
-    times: StepTimes | None = None,
+    times: StepTime | None = None,
     *,
     opening_steps: int = 0,
     hybrid: HybridOptions | None = None,
@@ -90,7 +90,7 @@ def _lane_maker(
     options: ScheduleOptions,
     blocks: tuple[int, ...],
     block_size: int,
-    times: StepTimes | None,
+    times: StepTime | None,
     *,
     has_home: bool,
 ) -> Callable[[int], list[Lane]]:
@@ -117,7 +117,7 @@ def _ledger(
 def _lanes(
     options: ScheduleOptions,
     capacity: tuple[int, ...],
-    times: StepTimes | None,
+    times: StepTime | None,
     num_lanes: int,
     *,
     are_shares: bool,
@@ -164,7 +164,7 @@ def _control(
     hybrid: HybridOptions | None,
     ledger: BlockLedger,
     lengths: LengthPredictor,
-    times: StepTimes | None,
+    times: StepTime | None,
     batching: Batching,
 ) -> HybridControl | None:
     """What decides on which side a sequence's KV is, if there are two."""
@@ -177,7 +177,7 @@ def _control(
 
 
 def _admission(
-    options: ScheduleOptions, capacity: tuple[int, ...], times: StepTimes | None
+    options: ScheduleOptions, capacity: tuple[int, ...], times: StepTime | None
 ) -> Admission:
     """One lane's policy."""
     batching = options.batching
@@ -210,7 +210,7 @@ def _admission(
     return Stabilized(capacity, size, balance=balance, headroom=headroom)
 
 
-def _shares(limit: int, capacity: tuple[int, ...], times: StepTimes | None) -> tuple[int, ...]:
+def _shares(limit: int, capacity: tuple[int, ...], times: StepTime | None) -> tuple[int, ...]:
     """A lane's load limit dealt out to R-workers by their speed, or else by
     their memory; none gets more than it holds."""
     weights = [float(tokens) for tokens in capacity]

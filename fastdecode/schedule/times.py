@@ -1,38 +1,82 @@
-"""How long a step takes: measured as it runs, fitted, from datasheets, or given.
+"""How long a step takes: one protocol of five numbers. They are measured as the
+engine runs, fitted, from datasheets, tabled, or drawn.
 
-Policies, the number of lanes, the rule of KV on both sides and simulations all
-ask a ``StepTimes``."""
+Policies, the number of lanes, the rule of KV on both sides, plans and simulations
+all ask a ``StepTime``."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
+
+Prompts: TypeAlias = Seq[tuple[int, int]]
+"""Parts of prompts in a step: of each, the tokens that ran before it, and its own."""
 
 
-class StepTimes(Protocol):
-    """Seconds of a lane's step through all layers. None falls when its argument
-    grows. Where prompts run beside the decoding sequences all the time, they may
-    be counted in, at their average."""
+class StepTime(Protocol):
+    """Five numbers of a lane's step, in seconds through all layers. None falls when
+    its argument grows. A subclass leaves out what it does not know: then the link
+    is never busy, and the trip and transfers take no time."""
 
-    def s_part_s(self, num_tokens: int) -> float:
-        """The S-part of a step in which so many sequences decode: the paper's
-        T(B), over all layers. NaN while unknown."""
+    def s_part_s(self, num_decoding: int, prompts: Prompts = ()) -> float:
+        """The S-part of a step: the paper's T(B), over all layers. NaN while
+        unknown. Where prompts run in steps all the time, they may be counted in, at
+        their average.
 
-    def r_part_s(self, worker: int, load_tokens: int) -> float:
-        """One R-worker's part of a step whose sequences there have so many
+        Args:
+            num_decoding: sequences that decode.
+            prompts: that run in the same step.
+        """
+
+    def r_part_s(self, worker: int, load_tokens: float, num_sequences: float = 1.0) -> float:
+        """One R-worker's part of a step whose sequences there, so many, have so many
         cached tokens: the paper's R·W."""
 
     def link_s(self, num_tokens: int) -> float:
-        """What a step of so many tokens spends on the way to R-workers and back.
+        """The link to R-workers is busy with a step of so many tokens: no other lane
+        can use it meanwhile."""
+        return 0.0
+
+    def trip_s(self, num_tokens: int) -> float:
+        """From sending q, k, v of so many tokens to having o, without the R-part.
         Infinite while unknown."""
+        return 0.0
+
+    def transfer_s(self, num_tokens: float) -> float:
+        """K and V of so many tokens on their way to another memory: of another
+        instance or machine, or of the host."""
+        return 0.0
+
+
+def num_tokens_of(num_decoding: int, prompts: Prompts) -> int:
+    """Tokens of a step, where those of prompts cost what others cost."""
+    return num_decoding + sum(new for _, new in prompts)
+
+
+def cycle_s(
+    num_lanes: int, s_part_s: float, r_part_s: float, trip_s: float, link_s: float = 0.0
+) -> float:
+    """A step of each of several equal lanes. The S-worker, R-workers and the link each
+    serve all lanes in turn, and a lane does not overtake itself::
+
+        max(K·S, K·R, K·link, S + trip + R)
+
+    (the bound of a closed queueing network; with K = 2 and a perfect network it is
+    the paper's 2·T(B), arXiv 2403.11421, section 4.3).
+
+    Args:
+        s_part_s, r_part_s, trip_s, link_s: of one lane; R of the busiest R-worker.
+    """
+    return max(num_lanes * max(s_part_s, r_part_s, link_s), s_part_s + trip_s + r_part_s)
 
 
 def balanced_loads(
-    times: StepTimes, num_tokens: int, capacity_tokens: tuple[int, ...]
+    times: StepTime, num_tokens: int, capacity_tokens: tuple[int, ...]
 ) -> tuple[int, ...] | None:
     """The load of each R-worker that it attends to within the time of the
     S-part, for a lane that runs ``num_tokens`` a step: then neither waits for
@@ -59,7 +103,7 @@ class RPartTime:
     compute_s: float
 
 
-class MeasuredTimes:
+class MeasuredTimes(StepTime):
     """Step times fitted to the steps that were run lately: straight lines, old
     steps weighing less and less.
 
@@ -79,7 +123,7 @@ class MeasuredTimes:
         self._min_observed = min_observed
         self._s_part = _Line()
         self._r_part: dict[int, _Line] = {}
-        self._link_s = math.inf
+        self._trip_s = math.inf
 
     def observe(
         self,
@@ -104,7 +148,7 @@ class MeasuredTimes:
             line = self._r_part.setdefault(worker, _Line())
             line.observe(part.load_tokens, part.num_prompt_tokens, part.compute_s, self._keep)
 
-    def observe_link(self, round_trip_s: float) -> None:
+    def observe_trip(self, round_trip_s: float) -> None:
         """A lane's step in which something decoded was run.
 
         Args:
@@ -112,24 +156,24 @@ class MeasuredTimes:
                 without the R-worker's compute; infinite: no R-worker attended.
         """
         if round_trip_s < math.inf:
-            self._link_s = min(self._link_s * _FORGET, round_trip_s)
+            self._trip_s = min(self._trip_s * _FORGET, round_trip_s)
 
-    def link_s(self, num_tokens: int) -> float:
-        """As in ``StepTimes``: the least that was seen lately, whatever the batch."""
-        return self._link_s
+    def trip_s(self, num_tokens: int) -> float:
+        """As ``StepTime``: the least that was seen lately, whatever the batch."""
+        return self._trip_s
 
-    def s_part_s(self, num_tokens: int, *, hopeful: bool = False) -> float:
-        """As in ``StepTimes``. As long as the batch's size hasn't varied, the
-        time is taken to be the same for all: the weights are read whatever the
-        batch. ``hopeful``: or in proportion, if that is less. Whoever tries
-        another size for it will know."""
-        line = self._s_part
+    def s_part_s(self, num_decoding: int, prompts: Prompts = (), *, hopeful: bool = False) -> float:
+        """As ``StepTime``. While all batches had one size, the time is taken to be
+        the same for any: the weights are read for any batch. ``hopeful``: or in
+        proportion, if that is less. A step of another size measures it."""
+        line, num_tokens = self._s_part, num_tokens_of(num_decoding, prompts)
         if line.num_observed < self._min_observed:
             return math.nan
         slope = line.mean_y / max(line.mean_x, 1.0) if hopeful and num_tokens < line.mean_x else 0.0
         return line.at(num_tokens, slope_if_unknown=slope)
 
-    def r_part_s(self, worker: int, load_tokens: int) -> float:
+    def r_part_s(self, worker: int, load_tokens: float, num_sequences: float = 1.0) -> float:
+        """As ``StepTime``."""
         line = self._r_part.get(worker)
         if line is None or line.num_observed < self._min_observed:
             return 0.0

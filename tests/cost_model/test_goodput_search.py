@@ -15,14 +15,17 @@ from cost_model.goodput.report import as_json, as_text, binds, placement_file
 from cost_model.goodput.search import Search
 from cost_model.goodput.simulator import PrefillSpec, simulate
 from cost_model.goodput.slo import Slo
-from cost_model.goodput.times import FixedTimes, SystemTimes
 from cost_model.goodput.workload import Lengths, drawn
 from cost_model.hardware import Hardware as Catalogue
 from cost_model.plans.question import Setup
+from cost_model.predict import MAX_LANES
 from cost_model.quantities import round_to
 from cost_model.shapes import model_named
+from cost_model.step_time import SystemTime
 from cost_model.workload import Workload
 from fastdecode.core.errors import ConfigError
+from fastdecode.schedule.simulation.instance_time import InstanceTime
+from tests.fixed_time import fixed
 
 DRAW = drawn(Lengths(512), Lengths(100), 1.0, 300, seed=0)
 
@@ -49,7 +52,7 @@ def test_the_greatest_rate_is_found_to_two_percent() -> None:
     load = Load(drawn(Lengths(100), Lengths(1), 0.0, 300, 0), Slo(0.15, 1.0, 1.0))
 
     def run_at(requests: list[tuple[float, int, int]]) -> object:
-        return simulate(requests, [PrefillSpec(FixedTimes(0.1), 100)], [])
+        return simulate(requests, [PrefillSpec(fixed(0.1), 100)], [])
 
     # Clockwork arrivals never wait below 10 a second, and soon do above.
     found = greatest_rate(load, run_at, 64.0)  # type: ignore[arg-type]
@@ -60,7 +63,7 @@ def test_the_greatest_rate_is_found_to_two_percent() -> None:
 
 
 def test_batches_that_give_nearly_the_most_tokens() -> None:
-    times = SystemTimes(hardware().system(1), 1)
+    times = InstanceTime(SystemTime(hardware().system(1), 1), most_lanes=MAX_LANES)
     chosen = batch_tokens(times, 512.0)
     speed = {n: n / times.prefill_s([512] * (n // 512)) for n in (512, 1024, 4096, 16384)}
     assert chosen <= 1024 and speed[512] > 0.9 * max(speed.values())

@@ -20,11 +20,14 @@ from cost_model.goodput.simulator import (
     simulate_colocated,
 )
 from cost_model.goodput.slo import RequestTimes
-from cost_model.goodput.times import FixedTimes, SystemTimes
 from cost_model.hardware import Hardware
 from cost_model.plans.question import Setup
+from cost_model.predict import MAX_LANES
 from cost_model.shapes import model_named
+from cost_model.step_time import SystemTime
 from cost_model.workload import Workload
+from fastdecode.schedule.simulation.instance_time import InstanceTime
+from tests.fixed_time import fixed
 
 requests_ = st.lists(
     st.tuples(st.integers(0, 40).map(lambda n: n / 8), st.integers(1, 40), st.integers(1, 12)),
@@ -49,22 +52,22 @@ def test_waits_as_in_a_queue_of_equal_prompts(
 ) -> None:
     prompt_s = 0.1
     rate = utilisation / prompt_s
-    run = simulate(poisson(num, rate, 1), [PrefillSpec(FixedTimes(prompt_s), 100)], [])
+    run = simulate(poisson(num, rate, 1), [PrefillSpec(fixed(prompt_s), 100)], [])
     mean_s = sum(each.ttft_s for each in run.times) / num
     assert mean_s == pytest.approx(one_device(prompt_s).mean_ttft_s(rate), rel=tolerance)
     assert run.prefill_busy == pytest.approx([utilisation], rel=0.02) and run.is_sustained
 
 
 def test_overload_is_not_sustained() -> None:
-    run = simulate(poisson(3000, 12.0, 1), [PrefillSpec(FixedTimes(0.1), 100)], [])
+    run = simulate(poisson(3000, 12.0, 1), [PrefillSpec(fixed(0.1), 100)], [])
     assert not run.is_sustained
 
 
 def test_one_request_by_hand() -> None:
-    prefill = PrefillSpec(FixedTimes(0.2), 100, bytes_per_s=100.0)
-    decode = DecodeSpec(FixedTimes(0.0, 0.05), 1000, bytes_per_s=50.0)
-    run = simulate([(1.0, 10, 4)], [prefill], [decode], token_bytes=2.0)
-    # Prefill 0.2 s, 20 bytes at 50 a second 0.4 s, three steps of 0.05 s.
+    prefill = PrefillSpec(fixed(0.2, token_transfer_s=0.02), 100)
+    decode = DecodeSpec(fixed(0.0, 0.05, token_transfer_s=0.04), 1000)
+    run = simulate([(1.0, 10, 4)], [prefill], [decode])
+    # Prefill 0.2 s, 10 tokens by the slower port 0.4 s, three steps of 0.05 s.
     (times,) = run.times
     assert times.ttft_s == pytest.approx(0.2)
     assert times.tpot_s == pytest.approx((0.4 + 0.15) / 3)
@@ -72,7 +75,7 @@ def test_one_request_by_hand() -> None:
 
 
 def test_batches_of_prompts() -> None:
-    prefill = PrefillSpec(FixedTimes(1.0), 100)  # a second for each prompt
+    prefill = PrefillSpec(fixed(1.0), 100)  # a second for each prompt
     together = simulate([(0.0, 60, 1), (0.0, 60, 1), (0.0, 30, 1)], [prefill], [])
     # The first alone: it begins as it comes; then 60 + 30 fit in one batch.
     assert [each.ttft_s for each in together.times] == [1.0, 3.0, 3.0]
@@ -81,14 +84,14 @@ def test_batches_of_prompts() -> None:
 
 
 def test_stages_of_a_pipeline_follow_each_other() -> None:
-    prefill = PrefillSpec(FixedTimes(1.0, num_stages=2), 10)
+    prefill = PrefillSpec(fixed(1.0, num_stages=2), 10)
     run = simulate([(0.0, 10, 1), (0.0, 10, 1), (0.0, 10, 1)], [prefill], [])
     assert [each.ttft_s for each in run.times] == [1.0, 1.5, 2.0]
 
 
 def test_decode_full_then_buffer_full_then_prefill_waits() -> None:
-    prefill = PrefillSpec(FixedTimes(0.001), 10, buffer_tokens=20)
-    decode = DecodeSpec(FixedTimes(0.0, 0.1), capacity_tokens=40)
+    prefill = PrefillSpec(fixed(0.001), 10, buffer_tokens=20)
+    decode = DecodeSpec(fixed(0.0, 0.1), capacity_tokens=40)
     burst = [(0.0, 10, 11)] * 30
     run = simulate(burst, [prefill], [decode])
     assert len(run.times) == 30 and run.most_buffered <= 20
@@ -102,10 +105,11 @@ def test_decode_full_then_buffer_full_then_prefill_waits() -> None:
 def test_all_are_served_and_none_before_its_time(
     requests: list[tuple[float, int, int]], num_prefill: int, num_decode: int
 ) -> None:
-    prefill = PrefillSpec(FixedTimes(0.05), 60, buffer_tokens=50, bytes_per_s=1e3)
-    decode = DecodeSpec(FixedTimes(0.0, 0.02), capacity_tokens=70, max_sequences=3, bytes_per_s=1e3)
-    apart = simulate(requests, [prefill] * num_prefill, [decode] * num_decode, 1.0)
-    both = DecodeSpec(FixedTimes(0.05, 0.02), capacity_tokens=70, max_sequences=3)
+    prefill = PrefillSpec(fixed(0.05, token_transfer_s=1e-3), 60, buffer_tokens=50)
+    times = fixed(0.0, 0.02, token_transfer_s=1e-3)
+    decode = DecodeSpec(times, capacity_tokens=70, max_sequences=3)
+    apart = simulate(requests, [prefill] * num_prefill, [decode] * num_decode)
+    both = DecodeSpec(fixed(0.05, 0.02), capacity_tokens=70, max_sequences=3)
     beside = simulate_colocated(requests, [both] * num_decode, 16)
     for run in (apart, beside):
         for times, (arrived_s, _, output) in zip(run.times, requests, strict=True):
@@ -115,7 +119,7 @@ def test_all_are_served_and_none_before_its_time(
 
 
 def test_tokens_wait_for_prompts_on_an_instance_for_both() -> None:
-    both = DecodeSpec(FixedTimes(1.0, 0.1), 1000)
+    both = DecodeSpec(fixed(1.0, 0.1), 1000)
     alone = simulate_colocated([(0.0, 10, 5)], [both], 100)
     assert alone.times[0] == RequestTimes(0.0, 1.0, pytest.approx(0.1))
     run = simulate_colocated([(0.0, 10, 5), (1.05, 10, 2)], [both], 100)
@@ -125,7 +129,7 @@ def test_tokens_wait_for_prompts_on_an_instance_for_both() -> None:
 
 
 def test_where_rooms_are_asked_for_between_steps_the_next_one_goes_on_without() -> None:
-    both = DecodeSpec(FixedTimes(1.0, 0.1), 1000, opens_at_once=False)
+    both = DecodeSpec(fixed(1.0, 0.1), 1000, opens_at_once=False)
     run = simulate_colocated([(0.0, 10, 5), (1.05, 10, 2)], [both], 100)
     assert run.times[0].ttft_s == pytest.approx(1.0), "nobody ran: it needn't wait"
     # The second's room is asked for at 1.1, the step up to 1.2 goes on without.
@@ -134,9 +138,9 @@ def test_where_rooms_are_asked_for_between_steps_the_next_one_goes_on_without() 
 
 
 def test_what_is_fetched_is_asked_for_between_two_steps() -> None:
-    prefill = PrefillSpec(FixedTimes(0.25), 100)
-    decode = DecodeSpec(FixedTimes(0.0, 0.125), 1000, bytes_per_s=160.0, opens_at_once=False)
-    first, second = simulate([(0.0, 10, 16), (0.25, 10, 2)], [prefill], [decode], 1.0).times
+    prefill = PrefillSpec(fixed(0.25), 100)
+    decode = DecodeSpec(fixed(0.0, 0.125, token_transfer_s=1 / 160), 1000, opens_at_once=False)
+    first, second = simulate([(0.0, 10, 16), (0.25, 10, 2)], [prefill], [decode]).times
     # Fetched at once, from 0.25 to 0.3125, as nobody steps; so steps end at 0.4375, 0.5625, ...
     assert first.tpot_s == pytest.approx((0.0625 + 15 * 0.125) / 15)
     # Offered at 0.5, fetched from 0.5625 to 0.625, in the step from 0.6875 to 0.8125.
@@ -144,11 +148,11 @@ def test_what_is_fetched_is_asked_for_between_two_steps() -> None:
 
 
 def test_who_has_fetched_within_no_time_waits_for_a_step_whatever_is_rounded() -> None:
-    prefill = PrefillSpec(FixedTimes(0.01), 100)
-    decode = DecodeSpec(FixedTimes(0.0, 0.1), 10_000, opens_at_once=False)
+    prefill = PrefillSpec(fixed(0.01), 100)
+    decode = DecodeSpec(fixed(0.0, 0.1), 10_000, opens_at_once=False)
     asked = [(7.3 + 0.037 * i, 10, 3) for i in range(100)]
     busy = [(7.0, 10, 200)]
-    found = simulate([*busy, *asked], [prefill], [decode], 1.0).times[1:]
+    found = simulate([*busy, *asked], [prefill], [decode]).times[1:]
     waited_s = [2 * each.tpot_s - 0.2 for each in found if each.tpot_s is not None]
     # Until a step ends, and then that whole one, in which others go on.
     assert len(waited_s) == 100 and all(0.1 - 1e-6 <= s <= 0.2 + 1e-6 for s in waited_s)
@@ -161,7 +165,7 @@ def test_steps_of_a_system_grow_with_contexts() -> None:
         hardware.nic("100GbE"), Workload(0, 1024),
     )  # fmt: skip
     system = setup.system()
-    times = SystemTimes(system, 11)
+    times = InstanceTime(SystemTime(system, 11), 11, most_lanes=MAX_LANES)
     steps_s = times.decode_s(192, 192 * 512, 4)
     one_by_one = [float(times.decode_s(192, 192 * (512 + i), 1)[0]) for i in range(4)]
     assert steps_s == pytest.approx(one_by_one, rel=1e-9)

@@ -6,9 +6,9 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -47,6 +47,7 @@ from cost_model.goodput.workload import Lengths, drawn
 from examples import examples
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.schedule.role_changes import role_changes
+from fastdecode.schedule.simulation.instance_time import InstanceTime
 
 SLO = Slo(1.0, 0.05)
 RULES = WatchRules()
@@ -229,8 +230,8 @@ def test_no_requests_are_nothing_to_judge_by() -> None:
     assert watch.due(2e6) is None
 
 
-TIMES = LinearTimes(0.04, 1.6e-3, 1.6e-6, 2.4e-3)
-ALIKE = Alike(TIMES, 2048, 200_000, 256, 1.25e5)
+TIMES = LinearTimes(0.04, 1.6e-3, 1.6e-6, 2.4e-3, 8e-6)
+ALIKE = Alike(TIMES, 2048, 200_000, 256)
 STRICT = Slo(48.0, 0.24)
 
 
@@ -242,15 +243,12 @@ def test_roles_are_simulated_as_the_instances_that_they_are() -> None:
     """Against simulators that are told of each instance by hand."""
     asked = [(0.3 * i, 200 + 90 * (i % 4), 12 + i % 3) for i in range(24)]
     decode = DecodeSpec(
-        TIMES,
-        ALIKE.capacity_tokens,
-        ALIKE.max_sequences,
-        ALIKE.fetched_tokens_s or math.inf,
-        opens_at_once=False,
+        InstanceTime(TIMES), ALIKE.capacity_tokens, ALIKE.max_sequences, opens_at_once=False
     )
-    prefill = PrefillSpec(TIMES, ALIKE.batch_tokens, ALIKE.capacity_tokens)
+    at_once = InstanceTime(replace(TIMES, fetched_s=0.0))
+    prefill = PrefillSpec(at_once, ALIKE.batch_tokens, ALIKE.capacity_tokens)
     both = simulate_colocated(asked, [decode] * 3, ALIKE.batch_tokens)
-    split = simulate(asked, [prefill] * 2, [decode], 1.0)
+    split = simulate(asked, [prefill] * 2, [decode])
     assert run_of(Roles(0, 0, 3), asked).times == both.times
     assert run_of(Roles(2, 1), asked).times == split.times
     assert both.times != split.times

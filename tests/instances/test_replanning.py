@@ -252,7 +252,7 @@ def question() -> RoleQuestion:
     from cost_model.goodput.replanning.roles import Alike, Comes
     from cost_model.goodput.slo import Slo
 
-    alike = Alike(LinearTimes(1e-3, 1e-4, 1e-7, 1e-4), 512, 10_000, 64, 1e6)
+    alike = Alike(LinearTimes(1e-3, 1e-4, 1e-7, 1e-4, 1e-6), 512, 10_000, 64)
     return RoleQuestion(alike, Comes(5.0, 1.0, ((64, 16), (128, 8))), Slo(0.5, 0.05), Roles(1, 1))
 
 

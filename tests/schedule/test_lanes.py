@@ -63,7 +63,7 @@ def run(
             machine.fixed_s + tokens * machine.token_s,
             {0: RPartTime(lane_load, 0, lane_load * machine.load_s)},
         )
-        times.observe_link(machine.round_trip_s)
+        times.observe_trip(machine.round_trip_s)
         control.observe(step % count, tokens, {0: lane_load})
         lanes.append(count)
     return lanes
@@ -163,7 +163,7 @@ def test_a_lane_that_never_decodes_holds_nothing_up() -> None:
     wanted = []
     for _ in range(64):
         times.observe(20, 0, 20e-3, {0: RPartTime(20_000, 0, 20e-3)})
-        times.observe_link(30e-3)  # a slow network: more lanes
+        times.observe_trip(30e-3)  # a slow network: more lanes
         control.observe(0, 20, {0: 20_000})
         wanted.append(control.decide())
     assert wanted[:31] == [2] * 31 and wanted[-1] > 2

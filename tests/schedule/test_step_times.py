@@ -9,19 +9,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastdecode.schedule.times import MeasuredTimes, RPartTime, balanced_loads
+from fastdecode.schedule.times import (
+    MeasuredTimes,
+    Prompts,
+    RPartTime,
+    StepTime,
+    balanced_loads,
+    num_tokens_of,
+)
 
 
 @dataclass(frozen=True)
-class Linear:
+class Linear(StepTime):
     base_s: float
     token_s: float
     r_token_s: tuple[float, ...]
 
-    def s_part_s(self, num_tokens: int) -> float:
-        return self.base_s + self.token_s * num_tokens
+    def s_part_s(self, num_decoding: int, prompts: Prompts = ()) -> float:
+        return self.base_s + self.token_s * num_tokens_of(num_decoding, prompts)
 
-    def r_part_s(self, worker: int, load_tokens: int) -> float:
+    def r_part_s(self, worker: int, load_tokens: float, num_sequences: float = 1.0) -> float:
         return self.r_token_s[worker] * load_tokens
 
 

@@ -4,12 +4,12 @@ between two looks at them, and how long that took."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
 from cost_model.fit import non_negative
+from fastdecode.schedule.times import Prompts, StepTime
 
 _MOST_ROWS = 2000
 _LEAST_ROWS = 20
@@ -40,8 +40,8 @@ class InstanceTotals:
 
 
 @dataclass(frozen=True)
-class LinearTimes:
-    """As ``InstanceTimes``: straight lines."""
+class LinearTimes(StepTime):
+    """Straight lines, of an instance as a whole: the link's time is in its steps."""
 
     step_s: float
     """Of any step."""
@@ -51,22 +51,21 @@ class LinearTimes:
     """More for each token that is attended to."""
     prompt_s: float
     """More for each token of a prompt."""
-    num_stages: int = 1
+    fetched_s: float = 0.0
+    """To fetch K and V of a token from another instance; 0: none were fetched."""
 
-    def prefill_s(self, lengths: Sequence[int]) -> float:
-        """As ``InstanceTimes``."""
-        return self.step_s + self.token_s * len(lengths) + self.prompt_s * sum(lengths)
+    def s_part_s(self, num_decoding: int, prompts: Prompts = ()) -> float:
+        """As ``StepTime``. Prompts alone draw a token each."""
+        num_drawn, run = num_decoding or len(prompts), sum(new for _, new in prompts)
+        return self.step_s + self.token_s * num_drawn + self.prompt_s * run
 
-    def decode_s(self, num_sequences: int, context: int, num_steps: int) -> np.ndarray:
-        """As ``InstanceTimes``."""
-        contexts = context + num_sequences * np.arange(num_steps)
-        steps_s: np.ndarray = self.step_s + self.token_s * num_sequences + self.cached_s * contexts
-        return steps_s
+    def r_part_s(self, worker: int, load_tokens: float, num_sequences: float = 1.0) -> float:
+        """As ``StepTime``."""
+        return self.cached_s * load_tokens
 
-    def mixed_s(self, num_sequences: int, context: int, chunks: Sequence[tuple[int, int]]) -> float:
-        """As ``InstanceTimes``."""
-        alone_s = self.step_s + self.token_s * num_sequences + self.cached_s * context
-        return alone_s + self.prompt_s * sum(new for _, new in chunks)
+    def transfer_s(self, num_tokens: float) -> float:
+        """As ``StepTime``."""
+        return self.fetched_s * num_tokens
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,6 @@ class Measured:
     """What is known of instances that are alike."""
 
     times: LinearTimes
-    fetched_tokens_s: float | None
-    """Of K and V, a second, that one fetches; None: none were fetched."""
     num_looks: int
 
 
@@ -113,5 +110,5 @@ class StepLog:
         step_s, token_s, cached_s, prompt_s = found
         fetched = sum(row.fetched_tokens for row in rows)
         fetching_s = sum(row.fetching_s for row in rows)
-        pace = fetched / fetching_s if fetched > 0 and fetching_s > 0 else None
-        return Measured(LinearTimes(step_s, token_s, cached_s, prompt_s), pace, len(rows))
+        fetched_s = fetching_s / fetched if fetched > 0 else 0.0
+        return Measured(LinearTimes(step_s, token_s, cached_s, prompt_s, fetched_s), len(rows))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from cost_model.goodput.simulator import (
 )
 from cost_model.goodput.slo import Slo
 from cost_model.goodput.workload import Draw, drawn_from
+from fastdecode.schedule.simulation.instance_time import InstanceTime
 
 HEADROOM = 1.2
 """What is carried beyond so many times the rate that comes, counts for nothing."""
@@ -66,8 +67,6 @@ class Alike:
     """Of prompts that one runs at once."""
     capacity_tokens: int
     max_sequences: int
-    fetched_tokens_s: float | None = None
-    """Of K and V, a second."""
 
 
 @dataclass(frozen=True)
@@ -172,20 +171,17 @@ def simulation_of(
     alike: Alike, roles: Roles
 ) -> Callable[[list[tuple[float, int, int]]], GoodputRun]:
     """What comes of requests where instances have these roles."""
-    decode = DecodeSpec(
-        alike.times,
-        alike.capacity_tokens,
-        alike.max_sequences,
-        alike.fetched_tokens_s or math.inf,
-        opens_at_once=False,
-    )
+    times = InstanceTime(alike.times)
+    decode = DecodeSpec(times, alike.capacity_tokens, alike.max_sequences, opens_at_once=False)
     if roles.both or not (roles.prefill and roles.decode):
-        # Whoever is left does both.
+        # Those that are left do both.
         both = [decode] * roles.num
         return lambda requests: simulate_colocated(requests, both, alike.batch_tokens)
-    prefill = PrefillSpec(alike.times, alike.batch_tokens, alike.capacity_tokens)
+    # What was measured is how one fetches: prefill instances never hold it up.
+    times = InstanceTime(replace(alike.times, fetched_s=0.0))
+    prefill = PrefillSpec(times, alike.batch_tokens, alike.capacity_tokens)
     first, second = [prefill] * roles.prefill, [decode] * roles.decode
-    return lambda requests: simulate(requests, first, second, 1.0)
+    return lambda requests: simulate(requests, first, second)
 
 
 def _tried(present: Roles) -> list[Roles]:

@@ -141,7 +141,6 @@ class Replanner:
             self._batch_tokens,
             min(each.num_tokens for each in alive),
             min(each.max_sequences for each in alive),
-            measured.fetched_tokens_s,
         )
         found = due.traffic
         comes = Comes(found.rate.value, found.cv.value, found.lengths[-_MOST_LENGTHS:])

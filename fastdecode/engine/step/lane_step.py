@@ -160,7 +160,7 @@ class LaneStep:
         s_part_s = max(self.s_part_s(completed_s), *(done.s_part_s for done in reports), 0.0)
         times.observe(self.batch.num_decoding, self.batch.num_prompt_tokens, s_part_s, r_parts)
         if self.batch.num_decoding:
-            times.observe_link(self.round_trips_s + sum([done.round_trip_s for done in reports]))
+            times.observe_trip(self.round_trips_s + sum([done.round_trip_s for done in reports]))
         if lanes is not None:
             loads = {holder: part.load_tokens for holder, part in r_parts.items()}
             lanes.observe(self.lane, self.batch.num_decoding, loads)

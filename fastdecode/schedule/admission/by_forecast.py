@@ -22,7 +22,7 @@ from collections.abc import Sequence as Seq
 from fastdecode.schedule.admission.load_control import MicroBatch
 from fastdecode.schedule.admission.policies import NOTHING_EARLIER, Earlier
 from fastdecode.schedule.admission.stabilized import RECALIBRATE_EVERY, Stabilized
-from fastdecode.schedule.times import StepTimes
+from fastdecode.schedule.times import StepTime
 
 LEAST_GAIN = 1.03
 """Forecasts know no prompts and no link."""
@@ -33,7 +33,7 @@ _MOST_SPREAD = 0.02
 
 
 def stabilizing_gain(
-    times: StepTimes, batch_size: int, capacity: Seq[int], lengths: tuple[float, float]
+    times: StepTime, batch_size: int, capacity: Seq[int], lengths: tuple[float, float]
 ) -> float:
     """The time of greedy steps over that of stabilized ones, for ever; NaN while
     step times are unknown.

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from enum import Enum
 from heapq import heappop, heappush
+
+from fastdecode.core.holders import HolderId
+from fastdecode.schedule.times import StepTime
 
 _ROUNDING = 1e-6
 """Of a step: what is that near to its end has ended."""
@@ -55,7 +58,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a step through all layers. No function falls."""
+    """A ``StepTime`` of two sides, the device and R-workers: seconds of a step
+    through all layers. No function falls."""
 
     s_part: Callable[[int], float]
     """The S-part, T_S, of so many sequences."""
@@ -65,11 +69,28 @@ class Costs:
     """The busiest R-worker's attention, R, where R-workers together have so
     many sequences with so many cached tokens."""
     round_trip_s: float
-    """L: the way to R-workers and back."""
-    host_s: float = 0.0
-    """H: what the host spends on a lane's step."""
+    """L: the trip to R-workers and back."""
     away_weight: float = 1.0
     """What sequences that are away cost of the S-part counts so many times."""
+
+    @classmethod
+    def of(cls, times: StepTime, device: HolderId, room: Mapping[HolderId, int]) -> Costs:
+        """From step times.
+
+        Args:
+            room: of each R-worker. They are filled evenly by it, up to a sequence.
+        """
+        in_all = max(1, sum(room.values()))
+
+        def r_part(num_sequences: int, load: float) -> float:
+            one = load / max(1, num_sequences)
+            shares = {w: min(load, load * own / in_all + one) for w, own in room.items()}
+            return max((times.r_part_s(w, round(load)) for w, load in shares.items()), default=0.0)
+
+        def device_s(load: float) -> float:
+            return times.r_part_s(device, round(load))
+
+        return cls(times.s_part_s, device_s, r_part, times.trip_s(1))
 
     def home_s(self, num_sequences: int, load: float) -> float:
         """A step of those at home, alone on the device."""
@@ -85,7 +106,6 @@ class Costs:
             device=lambda load: device * costs.device(load),
             r_part=lambda n, load: away * costs.r_part(n, load),
             round_trip_s=away * self.round_trip_s,
-            host_s=away * self.host_s,
         )
 
 
@@ -148,7 +168,7 @@ def paces(costs: Costs, layout: Layout, home: tuple[int, float], away: tuple[int
         step_s = alone_s + costs.away_weight * added_s + attention_s
         return Paces(step_s if num_home else math.inf, step_s)
     num_lane = -(-num_away // lanes)
-    lane_s = max(costs.away_weight * costs.s_part(num_lane), costs.host_s)
+    lane_s = costs.away_weight * costs.s_part(num_lane)
     lane_r_s = r_part_s if lanes == 1 else costs.r_part(num_lane, load_away * num_lane / num_away)
     # Before each of its layers a lane waits for a layer of those at home, at most.
     home_s = costs.home_s(num_home, load_home) if num_home else 0.0

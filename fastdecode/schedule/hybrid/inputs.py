@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 
 from fastdecode.core.holders import HolderId
@@ -15,7 +14,7 @@ from fastdecode.schedule.hybrid.forecast import Costs, Known, Work
 from fastdecode.schedule.lengths import LengthPredictor
 from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.running import Lane, RunningSequence, cached_at_end
-from fastdecode.schedule.times import StepTimes
+from fastdecode.schedule.times import Prompts, StepTime
 
 _HORIZON = 256
 """Sequences that wait, of which the rule is told: the first ones."""
@@ -32,6 +31,31 @@ class Guess:
     """That each reads."""
     round_trip_s: float = 0.01
     """For all layers."""
+
+
+@dataclass(frozen=True)
+class GuessedTime(StepTime):
+    """Step times, guessed of R-workers until they are measured."""
+
+    measured: StepTime
+    guess: Guess
+    device: HolderId
+
+    def s_part_s(self, num_decoding: int, prompts: Prompts = ()) -> float:
+        """As ``StepTime``."""
+        return self.measured.s_part_s(num_decoding, prompts)
+
+    def r_part_s(self, worker: int, load_tokens: float, num_sequences: float = 1.0) -> float:
+        """As ``StepTime``."""
+        measured_s = self.measured.r_part_s(worker, load_tokens, num_sequences)
+        if measured_s or worker == self.device:
+            return measured_s
+        return load_tokens * self.guess.token_bytes / self.guess.bytes_per_s
+
+    def trip_s(self, num_tokens: int) -> float:
+        """As ``StepTime``."""
+        measured_s = self.measured.trip_s(num_tokens)
+        return measured_s if measured_s < math.inf else self.guess.round_trip_s
 
 
 class HybridInputs:
@@ -51,15 +75,14 @@ class HybridInputs:
         device: HolderId,
         ledger: BlockLedger,
         lengths: LengthPredictor,
-        times: StepTimes,
+        times: StepTime,
         guess: Guess | None,
         max_num_sequences: int,
     ) -> None:
         self._device = device
         self._ledger = ledger
         self._lengths = lengths
-        self._times = times
-        self._guess = guess
+        self._times = times if guess is None else GuessedTime(times, guess, device)
         self._max_num_sequences = max_num_sequences
 
     def known(self, lanes: Iterable[Lane], waiting: Iterable[Sequence]) -> Known:
@@ -80,16 +103,11 @@ class HybridInputs:
         )
 
     def costs(self) -> Costs | None:
-        """Of steps, from what was measured; None while too little is known."""
+        """Of steps; None while too little is known."""
         if math.isnan(self._times.s_part_s(1)) or not self.r_workers:
             return None
-        round_trip_s = self._times.link_s(1)
-        if round_trip_s == math.inf:
-            round_trip_s = 0.0 if self._guess is None else self._guess.round_trip_s
-        workers = self.r_workers
-        blocks = [self._ledger.capacity.blocks(worker) for worker in workers]
-        r_part = partial(self._r_part_s, workers, blocks)
-        return Costs(self._times.s_part_s, self._device_s, r_part, round_trip_s)
+        room = {worker: self._ledger.capacity.blocks(worker) for worker in self.r_workers}
+        return Costs.of(self._times, self._device, room)
 
     def has_room(self, sequence: Sequence) -> bool:
         """Whether the device has room for a sequence that waits, now."""
@@ -99,25 +117,6 @@ class HybridInputs:
     def r_workers(self) -> Seq[HolderId]:
         """Those that aren't lost, and have room for anything."""
         return [h for h in self._ledger.capacity.present if h != self._device]
-
-    def _device_s(self, load: float) -> float:
-        return self._times.r_part_s(self._device, round(load))
-
-    def _r_part_s(
-        self, workers: Seq[HolderId], blocks: Seq[int], num_sequences: int, load: float
-    ) -> float:
-        """They are filled evenly, by their memory, up to a sequence."""
-        one, in_all = load / max(1, num_sequences), max(1, sum(blocks))
-        shares = [min(load, load * own / in_all + one) for own in blocks]
-        return max(
-            (self._one_s(w, share) for w, share in zip(workers, shares, strict=True)), default=0.0
-        )
-
-    def _one_s(self, worker: HolderId, load: float) -> float:
-        measured_s = self._times.r_part_s(worker, round(load))
-        if measured_s or self._guess is None:
-            return measured_s
-        return load * self._guess.token_bytes / self._guess.bytes_per_s
 
     def _running(self, run: RunningSequence) -> Work:
         length = len(run.sequence.token_ids)

@@ -10,7 +10,7 @@ from typing import Protocol
 from fastdecode.core.holders import HolderId
 from fastdecode.schedule.life.events import Run
 from fastdecode.schedule.plan import Chunk
-from fastdecode.schedule.times import StepTimes
+from fastdecode.schedule.times import Prompts, StepTime
 
 
 @dataclass
@@ -22,11 +22,13 @@ class Flight:
     """Of the S-worker, or of the device."""
     r_parts_s: tuple[float, ...]
     """Of each R-worker."""
-    link_s: float
+    trip_s: float
     """On the way to R-workers and back."""
     loads: dict[int, int]
     """Cached tokens that it attends to, by holder."""
     num_tokens: int
+    link_s: float = 0.0
+    """Of the link, that only one lane uses at a time."""
     left: float = 1.0
     """The part of it that is still to come."""
 
@@ -37,7 +39,7 @@ class Flight:
     @property
     def way_s(self) -> float:
         """From its begin to its end, if nothing else runs."""
-        return self.s_part_s + max(self.r_parts_s, default=0.0) + self.link_s
+        return self.s_part_s + max(self.r_parts_s, default=0.0) + self.trip_s
 
 
 @dataclass(frozen=True)
@@ -76,35 +78,37 @@ class Rounds:
     which every lane makes one step. A lane is at one of the two at a time, so a
     round takes
 
-        max(sum of the lanes' S-parts, the busiest R-worker's sum of R-parts, the
-        slowest lane's S-part + R-part + link)
+        max(sum of the lanes' S-parts, the busiest R-worker's sum of R-parts, the link's
+        sum, the slowest lane's S-part + R-part + trip)
 
-    which is S + R with one lane, and max(S, R) a lane with two equal ones, as long
-    as the link is quick.
+    as ``cycle_s`` has it for equal lanes: S + R with one lane, and max(S, R) a lane
+    with two, while the link is quick.
     """
 
-    times: StepTimes
+    times: StepTime
     num_r_workers: int
     steps: list[SimulatedStep] = field(default_factory=list)
     """All rounds so far."""
 
     def flight(self, run: Run) -> Flight:
         """As ``Resources``."""
-        loads = _loads(run.chunks)
+        loads, times = _loads(run.chunks), self.times
         num_tokens = sum(chunk.num_tokens for chunk in run.chunks)
         r_parts_s = tuple(
-            self.times.r_part_s(worker, loads[worker]) if loads.get(worker) else 0.0
+            times.r_part_s(worker, loads[worker]) if loads.get(worker) else 0.0
             for worker in range(self.num_r_workers)
         )
-        s_part_s, link_s = self.times.s_part_s(num_tokens), self.times.link_s(num_tokens)
-        return Flight(run, s_part_s, r_parts_s, link_s, loads, num_tokens)
+        s_part_s, trip_s = times.s_part_s(*_tokens(run.chunks)), times.trip_s(num_tokens)
+        link_s = times.link_s(num_tokens)
+        return Flight(run, s_part_s, r_parts_s, trip_s, loads, num_tokens, link_s)
 
     def steps_s(self, flights: Mapping[int, Flight], now_s: float) -> Mapping[int, float]:
         """As ``Resources``. All lanes have just begun."""
         every = list(flights.values())
         s_part_s = sum(flight.s_part_s for flight in every)
         busy_s = [sum(parts) for parts in zip(*(flight.r_parts_s for flight in every), strict=True)]
-        round_s = max(s_part_s, *busy_s, *(flight.way_s for flight in every))
+        link_s = sum(flight.link_s for flight in every)
+        round_s = max(s_part_s, link_s, *busy_s, *(flight.way_s for flight in every))
         self.steps.append(
             SimulatedStep(
                 started_s=now_s,
@@ -135,7 +139,7 @@ class SharedDevice:
         device: which holder it is.
     """
 
-    times: StepTimes
+    times: StepTime
     device: HolderId
     steps: list[SimulatedStep] = field(default_factory=list)
     """None: lanes don't step in rounds."""
@@ -145,14 +149,14 @@ class SharedDevice:
         attend while the device does."""
         loads, times = _loads(run.chunks), self.times
         num_tokens = sum(chunk.num_tokens for chunk in run.chunks)
-        s_part_s, link_s = times.s_part_s(num_tokens), times.link_s(num_tokens)
+        s_part_s, trip_s = times.s_part_s(*_tokens(run.chunks)), times.trip_s(num_tokens)
         at_home = loads.get(self.device)
         attend_s = 0.0 if at_home is None else times.r_part_s(self.device, at_home)
         away = [times.r_part_s(w, load) for w, load in loads.items() if w != self.device]
         if run.lane == 0:
-            attend_s = max(attend_s, max(away) + link_s if away else 0.0)
+            attend_s = max(attend_s, max(away) + trip_s if away else 0.0)
             return Flight(run, s_part_s + attend_s, (), 0.0, loads, num_tokens)
-        return Flight(run, s_part_s, (max(away),), link_s, loads, num_tokens)
+        return Flight(run, s_part_s, (max(away),), trip_s, loads, num_tokens)
 
     def steps_s(self, flights: Mapping[int, Flight], now_s: float) -> Mapping[int, float]:
         """As ``Resources``."""
@@ -169,6 +173,12 @@ class SharedDevice:
         if home is not None:
             found[0] = max(home_s, 1e-12) / (1 - slower * used)
         return found
+
+
+def _tokens(chunks: Seq[Chunk]) -> tuple[int, Prompts]:
+    """Sequences that decode, and parts of prompts."""
+    prompts = [(c.sequence.num_cached, c.num_tokens) for c in chunks if c.num_tokens > 1]
+    return len(chunks) - len(prompts), prompts
 
 
 def _loads(chunks: Seq[Chunk]) -> dict[int, int]:

@@ -1,0 +1,103 @@
+"""Step times of a ``System``: from datasheets, or as measured."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from cost_model.predict import System
+from cost_model.stages import Provenance
+from fastdecode.schedule.times import Prompts, StepTime
+
+
+@dataclass(frozen=True)
+class SystemTime(StepTime):
+    """Of an S-worker and its R-workers, which are alike and share sequences evenly.
+
+    Args:
+        sockets: R-workers, one a socket.
+        transfer_bytes_per_s: of the ports through which K and V leave or come;
+            infinite: they stay.
+    """
+
+    system: System
+    sockets: float
+    transfer_bytes_per_s: float = math.inf
+
+    def s_part_s(self, num_decoding: int, prompts: Prompts = ()) -> float:
+        """As ``StepTime``."""
+        if not num_decoding:
+            return self._prompts_alone_s(prompts)
+        return self._layers * self.system.s.t_of_b(num_decoding) + self._prompts_s(prompts)
+
+    def _prompts_s(self, prompts: Prompts) -> float:
+        """What they add to a step, which reads the weights anyway."""
+        s = self.system.s
+        return sum(s.prefill_s(before + new) - s.prefill_s(before) for before, new in prompts)
+
+    def _prompts_alone_s(self, prompts: Prompts) -> float:
+        """A step of prompts alone reads the weights, too, and sends K and V to the
+        R-workers."""
+        s, costs = self.system.s, self.system.costs
+        total, prompts_s = sum(new for _, new in prompts), self._prompts_s(prompts)
+        if s.provenance is Provenance.MEASURED:
+            # Each was measured by itself, weights included.
+            prompts_s = min(prompts_s, s.prefill_s(total))
+        else:
+            prompts_s = max(prompts_s, s.pace * self._layers * s.layer_s(total))
+            prompts_s += s.pace * s.head_s(len(prompts))
+        if s.host_link_bytes_per_s is None:
+            return prompts_s
+        kv_bytes = self._layers * costs.prompt_out_bytes * total
+        return max(prompts_s, kv_bytes / s.host_link_bytes_per_s)
+
+    def r_part_s(self, worker: int, load_tokens: float, num_sequences: float = 1.0) -> float:
+        """As ``StepTime``."""
+        attended = load_tokens
+        if self._windows and num_sequences:
+            attended = num_sequences * self._attended(load_tokens / num_sequences)
+        return self._layers * self.system.r.r_s(num_sequences, attended)
+
+    def link_s(self, num_tokens: int) -> float:
+        """As ``StepTime``: of ports, I/O threads, and the S-worker's thread."""
+        system, (out_s, back_s) = self.system, self._ways_s(num_tokens)
+        io_s = system.transport.io_s(self._out(num_tokens) + self._back(num_tokens), self.sockets)
+        messages_s = system.messages_s(num_tokens, self.sockets)
+        return self._layers * max(out_s, back_s, messages_s, io_s)
+
+    def trip_s(self, num_tokens: int) -> float:
+        """As ``StepTime``."""
+        messages_s = self.system.messages_s(num_tokens, self.sockets)
+        return self._layers * (messages_s + sum(self._ways_s(num_tokens)) + self.system.link.trip_s)
+
+    def transfer_s(self, num_tokens: float) -> float:
+        """As ``StepTime``."""
+        return num_tokens * self.system.costs.kv_bytes / self.transfer_bytes_per_s
+
+    @property
+    def _layers(self) -> int:
+        return self.system.costs.num_layers
+
+    def _out(self, num_tokens: int) -> int:
+        return num_tokens * self.system.costs.out_bytes
+
+    def _back(self, num_tokens: int) -> int:
+        return num_tokens * self.system.costs.back_bytes
+
+    def _ways_s(self, num_tokens: int) -> tuple[float, float]:
+        """Out and back, of a layer."""
+        way_s = self.system.way_s
+        out, back = self._out(num_tokens), self._back(num_tokens)
+        return way_s(out, self.sockets), way_s(back, self.sockets)
+
+    @cached_property
+    def _windows(self) -> tuple[int | None, ...]:
+        """Of the layers; none if no layer has one."""
+        windows = tuple(each.sliding_window for each in self.system.costs.spec.attention)
+        return windows if any(windows) else ()
+
+    def _attended(self, context: float) -> float:
+        """Keys that a query sees a layer, averaged over layers."""
+        seen = [context if window is None else min(context, window) for window in self._windows]
+        return sum(seen) / len(seen)
