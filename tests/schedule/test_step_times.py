@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cost_model.goodput.replanning.measured import LinearTimes
+from cost_model.hardware import Hardware
+from cost_model.plans.question import Setup
+from cost_model.predict import LaneTimes, System
+from cost_model.shapes import model_named
+from cost_model.simulate.tables import Table, TabledTimes
+from cost_model.step_time import SystemTime
+from cost_model.workload import Workload
+from fastdecode.core.holders import HolderId
+from fastdecode.schedule.hybrid.inputs import Guess, GuessedTime
+from fastdecode.schedule.life.events import Run
+from fastdecode.schedule.simulation.resources import Flight, Rounds
 from fastdecode.schedule.times import (
     MeasuredTimes,
     Prompts,
     RPartTime,
     StepTime,
     balanced_loads,
+    cycle_s,
     num_tokens_of,
 )
 
@@ -30,6 +44,19 @@ class Linear(StepTime):
 
     def r_part_s(self, worker: int, load_tokens: float, num_sequences: float = 1.0) -> float:
         return self.r_token_s[worker] * load_tokens
+
+
+def paper_system() -> System:
+    hardware, spec = Hardware.load(), model_named("Llama-2 7B")
+    return Setup(
+        spec,
+        spec.choose_dtype("auto"),
+        "float16",
+        hardware.gpu("A10"),
+        hardware.cpu("EPYC 7452"),
+        hardware.nic("100GbE"),
+        Workload(0, 1024),
+    ).system()
 
 
 def test_a_limit_is_the_load_that_takes_as_long_as_the_s_part() -> None:
@@ -129,3 +156,54 @@ def test_until_something_is_measured_there_is_no_limit() -> None:
     assert balanced_loads(times, 64, (1234,)) is None
     measured(Linear(0.010, 0.0, (2e-5,)), [300], [64], times)
     assert balanced_loads(times, 64, (1234,)) == (500,)
+
+
+EVERY = {
+    "fitted": LinearTimes(0.02, 1e-4, 1e-7, 3e-4, 1e-6),
+    "tabled": TabledTimes(Table(((1, 0.01), (256, 0.016))), (Table(((0, 0.0), (1, 1e-6))),), 2e-3),
+    "datasheet": SystemTime(paper_system(), 8, 1e10),
+    "measured": measured(Linear(0.01, 1e-4, (1e-6,)), [9000] * 40, [64] * 40, MeasuredTimes()),
+    "guessed": GuessedTime(Linear(0.01, 1e-4, (0.0, 1e-7)), Guess(1e5), HolderId(1)),
+}
+
+
+@pytest.mark.parametrize("times", EVERY.values(), ids=EVERY)
+def test_all_step_times_give_five_numbers_that_never_fall(times: StepTime) -> None:
+    functions: list[Callable[[int], float]] = [
+        times.s_part_s,
+        lambda tokens: times.s_part_s(4, [(0, tokens)]),
+        lambda tokens: times.r_part_s(0, tokens, 4),
+        times.link_s,
+        times.trip_s,
+        times.transfer_s,
+    ]
+    for function in functions:
+        seconds = [function(tokens) for tokens in (1, 2, 63, 64, 65, 4096)]
+        assert seconds == sorted(seconds) and seconds[0] >= 0
+    assert times.s_part_s(64) > 0 and times.r_part_s(0, 4096, 4) > 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.tuples(*[st.integers(0, 64).map(lambda n: n / 64)] * 4),
+)
+def test_equal_lanes_step_as_a_simulated_round_and_as_size_says(
+    num_lanes: int, each: tuple[float, float, float, float]
+) -> None:
+    s_part_s, r_part_s, trip_s, link_s = each
+    expected = cycle_s(num_lanes, s_part_s, r_part_s, trip_s, link_s)
+    rounds = Rounds(Linear(0, 0, ()), 1)
+    flights = {
+        lane: Flight(Run(lane, ()), s_part_s, (r_part_s,), trip_s, {}, 1, link_s)
+        for lane in range(num_lanes)
+    }
+    assert set(rounds.steps_s(flights, 0.0).values()) == {expected}
+    # Where the link is busy all the way out and nothing else is in the trip.
+    lane = LaneTimes(s_part_s, trip_s, r_part_s, 0.0, 0.0)
+    assert lane.cycle_s(num_lanes) == cycle_s(num_lanes, s_part_s, r_part_s, trip_s, trip_s)
+
+
+def test_a_busy_link_sets_the_pace_of_lanes() -> None:
+    assert cycle_s(1, 1.0, 1.0, 3.0, 3.0) == 5.0
+    assert cycle_s(2, 1.0, 1.0, 3.0, 3.0) == 6.0 and cycle_s(2, 1.0, 1.0, 3.0) == 5.0
