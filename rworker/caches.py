@@ -135,6 +135,10 @@ class Caches:
             if cache is None or cache.owner != peer:
                 raise ProtocolError(f"holder {holder!r} is not one that this peer has opened")
             return cache
+        if len(self._caches) == 1:  # as it is for most, and it is asked for every message
+            (only,) = self._caches.values()
+            if only.owner == peer:
+                return only
         owned = [cache for cache in self if cache.owner == peer]
         if len(owned) != 1:
             raise ProtocolError(

@@ -53,7 +53,7 @@ class InlineConnection:
         self._closed = False
 
     def send(self, message: ToRWorker) -> None:
-        if not self.is_open:
+        if self._closed or self._worker is None:
             raise closed_error(self.peer, by_peer=not self._closed)
         self._requests.append(message)
 

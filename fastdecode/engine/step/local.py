@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -72,16 +73,11 @@ class DeviceWorker(InlineConnection):
         return self._executor.gpu
 
     @property
-    def books(self) -> CacheState:
-        """Of its cache."""
-        return self._state.cache_of(WORKER).books
-
-    @property
     def cache(self) -> PagedKV:
         """K and V; of lanes that are swapped, while a step of the lane is under way."""
         return self._executor.caches[self._state.cache_of(WORKER).holder]
 
-    def begin_step(self, begin: BeginStep) -> StepTables:
+    def begin_step(self, begin: BeginStep) -> BegunStep:
         """Make room for a step's tokens, and say where they go. Rows stand in
         the order of ``begin``'s sequences: decoded ones, later chunks, first
         chunks."""
@@ -92,7 +88,17 @@ class DeviceWorker(InlineConnection):
         store = own.books.store
         appended = own.books.begin_step(begin)
         self._executor.begin_step(own.holder, begin, appended, store)
-        return _tables(begin, appended, store)
+        tables = _tables(begin, appended, store)
+        return BegunStep(tables, own.books, self._executor.caches[own.holder])
+
+
+@dataclass(frozen=True, eq=False)
+class BegunStep:
+    """A step for which a ``DeviceWorker`` has made room."""
+
+    tables: StepTables
+    books: CacheState
+    cache: PagedKV
 
 
 def _tables(begin: BeginStep, appended: Appended, store: KVStore) -> StepTables:
@@ -171,9 +177,9 @@ class LocalStep:
         (span,) = batch.spans
         self.batch = batch
         self._begin, self._holder = span.begin, span.holder
-        self._tables = connection.begin_step(span.begin)
+        begun = connection.begin_step(span.begin)
+        self._tables, self._books, self._cache = begun.tables, begun.books, begun.cache
         self._paged = self._tables.upload(connection.device, connection.gpu)
-        self._books, self._cache = connection.books, connection.cache
         self._whole = whole
         self._o = torch.empty(0)
         self._is_timed = self._cache.pool.device.type == "cpu"
