@@ -11,16 +11,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from fastdecode.wire.messages import Failed, FromRWorker, ToRWorker
 from fastdecode.wire.transport import closed_error, timeout_error
 from rworker.attention import AttentionExecutor
+from rworker.pulling.background_transfers import BackgroundTransfers
 from rworker.state import RWorkerState
 from rworker.tiers.disk import Disk
 from rworker.tiers.tiers import Tiers
-from rworker.worker import RWorkerExecutor, last_words, obey, tell_moved
+from rworker.worker import Peer, RWorkerExecutor, last_words, obey, tell_moved
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class InlineConnection:
             executor,
         )  # None: it has ended
         self._answers = _Answers()
+        self._behind: BackgroundTransfers | None = None  # it reaches no others
         self._requests: deque[ToRWorker] = deque()
         self._closed = False
 
@@ -78,7 +80,7 @@ class InlineConnection:
         while not answers and self._requests and self._worker is not None:
             self._handle(self._requests.popleft(), *self._worker)
         if self._worker is not None and self._worker[1].tiers.is_busy:
-            tell_moved((self._answers,), *self._worker)
+            tell_moved(self._peers, *self._worker, self._behind)
         if answers:
             return answers.popleft()
         if self._worker is None:
@@ -97,13 +99,19 @@ class InlineConnection:
             self._handle(self._requests.popleft(), *self._worker)
 
     @property
+    def _peers(self) -> Sequence[Peer]:
+        """By their numbers; the first is ``WORKER``."""
+        return (self._answers,)
+
+    @property
     def is_open(self) -> bool:
         return not self._closed and self._worker is not None
 
     def _handle(self, message: ToRWorker, state: RWorkerState, executor: RWorkerExecutor) -> None:
         goes_on = False
         try:
-            goes_on = obey(state.handle(WORKER, message), (self._answers,), state, executor)
+            instructions = state.handle(WORKER, message)
+            goes_on = obey(instructions, self._peers, state, executor, self._behind)
             goes_on = goes_on and not self._answers.are_over
         except Exception as error:
             self._answers.send(last_words(self._name, error))

@@ -181,8 +181,8 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
                "instances of this process have R-workers of this process", is_contradiction=True),
         _pairs("instance ranks", "addresses",
                "instances that are ranks have R-workers that are ranks", is_contradiction=True),
-        _pairs("instances", "tensor parallelism, stages, prompt stages, device KV, hybrid KV, "
-               "swap, host tier", _OWN_ENGINE),
+        _pairs("instances", "tensor parallelism, stages, prompt stages, hybrid KV, swap",
+               _OWN_ENGINE),
         _pairs("instance ranks", "tensor parallelism, stages, prompt stages, device KV, "
                "hybrid KV, swap, host tier", _OWN_ENGINE),
         _pairs("instance ranks", "replicas, standby, disk tier",

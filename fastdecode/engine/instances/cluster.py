@@ -70,6 +70,12 @@ class _InstanceState:
     num_live_r_workers: int | None = None
     """None: it hasn't reported that."""
 
+    @property
+    def is_stranded(self) -> bool:
+        """Whether it has lost all of its R-workers; one with KV on its device has none to lose."""
+        began_with = 0 if self.welcome is None else self.welcome.num_r_workers
+        return began_with > 0 and self.num_live_r_workers == 0
+
     def update(self, message: InstanceStatus) -> None:
         """Take in its status. Raises ProtocolError: it can't be."""
         stats, figures = status_from_json(unpacked(message.said))
@@ -159,9 +165,9 @@ class RunningCluster:
 
     def _hear_status(self, number: int, message: InstanceStatus) -> None:
         seen = self._seen[number]
-        was_stranded = seen.num_live_r_workers == 0
+        was_stranded = seen.is_stranded
         seen.update(message)
-        is_stranded = message.num_live_r_workers == 0
+        is_stranded = seen.is_stranded
         if is_stranded != was_stranded:
             self._post(lambda running: running.engine.set_stranded(number, is_stranded))
 

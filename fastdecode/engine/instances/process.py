@@ -15,11 +15,15 @@ import torch
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.errors import ConfigError, FastDecodeError, Given, WorkerError, imports_for
-from fastdecode.core.host.machine import available_cores
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.instances.instance_server import InstanceServer
-from fastdecode.engine.instances.running import batch_tokens, for_batches, size_of
+from fastdecode.engine.instances.running import (
+    batch_tokens,
+    for_batches,
+    size_of,
+    with_r_workers_here,
+)
 from fastdecode.engine.service import EngineService
 from fastdecode.engine.setup.devices import choose_device
 from fastdecode.engine.setup.launch import RunningEngine
@@ -187,10 +191,13 @@ def _check(config: EngineConfig, place: InstancePlace) -> None:
                 Given(name, config.options[name]),
                 " is not supported by an instance yet. Remove it",
             )
-    if config.r_part.kv_placement not in ("r", "auto"):
+    if config.r_part.kv_placement == "hybrid":
         raise ConfigError(
             Given("kv_placement", config.r_part.kv_placement),
-            " is not supported by an instance yet: instances hand over R-workers' KV. Remove it",
+            " is not supported by an instance yet: a prompt's KV would be on both sides. Choose ",
+            Given("kv_placement", "gpu"),
+            " or ",
+            Given("kv_placement", "r"),
         )
     if config.cluster.r_worker_addresses and place.export is not None:
         raise ConfigError(
@@ -201,12 +208,17 @@ def _check(config: EngineConfig, place: InstancePlace) -> None:
 
 def _own(config: EngineConfig, role: InstanceRole, *, is_here: bool) -> EngineConfig:
     """What its engine is made with."""
-    r_part = replace(config.r_part, kv_placement="r")
-    if is_here and r_part.r_threads is None:
-        r_part = replace(r_part, r_threads=max(1, available_cores() // r_part.r_workers))
-    own = replace(config, r_part=r_part)
+    if config.r_part.kv_placement == "gpu":
+        return _with_role(config, role)
+    if is_here:
+        return _with_role(with_r_workers_here(config, 1), role)
+    return _with_role(replace(config, r_part=replace(config.r_part, kv_placement="r")), role)
+
+
+def _with_role(config: EngineConfig, role: InstanceRole) -> EngineConfig:
+    """With steps that have room for what it is given at first."""
     is_for_batches = role is InstanceRole.PREFILL or config.instances.prefill_batch_tokens
-    return for_batches(own) if is_for_batches else own
+    return for_batches(config) if is_for_batches else config
 
 
 def welcome_of(running: RunningEngine, name: str, role: InstanceRole) -> InstanceWelcome:

@@ -260,19 +260,25 @@ def _roles(wanted: Instances) -> list[InstanceRole]:
 
 def _each(config: EngineConfig) -> dict[str, EngineConfig]:
     """What each instance is made with: an even share of this host."""
-    wanted, r_part = config.instances, config.r_part
-    of_all = wanted.number * r_part.r_workers
-    r_threads = r_part.r_threads or max(1, available_cores() // of_all)
-    own = replace(
-        config,
-        r_part=replace(r_part, r_threads=r_threads, kv_placement="r"),
-        cluster=replace(config.cluster, transport="inproc"),
-    )
+    wanted = config.instances
+    own = config
+    if config.r_part.kv_placement != "gpu":
+        own = with_r_workers_here(config, wanted.number)
+        own = replace(own, cluster=replace(config.cluster, transport="inproc"))
     prefill, applies = for_batches(own), wanted.replan == "apply"
     return {
         name: prefill if applies or role is InstanceRole.PREFILL else own
         for name, role in zip(_names(wanted), _roles(wanted), strict=True)
     }
+
+
+def with_r_workers_here(config: EngineConfig, num_engines: int) -> EngineConfig:
+    """With KV on R-workers that are threads of this process, which ``num_engines`` share
+    evenly."""
+    r_part = config.r_part
+    of_all = num_engines * r_part.r_workers
+    r_threads = r_part.r_threads or max(1, available_cores() // of_all)
+    return replace(config, r_part=replace(r_part, r_threads=r_threads, kv_placement="r"))
 
 
 def for_batches(config: EngineConfig) -> EngineConfig:

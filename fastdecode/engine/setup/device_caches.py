@@ -3,14 +3,16 @@ swapped to the host's memory."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import torch
 
 from fastdecode.core.holders import HolderKind
+from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.setup.workers import Reached
 from fastdecode.engine.step.local import DeviceWorker, LocalAttention
+from fastdecode.engine.step.reached_device import ReachedDevice
 from fastdecode.engine.step.swapped import SwapExecutor, SwappedAttention, lane_workers
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.wire.joined import HubBehind
@@ -27,6 +29,7 @@ def reach_device(
     kernels: BlockKernels | None = None,
     host_bytes: int = 0,
     disk: Disk | None = None,
+    beside: Colocation | None = None,
 ) -> Reached:
     """The device in the place of R-workers.
 
@@ -36,15 +39,29 @@ def reach_device(
         gpu: the device's driver, in place of the one that torch has.
         kernels: see ``PagedKV``.
         host_bytes, disk: where kept blocks are offloaded to; see ``TorchExecutor``.
+        beside: other engines, which read from this cache; None: there are none.
     """
-    connection = DeviceWorker(TorchExecutor(device, gpu, kernels, host_bytes, disk), kv_bytes)
+    executor = TorchExecutor(device, gpu, kernels, host_bytes, disk)
+    connection, addresses = _device_worker(executor, kv_bytes, beside)
     return Reached(
         SoleHub(connection),
         lambda lost, timeout_s: connection.close(),
         kind=HolderKind.DEVICE,
         answers_at_once=True,
+        addresses=addresses,
         attention=partial(LocalAttention, connection),
     )
+
+
+def _device_worker(
+    executor: TorchExecutor, kv_bytes: int, beside: Colocation | None
+) -> tuple[DeviceWorker, Sequence[str]]:
+    """What has the cache, and the address by which others reach it, if they do."""
+    if beside is None or beside.neighbours is None:
+        return DeviceWorker(executor, kv_bytes), ()
+    name = f"{beside.name}-device"
+    reached = ReachedDevice(executor, kv_bytes, name, beside.neighbours)
+    return reached, (reached.address,)
 
 
 def reach_swapped(

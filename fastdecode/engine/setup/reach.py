@@ -115,7 +115,9 @@ def reach_workers(
         report: takes lines of progress of R-workers in this process.
     """
     if resolved.transport == "local":
-        return reach_stage(resolved, 0) if has_stage_ranks(resolved) else reach_own_device(resolved)
+        if has_stage_ranks(resolved):
+            return reach_stage(resolved, 0)
+        return reach_own_device(resolved, colocation)
     workers = _reach_r_workers(resolved, hub, colocation, report)
     if resolved.config.cluster.spare_r_workers:
         workers = with_spares(workers, resolved.config.cluster.spare_r_workers)
@@ -184,17 +186,21 @@ def has_stage_ranks(resolved: ResolvedConfig) -> bool:
     return resolved.config.s_part.num_stages > 1 and stages_are_ranks(resolved.transport)
 
 
-def reach_own_device(resolved: ResolvedConfig) -> Reached:
-    """The cache on this S-worker's device; or those of its lanes, which are swapped."""
+def reach_own_device(resolved: ResolvedConfig, beside: Colocation | None = None) -> Reached:
+    """The cache on this S-worker's device; or those of its lanes, which are swapped.
+    ``beside``: other engines, which read from it."""
     if resolved.config.s_part.swap:
         most_tokens = resolved.schedule.stored_tokens(resolved.config.r_part.block_size)
         return reach_swapped(
             resolved.device, resolved.kv_bytes, resolved.most_lanes, most_tokens=most_tokens
         )
     num_here = 1 if has_stage_ranks(resolved) else resolved.config.s_part.pp
-    host_bytes = host_tier_bytes(resolved.config.cache, num_here)
-    disk = own_disk(resolved.config)
-    return reach_device(resolved.device, resolved.kv_bytes, host_bytes=host_bytes, disk=disk)
+    num_engines = 1 if beside is None else beside.num_engines
+    host_bytes = host_tier_bytes(resolved.config.cache, num_here * num_engines)
+    disk = own_disk(resolved.config, num_engines)
+    return reach_device(
+        resolved.device, resolved.kv_bytes, host_bytes=host_bytes, disk=disk, beside=beside
+    )
 
 
 def reach_stage(resolved: ResolvedConfig, stage: int) -> Reached:

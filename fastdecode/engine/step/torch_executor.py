@@ -18,8 +18,10 @@ from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.model.block_keys import tier_identity
 from fastdecode.core.spec import KVSpec
+from fastdecode.engine.step.device_chunks import DeviceChunks
 from fastdecode.engine.step.device_memory import DeviceMemory
 from fastdecode.engine.step.host_tier import HostTier
+from fastdecode.wire.arrays import Array
 from fastdecode.wire.kv.tiers import Stocked
 from fastdecode.wire.messages import BeginStep
 from rworker.blocks.appending import Appended
@@ -66,6 +68,7 @@ class TorchExecutor:
         self.has_tier = host_bytes > 0 or disk is not None
         """Whether kept blocks may go to the host's memory, or to disk."""
         self.caches: dict[HolderId, PagedKV] = {}
+        self._chunks_of: dict[HolderId, DeviceChunks] = {}
 
     def prepare(self, prepare: Prepare) -> None:
         """See ``RWorkerExecutor``.
@@ -99,13 +102,19 @@ class TorchExecutor:
         """
         raise _not_here(compute)
 
-    def place(self, place: PlaceChunk) -> NoReturn:
-        """Raises ProtocolError: nobody sends chunks to a device."""
-        raise _not_here(place)
+    def place(self, place: PlaceChunk) -> None:
+        """See ``RWorkerExecutor``."""
+        self._chunks(place.holder).place(place.chunk, place.slots)
 
-    def read(self, read: ReadChunk) -> NoReturn:
-        """Raises ProtocolError: nobody reads chunks from a device."""
-        raise _not_here(read)
+    def read(self, read: ReadChunk) -> Array:
+        """See ``RWorkerExecutor``."""
+        return self._chunks(read.holder).read(read.request, read.slots)
+
+    def _chunks(self, holder: HolderId) -> DeviceChunks:
+        found = self._chunks_of.get(holder)
+        if found is None:
+            found = self._chunks_of[holder] = DeviceChunks(self.caches[holder], self.gpu)
+        return found
 
     def drop(self, drop: Drop) -> None:
         """See ``RWorkerExecutor``."""
@@ -128,6 +137,7 @@ class TorchExecutor:
     def _forget(self, holder: HolderId) -> None:
         self.tiers.close(holder)
         self.caches.pop(holder, None)
+        self._chunks_of.pop(holder, None)
 
 
 def kv_spec_of(prepare: Prepare) -> KVSpec:

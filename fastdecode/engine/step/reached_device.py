@@ -1,0 +1,169 @@
+"""The KV cache on the S-worker's device as an R-worker that others reach: it exports
+prompts, and fetches what other engines' R-workers export.
+
+The S-worker still works in its own thread (``fastdecode.engine.step.local``). A second
+thread does what happens behind compute: it answers readers and writes what is fetched.
+Both hold one lock while they touch the R-worker's state; attention needs none, since
+nobody reads or writes slots of sequences that a step has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from fastdecode.core.errors import WorkerError
+from fastdecode.engine.step.local import BegunStep, DeviceWorker
+from fastdecode.engine.step.torch_executor import TorchExecutor
+from fastdecode.wire.inproc import InprocHub, connect
+from fastdecode.wire.kv.exporting import Pulled
+from fastdecode.wire.kv.replicating import ReplicationNews
+from fastdecode.wire.messages import BeginStep, Failed, FromRWorker, Inspect, ToRWorker
+from fastdecode.wire.transport import CLOSED, TIMEOUT, PeerLostError, timeout_error
+from rworker.inline import WORKER
+from rworker.instructions import HangUp, Instruction
+from rworker.pulling.background_transfers import BackgroundTransfers
+from rworker.state import RWorkerState
+from rworker.stream.replica_links import Neighbourhood
+from rworker.worker import Peer, RWorkerExecutor, last_words, obey
+
+logger = logging.getLogger(__name__)
+
+_LOOK_UP: Final = Inspect()
+"""From the S-worker's side: the thread has something to do."""
+_ENDS_WITHIN_S: Final = 5.0
+
+
+class ReachedDevice(DeviceWorker):
+    """See the module, and ``DeviceWorker``.
+
+    Args:
+        executor, kv_bytes: see ``DeviceWorker``.
+        name: by which others reach it.
+        neighbours: the others.
+
+    Raises:
+        ConfigError: it can't be reached as ``neighbours`` say.
+    """
+
+    def __init__(
+        self, executor: TorchExecutor, kv_bytes: int, name: str, neighbours: Neighbourhood
+    ) -> None:
+        super().__init__(executor, kv_bytes)
+        self._changed = threading.Condition(threading.RLock())
+        self._hub: InprocHub[FromRWorker, ToRWorker] = InprocHub(keeps_places=False)
+        # The first of the hub's connections is the S-worker's, which only wakes the thread.
+        self._wake, _ = connect(InprocHub(), name, self._hub, "the S-worker")
+        reaches = neighbours.add(name, self._hub)
+        self._behind = self._transfers = BackgroundTransfers(executor, reaches, self._tell)
+        self._pause_s: float | None = None  # of the thread, until it looks after transfers
+        self.address: Final = neighbours.address_of(name)
+        """What others reach it by."""
+        self._thread = threading.Thread(target=self._serve, name=f"rworker-{name}", daemon=True)
+        self._thread.start()
+
+    def begin_step(self, begin: BeginStep) -> BegunStep:
+        """See ``DeviceWorker``."""
+        with self._changed:
+            return super().begin_step(begin)
+
+    def work(self) -> None:
+        """See ``InlineConnection``."""
+        with self._changed:
+            super().work()
+
+    def poll(self) -> FromRWorker | None:
+        """See ``InlineConnection``."""
+        with self._changed:
+            return super().poll()
+
+    def receive(self, timeout_s: float | None = None) -> FromRWorker:
+        """See ``Connection``. What is fetched comes while this waits."""
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while (answer := self.poll()) is None:
+                left_s = None if end_s is None else end_s - time.monotonic()
+                if left_s is not None and left_s <= 0:
+                    raise timeout_error(self.peer, timeout_s or 0.0)
+                self._wait(left_s)
+        return answer
+
+    def close(self) -> None:
+        """See ``InlineConnection``. Readers find it gone."""
+        self._wake.close()
+        self._thread.join(_ENDS_WITHIN_S)
+        with self._changed:
+            super().close()
+
+    def _wait(self, timeout_s: float | None) -> None:
+        """Until the thread has an answer, or a tier has moved blocks."""
+        if self._executor.tiers.is_busy:
+            self._executor.tiers.wait(timeout_s)
+        else:
+            self._changed.wait(timeout_s)
+
+    @property
+    def _peers(self) -> Sequence[Peer]:
+        return (self._answers, *self._hub.connections[1:])
+
+    def _handle(self, message: ToRWorker, state: RWorkerState, executor: RWorkerExecutor) -> None:
+        super()._handle(message, state, executor)
+        wait_s = self._transfers.wait_s
+        if wait_s is not None and (self._pause_s is None or wait_s < self._pause_s):
+            self._pause_s = wait_s
+            self._wake.send(_LOOK_UP)
+
+    def _serve(self) -> None:
+        """The thread."""
+        try:
+            while self._serve_next():
+                pass
+        except Exception:
+            logger.exception("no R-worker can read from %s any more", self.peer)
+        finally:
+            with self._changed:
+                self._transfers.close()
+            self._hub.close()
+
+    def _serve_next(self) -> bool:
+        """Deal with what comes next. False: the S-worker is done with this."""
+        with self._changed:
+            if self._transfers.is_late:
+                self._transfers.work()
+            wait_s = self._pause_s = self._transfers.wait_s
+        try:
+            peer, message = self._hub.receive_any(wait_s)
+        except PeerLostError as lost:
+            if lost.index == WORKER:
+                return False
+            self._carry_out(lost.index, lambda: (HangUp(lost.index, lost.code == CLOSED),))
+        except WorkerError as error:
+            if error.code != TIMEOUT:
+                return False
+            with self._changed:
+                self._transfers.work()
+        else:
+            if peer != WORKER:
+                self._carry_out(peer, lambda: self._state.handle(peer, message))
+        return True
+
+    def _carry_out(self, peer: int, decide: Callable[[], tuple[Instruction, ...]]) -> None:
+        """Do what a reader's message comes to. A mistake of ours costs that reader alone."""
+        with self._changed:
+            try:
+                self._obey(decide())
+            except Exception as error:
+                self._tell(peer, last_words(self.peer, error))
+                self._obey((HangUp(peer),))
+
+    def _obey(self, instructions: tuple[Instruction, ...]) -> None:
+        obey(instructions, self._peers, self._state, self._executor, self._transfers)
+
+    def _tell(self, peer: int, news: ReplicationNews | Pulled | Failed) -> None:
+        with contextlib.suppress(WorkerError):  # a reader is gone: the hub says so next
+            self._peers[peer].send(news)
+        self._changed.notify_all()
