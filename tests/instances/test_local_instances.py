@@ -154,6 +154,19 @@ def test_r_workers_may_share_out_what_they_have(
         assert llm.stats.num_recomputed == 0 and llm.stats.fetched_bytes > 0
 
 
+@pytest.mark.parametrize("more", [{}, {"cache_memory_gb": 0.01, "prefix_cache": "on"}], ids=str)
+def test_kv_may_be_on_the_device_of_each(model: str, one: LLM, more: dict[str, Any]) -> None:
+    asked, how = prompts(16, seed=7), params(16, seed=7, n=2)
+    options = {**OPTIONS, "kv_placement": "gpu", "device": "cpu", **more}
+    del options["r_threads"]
+    with LLM(model, prefill_instances=1, decode_instances=2, **options) as llm:
+        assert_alike(llm.generate(asked, how), one.generate(asked, how))
+        assert llm.stats.num_recomputed == 0 and llm.stats.fetched_bytes > 0
+        assert llm.facts.num_r_workers == 0
+        if not more:
+            assert_nothing_is_left(llm)
+
+
 def test_by_its_command(model: str, one: LLM, tmp_path: Path) -> None:
     lines = [{"id": str(i), "prompt_token_ids": ids} for i, ids in enumerate(prompts(5, seed=2))]
     asked, told, summary = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "summary.json"))
@@ -183,7 +196,7 @@ def test_what_instances_are_not_there_with_is_refused_by_name(model: str) -> Non
             {"prefill_instances": 1, "decode_instances": 1, "pp": 2},
             "pp",
         ),
-        ({**BOTH, "kv_placement": "gpu"}, "kv_placement"),
+        ({**BOTH, "kv_placement": "hybrid"}, "kv_placement"),
     ):
         with pytest.raises(ConfigError, match=named):
             LLM(model, **options)

@@ -75,6 +75,7 @@ class InstanceWelcome(Worded):
     batch_tokens: int
     """Of prompts that it runs at once."""
     num_r_workers: int
+    """0: its KV is on its device."""
     num_threads: int
     """Of each of those; where they differ, the most that one has."""
 
@@ -89,9 +90,9 @@ class InstanceWelcome(Worded):
             ("num_r_workers", 1 << 16),
             ("num_threads", 1 << 16),
         ):
-            value = getattr(self, name)
-            if not 1 <= value <= most:
-                raise ProtocolError(f"offers {name}={value}, which is not within 1..{most}")
+            value, least = getattr(self, name), 0 if name == "num_r_workers" else 1
+            if not least <= value <= most:
+                raise ProtocolError(f"offers {name}={value}, which is not within {least}..{most}")
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,8 @@ class RequestDeltas:
 class InstanceStatus:
     num_steps: int
     num_live_r_workers: int
-    """0: it can run nothing until one is back, and gives up what it was asked."""
+    """0, of one that began with some: it can run nothing until one is back, and gives up
+    what it was asked."""
     said: Annotated[NDArray[np.uint8], "N"]
     """Its totals and figures."""
 

@@ -1,0 +1,121 @@
+"""K and V between a cache on a device and everything that streams: the stream suite, and
+two devices that fetch from one another."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from stream_suite import (
+    KV,
+    LENGTHS,
+    NUM_BLOCKS,
+    WAIT_S,
+    MakePlace,
+    Memory,
+    StreamSuite,
+    Worker,
+    assert_same,
+    hello_for,
+    move,
+    pieces_between,
+)
+
+from cpu_kernels import reference
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import WorkerError
+from fastdecode.core.spec import KVSpec
+from fastdecode.engine.step.local import DeviceWorker
+from fastdecode.engine.step.reached_device import ReachedDevice
+from fastdecode.engine.step.torch_executor import TorchExecutor
+from fastdecode.wire.kv.exporting import ExportSequence, KVSource, Pull, Pulled
+from rworker.attention import AttentionExecutor
+from rworker.stream.replica_links import ThreadNeighbours
+from rworker.worker import start_worker_thread
+
+KV_BYTES = 16 << 20
+CPU = torch.device("cpu")
+TICKET = "0123456789abcdef" * 2
+
+
+@contextlib.contextmanager
+def device(kv: KVSpec) -> Iterator[Worker]:
+    connection = DeviceWorker(TorchExecutor(CPU), KV_BYTES)
+    yield Worker(connection, kv)
+    connection.close()
+
+
+class TestDevice(StreamSuite):
+    @pytest.fixture
+    def make_place(self) -> MakePlace:
+        return device
+
+
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.INT4], ids=lambda dtype: dtype.value)
+def test_rows_that_fill_no_whole_cell(dtype: DType) -> None:
+    """Some layers and heads, too: chunks are cut small."""
+    kv = replace(KV, dtype=dtype, head_dim=13)
+    home, back = Memory(kv), Memory(kv)
+    home.fill(LENGTHS, seed=6)
+    with device(kv) as place:
+        move(pieces_between(LENGTHS, kv), home, place, most_bytes=700)
+        move(pieces_between(LENGTHS, kv), place.source(), back, most_bytes=500)
+    assert_same(home, back, LENGTHS)
+
+
+def reached(name: str, others: ThreadNeighbours) -> ReachedDevice:
+    return ReachedDevice(TorchExecutor(CPU), KV_BYTES, name, others)
+
+
+@pytest.mark.parametrize("reader", ["a device", "an R-worker"])
+@pytest.mark.parametrize("source", ["a device", "an R-worker"])
+def test_a_prompt_is_fetched(source: str, reader: str) -> None:
+    """By either kind from either kind, in the background."""
+    others = ThreadNeighbours()
+    with contextlib.ExitStack() as stack:
+        connections = []
+        for name, kind in (("p", source), ("d", reader)):
+            if kind == "a device":
+                one = reached(name, others)
+                stack.callback(one.close)
+                connections.append(one)
+            else:
+                executor = AttentionExecutor(kernels=reference)  # nothing to compile
+                thread = start_worker_thread(
+                    name, kv_bytes=KV_BYTES, neighbours=others, executor=executor
+                )
+                stack.callback(thread.stop)
+                connections.append(thread.connection)
+        prefill, decode = (Worker(connection, KV) for connection in connections)
+        home, back = Memory(KV), Memory(KV)
+        home.fill({0: 37}, seed=3)
+        move(pieces_between({0: 37}, KV), home, prefill)
+        prefill.connection.send(ExportSequence(0, TICKET))
+        prefill.connection.poll()  # a device obeys when it is looked at
+        decode.open(9, 64)
+        came = KVSource("p", 0, TICKET, 0, 37, 0, KV.num_kv_heads)
+        decode.connection.send(Pull(9, 0, 37, (came,), WAIT_S))
+        pulled = decode.connection.receive(WAIT_S)
+        assert isinstance(pulled, Pulled) and (pulled.sequence_id, pulled.reason) == (9, "")
+        move(pieces_between({9: 37}, KV), decode.source(), back)
+        assert_same(home, back, {0: 37}, by=9)
+
+
+def test_who_closes_ends_what_others_fetch_from_it() -> None:
+    others = ThreadNeighbours()
+    prefill, decode = reached("p", others), reached("d", others)
+    with contextlib.closing(decode):
+        place = Worker(decode, KV)
+        Worker(prefill, KV)
+        prefill.close()
+        place.open(9, 64)
+        decode.send(Pull(9, 0, 37, (KVSource("p", 0, TICKET, 0, 37, 0, 4),), WAIT_S))
+        pulled = decode.receive(WAIT_S)
+        assert isinstance(pulled, Pulled) and "closed" in pulled.reason
+        with pytest.raises(WorkerError, match=r"0\.01 s"):
+            decode.receive(0.01)
+    with pytest.raises(WorkerError, match="closed"):
+        decode.poll()
