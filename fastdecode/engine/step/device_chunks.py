@@ -109,11 +109,12 @@ def _as_cells(whole: Tensor) -> Tensor:
     holds element i in its lower half and element i + 4 in its upper half."""
     biased = torch.nn.functional.pad(whole + 8, (0, -whole.shape[-1] % _CELL)).to(torch.uint8)
     low, high = biased.unflatten(-1, (-1, 2, _CELL // 2)).unbind(-2)
-    return (low | high << 4).flatten(-2)
+    packed: Tensor = (low | high << 4).flatten(-2)
+    return packed
 
 
 def _of_cells(cells: Tensor) -> Tensor:
     """The inverse of ``_as_cells``, int8 [..., 8 * ceil(D / 8)]."""
-    words = cells.unflatten(-1, (-1, _CELL // 2))
-    biased = torch.stack((words & 15, words >> 4), dim=-2).flatten(-3)
+    words: Tensor = cells.unflatten(-1, (-1, _CELL // 2))
+    biased: Tensor = torch.stack((words & 15, words >> 4), dim=-2).flatten(-3)
     return biased.to(torch.int8).sub_(8)
