@@ -54,7 +54,7 @@ _job = _Job()
 
 
 @cache
-def _parallel() -> Callable[..., None] | None:
+def parallel_regions() -> Callable[..., None] | None:
     """``GOMP_parallel`` of torch's OpenMP runtime: runs a function on so many threads."""
     library = openmp_library()
     if library is None:
@@ -65,14 +65,14 @@ def _parallel() -> Callable[..., None] | None:
 
 def is_possible(dtype: torch.dtype) -> bool:
     """Whether there are kernels for such activations, and threads to run them."""
-    return dtype in (torch.float32, torch.bfloat16) and _parallel() is not None
+    return dtype in (torch.float32, torch.bfloat16) and parallel_regions() is not None
 
 
 def _run(
     kind: int, num_rows: int, row_elements: int, *fields: int, eps: float = 0.0, offset: float = 0.0
 ) -> None:
     """Have a job done. ``fields``: those of ``row_loops``, from _SIZE on, but _IS_WIDE first."""
-    num_threads, parallel = torch.get_num_threads(), _parallel()
+    num_threads, parallel = torch.get_num_threads(), parallel_regions()
     at_once = max(1, min(_ELEMENTS_AT_ONCE // row_elements, -(-num_rows // num_threads)))
     is_wide, *others = fields
     others += [0] * (_NUM_GIVEN - len(others))

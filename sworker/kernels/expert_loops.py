@@ -1,0 +1,555 @@
+# mypy: ignore-errors
+# All of this runs inside Numba's type inference and code generation, whose types are not Python's.
+"""Compiled products of a block of experts in bfloat16, for ``expert_products``:
+what one thread does of a job. For CPUs with ``vdpbf16ps``.
+
+An expert's rows are the vectors' lanes, 16 each, and its weights are read where
+they lie, a pair of bfloat16 at a time for all lanes: no weight is packed. Rows
+are packed in their place, [K / 2, vectors, 16] pairs, and the products' results
+have the same form, so that the gate's result is packed as it is written.
+
+A row's sums run over K in one order, whatever else is in the batch. All
+compiled code is in this file and in ``row_loops``: what is kept of it on disk
+is kept under a name that tells both files' content.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.core.ccallback import CFunc
+from numba.extending import intrinsic
+
+from cpu_kernels.codegen.kept import KeptCode, complain, digest
+from cpu_kernels.codegen.memory import emit_prefetch
+from cpu_kernels.codegen.simd import (
+    F32,
+    I32,
+    I64,
+    brain_bits,
+    broadcast,
+    call,
+    constant,
+    load_at,
+    store_at,
+    vec,
+)
+from sworker.kernels import row_loops
+from sworker.kernels.row_loops import _at, _claim, _exp
+
+# A job: int64 fields and two float64; the counter of units that are taken has a
+# cache line of its own.
+(
+    KIND, NUM_UNITS, CHUNKS, NUM_ROWS, TOP_K, NUM_EXPERTS, GROUP_BLOCKS, CHOSEN, WEIGHTS, IS_WIDE,
+    SLOTS, PLACES, GROUPS, BLOCKS, X, X_ROW, OUT, WEIGHT, BIAS, SIZE_IN, SIZE_OUT, GATE,
+    NUM_GROUPS, NUM_BLOCKS, NUM_VECTORS, NUM_FIELDS,
+) = range(26)  # fmt: skip
+NUMBERS = 8 * NUM_FIELDS
+"""Where the gate's limit and alpha are, float64."""
+NEXT = 256
+JOB_BYTES = 320
+PLAN, PACK, UP, DOWN, SUM = range(5)
+"""Kinds of jobs, in the order in which a block runs them."""
+SILU, GELU_TANH, CLAMPED, SILU_CLAMPED = range(4)
+"""Gates."""
+LANES = 16
+BLOCK_VECTORS = 4
+"""Of rows that are multiplied at once, at most."""
+PANEL = 48
+"""Weight rows whose results are stored together."""
+GROUP_FIELDS, BLOCK_FIELDS = 3, 4
+_EXPERT, _FIRST_BLOCK, _LAST_BLOCK = range(3)  # of a group
+_FIRST_SLOT, _COUNT, _VECTORS, _OFFSET = range(4)  # of a block
+SUM_ROWS = 8
+"""Rows of a unit of the sum."""
+
+
+# --- instructions
+# ------------------------------------------------------------------------------
+
+
+@intrinsic
+def _scratch(typingctx):
+    """Memory of this call's own, for two panels."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.ArrayType(F32, 2 * PANEL * BLOCK_VECTORS * LANES)
+        with builder.goto_entry_block():
+            memory = builder.alloca(kind)
+            memory.align = 64
+        return builder.ptrtoint(memory, I64)
+
+    return types.int64(), codegen
+
+
+def _products(builder, k, sums, rows, vectors, weight, stride, x):
+    """One pair of each weight row times that of each vector of rows."""
+    pairs = vec(I32, LANES)
+    lanes = [load_at(builder, x, pairs, 64 * (k * vectors + v), align=64) for v in range(vectors)]
+    result = []
+    for row in range(rows):
+        at = builder.add(weight, builder.mul(stride, I64(row)))
+        pair = broadcast(builder, load_at(builder, at, I32, 4 * k, align=2), LANES)
+        for v in range(vectors):
+            total = sums[row * vectors + v]
+            result.append(
+                call(
+                    builder, "llvm.x86.avx512bf16.dpbf16ps.512", total.type,
+                    [total, pair, lanes[v]],
+                )
+            )  # fmt: skip
+    return result
+
+
+def _make_tile(num_rows, num_vectors):
+    """The product of so many weight rows and vectors of rows."""
+
+    @intrinsic
+    def tile(typingctx, weight, stride, x, num_pairs, out, ahead):
+        """float32 out [rows, vectors · 16] = weight rows · packed rows x. A row of
+        weights is ``stride`` bytes; asks for those that lie ``ahead`` bytes.
+        num_pairs is a multiple of 16."""
+
+        def codegen(context, builder, signature, args):
+            _emit_tile(builder, num_rows, num_vectors, *args)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 6), codegen
+
+    @njit
+    def few(weight, stride, x, num_pairs, out, ahead, count):
+        """Tiles until ``count`` rows are done; the last one may do some once more."""
+        done = 0
+        while done < count:
+            row = min(done, count - num_rows)
+            at = weight + row * stride
+            tile(at, stride, x, num_pairs, out + row * num_vectors * 64, ahead)
+            done = row + num_rows
+
+    return few
+
+
+def _emit_tile(builder, num_rows, num_vectors, weight, stride, x, num_pairs, out, ahead):
+    zero = constant(F32, LANES, 0.0)
+    before = builder.block
+    loop, end = (builder.append_basic_block(name) for name in ("pairs", "done"))
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    done = builder.phi(I64)
+    totals = sums = [builder.phi(zero.type) for _ in range(num_rows * num_vectors)]
+    for phi in (done, *sums):
+        phi.add_incoming(phi.type(0) if phi is done else zero, before)
+    weight_here = builder.add(weight, builder.mul(done, I64(4)))
+    x_here = builder.add(x, builder.mul(done, I64(64 * num_vectors)))
+    for row in range(num_rows):
+        line = builder.add(weight_here, builder.mul(stride, I64(row)))
+        emit_prefetch(builder, builder.add(line, ahead), locality=2)
+    for k in range(LANES):
+        totals = _products(builder, k, totals, num_rows, num_vectors, weight_here, stride, x_here)
+    following = builder.add(done, I64(LANES))
+    done.add_incoming(following, loop)
+    for phi, value in zip(sums, totals, strict=True):
+        phi.add_incoming(value, loop)
+    builder.cbranch(builder.icmp_signed("<", following, num_pairs), loop, end)
+    builder.position_at_end(end)
+    for number, value in enumerate(totals):
+        store_at(builder, value, out, 64 * number, align=64)
+
+
+_multiply_1, _multiply_2 = _make_tile(12, 1), _make_tile(12, 2)
+_multiply_3, _multiply_4 = _make_tile(8, 3), _make_tile(6, 4)
+
+
+def _transposed(builder, rows):
+    """16 vectors of 16 elements, turned."""
+    for distance in (8, 4, 2, 1):
+        turned = list(rows)
+        for i in range(LANES):
+            if i & distance:
+                continue
+            a, b = rows[i], rows[i + distance]
+            for offset, place in ((0, i), (distance, i + distance)):
+                picked = [
+                    (j - (j & distance)) + offset + (LANES if j & distance else 0)
+                    for j in range(LANES)
+                ]
+                mask = ir.Constant(vec(I32, LANES), picked)
+                turned[place] = builder.shuffle_vector(a, b, mask)
+        rows = turned
+    return rows
+
+
+@intrinsic
+def _pack_square(typingctx, addresses, count, offset, out, out_row):
+    """16 rows' 16 pairs from ``offset`` bytes on, turned, to rows ``out_row``
+    bytes apart. Of 16 addresses the first ``count`` count; other lanes are 0."""
+
+    def codegen(context, builder, signature, args):
+        addresses, count, offset, out, out_row = args
+        kind = vec(I32, LANES)
+        rows = []
+        for i in range(LANES):
+            at = builder.add(load_at(builder, addresses, I64, 8 * i, align=8), offset)
+            row = load_at(builder, at, kind, align=2)
+            is_there = builder.icmp_signed("<", I64(i), count)
+            rows.append(builder.select(is_there, row, ir.Constant(kind, [0] * LANES)))
+        for i, row in enumerate(_transposed(builder, rows)):
+            store_at(builder, row, builder.add(out, builder.mul(out_row, I64(i))), align=64)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), codegen
+
+
+@intrinsic
+def _unpack_square(typingctx, x, x_row, count, out, out_row):
+    """16 vectors of float32, ``x_row`` bytes apart, turned and rounded to
+    bfloat16, to the first ``count`` of 16 rows ``out_row`` bytes apart."""
+
+    def codegen(context, builder, signature, args):
+        x, x_row, count, out, out_row = args
+        kind = vec(F32, LANES)
+        rows = [
+            load_at(builder, builder.add(x, builder.mul(x_row, I64(i))), kind, align=64)
+            for i in range(LANES)
+        ]
+        for i, row in enumerate(_transposed(builder, rows)):
+            bits = builder.trunc(brain_bits(builder, row), vec(ir.IntType(16), LANES))
+            with builder.if_then(builder.icmp_signed("<", I64(i), count)):
+                store_at(builder, bits, builder.add(out, builder.mul(out_row, I64(i))), align=2)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), codegen
+
+
+@intrinsic
+def _rounded(typingctx, value):
+    """float32, to the nearest bfloat16."""
+
+    def codegen(context, builder, signature, args):
+        bits = builder.bitcast(args[0], I32)
+        last = builder.and_(builder.lshr(bits, I32(16)), I32(1))
+        nearest = builder.add(bits, builder.add(last, I32(0x7FFF)))
+        kept = builder.and_(nearest, I32(-0x10000))
+        is_number = builder.fcmp_ordered("ord", args[0], args[0])
+        return builder.bitcast(builder.select(is_number, kept, I32(0x7FC00000)), F32)
+
+    return types.float32(types.float32), codegen
+
+
+@intrinsic
+def _pair(typingctx, low, high):
+    """Two float32 that are bfloat16, as a pair."""
+
+    def codegen(context, builder, signature, args):
+        low, high = (builder.bitcast(arg, I32) for arg in args)
+        return builder.or_(builder.lshr(low, I32(16)), high)
+
+    return types.uint32(types.float32, types.float32), codegen
+
+
+# --- which rows go where
+# ------------------------------------------------------------------------------
+
+
+@njit
+def _plan(job):
+    """Sort slots by expert (stable), and divide each expert's into blocks of up
+    to 64, and its blocks into groups. Writes how many of both there are."""
+    num_slots = job[NUM_ROWS] * job[TOP_K]
+    num_experts = job[NUM_EXPERTS]
+    chosen = carray(_at(job[CHOSEN]), (num_slots,), np.int64)
+    slots = carray(_at(job[SLOTS]), (num_slots,), np.int64)
+    places = carray(_at(job[PLACES]), (num_slots,), np.int64)
+    groups = carray(_at(job[GROUPS]), (num_slots + 1, GROUP_FIELDS), np.int64)
+    blocks = carray(_at(job[BLOCKS]), (num_slots, BLOCK_FIELDS), np.int64)
+    ends = carray(_at(job[OUT]), (num_experts + 1,), np.int64)
+    ends[:] = 0
+    for slot in range(num_slots):
+        ends[min(chosen[slot], num_experts)] += 1
+    first, block, group, vector = 0, 0, 0, 0
+    for expert in range(num_experts + 1):
+        count, ends[expert] = ends[expert], first
+        if count and expert < num_experts:
+            first_block = block
+            block, vector = _divide(blocks, block, vector, first, count)
+            while first_block < block:
+                last = min(first_block + job[GROUP_BLOCKS], block)
+                groups[group] = expert, first_block, last
+                first_block, group = last, group + 1
+        first += count
+    for slot in range(num_slots):
+        expert = min(chosen[slot], num_experts)
+        place = ends[expert]
+        ends[expert] += 1
+        slots[place] = slot
+        places[slot] = place if expert < num_experts else -1
+    job[NUM_GROUPS], job[NUM_BLOCKS], job[NUM_VECTORS] = group, block, vector
+
+
+@njit
+def _divide(blocks, block, vector, first, count):
+    """One expert's rows in blocks that are nearly alike."""
+    num_vectors = (count + LANES - 1) // LANES
+    num_blocks = (num_vectors + BLOCK_VECTORS - 1) // BLOCK_VECTORS
+    end = first + count
+    for number in range(num_blocks):
+        share = num_vectors // num_blocks + (number < num_vectors % num_blocks)
+        taken = min(share * LANES, end - first)
+        blocks[block] = first, taken, share, vector
+        first, block, vector = first + taken, block + 1, vector + share
+    return block, vector
+
+
+@njit
+def _block(job, number):
+    """(first slot, rows, vectors, offset of its first vector)"""
+    block = carray(_at(job[BLOCKS] + number * 8 * BLOCK_FIELDS), (BLOCK_FIELDS,), np.int64)
+    return block[_FIRST_SLOT], block[_COUNT], block[_VECTORS], block[_OFFSET]
+
+
+@njit
+def _pack(job, unit):
+    """One block's part of rows, packed."""
+    chunks, size, top_k = job[CHUNKS], job[SIZE_IN], job[TOP_K]
+    number, chunk = unit // chunks, unit % chunks
+    first, count, vectors, offset = _block(job, number)
+    slots = carray(_at(job[SLOTS]), (job[NUM_ROWS] * top_k,), np.int64)
+    at = _scratch()
+    addresses = carray(_at(at), (LANES,), np.int64)
+    squares = size // 32
+    out = job[OUT] + offset * size * 32
+    for vector in range(vectors):
+        here = min(LANES, count - vector * LANES)
+        for lane in range(LANES):
+            slot = slots[first + vector * LANES + min(lane, here - 1)]
+            addresses[lane] = job[X] + slot // top_k * job[X_ROW] * 2
+        for square in range(squares * chunk // chunks, squares * (chunk + 1) // chunks):
+            target = out + (square * LANES * vectors + vector) * 64
+            _pack_square(at, here, square * 64, target, vectors * 64)
+
+
+# --- products
+# ------------------------------------------------------------------------------
+
+
+@njit
+def _multiply(vectors, weight, stride, x, num_pairs, out, ahead, count):
+    """float32 out [count, vectors · 16]."""
+    if vectors == 4:
+        _multiply_4(weight, stride, x, num_pairs, out, ahead, count)
+    elif vectors == 3:
+        _multiply_3(weight, stride, x, num_pairs, out, ahead, count)
+    elif vectors == 2:
+        _multiply_2(weight, stride, x, num_pairs, out, ahead, count)
+    else:
+        _multiply_1(weight, stride, x, num_pairs, out, ahead, count)
+
+
+@njit
+def _add_bias(job, expert, first, count, out, vectors):
+    """Of weight rows first.. of an expert, to what is in ``out``."""
+    if not job[BIAS]:
+        return
+    size = job[SIZE_OUT] * (2 if job[KIND] == UP else 1)
+    bias = carray(_at(job[BIAS] + (expert * size + first) * 2), (count,), np.uint16)
+    sums = carray(_at(out), (count, vectors * LANES), np.float32)
+    for row in range(count):
+        for lane in range(vectors * LANES):
+            sums[row, lane] += row_loops._wide(bias[row])
+
+
+@njit(fastmath={"contract"}, error_model="numpy")
+def _silu(g):
+    return _rounded(g / (np.float32(1.0) + _exp(-g)))
+
+
+@njit(fastmath={"contract"}, error_model="numpy")
+def _gelu(g):
+    u = np.float32(0.7978845608028654) * (g + np.float32(0.044715) * g * g * g)
+    return _rounded(g / (np.float32(1.0) + _exp(np.float32(-2.0) * u)))
+
+
+@njit(fastmath={"contract"}, error_model="numpy")
+def _gated(kind, g, u, limit, alpha):
+    g, u = _rounded(g), _rounded(u)
+    one = np.float32(1.0)
+    if kind == SILU:
+        return _rounded(_silu(g) * u)
+    if kind == GELU_TANH:
+        return _rounded(_gelu(g) * u)
+    if kind == CLAMPED:
+        g = min(g, limit)
+        g = _rounded(g * _rounded(one / (one + _exp(-_rounded(g * alpha)))))
+        return _rounded(g * _rounded(max(min(u, limit), -limit) + one))
+    return _rounded(min(_silu(g), limit) * max(min(u, limit), -limit))
+
+
+@njit
+def _gate_pairs(kind, gate, up, out, num_pairs, lanes, limit, alpha):
+    """float32 gate, up [2 · num_pairs, lanes] → pairs [num_pairs, lanes]."""
+    for p in range(num_pairs):
+        for lane in range(lanes):
+            low = _gated(kind, gate[2 * p, lane], up[2 * p, lane], limit, alpha)
+            high = _gated(kind, gate[2 * p + 1, lane], up[2 * p + 1, lane], limit, alpha)
+            out[p, lane] = _pair(low, high)
+
+
+@njit
+def _gate_panel(job, numbers, gate, up, out, count, vectors):
+    lanes = vectors * LANES
+    g = carray(_at(gate), (count, lanes), np.float32)
+    u = carray(_at(up), (count, lanes), np.float32)
+    pairs = carray(_at(out), (count // 2, lanes), np.uint32)
+    limit, alpha = np.float32(numbers[0]), np.float32(numbers[1])
+    kind = job[GATE]
+    if kind == SILU:
+        _gate_pairs(SILU, g, u, pairs, count // 2, lanes, limit, alpha)
+    elif kind == GELU_TANH:
+        _gate_pairs(GELU_TANH, g, u, pairs, count // 2, lanes, limit, alpha)
+    elif kind == CLAMPED:
+        _gate_pairs(CLAMPED, g, u, pairs, count // 2, lanes, limit, alpha)
+    else:
+        _gate_pairs(SILU_CLAMPED, g, u, pairs, count // 2, lanes, limit, alpha)
+
+
+@njit
+def _unit(job, unit):
+    """(expert, first block, last block, first weight row, last) of a unit: a
+    group's part of an output."""
+    chunks, panels = job[CHUNKS], (job[SIZE_OUT] + PANEL - 1) // PANEL
+    group = carray(
+        _at(job[GROUPS] + unit // chunks * 8 * GROUP_FIELDS), (GROUP_FIELDS,), np.int64
+    )
+    chunk = unit % chunks
+    first, last = panels * chunk // chunks * PANEL, panels * (chunk + 1) // chunks * PANEL
+    last = min(last, job[SIZE_OUT])
+    return group[_EXPERT], group[_FIRST_BLOCK], group[_LAST_BLOCK], first, last
+
+
+@njit
+def _up(job, numbers, unit):
+    """A unit's rows through both halves of ``up``, and the gate."""
+    expert, first_block, last_block, begin, end = _unit(job, unit)
+    size_in, size_out = job[SIZE_IN], job[SIZE_OUT]
+    stride = size_in * 2
+    weight = job[WEIGHT] + expert * 2 * size_out * stride
+    gate = _scratch()
+    up = gate + PANEL * BLOCK_VECTORS * LANES * 4
+    for row in range(begin, end, PANEL):
+        count = min(PANEL, end - row)
+        ahead = PANEL * stride
+        for number in range(first_block, last_block):
+            _, _, vectors, offset = _block(job, number)
+            x = job[X] + offset * size_in * 32
+            at = weight + row * stride
+            _multiply(vectors, at, stride, x, size_in // 2, gate, ahead, count)
+            at += size_out * stride
+            _multiply(vectors, at, stride, x, size_in // 2, up, ahead, count)
+            _add_bias(job, expert, row, count, gate, vectors)
+            _add_bias(job, expert, size_out + row, count, up, vectors)
+            out = job[OUT] + offset * size_out * 32 + row // 2 * vectors * 64
+            _gate_panel(job, numbers, gate, up, out, count, vectors)
+            ahead = 0
+
+
+@njit
+def _down(job, unit):
+    """A unit's rows through ``down``, to rows [S, SIZE_OUT] of bfloat16."""
+    expert, first_block, last_block, begin, end = _unit(job, unit)
+    size_in, size_out = job[SIZE_IN], job[SIZE_OUT]
+    stride = size_in * 2
+    weight = job[WEIGHT] + expert * size_out * stride
+    sums = _scratch()
+    for row in range(begin, end, PANEL):
+        count = min(PANEL, end - row)
+        ahead = PANEL * stride
+        for number in range(first_block, last_block):
+            first, rows, vectors, offset = _block(job, number)
+            x = job[X] + offset * size_in * 32
+            _multiply(
+                vectors, weight + row * stride, stride, x, size_in // 2, sums, ahead, count
+            )
+            _add_bias(job, expert, row, count, sums, vectors)
+            for vector in range(vectors):
+                here = min(LANES, rows - vector * LANES)
+                out = job[OUT] + ((first + vector * LANES) * size_out + row) * 2
+                for square in range(count // LANES):
+                    _unpack_square(
+                        sums + (square * LANES * vectors + vector) * 64, vectors * 64, here,
+                        out + square * LANES * 2, size_out * 2,
+                    )  # fmt: skip
+            ahead = 0
+
+
+# --- the sum
+# ------------------------------------------------------------------------------
+
+
+@njit(fastmath={"contract"})
+def _add_weighed(total, y, weight):
+    for j in range(len(total)):
+        total[j] += row_loops._wide(y[j]) * weight
+
+
+@njit
+def _sum(job, unit):
+    """Some rows' weighted sums, [T, SIZE_OUT], added in float32 in the order of
+    the k."""
+    size, top_k = job[SIZE_OUT], job[TOP_K]
+    total = np.empty(size, np.float32)
+    for row in range(unit * SUM_ROWS, min((unit + 1) * SUM_ROWS, job[NUM_ROWS])):
+        places = carray(_at(job[PLACES] + row * top_k * 8), (top_k,), np.int64)
+        total[:] = np.float32(0.0)
+        for k in range(top_k):
+            if places[k] < 0:
+                continue
+            y = carray(_at(job[X] + places[k] * size * 2), (size,), np.uint16)
+            _add_weighed(total, y, _weight(job, row * top_k + k))
+        out = carray(_at(job[OUT] + row * size * 2), (size,), np.uint16)
+        for j in range(size):
+            out[j] = row_loops._kept(total[j], out[0])
+
+
+@njit
+def _weight(job, slot):
+    if job[IS_WIDE]:
+        return carray(_at(job[WEIGHTS] + slot * 4), (1,), np.float32)[0]
+    return row_loops._wide(carray(_at(job[WEIGHTS] + slot * 2), (1,), np.uint16)[0])
+
+
+def _run_job(address):
+    """Do units of a job until none is left: what each thread runs."""
+    job = carray(_at(address), (NUM_FIELDS,), np.int64)
+    numbers = carray(_at(address + NUMBERS), (2,), np.float64)
+    if job[KIND] == PLAN:
+        _plan(job)
+        return
+    while True:
+        unit = _claim(address + NEXT)
+        if unit >= job[NUM_UNITS]:
+            return
+        if job[KIND] == PACK:
+            _pack(job, unit)
+        elif job[KIND] == UP:
+            _up(job, numbers, unit)
+        elif job[KIND] == DOWN:
+            _down(job, unit)
+        else:
+            _sum(job, unit)
+
+
+def _compiled() -> CFunc:
+    """``_run_job`` as a C function, compiled once a host, where its disk allows."""
+    loops = CFunc(_run_job, ((types.int64,), types.void), locals={}, options={})
+    try:
+        loops._cache = KeptCode(_run_job, digest(Path(__file__), Path(row_loops.__file__)))
+    except (OSError, RuntimeError) as error:  # no directory can be written to
+        complain(error)
+    loops.compile()
+    return loops
+
+
+run_job = _compiled()
