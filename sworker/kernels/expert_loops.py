@@ -3,14 +3,14 @@
 """Compiled products of a block of experts in bfloat16, for ``expert_products``:
 what one thread does of a job. For CPUs with ``vdpbf16ps``.
 
-An expert's rows are the vectors' lanes, 16 each, and its weights are read where
-they lie, a pair of bfloat16 at a time for all lanes: no weight is packed. Rows
-are packed in their place, [K / 2, vectors, 16] pairs, and the products' results
-have the same form, so that the gate's result is packed as it is written.
+No weight is packed. Where an expert has few rows (8), each is multiplied with
+32 weights at a time. Where it has more, they are the lanes of vectors: rows are
+packed, [K / 2, vectors, 16] pairs, and each pair of weights is multiplied with
+all of them; results have the same form, so that the gate packs what it writes.
 
-A row's sums run over K in one order, whatever else is in the batch. All
-compiled code is in this file and in ``row_loops``: what is kept of it on disk
-is kept under a name that tells both files' content.
+A row's sum depends on nothing else in the batch but on whether its expert has
+more than 8 rows. All compiled code is in this file and in ``row_loops``: what
+is kept of it on disk is kept under a name that tells both files' content.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from cpu_kernels.codegen.simd import (
     broadcast,
     call,
     constant,
+    fold_lanes,
     load_at,
     store_at,
     vec,
@@ -44,9 +45,9 @@ from sworker.kernels.row_loops import _at, _claim, _exp
 # cache line of its own.
 (
     KIND, NUM_UNITS, CHUNKS, NUM_ROWS, TOP_K, NUM_EXPERTS, GROUP_BLOCKS, CHOSEN, WEIGHTS, IS_WIDE,
-    SLOTS, PLACES, GROUPS, BLOCKS, X, X_ROW, OUT, WEIGHT, BIAS, SIZE_IN, SIZE_OUT, GATE,
+    SLOTS, PLACES, GROUPS, BLOCKS, X, ROWS, X_ROW, OUT, WEIGHT, BIAS, SIZE_IN, SIZE_OUT, GATE,
     NUM_GROUPS, NUM_BLOCKS, NUM_VECTORS, NUM_FIELDS,
-) = range(26)  # fmt: skip
+) = range(27)  # fmt: skip
 NUMBERS = 8 * NUM_FIELDS
 """Where the gate's limit and alpha are, float64."""
 NEXT = 256
@@ -58,8 +59,11 @@ SILU, GELU_TANH, CLAMPED, SILU_CLAMPED = range(4)
 LANES = 16
 BLOCK_VECTORS = 4
 """Of rows that are multiplied at once, at most."""
+FEW_ROWS = 8
+"""An expert with so many rows or fewer has each multiplied for itself."""
 PANEL = 48
 """Weight rows whose results are stored together."""
+_PANEL_BYTES = PANEL * BLOCK_VECTORS * LANES * 4
 GROUP_FIELDS, BLOCK_FIELDS = 3, 4
 _EXPERT, _FIRST_BLOCK, _LAST_BLOCK = range(3)  # of a group
 _FIRST_SLOT, _COUNT, _VECTORS, _OFFSET = range(4)  # of a block
@@ -73,10 +77,10 @@ SUM_ROWS = 8
 
 @intrinsic
 def _scratch(typingctx):
-    """Memory of this call's own, for two panels."""
+    """Memory of this call's own: for 16 addresses, and two panels."""
 
     def codegen(context, builder, signature, args):
-        kind = ir.ArrayType(F32, 2 * PANEL * BLOCK_VECTORS * LANES)
+        kind = ir.ArrayType(F32, (2 * _PANEL_BYTES + 8 * LANES) // 4)
         with builder.goto_entry_block():
             memory = builder.alloca(kind)
             memory.align = 64
@@ -94,13 +98,7 @@ def _products(builder, k, sums, rows, vectors, weight, stride, x):
         at = builder.add(weight, builder.mul(stride, I64(row)))
         pair = broadcast(builder, load_at(builder, at, I32, 4 * k, align=2), LANES)
         for v in range(vectors):
-            total = sums[row * vectors + v]
-            result.append(
-                call(
-                    builder, "llvm.x86.avx512bf16.dpbf16ps.512", total.type,
-                    [total, pair, lanes[v]],
-                )
-            )  # fmt: skip
+            result.append(_dot(builder, sums[row * vectors + v], pair, lanes[v]))
     return result
 
 
@@ -109,18 +107,30 @@ def _make_tile(num_rows, num_vectors):
 
     @intrinsic
     def tile(typingctx, weight, stride, x, num_pairs, out, ahead):
-        """float32 out [rows, vectors · 16] = weight rows · packed rows x. A row of
-        weights is ``stride`` bytes; asks for those that lie ``ahead`` bytes.
-        num_pairs is a multiple of 16."""
+        """float32 out [weight rows, vectors · 16] = weight rows · packed rows x. A
+        row of weights is ``stride`` bytes; asks for those that lie ``ahead``
+        bytes. num_pairs is a multiple of 16."""
 
         def codegen(context, builder, signature, args):
-            _emit_tile(builder, num_rows, num_vectors, *args)
+            weight, stride, x, num_pairs, out, ahead = args
+
+            def add(done, sums):
+                here = builder.add(weight, done)
+                lanes = builder.add(x, builder.mul(done, I64(16 * num_vectors)))
+                _ask(builder, here, stride, num_rows, ahead)
+                for k in range(LANES):
+                    sums = _products(builder, k, sums, num_rows, num_vectors, here, stride, lanes)
+                return sums
+
+            totals = _accumulate(builder, num_rows * num_vectors, num_pairs, add)
+            for number, value in enumerate(totals):
+                store_at(builder, value, out, 64 * number, align=64)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 6), codegen
 
     @njit
-    def few(weight, stride, x, num_pairs, out, ahead, count):
+    def all_tiles(weight, stride, x, num_pairs, out, ahead, count):
         """Tiles until ``count`` rows are done; the last one may do some once more."""
         done = 0
         while done < count:
@@ -129,38 +139,97 @@ def _make_tile(num_rows, num_vectors):
             tile(at, stride, x, num_pairs, out + row * num_vectors * 64, ahead)
             done = row + num_rows
 
-    return few
+    return all_tiles
 
 
-def _emit_tile(builder, num_rows, num_vectors, weight, stride, x, num_pairs, out, ahead):
+def _make_dots(num_rows, num_others):
+    """The product of so many weight rows and rows that aren't packed."""
+
+    @intrinsic
+    def tile(typingctx, weight, stride, addresses, num_pairs, out, ahead):
+        """float32 out [rows, PANEL], the first of them, = rows at ``addresses``
+        · weight rows; see ``_make_tile``."""
+
+        def codegen(context, builder, signature, args):
+            weight, stride, addresses, num_pairs, out, ahead = args
+            others = [load_at(builder, addresses, I64, 8 * i, align=8) for i in range(num_others)]
+
+            def add(done, sums):
+                here = builder.add(weight, done)
+                _ask(builder, here, stride, num_rows, ahead)
+                rows = [_line(builder, builder.add(other, done)) for other in others]
+                result = []
+                for row in range(num_rows):
+                    line = _line(builder, builder.add(here, builder.mul(stride, I64(row))))
+                    result += [
+                        _dot(builder, sums[row * num_others + i], line, rows[i])
+                        for i in range(num_others)
+                    ]
+                return result
+
+            totals = _accumulate(builder, num_rows * num_others, num_pairs, add)
+            for number, value in enumerate(totals):
+                total = fold_lanes(builder, value, builder.fadd)
+                row, other = divmod(number, num_others)
+                store_at(builder, total, out, 4 * (other * PANEL + row))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 6), codegen
+
+    @njit
+    def all_tiles(weight, stride, addresses, num_pairs, out, ahead, count):
+        done = 0
+        while done < count:
+            row = min(done, count - num_rows)
+            tile(weight + row * stride, stride, addresses, num_pairs, out + 4 * row, ahead)
+            done = row + num_rows
+
+    return all_tiles
+
+
+def _accumulate(builder, num_sums, num_pairs, add):
+    """Sums, each a vector, to which ``add`` adds 16 pairs at a time, given how
+    many bytes of weights are done."""
     zero = constant(F32, LANES, 0.0)
     before = builder.block
     loop, end = (builder.append_basic_block(name) for name in ("pairs", "done"))
     builder.branch(loop)
     builder.position_at_end(loop)
-    done = builder.phi(I64)
-    totals = sums = [builder.phi(zero.type) for _ in range(num_rows * num_vectors)]
-    for phi in (done, *sums):
-        phi.add_incoming(phi.type(0) if phi is done else zero, before)
-    weight_here = builder.add(weight, builder.mul(done, I64(4)))
-    x_here = builder.add(x, builder.mul(done, I64(64 * num_vectors)))
-    for row in range(num_rows):
-        line = builder.add(weight_here, builder.mul(stride, I64(row)))
-        emit_prefetch(builder, builder.add(line, ahead), locality=2)
-    for k in range(LANES):
-        totals = _products(builder, k, totals, num_rows, num_vectors, weight_here, stride, x_here)
-    following = builder.add(done, I64(LANES))
+    done, sums = builder.phi(I64), [builder.phi(zero.type) for _ in range(num_sums)]
+    totals = add(done, sums)
+    following = builder.add(done, I64(64))
+    done.add_incoming(I64(0), before)
     done.add_incoming(following, loop)
     for phi, value in zip(sums, totals, strict=True):
+        phi.add_incoming(zero, before)
         phi.add_incoming(value, loop)
-    builder.cbranch(builder.icmp_signed("<", following, num_pairs), loop, end)
+    is_more = builder.icmp_signed("<", following, builder.mul(num_pairs, I64(4)))
+    builder.cbranch(is_more, loop, end)
     builder.position_at_end(end)
-    for number, value in enumerate(totals):
-        store_at(builder, value, out, 64 * number, align=64)
+    return totals
 
 
-_multiply_1, _multiply_2 = _make_tile(12, 1), _make_tile(12, 2)
-_multiply_3, _multiply_4 = _make_tile(8, 3), _make_tile(6, 4)
+def _ask(builder, weight, stride, num_rows, ahead):
+    """Ask for each row's cache line that lies ``ahead`` of ``weight``."""
+    for row in range(num_rows):
+        line = builder.add(weight, builder.mul(stride, I64(row)))
+        emit_prefetch(builder, builder.add(line, ahead), locality=2)
+
+
+def _line(builder, address):
+    return load_at(builder, address, vec(I32, LANES), align=2)
+
+
+def _dot(builder, total, a, b):
+    return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", total.type, [total, a, b])
+
+
+_multiply_1, _multiply_2, _multiply_3, _multiply_4 = (
+    _make_tile(rows, vectors) for rows, vectors in ((12, 1), (12, 2), (8, 3), (6, 4))
+)
+_dots_1, _dots_2, _dots_3, _dots_4 = (
+    _make_dots(rows, others) for rows, others in ((12, 1), (12, 2), (8, 3), (6, 4))
+)
 
 
 def _transposed(builder, rows):
@@ -312,10 +381,12 @@ def _block(job, number):
 
 @njit
 def _pack(job, unit):
-    """One block's part of rows, packed."""
+    """One block's part of rows, packed, unless they are few."""
     chunks, size, top_k = job[CHUNKS], job[SIZE_IN], job[TOP_K]
     number, chunk = unit // chunks, unit % chunks
     first, count, vectors, offset = _block(job, number)
+    if count <= FEW_ROWS:
+        return
     slots = carray(_at(job[SLOTS]), (job[NUM_ROWS] * top_k,), np.int64)
     at = _scratch()
     addresses = carray(_at(at), (LANES,), np.int64)
@@ -325,7 +396,7 @@ def _pack(job, unit):
         here = min(LANES, count - vector * LANES)
         for lane in range(LANES):
             slot = slots[first + vector * LANES + min(lane, here - 1)]
-            addresses[lane] = job[X] + slot // top_k * job[X_ROW] * 2
+            addresses[lane] = job[ROWS] + slot // top_k * job[X_ROW] * 2
         for square in range(squares * chunk // chunks, squares * (chunk + 1) // chunks):
             target = out + (square * LANES * vectors + vector) * 64
             _pack_square(at, here, square * 64, target, vectors * 64)
@@ -349,6 +420,22 @@ def _multiply(vectors, weight, stride, x, num_pairs, out, ahead, count):
 
 
 @njit
+def _multiply_few(rows, weight, stride, addresses, num_pairs, out, ahead, count):
+    """float32 out [rows, PANEL] of rows that aren't packed."""
+    for first in range(0, rows, 4):
+        here, there = addresses + 8 * first, out + first * PANEL * 4
+        if rows - first == 1:
+            _dots_1(weight, stride, here, num_pairs, there, ahead, count)
+        elif rows - first == 2:
+            _dots_2(weight, stride, here, num_pairs, there, ahead, count)
+        elif rows - first == 3:
+            _dots_3(weight, stride, here, num_pairs, there, ahead, count)
+        else:
+            _dots_4(weight, stride, here, num_pairs, there, ahead, count)
+        ahead = 0
+
+
+@njit
 def _add_bias(job, expert, first, count, out, vectors):
     """Of weight rows first.. of an expert, to what is in ``out``."""
     if not job[BIAS]:
@@ -359,6 +446,19 @@ def _add_bias(job, expert, first, count, out, vectors):
     for row in range(count):
         for lane in range(vectors * LANES):
             sums[row, lane] += row_loops._wide(bias[row])
+
+
+@njit
+def _add_bias_few(job, expert, first, count, out, rows):
+    """``_add_bias`` to rows [rows, PANEL]."""
+    if not job[BIAS]:
+        return
+    size = job[SIZE_OUT] * (2 if job[KIND] == UP else 1)
+    bias = carray(_at(job[BIAS] + (expert * size + first) * 2), (count,), np.uint16)
+    sums = carray(_at(out), (rows, PANEL), np.float32)
+    for row in range(rows):
+        for j in range(count):
+            sums[row, j] += row_loops._wide(bias[j])
 
 
 @njit(fastmath={"contract"}, error_model="numpy")
@@ -416,13 +516,23 @@ def _gate_panel(job, numbers, gate, up, out, count, vectors):
 
 
 @njit
+def _gate_few(job, numbers, gate, up, out, count, rows):
+    """float32 gate, up [rows, PANEL] → bfloat16 [rows, SIZE_OUT], ``count`` of each."""
+    g = carray(_at(gate), (rows, PANEL), np.float32)
+    u = carray(_at(up), (rows, PANEL), np.float32)
+    limit, alpha = np.float32(numbers[0]), np.float32(numbers[1])
+    for row in range(rows):
+        h = carray(_at(out + row * job[SIZE_OUT] * 2), (count,), np.uint16)
+        for j in range(count):
+            h[j] = row_loops._kept(_gated(job[GATE], g[row, j], u[row, j], limit, alpha), h[0])
+
+
+@njit
 def _unit(job, unit):
     """(expert, first block, last block, first weight row, last) of a unit: a
     group's part of an output."""
     chunks, panels = job[CHUNKS], (job[SIZE_OUT] + PANEL - 1) // PANEL
-    group = carray(
-        _at(job[GROUPS] + unit // chunks * 8 * GROUP_FIELDS), (GROUP_FIELDS,), np.int64
-    )
+    group = carray(_at(job[GROUPS] + unit // chunks * 8 * GROUP_FIELDS), (GROUP_FIELDS,), np.int64)
     chunk = unit % chunks
     first, last = panels * chunk // chunks * PANEL, panels * (chunk + 1) // chunks * PANEL
     last = min(last, job[SIZE_OUT])
@@ -436,8 +546,11 @@ def _up(job, numbers, unit):
     size_in, size_out = job[SIZE_IN], job[SIZE_OUT]
     stride = size_in * 2
     weight = job[WEIGHT] + expert * 2 * size_out * stride
+    if _block(job, first_block)[1] <= FEW_ROWS:
+        _up_few(job, numbers, first_block, weight, expert, begin, end)
+        return
     gate = _scratch()
-    up = gate + PANEL * BLOCK_VECTORS * LANES * 4
+    up = gate + _PANEL_BYTES
     for row in range(begin, end, PANEL):
         count = min(PANEL, end - row)
         ahead = PANEL * stride
@@ -456,32 +569,84 @@ def _up(job, numbers, unit):
 
 
 @njit
+def _up_few(job, numbers, number, weight, expert, begin, end):
+    """``_up`` of the one block of an expert with few rows."""
+    size_in, size_out, top_k = job[SIZE_IN], job[SIZE_OUT], job[TOP_K]
+    first, rows, _, offset = _block(job, number)
+    slots = carray(_at(job[SLOTS]), (job[NUM_ROWS] * top_k,), np.int64)
+    gate = _scratch()
+    up, at, stride = gate + _PANEL_BYTES, gate + 2 * _PANEL_BYTES, size_in * 2
+    addresses = carray(_at(at), (LANES,), np.int64)
+    for row in range(rows):
+        addresses[row] = job[ROWS] + slots[first + row] // top_k * job[X_ROW] * 2
+    for row in range(begin, end, PANEL):
+        count, ahead = min(PANEL, end - row), PANEL * stride
+        here = weight + row * stride
+        _multiply_few(rows, here, stride, at, size_in // 2, gate, ahead, count)
+        here += size_out * stride
+        _multiply_few(rows, here, stride, at, size_in // 2, up, ahead, count)
+        _add_bias_few(job, expert, row, count, gate, rows)
+        _add_bias_few(job, expert, size_out + row, count, up, rows)
+        out = job[OUT] + (offset * LANES * size_out + row) * 2
+        _gate_few(job, numbers, gate, up, out, count, rows)
+
+
+@njit
 def _down(job, unit):
     """A unit's rows through ``down``, to rows [S, SIZE_OUT] of bfloat16."""
     expert, first_block, last_block, begin, end = _unit(job, unit)
     size_in, size_out = job[SIZE_IN], job[SIZE_OUT]
     stride = size_in * 2
     weight = job[WEIGHT] + expert * size_out * stride
+    if _block(job, first_block)[1] <= FEW_ROWS:
+        _down_few(job, first_block, weight, expert, begin, end)
+        return
     sums = _scratch()
     for row in range(begin, end, PANEL):
-        count = min(PANEL, end - row)
-        ahead = PANEL * stride
+        count, ahead = min(PANEL, end - row), PANEL * stride
         for number in range(first_block, last_block):
             first, rows, vectors, offset = _block(job, number)
             x = job[X] + offset * size_in * 32
-            _multiply(
-                vectors, weight + row * stride, stride, x, size_in // 2, sums, ahead, count
-            )
+            at = weight + row * stride
+            _multiply(vectors, at, stride, x, size_in // 2, sums, ahead, count)
             _add_bias(job, expert, row, count, sums, vectors)
-            for vector in range(vectors):
-                here = min(LANES, rows - vector * LANES)
-                out = job[OUT] + ((first + vector * LANES) * size_out + row) * 2
-                for square in range(count // LANES):
-                    _unpack_square(
-                        sums + (square * LANES * vectors + vector) * 64, vectors * 64, here,
-                        out + square * LANES * 2, size_out * 2,
-                    )  # fmt: skip
+            out = job[OUT] + (first * size_out + row) * 2
+            _unpack(sums, rows, vectors, count, out, size_out * 2)
             ahead = 0
+
+
+@njit
+def _unpack(sums, rows, vectors, count, out, out_row):
+    """float32 sums [count, vectors · 16] to bfloat16 [rows, count]."""
+    for vector in range(vectors):
+        here = min(LANES, rows - vector * LANES)
+        target = out + vector * LANES * out_row
+        for square in range(count // LANES):
+            source = sums + (square * LANES * vectors + vector) * 64
+            _unpack_square(source, vectors * 64, here, target + square * LANES * 2, out_row)
+
+
+@njit
+def _down_few(job, number, weight, expert, begin, end):
+    """``_down`` of the one block of an expert with few rows."""
+    size_in, size_out = job[SIZE_IN], job[SIZE_OUT]
+    first, rows, _, offset = _block(job, number)
+    sums = _scratch()
+    at, stride = sums + 2 * _PANEL_BYTES, size_in * 2
+    addresses = carray(_at(at), (LANES,), np.int64)
+    for row in range(rows):
+        addresses[row] = job[X] + (offset * LANES + row) * size_in * 2
+    for row in range(begin, end, PANEL):
+        count, ahead = min(PANEL, end - row), PANEL * stride
+        here = weight + row * stride
+        _multiply_few(rows, here, stride, at, size_in // 2, sums, ahead, count)
+        _add_bias_few(job, expert, row, count, sums, rows)
+        found = carray(_at(sums), (rows, PANEL), np.float32)
+        for i in range(rows):
+            at_out = job[OUT] + ((first + i) * size_out + row) * 2
+            out = carray(_at(at_out), (count,), np.uint16)
+            for j in range(count):
+                out[j] = row_loops._kept(found[i, j], out[0])
 
 
 # --- the sum

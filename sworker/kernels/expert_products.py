@@ -112,15 +112,13 @@ class ExpertProducts:
         tables = self._plan(experts, len(up.weight), max(hidden, inner))
         num_groups, num_rows = fields[loops.NUM_GROUPS], fields[loops.NUM_VECTORS] * loops.LANES
         packed = x.new_empty((num_rows, hidden))
-        self._set(X=x, X_ROW=x.stride(0), OUT=packed, SIZE_IN=hidden)
+        self._set(ROWS=x, X_ROW=x.stride(0), OUT=packed, SIZE_IN=hidden)
         self._run(loops.PACK, fields[loops.NUM_BLOCKS], hidden // _ALIGNED, packed.numel())
         h = x.new_empty((num_rows, inner))
         self._set(X=packed, OUT=h, SIZE_OUT=inner, WEIGHT=up.weight, BIAS=up.bias)
         self._run(loops.UP, num_groups, -(-inner // loops.PANEL))
         y = x.new_empty((experts.numel(), hidden))
-        self._set(
-            X=h, OUT=y, SIZE_IN=inner, SIZE_OUT=hidden, WEIGHT=down.weight, BIAS=down.bias
-        )
+        self._set(X=h, OUT=y, SIZE_IN=inner, SIZE_OUT=hidden, WEIGHT=down.weight, BIAS=down.bias)
         self._run(loops.DOWN, num_groups, -(-hidden // loops.PANEL))
         out = torch.empty(x.shape, dtype=x.dtype)
         self._set(X=y, OUT=out, WEIGHTS=weights, IS_WIDE=weights.dtype == torch.float32)
@@ -133,7 +131,8 @@ class ExpertProducts:
         num_slots, loops = experts.numel(), self._loops
         sizes = (num_slots, num_slots, num_slots * loops.GROUP_FIELDS,
                  num_slots * loops.BLOCK_FIELDS, num_experts + 1)  # fmt: skip
-        slots, places, groups, blocks, ends = torch.empty(sum(sizes), dtype=torch.int64).split(sizes)
+        memory = torch.empty(sum(sizes), dtype=torch.int64)
+        slots, places, groups, blocks, ends = memory.split(sizes)
         self._job.numbers[:] = self._limits
         self._set(
             CHOSEN=experts, NUM_ROWS=experts.shape[0], TOP_K=experts.shape[1],

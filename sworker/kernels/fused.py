@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sworker.model.linear import ACTIVATIONS, Gated
+from sworker.model.moe import Experts, Products
 from sworker.model.norms import RMSNorm
 from sworker.model.rope import RotaryTable
 from sworker.model.skeleton import QKV, AddNorm, Layer, Model, RotateSplit
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 _GATES = {ACTIVATIONS["silu"]: True, ACTIVATIONS["gelu_tanh"]: False}
 """Activations that the kernel knows: whether it is SiLU."""
 _ROWS = 3
+_ROUNDING = 2**-5
+"""Of sums in bfloat16, in shares of the largest."""
 _MAX_NORM_SIZE = 1 << 15
 """Of a row that one program holds."""
 
@@ -94,7 +97,10 @@ def fuse(model: Model, device: torch.device) -> bool:
     kernel fails, or differs from torch's result by more than rounding."""
     try:
         kernels = _kernels_of(device, model.dtype)
-        return kernels is not None and fuse_checked(model, kernels)
+        if kernels is None:
+            return False
+        has_products = device.type == "cpu" and _multiply_experts(model)
+        return fuse_checked(model, kernels) or has_products
     except Exception as error:  # compilers, a driver and the kernels raise whatever they like
         logger.warning(
             "fused kernels can't be used on %s, torch's are: %s",
@@ -114,6 +120,36 @@ def _kernels_of(device: torch.device, dtype: torch.dtype) -> Kernels | None:
     from sworker.kernels import fused_numba
 
     return fused_numba if fused_numba.is_possible(dtype) else None
+
+
+@torch.inference_mode()
+def _multiply_experts(model: Model) -> bool:
+    """Exchange the products of all experts, if there are kernels for all and
+    those of the first block of each kind equal torch's."""
+    from sworker.kernels.expert_products import ExpertProducts, can_multiply
+
+    blocks = [layer.mlp for layer in model.layers if isinstance(layer.mlp, Experts)]
+    if not blocks or not all(map(can_multiply, blocks)):
+        return False
+    kinds = {block.moe: block for block in reversed(blocks)}
+    products = {moe: ExpertProducts(block) for moe, block in kinds.items()}
+    if not all(_same_products(block, products[moe]) for moe, block in kinds.items()):
+        logger.warning("compiled products of experts differ from torch's, which are used")
+        return False
+    for block in blocks:
+        block.products = products[block.moe]
+    return True
+
+
+def _same_products(block: Experts, products: Products) -> bool:
+    weight = block.router.weight
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((_ROWS, weight.shape[1]), generator=generator).to(block.up.weight.dtype)
+    chosen, weights = block.route(x)
+    own = torch.arange(chosen.numel()).remainder_(block.num).view_as(chosen)
+    expected = block.sum_experts(x, own, weights).float()
+    found = products(block.up, block.down, x, own, weights).float()
+    return bool((found - expected).abs().max() <= _ROUNDING * expected.abs().max())
 
 
 @torch.inference_mode()

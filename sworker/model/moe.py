@@ -21,6 +21,9 @@ from fastdecode.core.model.spec import ModelSpec
 from sworker.model.linear import MLP, Gated, Linear, limited_gate, make_activation
 
 AddUp = Callable[[Tensor], None]
+Products = Callable[["ExpertLinear", "ExpertLinear", Tensor, Tensor, Tensor], Tensor]
+"""(up, down, x [T, hidden], experts int64 [T, k], weights [T, k]) → each row's
+weighted sum, [T, hidden]. Experts elsewhere have the number after the last one's."""
 
 _ALIGNMENT = 16
 """Bytes of which grouped products want every stride to be a multiple."""
@@ -143,6 +146,8 @@ class Experts(Gated):
 
     add_up: AddUp | None = None
     """Where ranks hold parts of the block: sums all ranks' tensors in place."""
+    products: Products | None = None
+    """What a CPU may have in place of ``sum_experts``. It holds no weights."""
 
     def __init__(self, spec: ModelSpec, moe: Moe) -> None:
         super().__init__()
@@ -167,7 +172,11 @@ class Experts(Gated):
 
     def forward(self, x: Tensor) -> Tensor:  # [T, hidden] → [T, hidden]
         experts, weights = self.route(x)
-        y = self._routed(x, experts, weights)
+        own = self._own(experts)
+        if self.products is None:
+            y = self.sum_experts(x, own, weights)
+        else:
+            y = self.products(self.up, self.down, x, own, weights)
         if self.moe.scale_after != 1.0:
             y = y * self.moe.scale_after
         if self.shared is not None:
@@ -204,10 +213,11 @@ class Experts(Gated):
         y: Tensor = self.shared(x)
         return y if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * y
 
-    def _routed(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """The routed experts' sum, [T, hidden]."""
+    def sum_experts(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """x [T, hidden], numbers of experts here, or ``num`` [T, k], and their
+        weights [T, k] → each row's weighted sum, [T, hidden]."""
         top_k = experts.shape[1]
-        slots = self._own(experts).flatten()  # S = T · k
+        slots = experts.flatten()  # S = T · k
         by_expert = torch.sort(slots, stable=True)
         order = by_expert.indices
         rows = order.div(top_k, rounding_mode="floor")

@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from moe_blocks import PLAIN, block_of, spec_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
-from fastdecode.core.model.moe import Moe, Router
-from fastdecode.core.model.spec import ModelSpec
+from fastdecode.core.model.moe import Router
 from sworker.graphs import StepGraphs
 from sworker.load.weights import random_model
 from sworker.model import moe as block_module
 from sworker.model.moe import Experts, can_group
 
-PLAIN = Moe(6, 2, 16, Router(renorm=True))
 BLOCKS = {
     "plain": PLAIN,
     "shared": replace(PLAIN, shared_inner=24, shared_gate=True, scale_after=2.5),
@@ -31,24 +30,6 @@ BLOCKS = {
         PLAIN, top_k=1, weighs_input=True, router=Router("sigmoid", chosen_first=True)
     ),
 }
-
-
-def spec_of(moe: Moe, hidden: int = 32) -> ModelSpec:
-    return ModelSpec(
-        name="random", family="", architecture="", dtype=None, vocab_size=8, hidden_size=hidden,
-        embedding_size=hidden, intermediate_size=16, num_layers=1, num_q_heads=2, num_kv_heads=1,
-        head_dim=16, attention=(), max_model_len=8, activation="silu", norm="rms", norm_eps=1e-6,
-        gated_mlp=True, ropes=(None,), moe=moe,
-    )  # fmt: skip
-
-
-def block_of(moe: Moe, dtype: torch.dtype = torch.float32) -> Experts:
-    block = random_model(spec_of(moe), device="cpu", dtype=dtype).layers[0].mlp
-    assert isinstance(block, Experts)
-    generator = torch.Generator().manual_seed(1)
-    for parameter in block.parameters():
-        parameter.normal_(0, 0.4, generator=generator)
-    return block
 
 
 def by_definition(block: Experts, x: Tensor) -> Tensor:
