@@ -114,7 +114,8 @@ class Staging:
         """Start copying q [T, Hq, D], k and v [T, Hkv, D] to the host; never
         waits. The shipments hold for ``LENT_LAYERS`` calls; on a CPU they are
         the tensors' own memory."""
-        return Staged(self.shipments(*(as_array(x.contiguous()) for x in (q, k, v))), None)
+        arrays = as_array(q.contiguous()), as_array(k.contiguous()), as_array(v.contiguous())
+        return Staged(self.shipments(*arrays), None)
 
     def shipments(self, q: Activations, k: Activations, v: Activations) -> list[Shipment]:
         """Each share of a layer's rows."""

@@ -82,7 +82,8 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(sum(splits)), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:  # [T, in_size] → [T, sum(splits)]
-        return F.linear(x, self.weight, self.bias)
+        own: dict[str, Any] = self._parameters  # as attributes they are looked up in three places
+        return F.linear(x, own["weight"], own.get("bias"))
 
 
 class AttentionGate(nn.Module):

@@ -64,7 +64,8 @@ class RotaryTable(nn.Module):
         turned_a, turned_b, turned_rest = turned.tensor_split((n, 2 * n), dim=-1)
         torch.mul(a, cos, out=turned_a).addcmul_(b, sin, value=-1)
         torch.mul(b, cos, out=turned_b).addcmul_(a, sin)
-        turned_rest.copy_(rest)
+        if rest.shape[-1]:
+            turned_rest.copy_(rest)
         return turned.to(x.dtype)
 
 

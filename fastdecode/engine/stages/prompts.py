@@ -174,7 +174,7 @@ class Elsewhere:
 
     def scatter(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
-    ) -> None:
+    ) -> bool:
         raise AssertionError("it has no layers")
 
     def dispatch(self) -> bool:

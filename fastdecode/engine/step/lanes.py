@@ -57,7 +57,7 @@ class Lanes:
         return self._unsent[0] if self._unsent else None
 
     def scattered(self, step: LaneStep) -> None:
-        """A layer of it is on its way to the host, to be sent then."""
+        """A layer of it is on its way to the host, to be sent then; never too few times."""
         self._unsent.append(step)
 
     def dispatch(self) -> bool:

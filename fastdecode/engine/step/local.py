@@ -204,9 +204,10 @@ class LocalStep:
 
     def scatter(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
-    ) -> None:
+    ) -> bool:
         self._books.steps.finish_layer(self._begin.lane, self._begin.step, layer)
         self._o = self._attend(layer, q, k, v, place)
+        return True
 
     def _attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None

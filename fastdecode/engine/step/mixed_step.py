@@ -193,7 +193,7 @@ class DeviceStep(LocalStep):
 
     def scatter(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
-    ) -> None:
+    ) -> bool:
         """See ``LaneAttention``."""
         if self._way is StepMode.SLICED:
             assert place is not None
@@ -203,6 +203,7 @@ class DeviceStep(LocalStep):
                 super().scatter(layer, q, k, v, place)
         if self._gpu is not None:
             self._queued.append(self._gpu.current_stream().record_event())
+        return True
 
     def lose(self, holder: HolderId) -> None:
         """An R-worker, which has nothing of this step."""
@@ -269,11 +270,12 @@ class MixedStep:
 
     def scatter(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
-    ) -> None:
-        self._remote.scatter(layer, q, k, v, place)
+    ) -> bool:
+        is_sent = self._remote.scatter(layer, q, k, v, place)
         rows, self._place = self._rows, place
         mine = None if place is None else place[rows]
         self._home.scatter(layer, q[rows], k[rows], v[rows], mine)
+        return is_sent
 
     def dispatch(self) -> bool:
         return self._remote.dispatch()

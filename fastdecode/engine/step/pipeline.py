@@ -185,8 +185,8 @@ class Pipeline:
 
     def _scatter(self, step: LaneStep) -> None:
         forward = step.forward
-        step.remote.scatter(forward.layer, forward.q, forward.k, forward.v, forward.place)
-        self._lanes.scattered(step)
+        if not step.remote.scatter(forward.layer, forward.q, forward.k, forward.v, forward.place):
+            self._lanes.scattered(step)
 
     def _wait(self, wait: Callable[[], Arrival | None]) -> None:
         started = time.perf_counter()

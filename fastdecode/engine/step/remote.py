@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -84,10 +84,10 @@ class LaneAttention(Protocol):
 
     def scatter(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
-    ) -> None:
+    ) -> bool:
         """Take a layer's q [T, Hq, D], k and v [T, Hkv, D], which may still be
         on their way to the host. ``place``: where o [T, Hq, D] may be put, the
-        same in every layer."""
+        same in every layer. Returns whether nothing is left for ``dispatch``."""
 
     def dispatch(self) -> bool:
         """Send the oldest layer that was scattered and not sent, if it has come
@@ -196,6 +196,8 @@ class _HolderStep:
     """Layers that it may be behind with its answers, in which it only stores."""
     last_layer: int = -1
     """The last layer that it has answered."""
+    answer: tuple[tuple[int, ...], np.dtype[Any]] | None = None
+    """Shape and dtype of what it answers, once it has."""
 
     def __post_init__(self) -> None:
         queries = self.span.query_rows
@@ -243,9 +245,9 @@ class RemoteStep:
 
     def scatter(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
-    ) -> None:
+    ) -> bool:
         """Send a layer's q [T, Hq, D], k and v [T, Hkv, D] on their way; attend
-        the prompt chunks' own tokens here."""
+        the prompt chunks' own tokens here. See ``LaneAttention``."""
         self._layer = layer
         self._awaited = {
             holder
@@ -269,6 +271,7 @@ class RemoteStep:
                 self._local_lse[local.rows.start] = lse
             elif self._lse is not None and lse is not None:
                 self._lse[local.rows] = lse
+        return not self._unsent
 
     def dispatch(self) -> bool:
         """See ``LaneAttention``."""
@@ -317,10 +320,10 @@ class RemoteStep:
     def _take_in(self, part: _HolderStep, result: AttendResult) -> None:
         """Raises ProtocolError."""
         span = part.span
-        carrier = np.dtype(np.float32 if self._o.dtype == torch.float32 else np.uint16)
-        shape = (part.num_queries, *self._o.shape[1:])
+        if part.answer is None:
+            part.answer = (part.num_queries, *self._o.shape[1:]), _carrier(self._o.dtype)
         try:
-            result.check_arrays(shape, carrier, want_lse=span.begin.want_lse)
+            result.check_arrays(*part.answer, want_lse=span.begin.want_lse)
         except ProtocolError as lie:
             raise ProtocolError(f"{self._plan.fleet.peer(span.holder)} {lie.message}") from None
         if self._checks is not None:
@@ -431,6 +434,11 @@ class RemoteStep:
             self._closed.lse[later.rows] = lse
         if self._lse is not None:
             self._lse[later.rows] = lse
+
+
+def _carrier(dtype: torch.dtype) -> np.dtype[Any]:
+    """Of arrays that carry tensors of it."""
+    return np.dtype(np.float32 if dtype == torch.float32 else np.uint16)
 
 
 def _share(part: _HolderStep) -> Share:
