@@ -88,7 +88,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
     def is_over(self) -> bool:
         """Whether this side has closed it, and all has left that was sent, or
         nobody is there to take it."""
-        return self._closed and (self._gone or not self.outgoing.is_busy)
+        return self._closed and (self._gone or not self.outgoing.leaving)
 
     def send(self, message: SendT) -> None:
         frame = codec.encode(message)
@@ -104,12 +104,16 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         self._caller.leave()
 
     def receive(self, timeout_s: float | None = None) -> ReceiveT:
-        return self._caller.wait(self.poll, timeout_s, lambda: self._peer)
+        return self._caller.wait(self._poll, timeout_s, lambda: self._peer)
 
     def poll(self) -> ReceiveT | None:
+        with self._caller:
+            return self._poll()
+
+    def _poll(self) -> ReceiveT | None:
         if self._closed:
             raise closed_error(self._peer, by_peer=False)
-        with self._caller, self._job.lock:
+        with self._job.lock:
             arrived = self.look()
         return None if arrived is None else self.read(arrived)
 
@@ -125,11 +129,11 @@ class MpiConnection(Generic[SendT, ReceiveT]):
     def look(self) -> Arrived | None:
         """The next message if it is here. Raises WorkerError: nothing more will
         come. The job's lock is held."""
-        if self._incoming.has_message and (arrived := self._take()) is not None:
+        if self._incoming.arrived and (arrived := self._take()) is not None:
             return arrived
-        if not self._take_in():  # else the caller wants to go on at once
-            self._tidy()
-        return self._take()
+        if not self._take_in() and (self.outgoing.leaving or self._incoming.lacks_posts):
+            self._tidy()  # else the caller wants to go on at once
+        return self._take() if self._incoming.arrived or self._end is not None else None
 
     def close(self) -> None:
         """See ``Connection``. What was sent before still leaves; the hub's
@@ -175,7 +179,7 @@ class MpiConnection(Generic[SendT, ReceiveT]):
 
     def _take(self) -> Arrived | None:
         """The next message if it has been taken in; lock held."""
-        if self._incoming.has_message:
+        if self._incoming.arrived:
             try:
                 return self._incoming.take()
             except MPI.Exception as error:
@@ -212,8 +216,9 @@ class MpiConnection(Generic[SendT, ReceiveT]):
         """Let go of what has left, and see to it that receives are posted if
         more is wanted; lock held. Never raises."""
         try:
-            self.outgoing.let_go()
-            if not self._closed and self._end is None:
+            if self.outgoing.leaving:
+                self.outgoing.let_go()
+            if self._incoming.lacks_posts and not self._closed and self._end is None:
                 self._incoming.post()
         except MPI.Exception as error:
             self._lose(error)

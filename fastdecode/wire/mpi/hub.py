@@ -197,7 +197,7 @@ class MpiHub(Generic[SendT, ReceiveT]):
 
     @property
     def _is_sending(self) -> bool:
-        return any(connection.outgoing.is_busy for connection in self._connections)
+        return any(connection.outgoing.leaving for connection in self._connections)
 
     def _open_peers(self) -> str:
         return " or ".join(x.peer for x in self._connections if x.is_open)
@@ -205,9 +205,10 @@ class MpiHub(Generic[SendT, ReceiveT]):
     def _look_at_all(self) -> tuple[int, ReceiveT] | None:
         """Asks every open connection, each call starting behind the one that answered last."""
         connections, arrived, any_open = self._connections, None, False
+        num = len(connections)
         with self._job.lock:
-            for i in range(len(connections)):
-                index = (self._first + i) % len(connections)
+            for i in range(self._first, self._first + num):
+                index = i % num
                 if connections[index].is_open:
                     any_open = True
                     try:

@@ -57,12 +57,9 @@ class Outgoing:
 
     def __init__(self, way: RankLink) -> None:
         self._way = way
-        self._leaving: deque[InFlight] = deque()
+        self.leaving: Final[deque[InFlight]] = deque()
+        """What has not left yet, in its order."""
         self._sign: MPI.Request | None = None
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._leaving)
 
     def send(self, frame: codec.Frame, *, is_lent: bool = False) -> None:
         """A message. ``is_lent``: its arrays are left alone until it is
@@ -90,20 +87,20 @@ class Outgoing:
 
     def see_off(self, pieces: Iterator[InFlight]) -> None:
         """Keep the memory of what was cancelled, too, until MPI is done with it."""
-        self._leaving.extend(pieces)
+        self.leaving.extend(pieces)
 
     def let_go(self) -> None:
         """Of what has left."""
-        while self._leaving and self._leaving[0].request.Test():
-            self._leaving.popleft()
+        while self.leaving and self.leaving[0].request.Test():
+            self.leaving.popleft()
 
     def abandon(self) -> None:
         """Give up what hasn't left. Its memory is kept until the process ends."""
-        self._way.job.abandoned.extend(self._leaving)
-        self._leaving.clear()
+        self._way.job.abandoned.extend(self.leaving)
+        self.leaving.clear()
 
     def _send(self, data: Any, tag: int) -> None:
-        self._leaving.append(InFlight(self._way.isend(data, tag), data))
+        self.leaving.append(InFlight(self._way.isend(data, tag), data))
 
 
 class Arrived(NamedTuple):
@@ -134,10 +131,14 @@ class Incoming:
         self._receives = receives
         self._status = MPI.Status()
         self._posted: deque[_Posted] = deque()  # in the order in which they are filled
-        self._arrived: deque[Arrived] = deque()
+        self.arrived: Final[deque[Arrived]] = deque()
+        """Messages that have begun to come, in their order."""
+        self.lacks_posts = True
+        """Whether ``post`` has something to do."""
 
     def post(self) -> None:
         """Receives, for the next few messages."""
+        self.lacks_posts = False
         while len(self._posted) < _NUM_POSTED:
             buffer = self._way.pool.take(INLINE_BYTES)
             self._posted.append(_Posted(buffer, self._way.irecv(buffer, self._way.tag)))
@@ -148,6 +149,7 @@ class Incoming:
             self.post()
         if not self._posted[0].request.Test(self._status):
             return None
+        self.lacks_posts = True
         return self._posted.popleft().buffer[: self._status.Get_count(MPI.BYTE)]
 
     def note(self, piece: NDArray[np.uint8]) -> None:
@@ -160,24 +162,19 @@ class Incoming:
         if head.kind not in self._receives:
             raise ProtocolError(f"{head.kind.__name__} is not for this side")
         if len(piece) == head.num_bytes:
-            self._arrived.append(Arrived(head, piece[head.body_at :], None))
+            self.arrived.append(Arrived(head, piece[head.body_at :], None))
         elif len(piece) == head.head_bytes:
             body = self._way.pool.take(head.body_bytes)
-            self._arrived.append(Arrived(head, body, self._way.irecv(body, self._way.tag + 1)))
+            self.arrived.append(Arrived(head, body, self._way.irecv(body, self._way.tag + 1)))
         else:
             raise ProtocolError(
                 f"{head.kind.__name__}: {len(piece)} bytes came, not {head.num_bytes}"
             )
 
-    @property
-    def has_message(self) -> bool:
-        """Whether one has begun to come."""
-        return bool(self._arrived)
-
     def take(self) -> Arrived | None:
         """The first message, if all of it is here."""
-        request = self._arrived[0].request
-        return self._arrived.popleft() if request is None or request.Test() else None
+        request = self.arrived[0].request
+        return self.arrived.popleft() if request is None or request.Test() else None
 
     def take_back(self) -> Iterator[InFlight]:
         """Nothing more is wanted: cancel what is posted. What has to be seen off then."""
@@ -186,7 +183,7 @@ class Incoming:
                 posted.request.Cancel()
             yield InFlight(posted.request, posted.buffer)
         self._posted.clear()
-        for arrived in self._arrived:
+        for arrived in self.arrived:
             if arrived.request is not None:
                 yield InFlight(arrived.request, arrived.body)
-        self._arrived.clear()
+        self.arrived.clear()

@@ -63,9 +63,9 @@ class TestMpi(TransportSuite):
         assert s.peers[0].result() == 1
         connection.send(attend(4000, step=1))
         end = time.monotonic() + WAIT_S
-        while connection.outgoing.is_busy and time.monotonic() < end:
+        while connection.outgoing.leaving and time.monotonic() < end:
             assert connection.poll() is None
-        assert not connection.outgoing.is_busy
+        assert not connection.outgoing.leaving
         assert same(s.peers[0].receive(WAIT_S), attend(4000, step=1))
 
     def test_messages_for_the_other_side_are_refused(self, star: MakeStar) -> None:
