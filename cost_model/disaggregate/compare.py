@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Literal
@@ -134,7 +134,7 @@ class Comparison:
 
     def simulate(self, layout: PipelineLayout, point: MeasuredMicrobatch) -> Simulated:
         microbatches = self._grouped(layout.microbatch)
-        runs = self.run(layout, point)
+        runs = self._run(layout, point)
         finished_s = [each for run in runs for each in run.finished_s]
         per_token = sorted(
             (end_s - each.arrived_s) / each.num_tokens
@@ -147,18 +147,17 @@ class Comparison:
         median_s = (per_token[middle] + per_token[-1 - middle]) / 2
         return Simulated(layout, makespan_s, median_s, busy_s / (machines * makespan_s))
 
-    def run(
-        self, layout: PipelineLayout, point: MeasuredMicrobatch, *, keep_spans: bool = False
-    ) -> list[PipelineRun]:
+    def _run(self, layout: PipelineLayout, point: MeasuredMicrobatch) -> list[PipelineRun]:
         """One run for each pipeline that shares the trace."""
-        microbatches = self._grouped(layout.microbatch)
-        times = MachineTimes(point.prompt_s, point.token_s, self._transfer_s)
+        microbatches, prompt_tokens = self._grouped(layout.microbatch), self._profile.prompt_tokens
+        step_time = replace(point, streamed_s=self._transfer_s)
+        times = MachineTimes.of(step_time, layout.microbatch, prompt_tokens, prompt_tokens)
         if layout.kind == "data-parallel":
             return run_data_parallel(microbatches, layout.pipelines, layout.token_stages, times)
         if layout.kind == "one pipeline":
-            return [run_colocated(microbatches, layout.token_stages, times, keep_spans=keep_spans)]
+            return [run_colocated(microbatches, layout.token_stages, times)]
         stages = (layout.prompt_stages, layout.token_stages)
-        return [run_disaggregated(microbatches, *stages, times, keep_spans=keep_spans)]
+        return [run_disaggregated(microbatches, *stages, times)]
 
     def _least_s(self, layout: PipelineLayout, point: MeasuredMicrobatch) -> float:
         """No run can be shorter: the work of the busiest stage. A little less,

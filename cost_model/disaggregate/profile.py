@@ -27,6 +27,7 @@ from cost_model.disaggregate.memory import ModelMemory
 from cost_model.exact import LARGEST
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.json_file import read_object
+from fastdecode.schedule.times import Prompts, StepTime
 
 MAX_BYTES = 1 << 20
 MAX_SIZES = 64
@@ -35,12 +36,27 @@ _POINT_FIELDS = {"sequences", "prompt_s", "token_s"}
 
 
 @dataclass(frozen=True)
-class MeasuredMicrobatch:
-    """Seconds of one machine with all layers."""
+class MeasuredMicrobatch(StepTime):
+    """Seconds of one machine with all layers, for this many sequences; attention
+    is in them."""
 
     sequences: int
     prompt_s: float
     token_s: float
+    streamed_s: float = 0.0
+    """What streaming K and V adds to each prompt stage."""
+
+    def s_part_s(self, num_decoding: int, prompts: Prompts = ()) -> float:
+        """As ``StepTime``: of all sequences."""
+        return self.prompt_s if prompts else self.token_s
+
+    def r_part_s(self, worker: int, load_tokens: float, num_sequences: float = 1.0) -> float:
+        """As ``StepTime``."""
+        return 0.0
+
+    def transfer_s(self, num_tokens: float) -> float:
+        """As ``StepTime``."""
+        return self.streamed_s
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,16 @@ which every time that occurs is a multiple.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 from cost_model.exact import as_typed
+from fastdecode.schedule.simulation.clock import VirtualClock
+from fastdecode.schedule.times import StepTime
 
 
 @dataclass(frozen=True)
@@ -43,17 +45,23 @@ class MachineTimes:
     """That streaming K and V adds to each prompt stage, where prompts have
     machines of their own."""
 
+    @classmethod
+    def of(
+        cls, times: StepTime, sequences: int, prompt_tokens: int, context_tokens: float
+    ) -> MachineTimes:
+        """From step times of a machine with all layers.
 
-@dataclass(frozen=True)
-class Span:
-    """A stage at work."""
-
-    stage: int
-    microbatch: int
-    token: int
-    """0: its prompt; n: its n-th token."""
-    began_s: float
-    ended_s: float
+        Args:
+            context_tokens: cached tokens of a sequence while it generates.
+        """
+        load = sequences * context_tokens
+        return cls(
+            times.s_part_s(0, [(0, prompt_tokens)] * sequences),
+            times.s_part_s(sequences)
+            + times.r_part_s(0, load, sequences)
+            + times.trip_s(sequences),
+            times.transfer_s(sequences * prompt_tokens),
+        )
 
 
 @dataclass
@@ -64,8 +72,6 @@ class PipelineRun:
     """Of each microbatch."""
     busy_s: list[float]
     """Of each stage."""
-    spans: list[Span] = field(default_factory=list)
-    """If they were asked for, in order of their beginning."""
 
     @property
     def makespan_s(self) -> float:
@@ -78,23 +84,19 @@ class PipelineRun:
 
 
 def run_colocated(
-    microbatches: Sequence[Microbatch],
-    num_stages: int,
-    times: MachineTimes,
-    *,
-    keep_spans: bool = False,
+    microbatches: Sequence[Microbatch], num_stages: int, times: MachineTimes
 ) -> PipelineRun:
     """Prompts and tokens in one pipeline.
 
     Args:
         microbatches: at least one, in order of arrival.
     """
-    stages = (as_typed(times.prompt_s) / num_stages, as_typed(times.token_s) / num_stages)
-    clock = _Clock(microbatches, *stages)
-    prompt, token = map(clock.ticks, stages)
-    pipeline = _Pipeline(microbatches, num_stages, (prompt, token), keep_spans)
-    pipeline.run(_Coming(zip(clock.arrived, itertools.count(), strict=False)), first_pass=0)
-    return pipeline.told(clock)
+    ticks = _Ticks(
+        microbatches, *(as_typed(s) / num_stages for s in (times.prompt_s, times.token_s))
+    )
+    pipeline = _Pipeline(microbatches, num_stages, ticks.times)
+    pipeline.run(zip(ticks.arrived, itertools.count(), strict=False), first_pass=0)
+    return pipeline.outcome(ticks)
 
 
 def run_disaggregated(
@@ -102,30 +104,26 @@ def run_disaggregated(
     num_prompt_stages: int,
     num_token_stages: int,
     times: MachineTimes,
-    *,
-    keep_spans: bool = False,
 ) -> PipelineRun:
     """Prompts in one pipeline, tokens in another. Stages of prompts come first.
 
     A prompt enters when the one before has left the first stage, and is ready
     once its K and V have left the last.
     """
-    of_prompts = as_typed(times.prompt_s) / num_prompt_stages
-    of_tokens = as_typed(times.token_s) / num_token_stages
-    clock = _Clock(microbatches, of_prompts, of_tokens, as_typed(times.transfer_s))
-    stage, step = clock.ticks(of_prompts), clock.ticks(of_tokens)
-    way = stage + clock.ticks(as_typed(times.transfer_s))
-    entered = list(itertools.accumulate(clock.arrived, lambda last, came: max(came, last + stage)))
-    ready = [(each + num_prompt_stages * way, index) for index, each in enumerate(entered)]
-    pipeline = _Pipeline(microbatches, num_token_stages, (0, step), keep_spans, num_prompt_stages)
-    if keep_spans:
-        for index, each in enumerate(entered):
-            for number in range(num_prompt_stages):
-                began = each + number * way
-                pipeline.spans.append((began, began + stage, number, index, 0))
-    pipeline.run(_Coming(iter(ready)), first_pass=1)
+    ticks = _Ticks(
+        microbatches,
+        as_typed(times.prompt_s) / num_prompt_stages,
+        as_typed(times.token_s) / num_token_stages,
+        as_typed(times.transfer_s),
+    )
+    stage, step, transfer = ticks.times
+    way = stage + transfer
+    entered = list(itertools.accumulate(ticks.arrived, lambda last, came: max(came, last + stage)))
+    ready = ((each + num_prompt_stages * way, index) for index, each in enumerate(entered))
+    pipeline = _Pipeline(microbatches, num_token_stages, (0, step))
+    pipeline.run(ready, first_pass=1)
     pipeline.busy[:0] = [stage * len(microbatches)] * num_prompt_stages
-    return pipeline.told(clock)
+    return pipeline.outcome(ticks)
 
 
 def run_data_parallel(
@@ -146,97 +144,70 @@ def run_data_parallel(
     return runs
 
 
-class _Clock:
-    """Ticks so short that arrivals and stages' times are whole numbers of them."""
+class _Ticks:
+    """Times in ticks so short that arrivals and stages' times are whole numbers of them."""
 
     def __init__(self, microbatches: Sequence[Microbatch], *times: Fraction) -> None:
         arrived = [as_typed(each.arrived_s) for each in microbatches]
         self.per_s = math.lcm(*(time.denominator for time in (*times, *arrived)))
-        self.arrived = [self.ticks(time) for time in arrived]
+        self.times = [int(time * self.per_s) for time in times]
+        self.arrived = [int(time * self.per_s) for time in arrived]
 
-    def ticks(self, seconds: Fraction) -> int:
-        whole = seconds * self.per_s
-        assert whole.denominator == 1
-        return whole.numerator
-
-    def seconds(self, ticks: int) -> float:
+    def seconds(self, ticks: float) -> float:
         return ticks / self.per_s
 
 
-class _Coming:
-    """Microbatches that wait for a slot: when they may start, in order."""
-
-    def __init__(self, starts: Iterator[tuple[int, int]]) -> None:
-        self._starts = starts
-
-    def admit(self, now: int) -> tuple[int, int] | None:
-        """The next one, and when it starts in a slot that is free now."""
-        start = next(self._starts, None)
-        return None if start is None else (max(now, start[0]), start[1])
-
-
 class _Pipeline:
-    """Stages, each with a queue by the time of coming."""
+    """Stages, each of which serves first come, first served, on a clock of ticks.
+    Nothing overtakes on the way, so a pass through all stages is one event."""
 
     def __init__(
-        self,
-        microbatches: Sequence[Microbatch],
-        num_stages: int,
-        passes: tuple[int, int],
-        keep_spans: bool,
-        first_stage: int = 0,
+        self, microbatches: Sequence[Microbatch], num_stages: int, passes: Sequence[int]
     ) -> None:
+        self._clock = VirtualClock()
         self._tokens = [each.num_tokens for each in microbatches]
         self._num_stages = num_stages
         self._prompt, self._token = passes
-        self._first_stage = first_stage
-        self._keep_spans = keep_spans
-        self._free = [0] * num_stages
-        self._finished = [0] * len(microbatches)
-        self.busy = [0] * num_stages
-        self.spans: list[tuple[int, int, int, int, int]] = []
-        """Began, ended, stage, microbatch, token."""
+        self._free: list[float] = [0] * num_stages
+        self._finished: list[float] = [0] * len(microbatches)
+        busy = self._prompt * len(microbatches) + self._token * sum(self._tokens)
+        self.busy = [busy] * num_stages
 
-    def run(self, coming: _Coming, first_pass: int) -> None:
-        """Until the last has left. ``first_pass``: 0 a prompt, 1 the first token."""
-        order = itertools.count()
-        waiting: list[tuple[int, int, int, int, int]] = []
+    def run(self, starts: Iterator[tuple[int, int]], first_pass: int) -> None:
+        """Until the last has left.
 
-        def admit(now: int) -> None:
-            if (start := coming.admit(now)) is not None:
-                heapq.heappush(waiting, (start[0], next(order), 0, start[1], first_pass))
+        Args:
+            starts: when each microbatch may start, in order, and which it is.
+            first_pass: 0 a prompt, 1 the first token.
+        """
 
-        for _ in range(self._num_stages):
-            admit(0)
-        while waiting:
-            came, _, stage, index, token = heapq.heappop(waiting)
-            left = self._serve(came, stage, index, token)
-            stage += 1
-            if stage == self._num_stages:
-                stage, token = 0, token + 1
-            if token <= self._tokens[index]:
-                heapq.heappush(waiting, (left, next(order), stage, index, token))
+        def admit(now: float) -> None:
+            """The next one takes a slot that is free then."""
+            start, index = next(starts, (None, 0))
+            if start is not None:
+                self._clock.at(max(now, start), partial(serve, index, first_pass))
+
+        def serve(index: int, token: int) -> None:
+            left = self._pass(token)
+            if token < self._tokens[index]:
+                self._clock.at(left, partial(serve, index, token + 1))
             else:
                 self._finished[index] = left
                 admit(left)
 
-    def _serve(self, came: int, stage: int, index: int, token: int) -> int:
-        """Whoever comes first is served first. Returns when it leaves."""
-        began = max(came, self._free[stage])
-        took = self._token if token else self._prompt
-        left = self._free[stage] = began + took
-        self.busy[stage] += took
-        if self._keep_spans:
-            self.spans.append((began, left, self._first_stage + stage, index, token))
-        return left
+        for _ in range(self._num_stages):
+            admit(0)
+        self._clock.run()
 
-    def told(self, clock: _Clock) -> PipelineRun:
+    def _pass(self, token: int) -> float:
+        """One pass, through all stages. Returns when it leaves."""
+        at, free, took = self._clock.now, self._free, self._token if token else self._prompt
+        for stage, free_at in enumerate(free):
+            at = free[stage] = (at if at > free_at else free_at) + took
+        return at
+
+    def outcome(self, ticks: _Ticks) -> PipelineRun:
         """In seconds."""
-        seconds = clock.seconds
-        spans = [
-            Span(stage, index, token, seconds(began), seconds(ended))
-            for began, ended, stage, index, token in sorted(self.spans)
-        ]
         return PipelineRun(
-            [seconds(each) for each in self._finished], [seconds(each) for each in self.busy], spans
+            list(map(ticks.seconds, self._finished)), list(map(ticks.seconds, self.busy))
         )

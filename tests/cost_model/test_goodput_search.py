@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from fixed_time import fixed
 
 from cost_model.goodput.answer import Question, answer
 from cost_model.goodput.hardware import InstanceHardware, batch_tokens
@@ -25,7 +26,6 @@ from cost_model.step_time import SystemTime
 from cost_model.workload import Workload
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.simulation.instance_time import InstanceTime
-from tests.fixed_time import fixed
 
 DRAW = drawn(Lengths(512), Lengths(100), 1.0, 300, seed=0)
 

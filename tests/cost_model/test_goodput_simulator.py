@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from fixed_time import fixed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +28,6 @@ from cost_model.shapes import model_named
 from cost_model.step_time import SystemTime
 from cost_model.workload import Workload
 from fastdecode.schedule.simulation.instance_time import InstanceTime
-from tests.fixed_time import fixed
 
 requests_ = st.lists(
     st.tuples(st.integers(0, 40).map(lambda n: n / 8), st.integers(1, 40), st.integers(1, 12)),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.pipeline_events import Events
 
 from cost_model.arrivals import arrivals
 from cost_model.disaggregate.compare import KINDS, Comparison, Kind, grouped
@@ -53,13 +54,11 @@ def test_by_hand() -> None:
     times = MachineTimes(2.0, 1.0, transfer_s=0.25)
     # Two stages, two slots: prompts 1 s a stage, tokens 0.5 s.
     #   stage 0: p0 0-1, p1 1-2, t0 2-2.5, t1 3-3.5; stage 1: p0 1-2, p1 2-3, t0 3-3.5, t1 3.5-4
-    run = run_colocated([Microbatch(1), Microbatch(1)], 2, times, keep_spans=True)
+    run = run_colocated([Microbatch(1), Microbatch(1)], 2, times)
     assert run.finished_s == [3.5, 4.0] and run.busy_s == [3.0, 3.0]
-    assert [span.began_s for span in run.spans if span.stage == 0] == [0, 1, 2, 3]
     # One prompt stage: ready at 2.25 and 4.25; a token takes the only token stage 1 s.
-    apart = run_disaggregated([Microbatch(1), Microbatch(3)], 1, 1, times, keep_spans=True)
+    apart = run_disaggregated([Microbatch(1), Microbatch(3)], 1, 1, times)
     assert apart.finished_s == [3.25, 7.25] and apart.busy_s == [4.0, 4.0]
-    assert [(span.stage, span.token) for span in apart.spans][:3] == [(0, 0), (0, 0), (1, 1)]
 
 
 def test_arrivals_hold_prompts_back() -> None:
@@ -77,29 +76,34 @@ microbatches_ = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(microbatches_, st.integers(1, 4), st.integers(1, 4))
-def test_no_stage_does_two_things_and_all_is_done(
+def test_passes_end_as_stage_by_stage(
     microbatches: list[Microbatch], prompt_stages: int, token_stages: int
 ) -> None:
     times = MachineTimes(0.7, 0.3, 0.1)
-    both = run_colocated(microbatches, token_stages, times, keep_spans=True)
-    apart = run_disaggregated(microbatches, prompt_stages, token_stages, times, keep_spans=True)
-    num_tokens = sum(each.num_tokens for each in microbatches)
-    assert len(both.spans) == token_stages * (len(microbatches) + num_tokens)
-    assert len(apart.spans) == prompt_stages * len(microbatches) + token_stages * num_tokens
-    for run in (both, apart):
-        for stage in range(len(run.busy_s)):
-            mine = [span for span in run.spans if span.stage == stage]
-            assert run.busy_s[stage] == pytest.approx(sum(s.ended_s - s.began_s for s in mine))
-            for before, after in itertools.pairwise(mine):
-                assert after.began_s >= before.ended_s - 1e-12
-        for span in run.spans:
-            assert span.began_s >= microbatches[span.microbatch].arrived_s - 1e-12
-    first_tokens = [
-        sum(span.began_s <= now.began_s < apart.finished_s[span.microbatch] for span in
-            [s for s in apart.spans if s.stage == prompt_stages and s.token == 1])
-        for now in apart.spans if now.stage >= prompt_stages
-    ]  # fmt: skip
-    assert max(first_tokens) <= token_stages, "more microbatches under way than slots"
+    tokens = [each.num_tokens for each in microbatches]
+    arrived = [Fraction(each.arrived_s) for each in microbatches]
+    one = Events(
+        tokens, token_stages, Fraction(7, 10) / token_stages, Fraction(3, 10) / token_stages
+    )
+    one.run(zip(arrived, itertools.count(), strict=False), first_pass=0)
+    prompts = Events([0] * len(tokens), prompt_stages, Fraction(7, 10) / prompt_stages, Fraction(0))
+    prompts.run(zip(arrived, itertools.count(), strict=False), first_pass=0)
+    left = (
+        prompts.finished[index] + prompt_stages * Fraction(1, 10) for index in range(len(tokens))
+    )
+    apart = Events(tokens, token_stages, Fraction(0), Fraction(3, 10) / token_stages)
+    apart.run(zip(left, itertools.count(), strict=False), first_pass=1)
+    for events, run in (
+        (one, run_colocated(microbatches, token_stages, times)),
+        (apart, run_disaggregated(microbatches, prompt_stages, token_stages, times)),
+    ):
+        assert run.finished_s == [float(events.finished[i]) for i in range(len(tokens))]
+        for stage in range(token_stages):
+            mine = [span for span in events.spans if span.stage == stage]
+            busy = sum((span.ended - span.began for span in mine), Fraction(0))
+            assert run.busy_s[stage - token_stages] == float(busy)
+            assert all(b.began >= a.ended for a, b in itertools.pairwise(mine)), "two at a time"
+    assert sum(run.busy_s[:prompt_stages]) == pytest.approx(0.7 * len(tokens))
 
 
 def test_data_parallel_loses_no_microbatch() -> None:
