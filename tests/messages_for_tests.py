@@ -244,7 +244,7 @@ def between_stages() -> list[StageMessage | FromStage]:
         StageDone(1, 7, 1, 0.5, 0.25, np.ones(2, np.float32), counts),
         StageDone(2, 7, 1, 0.5, 0.25, np.ones(2, np.float32), none, x[:3]),
         StageAnswer(1, 5, "out_of_capacity", "no room: é"),
-        ColumnLost(1, "worker_timeout", "it is silent"),
+        ColumnLost(1, "worker_timeout", "it is silent", 2),
         ColumnTakenOver(1, counts - 2),
         PlaceColumn(1, 2),
     ]

@@ -274,7 +274,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     StagePass: stage_passes(),
     StageDone: stage_dones(),
     StageAnswer: st.builds(StageAnswer, INTS, INTS, TEXTS, TEXTS),
-    ColumnLost: st.builds(ColumnLost, INTS, TEXTS, TEXTS),
+    ColumnLost: st.builds(ColumnLost, INTS, TEXTS, TEXTS, INTS),
     ColumnTakenOver: st.builds(ColumnTakenOver, INTS, arrays_of(np.int32, (3,))),
     PlaceColumn: st.builds(PlaceColumn, INTS, INTS),
     InstanceHello: st.builds(InstanceHello, INTS, TEXTS),

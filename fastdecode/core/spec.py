@@ -113,8 +113,11 @@ class Shard:
 
     heads: HeadShare | None = None
     """None: all."""
-    stage: int = 0
-    """Whose layers, of a pipeline's stages."""
+    layers: range | None = None
+    """As the group's S-worker counts them; None: all."""
+
+    def has_layer(self, layer: int) -> bool:
+        return self.layers is None or layer in self.layers
 
 
 def longest_window(layers: Iterable[AttentionSpec]) -> int | None:

@@ -16,8 +16,9 @@ relayed        first → p    what the stage sends its R-worker of a column
 ``Shutdown``   first → p    the stage ends; no answer
 ``StageDone``  p → first    the stage has done its part of a step; the last one
                             has the rows that a token is drawn from
-``ColumnLost`` p → first    its R-worker of this number is lost; it comes unasked,
-                            and before ``StageDone`` of any step that has missed it
+``ColumnLost`` p → first    an R-worker of this number is lost: its own, or one that
+                            a prompt stage writes to; it comes unasked, and before
+                            ``StageDone`` of any step that has missed it
 reports        p → first    of an R-worker's tiers and replicas (``Moved``,
                             ``Stocked``, ``Replicated``, ``Unprotected``,
                             ``Dropped``); before ``StageDone`` of any step that they
@@ -31,8 +32,8 @@ stage's layers. To the first stage, which schedules, a column is a cache group
 (``fastdecode.engine.fleet.groups``), and every R-worker of it a member.
 Stages that run prompts only have the highest numbers, and no columns of their
 own: the first one passes steps of prompts to the first of them, as to stage 1
-those that decode, and each sends K and V to the R-workers of whatever stages keep
-its layers (``fastdecode.wire.kv.attending``). They are told no rooms.
+those that decode, and each sends K and V to the R-workers of the stages that keep
+its layers (``fastdecode.wire.kv.attending``). They hear nothing of reservations.
 
 Columns are independent, and so are lanes, so a stage answers in any order.
 
@@ -142,6 +143,8 @@ class ColumnLost(Worded, OfColumns):
     column: int
     code: str
     message: str
+    stage: int = -1
+    """Whose R-worker it is; -1: the stage's that says it, or that it is said to."""
 
 
 @dataclass(frozen=True, eq=False)

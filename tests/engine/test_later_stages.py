@@ -53,21 +53,26 @@ FULL = ("out_of_capacity", "no room")
 
 @dataclass
 class Stages:
-    """A first stage of two columns, and two later stages."""
+    """A first stage of two columns, and two later stages; those from a number on run prompts."""
 
     hub: InprocHub[Any, Any] = field(default_factory=InprocHub)
     clock: Clock = time.monotonic
+    first_prompt_stage: int = 3
 
     def __post_init__(self) -> None:
         names = ("r0", "r1", "stage 1", "stage 2")
         both = [connect(self.hub, "the first stage", InprocHub(), name) for name in names]
         self.ends: list[Any] = [there for _, there in both]
         here: list[Any] = [own for own, _ in both]
-        self.links = StageLinks({1: here[2], 2: here[3]}, is_asked=False)
-        self.members = StagePool(
-            self.hub, 60.0, clock=self.clock, stages=self.links, relayed=(1, 2)
+        self.links = StageLinks(
+            {1: here[2], 2: here[3]}, is_asked=False, first_prompt_stage=self.first_prompt_stage
         )
-        self.fleet = ColumnPool(self.members, self.links)
+        layers = [range(2), range(2, 4), range(4, 6)][: self.first_prompt_stage]
+        relayed = range(1, len(layers))
+        self.members = StagePool(
+            self.hub, 60.0, clock=self.clock, stages=self.links, relayed=relayed
+        )
+        self.fleet = ColumnPool(self.members, self.links, layers)
         self.later = self.fleet.later
         self.answers: deque[Any] = deque()
 
@@ -261,6 +266,19 @@ def test_a_member_that_the_first_stage_gives_up_is_given_up_there() -> None:
     stages.members.lose(stages.members.member(2, W), WorkerError("it keeps a replica", code="x"))
     assert stages.heard(2) == ColumnLost(W, "x", "it keeps a replica")
     assert [column for column, _ in stages.fleet.take_losses()] == [W]
+
+
+def test_an_r_worker_that_a_prompt_stage_cannot_reach_is_given_up_everywhere() -> None:
+    stages = Stages(first_prompt_stage=2)
+    stages.say(2, ColumnLost(W, "gone", "it left", 1))
+    assert stages.heard(1) == ColumnLost(W, "gone", "prompt stage 0: it left")
+    assert [column for column, _ in stages.fleet.take_losses()] == [W]
+    stages.say(2, ColumnLost(V, "gone", "it left", 0))
+    assert [column for column, _ in stages.fleet.take_losses()] == [V]
+    stages.say(1, ColumnLost(W, "gone", "it left"))
+    assert not stages.fleet.take_losses() and len(stages.fleet.lost_workers) == 2
+    with pytest.raises(WorkerError, match="stage 2 is lost: .*speaks of stage 2"):
+        stages.say(2, ColumnLost(V, "gone", "it left", 2))
 
 
 def test_a_stage_that_has_more_than_it_was_asked_for_lies() -> None:

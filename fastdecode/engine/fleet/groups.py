@@ -40,6 +40,7 @@ from fastdecode.wire.messages import (
     BeginStep,
     Hello,
     Refused,
+    StorePrompt,
     ToRWorker,
     Welcome,
 )
@@ -114,7 +115,7 @@ class CacheGroup:
         """Send each member that it concerns its part, or nothing where one of these
         is lost."""
         pool = self._pool
-        due = self._members if message.in_every_stage else self._here
+        due = self._concerned(message)
         if pool.gone and any(pool.placement[member] in pool.gone for member in due):
             return
         if isinstance(message, Hello):
@@ -129,6 +130,12 @@ class CacheGroup:
                 self._asked[member].append(asked)
         for member in due:
             pool.send(member, message.part(self.shards[member]))
+
+    def _concerned(self, message: ToRWorker) -> Sequence[HolderId]:
+        """The members that a message is for."""
+        if isinstance(message, StorePrompt):
+            return [x for x, shard in self.shards.items() if shard.has_layer(message.layer)]
+        return self._members if message.in_every_stage else self._here
 
     def take(self, member: HolderId, answer: Answer) -> Answer | None:
         """A member has answered. The group's answer, once all have."""

@@ -173,6 +173,7 @@ class RunningEngine:
             self._workers.absent,
             self._device,
             self._workers.stages,
+            self.resolved.layers,
         )
         self._gone = pool.gone  # as it is, whenever they are closed
         if config.r_part.r_partition == "heads":

@@ -10,14 +10,15 @@ from typing import Any
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import Holder
-from fastdecode.engine.fleet.pool import WorkerPool
+from fastdecode.engine.fleet.pool import HolderPool
 from fastdecode.engine.setup.reach import stage_ranks
 from fastdecode.engine.setup.resolve import kv_spec
 from fastdecode.engine.setup.stages import StageSetup
 from fastdecode.engine.setup.workers import LEAST_STUCK_S, Reached
-from fastdecode.engine.stages.layer_hub import LayerHub, homes_of, stages_of
+from fastdecode.engine.stages.later_stage import StageRelay
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.prompts import LanePrompts
+from fastdecode.engine.stages.writers import WriterMembers, WriterPool, WriterReports, members_of
 from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import MAX_BLOCKS
@@ -54,19 +55,17 @@ class PromptStageSetup(StageSetup):
             hub: its own, without connections.
             reached: the R-workers of each token stage.
         """
-        homes = homes_of(self.layers, self.resolved.layers)
-        for stage in stages_of(homes):
+        for stage in self._written:
             workers = reached[stage]
             for name, door in zip(workers.addresses, workers.doors, strict=True):
                 connect(hub, self.name, door, f"R-worker {name}")
-        num_columns = self.resolved.config.r_part.r_workers
         connections = hub.connections
 
         def close(lost: Collection[int], timeout_s: float) -> None:
             for connection in connections:
                 connection.close()
 
-        return Reached(LayerHub(hub, homes, num_columns), close)
+        return Reached(hub, close)
 
     def reach_ranks(self) -> Reached:
         """The same, as ranks of this job, and the other stages.
@@ -79,32 +78,41 @@ class PromptStageSetup(StageSetup):
 
         job, ranks = joining.join(), stage_ranks(self.resolved.config.s_part)
         silence_s = self.resolved.config.cluster.worker_silence_s
-        homes = homes_of(self.layers, self.resolved.layers)
-        fed = stages_of(homes)
         hub, others = connect_stage(
-            job, ranks, self.number, stuck_after_s=max(LEAST_STUCK_S, silence_s), fed=fed
+            job, ranks, self.number, stuck_after_s=max(LEAST_STUCK_S, silence_s), fed=self._written
         )
         links = StageLinks(others, is_asked=True, first_prompt_stage=ranks.num_stages)
-        num_columns = len(ranks.r_workers(job, 0))
-        connections = hub.connections[: len(fed) * num_columns]
+        connections = hub.connections[: len(hub.connections) - len(links)]
 
         def close(lost: Collection[int], timeout_s: float) -> None:
             for index, connection in enumerate(connections):
-                if index % num_columns in lost:
+                if index in lost:
                     connection.give_up()
             for other in links.gone:
                 others[other].give_up()
             hub.close()
 
-        return Reached(LayerHub(hub, homes, num_columns), close, stages=links)
+        return Reached(hub, close, stages=links)
+
+    @property
+    def _written(self) -> tuple[int, ...]:
+        """The token stages to whose R-workers it writes."""
+        return tuple(members_of(self.layers, self.resolved.layers))
+
+    def make_pool(self, workers: Reached, links: StageLinks) -> WriterPool:
+        """See ``StageSetup``."""
+        cluster, layers = self.resolved.config.cluster, self.resolved.layers
+        timeouts = cluster.worker_timeout_s, cluster.worker_silence_s
+        members = WriterMembers(workers.hub, *timeouts, stages=links, written=self._written)
+        return WriterPool(members, members_of(self.layers, layers))
 
     def greet(
-        self, workers: Reached, fleet: WorkerPool, ranks: Ranks | None = None
+        self, workers: Reached, fleet: HolderPool, ranks: Ranks | None = None
     ) -> StageWelcome:
         """See ``StageSetup``. Their own stages greet them."""
         return StageWelcome(self.number, (MAX_BLOCKS,) * len(fleet))
 
-    def make_attention(self, workers: Reached, fleet: WorkerPool, s_worker: SWorker) -> Attention:
+    def make_attention(self, workers: Reached, fleet: HolderPool, s_worker: SWorker) -> Attention:
         """See ``StageSetup``. Prompts are attended here, and stored there."""
         resolved, spec = self.resolved, self.own_spec
         kv = kv_spec(resolved.config, spec, resolved.kv_dtype)
@@ -127,15 +135,18 @@ class PromptStageSetup(StageSetup):
         plan.prepare(resolved.most_lanes)
         return plan
 
-    def told(self, workers: Reached, hello: StageHello) -> None:
+    def make_relay(
+        self, fleet: HolderPool, links: StageLinks, welcome: StageWelcome, hello: StageHello
+    ) -> StageRelay:
         """See ``StageSetup``.
 
         Raises:
             ConfigError: R-workers take no prompts.
         """
-        assert isinstance(workers.hub, LayerHub)
+        assert isinstance(fleet, WriterPool)
         if len(hello.sessions) != len(self.resolved.layers) or not all(hello.sessions):
             raise ConfigError(
                 f"the first stage named {len(hello.sessions)} sessions to {self.name}"
             )
-        workers.hub.sessions[:] = hello.sessions
+        fleet.writers.sessions = hello.sessions
+        return WriterReports(fleet.writers, links)

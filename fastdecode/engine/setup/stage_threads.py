@@ -26,7 +26,6 @@ from fastdecode.engine.setup.reach import (
 from fastdecode.engine.setup.resolve import ResolvedConfig
 from fastdecode.engine.setup.stages import StageSetup
 from fastdecode.engine.setup.workers import Reached, beside_stages, reach_inline, reach_threads
-from fastdecode.engine.stages.layer_hub import LayerHub
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.stages import stage_name
@@ -109,7 +108,7 @@ class ThreadStages:
 
 def connected(workers: Reached, hub: InprocHub[Any, Any], links: StageLinks) -> Reached:
     """The R-workers of a stage that is a thread, and the other stages."""
-    if workers.hub is hub or isinstance(workers.hub, LayerHub):
+    if workers.hub is hub:
         return replace(workers, stages=links)
     return beside_stages(workers, hub, links, lambda lost, timeout_s: None)
 

@@ -25,9 +25,10 @@ from fastdecode.engine.setup.reach import (
 from fastdecode.engine.setup.resolve import ResolvedConfig
 from fastdecode.engine.setup.s_worker import make_s_worker
 from fastdecode.engine.setup.workers import Reached
-from fastdecode.engine.stages.later_stage import LaterStage
+from fastdecode.engine.stages.later_stage import LaterStage, StageRelay
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.pool import ColumnPool, StagePool
+from fastdecode.engine.stages.relay import Relay
 from fastdecode.engine.step.remote import Attention
 from fastdecode.wire.messages import MAX_LANES, PROTOCOL_VERSION, Failed, Shutdown, Welcome
 from fastdecode.wire.stages import StageHello, StageWelcome, stage_name
@@ -112,9 +113,7 @@ class StageSetup:
             FastDecodeError: it can't start, or can't go on; the first stage has
                 been told.
         """
-        cluster = self.resolved.config.cluster
-        timeout_s, silence_s = cluster.worker_timeout_s, cluster.worker_silence_s
-        fleet = StagePool(workers.hub, timeout_s, silence_s, stages=links)
+        fleet = self.make_pool(workers, links)
         ranks: list[Ranks] = []
         try:
             self._run(workers, fleet, links, ranks)
@@ -129,11 +128,17 @@ class StageSetup:
         finally:
             for met in ranks:
                 met.close()
-            workers.close(fleet.gone, timeout_s)
+            workers.close(fleet.gone, self.resolved.config.cluster.worker_timeout_s)
             links.close()
 
+    def make_pool(self, workers: Reached, links: StageLinks) -> HolderPool:
+        """Of its R-workers."""
+        cluster = self.resolved.config.cluster
+        timeouts = cluster.worker_timeout_s, cluster.worker_silence_s
+        return StagePool(workers.hub, *timeouts, stages=links)
+
     def _run(
-        self, workers: Reached, fleet: WorkerPool, links: StageLinks, met: list[Ranks]
+        self, workers: Reached, fleet: HolderPool, links: StageLinks, met: list[Ranks]
     ) -> None:
         """``met`` gets the S-workers that act as one with this one, if there are any."""
         resolved = self.resolved
@@ -149,7 +154,6 @@ class StageSetup:
         asked = _introduce(self, fleet, links, welcome)
         if asked is None:
             return
-        self.told(workers, asked)
         stage = LaterStage(
             self.number,
             self.before,
@@ -158,14 +162,14 @@ class StageSetup:
             attention,
             links,
             asked.num_lanes,
-            welcome.session,
+            self.make_relay(fleet, links, welcome, asked),
             stores_elsewhere=self.is_of_prompts,
         )
         with typed_failures():
             stage.run()
 
     def greet(
-        self, workers: Reached, fleet: WorkerPool, ranks: Ranks | None = None
+        self, workers: Reached, fleet: HolderPool, ranks: Ranks | None = None
     ) -> StageWelcome:
         """Greet its R-workers. What the first stage is to know of them."""
         resolved = self.resolved
@@ -178,12 +182,16 @@ class StageSetup:
         addresses = tuple(workers.addresses)
         return StageWelcome(self.number, tuple(blocks), hello.session, addresses)
 
-    def make_attention(self, workers: Reached, fleet: WorkerPool, s_worker: SWorker) -> Attention:
+    def make_attention(self, workers: Reached, fleet: HolderPool, s_worker: SWorker) -> Attention:
         """On its R-workers."""
         return make_attention(workers, fleet, self.own_spec, self.resolved, s_worker, None)
 
-    def told(self, workers: Reached, hello: StageHello) -> None:
-        """The first stage has said what is to be known."""
+    def make_relay(
+        self, fleet: HolderPool, links: StageLinks, welcome: StageWelcome, hello: StageHello
+    ) -> StageRelay:
+        """Between the first stage, which has said ``hello``, and its R-workers."""
+        assert isinstance(fleet, WorkerPool)
+        return Relay(fleet, links, welcome.session)
 
     def _load_model(self, ranks: Ranks | None) -> Model:
         """Its layers; of several S-workers that act as one, this one's share."""
@@ -201,7 +209,7 @@ class StageSetup:
 
 
 def _introduce(
-    setup: StageSetup, fleet: WorkerPool, links: StageLinks, welcome: StageWelcome
+    setup: StageSetup, fleet: HolderPool, links: StageLinks, welcome: StageWelcome
 ) -> StageHello | None:
     """Wait for the first stage's greeting, and answer. None: it lets go.
 

@@ -4,8 +4,10 @@ go."""
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,10 +16,9 @@ from torch import Tensor
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import Holder
-from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
-from fastdecode.engine.stages.relay import Relay
 from fastdecode.engine.stages.stage_forward import LaterStageForward, passed_on, report
+from fastdecode.engine.step.arrivals import News
 from fastdecode.engine.step.lane_step import LaneStep
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.pipeline import Pipeline
@@ -28,6 +29,14 @@ from sworker.buffers import as_tensor
 from sworker.worker import SWorker
 
 _FIRST = 0
+
+
+class StageRelay(Protocol):
+    """Between the first stage and a later one's R-workers: ``Relay``."""
+
+    def obey(self, message: FromAnyStage) -> None: ...
+
+    def pass_on(self, news: Iterable[News]) -> None: ...
 
 
 class LaterStage:
@@ -42,8 +51,8 @@ class LaterStage:
         attention: on its R-workers, one a column.
         links: to the first, the one before and the one behind.
         num_lanes: most that there may be.
-        session: of its R-workers' caches; 0: of none.
-        stores_elsewhere: it brings K and V to R-workers that others step: it
+        relay: between the first stage and its R-workers.
+        stores_elsewhere: it writes K and V to R-workers that others step: it
             has done its part of a step when these have answered for all.
     """
 
@@ -56,14 +65,13 @@ class LaterStage:
         attention: Attention,
         links: StageLinks,
         num_lanes: int,
-        session: int = 0,
+        relay: StageRelay,
         *,
         stores_elsewhere: bool = False,
     ) -> None:
         self._number = number
         self._before, self._next = before, behind
         self._s_worker = s_worker
-        assert isinstance(attention.fleet, WorkerPool)
         self._fleet = attention.fleet
         self._holders: Seq[Holder] = attention.holders
         self._links = links
@@ -71,7 +79,7 @@ class LaterStage:
         self._pipeline = Pipeline(s_worker, attention, num_lanes, onward=self)
         self._waiting: deque[StagePass] = deque()
         self._passed: dict[int, StagePass] = {}  # by lane
-        self._relay = Relay(self._fleet, links, session)
+        self._relay = relay
         self._stores_elsewhere = stores_elsewhere
         self._is_over = False
 

@@ -118,11 +118,11 @@ class StageLinks:
         """The stages at the other ends, but for the first."""
         return tuple(stage for stage in self._stages if stage)
 
-    def join(self, owed: PendingReplies, first: int) -> None:
-        """The stages are peers number ``first`` and up, behind an R-worker of
-        each column; ``owed`` keeps what they owe."""
+    def join(self, owed: PendingReplies, first: int, num_columns: int) -> None:
+        """The stages are peers number ``first`` and up, behind R-workers; ``owed``
+        keeps what they owe."""
         self.owed = OwedByStages(owed, first, self._stages)
-        self.num_columns = first
+        self.num_columns = num_columns
 
     def send(self, stage: int, message: FromAnyStage) -> None:
         """To a stage, which owes an answer if the message is one that is

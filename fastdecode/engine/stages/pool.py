@@ -26,7 +26,14 @@ from fastdecode.wire.kv.replicating import Dropped
 from fastdecode.wire.kv.reserving import Accepted, Refused
 from fastdecode.wire.kv.taking_over import DropCache, TakenOver
 from fastdecode.wire.messages import Answer, FromRWorker, ToRWorker
-from fastdecode.wire.stages import ColumnLost, ColumnTakenOver, OfMember, PlaceColumn, StageAnswer
+from fastdecode.wire.stages import (
+    ColumnLost,
+    ColumnTakenOver,
+    OfMember,
+    PlaceColumn,
+    StageAnswer,
+    stage_name,
+)
 
 _NUM_ANSWERS: Final = 2
 """That a relayed answer may take the time of: the stage has to give its R-worker up
@@ -40,6 +47,7 @@ class StagePool(WorkerPool):
         hub, timeout_s, silence_s, clock, absent: see ``WorkerPool``.
         stages: the other stages, which the hub's last connections are to.
         relayed: the stages whose R-workers this one reaches over their links.
+        num_columns: None: as many as R-workers that are connected here.
     """
 
     def __init__(
@@ -52,15 +60,15 @@ class StagePool(WorkerPool):
         *,
         stages: StageLinks,
         relayed: Sequence[int] = (),
+        num_columns: int | None = None,
     ) -> None:
-        self.num_columns: Final = len(hub.connections) - len(stages)
+        self._num_own: Final = len(hub.connections) - len(stages)
+        self.num_columns: Final = self._num_own if num_columns is None else num_columns
         self._stages = stages
         self._relayed = tuple(relayed)
         self._first_relayed = len(hub.connections)
         self._placed: dict[HolderId, int] = {}
         """Members of later stages that their stage knows at another R-worker than their own."""
-        self.reported: dict[HolderId, WorkerError] = {}
-        """Columns of which a stage that runs prompts can't reach an R-worker."""
         num_relayed = len(self._relayed) * self.num_columns
         super().__init__(
             hub,
@@ -71,7 +79,7 @@ class StagePool(WorkerPool):
             num_others=len(stages),
             num_relayed=num_relayed,
         )
-        stages.join(self.pending, self.num_columns)
+        stages.join(self.pending, self._num_own, self.num_columns)
 
     def member(self, stage: int, column: int) -> HolderId:
         """What a stage's R-worker of a column is called here."""
@@ -105,13 +113,14 @@ class StagePool(WorkerPool):
 
     def lose(self, holder: HolderId, error: FastDecodeError) -> None:
         """See ``WorkerPool``."""
-        index = self.placement[holder]
+        self._give_up_worker(self.placement[holder], error)
+
+    def _give_up_worker(self, index: int, error: FastDecodeError) -> None:
+        """Give up an R-worker; a later stage's is told so."""
         if index >= self._first_relayed and index not in self.gone:
             stage, column = self._origin(index)
             self._stages.tell(stage, ColumnLost(column, error.code, error.message))
-            super()._lose(index, error)
-        else:
-            super().lose(holder, error)
+        super()._lose(index, error)
 
     def _lose(self, index: int, error: FastDecodeError) -> None:
         if index in self.gone:
@@ -119,12 +128,12 @@ class StagePool(WorkerPool):
         if index >= self._first_relayed:
             # The stage watches its R-workers: it is the one that doesn't answer, or lies.
             raise self._stages.loss(self._origin(index)[0], error)
-        if index >= self.num_columns:
+        if index >= self._num_own:
             raise self._stages.lost(index, error)
         super()._lose(index, error)
 
     def _taken(self, index: int, message: FromRWorker) -> tuple[HolderId, Answer] | None:
-        if not self.num_columns <= index < self._first_relayed:
+        if not self._num_own <= index < self._first_relayed:
             return super()._taken(index, message)
         said = cast(FromAnyStage, message)
         stage = self._stages.take(index, said)
@@ -137,12 +146,16 @@ class StagePool(WorkerPool):
         return None
 
     def _take_lost(self, stage: int, lost: ColumnLost) -> None:
-        """A stage has lost an R-worker, or one that runs prompts can't reach it."""
-        error = WorkerError(f"stage {stage}: {lost.message}", code=lost.code)
+        """A stage has lost an R-worker of its own, or a prompt stage one that it
+        writes to: without its prompts, that one is of no use."""
+        name = stage_name(stage, self._stages.first_prompt_stage)
+        error = WorkerError(f"{name}: {lost.message}", code=lost.code)
         if stage in self._relayed:
             super()._lose(self.member(stage, lost.column), error)
+        elif lost.stage in (0, *self._relayed):
+            self._give_up_worker(self.member(lost.stage, lost.column), error)
         else:
-            self.reported.setdefault(HolderId(lost.column), error)
+            raise self._stages.loss(stage, ProtocolError(f"speaks of stage {lost.stage}"))
 
     def _take_relayed(self, stage: int, said: OfMember) -> tuple[HolderId, Answer] | None:
         """An answer, or a report, of a later stage's R-worker.
@@ -199,33 +212,21 @@ class ColumnPool(GroupPool):
     Args:
         members: all R-workers.
         stages: the links to other stages.
+        layers: of each stage that has R-workers.
     """
 
-    def __init__(self, members: StagePool, stages: StageLinks) -> None:
-        token_stages = [x for x in stages.later if x < stages.first_prompt_stage]
-        shards = [
-            {members.member(stage, column): Shard(stage=stage) for stage in (0, *token_stages)}
-            for column in range(members.num_columns)
-        ]
-        super().__init__(members, shards)
-        self._reported = members.reported
+    def __init__(self, members: StagePool, stages: StageLinks, layers: Sequence[range]) -> None:
+        super().__init__(members, column_shards(members, dict(enumerate(layers))))
         self.later: Final = LaterStages(stages)
         """The stages behind this one."""
 
-    @property
-    def lost_workers(self) -> list[WorkerError]:
-        """See ``WorkerPool``. A stage that runs prompts reports others' R-workers: it
-        counts where their own stages haven't noticed."""
-        reported = self._reported.items()
-        others = [error for column, error in reported if self.groups[column].broken is None]
-        return [*super().lost_workers, *others]
 
-    def take_losses(self) -> list[tuple[HolderId, WorkerError]]:
-        """See ``GroupPool``."""
-        lost = super().take_losses()
-        if self._reported:
-            lost += [each for each in self._reported.items() if self.give_up(*each)]
-        return lost
+def column_shards(members: StagePool, layers: Mapping[int, range]) -> list[dict[HolderId, Shard]]:
+    """The members of each column, with what they keep; ``layers``: of each stage."""
+    return [
+        {members.member(stage, column): Shard(layers=each) for stage, each in layers.items()}
+        for column in range(members.num_columns)
+    ]
 
 
 def pool_of(
@@ -235,12 +236,14 @@ def pool_of(
     absent: Mapping[int, WorkerError],
     device: RConnection | None,
     stages: StageLinks | None,
+    layers: Sequence[range],
 ) -> tuple[WorkerPool, HolderPool]:
-    """The R-workers of an engine, and its holders; with other stages, of the first one."""
+    """The R-workers of an engine, and its holders; with other stages, of the first one.
+    ``layers``: of each stage that decodes."""
     if stages is None:
         pool = WorkerPool(hub, timeout_s, silence_s, absent=absent, device=device)
         return pool, pool
     assert device is None
-    relayed = [stage for stage in stages.later if stage < stages.first_prompt_stage]
+    relayed = range(1, len(layers))
     members = StagePool(hub, timeout_s, silence_s, absent=absent, stages=stages, relayed=relayed)
-    return members, ColumnPool(members, stages)
+    return members, ColumnPool(members, stages, layers)

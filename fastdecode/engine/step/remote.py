@@ -195,7 +195,7 @@ class _HolderStep:
     may_owe: int = field(init=False)
     """Layers that it may be behind with its answers, in which it only stores."""
     last_layer: int = -1
-    """The last layer that it has answered."""
+    """The last layer that it has answered; where it only stores, as many have been."""
     answer: tuple[tuple[int, ...], np.dtype[Any]] | None = None
     """Shape and dtype of what it answers, once it has."""
 
@@ -206,6 +206,10 @@ class _HolderStep:
         self.num_own = queries.stop - queries.start
         self.num_queries = self.num_own + sum(len(part.rows) for part in self.span.closed)
         self.may_owe = 0 if self.num_queries else MAX_OWED_ANSWERS
+
+    def due(self, layer: int) -> tuple[int, int]:
+        """The step and layer of the next answer; of one that only stores, any layer's."""
+        return self.span.begin.step, layer if self.may_owe else self.last_layer + 1
 
 
 class RemoteStep:
@@ -297,13 +301,14 @@ class RemoteStep:
             self._unsent[0][1].wait()
 
     def deliver(self, holder: HolderId, result: AttendResult) -> None:
-        """Take in an answer, in the order in which the holder gave them.
+        """Take in an answer, in the order of layers. Where a holder only stores, its
+        members may keep different layers (``CacheGroup``): each answers in order.
 
         Raises:
             ProtocolError: it isn't the answer that was due.
         """
         part = self._holders.get(holder)
-        due = None if part is None else (part.span.begin.step, part.last_layer + 1)
+        due = None if part is None else part.due(result.layer)
         if part is None or (result.step, result.layer) != due or result.layer > self._layer:
             raise ProtocolError(
                 f"{self._plan.fleet.peer(holder)} answered for step {result.step}, layer "

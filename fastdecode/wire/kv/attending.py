@@ -15,20 +15,21 @@ comes of a sequence's next tokens makes room for them, and the sequence is
 They come once in each, in any order of layers, and the tokens behind them only
 then. The sequence is open, with room for them, and nobody steps it meanwhile.
 
-Who may say this: whoever names the session of a cache whose S-worker has said
+A peer may say this that names the session of a cache whose S-worker has said
 that prompts come from elsewhere (``Hello.feeders``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
+from fastdecode.core.spec import Shard
 from fastdecode.wire.traits import ForHolder, Role
 
 Activations: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
@@ -64,7 +65,7 @@ class StorePrompt(ForHolder):
     step: int
     lane: int
     layer: int
-    """Of those that the R-worker keeps."""
+    """Of those that the R-worker keeps; of a cache group, as ``Shard.layers`` counts."""
     sequence_ids: Annotated[NDArray[np.int64], "N"]
     num_past: Annotated[NDArray[np.int32], "N"]
     """Tokens that came before, in every layer."""
@@ -78,6 +79,19 @@ class StorePrompt(ForHolder):
     answers = (AttendResult,)
     said_by = frozenset({Role.FEEDER})
     repeated = ("step", "lane", "layer")
+
+    def part(self, shard: Shard) -> StorePrompt:
+        first = 0 if shard.layers is None else shard.layers.start
+        if (heads := shard.heads) is None:
+            return replace(self, layer=self.layer - first)
+        # Copies, since a part of the heads doesn't lie in one piece.
+        k, v = (np.ascontiguousarray(x[:, heads.kv]) for x in (self.k, self.v))
+        return replace(self, layer=self.layer - first, k=k, v=v)
+
+    def join(self, answers: Sequence[Any]) -> AttendResult:
+        results: Sequence[AttendResult] = answers
+        slowest_s = max(result.compute_s for result in results)
+        return replace(results[0], layer=self.layer, compute_s=slowest_s)
 
 
 FEEDING_OPCODES: Final[Mapping[type[Any], int]] = {StorePrompt: 60}

@@ -58,7 +58,8 @@ class UseTier(ForHolder):
         heads, kept = shard.heads, self
         if heads is not None:
             kept = kept._of(f"{heads.kv.start}:{heads.kv.stop}")
-        return kept._of(f"stage {shard.stage}") if shard.stage else kept
+        first = 0 if shard.layers is None else shard.layers.start
+        return kept._of(f"layers from {first}") if first else kept
 
     def of_column(self, column: int) -> UseTier:
         """For a group of several. Blocks are there if all members have theirs, so each

@@ -1,0 +1,139 @@
+"""A prompt stage's view of the cache groups: it writes K and V of prompts to the members
+that keep its layers, and nothing else.
+
+A prompt stage's layers may be kept by several token stages' R-workers, and those of
+one R-worker may be written by several prompt stages. What a pipeline sends a holder,
+``BeginStep`` and a layer's ``Attend`` without queries, becomes ``StorePrompt``
+(``fastdecode.wire.kv.attending``) to the group's members that keep the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from fastdecode.core.errors import FastDecodeError, ProtocolError
+from fastdecode.core.holders import HolderId
+from fastdecode.engine.fleet.groups import GroupPool
+from fastdecode.engine.fleet.pool import RHub
+from fastdecode.engine.stages.links import FromAnyStage, StageLinks
+from fastdecode.engine.stages.pool import StagePool, column_shards
+from fastdecode.wire.messages import Attend, BeginStep, StorePrompt, ToRWorker
+from fastdecode.wire.stages import ColumnLost
+
+_FIRST: Final = 0
+
+
+def members_of(layers: range, stages: Iterable[range]) -> dict[int, range]:
+    """The token stages that keep any of a prompt stage's layers, and all layers of each,
+    as the prompt stage counts them: from its own first one."""
+    return {
+        stage: range(each.start - layers.start, each.stop - layers.start)
+        for stage, each in enumerate(stages)
+        if range(max(each.start, layers.start), min(each.stop, layers.stop))
+    }
+
+
+class WriterMembers(StagePool):
+    """The R-workers that a prompt stage writes to.
+
+    Args:
+        hub: connections to the R-workers of each column of the first of ``written``,
+            then of the next; and behind them those to other stages.
+        timeout_s, silence_s: see ``WorkerPool``.
+        stages: the other stages.
+        written: the token stages that keep its layers.
+    """
+
+    def __init__(
+        self,
+        hub: RHub,
+        timeout_s: float,
+        silence_s: float,
+        *,
+        stages: StageLinks,
+        written: Iterable[int],
+    ) -> None:
+        self._written = tuple(written)
+        num_r_workers = len(hub.connections) - len(stages)
+        num_columns = num_r_workers // len(self._written)
+        super().__init__(hub, timeout_s, silence_s, stages=stages, num_columns=num_columns)
+        self.sessions: tuple[int, ...] = ()
+        """By token stage: of its R-workers' caches; known before the first step."""
+
+    def member(self, stage: int, column: int) -> HolderId:
+        """See ``StagePool``."""
+        return HolderId(self._written.index(stage) * self.num_columns + column)
+
+    def origin(self, index: int) -> tuple[int, int]:
+        """The stage and the column of an R-worker."""
+        place, column = divmod(index, self.num_columns)
+        return self._written[place], column
+
+    def send(self, holder: HolderId, message: ToRWorker) -> None:
+        """See ``WorkerPool``."""
+        assert isinstance(message, StorePrompt), f"a writer sends {type(message).__name__}"
+        stage, column = self.origin(holder)
+        super().send(holder, replace(message, session=self.sessions[stage], holder=column))
+
+    def _lose(self, index: int, error: FastDecodeError) -> None:
+        # At the end of a job token stages let R-workers go before this one ends. What is
+        # sent to one that has gone is owed, and so its loss is noticed then.
+        is_idle = index < self._num_own and not self.pending.is_owed_by(index)
+        if not is_idle or isinstance(error, ProtocolError):
+            super()._lose(index, error)
+
+
+class WriterPool(GroupPool):
+    """The columns as a prompt stage sees them.
+
+    Args:
+        members: their R-workers.
+        layers: see ``members_of``.
+    """
+
+    def __init__(self, members: WriterMembers, layers: Mapping[int, range]) -> None:
+        super().__init__(members, column_shards(members, layers))
+        self.writers: Final = members
+        self._begun: dict[tuple[HolderId, int], BeginStep] = {}  # by holder and lane
+
+    def send(self, holder: HolderId, message: ToRWorker) -> None:
+        """See ``WorkerPool``."""
+        if isinstance(message, BeginStep):
+            self._begun[holder, message.lane] = message
+            return
+        assert isinstance(message, Attend) and not len(message.q), "prompts are attended here"
+        super().send(holder, _stored(message, self._begun[holder, message.lane]))
+
+
+class WriterReports:
+    """What a prompt stage reports to the first one; see ``Relay``.
+
+    Args:
+        members: the R-workers that it writes to.
+        links: to the first stage.
+    """
+
+    def __init__(self, members: WriterMembers, links: StageLinks) -> None:
+        self._members = members
+        self._links = links
+        self._reported: set[int] = set()
+
+    def obey(self, message: FromAnyStage) -> None:
+        """Raises ProtocolError: the first stage has nothing else to say."""
+        raise ProtocolError(f"the first stage sent {type(message).__name__}")
+
+    def pass_on(self, news: object) -> None:
+        """Report the R-workers that are lost."""
+        gone = self._members.gone
+        for index in gone.keys() - self._reported:
+            self._reported.add(index)
+            (stage, column), error = self._members.origin(index), gone[index]
+            self._links.tell(_FIRST, ColumnLost(column, error.code, error.message, stage))
+
+
+def _stored(attend: Attend, begin: BeginStep) -> StorePrompt:
+    counts: tuple[Any, Any, Any] = (begin.sequence_ids, begin.num_past, begin.num_new)
+    at = attend.step, attend.lane, attend.layer
+    return StorePrompt(0, *at, *counts, attend.k, attend.v, attend.holder)
