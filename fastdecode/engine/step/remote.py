@@ -207,10 +207,6 @@ class _HolderStep:
         self.num_queries = self.num_own + sum(len(part.rows) for part in self.span.closed)
         self.may_owe = 0 if self.num_queries else MAX_OWED_ANSWERS
 
-    def due(self, layer: int) -> tuple[int, int]:
-        """The step and layer of the next answer; of one that only stores, any layer's."""
-        return self.span.begin.step, layer if self.may_owe else self.last_layer + 1
-
 
 class RemoteStep:
     """One lane's step on the holders."""
@@ -308,7 +304,9 @@ class RemoteStep:
             ProtocolError: it isn't the answer that was due.
         """
         part = self._holders.get(holder)
-        due = None if part is None else part.due(result.layer)
+        due = None if part is None else (part.span.begin.step, part.last_layer + 1)
+        if part is not None and part.may_owe:
+            due = part.span.begin.step, result.layer
         if part is None or (result.step, result.layer) != due or result.layer > self._layer:
             raise ProtocolError(
                 f"{self._plan.fleet.peer(holder)} answered for step {result.step}, layer "
