@@ -297,16 +297,14 @@ class RemoteStep:
             self._unsent[0][1].wait()
 
     def deliver(self, holder: HolderId, result: AttendResult) -> None:
-        """Take in an answer, in the order of layers. Where a holder only stores, its
-        members may keep different layers (``CacheGroup``): each answers in order.
+        """Take in the next layer's answer, or any layer's of a holder that only stores.
 
         Raises:
             ProtocolError: it isn't the answer that was due.
         """
         part = self._holders.get(holder)
-        due = None if part is None else (part.span.begin.step, part.last_layer + 1)
-        if part is not None and part.may_owe:
-            due = part.span.begin.step, result.layer
+        layer = None if part is None else result.layer if part.may_owe else part.last_layer + 1
+        due = None if part is None else (part.span.begin.step, layer)
         if part is None or (result.step, result.layer) != due or result.layer > self._layer:
             raise ProtocolError(
                 f"{self._plan.fleet.peer(holder)} answered for step {result.step}, layer "
