@@ -39,6 +39,11 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
             "add_run_batch",
             "answer a file of OpenAI batch lines; can be interrupted and resumed",
         ),
+        "merge": Command(
+            "fastdecode.cli.merge",
+            "add_merge",
+            "join the answers of a job's shards, in the order of the input",
+        ),
         "serve": Command(
             "fastdecode.cli.serve",
             "add_serve",

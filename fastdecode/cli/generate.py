@@ -31,12 +31,12 @@ from fastdecode.cli.r_worker import serve_if_r_rank
 from fastdecode.conversations.keeping import Keeping
 from fastdecode.conversations.reuse import why_no_kv
 from fastdecode.core.config.engine import EngineConfig
-from fastdecode.core.errors import imports_for
-from fastdecode.core.files import check_paths
+from fastdecode.core.errors import ConfigError, imports_for
+from fastdecode.core.files import STANDARD, check_paths
 from fastdecode.core.host.interrupts import interrupt
 from fastdecode.core.model.checkpoint import check_model
 from fastdecode.core.model.local_models import find_model
-from fastdecode.core.progress import Progress
+from fastdecode.core.progress import Bar, Progress
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED, Stopping, asked_by_signals, stop_signals
 
 if TYPE_CHECKING:
@@ -57,7 +57,12 @@ def add_generate(commands: Any) -> None:
     add_model(parser)
     files = parser.add_argument_group("files")
     files.add_argument(
-        "--input", "-i", required=True, type=Path, metavar="FILE", help="requests, JSON Lines"
+        "--input",
+        "-i",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="requests, JSON Lines, also compressed by gzip; -: standard input",
     )
     files.add_argument(
         "--output",
@@ -65,7 +70,8 @@ def add_generate(commands: Any) -> None:
         required=True,
         type=Path,
         metavar="FILE",
-        help="completions, JSON Lines; replaced if it exists",
+        help="completions, JSON Lines; replaced if it exists; FILE.gz: compressed; "
+        "-: standard output",
     )
     files.add_argument(
         "--summary", type=Path, metavar="FILE", help="write timings and totals there, JSON"
@@ -85,6 +91,8 @@ def add_generate(commands: Any) -> None:
 @stop_signals(interrupt)  # until the job looks for them between steps
 def _generate(args: argparse.Namespace) -> int:
     check_options(args)
+    if args.show and args.output == STANDARD:
+        raise ConfigError("--show prints to standard output, as --output - does: give one of them")
     serve_if_r_rank(args, engine_options(args))
     with imports_for("fastdecode generate (an S-worker)"):
         load_engine(args)
@@ -111,9 +119,11 @@ def _generate(args: argparse.Namespace) -> int:
         def show(prompt: str | None, line: dict[str, Any]) -> None:
             progress.print(_shown(prompt, line))
 
-        job = stack.enter_context(
-            open_ordered_job(options, find_model(args.model), tell, show if args.show else None)
-        )
+        with Bar(sys.stderr, "checking") as bar:
+            opened = open_ordered_job(
+                options, find_model(args.model), tell, show if args.show else None, bar.update
+            )
+        job = stack.enter_context(opened)
         llm = stack.enter_context(
             LLM(
                 args.model,

@@ -38,9 +38,10 @@ from fastdecode.cli.parser import add_model
 from fastdecode.cli.r_worker import serve_if_r_rank
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import imports_for
-from fastdecode.core.files import check_paths
+from fastdecode.core.files import STANDARD, check_paths
 from fastdecode.core.host.interrupts import interrupt
-from fastdecode.core.progress import Progress
+from fastdecode.core.progress import Bar, Progress
+from fastdecode.jobs.shard import WHOLE, Shard
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED, Stopping, asked_by_signals, stop_signals
 from fastdecode.wire.mpi import leaving
 from fastdecode.wire.mpi.launcher import LAUNCH_LINE
@@ -74,7 +75,12 @@ def add_run_batch(commands: Any) -> None:
 def _add_files(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("files")
     group.add_argument(
-        "--input", "-i", required=True, type=Path, metavar="FILE", help="requests, JSON Lines"
+        "--input",
+        "-i",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="requests, JSON Lines, also compressed by gzip; -: standard input",
     )
     group.add_argument(
         "--output", "-o", required=True, type=Path, metavar="FILE", help="answers, JSON Lines"
@@ -109,6 +115,13 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
             "bad lines in the input: refuse to start and list them, or answer each with an error "
             "(default: refuse)"
         ),
+    )
+    group.add_argument(
+        "--shard",
+        default=str(WHOLE),
+        metavar="I/N",
+        help="answer lines I, I+N, ... of the file only: for N jobs, whose outputs "
+        "`fastdecode merge` joins",
     )
     group.add_argument(
         "--served-model-name",
@@ -156,7 +169,9 @@ def run_run_batch(args: argparse.Namespace) -> int:
         args.input, output=args.output, summary=args.summary, trace=args.trace, status=args.status
     )
     config = EngineConfig.of(args.model, **engine_options(args))
-    with open_job(_job_options(args), config, tell) as job:
+    with Bar(sys.stderr, "checking") as bar:
+        opened = open_job(_job_options(args), config, tell, bar.update)
+    with opened as job:
         if job.num_pending == 0:
             tell(f"{COMMAND}: nothing is left to do")
             return _report(job, job.result(), args)
@@ -210,6 +225,7 @@ def _job_options(args: argparse.Namespace) -> JobOptions:
         run_seed=args.run_seed,
         sync_lines=args.sync_lines,
         sync_s=args.sync_s,
+        shard=Shard.of(args.shard),
     )
 
 
@@ -223,7 +239,8 @@ def _report(job: BatchJob, result: JobResult, args: argparse.Namespace) -> int:
     if result.lost is not None:
         tell(f"{COMMAND}: workers were lost: {result.lost}")
     if result.num_done < result.num_lines:
-        tell(f"to go on: {resume_command(args.argv)}")
+        same = ", with the same lines on standard input" if args.input == STANDARD else ""
+        tell(f"to go on{same}: {resume_command(args.argv)}")
     else:
         _advise(result, args)
     if result.interrupted:

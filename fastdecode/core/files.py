@@ -9,34 +9,33 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fastdecode.core import json_file
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.os_errors import explained
+
+STANDARD: Final = Path("-")
+"""Standard input, or standard output."""
 
 
 def check_paths(input_path: Path, **outputs: Path | None) -> None:
     """Find out about bad paths before a model is loaded.
 
     Args:
-        outputs: what for → the file; None: not wanted.
+        input_path: ``-`` is standard input.
+        outputs: what for → the file; None: not wanted; ``-``: standard output.
 
     Raises:
         ConfigError: the input can't be read, or isn't a file; an output can't
             be written; two are the same file.
     """
-    try:
-        # Opening a pipe that nobody writes would wait for ever.
-        if not stat.S_ISREG(os.stat(input_path).st_mode):
-            raise ConfigError(f"the input {input_path} is not a file: write the requests to one")
-        with input_path.open("rb"):
-            pass
-    except OSError as error:
-        raise ConfigError(f"can't read the input file {input_path}: {explained(error)}") from None
-    taken = {_identity(input_path): "input"}
+    taken = {}
+    if input_path != STANDARD:
+        check_readable(input_path)
+        taken[_identity(input_path)] = "input"
     for what, path in outputs.items():
-        if path is None:
+        if path is None or path == STANDARD:
             continue
         check_writable(path, what)
         other = taken.setdefault(_identity(path), what)
@@ -44,6 +43,21 @@ def check_paths(input_path: Path, **outputs: Path | None) -> None:
             raise ConfigError(
                 f"{other} and {what} are the same file, {path}: choose another --{what}"
             )
+
+
+def check_readable(path: Path) -> None:
+    """Raises ConfigError if the input is no file, or can't be read."""
+    try:
+        # Opening a pipe that nobody writes would wait for ever.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise ConfigError(
+                f"the input {path} is not a file: write the requests to one, or pipe them into "
+                "standard input, which is -"
+            )
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"can't read the input file {path}: {explained(error)}") from None
 
 
 def check_writable(path: Path, what: str) -> None:

@@ -1,5 +1,5 @@
 """How far long work is, in a line: ``lines 1200/50000, 3 failed, 812 tok/s, ETA
-0:52:10, R-workers 4/4``."""
+0:52:10, R-workers 4/4``, or with a bar."""
 
 from __future__ import annotations
 
@@ -17,15 +17,121 @@ from fastdecode.core.remaining_time import JobCounts, TokenTimes, remaining_s
 # line where there is.
 LINE_EVERY_S = 10.0
 REFRESH_EVERY_S = 0.5
+BAR_CHARS = 20
 
 
-class Progress:
-    """Shows how far work is. Use it in a ``with`` statement. That nobody sees
-    it ends no work.
+class StatusLine:
+    """A line about work that goes on. A failed write ends no work.
 
     Args:
         stream: a terminal gets one line that changes; anything else gets a line
             with the time of day every ten seconds.
+        clock: in seconds.
+        now: the time of day.
+    """
+
+    def __init__(
+        self, stream: TextIO, clock: Clock, now: Callable[[], datetime] = datetime.now
+    ) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._now = now
+        self._on_terminal = stream.isatty()
+        self._every_s = REFRESH_EVERY_S if self._on_terminal else LINE_EVERY_S
+        self._shown_s = clock()
+        self._is_shown = False
+
+    def restart(self) -> None:
+        """The first line is due after a full interval."""
+        self._shown_s = self._clock()
+
+    def show_if_due(self, line: Callable[[], str]) -> None:
+        """Call it as often as you like."""
+        if self._clock() - self._shown_s >= self._every_s:
+            self._shown_s = self._clock()
+            self.show(line())
+
+    def show(self, line: str) -> None:
+        self._is_shown = True
+        stamp = f"{self._now():%Y-%m-%d %H:%M:%S} "
+        lead, end = ("\r\x1b[K", "") if self._on_terminal else (stamp, "\n")
+        self._write(lead + line + end)
+
+    def clear(self) -> None:
+        """Other output to the same terminal follows."""
+        if self._on_terminal:
+            self._write("\r\x1b[K")
+
+    def end(self, line: Callable[[], str]) -> None:
+        """Show the last one."""
+        self.show(line())
+        if self._on_terminal:
+            self._write("\n")
+
+    @property
+    def is_shown(self) -> bool:
+        return self._is_shown
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # closed, or a pipe without a reader
+            self._stream.write(text)
+            self._stream.flush()
+
+
+class Bar:
+    """Shows how much of a file was read, if that takes long. Use it in a ``with``
+    statement.
+
+    Args:
+        stream: as ``StatusLine`` takes it.
+        title: what is done.
+        clock: in seconds.
+    """
+
+    def __init__(self, stream: TextIO, title: str, clock: Clock = time.monotonic) -> None:
+        self._line = StatusLine(stream, clock)
+        self._title = title
+        self._clock = clock
+        self._began_s = clock()
+        self._share = 0.0
+        self._num_lines = 0
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._line.is_shown:
+            self._line.end(self._text)
+
+    def update(self, share: float, num_lines: int) -> None:
+        """Which share was read, and how many lines."""
+        self._share, self._num_lines = share, num_lines
+        self._line.show_if_due(self._text)
+
+    def _text(self) -> str:
+        rate = self._num_lines / max(self._clock() - self._began_s, 1e-9)
+        return (
+            f"{self._title} {bar(self._share)} {self._share:.0%}, {self._num_lines} lines, "
+            f"{rate:.0f} lines/s"
+        )
+
+
+def bar(share: float) -> str:
+    """A share from 0 to 1 as a bar."""
+    full = round(BAR_CHARS * min(max(share, 0.0), 1.0))
+    return "[" + "#" * full + "." * (BAR_CHARS - full) + "]"
+
+
+class Progress:
+    """Shows how far work is. Use it in a ``with`` statement.
+
+    Args:
+        stream: as ``StatusLine`` takes it.
         unit: of what is counted.
         clock: in seconds.
         now: the time of day.
@@ -39,17 +145,14 @@ class Progress:
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         self._unit = unit
-        self._now = now
         self._most_tokens = 0
-        self._stream = stream
+        self._status = StatusLine(stream, clock, now)
         self._clock = clock
-        self._on_terminal = stream.isatty()
-        self._every_s = REFRESH_EVERY_S if self._on_terminal else LINE_EVERY_S
         self._total = self._done_before = self._done = self._num_failed = self._num_tokens = 0
         self._num_prompt_tokens = self._num_running = self._num_done_tokens = 0
         self._times = TokenTimes()
         self._workers = (0, 0)
-        self._started_s = self._shown_s = clock()
+        self._started_s = clock()
 
     def __enter__(self) -> Progress:
         return self
@@ -61,9 +164,7 @@ class Progress:
         trace: TracebackType | None,
     ) -> None:
         if self._total:
-            self._show()
-            if self._on_terminal:
-                self._write("\n")
+            self._status.end(self.line)
 
     def begin(self, total: int, done: int = 0, most_tokens: int = 0) -> None:
         """
@@ -74,7 +175,8 @@ class Progress:
         """
         self._most_tokens = most_tokens
         self._total, self._done_before, self._done = total, done, done
-        self._started_s = self._shown_s = self._clock()
+        self._started_s = self._clock()
+        self._status.restart()
 
     def update(
         self,
@@ -94,11 +196,8 @@ class Progress:
         self._num_prompt_tokens, self._num_running = num_prompt_tokens, num_running
         self._num_done_tokens = num_done_tokens
         self._workers = workers
-        now = self._clock()
-        self._times.add(now - self._started_s, num_prompt_tokens, num_tokens)
-        if now - self._shown_s >= self._every_s:
-            self._shown_s = now
-            self._show()
+        self._times.add(self._clock() - self._started_s, num_prompt_tokens, num_tokens)
+        self._status.show_if_due(self.line)
 
     def line(self) -> str:
         """What is shown."""
@@ -143,16 +242,5 @@ class Progress:
 
     def print(self, text: str) -> None:
         """Print to stdout, which may be the same terminal."""
-        if self._on_terminal:
-            self._write("\r\x1b[K")
+        self._status.clear()
         print(text, flush=True)
-
-    def _show(self) -> None:
-        stamp = f"{self._now():%Y-%m-%d %H:%M:%S} "
-        lead, end = ("\r\x1b[K", "") if self._on_terminal else (stamp, "\n")
-        self._write(lead + self.line() + end)
-
-    def _write(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # closed, or a pipe that nobody reads
-            self._stream.write(text)
-            self._stream.flush()

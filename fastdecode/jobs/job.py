@@ -18,7 +18,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -39,6 +38,7 @@ from fastdecode.core.progress import Progress
 from fastdecode.core.sequence import Prompt, PromptRequest, RequestOutput, SamplingParams
 from fastdecode.jobs.journal import Recovered
 from fastdecode.jobs.line_format import LineError, LineFormat, LineId, LineRequest
+from fastdecode.jobs.line_source import LineSource
 from fastdecode.jobs.lines import LineReader, too_long
 from fastdecode.jobs.session import JobSession
 from fastdecode.jobs.stopping import StopNow, Stopping
@@ -116,7 +116,7 @@ class BatchJob:
 
     def __init__(
         self,
-        path: Path,
+        source: LineSource,
         lines: LineFormat,
         rules: AnswerRules,
         found: Survey,
@@ -132,7 +132,7 @@ class BatchJob:
         if turns is not None:
             self._conversations = Conversations(KEEP_ALL, turns, now=lambda: rules.date)
         self._failed_conversations: set[str] = set()
-        self._path = path
+        self._source = source
         self._lines = lines
         self._rules = rules
         self._survey = found
@@ -166,6 +166,7 @@ class BatchJob:
             if self._turns is not None:
                 self._turns.close()
             self._output.close()
+        self._source.close()
         if self.session is not None:
             # Whoever was told goodbye keeps nothing for it.
             self.session.close(is_over=error is None and self._lost is None)
@@ -232,16 +233,18 @@ class BatchJob:
         self._interrupted = stopping.wanted and self.num_pending > 0
         if self._input_changed:
             raise ConfigError(
-                f"{self._path} was changed while it was read: some answers may be to lines that "
+                f"{self._source} was changed while it was read: some answers may be to lines that "
                 "are gone"
             )
         return self.result()
 
     def _requests(self, llm: LLM, stopping: Stopping) -> Iterator[PromptRequest | Turn]:
         """The prompts of the lines that are left; bad lines are answered here."""
-        with self._path.open("rb") as file:
+        with self._source.open() as file:
             reader = LineReader(file)
             for number, raw in reader:
+                if number not in self._survey.shard:
+                    continue
                 if number in self._done:
                     self._note_done_turn(number, raw)
                     continue

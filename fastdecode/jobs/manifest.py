@@ -22,6 +22,7 @@ from fastdecode.core.json_file import write_whole
 from fastdecode.core.model.files import MAX_TOKENIZER_BYTES, read_model_file
 from fastdecode.core.os_errors import explained
 from fastdecode.jobs.line_format import LineId
+from fastdecode.jobs.shard import WHOLE, Shard
 
 FORMAT = "fastdecode.batch/1"
 MAX_MANIFEST_BYTES = 16 << 20
@@ -36,8 +37,8 @@ MODEL_FILES = (
 
 @dataclass(frozen=True)
 class Manifest:
-    """A run's identity. Everything but the first two fields must be equal for a
-    run to be resumed."""
+    """A run's identity. Everything but ``run_id``, ``created`` and ``num_lines``
+    must be equal for a run to be resumed."""
 
     run_id: str
     """Drawn; stands in the ids of OpenAI answers."""
@@ -56,6 +57,10 @@ class Manifest:
     """Defaults that the command gave for lines that don't say it themselves."""
     model: dict[str, str] = field(default_factory=dict)
     """File → hash."""
+    shard: str = str(WHOLE)
+    """The part of the input's lines that this run answers."""
+    num_lines: int = 0
+    """How many those are; 0: an older version did not say."""
 
     @classmethod
     def path_for(cls, output: Path) -> Path:
@@ -93,7 +98,9 @@ class Manifest:
     def differences(self, other: Manifest) -> list[str]:
         """What keeps ``other`` from going on with this run; one line each."""
         found = []
-        for name in (f.name for f in fields(self) if f.name not in ("run_id", "created")):
+        for name in (
+            f.name for f in fields(self) if f.name not in ("run_id", "created", "num_lines")
+        ):
             before, now = getattr(self, name), getattr(other, name)
             if name == "input_sha256" and before != now:
                 found.append("the input file has changed")
@@ -122,7 +129,7 @@ class Manifest:
         for name in (f.name for f in fields(self)):
             kind = (
                 int
-                if name in ("max_model_len", "run_seed")
+                if name in ("max_model_len", "run_seed", "num_lines")
                 else dict
                 if name in ("sampling", "model")
                 else str
@@ -152,6 +159,8 @@ def new_manifest(
     kv_dtype: str,
     max_model_len: int,
     run_seed: int | None,
+    shard: Shard = WHOLE,
+    num_lines: int = 0,
 ) -> Manifest:
     """The manifest of a run that begins now, with a fresh seed if none is
     given.
@@ -174,6 +183,8 @@ def new_manifest(
         # As JSON gives it back, so that it can be compared.
         sampling=json.loads(json.dumps(dict(sampling))),
         model=dict(model),
+        shard=str(shard),
+        num_lines=num_lines,
     )
 
 

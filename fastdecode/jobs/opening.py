@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -16,7 +17,7 @@ from fastdecode.conversations.reuse import why_no_session, why_none
 from fastdecode.conversations.turn_log import TurnLog, identity_of
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError
-from fastdecode.core.files import check_paths
+from fastdecode.core.files import STANDARD, check_paths
 from fastdecode.core.model.checkpoint import check_model, open_checkpoint
 from fastdecode.core.model.generation_defaults import with_defaults
 from fastdecode.core.model.identity import identify
@@ -25,12 +26,14 @@ from fastdecode.core.sequence import SamplingParams
 from fastdecode.jobs.job import AnswerRules, BatchJob
 from fastdecode.jobs.journal import HeldOutput, Journal, Recovered, hold
 from fastdecode.jobs.line_format import LineFormat
+from fastdecode.jobs.line_source import LineSource, open_source
 from fastdecode.jobs.manifest import Manifest, identify_model, new_manifest, seed_of
 from fastdecode.jobs.openai_lines import OpenAILines
 from fastdecode.jobs.ordered import OrderedOutput
 from fastdecode.jobs.session import JobSession, session_path
+from fastdecode.jobs.shard import WHOLE, Shard
 from fastdecode.jobs.simple_lines import SimpleLines
-from fastdecode.jobs.survey import Survey, is_openai, survey
+from fastdecode.jobs.survey import OnLook, Survey, is_openai, survey, unseen
 from fastdecode.openai.requests import RequestReader
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.codec import lacks_tokenizer
@@ -66,6 +69,8 @@ class JobOptions:
     """None: drawn, or that of the run that is resumed."""
     sync_lines: int = 100
     sync_s: float = 5.0
+    shard: Shard = WHOLE
+    """The part of the lines that this job answers."""
 
     def __post_init__(self) -> None:
         if self.retry_errors and self.begin != "resume":
@@ -80,14 +85,23 @@ class JobOptions:
             raise ConfigError(f"--sync-s {self.sync_s} is not a number of seconds from 0 to 1e9")
 
 
-def open_job(options: JobOptions, config: EngineConfig, tell: Callable[[str], None]) -> BatchJob:
+def open_job(
+    options: JobOptions,
+    config: EngineConfig,
+    tell: Callable[[str], None],
+    on_look: OnLook = unseen,
+) -> BatchJob:
     """Check everything that can be checked without a model, find out what is
     left to do, and hold the output.
+
+    Args:
+        on_look: told how much of a long input is checked.
 
     Raises:
         ConfigError, ModelError: something is wrong with options, files or the
             model directory; nothing was changed.
     """
+    _refuse_stream(options.output)
     options = replace(options, output=options.output.resolve())
     if options.output.exists() and not options.output.is_file():
         raise ConfigError(
@@ -101,8 +115,37 @@ def open_job(options: JobOptions, config: EngineConfig, tell: Callable[[str], No
     }
     check_paths(options.input, output=options.output, **beside)
     check_model(config.model)
-    template, reader, lines = _format(options, config)
-    found = _survey(options, find_model(config.model), lines, tell)
+    source = open_source(options.input, options.output.parent)
+    try:
+        return _open_job(options, config, source, tell, on_look)
+    except BaseException:
+        source.close()
+        raise
+
+
+def _refuse_stream(output: Path) -> None:
+    """Raises ConfigError: a resumed job could not read such an output."""
+    if output == STANDARD or output.suffix == ".gz":
+        raise ConfigError(
+            f"the output {output} can't be resumed: give a file that isn't compressed, and pack it "
+            f"when the job is done (fastdecode merge OUTPUT -o all.jsonl.gz)"
+        )
+
+
+def _open_job(
+    options: JobOptions,
+    config: EngineConfig,
+    source: LineSource,
+    tell: Callable[[str], None],
+    on_look: OnLook,
+) -> BatchJob:
+    template, reader, lines = _format(options, config, source)
+    found = _survey(options, source, find_model(config.model), lines, tell, on_look)
+    if found.num_turns and options.shard != WHOLE:
+        raise ConfigError(
+            f"--shard {options.shard} would part the turns of a conversation, which {source} has: "
+            "give the file to one job, or split it between conversations"
+        )
     if found.num_turns and (why := why_none(config)):
         tell(f"warning: {why}")
     held = hold(options.output)
@@ -133,14 +176,14 @@ def open_job(options: JobOptions, config: EngineConfig, tell: Callable[[str], No
         before_sync=(lambda: None) if turns is None else turns.sync,
     )
     rules = AnswerRules(manifest.seed_of, template, manifest.date)
-    return BatchJob(options.input, lines, rules, found, journal, recovered, turns, session)
+    return BatchJob(source, lines, rules, found, journal, recovered, turns, session)
 
 
 def _format(
-    options: JobOptions, config: EngineConfig
+    options: JobOptions, config: EngineConfig, source: LineSource
 ) -> tuple[ChatTemplate | None, RequestReader | None, LineFormat]:
     """How the input is read; the first two if its lines are OpenAI's."""
-    if not is_openai(options.input):
+    if not is_openai(source):
         return None, None, _simple_lines(options)
     template = ChatTemplate.load(find_model(config.model), options.chat_template)
     reader = _reader(options, config, has_template=template is not None)
@@ -197,6 +240,7 @@ def open_ordered_job(
     model: Path,
     tell: Callable[[str], None],
     on_line: Callable[[str | None, dict[str, Any]], None] | None = None,
+    on_look: OnLook = unseen,
 ) -> BatchJob:
     """A job of simple lines whose answers stand in the order of the lines, and
     that can't be gone on with.
@@ -205,30 +249,49 @@ def open_ordered_job(
         model: the model directory.
         on_line: told each answer as it is written, with its prompt if that is
             text.
+        on_look: told how much of a long input is checked.
 
     Raises:
         ConfigError: something is wrong with the files; nothing was changed.
     """
     check_paths(options.input, output=options.output)
     lines = _simple_lines(options, numbers=False)
-    found = _survey(options, model, lines, tell)
+    is_stream = options.output == STANDARD
+    beside = Path(tempfile.gettempdir()) if is_stream else options.output.resolve().parent
+    source = open_source(options.input, beside)
+    try:
+        found = _survey(options, source, model, lines, tell, on_look)
+    except BaseException:
+        source.close()
+        raise
     rules = AnswerRules(
         partial(seed_of, secrets.randbits(63)), None, datetime.now(), answers_lost=True
     )
     return BatchJob(
-        options.input, lines, rules, found, OrderedOutput(options.output, on_line), Recovered()
+        source, lines, rules, found, OrderedOutput(options.output, on_line), Recovered()
     )
 
 
 def _survey(
-    options: JobOptions, model: Path, lines: LineFormat, tell: Callable[[str], None]
+    options: JobOptions,
+    source: LineSource,
+    model: Path,
+    lines: LineFormat,
+    tell: Callable[[str], None],
+    on_look: OnLook,
 ) -> Survey:
     """Raises ConfigError: bad lines are to keep a job from starting; or the
     model can answer none of them."""
-    tell(f"checking {options.input}")
-    found = survey(options.input, lines, takes_text=not lacks_tokenizer(model))
+    tell(f"checking {source}")
+    found = survey(
+        source,
+        lines,
+        takes_text=not lacks_tokenizer(model),
+        shard=options.shard,
+        on_look=on_look,
+    )
     if found.is_refused or (len(found.bad) and not options.skip_bad_lines):
-        raise found.refusal(options.input)
+        raise found.refusal(source)
     return found
 
 
@@ -282,6 +345,8 @@ def _manifest(
         run_seed=before.run_seed
         if before is not None and options.run_seed is None
         else options.run_seed,
+        shard=options.shard,
+        num_lines=found.num_lines,
     )
     if before is None:
         return now

@@ -9,14 +9,13 @@ interrupted.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fastdecode.core.errors import FastDecodeError
-from fastdecode.core.files import open_output, write_whole
 from fastdecode.core.os_errors import explained
+from fastdecode.jobs.line_sink import LineSink
 from fastdecode.jobs.spill import MAX_IN_MEMORY, Answer, Spill
 
 
@@ -25,7 +24,7 @@ class OrderedOutput:
     an output, which ``begin`` replaces.
 
     Args:
-        path: of the output.
+        path: of the output; ``-``: standard output; ``….gz``: it is compressed.
         on_line: told each answer as it is written, with its prompt if that is
             text.
         max_in_memory: answers that wait; more are spilled.
@@ -40,14 +39,14 @@ class OrderedOutput:
     ) -> None:
         self._path = path
         self._on_line = on_line
-        self._fd: int | None = None
+        self._sink: LineSink | None = None
         self._early = Spill(path.resolve().parent, max_in_memory)
         self._next = 0
         self._is_failed = False
 
     def begin(self) -> None:
         """Replace the output by an empty one. Raises ConfigError."""
-        self._fd = open_output(self._path, "output")
+        self._sink = LineSink(self._path)
 
     def append(self, place: int, prompt: str | None, answer: dict[str, Any]) -> None:
         """Write an answer, and those that waited for it; or have it wait.
@@ -76,14 +75,20 @@ class OrderedOutput:
     def close(self) -> None:
         """Write what still waits, in order, though lines before it are missing."""
         with self._early:
-            if self._fd is None:
+            if self._sink is None:
                 return
             try:
                 for place in [] if self._is_failed else self._early.places():
                     self._write(*self._waiting(place))
             finally:
-                os.close(self._fd)
-                self._fd = None
+                sink, self._sink = self._sink, None
+                self._close(sink)
+
+    def _close(self, sink: LineSink) -> None:
+        try:
+            sink.close()
+        except OSError as error:
+            raise self._failed("write", error) from None
 
     def _waiting(self, place: int) -> Answer:
         """An answer that has waited for its turn."""
@@ -93,10 +98,10 @@ class OrderedOutput:
             raise self._failed("read an answer that was kept beside", error) from None
 
     def _write(self, prompt: str | None, answer: dict[str, Any]) -> None:
-        assert self._fd is not None, "not begun"
+        assert self._sink is not None, "not begun"
         line = json.dumps(answer, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
         try:
-            write_whole(self._fd, line)
+            self._sink.write(line)
         except OSError as error:
             raise self._failed("write", error) from None
         if self._on_line is not None:

@@ -4,28 +4,47 @@ and its hash. Memory stays flat."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import IO, TYPE_CHECKING, Final, TypeAlias
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.jobs.line_format import LineError, LineFormat, LineId, LineRequest
 from fastdecode.jobs.line_set import DuplicateFinder, LineSet
+from fastdecode.jobs.line_source import LineSource
 from fastdecode.jobs.lines import LineReader, too_long
+from fastdecode.jobs.shard import WHOLE, Shard
 from fastdecode.openai.chat import Chat
+
+if TYPE_CHECKING:
+    from fastdecode.jobs.plain_lines import Shapes
 
 # Bad lines that are told one by one.
 MAX_COMPLAINTS = 20
 # Lines that are read to find out which format a file has.
 MAX_PROBED_LINES = 100
 OPENAI_FIELDS = ("custom_id", "method", "url", "body")
+FAST_FROM: Final = 8 << 20
+"""Bytes of a file from which on compiled code pays."""
+OnLook: TypeAlias = Callable[[float, int], object]
+"""Told which share of a file was read, and how many lines."""
+
+
+def unseen(share: float, num_lines: int) -> None:
+    """Nobody looks."""
 
 
 @dataclass
 class Survey:
     """What a file holds."""
 
+    shard: Shard = WHOLE
     num_lines: int = 0
-    """Lines that aren't blank."""
+    """The shard's lines that aren't blank."""
+    num_in_file: int = 0
+    """All lines that aren't blank."""
     last_line: int = 0
     """The number of the last of them."""
     sha256: str = ""
@@ -37,18 +56,18 @@ class Survey:
     num_untokenizable: int = 0
     """Of those, the ones with text for which there is no tokenizer."""
     num_turns: int = 0
-    """Lines that are turns of conversations."""
+    """The shard's lines that are turns of conversations."""
     most_tokens: int = 0
-    """Tokens that all answers together can have, without lines that name no limit."""
+    """Tokens that the shard's answers together can have, without lines that name no limit."""
     complaints: list[tuple[int, str]] = field(default_factory=list)
     """(line number, what is wrong) of the first bad lines."""
 
     @property
     def is_refused(self) -> bool:
         """No line can be answered for want of a tokenizer."""
-        return self.num_untokenizable > 0 and len(self.bad) == self.num_lines
+        return self.num_untokenizable > 0 and len(self.bad) == self.num_in_file
 
-    def refusal(self, path: Path) -> ConfigError:
+    def refusal(self, path: LineSource | Path) -> ConfigError:
         """Why a job with such an input doesn't start."""
         if self.is_refused:
             return no_tokenizer(path, self.num_untokenizable)
@@ -56,14 +75,14 @@ class Survey:
         num_bad = len(self.bad)
         more = "" if num_bad <= MAX_COMPLAINTS else f"\n  and {num_bad - MAX_COMPLAINTS} more"
         return ConfigError(
-            f"{num_bad} of the {self.num_lines} lines of {path} are bad; nothing was "
+            f"{num_bad} of the {self.num_in_file} lines of {path} are bad; nothing was "
             f"run:\n{shown}{more}\n"
             f"mend them, or have each answered with its error by --on-error skip",
             code="invalid_input",
         )
 
 
-def no_tokenizer(path: Path, num_lines: int) -> ConfigError:
+def no_tokenizer(path: LineSource | Path, num_lines: int) -> ConfigError:
     """Why a file of texts isn't given to a model that takes only token ids."""
     return ConfigError(
         f"no line of {path} can be answered: {num_lines} are text, but the model directory has no "
@@ -73,14 +92,15 @@ def no_tokenizer(path: Path, num_lines: int) -> ConfigError:
     )
 
 
-def is_openai(path: Path) -> bool:
+def is_openai(source: LineSource | Path) -> bool:
     """Whether a file looks like OpenAI batch lines; decided by its first
     readable line, and OpenAI's if there is none.
 
     Raises:
         ConfigError: the file can't be read.
     """
-    with path.open("rb") as file:
+    source = LineSource(source) if isinstance(source, Path) else source
+    with source.open() as file:
         for _, (_, raw) in zip(range(MAX_PROBED_LINES), LineReader(file), strict=False):
             try:
                 line = json.loads(raw or b"")
@@ -91,37 +111,134 @@ def is_openai(path: Path) -> bool:
     return True
 
 
-def survey(path: Path, lines: LineFormat, *, takes_text: bool = True) -> Survey:
+@dataclass(frozen=True)
+class SoundLine:
+    """What is counted of a line that can be answered."""
+
+    is_turn: bool
+    most_tokens: int
+    """That its answers can have."""
+
+
+def survey(
+    source: LineSource | Path,
+    lines: LineFormat,
+    *,
+    takes_text: bool = True,
+    shard: Shard = WHOLE,
+    on_look: OnLook = unseen,
+    fast_from: int = FAST_FROM,
+) -> Survey:
     """Read a file from end to end, as the job will.
 
     Args:
         takes_text: the model has a tokenizer.
+        shard: counts are of its lines; bad lines are those of the whole file.
+        on_look: told now and then how much of a large file was read.
+        fast_from: of a file of so many bytes, lines are parsed only where their
+            shape is new (``plain_lines``).
     """
-    found = Survey()
-    finder = DuplicateFinder()
-    with path.open("rb") as file:
-        reader = LineReader(file)
-        for number, raw in reader:
-            found.num_lines += 1
-            found.last_line = number
-            line_id: LineId | None = None
-            try:
-                if raw is None:
-                    raise LineError(str(too_long(number)), code="line_too_long")
-                request = lines.parse(raw, number)
-                line_id = request.line_id
-                found.num_turns += request.conversation_id is not None
-                found.most_tokens += most_tokens(request)
-                if not takes_text:
-                    _refuse_text(found, request)
-            except LineError as error:
-                line_id = error.line_id
-                _complain(found, number, line_id, error.code, str(error))
-            if line_id is not None:
-                finder.add(number, line_id)
+    source = LineSource(source) if isinstance(source, Path) else source
+    looking = _Looking(lines, shard, takes_text=takes_text)
+    with source.open() as file:
+        is_large = source.num_bytes >= fast_from
+        tick = partial(_tick, on_look, source, looking)
+        reader = _look_fast(file, looking, tick) if is_large else _look(file, looking)
+    found = looking.found
     found.sha256, found.num_bytes = reader.sha256, reader.num_bytes
-    _note_duplicates(found, finder, lines)
+    _note_duplicates(found, looking.finder, lines)
     return found
+
+
+class _Looking:
+    """What a survey keeps while it reads."""
+
+    def __init__(self, lines: LineFormat, shard: Shard, *, takes_text: bool) -> None:
+        self.found = Survey(shard)
+        self.finder = DuplicateFinder()
+        self._lines = lines
+        self._takes_text = takes_text
+
+    def parse(self, number: int, raw: bytes | None) -> SoundLine | None:
+        """A line, and what is to be known of those like it; None: it is bad."""
+        found = self.found
+        found.num_in_file += 1
+        found.num_lines += number in found.shard
+        line_id: LineId | None = None
+        sound: SoundLine | None = None
+        try:
+            if raw is None:
+                raise LineError(str(too_long(number)), code="line_too_long")
+            request = self._lines.parse(raw, number)
+            line_id = request.line_id
+            if not self._takes_text:
+                _refuse_text(found, request)
+            sound = SoundLine(request.conversation_id is not None, most_tokens(request))
+            self.count(sound, number in found.shard)
+        except LineError as error:
+            line_id = error.line_id
+            _complain(found, number, line_id, error.code, str(error))
+        if line_id is not None:
+            self.finder.add(number, line_id)
+        return sound
+
+    def count(self, sound: SoundLine, num_lines: int) -> None:
+        """So many sound lines of the shard."""
+        self.found.num_turns += num_lines * sound.is_turn
+        self.found.most_tokens += num_lines * sound.most_tokens
+
+
+def _tick(on_look: OnLook, source: LineSource, looking: _Looking) -> None:
+    on_look(source.share, looking.found.num_in_file)
+
+
+def _look(file: IO[bytes], looking: _Looking) -> LineReader:
+    """Parse every line."""
+    reader = LineReader(file)
+    for number, raw in reader:
+        looking.parse(number, raw)
+        looking.found.last_line = number
+    return reader
+
+
+def _look_fast(file: IO[bytes], looking: _Looking, tick: Callable[[], object]) -> LineReader:
+    """Parse one line of each shape, and count the others."""
+    from fastdecode.jobs.plain_lines import Shapes  # compiled, or loaded, just now
+
+    reader, shapes, number = LineReader(file), Shapes(looking.found.shard), 0
+    learned: list[SoundLine] = []
+    for block in reader.blocks():
+        if block is None:
+            number += 1
+            looking.parse(number, None)
+            looking.found.last_line = number
+        else:
+            number = _look_at(block, number, looking, shapes, learned)
+        tick()
+    for sound, num_lines in zip(learned, shapes.counts.tolist(), strict=True):
+        looking.found.num_lines += num_lines
+        looking.count(sound, num_lines)
+    return reader
+
+
+def _look_at(
+    block: bytes, number: int, looking: _Looking, shapes: Shapes, learned: list[SoundLine]
+) -> int:
+    """Whole lines; ``number``: of the line before them. Returns that of the last."""
+    from fastdecode.jobs.plain_lines import PlainLines
+
+    plain, found = PlainLines(block, number, shapes), looking.found
+    while True:
+        numbers, digests, stop = plain.read()
+        looking.finder.add_many(numbers, digests)
+        found.num_in_file += len(numbers)
+        found.last_line = int(numbers[-1]) if len(numbers) else found.last_line
+        if stop is None:
+            return plain.number
+        sound = looking.parse(stop.number, block[stop.start : stop.end])
+        found.last_line = stop.number
+        if sound is not None and shapes.learn():
+            learned.append(sound)
 
 
 def most_tokens(request: LineRequest) -> int:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Final
 
+from fastdecode.core.progress import bar
+
 WINDOW_S: Final = 60.0
-BAR: Final = 20
-"""Characters of a bar."""
 
 
 class LiveView:
@@ -97,12 +97,6 @@ class LiveView:
         first, last = self._seen[0]["figures"], self._seen[-1]["figures"]
         before = 0.0 if first is last else first.get(name, 0.0)
         return max(0.0, float(last[name] - before))
-
-
-def bar(share: float) -> str:
-    """A share from 0 to 1 as a bar."""
-    full = round(BAR * min(max(share, 0.0), 1.0))
-    return "[" + "#" * full + "." * (BAR - full) + "]"
 
 
 def _duration(seconds: float) -> str:

@@ -1,0 +1,198 @@
+"""Joins the outputs of a job's shards in the order of the input. Answers stay on
+disk; 16 bytes of each are kept in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastdecode.core.errors import ConfigError, FastDecodeError
+from fastdecode.core.os_errors import explained
+from fastdecode.core.sequence import SamplingParams
+from fastdecode.jobs.line_sink import LineSink
+from fastdecode.jobs.manifest import Manifest
+from fastdecode.jobs.openai_lines import ID_PREFIX, OpenAILines
+from fastdecode.jobs.shard import Shard
+from fastdecode.jobs.simple_lines import SimpleLines
+from fastdecode.jobs.survey import OnLook, unseen
+from fastdecode.openai.requests import RequestReader
+
+TICK_LINES: Final = 10_000
+SHOWN_SHARDS: Final = 10
+_STRING: Final = rb'"(?:[^"\\]|\\.)*"'
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What the joined file holds."""
+
+    num_answers: int
+    num_failed: int
+    """Of those, errors."""
+    num_missing: int
+    """Lines without an answer."""
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """Of one output: the lines that its answers are for, and where they begin."""
+
+    path: Path
+    numbers: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    num_failed: int
+
+
+def merge(
+    outputs: Sequence[Path], merged: Path, on_look: OnLook = unseen, *, partial: bool = False
+) -> Merged:
+    """Write the answers of all outputs into one file.
+
+    Args:
+        outputs: of ``fastdecode run-batch``, their manifests beside them.
+        merged: as ``LineSink`` takes it.
+        on_look: told which share of the work is done, and how many answers were read.
+        partial: answers may be missing.
+
+    Raises:
+        ConfigError: the outputs are not those of one job; answers are missing,
+            or a line is answered twice.
+        FastDecodeError: (code ``output_failed``) the joined file can't be written.
+    """
+    manifests = [Manifest.read(Manifest.path_for(path.resolve())) for path in outputs]
+    _check_one_job(outputs, manifests, partial=partial)
+    found, num_read = [], 0
+    for place, (path, manifest) in enumerate(zip(outputs, manifests, strict=True)):
+        found.append(_index(path, manifest))
+        num_read += len(found[-1].numbers)
+        on_look((place + 1) / len(outputs) / 2, num_read)
+    num_missing = sum(m.num_lines or len(f.numbers) for m, f in zip(manifests, found, strict=True))
+    num_missing -= num_read
+    if num_missing and not partial:
+        raise ConfigError(
+            f"{num_missing} lines have no answer yet: go on with their jobs by --resume, or join "
+            "what is there by --partial"
+        )
+    _write(found, merged, on_look)
+    return Merged(num_read, sum(one.num_failed for one in found), num_missing)
+
+
+def _check_one_job(
+    outputs: Sequence[Path], manifests: Sequence[Manifest], *, partial: bool
+) -> None:
+    """Raises ConfigError: they are shards of several jobs, or some are missing."""
+    first = manifests[0]
+    count = Shard.of(first.shard).count
+    seen: dict[str, Path] = {}
+    for path, manifest in zip(outputs, manifests, strict=True):
+        alike = replace(manifest, shard=first.shard, run_seed=first.run_seed)
+        differences = first.differences(alike)
+        if Shard.of(manifest.shard).count != count:
+            differences.append(f"shard {first.shard} and shard {manifest.shard}")
+        if differences:
+            told = "\n".join(f"  {difference}" for difference in differences)
+            raise ConfigError(f"{outputs[0]} and {path} are not of one job:\n{told}")
+        if manifest.shard in seen:
+            raise ConfigError(f"{seen[manifest.shard]} and {path} are both shard {manifest.shard}")
+        seen[manifest.shard] = path
+    missing = [f"{i}/{count}" for i in range(1, count + 1) if f"{i}/{count}" not in seen]
+    if missing and not partial:
+        more = ", ..." if len(missing) > SHOWN_SHARDS else ""
+        raise ConfigError(
+            f"{len(missing)} shard(s) are missing: {', '.join(missing[:SHOWN_SHARDS])}{more}: name "
+            "their outputs, too, or join what is there by --partial"
+        )
+
+
+def _index(path: Path, manifest: Manifest) -> _Answers:
+    """What an output holds; a torn answer at its end counts as missing."""
+    identify = _Identify(manifest)
+    numbers, offsets = array("q"), array("q")
+    offset = num_failed = 0
+    with path.open("rb") as file:
+        for raw in file:
+            told = identify(raw)
+            if told is not None:
+                numbers.append(told[0])
+                offsets.append(offset)
+                num_failed += told[1]
+            elif file.peek(1):
+                raise ConfigError(
+                    f"line {len(numbers) + 1} of {path} is no answer of the run that its manifest "
+                    "tells of: restore the file, or run its job anew with --overwrite"
+                )
+            offset += len(raw)
+    return _Answers(
+        path, np.frombuffer(numbers, np.int64), np.frombuffer(offsets, np.int64), num_failed
+    )
+
+
+class _Identify:
+    """Tells which line an answer is for, and whether it is an error: by its first
+    bytes, as jobs write them, or else by parsing it."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._lines: OpenAILines | SimpleLines
+        if manifest.lines == OpenAILines.name:
+            self._lines = OpenAILines(RequestReader({}, (), False), manifest.run_id)
+            head = f'{{"id": "{ID_PREFIX}_{manifest.run_id}_'.encode()
+            pattern = re.escape(head) + rb'(\d+)", "custom_id": (?:null|' + _STRING
+            self._pattern = re.compile(pattern + rb'), "response": \{"status_code": ([45])?')
+        else:
+            self._lines = SimpleLines(SamplingParams())
+            pattern = rb'\{"id": (?:null|-?\d+|' + _STRING
+            self._pattern = re.compile(pattern + rb'), "line": (\d+), "(error")?')
+
+    def __call__(self, raw: bytes) -> tuple[int, bool] | None:
+        """None: it is no answer."""
+        match = self._pattern.match(raw)
+        if match is not None and raw.endswith(b"}\n"):
+            return int(match[1]), match[2] is not None
+        try:
+            answer: dict[str, Any] = json.loads(raw)
+            return self._lines.identify(answer) if raw.endswith(b"\n") else None
+        except (KeyError, ValueError, TypeError, RecursionError):
+            return None
+
+
+def _write(found: Sequence[_Answers], merged: Path, on_look: OnLook) -> None:
+    numbers = np.concatenate([one.numbers for one in found])
+    owners = np.repeat(np.arange(len(found)), [len(one.numbers) for one in found])
+    offsets = np.concatenate([one.offsets for one in found])
+    order = np.argsort(numbers, kind="stable")
+    twice = np.flatnonzero(np.diff(numbers[order]) == 0)
+    if len(twice):
+        raise ConfigError(
+            f"line {numbers[order][twice[0]]} is answered twice: the outputs were changed"
+        )
+    num_all = len(order)
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(one.path.open("rb")) for one in found]
+        sink = LineSink(merged)
+        try:
+            with contextlib.closing(sink):
+                for place, k in enumerate(_in_pieces(order), start=1):
+                    file = files[owners[k]]
+                    file.seek(offsets[k])
+                    sink.write(file.readline())
+                    if place % TICK_LINES == 0:
+                        on_look(0.5 + place / num_all / 2, num_all)
+        except OSError as error:
+            raise FastDecodeError(
+                f"can't write the output file {merged}: {explained(error)}", code="output_failed"
+            ) from None
+
+
+def _in_pieces(order: NDArray[np.int64]) -> Iterator[int]:
+    """Its elements, as Python's integers, without a list of all of them."""
+    for begin in range(0, len(order), TICK_LINES):
+        yield from order[begin : begin + TICK_LINES].tolist()

@@ -1,0 +1,147 @@
+"""Lines that are checked by their shape: the same verdict as by parsing each."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from examples import examples
+from fastdecode.core.sequence import SamplingParams
+from fastdecode.jobs import lines as lines_module
+from fastdecode.jobs.line_format import LineFormat
+from fastdecode.jobs.openai_lines import OpenAILines
+from fastdecode.jobs.plain_lines import PlainLines, Shapes
+from fastdecode.jobs.shard import WHOLE, Shard
+from fastdecode.jobs.simple_lines import SimpleLines
+from fastdecode.jobs.survey import Survey, survey
+from fastdecode.openai.requests import RequestReader
+
+SIMPLE = SimpleLines(SamplingParams())
+OPENAI = OpenAILines(RequestReader({}, ("m",), True), "")
+
+texts = st.text(max_size=8) | st.sampled_from(["", "é", "🙂", '"', "\\", "\n", "a", "\ud800"])
+ids = st.integers(-3, 30) | st.sampled_from(["a", "b", "", "é", "x" * 200]) | st.floats(0, 1)
+simple_lines = st.fixed_dictionaries(
+    {"id": ids, "prompt": texts},
+    optional={
+        "max_tokens": st.sampled_from([1, 5, 0, "x"]),
+        "seed": st.integers(-(10**20), 10**20) | st.booleans(),
+        "prompt_token_ids": st.lists(st.integers(-2, 9), max_size=3),
+        "conversation_id": texts | st.just("y" * 1025),
+        "stop": st.sampled_from(["id", '{"id": 3}', [], None]),
+        "oops": st.just(1),
+    },
+)
+messages = st.lists(
+    st.fixed_dictionaries({"role": st.just("user"), "content": texts | st.just([{"type": "text"}])})
+)
+openai_lines = st.fixed_dictionaries(
+    {
+        "custom_id": ids,
+        "method": st.just("POST"),
+        "url": st.sampled_from(["/v1/completions", "/v1/chat/completions"]),
+        "body": st.fixed_dictionaries(
+            {},
+            optional={
+                "prompt": texts | st.lists(st.integers(0, 9), max_size=3),
+                "messages": messages,
+                "seed": st.integers(0, 9),
+                "user": texts,
+                "stream": st.booleans(),
+                "metadata": st.dictionaries(st.just("id"), texts),
+            },
+        ),
+    }
+)
+
+
+def _written(line: dict[str, Any], is_ascii: bool) -> bytes:
+    return json.dumps(line, ensure_ascii=is_ascii).encode("utf-8", "surrogatepass")
+
+
+def _facts(found: Survey) -> list[object]:
+    every = range(1, found.last_line + 1)
+    return [
+        found.num_lines, found.num_in_file, found.last_line, found.sha256, found.num_bytes,
+        found.num_turns, found.most_tokens, sorted(found.complaints),
+        [number for number in every if number in found.bad],
+        [number for number in every if number in found.duplicates],
+    ]  # fmt: skip
+
+
+def _same(path: Path, lines: LineFormat, shard: Shard = WHOLE) -> None:
+    slow = survey(path, lines, shard=shard, fast_from=1 << 62)
+    assert _facts(survey(path, lines, shard=shard, fast_from=0)) == _facts(slow)
+
+
+@settings(max_examples=examples(600, share=10), deadline=None)
+@given(
+    lines=st.lists(st.tuples(simple_lines | openai_lines, st.booleans()), max_size=12),
+    edits=st.lists(
+        st.tuples(st.integers(0, 3000), st.sampled_from(b'"\\{}[],:1e\n\x01\xc3')), max_size=3
+    ),
+    is_openai=st.booleans(),
+    count=st.integers(1, 3),
+)
+def test_lines_are_judged_as_if_each_were_parsed(
+    tmp_path_factory: pytest.TempPathFactory,
+    lines: list[tuple[dict[str, Any], bool]],
+    edits: list[tuple[int, int]],
+    is_openai: bool,
+    count: int,
+) -> None:
+    """Drawn lines, twice so that shapes come again, with some bytes changed."""
+    raw = bytearray(b"\n".join([_written(*line) for line in lines] * 2))
+    for place, byte in edits:
+        if place < len(raw):
+            raw[place] = byte
+    path = tmp_path_factory.mktemp("lines") / "in.jsonl"
+    path.write_bytes(raw)
+    _same(path, OPENAI if is_openai else SIMPLE, Shard(1, count))
+
+
+def test_a_line_that_is_too_long_is_bad_however_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines_module, "MAX_LINE_BYTES", 60)
+    monkeypatch.setattr(lines_module, "BLOCK_BYTES", 45)
+    lines = [json.dumps({"id": i, "prompt": "x" * (i * 7)}) for i in range(12)]
+    for end in ("", "\n", "\n\n"):
+        (tmp_path / "in").write_text("\n".join(lines) + end)
+        _same(tmp_path / "in", SIMPLE)
+
+
+def test_ids_have_the_digests_that_hashlib_gives() -> None:
+    ids = ["a", "é" * 64, "x" * 128, "12"]
+    block = "".join(
+        json.dumps({"id": each, "prompt": "p"}, ensure_ascii=False) + "\n" for each in ids
+    )
+    shapes = Shapes(WHOLE)
+    plain = PlainLines(block.encode(), 0, shapes)
+    _, _, stop = plain.read()
+    assert stop is not None and stop.number == 1 and shapes.learn()
+    numbers, digests, stop = plain.read()
+    assert numbers.tolist() == [2, 3, 4] and stop is None
+    expected = [hashlib.blake2b(each.encode(), digest_size=16).digest() for each in ids[1:]]
+    assert np.ascontiguousarray(digests).tobytes() == b"".join(expected)
+
+
+def test_lines_of_one_shape_are_parsed_once(tmp_path: Path) -> None:
+    parsed: list[int] = []
+
+    class Counted(SimpleLines):
+        def parse(self, raw: bytes, number: int) -> Any:
+            parsed.append(number)
+            return super().parse(raw, number)
+
+    lines = [json.dumps({"id": i, "prompt": f"p{i}", "max_tokens": 4}) for i in range(5000)]
+    (tmp_path / "in").write_text("\n".join(lines))
+    found = survey(tmp_path / "in", Counted(SamplingParams()), fast_from=0)
+    assert parsed == [1] and found.num_lines == 5000 and found.most_tokens == 20_000
