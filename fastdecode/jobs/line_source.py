@@ -23,7 +23,7 @@ _GZIP: Final = b"\x1f\x8b"
 
 
 class LineSource:
-    """A file of lines. One reader at a time; close it.
+    """A file of lines; close it.
 
     Args:
         path: for messages, and what is read.
@@ -82,8 +82,7 @@ class LineSource:
     def _raw(self) -> IO[bytes]:
         if self._copy is None:
             return self._path.open("rb")
-        self._copy.seek(0)
-        return open(os.dup(self._copy.fileno()), "rb")
+        return open(f"/proc/self/fd/{self._copy.fileno()}", "rb")  # at a place of its own
 
 
 def open_source(path: Path, directory: Path) -> LineSource:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -47,6 +48,20 @@ def run(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Run:
         ]
 
     return run
+
+
+def test_lines_come_from_a_pipe_and_answers_go_to_one(
+    tiny_checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    lines = "".join(line(f"q{i}", prompt_token_ids=[5 + i]) + "\n" for i in range(3))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+    words = ["generate", str(tiny_checkpoint("llama")), "--kv-memory-gb", "0.01"]
+    assert main([*words, "--input", "-", "--output", "-"]) == 0
+    out = capfd.readouterr().out.splitlines()
+    assert [json.loads(text)["id"] for text in out] == ["q0", "q1", "q2"]
+    assert main([*words, "--input", "-", "--output", "-", "--show"]) == 2
 
 
 def test_every_line_is_answered_in_order(run: Run) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gzip
+import io
 import json
 import os
 import signal
@@ -13,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -65,10 +67,12 @@ class Command:
     def run(self, *options: str) -> int:
         return main([*self._words, *options])
 
-    def start(self, *options: str) -> subprocess.Popen[str]:
+    def start(self, *options: str, stdin: IO[bytes] | None = None) -> subprocess.Popen[str]:
         code = "import sys; from fastdecode.cli.main import main; sys.exit(main(sys.argv[1:]))"
         command = [sys.executable, "-c", code, *self._words, *options]
-        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        return subprocess.Popen(
+            command, stdin=stdin, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
 
     @property
     def num_answers(self) -> int:
@@ -285,6 +289,29 @@ def test_an_interrupt_finishes_what_runs_and_says_how_to_go_on(command: Command)
     assert "finishing what runs" in told
     assert "to go on: fastdecode run-batch" in told
     assert 0 < len(command.said) < 3000
+
+
+def test_a_job_of_standard_input_is_interrupted_and_goes_on(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compressed lines through a real pipe, a real signal, and the same lines again."""
+    command.write([line(f"id-{i}", tokens=3) for i in range(300)])
+    packed = command.input.with_name("packed.gz")
+    packed.write_bytes(gzip.compress(command.input.read_bytes()))
+    command.input = Path("-")
+    words = ["--input", "-", "--max-num-sequences", "2"]
+    with packed.open("rb") as fed:
+        process = command.start(*words, stdin=fed)
+        _wait_for_answers(process, command, 1)
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate(timeout=240)
+    assert process.returncode == 130, told
+    assert "to go on, with the same lines on standard input: fastdecode run-batch" in told
+    assert 0 < len(command.said) < 300
+    with packed.open("rb") as fed:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(fed))
+        assert command.run(*words, "--resume") == 0
+    assert len(command.said) == 300
 
 
 def test_a_links_target_is_written_and_nothing_but_files_is(

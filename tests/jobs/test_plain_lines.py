@@ -62,6 +62,42 @@ openai_lines = st.fixed_dictionaries(
 )
 
 
+ODD = (
+    b'""', b'"p"', "\"\u00e9\U0001f642\"".encode(), rb'"\u00e9\ud83d\ude42\n\/"', rb'"\ud800"',
+    rb'"\udc00"', rb'"\ud800\ud800"', rb'"\ud800x"', rb'"\u12"', rb'"\u+123"', rb'"\x41"',
+    b'"\x01"', rb'"\udc00\udc00"',
+    b'"\x7f"', b'"\xed\xa0\x80"', b'"\xc3"', b'"\xc0\x80"', b'"\xe0\x80\x80"',
+    b'"\xf4\x90\x80\x80"',
+    b'"\xf5\x80\x80\x80"', b'"\xc3', b'"\\"', b'"p" "p"', b'"p", "id": "q"', b'"p", "custom_id": 5',
+    b"5", b"-5", b"0", b"-0", b"007", b"5.0", b"5e1", b"5x", b"9" * 18, b"9" * 30, b"-",
+    b"null", b"true",
+    b"[1, 2]", b"[1 ,2 ]", b"[]", b"[1,]", b"[,1]", b"[1", b"[1 2]", b"[1.5]", b"[true]", b"[[1]]",
+    b"[01]", b"[-1]", b'["a"]', b"{}", b'{"id": "p"}', b"\x02", b"\x01", b'"' + b"y" * 200 + b'"',
+    b'"' + b"y" * 1100 + b'"', b'"a"}', b'"a"}}',
+)  # fmt: skip
+"""What may stand where a value is free, or almost."""
+SIMPLE_KINDS = (
+    b'{"id": %s, "prompt": %s}',
+    b'{"id": %s, "prompt_token_ids": %s}',
+    b'{"id": %s, "seed": 5, "prompt": %s}',
+    b'{"id": %s, "prompt": "p", "seed": %s}',
+    b'{"id": %s, "prompt": "p", "conversation_id": %s}',
+)
+_LINE = b'{"custom_id": %%s, "method": "POST", "url": "/v1/%s", "body": {%s}}'
+OPENAI_KINDS = (
+    _LINE % (b"completions", b'"prompt": %s'),
+    _LINE % (b"completions", b'"prompt": "p", "seed": %s'),
+    _LINE % (b"completions", b'"prompt": "p", "user": %s, "metadata": {"id": "p"}'),
+    _LINE % (b"completions", b'"prompt": "p", "conversation_id": %s'),
+    _LINE % (b"chat/completions", b'"messages": [{"role": "user", "content": %s}]'),
+    _LINE
+    % (
+        b"chat/completions",
+        b'"messages": [{"role": "user", "content": [{"type": "text", "text": %s}]}]',
+    ),
+)
+
+
 def _written(line: dict[str, Any], is_ascii: bool) -> bytes:
     return json.dumps(line, ensure_ascii=is_ascii).encode("utf-8", "surrogatepass")
 
@@ -105,6 +141,23 @@ def test_lines_are_judged_as_if_each_were_parsed(
     path = tmp_path_factory.mktemp("lines") / "in.jsonl"
     path.write_bytes(raw)
     _same(path, OPENAI if is_openai else SIMPLE, Shard(1, count))
+
+
+@pytest.mark.parametrize(("lines", "kinds"), [(SIMPLE, SIMPLE_KINDS), (OPENAI, OPENAI_KINDS)])
+def test_odd_values_in_known_shapes_are_judged_as_if_parsed(
+    tmp_path: Path, lines: LineFormat, kinds: tuple[bytes, ...]
+) -> None:
+    """In each place, after sound lines that have taught the shape."""
+    for kind in kinds:
+        known = [kind % (b'"%d"' % i, value) for i, value in enumerate(ODD)]
+        known += [kind % (b"%d" % (99 + i), value) for i, value in enumerate(ODD)]
+        odd = [kind % (value, b'"p"') for value in ODD]
+        odd += [kind % (value, b"[5]") for value in ODD]
+        odd += [kind % (value, b"5") for value in ODD]
+        odd += [kind % (b'"x%d"' % i, value) for i, value in enumerate(ODD)]
+        odd += [b"{" + line for line in odd[:3]] + [line + b"}" for line in odd[:3]]
+        (tmp_path / "in").write_bytes(b"\n".join(known + odd))
+        _same(tmp_path / "in", lines)
 
 
 def test_a_line_that_is_too_long_is_bad_however_it_is_read(
