@@ -135,6 +135,9 @@ FAMILIES: dict[str, Tiny] = {
     "olmoe": Tiny("OlmoeConfig", {
         "": _experts("num_experts", "intermediate_size"), "norm_topk_prob": _BOTH,
         "clip_qkv": (None, 0.7)}, has_head_dim=False),
+    "flex_olmo": Tiny("FlexOlmoConfig", {
+        "": _experts("num_experts", "intermediate_size"), "norm_topk_prob": _BOTH,
+        "attention_bias": _BOTH}, has_head_dim=False),
     "glm4_moe": Tiny("Glm4MoeConfig", {
         "": _GROUPS, "n_shared_experts": (1, 2), "first_k_dense_replace": (0, 1, 2),
         "norm_topk_prob": _BOTH, "routed_scaling_factor": (1.0, 2.5), "use_qk_norm": _BOTH,

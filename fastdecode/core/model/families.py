@@ -1001,6 +1001,20 @@ OLMOE = LLAMA.derive(
     positions=_positions("max_position_embeddings", default=4096),
     has_experts=True,
 )  # fmt: skip
+FLEX_OLMO = OLMO2.derive(
+    "flex_olmo", "FlexOlmoForCausalLM", "FlexOlmoModel",
+    models="FlexOlmo",
+    fields={
+        "norm_eps": number("rms_norm_eps", high=1.0, default=1e-6),
+        "moe": moe_rows.experts(
+            softmax_router(), inner=("intermediate_size",), defaults=(7, 5, 11008)
+        ),
+    },
+    names=names.FLEX_OLMO,
+    positions=_positions("max_position_embeddings", default=4096),
+    rotary=RotaryRules(theta=500000.0),
+    has_experts=True,
+)  # fmt: skip
 _GLM_EXPERTS = shared("moe_intermediate_size", times="n_shared_experts")
 GLM4_MOE = LLAMA.derive(
     "glm4_moe", "Glm4MoeForCausalLM", "Glm4MoeModel",
@@ -1313,7 +1327,7 @@ ROWS = (
     OLMO3, EXAONE4, COHERE, COHERE2, GLM, GLM4, SEED_OSS, ERNIE45, HUNYUAN, ARCEE, APERTUS,
     MINISTRAL3, MIMO, QWEN25_VL, QWEN3_VL, OPT, GPT2, GPT_NEOX, BLOOM, STARCODER2, STABLELM, PHI,
     GPTJ, GPT_BIGCODE, FALCON, MPT, NEMOTRON, QWEN3_MOE, QWEN2_MOE, QWEN3_VL_MOE, MIXTRAL, OLMOE,
-    GLM4_MOE, SOLAR_OPEN, DOTS1, MINIMAX_M2, ERNIE45_MOE, HUNYUAN_MOE, HY_V3, EXAONE_MOE,
+    FLEX_OLMO, GLM4_MOE, SOLAR_OPEN, DOTS1, MINIMAX_M2, ERNIE45_MOE, HUNYUAN_MOE, HY_V3, EXAONE_MOE,
     GRANITE_MOE, GRANITE_MOE_SHARED, MELLUM, GPT_OSS, LLAMA4, AFMOE, LAGUNA, STEP,
 )  # fmt: skip
 

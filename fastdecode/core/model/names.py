@@ -271,6 +271,8 @@ MIXTRAL = with_experts(
     experts=(f"{_W123}w1", f"{_W123}w3", f"{_W123}w2"),
 )
 
+FLEX_OLMO = with_experts(BRANCH)
+
 GLM_MOE = with_experts(LLAMA)
 
 ERNIE_MOE = with_experts(LLAMA, correction="mlp.moe_statics.e_score_correction_bias")
