@@ -138,6 +138,13 @@ FAMILIES: dict[str, Tiny] = {
     "flex_olmo": Tiny("FlexOlmoConfig", {
         "": _experts("num_experts", "intermediate_size"), "norm_topk_prob": _BOTH,
         "attention_bias": _BOTH}, has_head_dim=False),
+    "cohere2_moe": Tiny("Cohere2MoeConfig", {
+        "": _experts("num_experts", "intermediate_size"), "sliding_window": (5, 9),
+        "layer_types": (None, "FSF", "SFS"), "first_k_dense_replace": (0, 1, 2),
+        "prefix_dense_sliding_window_pattern": (1, 2), "sliding_window_pattern": (2, 3),
+        "prefix_dense_intermediate_size": (None, 50), "num_shared_experts": (0, 1, 2),
+        "shared_expert_combination_strategy": ("average", "sum"), "norm_topk_prob": _BOTH,
+        "expert_selection_fn": ("softmax", "sigmoid"), "rms_norm_eps": (None, 1e-4)}),
     "glm4_moe": Tiny("Glm4MoeConfig", {
         "": _GROUPS, "n_shared_experts": (1, 2), "first_k_dense_replace": (0, 1, 2),
         "norm_topk_prob": _BOTH, "routed_scaling_factor": (1.0, 2.5), "use_qk_norm": _BOTH,

@@ -67,6 +67,8 @@ def route(
     weights = scores.gather(-1, experts)
     if router.chosen_first:
         weights = _score(router, weights)
+    if router.narrow:
+        weights = weights.to(x.dtype)
     if router.renorm:
         total = weights.sum(dim=-1, keepdim=True)
         weights = weights / (total.clamp(min=router.floor) if router.floor else total + router.eps)

@@ -17,6 +17,7 @@ from checkpoints import prompts
 from families import FAMILIES, draw_config, save_tiny
 
 from fastdecode.core.model.checkpoint import open_checkpoint
+from fastdecode.core.model.families import read_model_spec
 from sworker.kernels.fused import fuse
 from sworker.load.weights import load_model
 from sworker.model.linear import MLP
@@ -175,3 +176,24 @@ def test_parameters_are_counted_as_transformers_counts_them(family: str, tmp_pat
     corrections = [buffer for name, buffer in text.named_buffers() if "correction" in name]
     expected = sum(tensor.numel() for tensor in (*text.parameters(), *corrections))
     assert open_checkpoint(tmp_path).spec().num_parameters == expected
+
+
+def test_first_layers_of_cohere_are_read_as_transformers_reads_them() -> None:
+    """Where lists of layers are missing: dense ones first, which have a pattern of their own."""
+    for first, pattern in ((0, 1), (2, 1), (3, 2)):
+        config = {
+            "architectures": ["Cohere2MoeForCausalLM"], "model_type": "cohere2_moe",
+            "hidden_size": 64, "num_hidden_layers": 9, "num_attention_heads": 4, "vocab_size": 32,
+            "intermediate_size": 48, "first_k_dense_replace": first,
+            "prefix_dense_sliding_window_pattern": pattern, "sliding_window_pattern": 3,
+        }  # fmt: skip
+        oracle = transformers.Cohere2MoeConfig(**config)
+        spec = read_model_spec(config, name="random")
+        assert spec.mlps == tuple(
+            "experts" if kind == "sparse" else "dense" for kind in oracle.mlp_layer_types
+        )
+        slides = [each.sliding_window is not None for each in spec.attention]
+        assert slides == [kind == "sliding_attention" for kind in oracle.layer_types]
+        turned = [slide or (pattern == 1 and layer < first) for layer, slide in enumerate(slides)]
+        assert [rope is not None for rope in spec.ropes] == turned
+        assert spec.head_dim == oracle.head_dim

@@ -130,6 +130,12 @@ CASES = [
          moe(128, 8, score="sigmoid", correction=True, renorm=True, eps=1e-20, scale=2.8), afmoe),
     Case("flex_olmo", "FlexOlmoTopKRouter", "FlexOlmoConfig",
          {**_moe(7, 5), "norm_topk_prob": False}, moe(7, 5, rounded=True)),
+    Case("cohere2_moe", "Cohere2MoeTopKRouter", "Cohere2MoeConfig",
+         {**_moe(12, 5), "expert_selection_fn": "sigmoid"},
+         moe(12, 5, score="sigmoid", chosen_first=True, renorm=True, rounded=True, narrow=True)),
+    Case("cohere2_moe", "Cohere2MoeTopKRouter", "Cohere2MoeConfig",
+         {**_moe(8, 2), "expert_selection_fn": "softmax"},
+         moe(8, 2, chosen_first=True, rounded=True)),
     Case("mellum", "MellumTopKRouter", "MellumConfig",
          {**_moe(64, 8), "norm_topk_prob": True}, moe(64, 8, renorm=True, rounded=True)),
 ]  # fmt: skip

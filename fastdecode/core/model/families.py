@@ -228,6 +228,27 @@ def _dots_slides(reader: ConfigReader, spec: ModelSpec) -> Callable[[int], bool]
     return lambda layer: layer >= first
 
 
+def _cohere_has_layer_norms(reader: ConfigReader) -> bool:
+    return reader.fields.get("rms_norm_eps") is None
+
+
+def _cohere_slides(reader: ConfigReader, spec: ModelSpec) -> Callable[[int], bool]:
+    """Of the first, dense layers and of the others, all but every so many."""
+    first = reader.integer("first_k_dense_replace", low=0, high=MAX_LAYERS, default=0)
+    dense = _all_but_every("prefix_dense_sliding_window_pattern", 1)(reader, spec)
+    others = _all_but_every("sliding_window_pattern", 4)(reader, spec)
+    return lambda layer: dense(layer) if layer < first else others(layer - first)
+
+
+def _cohere_rotates(reader: ConfigReader, spec: ModelSpec, kinds: LayerKinds) -> tuple[bool, ...]:
+    """Layers with a window, and dense ones if none of those has one."""
+    every = reader.integer("prefix_dense_sliding_window_pattern", high=MAX_LAYERS, default=1)
+    return tuple(
+        kind == "sliding_attention" or (every == 1 and mlp == "dense")
+        for kind, mlp in zip(kinds, spec.mlps, strict=True)
+    )
+
+
 def _laguna_heads(reader: ConfigReader, spec: ModelSpec) -> tuple[int, ...]:
     name = "num_attention_heads_per_layer"
     heads = reader.integers(name, low=1, high=MAX_HEADS)
@@ -1015,6 +1036,30 @@ FLEX_OLMO = OLMO2.derive(
     rotary=RotaryRules(theta=500000.0),
     has_experts=True,
 )  # fmt: skip
+COHERE2_MOE = COHERE2.derive(
+    "cohere2_moe", "Cohere2MoeForCausalLM", "Cohere2MoeModel",
+    models="Command A (experts)",
+    fields={
+        "intermediate_size": integer(
+            "prefix_dense_intermediate_size", "intermediate_size", default=22528
+        ),
+        "norm": lambda reader, spec: "layer" if _cohere_has_layer_norms(reader) else "rms",
+        "norm_eps": lambda reader, spec: reader.number(
+            "layer_norm_eps" if _cohere_has_layer_norms(reader) else "rms_norm_eps",
+            high=1.0, default=1e-5,
+        ),
+        "moe": moe_rows.experts(
+            moe_rows.cohere_router, inner=("intermediate_size",), defaults=(8, 2, 22528),
+            more=moe_rows.cohere_shared,
+        ),
+        "mlps": moe_rows.mlps(moe_rows.after_dense(0)),
+    },
+    names=names.GLM_MOE,
+    head_dim=_head_dim(128),
+    slides=_cohere_slides,
+    rotates=_cohere_rotates,
+    has_experts=True,
+)  # fmt: skip
 _GLM_EXPERTS = shared("moe_intermediate_size", times="n_shared_experts")
 GLM4_MOE = LLAMA.derive(
     "glm4_moe", "Glm4MoeForCausalLM", "Glm4MoeModel",
@@ -1325,10 +1370,11 @@ STEP = LLAMA.derive(
 ROWS = (
     LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, GRANITE, SMOLLM3, OLMO, OLMO2,
     OLMO3, EXAONE4, COHERE, COHERE2, GLM, GLM4, SEED_OSS, ERNIE45, HUNYUAN, ARCEE, APERTUS,
-    MINISTRAL3, MIMO, QWEN25_VL, QWEN3_VL, OPT, GPT2, GPT_NEOX, BLOOM, STARCODER2, STABLELM, PHI,
-    GPTJ, GPT_BIGCODE, FALCON, MPT, NEMOTRON, QWEN3_MOE, QWEN2_MOE, QWEN3_VL_MOE, MIXTRAL, OLMOE,
-    FLEX_OLMO, GLM4_MOE, SOLAR_OPEN, DOTS1, MINIMAX_M2, ERNIE45_MOE, HUNYUAN_MOE, HY_V3, EXAONE_MOE,
-    GRANITE_MOE, GRANITE_MOE_SHARED, MELLUM, GPT_OSS, LLAMA4, AFMOE, LAGUNA, STEP,
+    MINISTRAL3, MIMO, QWEN25_VL, QWEN3_VL, OPT, GPT2, GPT_NEOX, BLOOM, STARCODER2, STABLELM,
+    PHI, GPTJ, GPT_BIGCODE, FALCON, MPT, NEMOTRON, QWEN3_MOE, QWEN2_MOE, QWEN3_VL_MOE, MIXTRAL,
+    OLMOE, FLEX_OLMO, COHERE2_MOE, GLM4_MOE, SOLAR_OPEN, DOTS1, MINIMAX_M2, ERNIE45_MOE,
+    HUNYUAN_MOE, HY_V3, EXAONE_MOE, GRANITE_MOE, GRANITE_MOE_SHARED, MELLUM, GPT_OSS, LLAMA4,
+    AFMOE, LAGUNA, STEP,
 )  # fmt: skip
 
 

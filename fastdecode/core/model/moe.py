@@ -51,6 +51,8 @@ class Router:
     """A learned number an expert is added to its score to choose by, not to weigh by."""
     rounded: bool = False
     """Weights are rounded to the activations' dtype."""
+    narrow: bool = False
+    """Weights are rounded to it as soon as they are scored, too."""
     sorted: bool = True
     """Chosen experts come best first; otherwise in the order of an unsorted
     ``torch.topk``. The order is that of the sum over experts."""

@@ -268,6 +268,24 @@ def step_shared(reader: ConfigReader, spec: ModelSpec) -> dict[str, object]:
     return {**inner(reader, spec), "scale_after": scale}
 
 
+def cohere_router(reader: ConfigReader, spec: ModelSpec) -> Router:
+    score = reader.string("expert_selection_fn", default="softmax")
+    if score == "softmax":
+        return Router(chosen_first=True, rounded=True)
+    if score != "sigmoid":
+        raise reader.refuse("expert_selection_fn", score, "softmax or sigmoid")
+    renorm = reader.flag("norm_topk_prob", True)
+    return Router("sigmoid", chosen_first=True, renorm=renorm, rounded=True, narrow=True)
+
+
+def cohere_shared(reader: ConfigReader, spec: ModelSpec) -> dict[str, object]:
+    strategy = reader.string("shared_expert_combination_strategy", default="average")
+    if strategy not in ("average", "sum"):
+        raise reader.refuse("shared_expert_combination_strategy", strategy, "average or sum")
+    inner = shared("intermediate_size", times="num_shared_experts", count=0)(reader, spec)
+    return {**inner, "shared_average": strategy == "average" and bool(inner["shared_inner"])}
+
+
 def hy_router(reader: ConfigReader, spec: ModelSpec) -> Router:
     scale = reader.number("router_scaling_factor", default=2.826)
     return Router(
