@@ -25,6 +25,16 @@ TALK = (
     "{{ 'Oscar' if message.role == 'user' else 'Noah' }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}Noah:{% endif %}"
 )
+TOOL_TALK = (
+    TALK.replace("{% for", "{% if tools %}{{ tools | tojson }}\n<tool_call>{% endif %}{% for", 1)
+    .replace(
+        "{{ message.content }}",
+        "{{ message.content.split('</think>')[-1] }}{% for call in message.tool_calls %}"
+        "{{ call.function.name }}({{ call.function.arguments.city }}){% endfor %}",
+    )
+    .replace("Noah:{%", "Noah:{% if thinking %}<think>\n{% else %}<think></think>{% endif %}{%")
+)
+"""The same for tools, with Hermes's marks, and reasoning."""
 
 
 class Server:

@@ -43,6 +43,13 @@ from fastdecode.core.host.interrupts import interrupt
 from fastdecode.core.progress import Bar, Progress
 from fastdecode.jobs.shard import WHOLE, Shard
 from fastdecode.jobs.stopping import EXIT_INTERRUPTED, Stopping, asked_by_signals, stop_signals
+from fastdecode.text.chat_format import (
+    AUTO,
+    REASONING_PARSER_HELP,
+    REASONING_PARSERS,
+    TOOL_PARSER_HELP,
+    TOOL_PARSERS,
+)
 from fastdecode.wire.mpi import leaving
 from fastdecode.wire.mpi.launcher import LAUNCH_LINE
 
@@ -95,6 +102,11 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--chat-template", type=Path, metavar="FILE", help="use this template, not the model's own"
     )
+    for flag, choices, text in (
+        ("--tool-parser", TOOL_PARSERS, TOOL_PARSER_HELP),
+        ("--reasoning-parser", REASONING_PARSERS, REASONING_PARSER_HELP),
+    ):
+        group.add_argument(flag, choices=choices, default=AUTO, help=f"{text} (default: auto)")
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
@@ -222,6 +234,8 @@ def _job_options(args: argparse.Namespace) -> JobOptions:
         skip_bad_lines=args.on_error == "skip",
         served_model_names=tuple(args.served_model_name),
         chat_template=args.chat_template,
+        tool_parser=args.tool_parser,
+        reasoning_parser=args.reasoning_parser,
         run_seed=args.run_seed,
         sync_lines=args.sync_lines,
         sync_s=args.sync_s,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from datetime import datetime
+from secrets import token_hex
 from typing import Any, TypeAlias
 
 from fastdecode.conversations.turns import ChatTurn, Turn, check_id
 from fastdecode.core.errors import RequestError
 from fastdecode.core.sequence import CacheUse, Prompt, RequestOutput, SamplingParams
+from fastdecode.text.chat_format import AnswerFormat, ParsedAnswer
 from fastdecode.text.chat_template import ChatTemplate
-from fastdecode.text.chats import Message
+from fastdecode.text.chats import Message, with_arguments
 from fastdecode.text.codec import TextCodec
 
 
@@ -34,6 +37,7 @@ def chat_prompts(
     codec: TextCodec,
     add_generation_prompt: bool,
     variables: Mapping[str, Any] | None,
+    tools: Sequence[Mapping[str, Any]],
 ) -> tuple[dict[int, Prompt], dict[int, RequestOutput]]:
     """By their places: the conversations' tokens, and what those come to that
     the template refuses."""
@@ -43,7 +47,11 @@ def chat_prompts(
     for place, chat in enumerate(chats):
         try:
             text = template.render(
-                chat, now, add_generation_prompt=add_generation_prompt, variables=variables
+                with_arguments(chat),
+                now,
+                add_generation_prompt=add_generation_prompt,
+                variables=variables,
+                tools=tools,
             )
             prompts[place] = codec.encode(text, add_special_tokens=False)
         except RequestError as error:
@@ -59,14 +67,37 @@ def chat_turns(
     template: ChatTemplate,
     add_generation_prompt: bool,
     variables: Mapping[str, Any] | None,
+    tools: Sequence[Mapping[str, Any]],
     cache: CacheUse,
 ) -> list[Turn]:
     """New messages as turns of these conversations."""
-    more = codec, template, add_generation_prompt, variables or {}
+    more = codec, template, add_generation_prompt, variables or {}, tools
     return [
-        Turn(str(place), whose, ChatTurn(tuple(new), *more), its, cache)
+        Turn(str(place), whose, ChatTurn(tuple(with_arguments(new)), *more), its, cache)
         for place, (whose, new, its) in enumerate(zip(ids, chats, params, strict=True))
     ]
+
+
+def parsed(
+    output: RequestOutput, answer_format: AnswerFormat | None, codec: TextCodec
+) -> RequestOutput:
+    """A chat's output with its calls and reasoning apart; as it is, where answers are
+    plain text."""
+    if answer_format is None:
+        return output
+    completions = []
+    for one in output.completions:
+        parser = answer_format.parser(codec, output.prompt_token_ids)
+        answer = ParsedAnswer.of(one.text, parser, answer_format, token_hex(8))
+        completions.append(
+            replace(
+                one,
+                content=answer.content,
+                reasoning_content=answer.reasoning,
+                tool_calls=tuple(answer.calls),
+            )
+        )
+    return replace(output, completions=tuple(completions))
 
 
 PromptGiven: TypeAlias = "Prompt | Mapping[str, Any]"

@@ -10,7 +10,7 @@ of it is encoded, and its KV is reused up to the first difference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -165,6 +165,7 @@ class ChatTurn:
     template: ChatTemplate
     add_generation_prompt: bool = True
     variables: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] = ()
 
     def __call__(self, history: History) -> TurnPrompt:
         if history.token_ids and not history.messages:
@@ -174,6 +175,7 @@ class ChatTurn:
             history.begun,
             add_generation_prompt=self.add_generation_prompt,
             variables=self.variables,
+            tools=self.tools,
         )
         rest = None if history.spelled is None else history.spelled.rest_of(text)
         past = () if rest is None else tuple(history.token_ids)

@@ -420,6 +420,21 @@ class TokenLogprob(Mapping[int, Logprob]):
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool that an answer asks for."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON text of an object, as the model wrote it: it may be cut off, or be no JSON."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As OpenAI's messages have it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True)
 class Completion:
     """One continuation of a prompt."""
 
@@ -428,6 +443,13 @@ class Completion:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprob, ...] | None = None
+    content: str | None = None
+    """Of an answer to a chat with tools, or of a model that marks its reasoning: the text
+    without calls and reasoning."""
+    reasoning_content: str | None = None
+    """And the reasoning."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """And the calls."""
 
     @property
     def cumulative_logprob(self) -> float | None:

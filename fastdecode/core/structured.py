@@ -6,7 +6,7 @@ from __future__ import annotations
 import json as json_text
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Final
 
 from fastdecode.core.errors import Given, RequestError
 
@@ -14,6 +14,7 @@ MAX_CHARS = 1 << 20
 """Of a schema, an expression, a grammar, or all choices together."""
 
 CODE = "invalid_structured_outputs"
+KINDS: Final = ("json", "regex", "choice", "grammar", "json_object")
 
 
 def refuse(*words: str | Given) -> RequestError:
@@ -23,7 +24,7 @@ def refuse(*words: str | Given) -> RequestError:
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """What a text must be; exactly one of the fields. The names are vLLM's.
+    """What a text must be; exactly one of ``KINDS``. The names are vLLM's.
 
     Raises:
         RequestError: (code ``invalid_structured_outputs``) none or several are
@@ -42,11 +43,16 @@ class StructuredOutputs:
     ``start``, or ``root``."""
     json_object: bool = False
     """Any JSON object."""
+    reasoning: str | None = None
+    """The model may reason first, in this format (``text.reasoning``); the rest of the
+    text is what it must be."""
+    in_reasoning: bool = False
+    """The prompt ends inside the reasoning."""
 
     def __post_init__(self) -> None:
-        given = list(self._given())
+        given = [name for name in self._given() if name in KINDS]
         if len(given) != 1:
-            names = ", ".join(f.name for f in fields(self))
+            names = ", ".join(KINDS)
             what = "none" if not given else " and ".join(given)
             raise refuse(f" has {what}: give exactly one of {names}")
         if self.json is not None:
@@ -55,8 +61,11 @@ class StructuredOutputs:
             _check_text(name, getattr(self, name))
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
-        if not isinstance(self.json_object, bool):
-            raise refuse(".json_object must be true or false")
+        for name in ("json_object", "in_reasoning"):
+            if not isinstance(getattr(self, name), bool):
+                raise refuse(f".{name} must be true or false")
+        if self.in_reasoning and self.reasoning is None:
+            raise refuse(".in_reasoning needs reasoning, the format's name")
 
     @classmethod
     def of(cls, given: object) -> StructuredOutputs | None:
@@ -72,6 +81,19 @@ class StructuredOutputs:
                 raise refuse(f" has an unknown field {name!r:.80}: known are {', '.join(known)}")
         return cls(**given)
 
+    @property
+    def kind(self) -> str:
+        """Which of ``KINDS`` it is."""
+        return next(name for name in self._given() if name in KINDS)
+
+    @property
+    def schema(self) -> dict[str, Any] | None:
+        """The JSON schema of the text; None: it is not to be JSON."""
+        if self.json_object:
+            return {"type": "object"}
+        schema: dict[str, Any] | None = None if self.json is None else json_text.loads(self.json)
+        return schema
+
     def to_json(self) -> dict[str, Any]:
         """What ``of`` takes, in JSON's types."""
         return self._given()
@@ -81,7 +103,7 @@ class StructuredOutputs:
             f.name: value
             for f in fields(self)
             if (value := getattr(self, f.name)) is not None
-            and (f.name != "json_object" or value is not False)
+            and (f.name not in ("json_object", "in_reasoning") or value is not False)
         }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from random import Random, SystemRandom
 from typing import Final
 
@@ -19,6 +20,7 @@ from fastdecode.core.sequence import (
 from fastdecode.core.structured import StructuredOutputs
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.grammars import NO_TOKENIZER, check_structured
+from fastdecode.text.reasoning import REASONING_FORMATS, prompt_state
 
 MOST_SOUND: Final = 1024
 """Structured outputs that are known to be sound."""
@@ -87,7 +89,7 @@ class RequestChecker:
                 code="prompt_too_long",
             )
         if params.structured_outputs is not None:
-            self._check_structured(params.structured_outputs)
+            params = self._structured(params, params.structured_outputs, token_ids)
         room = limit - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         return Request(
@@ -109,12 +111,26 @@ class RequestChecker:
             return token_ids[-room:]
         return token_ids if most is None else token_ids[-most:]
 
+    def _structured(
+        self, params: SamplingParams, wanted: StructuredOutputs, token_ids: tuple[int, ...]
+    ) -> SamplingParams:
+        """The parameters with checked structured outputs, which begin where this
+        prompt leaves the reasoning."""
+        family = REASONING_FORMATS.get(wanted.reasoning or "")
+        if family is not None:
+            state = prompt_state(family, self._codec.prompt_end(token_ids))
+            reasoning = None if state == "after" else wanted.reasoning
+            wanted = replace(wanted, reasoning=reasoning, in_reasoning=state == "inside")
+            params = replace(params, structured_outputs=wanted)
+        self._check_structured(wanted)
+        return params
+
     def _check_structured(self, wanted: StructuredOutputs) -> None:
         if wanted in self._sound:  # requests of one file mostly want the same
             return
         if not self._codec.has_tokenizer:
             raise RequestError(NO_TOKENIZER, code="no_tokenizer")
-        check_structured(wanted)
+        check_structured(wanted, self._codec.special_tokens)
         if len(self._sound) >= MOST_SOUND:
             self._sound.clear()
         self._sound.add(wanted)

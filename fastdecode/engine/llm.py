@@ -24,6 +24,7 @@ from fastdecode.conversations.arguments import (
     chat_turns,
     check_cache,
     one_of,
+    parsed,
 )
 from fastdecode.conversations.conversations import Conversations
 from fastdecode.conversations.keeping import Keeping
@@ -60,11 +61,13 @@ from fastdecode.engine.request_stream import Arriving, RequestStreams
 from fastdecode.engine.service import EngineService, Snapshot
 from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.times import MeasuredTimes
+from fastdecode.text.chat_format import ChatFormat
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import Message, as_chats
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.token_text import TokenText
 from fastdecode.text.tokenizer import ModelTokenizer
+from fastdecode.text.tools import Tools
 
 # Requests kept queued beside the running ones, as a multiple of those: enough
 # that a freed place is filled at once, few enough that a long input file isn't
@@ -250,6 +253,9 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
         chat_template: str | Path | None = None,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
@@ -267,6 +273,11 @@ class LLM:
                 ``[{"role": "user", "content": "…"}, …]``.
             params: for all conversations, or one each.
             sampling_params: another name of ``params``.
+            tools: that the model may call, as OpenAI's API has them: the outputs'
+                completions have ``tool_calls``, and ``content`` for the other text.
+            tool_choice: ``"auto"``, ``"none"``, ``"required"``, or
+                ``{"type": "function", "function": {"name": …}}``.
+            parallel_tool_calls: false: at most one call.
             chat_template: a file to use in place of the model's own, or the
                 template itself: a text with ``{``.
             add_generation_prompt: end prompts with what begins the assistant's
@@ -290,16 +301,23 @@ class LLM:
         template = _chat_template(self.config.model, chat_template)
         with contextlib.closing(template):
             ids = as_ids(conversation_id, len(chats))
-            more = add_generation_prompt, variables
+            chosen = Tools.of(tools, tool_choice, parallel_tool_calls)
+            model_format = ChatFormat.of(template, self.codec.special_tokens)
+            answer_format = model_format.answer(chosen)
+            if answer_format is not None:
+                every = [model_format.params(its, chosen) for its in every]
+            more = add_generation_prompt, variables, chosen.definitions if chosen else ()
             if ids is not None:
                 self._warn_of_turns(cache)
                 turns = chat_turns(ids, chats, every, self.codec, template, *more, cache)
-                return self._run_all(turns, every, progress)
+                answered = self._run_all(turns, every, progress)
+                return [parsed(output, answer_format, self.codec) for output in answered]
             prompts, refused = chat_prompts(chats, template, self.codec, *more)
         uses = [cache] * len(prompts)
         params = [every[place] for place in prompts]
         requests = _requests(list(prompts.values()), params, uses)
         answered = self._run_all(requests, params, progress)
+        answered = [parsed(output, answer_format, self.codec) for output in answered]
         outputs = {p: replace(o, request_id=str(p)) for p, o in zip(prompts, answered, strict=True)}
         return [refused.get(place) or outputs[place] for place in range(len(chats))]
 

@@ -315,6 +315,7 @@ class BatchJob:
             self._rules.template,
             said.add_generation_prompt,
             said.variables,
+            said.tools,
         )
 
     def _asked(
@@ -337,6 +338,7 @@ class BatchJob:
             self._rules.date,
             add_generation_prompt=turn.add_generation_prompt,
             variables=turn.variables,
+            tools=turn.tools,
         )
         return llm.codec.encode(text, add_special_tokens=False)
 

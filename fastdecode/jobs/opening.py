@@ -35,8 +35,10 @@ from fastdecode.jobs.shard import WHOLE, Shard
 from fastdecode.jobs.simple_lines import SimpleLines
 from fastdecode.jobs.survey import OnLook, Survey, is_openai, survey, unseen
 from fastdecode.openai.requests import RequestReader
+from fastdecode.text.chat_format import AUTO, ChatFormat
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.codec import lacks_tokenizer
+from fastdecode.text.tokenizer_files import special_tokens
 
 MAX_SYNC_LINES = 1 << 30
 
@@ -65,6 +67,10 @@ class JobOptions:
     """What a line's ``model`` may be; empty: the model directory as given, and its last part."""
     chat_template: Path | None = None
     """In place of the model's own."""
+    tool_parser: str = AUTO
+    """Of ``TOOL_PARSERS``."""
+    reasoning_parser: str = AUTO
+    """Of ``REASONING_PARSERS``."""
     run_seed: int | None = None
     """None: drawn, or that of the run that is resumed."""
     sync_lines: int = 100
@@ -186,7 +192,7 @@ def _format(
     if not is_openai(source):
         return None, None, _simple_lines(options)
     template = ChatTemplate.load(find_model(config.model), options.chat_template)
-    reader = _reader(options, config, has_template=template is not None)
+    reader = _reader(options, config, template)
     return template, reader, OpenAILines(reader, run_id="")
 
 
@@ -295,10 +301,17 @@ def _survey(
     return found
 
 
-def _reader(options: JobOptions, config: EngineConfig, *, has_template: bool) -> RequestReader:
+def _reader(
+    options: JobOptions, config: EngineConfig, template: ChatTemplate | None
+) -> RequestReader:
     names = options.served_model_names or (config.model, Path(os.path.abspath(config.model)).name)
+    special = {} if template is None else special_tokens(find_model(config.model))
     return RequestReader(
-        options.sampling, names, has_template, model_defaults=options.model_defaults
+        options.sampling,
+        names,
+        template is not None,
+        model_defaults=options.model_defaults,
+        chat_format=ChatFormat.of(template, special, options.tool_parser, options.reasoning_parser),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from fastdecode.core.errors import CapacityError, FastDecodeError
 from fastdecode.core.sequence import Completion, RequestOutput, TokenLogprob
 from fastdecode.openai.requests import BodyRequest
+from fastdecode.text.chat_format import AnswerFormat, ParsedAnswer, message_of
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.token_text import TokenText
 
@@ -37,6 +38,7 @@ def answer_body(
         request.is_chat,
         with_token_ids,
         request.params.n,
+        AnswerReader(codec, request.answer_format, answer_id),
     )
     return {
         "id": f"{'chatcmpl' if request.is_chat else 'cmpl'}-{answer_id}",
@@ -91,6 +93,37 @@ def status(error: FastDecodeError) -> tuple[int, str]:
     return 400, "invalid_request_error"
 
 
+def finish_reason(reason: str, *, has_calls: bool) -> str:
+    """OpenAI's, of a chat's answer."""
+    return "tool_calls" if has_calls and reason == "stop" else reason
+
+
+@dataclass(frozen=True)
+class AnswerReader:
+    """Reads the texts of one body's answers.
+
+    Args:
+        codec: the model's.
+        family: what answers have beside text; None: nothing.
+        answer_id: of the body's answer.
+    """
+
+    codec: TextCodec
+    family: AnswerFormat | None
+    answer_id: str
+
+    def read(self, output: RequestOutput, completion: Completion, number: int) -> ParsedAnswer:
+        """One continuation, the choice of this number."""
+        if self.family is None:
+            return ParsedAnswer(completion.text)
+        parser = self.family.parser(self.codec, output.prompt_token_ids)
+        return ParsedAnswer.of(completion.text, parser, self.family, self.choice_id(number))
+
+    def choice_id(self, number: int) -> str:
+        """Of a choice, for the ids of its calls."""
+        return f"{self.answer_id}/{number}"
+
+
 @dataclass(frozen=True)
 class ChoiceWriter:
     """Writes completions as choices.
@@ -100,22 +133,28 @@ class ChoiceWriter:
         is_chat: choices of chats have another shape.
         with_token_ids: give the tokens' ids, too.
         n: completions of each prompt.
+        reader: reads the texts of chats.
     """
 
     tokens: TokenText
     is_chat: bool
     with_token_ids: bool
     n: int
+    reader: AnswerReader
 
     def choice(self, place: int, output: RequestOutput, completion: Completion) -> dict[str, Any]:
         """One continuation of the prompt at ``place`` in the request."""
-        choice: dict[str, Any] = {"index": place * self.n + completion.index}
+        number = place * self.n + completion.index
+        choice: dict[str, Any] = {"index": number}
+        reason: str = completion.finish_reason
         if self.is_chat:
-            choice["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
+            parsed = self.reader.read(output, completion, number)
+            choice["message"] = message_of(parsed)
+            reason = finish_reason(reason, has_calls=bool(parsed.calls))
         else:
             choice["text"] = completion.text
         choice["logprobs"] = self._logprobs(output, completion)
-        choice["finish_reason"] = completion.finish_reason
+        choice["finish_reason"] = reason
         if self.with_token_ids:
             choice["token_ids"] = list(completion.token_ids)
         return choice

@@ -13,10 +13,12 @@ from fastdecode.core.sequence import Prompt
 class Chat:
     """A conversation, to become a prompt by the model's chat template."""
 
-    messages: Sequence[Mapping[str, str]]
+    messages: Sequence[Mapping[str, Any]]
     add_generation_prompt: bool = True
     variables: Mapping[str, Any] = field(default_factory=dict)
     """More names for the template."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """That the model may call, as the template takes them."""
 
 
 Turn: TypeAlias = "Prompt | Chat"

@@ -9,10 +9,14 @@ from typing import Any
 
 from fastdecode.core.delta import Delta
 from fastdecode.core.sequence import TokenLogprob
-from fastdecode.openai.answers import ChoiceWriter, usage_of
+from fastdecode.openai.answers import AnswerReader, ChoiceWriter, finish_reason, usage_of
 from fastdecode.openai.requests import BodyRequest
+from fastdecode.text.chat_format import AnswerParser, Part, Reasoning
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.token_text import TokenOffsets, TokenText
+from fastdecode.text.tool_calls import CallPiece
+
+_NO_TEXT = '""'
 
 
 @dataclass
@@ -23,8 +27,10 @@ class _Choice:
     num_chars: int = 0
     num_tokens: int = 0
     held: list[tuple[TokenLogprob, int]] = field(default_factory=list)
-    """Steps whose tokens begin in text that hasn't been told, with where: a
-    stop string may yet cut it off."""
+    """Steps whose tokens begin in text that was not sent yet, with where: a
+    stop string may still cut it off."""
+    parser: AnswerParser | None = None
+    """Of a chat's text; None: it is plain."""
 
 
 class ChunkWriter:
@@ -58,7 +64,10 @@ class ChunkWriter:
         self._has_text = request.params.detokenize
         self._with_token_ids = request.want_token_ids or not codec.has_tokenizer
         tokens = TokenText(codec.vocabulary_of(request.params))
-        self._writer = ChoiceWriter(tokens, self._is_chat, self._with_token_ids, self._n)
+        self._reader = AnswerReader(codec, request.answer_format, answer_id)
+        self._writer = ChoiceWriter(
+            tokens, self._is_chat, self._with_token_ids, self._n, self._reader
+        )
         self._tokens = tokens
         self._prompts = prompts
         self._choices: dict[int, _Choice] = {}
@@ -82,17 +91,21 @@ class ChunkWriter:
         of it: its text is held back."""
         number = place * self._n + delta.index
         before = self._choices.get(number)
-        choice = before or _Choice(self._tokens.offsets_after(self._prompts[place]))
+        choice = before or self._new_choice(place)
         self._choices[number] = choice
         choice.num_tokens += len(delta.token_ids)
         choice.num_chars += len(delta.text)
         self._num_cached[place] = max(self._num_cached[place], delta.num_cached_tokens)
         logprobs = self._logprobs(choice, delta)
-        is_silent = not (delta.text or logprobs or delta.finish_reason or self._with_token_ids)
+        text = self._text_json(choice, delta, number)
+        is_silent = not (text or logprobs or delta.finish_reason or self._with_token_ids)
         if is_silent and before is not None and not self._options.continuous_usage:
             return None
-        said = self._said(delta.text, is_first=before is None)
-        reason = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
+        said = self._said(text, is_first=before is None)
+        reason = "null"
+        if delta.finish_reason is not None:
+            has_calls = choice.parser is not None and choice.parser.has_calls
+            reason = f'"{finish_reason(delta.finish_reason, has_calls=has_calls)}"'
         steps = "null" if logprobs is None else json.dumps(logprobs)
         ids = f', "token_ids": {list(delta.token_ids)}' if self._with_token_ids else ""
         return (
@@ -106,14 +119,59 @@ class ChunkWriter:
             return None
         return f'{self._head}], "usage": {json.dumps(self._usage())}}}'
 
+    def _new_choice(self, place: int) -> _Choice:
+        prompt, family = self._prompts[place], self._reader.family
+        parser = None if family is None else family.parser(self._reader.codec, prompt)
+        return _Choice(self._tokens.offsets_after(prompt), parser=parser)
+
+    def _text_json(self, choice: _Choice, delta: Delta, number: int) -> str:
+        """What a delta's text adds: the fields of a chat's ``delta``, or the text, as
+        JSON; empty: nothing. Put together by hand: this is done for every token."""
+        if choice.parser is not None:
+            parts = choice.parser.feed(delta.text)
+            if delta.finish_reason is not None:
+                parts += choice.parser.finish()
+            fields = self._fields(parts, number)
+            return json.dumps(fields)[1:-1] if fields else ""
+        if not delta.text:
+            return ""
+        text = json.dumps(delta.text)
+        return f'"content": {text}' if self._is_chat else text
+
+    def _fields(self, parts: Sequence[Part], number: int) -> dict[str, Any]:
+        """Of a ``delta``."""
+        fields: dict[str, Any] = {}
+        for part in parts:
+            if isinstance(part, str):
+                fields["content"] = fields.get("content", "") + part
+            elif isinstance(part, Reasoning):
+                fields["reasoning_content"] = fields.get("reasoning_content", "") + part.text
+            else:
+                self._add_call(fields.setdefault("tool_calls", []), part, number)
+        return fields
+
+    def _add_call(self, calls: list[dict[str, Any]], piece: CallPiece, number: int) -> None:
+        if piece.name is None and calls and calls[-1]["index"] == piece.index:
+            calls[-1]["function"]["arguments"] += piece.arguments
+            return
+        call: dict[str, Any] = {"index": piece.index}
+        if piece.name is not None:
+            family = self._reader.family
+            assert family is not None
+            call["id"] = family.call_id(self._reader.choice_id(number), piece.index)
+            call["type"] = "function"
+        named = {} if piece.name is None else {"name": piece.name}
+        calls.append({**call, "function": {**named, "arguments": piece.arguments}})
+
     def _said(self, text: str, *, is_first: bool) -> str:
-        """A choice's text as its chunk says it. Put together by hand: this is
-        done for every token."""
+        """A choice's text as its chunk says it."""
         if not self._is_chat:
-            return f'"text": {json.dumps(text)}'
-        if is_first:
-            return f'"delta": {{"role": "assistant", "content": {json.dumps(text)}}}'
-        return f'"delta": {{"content": {json.dumps(text)}}}' if text else '"delta": {}'
+            return f'"text": {text or _NO_TEXT}'
+        if not is_first:
+            return f'"delta": {{{text}}}'
+        if not text.startswith('"content"'):
+            text = f'"content": "", {text}' if text else '"content": ""'
+        return f'"delta": {{"role": "assistant", {text}}}'
 
     def _logprobs(self, choice: _Choice, delta: Delta) -> Any:
         """Of the tokens that may be told of by now."""

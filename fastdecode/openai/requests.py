@@ -24,12 +24,15 @@ from fastdecode.core.structured import StructuredOutputs
 from fastdecode.openai.body_errors import SHOWN, BodyError, blamed, refusal, refuse, refuse_unknown
 from fastdecode.openai.chat import Chat, Turn
 from fastdecode.openai.formats import FORMAT_FIELDS, read_format
+from fastdecode.openai.messages import read_messages
+from fastdecode.openai.tools import TOOL_FIELDS, read_tools, with_answer_format
+from fastdecode.text.chat_format import AnswerFormat, ChatFormat
 from fastdecode.text.chat_template import RESERVED
+from fastdecode.text.tools import Tools
 
 COMPLETIONS_URL = "/v1/completions"
 CHAT_URL = "/v1/chat/completions"
 MAX_PROMPTS = 2048
-MAX_MESSAGES = 100_000
 
 # Fields of SamplingParams that a body gives by the same name and in the same
 # form; some are vLLM's additions to OpenAI's.
@@ -46,14 +49,13 @@ FIELDS = {
     CHAT_URL: (
         "model", "messages", *SAMPLING_FIELDS, *FORMAT_FIELDS, "max_completion_tokens", "logprobs",
         "top_logprobs", "return_token_ids", "chat_template_kwargs", "add_generation_prompt",
-        "cache", "cache_salt", "conversation_id",
+        "cache", "cache_salt", "conversation_id", *TOOL_FIELDS,
     ),
 }  # fmt: skip
 LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 # Field → values that ask for nothing, beside null.
 NOT_SUPPORTED: Mapping[str, Sequence[object]] = {
     "stream": (False,), "stream_options": (), "echo": (False,), "suffix": ("",), "best_of": (1,),
-    "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True),
     "functions": ([],), "function_call": ("none", "auto"),
     "modalities": (["text"],), "audio": (),
     "prediction": (), "reasoning_effort": (), "verbosity": (), "web_search_options": (),
@@ -69,15 +71,6 @@ STREAM_FIELDS = ("stream", "stream_options")
 # OpenAI's obfuscation pads chunks against whoever watches their sizes; we send none.
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 TEMPLATE_FIELDS = ("chat_template", "template", "tokenize")
-# What may stand in a chat message beside role and content, as long as it is null or empty.
-EMPTY_MESSAGE_FIELDS = (
-    "tool_calls",
-    "function_call",
-    "tool_call_id",
-    "refusal",
-    "audio",
-    "annotations",
-)
 
 
 @dataclass(frozen=True)
@@ -98,6 +91,8 @@ class BodyRequest:
     """The conversation that it is a turn of: its prompt is what is new."""
     format_field: str | None = None
     """The field of the body that says what the answer must look like."""
+    answer_format: AnswerFormat | None = None
+    """What a chat's answer has beside text; None: nothing."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +124,8 @@ class RequestReader:
     is_online: bool = False
     model_defaults: Mapping[str, Any] = field(default_factory=dict)
     """What the model's generation_config.json recommends."""
+    chat_format: ChatFormat = field(default_factory=ChatFormat)
+    """How the model writes calls and reasoning."""
 
     def read(self, url: str, body: dict[str, Any]) -> BodyRequest:
         """The request of a body that was posted to ``url``, one of the two. Raises BodyError."""
@@ -137,9 +134,14 @@ class RequestReader:
         _refuse_unsupported(body, url, STREAM_FIELDS if self.is_online else ())
         model = self.model_of(body)
         want_token_ids = _boolean(body, "return_token_ids") is True
-        prompts = (self._chat(body),) if is_chat else _prompts(body.get("prompt"))
+        tools = read_tools(body) if is_chat else None
+        prompts = (self._chat(body, tools),) if is_chat else _prompts(body.get("prompt"))
         structured, format_field = read_format(body)
         params = self._params(body, structured, format_field, is_chat=is_chat)
+        answer_format = None
+        if is_chat:
+            answer_format, params = with_answer_format(self.chat_format, tools, params)
+            format_field = "tools" if tools is not None and tools.must_call else format_field
         cache = _cache_use(body)
         whose = _conversation(body, params, len(prompts))
         return BodyRequest(
@@ -152,6 +154,7 @@ class RequestReader:
             cache,
             whose,
             format_field,
+            answer_format,
         )
 
     def model_of(self, body: dict[str, Any]) -> str | None:
@@ -193,7 +196,7 @@ class RequestReader:
             param = format_field if param == "structured_outputs" else param
             raise BodyError(str(error), code=error.code, param=param) from None
 
-    def _chat(self, body: dict[str, Any]) -> Chat:
+    def _chat(self, body: dict[str, Any], tools: Tools | None) -> Chat:
         if not self.has_chat_template:
             text = (
                 "need a chat template, and the model has none: give one by --chat-template, or "
@@ -216,7 +219,10 @@ class RequestReader:
                     "and no template",
                 )
         prompt_follows = _boolean(body, "add_generation_prompt") is not False
-        return Chat(_messages(body.get("messages")), prompt_follows, variables or {})
+        family = self.chat_format.tools
+        messages = read_messages(body.get("messages"), 0 if family is None else family.id_chars)
+        definitions = () if tools is None else tools.definitions
+        return Chat(messages, prompt_follows, variables or {}, definitions)
 
 
 def _cache_use(body: dict[str, Any]) -> CacheUse:
@@ -303,66 +309,6 @@ def _prompts(prompt: object) -> tuple[Turn, ...]:
         "must be a string, a list of token ids, or a list of either that isn't empty",
         "invalid_prompt",
     )
-
-
-def _messages(messages: object) -> list[dict[str, str]]:
-    if not isinstance(messages, list) or not 1 <= len(messages) <= MAX_MESSAGES:
-        refuse("messages", "must be a list with at least one message", "invalid_messages")
-    return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
-
-
-def _message(message: object, where: str) -> dict[str, str]:
-    """A message with its text only, as chat templates want it."""
-    if not isinstance(message, dict):
-        refuse(where, "must be an object", "invalid_messages")
-    for name, value in message.items():
-        if name in EMPTY_MESSAGE_FIELDS:
-            if value:
-                refuse(f"{where}.{name}", "is not supported: leave it out", "unsupported_field")
-        elif name not in ("role", "content", "name"):
-            refuse(
-                f"{where}.{name}",
-                "is unknown: a message has role, content and name",
-                "unknown_field",
-            )
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        refuse(f"{where}.role", "must be a string", "invalid_messages")
-    if role in ("tool", "function"):
-        refuse(
-            f"{where}.role", f"{role!r} is not supported, since tools aren't", "unsupported_field"
-        )
-    plain = {"role": role, "content": _content(message.get("content"), f"{where}.content")}
-    if message.get("name") is not None:
-        if not isinstance(message["name"], str):
-            refuse(f"{where}.name", "must be a string", "invalid_messages")
-        plain["name"] = message["name"]
-    return plain
-
-
-def _content(content: object, where: str) -> str:
-    """The text of a message; the texts of several parts stand on lines of their own."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        refuse(where, "must be a string, or a list of parts", "invalid_messages")
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            refuse(
-                where,
-                f"has a part of type {kind!r}, which is not supported: only text is",
-                "unsupported_field",
-            )
-        if not isinstance(part.get("text"), str):
-            refuse(
-                where,
-                'has a part of type "text" without a "text" that is a string',
-                "invalid_messages",
-            )
-        texts.append(part["text"])
-    return "\n".join(texts)
 
 
 def _chat_logprobs(body: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from fastdecode.server.messages import Opening
 from fastdecode.server.observations import Observations, line_of
 from fastdecode.server.options import ServeOptions
 from fastdecode.server.request_log import RequestLog
+from fastdecode.text.chat_format import ChatFormat
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.codec import TextCodec
 
@@ -85,6 +86,12 @@ class Front:
             has_template,
             is_online=True,
             model_defaults=opening.model_defaults,
+            chat_format=ChatFormat.of(
+                self.template,
+                self.codec.special_tokens,
+                self.options.tool_parser,
+                self.options.reasoning_parser,
+            ),
         )
         self.checker = RequestChecker(self.codec, opening.vocab_size, opening.max_model_len)
         self.observations = Observations(opening.max_model_len)

@@ -14,6 +14,13 @@ from fastdecode.core.config.options import check_options, option
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.json_file import read_bytes
 from fastdecode.core.model.local_models import hub_name
+from fastdecode.text.chat_format import (
+    AUTO,
+    REASONING_PARSER_HELP,
+    REASONING_PARSERS,
+    TOOL_PARSER_HELP,
+    TOOL_PARSERS,
+)
 
 KEYS_VARIABLE = "FASTDECODE_API_KEYS"
 MAX_KEYS = 10_000
@@ -50,6 +57,8 @@ class ServeOptions:
     chat_template: str | None = option(
         None, "use this template, not the model's own", metavar="FILE"
     )
+    tool_parser: str = option(AUTO, TOOL_PARSER_HELP, choices=TOOL_PARSERS)
+    reasoning_parser: str = option(AUTO, REASONING_PARSER_HELP, choices=REASONING_PARSERS)
     api_key_file: str | None = option(
         None,
         f"file with keys, one a line, # for comments; or give them in {KEYS_VARIABLE}. It is read "

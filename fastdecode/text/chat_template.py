@@ -6,7 +6,7 @@ process with limits (``template_program`` there, in Jinja's sandbox), and sees
 nothing but the messages and the names of the special tokens. It is looked for
 where ``transformers`` looks: ``chat_template.jinja``, then ``chat_template`` in
 ``tokenizer_config.json`` (a string, or several by name, of which "default"
-counts).
+counts, and "tool_use" for conversations with tools).
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class ChatTemplate:
         origin: where it comes from, for the log and errors at the start.
         special_tokens: {"bos_token": "<s>", …}, as far as the model has them.
         limits: what compiling and rendering may take.
+        tool_source: the program for conversations with tools; None: the same.
 
     Raises:
         CheckpointError: the source is no Jinja program, or takes more than the
@@ -71,11 +72,22 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, origin: str, special_tokens: Mapping[str, str], limits: Limits = LIMITS
+        self,
+        source: str,
+        origin: str,
+        special_tokens: Mapping[str, str],
+        limits: Limits = LIMITS,
+        tool_source: str | None = None,
     ) -> None:
         if importlib.util.find_spec("jinja2") is None:
             raise MissingExtraError("jinja2", "sworker", "a chat template")
-        opening = {"source": source, "special_tokens": dict(special_tokens)}
+        opening = {
+            "source": source,
+            "tool_source": tool_source,
+            "special_tokens": dict(special_tokens),
+        }
+        self.source = source if tool_source is None else tool_source
+        """The program that conversations with tools are rendered by."""
         self._origin = origin
         self._child = LimitedChild("template", opening, limits)
         try:
@@ -108,19 +120,19 @@ class ChatTemplate:
         path = model_dir / "chat_template.jinja"
         if path.exists():
             return cls(_read_text(path), str(path), special_tokens)
-        source = config.get("chat_template")
+        source, tool_source = config.get("chat_template"), None
         if isinstance(source, list):
             named = {
                 entry.get("name"): entry.get("template")
                 for entry in source
                 if isinstance(entry, dict)
             }
-            source = named.get("default")
+            source, tool_source = named.get("default"), named.get("tool_use")
         if not isinstance(source, str):
             return None
-        return cls(
-            source, f"chat_template in {model_dir / 'tokenizer_config.json'}", special_tokens
-        )
+        origin = f"chat_template in {model_dir / 'tokenizer_config.json'}"
+        tool_source = tool_source if isinstance(tool_source, str) else None
+        return cls(source, origin, special_tokens, tool_source=tool_source)
 
     @classmethod
     def of_model(cls, model_dir: Path, source: str, origin: str) -> ChatTemplate:
@@ -131,6 +143,11 @@ class ChatTemplate:
         except CheckpointError as error:
             raise ConfigError(Given("chat_template"), f": {error}") from None
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether tools have a place in what it writes."""
+        return "tools" in self.source
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -138,6 +155,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The conversation as text, special tokens spelled out.
 
@@ -147,6 +165,7 @@ class ChatTemplate:
                 on when its turn came.
             add_generation_prompt: end with what begins the assistant's turn.
             variables: more names for the template.
+            tools: that the model may call, as OpenAI's API has them.
 
         Raises:
             RequestError: (code ``chat_template_failed``) the template refuses
@@ -157,6 +176,7 @@ class ChatTemplate:
             "now": now.isoformat(),
             "add_generation_prompt": add_generation_prompt,
             "variables": variables or {},
+            "tools": list(tools) if tools else None,
         }
         try:
             text = self._child.ask(question)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,36 @@ def as_chats(messages: object) -> list[Sequence[Message]]:
             code="invalid_messages",
         )
     return chats
+
+
+def with_arguments(messages: Sequence[Message]) -> list[Message]:
+    """Messages with the arguments of their calls as objects, which templates expect;
+    callers may give them as JSON text, as OpenAI's API does."""
+    return [
+        {**message, "tool_calls": [_with_arguments(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _with_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    return {**call, "function": {**function, "arguments": arguments_of(function.get("arguments"))}}
+
+
+def arguments_of(said: object) -> object:
+    """A call's arguments: an object, also where they are its JSON text. A model may
+    have written text that is no object: that stays."""
+    if not isinstance(said, (str, type(None))):
+        return said
+    try:
+        arguments = json.loads(said or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    return arguments if isinstance(arguments, dict) else said
 
 
 def _is_chat(chat: object) -> bool:

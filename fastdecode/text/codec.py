@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from fastdecode.core.errors import RequestError, imports_for
 from fastdecode.core.model.files import MAX_TOKENIZER_BYTES, read_model_file, read_model_json
@@ -18,6 +18,10 @@ from fastdecode.text.tokenizer_files import find_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+_NUM_END: Final = 32
+"""Tokens of a prompt's end: more than a template writes after a mark."""
 
 
 def lacks_tokenizer(model_dir: Path) -> bool:
@@ -99,6 +103,16 @@ class TextCodec:
     def vocabulary_of(self, params: SamplingParams) -> Vocabulary | None:
         """The tokens' texts in this request's answers; None without a tokenizer."""
         return self._vocabulary if params.skip_special_tokens else self._whole
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Name → id; none without a tokenizer."""
+        return {} if self._vocabulary is None else self._vocabulary.special_tokens
+
+    def prompt_end(self, token_ids: Sequence[int]) -> str:
+        """The text of a prompt's last tokens, names of special tokens too; empty
+        without a tokenizer."""
+        return "" if self._whole is None else self._whole.text(token_ids[-_NUM_END:])
 
     def close(self) -> None:
         """End the process that encodes. Safe to call twice."""

@@ -87,12 +87,16 @@ class GrammarMasks:
         self._fill([state])
 
     def _compile(self, wanted: StructuredOutputs) -> Any:
-        """A matcher that has seen no token; one that can't be had says so itself."""
+        """A matcher that has seen no token. One that has failed reports it itself."""
+        assert self._vocabulary is not None
         kept = self._kept.pop(wanted, None)
         if kept is None:
             limits = llguidance().LLParserLimits(verbose_errors=False)
             kept = llguidance().LLMatcher(
-                self._tokenizer, grammar_of(wanted), log_level=0, limits=limits
+                self._tokenizer,
+                grammar_of(wanted, self._vocabulary.special_tokens),
+                log_level=0,
+                limits=limits,
             )
         self._kept[wanted] = kept
         if len(self._kept) > MOST_KEPT:

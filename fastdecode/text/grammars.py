@@ -15,6 +15,7 @@ from typing import Any, Final
 from fastdecode.core.errors import RequestError
 from fastdecode.core.install import pip_command
 from fastdecode.core.structured import StructuredOutputs, refuse
+from fastdecode.text.reasoning import REASONING_FORMATS
 
 WHITESPACE: Final = r"[ \t\n\r]{0,20}"
 """Between the tokens of JSON. Bounded: a model that has nothing to say would
@@ -42,20 +43,31 @@ def llguidance() -> ModuleType:
     return module
 
 
-def check_structured(wanted: StructuredOutputs) -> None:
+def check_structured(wanted: StructuredOutputs, special: Mapping[str, int]) -> None:
     """Raises RequestError: the schema, expression or grammar can't be followed
     (code ``invalid_structured_outputs``), or the package is missing
     (``missing_extra``)."""
     package = llguidance()
     limits = package.LLParserLimits(verbose_errors=False)
-    said = package.LLMatcher.validate_grammar(grammar_of(wanted), limits=limits)
+    said = package.LLMatcher.validate_grammar(grammar_of(wanted, special), limits=limits)
     if said and not said.startswith("WARNING"):
-        raise refuse(f".{_kind(wanted)} can't be followed: {_brief(said)}")
+        raise refuse(f".{wanted.kind} can't be followed: {_brief(said)}")
 
 
-def grammar_of(wanted: StructuredOutputs) -> str:
+def grammar_of(wanted: StructuredOutputs, special: Mapping[str, int]) -> str:
     """The grammar as llguidance takes it. Raises RequestError, as
-    ``check_structured``."""
+    ``check_structured``.
+
+    Args:
+        special: the model's special tokens, by name.
+    """
+    grammar = _grammar_of_answer(wanted)
+    if wanted.reasoning is None:
+        return grammar
+    return _after_reasoning(wanted, grammar, special)
+
+
+def _grammar_of_answer(wanted: StructuredOutputs) -> str:
     matcher = llguidance().LLMatcher
     if wanted.json is not None:
         return _json_grammar(matcher, wanted.json)
@@ -72,7 +84,32 @@ def grammar_of(wanted: StructuredOutputs) -> str:
 
 def json_rule(schema: Mapping[str, Any]) -> str:
     """A schema as a part of a Lark grammar."""
-    return "%json " + json.dumps({**schema, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
+    return "%json " + json.dumps({"x-guidance": _JSON_OPTIONS, **schema}, ensure_ascii=False)
+
+
+def _after_reasoning(wanted: StructuredOutputs, grammar: str, special: Mapping[str, int]) -> str:
+    """A grammar with the reasoning before it, which may be any text."""
+    family = REASONING_FORMATS.get(wanted.reasoning or "")
+    if family is None:
+        known = ", ".join(REASONING_FORMATS)
+        raise refuse(f".reasoning {wanted.reasoning!r:.80} is none of {known}")
+    if family.end in special:
+        begin = f"<[{special[family.begin]}]>" if family.begin in special else ""
+        thoughts = f"thoughts: /(.|\\n)*/ <[{special[family.end]}]>"
+    else:
+        begin = json.dumps(family.begin)
+        thoughts = f"thoughts[suffix={json.dumps(family.end)}]: /(.|\\n)*/"
+    start = f"{'' if wanted.in_reasoning else begin} thoughts /\\n*/ @answer"
+    either = "" if wanted.in_reasoning else " | @answer"
+    # llguidance writes Lark's grammars as they are, others as JSON.
+    grammars = (
+        json.loads(grammar)
+        if grammar.lstrip().startswith("{")
+        else {"grammars": [{"lark_grammar": grammar}]}
+    )
+    grammars["grammars"][0]["name"] = "answer"
+    outer = {"lark_grammar": f"start: {start}{either}\n{thoughts}"}
+    return json.dumps({**grammars, "grammars": [outer, *grammars["grammars"]]})
 
 
 def _json_grammar(matcher: Any, schema: str) -> str:
@@ -89,10 +126,6 @@ def _free_grammar(text: str) -> str:
         return convert("grammar", text)
     except (ValueError, RecursionError) as error:
         raise refuse(f".grammar can't be read: {_brief(str(error))}") from None
-
-
-def _kind(wanted: StructuredOutputs) -> str:
-    return next(iter(wanted.to_json()))
 
 
 def _brief(said: str) -> str:

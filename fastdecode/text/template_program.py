@@ -26,6 +26,7 @@ TRIAL = {
     "now": "2000-01-01T00:00:00",
     "add_generation_prompt": True,
     "variables": {},
+    "tools": None,
 }
 
 
@@ -34,24 +35,32 @@ def open_service(opening: dict[str, Any]) -> tuple[None, Answer]:
     before any work is begun.
 
     Args:
-        opening: ``source`` and ``special_tokens``.
+        opening: ``source``, ``tool_source`` (may be None) and ``special_tokens``.
 
     Raises:
         Refusal: the source is no Jinja program.
     """
-    try:
-        template = _environment().from_string(opening["source"])
-    except TemplateError as error:
-        raise Refusal(str(error)) from None
-    except RecursionError:
-        raise Refusal("it is nested too deeply") from None
+    template = _compiled(opening["source"])
+    with_tools = template
+    if opening["tool_source"] is not None:
+        with_tools = _compiled(opening["tool_source"])
 
     def render(question: dict[str, Any]) -> str:
-        return _render(template, opening["special_tokens"], question)
+        chosen = with_tools if question["tools"] else template
+        return _render(chosen, opening["special_tokens"], question)
 
     with contextlib.suppress(Refusal):  # it may want other messages
         render(TRIAL)
     return None, render
+
+
+def _compiled(source: str) -> Template:
+    try:
+        return _environment().from_string(source)
+    except TemplateError as error:
+        raise Refusal(str(error)) from None
+    except RecursionError:
+        raise Refusal("it is nested too deeply") from None
 
 
 def _render(template: Template, special_tokens: dict[str, str], question: dict[str, Any]) -> str:
@@ -62,7 +71,7 @@ def _render(template: Template, special_tokens: dict[str, str], question: dict[s
                 **special_tokens,
                 **question["variables"],
                 "messages": question["messages"],
-                "tools": None,
+                "tools": question["tools"],
                 "documents": None,
                 "add_generation_prompt": question["add_generation_prompt"],
                 "strftime_now": now.strftime,

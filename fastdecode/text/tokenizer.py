@@ -119,6 +119,7 @@ class ModelTokenizer:
         tokenize: bool = True,
         add_generation_prompt: bool = False,
         chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str | list[int]:
         """A conversation as the model's prompt.
@@ -126,6 +127,7 @@ class ModelTokenizer:
         Args:
             tokenize: give token ids; or text.
             chat_template: a Jinja program in place of the model's own.
+            tools: that the model may call.
             variables: more names for the template.
 
         Raises:
@@ -145,6 +147,7 @@ class ModelTokenizer:
             datetime.now(),
             add_generation_prompt=add_generation_prompt,
             variables=variables,
+            tools=tools,
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
 

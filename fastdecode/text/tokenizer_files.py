@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from fastdecode.core.errors import CheckpointError
+from fastdecode.core.model.files import MAX_TOKENIZER_BYTES, read_model_file
 from fastdecode.text.tekken import TEKKEN_FILE, convert_tekken
 
 
@@ -22,6 +24,23 @@ def find_tokenizer(model_dir: Path) -> Path | None:
         return convert_tekken(model_dir / TEKKEN_FILE)
     _refuse_others(model_dir)
     return None
+
+
+def special_tokens(model_dir: Path) -> dict[str, int]:
+    """The names of a model's special tokens → their ids, where no tokenizer is open;
+    none without one, or if its file is not as it should be.
+
+    Raises:
+        CheckpointError: as ``find_tokenizer``, or the file can't be read.
+    """
+    path = find_tokenizer(model_dir)
+    if path is None:
+        return {}
+    try:
+        added = json.loads(read_model_file(path, MAX_TOKENIZER_BYTES))["added_tokens"]
+        return {each["content"]: int(each["id"]) for each in added if each["special"]}
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return {}
 
 
 def _refuse_others(model_dir: Path) -> None:

@@ -5,91 +5,113 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
 from fastdecode.text.grammars import json_rule
+from fastdecode.text.marks import num_begun
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes calls: JSON objects between marks."""
+    """How a family of models writes calls: a mark, then JSON objects."""
 
     name: str
     begin: str
-    """Before a call, or before all."""
-    end: str
+    """Before a call, or before all of them."""
+    end: str = ""
     """After a call; empty: its JSON is all."""
-    arguments: str
-    """The object's name of the arguments, beside ``name``."""
+    arguments: str = "arguments"
+    """The key of the arguments, after ``name``."""
     is_list: bool = False
     """All calls stand in one JSON list."""
+    name_end: str = ""
+    """The name stands before the arguments' object, and this between them."""
     begins_bare: bool = False
-    """A text that begins with an object is a call, without a mark."""
-    has_special_begin: bool = False
-    """The mark is a special token, which a text leaves out unless it is asked for."""
+    """An answer that begins with a call's object is a call, without a mark."""
+    id_chars: int = 0
+    """Ids of calls have exactly so many letters and digits; 0: any."""
 
 
-FORMATS: Final[Mapping[str, ToolFormat]] = {
+TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
     row.name: row
     for row in (
-        ToolFormat("hermes", "<tool_call>", "</tool_call>", "arguments"),
-        ToolFormat("mistral", "[TOOL_CALLS]", "", "arguments", True, False, True),
-        ToolFormat("llama3_json", "<|python_tag|>", "", "parameters", False, True, True),
+        ToolFormat("hermes", "<tool_call>", "</tool_call>"),
+        ToolFormat("llama3_json", "<|python_tag|>", arguments="parameters", begins_bare=True),
+        ToolFormat("mistral", "[TOOL_CALLS]", is_list=True, id_chars=9),
+        ToolFormat("mistral_args", "[TOOL_CALLS]", name_end="[ARGS]", id_chars=9),
     )
 }
-"""By name: Qwen, Hermes and those that follow them; Mistral; Llama 3."""
+"""By name: Qwen, Hermes and the models that follow them; Llama 3; Mistral's
+tokenizers 3 to 7, and from 11 on."""
 
 _IN_TEMPLATES: Final = (
     ("<tool_call>", "hermes"),
+    ("[ARGS]", "mistral_args"),
     ("[TOOL_CALLS]", "mistral"),
     ("<|python_tag|>", "llama3_json"),
     ("Environment: ipython", "llama3_json"),
 )
-"""What a chat template has, and whose it then is."""
+"""What a chat template's source has in it, and the format that it then writes."""
 
 
-def format_of(template: str, wanted: str | None = None) -> ToolFormat | None:
-    """The format of a model: the one that is wanted, or the one that its chat
-    template writes; None: it writes no calls."""
-    if wanted is not None:
-        return FORMATS[wanted]
-    return next((FORMATS[name] for mark, name in _IN_TEMPLATES if mark in template), None)
+def tool_format(template: str) -> ToolFormat | None:
+    """The format that a chat template's source writes; None: it writes none of them."""
+    return next((TOOL_FORMATS[name] for mark, name in _IN_TEMPLATES if mark in template), None)
 
 
-def calls_grammar(
-    family: ToolFormat, tools: Sequence[Mapping[str, Any]], *, most_one: bool
+def calls_rules(
+    family: ToolFormat,
+    tools: Sequence[Mapping[str, Any]],
+    special: Mapping[str, int],
+    *,
+    most_one: bool,
 ) -> str:
-    """A Lark grammar of one call or more of these tools (``name`` and
-    ``parameters``, a JSON schema). Marks that are special tokens are left out."""
-    rules = [
-        f"call_{i}: {_quoted(_head(family, tool['name']))} "
-        f'{json_rule(tool.get("parameters") or {"type": "object"})} "}}"'
-        for i, tool in enumerate(tools)
-    ]
+    """A Lark grammar whose rule ``calls`` is one call of these tools, or several.
+
+    Args:
+        tools: each has a ``name``, and ``parameters``, a JSON schema, or none.
+        special: the model's special tokens, by name.
+        most_one: no more than one call.
+    """
+
+    def mark(text: str) -> str:
+        return f"<[{special[text]}]>" if text in special else quoted(text)
+
+    rules = [f"call_{i}: {_call_rule(family, tool, mark)}" for i, tool in enumerate(tools)]
     one = " | ".join(f"call_{i}" for i in range(len(tools)))
+    return "\n".join([f"calls: {_calls_rule(family, mark, most_one)}", f"call: {one}", *rules])
+
+
+def _calls_rule(family: ToolFormat, mark: Callable[[str], str], most_one: bool) -> str:
+    begin = mark(family.begin)
     if family.is_list:
-        start = 'start: "[" call "]"' if most_one else 'start: "[" call (", " call)* "]"'
-    elif family.end:
-        whole = f'{_quoted(family.begin)} "\\n" call "\\n" {_quoted(family.end)}'
-        start = f"start: {whole}" if most_one else f'start: {whole} ("\\n" {whole})*'
-    else:
-        start = "start: call" if most_one else 'start: call ("; " call)*'
-    return "\n".join([start, f"call: {one}", *rules])
+        return f'{begin} "[" call "]"' if most_one else f'{begin} "[" call (", " call)* "]"'
+    if family.begins_bare:
+        return "call" if most_one else 'call ("; " call)*'
+    if family.name_end:
+        return f"{begin} call" if most_one else f"({begin} call)+"
+    whole = rf'{begin} "\n" call "\n" {mark(family.end)}'
+    return whole if most_one else rf'{whole} ("\n" {whole})*'
 
 
-def _head(family: ToolFormat, name: str) -> str:
-    return f'{{"name": {json.dumps(name)}, "{family.arguments}": '
+def _call_rule(family: ToolFormat, tool: Mapping[str, Any], mark: Callable[[str], str]) -> str:
+    schema = json_rule(tool.get("parameters") or {"type": "object"})
+    if family.name_end:
+        return f"{quoted(tool['name'])} {mark(family.name_end)} {schema}"
+    head = f'{{"name": {json.dumps(tool["name"])}, "{family.arguments}": '
+    return f'{quoted(head)} {schema} "}}"'
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """A text as a Lark grammar spells it."""
     return json.dumps(text, ensure_ascii=False)
 
 
-@dataclass
+@dataclass(frozen=True)
 class CallPiece:
-    """A piece of one call: its name in the first, then text of its arguments."""
+    """A piece of one call: the first has its name, the others text of its arguments."""
 
     index: int
     name: str | None
@@ -97,9 +119,15 @@ class CallPiece:
 
 
 Piece: TypeAlias = "str | CallPiece"
-_HEAD = re.compile(
+_OBJECT_HEAD: Final = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
+_NAME: Final = re.compile(r"\s*([\w.-]{1,256})(?:\[CALL_ID\]\w*)?")
+_FIRST_KEY: Final = re.compile(r'\{\s*(?:"((?:[^"\\]|\\.)*)"|([^"\s]))')
+_KEYS: Final = frozenset({"name", "arguments", "parameters", "type", "id"})
+"""That the object of a call may begin with."""
+_MOST_HEAD_CHARS: Final = 1024
+"""Of a call, up to its arguments. Longer ones are text."""
 _BETWEEN: Final = " \t\r\n;,"
 
 
@@ -109,28 +137,35 @@ class ToolCallParser:
 
     Args:
         family: how calls are written.
-        is_forced: the text is nothing but calls (``calls_grammar``).
+        tool_names: of the tools; a call without a mark is one only with one of them.
     """
 
     family: ToolFormat
-    is_forced: bool = False
+    tool_names: frozenset[str]
     num_calls: int = 0
     _text: str = ""
-    """That was fed, and isn't divided yet."""
+    """Was fed, and is not divided yet."""
     _mode: Literal["start", "text", "call", "arguments", "close"] = "start"
+    _is_after_call: bool = False
+    """Blanks that follow a call are no text."""
     _marked: str = ""
-    """The mark that began the call; text, if it turns out to be none."""
+    """The mark that began the call; it is text if no call follows it."""
     _json: _JsonEnd = field(default_factory=lambda: _JsonEnd())
-
-    def __post_init__(self) -> None:
-        if self.is_forced and self.family.has_special_begin:
-            self._mode = "call"
+    _num_scanned: int = 0
+    """Characters of a call's object that ``_json`` has seen, before its arguments begin."""
 
     def feed(self, text: str) -> list[Piece]:
-        """More text; what it gives."""
+        """More text: what it adds."""
         self._text += text
         pieces: list[Piece] = []
-        while self._text and self._step(pieces):
+        step = {
+            "start": self._in_start,
+            "text": self._in_text,
+            "call": self._in_call,
+            "arguments": self._in_arguments,
+            "close": self._in_close,
+        }
+        while self._text and step[self._mode](pieces):
             pass
         return pieces
 
@@ -140,74 +175,95 @@ class ToolCallParser:
         if self._mode == "call" and self._text.strip(_BETWEEN + "[]"):
             rest = self._marked + self._text
         self._text, self._mode = "", "text"
-        return [rest] if rest else []
+        pieces: list[Piece] = []
+        self._say(pieces, rest)
+        return pieces
 
-    def _step(self, pieces: list[Piece]) -> bool:
-        """Take something off the text; False: more of it must come first."""
-        act = getattr(self, f"_in_{self._mode}")
-        return bool(act(pieces))
+    # Each takes something off the text; False: more text is needed first.
 
     def _in_start(self, pieces: list[Piece]) -> bool:
         begun = self._text.lstrip()
         if not begun:
             return False
         is_call = self.family.begins_bare and begun[0] == "{"
-        self._mode, self._marked = ("call" if is_call else "text"), ""
+        self._enter_call("") if is_call else self._enter_text()
         return True
 
     def _in_text(self, pieces: list[Piece]) -> bool:
         before, mark, after = self._text.partition(self.family.begin)
         if mark:
             self._say(pieces, before)
-            self._text, self._mode, self._marked = after, "call", mark
+            self._text = after
+            self._enter_call(mark)
             return True
-        num_held = _begun(self._text, self.family.begin)
+        num_held = num_begun(self._text, self.family.begin)
         self._say(pieces, self._text[: len(self._text) - num_held])
         self._text = self._text[len(self._text) - num_held :]
         return False
 
-    def _say(self, pieces: list[Piece], text: str) -> None:
-        if text and not (self.num_calls and not text.strip()):  # blanks between calls
-            pieces.append(text)
-
     def _in_call(self, pieces: list[Piece]) -> bool:
-        """Before a call's object, or before what ends the calls."""
+        """Before a call, or before the end of all calls."""
         rest = self._text.lstrip(_BETWEEN + "[" * self.family.is_list)
         if not rest:
             return False
+        if self.family.name_end:
+            return self._in_name(pieces, rest)
         if rest[0] == "{":
-            return self._begin_call(pieces, rest)
+            return self._in_head(pieces, rest)
         end = self.family.end or ("]" if self.family.is_list else "")
         if end and rest.startswith(end):
-            self._text, self._mode, self._marked = rest[len(end) :], "text", ""
+            self._text = rest[len(end) :]
+            self._enter_text()
             return True
-        if end and end.startswith(rest):
+        return False if end and end.startswith(rest) else self._no_call(pieces)
+
+    def _in_name(self, pieces: list[Piece], rest: str) -> bool:
+        """Where the name stands before the arguments."""
+        name, mark, after = rest.partition(self.family.name_end)
+        if not mark and len(name) <= _MOST_HEAD_CHARS:
             return False
-        self._say(pieces, self._marked + self._text)  # no call after all
-        self._text, self._mode = "", "text"
+        head = _NAME.fullmatch(name)
+        if head is None:
+            return self._no_call(pieces)
+        self._text = after
+        self._begin_call(pieces, head[1])
         return True
 
-    def _begin_call(self, pieces: list[Piece], rest: str) -> bool:
-        head = _HEAD.match(rest)
-        if head is not None:
-            pieces.append(CallPiece(self.num_calls, _loaded(head[1]), ""))
-            self._text, self._mode, self._json = rest[head.end() :], "arguments", _JsonEnd()
-            self.num_calls += 1
-            return True
-        end = _JsonEnd().find(rest)
+    def _in_head(self, pieces: list[Piece], rest: str) -> bool:
+        """Before the arguments in a call's object."""
+        self._text = rest
+        first = _FIRST_KEY.match(rest)
+        if self._is_bare and first is not None and first[1] not in _KEYS:
+            return self._no_call(pieces)
+        head = _OBJECT_HEAD.match(rest) if len(rest) <= _MOST_HEAD_CHARS else None
+        if head is None:
+            return self._in_object(pieces)
+        name = _loaded(head[1])
+        if not isinstance(name, str) or (self._is_bare and name not in self.tool_names):
+            return self._no_call(pieces)
+        self._text = rest[head.end() :]
+        self._begin_call(pieces, name)
+        return True
+
+    def _in_object(self, pieces: list[Piece]) -> bool:
+        """A call's object with its keys in another order: once it is complete."""
+        end = self._json.find(self._text[self._num_scanned :])
         if end is None:
+            self._num_scanned = len(self._text)
             return False
-        call = _loaded(rest[:end])
-        self._text = rest[end:]
+        end += self._num_scanned
+        call = _loaded(self._text[:end])
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            self._say(pieces, self._marked + rest[:end])
-            self._mode = "text"
-            return True
+            return self._no_call(pieces)
+        if self._is_bare and call["name"] not in self.tool_names:
+            return self._no_call(pieces)
         arguments = call.get("arguments", call.get("parameters", {}))
         said = arguments if isinstance(arguments, str) else json.dumps(arguments)
         pieces.append(CallPiece(self.num_calls, call["name"], said))
         self.num_calls += 1
-        self._marked = ""
+        self._is_after_call = True
+        self._text = self._text[end:]
+        self._enter_call("")
         return True
 
     def _in_arguments(self, pieces: list[Piece]) -> bool:
@@ -224,19 +280,68 @@ class ToolCallParser:
         rest = self._text.lstrip()
         if not rest:
             return False
-        self._text, self._mode, self._marked = rest.removeprefix("}"), "call", ""
+        if self.family.name_end:
+            self._enter_text()
+            return True
+        if rest[0] == "," and self._json.is_over:
+            self._json = _JsonEnd(depth=1)
+        if self._json.is_over:  # a model may forget the object's end
+            self._text = rest.removeprefix("}")
+            self._enter_call("")
+            return True
+        end = self._json.find(rest)
+        self._text = "" if end is None else rest[end:]
+        if end is not None:
+            self._enter_call("")
+        return end is not None
+
+    @property
+    def _is_bare(self) -> bool:
+        return self.family.begins_bare and not self._marked
+
+    def _begin_call(self, pieces: list[Piece], name: str) -> None:
+        pieces.append(CallPiece(self.num_calls, name, ""))
+        self.num_calls += 1
+        self._is_after_call = True
+        self._mode, self._json = "arguments", _JsonEnd()
+
+    def _no_call(self, pieces: list[Piece]) -> bool:
+        """What should be a call is text: its mark, or its first character."""
+        marked = self._marked
+        if not marked:
+            marked, self._text = self._text[:1], self._text[1:]
+        self._say(pieces, marked)
+        self._enter_text()
         return True
+
+    def _enter_call(self, mark: str) -> None:
+        self._mode, self._marked = "call", mark
+        self._json, self._num_scanned = _JsonEnd(), 0
+
+    def _enter_text(self) -> None:
+        self._mode, self._marked = "text", ""
+
+    def _say(self, pieces: list[Piece], text: str) -> None:
+        if self._is_after_call:
+            text = text.lstrip()
+        if text:
+            pieces.append(text)
+            self._is_after_call = False
 
 
 class _JsonEnd:
-    """Finds where a JSON object that comes in pieces ends."""
+    """Finds where a JSON object ends that comes in pieces."""
 
-    def __init__(self) -> None:
-        self._depth = 0
+    def __init__(self, depth: int = 0) -> None:
+        self._depth = depth
         self._in_string = self._escaped = False
 
+    @property
+    def is_over(self) -> bool:
+        return self._depth <= 0
+
     def find(self, text: str) -> int | None:
-        """Behind the end, in this piece; None: it goes on."""
+        """The place behind the end, in this piece; None: it goes on."""
         for place, char in enumerate(text):
             if self._in_string:
                 if self._escaped:
@@ -254,12 +359,6 @@ class _JsonEnd:
                 if self._depth <= 0:
                     return place + 1
         return None
-
-
-def _begun(text: str, mark: str) -> int:
-    """Characters at the end of a text that may begin a mark."""
-    most = min(len(text), len(mark) - 1)
-    return next((n for n in range(most, 0, -1) if mark.startswith(text[-n:])), 0)
 
 
 def _loaded(text: str) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -78,6 +79,58 @@ def test_a_bad_schema_is_refused_and_the_others_are_answered(llm: LLM) -> None:
     good, bad = llm.generate([[5, 6], [7]], params[:2])
     assert good.text in ("yes", "no") and good.completions[0].finish_reason == "stop"
     assert bad.error is not None and bad.error.code == "invalid_structured_outputs"
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}{{ tools | tojson }}"
+    "<tool_call>{% endif %}{% if thinking %}<think>{% else %}</think>{% endif %}"
+)
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Wien", "Graz"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_pattern": ""},
+}
+
+
+def test_a_chat_gives_calls(llm: LLM) -> None:
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
+    params = SamplingParams(max_tokens=300, seed=2, n=2)
+    (output,) = llm.chat(
+        [{"role": "user", "content": "x"}],
+        params,
+        tools=tools,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        chat_template=TEMPLATE,
+    )
+    ids = []
+    for one in output.completions:
+        assert one.finish_reason == "stop" and one.content is None and len(one.tool_calls) == 1
+        for call in one.tool_calls:
+            ids.append(call.id)
+            assert call.name == "weather" and json.loads(call.arguments)["city"] in ("Wien", "Graz")
+            assert call.arguments in one.text
+    assert len(set(ids)) == len(ids)
+
+
+def test_structured_output_follows_the_reasoning(llm: LLM) -> None:
+    thought = llm.codec.encode("ba</think>\n", add_special_tokens=False)
+
+    def think(token_ids: Sequence[int], logits: Any) -> Any:
+        if len(token_ids) < len(thought):
+            logits[thought[len(token_ids)]] = 1e4
+        return logits
+
+    params = asked({"regex": "[ab]c"}, logits_processors=[think])
+    (output,) = llm.chat(
+        [{"role": "user", "content": "x"}], params, chat_template=TEMPLATE,
+        variables={"thinking": True},
+    )  # fmt: skip
+    (one,) = output.completions
+    assert one.reasoning_content == "ba" and one.content in ("ac", "bc")
+    assert one.finish_reason == "stop"
 
 
 def test_masked_tokens_have_no_logprobs(llm: LLM) -> None:

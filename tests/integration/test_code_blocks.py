@@ -31,6 +31,8 @@ RUN_BY = {
     ("docs/guides/serving.md", "fastdecode serve examples"): "tests/integration/test_readme.py",
     ("docs/guides/serving.md", "from openai import"): "tests/server/test_openai_client.py",
     ("docs/guides/conversations.md", "asked = {"): "tests/server/test_conversations.py",
+    ("docs/guides/structured.md", "from openai import"): "tests/server/test_structured_server.py",
+    ("docs/guides/structured.md", "(output,) = llm"): "tests/engine/test_structured_outputs.py",
 }
 """(page, first words) of blocks that other tests run."""
 

@@ -122,6 +122,9 @@ def test_a_template_is_found_where_transformers_finds_it(tmp_path: Path) -> None
     ]
     config.write_text(json.dumps({"chat_template": several}))
     assert rendered() == "default"
+    with_tools = ChatTemplate.load(tmp_path)
+    assert with_tools is not None and with_tools.takes_tools
+    assert with_tools.render(CHATS[0], NOW, tools=[{"type": "function"}]) == "tools"
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<e>"}')
     (tmp_path / "chat_template.jinja").write_text("file {{ eos_token }}\n")
     assert rendered() == "file <e>"

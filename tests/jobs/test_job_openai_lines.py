@@ -18,9 +18,14 @@ from fastdecode.jobs.line_format import LineError, LineRequest
 from fastdecode.jobs.openai_lines import OpenAILines
 from fastdecode.openai.chat import Chat
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, NOT_SUPPORTED, RequestReader
+from fastdecode.text.chat_format import ChatFormat
 from fastdecode.text.codec import TextCodec
+from fastdecode.text.reasoning import REASONING_FORMATS
+from fastdecode.text.tool_calls import TOOL_FORMATS
 
 USER = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "strict": True}}]
+FORMAT = ChatFormat(TOOL_FORMATS["mistral"], REASONING_FORMATS["think"], True, {"[TOOL_CALLS]": 9})
 
 
 def lines(has_chat_template: bool = True, **given: Any) -> OpenAILines:
@@ -160,13 +165,13 @@ def test_best_of_may_be_n() -> None:
             chat,
             {"messages": [{**USER[0], "tool_calls": [{}]}]},
             "messages[0].tool_calls",
-            "unsupported_field",
+            "invalid_messages",
         ),
         (
             chat,
             {"messages": [*USER, {"role": "tool", "content": "4"}]},
-            "messages[1].role",
-            "unsupported_field",
+            "messages[1].tool_call_id",
+            "invalid_messages",
         ),
         (
             chat,
@@ -318,6 +323,42 @@ def test_a_chats_answer_with_logprobs(codec: TextCodec) -> None:
     assert steps[1]["bytes"] == [98, 99]
     assert steps[1]["logprob"] == -0.5
     assert steps[1]["top_logprobs"][0] == {"token": " a", "logprob": -0.25, "bytes": [32, 97]}
+
+
+def test_a_line_with_tools(codec: TextCodec) -> None:
+    with_tools = OpenAILines(RequestReader({}, ("llama",), True, chat_format=FORMAT), "r1")
+    call = {"id": "a-long-id-123456789", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        *USER,
+        {"role": "assistant", "tool_calls": [call], "reasoning_content": "hm"},
+        {"role": "tool", "tool_call_id": "a-long-id-123456789", "content": "4"},
+    ]
+    body = {"messages": messages, "tools": TOOLS, "tool_choice": "required"}
+    request = with_tools.parse(line(body, CHAT_URL), 1)
+    (asked,) = request.prompts
+    assert isinstance(asked, Chat) and asked.tools == (
+        {"type": "function", "function": {"name": "f"}},
+    )
+    assert asked.messages[1] == {
+        "role": "assistant", "content": "", "reasoning_content": "hm",
+        "tool_calls": [{"id": "123456789", "type": "function",
+                        "function": {"name": "f", "arguments": {"a": 1}}}],
+    }  # fmt: skip
+    assert asked.messages[2]["tool_call_id"] == "123456789"
+    structured = request.params.structured_outputs
+    assert structured is not None and structured.reasoning == "think"
+    assert structured.grammar is not None and '<[9]> "[" call' in structured.grammar
+    assert not request.params.skip_special_tokens
+    said = '<think>Hm</think>[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]'
+    done = Completion(0, said, (1,), "stop")
+    answer = with_tools.answer(7, request, [RequestOutput("1.0", None, (1,), (done,))], codec)
+    (choice,) = answer["response"]["body"]["choices"]
+    (made,) = choice["message"].pop("tool_calls")
+    assert len(made["id"]) == 9 and made["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    assert choice["message"] == {
+        "role": "assistant", "content": None, "refusal": None, "reasoning_content": "Hm"
+    }  # fmt: skip
+    assert choice["finish_reason"] == "tool_calls"
 
 
 def test_completions_logprobs_are_by_text(codec: TextCodec) -> None:

@@ -42,6 +42,8 @@ WITHIN_S = 30
 class Template:
     """Renders nothing until it may."""
 
+    source, takes_tools = "", False
+
     def __init__(self) -> None:
         self.may_render = threading.Event()
         self.has_begun = threading.Event()

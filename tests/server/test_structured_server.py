@@ -14,7 +14,7 @@ pytest.importorskip("llguidance", reason="needs the extra 'structured'")
 
 import openai
 from pydantic import BaseModel, Field
-from server_process import TALK, Server, model_server
+from server_process import TOOL_TALK, Server, model_server
 
 
 class Person(BaseModel):
@@ -28,7 +28,7 @@ class Person(BaseModel):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path = tmp_path_factory.mktemp("template") / "talk.jinja"
-    path.write_text(TALK)
+    path.write_text(TOOL_TALK)
     with model_server("--chat-template", str(path), "--served-model-name", "demo") as server:
         yield server
 
@@ -87,3 +87,115 @@ def test_a_refusal_names_the_field(client: Any, body: dict[str, Any], param: str
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, extra_body=body)
     assert caught.value.param == param and param.split(".")[0] in str(caught.value)
+
+
+class GetWeather(BaseModel):
+    """The weather of a city."""
+
+    city: Literal["Wien", "Graz"]
+    days: int = Field(ge=1, le=9)
+
+
+WEATHER: Any = openai.pydantic_function_tool(GetWeather)
+NO_BLANKS = {"x-guidance": {"whitespace_pattern": ""}}  # or this model writes many
+WEATHER["function"]["parameters"].update(NO_BLANKS)
+NAMED = {"type": "function", "function": {"name": "GetWeather"}}
+
+
+def test_a_required_call_is_parsed_by_the_helper(client: Any) -> None:
+    answer = client.chat.completions.parse(
+        model="demo", messages=[{"role": "user", "content": "Weather?"}], seed=3,
+        tools=[WEATHER], tool_choice="required", parallel_tool_calls=False,
+    )  # fmt: skip
+    (choice,) = answer.choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    assert isinstance(call.function.parsed_arguments, GetWeather)
+
+
+def test_a_streamed_call_is_the_whole_answers(client: Any) -> None:
+    given = {"tools": [WEATHER], "tool_choice": NAMED, "n": 2}
+    whole = ask(client, **given)
+    calls: dict[int, dict[int, list[str]]] = {0: {}, 1: {}}
+    reasons = {}
+    for chunk in ask(client, **given, stream=True):
+        (choice,) = chunk.choices
+        assert not choice.delta.content
+        reasons[choice.index] = choice.finish_reason
+        for call in choice.delta.tool_calls or ():
+            if call.function.name:
+                assert call.type == "function" and call.id.startswith("call_")
+                calls[choice.index][call.index] = [call.function.name, ""]
+            calls[choice.index][call.index][1] += call.function.arguments
+    assert reasons == {0: "tool_calls", 1: "tool_calls"}
+    for choice in whole.choices:
+        said = [[call.function.name, call.function.arguments] for call in choice.message.tool_calls]
+        assert said == list(calls[choice.index].values())
+        assert all(GetWeather(**json.loads(arguments)) for _, arguments in said)
+
+
+def test_results_of_calls_reach_the_template(server: Server, client: Any) -> None:
+    call = {"id": "c1", "type": "function",
+            "function": {"name": "GetWeather", "arguments": '{"city": "Wien"}'}}  # fmt: skip
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+    ]
+    _, said = server.post("/tokenize", {"messages": messages, "return_token_strs": True})
+    _, text = server.post("/detokenize", {"tokens": said["tokens"]})
+    assert "GetWeather(Wien)" in text["prompt"] and "sunny" in text["prompt"]
+    answer = client.chat.completions.create(model="demo", messages=messages, tools=[WEATHER])
+    plain = client.chat.completions.create(
+        model="demo", messages=messages, tools=[WEATHER], tool_choice="none"
+    )
+    assert answer.choices[0].finish_reason in ("stop", "length")
+    assert answer.usage.prompt_tokens > plain.usage.prompt_tokens  # the tools were in it
+
+
+def test_an_answer_is_a_call_or_the_format(client: Any) -> None:
+    schema = {**Person.model_json_schema(), "additionalProperties": False, **NO_BLANKS}
+    answer = ask(client, max_tokens=500, tools=[WEATHER], response_format={
+        "type": "json_schema", "json_schema": {"name": "Person", "schema": schema}
+    })  # fmt: skip
+    message = answer.choices[0].message
+    if message.tool_calls:
+        assert GetWeather(**json.loads(message.tool_calls[0].function.arguments))
+    else:
+        assert Person(**json.loads(message.content))
+
+
+def test_reasoning_is_apart_from_the_answer(client: Any) -> None:
+    thinking = {"chat_template_kwargs": {"thinking": True}}
+    (choice,) = ask(client, max_tokens=8, extra_body=thinking).choices
+    assert choice.message.content == "" and choice.message.reasoning_content
+    chunks = list(ask(client, max_tokens=8, extra_body=thinking, stream=True))
+    said = [getattr(chunk.choices[0].delta, "reasoning_content", None) for chunk in chunks]
+    assert "".join(filter(None, said)) == choice.message.reasoning_content
+    (plain,) = ask(client, max_tokens=8).choices
+    assert plain.message.content and not hasattr(plain.message, "reasoning_content")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [WEATHER], "tool_choice": "always"}, "tool_choice"),
+        ({"tools": [WEATHER], "parallel_tool_calls": 1}, "parallel_tool_calls"),
+        ({"tools": [WEATHER], "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
+        ({"tools": [WEATHER], "guided_regex": "a"}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
+          "tool_choice": "required"}, "tools"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]},
+         "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {}}]}]},
+         "messages[0].tool_calls[0].function.name"),
+    ],
+)  # fmt: skip
+def test_bad_tools_and_messages_are_refused(
+    server: Server, body: dict[str, Any], param: str
+) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    status, said = server.post("/v1/chat/completions", {"messages": messages, **body})
+    assert status == 400 and said["error"]["param"] == param, said

@@ -137,6 +137,7 @@ class Preparation:
             front.template,
             prompt.add_generation_prompt,
             prompt.variables,
+            prompt.tools,
         )
 
     async def _until_due(self, opened: OpenTurn) -> None:
@@ -186,6 +187,7 @@ class Preparation:
                 datetime.now(),
                 add_generation_prompt=prompt.add_generation_prompt,
                 variables=prompt.variables,
+                tools=prompt.tools,
             )
             text = await self.queued(front.threads.templates, render)
             return await self.encoded(text, add_special_tokens=False)

@@ -1,0 +1,130 @@
+"""Messages of a chat's body, as chat templates take them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from fastdecode.openai.body_errors import refuse
+from fastdecode.text.chats import arguments_of
+
+MAX_MESSAGES: Final = 100_000
+_CODE: Final = "invalid_messages"
+_TEXT_FIELDS: Final = ("name", "tool_call_id", "reasoning_content")
+_KNOWN: Final = ("role", "content", *_TEXT_FIELDS, "tool_calls")
+_EMPTY_FIELDS: Final = ("function_call", "refusal", "audio", "annotations")
+"""A message may have them, as long as they are null or empty."""
+
+
+def read_messages(messages: object, id_chars: int = 0) -> list[dict[str, Any]]:
+    """Raises BodyError.
+
+    Args:
+        id_chars: the template takes ids of calls of so many characters: longer ones
+            lose their beginning; 0: of any number.
+    """
+    if not isinstance(messages, list) or not 1 <= len(messages) <= MAX_MESSAGES:
+        refuse("messages", "must be a list with at least one message", _CODE)
+    return [
+        _message(message, f"messages[{place}]", id_chars) for place, message in enumerate(messages)
+    ]
+
+
+def _message(message: object, where: str, id_chars: int) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        refuse(where, "must be an object", _CODE)
+    _check_fields(message, where)
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        refuse(f"{where}.role", "must be a string", _CODE)
+    if role == "function":
+        refuse(f"{where}.role", "'function' is not supported: use 'tool'", "unsupported_field")
+    calls = message.get("tool_calls") or []
+    if calls and role != "assistant":
+        refuse(f"{where}.tool_calls", "belongs to messages of the assistant", _CODE)
+    plain: dict[str, Any] = {
+        "role": role,
+        "content": _content(message.get("content"), f"{where}.content", may_be_none=bool(calls)),
+    }
+    for name in _TEXT_FIELDS:
+        if message.get(name) is not None:
+            plain[name] = message[name]
+    if role == "tool":
+        plain["tool_call_id"] = _call_id(message.get("tool_call_id"), f"{where}.tool_call_id")
+        plain["tool_call_id"] = plain["tool_call_id"][-id_chars:]
+    if calls:
+        plain["tool_calls"] = _calls(calls, f"{where}.tool_calls", id_chars)
+    return plain
+
+
+def _check_fields(message: Mapping[str, Any], where: str) -> None:
+    for name, value in message.items():
+        if name in _EMPTY_FIELDS:
+            if value:
+                refuse(f"{where}.{name}", "is not supported: leave it out", "unsupported_field")
+        elif name not in _KNOWN:
+            known = ", ".join(_KNOWN)
+            refuse(f"{where}.{name}", f"is unknown: a message has {known}", "unknown_field")
+    for name in _TEXT_FIELDS:
+        if not isinstance(message.get(name), (str, type(None))):
+            refuse(f"{where}.{name}", "must be a string", _CODE)
+
+
+def _content(content: object, where: str, *, may_be_none: bool) -> str:
+    """The text of a message; the texts of several parts stand on lines of their own."""
+    if content is None and may_be_none:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        refuse(where, "must be a string, or a list of parts", _CODE)
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            refuse(
+                where,
+                f"has a part of type {kind!r}, which is not supported: only text is",
+                "unsupported_field",
+            )
+        if not isinstance(part.get("text"), str):
+            refuse(where, 'has a part of type "text" without a "text" that is a string', _CODE)
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _calls(calls: object, where: str, id_chars: int) -> list[dict[str, Any]]:
+    """Calls with their arguments as objects, which templates expect; a model may have
+    written some that are no object, and those stay text."""
+    if not isinstance(calls, list):
+        refuse(where, "must be a list", _CODE)
+    return [_call(call, f"{where}[{place}]", id_chars) for place, call in enumerate(calls)]
+
+
+def _call(call: object, where: str, id_chars: int) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        refuse(where, 'must be an object with a "function"', _CODE)
+    if call.get("type", "function") != "function":
+        refuse(f"{where}.type", 'must be "function"', "unsupported_field")
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        refuse(f"{where}.function.name", "must be a string", _CODE)
+    arguments = _arguments(function.get("arguments"), f"{where}.function.arguments")
+    return {
+        "id": _call_id(call.get("id"), f"{where}.id")[-id_chars:],
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def _call_id(value: object, where: str) -> str:
+    if not isinstance(value, str) or not value:
+        refuse(where, "must be a string, the call's id", _CODE)
+    return value
+
+
+def _arguments(said: object, where: str) -> object:
+    if not isinstance(said, (str, dict, type(None))):
+        refuse(where, "must be a JSON object, as text", _CODE)
+    return arguments_of(said)

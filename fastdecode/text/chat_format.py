@@ -1,0 +1,292 @@
+"""How a model's chats write what is no plain text: tool calls and reasoning.
+
+A ``ChatFormat`` is the model's, an ``AnswerFormat`` one request's. An
+``AnswerParser`` divides one answer as it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from typing import Any, Final, TypeAlias
+
+from fastdecode.core.errors import Given, RequestError
+from fastdecode.core.sequence import SamplingParams, ToolCall
+from fastdecode.core.structured import StructuredOutputs
+from fastdecode.text.chat_template import ChatTemplate
+from fastdecode.text.codec import TextCodec
+from fastdecode.text.grammars import json_rule
+from fastdecode.text.reasoning import (
+    REASONING_FORMATS,
+    ReasoningFormat,
+    ReasoningSplitter,
+    prompt_state,
+    reasoning_format,
+)
+from fastdecode.text.tool_calls import (
+    TOOL_FORMATS,
+    CallPiece,
+    Piece,
+    ToolCallParser,
+    ToolFormat,
+    calls_rules,
+    tool_format,
+)
+from fastdecode.text.tools import CODE, Tools
+
+AUTO: Final = "auto"
+NONE: Final = "none"
+MAX_CALLS: Final = 1024
+"""Of one answer."""
+TOOL_PARSERS: Final = (AUTO, NONE, *TOOL_FORMATS)
+REASONING_PARSERS: Final = (AUTO, NONE, *REASONING_FORMATS)
+TOOL_PARSER_HELP: Final = "format of the model's tool calls; auto: the one in its chat template"
+REASONING_PARSER_HELP: Final = (
+    "marks of the model's reasoning, which answers have apart as reasoning_content; auto: those "
+    "in its chat template"
+)
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """A model's formats.
+
+    Args:
+        tools: of its calls; None: it writes none that is known.
+        reasoning: of its reasoning; None: it marks none.
+        takes_tools: its chat template has a place for tools.
+        special: its special tokens, by name.
+    """
+
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+    takes_tools: bool = False
+    special: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        template: ChatTemplate | None,
+        special: Mapping[str, int],
+        tool_parser: str = AUTO,
+        reasoning_parser: str = AUTO,
+    ) -> ChatFormat:
+        """Of a model's chat template. The parsers: names in ``TOOL_PARSERS`` and
+        ``REASONING_PARSERS``."""
+        if template is None:
+            return cls()
+        source = template.source
+        tools, reasoning = TOOL_FORMATS.get(tool_parser), REASONING_FORMATS.get(reasoning_parser)
+        return cls(
+            tool_format(source) if tool_parser == AUTO else tools,
+            reasoning_format(source) if reasoning_parser == AUTO else reasoning,
+            template.takes_tools,
+            special,
+        )
+
+    def answer(self, tools: Tools | None) -> AnswerFormat | None:
+        """The format of one answer; None: it is plain text.
+
+        Raises:
+            RequestError: (code ``no_tool_format``) the model writes no calls.
+        """
+        if tools is None:
+            return None if self.reasoning is None else AnswerFormat(self.reasoning)
+        if not self.takes_tools:
+            raise RequestError(
+                Given("tools"),
+                " need a chat template that has a place for them, and this model's has none: "
+                "give one by chat_template",
+                code="no_tool_format",
+            )
+        if self.tools is None:
+            raise RequestError(
+                Given("tools"),
+                " need a format that calls are written in, and the chat template writes none that "
+                f"is known: choose tool_parser, one of {', '.join(TOOL_FORMATS)}",
+                code="no_tool_format",
+            )
+        names = frozenset(tools.callable_names)
+        return AnswerFormat(self.reasoning, self.tools, names, tools.most_one)
+
+    def params(self, params: SamplingParams, tools: Tools | None) -> SamplingParams:
+        """The sampling parameters of a request with these tools: its text has the
+        marks, and is what the tools and its structured outputs ask for.
+
+        Raises:
+            RequestError: a call must be made, and structured outputs are given, too.
+        """
+        structured = params.structured_outputs
+        if tools is not None:
+            structured = self._structured(tools, structured)
+        if structured is not None and self.reasoning is not None:
+            structured = replace(structured, reasoning=self.reasoning.name)
+        has_marks = tools is not None or (
+            self.reasoning is not None and self.reasoning.has_special_marks
+        )
+        return replace(
+            params,
+            structured_outputs=structured,
+            skip_special_tokens=params.skip_special_tokens and not has_marks,
+        )
+
+    def _structured(
+        self, tools: Tools, structured: StructuredOutputs | None
+    ) -> StructuredOutputs | None:
+        """What the text must be: calls, or what is asked for, or either."""
+        if structured is None and not tools.must_call:
+            return None
+        assert self.tools is not None, "answer refuses tools without a format"
+        rules = calls_rules(self.tools, tools.functions, self.special, most_one=tools.most_one)
+        if tools.must_call:
+            if structured is not None:
+                raise RequestError(
+                    Given("tool_choice"),
+                    " asks for a call, and structured outputs for something else: give one of them",
+                    code=CODE,
+                )
+            return StructuredOutputs(grammar=f"start: calls\n{rules}")
+        return StructuredOutputs(
+            grammar=f"start: calls | answer\n{_answer_rule(structured)}\n{rules}"
+        )
+
+
+def _answer_rule(structured: StructuredOutputs | None) -> str:
+    assert structured is not None
+    schema = structured.schema
+    if schema is None:
+        raise RequestError(
+            Given("tools"),
+            " and structured outputs other than JSON can't be given together: leave one out",
+            code=CODE,
+        )
+    return f"answer: {json_rule(schema)}"
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """One request's: what its answer may have beside plain text."""
+
+    reasoning: ReasoningFormat | None = None
+    tools: ToolFormat | None = None
+    tool_names: frozenset[str] = frozenset()
+    most_one: bool = False
+    """Calls after the first are left out."""
+
+    def parser(self, codec: TextCodec, prompt_token_ids: Sequence[int]) -> AnswerParser:
+        """For one answer to this prompt."""
+        splitter = None
+        if self.reasoning is not None:
+            state = prompt_state(self.reasoning, codec.prompt_end(prompt_token_ids))
+            if state != "after":
+                splitter = ReasoningSplitter(self.reasoning, state == "inside")
+        calls = None if self.tools is None else ToolCallParser(self.tools, self.tool_names)
+        return AnswerParser(splitter, calls, 1 if self.most_one else MAX_CALLS)
+
+    def call_id(self, answer: str, index: int) -> str:
+        """Of one call of an answer that has this name: the same every time."""
+        digest = sha256(f"{answer}/{index}".encode()).hexdigest()
+        num_chars = 0 if self.tools is None else self.tools.id_chars
+        return digest[:num_chars] if num_chars else f"call_{digest[:24]}"
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """A piece of the reasoning."""
+
+    text: str
+
+
+Part: TypeAlias = "str | Reasoning | CallPiece"
+
+
+class AnswerParser:
+    """Divides one answer's text, as it comes, into reasoning, text and calls.
+
+    Args:
+        reasoning: finds the reasoning; None: there is none.
+        calls: finds calls; None: there are none.
+        most_calls: later calls are left out.
+    """
+
+    def __init__(
+        self, reasoning: ReasoningSplitter | None, calls: ToolCallParser | None, most_calls: int
+    ) -> None:
+        self._reasoning = reasoning
+        self._calls = calls
+        self._most_calls = most_calls
+
+    @property
+    def has_calls(self) -> bool:
+        return self._calls is not None and self._calls.num_calls > 0
+
+    def feed(self, text: str) -> list[Part]:
+        """More text: what it adds."""
+        if self._reasoning is None:
+            return self._divided(text)
+        reasoning, answer = self._reasoning.feed(text)
+        thought: list[Part] = [Reasoning(reasoning)] if reasoning else []
+        return thought + self._divided(answer)
+
+    def finish(self) -> list[Part]:
+        """No text follows: what was held back."""
+        parts: list[Part] = []
+        if self._reasoning is not None:
+            reasoning, answer = self._reasoning.finish()
+            parts += [Reasoning(reasoning)] if reasoning else []
+            parts += self._divided(answer)
+        return parts if self._calls is None else parts + self._kept(self._calls.finish())
+
+    def _divided(self, answer: str) -> list[Part]:
+        if not answer:
+            return []
+        return [answer] if self._calls is None else self._kept(self._calls.feed(answer))
+
+    def _kept(self, pieces: list[Piece]) -> list[Part]:
+        return [
+            piece for piece in pieces if isinstance(piece, str) or piece.index < self._most_calls
+        ]
+
+
+@dataclass
+class ParsedAnswer:
+    """A whole answer."""
+
+    content: str | None = ""
+    """The text; None: there is none, but calls."""
+    reasoning: str | None = None
+    """None: there is none."""
+    calls: list[ToolCall] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, text: str, parser: AnswerParser, family: AnswerFormat, name: str) -> ParsedAnswer:
+        """``name``: the answer's, for the ids of its calls."""
+        parsed, content = cls(), ""
+        for part in [*parser.feed(text), *parser.finish()]:
+            if isinstance(part, Reasoning):
+                parsed.reasoning = (parsed.reasoning or "") + part.text
+            elif isinstance(part, str):
+                content += part
+            else:
+                parsed._add(part, family, name)
+        parsed.content = None if parsed.calls and not content.strip() else content
+        return parsed
+
+    def _add(self, piece: CallPiece, family: AnswerFormat, name: str) -> None:
+        if piece.name is not None:
+            its_id = family.call_id(name, piece.index)
+            self.calls.append(ToolCall(its_id, piece.name, piece.arguments))
+        else:
+            last = self.calls[-1]
+            self.calls[-1] = replace(last, arguments=last.arguments + piece.arguments)
+
+
+def message_of(parsed: ParsedAnswer) -> dict[str, Any]:
+    """OpenAI's message of an assistant."""
+    message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
+    if parsed.reasoning is not None:
+        message["reasoning_content"] = parsed.reasoning
+    if parsed.calls:
+        message["tool_calls"] = [call.to_json() for call in parsed.calls]
+    return message
