@@ -10,6 +10,7 @@ from cost_model.disaggregate.compare import Simulated, machines_of
 from cost_model.disaggregate.memory import StageMemory
 from cost_model.disaggregate.split import Disaggregation, Split
 from cost_model.disaggregate.swap import CORRECTED, PRINTED, Swapping
+from cost_model.printing import table
 from cost_model.quantities import counted, round_to, seconds_text
 
 
@@ -237,16 +238,20 @@ def pipelines_as_text(
     rows: Sequence[tuple[int, dict[str, Simulated | None]]], price: float | None
 ) -> str:
     """A line for each number of machines and kind."""
-    heads = ("machines", "kind", "stages, microbatch", "makespan", "s/token", "busy", "cost")
-    table: list[tuple[str, ...]] = [heads if price is not None else heads[:-1]]
-    for machines, best in rows:
-        for kind, found in best.items():
-            table.append(_row(machines, kind, found, price))
-    widths = [max(len(row[i]) for row in table if len(row) > i) for i in range(len(table[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
-        for row in table
+    heads: tuple[str, ...] = (
+        "machines",
+        "kind",
+        "stages, microbatch",
+        "makespan",
+        "s/token",
+        "busy",
+        "cost",
     )
+    heads = heads if price is not None else heads[:-1]
+    lines = [
+        _row(machines, kind, each, price) for machines, best in rows for kind, each in best.items()
+    ]
+    return "\n".join(table(heads, lines, left=range(len(heads)), indent=0))
 
 
 def _row(machines: int, kind: str, found: Simulated | None, price: float | None) -> tuple[str, ...]:

@@ -22,10 +22,18 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from cost_model.simulate.trace import MAX_REQUESTS, MAX_TOKENS, parse_trace
+from cost_model.simulate.trace import (
+    MAX_TOKENS,
+    Located,
+    bounded,
+    json_object,
+    read_file,
+    trace_of,
+)
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.simulation.trace import RequestTrace, TracedRequest
 
@@ -86,54 +94,32 @@ def read_any_trace(path: Path) -> ReadTrace:
         ConfigError: it can't be read, is of no known form, or a line is broken;
             names the line and the field.
     """
-    try:
-        with path.open("rb") as file:
-            return _read(file, f"--trace {path}")
-    except OSError as error:
-        raise ConfigError(f"can't read the trace {path}: {error.strerror}") from None
+    return read_file(path, _read, f"--trace {path}")
 
 
 def _read(file: Iterable[bytes], name: str) -> ReadTrace:
-    lines = _bounded(file, name)
-    first = next(((number, line) for number, line in lines if line.strip()), None)
+    lines = bounded(file, name, MAX_LINE_BYTES)
+    first = next(lines, None)
     if first is None:
         raise ConfigError(f"{name} holds no requests")
     form = _form(first[1])
     if form is None and _OWN.encode() in first[1]:
-        trace = parse_trace(_rest(first, lines), name)
+        trace = trace_of(chain([first], lines), name)
         if trace.unit != "s":
             raise ConfigError(f"{name}: arrivals are steps; a plan needs arrival_s")
         return ReadTrace(_from_zero(list(trace.requests)), "own", 0)
     if form is None:
         known = ", ".join(["own", *(each.name for each in FORMATS)])
         raise ConfigError(
-            f"{name}, line {first[0]}: a trace of no known form ({known}); own lines are like "
+            f"{first[0]}: a trace of no known form ({known}); own lines are like "
             '{"num_prompt_tokens": 512, "num_output_tokens": 128, "arrival_s": 0.5}'
         )
-    records = _csv(first[1], lines, name) if form.is_csv else _json(first, lines, name)
+    records = _csv(first[1], lines) if form.is_csv else _json(chain([first], lines))
     found = [_request(record, form, where) for where, record in records]
     requests = [request for request in found if request is not None]
     if not requests:
         raise ConfigError(f"{name} holds no request with a prompt and an answer")
     return ReadTrace(_from_zero(requests), form.name, len(found) - len(requests))
-
-
-def _bounded(file: Iterable[bytes], name: str) -> Iterator[tuple[int, bytes]]:
-    for number, line in enumerate(file, 1):
-        if len(line) > MAX_LINE_BYTES or number > MAX_REQUESTS:
-            raise ConfigError(
-                f"{name}, line {number}: a trace has at most {MAX_REQUESTS} lines of "
-                f"{MAX_LINE_BYTES} bytes"
-            )
-        yield number, line
-
-
-def _rest(first: tuple[int, bytes], lines: Iterator[tuple[int, bytes]]) -> Iterator[bytes]:
-    """All lines again, numbered as before."""
-    yield from [b"\n"] * (first[0] - 1)
-    yield first[1]
-    for _, line in lines:
-        yield line
 
 
 def _form(line: bytes) -> Format | None:
@@ -158,34 +144,20 @@ def _cells(line: bytes) -> list[str]:
     return [cell.strip() for cell in next(csv.reader([text]), [])]
 
 
-def _csv(
-    head: bytes, lines: Iterator[tuple[int, bytes]], name: str
-) -> Iterator[tuple[str, Fields]]:
+def _csv(head: bytes, lines: Iterable[Located]) -> Iterator[tuple[str, Fields]]:
     names = _cells(head)
-    for number, line in lines:
-        if line.strip():
-            cells = _cells(line)
-            if len(cells) != len(names):
-                raise ConfigError(
-                    f"{name}, line {number}: {len(cells)} columns, but the first line names "
-                    f"{len(names)}"
-                )
-            yield f"{name}, line {number}", dict(zip(names, cells, strict=True))
+    for where, line in lines:
+        cells = _cells(line)
+        if len(cells) != len(names):
+            raise ConfigError(
+                f"{where}: {len(cells)} columns, but the first line names {len(names)}"
+            )
+        yield where, dict(zip(names, cells, strict=True))
 
 
-def _json(
-    first: tuple[int, bytes], lines: Iterator[tuple[int, bytes]], name: str
-) -> Iterator[tuple[str, Fields]]:
-    for number, line in (first, *lines):
-        if line.strip():
-            where = f"{name}, line {number}"
-            try:
-                fields = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{where} isn't JSON: {error}") from None
-            if not isinstance(fields, dict):
-                raise ConfigError(f"{where} isn't a JSON object")
-            yield where, fields
+def _json(lines: Iterable[Located]) -> Iterator[tuple[str, Fields]]:
+    for where, line in lines:
+        yield where, json_object(line, where)
 
 
 def _request(record: Fields, form: Format, where: str) -> TracedRequest | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cost_model.printing import table
 from cost_model.quantities import times_text
 from fastdecode.schedule.simulation.simulation import SimulationOutcome
 
@@ -77,17 +78,8 @@ def as_text(outcomes: Mapping[str, SimulationOutcome]) -> str:
         ("suspensions", lambda s: f"{s['suspensions']}"),
         ("refused requests", lambda s: f"{s['refused']}"),
     ]
-    table = [["", *summaries], *([name, *map(value, summaries.values())] for name, value in rows)]
-    name_width, *widths = (max(map(len, column)) for column in zip(*table, strict=True))
-    return "\n".join(
-        "  ".join(
-            [
-                name.ljust(name_width),
-                *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)),
-            ]
-        )
-        for name, *cells in table
-    )
+    lines = [[name, *map(value, summaries.values())] for name, value in rows]
+    return "\n".join(table(("", *summaries), lines, indent=0))
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:

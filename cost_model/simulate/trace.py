@@ -15,11 +15,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.simulation.trace import ArrivalUnit, RequestTrace, TracedRequest
+
+T = TypeVar("T")
+Located: TypeAlias = tuple[str, bytes]
+"""Where a line is, for errors, and the line."""
 
 MAX_TOKENS = 1 << 24
 MAX_REQUESTS = 10_000_000
@@ -34,25 +39,18 @@ def read_trace(path: Path) -> RequestTrace:
         ConfigError: it can't be read, or a line is no request; names the line
             and the field.
     """
-    try:
-        with path.open("rb") as lines:
-            return parse_trace(lines, str(path))
-    except OSError as error:
-        raise ConfigError(f"can't read the trace {path}: {error.strerror}") from None
+    return read_file(path, parse_trace, str(path))
 
 
 def parse_trace(lines: Iterable[bytes], name: str) -> RequestTrace:
     """See ``read_trace``. ``name`` is what errors call the file."""
-    requests: list[TracedRequest] = []
+    return trace_of(bounded(lines, name), name)
+
+
+def trace_of(lines: Iterable[Located], name: str) -> RequestTrace:
+    """See ``read_trace``."""
     units: set[ArrivalUnit] = set()
-    for number, line in enumerate(lines, 1):
-        where = f"{name}, line {number}"
-        if len(line) > MAX_LINE_BYTES or len(requests) == MAX_REQUESTS:
-            raise ConfigError(
-                f"{where}: a trace has at most {MAX_REQUESTS} lines of {MAX_LINE_BYTES} bytes"
-            )
-        if line.strip():
-            requests.append(_parse_line(line, where, units))
+    requests = [_request(fields, where, units) for where, fields in records(lines, _FIELDS)]
     if not requests:
         raise ConfigError(f"{name} holds no requests")
     if len(units) > 1:
@@ -62,27 +60,74 @@ def parse_trace(lines: Iterable[bytes], name: str) -> RequestTrace:
     return RequestTrace(tuple(sorted(requests, key=lambda request: request.arrival)), *units)
 
 
-def _parse_line(line: bytes, where: str, units: set[ArrivalUnit]) -> TracedRequest:
+def _request(fields: Mapping[str, Any], where: str, units: set[ArrivalUnit]) -> TracedRequest:
+    num_prompt_tokens = count(fields, "num_prompt_tokens", where)
+    num_output_tokens = count(fields, "num_output_tokens", where)
+    max_tokens = num_output_tokens
+    if "max_tokens" in fields:
+        max_tokens = count(fields, "max_tokens", where, num_output_tokens)
+    arrival = 0.0
+    named: tuple[tuple[str, ArrivalUnit], ...] = (("arrival_s", "s"), ("arrival_step", "step"))
+    for name, unit in named:
+        if name in fields:
+            units.add(unit)
+            arrival = moment(fields, name, where)
+    return TracedRequest(num_prompt_tokens, num_output_tokens, max_tokens, arrival)
+
+
+def read_file(path: Path, parse: Callable[[Iterable[bytes], str], T], name: str) -> T:
+    """Parse a trace file, which errors call ``name``. Raises ConfigError."""
+    try:
+        with path.open("rb") as lines:
+            return parse(lines, name)
+    except OSError as error:
+        raise ConfigError(f"can't read the trace {path}: {error.strerror}") from None
+
+
+def records(lines: Iterable[Located], known: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where each line is, and its JSON object.
+
+    Raises:
+        ConfigError: a line is something else, or has a field that is not known.
+    """
+    for where, line in lines:
+        fields = json_object(line, where)
+        unknown = sorted(set(fields) - set(known))
+        if unknown:
+            raise ConfigError(
+                f"{where}: unknown field {unknown[0]!r}; there are {', '.join(known)}"
+            )
+        yield where, fields
+
+
+def bounded(
+    lines: Iterable[bytes], name: str, most_bytes: int = MAX_LINE_BYTES
+) -> Iterator[Located]:
+    """Lines that aren't blank, and where each is. Raises ConfigError: there are too
+    many, or one is too long."""
+    for number, line in enumerate(lines, 1):
+        where = f"{name}, line {number}"
+        if len(line) > most_bytes or number > MAX_REQUESTS:
+            raise ConfigError(
+                f"{where}: a trace has at most {MAX_REQUESTS} lines of {most_bytes} bytes"
+            )
+        if line.strip():
+            yield where, line
+
+
+def json_object(line: bytes, where: str) -> dict[str, Any]:
+    """Raises ConfigError: the line holds something else."""
     try:
         fields = json.loads(line)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} isn't JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ConfigError(f"{where} isn't a JSON object")
-    unknown = sorted(set(fields) - set(_FIELDS))
-    if unknown:
-        raise ConfigError(f"{where}: unknown field {unknown[0]!r}; there are {', '.join(_FIELDS)}")
-    num_prompt_tokens = _tokens(fields, "num_prompt_tokens", 1, where)
-    num_output_tokens = _tokens(fields, "num_output_tokens", 1, where)
-    max_tokens = num_output_tokens
-    if "max_tokens" in fields:
-        max_tokens = _tokens(fields, "max_tokens", num_output_tokens, where)
-    return TracedRequest(
-        num_prompt_tokens, num_output_tokens, max_tokens, _arrival(fields, where, units)
-    )
+    return fields
 
 
-def _tokens(fields: dict[str, object], name: str, low: int, where: str) -> int:
+def count(fields: Mapping[str, Any], name: str, where: str, low: int = 1) -> int:
+    """Tokens. Raises ConfigError."""
     value = fields.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= MAX_TOKENS:
         raise ConfigError(
@@ -91,19 +136,10 @@ def _tokens(fields: dict[str, object], name: str, low: int, where: str) -> int:
     return value
 
 
-def _arrival(fields: dict[str, object], where: str, units: set[ArrivalUnit]) -> float:
-    arrival = 0.0
-    for name, unit in (("arrival_s", "s"), ("arrival_step", "step")):
-        if name not in fields:
-            continue
-        value = fields[name]
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or not math.isfinite(value)
-            or value < 0
-        ):
-            raise ConfigError(f"{where}: {name}={value!r} is not a number of at least 0")
-        units.add("s" if unit == "s" else "step")
-        arrival = float(value)
-    return arrival
+def moment(fields: Mapping[str, Any], name: str, where: str) -> float:
+    """Of an arrival; 0 if it is absent. Raises ConfigError."""
+    value = fields.get(name, 0)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0:
+        raise ConfigError(f"{where}: {name}={value!r} is not a number of at least 0")
+    return float(value)

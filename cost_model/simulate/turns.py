@@ -10,15 +10,14 @@ it takes more.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from cost_model.printing import table
 from cost_model.simulate.tier import Tier
-from cost_model.simulate.trace import MAX_LINE_BYTES, MAX_REQUESTS, MAX_TOKENS
+from cost_model.simulate.trace import bounded, count, moment, read_file, records
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.cache.costs import CostTable
 from fastdecode.schedule.cache.retention import TierPolicy, is_short
@@ -211,57 +210,23 @@ def read_turns(path: Path) -> list[TracedTurn]:
         ConfigError: it can't be read, or a line is no turn; names the line and
             the field.
     """
-    try:
-        with path.open("rb") as lines:
-            return parse_turns(lines, str(path))
-    except OSError as error:
-        raise ConfigError(f"can't read the trace {path}: {error.strerror}") from None
+    return read_file(path, parse_turns, str(path))
 
 
 def parse_turns(lines: Iterable[bytes], name: str) -> list[TracedTurn]:
     """See ``read_turns``. ``name`` is what errors call the file."""
-    turns: list[TracedTurn] = []
-    for number, line in enumerate(lines, 1):
-        where = f"{name}, line {number}"
-        if len(line) > MAX_LINE_BYTES or len(turns) == MAX_REQUESTS:
-            raise ConfigError(
-                f"{where}: a trace has at most {MAX_REQUESTS} lines of {MAX_LINE_BYTES} bytes"
-            )
-        if line.strip():
-            turns.append(_parse(line, where))
+    turns = [_turn(fields, where) for where, fields in records(bounded(lines, name), _FIELDS)]
     if not turns:
         raise ConfigError(f"{name} holds no turns")
     return sorted(turns, key=lambda turn: turn.arrival_s)
 
 
-def _parse(line: bytes, where: str) -> TracedTurn:
-    try:
-        said = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} isn't JSON: {error}") from None
-    if not isinstance(said, dict):
-        raise ConfigError(f"{where} isn't a JSON object")
-    unknown = sorted(set(said) - set(_FIELDS))
-    if unknown:
-        raise ConfigError(f"{where}: unknown field {unknown[0]!r}; there are {', '.join(_FIELDS)}")
-    name = said.get("conversation")
+def _turn(fields: Mapping[str, Any], where: str) -> TracedTurn:
+    name = fields.get("conversation")
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{where}: conversation={name!r} is no name")
-    counts: list[int] = []
-    for each in ("num_prompt_tokens", "num_output_tokens"):
-        value = said.get(each)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_TOKENS:
-            raise ConfigError(
-                f"{where}: {each}={value!r} is not a whole number from 1 to {MAX_TOKENS}"
-            )
-        counts.append(value)
-    arrival = said.get("arrival_s", 0)
-    if isinstance(arrival, bool) or not isinstance(arrival, (int, float)):
-        raise ConfigError(f"{where}: arrival_s={arrival!r} is not a number of at least 0")
-    if not math.isfinite(arrival) or arrival < 0:
-        raise ConfigError(f"{where}: arrival_s={arrival!r} is not a number of at least 0")
-    num_prompt_tokens, num_output_tokens = counts
-    return TracedTurn(name, num_prompt_tokens, num_output_tokens, float(arrival))
+    num_prompt, num_output = (count(fields, each, where) for each in _FIELDS[1:3])
+    return TracedTurn(name, num_prompt, num_output, moment(fields, "arrival_s", where))
 
 
 def _number(seconds: float) -> int | float:
@@ -279,13 +244,11 @@ def as_json(played: Mapping[str, TierSimulator]) -> dict[str, Any]:
 
 def as_text(played: Mapping[str, TierSimulator]) -> str:
     """A line a policy."""
-    lines = [
-        "policy       hits   restored   recomputed   moved down      dropped   recompute cost",
-    ]
-    for name, tiers in played.items():
-        t = tiers.totals
-        lines.append(
-            f"{name:10} {t.hit_share:6.3f} {t.num_restored:10} {t.num_recomputed:12} "
-            f"{t.num_moved_down:12} {t.num_dropped:12} {t.recompute_cost:16.1f}"
-        )
-    return "\n".join(lines)
+    header = ("policy", "hits", "restored", "recomputed", "moved down", "dropped", "recompute cost")
+    rows = [(name, *_cells(tiers.totals)) for name, tiers in played.items()]
+    return "\n".join(table(header, rows, indent=0))
+
+
+def _cells(t: TurnTotals) -> list[str]:
+    counts = (t.num_restored, t.num_recomputed, t.num_moved_down, t.num_dropped)
+    return [f"{t.hit_share:.3f}", *map(str, counts), f"{t.recompute_cost:.1f}"]
