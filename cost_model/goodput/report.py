@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cost_model.goodput.placements import Degrees, InstanceGroup, PlacementPlan, PlacementPrices
-from cost_model.goodput.queueing import PromptQueue, crossing
+from cost_model.goodput.queueing import crossing, mean_ttft_s
 from cost_model.goodput.slo import Slo
 from cost_model.quantities import counted, round_to, seconds_text
 from fastdecode.core.config.placement import PLACEMENT_FORMAT
@@ -250,8 +250,7 @@ def queueing_notes(prompt_s: float, two_gpus_s: float | None, rate: float) -> li
         prompt_s: of a mean prompt on one GPU.
         two_gpus_s: on two that share every layer; None: there are none.
     """
-    queue = PromptQueue(prompt_s, prompt_s)
-    mean_s = queue.mean_ttft_s(rate)
+    mean_s = mean_ttft_s(prompt_s, prompt_s, rate)
     mean = seconds_text(mean_s) if math.isfinite(mean_s) else "grows without end"
     notes = [f"one GPU, prompts alone, closed form: mean TTFT {mean} at {rate:g}/s"]
     if two_gpus_s is not None and 1.0 <= prompt_s / two_gpus_s <= 2.0:

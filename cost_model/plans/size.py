@@ -16,9 +16,6 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from cost_model.closed_forms import RequiredCpus as RequiredCpus
-from cost_model.closed_forms import max_batch_within_latency as max_batch_within_latency
-from cost_model.closed_forms import required_cpus as required_cpus
 from cost_model.hardware import Gpu, Hardware, Nic
 from cost_model.plans.constraints import (
     BUSY,

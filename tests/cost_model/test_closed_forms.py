@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles.sizing_forms import max_batch_within_latency, required_cpus
 
 from cost_model.closed_forms import whole
-from cost_model.plans.size import max_batch_within_latency, required_cpus
 from cost_model.workload import Workload
 from fastdecode.core.errors import ConfigError
 

@@ -7,14 +7,13 @@ from itertools import product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles.placement_algorithms import algorithm_1, algorithm_2
 
 from cost_model.goodput.placements import (
     Degrees,
     GpuCluster,
     Pair,
     RatedInstance,
-    algorithm_1,
-    algorithm_2,
     replicate,
 )
 
