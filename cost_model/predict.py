@@ -19,6 +19,7 @@ is no overlap: the chain itself; K = 2 with a perfect network is the paper's
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -57,7 +58,8 @@ class LaneTimes:
 
     def cycle_s(self, lanes: int) -> float:
         """All lanes pass one layer once in this time."""
-        return max(self._bounds(lanes).values())
+        most = max(self.s_s, self.r_s, self.out_s, self.back_s, self.messages_s, self.io_s)
+        return max(lanes * most, self.chain_s)
 
     def limit(self, lanes: int) -> str:
         """What sets the cycle."""
@@ -185,23 +187,27 @@ class System:
         links_s = max(self.s_link_s(num_bytes), self.r_link_s(num_bytes, sockets))
         return max(links_s, self.transport.io_s(num_bytes, sockets))
 
-    def io_s(self, lane_batch: int, sockets: float) -> float:
-        """The S-worker's I/O threads, for one lane and layer, out and back."""
-        num_bytes = self.out_bytes(lane_batch) + self.back_bytes(lane_batch)
-        return self.transport.io_s(num_bytes, sockets)
-
     def lane(self, lane_batch: int, sockets: float) -> LaneTimes:
         """One lane of ``lane_batch`` sequences through one layer."""
+        return self.lane_over(lane_batch)(sockets)
+
+    def lane_over(self, lane_batch: int) -> Callable[[float], LaneTimes]:
+        """``lane`` over sockets: what does not depend on them is computed once."""
+        s_s = self.s_s(lane_batch)
         out, back = self.out_bytes(lane_batch), self.back_bytes(lane_batch)
-        return LaneTimes(
-            s_s=self.s_s(lane_batch),
-            out_s=self.way_s(out, sockets),
-            r_s=self.r_s(lane_batch, sockets),
-            back_s=self.way_s(back, sockets),
-            round_trip_s=self.link.trip_s,
-            messages_s=self.messages_s(lane_batch, sockets),
-            io_s=self.io_s(lane_batch, sockets),
-        )
+
+        def on(sockets: float) -> LaneTimes:
+            return LaneTimes(
+                s_s=s_s,
+                out_s=self.way_s(out, sockets),
+                r_s=self.r_s(lane_batch, sockets),
+                back_s=self.way_s(back, sockets),
+                round_trip_s=self.link.trip_s,
+                messages_s=self.messages_s(lane_batch, sockets),
+                io_s=self.transport.io_s(out + back, sockets),
+            )
+
+        return on
 
     def predict(self, lane_batch: int, lanes: int, sockets: int) -> StepPrediction:
         """The steady state of ``lanes`` lanes of ``lane_batch`` sequences over

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import TypeAlias
 
 from cost_model.fit import fit_curve, fit_decode
@@ -72,14 +73,25 @@ class _Roofline:
         mean_s = busy_s / self.costs.num_layers
         return mean_s + self.gpu.layer_overhead_s + 2 * self.all_reduce_s(batch)
 
+    @cached_property
+    def _row_costs(self) -> dict[int, tuple[float, float]]:
+        """Of a layer of each kind: bytes of activations and FLOPs of one row."""
+        costs = self.costs
+        return {
+            layer: (costs.layer_activation_bytes(layer), costs.layer_flops(layer))
+            for layer, _ in costs.layer_kinds
+        }
+
     def _busy_s(self, layer: int, batch: float) -> float:
+        activation_bytes, flops = self._row_costs[layer]
         weight_bytes = self.costs.layer_read_bytes(layer, batch) / self.num_gpus
-        activation_bytes = self.costs.layer_activation_bytes(layer) * batch
-        memory_s = (weight_bytes + activation_bytes) / self.bytes_per_s
-        return max(memory_s, self.costs.layer_flops(layer) * batch / self.flops_per_s)
+        memory_s = (weight_bytes + activation_bytes * batch) / self.bytes_per_s
+        return max(memory_s, flops * batch / self.flops_per_s)
 
     def head_s(self, batch: float) -> float:
         """Of the logits."""
+        if not self.costs.has_ends:
+            return 0.0
         logits_bytes = 8.0 * self.costs.spec.vocab_size * batch
         num_bytes = (self.costs.head_weight_bytes + logits_bytes) / self.num_gpus
         compute_s = self.costs.head_flops * batch / self.flops_per_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
@@ -147,8 +148,10 @@ class TokenCosts:
     kv_dtype: str
     kept: WeightBytes | None = None
     """What weights take in memory; None: all are in ``dtype``."""
+    has_ends: bool = True
+    """Embedding, final norm and head are here; False: only layers, as in a later pipeline stage."""
 
-    @property
+    @cached_property
     def weights(self) -> WeightBytes:
         return self.kept or WeightBytes.decoded(self.dtype)
 
@@ -156,18 +159,19 @@ class TokenCosts:
     def num_layers(self) -> int:
         return self.spec.num_layers
 
-    @property
+    @cached_property
     def weight_bytes(self) -> float:
         layers = range(self.num_layers)
         others = self.spec.num_parameters - sum(map(self.spec.layer_parameters, layers))
+        others *= self.has_ends
         return self._all_layers_bytes + others * self.weights.others
 
-    @property
+    @cached_property
     def layer_weight_bytes(self) -> float:
         """Of one layer, the mean of all; every expert counts."""
         return self._all_layers_bytes / self.num_layers
 
-    @property
+    @cached_property
     def _all_layers_bytes(self) -> float:
         return sum(count * self.layer_bytes(layer) for layer, count in self.layer_kinds)
 
@@ -178,7 +182,20 @@ class TokenCosts:
     def layer_read_bytes(self, layer: int, batch: float) -> float:
         """Weights that a step of so many rows reads in one layer: of experts,
         those to which a row goes."""
-        return self._layer_bytes(layer, batch)
+        others, experts = self._read_parts[self.spec.has_experts(layer)]
+        moe = self.spec.moe
+        return others + (experts * moe.experts_hit(batch) if moe and experts else 0.0)
+
+    @cached_property
+    def _read_parts(self) -> dict[bool, tuple[float, float]]:
+        """Of layers with and without experts: bytes that every step reads, and of one expert."""
+        moe, parts = self.spec.moe, {}
+        for layer, _ in self.layer_kinds:
+            has_experts = self.spec.has_experts(layer)
+            none = self._layer_bytes(layer, 0.0)
+            one = moe.num_expert_parameters(self.spec.hidden_size) if moe and has_experts else 0
+            parts[has_experts] = (none, one * self.weights.experts)
+        return parts
 
     def mean_read_bytes(self, batch: float) -> float:
         """``layer_read_bytes``, the mean of all layers."""
@@ -197,7 +214,7 @@ class TokenCosts:
         elements = 6 * spec.hidden_size + sum(spec.qkv_sizes) + spec.qkv_sizes[0]
         return 2.0 * (elements + self._mlp_elements(layer)) * self.dtype.size_bytes
 
-    @property
+    @cached_property
     def layer_kinds(self) -> tuple[tuple[int, int], ...]:
         """A layer of each kind of MLP, and how many layers are of that kind."""
         kinds: dict[bool, list[int]] = {}
@@ -225,7 +242,7 @@ class TokenCosts:
     @property
     def head_parameters(self) -> int:
         """Weights of the logits, whether or not they are the token embedding's."""
-        return self.spec.vocab_size * self.spec.embedding_size
+        return self.spec.vocab_size * self.spec.embedding_size * self.has_ends
 
     @property
     def head_weight_bytes(self) -> float:
@@ -235,32 +252,32 @@ class TokenCosts:
     def head_flops(self) -> float:
         return 2.0 * self.head_parameters
 
-    @property
+    @cached_property
     def peak_activation_bytes(self) -> float:
         """GPU memory that one token of a step needs at most: its widest layer,
         or its logits in fp32 and their copy."""
         spec = self.spec
         mlp = max(self._mlp_elements(layer) for layer, _ in self.layer_kinds)
         widest = 4 * spec.hidden_size + 2 * sum(spec.qkv_sizes) + mlp
-        return max(widest * self.dtype.size_bytes, 8.0 * spec.vocab_size)
+        return max(widest * self.dtype.size_bytes, 8.0 * spec.vocab_size * self.has_ends)
 
-    @property
+    @cached_property
     def out_bytes(self) -> int:
         """q, k and v of one token and layer, on the wire."""
         return sum(self.spec.qkv_sizes) * self.dtype.size_bytes
 
-    @property
+    @cached_property
     def prompt_out_bytes(self) -> int:
         """k and v of one prompt token and layer, on the wire, where its
         attention is computed on the S-worker."""
         return (self.spec.qkv_sizes[1] + self.spec.qkv_sizes[2]) * self.dtype.size_bytes
 
-    @property
+    @cached_property
     def back_bytes(self) -> int:
         """o of one token and layer, on the wire."""
         return self.spec.qkv_sizes[0] * self.dtype.size_bytes
 
-    @property
+    @cached_property
     def kv_layer_bytes(self) -> float:
         """K and V of one cached token and layer."""
         return kv_token_layer_bytes(self.spec.num_kv_heads, self.spec.head_dim, self.kv_dtype)

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cost_model.closed_forms import at_most, whole
-from cost_model.predict import System
+from cost_model.predict import LaneTimes, System
 from cost_model.quantities import bytes_text, counted, seconds_text
 
-# The GPU counts as busy if the S-worker's ports, which no socket speeds up,
-# leave it idle no longer than this.
-BUSY = 0.95
+MAX_SOCKETS = 100_000
+_FLAT = 4
+"""Up to so many sockets share a host, and so its port."""
+_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -57,57 +58,56 @@ def s_worker_fits(system: System, lane_batch: int, lanes: int) -> bool:
     return at_most(s_memory_bytes(system, lane_batch, lanes), system.s.usable_memory_bytes)
 
 
-def gpu_busy_constraints(
-    system: System, lane_batch: int, lanes: int, promises: Promises
+def constraints(
+    system: System, lane_batch: int, lanes: int, promises: Promises, cycle_s: float
 ) -> tuple[Constraint, ...]:
-    """What it takes that the S-worker never waits, every promise is kept and
-    everything fits. Strictest reading: each other stage of a lane must be no
-    slower than the lane's S-part."""
-    s_s = system.s_s(lane_batch)
-    rows = _stage_constraints(system, lane_batch, promises, s_s)
-    trips = _round_trips(system, lane_batch, lanes, promises)
-    others = _room_and_latency(system, lane_batch, lanes, promises)
-    return (*rows, trips, _messages(system, lane_batch, (*rows, trips, *others), s_s), *others)
+    """What it takes that ``lanes`` lanes pass a layer every ``cycle_s``, that every promise is
+    kept and that everything fits.
+
+    Each resource serves the lanes in turn, so each stage of a lane has ``cycle_s / lanes``.
+    """
+    share_s = cycle_s / lanes
+    rows = (
+        *_stages(system, lane_batch, promises, share_s),
+        _round_trips(system, lane_batch, promises, cycle_s),
+        *_room_and_latency(system, lane_batch, lanes, promises),
+    )
+    return (*rows[:-3], _messages(system, lane_batch, rows, share_s), *rows[-3:])
 
 
-def best_effort_constraints(
-    system: System, lane_batch: int, lanes: int, promises: Promises
+def slow_cycle_s(lane: LaneTimes, lanes: int, headroom: float) -> float:
+    """The cycle if the R-part takes ``headroom`` longer than predicted."""
+    slow_r_s = lane.r_s * headroom
+    return max(lane.cycle_s(lanes), lane.chain_s + slow_r_s, lanes * (lane.r_s + slow_r_s))
+
+
+def _stages(
+    system: System, lane_batch: int, promises: Promises, share_s: float
 ) -> tuple[Constraint, ...]:
-    """As above, where the S-worker may wait: the pace is that of the slowest
-    stage that no socket can speed up."""
-    lane = system.lane(lane_batch, sockets=float("inf"))
-    ways_s = max(lane.out_s, lane.back_s, lane.io_s)
-    pace_s = max(lane.s_s, ways_s, lane.r_s * (1.0 + promises.headroom))
-    rows = _stage_constraints(system, lane_batch, promises, pace_s)
-    return (*rows, *_room_and_latency(system, lane_batch, lanes, promises))
-
-
-def _stage_constraints(
-    system: System, lane_batch: int, promises: Promises, pace_s: float
-) -> tuple[Constraint, ...]:
-    """The stages whose time depends on the number of sockets, each within ``pace_s``."""
+    """The stages whose time depends on the number of sockets, each within ``share_s``."""
     load = lane_batch * system.attended_tokens
-    token_s, pace = system.r.pace * system.r.token_s, seconds_text(pace_s)
-    balance = _sockets_for(lambda p: system.r_s(lane_batch, p) * (1.0 + promises.headroom), pace_s)
+    token_s, share = system.r.pace * system.r.token_s, seconds_text(share_s)
+    slow = 1.0 + promises.headroom
+    balance = sockets_for(lambda p: system.r_s(lane_batch, p) * slow, share_s)
     read_s = load * system.r.read_token_s
-    out, back = system.out_bytes(lane_batch), float(lane_batch * system.costs.back_bytes)
+    out, back = system.out_bytes(lane_batch), system.back_bytes(lane_batch)
     s_side_s = system.s_link_s(max(out, back))
     network = None
-    if at_most(s_side_s, pace_s / BUSY):
-        hosts = system.link.transfer_s(max(out, back)) / pace_s
+    if at_most(s_side_s, share_s):
+        hosts = system.link.transfer_s(max(out, back)) / share_s
         network = whole(hosts * system.r.sockets_per_host) if hosts > 1 else 1
     return (
-        *_io_threads(system, lane_batch, pace_s),
+        *_io_threads(system, lane_batch, share_s),
         Constraint(
-            "S-time balance",
+            "R-part",
             balance,
             f"{load:,.0f} cached tokens a lane x {seconds_text(token_s)} = "
-            f"{seconds_text(load * token_s)} on one socket, to be done in {pace}",
+            f"{seconds_text(load * token_s)} on one socket, to be done in {share}",
             "a larger batch, fewer tokens a sequence, a smaller KV dtype",
         ),
         Constraint(
             "R bandwidth",
-            whole(read_s / pace_s),
+            whole(read_s / share_s),
             f"the same tokens at the read ceiling: {seconds_text(read_s)} on one socket",
             "faster memory, a smaller KV dtype",
         ),
@@ -115,27 +115,27 @@ def _stage_constraints(
             "network bytes",
             network,
             f"{bytes_text(out)} out and {bytes_text(back)} back a lane and layer: "
-            f"{seconds_text(s_side_s)} of {pace} on the S-worker's ports",
+            f"{seconds_text(s_side_s)} of {share} on the S-worker's ports",
             "a faster port, more ports",
         ),
     )
 
 
-def _io_threads(system: System, lane_batch: int, pace_s: float) -> tuple[Constraint, ...]:
+def _io_threads(system: System, lane_batch: int, share_s: float) -> tuple[Constraint, ...]:
     """Over ZeroMQ. Connections are dealt out to I/O threads: one R-worker has
     one of them."""
     transport = system.transport
     if not transport.is_bounded:
         return ()
-    one_s = system.io_s(lane_batch, 1)
-    threads = max(1, whole(one_s * BUSY / pace_s))
+    one_s = system.lane(lane_batch, 1).io_s
+    threads = whole(one_s / share_s)
     return (
         Constraint(
             "ZeroMQ I/O",
             threads if threads <= transport.num_threads else None,
             f"{seconds_text(one_s)} for one thread of the S-worker to {transport.work} a lane and "
             f"layer at {bytes_text(transport.thread_bytes_per_s)}/s, to be done in "
-            f"{seconds_text(pace_s)} by {counted(transport.num_threads, 'thread')} at most",
+            f"{seconds_text(share_s)} by {counted(transport.num_threads, 'thread')} at most",
             "more --io-threads (a quarter of the host's cores), MPI"
             + (", --link-security authenticate" if transport.work == "encrypt" else ""),
         ),
@@ -143,42 +143,38 @@ def _io_threads(system: System, lane_batch: int, pace_s: float) -> tuple[Constra
 
 
 def _messages(
-    system: System, lane_batch: int, others: tuple[Constraint, ...], pace_s: float
+    system: System, lane_batch: int, others: tuple[Constraint, ...], share_s: float
 ) -> Constraint:
     """More sockets, more messages: what the other constraints ask for must not
     keep the S-worker's thread too busy."""
-    needs = [row.min_sockets for row in others if row.min_sockets is not None]
-    sockets = max(1, *needs)
+    sockets = max(1, *(row.min_sockets or 0 for row in others))
     messages_s = system.messages_s(lane_batch, sockets)
     return Constraint(
         "messages",
-        0 if at_most(messages_s, pace_s) else None,
+        0 if at_most(messages_s, share_s) else None,
         f"{counted(sockets, 'R-worker')} x "
         f"{seconds_text(system.link.pace * system.link.message_s)} = "
-        f"{seconds_text(messages_s)} of {seconds_text(pace_s)} for the S-worker's thread",
+        f"{seconds_text(messages_s)} of {seconds_text(share_s)} for the S-worker's thread",
         "fewer, faster sockets; a larger batch",
     )
 
 
-def _round_trips(system: System, lane_batch: int, lanes: int, promises: Promises) -> Constraint:
-    """While the other lanes are on the GPU, a lane must get out, through the R-part, and back."""
-    if lanes == 1:
-        return Constraint(
-            "round trips", None, "one lane alone always waits for its R-part", "a second lane"
-        )
+def _round_trips(system: System, lane_batch: int, promises: Promises, cycle_s: float) -> Constraint:
+    """A lane must get through its S-part, out, through the R-part, and back within a cycle."""
 
-    def remote_s(sockets: float) -> float:
-        lane = system.lane(lane_batch, sockets)
-        return lane.remote_s + lane.r_s * promises.headroom
+    lane_over = system.lane_over(lane_batch)
 
-    hidden_s = (lanes - 1) * system.s_s(lane_batch)
-    lane = system.lane(lane_batch, 1)
-    out, back, trip = (seconds_text(x) for x in (lane.out_s, lane.back_s, lane.round_trip_s))
+    def chain_s(sockets: float) -> float:
+        lane = lane_over(sockets)
+        return lane.chain_s + lane.r_s * promises.headroom
+
+    lane = lane_over(1)
+    s, out, back = (seconds_text(x) for x in (lane.s_s, lane.out_s, lane.back_s))
     return Constraint(
         "round trips",
-        _sockets_for(remote_s, hidden_s),
-        f"out {out}, back {back}, latency {trip}, messages and the R-part within "
-        f"{seconds_text(hidden_s)}, the other lanes' time on the GPU",
+        sockets_for(chain_s, cycle_s),
+        f"S-part {s}, out {out}, back {back}, latency {seconds_text(lane.round_trip_s)}, messages "
+        f"and the R-part within {seconds_text(cycle_s)}, in which all lanes pass a layer",
         "a lane more, a larger batch",
     )
 
@@ -192,15 +188,15 @@ def _room_and_latency(
     limit_s = promises.step_limit_s
     cycle_limit_s = limit_s / system.costs.num_layers
 
+    lane = system.lane_over(lane_batch)
+
     def cycle_s(sockets: float) -> float:
-        lane = system.lane(lane_batch, sockets)
-        slow_r = lane.r_s * promises.headroom
-        return max(lane.cycle_s(lanes), lane.chain_s + slow_r, lanes * (lane.r_s + slow_r))
+        return slow_cycle_s(lane(sockets), lanes, promises.headroom)
 
     if limit_s == float("inf"):
         latency = Constraint("latency", 0, "nothing was asked", "")
     else:
-        best = seconds_text(system.costs.num_layers * cycle_s(_fastest(cycle_s)))
+        best = seconds_text(system.costs.num_layers * cycle_s(fastest(cycle_s, MAX_SOCKETS)))
         allowed = (
             f"may take {seconds_text(limit_s)}"
             if limit_s > 0
@@ -208,7 +204,7 @@ def _room_and_latency(
         )
         latency = Constraint(
             "latency",
-            _sockets_for(cycle_s, cycle_limit_s),
+            sockets_for(cycle_s, cycle_limit_s),
             f"a step of {lanes} {'lanes' if lanes > 1 else 'lane'} takes {best} at best; {allowed}",
             "a smaller batch, fewer lanes, a faster GPU",
         )
@@ -232,11 +228,11 @@ def _room_and_latency(
     )
 
 
-def _sockets_for(seconds: Callable[[float], float], limit_s: float) -> int | None:
+def sockets_for(seconds: Callable[[float], float], limit_s: float) -> int | None:
     """The fewest sockets with ``seconds(sockets) <= limit_s``; None if there are none."""
     if limit_s <= 0:
         return None
-    low, high = 0, _fastest(seconds)
+    low, high = 0, fastest(seconds, MAX_SOCKETS)
     if not at_most(seconds(high), limit_s):
         return None
     while high - low > 1:
@@ -245,18 +241,16 @@ def _sockets_for(seconds: Callable[[float], float], limit_s: float) -> int | Non
     return high
 
 
-def _fastest(seconds: Callable[[float], float]) -> int:
-    """The sockets with the fewest seconds. ``seconds`` falls, then perhaps
-    rises (work is shared out, messages add up), and is constant beyond one
-    socket a sequence and what the network can use."""
-    high = 1
-    while seconds(2 * high) < seconds(high):
-        high *= 2
-    low, high = max(1, high // 2), 2 * high
-    while high - low > 2:
-        third = (high - low) // 3
-        if seconds(low + third) <= seconds(high - third):
-            high -= third
-        else:
-            low += third
-    return min(range(low, high + 1), key=seconds)
+def fastest(seconds: Callable[[float], float], most: int) -> int:
+    """The fewest of up to ``most`` sockets with the fewest seconds. ``seconds`` may first be
+    flat (sockets of one host share its port), then falls (work is shared out), then perhaps
+    rises (messages add up)."""
+    first = min(most, _FLAT)
+    low, high = first - 1, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        rises = seconds(middle + 1) >= seconds(middle) * (1.0 - _ROUNDING)
+        low, high = (low, middle) if rises else (middle, high)
+    best_s = min(seconds(high), *(seconds(few) for few in range(1, first + 1)))
+    few = next((n for n in range(1, first + 1) if at_most(seconds(n), best_s)), high)
+    return min(few, high)

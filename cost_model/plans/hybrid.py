@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from cost_model.closed_forms import at_most
 from cost_model.plans.gpu_only import GpuOnly
@@ -13,7 +14,9 @@ from fastdecode.schedule.hybrid.forecast import Costs, Layout, paces
 
 _STEP = 1.25
 """From one number of sequences on R-workers that is looked at to the next."""
-_MOST_OF_IT = 0.8
+_HOME_STEP = 2.0
+"""The same of sequences on the device."""
+MOST_OF_GAIN = 0.8
 """Of the gain that there is: more of it costs many more sequences, each slower."""
 
 
@@ -46,15 +49,17 @@ def best_hybrid(
     step_limit_s: float,
     *,
     most_away: int | None = None,
+    part: float = MOST_OF_GAIN,
 ) -> Hybrid:
     """As few sequences on R-workers, in whatever lanes, as give nearly all that
-    any number of them would, beside as many on the GPU as it runs alone.
+    any number of them would, beside up to as many on the GPU as it runs alone.
 
     Args:
         alone: what the GPU does alone.
         sockets: R-workers beside it.
         step_limit_s: promised of every token.
         most_away: sequences that may be on R-workers; None: as many as fit.
+        part: of what R-workers can add that is to be had.
     """
     nothing = Hybrid(
         "gpu-only", alone.batch, 0, sockets, alone.tpot_s, None, tokens_per_s=alone.tokens_per_s
@@ -67,54 +72,59 @@ def best_hybrid(
         and plan.tokens_per_s > alone.tokens_per_s
     ]
     most = max((plan.tokens_per_s for plan in plans), default=0.0) - alone.tokens_per_s
-    enough = (p for p in plans if p.tokens_per_s - alone.tokens_per_s >= _MOST_OF_IT * most)
-    return min(enough, key=lambda plan: (plan.away, -plan.tokens_per_s), default=nothing)
+    enough = (p for p in plans if p.tokens_per_s - alone.tokens_per_s >= part * most)
+    return min(
+        enough, key=lambda plan: (-plan.home, plan.away, -plan.tokens_per_s), default=nothing
+    )
 
 
 def _plans(system: System, alone: GpuOnly, sockets: int) -> Iterator[Hybrid]:
     load = system.attended_tokens
-    for away in _numbers(system, sockets):
+    room = sockets * system.r.capacity_bytes
+    most = int(room / (system.workload.mean_context_tokens * system.costs.kv_bytes))
+    s_part = cache(lambda num: system.costs.num_layers * system.s_s(num))
+    for away in _numbers(most, _STEP):
         for layout in Layout:
             lanes = max(1, layout.num_away_lanes)
             if away < lanes:
                 continue
-            costs = _costs(system, -(-away // lanes), sockets)
-            pace = paces(costs, layout, (alone.batch, alone.batch * load), (away, away * load))
-            yield Hybrid(
-                layout.value,
-                alone.batch,
-                away,
-                sockets,
-                pace.home_s,
-                pace.away_s,
-                tokens_per_s=alone.batch / pace.home_s + away / pace.away_s,
-            )
+            costs = _costs(system, s_part, -(-away // lanes), sockets)
+            # KV on the device takes its time, too: it need not be full.
+            for home in (*_numbers(alone.batch - 1, _HOME_STEP), alone.batch):
+                pace = paces(costs, layout, (home, home * load), (away, away * load))
+                yield Hybrid(
+                    layout.value,
+                    home,
+                    away,
+                    sockets,
+                    pace.home_s,
+                    pace.away_s,
+                    tokens_per_s=home / pace.home_s + away / pace.away_s,
+                )
 
 
-def _numbers(system: System, sockets: int) -> Iterator[int]:
-    """Sequences that R-workers have room for, a few of all numbers."""
-    room = sockets * system.r.capacity_bytes
-    most = room / (system.workload.mean_context_tokens * system.costs.kv_bytes)
+def _numbers(most: int, step: float) -> Iterator[int]:
+    """A few of all numbers from 1 to ``most``."""
     number = 1.0
     while number <= most:
         yield int(number)
-        number = max(number + 1, number * _STEP)
+        number = max(number + 1, number * step)
 
 
-def _costs(system: System, lane: int, sockets: int) -> Costs:
+def _costs(system: System, s_part: Callable[[int], float], lane_batch: int, sockets: int) -> Costs:
     """Of steps, with so many sequences of a lane on R-workers."""
     layers, s = system.costs.num_layers, system.s
     byte_s = s.pace * system.costs.kv_layer_bytes / s.kv_read_bytes_per_s
-    times = system.lane(lane, sockets)
+    times = system.lane(lane_batch, sockets)
 
-    def r_part_s(num_sequences: int, load: float) -> float:
-        # Of the load that these have on average.
+    @cache
+    def r_part_of(num_sequences: int) -> float:
         here = system.lane(num_sequences, sockets)
         return layers * max(here.r_s, here.out_s, here.back_s)
 
     return Costs(
-        s_part=lambda num: layers * system.s_s(num),
+        s_part=s_part,
         device=lambda load: layers * byte_s * load,
-        r_part=r_part_s,
+        r_part=lambda num_sequences, load: r_part_of(num_sequences),  # of the mean load
         round_trip_s=layers * (times.messages_s + times.out_s + times.back_s + times.round_trip_s),
     )

@@ -33,9 +33,7 @@ def inputs_of(setup: Setup, goal: Goal, system: System, lane_batch: int) -> tupl
         _goal_input(
             "headroom", f"{goal.headroom:.0%} on the R-part", goal.headroom == Goal().headroom
         ),
-        _goal_input(
-            "marginal gain", f"{goal.min_gain:.0%} a doubling", goal.min_gain == Goal().min_gain
-        ),
+        _goal_input("gain left out", f"{goal.gain:.0%} of the most", goal.min_gain is None),
     )
 
 

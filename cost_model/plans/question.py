@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from cost_model.hardware import Cpu, Gpu, Nic, parse_toml
-from cost_model.plans.constraints import Promises
+from cost_model.plans.constraints import MAX_SOCKETS, Promises
 from cost_model.predict import MAX_LANES, System
 from cost_model.stages import LinkModel, RPartModel, SPartModel
 from cost_model.transport import MPI, Transport
@@ -24,7 +24,6 @@ from fastdecode.core.model.spec import ModelSpec
 MAX_GPUS = 1024
 MAX_NICS = 64
 MAX_BATCH = 1 << 20
-MAX_SOCKETS = 100_000
 MAX_SECONDS = 30 * 24 * 3600.0
 MAX_PRICES_BYTES = 1 << 20
 
@@ -51,6 +50,8 @@ class Setup:
     """None: what the data file installs in this CPU, or what the profile says."""
     keeps_quantised: bool = False
     """Weights stay in memory as the checkpoint holds them, which FastDecode doesn't do yet."""
+    has_ends: bool = True
+    """Embedding and head are there; False: a pipeline's stage after the first."""
 
     def __post_init__(self) -> None:
         _check_int("gpus", self.num_gpus, 1, MAX_GPUS)
@@ -77,7 +78,7 @@ class Setup:
     @property
     def costs(self) -> TokenCosts:
         kept = WeightBytes.kept(self.spec, self.dtype) if self.keeps_quantised else None
-        return TokenCosts(self.spec, self.dtype, self.kv_dtype, kept)
+        return TokenCosts(self.spec, self.dtype, self.kv_dtype, kept, self.has_ends)
 
     def system(self) -> System:
         """Raises ConfigError where a profile doesn't fit the model."""
@@ -118,15 +119,17 @@ class Goal:
     lanes: int | None = None
     """None: chosen."""
     max_sockets: int | None = None
-    min_gain: float = 0.10
-    """The batch grows as long as doubling it gives at least this much more throughput."""
+    min_gain: float | None = None
+    """The batch is the smallest to which no other adds more than this part of tokens a second;
+    None: a tenth, or a hundredth of sockets that there are anyway (``max_sockets``)."""
 
     def __post_init__(self) -> None:
         for name, value in (("latency", self.latency_s), ("tpot", self.tpot_s)):
             if value is not None:
                 _check_float(name, value, 1e-6, MAX_SECONDS, "seconds")
         _check_float("headroom", self.headroom, 0.0, 10.0, "")
-        _check_float("min-gain", self.min_gain, 1e-3, 10.0, "")
+        if self.min_gain is not None:
+            _check_float("min-gain", self.min_gain, 1e-3, 10.0, "")
         _check_int("survive", self.survive, 0, MAX_SOCKETS)
         _check_int("replicas", self.replicas, 0, 1)
         for name, count, most in (
@@ -142,6 +145,13 @@ class Goal:
             raise ConfigError(
                 f"--survive {self.survive} leaves none of --max-sockets {self.max_sockets}"
             )
+
+    @property
+    def gain(self) -> float:
+        """``min_gain``, or its default."""
+        if self.min_gain is not None:
+            return self.min_gain
+        return 0.10 if self.max_sockets is None else 0.01
 
     def promises(self, system: System) -> Promises:
         """What has to hold in every step."""

@@ -10,7 +10,7 @@ from cost_model.plans.constraints import Constraint
 from cost_model.plans.hybrid import Hybrid
 from cost_model.plans.inputs import about_weights, inputs_of
 from cost_model.plans.search import Plan
-from cost_model.plans.size import Sizing
+from cost_model.plans.size import Headline, Sizing
 from cost_model.printing import json_tree, labelled, paragraph, table
 from cost_model.quantities import bytes_text, counted, rate_text, round_to, seconds_text
 
@@ -54,6 +54,8 @@ def as_json(sizing: Sizing) -> dict[str, Any]:
             "start_interval_steps": workload.start_interval_steps,
             **asdict(goal),
         },
+        "headline": sizing.headline,
+        "most_tokens_per_s": sizing.most_tokens_per_s,
         "plan": None if plan is None else _plan_json(plan),
         "in_the_way": [asdict(row) for row in sizing.in_the_way],
         "nearest": sizing.nearest or None,
@@ -128,11 +130,11 @@ def _answer(sizing: Sizing) -> str:
     rows: list[tuple[str, str]] = []
     if not sizing.feasible:
         names = ", ".join(row.name for row in sizing.in_the_way)
-        rows.append(
-            ("Infeasible", f"no plan keeps the GPU busy and every promise. In the way: {names}")
-        )
+        rows.append(("Infeasible", f"no batch keeps every promise. In the way: {names}"))
         rows += [("", f"{row.name}: {row.detail}. {_mend(row)}") for row in sizing.in_the_way]
         rows.append(("Nearest", sizing.nearest))
+    if sizing.headline is not None:
+        rows.append(("Headline", _headline(sizing.headline)))
     if plan is not None:
         rows += _plan_rows(sizing, plan)
     if sizing.gpu_only is None:
@@ -156,6 +158,15 @@ def _answer(sizing: Sizing) -> str:
     if sizing.verdict is not None:
         rows.append(("Verdict", f"{_verdict(sizing)}: {sizing.verdict.reason}"))
     return "\n".join(labelled(rows))
+
+
+def _headline(headline: Headline) -> str:
+    where = {
+        "gpu": "the GPU alone",
+        "r": f"KV caches on {counted(headline.sockets, 'R-worker socket')}",
+        "hybrid": f"KV caches on both sides, {counted(headline.sockets, 'socket')} beside the GPU",
+    }[headline.kv_placement]
+    return f"{rate_text(headline.tokens_per_s)} tokens/s: {where}"
 
 
 def _hybrid(hybrid: Hybrid) -> str:
@@ -192,7 +203,7 @@ def _plan_rows(sizing: Sizing, plan: Plan) -> Iterator[tuple[str, str]]:
     spare = f", {plan.spare_sockets} of them spare" if plan.spare_sockets else ""
     lanes = f"{counted(plan.lanes, 'lane')} of {plan.lane_batch:,}"
     yield (
-        "Recommended" if sizing.feasible else "It would be",
+        "R-workers" if sizing.feasible else "It would be",
         f"{counted(plan.sockets, 'socket')} on {counted(plan.hosts, 'host')}{spare}; "
         f"{counted(plan.batch, 'sequence')} at once, in {lanes}",
     )
@@ -293,10 +304,9 @@ def _rules(sizing: Sizing) -> str:
         "A step takes layers x max(lanes x S, lanes x messages, lanes x I/O, lanes x out, lanes "
         "x R, lanes x back, S + messages + out + R + back + latency): each resource serves the "
         "lanes in turn, and no lane overtakes itself.",
-        "The GPU is busy if no other stage of a lane is slower than its S-part, and the lane is "
-        "back before the others have been through the GPU.",
-        f"The batch grows until doubling it gives less than {goal.min_gain:.0%} more tokens/s or "
-        "breaks a promise; a lane is added if it saves a fifth of the sockets.",
+        f"The batch is the smallest, and the sockets are the fewest, that give all but "
+        f"{goal.gain:.0%} of the tokens/s that any batch gives; more sequences at once are taken "
+        "if they save a fifth of the sockets.",
         "Room for a whole sequence is set aside when it starts; a sequence lives on one R-worker.",
         "The range in brackets has every input better, or worse, than thought by its own relative "
         "error at once.",

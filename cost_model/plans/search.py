@@ -1,32 +1,37 @@
-"""The search for a plan: candidates, the choice among them, and what stands in
-the way if there is none."""
+"""The search for a plan: the most that any batch gives, the smallest batch that gives nearly
+that, and the fewest sockets for it.
+
+The most is the reference, because it never falls when hardware gets better: every way to run
+that the worse hardware had, the better one has, and no slower. So the answer never falls
+either, but for what whole sequences and sockets round off.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
+from cost_model.closed_forms import at_most, whole
 from cost_model.hardware import Gpu
 from cost_model.plans.constraints import (
+    MAX_SOCKETS,
     Constraint,
     Promises,
-    best_effort_constraints,
-    gpu_busy_constraints,
+    constraints,
+    fastest,
     r_memory_bytes,
     s_memory_bytes,
     s_worker_fits,
+    slow_cycle_s,
+    sockets_for,
 )
 from cost_model.plans.question import MAX_BATCH, Goal, Setup, split_counts
 from cost_model.predict import MAX_LANES, StepPrediction, System
 from cost_model.quantities import counted, rate_text, seconds_text
 from fastdecode.core.errors import ConfigError
 
-# A lane more must save this part of the sockets.
-LANE_SAVING = 0.20
-
-ConstraintsOf: TypeAlias = Callable[[System, int, int, Promises], tuple[Constraint, ...]]
+_NEAR_FEWEST = 1.25
+"""Of the plans with up to this many times the fewest sockets, the smallest batch is taken."""
 
 
 @dataclass(frozen=True)
@@ -76,140 +81,242 @@ class Plan:
         return max(self.constraints, key=lambda row: row.min_sockets or 0)
 
 
-def find_plans(
-    system: System, goal: Goal, promises: Promises, constraints_of: ConstraintsOf
-) -> Iterator[Plan]:
-    """The best plan of every batch that has any, by rising batch."""
-    for lane_batches in _batches(goal, system.s.max_batch):
-        chosen: Plan | None = None
-        for lanes, lane_batch in lane_batches:
-            plan = plan_of(
-                system, goal, lane_batch, lanes, constraints_of(system, lane_batch, lanes, promises)
-            )
-            if plan is None:
+@dataclass(frozen=True)
+class Search:
+    """One question: what may run, and what is the most that it gives."""
+
+    system: System
+    goal: Goal
+    promises: Promises
+
+    @property
+    def most_sockets(self) -> int:
+        """That work; spare ones come on top."""
+        most = MAX_SOCKETS if self.goal.max_sockets is None else self.goal.max_sockets
+        return most - self.goal.survive
+
+    @property
+    def num_lanes(self) -> Iterator[int]:
+        lanes = range(1, MAX_LANES + 1) if self.goal.lanes is None else (self.goal.lanes,)
+        return (k for k in lanes if self.goal.batch is None or k <= self.goal.batch)
+
+    def best_sockets(self, lane_batch: int, lanes: int) -> int | None:
+        """The sockets that give the most tokens a second; None: no number of them keeps the
+        promises."""
+        system, promises = self.system, self.promises
+        if not s_worker_fits(system, lane_batch, lanes):
+            return None
+        kv_bytes = r_memory_bytes(system, lane_batch, lanes) * (1 + promises.replicas)
+        room = max(whole(kv_bytes / system.r.capacity_bytes), 2 * promises.replicas)
+        if room > self.most_sockets:
+            return None
+
+        lane = system.lane_over(lane_batch)
+
+        def cycle_s(sockets: float) -> float:
+            return lane(sockets).cycle_s(lanes)
+
+        def slow_s(sockets: float) -> float:
+            return slow_cycle_s(lane(sockets), lanes, promises.headroom)
+
+        best = max(room, fastest(cycle_s, self.most_sockets))
+        limit_s = promises.step_limit_s / system.costs.num_layers
+        if limit_s != float("inf") and not at_most(slow_s(best), limit_s):
+            best = max(best, sockets_for(slow_s, limit_s) or MAX_SOCKETS + 1)
+            if best > self.most_sockets or not at_most(slow_s(best), limit_s):
+                return None
+        return best
+
+    def rate(self, lane_batch: int, lanes: int) -> float:
+        """Tokens a second on as many sockets as give the most; 0: it can't run."""
+        sockets = self.best_sockets(lane_batch, lanes)
+        return 0.0 if sockets is None else self.rate_on(lane_batch, lanes, sockets)
+
+    def rate_on(self, lane_batch: int, lanes: int, sockets: int) -> float:
+        cycle_s = self.system.lane(lane_batch, sockets).cycle_s(lanes)
+        return lane_batch * lanes / (self.system.costs.num_layers * cycle_s)
+
+    def tops(self) -> dict[int, tuple[float, int]]:
+        """By number of lanes: the most tokens a second, and a lane's batch that gives them.
+
+        Raises:
+            ConfigError: the batch that was asked for is beyond what was measured.
+        """
+        found = {}
+        for lanes in self.num_lanes:
+            rates = ((self.rate(batch, lanes), -batch) for batch in self._lane_batches(lanes))
+            rate, batch = max(rates, default=(0.0, 0))
+            if rate > 0.0:
+                found[lanes] = (rate, -batch)
+        return found
+
+    def _lane_batches(self, lanes: int) -> Iterator[int]:
+        """Those that may give the most. By a datasheet, the largest that can run does; what
+        was measured may have its best anywhere."""
+        measured, asked = self.system.s.max_batch, self.goal.batch
+        if asked is not None:
+            if measured is not None and -(-asked // max(self.num_lanes)) > measured:
+                raise ConfigError(
+                    f"--batch {asked}: the S-part was measured up to {measured} tokens in a "
+                    "lane; calibrate with larger batches"
+                )
+            lane_batch = -(-asked // lanes)
+            yield from (lane_batch,) if measured is None or lane_batch <= measured else ()
+            return
+        most = self._largest(lanes, measured or MAX_BATCH // lanes)
+        if measured is not None:
+            yield from (1 << i for i in range(most.bit_length()) if 1 << i < most)
+        if most:
+            yield most
+
+    def _largest(self, lanes: int, most: int) -> int:
+        """A lane's largest batch that can run; 0: none."""
+        return _last(lambda batch: self.best_sockets(batch, lanes) is not None, most)
+
+    def plans(self, most_rate: float) -> Iterator[Plan]:
+        """For each number of lanes, the smallest batch and the fewest sockets that give nearly
+        ``most_rate``."""
+        gain = self.goal.gain
+        wanted, first = most_rate / (1.0 + gain), most_rate / (1.0 + gain / 2)
+        for lanes, (top, lane_batch) in self.tops().items():
+            if top < wanted * (1.0 - 1e-9):
                 continue
-            if chosen is None or _better_lanes(plan, chosen):
-                chosen = plan
-        if chosen is not None:
-            yield chosen
+            # A batch somewhat larger than needed first: with it the fewest sockets are found.
+            nearly = min(first, top)
+            if self.goal.batch is None:
+                lane_batch = self._smallest(lanes, nearly, lane_batch)
+            yield self._fewest(lane_batch, lanes, wanted)
+
+    def _smallest(self, lanes: int, rate: float, known: int) -> int:
+        """A lane's smallest batch that gives ``rate``, which ``known`` does."""
+        return _first(lambda lane_batch: self.rate(lane_batch, lanes) >= rate, known)
+
+    def _fewest(self, lane_batch: int, lanes: int, wanted: float) -> Plan:
+        for promises in (self.promises, replace(self.promises, headroom=0.0)):
+            rows = self.rows(lane_batch, lanes, wanted, promises)
+            sockets = sockets_of(rows)
+            if sockets is not None and sockets <= self.most_sockets:
+                break
+        else:
+            sockets = self.best_sockets(lane_batch, lanes)
+            assert sockets is not None
+        if self.goal.batch is None:
+            lane_batch = self._shrunk(lane_batch, lanes, wanted, promises, sockets)
+        return self.plan(lane_batch, lanes, sockets, self.rows(lane_batch, lanes, wanted, promises))
+
+    def _shrunk(
+        self, lane_batch: int, lanes: int, wanted: float, promises: Promises, sockets: int
+    ) -> int:
+        def enough(batch: int) -> bool:
+            if self.rate_on(batch, lanes, sockets) < wanted:
+                return False
+            needed = sockets_of(self.rows(batch, lanes, wanted, promises))
+            return needed is not None and needed <= sockets
+
+        return _first(enough, lane_batch)
+
+    def rows(
+        self, lane_batch: int, lanes: int, rate: float, promises: Promises
+    ) -> tuple[Constraint, ...]:
+        """What so many tokens a second ask for."""
+        cycle_s = lane_batch * lanes / (self.system.costs.num_layers * rate)
+        return constraints(self.system, lane_batch, lanes, promises, cycle_s)
+
+    def plan(self, lane_batch: int, lanes: int, working: int, rows: tuple[Constraint, ...]) -> Plan:
+        """``working``: sockets, spare ones not counted."""
+        system, goal = self.system, self.goal
+        sockets = working + goal.survive
+        return Plan(
+            lane_batch=lane_batch,
+            lanes=lanes,
+            sockets=sockets,
+            spare_sockets=goal.survive,
+            sockets_per_host=system.r.sockets_per_host,
+            expected=system.predict(lane_batch, lanes, sockets),
+            fast=system.scaled(-1).predict(lane_batch, lanes, sockets),
+            slow=system.scaled(+1).predict(lane_batch, lanes, sockets),
+            constraints=rows,
+            kv_bytes=r_memory_bytes(system, lane_batch, lanes) * (1 + goal.replicas),
+            s_memory_bytes=s_memory_bytes(system, lane_batch, lanes),
+            load_limit_tokens=system.load_limit_tokens(lane_batch, working),
+        )
+
+    def best(self) -> tuple[Plan | None, float]:
+        """The plan, and the most tokens a second that any batch on any allowed number of
+        sockets gives; None and 0: nothing keeps the promises."""
+        most = max((rate for rate, _ in self.tops().values()), default=0.0)
+        plans = list(self.plans(most)) if most else []
+        if not plans:
+            return None, 0.0
+        limit = _NEAR_FEWEST * min(plan.sockets for plan in plans)
+        near = [plan for plan in plans if plan.sockets <= limit]
+        if self.goal.batch is not None:
+            return max(near, key=lambda plan: plan.expected.tokens_per_s), most
+        return min(near, key=lambda plan: (plan.batch, plan.sockets)), most
 
 
-def _batches(goal: Goal, max_batch: int | None) -> Iterator[list[tuple[int, int]]]:
-    """(lanes, lane batch) candidates: those of one yield compete as to lanes,
-    the yields compete as to batch.
-
-    Raises:
-        ConfigError: the batch that was asked for is beyond what was measured.
-    """
-    lanes = range(1, MAX_LANES + 1) if goal.lanes is None else (goal.lanes,)
-    if goal.batch is not None:
-        candidates = [(k, -(-goal.batch // k)) for k in lanes if k <= goal.batch]
-        within = [(k, batch) for k, batch in candidates if max_batch is None or batch <= max_batch]
-        if not within:
-            raise ConfigError(
-                f"--batch {goal.batch}: the S-part was measured up to {max_batch} tokens in a "
-                "lane; calibrate with larger batches"
-            )
-        yield within
-        return
-    # 1, 2, 3, 4, 6, 8, 12, …: with every batch, twice that batch.
-    exponent = 0
-    while 1 << exponent <= (max_batch or MAX_BATCH):
-        for lane_batch in (1 << exponent, 3 << exponent - 1) if exponent else (1,):
-            if max_batch is None or lane_batch <= max_batch:
-                yield [(k, lane_batch) for k in lanes]
-        exponent += 1
-
-
-def _better_lanes(more: Plan, fewer: Plan) -> bool:
-    """Whether a plan of the same batch with more lanes is worth having."""
-    if more.expected.tokens_per_s < fewer.expected.tokens_per_s * (1 - 1e-9):
-        return False
-    if more.expected.tokens_per_s > fewer.expected.tokens_per_s * 1.01:
-        return True
-    return more.sockets <= (1.0 - LANE_SAVING) * fewer.sockets
-
-
-def plan_of(
-    system: System, goal: Goal, lane_batch: int, lanes: int, rows: tuple[Constraint, ...]
-) -> Plan | None:
+def sockets_of(rows: tuple[Constraint, ...]) -> int | None:
+    """The fewest that satisfy all rows; None: no number does."""
     needs = [row.min_sockets for row in rows if row.min_sockets is not None]
-    if len(needs) < len(rows):
-        return None
-    sockets = max(1, *needs) + goal.survive
-    if goal.max_sockets is not None and sockets > goal.max_sockets:
-        return None
-    return Plan(
-        lane_batch=lane_batch,
-        lanes=lanes,
-        sockets=sockets,
-        spare_sockets=goal.survive,
-        sockets_per_host=system.r.sockets_per_host,
-        expected=system.predict(lane_batch, lanes, sockets),
-        fast=system.scaled(-1).predict(lane_batch, lanes, sockets),
-        slow=system.scaled(+1).predict(lane_batch, lanes, sockets),
-        constraints=rows,
-        kv_bytes=r_memory_bytes(system, lane_batch, lanes) * (1 + goal.replicas),
-        s_memory_bytes=s_memory_bytes(system, lane_batch, lanes),
-        load_limit_tokens=system.load_limit_tokens(lane_batch, sockets - goal.survive),
-    )
+    return max(1, *needs) if len(needs) == len(rows) else None
 
 
-def choose(plans: Iterable[Plan], min_gain: float) -> Plan | None:
-    """The smallest batch whose double, and whatever lies between, gains less
-    than ``min_gain``.
-
-    Args:
-        plans: by rising batch; taken no further than needed.
-    """
-    window: deque[Plan] = deque()
-    for plan in plans:
-        while window and plan.lane_batch > 2 * window[0].lane_batch:
-            if _gains_less(window, min_gain):
-                return window[0]
-            window.popleft()
-        window.append(plan)
-    while window and not _gains_less(window, min_gain):
-        window.popleft()
-    return window[0] if window else None
+def _first(holds: Callable[[int], bool], known: int) -> int:
+    """The smallest number that holds, of up to ``known``, which does."""
+    low, high = 0, known
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
 
 
-def _gains_less(window: Sequence[Plan], min_gain: float) -> bool:
-    """Whether nobody gives ``min_gain`` more tokens than the first."""
-    most = max(plan.expected.tokens_per_s for plan in window)
-    return most < (1.0 + min_gain) * window[0].expected.tokens_per_s
+def _last(holds: Callable[[int], bool], most: int) -> int:
+    """The largest number from 1 to ``most`` that holds; 0: none does."""
+    low, high = 0, 1
+    while high <= most and holds(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
 
 
 # --- infeasible
 # ------------------------------------------------------------------------------
 
 
-def diagnose(
-    setup: Setup, system: System, goal: Goal, promises: Promises, plan: Plan | None
-) -> tuple[tuple[Constraint, ...], str]:
-    """What stands in the way: the candidate that breaks the fewest constraints,
-    and which these are."""
-    best: tuple[Constraint, ...] | None = None
-    for candidates in _batches(goal, system.s.max_batch):
-        for lanes, lane_batch in candidates:
-            if lanes == 1 and goal.lanes is None:
-                continue
-            broken = tuple(
-                _capped(row, goal)
-                for row in gpu_busy_constraints(system, lane_batch, lanes, promises)
-                if _capped(row, goal).min_sockets is None
-            )
-            if best is None or len(broken) < len(best):
-                best = broken
-    assert best is not None
-    if plan is not None:
-        step = plan.expected
-        return best, (
-            f"without keeping the GPU busy: {counted(plan.batch, 'sequence')} on "
-            f"{counted(plan.sockets, 'socket')} give {rate_text(step.tokens_per_s)} tokens/s; the "
-            f"{step.limit} sets the pace and the GPU is busy {step.s_utilisation:.0%} of the time"
-        )
-    return best, _what_must_give(setup, system, goal)
+def diagnose(setup: Setup, search: Search) -> tuple[tuple[Constraint, ...], str, Plan | None]:
+    """Where nothing keeps the promises: the constraints in the way, what would, and the nearest
+    plan that can run."""
+    goal, system = search.goal, search.system
+    batch = 1 if goal.batch is None else goal.batch
+    rows: list[tuple[Constraint, ...]] = []
+    for lanes in search.num_lanes:
+        lane_batch = -(-batch // lanes)
+        free = constraints(system, lane_batch, lanes, search.promises, float("inf"))
+        capped = (_capped(row, goal) for row in free)
+        rows.append(tuple(row for row in capped if row.min_sockets is None))
+    in_the_way = min((row for row in rows if row), key=len, default=())
+    if not s_worker_fits(system, 1, 1):
+        return in_the_way, _enough_gpus(setup), None
+    if goal.batch is not None:
+        plan, _ = replace(search, goal=replace(goal, batch=None)).best()
+        if plan is not None:
+            return in_the_way, _nearest(plan, "another --batch"), plan
+    relaxed = Promises(float("inf"), goal.headroom, goal.replicas)
+    plan, _ = replace(search, promises=relaxed, goal=replace(goal, batch=None)).best()
+    if plan is None:
+        return in_the_way, _enough_sockets(search), None
+    return in_the_way, _shortest_step(replace(search, promises=relaxed)), None
+
+
+def _nearest(plan: Plan, change: str) -> str:
+    step = plan.expected
+    return (
+        f"{change}: {counted(plan.batch, 'sequence')} on {counted(plan.sockets, 'socket')} give "
+        f"{rate_text(step.tokens_per_s)} tokens/s, {seconds_text(step.tpot_s)} a token"
+    )
 
 
 def _capped(row: Constraint, goal: Goal) -> Constraint:
@@ -226,24 +333,33 @@ def _capped(row: Constraint, goal: Goal) -> Constraint:
     return replace(row, min_sockets=None, detail=detail)
 
 
-def _what_must_give(setup: Setup, system: System, goal: Goal) -> str:
-    """Nothing runs: the least relaxation that would."""
-    if not s_worker_fits(system, 1, 1):
-        return _enough_gpus(setup)
-    relaxed = Promises(float("inf"), goal.headroom, goal.replicas)
-    lanes = range(1, MAX_LANES + 1) if goal.lanes is None else (goal.lanes,)
-    plans = [
-        p
-        for k in lanes
-        for p in find_plans(system, replace(goal, lanes=k), relaxed, best_effort_constraints)
-    ]
-    if not plans:
-        return "more sockets than --max-sockets allows, or another --batch"
-    fastest = min(plans, key=lambda plan: plan.expected.step_s)
+def _enough_sockets(search: Search) -> str:
+    free = replace(search, goal=replace(search.goal, max_sockets=None))
+    rows = constraints(search.system, 1, 1, free.promises, float("inf"))
+    needed = sockets_of(rows)
+    if needed is None:
+        return "more memory on the R-workers: not even one sequence has room"
+    return f"{counted(needed + search.goal.survive, 'socket')}: one sequence has room there"
+
+
+def _shortest_step(search: Search) -> str:
+    """The latency that nothing keeps, and the one that can be kept."""
+    system, headroom = search.system, search.promises.headroom
+    lane_batch = 1 if search.goal.batch is None else search.goal.batch
+    lanes = search.goal.lanes or 1
+    lane_batch = -(-lane_batch // lanes)
+
+    lane = system.lane_over(lane_batch)
+
+    def cycle_s(sockets: float) -> float:
+        return slow_cycle_s(lane(sockets), lanes, headroom)
+
+    sockets = fastest(cycle_s, search.most_sockets)
+    step_s = system.costs.num_layers * cycle_s(sockets)
     return (
-        f"the shortest step that this hardware can make is {seconds_text(fastest.expected.step_s)} "
-        f"a token ({seconds_text(fastest.expected.latency_s)} a sequence), with "
-        f"{counted(fastest.batch, 'sequence')} on {counted(fastest.sockets, 'socket')}: ask for no "
+        f"the shortest step that this hardware can make is {seconds_text(step_s)} a token "
+        f"({seconds_text(system.latency_s(step_s))} a sequence), with "
+        f"{counted(lane_batch * lanes, 'sequence')} on {counted(sockets, 'socket')}: ask for no "
         "less"
     )
 

@@ -1,13 +1,10 @@
 """The planner: which batch, how many lanes, how many sockets, and whether to
 offload at all.
 
-How it chooses. A candidate is a lane's batch and a number of lanes; its sockets
-are the most that any constraint (``constraints``) asks for. Of the
-lanes, the fewest are taken, unless one more saves a fifth of the sockets. Of
-the batches, the smallest is taken from which doubling gives less than
-``min_gain`` more tokens a second, or would break a promise. If no candidate
-keeps the GPU busy and every promise, the answer is "infeasible", with the
-constraint that stands in the way and the nearest plan that can run.
+How it chooses: see ``search``. Beside that plan, which keeps every KV cache on R-workers, stand
+the GPU alone and both together; the headline is the one of the three with the most tokens a
+second. If no batch keeps every promise, the answer is "infeasible", with the constraint that
+stands in the way and the nearest plan that can run.
 """
 
 from __future__ import annotations
@@ -17,17 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from cost_model.hardware import Gpu, Hardware, Nic
-from cost_model.plans.constraints import (
-    BUSY,
-    Constraint,
-    best_effort_constraints,
-    gpu_busy_constraints,
-)
+from cost_model.plans.constraints import Constraint
 from cost_model.plans.gpu_only import GpuOnly, best_gpu_only
-from cost_model.plans.hybrid import Hybrid, best_hybrid
+from cost_model.plans.hybrid import MOST_OF_GAIN, Hybrid, best_hybrid
 from cost_model.plans.placement import PlacementRates
 from cost_model.plans.question import Goal, Prices, Setup, split_counts
-from cost_model.plans.search import Plan, choose, diagnose, find_plans, plan_of
+from cost_model.plans.search import Plan, Search, diagnose, sockets_of
 from cost_model.predict import MAX_LANES, StepPrediction, System
 from cost_model.quantities import counted, rate_text
 from fastdecode.core.measurement import RProfile
@@ -35,6 +27,8 @@ from fastdecode.core.measurement import RProfile
 # Without prices: no market sells a server socket with its memory for less than
 # this part of a datacentre GPU.
 CHEAPEST_SOCKET = 0.05
+_WORTH_IT = 1.10
+"""Times what the GPU alone gives."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +37,7 @@ class WhatIf:
 
     change: str
     sockets: int | None
-    """None: no number of sockets keeps the GPU busy then."""
+    """None: no number of sockets gives the plan's tokens a second then."""
     tokens_per_s: float | None
     tpot_s: float | None
     note: str = ""
@@ -73,6 +67,16 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Headline:
+    """What this hardware gives."""
+
+    kv_placement: str
+    """gpu, r or hybrid."""
+    tokens_per_s: float
+    sockets: int
+
+
+@dataclass(frozen=True)
 class Sizing:
     """The answer. Frozen all through; everything that ``fastdecode size`` prints is in it."""
 
@@ -92,10 +96,24 @@ class Sizing:
     gpu_only: GpuOnly | None
     """None: the GPU alone can't run it."""
     hybrid: Hybrid | None
-    """The plan's sockets beside a GPU that holds what KV it can; None: there is
-    no plan, or the GPU alone can't run it."""
+    """The plan's sockets, or all that there are, beside a GPU that holds what KV it can; None:
+    there is no plan, or the GPU alone can't run it."""
     verdict: Verdict | None
     cost: Cost | None
+    most_tokens_per_s: float
+    """That any batch on R-workers gives: the plan gives nearly as many."""
+
+    @property
+    def headline(self) -> Headline | None:
+        """The placement with the most tokens a second; None: nothing can run."""
+        found = []
+        if self.gpu_only is not None:
+            found.append(Headline("gpu", self.gpu_only.tokens_per_s, 0))
+        if self.plan is not None:
+            found.append(Headline("r", self.plan.expected.tokens_per_s, self.plan.sockets))
+        if self.hybrid is not None and self.hybrid.away:
+            found.append(Headline("hybrid", self.hybrid.tokens_per_s, self.hybrid.sockets))
+        return max(found, key=lambda each: each.tokens_per_s, default=None)
 
     @property
     def placement(self) -> str | None:
@@ -122,15 +140,20 @@ def size(
     """
     system = setup.system()
     promises = goal.promises(system)
-    # A single lane can't overlap with itself: who asks for one doesn't ask for a busy GPU.
-    wanted = best_effort_constraints if goal.lanes == 1 else gpu_busy_constraints
-    plan = choose(find_plans(system, goal, promises, wanted), goal.min_gain)
+    search = Search(system, goal, promises)
+    plan, most = search.best()
     feasible = plan is not None
+    in_the_way: tuple[Constraint, ...] = ()
+    nearest = ""
     if plan is None:
-        plan = choose(find_plans(system, goal, promises, best_effort_constraints), goal.min_gain)
-    in_the_way, nearest = ((), "") if feasible else diagnose(setup, system, goal, promises, plan)
+        in_the_way, nearest, plan = diagnose(setup, search)
     gpu_only = best_gpu_only(system, promises.step_limit_s)
-    verdict = None if plan is None else _verdict(setup, goal, plan, gpu_only, prices)
+    hybrid = None
+    if plan is not None and gpu_only is not None:
+        owned = goal.max_sockets is not None
+        sockets = search.most_sockets if owned else plan.sockets
+        part = 1.0 - goal.gain if owned else MOST_OF_GAIN
+        hybrid = best_hybrid(system, gpu_only, sockets, promises.step_limit_s, part=part)
     return Sizing(
         setup=setup,
         goal=goal,
@@ -142,13 +165,12 @@ def size(
         over_sockets=() if plan is None else _over_sockets(system, plan),
         what_ifs=() if plan is None else tuple(_what_ifs(setup, goal, plan, hardware)),
         gpu_only=gpu_only,
-        hybrid=None
-        if plan is None or gpu_only is None
-        else best_hybrid(system, gpu_only, plan.sockets, promises.step_limit_s),
-        verdict=verdict,
+        hybrid=hybrid,
+        verdict=None if plan is None else _verdict(setup, goal, plan, hybrid, gpu_only, prices),
         cost=None
         if plan is None or prices is None
         else _cost(setup, system, plan, gpu_only, prices),
+        most_tokens_per_s=most,
     )
 
 
@@ -194,8 +216,8 @@ def _limit_moves(system: System, plan: Plan, low: int, high: int) -> int | None:
 
 
 def _what_ifs(setup: Setup, goal: Goal, plan: Plan, hardware: Hardware | None) -> Iterator[WhatIf]:
-    """The plan's batch with one thing changed at a time; the last one without offloading."""
-    pinned = replace(goal, max_sockets=None)
+    """As many tokens a second with one thing changed at a time; the last one without offloading."""
+    lanes, batch = plan.lanes, plan.lane_batch
     # Of a measured R-part nothing is known but in its own KV dtype.
     smaller = (
         ()
@@ -203,59 +225,23 @@ def _what_ifs(setup: Setup, goal: Goal, plan: Plan, hardware: Hardware | None) -
         else {"int8": ("int4",), "int4": ()}.get(setup.kv_dtype, ("int8", "int4"))
     )
     for kv_dtype in smaller:
-        yield _what_if(
-            f"KV cache in {kv_dtype}",
-            replace(setup, kv_dtype=kv_dtype),
-            pinned,
-            plan.lane_batch,
-            plan.lanes,
-        )
-    if plan.lanes < MAX_LANES:
-        yield _what_if(
-            f"one lane more ({plan.lanes + 1})", setup, pinned, plan.lane_batch, plan.lanes + 1
-        )
-    if plan.lanes > 2:
-        yield _what_if(
-            f"one lane fewer ({plan.lanes - 1})", setup, pinned, plan.lane_batch, plan.lanes - 1
-        )
+        changed = replace(setup, kv_dtype=kv_dtype)
+        yield _what_if(f"KV cache in {kv_dtype}", changed, goal, plan, batch, lanes)
+    if lanes < MAX_LANES:
+        yield _what_if(f"one lane more ({lanes + 1})", setup, goal, plan, batch, lanes + 1)
+    if lanes > 1:
+        yield _what_if(f"one lane fewer ({lanes - 1})", setup, goal, plan, batch, lanes - 1)
     faster = (
         hardware.faster_nic(setup.nic)
         if hardware is not None and isinstance(setup.nic, Nic)
         else None
     )
     if faster is not None:
-        yield _what_if(
-            f"NIC of {faster.name}", replace(setup, nic=faster), pinned, plan.lane_batch, plan.lanes
-        )
-    yield from _gpu_may_wait(setup, goal, plan)
+        changed = replace(setup, nic=faster)
+        yield _what_if(f"NIC of {faster.name}", changed, goal, plan, batch, lanes)
     if isinstance(setup.gpu, Gpu):
         for num_gpus in split_counts(setup.spec, setup.num_gpus)[:1]:
             yield _gpus_alone(replace(setup, num_gpus=num_gpus), goal, setup.gpu.name)
-
-
-def _gpu_may_wait(setup: Setup, goal: Goal, plan: Plan) -> Iterator[WhatIf]:
-    """A busy GPU with a small batch gives fewer tokens than a waiting one with
-    a large batch. Where a promise or the network keeps the batch small, say so:
-    the plan with the fewest sockets near the most that is to be had."""
-    system = setup.system()
-    promises = goal.promises(system)
-    plans: list[Plan] = []
-    for each in find_plans(system, goal, promises, best_effort_constraints):
-        plans.append(each)
-        if each.lane_batch > 16 * plan.lane_batch:
-            break
-    most = max((each.expected.tokens_per_s for each in plans), default=0.0)
-    if most < (1.0 + goal.min_gain) * plan.expected.tokens_per_s:
-        return
-    near = [each for each in plans if each.expected.tokens_per_s * (1.0 + goal.min_gain) >= most]
-    best = min(near, key=lambda each: (each.sockets, each.batch))
-    if (
-        best.expected.tokens_per_s > plan.expected.tokens_per_s
-        and best.expected.s_utilisation < BUSY
-    ):
-        change = f"{counted(best.lanes, 'lane')} of {best.lane_batch:,}, the GPU waiting"
-        busy = f"GPU {best.expected.s_utilisation:.0%} busy"
-        yield WhatIf(change, best.sockets, best.expected.tokens_per_s, best.expected.tpot_s, busy)
 
 
 def _gpus_alone(setup: Setup, goal: Goal, gpu_name: str) -> WhatIf:
@@ -267,39 +253,52 @@ def _gpus_alone(setup: Setup, goal: Goal, gpu_name: str) -> WhatIf:
     return WhatIf(change, 0, alone.tokens_per_s, alone.tpot_s, counted(alone.batch, "sequence"))
 
 
-def _what_if(change: str, setup: Setup, goal: Goal, lane_batch: int, lanes: int) -> WhatIf:
+def _what_if(
+    change: str, setup: Setup, goal: Goal, plan: Plan, lane_batch: int, lanes: int
+) -> WhatIf:
     system = setup.system()
-    promises = goal.promises(system)
-    rows = gpu_busy_constraints(system, lane_batch, lanes, promises)
-    plan = plan_of(system, goal, lane_batch, lanes, rows)
-    if plan is not None:
-        return WhatIf(change, plan.sockets, plan.expected.tokens_per_s, plan.expected.tpot_s)
-    broken = ", ".join(row.name for row in rows if row.min_sockets is None)
-    return WhatIf(change, None, None, None, f"not met: {broken}")
+    search = Search(system, replace(goal, max_sockets=None), goal.promises(system))
+    rows = search.rows(lane_batch, lanes, plan.expected.tokens_per_s, search.promises)
+    sockets = sockets_of(rows)
+    if sockets is None:
+        broken = ", ".join(row.name for row in rows if row.min_sockets is None)
+        return WhatIf(change, None, None, None, f"not met: {broken}")
+    step = system.predict(lane_batch, lanes, sockets + goal.survive)
+    return WhatIf(change, step.sockets, step.tokens_per_s, step.tpot_s)
 
 
 def _verdict(
-    setup: Setup, goal: Goal, plan: Plan, gpu_only: GpuOnly | None, prices: Prices | None
+    setup: Setup,
+    goal: Goal,
+    plan: Plan,
+    hybrid: Hybrid | None,
+    gpu_only: GpuOnly | None,
+    prices: Prices | None,
 ) -> Verdict:
+    """Of the better one of R-workers alone and both sides."""
     if gpu_only is None:
         alone = "the GPU alone can't: no room for even one sequence's KV cache, or not fast enough"
         return Verdict(True, float("inf"), float("inf"), alone)
-    gain = plan.expected.tokens_per_s / gpu_only.tokens_per_s
-    break_even = (gain - 1.0) * setup.num_gpus / plan.sockets
-    mine, alone = rate_text(plan.expected.tokens_per_s), rate_text(gpu_only.tokens_per_s)
-    numbers = f"{mine} tokens/s beside {alone} of the GPU alone"
+    tokens_per_s, sockets, how = plan.expected.tokens_per_s, plan.sockets, ""
+    if hybrid is not None and hybrid.away and hybrid.tokens_per_s > tokens_per_s:
+        tokens_per_s, sockets, how = hybrid.tokens_per_s, hybrid.sockets, " on both sides"
+    gain = tokens_per_s / gpu_only.tokens_per_s
+    break_even = (gain - 1.0) * setup.num_gpus / sockets
+    mine, alone = rate_text(tokens_per_s), rate_text(gpu_only.tokens_per_s)
+    numbers = f"{mine} tokens/s{how} beside {alone} of the GPU alone"
     if prices is not None:
         socket_share = prices.socket(_cpu_name(setup)) / prices.gpu(_gpu_name(setup))
-        offload = socket_share < break_even
         reason = (
             f"{numbers}; a socket costs {socket_share:.2g} of a GPU, and may cost "
             f"{max(0.0, break_even):.2g} of one before the GPU alone gives cheaper tokens"
         )
-        return Verdict(offload, gain, break_even, reason)
-    if gain < 1.0 + goal.min_gain or break_even < CHEAPEST_SOCKET:
-        return Verdict(
-            False, gain, break_even, f"{numbers}: not worth {counted(plan.sockets, 'socket')}"
-        )
+        return Verdict(socket_share < break_even, gain, break_even, reason)
+    owned = goal.max_sockets is not None
+    if gain < _WORTH_IT or (break_even < CHEAPEST_SOCKET and not owned):
+        worth = f"{numbers}: not worth {counted(sockets, 'socket')}"
+        return Verdict(False, gain, break_even, worth)
+    if owned:
+        return Verdict(True, gain, break_even, numbers)
     reason = (
         f"{numbers}; it pays while a socket costs less than {break_even:.2g} of a GPU (--prices "
         "decides)"

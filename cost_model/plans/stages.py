@@ -4,22 +4,26 @@ A stage is a GPU, or several that share every layer, with some of the layers and
 R-workers of its own. It never waits for another one while there are enough
 lanes; so what one stage is busy with, ``size`` plans as it plans a whole model of
 that many layers. Sequences go round: of N stages each has a plan's lanes, and a
-token takes N times a plan's. What is planned is the stage with the most layers;
-hidden states on their way from stage to stage, a small part of what goes to
-R-workers, are left out.
+token takes N times a plan's. What is planned is the slowest stage: the first,
+which has embedding and head, or the largest of the others, which have layers
+alone. Hidden states on their way from stage to stage, a small part of what goes
+to R-workers, are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
+from cost_model.plans.constraints import s_worker_fits
 from cost_model.plans.question import Goal, Setup
 from cost_model.plans.size import Sizing
 from cost_model.quantities import bytes_text, counted, rate_text, seconds_text
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.model.stages import layers_of_stages, stage_spec
+
+PlanOf: TypeAlias = Callable[[Setup, Goal], Sizing]
 
 
 @dataclass(frozen=True)
@@ -48,20 +52,43 @@ class StagedPlan:
     tpot_s: float
 
 
-def stage_question(setup: Setup, goal: Goal, num_stages: int) -> tuple[Setup, Goal]:
-    """What is to be asked about one stage, that with the most layers.
+def slowest_stage(setup: Setup, goal: Goal, num_stages: int, plan: PlanOf) -> Sizing:
+    """The plan of the stage that sets the pace of all.
+
+    Args:
+        plan: answers the question about one stage.
 
     Raises:
         ConfigError: there are too few layers, lanes or sockets for so many
             stages.
     """
-    layers = max(layers_of_stages(setup.spec, num_stages), key=len)
+    first, *others = layers_of_stages(setup.spec, num_stages)
+    asked = _stage_goal(goal, num_stages)
+    questions = [replace(setup, spec=stage_spec(setup.spec, first))]
+    if others:
+        largest = stage_spec(setup.spec, max(others, key=len))
+        questions.append(replace(setup, spec=largest, has_ends=False))
+    answers = sorted((plan(each, asked) for each in questions), key=_pace)
+    slowest, quickest = answers[0], answers[-1]
+    chosen = slowest.plan
+    if slowest.feasible and chosen is not None:
+        fits = s_worker_fits(quickest.system, chosen.lane_batch, chosen.lanes)
+        return slowest if fits else quickest
+    return slowest
+
+
+def _pace(sizing: Sizing) -> float:
+    return sizing.most_tokens_per_s if sizing.feasible else -1.0
+
+
+def _stage_goal(goal: Goal, num_stages: int) -> Goal:
+    """What is asked of one of so many stages."""
     for option, count in (("lanes", goal.lanes), ("max-sockets", goal.max_sockets)):
         if count is not None and count < num_stages:
             raise ConfigError(
                 f"--{option} {count}: each of the {num_stages} stages of --pp has one"
             )
-    asked = replace(
+    return replace(
         goal,
         latency_s=None if goal.latency_s is None else goal.latency_s / num_stages,
         tpot_s=None if goal.tpot_s is None else goal.tpot_s / num_stages,
@@ -69,7 +96,6 @@ def stage_question(setup: Setup, goal: Goal, num_stages: int) -> tuple[Setup, Go
         lanes=None if goal.lanes is None else goal.lanes // num_stages,
         max_sockets=None if goal.max_sockets is None else goal.max_sockets // num_stages,
     )
-    return replace(setup, spec=stage_spec(setup.spec, layers)), asked
 
 
 def stage_shares(setup: Setup, num_stages: int, sizing: Sizing) -> tuple[StageShare, ...]:
@@ -131,7 +157,7 @@ def _lines(setup: Setup, num_stages: int, sizing: Sizing) -> Iterator[str]:
             f"  Stage {share.stage:<7}layers {share.first_layer}-{last}{beside}: weights "
             f"{bytes_text(share.weight_bytes)} {gpus}{r_workers}"
         )
-    yield "Below, the plan of the stage with the most layers, as of a model of its own"
+    yield "Below, the plan of the slowest stage, as of a model of its own"
 
 
 def stages_json(setup: Setup, num_stages: int, sizing: Sizing) -> dict[str, Any] | None:

@@ -182,9 +182,9 @@ def _add_goal(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--min-gain",
         type=float,
-        default=0.10,
         metavar="X",
-        help="grow the batch while doubling it gives this much more tokens/s (default: 0.10)",
+        help="no batch gives this part more tokens/s than the chosen one (default: 0.10; with "
+        "--max-sockets 0.01)",
     )
     group.add_argument("--prices", type=Path, metavar="FILE", help="prices an hour, TOML or JSON")
 
@@ -196,7 +196,7 @@ def run_size(args: argparse.Namespace) -> int:
     from cost_model.plans.question import Prices
     from cost_model.plans.report import as_json, as_text
     from cost_model.plans.size import size
-    from cost_model.plans.stages import stage_question, stages_json, stages_text
+    from cost_model.plans.stages import slowest_stage, stages_json, stages_text
     from cost_model.printing import json_text
 
     if args.plot is not None:
@@ -208,12 +208,10 @@ def run_size(args: argparse.Namespace) -> int:
             f"--emit writes an mpirun line, which --transport {args.transport} does not use. "
             "Remove one of them"
         )
-    whole = setup = read_setup(args, hardware)
-    goal = read_goal(args)
-    num_stages = _num_stages(args)
-    if num_stages > 1:
-        setup, goal = stage_question(setup, goal, num_stages)
-    sizing = size(setup, goal, hardware, prices)
+    whole, goal, num_stages = read_setup(args, hardware), read_goal(args), _num_stages(args)
+    sizing = slowest_stage(
+        whole, goal, num_stages, lambda setup, asked: size(setup, asked, hardware, prices)
+    )
     if args.json:
         staged = {} if num_stages == 1 else {"stages": stages_json(whole, num_stages, sizing)}
         print(json_text({**as_json(sizing), **staged}))

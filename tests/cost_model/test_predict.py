@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_model.closed_forms import required_cpus
-from cost_model.plans.constraints import Promises, gpu_busy_constraints
+from cost_model.plans.constraints import Constraint, Promises, constraints
 from cost_model.predict import LaneTimes, System
 from cost_model.shapes import model_named
 from cost_model.stages import LinkModel, Provenance, RPartModel, SPartModel
@@ -63,13 +63,20 @@ def test_what_limits() -> None:
     assert LaneTimes(2.0, 1.0, 1.0, 1.0, 0.0).limit(1) == "round trip"
 
 
+def busy_rows(
+    system: System, lane_batch: int, lanes: int, promises: Promises
+) -> tuple[Constraint, ...]:
+    """What it takes that the GPU never waits."""
+    return constraints(system, lane_batch, lanes, promises, lanes * system.s_s(lane_batch))
+
+
 def test_two_lanes_and_a_perfect_network_are_the_paper() -> None:
     """Latency 2·N·S·T(B), P = B·S·R / 2T(B) but for the (S+1)/S of whole tokens."""
     system, batch, seq_len = ideal_system(), 512, 1024
-    rows = {r.name: r for r in gpu_busy_constraints(system, batch, 2, Promises(float("inf"), 0.0))}
+    rows = {r.name: r for r in busy_rows(system, batch, 2, Promises(float("inf"), 0.0))}
     paper = required_cpus(batch, seq_len, 5e-7, 2e-3, 1e12)
     assert paper.compute_bound == pytest.approx(65.536, rel=1e-9)
-    assert rows["S-time balance"].min_sockets == 66
+    assert rows["R-part"].min_sockets == 66
     assert rows["round trips"].min_sockets == 66
     step = system.predict(batch, 2, 66)
     assert step.latency_s == pytest.approx(2 * SPEC.num_layers * seq_len * 2e-3, rel=1e-9)
@@ -94,10 +101,7 @@ def test_starting_together_needs_twice_the_sockets() -> None:
     spread = ideal_system()
     together = replace(spread, workload=Workload(0, 1024, 1024))
     promises = Promises(float("inf"), 0.0)
-    counts = [
-        gpu_busy_constraints(each, 512, 2, promises)[0].min_sockets or 0
-        for each in (spread, together)
-    ]
+    counts = [busy_rows(each, 512, 2, promises)[0].min_sockets or 0 for each in (spread, together)]
     assert counts == [66, 132]
 
 
@@ -125,10 +129,8 @@ def test_messages_limit_the_sockets_from_above() -> None:
     for message_s, met in ((30e-6, True), (31e-6, False)):
         base = ideal_system()
         system = replace(base, link=replace(base.link, message_s=message_s))
-        rows = {
-            r.name: r for r in gpu_busy_constraints(system, 512, 4, Promises(float("inf"), 0.0))
-        }
-        assert rows["S-time balance"].min_sockets == 66
+        rows = {r.name: r for r in busy_rows(system, 512, 4, Promises(float("inf"), 0.0))}
+        assert rows["R-part"].min_sockets == 66
         assert rows["messages"].min_sockets == (0 if met else None)
         assert system.lane(512, 66).messages_s == pytest.approx(66 * message_s)
         assert system.lane(8, 66).messages_s == pytest.approx(8 * message_s), (
@@ -140,9 +142,7 @@ def test_the_fewest_sockets_are_found_though_messages_add_up() -> None:
     base = ideal_system()
     system = replace(base, link=replace(base.link, message_s=10e-6))
     for lanes in (2, 3, 4):
-        rows = {
-            r.name: r for r in gpu_busy_constraints(system, 512, lanes, Promises(float("inf"), 0.0))
-        }
+        rows = {r.name: r for r in busy_rows(system, 512, lanes, Promises(float("inf"), 0.0))}
         hidden_s = (lanes - 1) * system.s_s(512)
         brute = [p for p in range(1, 600) if system.lane(512, p).remote_s <= hidden_s]
         assert rows["round trips"].min_sockets == (brute[0] if brute else None)

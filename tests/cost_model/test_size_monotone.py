@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_model.hardware import Cpu, Gpu, Hardware, Nic
-from cost_model.plans.constraints import Promises, gpu_busy_constraints
+from cost_model.plans.constraints import Promises, constraints
 from cost_model.plans.question import Goal, Setup
-from cost_model.plans.size import size
 from cost_model.shapes import model_named
 from cost_model.workload import Workload
 from examples import examples
@@ -43,7 +42,9 @@ def sockets(setup: Setup, plan: tuple[int, int], goal: Goal | None = None) -> di
     goal = goal or Goal()
     system = setup.system()
     promises = Promises(system.step_limit_s(goal.latency_s, goal.tpot_s), goal.headroom)
-    rows = gpu_busy_constraints(system, *plan, promises)
+    lane_batch, lanes = plan
+    busy_s = lanes * system.s_s(lane_batch)
+    rows = constraints(system, lane_batch, lanes, promises, busy_s)
     needs = {row.name: NEVER if row.min_sockets is None else row.min_sockets for row in rows}
     return {**needs, "all": max(needs.values())}
 
@@ -111,23 +112,3 @@ def test_a_slower_gpu(setup: Setup, plan: tuple[int, int], factor: float) -> Non
         memory_bytes_per_s=setup.gpu.memory_bytes_per_s / factor,
     )
     assert never_fewer(sockets(replace(setup, gpu=slower), plan), sockets(setup, plan))
-
-
-@settings(max_examples=15, deadline=None)
-@given(setups, st.integers(2, 4), st.integers(0, 3), factors)
-def test_the_whole_planner_at_a_given_batch(
-    setup: Setup, lanes: int, survive: int, factor: float
-) -> None:
-    assert isinstance(setup.nic, Nic)
-    goal = Goal(batch=256 * lanes, lanes=lanes)
-    base = size(setup, goal)
-    spare = size(setup, replace(goal, survive=survive))
-    slow = size(
-        replace(setup, nic=replace(setup.nic, round_trip_s=setup.nic.round_trip_s * factor)), goal
-    )
-    if slow.feasible:
-        assert base.feasible and base.plan is not None and slow.plan is not None
-        assert slow.plan.sockets >= base.plan.sockets
-    if base.feasible:
-        assert base.plan is not None and spare.plan is not None
-        assert spare.plan.sockets == base.plan.sockets + survive

@@ -76,8 +76,6 @@ def test_a_latency_that_binds() -> None:
     assert free.plan is not None and held.plan is not None and held.feasible
     assert held.plan.lane_batch < free.plan.lane_batch
     assert held.plan.expected.latency_s <= 60.0
-    waiting = [row for row in held.what_ifs if "GPU waiting" in row.change]
-    assert waiting and (waiting[0].tokens_per_s or 0) > 1.1 * held.plan.expected.tokens_per_s
 
 
 def test_a_latency_that_nothing_holds() -> None:
@@ -103,21 +101,49 @@ def test_a_model_that_does_not_fit() -> None:
     assert size(ask("OPT 175B", "A100", num_gpus=6), Goal()).plan is not None
 
 
-def test_too_few_sockets() -> None:
-    needed = size(ask(), Goal(batch=1024, lanes=2)).plan
-    assert needed is not None
-    sizing = size(ask(), Goal(batch=1024, lanes=2, max_sockets=needed.sockets - 1))
-    assert not sizing.feasible and sizing.in_the_way
-    assert all("at hand" in row.detail for row in sizing.in_the_way)
-    free = size(ask(), Goal(max_sockets=4)).plan
-    assert free is not None and free.sockets <= 4
+def test_too_few_sockets_for_a_busy_gpu_give_what_they_can() -> None:
+    """8 sockets keep an A10 81% busy: that is the answer, not the 3,150 tokens/s at which a
+    smaller batch would keep it busy."""
+    free, few = size(ask(), Goal()), size(ask(), Goal(max_sockets=8))
+    assert free.plan is not None and few.plan is not None and few.feasible
+    assert few.plan.sockets == 8
+    assert few.plan.expected.tokens_per_s >= max(step.tokens_per_s for step in few.over_sockets
+        if step.sockets <= 8) > 4000  # fmt: skip
+    given = size(ask(), Goal(max_sockets=8, batch=576))
+    assert given.feasible and given.plan is not None and given.plan.batch == 576
+    assert given.plan.expected.tokens_per_s == pytest.approx(4090, rel=0.01)
+
+
+def test_a_given_batch_has_the_lanes_that_save_sockets() -> None:
+    """27 sockets in two lanes give 0.4% more than 11 in four."""
+    plan = size(ask(), Goal(batch=1024)).plan
+    assert plan is not None and plan.sockets <= 11
+    assert plan.expected.tokens_per_s > 0.98 * size(ask(), Goal(batch=1024)).most_tokens_per_s
+
+
+def test_no_room_for_the_batch_names_the_nearest_that_has() -> None:
+    sizing = size(ask(), Goal(batch=1024, max_sockets=1))
+    assert not sizing.feasible and "at hand" in sizing.in_the_way[0].detail
+    assert "another --batch" in sizing.nearest and "tokens/s" in sizing.nearest
+    assert sizing.plan is not None and sizing.plan.sockets == 1 and sizing.plan.batch < 1024
+    none = size(ask(), Goal(max_sockets=1, replicas=1))
+    assert not none.feasible and none.nearest.startswith("2 sockets")
+
+
+def test_the_headline_counts_both_sides() -> None:
+    """The GPU alone, R-workers alone and both: the verdict is about the best of them."""
+    setup = ask("Llama-3 8B", "A100-40GB", "EPYC 7763", output=4096)
+    sizing = size(setup, Goal(max_sockets=8))
+    assert sizing.headline is not None and sizing.hybrid is not None
+    assert sizing.headline.kv_placement == "hybrid"
+    assert sizing.headline.tokens_per_s == sizing.hybrid.tokens_per_s
+    assert sizing.verdict is not None and sizing.verdict.offload and sizing.verdict.gain > 1.6
+    assert "both sides beside" in sizing.verdict.reason
 
 
 def test_a_network_too_slow_for_a_busy_gpu() -> None:
     sizing = size(ask("Llama-2 13B", "H200", nic="10GbE"), Goal(batch=512))
-    assert not sizing.feasible
-    assert "network bytes" in [row.name for row in sizing.in_the_way]
-    assert sizing.plan is not None, "the nearest plan that runs is shown"
+    assert sizing.feasible and sizing.plan is not None
     assert sizing.plan.expected.limit in ("network", "round trip")
     assert sizing.plan.expected.s_utilisation < 0.5
 

@@ -143,7 +143,7 @@ def test_profiles_replace_datasheets() -> None:
 def test_plans_end_where_measuring_ended() -> None:
     assert measured().system().s.max_batch == 1024
     sizing = size(replace(measured(), nic=HARDWARE.nic("NDR")), Goal(min_gain=0.001))
-    assert sizing.plan is not None and sizing.plan.lane_batch == 1024
+    assert sizing.plan is not None and 1000 < sizing.plan.lane_batch <= 1024
     assert sizing.gpu_only is not None and sizing.gpu_only.batch <= 1024
     with pytest.raises(ConfigError, match="measured up to 1024"):
         size(measured(), Goal(batch=1 << 20))

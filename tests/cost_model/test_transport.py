@@ -59,11 +59,12 @@ def test_over_mpi_nothing_of_that_is_there() -> None:
     assert "ZeroMQ" not in as_text(size(ask(), Goal()), explain=True)
 
 
-def test_size_names_the_threads_where_they_stand_in_the_way() -> None:
+def test_size_names_the_threads_that_limit_it() -> None:
     one = replace(TRANSPORTS["zmq-encrypted"], num_threads=1)
     sizing = size(ask(transport=one), Goal(batch=512, lanes=2), HARDWARE)
-    assert not sizing.feasible and sizing.in_the_way[0].name == "ZeroMQ I/O"
-    assert "authenticate" in sizing.in_the_way[0].mend and "MPI" in sizing.in_the_way[0].mend
+    assert sizing.plan is not None and sizing.plan.expected.limit == "ZeroMQ I/O"
+    (row,) = [row for row in sizing.plan.constraints if row.name == "ZeroMQ I/O"]
+    assert "authenticate" in row.mend and "MPI" in row.mend
     text = as_text(sizing, explain=True)
     assert "1.9 GB/s a thread, 1 at most" in text and "link_security.py" in text
 

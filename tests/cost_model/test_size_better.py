@@ -1,0 +1,122 @@
+"""Better hardware never gives a worse answer: random questions, each asked again with one thing
+faster, larger or more of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cost_model.hardware import Cpu, Gpu, Hardware, Nic
+from cost_model.plans.question import Goal, Setup
+from cost_model.plans.size import Sizing, size
+from cost_model.shapes import model_named
+from cost_model.workload import Workload
+from examples import examples
+from fastdecode.core.dtype import DType
+
+HARDWARE = Hardware.load()
+MODELS = ("Llama-2 7B", "Llama-2 13B", "Llama-3 8B", "Qwen2.5 7B", "Qwen3 30B-A3B", "Llama-3 70B")
+ROUNDING = 1e-9
+
+setups = st.builds(
+    lambda model, kv, gpu, cpu, nic, prompt, output: Setup(
+        model_named(model), DType.FLOAT16, kv, gpu, cpu, nic, Workload(prompt, output)
+    ),
+    st.sampled_from(MODELS),
+    st.sampled_from(("float16", "int8")),
+    st.sampled_from(list(HARDWARE.gpus.values())),
+    st.sampled_from(list(HARDWARE.cpus.values())),
+    st.sampled_from(list(HARDWARE.nics.values())),
+    st.integers(0, 1024),
+    st.integers(1, 1024),
+)
+goals = st.builds(
+    lambda sockets, tpot_s, batch: Goal(max_sockets=sockets, tpot_s=tpot_s, batch=batch),
+    st.none() | st.integers(1, 64),
+    st.none() | st.floats(0.02, 0.5),
+    st.none() | st.integers(1, 2000),
+)
+
+
+def _gpu(field: str) -> Callable[[Setup, float], Setup]:
+    def change(setup: Setup, factor: float) -> Setup:
+        assert isinstance(setup.gpu, Gpu)
+        value = getattr(setup.gpu, field)
+        return replace(setup, gpu=replace(setup.gpu, **{field: type(value)(value * factor)}))
+
+    return change
+
+
+def _cpu(field: str) -> Callable[[Setup, float], Setup]:
+    def change(setup: Setup, factor: float) -> Setup:
+        assert isinstance(setup.cpu, Cpu)
+        value = getattr(setup.cpu, field)
+        return replace(setup, cpu=replace(setup.cpu, **{field: type(value)(value * factor)}))
+
+    return change
+
+
+def _nic(setup: Setup, factor: float) -> Setup:
+    assert isinstance(setup.nic, Nic)
+    bits = setup.nic.line_bits_per_s
+    return replace(setup, nic=replace(setup.nic, line_bits_per_s=bits * factor))
+
+
+def _trip(setup: Setup, factor: float) -> Setup:
+    assert isinstance(setup.nic, Nic)
+    trip_s, message_s = setup.nic.round_trip_s / factor, setup.nic.message_s / factor
+    return replace(setup, nic=replace(setup.nic, round_trip_s=trip_s, message_s=message_s))
+
+
+BETTER: dict[str, Callable[[Setup, float], Setup]] = {
+    "GPU compute": _gpu("fp16_flops_per_s"),
+    "GPU bandwidth": _gpu("memory_bytes_per_s"),
+    "GPU memory": _gpu("memory_bytes"),
+    "PCIe": _gpu("pcie_bytes_per_s"),
+    "CPU bandwidth": _cpu("transfers_per_s"),
+    "CPU clock": _cpu("base_ghz"),
+    "CPU memory": _cpu("memory_bytes"),
+    "NIC": _nic,
+    "latency": _trip,
+    "ports": lambda setup, factor: replace(setup, num_nics=setup.num_nics + int(factor)),
+    "sockets": lambda setup, factor: setup,
+}
+
+
+@settings(max_examples=examples(2000, share=20), deadline=None)
+@given(setups, goals, st.sampled_from(sorted(BETTER)), st.floats(1.01, 8.0))
+def test_a_better_machine_never_gives_less(
+    setup: Setup, goal: Goal, what: str, factor: float
+) -> None:
+    if what == "sockets" and goal.max_sockets is not None:
+        more = replace(goal, max_sockets=goal.max_sockets + int(factor))
+    else:
+        more = goal
+    worse, better = size(setup, goal), size(BETTER[what](setup, factor), more)
+    # What the hardware can give never falls, and the plan gives all but a stated part of it.
+    assert better.most_tokens_per_s >= worse.most_tokens_per_s * (1 - ROUNDING)
+    for sizing in (worse, better):
+        if sizing.feasible:
+            assert sizing.plan is not None
+            plan_tokens = sizing.plan.expected.tokens_per_s
+            assert plan_tokens >= sizing.most_tokens_per_s / (1 + goal.gain) * (1 - ROUNDING)
+        else:
+            assert sizing.nearest and sizing.most_tokens_per_s == 0
+    assert better.feasible or not worse.feasible
+    _check_headline(worse, better, goal)
+
+
+def _check_headline(worse: Sizing, better: Sizing, goal: Goal) -> None:
+    """Of sockets that there are, the headline is all but a hundredth of the most. Where sockets
+    are to be bought, a better machine may need fewer of them, or smaller batches, for less."""
+    if worse.headline is None or not worse.feasible:
+        return
+    assert better.headline is not None and better.plan is not None and worse.plan is not None
+    least = worse.headline.tokens_per_s / (1 + goal.gain) * (1 - ROUNDING)
+    assert better.headline.tokens_per_s >= least
+    if goal.max_sockets is None and goal.batch is None:
+        fewer = better.plan.sockets < worse.plan.sockets or better.plan.batch < worse.plan.batch
+        assert fewer or better.headline.tokens_per_s >= 0.99 * worse.headline.tokens_per_s
