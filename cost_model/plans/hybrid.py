@@ -66,7 +66,7 @@ def best_hybrid(
     )
     plans = [
         plan
-        for plan in _plans(system, alone, sockets)
+        for plan in _plans(system, alone, sockets, step_limit_s)
         if (most_away is None or plan.away <= most_away)
         and at_most(max(plan.home_tpot_s, plan.away_tpot_s or 0.0), step_limit_s)
         and plan.tokens_per_s > alone.tokens_per_s
@@ -78,7 +78,7 @@ def best_hybrid(
     )
 
 
-def _plans(system: System, alone: GpuOnly, sockets: int) -> Iterator[Hybrid]:
+def _plans(system: System, alone: GpuOnly, sockets: int, step_limit_s: float) -> Iterator[Hybrid]:
     load = system.attended_tokens
     room = sockets * system.r.capacity_bytes
     most = int(room / (system.workload.mean_context_tokens * system.costs.kv_bytes))
@@ -89,8 +89,7 @@ def _plans(system: System, alone: GpuOnly, sockets: int) -> Iterator[Hybrid]:
             if away < lanes:
                 continue
             costs = _costs(system, s_part, -(-away // lanes), sockets)
-            # KV on the device takes its time, too: it need not be full.
-            for home in (*_numbers(alone.batch - 1, _HOME_STEP), alone.batch):
+            for home in _homes(costs, layout, alone.batch, away, load, step_limit_s):
                 pace = paces(costs, layout, (home, home * load), (away, away * load))
                 yield Hybrid(
                     layout.value,
@@ -101,6 +100,27 @@ def _plans(system: System, alone: GpuOnly, sockets: int) -> Iterator[Hybrid]:
                     pace.away_s,
                     tokens_per_s=home / pace.home_s + away / pace.away_s,
                 )
+
+
+def _homes(
+    costs: Costs, layout: Layout, most: int, away: int, load: float, step_limit_s: float
+) -> Iterator[int]:
+    """Sequences on the device that are looked at. Their KV takes its time, too: it need not be
+    full, and where all of it breaks the promise, as much is taken as keeps it."""
+
+    def holds(home: int) -> bool:
+        pace = paces(costs, layout, (home, home * load), (away, away * load))
+        return at_most(max(pace.home_s, pace.away_s), step_limit_s)
+
+    yield from _numbers(most - 1, _HOME_STEP)
+    yield most
+    if holds(most) or not holds(1):
+        return
+    low, high = 1, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    yield low
 
 
 def _numbers(most: int, step: float) -> Iterator[int]:
