@@ -1,5 +1,4 @@
-"""KV on both sides: the GPU alone, and what R-workers add to it
-(``--kv-placement hybrid``)."""
+"""KV on both sides: the GPU alone, and what R-workers add to it (``--kv-placement hybrid``)."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ MOST_OF_GAIN = 0.8
 
 @dataclass(frozen=True)
 class Hybrid:
-    """The best that the GPU does with its own memory full of KV, and R-workers
-    beside it."""
+    """The best that the GPU does with KV in its own memory, and R-workers with more of it."""
 
     layout: str
     """Where sequences on R-workers step: mixed, split-1, split-2; gpu-only:

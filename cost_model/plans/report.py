@@ -173,14 +173,14 @@ def _hybrid(hybrid: Hybrid) -> str:
     """KV on both sides, beside the other two."""
     if not hybrid.away:
         return (
-            f"with {counted(hybrid.sockets, 'socket')} beside a GPU that is full of KV "
-            "(--kv-placement hybrid), R-workers add nothing"
+            f"with {counted(hybrid.sockets, 'socket')} (--kv-placement hybrid), R-workers add "
+            "nothing to the GPU alone"
         )
     assert hybrid.away_tpot_s is not None
     return (
         f"{rate_text(hybrid.tokens_per_s)} tokens/s with {counted(hybrid.sockets, 'socket')} "
-        f"beside a GPU that is full of KV (--kv-placement hybrid): {hybrid.home:,} sequences "
-        f"there, {seconds_text(hybrid.home_tpot_s)} a token, and {hybrid.away:,} on R-workers, "
+        f"(--kv-placement hybrid): {counted(hybrid.home, 'sequence')} on the GPU, "
+        f"{seconds_text(hybrid.home_tpot_s)} a token, and {hybrid.away:,} on R-workers, "
         f"{seconds_text(hybrid.away_tpot_s)} a token ({hybrid.layout})"
     )
 
