@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from cost_model.closed_forms import at_most
+from cost_model.closed_forms import at_most, whole
+from cost_model.plans.constraints import fastest
 from cost_model.plans.gpu_only import GpuOnly
-from cost_model.predict import System
+from cost_model.predict import LaneTimes, System
 from fastdecode.schedule.hybrid.forecast import Costs, Layout, paces
 
 _STEP = 1.25
@@ -54,7 +55,7 @@ def best_hybrid(
 
     Args:
         alone: what the GPU does alone.
-        sockets: R-workers beside it.
+        sockets: R-workers that there are; fewer are taken where more only add messages.
         step_limit_s: promised of every token.
         most_away: sequences that may be on R-workers; None: as many as fit.
         part: of what R-workers can add that is to be had.
@@ -78,26 +79,43 @@ def best_hybrid(
 
 def _plans(system: System, alone: GpuOnly, sockets: int, step_limit_s: float) -> Iterator[Hybrid]:
     load = system.attended_tokens
-    room = sockets * system.r.capacity_bytes
-    most = int(room / (system.workload.mean_context_tokens * system.costs.kv_bytes))
+    sequence_bytes = system.workload.mean_context_tokens * system.costs.kv_bytes
+    most = int(sockets * system.r.capacity_bytes / sequence_bytes)
     s_part = cache(lambda num: system.costs.num_layers * system.s_s(num))
     for away in _numbers(most, _STEP):
+        room = whole(away * sequence_bytes / system.r.capacity_bytes)
         for layout in Layout:
             lanes = max(1, layout.num_away_lanes)
             if away < lanes:
                 continue
-            costs = _costs(system, s_part, -(-away // lanes), sockets)
-            for home in _homes(costs, layout, alone.batch, away, load, step_limit_s):
-                pace = paces(costs, layout, (home, home * load), (away, away * load))
-                yield Hybrid(
-                    layout.value,
-                    home,
-                    away,
-                    sockets,
-                    pace.home_s,
-                    pace.away_s,
-                    tokens_per_s=home / pace.home_s + away / pace.away_s,
-                )
+            for used in _sockets(system, -(-away // lanes), lanes, room, sockets):
+                costs = _costs(system, s_part, -(-away // lanes), used)
+                for home in _homes(costs, layout, alone.batch, away, load, step_limit_s):
+                    pace = paces(costs, layout, (home, home * load), (away, away * load))
+                    tokens_per_s = home / pace.home_s + away / pace.away_s
+                    yield Hybrid(
+                        layout.value, home, away, used, pace.home_s, pace.away_s, tokens_per_s
+                    )
+
+
+def _sockets(system: System, lane_batch: int, lanes: int, fewest: int, most: int) -> set[int]:
+    """Numbers of sockets that may be best for so many lanes: of those that there are, the ones
+    with which a lane is back soonest, alone or among the others. More only add messages."""
+    lane_over = system.lane_over(lane_batch)
+
+    def away_s(sockets: float, num_lanes: int) -> float:
+        lane = lane_over(sockets)
+        r_s = max(lane.r_s, lane.out_s, lane.back_s)
+        return max(num_lanes * r_s, r_s + _way_s(lane))
+
+    return {
+        max(fewest, fastest(lambda sockets: away_s(sockets, num), most)) for num in (1, lanes)
+    }
+
+
+def _way_s(lane: LaneTimes) -> float:
+    """To R-workers and back."""
+    return lane.messages_s + lane.out_s + lane.back_s + lane.round_trip_s
 
 
 def _homes(
@@ -133,7 +151,6 @@ def _costs(system: System, s_part: Callable[[int], float], lane_batch: int, sock
     """Of steps, with so many sequences of a lane on R-workers."""
     layers, s = system.costs.num_layers, system.s
     byte_s = s.pace * system.costs.kv_layer_bytes / s.kv_read_bytes_per_s
-    times = system.lane(lane_batch, sockets)
 
     @cache
     def r_part_of(num_sequences: int) -> float:
@@ -144,5 +161,5 @@ def _costs(system: System, s_part: Callable[[int], float], lane_batch: int, sock
         s_part=s_part,
         device=lambda load: layers * byte_s * load,
         r_part=lambda num_sequences, load: r_part_of(num_sequences),  # of the mean load
-        round_trip_s=layers * (times.messages_s + times.out_s + times.back_s + times.round_trip_s),
+        round_trip_s=layers * _way_s(system.lane(lane_batch, sockets)),
     )
