@@ -120,6 +120,12 @@ class System:
         """Keys that a running sequence sees a layer, averaged."""
         return self.workload.attended_tokens(self.costs.spec)
 
+    def on_device(self) -> System:
+        """The GPUs alone: the R-part is theirs, too, and nothing leaves them. One lane: they
+        can't do two things at once."""
+        r, s = RPartModel.of_device(self.s, self.costs), replace(self.s, host_link_bytes_per_s=None)
+        return replace(self, s=s, r=r, link=LinkModel.within_process(), transport=MPI)
+
     def scaled(self, sign: int) -> System:
         """Everything slower (+1) or faster (-1) by its own relative error, to
         bound a prediction."""

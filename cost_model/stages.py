@@ -270,6 +270,16 @@ class RPartModel:
         )
 
     @classmethod
+    def of_device(cls, s: SPartModel, costs: TokenCosts) -> RPartModel:
+        """The GPUs attend by themselves, to KV in the memory that the weights leave."""
+        token_s = costs.kv_layer_bytes / s.kv_read_bytes_per_s
+        room = s.usable_memory_bytes - costs.weight_bytes
+        return cls(
+            s.name, s.provenance, s.source, 0.0, 0.0, token_s, token_s, room, room, 1, s.power_w,
+            s.relative_error, s.pace,
+        )  # fmt: skip
+
+    @classmethod
     def from_profile(cls, profile: RProfile, costs: TokenCosts) -> RPartModel:
         """A line through what was measured. An R-worker of the measured host
         counts as one socket.

@@ -90,19 +90,25 @@ def _nearest(search: Search) -> Nearest:
     requests = load.requests(search.rate / _QUIET)
     ttfts: list[float] = []
     tpots: list[tuple[float, Degrees, int, bool]] = []
+
+    def tpot_on(degrees: Degrees, sockets: int) -> float:
+        tokens = simulate(requests, [], [hardware.decode(degrees, sockets)])
+        return load.slo.quantiles(tokens.times)[1]
+
     for degrees in search.degrees():
         prompts = simulate(requests, [hardware.prefill(degrees)], [])
         ttfts.append(load.slo.quantiles(prompts.times)[0])
         counts = hardware.sockets(degrees)
         for sockets in counts:
-            tokens = simulate(requests, [], [hardware.decode(degrees, sockets)])
-            tpot_s = load.slo.quantiles(tokens.times)[1]
+            tpot_s = tpot_on(degrees, sockets)
             if tpots and tpots[-1][1] == degrees and tpot_s > NEARLY * tpots[-1][0]:
                 break  # more sockets hardly help
             tpots.append((tpot_s, degrees, sockets, sockets == counts[-1]))
+        if hardware.fits_on_device(degrees):
+            tpots.append((tpot_on(degrees, 0), degrees, 0, False))
     ttft_s = max(load.slo.ttft_s, _SLACK * min(ttfts))
     if not tpots:
-        return Nearest(ttft_s, load.slo.tpot_s, search.degrees()[0], 0, False)
+        return Nearest(ttft_s, load.slo.tpot_s, search.degrees()[0], None, False)
     tpot_s, degrees, sockets, is_last = min(tpots, key=lambda each: each[0])
     is_short = _SLACK * tpot_s > load.slo.tpot_s
     return Nearest(

@@ -85,22 +85,35 @@ class InstanceHardware:
 
     def _times(self, degrees: Degrees, sockets: int, num_ports: float) -> InstanceTime:
         """Each stage has its part of the sockets; K and V cross so many ports."""
-        system, a_stage = self.system(degrees.tp), sockets / degrees.pp
+        system, a_stage, lanes = self.system(degrees.tp), sockets / degrees.pp, MAX_LANES
         ports = num_ports * system.link.bytes_per_s / system.link.pace
+        if not sockets:
+            system, a_stage, lanes = system.on_device(), 1.0, 1
         times = SystemTime(system, a_stage, ports if self.crosses_nodes else math.inf)
-        return InstanceTime(times, a_stage, degrees.pp, MAX_LANES)
+        return InstanceTime(times, a_stage, degrees.pp, lanes)
 
     def decode(self, degrees: Degrees, sockets: int) -> DecodeSpec:
-        """One instance, also for both phases."""
+        """One instance, also for both phases. Without sockets, K and V are on its GPUs."""
         system = self.system(degrees.tp)
         hosts = max(1.0, sockets / system.r.sockets_per_host)
         most = int(self._room_bytes(degrees) / self.setup.costs.peak_activation_bytes)
         return DecodeSpec(
             self._times(degrees, sockets, hosts),
-            max(1, int(sockets * system.r.capacity_bytes / self.token_bytes)),
+            max(1, int(self._kv_bytes(degrees, sockets) / self.token_bytes)),
             max(1, min(most * degrees.pp, system.s.max_batch or most * degrees.pp)),
             opens_at_once=False,
         )
+
+    def _kv_bytes(self, degrees: Degrees, sockets: int) -> float:
+        """Room for K and V of one instance."""
+        if sockets:
+            return sockets * self.system(degrees.tp).r.capacity_bytes
+        return degrees.pp * self._room_bytes(degrees)
+
+    def fits_on_device(self, degrees: Degrees) -> bool:
+        """K and V of the longest request fit beside the weights."""
+        longest = self.setup.workload.peak_context_tokens * self.token_bytes
+        return self._kv_bytes(degrees, 0) >= longest
 
     def sockets(
         self, degrees: Degrees, most: int | None = None, *, limited: bool = True

@@ -179,6 +179,11 @@ class InstanceGroup:
     """Requests a second of each, by itself."""
 
     @property
+    def is_on_device(self) -> bool:
+        """K and V are in the GPUs' memory while it decodes."""
+        return self.role != "prefill" and not self.sockets
+
+    @property
     def num_gpus(self) -> int:
         return self.count * self.degrees.num_gpus
 

@@ -22,16 +22,18 @@ class Nearest:
     tpot_s: float
     degrees: Degrees
     """Of the instance that keeps the TPOT."""
-    sockets: int
-    """Of it; 0: there is none."""
+    sockets: int | None
+    """Of it; 0: its K and V are on the GPU; None: no instance decodes."""
     is_bound: bool
     """More sockets would make it shorter, and there may be none."""
 
     @property
     def told(self) -> str:
         """On what the TPOT is kept."""
-        if not self.sockets:
+        if self.sockets is None:
             return ""
+        if not self.sockets:
+            return f", the latter on {self.degrees} with KV on the GPU"
         more = ", which are all that there may be: more make it shorter" if self.is_bound else ""
         return f", the latter on {self.degrees} and {counted(self.sockets, 'socket')}{more}"
 
@@ -93,6 +95,8 @@ class Answer:
                 f"{words}: the other way takes {counted(other.num_gpus, 'GPU')}, or misses the SLO"
             )
         beside = f"{_gpus(best)} instead of {_gpus(other)}"
+        if best.num_gpus == other.num_gpus:
+            return f"{words}: {beside}"
         return f"{words}: {ratio} times the goodput a GPU of the other way; {beside}"
 
     def _infeasible(self) -> str:
@@ -115,7 +119,8 @@ class Answer:
 
 
 def _gpus(plan: PlacementPlan) -> str:
-    return f"{counted(plan.num_gpus, 'GPU')} and {counted(plan.num_sockets, 'socket')}"
+    sockets = f" and {counted(plan.num_sockets, 'socket')}" if plan.num_sockets else ""
+    return f"{counted(plan.num_gpus, 'GPU')}{sockets}"
 
 
 def as_json(answer: Answer) -> dict[str, Any]:
@@ -198,9 +203,10 @@ def as_text(answer: Answer, *, explain: bool = False) -> str:
     ]
     for plan in answer.plans:
         lines += ["", *_plan_lines(plan, answer)]
-    for plan in answer.plans:
         if any(each.degrees.pp > 1 for each in plan.instances):
-            lines += ["", f"  {plan.kind}: pipelines (pp) are planned only; instances refuse them"]
+            lines.append("    pipelines (pp) are planned only; instances refuse them")
+        if any(each.is_on_device for each in plan.instances):
+            lines.append("    KV on the GPU: start it as fastdecode instance --kv-placement gpu")
     if explain:
         lines += ["", *_explain_lines(answer)]
     return "\n".join(lines)
@@ -212,6 +218,7 @@ def _plan_lines(plan: PlacementPlan, answer: Answer) -> list[str]:
     lines = [f"  {plan.kind}{chosen}"]
     for each in plan.instances:
         sockets = f", {counted(each.sockets, 'socket')} each" if each.sockets else ""
+        sockets += ", KV on the GPU" if each.is_on_device else ""
         gpus = counted(each.degrees.num_gpus, "GPU")
         lines.append(
             f"    {each.count} x {each.role} ({each.degrees}: {gpus}{sockets}), "

@@ -114,8 +114,20 @@ class Search:
         self, goodput: Callable[[int], float], degrees: Degrees, gpus: int, most: int | None = None
     ) -> tuple[int, float]:
         """Sockets of the best instance by the objective, and its goodput; (0, 0)
-        where there is none. Looked at from few to many until more don't help: how
-        many there may be matters only where more would (``limits``)."""
+        where there is none. 0 sockets: K and V are on its GPUs. Looked at from few to many until
+        more don't help: how many there may be matters only where more would (``limits``)."""
+        fits = self.hardware.fits_on_device(degrees)
+        on_device = goodput(0) if fits else 0.0
+        if on_device >= self.rate:
+            return 0, on_device
+        best, found = self._with_r_workers(goodput, degrees, gpus, most)
+        paid, free = self.prices.of(gpus, best), self.prices.of(gpus, 0)
+        worth = found * (free / paid if self.objective == "cost" else NEARLY)
+        return (0, on_device) if on_device and on_device >= worth else (best, found)
+
+    def _with_r_workers(
+        self, goodput: Callable[[int], float], degrees: Degrees, gpus: int, most: int | None
+    ) -> tuple[int, float]:
         counts = self.hardware.sockets(degrees, most)
         look = self._dearest if self.objective == "cost" else self._until_enough
         best, found = look(goodput, counts, gpus)

@@ -25,11 +25,7 @@ class GpuOnly:
 def gpu_only_step_s(system: System, batch: int) -> float:
     """One step: the S-part, its share of prompts, and attention that reads all
     K and V at the GPU's bandwidth."""
-    costs = system.costs
-    read_bytes = batch * system.attended_tokens * costs.kv_layer_bytes
-    return costs.num_layers * (
-        system.s_s(batch) + system.s.pace * read_bytes / system.s.kv_read_bytes_per_s
-    )
+    return system.costs.num_layers * system.on_device().lane(batch, 1).chain_s
 
 
 def gpu_only_memory_bytes(system: System, batch: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from cost_model.closed_forms import at_most, whole
 from cost_model.plans.constraints import fastest
@@ -103,14 +103,12 @@ def _sockets(system: System, lane_batch: int, lanes: int, fewest: int, most: int
     with which a lane is back soonest, alone or among the others. More only add messages."""
     lane_over = system.lane_over(lane_batch)
 
-    def away_s(sockets: float, num_lanes: int) -> float:
+    def away_s(num_lanes: int, sockets: float) -> float:
         lane = lane_over(sockets)
         r_s = max(lane.r_s, lane.out_s, lane.back_s)
         return max(num_lanes * r_s, r_s + _way_s(lane))
 
-    return {
-        max(fewest, fastest(lambda sockets: away_s(sockets, num), most)) for num in (1, lanes)
-    }
+    return {max(fewest, fastest(partial(away_s, num), most)) for num in (1, lanes)}
 
 
 def _way_s(lane: LaneTimes) -> float:

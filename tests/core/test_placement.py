@@ -57,6 +57,7 @@ def test_a_placement(tmp_path: Path) -> None:
         ({"instances": [{**DECODE, "pp": 2}]}, "pp=2, pipeline stages"),
         ({"instances": [{**DECODE, "pp": True}]}, "pp of instance 0 is True"),
         ({"instances": [{**DECODE, "r_worker_sockets": -1}]}, "r_worker_sockets of instance 0"),
+        ({"instances": [{**DECODE, "r_worker_sockets": 0}]}, "fastdecode instance --kv-placement"),
     ],
 )
 def test_no_placement(tmp_path: Path, changed: dict[str, Any], why: str) -> None:

@@ -48,6 +48,13 @@ def question(slo: str = "ttft=600ms,tpot=100ms", rate: float = 3.0, **changes: o
     return replace(asked, **changes)  # type: ignore[arg-type]
 
 
+def full_gpus() -> InstanceHardware:
+    """GPUs whose memory the weights fill, and one socket."""
+    found = hardware(gpus=1)
+    gpu = replace(found.setup.gpu, memory_bytes=int(13.75e9 / 0.95))  # type: ignore[type-var]
+    return replace(found, setup=replace(found.setup, gpu=gpu), max_sockets=1, _systems={})
+
+
 def test_the_greatest_rate_is_found_to_two_percent() -> None:
     load = Load(drawn(Lengths(100), Lengths(1), 0.0, 300, 0), Slo(0.15, 1.0, 1.0))
 
@@ -90,6 +97,25 @@ def test_a_placement_that_keeps_the_slo() -> None:
     assert len(placed["instances"]) == sum(each.count for each in best.instances)
 
 
+@pytest.mark.parametrize("objective", ["gpu", "cost"])
+def test_kv_stays_on_the_gpu_where_it_has_room(objective: str) -> None:
+    found = answer(question(objective=objective))
+    assert found.best is not None and found.best.num_sockets == 0
+    assert all(each.is_on_device for each in found.best.instances)
+    tpot_s = found.best.quantiles(found.slo)[1]
+    # Weights and K and V are read once a token, and chunks of prompts come between.
+    setup, gpu = hardware().setup, Catalogue.load().gpu("A10")
+    read_s = setup.costs.weight_bytes / (gpu.memory_bytes_per_s * gpu.memory_efficiency.value)
+    assert read_s < tpot_s < found.slo.tpot_s
+    full = answer(question(objective=objective, hardware=full_gpus()))
+    assert full.best is not None and full.best.num_sockets == 1
+    one = Degrees(1, 1)
+    crowded = hardware().decode(one, 0)
+    assert not full_gpus().fits_on_device(one) and hardware().fits_on_device(one)
+    room = gpu.usable_memory_bytes - setup.costs.weight_bytes
+    assert crowded.capacity_tokens == pytest.approx(room / setup.costs.kv_bytes, rel=0.02)
+
+
 def test_low_affinity_keeps_pairs_together() -> None:
     found = answer(question(affinity="low"))
     assert found.disaggregated is not None
@@ -113,7 +139,8 @@ def test_the_cheapest_or_the_fewest_gpus() -> None:
     assert search.fewest(goodput, one, sockets) == (4, 3.0)
     assert by_cost.with_sockets(goodput, one, 1) == (4, 3.0)
     dear = replace(by_cost, prices=PlacementPrices(1.0, 100.0))
-    assert dear.with_sockets(lambda _: 3.0, one, 1) == (1, 3.0)
+    assert dear.with_sockets(lambda sockets: 3.0 * (sockets > 0), one, 1) == (1, 3.0)
+    assert dear.with_sockets(lambda _: 3.0, one, 1) == (0, 3.0), "the GPU's own memory is free"
 
 
 @pytest.mark.parametrize("most", [4, 5, 8, 13, 64])
@@ -168,10 +195,10 @@ def test_says_the_nearest_slo_or_rate() -> None:
     assert found.best is None and found.nearest is not None
     ttft_s, tpot_s = found.nearest.ttft_s, found.nearest.tpot_s
     assert "no instance keeps the SLO" in found.verdict and tpot_s == 0.1
-    assert "socket" in found.verdict
+    assert "KV on the GPU" in found.verdict
     kept = answer(question(f"ttft={ttft_s:.6f}s,tpot={tpot_s}s", rate=0.01))
     assert kept.best is not None
-    few = answer(question("ttft=600ms,tpot=1ms", hardware=replace(hardware(), max_sockets=1)))
+    few = answer(question("ttft=600ms,tpot=1ms", hardware=full_gpus()))
     assert few.nearest is not None and few.nearest.sockets == 1 and few.nearest.is_bound
     assert "1 socket, which are all that there may be" in few.verdict
     many = answer(question(rate=40.0))

@@ -24,7 +24,7 @@ _MOST_BYTES: Final = 1 << 20
 
 
 def read_placement(path: Path) -> tuple[PlacedInstance, ...]:
-    """The instances of a placement file. A socket gets an R-worker; where none is
+    """The instances of a placement file. A socket gets an R-worker; for prefill, where none is
     planned, the S-worker's host has one.
 
     Raises:
@@ -62,6 +62,11 @@ def _instance(tree: Any, what: str, refuse: Any) -> PlacedInstance:
                 "yet: plan for GPUs that hold the model whole"
             )
     sockets = _whole(tree, "r_worker_sockets", 0, MAX_R_RANKS, what, refuse)
+    if not sockets and roles[0] is not InstanceRole.PREFILL:
+        raise refuse(
+            f"{what} has no R-worker: its KV cache is planned on the GPU, which instances of one "
+            "MPI job do not support yet. Start each with fastdecode instance --kv-placement gpu"
+        )
     return PlacedInstance(roles[0], max(1, sockets))
 
 
