@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +73,36 @@ def _params(structured: dict[str, Any], rng: random.Random) -> SamplingParams:
     )
 
 
+def prompts_of(asked: list[Asked]) -> list[list[int]]:
+    """Random ones."""
+    rng = random.Random(1)
+    return [[rng.randrange(2, 300) for _ in range(rng.randint(1, 20))] for _ in asked]
+
+
+def write_lines(path: Path, asked: list[Asked]) -> None:
+    """The same requests as lines of ``fastdecode generate``."""
+    with path.open("w") as file:
+        for prompt, each in zip(prompts_of(asked), asked, strict=True):
+            params = {f.name: getattr(each.params, f.name) for f in fields(SamplingParams)}
+            usual = {f.name: f.default for f in fields(SamplingParams)}
+            said = {name: value for name, value in params.items() if value != usual[name] and value}
+            said["structured_outputs"] = each.structured
+            file.write(json.dumps({"prompt_token_ids": prompt, **said}) + "\n")
+
+
+def check_lines(path: Path, asked: list[Asked]) -> None:
+    """Every answer in a file is what it must be."""
+    answers = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(answers) == len(asked)
+    for answer, each in zip(answers, asked, strict=True):
+        assert "error" not in answer, answer
+        for place, one in enumerate(answer.get("completions", [answer])):
+            each.check(Completion(place, one["text"], (), one["finish_reason"]))
+
+
 def run(llm: LLM, asked: list[Asked]) -> list[list[tuple[int, ...]]]:
     """Everybody's tokens; every answer is what it must be."""
-    rng = random.Random(1)
-    prompts = [[rng.randrange(2, 300) for _ in range(rng.randint(1, 20))] for _ in asked]
-    outputs = llm.generate(prompts, [each.params for each in asked])
+    outputs = llm.generate(prompts_of(asked), [each.params for each in asked])
     for each, output in zip(asked, outputs, strict=True):
         assert output.ok, (each.structured, output.error)
         for completion in output.completions:

@@ -86,6 +86,17 @@ class ChunkWriter:
         """Generated tokens that were told."""
         return sum(choice.num_tokens for choice in self._choices.values())
 
+    def events(self, place: int, delta: Delta) -> str:
+        """A delta's chunk, as a stream sends it; empty: it has none."""
+        chunk = self.chunk(place, delta)
+        return "" if chunk is None else f"data: {chunk}\n\n"
+
+    def end(self) -> str:
+        """What ends the stream."""
+        usage = self.usage_chunk()
+        last = "" if usage is None else f"data: {usage}\n\n"
+        return f"{last}data: [DONE]\n\n"
+
     def chunk(self, place: int, delta: Delta) -> str | None:
         """One delta of the prompt at ``place``; None if there is nothing to say
         of it: its text is held back."""

@@ -13,7 +13,7 @@ A body is what one would post to ``/v1/completions`` or
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from fastdecode.conversations.turns import check_turn
@@ -25,6 +25,7 @@ from fastdecode.openai.body_errors import SHOWN, BodyError, blamed, refusal, ref
 from fastdecode.openai.chat import Chat, Turn
 from fastdecode.openai.formats import FORMAT_FIELDS, read_format
 from fastdecode.openai.messages import read_messages
+from fastdecode.openai.response_bodies import RESPONSES_URL, chat_of, echo_of, renamed
 from fastdecode.openai.tools import TOOL_FIELDS, read_tools, with_answer_format
 from fastdecode.text.chat_format import AnswerFormat, ChatFormat
 from fastdecode.text.chat_template import RESERVED
@@ -93,6 +94,15 @@ class BodyRequest:
     """The field of the body that says what the answer must look like."""
     answer_format: AnswerFormat | None = None
     """What a chat's answer has beside text; None: nothing."""
+    echo: Mapping[str, Any] | None = None
+    """Of a request for a response: what that repeats of it."""
+
+    @property
+    def prompt_field(self) -> str:
+        """The field of the body that has the prompt."""
+        if self.echo is not None:
+            return "input"
+        return "messages" if self.is_chat else "prompt"
 
 
 @dataclass(frozen=True)
@@ -128,7 +138,10 @@ class RequestReader:
     """How the model writes calls and reasoning."""
 
     def read(self, url: str, body: dict[str, Any]) -> BodyRequest:
-        """The request of a body that was posted to ``url``, one of the two. Raises BodyError."""
+        """The request of a body that was posted to ``url``, one of the three. Raises
+        BodyError."""
+        if url == RESPONSES_URL:
+            return self._read_response(body)
         is_chat = url == CHAT_URL
         stream = _stream(body) if self.is_online else None
         _refuse_unsupported(body, url, STREAM_FIELDS if self.is_online else ())
@@ -156,6 +169,18 @@ class RequestReader:
             format_field,
             answer_format,
         )
+
+    def _read_response(self, body: dict[str, Any]) -> BodyRequest:
+        others = [name for name in SAMPLING_FIELDS if name not in ("max_tokens", "n")]
+        chat = chat_of(body, others)
+        try:
+            asked = self.read(CHAT_URL, chat)
+        except BodyError as error:
+            raise renamed(error) from None
+        format_field = asked.format_field
+        if format_field == "response_format":
+            format_field = "text.format"
+        return replace(asked, echo=echo_of(body), format_field=format_field)
 
     def model_of(self, body: dict[str, Any]) -> str | None:
         """The model that a body names. Raises BodyError: it isn't served."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ import pytest
 pytest.importorskip("llguidance", reason="needs the extra 'structured'")
 pytest.importorskip("jsonschema", reason="needs the extra 'test'")
 
-from structured_runs import OPTIONS, random_asked, run, save_model
+from mpi_launch import mpirun, needs_mpi, open_mpi_options
+from mpi_launch import run as mpi_run
+from structured_runs import OPTIONS, check_lines, random_asked, run, save_model, write_lines
 from trouble import crash_after
 
 from examples import TRIES_ALL, examples
@@ -55,13 +59,43 @@ def test_answers_are_the_same_in_every_placement(
         assert run(llm, random_asked(NUM_SCHEMAS, NUM_REGEXES)) == expected
 
 
+LOSSES: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({"r1": 40, "r2": 90}, {"r_workers": 3, "lanes": 2}),
+]
+MORE_LOSSES: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({"s1-r1": 300}, {"pp": 2, "r_workers": 2, "lanes": 2}),
+    ({"r1": 2000, "r0": 9000}, {"r_workers": 4, "lanes": 2}),
+]
+
+
+@pytest.mark.parametrize(("lost", "placement"), LOSSES + MORE_LOSSES * TRIES_ALL, ids=str)
 def test_answers_are_the_same_after_losses(
-    model: str, expected: Any, monkeypatch: pytest.MonkeyPatch
+    lost: dict[str, int],
+    placement: dict[str, Any],
+    model: str,
+    expected: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    crash_after(monkeypatch, {"r1": 40, "r2": 90})
-    with LLM(model, **OPTIONS, r_workers=3, lanes=2) as llm:
+    crash_after(monkeypatch, lost)
+    with LLM(model, **{**OPTIONS, **placement}) as llm:
         assert run(llm, random_asked(NUM_SCHEMAS, NUM_REGEXES)) == expected
         assert llm.stats.num_recomputed
+
+
+@needs_mpi
+@pytest.mark.skipif(not TRIES_ALL, reason="is run by make campaign")
+def test_answers_of_two_s_workers_that_act_as_one(model: str, tmp_path: Path) -> None:
+    asked = random_asked(NUM_SCHEMAS, NUM_REGEXES)
+    write_lines(tmp_path / "in.jsonl", asked)
+    generate = ["generate", "--model", model, "--dtype", "float32", "--tp", "2"]
+    generate += ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    fastdecode = [sys.executable, "-m", "fastdecode.cli.main"]
+    ranks = [mpirun(), *open_mpi_options(), "-n", "2", *fastdecode, *generate, ":"]
+    outcome = mpi_run(
+        [*ranks, "-n", "2", *fastdecode, "r-worker", "--kv-memory-gb", "0.02"], timeout_s=300
+    )
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
+    check_lines(tmp_path / "out.jsonl", asked)
 
 
 @pytest.fixture(scope="module")

@@ -199,3 +199,112 @@ def test_bad_tools_and_messages_are_refused(
     messages = [{"role": "user", "content": "x"}]
     status, said = server.post("/v1/chat/completions", {"messages": messages, **body})
     assert status == 400 and said["error"]["param"] == param, said
+
+
+FLAT: Any = {"type": "function", "strict": True, **WEATHER["function"]}
+
+
+def respond(client: Any, **more: Any) -> Any:
+    given = {"model": "demo", "input": "Who are you?", "extra_body": {"seed": 3}, **more}
+    return client.responses.create(**given)
+
+
+def test_a_response_is_the_chats_answer(client: Any) -> None:
+    response = respond(client, max_output_tokens=8, instructions="Be brief.", metadata={"a": "b"})
+    assert (response.status, response.incomplete_details.reason) == (
+        "incomplete", "max_output_tokens"
+    )  # fmt: skip
+    assert response.instructions == "Be brief." and response.metadata == {"a": "b"}
+    messages = [
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}
+    ]  # fmt: skip
+    chat = ask(client, messages=messages, max_tokens=8)
+    assert response.output_text == chat.choices[0].message.content
+    assert response.usage.input_tokens == chat.usage.prompt_tokens
+    assert response.usage.output_tokens == 8
+
+
+def test_a_response_of_a_format_is_parsed_by_the_helper(client: Any) -> None:
+    response = client.responses.parse(model="demo", input="Who?", text_format=Person)
+    assert isinstance(response.output_parsed, Person) and response.status == "completed"
+
+
+def test_a_stream_of_events_is_the_whole_response(client: Any) -> None:
+    thinking = {"seed": 3, "chat_template_kwargs": {"thinking": True}}
+    for more in (
+        {"tools": [FLAT], "tool_choice": "required", "parallel_tool_calls": False},
+        {"max_output_tokens": 6},
+        {"max_output_tokens": 6, "extra_body": thinking},
+    ):
+        whole = respond(client, **more)
+        given = {"model": "demo", "input": "Who are you?", "extra_body": {"seed": 3}, **more}
+        with client.responses.stream(**given) as stream:
+            events = list(stream)
+            last = stream.get_final_response() if whole.status == "completed" else None
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert events[0].type == "response.created"
+        assert events[-1].type == f"response.{whole.status}"
+        streamed = last or events[-1].response
+        changing = {"id", "call_id", "parsed_arguments", "parsed"}
+        assert [item.model_dump(exclude=changing) for item in streamed.output] == [
+            item.model_dump(exclude=changing) for item in whole.output
+        ]
+        kinds = [item.type for item in whole.output]
+        assert len(kinds) == 1 and f"response.{EVENT_OF[kinds[0]]}.delta" in [
+            event.type for event in events
+        ]
+
+
+EVENT_OF = {
+    "message": "output_text", "reasoning": "reasoning_text",
+    "function_call": "function_call_arguments",
+}  # fmt: skip
+
+
+def test_items_of_earlier_responses_are_messages(server: Server) -> None:
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
+        {"type": "function_call", "call_id": "c1", "name": "GetWeather", "id": "fc_1",
+         "arguments": '{"city": "Wien"}', "status": "completed"},
+        {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
+    ]  # fmt: skip
+    call = {"id": "c1", "type": "function",
+            "function": {"name": "GetWeather", "arguments": '{"city": "Wien"}'}}  # fmt: skip
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "reasoning_content": "t", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+    ]
+    body = {"input": items, "max_output_tokens": 4, "temperature": 0}
+    status, response = server.post("/v1/responses", body)
+    _, chat = server.post(
+        "/v1/chat/completions", {"messages": messages, "max_tokens": 4, "temperature": 0}
+    )
+    assert status == 200
+    assert response["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    assert response["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"store": True}, "store"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+         "input[0].content[0]"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text.format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"messages": []}, "messages"),
+        ({"n": 2}, "n"),
+    ],
+)  # fmt: skip
+def test_bad_bodies_of_responses_are_refused(
+    server: Server, body: dict[str, Any], param: str
+) -> None:
+    status, said = server.post("/v1/responses", {"input": "x", **body})
+    assert status == 400 and said["error"]["param"] == param, said

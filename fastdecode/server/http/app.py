@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from fastdecode.conversations.turns import check_id
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL
+from fastdecode.openai.response_bodies import RESPONSES_URL
 from fastdecode.server.front import Front
 from fastdecode.server.http import info, tokens
 from fastdecode.server.http.bodies import Disconnected
@@ -35,6 +36,11 @@ async def completions(front: Front, exchange: Exchange) -> None:
 async def chat_completions(front: Front, exchange: Exchange) -> None:
     """Continue a conversation."""
     await CompletionExchange(front, exchange, CHAT_URL).run()
+
+
+async def responses(front: Front, exchange: Exchange) -> None:
+    """Continue a conversation of items."""
+    await CompletionExchange(front, exchange, RESPONSES_URL).run()
 
 
 async def forget(front: Front, exchange: Exchange) -> None:
@@ -65,6 +71,7 @@ _GET: dict[str, Handler] = {
 _POST: dict[str, Handler] = {
     COMPLETIONS_URL: completions,
     CHAT_URL: chat_completions,
+    RESPONSES_URL: responses,
     "/tokenize": tokens.tokenize,
     "/detokenize": tokens.detokenize,
 }

@@ -1,4 +1,5 @@
-"""``/v1/completions`` and ``/v1/chat/completions``, whole and in streams."""
+"""``/v1/completions``, ``/v1/chat/completions`` and ``/v1/responses``, whole and in
+streams."""
 
 from __future__ import annotations
 
@@ -6,16 +7,18 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastdecode.conversations.reuse import why_none_of
 from fastdecode.core.delta import Delta, OutputFold
 from fastdecode.core.sequence import RequestOutput
 from fastdecode.openai.answers import answer_body
 from fastdecode.openai.chunks import ChunkWriter
-from fastdecode.openai.requests import BodyRequest
+from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, BodyRequest
+from fastdecode.openai.response_bodies import RESPONSES_URL
+from fastdecode.openai.responses import ResponseWriter, response_body
 from fastdecode.server.client import OpenRequests
 from fastdecode.server.front import Front, log_line
 from fastdecode.server.http.bodies import BodyLimits, Disconnected, read_body
@@ -32,6 +35,17 @@ MOST_WORDS_AT_ONCE = 4000
 """Tokens and their likeliest others: more than so many are written out beside
 the event loop."""
 
+_WHOLE: Mapping[str, Callable[..., dict[str, Any]]] = {
+    COMPLETIONS_URL: answer_body,
+    CHAT_URL: answer_body,
+    RESPONSES_URL: response_body,
+}
+_STREAMED: Mapping[str, type[ChunkWriter] | type[ResponseWriter]] = {
+    COMPLETIONS_URL: ChunkWriter,
+    CHAT_URL: ChunkWriter,
+    RESPONSES_URL: ResponseWriter,
+}
+
 T = TypeVar("T")
 
 
@@ -41,7 +55,7 @@ class CompletionExchange:
     Args:
         front: what all share.
         exchange: the request.
-        url: which of the two.
+        url: which of the three.
         ping_s: see ``PING_S``.
     """
 
@@ -129,7 +143,7 @@ class CompletionExchange:
         await self._exchange.answer_raw(raw_answer, headers=self._warnings(asked))
 
     def _written(self, asked: BodyRequest, outputs: Sequence[RequestOutput]) -> bytes:
-        body = answer_body(
+        body = _WHOLE[self._url](
             asked,
             outputs,
             self._front.codec,
@@ -149,7 +163,7 @@ class CompletionExchange:
 
     async def _stream(self, asked: BodyRequest, opened: OpenRequests) -> None:
         prompts = [request.prompt_token_ids for request in opened.requests]
-        writer = ChunkWriter(
+        writer = _STREAMED[self._url](
             asked,
             prompts,
             self._front.codec,
@@ -168,9 +182,7 @@ class CompletionExchange:
                 await self._begin_stream(asked)
             if text:
                 await exchange.send_part(text.encode())
-        usage = writer.usage_chunk()
-        last = "" if usage is None else f"data: {usage}\n\n"
-        await exchange.send_part(f"{last}data: [DONE]\n\n".encode(), more=False)
+        await exchange.send_part(writer.end().encode(), more=False)
 
     def _warnings(self, asked: BodyRequest) -> dict[str, str]:
         """Headers of an answer whose request can't do what it seems to want."""
@@ -256,8 +268,7 @@ class CompletionExchange:
         )  # fmt: skip
 
 
-def _events(writer: ChunkWriter, deltas: list[tuple[int, Delta]]) -> str:
+def _events(writer: ChunkWriter | ResponseWriter, deltas: list[tuple[int, Delta]]) -> str:
     if not deltas:
         return ": ping\n\n"
-    chunks = [writer.chunk(place, delta) for place, delta in deltas]
-    return "".join([f"data: {chunk}\n\n" for chunk in chunks if chunk is not None])
+    return "".join([writer.events(place, delta) for place, delta in deltas])

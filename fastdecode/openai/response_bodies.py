@@ -1,0 +1,251 @@
+"""Bodies of ``/v1/responses`` as bodies of ``/v1/chat/completions``.
+
+Nothing is stored: a body brings all items of its conversation as ``input``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+from fastdecode.openai.body_errors import BodyError, refuse, refuse_unknown
+
+RESPONSES_URL: Final = "/v1/responses"
+_SAME: Final = (
+    "model", "temperature", "top_p", "parallel_tool_calls", "stream", "user", "metadata",
+    "safety_identifier", "prompt_cache_key", "service_tier", "chat_template_kwargs",
+    "cache", "cache_salt",
+)  # fmt: skip
+"""Fields that a chat's body has, too, by the same name."""
+_OWN: Final = (
+    "input", "instructions", "tools", "tool_choice", "text", "max_output_tokens", "reasoning",
+)  # fmt: skip
+_NOT_SUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
+    "store": (False,), "background": (False,), "include": ([],), "truncation": ("disabled",),
+    "max_tool_calls": (), "prompt": (), "top_logprobs": (0,), "prompt_cache_retention": (),
+    "stream_options": ({}, {"include_obfuscation": False}), "context_management": (),
+}  # fmt: skip
+"""Field → values that ask for nothing, besides null."""
+_STATEFUL: Final = ("previous_response_id", "conversation")
+_ECHOED: Final = (
+    "instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user",
+    "safety_identifier", "prompt_cache_key",
+)  # fmt: skip
+_NAMES: Final = {
+    "messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+}  # fmt: skip
+"""A chat's field → the field that it was."""
+_INVALID: Final = "invalid_input"
+
+
+def chat_of(body: Mapping[str, Any], sampling: Collection[str]) -> dict[str, Any]:
+    """The chat that a body asks for. Raises BodyError.
+
+    Args:
+        sampling: names of sampling parameters that a body may have besides OpenAI's.
+    """
+    _check_fields(body, sampling)
+    said = {name: body[name] for name in (*_SAME, *sampling) if body.get(name) is not None}
+    said["messages"] = _messages(body)
+    if body.get("max_output_tokens") is not None:
+        said["max_completion_tokens"] = body["max_output_tokens"]
+    said["tools"] = _tools(body.get("tools"))
+    said["tool_choice"] = _tool_choice(body.get("tool_choice"))
+    said["response_format"] = _format(body.get("text"))
+    effort = _effort(body.get("reasoning"))
+    if effort is not None:
+        given = said.get("chat_template_kwargs")
+        kwargs = given if isinstance(given, dict) else {}
+        said["chat_template_kwargs"] = {"reasoning_effort": effort, **kwargs}
+    return said
+
+
+def echo_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What a response repeats of its request."""
+    text = body.get("text") or {}
+    return {
+        **{name: body.get(name) for name in _ECHOED},
+        "metadata": body.get("metadata") or {},
+        "tools": body.get("tools") or [],
+        "tool_choice": body.get("tool_choice") or "auto",
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+        "text": {"format": text.get("format") or {"type": "text"}},
+        "reasoning": {"effort": _effort(body.get("reasoning")), "summary": None},
+        "previous_response_id": None,
+        "store": False,
+        "background": False,
+        "truncation": "disabled",
+    }
+
+
+def renamed(error: BodyError) -> BodyError:
+    """An error of a chat's body, with the field that the response's body has."""
+    param, said = error.param, str(error)
+    for name, own in _NAMES.items():
+        if param is not None and (param == name or param.startswith((f"{name}.", f"{name}["))):
+            own = own + param[len(name) :]
+            return BodyError(said.replace(param, own, 1), code=error.code, param=own)
+    return error
+
+
+def _check_fields(body: Mapping[str, Any], sampling: Collection[str]) -> None:
+    for name in _STATEFUL:
+        if body.get(name) is not None:
+            refuse(
+                name,
+                "is not supported, since no response is stored: give all items as input, with "
+                "those of earlier responses",
+                "unsupported_field",
+            )
+    for name, nothing in _NOT_SUPPORTED.items():
+        value = body.get(name)
+        if value is not None and value not in nothing:
+            refuse(name, "is not supported: leave it out", "unsupported_field")
+    known = (*_SAME, *_OWN, *sampling)
+    refuse_unknown(dict(body), known, (*_STATEFUL, *_NOT_SUPPORTED), "the body")
+
+
+def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    instructions, items = body.get("instructions"), body.get("input")
+    messages = _Messages()
+    if instructions is not None:
+        if not isinstance(instructions, str):
+            refuse("instructions", "must be a string")
+        messages.add({"role": "system", "content": instructions})
+    if isinstance(items, str):
+        messages.add({"role": "user", "content": items})
+    elif isinstance(items, list) and items:
+        for place, item in enumerate(items):
+            messages.add_item(item, f"input[{place}]")
+    else:
+        refuse("input", "must be a string, or a list of items that isn't empty", _INVALID)
+    return messages.made
+
+
+class _Messages:
+    """Messages made of items. Calls, the text before them and the reasoning before
+    that are one message of the assistant."""
+
+    def __init__(self) -> None:
+        self.made: list[dict[str, Any]] = []
+        self._reasoning: str | None = None
+
+    def add(self, message: dict[str, Any]) -> None:
+        if message["role"] == "assistant" and self._reasoning:
+            message["reasoning_content"] = self._reasoning
+        self._reasoning = None
+        self.made.append(message)
+
+    def add_item(self, item: Any, where: str) -> None:
+        """Raises BodyError."""
+        if not isinstance(item, dict):
+            refuse(where, "must be an object", _INVALID)
+        kind = item.get("type", "message")
+        if kind == "message":
+            self.add(_message(item, where))
+        elif kind == "function_call":
+            self._add_call(item)
+        elif kind == "function_call_output":
+            output = _content(item.get("output"), f"{where}.output")
+            self.add({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+        elif kind == "reasoning":
+            parts = item.get("content") or item.get("summary") or []
+            self._reasoning = "\n".join(_texts(parts, f"{where}.content"))
+        else:
+            refuse(f"{where}.type", f"{kind!r:.80} is not supported", "unsupported_field")
+
+    def _add_call(self, item: Mapping[str, Any]) -> None:
+        last = self.made[-1] if self.made else {}
+        if last.get("role") != "assistant" or self._reasoning is not None:
+            self.add({"role": "assistant", "content": None})
+            last = self.made[-1]
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        last.setdefault("tool_calls", []).append(call)
+
+
+def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+    role = item.get("role")
+    if role not in ("user", "assistant", "system", "developer"):
+        refuse(f"{where}.role", "must be user, assistant, system or developer", _INVALID)
+    role = "system" if role == "developer" else role
+    return {"role": role, "content": _content(item.get("content"), f"{where}.content")}
+
+
+def _content(content: Any, where: str) -> str:
+    return content if isinstance(content, str) else "\n".join(_texts(content, where))
+
+
+def _texts(parts: Any, where: str) -> list[str]:
+    if not isinstance(parts, list):
+        refuse(where, "must be a string, or a list of parts", _INVALID)
+    for place, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else None
+        known = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+        if kind not in known or not isinstance(part.get("text"), str):
+            refuse(
+                f"{where}[{place}]",
+                f"of type {kind!r:.80} is not supported: only text is",
+                "unsupported_field",
+            )
+    return [part["text"] for part in parts]
+
+
+def _tools(tools: Any) -> Any:
+    """As chats define them; what is no list is refused later."""
+    if not isinstance(tools, list):
+        return tools
+    return [_tool(tool) for tool in tools]
+
+
+def _tool(tool: Any) -> Any:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        return tool
+    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+
+
+def _tool_choice(choice: Any) -> Any:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if choice.get("type") == "allowed_tools":
+        tools = choice.get("tools")
+        named = [_tool(tool) for tool in tools] if isinstance(tools, list) else tools
+        return {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": choice.get("mode"), "tools": named},
+        }
+    return choice
+
+
+def _format(text: Any) -> Any:
+    if text is None:
+        return None
+    if not isinstance(text, dict):
+        refuse("text", "must be an object")
+    for name, value in text.items():
+        if name != "format" and value is not None:
+            refuse(f"text.{name}", "is not supported: leave it out", "unsupported_field")
+    said = text.get("format")
+    if not isinstance(said, dict) or said.get("type") != "json_schema":
+        return said
+    described = {name: value for name, value in said.items() if name != "type"}
+    return {"type": "json_schema", "json_schema": described}
+
+
+def _effort(reasoning: Any) -> str | None:
+    if reasoning is None:
+        return None
+    if not isinstance(reasoning, dict):
+        refuse("reasoning", "must be an object")
+    for name, value in reasoning.items():
+        if name not in ("effort", "summary", "generate_summary"):
+            refuse(f"reasoning.{name}", "is unknown", "unknown_field")
+        if name != "effort" and value not in (None, "auto"):
+            refuse(f"reasoning.{name}", "is not supported: leave it out", "unsupported_field")
+    effort = reasoning.get("effort")
+    if not isinstance(effort, (str, type(None))):
+        refuse("reasoning.effort", "must be a string")
+    return effort

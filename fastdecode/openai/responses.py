@@ -1,0 +1,237 @@
+"""Answers of ``/v1/responses``: whole, and as the events of a stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from fastdecode.core.delta import Delta
+from fastdecode.core.sequence import RequestOutput
+from fastdecode.openai.requests import BodyRequest
+from fastdecode.text.chat_format import AnswerFormat, Part, Reasoning
+from fastdecode.text.codec import TextCodec
+from fastdecode.text.tool_calls import CallPiece
+
+Event = dict[str, Any]
+_TEXT: Final = {"message": "output_text", "reasoning": "reasoning_text"}
+
+
+def response_body(
+    request: BodyRequest,
+    outputs: Sequence[RequestOutput],
+    codec: TextCodec,
+    *,
+    answer_id: str,
+    created_s: int,
+    model: str,
+) -> dict[str, Any]:
+    """A ``response`` object of a request with one prompt."""
+    (output,) = outputs
+    (completion,) = output.completions
+    writer = ResponseWriter(
+        request, [output.prompt_token_ids], codec,
+        answer_id=answer_id, created_s=created_s, model=model,
+    )  # fmt: skip
+    writer.add(
+        Delta(
+            output.request_id,
+            0,
+            completion.text,
+            completion.token_ids,
+            finish_reason=completion.finish_reason,
+            num_cached_tokens=output.num_cached_tokens,
+        )
+    )
+    return writer.response()
+
+
+@dataclass
+class _Item:
+    """An item that is being written."""
+
+    kind: str
+    place: int
+    its_id: str
+    text: str = ""
+    """Of a call: its arguments."""
+    name: str = ""
+    call_id: str = ""
+
+    def to_json(self, status: str) -> dict[str, Any]:
+        item: dict[str, Any] = {"id": self.its_id, "type": self.kind}
+        if self.kind == "function_call":
+            call = {"call_id": self.call_id, "name": self.name, "arguments": self.text}
+            return {**item, **call, "status": status}
+        parts = [self.part()] if status != "in_progress" else []
+        if self.kind == "reasoning":
+            return {**item, "summary": [], "content": parts, "status": status}
+        return {**item, "role": "assistant", "content": parts, "status": status}
+
+    def part(self) -> dict[str, Any]:
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": self.text}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
+
+
+class ResponseWriter:
+    """Writes one answer as a ``response``, and its deltas as events.
+
+    Args:
+        request: what was asked, with an ``echo``.
+        prompts: the tokens of its only prompt.
+        answer_id: of the response.
+        created_s: Unix time.
+        model: the name that it has.
+    """
+
+    def __init__(
+        self,
+        request: BodyRequest,
+        prompts: Sequence[Sequence[int]],
+        codec: TextCodec,
+        *,
+        answer_id: str,
+        created_s: int,
+        model: str,
+    ) -> None:
+        assert request.echo is not None, "this is no request for a response"
+        (self._prompt,) = prompts
+        self._format = request.answer_format or AnswerFormat()
+        self._parser = self._format.parser(codec, self._prompt)
+        self._answer_id = answer_id
+        self._head = {
+            "id": f"resp_{answer_id}", "object": "response", "created_at": created_s,
+            "model": model, **request.echo,
+        }  # fmt: skip
+        self._open: _Item | None = None
+        self._done: list[dict[str, Any]] = []
+        self._blanks = ""
+        """Text that begins no item by itself."""
+        self._status = "in_progress"
+        self._num_tokens = self._num_cached = self._num_events = 0
+
+    def events(self, place: int, delta: Delta) -> str:
+        """A delta's events, as a stream sends them."""
+        first = []
+        if not self._num_events:
+            first = [self._whole("response.created"), self._whole("response.in_progress")]
+        return "".join(map(self._sent, first + self.add(delta)))
+
+    def end(self) -> str:
+        """What ends the stream."""
+        return self._sent(self._whole(f"response.{self._status}"))
+
+    def response(self) -> dict[str, Any]:
+        """The ``response`` as it is by now."""
+        is_cut = self._status == "incomplete"
+        details = {"reason": "max_output_tokens"} if is_cut else None
+        usage = None if self._status == "in_progress" else self._usage()
+        state = {"status": self._status, "incomplete_details": details, "error": None}
+        return {**self._head, **state, "output": list(self._done), "usage": usage}
+
+    def add(self, delta: Delta) -> list[Event]:
+        """A delta's events, but those that begin and end a stream."""
+        self._num_tokens += len(delta.token_ids)
+        self._num_cached = max(self._num_cached, delta.num_cached_tokens)
+        parts = self._parser.feed(delta.text)
+        if delta.finish_reason is not None:
+            parts += self._parser.finish()
+        events = [event for part in parts for event in self._add(part)]
+        if delta.finish_reason is not None:
+            is_whole = delta.finish_reason == "stop"
+            if not self._done and self._open is None:  # an answer has an item
+                events += self._begin("message")
+            events += self._close("completed" if is_whole else "incomplete")
+            self._status = "completed" if is_whole else "incomplete"
+        return events
+
+    def _add(self, part: Part) -> list[Event]:
+        if isinstance(part, CallPiece):
+            return self._add_call(part)
+        kind, text = "message", part
+        if isinstance(part, Reasoning):
+            kind, text = "reasoning", part.text
+        assert isinstance(text, str)
+        events: list[Event] = []
+        if self._open is None or self._open.kind != kind:
+            text = self._blanks + text
+            self._blanks = "" if text.strip() else text
+            if self._blanks:
+                return []
+            events = self._close("completed") + self._begin(kind)
+        assert self._open is not None
+        self._open.text += text
+        return [*events, self._of_part(f"response.{_TEXT[kind]}.delta", delta=text)]
+
+    def _add_call(self, piece: CallPiece) -> list[Event]:
+        events: list[Event] = []
+        if piece.name is not None:
+            self._blanks = ""
+            events = self._close("completed") + self._begin("function_call", piece)
+        assert self._open is not None
+        self._open.text += piece.arguments
+        if piece.arguments:
+            kind = "response.function_call_arguments.delta"
+            events.append(self._of_item(kind, delta=piece.arguments))
+        return events
+
+    def _begin(self, kind: str, call: CallPiece | None = None) -> list[Event]:
+        place = len(self._done)
+        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
+        self._open = item = _Item(kind, place, f"{prefix}_{self._answer_id}_{place}")
+        if call is not None:
+            item.name = call.name or ""
+            item.call_id = self._format.call_id(self._answer_id, call.index)
+        added: Event = {"type": "response.output_item.added", "output_index": place}
+        events = [{**added, "item": item.to_json("in_progress")}]
+        if call is None:
+            events.append(self._of_part("response.content_part.added", part=item.part()))
+        return events
+
+    def _close(self, status: str) -> list[Event]:
+        """End the open item, if one is."""
+        item, events = self._open, []
+        if item is None:
+            return []
+        if item.kind == "function_call":
+            kind = "response.function_call_arguments.done"
+            events = [self._of_item(kind, arguments=item.text, name=item.name)]
+        else:
+            events = [
+                self._of_part(f"response.{_TEXT[item.kind]}.done", text=item.text),
+                self._of_part("response.content_part.done", part=item.part()),
+            ]
+        self._done.append(item.to_json(status))
+        self._open = None
+        done = {"type": "response.output_item.done", "output_index": item.place}
+        return [*events, {**done, "item": self._done[-1]}]
+
+    def _of_part(self, kind: str, **more: Any) -> Event:
+        if kind.startswith("response.output_text."):
+            more["logprobs"] = []
+        return self._of_item(kind, content_index=0, **more)
+
+    def _of_item(self, kind: str, **more: Any) -> Event:
+        assert self._open is not None
+        item = self._open
+        return {"type": kind, "item_id": item.its_id, "output_index": item.place, **more}
+
+    def _whole(self, kind: str) -> Event:
+        return {"type": kind, "response": self.response()}
+
+    def _sent(self, event: Event) -> str:
+        event["sequence_number"] = self._num_events
+        self._num_events += 1
+        return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
+
+    def _usage(self) -> dict[str, Any]:
+        num_prompt = len(self._prompt)
+        return {
+            "input_tokens": num_prompt,
+            "input_tokens_details": {"cached_tokens": self._num_cached},
+            "output_tokens": self._num_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": num_prompt + self._num_tokens,
+        }
