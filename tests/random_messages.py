@@ -177,7 +177,11 @@ def stage_passes(draw: st.DrawFn) -> StagePass:
     counts = [draw(arrays_of(np.int32, (n,))) for _ in range(3)]
     x = draw(arrays_of(draw(BITS), (draw(st.integers(0, 5)), 3)))
     ids, marks = draw(arrays_of(np.int64, (n,))), draw(arrays_of(np.uint8, (n,)))
-    return StagePass(draw(INTS), draw(INTS), x, ids, *counts, marks, draw(arrays_of(np.int32, 2)))
+    passed = StagePass(draw(INTS), draw(INTS), x, ids, *counts, marks, draw(arrays_of(np.int32, 2)))
+    if draw(st.booleans()):
+        return passed
+    parts = draw(arrays_of(np.int64, (3,))), draw(arrays_of(np.int32, (3, 6)))
+    return dataclasses.replace(passed, first_tokens=counts[0], closed_ids=parts[0], closed=parts[1])
 
 
 @st.composite

@@ -59,6 +59,9 @@ from fastdecode.wire.traits import S_WORKERS, Asking, Worded
 
 Activations: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
 """As in ``fastdecode.wire.messages``."""
+CLOSED_FIELDS: Final = ("column", "part", "num_tokens", "num_beyond", "first_row", "num_rows")
+"""Of a closed part in ``StagePass``: where it is, which of its sequence's it is, what
+it has, tokens of the sequence behind it, and the rows whose queries attend it."""
 MAX_SECONDS: Final = 1e9
 """That anything may be said to have taken."""
 
@@ -213,6 +216,13 @@ class StagePass(Asking):
     """1: a token is drawn from the sequence's last row."""
     lost: Annotated[NDArray[np.int32], "L"]
     """Columns whose rows mean nothing."""
+    first_tokens: Annotated[NDArray[np.int32] | None, "N"] = None
+    """Tokens of each sequence before the part that grows, of which ``num_past`` counts
+    its own; None: no sequence is split."""
+    closed_ids: Annotated[NDArray[np.int64] | None, "P"] = None
+    """Closed parts that rows attend, by holder and part."""
+    closed: Annotated[NDArray[np.int32] | None, "P F"] = None
+    """Of each, the fields ``CLOSED_FIELDS``."""
 
     answers = (StageDone,)
     said_by = S_WORKERS

@@ -111,6 +111,16 @@ def whole(path: Path) -> list[list[tuple[int, ...]]]:
     return run(path)[0]
 
 
+@pytest.mark.parametrize(("family", "prompt_attention"), [("gemma2", "s"), ("bloom", "r")])
+def test_stages_attend_parts_as_the_first_lays_them_out(
+    family: str, prompt_attention: str, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    """Also where a stage's own layers see fewer tokens than another's."""
+    path = tiny_checkpoint(family)
+    how = {"pp": 3, "pp_layers": "1,1,1", "r_workers": 2, "prompt_attention": prompt_attention}
+    assert run(path, **how, split_tokens=16, lanes=2)[0] == whole(path)
+
+
 @pytest.mark.parametrize(("schedule", "prompt_attention"), [("greedy", "s"), ("stabilized", "r")])
 def test_forks_share_parts(
     schedule: str, prompt_attention: str, tiny_checkpoint: Callable[..., Path]

@@ -149,7 +149,7 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
         _pairs("int4 KV", "prompt stages", "prompt stages cannot write int4"),
         _pairs("swap", "load limit, stabilized", "each lane has KV blocks of its own"),
         _pairs("swap", "host tier", "both keep KV in host memory, each in its own layout"),
-        _pairs("stages", "hybrid KV, shared heads, split sequences",
+        _pairs("stages", "hybrid KV, shared heads",
                "each stage keeps whole sequences"),
         _pairs("stages", "standby", "a standby R-worker belongs to no stage"),
         _pairs("hybrid KV", "tensor parallelism, shared heads, split sequences, load limit, "

@@ -35,18 +35,36 @@ def stage_pass(batch: StepBatch, x: Activations, lost: Collection[int]) -> Stage
         lost: columns whose rows mean nothing.
     """
     begun = [span.begin for span in batch.spans]
-    lengths = [len(begin.sequence_ids) for begin in begun]
-    return StagePass(
+    lengths = [int(np.count_nonzero(begin.num_new)) for begin in begun]
+    own = list(zip(begun, lengths, strict=True))  # closed parts are behind them
+    num_past = np.concatenate([begin.num_past[:number] for begin, number in own])
+    num_new = np.concatenate([begin.num_new[:number] for begin, number in own])
+    passed = StagePass(
         step=begun[0].step,
         lane=begun[0].lane,
         x=x,
-        sequence_ids=np.concatenate([begin.sequence_ids for begin in begun]),
+        sequence_ids=np.concatenate([begin.sequence_ids[:number] for begin, number in own]),
         columns=np.repeat(np.array([span.holder for span in batch.spans], np.int32), lengths),
-        num_past=np.concatenate([begin.num_past for begin in begun]),
-        num_new=np.concatenate([begin.num_new for begin in begun]),
+        num_past=num_past,
+        num_new=num_new,
         draws=batch.draws.astype(np.uint8),
         lost=_numbers(lost),
     )
+    first_tokens = batch.positions[batch.last_rows] - (num_past + num_new - 1)
+    return _with_parts(passed, batch, first_tokens) if first_tokens.any() else passed
+
+
+def _with_parts(passed: StagePass, batch: StepBatch, first_tokens: NDArray[np.int64]) -> StagePass:
+    """The step of sequences that are split (``--split-tokens``)."""
+    passed = replace(passed, first_tokens=first_tokens.astype(np.int32))
+    if not batch.closed:  # rows see no token of those parts
+        return passed
+    closed = [
+        (one.holder, one.part, one.num_tokens, one.num_beyond, one.first_row, one.num_rows)
+        for one in batch.closed
+    ]
+    ids = np.array([one.part_id for one in batch.closed], np.int64)
+    return replace(passed, closed_ids=ids, closed=np.array(closed, np.int32))
 
 
 class FirstStageForward:

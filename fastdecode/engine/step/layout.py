@@ -36,16 +36,17 @@ part.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import Holder, HolderId, Part
 from fastdecode.core.spec import first_seen
 from fastdecode.engine.step.spans import (
@@ -62,8 +63,28 @@ from fastdecode.engine.step.spans import HolderSpan as HolderSpan
 from fastdecode.engine.step.spans import LocalSpan as LocalSpan
 from fastdecode.schedule.plan import Chunk
 from fastdecode.wire.messages import BeginStep
-from fastdecode.wire.stages import StagePass
+from fastdecode.wire.stages import CLOSED_FIELDS, StagePass
 from sworker.feed import Feed
+
+
+@dataclass(frozen=True)
+class ClosedPart:
+    """A closed part of a sequence that steps."""
+
+    holder: HolderId
+    part: int
+    """Which, counted from 0."""
+    part_id: int
+    num_tokens: int
+    num_beyond: int
+    first_row: int
+    """The chunk's, of ``num_rows``."""
+    num_rows: int
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """The chunk's."""
+        return np.arange(self.first_row, self.first_row + self.num_rows)
 
 
 @dataclass(frozen=True)
@@ -84,6 +105,8 @@ class StepBatch:
     hidden: Tensor | None = None
     """[T, hidden], on the host: what the stages before have come to. Nobody but
     the first stage knows chunks and token ids."""
+    closed: tuple[ClosedPart, ...] = ()
+    """Closed parts that rows attend, by holder and part."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -117,12 +140,8 @@ class StepBatch:
         num_known = np.array([len(chunk.sequence.token_ids) for chunk in ordered])
         spans, local = columns.lay_out(step, lane)
         closed = _closed_parts(ordered, columns.starts, window)
-        spans = [
-            _with_closed(span, closed.pop(span.holder)) if span.holder in closed else span
-            for span in spans
-        ]
-        for holder, here in closed.items():  # nothing grows there
-            spans.append(_with_closed(_empty_span(holder, step, lane), here))
+        if closed:
+            spans = _with_closed_parts(spans, closed)
         return cls(
             ordered,
             _tokens(ordered),
@@ -132,6 +151,7 @@ class StepBatch:
             last_rows=columns.last_rows,
             draws=num_cached + columns.lengths == num_known,
             num_decoding=columns.num_decoding,
+            closed=closed,
         )
 
     @classmethod
@@ -143,7 +163,10 @@ class StepBatch:
         """
         columns = Columns.of_pass(passed, holders)
         spans, local = columns.lay_out(passed.step, passed.lane)
-        starts = np.repeat(columns.starts - columns.past, columns.lengths)
+        closed = _closed_of_pass(passed, columns.num_rows, len(holders))
+        if closed:
+            spans = _with_closed_parts(spans, closed)
+        starts = np.repeat(columns.starts - columns.past - columns.first_tokens, columns.lengths)
         return cls(
             (),
             np.zeros(columns.num_rows, np.int64),
@@ -154,6 +177,7 @@ class StepBatch:
             draws=passed.draws.astype(bool),
             num_decoding=columns.num_decoding,
             hidden=hidden,
+            closed=closed,
         )
 
 
@@ -190,46 +214,72 @@ def _tokens(chunks: Iterable[Chunk]) -> NDArray[np.int64]:
     return np.array(tokens, np.int64)
 
 
-@dataclass(frozen=True)
-class _ClosedPart:
-    """A closed part of a sequence that steps."""
-
-    part: int
-    """Which, counted from 0."""
-    part_id: int
-    num_tokens: int
-    num_beyond: int
-    rows: NDArray[np.int64]
-    """The chunk's."""
-
-
 def _closed_parts(
     chunks: tuple[Chunk, ...], starts: NDArray[np.int64], window: int | None
-) -> dict[HolderId, list[_ClosedPart]]:
-    """By holder. Parts that not even a chunk's first token sees anything of aren't among them."""
-    closed: dict[HolderId, list[_ClosedPart]] = defaultdict(list)
+) -> tuple[ClosedPart, ...]:
+    """Parts that not even a chunk's first token sees anything of aren't among them."""
+    closed: list[ClosedPart] = []
     for chunk, start in zip(chunks, starts, strict=True):
         residence = chunk.sequence.residence
         assert residence is not None
         if len(residence.parts) == 1:
             continue
-        num_cached = chunk.sequence.num_cached
-        rows = np.arange(start, start + chunk.num_tokens)
+        num_cached, num_rows = chunk.sequence.num_cached, chunk.num_tokens
         seen = first_seen(num_cached, window)
         for index, part in enumerate(residence.parts[: residence.index_of(num_cached)]):
             if part.end > seen:
-                num_beyond = num_cached + chunk.num_tokens - part.end
-                closed[part.holder].append(
-                    _ClosedPart(index, part.part_id, part.num_tokens, num_beyond, rows)
-                )
+                beyond = num_cached + num_rows - part.end
+                where = (part.holder, index, part.part_id)
+                closed.append(ClosedPart(*where, part.num_tokens, beyond, int(start), num_rows))
+    return tuple(sorted(closed, key=_BY_PART)) if closed else ()
+
+
+def _closed_of_pass(passed: StagePass, num_rows: int, num_holders: int) -> tuple[ClosedPart, ...]:
+    """Raises ProtocolError: no step has such closed parts."""
+    if passed.closed is None or passed.closed_ids is None:
+        return ()
+    shape = len(passed.closed_ids), len(CLOSED_FIELDS)
+    if passed.closed.shape != shape or not shape[0] or int(passed.closed.min()) < 0:
+        raise ProtocolError("a step came with closed parts that can't be")
+    closed = tuple(
+        ClosedPart(HolderId(holder), part, part_id, *numbers)
+        for part_id, (holder, part, *numbers) in zip(
+            passed.closed_ids.tolist(), passed.closed.tolist(), strict=True
+        )
+    )
+    are_there = all(
+        one.holder < num_holders
+        and one.num_tokens > 0 < one.num_rows
+        and one.first_row + one.num_rows <= num_rows
+        for one in closed
+    )
+    if not are_there or list(closed) != sorted(closed, key=_BY_PART):
+        raise ProtocolError("a step came with closed parts that can't be")
     return closed
 
 
-def _with_closed(span: HolderSpan, closed: list[_ClosedPart]) -> HolderSpan:
+_BY_PART: Final = attrgetter("holder", "part", "first_row")
+
+
+def _with_closed_parts(spans: list[HolderSpan], closed: Seq[ClosedPart]) -> list[HolderSpan]:
+    """The spans, and the closed parts that their holders have, or others."""
+    begin = spans[0].begin
+    by_holder = {
+        holder: list(parts) for holder, parts in itertools.groupby(closed, attrgetter("holder"))
+    }
+    spans = [
+        _with_closed(span, by_holder.pop(span.holder)) if span.holder in by_holder else span
+        for span in spans
+    ]
+    for holder, parts in by_holder.items():  # nothing grows there
+        spans.append(_with_closed(_empty_span(holder, begin.step, begin.lane), parts))
+    return spans
+
+
+def _with_closed(span: HolderSpan, closed: list[ClosedPart]) -> HolderSpan:
     """The span, and the closed parts that the holder has."""
-    closed = sorted(closed, key=attrgetter("part"))
     ids = np.array([part.part_id for part in closed], np.int64)
-    columns = [(part.num_tokens, len(part.rows), part.num_beyond) for part in closed]
+    columns = [(part.num_tokens, part.num_rows, part.num_beyond) for part in closed]
     num_tokens, num_rows, num_beyond = np.array(columns, np.int32).T.copy()
     begin, nothing = span.begin, np.zeros_like(num_tokens)
     begin = replace(

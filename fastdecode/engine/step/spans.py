@@ -99,17 +99,20 @@ class Columns:
     @classmethod
     def of_pass(cls, passed: StagePass, holders: Seq[Holder]) -> Columns:
         """Raises ProtocolError: they aren't in the order of their rows."""
-        past, lengths = passed.num_past, passed.num_new
+        past, lengths, first_tokens = passed.num_past, passed.num_new, passed.first_tokens
+        if first_tokens is None:
+            first_tokens = np.zeros_like(past)
+        if first_tokens.shape != past.shape or int(first_tokens.min()) < 0:
+            raise ProtocolError("a step came whose sequences have parts that can't be")
         attends_prompts = np.array([holder.attends_prompts for holder in holders])
-        kinds = np.where(past > 0, LATER, FIRST)
+        kinds = np.where(past + first_tokens > 0, LATER, FIRST)
         kinds[attends_prompts[passed.columns]] = WITH_PAST
         kinds[lengths == 1] = DECODE
         if (np.diff(passed.columns.astype(np.int64) * NUM_KINDS + kinds) < 0).any():
             raise ProtocolError("a step came whose rows aren't in order")
         starts = np.cumsum(lengths, dtype=np.int64) - lengths
-        no_parts = np.zeros_like(past)
         of_holders = passed.columns.astype(np.int64)
-        return cls(of_holders, kinds, passed.sequence_ids, no_parts, past, lengths, starts)
+        return cls(of_holders, kinds, passed.sequence_ids, first_tokens, past, lengths, starts)
 
     @property
     def num_rows(self) -> int:
