@@ -26,9 +26,10 @@ from fastdecode.core.sequence import Request, RequestOutput, SamplingParams
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.extensions import EngineState, Extension
-from fastdecode.engine.failover import AnyReplicas, recovery_of
+from fastdecode.engine.failover import recovery_of
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.pool import HolderPool, WorkerPool
+from fastdecode.engine.fleet.replicas import Replicas
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.session.recorder import Recorder
 from fastdecode.engine.setup.workers import Replacements
@@ -191,7 +192,7 @@ def assemble(
     lanes: int,
     replacements: Replacements | None = None,
     clock: Clock = time.monotonic,
-    replicas: AnyReplicas | None = None,
+    replicas: Replicas | None = None,
     session: Session | None = None,
     fails_at: dict[str, int] | None = None,
     cache_identity: str | None = None,

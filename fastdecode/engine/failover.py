@@ -5,20 +5,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
 from fastdecode.core.clock import Clock
-from fastdecode.core.errors import ProtocolError, WorkerError
+from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.extensions import EngineState
-from fastdecode.engine.fleet.group_replicas import GroupReplicas
 from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.engine.fleet.replicas import Replicas
 from fastdecode.engine.recovery import Recovery
 from fastdecode.schedule.life.events import Event, Interrupted, Leaving, Lost, Reopened, TakeOver
 from fastdecode.wire.kv.taking_over import TakenOver
-
-AnyReplicas: TypeAlias = Replicas | GroupReplicas
 
 
 class ReplicaRecovery(Recovery):
@@ -35,7 +32,7 @@ class ReplicaRecovery(Recovery):
     def __init__(
         self,
         state: EngineState,
-        replicas: AnyReplicas,
+        replicas: Replicas,
         replacements: Replacements | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -57,14 +54,8 @@ class ReplicaRecovery(Recovery):
             yield Lost(order.holder)
 
     def take(self, holder: HolderId, answer: TakenOver) -> Iterable[Event]:
-        """The neighbour reports what it has. It may be asked once more, or be
-        lost because its report can't be true."""
-        try:
-            taken = self._replicas.taken_over(holder, answer)
-        except ProtocolError as lie:
-            name = self._fleet.peer(holder)
-            self._fleet.lose(holder, ProtocolError(f"{name} {lie.message}"))
-            return
+        """The neighbour reports what it has. It may be asked once more."""
+        taken = self._replicas.taken_over(holder, answer)
         if taken is not None:
             self._state.stats.num_rejoined += taken.is_home
             yield taken
@@ -113,7 +104,7 @@ class ReplicaRecovery(Recovery):
 
 def recovery_of(
     state: EngineState,
-    replicas: AnyReplicas | None,
+    replicas: Replicas | None,
     replacements: Replacements | None,
     clock: Clock = time.monotonic,
 ) -> Recovery:

@@ -21,10 +21,10 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import AttentionSpec, KVSpec, Shard
-from fastdecode.engine.fleet.groups import GroupPool, in_heads, share_heads
+from fastdecode.engine.fleet.groups import GroupPool
 from fastdecode.engine.fleet.joined_moves import JoinedMoves
 from fastdecode.engine.fleet.pool import WorkerPool
-from fastdecode.engine.fleet.resharing import GROUP
+from fastdecode.engine.fleet.resharing import GROUP, in_heads, share_heads
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.kv.kept import keys_of, words_of
 from fastdecode.wire.kv.tiers import Moved

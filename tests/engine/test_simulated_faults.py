@@ -33,12 +33,11 @@ from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.sequence import Request
 from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.greeting import greet
-from fastdecode.engine.fleet.group_replicas import GroupReplicas, replicate_heads
-from fastdecode.engine.fleet.groups import GroupPool, in_heads
+from fastdecode.engine.fleet.groups import GroupPool
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replacements import HubReplacements
 from fastdecode.engine.fleet.replicas import Replicas, limits, replicate
-from fastdecode.engine.fleet.resharing import GROUP, Resharing
+from fastdecode.engine.fleet.resharing import GROUP, Resharing, in_heads
 from fastdecode.engine.fleet.ring import LinkOptions
 from fastdecode.engine.fleet.spares import SpareHub, SpareReplacements
 
@@ -62,7 +61,7 @@ class Trial:
 
     def __init__(self, seed: int, *, replicated: bool = False, heads: bool = False) -> None:
         self.chance = chance = random.Random(seed)
-        self.replicas: Replicas | GroupReplicas | None = None
+        self.replicas: Replicas | None = None
         self.heads: GroupPool | None = None
         num_workers = chance.randint(1 + replicated, NUM_HEADS)
         blocks = chance.choice([12, 24, 64]) << replicated
@@ -84,7 +83,7 @@ class Trial:
         self.has_begun = True
         """Not, if nobody was left to begin with."""
         try:
-            self.made = self._start_heads() if heads else self._start(blocks, replicated=replicated)
+            self.made = (self._start_heads if heads else self._start)(blocks, replicated)
         except WorkerError:
             self.has_begun = False
             struck = {line.rpartition(" ")[2] for line in self.story}
@@ -124,7 +123,7 @@ class Trial:
 
         return happen
 
-    def _start(self, num_blocks: int, *, replicated: bool) -> Rig:
+    def _start(self, num_blocks: int, replicated: bool) -> Rig:
         chance, network = self.chance, self.network
         names = [str(number) for number in range(len(network.processes))]
         hub: Any = network
@@ -160,7 +159,7 @@ class Trial:
         back = (replacements, network.time, self.replicas)
         return assemble(fleet, blocks, lanes, *back, cache_identity=identity, **options)
 
-    def _start_heads(self) -> Rig:
+    def _start_heads(self, num_blocks: int, replicated: bool) -> Rig:
         network = self.network
         names = [str(number) for number in range(len(network.processes))]
         hub: Any = network
@@ -182,13 +181,14 @@ class Trial:
             TIMEOUT_S,
             hello.session,
         )
-        welcomes = greet(fleet, hello)
-        again, self.replicas = replicate_heads(fleet, hello, welcomes, links, network.time)
+        again = greet(fleet, hello)
+        if replicated:
+            again, self.replicas = replicate(fleet, hello, again, links, network.time)
         options: dict[str, Any] = {}
         if self.chance.random() < 0.3:
             options["length_quantile"] = 0.1  # rooms turn out too small
         lanes = self.chance.randint(1, 3)
-        blocks = (again[GROUP].num_blocks,)
+        blocks = (again[GROUP].num_blocks if again else num_blocks,)
         back = (resharing, network.time, self.replicas)
         return assemble(fleet, blocks, lanes, *back, attention=HEADS_SPEC, **options)
 
@@ -229,11 +229,9 @@ class Trial:
     def _strike_copies(self) -> None:
         """Now and then, a fault while a cache is copied."""
         fleet: WorkerPool = self.members
-        replicas: Any = self.replicas
-        if isinstance(replicas, GroupReplicas):
-            replicas = replicas.rings[0]
-        if replicas is None or not self.num_strikes:
+        if self.replicas is None or not self.num_strikes:
             return
+        replicas = self.replicas.rings[0]
         for holder in filter(replicas.is_leaving, replicas.adopted):
             if self.num_strikes and self.chance.random() < 0.02:
                 self.num_strikes -= 1
@@ -266,7 +264,8 @@ class Trial:
 
 
 @pytest.mark.parametrize(
-    ("replicated", "heads", "tried"), [(False, False, 50), (True, False, 24), (True, True, 12)]
+    ("replicated", "heads", "tried"),
+    [(False, False, 50), (True, False, 24), (False, True, 6), (True, True, 12)],
 )
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, 50))
 def test_no_fault_changes_a_token_or_leaves_anything_behind(

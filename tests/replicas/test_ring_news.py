@@ -42,8 +42,9 @@ class Ring:
         greet(self.fleet, hello)
         names = [f"r{i}" for i in HOLDERS]
         self.options = LinkOptions(names, 1 << 20, 60.0, SESSION)
-        self.replicas = Replicas(self.fleet, self.options, clock=lambda: self.now_s)
-        self.replicas.begin(HOLDERS)
+        rings = [(HOLDERS, self.options)]
+        self.replicas = Replicas(self.fleet, rings, clock=lambda: self.now_s)
+        self.replicas.begin()
 
     def say(self, holder: int, lane: int, step: int, of: int | None = None, link: int = 1) -> None:
         """An R-worker tells how far a replica is; its own, if nothing else is said."""
@@ -78,13 +79,13 @@ class Ring:
 def test_who_hangs_and_is_to_drop_a_replica_is_given_up_in_time() -> None:
     """The deadline is that of the answers of its pool."""
     ring = Ring(timeout_s=8.0)
-    members = Failovers(ring.fleet, ring.options, lambda: ring.now_s)
+    members = Failovers(ring.fleet, ring.options, lambda: ring.now_s, HOLDERS)
     members.begin(HOLDERS)
     assert not members.end_all()
     for keeper, cache in ((0, 2), (1, 0)):
         ring.ends[keeper].send(Dropped(keeper, cache))
     ring.fleet.look()
-    members.take_news(last_step=9)
+    members.take_news(9, ring.fleet.events.take_replicas())
     ring.now_s = 7.9
     assert not members.end_all() and not ring.fleet.gone
     ring.now_s = 8.0

@@ -53,7 +53,6 @@ def test_a_spare_one_that_is_lost_too_is_replaced_by_the_next(
     ("options", "names"),
     [
         ({"r_worker_addresses": ("tcp://127.0.0.1:7000",)}, "replaces it"),
-        ({"r_partition": "heads"}, "share the heads anew"),
         ({"kv_placement": "gpu"}, "keep the KV cache in parts"),
     ],
 )

@@ -104,8 +104,6 @@ class Refusal:
     reason: str
     is_contradiction: bool = field(default=False, kw_only=True)
     """The two make no sense together. Else the pair is not built yet."""
-    unless: str | None = field(default=None, kw_only=True)
-    """With this feature on, too, the pair works."""
 
 
 def _pairs(
@@ -114,11 +112,10 @@ def _pairs(
     reason: str,
     *,
     is_contradiction: bool = False,
-    unless: str | None = None,
 ) -> Iterator[tuple[frozenset[str], Refusal]]:
     for other in others.split(", "):
         pair = frozenset((FEATURES[feature].name, FEATURES[other].name))
-        yield pair, Refusal(reason, is_contradiction=is_contradiction, unless=unless)
+        yield pair, Refusal(reason, is_contradiction=is_contradiction)
 
 
 _CACHE_ELSEWHERE = "only R-workers keep the KV cache in parts"
@@ -166,9 +163,6 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
         _pairs("shared heads", "split sequences",
                "with shared heads every R-worker has a part of every sequence",
                is_contradiction=True),
-        _pairs("standby", "shared heads",
-               "after a loss the R-workers that are left share the heads anew",
-               unless="replicas"),
         _pairs("standby", "addresses",
                "a new R-worker at a lost one's address replaces it", is_contradiction=True),
         _pairs("disk tier", "addresses",
@@ -201,20 +195,16 @@ def features_on(options: Options) -> list[Feature]:
     return [feature for feature in FEATURES.values() if feature.is_on(options)]
 
 
-def refusal(one: Feature, other: Feature, options: Options) -> Refusal | None:
-    """Why the two do not work together, beside everything else that is on;
-    None: they do."""
-    found = REFUSALS.get(frozenset((one.name, other.name)))
-    if found is None or found.unless is None:
-        return found
-    return None if FEATURES[found.unless].is_on(options) else found
+def refusal(one: Feature, other: Feature) -> Refusal | None:
+    """Why the two do not work together; None: they do."""
+    return REFUSALS.get(frozenset((one.name, other.name)))
 
 
 def refused_with(name: str, options: Options) -> Feature | None:
     """The first feature that is on and refuses the one of this name, if any does."""
     wanted = FEATURES[name]
     on = features_on(options)
-    return next((each for each in on if refusal(wanted, each, options) is not None), None)
+    return next((each for each in on if refusal(wanted, each) is not None), None)
 
 
 def check_features(options: Options) -> None:
@@ -223,7 +213,7 @@ def check_features(options: Options) -> None:
         ConfigError: two features are on that do not work together.
     """
     for one, other in itertools.combinations(features_on(options), 2):
-        found = refusal(one, other, options)
+        found = refusal(one, other)
         if found is None:
             continue
         raise ConfigError(
@@ -231,7 +221,6 @@ def check_features(options: Options) -> None:
             " contradicts " if found.is_contradiction else " is not supported with ",
             Given(other.option, options[other.option]),
             f"{'' if found.is_contradiction else ' yet'}: {found.reason}. Remove one of them",
-            f", or add {found.unless}" if found.unless is not None else "",
         )
 
 
@@ -241,8 +230,7 @@ def refused_pairs(*, is_contradiction: bool) -> list[tuple[str, str, str]]:
     for one, other in itertools.combinations(FEATURES, 2):
         found = REFUSALS.get(frozenset((one, other)))
         if found is not None and found.is_contradiction is is_contradiction:
-            unless = f" (works with {found.unless})" if found.unless else ""
-            pairs.append((one, other, found.reason + unless))
+            pairs.append((one, other, found.reason))
     return pairs
 
 

@@ -14,18 +14,17 @@ replacements, by ``fastdecode.engine.fleet.resharing`` or by replicas.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fastdecode.core.errors import ConfigError, FastDecodeError, Given, ProtocolError, WorkerError
+from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.core.spec import HeadShare, Shard
+from fastdecode.core.spec import Shard
 from fastdecode.engine.fleet.joined_moves import JoinedMoves
 from fastdecode.engine.fleet.pending import PendingReplies
 from fastdecode.engine.fleet.pool import WorkerPool
@@ -248,8 +247,8 @@ class GroupPool:
         self.groups: Final = [CacheGroup(HolderId(i), members, x) for i, x in enumerate(shards)]
         self._owners = {member: group for group in self.groups for member in group.shards}
         self._share_out = share_out
-        self.is_resharing = False
-        """The members of a lost group are being greeted; nobody else waits for them."""
+        self.is_greeting = False
+        """The members of a lost group are greeted again; no step waits for them."""
         self.moves: Final = GroupMoves(self.groups, self._take_moves)
         self.told_first: tuple[ToRWorker, ...] = ()
         """What a group is sent first that replaces a lost one."""
@@ -288,11 +287,6 @@ class GroupPool:
         return {holder: error for holder, error in found.items() if error is not None}
 
     @property
-    def shares_heads(self) -> bool:
-        """Whether members share out heads, and may do so anew."""
-        return self._share_out is not None
-
-    @property
     def kept_by_gone(self) -> list[HolderId]:
         """The groups that answer no more."""
         return list(self.lost)
@@ -300,7 +294,7 @@ class GroupPool:
     @property
     def is_owed(self) -> bool:
         """See ``WorkerPool``."""
-        return self.members.is_owed and not self.is_resharing
+        return self.members.is_owed and not self.is_greeting
 
     def peer(self, holder: HolderId) -> str:
         """See ``WorkerPool``."""
@@ -320,16 +314,30 @@ class GroupPool:
         it is revived."""
         told = []
         for member, error in self.members.take_losses():
-            group = self._group_of(member)
+            group = self._owners.get(member)
             if group is not None:
                 self._lost_members.setdefault(group.holder, []).append(member)
                 if self.give_up(group.holder, error):
                     told.append((group.holder, error))
         return told
 
+    def members_of(self, holder: HolderId) -> Collection[HolderId]:
+        """See ``WorkerPool``."""
+        return self.groups[holder].shards
+
+    def owner(self, member: HolderId) -> HolderId:
+        """See ``WorkerPool``."""
+        return self._owners[member].holder
+
     def take_lost_members(self, holder: HolderId) -> list[HolderId]:
-        """The members that a group has lost since the last call."""
+        """See ``WorkerPool``."""
         return self._lost_members.pop(holder, [])
+
+    def go_on(self, holder: HolderId) -> None:
+        """See ``WorkerPool``."""
+        group = self.groups[holder]
+        group.begin(group.shards)
+        self.revive(holder)
 
     def send(self, holder: HolderId, message: ToRWorker) -> None:
         """See ``WorkerPool``. A lost group is sent nothing but a greeting."""
@@ -365,12 +373,15 @@ class GroupPool:
         """See ``WorkerPool``."""
         self.groups[holder].lose_heads(heads, reason)
 
-    def give_up(self, holder: HolderId, error: WorkerError) -> bool:
-        """A group is lost until it is revived. Whether it wasn't before."""
+    def give_up(self, holder: HolderId, error: WorkerError | None = None) -> bool:
+        """A group is lost until it is revived. Whether it wasn't before. ``error``:
+        None: since a member is."""
         if holder in self._lost:
             return False
+        group = self.groups[holder]
+        error = error or group.broken or WorkerError(f"{group.peer} is incomplete")
         self._lost[holder] = error
-        self.groups[holder].moves.news.clear()
+        group.moves.news.clear()
         return True
 
     def revive(self, holder: HolderId) -> None:
@@ -383,15 +394,11 @@ class GroupPool:
         """A group is greeted."""
         share_out = self._share_out
         group.begin(group.shards if share_out is None else share_out(self.members, hello))
-
-    def _group_of(self, member: HolderId) -> CacheGroup | None:
-        """None: other members have its heads now."""
-        if self._share_out is None:
-            return self._owners[member]
-        return next((group for group in self.groups if member in group.shards), None)
+        if share_out is not None:  # a lost member's shard is others' now
+            self._owners = {member: each for each in self.groups for member in each.shards}
 
     def _take(self, member: HolderId, answer: Answer) -> tuple[HolderId, Answer] | None:
-        group = self._group_of(member)
+        group = self._owners.get(member)
         joined = None if group is None else group.take(member, answer)
         if group is None or joined is None or group.holder in self._lost:
             return None
@@ -399,41 +406,6 @@ class GroupPool:
 
     def _take_moves(self) -> None:
         for news in self.members.events.take_tiers():
-            group = self._group_of(HolderId(news.holder))
+            group = self._owners.get(HolderId(news.holder))
             if group is not None and group.holder not in self._lost:
                 group.take_moved(HolderId(news.holder), news)
-
-
-def in_heads(members: WorkerPool) -> GroupPool:
-    """One group whose members share out the KV heads (``--r-partition heads``):
-    each keeps some heads of every sequence, and has the same share of every step's
-    work, up to whole heads. The group's capacity is that of its smallest member."""
-    return GroupPool(members, [{}], share_out_heads)
-
-
-def share_out_heads(members: WorkerPool, hello: Hello) -> dict[HolderId, Shard]:
-    """The heads of each member that is there."""
-    present = [member for member in members.placement if member not in members.lost]
-    if not present:
-        return {}
-    shares = share_heads(hello.attention[0].num_q_heads, hello.kv.num_kv_heads, len(present))
-    return {member: Shard(share) for member, share in zip(present, shares, strict=True)}
-
-
-def share_heads(num_q_heads: int, num_kv_heads: int, num_workers: int) -> list[HeadShare]:
-    """As even as whole KV heads allow.
-
-    Raises:
-        ConfigError: there are fewer KV heads than R-workers.
-    """
-    if num_workers > num_kv_heads:
-        raise ConfigError(
-            f"{num_workers} R-workers can't share {num_kv_heads} KV heads: start {num_kv_heads} at "
-            "most, or choose ",
-            Given("r_partition", "sequences"),
-        )
-    group = num_q_heads // num_kv_heads
-    bounds = [num_kv_heads * i // num_workers for i in range(num_workers + 1)]
-    return [
-        HeadShare(slice(a, b), slice(a * group, b * group)) for a, b in itertools.pairwise(bounds)
-    ]

@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Final, Protocol, TypeAlias
 
 import numpy as np
@@ -217,6 +217,21 @@ class HolderPool(Protocol):
 
     def workers_of(self, holder: HolderId) -> dict[int, Shard]: ...
 
+    # A holder as a group of members; one that a single worker keeps is a group of one.
+
+    @property
+    def members(self) -> WorkerPool: ...
+
+    def members_of(self, holder: HolderId) -> Collection[HolderId]: ...
+
+    def owner(self, member: HolderId) -> HolderId: ...
+
+    def take_lost_members(self, holder: HolderId) -> list[HolderId]: ...
+
+    def go_on(self, holder: HolderId) -> None: ...
+
+    def give_up(self, holder: HolderId) -> object: ...
+
     def tier_of(self, holder: HolderId, message: UseTier) -> UseTier: ...
 
     def take_losses(self) -> list[tuple[HolderId, WorkerError]]: ...
@@ -358,6 +373,29 @@ class WorkerPool:
     def workers_of(self, holder: HolderId) -> dict[int, Shard]:
         """The workers that keep a holder, by their indices, and what each keeps of it."""
         return {self.placement[holder]: Shard()}
+
+    @property
+    def members(self) -> WorkerPool:
+        """The pool that every group's members are holders of."""
+        return self
+
+    def members_of(self, holder: HolderId) -> Collection[HolderId]:
+        """The holders that keep parts of a holder: itself."""
+        return (holder,)
+
+    def owner(self, member: HolderId) -> HolderId:
+        """The holder that a member belongs to."""
+        return member
+
+    def take_lost_members(self, holder: HolderId) -> list[HolderId]:
+        """The members that a lost holder has lost since the last call."""
+        return [holder]
+
+    def go_on(self, holder: HolderId) -> None:
+        """Neighbours have taken over the members that a holder had lost."""
+
+    def give_up(self, holder: HolderId) -> None:
+        """Nobody takes over a holder's lost members any more."""
 
     def peer(self, holder: HolderId) -> str:
         """The name of the worker that keeps a holder, for people."""

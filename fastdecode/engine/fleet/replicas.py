@@ -6,6 +6,9 @@ the one before it, and is told its tokens by that one itself, never by the
 S-worker. When one is lost, its neighbour has its cache, and acts for it from
 then on. Neither that cache nor the one before it has a second copy from then on,
 until the ring is closed again: when nothing is left of what was taken over.
+
+A holder may be a group of several members (``fastdecode.engine.fleet.groups``).
+Members of the same layers are a ring.
 """
 
 from __future__ import annotations
@@ -16,15 +19,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Final
 
 import numpy as np
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.greeting import greet
+from fastdecode.engine.fleet.groups import GroupPool
 from fastdecode.engine.fleet.handovers import Handovers
 from fastdecode.engine.fleet.pool import HolderPool, WorkerPool
 from fastdecode.engine.fleet.replacements import HubReplacements, Replacements
+from fastdecode.engine.fleet.resharing import GROUP, Resharing, offer_room
 from fastdecode.engine.fleet.ring import LinkOptions, Ring
 from fastdecode.schedule.life import events
 from fastdecode.schedule.ring import ResumePoint, num_offered
@@ -102,7 +108,7 @@ class Failovers:
         fleet: the holders.
         options: of the links.
         clock: seconds.
-        circle: the ring's holders; None: all.
+        circle: the ring's holders.
         figures: what is counted; None: by this ring alone.
     """
 
@@ -110,14 +116,14 @@ class Failovers:
         self,
         fleet: WorkerPool,
         options: LinkOptions,
-        clock: Clock = time.monotonic,
-        circle: Sequence[HolderId] | None = None,
+        clock: Clock,
+        circle: Sequence[HolderId],
         figures: ReplicaFigures | None = None,
     ) -> None:
         self._fleet = fleet
         self._clock = clock
         self._ring = Ring(fleet, options, clock, fleet.pending.deadlines)
-        self.circle = fleet.holders if circle is None else list(circle)
+        self.circle = list(circle)
         """The ring's holders, lost ones included."""
         self._is_broken = False  # somebody has left the ring, or come
         self.failing: dict[HolderId, Failover] = {}
@@ -129,20 +135,20 @@ class Failovers:
         self.figures = figures or ReplicaFigures(lags=self._ring.protection.lags)
         """What has become of them so far."""
 
-    def hand_over_to(self, replacements: Replacements | None) -> None:
+    def hand_over_to(self, replacements: HubReplacements[Any] | None) -> None:
         """From now on, what neighbours go on with is given to those that come in
         the lost ones' places, if any do."""
-        if isinstance(replacements, HubReplacements):
+        if replacements is not None:
             self._handovers = Handovers(self._fleet, self._ring, replacements, self._clock)
 
     def begin(self, holders: Sequence[HolderId]) -> None:
         """Have every R-worker that is there keep its neighbour up to date."""
         self._ring.close(holders)
 
-    def take_news(self, last_step: int, heard: Sequence[ReplicationNews] | None = None) -> None:
-        """Take in what R-workers have reported of their replicas. ``last_step``:
-        that has begun. ``heard``: None: all of the fleet's."""
-        for news in self._fleet.events.take_replicas() if heard is None else heard:
+    def take_news(self, last_step: int, heard: Sequence[ReplicationNews]) -> None:
+        """Take in what R-workers have reported of their replicas (``heard``).
+        ``last_step``: that has begun."""
+        for news in heard:
             self._ring.take(news, last_step)
         self._ring.protection.count()
         if self._counts_links:
@@ -301,48 +307,219 @@ class Failovers:
                 logger.warning("the ring of replicas is closed over %d R-workers", len(there))
 
 
-class Replicas(Failovers):
-    """As the engine uses them.
+class Replicas:
+    """As the engine uses them, of holders that are groups of members; see
+    ``HolderPool``. A plain R-worker is a group of one.
+
+    To the engine a group is interrupted when members are lost that neighbours take
+    over: steps in flight end, all members are asked what they have of each sequence,
+    and the sequences go on with the tokens that all have. A member that has more, of
+    steps that didn't count, is asked to forget it. Where that can't be, all is
+    recomputed: on other holders, or where the members share out the heads, once the
+    remaining ones share them anew (``Resharing``).
 
     Args:
-        fleet, options, clock: see ``Failovers``.
+        fleet: the holders.
+        rings: of members, with the options of their links. Every member of a group
+            that keeps other layers is in a ring of its own.
+        clock: seconds.
     """
 
     def __init__(
-        self, fleet: WorkerPool, options: LinkOptions, clock: Clock = time.monotonic
+        self,
+        fleet: HolderPool,
+        rings: Sequence[tuple[Sequence[HolderId], LinkOptions]],
+        clock: Clock = time.monotonic,
     ) -> None:
-        super().__init__(fleet, options, clock)
+        self._fleet = fleet
+        (circle, options), *others = rings
+        first = Failovers(fleet.members, options, clock, circle)
+        own = [Failovers(fleet.members, each, clock, one, first.figures) for one, each in others]
+        self.rings: Final = [first, *own]
+        self._ring_of = {member: ring for ring in self.rings for member in ring.circle}
+        self.figures: Final = first.figures
+        """What has become of them so far; links are counted of the first ring."""
         self._session = options.session
+        self._places: HubReplacements[Any] | None = None
+        self._resharing: Resharing | None = None
+        self._leaving: list[HolderId] = []  # members on their way to their own places
+        self._moved: dict[HolderId, list[HolderId]] = {}  # taken over, once they have answered
         self._asked: dict[HolderId, TakeOver] = {}
+        self._parts: dict[HolderId, list[int]] = {}  # in the order in which they were named
+        self._reopened: set[HolderId] = set()
+        self._is_over = False  # the heads are to be shared anew
+
+    def begin(self) -> None:
+        """Have every member that is there keep its neighbour up to date."""
+        for ring in self.rings:
+            ring.begin([x for x in ring.circle if x not in self._fleet.members.lost])
+
+    @property
+    def adopted(self) -> set[HolderId]:
+        """Holders of which neighbours have taken a member over. None, where there are
+        no others to start on, and the heads can't be shared anew."""
+        adopted = self._adopted
+        if adopted and (self._is_over or not (self._resharing or self._has_others(adopted))):
+            return set()
+        return adopted
+
+    @property
+    def _adopted(self) -> set[HolderId]:
+        return {self._fleet.owner(member) for ring in self.rings for member in ring.adopted}
+
+    def _has_others(self, adopted: set[HolderId]) -> bool:
+        lost = self._fleet.lost
+        return any(one not in lost and one not in adopted for one in self._fleet.holders)
+
+    def hand_over_to(self, replacements: Replacements | None) -> None:
+        """From now on, what neighbours took over is given to replacements, if any come."""
+        if isinstance(replacements, Resharing):
+            self._resharing = replacements
+            self._places = replacements.keep_replicas(lambda: self.has_ended)
+        elif isinstance(replacements, HubReplacements):
+            self._places = replacements
+        self.rings[0].hand_over_to(self._places)
+
+    def take_news(self, last_step: int) -> None:
+        """Take in what members have reported of their replicas. ``last_step``: that
+        has begun."""
+        heard = self._fleet.members.events.take_replicas()
+        for ring in self.rings:
+            ring.take_news(last_step, [x for x in heard if x.holder in ring.circle])
+
+    def leaving(
+        self, found: Mapping[int, Welcome], is_used: Callable[[HolderId], bool]
+    ) -> list[HolderId]:
+        """Holders of which a member is to leave the neighbour that took it over, since
+        its replacement has caught up.
+
+        Args:
+            found: who waits in which holder's place.
+            is_used: whether any sequence is on a holder.
+        """
+        ring, owner = self.rings[0], self._fleet.owner
+        if self._places is None or not self.adopted:
+            return []
+        waiting = self._places.look(list(ring.adopted)) if self._resharing else found
+        leaving = ring.leaving(waiting, lambda member: is_used(owner(member)))
+        self._leaving += leaving
+        return list(dict.fromkeys(map(owner, leaving)))
+
+    def is_leaving(self, holder: HolderId) -> bool:
+        """Whether a member of a holder is on its way back to its own place."""
+        return any(self._ring_of[x].is_leaving(x) for x in self._fleet.members_of(holder))
+
+    def lose(self, holder: HolderId, *, is_used: bool) -> bool:
+        """A holder is lost since members are; sequences are on it, or not (``is_used``).
+        Whether neighbours can take these over."""
+        self._asked.pop(holder, None)
+        self._reopened.discard(holder)
+        kept = self._lose_members(holder, is_used=is_used)
+        if is_used and not self._is_over and kept and all(kept):
+            return True
+        self._give_up(holder)
+        return False
+
+    def _lose_members(self, holder: HolderId, *, is_used: bool) -> list[bool]:
+        """Whether others can take over the members that were lost since."""
+        lost = self._fleet.take_lost_members(holder)
+        return [self._ring_of[member].lose(member, is_used=is_used) for member in lost]
 
     def reopened(self) -> list[HolderId]:
-        """Holders that others may start on, though a neighbour keeps them: none, as
-        there are others."""
-        return []
+        """Holders of which neighbours have taken a member over, that sequences may start
+        on, where there are no others. Each is reported once."""
+        if self._resharing or not (adopted := self._adopted):
+            return []
+        if self._has_others(adopted):
+            return []
+        found = adopted - self._reopened - self._asked.keys()
+        self._reopened |= found
+        return sorted(found)
 
     def take_over(self, order: events.TakeOver) -> bool:
-        """Have another R-worker go on for a holder, and ask it what it has.
-        Whether it is there."""
+        """Have neighbours, or replacements, serve the members that a holder lost, and
+        ask all its members what they have. Whether they are there."""
         holder = order.holder
-        if not self.go_on(holder):
+        moved = self._moving(holder)
+        if moved is None or not all(self._ring_of[x].go_on(x) for x in moved):
+            self._give_up(holder)
             return False
-        ids = np.array([part.part_id for part in order.parts], np.int64)
-        counts = np.array(order.num_tokens, np.int32)
-        message = self._asked[holder] = TakeOver(self._session, ids, counts)
-        self._fleet.send(holder, message)
+        self._moved[holder] = moved
+        self._fleet.go_on(holder)
+        self._parts[holder] = [part.part_id for part in order.parts]
+        self._ask(holder, dict(zip(self._parts[holder], order.num_tokens, strict=True)))
         return True
 
-    def taken_over(self, holder: HolderId, answer: TakenOver) -> events.TakenOver:
-        """Whoever goes on for a holder has answered.
+    def _moving(self, holder: HolderId) -> list[HolderId] | None:
+        """The members that others are to serve; None: nobody can."""
+        members = list(self._fleet.members_of(holder))
+        if len(members) > 1:  # some may have been lost while steps in flight ended
+            if not all(self._lose_members(holder, is_used=True)):
+                return None
+            members = [x for x in members if x in self._ring_of[x].failing or x in self._leaving]
+        self._leaving = [member for member in self._leaving if member not in members]
+        return members
 
-        Raises:
-            ProtocolError: that can't be.
-        """
-        self._asked.pop(holder).check(answer)
-        is_home = self.went_on(holder)
-        found = answer.num_tokens.tolist()
-        counts = tuple(None if x == MISSING else x for x in found)
-        return events.TakenOver(holder, counts, is_home=is_home)
+    def _ask(self, holder: HolderId, num_tokens: Mapping[int, int]) -> None:
+        """All members, what they have of each part."""
+        ids, counts = np.array(list(num_tokens), np.int64), list(num_tokens.values())
+        self._asked[holder] = TakeOver(self._session, ids, np.array(counts, np.int32))
+        self._fleet.send(holder, self._asked[holder])
+
+    def taken_over(self, holder: HolderId, answer: TakenOver) -> events.TakenOver | None:
+        """All members of a holder have answered. None: some have been told to forget
+        what others haven't, and are to answer once more."""
+        asked = self._asked[holder]
+        ids, wanted = asked.sequence_ids.tolist(), asked.num_tokens.tolist()
+        counts = dict(zip(ids, answer.num_tokens.tolist(), strict=True))
+        there = {part: count for part, count in counts.items() if count != MISSING}
+        if list(there.values()) != wanted and len(self._fleet.members_of(holder)) > 1:
+            self._ask(holder, there)
+            return None
+        del self._asked[holder]
+        for member in self._moved.pop(holder):
+            self._ring_of[member].went_on(member)
+        found = tuple(map(there.get, self._parts.pop(holder)))
+        return events.TakenOver(holder, found, is_home=holder not in self._adopted)
+
+    def emptied(self, holder: HolderId) -> None:
+        """Nothing is left of what was taken over. The members that are left share the
+        heads anew, if there are heads to share."""
+        self._give_up(holder)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the heads are to be shared anew, and nothing is left of replicas."""
+        if not self._is_over:
+            return False
+        self._fleet.look()  # nobody awaits an answer to what was asked before
+        self.take_news(0)
+        return self.rings[0].end_all()
+
+    def joined(self) -> None:
+        """A replacement has joined, or the heads are shared anew."""
+        if self._resharing:
+            self._is_over = False
+            self._fleet.take_lost_members(GROUP)  # they are no members any more
+        self.rings[0].joined()
+
+    def mend(self) -> None:
+        """Close the rings again over the members that are there, once no neighbour has
+        anything of a lost one."""
+        if not self._is_over:
+            for ring in self.rings:
+                ring.mend()
+
+    def _give_up(self, holder: HolderId) -> None:
+        """Nobody takes over from members any more."""
+        if self._resharing:
+            self._is_over = True
+            self._leaving.clear()
+            self.rings[0].end_all()
+        else:
+            for member in self._fleet.members_of(holder):
+                self._ring_of[member].give_up(member)
+        self._fleet.give_up(holder)
 
 
 def new_session() -> int:
@@ -351,7 +528,7 @@ def new_session() -> int:
 
 
 def replicate(
-    fleet: WorkerPool,
+    fleet: HolderPool,
     hello: Hello,
     welcomes: Mapping[HolderId, Welcome],
     options: LinkOptions,
@@ -368,10 +545,14 @@ def replicate(
 
     Raises:
         ConfigError: there is to be a single one, or one hasn't the memory.
+        WorkerError: of a group that shares heads, none is left.
     """
-    again = offer_halves(fleet, hello, welcomes)
-    replicas = Replicas(fleet, options, clock)
-    replicas.begin(sorted(again))
+    if isinstance(fleet, GroupPool):
+        again = offer_room(fleet, hello, welcomes)
+    else:
+        again = offer_halves(fleet, hello, welcomes)
+    replicas = Replicas(fleet, [(fleet.members.holders, options)], clock)
+    replicas.begin()
     return again, replicas
 
 

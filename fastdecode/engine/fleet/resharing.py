@@ -1,26 +1,99 @@
-"""After a group that shares out the heads has lost a member, the members that are
-left share the heads anew."""
+"""A group whose members share out the KV heads (``--r-partition heads``). After it has
+lost a member, the members that are left share the heads anew."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from fastdecode.core.errors import ConfigError
+from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.holders import HolderId
+from fastdecode.core.spec import HeadShare, Shard
 from fastdecode.engine.fleet.deadlines import Deadlines
+from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.groups import CacheGroup, GroupPool
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replacements import HubReplacements, Replacements
-from fastdecode.schedule.ring import num_shared
+from fastdecode.schedule.ring import neighbour, num_shared
 from fastdecode.wire.messages import Hello, Welcome
 
 logger = logging.getLogger(__name__)
 
 GROUP: Final = HolderId(0)
 """The one group of an engine that shares out the heads."""
+
+
+def in_heads(members: WorkerPool) -> GroupPool:
+    """One group whose members share out the KV heads (``--r-partition heads``):
+    each keeps some heads of every sequence, and has the same share of every step's
+    work, up to whole heads. The group's capacity is that of its smallest member."""
+    return GroupPool(members, [{}], share_out_heads)
+
+
+def share_out_heads(members: WorkerPool, hello: Hello) -> dict[HolderId, Shard]:
+    """The heads of each member that is there."""
+    present = [member for member in members.placement if member not in members.lost]
+    if not present:
+        return {}
+    shares = share_heads(hello.attention[0].num_q_heads, hello.kv.num_kv_heads, len(present))
+    return {member: Shard(share) for member, share in zip(present, shares, strict=True)}
+
+
+def share_heads(num_q_heads: int, num_kv_heads: int, num_workers: int) -> list[HeadShare]:
+    """As even as whole KV heads allow.
+
+    Raises:
+        ConfigError: there are fewer KV heads than R-workers.
+    """
+    if num_workers > num_kv_heads:
+        raise ConfigError(
+            f"{num_workers} R-workers can't share {num_kv_heads} KV heads: start {num_kv_heads} at "
+            "most, or choose ",
+            Given("r_partition", "sequences"),
+        )
+    group = num_q_heads // num_kv_heads
+    bounds = [num_kv_heads * i // num_workers for i in range(num_workers + 1)]
+    return [
+        HeadShare(slice(a, b), slice(a * group, b * group)) for a, b in itertools.pairwise(bounds)
+    ]
+
+
+def offer_room(
+    fleet: GroupPool, hello: Hello, welcomes: Mapping[HolderId, Welcome]
+) -> dict[HolderId, Welcome]:
+    """Have each member offer room for its own shard and its neighbour's replica. If
+    one is lost meanwhile, the others share its heads.
+
+    Raises:
+        ConfigError: there is to be a single one, or one hasn't the memory.
+        WorkerError: none is left.
+    """
+    neighbour(HolderId(0), len(fleet.members))  # or there is none
+    again: dict[HolderId, Welcome] = {}
+    while not again:
+        if welcomes:
+            again = greet(fleet, hello, {GROUP: most_blocks(fleet.groups[GROUP], hello)})
+        if not again:
+            _begin_again(fleet)
+            welcomes = greet(fleet, hello)
+    return again
+
+
+def _begin_again(fleet: GroupPool) -> None:
+    """The members that are left are a group.
+
+    Raises:
+        WorkerError: none is.
+    """
+    fleet.take_losses()
+    fleet.take_lost_members(GROUP)
+    if len(fleet.gone) == len(fleet.members):
+        raise next(iter(fleet.gone.values()))
+    fleet.revive(GROUP)
 
 
 def most_blocks(group: CacheGroup, hello: Hello) -> int:
@@ -43,7 +116,7 @@ class Resharing:
         fleet: the one group.
         hello: what its members are greeted with again.
         deadlines: how long an answer may take, and a silence last.
-        places: who may replace a member; None: nobody. Used with replicas only.
+        places: who may replace a member; None: nobody.
     """
 
     def __init__(
@@ -72,7 +145,7 @@ class Resharing:
         """See ``Replacements``."""
         if self._num_left:
             return math.inf
-        return 0.0 if self._have_ended is None or self._places is None else self._places.timeout_s
+        return 0.0 if self._places is None else self._places.timeout_s
 
     @property
     def _num_left(self) -> int:
@@ -115,21 +188,23 @@ class Resharing:
 
     def _limit(self) -> None:
         """The replacement of a member has its heads, and as much room."""
-        if self._places is not None:
+        if self._places is not None and self._group.welcomes:
             least = min(welcome.num_blocks for welcome in self._group.welcomes.values())
             shards = self._group.shards
             self._places.limit(dict.fromkeys(shards, least), shards)
 
     def _may_begin(self) -> bool:
         """Whether nothing is left of replicas, nor in the way of new ones."""
-        is_begun = self._usual is not None or self._welcome is not None
-        return is_begun or self._have_ended is None or (self._have_ended() and self._let_in())
+        if self._usual is not None or self._welcome is not None:
+            return True
+        return (self._have_ended is None or self._have_ended()) and self._let_in()
 
     def _let_in(self) -> bool:
         """Replacements that wait are members from now on. False: some have been
         greeted and haven't answered."""
         if self._places is None:
             return True
+        self._limit()
         found = self._places.look(list(self._members.gone))
         if self._places.is_owed:
             return False
@@ -149,14 +224,14 @@ class Resharing:
         if self._usual is None:
             self._usual = self._members.pending.deadlines
             self._members.pending.deadlines = self._deadlines.while_greeting()
-            self._fleet.is_resharing = True
+            self._fleet.is_greeting = True
         self._most_blocks = most
         self._fleet.send(GROUP, replace(self._hello, max_blocks=most))
 
     def _end_greeting(self) -> None:
         if self._usual is not None:
             self._members.pending.deadlines = self._usual
-            self._fleet.is_resharing = False
+            self._fleet.is_greeting = False
             self._usual = None
 
     def _take_in(self) -> None:

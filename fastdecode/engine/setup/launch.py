@@ -24,13 +24,14 @@ from fastdecode.core.resuming import Session
 from fastdecode.core.trace import Trace
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.extensions import EngineState, Extension
-from fastdecode.engine.failover import AnyReplicas, recovery_of
+from fastdecode.engine.failover import recovery_of
 from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.greeting import greet
-from fastdecode.engine.fleet.groups import in_heads
+from fastdecode.engine.fleet.groups import GroupPool
 from fastdecode.engine.fleet.replacements import Replacements
-from fastdecode.engine.fleet.replicas import limits, offer_halves
+from fastdecode.engine.fleet.replicas import Replicas, limits, offer_halves
+from fastdecode.engine.fleet.resharing import Resharing, in_heads
 from fastdecode.engine.kv_exchange import KVExchange
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.session.attach import attach
@@ -193,7 +194,7 @@ class RunningEngine:
         hello = agreed_hello(hello, self.resolved, self._ranks)
         hello = _for_session(hello, self._session, self.resolved.config)
         deadlines = Deadlines(cluster.worker_timeout_s, cluster.worker_silence_s)
-        replacements = workers.replacements_for(self._fleet, hello, deadlines)
+        replacements = self._replacements(hello, deadlines)
         resumes = self._session is not None and self._session.is_resumed and hello.outlives
         welcomes = self._greet(replace(hello, resumes=resumes), replacements)
         replicas = None
@@ -235,6 +236,15 @@ class RunningEngine:
                 f"{counts.num_tokens} tokens of {counts.num_sequences} unfinished sequences"
             )
         return engine
+
+    def _replacements(self, hello: Hello, deadlines: Deadlines) -> Replacements | None:
+        """What looks for R-workers that replace lost ones; None: nobody may come."""
+        make = self._workers.replacements
+        places = None if make is None else make(hello, deadlines)
+        if self.resolved.config.r_part.r_partition != "heads":
+            return places
+        assert isinstance(self._fleet, GroupPool)
+        return Resharing(self._fleet, hello, deadlines, places)
 
     def _attach(self, cache: PrefixCache) -> AttachedCounts | None:
         """Go on with what R-workers have kept of the session, if there is anything."""
@@ -362,7 +372,7 @@ class RunningEngine:
         blocks: tuple[int, ...],
         trace: Trace | None,
         times: MeasuredTimes,
-        replicas: AnyReplicas | None,
+        replicas: Replicas | None,
         replacements: Replacements | None,
     ) -> Engine:
         """The engine, once R-workers have said what room they have: ``blocks`` of each."""

@@ -7,9 +7,7 @@ from collections.abc import Sequence as Seq
 
 from fastdecode.core.config.groups import Cluster
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.group_replicas import GroupReplicas, replicate_heads
-from fastdecode.engine.fleet.groups import GroupPool
-from fastdecode.engine.fleet.pool import HolderPool, WorkerPool
+from fastdecode.engine.fleet.pool import HolderPool
 from fastdecode.engine.fleet.replicas import Replicas, replicate
 from fastdecode.engine.fleet.ring import LinkOptions
 from fastdecode.engine.setup.workers import Reached
@@ -22,25 +20,22 @@ Welcomes = Mapping[HolderId, Welcome]
 
 def begin_replicas(
     fleet: HolderPool, hello: Hello, welcomes: Welcomes, workers: Reached, cluster: Cluster
-) -> tuple[dict[HolderId, Welcome], Replicas | GroupReplicas]:
+) -> tuple[dict[HolderId, Welcome], Replicas]:
     """Have every R-worker keep its neighbour's replica.
 
     Raises:
         ConfigError: there is to be a single one, or one hasn't the memory.
     """
     options = _options(hello.session, workers.addresses, cluster)
-    if isinstance(fleet, GroupPool):
-        return replicate_heads(fleet, hello, welcomes, options)
-    assert isinstance(fleet, WorkerPool)
     return replicate(fleet, hello, welcomes, options)
 
 
 def begin_stage_replicas(
     fleet: HolderPool, session: int, workers: Reached, cluster: Cluster, others: Seq[StageWelcome]
-) -> GroupReplicas:
+) -> Replicas:
     """The same, of each stage's R-workers, which have offered half of their room.
     ``others``: later stages."""
-    assert isinstance(fleet, GroupPool) and isinstance(fleet.members, StagePool)
+    assert isinstance(fleet.members, StagePool)
     members, rings = fleet.members, []
     stages = [(0, workers.addresses, session)]
     stages += [(other.stage, other.addresses, other.session) for other in others]
@@ -48,7 +43,7 @@ def begin_stage_replicas(
         circle = [members.member(stage, column) for column in range(members.num_columns)]
         named = dict(zip(circle, addresses, strict=True))
         rings.append((circle, _options(each, named, cluster)))
-    replicas = GroupReplicas(fleet, rings)
+    replicas = Replicas(fleet, rings)
     replicas.begin()
     return replicas
 

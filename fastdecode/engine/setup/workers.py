@@ -14,10 +14,8 @@ from fastdecode.core.holders import Holder, HolderKind
 from fastdecode.core.host.machine import available_cores
 from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.fleet.deadlines import Deadlines
-from fastdecode.engine.fleet.groups import GroupPool
 from fastdecode.engine.fleet.pool import HolderPool, RConnection, RHub
 from fastdecode.engine.fleet.replacements import Replacements
-from fastdecode.engine.fleet.resharing import Resharing
 from fastdecode.engine.fleet.spares import SpareHub, SpareReplacements
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.wire.inproc import InprocHub
@@ -81,15 +79,6 @@ class Reached:
     def _r_workers(self) -> Sequence[RConnection]:
         connections = self.hub.connections
         return connections[: len(connections) - len(self.stages or ())]
-
-    def replacements_for(
-        self, fleet: HolderPool, hello: Hello, deadlines: Deadlines
-    ) -> Replacements | None:
-        """What looks for R-workers that replace lost ones; None: nobody may come."""
-        places = self.replacements and self.replacements(hello, deadlines)
-        if isinstance(fleet, GroupPool) and fleet.shares_heads:
-            return Resharing(fleet, hello, deadlines, places)
-        return places
 
     @property
     def greeting(self) -> str:
