@@ -79,8 +79,11 @@ from fastdecode.wire.messages import (
 )
 from fastdecode.wire.stages import (
     ColumnLost,
+    ColumnReady,
     ColumnTakenOver,
+    ColumnWelcome,
     FromStage,
+    GreetColumn,
     PlaceColumn,
     StageAnswer,
     StageDone,
@@ -247,6 +250,9 @@ def between_stages() -> list[StageMessage | FromStage]:
         ColumnLost(1, "worker_timeout", "it is silent", 2),
         ColumnTakenOver(1, counts - 2),
         PlaceColumn(1, 2),
+        GreetColumn(1),
+        ColumnReady(1),
+        ColumnWelcome(1, 100, 16, has_tier=True),
     ]
 
 

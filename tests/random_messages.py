@@ -73,7 +73,10 @@ from fastdecode.wire.messages import (
 )
 from fastdecode.wire.stages import (
     ColumnLost,
+    ColumnReady,
     ColumnTakenOver,
+    ColumnWelcome,
+    GreetColumn,
     PlaceColumn,
     StageAnswer,
     StageDone,
@@ -281,6 +284,9 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     ColumnLost: st.builds(ColumnLost, INTS, TEXTS, TEXTS, INTS),
     ColumnTakenOver: st.builds(ColumnTakenOver, INTS, arrays_of(np.int32, (3,))),
     PlaceColumn: st.builds(PlaceColumn, INTS, INTS),
+    GreetColumn: st.builds(GreetColumn, INTS),
+    ColumnReady: st.builds(ColumnReady, INTS),
+    ColumnWelcome: st.builds(ColumnWelcome, INTS, INTS, INTS, st.booleans()),
     InstanceHello: st.builds(InstanceHello, INTS, TEXTS),
     InstanceWelcome: st.builds(
         InstanceWelcome,

@@ -91,7 +91,7 @@ class ReplicaRecovery(Recovery):
         replicas, adopted = self._replicas, self._replicas.adopted
         if self._replacements is None or not (self._lost or adopted):
             return
-        found = self._replacements.look([*self._lost, *adopted])
+        found = self._replacements.look([*self._vacant, *adopted])
         leaving: list[HolderId] = []
         if not self._state.lifecycle.adoptions:
             leaving = replicas.leaving(found, self._sequences.is_on)

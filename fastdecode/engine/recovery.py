@@ -66,7 +66,12 @@ class Recovery(Extension):
     def news(self) -> Iterable[Event]:
         """Replacements that have joined, once no sequence is on the lost ones."""
         if self._replacements is not None and self._lost:
-            yield from self._joined(self._replacements.look(self._lost))
+            yield from self._joined(self._replacements.look(self._vacant))
+
+    @property
+    def _vacant(self) -> list[HolderId]:
+        """Lost holders on which no sequence is any more: no step on them is in flight."""
+        return [holder for holder in self._lost if not self._sequences.is_on(holder)]
 
     def is_stranded(self) -> bool:
         """Whether all are lost, and replacements may come: nothing can run until
@@ -97,7 +102,7 @@ class Recovery(Extension):
                 "every R-worker is lost: trying to reach one, for %g s (worker_timeout_s)",
                 timeout_s,
             )
-        return stranded_s < timeout_s or bool(self._replacements.look(self._lost))
+        return stranded_s < timeout_s or bool(self._replacements.look(self._vacant))
 
     def _joined(self, found: Mapping[int, Welcome]) -> Iterator[Event]:
         """Admit the replacements of lost holders, if no sequence

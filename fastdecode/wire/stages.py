@@ -13,12 +13,15 @@ relayed        first → p    what the stage sends its R-worker of a column
                             every stage behind the first one ``StageDone`` is due
 ``PlaceColumn``  first → p  another R-worker of the stage keeps a column; no answer
 ``ColumnLost`` first → p    the first stage gives an R-worker up; no answer
+``GreetColumn``  first → p  the stage greets its R-worker of a column again, or the
+                            replacement → ``ColumnWelcome``, or ``ColumnLost``
 ``Shutdown``   first → p    the stage ends; no answer
 ``StageDone``  p → first    the stage has done its part of a step; the last one
                             has the rows that a token is drawn from
 ``ColumnLost`` p → first    an R-worker of this number is lost: its own, or one that
                             a prompt stage writes to; it comes unasked, and before
                             ``StageDone`` of any step that has missed it
+``ColumnReady``  p → first  a replacement of a lost R-worker waits; it comes unasked
 reports        p → first    of an R-worker's tiers and replicas (``Moved``,
                             ``Stocked``, ``Replicated``, ``Unprotected``,
                             ``Dropped``); before ``StageDone`` of any step that they
@@ -158,6 +161,28 @@ class ColumnTakenOver(OfColumns):
 
 
 @dataclass(frozen=True)
+class ColumnReady(OfColumns):
+    column: int
+
+
+@dataclass(frozen=True)
+class ColumnWelcome(OfColumns):
+    """What the column's R-worker has answered to a new greeting; see ``Welcome``."""
+
+    column: int
+    num_blocks: int
+    block_size: int
+    has_tier: bool
+
+
+@dataclass(frozen=True)
+class GreetColumn(Asking):
+    column: int
+
+    said_by = S_WORKERS
+
+
+@dataclass(frozen=True)
 class PlaceColumn(Asking):
     column: int
     worker: int
@@ -228,19 +253,24 @@ class StagePass(Asking):
     said_by = S_WORKERS
 
 
-StageMessage: TypeAlias = StageHello | StagePass | PlaceColumn
-OfMember: TypeAlias = StageAnswer | ColumnTakenOver | Moved | Stocked | ReplicationNews
+StageMessage: TypeAlias = StageHello | StagePass | PlaceColumn | GreetColumn
+OfMember: TypeAlias = (
+    StageAnswer | ColumnTakenOver | ColumnWelcome | Moved | Stocked | ReplicationNews
+)
 """What a stage relays of an R-worker."""
-FromStage: TypeAlias = StageWelcome | StageDone | ColumnLost | OfMember
+FromStage: TypeAlias = StageWelcome | StageDone | ColumnLost | ColumnReady | OfMember
 
 STAGE_OPCODES: Final[Mapping[type[Any], int]] = {
     StageHello: 44,
     StagePass: 45,
     PlaceColumn: 46,
+    GreetColumn: 47,
     StageWelcome: 104,
     StageDone: 105,
     StageAnswer: 106,
     ColumnLost: 107,
     ColumnTakenOver: 109,
+    ColumnReady: 110,
+    ColumnWelcome: 111,
 }
 """See ``fastdecode.wire.opcodes.OPCODES``."""

@@ -113,6 +113,38 @@ def test_those_that_are_left_share_the_heads_anew(
     assert llm.stats.num_recomputed > 0
 
 
+@pytest.mark.parametrize(
+    ("spare", "crashes"),
+    [(0, {}), (0, {"r1": 12}), (0, {"s1-r0": 0, "s1-r2": 15}), (1, {"s1-r1": 9})],
+)
+def test_r_workers_of_each_stage_share_the_heads(
+    spare: int,
+    crashes: dict[str, int],
+    tiny_checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a loss, those of its stage do so anew, or a replacement has a share again."""
+    path = tiny_checkpoint("qwen3", **SHAPES["qwen3"])
+    expected = whole(path)
+    crash_after(monkeypatch, crashes)
+    options = {"r_workers": 3, "r_partition": "heads", "pp": 2, "spare_r_workers": spare}
+    found, llm = tokens(path, **options, lanes=2)
+    assert found == expected
+    assert llm.stats.num_rejoined == bool(crashes) or len(crashes) > 1
+    assert (llm.stats.num_recomputed > 0) == bool(crashes)
+
+
+def test_a_stage_without_r_workers_ends_the_job(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crash_after(monkeypatch, {"s1-r0": 5, "s1-r1": 5})
+    options = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01, "r_workers": 2}
+    path = str(tiny_checkpoint("qwen3", **SHAPES["qwen3"]))
+    with LLM(path, **options, r_partition="heads", pp=2) as llm:
+        (output,) = llm.generate(prompts([4]), GREEDY)
+    assert isinstance(output.error, WorkerError)
+
+
 def test_one_that_hangs_is_given_up(
     tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

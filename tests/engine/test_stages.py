@@ -191,8 +191,7 @@ def test_a_stage_that_breaks_down_ends_the_job_by_name(
 
 def test_what_isnt_there_with_stages_is_refused_by_name(llama: str) -> None:
     for options, named in (
-        ({"r_partition": "heads"}, "r_partition"),
-        ({"split_tokens": 64}, "split_tokens"),
+        ({"r_partition": "heads", "replicas": 1}, "r_partition"),
         ({"kv_placement": "hybrid"}, "kv_placement"),
         ({"spare_r_workers": 1, "replicas": 1}, "spare_r_workers"),
         ({"r_worker_addresses": ("tcp://127.0.0.1:5555",)}, "a multiple of 2"),

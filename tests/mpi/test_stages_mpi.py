@@ -142,19 +142,26 @@ def test_a_lost_s_worker_of_a_stage_ends_the_job(rank: int, job: Job, tmp_path: 
     assert exit_code_file(tmp_path).read_text().strip() == "4", outcome.output
 
 
-ONE_OF_EACH_STAGE = [("16", ""), ("16", "--replicas"), ("2", "--replicas")]
+ONE_OF_EACH_STAGE = [
+    ("16", ""),
+    ("16", "--replicas 1"),
+    ("2", "--replicas 1"),
+    ("16", "--r-partition heads"),
+    ("16", "--spare-r-workers 1"),
+]
 
 
 @pytest.mark.parametrize(
-    ("victim", "chunk", "replicas"),
-    [(3, "2", ""), *[(n, *how) for how in ONE_OF_EACH_STAGE for n in (0, 3)] * TRIES_ALL],
+    ("victim", "chunk", "option"),
+    [(3, "2", ""), *[(n, *how) for how in ONE_OF_EACH_STAGE for n in (0, 2)] * TRIES_ALL],
 )
 def test_a_lost_r_worker_of_a_stage_changes_no_token(
-    victim: int, chunk: str, replicas: str, job: Job
+    victim: int, chunk: str, option: str, job: Job
 ) -> None:
-    """The first one's, and the second one's; while others' prompts arrive, where
-    chunks are small; and where its neighbour goes on for it."""
-    more = ["--prefill-chunk", chunk, *([replicas, "1"] if replicas else [])]
+    """The first one's, and the second one's; while others' prompts arrive, where chunks
+    are small; and where its neighbour takes over, others share its heads, or a standby
+    replaces it."""
+    more = ["--prefill-chunk", chunk, *option.split()]
     command, output, expected = job(2, 4, 200, *more)
     with running(command) as started:
         workers = started.r_workers(4)
@@ -163,8 +170,8 @@ def test_a_lost_r_worker_of_a_stage_changes_no_token(
         workers[victim].kill()
         outcome = started.wait(timeout_s=120)
     assert output.read_text() == expected(), outcome.output
-    assert "is lost" in outcome.output
-    assert not replicas or "goes on for R-worker rank" in outcome.output, outcome.output
+    says = "goes on for R-worker rank" if "replicas" in option else "is lost"
+    assert says in outcome.output, outcome.output
     assert outcome.exit_code is not None and not outcome.orphans, outcome
 
 

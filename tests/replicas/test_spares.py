@@ -49,6 +49,22 @@ def test_a_spare_one_that_is_lost_too_is_replaced_by_the_next(
     assert stats.num_rejoined == 2
 
 
+@pytest.mark.parametrize(("r_workers", "lost"), [(2, "r1"), (2, "s1-r0"), (1, "s1-r0"), (1, "r0")])
+def test_a_column_goes_on_with_a_spare_one_of_the_stage_that_lost_one(
+    r_workers: int,
+    lost: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    """Also where that was the only column, and nobody else can go on."""
+    path = tiny_checkpoint("llama")
+    expected, _ = run(path, replicas=0)
+    crash_after(monkeypatch, {lost: 20})
+    tokens, stats = run(path, replicas=0, r_workers=r_workers, pp=2, spare_r_workers=1)
+    assert tokens == expected
+    assert stats.num_recomputed > 0 and stats.num_rejoined == 1
+
+
 @pytest.mark.parametrize(
     ("options", "names"),
     [

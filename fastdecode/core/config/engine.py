@@ -124,6 +124,25 @@ class EngineConfig:
 
     def _check_stages(self) -> None:
         """Every stage has as many R-workers."""
+        spares, replicas = self.cluster.spare_r_workers, self.r_part.replicas
+        if self.s_part.pp > 1 and spares and replicas:
+            raise ConfigError(
+                Given("spare_r_workers", spares),
+                " is not supported with ",
+                Given("pp", self.s_part.pp),
+                " and ",
+                Given("replicas", replicas),
+                " yet: no standby R-worker gets a column's cache. Remove one of them",
+            )
+        if self.s_part.pp > 1 and self.r_part.r_partition == "heads" and replicas:
+            raise ConfigError(
+                Given("r_partition", "heads"),
+                " is not supported with ",
+                Given("pp", self.s_part.pp),
+                " and ",
+                Given("replicas", replicas),
+                " yet: members of later stages keep no replicas. Remove one of them",
+            )
         addresses = self.cluster.r_worker_addresses
         if len(addresses) % self.s_part.pp:
             raise ConfigError(

@@ -146,9 +146,7 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
         _pairs("int4 KV", "prompt stages", "prompt stages cannot write int4"),
         _pairs("swap", "load limit, stabilized", "each lane has KV blocks of its own"),
         _pairs("swap", "host tier", "both keep KV in host memory, each in its own layout"),
-        _pairs("stages", "hybrid KV, shared heads",
-               "each stage keeps whole sequences"),
-        _pairs("stages", "standby", "a standby R-worker belongs to no stage"),
+        _pairs("stages", "hybrid KV", "each stage keeps whole sequences"),
         _pairs("hybrid KV", "tensor parallelism, shared heads, split sequences, load limit, "
                "stabilized, synchronized, fixed lanes", _BOTH_SIDES),
         _pairs("hybrid KV", "prefix cache, disk tier", "kept blocks are on one side"),

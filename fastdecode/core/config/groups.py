@@ -338,7 +338,8 @@ class Cluster:
     )
     spare_r_workers: int = option(
         0,
-        "standby R-workers; one replaces an R-worker that is lost; under MPI the last N ranks",
+        "standby R-workers, of each stage; one replaces an R-worker that is lost; under MPI the "
+        "last N ranks",
         low=0,
         high=MAX_R_WORKERS,
     )

@@ -78,6 +78,9 @@ class CacheGroup:
         """What each member answered to the last greeting."""
         self.welcome: Welcome | None = None
         """The group's answer to it; None: not all have answered."""
+        self.greets_all = False
+        """A greeting goes to members in every stage, not in the first alone: it isn't
+        the first one, which each stage has seen to by itself."""
         self.begin(shards)
 
     def begin(self, shards: Shards) -> None:
@@ -134,7 +137,8 @@ class CacheGroup:
         """The members that a message is for."""
         if isinstance(message, StorePrompt):
             return [x for x, shard in self.shards.items() if shard.has_layer(message.layer)]
-        return self._members if message.in_every_stage else self._here
+        everywhere = message.in_every_stage or (isinstance(message, Hello) and self.greets_all)
+        return self._members if everywhere else self._here
 
     def take(self, member: HolderId, answer: Answer) -> Answer | None:
         """A member has answered. The group's answer, once all have."""
@@ -158,7 +162,8 @@ class CacheGroup:
 
     def lose_heads(self, heads: NDArray[np.bool_], reason: str) -> None:
         """Give up the members that answered for any of these query heads [Hq]."""
-        for member, shard in self.shards.items():
+        for member in self._here:
+            shard = self.shards[member]
             if shard.heads is None or heads[shard.heads.q].any():
                 self._lied(member, reason)
 
@@ -314,7 +319,7 @@ class GroupPool:
         it is revived."""
         told = []
         for member, error in self.members.take_losses():
-            group = self._owners.get(member)
+            group = self._group_of(member)
             if group is not None:
                 self._lost_members.setdefault(group.holder, []).append(member)
                 if self.give_up(group.holder, error):
@@ -327,7 +332,7 @@ class GroupPool:
 
     def owner(self, member: HolderId) -> HolderId:
         """See ``WorkerPool``."""
-        return self._owners[member].holder
+        return self._owners.get(member, self.groups[0]).holder
 
     def take_lost_members(self, holder: HolderId) -> list[HolderId]:
         """See ``WorkerPool``."""
@@ -388,17 +393,21 @@ class GroupPool:
         """A group goes on, with other members or with members at other R-workers."""
         self._lost.pop(holder, None)
         for message in self.told_first:
-            self.send(holder, message)
+            own = self.tier_of(holder, message) if isinstance(message, UseTier) else message
+            self.send(holder, own)
 
     def _begin(self, group: CacheGroup, hello: Hello) -> None:
         """A group is greeted."""
         share_out = self._share_out
         group.begin(group.shards if share_out is None else share_out(self.members, hello))
-        if share_out is not None:  # a lost member's shard is others' now
-            self._owners = {member: each for each in self.groups for member in each.shards}
+
+    def _group_of(self, member: HolderId) -> CacheGroup | None:
+        """None: other members have its shard now."""
+        group = self._owners.get(member, self.groups[0])
+        return group if member in group.shards else None
 
     def _take(self, member: HolderId, answer: Answer) -> tuple[HolderId, Answer] | None:
-        group = self._owners.get(member)
+        group = self._group_of(member)
         joined = None if group is None else group.take(member, answer)
         if group is None or joined is None or group.holder in self._lost:
             return None
@@ -406,6 +415,6 @@ class GroupPool:
 
     def _take_moves(self) -> None:
         for news in self.members.events.take_tiers():
-            group = self._owners.get(HolderId(news.holder))
+            group = self._group_of(HolderId(news.holder))
             if group is not None and group.holder not in self._lost:
                 group.take_moved(HolderId(news.holder), news)

@@ -36,7 +36,8 @@ def in_heads(members: WorkerPool) -> GroupPool:
 
 def share_out_heads(members: WorkerPool, hello: Hello) -> dict[HolderId, Shard]:
     """The heads of each member that is there."""
-    present = [member for member in members.placement if member not in members.lost]
+    lost = members.lost
+    present = [x for x in members.placement if members.is_here(x) and x not in lost]
     if not present:
         return {}
     shares = share_heads(hello.attention[0].num_q_heads, hello.kv.num_kv_heads, len(present))
@@ -79,8 +80,19 @@ def offer_room(
             again = greet(fleet, hello, {GROUP: most_blocks(fleet.groups[GROUP], hello)})
         if not again:
             _begin_again(fleet)
-            welcomes = greet(fleet, hello)
+            welcomes = greet_members(fleet, hello)
     return again
+
+
+def greet_members(fleet: GroupPool, hello: Hello) -> dict[HolderId, Welcome]:
+    """Greet the members. If one is lost meanwhile, the others share its heads.
+
+    Raises:
+        WorkerError: none is left.
+    """
+    while not (welcomes := greet(fleet, hello)):
+        _begin_again(fleet)
+    return welcomes
 
 
 def _begin_again(fleet: GroupPool) -> None:
@@ -149,7 +161,8 @@ class Resharing:
 
     @property
     def _num_left(self) -> int:
-        return len(self._members) - len(self._members.gone)
+        gone = sum(map(self._members.is_here, map(HolderId, self._members.gone)))
+        return self._members.num_workers - gone
 
     def limit(self, num_blocks: Mapping[int, int]) -> None:
         """See ``Replacements``. What a group may offer depends on who is left."""
@@ -172,6 +185,8 @@ class Resharing:
             return {}
         while self._welcome is None and self._num_left:
             if self._usual is None or self._group.broken is not None:
+                if self._usual is not None and not self._let_in():
+                    break
                 self._log_lost()
                 self._greet(0)
             self._take_in()
@@ -205,7 +220,8 @@ class Resharing:
         if self._places is None:
             return True
         self._limit()
-        found = self._places.look(list(self._members.gone))
+        gone = map(HolderId, self._members.gone)
+        found = self._places.look([x for x in gone if self._members.is_here(x)])
         if self._places.is_owed:
             return False
         for place in found:
@@ -214,7 +230,7 @@ class Resharing:
         return True
 
     def _log_lost(self) -> None:
-        for index in self._members.gone.keys() - self._logged:
+        for index in sorted(self._members.gone.keys() - self._logged):
             peer = self._members.peer(HolderId(index))
             logger.error("%s is lost, its heads of every sequence with it", peer)
         self._logged = set(self._members.gone)

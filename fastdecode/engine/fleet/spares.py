@@ -8,6 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import Final
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ConfigError, WorkerError
@@ -73,8 +74,8 @@ class SpareHub:
     they come in the place of others (``fastdecode.engine.fleet.replacements.Places``).
 
     Args:
-        hub: all of them.
-        num_spares: at its end.
+        hub: all of them; behind them there may be others, which aren't to R-workers.
+        num_spares: the last R-workers.
         addresses: what R-workers call each other.
         clock: seconds, for deadlines.
     """
@@ -82,20 +83,26 @@ class SpareHub:
     def __init__(
         self, hub: RHub, num_spares: int, addresses: Sequence[str], clock: Clock = time.monotonic
     ) -> None:
+        self.whole: Final = hub
+        """With the connections to spare R-workers."""
         self._hub = hub
         self._clock = clock
-        num_places = len(hub.connections) - num_spares
+        self._num_workers = len(addresses)
+        num_places = self._num_workers - num_spares
         self._places = list(hub.connections[:num_places])
         self.addresses = list(addresses[:num_places])
         """What R-workers call each other, by their places: of one in whose
         place a spare one is to come, that one's."""
-        spares = zip(hub.connections[num_places:], addresses[num_places:], strict=True)
+        spares = zip(
+            hub.connections[num_places : self._num_workers], addresses[num_places:], strict=True
+        )
         self._spares = {num_places + i: SpareConnection(*spare) for i, spare in enumerate(spares)}
         self._left = deque(self._spares.values())
 
     @property
     def connections(self) -> Sequence[RConnection]:
-        return self._places
+        others = self._hub.connections[self._num_workers :]
+        return [*self._places, *others] if others else self._places
 
     @property
     def num_left(self) -> int:
@@ -151,10 +158,12 @@ class SpareHub:
         """In the whole hub, of those that nobody has to do with any more."""
         used = {self.index(place) for place in range(len(self._places))}
         spare = {index for index, each in self._spares.items() if not each.is_closed}
-        return set(range(len(self._hub.connections))) - used - spare
+        return set(range(self._num_workers)) - used - spare
 
     def _place(self, index: int) -> int | None:
         """Of a connection of the whole hub."""
+        if index >= self._num_workers:
+            return index - self._num_workers + len(self._places)
         connection: RConnection = self._spares.get(index) or self._hub.connections[index]
         return self._places.index(connection) if connection in self._places else None
 

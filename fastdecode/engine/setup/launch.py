@@ -31,7 +31,7 @@ from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.groups import GroupPool
 from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.engine.fleet.replicas import Replicas, limits, offer_halves
-from fastdecode.engine.fleet.resharing import Resharing, in_heads
+from fastdecode.engine.fleet.resharing import Resharing
 from fastdecode.engine.kv_exchange import KVExchange
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.session.attach import attach
@@ -61,8 +61,9 @@ from fastdecode.engine.setup.stage_threads import ThreadStages, connected, later
 from fastdecode.engine.setup.stages import about_layers, greet_stages, whole_columns
 from fastdecode.engine.setup.tiers import about_kept_blocks, cache_identity, check_disk, open_tiers
 from fastdecode.engine.stages.links import StageLinks
-from fastdecode.engine.stages.pool import pool_of
+from fastdecode.engine.stages.pool import ColumnPool, pool_of
 from fastdecode.engine.stages.prompts import ApartAttention
+from fastdecode.engine.stages.replacements import ColumnReplacements, ColumnResharing
 from fastdecode.engine.stages.stage_forward import first_stage
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.swapped import swap_figures
@@ -175,10 +176,9 @@ class RunningEngine:
             self._device,
             self._workers.stages,
             self.resolved.layers,
+            shares_heads=config.r_part.r_partition == "heads",
         )
         self._gone = pool.gone  # as it is, whenever they are closed
-        if config.r_part.r_partition == "heads":
-            self._fleet = in_heads(pool)
         if config.r_part.replicas:
             neighbour(HolderId(0), self._workers.num_holders)  # or it is refused
 
@@ -239,12 +239,18 @@ class RunningEngine:
 
     def _replacements(self, hello: Hello, deadlines: Deadlines) -> Replacements | None:
         """What looks for R-workers that replace lost ones; None: nobody may come."""
-        make = self._workers.replacements
+        fleet, config, make = self._fleet, self.resolved.config, self._workers.replacements
+        shares_heads = config.r_part.r_partition == "heads"
+        if shares_heads and not (config.r_part.replicas or config.cluster.spare_r_workers):
+            make = None  # the R-workers that are left don't wait for others
         places = None if make is None else make(hello, deadlines)
-        if self.resolved.config.r_part.r_partition != "heads":
-            return places
-        assert isinstance(self._fleet, GroupPool)
-        return Resharing(self._fleet, hello, deadlines, places)
+        if isinstance(fleet, ColumnPool) and shares_heads:
+            return ColumnResharing(fleet, hello, deadlines, places)
+        if isinstance(fleet, ColumnPool) and places is not None:
+            return ColumnReplacements(fleet, hello, places, deadlines.timeout_s)
+        if isinstance(fleet, GroupPool) and shares_heads:
+            return Resharing(fleet, hello, deadlines, places)
+        return places
 
     def _attach(self, cache: PrefixCache) -> AttachedCounts | None:
         """Go on with what R-workers have kept of the session, if there is anything."""

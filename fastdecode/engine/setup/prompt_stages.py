@@ -136,7 +136,12 @@ class PromptStageSetup(StageSetup):
         return plan
 
     def make_relay(
-        self, fleet: HolderPool, links: StageLinks, welcome: StageWelcome, hello: StageHello
+        self,
+        workers: Reached,
+        fleet: HolderPool,
+        links: StageLinks,
+        welcome: StageWelcome,
+        hello: StageHello,
     ) -> StageRelay:
         """See ``StageSetup``.
 

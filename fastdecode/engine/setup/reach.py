@@ -119,9 +119,7 @@ def reach_workers(
             return reach_stage(resolved, 0)
         return reach_own_device(resolved, colocation)
     workers = _reach_r_workers(resolved, hub, colocation, report)
-    if resolved.config.cluster.spare_r_workers:
-        workers = with_spares(workers, resolved.config.cluster.spare_r_workers)
-    return workers
+    return with_spares(workers, resolved.config.cluster.spare_r_workers)
 
 
 def _reach_r_workers(

@@ -12,6 +12,7 @@ from fastdecode.engine.setup.ranks import device_number
 from fastdecode.engine.setup.reach import reach_stage, stage_ranks
 from fastdecode.engine.setup.resolve import resolve_for_this_host
 from fastdecode.engine.setup.stages import StageSetup
+from fastdecode.engine.setup.workers import with_spares
 from fastdecode.wire.mpi import joining
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ def serve_stage(config: EngineConfig) -> bool:
         workers = setup.reach_ranks()
     else:
         setup = StageSetup(checkpoint, spec, resolved, number)
-        workers = reach_stage(resolved, number)
+        workers = with_spares(reach_stage(resolved, number), config.cluster.spare_r_workers)
     assert workers.stages is not None
     try:
         setup.run(workers, workers.stages)

@@ -15,6 +15,7 @@ import torch
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.model.checkpoint import Checkpoint
 from fastdecode.core.model.spec import ModelSpec
+from fastdecode.engine.fleet.spares import SpareHub
 from fastdecode.engine.setup.devices import choose_device
 from fastdecode.engine.setup.prompt_stages import PromptStageSetup
 from fastdecode.engine.setup.reach import (
@@ -25,7 +26,13 @@ from fastdecode.engine.setup.reach import (
 )
 from fastdecode.engine.setup.resolve import ResolvedConfig
 from fastdecode.engine.setup.stages import StageSetup
-from fastdecode.engine.setup.workers import Reached, beside_stages, reach_inline, reach_threads
+from fastdecode.engine.setup.workers import (
+    Reached,
+    beside_stages,
+    reach_inline,
+    reach_threads,
+    with_spares,
+)
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.stages import stage_name
@@ -108,7 +115,8 @@ class ThreadStages:
 
 def connected(workers: Reached, hub: InprocHub[Any, Any], links: StageLinks) -> Reached:
     """The R-workers of a stage that is a thread, and the other stages."""
-    if workers.hub is hub:
+    own = workers.hub.whole if isinstance(workers.hub, SpareHub) else workers.hub
+    if own is hub:
         return replace(workers, stages=links)
     return beside_stages(workers, hub, links, lambda lost, timeout_s: None)
 
@@ -133,14 +141,16 @@ def _reach_own(
             disk=own_disk(resolved.config),
             stage=setup.number,
         )
-    return reach_threads(
-        resolved.config.r_part.r_workers,
+    num_spares = resolved.config.cluster.spare_r_workers
+    workers = reach_threads(
+        resolved.config.r_part.r_workers + num_spares,
         kv_bytes=resolved.kv_bytes,
         num_threads=resolved.r_threads,
         disk=own_disk(resolved.config),
         hub=hub,
         stage=setup.number,
     )
+    return with_spares(workers, num_spares)
 
 
 def later_setups(

@@ -13,9 +13,12 @@ from fastdecode.core.holders import HolderId
 from fastdecode.core.model.checkpoint import Checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.stages import stage_spec
+from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.greeting import greet
-from fastdecode.engine.fleet.pool import HolderPool, WorkerPool
+from fastdecode.engine.fleet.groups import GroupPool
+from fastdecode.engine.fleet.pool import HolderPool
 from fastdecode.engine.fleet.replicas import offer_halves
+from fastdecode.engine.fleet.resharing import greet_members, in_heads
 from fastdecode.engine.setup.ranks import meet_ranks
 from fastdecode.engine.setup.reach import (
     agreed_hello,
@@ -28,7 +31,12 @@ from fastdecode.engine.setup.workers import Reached
 from fastdecode.engine.stages.later_stage import LaterStage, StageRelay
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.pool import ColumnPool, StagePool
-from fastdecode.engine.stages.relay import Relay
+from fastdecode.engine.stages.relay import (
+    ColumnRegreeting,
+    HeadsRegreeting,
+    Regreeting,
+    Relay,
+)
 from fastdecode.engine.step.remote import Attention
 from fastdecode.wire.messages import MAX_LANES, PROTOCOL_VERSION, Failed, Shutdown, Welcome
 from fastdecode.wire.stages import StageHello, StageWelcome, stage_name
@@ -135,7 +143,10 @@ class StageSetup:
         """Of its R-workers."""
         cluster = self.resolved.config.cluster
         timeouts = cluster.worker_timeout_s, cluster.worker_silence_s
-        return StagePool(workers.hub, *timeouts, stages=links)
+        shares_heads = self.resolved.config.r_part.r_partition == "heads"
+        num_columns = 1 if shares_heads else None
+        pool = StagePool(workers.hub, *timeouts, stages=links, num_columns=num_columns)
+        return in_heads(pool) if shares_heads else pool
 
     def _run(
         self, workers: Reached, fleet: HolderPool, links: StageLinks, met: list[Ranks]
@@ -162,11 +173,21 @@ class StageSetup:
             attention,
             links,
             asked.num_lanes,
-            self.make_relay(fleet, links, welcome, asked),
+            self.make_relay(workers, fleet, links, welcome, asked),
             stores_elsewhere=self.is_of_prompts,
         )
         with typed_failures():
             stage.run()
+
+    def _regreeting(self, workers: Reached, fleet: HolderPool) -> Regreeting | None:
+        """What greets R-workers again after a loss; None: nothing does."""
+        cluster, make = self.resolved.config.cluster, workers.replacements
+        hello = make_hello(self.checkpoint, self.own_spec, self.resolved)
+        deadlines = Deadlines(cluster.worker_timeout_s, cluster.worker_silence_s)
+        places = None if make is None else make(hello, deadlines)
+        if isinstance(fleet, GroupPool):
+            return HeadsRegreeting(fleet, hello, deadlines, places)
+        return None if places is None else ColumnRegreeting(fleet.members, hello, places)
 
     def greet(
         self, workers: Reached, fleet: HolderPool, ranks: Ranks | None = None
@@ -175,11 +196,14 @@ class StageSetup:
         resolved = self.resolved
         hello = make_hello(self.checkpoint, self.own_spec, resolved)
         hello = agreed_hello(hello, resolved, ranks)
-        welcomes = greet(fleet, hello)
+        addresses = tuple(workers.addresses)
+        if isinstance(fleet, GroupPool):
+            welcomes, addresses = greet_members(fleet, hello), ()
+        else:
+            welcomes = greet(fleet, hello)
         if resolved.config.r_part.replicas:
             welcomes = offer_halves(fleet, hello, welcomes)
         blocks = [welcomes[i].num_blocks if i in welcomes else 0 for i in fleet.holders]
-        addresses = tuple(workers.addresses)
         return StageWelcome(self.number, tuple(blocks), hello.session, addresses)
 
     def make_attention(self, workers: Reached, fleet: HolderPool, s_worker: SWorker) -> Attention:
@@ -187,11 +211,15 @@ class StageSetup:
         return make_attention(workers, fleet, self.own_spec, self.resolved, s_worker, None)
 
     def make_relay(
-        self, fleet: HolderPool, links: StageLinks, welcome: StageWelcome, hello: StageHello
+        self,
+        workers: Reached,
+        fleet: HolderPool,
+        links: StageLinks,
+        welcome: StageWelcome,
+        hello: StageHello,
     ) -> StageRelay:
         """Between the first stage, which has said ``hello``, and its R-workers."""
-        assert isinstance(fleet, WorkerPool)
-        return Relay(fleet, links, welcome.session)
+        return Relay(fleet, links, welcome.session, self._regreeting(workers, fleet))
 
     def _load_model(self, ranks: Ranks | None) -> Model:
         """Its layers; of several S-workers that act as one, this one's share."""

@@ -276,13 +276,12 @@ def beside_stages(
     joined: RHub = JoinedHub(workers.hub, hub)
     if workers.answers_at_once:
         joined = HubBehind(workers.hub.connections, hub)
-    # Nobody comes in the place of a column's R-worker; a column answers when all
-    # stages have.
+    # A column answers when all stages have.
     return replace(
         workers,
         hub=joined,
         close=close_all,
-        replacements=None,
+        replacements=workers.replacements if workers.num_spares else None,
         answers_at_once=False,
         stages=links,
     )
@@ -364,13 +363,15 @@ def with_spares(workers: Reached, num_spares: int) -> Reached:
     """R-workers of which the last are spare.
 
     Args:
-        workers: all of them.
-        num_spares: so many.
+        workers: all of them, of one stage.
+        num_spares: so many; 0: none.
 
     Raises:
         ConfigError: no other one is left.
     """
-    num_workers = len(workers.hub.connections)
+    if not num_spares:
+        return workers
+    num_workers = len(workers.addresses)
     if num_spares >= num_workers:
         raise ConfigError(
             Given("spare_r_workers", num_spares),

@@ -27,6 +27,11 @@ class LaterStages:
         self._welcomes: dict[int, StageWelcome] = {}
         self._num_layers: dict[int, int] = {}  # up to the end of each
 
+    @property
+    def are_welcome(self) -> bool:
+        """Whether they have answered to the first greeting."""
+        return bool(self._welcomes)
+
     def greet(self, hellos: dict[int, StageHello]) -> None:
         """Say to stages what they are to be; ``welcomes`` are due."""
         num_layers = 0

@@ -3,6 +3,7 @@ go."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.errors import ProtocolError
-from fastdecode.core.holders import Holder
+from fastdecode.core.holders import Holder, HolderId
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.engine.stages.stage_forward import LaterStageForward, passed_on, report
 from fastdecode.engine.step.arrivals import News
@@ -24,15 +25,26 @@ from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.remote import Attention
 from fastdecode.wire.messages import MAX_ID, Activations, Shutdown
-from fastdecode.wire.stages import StageDone, StagePass
+from fastdecode.wire.stages import GreetColumn, StageDone, StagePass
 from sworker.buffers import as_tensor
 from sworker.worker import SWorker
 
 _FIRST = 0
+_LOOK_EVERY_S = 0.05
+"""Whether the replacement of a lost R-worker has answered."""
 
 
 class StageRelay(Protocol):
     """Between the first stage and a later one's R-workers: ``Relay``."""
+
+    @property
+    def forgets_answers(self) -> bool:
+        """Whether a column that is greeted again answers nothing that it was asked
+        before."""
+
+    @property
+    def awaits_replacements(self) -> bool:
+        """Whether an R-worker is lost that may be replaced."""
 
     def obey(self, message: FromAnyStage) -> None: ...
 
@@ -48,7 +60,7 @@ class LaterStage:
         before: the stage that passes steps on to it.
         behind: the one that it passes them on to; None: home.
         s_worker: its layers.
-        attention: on its R-workers, one a column.
+        attention: on its columns.
         links: to the first, the one before and the one behind.
         num_lanes: most that there may be.
         relay: between the first stage and its R-workers.
@@ -99,7 +111,8 @@ class LaterStage:
             if self._pipeline.in_flight:
                 self._pipeline.run()
             else:
-                self._pipeline.receive()
+                awaits = self._relay.awaits_replacements
+                self._pipeline.receive(_LOOK_EVERY_S if awaits else math.inf)
 
     # What the pipeline asks of it: see ``NextStage``.
 
@@ -164,7 +177,15 @@ class LaterStage:
         elif isinstance(message, Shutdown):
             self._is_over = True
         else:
+            if isinstance(message, GreetColumn):
+                self._forget(HolderId(message.column))
             self._relay.obey(message)
+
+    def _forget(self, column: HolderId) -> None:
+        """A column is greeted again: no step in flight gets an answer of it any more."""
+        if self._relay.forgets_answers:
+            for step in self._pipeline.in_flight:
+                step.remote.lose(column)
 
     def _launch(self) -> None:
         """Start the steps whose lanes are idle."""

@@ -20,15 +20,19 @@ from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import Shard
 from fastdecode.engine.fleet.groups import GroupPool
 from fastdecode.engine.fleet.pool import HolderPool, RConnection, RHub, WorkerPool
+from fastdecode.engine.fleet.resharing import in_heads, share_out_heads
 from fastdecode.engine.stages.later import LaterStages
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.wire.kv.replicating import Dropped
 from fastdecode.wire.kv.reserving import Accepted, Refused
 from fastdecode.wire.kv.taking_over import DropCache, TakenOver
-from fastdecode.wire.messages import Answer, FromRWorker, ToRWorker
+from fastdecode.wire.messages import Answer, FromRWorker, Hello, ToRWorker, Welcome
 from fastdecode.wire.stages import (
     ColumnLost,
+    ColumnReady,
     ColumnTakenOver,
+    ColumnWelcome,
+    GreetColumn,
     OfMember,
     PlaceColumn,
     StageAnswer,
@@ -69,6 +73,8 @@ class StagePool(WorkerPool):
         self._first_relayed = len(hub.connections)
         self._placed: dict[HolderId, int] = {}
         """Members of later stages that their stage knows at another R-worker than their own."""
+        self.replaceable: set[HolderId] = set()
+        """Lost members of later stages whose replacements wait there."""
         num_relayed = len(self._relayed) * self.num_columns
         super().__init__(
             hub,
@@ -87,6 +93,11 @@ class StagePool(WorkerPool):
             return HolderId(column)
         place = self._relayed.index(stage)
         return HolderId(self._first_relayed + place * self.num_columns + column)
+
+    def revive(self, holder: HolderId) -> None:
+        """See ``WorkerPool``."""
+        self.replaceable.discard(holder)
+        super().revive(holder)
 
     def _origin(self, member: int) -> tuple[int, int]:
         """The stage and the column of a member of a later stage."""
@@ -137,10 +148,12 @@ class StagePool(WorkerPool):
             return super()._taken(index, message)
         said = cast(FromAnyStage, message)
         stage = self._stages.take(index, said)
-        if self._stages.is_asked or not isinstance(said, ColumnLost | OfMember):
+        if self._stages.is_asked or not isinstance(said, ColumnLost | ColumnReady | OfMember):
             self._stages.keep(stage, said)
         elif isinstance(said, ColumnLost):
             self._take_lost(stage, said)
+        elif isinstance(said, ColumnReady):
+            self.replaceable.add(self.member(stage, said.column))
         else:
             return self._take_relayed(stage, said)
         return None
@@ -151,6 +164,7 @@ class StagePool(WorkerPool):
         name = stage_name(stage, self._stages.first_prompt_stage)
         error = WorkerError(f"{name}: {lost.message}", code=lost.code)
         if stage in self._relayed:
+            self.replaceable.discard(self.member(stage, lost.column))
             super()._lose(self.member(stage, lost.column), error)
         elif lost.stage in (0, *self._relayed):
             self._give_up_worker(self.member(lost.stage, lost.column), error)
@@ -165,7 +179,7 @@ class StagePool(WorkerPool):
         """
         if stage not in self._relayed:
             raise self._stages.loss(stage, ProtocolError(f"it sent {type(said).__name__}"))
-        column = said.column if isinstance(said, StageAnswer | ColumnTakenOver) else said.holder
+        column = said.holder if hasattr(said, "holder") else said.column
         member = self._member_of(stage, column)
         return super()._taken(self.placement[member], self._in_members(stage, member, said))
 
@@ -184,12 +198,18 @@ class StagePool(WorkerPool):
                 return Accepted(said.sequence_id)
             case ColumnTakenOver():
                 return TakenOver(said.num_tokens)
+            case ColumnWelcome():
+                return Welcome(
+                    self._name(member), said.num_blocks, said.block_size, 1, said.has_tier
+                )
             case Dropped():
                 return Dropped(member, self._member_of(stage, said.cache))
         return replace(said, holder=member)
 
     def _in_columns(self, message: ToRWorker, column: int) -> ToRWorker:
         """The same with columns' names in place of members'."""
+        if isinstance(message, Hello):  # the stage has made its own
+            return cast(ToRWorker, GreetColumn(column))
         if isinstance(message, DropCache):
             message = replace(message, cache=self._origin(message.cache)[1])
         return cast(ToRWorker, cast(Any, message).for_holder(column))
@@ -209,16 +229,44 @@ class StagePool(WorkerPool):
 class ColumnPool(GroupPool):
     """Of the first stage, to which a holder is a column: an R-worker of every stage.
 
+    Where R-workers share out the heads, those of this stage and the group of each other
+    stage are members of one column.
+
     Args:
         members: all R-workers.
         stages: the links to other stages.
         layers: of each stage that has R-workers.
+        shares_heads: see above.
     """
 
-    def __init__(self, members: StagePool, stages: StageLinks, layers: Sequence[range]) -> None:
-        super().__init__(members, column_shards(members, dict(enumerate(layers))))
+    def __init__(
+        self,
+        members: StagePool,
+        stages: StageLinks,
+        layers: Sequence[range],
+        *,
+        shares_heads: bool = False,
+    ) -> None:
+        shards = column_shards(members, dict(enumerate(layers)))
+        if shares_heads:
+            here, *elsewhere = shards[0].items()
+            super().__init__(
+                members,
+                [dict(elsewhere)],
+                lambda pool, hello: {**_with_layers(pool, hello, here[1]), **dict(elsewhere)},
+            )
+        else:
+            super().__init__(members, shards)
+        self.of_stages: Final = members
+        """The members, those of later stages among them."""
         self.later: Final = LaterStages(stages)
         """The stages behind this one."""
+
+
+def _with_layers(pool: WorkerPool, hello: Hello, own: Shard) -> dict[HolderId, Shard]:
+    """The heads of each R-worker of this stage, whose shard is ``own``."""
+    shared = share_out_heads(pool, hello)
+    return {member: replace(own, heads=shard.heads) for member, shard in shared.items()}
 
 
 def column_shards(members: StagePool, layers: Mapping[int, range]) -> list[dict[HolderId, Shard]]:
@@ -237,13 +285,22 @@ def pool_of(
     device: RConnection | None,
     stages: StageLinks | None,
     layers: Sequence[range],
+    *,
+    shares_heads: bool,
 ) -> tuple[WorkerPool, HolderPool]:
     """The R-workers of an engine, and its holders; with other stages, of the first one.
     ``layers``: of each stage that decodes."""
     if stages is None:
         pool = WorkerPool(hub, timeout_s, silence_s, absent=absent, device=device)
-        return pool, pool
+        return pool, in_heads(pool) if shares_heads else pool
     assert device is None
-    relayed = range(1, len(layers))
-    members = StagePool(hub, timeout_s, silence_s, absent=absent, stages=stages, relayed=relayed)
-    return members, ColumnPool(members, stages, layers)
+    members = StagePool(
+        hub,
+        timeout_s,
+        silence_s,
+        absent=absent,
+        stages=stages,
+        relayed=range(1, len(layers)),
+        num_columns=1 if shares_heads else None,
+    )
+    return members, ColumnPool(members, stages, layers, shares_heads=shares_heads)

@@ -3,39 +3,187 @@ stage sends them, and what they answer and report."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final, Protocol, cast
 
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.pool import WorkerPool
+from fastdecode.engine.fleet.deadlines import Deadlines
+from fastdecode.engine.fleet.groups import GroupPool
+from fastdecode.engine.fleet.pool import HolderPool, WorkerPool
+from fastdecode.engine.fleet.replacements import Replacements
+from fastdecode.engine.fleet.resharing import GROUP
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.engine.step.arrivals import News
 from fastdecode.wire.kv.replicating import Replicate
 from fastdecode.wire.kv.reserving import Accepted, Refused
 from fastdecode.wire.kv.taking_over import DropCache, TakenOver, TakeOver
 from fastdecode.wire.kv.tiers import Moved, Stocked
-from fastdecode.wire.messages import Room
-from fastdecode.wire.stages import ColumnLost, ColumnTakenOver, PlaceColumn, StageAnswer
+from fastdecode.wire.messages import Hello, Room, Welcome
+from fastdecode.wire.stages import (
+    ColumnLost,
+    ColumnReady,
+    ColumnTakenOver,
+    ColumnWelcome,
+    GreetColumn,
+    PlaceColumn,
+    StageAnswer,
+)
+from fastdecode.wire.traits import THE_ONLY
 
 _FIRST: Final = 0
+
+
+class Regreeting(Protocol):
+    """Greets a later stage's R-workers again, and the replacements of lost ones."""
+
+    forgets_answers: bool
+    """To what its R-workers were asked before."""
+
+    def found(self) -> list[int]:
+        """Columns that are lost and may be greeted again; each is told once."""
+
+    def greet(self, column: HolderId) -> None:
+        """Greet a column's R-worker; if it is lost, its replacement, if that waits."""
+
+    def answered(self) -> None:
+        """Those that were greeted have answered."""
+
+
+class ColumnRegreeting:
+    """See ``Regreeting``; each R-worker is a column's.
+
+    Args:
+        pool: the R-workers, one a column.
+        hello: what they are greeted with.
+        places: who may replace a lost one.
+    """
+
+    forgets_answers = False
+
+    def __init__(self, pool: WorkerPool, hello: Hello, places: Replacements) -> None:
+        self._pool = pool
+        self._hello = hello
+        self._places = places
+        self._found: set[int] = set()
+
+    def found(self) -> list[int]:
+        """See ``Regreeting``."""
+        waiting = self._places.look(self._pool.gone.keys()).keys()
+        new = sorted(waiting - self._found)
+        self._found = set(waiting)
+        return new
+
+    def greet(self, column: HolderId) -> None:
+        """See ``Regreeting``."""
+        if column in self._pool.gone and column in self._places.look([column]):
+            self._places.admit(column)
+            self._found.discard(column)
+            self._pool.revive(column)
+        self._pool.send(column, self._hello)
+
+    def answered(self) -> None:
+        """See ``Regreeting``."""
+
+
+class HeadsRegreeting:
+    """See ``Regreeting``; all R-workers are one column, and share its heads: those
+    that are left, and replacements.
+
+    Args:
+        fleet: the one group of the stage's R-workers.
+        hello: what it is greeted with.
+        deadlines: of its answers.
+        places: who may replace a lost one; None: nobody.
+    """
+
+    forgets_answers = True
+
+    def __init__(
+        self, fleet: GroupPool, hello: Hello, deadlines: Deadlines, places: Replacements | None
+    ) -> None:
+        self._fleet = fleet
+        self._members = fleet.members
+        self._hello = hello
+        self._deadlines = deadlines
+        self._places = places
+        self._is_found = False
+
+    def found(self) -> list[int]:
+        """See ``Regreeting``.
+
+        Raises:
+            WorkerError: no R-worker is left, and nobody replaces one.
+        """
+        gone = self._members.gone
+        if self._places is not None:
+            for place in self._places.look(list(gone)):
+                self._places.admit(place)
+                self._members.revive(HolderId(place))
+        if len(gone) == self._members.num_workers:
+            if self._places is None or not self._places.timeout_s:
+                raise copy(next(iter(gone.values())))
+            return []
+        if self._is_found or GROUP not in self._fleet.lost:
+            return []
+        self._is_found = True
+        self.answered()  # or will never
+        return [GROUP]
+
+    def greet(self, column: HolderId) -> None:
+        """See ``Regreeting``. Members may have to compile kernels for other numbers
+        of heads."""
+        self._is_found = False
+        self._members.pending.deadlines = self._deadlines.while_greeting()
+        self._fleet.revive(column)
+        self._fleet.send(column, self._hello)
+
+    def answered(self) -> None:
+        """See ``Regreeting``."""
+        self._members.pending.deadlines = self._deadlines
 
 
 class Relay:
     """Passes messages on, in their order.
 
     Args:
-        pool: the R-workers, one a column.
+        pool: the columns.
         links: to the first stage.
         session: of their caches.
+        regreeting: greets R-workers again; None: nobody replaces a lost one.
     """
 
-    def __init__(self, pool: WorkerPool, links: StageLinks, session: int) -> None:
+    def __init__(
+        self,
+        pool: HolderPool,
+        links: StageLinks,
+        session: int,
+        regreeting: Regreeting | None = None,
+    ) -> None:
         self._pool = pool
+        self._members = pool.members
         self._links = links
         self._session = session
+        self._regreeting = regreeting
         self._reported: set[int] = set()  # lost R-workers
+
+    @property
+    def _gone(self) -> Mapping[int, WorkerError]:
+        """The lost R-workers by their numbers; where they share heads, their column."""
+        lost: Mapping[Any, WorkerError] = self._pool.lost
+        return self._members.gone if self._pool is self._members else lost
+
+    @property
+    def forgets_answers(self) -> bool:
+        """See ``StageRelay``."""
+        return self._regreeting is not None and self._regreeting.forgets_answers
+
+    @property
+    def awaits_replacements(self) -> bool:
+        """Whether an R-worker is lost that may be replaced."""
+        return self._regreeting is not None and bool(self._gone)
 
     def obey(self, message: FromAnyStage) -> None:
         """The first stage has sent this.
@@ -46,17 +194,22 @@ class Relay:
         match message:
             case PlaceColumn():
                 holder, worker = self._checked(message.column), self._checked(message.worker)
-                self._pool.placement.place(holder, worker)
+                self._members.placement.place(holder, worker)
             case ColumnLost():
                 error = WorkerError(message.message, code=message.code)
                 worker = self._checked(message.column)
-                if self._pool.placement[worker] == worker:
+                if self._members.placement[worker] == worker:
                     self._pool.lose(worker, error)
+            case GreetColumn():
+                self._greet(self._checked(message.column))
             case TakeOver() | DropCache():
                 own = replace(message, session=self._session)
                 self._pool.send(self._checked(message.holder), own)
             case _ if isinstance(message, Room | Replicate):
-                self._pool.send(self._checked(message.holder), message)
+                column = self._checked(message.holder)
+                if self._pool is not self._members:  # each member has a name of its own
+                    message = cast(Room, message).for_holder(THE_ONLY)
+                self._pool.send(column, message)
             case _:
                 raise ProtocolError(f"the first stage sent {type(message).__name__}")
 
@@ -68,15 +221,31 @@ class Relay:
                 self._links.tell(_FIRST, _answer(column, answer))
             elif isinstance(answer, TakenOver):
                 self._links.tell(_FIRST, ColumnTakenOver(column, answer.num_tokens))
-        for moved in self._pool.events.take_tiers():
+            elif isinstance(answer, Welcome):
+                numbers = answer.num_blocks, answer.block_size
+                self._links.tell(_FIRST, ColumnWelcome(column, *numbers, answer.has_tier))
+                assert self._regreeting is not None
+                self._regreeting.answered()
+        for moved in self._pool.moves.take_tiers():
             if isinstance(moved, Moved | Stocked):
                 self._links.tell(_FIRST, moved)
-        for replicated in self._pool.events.take_replicas():
+        for replicated in self._members.events.take_replicas():
             self._links.tell(_FIRST, replicated)
-        for worker in self._pool.gone.keys() - self._reported:
+        gone = self._gone
+        for worker in gone.keys() - self._reported:
             self._reported.add(worker)
-            error = self._pool.gone[worker]
+            error = gone[worker]
             self._links.tell(_FIRST, ColumnLost(worker, error.code, error.message))
+        if self._regreeting is not None and gone:
+            for ready in self._regreeting.found():
+                self._links.tell(_FIRST, ColumnReady(ready))
+
+    def _greet(self, column: HolderId) -> None:
+        """Greet the R-worker of a column again, or the one that replaces it; if nobody
+        does, it is lost once more."""
+        assert self._regreeting is not None
+        self._reported.discard(column)
+        self._regreeting.greet(column)
 
     def _checked(self, column: int) -> HolderId:
         if not 0 <= column < len(self._pool):

@@ -115,6 +115,8 @@ class WriterReports:
         links: to the first stage.
     """
 
+    forgets_answers = awaits_replacements = False
+
     def __init__(self, members: WriterMembers, links: StageLinks) -> None:
         self._members = members
         self._links = links

@@ -18,7 +18,7 @@ from fastdecode.wire.kv.exporting import ExportDescription, ExportExpired
 from fastdecode.wire.kv.taking_over import TakenOver
 from fastdecode.wire.messages import Accepted, Answer, AttendResult, Refused, Report, Welcome
 
-News: TypeAlias = "tuple[HolderId, Accepted | Refused | TakenOver | WorkerError]"
+News: TypeAlias = "tuple[HolderId, Accepted | Refused | TakenOver | Welcome | WorkerError]"
 """A holder's answer about parts, or why it was lost."""
 
 Arrival: TypeAlias = "tuple[HolderId, Answer]"
@@ -108,11 +108,10 @@ class Arrivals:
 
     def _route(self, holder: HolderId, answer: Answer) -> None:
         match answer:
-            case Accepted() | Refused() | TakenOver():
+            case Accepted() | Refused() | TakenOver() | Welcome():
                 self._news.append((holder, answer))
             case (
                 AttendResult()
-                | Welcome()
                 | Report()
                 | ChunkStored()
                 | FetchedChunk()

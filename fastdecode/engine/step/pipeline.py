@@ -15,9 +15,11 @@ are in the middle of theirs. With one lane, S-part and R-part alternate.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -149,9 +151,9 @@ class Pipeline:
         order. Each is told once."""
         return self._arrivals.take_news()
 
-    def receive(self) -> None:
-        """Wait for a message, and take it in. Somebody owes one."""
-        self._wait(self._attention.fleet.receive)
+    def receive(self, most_s: float = math.inf) -> None:
+        """Wait for a message, so many seconds at most, and take it in. Somebody owes one."""
+        self._wait(partial(self._attention.fleet.receive, most_s=most_s))
 
     def _take_in_fed(self, take_in: TakeIn | None) -> None:
         for step in self._lanes.in_flight:

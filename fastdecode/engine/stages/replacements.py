@@ -1,0 +1,104 @@
+"""Replacements of lost R-workers of a pipeline: a column whose lost members have all
+been replaced, each in its own stage, is greeted again in every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Final
+
+from fastdecode.core.holders import HolderId
+from fastdecode.engine.fleet.deadlines import Deadlines
+from fastdecode.engine.fleet.groups import CacheGroup
+from fastdecode.engine.fleet.replacements import Replacements
+from fastdecode.engine.fleet.resharing import Resharing
+from fastdecode.engine.stages.pool import ColumnPool
+from fastdecode.wire.messages import Hello, Welcome
+
+
+class ColumnReplacements:
+    """See the module, and ``fastdecode.engine.fleet.replacements.Replacements``.
+
+    A lost column is looked at once no sequence is on it. No step on it is under way
+    then, in any stage, so its R-workers may forget what they have.
+
+    Args:
+        fleet: the columns.
+        hello: what R-workers of the first stage are greeted with.
+        places: who may replace those.
+        timeout_s: how long to go on looking when all columns are lost.
+    """
+
+    def __init__(
+        self, fleet: ColumnPool, hello: Hello, places: Replacements, timeout_s: float
+    ) -> None:
+        self._fleet = fleet
+        self._hello = hello
+        self._places = places
+        self.timeout_s: Final = timeout_s
+        """See ``Replacements``. Other stages don't say whether they have any left."""
+        self._greeting: set[HolderId] = set()
+
+    def limit(self, num_blocks: Mapping[int, int]) -> None:
+        """See ``Replacements``."""
+        self._places.limit(num_blocks)
+
+    def look(self, lost: Collection[int]) -> dict[int, Welcome]:
+        """See ``Replacements``."""
+        if not self._fleet.later.are_welcome:
+            return {}  # the job begins
+        if len(self._fleet.lost) == len(self._fleet):
+            self._fleet.look()  # nobody else does
+        for holder in map(HolderId, lost):
+            group = self._fleet.groups[holder]
+            if group.broken is not None:
+                self._greeting.discard(holder)
+            if holder not in self._greeting and self._let_in(group):
+                self._greeting.add(holder)
+                group.greets_all = True
+                self._fleet.send(holder, self._hello)
+        found = {holder: self._fleet.groups[holder].welcome for holder in self._greeting}
+        return {holder: welcome for holder, welcome in found.items() if welcome is not None}
+
+    def admit(self, worker: int) -> None:
+        """See ``Replacements``."""
+        self._greeting.discard(HolderId(worker))
+
+    def _let_in(self, group: CacheGroup) -> bool:
+        """Whether each lost member of a column has been replaced: from now on its
+        replacement is the member."""
+        members = self._fleet.of_stages
+        gone = [member for member in group.shards if members.placement[member] in members.gone]
+        here = [member for member in gone if members.is_here(member)]
+        waiting = self._places.look(here)
+        if not all(x in waiting if x in here else x in members.replaceable for x in gone):
+            return False
+        for member in here:
+            self._places.admit(member)
+        for member in gone:
+            members.revive(member)
+        return True
+
+
+class ColumnResharing(Resharing):
+    """As ``Resharing``, of a column whose R-workers of each stage share out the heads:
+    where a stage has lost one, those that are left there do, once all can be greeted
+    again."""
+
+    def __init__(
+        self, fleet: ColumnPool, hello: Hello, deadlines: Deadlines, places: Replacements | None
+    ) -> None:
+        super().__init__(fleet, hello, deadlines, places)
+        self._column = fleet
+
+    def _let_in(self) -> bool:
+        """See ``Resharing``."""
+        if not super()._let_in():
+            return False
+        members = self._column.of_stages
+        gone = [x for x in map(HolderId, members.gone) if not members.is_here(x)]
+        if not all(member in members.replaceable for member in gone):
+            return False
+        for member in gone:
+            members.revive(member)
+        self._group.greets_all = self._column.later.are_welcome
+        return True
