@@ -21,8 +21,10 @@ def interpret_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         return
     kernels: Any = importlib.import_module("sworker.kernels.paged_triton")
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
-    if not isinstance(kernels._attend, interpreter.InterpretedFunction):
-        pytest.skip("kernels are compiled in this process")
+    language: Any = importlib.import_module("triton.language")
+    for function in (kernels._attend, language.sum):
+        if not isinstance(function, interpreter.InterpretedFunction):
+            pytest.skip("Triton compiles in this process")
     _take_arrays_of_one(interpreter, monkeypatch)
 
 
