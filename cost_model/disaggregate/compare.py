@@ -13,6 +13,8 @@ from typing import Literal
 
 from cost_model.disaggregate.profile import MachineProfile, MeasuredMicrobatch
 from cost_model.simulate.pipelines import (
+    NO_FAILURES,
+    Failures,
     MachineTimes,
     Microbatch,
     PipelineRun,
@@ -132,9 +134,22 @@ class Comparison:
             progress()
         return None if best is None else best[2]
 
-    def simulate(self, layout: PipelineLayout, point: MeasuredMicrobatch) -> Simulated:
+    def with_failures(self, one: Simulated, failures: Failures) -> dict[str, Simulated]:
+        """One pipeline that loses a stage at these moments: with what is lost computed
+        again, and with replicas."""
+        size = one.layout.microbatch
+        point = next(each for each in self._profile.microbatches if each.sequences == size)
+        return {
+            "failures": self.simulate(one.layout, point, failures),
+            "with replicas": self.simulate(one.layout, point, replace(failures, has_replicas=True)),
+        }
+
+    def simulate(
+        self, layout: PipelineLayout, point: MeasuredMicrobatch, failures: Failures = NO_FAILURES
+    ) -> Simulated:
+        """``failures``: of one pipeline."""
         microbatches = self._grouped(layout.microbatch)
-        runs = self._run(layout, point)
+        runs = self._run(layout, point, failures)
         finished_s = [each for run in runs for each in run.finished_s]
         per_token = sorted(
             (end_s - each.arrived_s) / each.num_tokens
@@ -147,7 +162,9 @@ class Comparison:
         median_s = (per_token[middle] + per_token[-1 - middle]) / 2
         return Simulated(layout, makespan_s, median_s, busy_s / (machines * makespan_s))
 
-    def _run(self, layout: PipelineLayout, point: MeasuredMicrobatch) -> list[PipelineRun]:
+    def _run(
+        self, layout: PipelineLayout, point: MeasuredMicrobatch, failures: Failures
+    ) -> list[PipelineRun]:
         """One run for each pipeline that shares the trace."""
         microbatches, prompt_tokens = self._grouped(layout.microbatch), self._profile.prompt_tokens
         step_time = replace(point, streamed_s=self._transfer_s)
@@ -155,7 +172,7 @@ class Comparison:
         if layout.kind == "data-parallel":
             return run_data_parallel(microbatches, layout.pipelines, layout.token_stages, times)
         if layout.kind == "one pipeline":
-            return [run_colocated(microbatches, layout.token_stages, times)]
+            return [run_colocated(microbatches, layout.token_stages, times, failures)]
         stages = (layout.prompt_stages, layout.token_stages)
         return [run_disaggregated(microbatches, *stages, times)]
 

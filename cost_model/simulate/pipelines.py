@@ -64,6 +64,21 @@ class MachineTimes:
         )
 
 
+@dataclass(frozen=True)
+class Failures:
+    """When a stage fails, and what that costs."""
+
+    at_s: tuple[float, ...]
+    """In order. All stages stop."""
+    restart_s: float = 0.0
+    """Until they run again."""
+    has_replicas: bool = False
+    """Microbatches under way go on with the pass that failed. Else they begin anew."""
+
+
+NO_FAILURES = Failures(())
+
+
 @dataclass
 class PipelineRun:
     """What came of it. Times are since the start."""
@@ -84,18 +99,25 @@ class PipelineRun:
 
 
 def run_colocated(
-    microbatches: Sequence[Microbatch], num_stages: int, times: MachineTimes
+    microbatches: Sequence[Microbatch],
+    num_stages: int,
+    times: MachineTimes,
+    failures: Failures = NO_FAILURES,
 ) -> PipelineRun:
     """Prompts and tokens in one pipeline.
 
     Args:
         microbatches: at least one, in order of arrival.
     """
-    ticks = _Ticks(
-        microbatches, *(as_typed(s) / num_stages for s in (times.prompt_s, times.token_s))
-    )
-    pipeline = _Pipeline(microbatches, num_stages, ticks.times)
-    pipeline.run(zip(ticks.arrived, itertools.count(), strict=False), first_pass=0)
+    stages = (as_typed(s) / num_stages for s in (times.prompt_s, times.token_s))
+    ticks = _Ticks(microbatches, *stages, *map(as_typed, (failures.restart_s, *failures.at_s)))
+    prompt, token, restart, *fails_at = ticks.times
+    pipeline = _Pipeline(microbatches, num_stages, (prompt, token))
+    starts: Iterator[tuple[int, int]] = zip(ticks.arrived, itertools.count(), strict=False)
+    for at in fails_at:
+        starts = itertools.chain(pipeline.run(starts, 0, at), starts)
+        pipeline.restart(at + restart, has_replicas=failures.has_replicas)
+    pipeline.run(starts, first_pass=0)
     return pipeline.outcome(ticks)
 
 
@@ -122,7 +144,7 @@ def run_disaggregated(
     ready = ((each + num_prompt_stages * way, index) for index, each in enumerate(entered))
     pipeline = _Pipeline(microbatches, num_token_stages, (0, step))
     pipeline.run(ready, first_pass=1)
-    pipeline.busy[:0] = [stage * len(microbatches)] * num_prompt_stages
+    pipeline.busy = [stage * len(microbatches)] * num_prompt_stages
     return pipeline.outcome(ticks)
 
 
@@ -167,47 +189,74 @@ class _Pipeline:
         self._clock = VirtualClock()
         self._tokens = [each.num_tokens for each in microbatches]
         self._num_stages = num_stages
-        self._prompt, self._token = passes
+        self._took = passes
+        self._num_passes = [0, 0]
+        """Of prompts and of tokens."""
         self._free: list[float] = [0] * num_stages
+        self._under_way: dict[int, tuple[int, float]] = {}
+        """Of each microbatch, the pass and when it is over."""
         self._finished: list[float] = [0] * len(microbatches)
-        busy = self._prompt * len(microbatches) + self._token * sum(self._tokens)
-        self.busy = [busy] * num_stages
+        self.busy: list[int] = []
+        """Of stages before these."""
 
-    def run(self, starts: Iterator[tuple[int, int]], first_pass: int) -> None:
-        """Until the last has left.
+    def run(
+        self, starts: Iterator[tuple[int, int]], first_pass: int, until: float = math.inf
+    ) -> list[tuple[int, int]]:
+        """Until the last has left, or a stage fails. Returns those that were to start
+        later.
 
         Args:
             starts: when each microbatch may start, in order, and which it is.
             first_pass: 0 a prompt, 1 the first token.
         """
+        admitted: dict[int, int] = {}
 
         def admit(now: float) -> None:
             """The next one takes a slot that is free then."""
             start, index = next(starts, (None, 0))
             if start is not None:
+                admitted[index] = start
                 self._clock.at(max(now, start), partial(serve, index, first_pass))
 
         def serve(index: int, token: int) -> None:
+            admitted.pop(index, None)
             left = self._pass(token)
+            self._under_way[index] = token, left
             if token < self._tokens[index]:
                 self._clock.at(left, partial(serve, index, token + 1))
             else:
                 self._finished[index] = left
                 admit(left)
 
-        for _ in range(self._num_stages):
-            admit(0)
-        self._clock.run()
+        for index, (token, _) in self._under_way.items():
+            self._clock.at(self._clock.now, partial(serve, index, token))
+        for _ in range(self._num_stages - len(self._under_way)):
+            admit(self._clock.now)
+        self._clock.run(until)
+        return [(start, index) for index, start in sorted(admitted.items())]
+
+    def restart(self, at: float, *, has_replicas: bool) -> None:
+        """After a failure now, stages run again at that time."""
+        now = self._clock.now
+        lost = {i: (token, left) for i, (token, left) in self._under_way.items() if left > now}
+        for token, left in lost.values():
+            self._num_passes[token > 0] -= left < math.inf
+        self._under_way = {i: (token * has_replicas, math.inf) for i, (token, _) in lost.items()}
+        self._clock, self._free = VirtualClock(), [at] * self._num_stages
+        self._clock.run(at)
 
     def _pass(self, token: int) -> float:
         """One pass, through all stages. Returns when it leaves."""
-        at, free, took = self._clock.now, self._free, self._token if token else self._prompt
+        at, free, took = self._clock.now, self._free, self._took[token > 0]
+        self._num_passes[token > 0] += 1
         for stage, free_at in enumerate(free):
             at = free[stage] = (at if at > free_at else free_at) + took
         return at
 
     def outcome(self, ticks: _Ticks) -> PipelineRun:
         """In seconds."""
+        busy = sum(num * took for num, took in zip(self._num_passes, self._took, strict=True))
+        stages = [*self.busy, *[busy] * self._num_stages]
         return PipelineRun(
-            list(map(ticks.seconds, self._finished)), list(map(ticks.seconds, self.busy))
+            list(map(ticks.seconds, self._finished)), list(map(ticks.seconds, stages))
         )

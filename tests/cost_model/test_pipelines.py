@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from cost_model.arrivals import arrivals
 from cost_model.disaggregate.compare import KINDS, Comparison, Kind, grouped
 from cost_model.disaggregate.profile import read_machine_profile
 from cost_model.simulate.pipelines import (
+    Failures,
     MachineTimes,
     Microbatch,
     run_colocated,
@@ -104,6 +106,46 @@ def test_passes_end_as_stage_by_stage(
             assert run.busy_s[stage - token_stages] == float(busy)
             assert all(b.began >= a.ended for a, b in itertools.pairwise(mine)), "two at a time"
     assert sum(run.busy_s[:prompt_stages]) == pytest.approx(0.7 * len(tokens))
+
+
+def test_failures_by_hand() -> None:
+    times, one = MachineTimes(2.0, 1.0), [Microbatch(3)]
+    # Its prompt until 2, tokens until 3, 4 and 5. The second token is under way at 3.5.
+    for restart_s in (0.0, 1.0):
+        lost = Failures((3.5,), restart_s)
+        assert run_colocated(one, 1, times, lost).finished_s == [8.5 + restart_s]
+        kept = replace(lost, has_replicas=True)
+        run = run_colocated(one, 1, times, kept)
+        assert run.finished_s == [5.5 + restart_s] and run.busy_s == [5.0]
+    # Two stages, two slots; the third starts when the first is over: at 3.5, and not before.
+    three = [Microbatch(1)] * 3
+    assert run_colocated(three, 2, times).finished_s == [3.5, 4.0, 6.5]
+    at_once = run_colocated(three, 2, times, Failures((3.25,)))
+    assert at_once.finished_s == [6.75, 7.25, 9.75], "the first two begin anew, then the third"
+    twice = run_colocated(one, 1, times, Failures((1.0, 1.5), 4.0))
+    assert twice.finished_s == [10.5], "stages that restart stop again"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    microbatches_,
+    st.integers(1, 4),
+    st.lists(st.integers(1, 60).map(lambda n: n / 4), max_size=3),
+    st.sampled_from([0.0, 0.5]),
+)
+def test_replicas_never_take_longer_than_computing_again(
+    microbatches: list[Microbatch], num_stages: int, at_s: list[float], restart_s: float
+) -> None:
+    times, failures = MachineTimes(0.7, 0.3), Failures(tuple(sorted(at_s)), restart_s)
+    bare = run_colocated(microbatches, num_stages, times)
+    lost = run_colocated(microbatches, num_stages, times, failures)
+    kept = run_colocated(microbatches, num_stages, times, replace(failures, has_replicas=True))
+    assert all(each > 0 for each in (*lost.finished_s, *kept.finished_s))
+    assert kept.makespan_s <= bare.makespan_s + sum(restart_s + 1.0 for _ in at_s)
+    assert kept.busy_s == pytest.approx(bare.busy_s), "nothing is done twice but what failed"
+    assert kept.makespan_s <= lost.makespan_s + 1.0, "a pass, if another is first now"
+    if all(at > bare.makespan_s for at in at_s):
+        assert bare == lost == kept
 
 
 def test_data_parallel_loses_no_microbatch() -> None:

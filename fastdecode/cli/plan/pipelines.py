@@ -18,6 +18,7 @@ from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from cost_model.disaggregate.compare import Comparison, Simulated
+    from cost_model.simulate.pipelines import Failures
     from fastdecode.schedule.simulation.trace import RequestTrace
 
 MAX_MACHINES = 256
@@ -50,6 +51,18 @@ def add_pipelines(questions: Any) -> None:
         metavar="S",
         help="seconds that streaming K and V adds to each prompt stage (default: 0)",
     )
+    add(
+        "--failures",
+        metavar="S,…",
+        help="the one pipeline also loses a stage at these seconds: with replicas and without",
+    )
+    add(
+        "--restart-time",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="seconds from a failure until all stages run again (default: 0)",
+    )
     add("--rate", type=float, metavar="R", help="draw arrivals: so many requests a second")
     add("--cv", type=float, default=1.0, help="of drawn gaps; 1 is Poisson (default: 1)")
     add("--seed", type=int, default=0, help="of drawn gaps (default: 0)")
@@ -75,11 +88,16 @@ def run_pipelines(args: argparse.Namespace) -> int:
         None if args.memory_gb is None else exact("memory_gb", args.memory_gb),
         float(exact("transfer_time", args.transfer_time, above=False)),
     )
+    failures = _failures(args)
     progress = _progress(sum(_num_layouts(comparison, count) for count in counts))
     rows: list[tuple[int, dict[str, Simulated | None]]] = [
         (count, {kind: comparison.best(kind, count, progress) for kind in KINDS})
         for count in counts
     ]
+    for _, best in rows:
+        one = best["one pipeline"]
+        if failures is not None and one is not None:
+            best |= comparison.with_failures(one, failures)
     if args.json:
         print(json_text(pipelines_as_json(rows, args.price)))
     else:
@@ -103,6 +121,24 @@ def _trace(args: argparse.Namespace) -> RequestTrace:
             for request, arrival in zip(trace.requests, times, strict=True)
         )
     )
+
+
+def _failures(args: argparse.Namespace) -> Failures | None:
+    from cost_model.exact import exact
+    from cost_model.simulate.pipelines import Failures
+
+    restart_s = float(exact("restart_time", args.restart_time, above=False))
+    if args.failures is None:
+        return None
+    try:
+        at_s = sorted(float(part) for part in args.failures.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"--failures {args.failures}: give seconds, with commas between, like 600,1200,1800"
+        ) from None
+    for each in at_s:
+        exact("failures", each)
+    return Failures(tuple(at_s), restart_s)
 
 
 def _machine_counts(text: str) -> list[int]:
