@@ -61,9 +61,7 @@ class StoredRows:
                 scales = np.ascontiguousarray(np.moveaxis(self.scales[layer], 0, -1))
             if chunk.form is ChunkForm.BLOCKS:
                 blocks, places = shape.blocks(data)[layer], np.arange(len(k))
-                cpu_kernels.append(
-                    layout, blocks, k, v, places, source=layout.dtype, scales=scales
-                )
+                cpu_kernels.append(layout, blocks, k, v, places, source=layout.dtype, scales=scales)
                 continue
             there = shape.tokens(data, layer)
             there.k[:], there.v[:] = k, v

@@ -12,14 +12,12 @@ import torch
 from stream_suite import (
     KV,
     LENGTHS,
-    NUM_BLOCKS,
     WAIT_S,
     MakePlace,
     Memory,
     StreamSuite,
     Worker,
     assert_same,
-    hello_for,
     move,
     pieces_between,
 )

@@ -14,6 +14,8 @@ from trouble import crash_after
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.holders import SequenceId
+from fastdecode.core.sequence import Request, Sequence
 from fastdecode.schedule.hybrid.control import Rule
 from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout
 from fastdecode.schedule.hybrid.rule import Margins
@@ -126,6 +128,42 @@ def test_equal_tokens_however_they_come(
     with hybrid(tiny_checkpoint("llama"), restless(), **max_step_tokens, **options) as llm:
         assert tokens(llm) == expected("llama")
         assert len(steps_of(llm)) > 1
+
+
+@pytest.mark.parametrize("more", [{}, {"cache_disk_gb": 0.001}], ids=["memory", "disk"])
+def test_kept_blocks_are_found_on_either_side(
+    more: dict[str, Any],
+    expected: Callable[[str], Tokens],
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """What the device had no room for is found on R-workers when the device has room."""
+    options = {"prefix_cache": "on", **more, **({"cache_disk": str(tmp_path)} if more else {})}
+    asked = prompts([40] * 8, seed=7)
+    with hybrid(tiny_checkpoint("llama"), always(Layout.SPLIT_1), **options) as llm:
+        first = llm.generate(asked, GREEDY)
+        away = [i for i, prompt in enumerate(asked) if _is_kept_away_alone(llm, prompt)]
+        assert away and steps_of(llm)["split-1"] > 0
+        before, num_alone = llm.stats.num_cached_prompt_tokens, steps_of(llm)["R-only"]
+        (again,) = llm.generate([asked[away[0]]], GREEDY)
+        assert again.completions == first[away[0]].completions
+        assert steps_of(llm)["R-only"] > num_alone
+        assert llm.stats.num_cached_prompt_tokens - before == 32
+        assert [x.completions for x in llm.generate(asked, GREEDY)] == [
+            x.completions for x in first
+        ]
+        assert tokens(llm) == expected("llama")
+
+
+def _is_kept_away_alone(llm: LLM, prompt: list[int]) -> bool:
+    """Whether R-workers have kept blocks of it, and the device none."""
+    scheduler = llm._running.engine._lifecycle.scheduler
+    request = Request("look", tuple(prompt), GREEDY, 24, seed=0)
+    looked = Sequence(SequenceId(-1), request, 0)
+    found = scheduler.ledger.cache.reuses(looked, (len(prompt) + 24,))
+    holders = {reuse.holders[0] for reuse in found}
+    scheduler.ledger.cache.chains.is_over(looked)
+    return bool(holders) and scheduler.hybrid._device not in holders
 
 
 def test_r_workers_may_have_all(

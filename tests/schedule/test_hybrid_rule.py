@@ -72,6 +72,19 @@ def test_a_queue_goes_where_weights_are_shared_by_many() -> None:
     assert choose(known(64, 256), NOW, costs(), Margins()).num_away > 0
 
 
+@pytest.mark.parametrize(("num_reused", "goes"), [(0, False), (50, False), (600, True)])
+def test_who_has_been_kept_away_goes_there_if_that_spares_enough(
+    num_reused: int, goes: bool
+) -> None:
+    """The device has room; a token of a prompt costs as much as one that decodes."""
+    waits = Work(40, 700, 16, num_uncached=700, num_reused_away=num_reused)
+    idle = replace(known(1, 0), home_blocks=100, waiting=(waits,))
+    dear = replace(costs(r_s=1e-9, round_trip_s=1e-5), s_part=lambda n: 0.010 + 1e-3 * n)
+    course = choose(idle, NOW, dear, Margins())
+    assert (course.num_away == 1) is goes
+    assert num_leaving(idle, replace(course, num_away=1)) == (num_reused > 0)
+
+
 def test_two_rows_are_not_worth_reading_all_weights_for() -> None:
     few = replace(known(256, 2), away_free=(32,))
     assert choose(few, NOW, costs(round_trip_s=1.0), Margins()).num_away == 0

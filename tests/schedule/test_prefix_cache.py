@@ -21,6 +21,7 @@ from fastdecode.schedule.cache.retention import POLICIES, policy_of
 from fastdecode.schedule.life.events import Drawn, LaneIdle, Resume, StepDone
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import MODES
+from fastdecode.schedule.reserving.holder_choice import HolderChoice, OwnHolders
 
 BLOCKS = (12, 20)
 briefly = settings(max_examples=examples(280))
@@ -33,6 +34,7 @@ def harness(
     opening: int = 0,
     identity: str | None = "a",
     policy: str = "retention",
+    places: HolderChoice | None = None,
     **more: object,
 ) -> Harness:
     """On a clock that shows how often it was read."""
@@ -45,6 +47,7 @@ def harness(
         cache_identity=identity,
         cache_policy=policy_of(policy, BLOCK_SIZE),
         clock=lambda: float(next(ticks)),
+        places=places,
     )
     return Harness(scheduler, [Store(count) for count in blocks], lanes)
 
@@ -116,6 +119,21 @@ def test_a_turn_runs_what_is_no_full_block_of_the_last_one() -> None:
         full = (len(tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE
         tokens, spared = turn(chat, tokens + (7,) * new)
         assert spared == full, "generated blocks, too; the last token was never run"
+
+
+def test_a_busy_holder_is_compared_with_those_that_are_for_the_same_lane() -> None:
+    """The idle one is another lane's: nothing is spared by leaving blocks for it."""
+    busy = harness((60, 60), places=OwnHolders())
+    prompt = tuple(range(9))
+    for _ in range(3):  # prompts come again, so blocks are worth memory
+        turn(busy, prompt)
+    assert busy.arrive(0, (90,), 90, prompt=(99,) * 9)
+    for _ in range(4):
+        busy.turn(0)
+    before = busy.num_resumed_tokens
+    assert busy.arrive(0, (1,), 1, prompt=prompt)
+    busy.run_out()
+    assert busy.num_resumed_tokens - before == 8
 
 
 def test_a_conversations_turn_runs_what_is_new_and_the_last_drawn_token() -> None:

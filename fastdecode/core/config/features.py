@@ -149,7 +149,6 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
         _pairs("stages", "hybrid KV", "each stage keeps whole sequences"),
         _pairs("hybrid KV", "tensor parallelism, shared heads, split sequences, load limit, "
                "stabilized, synchronized, fixed lanes", _BOTH_SIDES),
-        _pairs("hybrid KV", "prefix cache, disk tier", "kept blocks are on one side"),
         _pairs("prompt stages", "tensor parallelism, device KV, hybrid KV, swap, host tier, "
                "shared heads, split sequences, replicas, standby, prefix cache, disk tier, "
                "addresses", _WHOLE_PROMPTS),

@@ -140,7 +140,8 @@ class ReachedDevice(DeviceWorker):
         except PeerLostError as lost:
             if lost.index == WORKER:
                 return False
-            self._carry_out(lost.index, lambda: (HangUp(lost.index, lost.code == CLOSED),))
+            gone = HangUp(lost.index, may_return=lost.code == CLOSED)
+            self._carry_out(gone.peer, lambda: (gone,))
         except WorkerError as error:
             if error.code != TIMEOUT:
                 return False

@@ -111,7 +111,8 @@ class HybridControl:
         """Somebody waits; ``head`` is the first. What is there for those for
         whom the device has no room?"""
         has_room = self._could_hold(self._device, head) and self._inputs.has_room(head)
-        if head.sequence_id in self._leaving or (has_room and self._course.home_is_open):
+        stays = has_room and self._course.home_is_open and not self._is_kept_away(head)
+        if head.sequence_id in self._leaving or stays:
             return
         lanes, waiting = self._view()
         numbers = sum(len(lane.running) for lane in lanes), len(waiting)
@@ -123,13 +124,15 @@ class HybridControl:
         self, lane: int, sequence: Sequence, tiers: Seq[Seq[HolderId]]
     ) -> list[list[HolderId]]:
         """Of the holders that have room for a sequence, those where it may
-        start in this lane. On the device whenever that has room."""
+        start in this lane. On the device whenever that has room, unless the rule
+        has found that what R-workers have kept of it is worth the way there."""
         is_home, is_alone = lane == 0, self._num_lanes == 1
         fits_home = self._could_hold(self._device, sequence)
         has_room = any(self._device in tier for tier in tiers)
-        if fits_home and has_room and self._home_is_open(sequence):
-            return [[self._device]] if is_home else []
         away = [found for tier in tiers if (found := [h for h in tier if h != self._device])]
+        follows = bool(away) and self._follows_its_blocks(sequence)
+        if fits_home and has_room and self._home_is_open(sequence) and not follows:
+            return [[self._device]] if is_home else []
         if not away or (is_home and not is_alone) or self._has_share(lane):
             return []
         is_mixed = self._course.layout is Layout.MIXED
@@ -138,6 +141,10 @@ class HybridControl:
         if not fits_home or may_go:
             return away
         return []
+
+    def alike(self, holder: HolderId, present: Seq[HolderId]) -> Seq[HolderId]:
+        """See ``HolderChoice``: those on the same side."""
+        return [one for one in present if (one == self._device) == (holder == self._device)]
 
     def started(self, sequence: Sequence, residence: Residence) -> None:
         """A sequence starts there. If it was to leave, and found room at home
@@ -224,6 +231,16 @@ class HybridControl:
         away = self._view()[0][1:]
         num_away = sum(len(one.running) for one in away) + max(1, len(self._leaving))
         return len(away[lane - 1].running) >= -(-num_away // len(away))
+
+    def _is_kept_away(self, sequence: Sequence) -> bool:
+        """Whether R-workers have kept more of it than the device has."""
+        at_home, away = self._inputs.num_reused(sequence)
+        return away > at_home
+
+    def _follows_its_blocks(self, sequence: Sequence) -> bool:
+        """Whether it is to leave though the device has room for it."""
+        is_leaving = sequence.sequence_id in self._leaving and not self._watch.is_closed
+        return is_leaving and self._is_kept_away(sequence)
 
     def _home_is_open(self, sequence: Sequence) -> bool:
         if self._course.home_is_open:

@@ -54,6 +54,8 @@ class Work:
     """KV blocks that it has reserved, or will."""
     num_uncached: int = 1
     """Tokens that are run to draw the first of them: a prompt's, or one."""
+    num_reused_away: int = 0
+    """Of those, the tokens that R-workers have kept, and the device has not."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,8 @@ class Course:
     layout: Layout
     num_away: int = 0
     """So many of those that wait, the first ones, go to R-workers now, up to
-    one for whom the device has room. The others wait for the device."""
+    one for whom the device has room, and of whom R-workers have kept no more. The
+    others wait for the device."""
     home_is_open: bool = True
     """The device takes in new sequences; else R-workers take all of them."""
 
@@ -185,9 +188,11 @@ class _Side:
 
     Args:
         blocks: of each holder, in all.
+        is_away: the holders are R-workers.
     """
 
-    def __init__(self, works: Iterable[Work], blocks: Seq[int]) -> None:
+    def __init__(self, works: Iterable[Work], blocks: Seq[int], *, is_away: bool) -> None:
+        self._is_away = is_away
         self.step = 0.0
         self.most_blocks = max(blocks, default=0)
         """That anybody may have here."""
@@ -216,7 +221,8 @@ class _Side:
         heappush(self.ends, (self.step + work.num_steps, work.num_blocks, base, holder))
         self._free[holder] -= work.num_blocks
         self._base += base
-        self._num_prompt += work.num_uncached - 1
+        num_reused = work.num_reused_away if self._is_away else 0
+        self._num_prompt += work.num_uncached - num_reused - 1
 
     def load(self, ahead: float) -> float:
         """Cached tokens of all, so many steps ahead."""
@@ -262,14 +268,16 @@ def coarse(known: Known, num_ends: int) -> Known:
 
 def num_leaving(known: Known, course: Course) -> int:
     """How many of those that wait go to R-workers now. Somebody for whom the
-    device has room starts there, and those behind wait for that: they might
-    come too late to share the others' steps."""
+    device has room starts there, unless R-workers have kept more of it, and those
+    behind wait for that: they might come too late to share the others' steps."""
     home_free = known.home_blocks - sum(work.num_blocks for work in known.home)
     starting = known.waiting[: course.num_away]
     if not course.home_is_open:
         return len(starting)
-    at_home = (i for i, work in enumerate(starting) if work.num_blocks <= home_free)
-    return next(at_home, len(starting))
+    for index, work in enumerate(starting):
+        if work.num_blocks <= home_free and not work.num_reused_away:
+            return index
+    return len(starting)
 
 
 def finish_s(known: Known, course: Course, costs: Costs, limit_s: float = math.inf) -> float:
@@ -278,7 +286,8 @@ def finish_s(known: Known, course: Course, costs: Costs, limit_s: float = math.i
     Args:
         limit_s: later than that is as good as never: infinite.
     """
-    home, away = _Side(known.home, (known.home_blocks,)), _Side(known.away, known.away_blocks)
+    home = _Side(known.home, (known.home_blocks,), is_away=False)
+    away = _Side(known.away, known.away_blocks, is_away=True)
     queue = deque(known.waiting)
     for _ in range(num_leaving(known, course)):
         away.add(queue.popleft())

@@ -98,7 +98,7 @@ class HybridInputs:
             tuple(self._waiting(sequence) for sequence in islice(waiting, _HORIZON)),
             home_blocks=self._ledger.capacity.blocks(self._device),
             away_blocks=tuple(map(self._ledger.capacity.blocks, self.r_workers)),
-            away_free=tuple(map(self._ledger.free_blocks, self.r_workers)),
+            away_free=tuple(map(self._ledger.available_blocks, self.r_workers)),
             most_running=self._max_num_sequences,
         )
 
@@ -111,7 +111,21 @@ class HybridInputs:
 
     def has_room(self, sequence: Sequence) -> bool:
         """Whether the device has room for a sequence that waits, now."""
-        return self._waiting(sequence).num_blocks <= self._ledger.free_blocks(self._device)
+        num_blocks = self._ledger.shape.blocks_for(self._reserved(sequence))
+        return num_blocks <= self._ledger.available_blocks(self._device)
+
+    def num_reused(self, sequence: Sequence) -> tuple[int, int]:
+        """Tokens with which a sequence that waits could start: at home, and on R-workers."""
+        cache = self._ledger.cache
+        if not cache.chains.are_on:
+            return 0, 0
+        at_home = away = 0
+        for reuse in cache.reuses(sequence, (self._reserved(sequence),)):
+            if reuse.holders[0] == self._device:
+                at_home = max(at_home, reuse.num_tokens)
+            else:
+                away = max(away, reuse.num_tokens)
+        return at_home, away
 
     @property
     def r_workers(self) -> Seq[HolderId]:
@@ -126,7 +140,11 @@ class HybridInputs:
 
     def _waiting(self, sequence: Sequence) -> Work:
         num_steps = self._lengths.expected(sequence) - sequence.num_generated
-        reserved = cached_at_end(sequence, self._lengths.safe(sequence))
-        num_blocks = self._ledger.shape.blocks_for(reserved)
+        num_blocks = self._ledger.shape.blocks_for(self._reserved(sequence))
         length = sequence.num_tokens
-        return Work(max(1, num_steps), length, num_blocks, length)
+        at_home, away = self.num_reused(sequence)
+        return Work(max(1, num_steps), length, num_blocks, length - at_home, max(0, away - at_home))
+
+    def _reserved(self, sequence: Sequence) -> int:
+        """Tokens for which it reserves room at first."""
+        return cached_at_end(sequence, self._lengths.safe(sequence))

@@ -18,6 +18,9 @@ class HolderChoice(Protocol):
         """Of the holders that have room for a sequence, those where it may
         start in this lane."""
 
+    def alike(self, holder: HolderId, present: Seq[HolderId]) -> Seq[HolderId]:
+        """The holders on which a lane's sequences could be in place of this one."""
+
     def started(self, sequence: Sequence, residence: Residence) -> None:
         """A sequence starts there."""
 
@@ -30,6 +33,10 @@ class OwnHolders:
     ) -> list[list[HolderId]]:
         """See ``HolderChoice``."""
         return [[holder for holder in tier if holder == lane] for tier in tiers]
+
+    def alike(self, holder: HolderId, present: Seq[HolderId]) -> Seq[HolderId]:
+        """See ``HolderChoice``."""
+        return [holder]
 
     def started(self, sequence: Sequence, residence: Residence) -> None:
         """See ``HolderChoice``."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -168,7 +168,7 @@ class Starts:
             found = cache.reuses(wish.sequence, wish.sizes)
             if cache.is_coming(wish.sequence, found):
                 return None
-            for reuse in _worth_it(lane, self._ledger.capacity.present, found):
+            for reuse in self._worth_it(lane, found):
                 if reuse.first_token and wish.sequence.request.hands_over:
                     continue  # whoever it is handed over to fetches all of it
                 started = replace(wish, reuse=reuse, num_shared=reuse.num_tokens)
@@ -180,6 +180,26 @@ class Starts:
             if found and cache.is_coming(wish.sequence, ()):
                 return None  # it would begin where others are just computing what it needs
         return self._meet(lane, wish)
+
+    def _worth_it(self, lane: Lane, found: Seq[Reuse]) -> list[Reuse]:
+        """Of whole sequences' reuses those that are on no holder much busier than
+        others, in the order in which they are to be tried: most tokens first, and
+        of as many tokens the least busy holder."""
+        busy = [self._busier(lane, reuse.holders[0]) for reuse in found]
+        return [
+            reuse
+            for reuse, more in sorted(zip(found, busy, strict=True), key=_worth)
+            if len(reuse.holders) > 1 or more <= reuse.num_tokens * _TOKENS_A_TOKEN
+        ]
+
+    def _busier(self, lane: Lane, holder: HolderId) -> int:
+        """Cached tokens that a holder has of a lane beyond the least busy one that its
+        sequences could be on."""
+        others: Seq[HolderId] = self._ledger.capacity.present
+        if self._places is not None:
+            others = self._places.alike(holder, others)
+        least = min((lane.reserved_tokens[other] for other in others), default=0)
+        return lane.reserved_tokens[holder] - least
 
     def start(self, lane: Lane, candidate: Candidate) -> Start:
         """Book and reserve all that the candidate needs. It runs in the lane from now on."""
@@ -318,19 +338,6 @@ class Starts:
             if chosen is not None:
                 return HolderId(chosen)
         return None
-
-
-def _worth_it(lane: Lane, present: Iterable[HolderId], found: Seq[Reuse]) -> list[Reuse]:
-    """Of whole sequences' reuses those that are on no holder much busier than
-    others, in the order in which they are to be tried: most tokens first, and
-    of as many tokens the least busy holder."""
-    least = min((lane.reserved_tokens[holder] for holder in present), default=0)
-    busy = [lane.reserved_tokens[reuse.holders[0]] - least for reuse in found]
-    return [
-        reuse
-        for reuse, more in sorted(zip(found, busy, strict=True), key=_worth)
-        if len(reuse.holders) > 1 or more <= reuse.num_tokens * _TOKENS_A_TOKEN
-    ]
 
 
 def _worth(option: tuple[Reuse, int]) -> tuple[int, int]:
