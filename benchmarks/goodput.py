@@ -1,6 +1,7 @@
 """The rate that instances carry within an SLO: simulated beforehand, and measured.
 
     python benchmarks/goodput.py --out benchmarks/results/goodput.json
+    python benchmarks/goodput.py --quick --requests 150 --out goodput.json  # some 10 minutes
 
 A Llama-shaped random checkpoint of 32 M parameters (or ``--model DIR``). Instances
 are processes at addresses, each on a core of its own; the controller is this
@@ -17,6 +18,10 @@ bisection over rates. ``error``: predicted over measured, less 1. ``seen``: TTFT
 TPOT at the quantile of the SLO, simulated and measured, at the last rate that was
 carried. The SLO of a workload is so many times (``--slack``) what a request by
 itself takes by the first way's times, and the same for all ways.
+
+``--quick`` runs each row at two rates in place of a bisection: so far below and above the
+prediction that both tell whether the measured rate is within ``--tolerance`` of it.
+Exit code 1: fewer than ``--least`` rows are.
 """
 
 from __future__ import annotations
@@ -187,6 +192,20 @@ class Measuring:
         return is_carried
 
 
+def bisected(measuring: Measuring, predicted: float, tolerance: float) -> dict[str, Any]:
+    """The measured rate, to ``PRECISION``."""
+    found = greatest(measuring.is_carried, max(0.1, predicted))
+    error = predicted / found - 1 if found else math.inf
+    return {"measured": found, "error": error if found else None, "within": abs(error) <= tolerance}
+
+
+def bracketed(measuring: Measuring, predicted: float, tolerance: float) -> dict[str, Any]:
+    """Whether the measured rate is within the tolerance, by two runs."""
+    rates = predicted / (1 + tolerance), predicted / (1 - tolerance)
+    carried = [measuring.is_carried(rate) for rate in rates]
+    return {"rates": rates, "carried": carried, "within": carried == [True, False]}
+
+
 def lengths_of(workload: str) -> list[Lengths]:
     return [Lengths.parse("length", text) for text in WORKLOADS[workload]]
 
@@ -203,11 +222,9 @@ def measure(
     alike = driver.observe(other.at(OBSERVED_AT * max(about, 0.5), num))
     predicted = predict(alike, roles, draw, slo, num)
     measuring = Measuring(driver, draw, slo, num)
-    found = greatest(measuring.is_carried, max(0.1, predicted))
     row: dict[str, Any] = {
-        "workload": workload, "slo": asdict(slo), "alike": asdict(alike),
-        "predicted": predicted, "measured": found,
-        "error": predicted / found - 1 if found else None,
+        "workload": workload, "slo": asdict(slo), "alike": asdict(alike), "predicted": predicted,
+        **(bracketed if options.quick else bisected)(measuring, predicted, options.tolerance),
         "controller": max(measuring.controller),
     }  # fmt: skip
     if measuring.carried is not None:
@@ -221,13 +238,16 @@ def measure(
     return row
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_model_options(parser)
     parser.add_argument("--requests", type=int, default=80)
     parser.add_argument("--first-rate", type=float, default=2.0, help="an instance; seen first")
     parser.add_argument("--slack", type=float, default=4.0, help="of the SLO")
     parser.add_argument("--seed", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="two rates a row")
+    parser.add_argument("--tolerance", type=float, default=0.15)
+    parser.add_argument("--least", type=int, default=5, help="rows that are to be within it")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -253,8 +273,11 @@ def main() -> None:
                     slos[workload] = Slo(**row["slo"])
                     rows.append({"way": way, **row})
                     print(json.dumps(rows[-1]), file=sys.stderr)
+    num_within = sum(row["within"] for row in rows)
+    print(f"{num_within} of {len(rows)} within {options.tolerance:.0%}", file=sys.stderr)
     keep({**provenance(), "options": chosen, "rows": rows}, options.out)
+    return 0 if num_within >= options.least else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

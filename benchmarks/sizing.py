@@ -17,7 +17,8 @@ cores: with more, the S-part's threads would spin on cores that R-workers
 compute on, which neither part's calibration knows of, and which no deployment
 should do.
 
-Exit code 1 if a step is off by more than the tolerance.
+Three rounds take some five minutes. Exit code 1 if fewer than ``--least`` of the twelve steps
+are within the tolerance.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ def main() -> int:
         "--out", type=Path, help="write the table there, JSON, and beside it for a page, Markdown"
     )
     parser.add_argument("--tolerance", type=float, default=0.15)
+    parser.add_argument("--least", type=int, default=10, help="steps that are to be within it")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -118,7 +120,9 @@ def main() -> int:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")
         args.out.with_suffix(".md").write_text(markdown(rows))
-    return 0 if max(errors) <= args.tolerance else 1
+    num_within = sum(error <= args.tolerance for error in errors)
+    print(f"{num_within} of {len(errors)} within {args.tolerance:.0%}")
+    return 0 if num_within >= args.least else 1
 
 
 def compare(spec: ModelSpec, model: str) -> dict[Configuration, dict[str, float]]:
