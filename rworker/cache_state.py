@@ -249,7 +249,7 @@ class CacheState:
         if not self.steps.settled.keys().isdisjoint(members):
             busy = next(x for x in sequence_ids if x in self.steps.settled)
             raise ProtocolError(f"sequence {busy} is in another lane's open step")
-        arriving = members.intersection(self.arrivals)
+        arriving = members.intersection(self.arrivals.ends)
         if arriving:
             raise ProtocolError(f"sequence {min(arriving)} is arriving: tokens of it are to come")
         return sequence_ids

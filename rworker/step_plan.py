@@ -19,7 +19,7 @@ def begin_step(cache: HolderCache, begin: BeginStep) -> tuple[Instruction, ...]:
     appended = cache.books.begin_step(begin)
     plan = _plan(begin, appended, cache.books.store)
     plan = replace(plan, num_last=_num_last(begin, plan, cache.books.store.block_size))
-    if cache.books.moving.has_fetches:
+    if cache.books.moving.moves:
         plan, appended = _with_coming(plan, appended, cache)
     cache.plans[begin.lane] = plan
     return copies(cache, appended)

@@ -42,8 +42,7 @@ from fastdecode.schedule.reserving.holder_choice import HolderChoice
 from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.reserving.outgrown import Outgrown
 from fastdecode.schedule.reserving.starts import Starts
-from fastdecode.schedule.running import Lane, Parked, RunningSequence
-from fastdecode.schedule.shares import LaneShares
+from fastdecode.schedule.running import Lane, LaneShares, Parked, RunningSequence
 from fastdecode.schedule.waiting_queue import WaitingQueue
 
 

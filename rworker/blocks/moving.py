@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,21 +36,17 @@ class Moving:
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
-        self._moves: dict[int, Move] = {}
-
-    @property
-    def has_fetches(self) -> bool:
-        """Whether any job fetches."""
-        return any(move.is_fetch for move in self._moves.values())
+        self.moves: Final[dict[int, Move]] = {}
+        """Jobs that aren't over, by number."""
 
     def fetches_of(self, blocks: NDArray[np.int64]) -> list[Move]:
         """Jobs that fetch any of these blocks."""
-        fetches = [move for move in self._moves.values() if move.is_fetch]
+        fetches = [move for move in self.moves.values() if move.is_fetch]
         return [move for move in fetches if np.isin(move.blocks, blocks).any()]
 
     def __len__(self) -> int:
         """Jobs that aren't over."""
-        return len(self._moves)
+        return len(self.moves)
 
     def begin(self, message: StoreBlocks | FetchBlocks) -> Move:
         """Kept blocks begin to move.
@@ -60,7 +57,7 @@ class Moving:
         """
         number = check_integer("job", message.job, 0, MAX_ID)
         keys = checked_keys(message.keys)
-        if number in self._moves or not 1 <= len(keys) <= MOST_MOVED:
+        if number in self.moves or not 1 <= len(keys) <= MOST_MOVED:
             raise ProtocolError(f"job {number} of {len(keys)} blocks: its number or size is wrong")
         cached = self._store.cached
         num_tokens: tuple[int, ...] = ()
@@ -73,19 +70,19 @@ class Moving:
         else:
             blocks = cached.begin_fetch(keys)
         move = Move(number, not num_tokens, tuple(keys), tuple(blocks.tolist()), num_tokens)
-        self._moves[number] = move
+        self.moves[number] = move
         return move
 
     def end(self, number: int, failed: set[int]) -> Move:
         """A job is over; of its blocks these have failed, by their place."""
-        move = self._moves.pop(number)
+        move = self.moves.pop(number)
         bad = [key for place, key in enumerate(move.keys) if move.is_fetch and place in failed]
         self._store.cached.end_move(move.keys, bad)
         return move
 
     def give_up(self) -> None:
         """All jobs are over; what was to come hasn't."""
-        for number, move in list(self._moves.items()):
+        for number, move in list(self.moves.items()):
             self.end(number, set(range(len(move.keys))))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,41 +22,42 @@ class ArrivingSequences:
     def __init__(self, kv: KVSpec) -> None:
         self._shape = kv.num_layers, kv.num_kv_heads
         self._arrived: dict[int, NDArray[np.int32]] = {}  # tokens, [num_layers, num_kv_heads]
-        self._ends: dict[int, int] = {}  # tokens that there will be
+        self.ends: Final[dict[int, int]] = {}
+        """Tokens that there will be of each."""
 
     def __contains__(self, sequence: int) -> bool:
-        return sequence in self._ends
+        return sequence in self.ends
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self.ends)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._ends)
+        return iter(self.ends)
 
     def expect(self, sequence: int, num_present: int, num_more: int) -> None:
         """``num_more`` tokens are to come behind ``num_present``, which are
         there or to come, too."""
-        if sequence not in self._ends:
+        if sequence not in self.ends:
             self._arrived[sequence] = np.full(self._shape, num_present, np.int32)
-        self._ends[sequence] = num_present + num_more
+        self.ends[sequence] = num_present + num_more
 
     def fork(self, parent: int, child: int, num_shared: int) -> None:
         """A sequence begins with tokens of an arriving one."""
         arrived = np.minimum(self._arrived[parent], num_shared)
         if arrived.min() < num_shared:
             self._arrived[child] = arrived
-            self._ends[child] = num_shared
+            self.ends[child] = num_shared
 
     def truncate(self, sequence: int, num_tokens: int) -> None:
         """An arriving sequence will have so many tokens, and no more."""
         np.minimum(self._arrived[sequence], num_tokens, out=self._arrived[sequence])
-        self._ends[sequence] = num_tokens
+        self.ends[sequence] = num_tokens
         self._settle(sequence)
 
     def forget(self, sequence: int) -> None:
         """It is closed, or no arriving one."""
         self._arrived.pop(sequence, None)
-        self._ends.pop(sequence, None)
+        self.ends.pop(sequence, None)
 
     def num_settled(self, sequence: int) -> int:
         """Tokens of an arriving sequence that are there in every layer and head."""
@@ -63,7 +65,7 @@ class ArrivingSequences:
 
     def num_tokens(self, sequence: int) -> int:
         """That there will be."""
-        return self._ends[sequence]
+        return self.ends[sequence]
 
     def check(
         self, sequence: int, layers: slice, heads: slice, first_token: int, num_tokens: int
@@ -72,7 +74,7 @@ class ArrivingSequences:
         Raises:
             ProtocolError: these tokens aren't what comes next.
         """
-        if sequence not in self._ends:
+        if sequence not in self.ends:
             raise ProtocolError(f"sequence {sequence} expects no tokens")
         due = self._arrived[sequence][layers, heads]
         if (due != first_token).any():
@@ -80,9 +82,9 @@ class ArrivingSequences:
                 f"tokens from {first_token} on of sequence {sequence} have come where those from "
                 f"{due.min()} on are due"
             )
-        if first_token + num_tokens > self._ends[sequence]:
+        if first_token + num_tokens > self.ends[sequence]:
             raise ProtocolError(
-                f"sequence {sequence} expects {self._ends[sequence]} tokens in all, not "
+                f"sequence {sequence} expects {self.ends[sequence]} tokens in all, not "
                 f"{first_token + num_tokens}"
             )
 
@@ -92,5 +94,5 @@ class ArrivingSequences:
         self._settle(sequence)
 
     def _settle(self, sequence: int) -> None:
-        if self._arrived[sequence].min() == self._ends[sequence]:
+        if self._arrived[sequence].min() == self.ends[sequence]:
             self.forget(sequence)

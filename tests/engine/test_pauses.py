@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from state_machine import HELLO
 
-from fastdecode.engine.fleet.deadlines import Deadlines
+from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.replacements import LONGEST_PAUSE_S, HubReplacements
 from fastdecode.wire.messages import FromRWorker, Hello, ToRWorker, Welcome
 

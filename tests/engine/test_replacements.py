@@ -11,7 +11,7 @@ pytest.importorskip("zmq")
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.engine.fleet.deadlines import Deadlines
+from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.replacements import HubReplacements
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello, Welcome
 from fastdecode.wire.transport import SoleHub

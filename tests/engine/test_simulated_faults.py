@@ -31,9 +31,9 @@ pytest.importorskip("zmq")
 
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.sequence import Request
-from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.groups import GroupPool
+from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replacements import HubReplacements
 from fastdecode.engine.fleet.replicas import Replicas, limits, replicate

@@ -22,8 +22,8 @@ pytest.importorskip("zmq")
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.sequence import PromptRequest, Request
 from fastdecode.engine.checker import RequestChecker
-from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.greeting import greet
+from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replacements import HubReplacements
 from fastdecode.engine.session.attach import attach

@@ -15,8 +15,8 @@ from simulated_cluster import Network
 pytest.importorskip("zmq")
 
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.greeting import greet
+from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replacements import HubReplacements
 from fastdecode.engine.fleet.replicas import limits, replicate

@@ -25,8 +25,7 @@ from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import Shard
-from fastdecode.engine.fleet.deadlines import Deadlines
-from fastdecode.engine.fleet.pending import PendingReplies
+from fastdecode.engine.fleet.pending import Deadlines, PendingReplies
 from fastdecode.wire.kv.exporting import MoveNews
 from fastdecode.wire.kv.replicating import ReplicationNews
 from fastdecode.wire.kv.tiers import UseTier

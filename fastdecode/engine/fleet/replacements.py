@@ -19,7 +19,7 @@ from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import Shard
-from fastdecode.engine.fleet.deadlines import Deadlines
+from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import RConnection
 from fastdecode.wire.kv.replicating import Dropped, Replicate
 from fastdecode.wire.kv.taking_over import DropCache

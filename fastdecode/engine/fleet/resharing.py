@@ -13,9 +13,9 @@ from typing import Any, Final
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import HeadShare, Shard
-from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.groups import CacheGroup, GroupPool
+from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replacements import HubReplacements, Replacements
 from fastdecode.schedule.ring import neighbour, num_shared

@@ -18,7 +18,7 @@ from typing import Final
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.deadlines import Deadlines
+from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.protection import Protection
 from fastdecode.schedule.ring import RecoveryPlan, plan_recovery

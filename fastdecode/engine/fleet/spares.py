@@ -12,7 +12,7 @@ from typing import Final
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ConfigError, WorkerError
-from fastdecode.engine.fleet.deadlines import Deadlines
+from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import RConnection, RHub
 from fastdecode.engine.fleet.replacements import HubReplacements
 from fastdecode.wire.messages import FromRWorker, Hello, ToRWorker

@@ -26,9 +26,9 @@ from fastdecode.engine.engine import Engine
 from fastdecode.engine.extensions import EngineState, Extension
 from fastdecode.engine.failover import recovery_of
 from fastdecode.engine.fleet.colocation import Colocation
-from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.groups import GroupPool
+from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.engine.fleet.replicas import Replicas, limits, offer_halves
 from fastdecode.engine.fleet.resharing import Resharing

@@ -13,9 +13,9 @@ from fastdecode.core.holders import HolderId
 from fastdecode.core.model.checkpoint import Checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.stages import stage_spec
-from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.groups import GroupPool
+from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import HolderPool
 from fastdecode.engine.fleet.replicas import offer_halves
 from fastdecode.engine.fleet.resharing import greet_members, in_heads

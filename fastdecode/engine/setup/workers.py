@@ -13,7 +13,7 @@ from fastdecode.core.errors import ConfigError, Given, WorkerError, imports_for
 from fastdecode.core.holders import Holder, HolderKind
 from fastdecode.core.host.machine import available_cores
 from fastdecode.engine.fleet.colocation import Colocation
-from fastdecode.engine.fleet.deadlines import Deadlines
+from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import HolderPool, RConnection, RHub
 from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.engine.fleet.spares import SpareHub, SpareReplacements

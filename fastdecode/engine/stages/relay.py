@@ -10,8 +10,8 @@ from typing import Any, Final, Protocol, cast
 
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.groups import GroupPool
+from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import HolderPool, WorkerPool
 from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.engine.fleet.resharing import GROUP

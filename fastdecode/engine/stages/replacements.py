@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.deadlines import Deadlines
 from fastdecode.engine.fleet.groups import CacheGroup
+from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.engine.fleet.resharing import Resharing
 from fastdecode.engine.stages.pool import ColumnPool

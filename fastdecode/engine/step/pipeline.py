@@ -27,9 +27,8 @@ from numpy.typing import NDArray
 
 from fastdecode.core.holders import Holder
 from fastdecode.core.trace import NoTrace, Trace
-from fastdecode.engine.step.arrivals import Arrival, Arrivals, News
+from fastdecode.engine.step.arrivals import Arrival, Arrivals, LaneWait, News
 from fastdecode.engine.step.lane_step import HostCopy, LaneStep, NextStage
-from fastdecode.engine.step.lane_wait import LaneWait
 from fastdecode.engine.step.lanes import Lanes
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.remote import Attention

@@ -88,6 +88,7 @@ class Lifecycle:
         """What sequences begin with."""
         self._flying: dict[int, tuple[Chunk, ...]] = {}  # by lane
         self._cache = scheduler.ledger.cache
+        self._keeps_blocks = self._cache.chains.are_on
 
     def handle(self, event: Event) -> list[Instruction]:
         """What is to be done now that this has happened.
@@ -136,8 +137,9 @@ class Lifecycle:
             for holder in self.adoptions.about_to_leave:
                 self.handing.interrupt(holder)  # what it exports or imports doesn't move with it
             self.adoptions.ask()
-        self._out += self._cache.stock.orders.take()
-        self._out += self._cache.stock.orders.take_fetches()
+        if self._keeps_blocks:
+            self._out += self._cache.stock.orders.take()
+            self._out += self._cache.stock.orders.take_fetches()
         instructions = self._out.copy()
         self._out.clear()
         return instructions
@@ -172,7 +174,8 @@ class Lifecycle:
         plan = self.scheduler.plan(lane, may_start=not (self.endings.was_refused and self._flying))
         # Before anything is closed, since it may be kept, and opened, since it
         # may need the room.
-        self._out += self._cache.stock.orders.take()
+        if self._keeps_blocks:
+            self._out += self._cache.stock.orders.take()
         for suspend in plan.suspends:
             life = self.sequences.by_sequence[suspend.sequence.sequence_id]
             self.num_suspended += 1
@@ -184,11 +187,17 @@ class Lifecycle:
             part = grow.residence.parts[-1]
             self.grants.ask(self.sequences.by_sequence[grow.sequence.sequence_id], part)
             self._out.append(Extend(part))
-        self._out += self._cache.stock.orders.take_fetches()
+        if self._keeps_blocks:
+            self._out += self._cache.stock.orders.take_fetches()
         for start in plan.starts:
             life = self.sequences.by_sequence[start.sequence.sequence_id]
             life.lane = lane
             self.starting.start(life, start)
+        if self._keeps_blocks:
+            self._tend_blocks(lane)
+
+    def _tend_blocks(self, lane: int) -> None:
+        """A step was planned: forget the blocks whose memory it may need, and move others."""
         flying = sum([chunk.num_tokens for chunks in self._flying.values() for chunk in chunks])
         coming = self.scheduler.lanes[lane].num_next_tokens
         num_tokens = self.sequences.num_cached_tokens + flying + coming
@@ -203,7 +212,8 @@ class Lifecycle:
                 [chunk.sequence.sequence_id for chunk in chunks]
             )
             self._out.append(Run(lane, chunks))
-            self.starting.restores.begin_step(lane, chunks)
+            if self._keeps_blocks:
+                self.starting.restores.begin_step(lane, chunks)
 
     def _opened(self, part_id: PartId) -> None:
         life = self.grants.opened(part_id)
@@ -248,7 +258,8 @@ class Lifecycle:
         self.endings.was_refused = False
         lives = self.sequences
         del lives.flying[event.lane]
-        self.starting.restores.end_step(event.lane)
+        if self._keeps_blocks:
+            self.starting.restores.end_step(event.lane)
         chunks = self._flying.pop(event.lane)
         cache = self._cache
         for chunk in lives.wanted(chunks):
@@ -285,7 +296,7 @@ class Lifecycle:
             idle_s: of that, nobody computed.
         """
         traffic = self._cache.stock.traffic
-        if not traffic.has_lower:
+        if not self._keeps_blocks or not traffic.has_lower:
             return
         if self.starting.restores.was_beside:
             traffic.rates.stepped_beside(num_prompt_tokens, max(0.0, seconds - idle_s))
