@@ -136,13 +136,14 @@ def serve_next(
     """Deal with what comes next; ``grace_period``: for how long lost
     S-workers are waited for, None: for ever; ``behind``: what is done behind compute, if
     there may be anything. False: leave the loop."""
-    if behind is not None and behind.is_late:
-        behind.work()
+    links = behind if behind is not None and behind.is_used else None
+    if links is not None and links.is_late:
+        links.work()
     if grace_period is not None and (over := grace_period.end(state)):
         return obey(over, hub.connections, state, executor, behind)
     if not tell_moved(hub.connections, state, executor, behind):
         return False
-    link_wait_s = None if behind is None else behind.wait_s
+    link_wait_s = None if links is None else links.wait_s
     away_s = None if grace_period is None else grace_period.wait_s(state)
     waits_s = [each for each in (link_wait_s, executor.tiers.wait_s, away_s) if each is not None]
     try:
@@ -161,8 +162,8 @@ def serve_next(
         )
     except WorkerError as error:
         if error.code == TIMEOUT and waits_s:
-            if behind is not None and link_wait_s is not None:
-                behind.work()
+            if links is not None and link_wait_s is not None:
+                links.work()
             return True
         logger.info("R-worker %s stops: %s", state.name, error)
         return False
@@ -259,7 +260,7 @@ def _compute(
     """Answer with a layer. What has failed of the blocks that it read is told
     before. False: leave the loop."""
     result = executor.compute(compute)
-    if behind is not None:
+    if behind is not None and behind.is_used:
         behind.attended()
     if compute.plan.coming and not tell_moved(peers, state, executor, behind):
         return False

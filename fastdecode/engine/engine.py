@@ -92,7 +92,7 @@ class Engine:
         self.requests: Final[Requests] = state.requests
         """Those that are waiting or running."""
         self.stats: Final[EngineStats] = state.stats
-        self._trace = trace or NoTrace()
+        self._trace = None if isinstance(trace, NoTrace) else trace
         self._recovery = recovery or Recovery(state)
         self._extensions = (*extensions, self._recovery)
         self._doers = {kind: each for each in self._extensions for kind in each.instructions}
@@ -431,9 +431,9 @@ class Engine:
             [chunk.num_tokens for chunk in wanted]
         )
         self.stats.count_load(load, sum([chunk.num_in_prompt for chunk in wanted]))
-        scheduler = self._lifecycle.scheduler
-        now = time.perf_counter()
-        self._trace.load(now, scheduler.num_running, len(scheduler.waiting), load)
+        if self._trace is not None:
+            scheduler, now = self._lifecycle.scheduler, time.perf_counter()
+            self._trace.load(now, scheduler.num_running, len(scheduler.waiting), load)
 
     def _count_sequences(self) -> None:
         stats, lifecycle = self.stats, self._lifecycle

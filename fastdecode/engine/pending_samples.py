@@ -73,7 +73,7 @@ class PendingSamples:
         lives: SequenceTable,
         requests: Requests,
         stats: EngineStats,
-        trace: Trace,
+        trace: Trace | None,
     ) -> None:
         self._s_worker = s_worker
         self._lives = lives
@@ -109,7 +109,8 @@ class PendingSamples:
         sampled = self._s_worker.drawn(tokens.drawing)
         now = time.perf_counter()
         step, ended_s = tokens.step, tokens.ended_s or now
-        self._trace.sampled(step.lane, step.step, len(sampled), tokens.started_s, ended_s)
+        if self._trace is not None:
+            self._trace.sampled(step.lane, step.step, len(sampled), tokens.started_s, ended_s)
         lives = self._lives
         wanted = (lives.awaiting if tokens.goes_ahead else lives.wanted)(tokens.chunks)
         rows = _rows_of(tokens.chunks, wanted)

@@ -44,13 +44,14 @@ class BackgroundTransfers:
         self._neighbours = neighbours
         self._links = ReplicaLinks(memory, neighbours, tell, clock)
         self._pulls = Pulls(memory, neighbours, tell, clock)
-        self._is_used = False  # nothing was ever asked of it
+        self.is_used = False
+        """Whether anything was ever asked of it."""
 
     @property
     def wait_s(self) -> float | None:
         """How long to wait for others' messages before ``work``; None: for as
         long as it takes."""
-        if not self._is_used:
+        if not self.is_used:
             return None
         waits_s = [each for each in (self._links.wait_s, self._pulls.wait_s) if each is not None]
         return min(waits_s, default=None)
@@ -58,13 +59,13 @@ class BackgroundTransfers:
     @property
     def is_late(self) -> bool:
         """Whether a unit is due, whatever else waits."""
-        return self._is_used and (self._links.is_late or self._pulls.is_late)
+        return self.is_used and (self._links.is_late or self._pulls.is_late)
 
     def obey(
         self, instruction: LinkReplica | Follow | EndStep | BeginPull | EndPull | Admit
     ) -> None:
         """Something of this begins, ends, or has to be known for it."""
-        self._is_used = True
+        self.is_used = True
         if isinstance(instruction, Admit):
             for address in instruction.addresses:
                 self._neighbours.expect(address, FEEDING_LINE)
@@ -77,7 +78,7 @@ class BackgroundTransfers:
 
     def attended(self) -> None:
         """A layer has been attended."""
-        if self._is_used:
+        if self.is_used:
             self._pulls.turns.attended()
 
     def work(self) -> None:
