@@ -145,7 +145,8 @@ def serve_next(
         return False
     link_wait_s = None if links is None else links.wait_s
     away_s = None if grace_period is None else grace_period.wait_s(state)
-    waits_s = [each for each in (link_wait_s, executor.tiers.wait_s, away_s) if each is not None]
+    tier_wait_s = executor.tiers.wait_s if executor.tiers.is_used else None
+    waits_s = [each for each in (link_wait_s, tier_wait_s, away_s) if each is not None]
     try:
         peer, message = hub.receive_any(min(waits_s, default=None))
     except PeerLostError as error:
@@ -184,7 +185,8 @@ def tell_moved(
 ) -> bool:
     """Report moves between tiers to the peers that asked for them. False: leave
     the loop."""
-    for news in executor.tiers.take_news() if executor.tiers.is_busy else ():
+    tiers = executor.tiers
+    for news in tiers.take_news() if tiers.is_used and tiers.is_busy else ():
         if not obey(state.moved(news), peers, state, executor, behind):
             return False
     return True

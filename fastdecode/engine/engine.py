@@ -259,9 +259,7 @@ class Engine:
     def _has_pending(self) -> bool:
         """Whether a step is in flight, tokens are on their way to the host, or
         an answer about a room is owed."""
-        lifecycle = self._lifecycle
-        owed = lifecycle.grants or lifecycle.adoptions or lifecycle.is_moving
-        return bool(self._pipeline.in_flight or self._coming or owed)
+        return bool(self._pipeline.in_flight or self._coming or self._lifecycle.is_owed)
 
     def _choose_lanes(self) -> None:
         num_lanes = self._pipeline.num_lanes

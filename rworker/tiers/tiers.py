@@ -125,6 +125,8 @@ class Tiers:
         self._movers: dict[HolderId, LowerTier] = {}
         self._asked: dict[tuple[HolderId, int], int] = {}  # who asked for a job
         self._refused: list[Done] = []
+        self.is_used = False
+        """Whether anything was ever asked of it."""
 
     @property
     def is_busy(self) -> bool:
@@ -143,6 +145,7 @@ class Tiers:
         Args:
             memory: its cache.
         """
+        self.is_used = True
         self.close(wanted.holder)
         if self._disk is None:
             yield from _pages(wanted.holder, 0, [])
@@ -171,6 +174,7 @@ class Tiers:
 
     def begin(self, wanted: MoveBlocks) -> None:
         """Blocks are to be moved; where there is no lower tier, that has failed."""
+        self.is_used = True
         move, mover = wanted.move, self._movers.get(wanted.holder)
         if mover is None:
             failed = set(range(len(move.keys)))

@@ -40,9 +40,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.spec import AttentionSpec, KVSpec
+from sworker.buffers import Room
 from sworker.device import Event, Gpu, Stream, gpu_of
 from sworker.paged import BlockKernels, PagedKV
-from sworker.room import Room
 from sworker.swap.figures import SwapFigures
 from sworker.swap.host import HostKV, Staged, parts_of, row_bytes, stretches
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from recorded_gpu import RecordedGpu
 
-from sworker.buffers import GpuStaging, Share, Staging
-from sworker.room import Room
+from sworker.buffers import GpuStaging, Room, Share, Staging
 
 
 def test_rooms_grow_and_stay() -> None:

@@ -17,9 +17,9 @@ from fastdecode.engine.step.host_tier import HostTier
 from fastdecode.wire.buffers import BufferPool
 from rworker.tiers.units import MoveJob
 from sworker import device
+from sworker.buffers import Room
 from sworker.device import CudaGpu, HostMemory, clear_cuda_error, feed_gpu, gpu_of
 from sworker.paged import PagedKV
-from sworker.room import Room
 from sworker.worker import DeviceTimer
 
 

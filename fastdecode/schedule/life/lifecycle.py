@@ -89,6 +89,7 @@ class Lifecycle:
         self._flying: dict[int, tuple[Chunk, ...]] = {}  # by lane
         self._cache = scheduler.ledger.cache
         self._keeps_blocks = self._cache.chains.are_on
+        self._fails_over = False  # some holder was lost that has a replica
 
     def handle(self, event: Event) -> list[Instruction]:
         """What is to be done now that this has happened.
@@ -102,7 +103,7 @@ class Lifecycle:
                 self._step_done(event)
             case Came():
                 self._coming.take_awaited(event.drawn)
-            case LaneIdle() | LaneReady() if self.adoptions:
+            case LaneIdle() | LaneReady() if self._fails_over and self.adoptions:
                 pass  # no step begins
             case LaneIdle():
                 self._plan(event.lane)
@@ -133,7 +134,7 @@ class Lifecycle:
                 self.scheduler.regroup(event.num_lanes)
             case _:
                 assert_never(event)
-        if self.adoptions and not self._flying:
+        if self._fails_over and self.adoptions and not self._flying:
             for holder in self.adoptions.about_to_leave:
                 self.handing.interrupt(holder)  # what it exports or imports doesn't move with it
             self.adoptions.ask()
@@ -152,10 +153,12 @@ class Lifecycle:
             case Lost():
                 self._lost(event.holder)
             case Interrupted():
+                self._fails_over = True
                 self.endings.looks_for_room = True
                 self.handing.interrupt(event.holder)
                 self.adoptions.begin(event.holder)
             case Leaving():
+                self._fails_over = True
                 self.adoptions.leave(event.holder)
             case TakenOver():
                 self.adoptions.end(event.holder, event.num_tokens)
@@ -302,6 +305,12 @@ class Lifecycle:
             traffic.rates.stepped_beside(num_prompt_tokens, max(0.0, seconds - idle_s))
         else:
             traffic.rates.stepped(num_prompt_tokens, seconds)
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether an answer about a room is owed, or a holder is being taken over."""
+        is_awaited = self.grants or (self._fails_over and self.adoptions)
+        return bool(is_awaited) or (self._keeps_blocks and self.is_moving)
 
     @property
     def is_moving(self) -> bool:
