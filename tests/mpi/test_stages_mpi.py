@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
+from families import save_tiny
 from generate_jobs import answers_alone
 from mpi_launch import mpirun, needs_mpi, open_mpi_options, run, running
 from stage_ranks import FASTDECODE, R_WORKER, exit_code_file, write_some_forked
@@ -32,10 +33,11 @@ def job(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Job:
         *more: str,
         tp: int = 1,
         family: str = "llama",
+        model: Path | None = None,
     ) -> tuple[list[str], Path, Callable[[], str]]:
         source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
         write_some_forked(source, max_tokens)
-        options = ["--model", str(tiny_checkpoint(family)), "--dtype", "float32"]
+        options = ["--model", str(model or tiny_checkpoint(family)), "--dtype", "float32"]
         options += ["--prefill-chunk", "16"]
         files = ["--input", str(source), "--output", str(output)]
         stages = ["--pp", str(num_stages), "--tp", str(tp), *more]
@@ -91,6 +93,17 @@ def test_each_s_worker_keeps_its_heads_kv(num_stages: int, job: Job) -> None:
 @pytest.mark.parametrize("family", ["phi3", "gemma2", "gpt2", "gpt_neox", "bloom", "opt"])
 def test_every_familys_tokens_in_stages_of_two_s_workers(family: str, job: Job) -> None:
     command, output, expected = job(2, 2, 12, tp=2, family=family)
+    outcome = run(command, timeout_s=120)
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
+    assert output.read_text() == expected()
+
+
+@pytest.mark.skipif(not TRIES_ALL, reason="make campaign: two ranks are threads elsewhere")
+@pytest.mark.parametrize("ep", [1, 2])
+def test_experts_of_two_s_workers(ep: int, job: Job, tmp_path: Path) -> None:
+    """A share of every expert on each, or whole ones."""
+    save_tiny(tmp_path / "model", "qwen2_moe", seed=2)
+    command, output, expected = job(1, 2, 12, "--ep", str(ep), tp=2, model=tmp_path / "model")
     outcome = run(command, timeout_s=120)
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
     assert output.read_text() == expected()
