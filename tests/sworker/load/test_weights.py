@@ -11,9 +11,11 @@ import pytest
 import torch
 import transformers
 from checkpoints import FAMILIES, oracle
+from families import save_tiny
 from weight_files import Make, Tensors, assert_same, copy_with, edit_config, load
 
 from fastdecode.core.model.checkpoint import open_checkpoint
+from sworker.load.reader import TensorReader
 from sworker.load.weights import load_model
 
 
@@ -140,3 +142,22 @@ def test_importing_the_package_does_not_load_torch() -> None:
     subprocess.run(
         [sys.executable, "-c", "import sys, sworker; assert 'torch' not in sys.modules"], check=True
     )
+
+
+def test_a_file_is_opened_once_for_all_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny(tmp_path, "qwen3_moe", seed=1)  # 17 experts in each of 3 layers, with 3 tensors each
+    num_tensors = len(open_checkpoint(tmp_path).tensors)
+    opened: list[Path] = []
+    open_file = TensorReader._open
+
+    def counted(self: TensorReader, path: Path) -> Any:
+        if path not in self._files:
+            opened.append(path)
+        return open_file(self, path)
+
+    monkeypatch.setattr(TensorReader, "_open", counted)
+    load_model(tmp_path, device="cpu", dtype=torch.float32)
+    assert num_tensors > 100
+    assert len(opened) == 1
