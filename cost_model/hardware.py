@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from importlib import resources
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
+from fastdecode.core.json_file import read_object
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -23,6 +25,7 @@ else:
 
 MIB = 1 << 20
 GIB = 1 << 30
+MAX_BYTES = 1 << 20
 
 _Kind = TypeVar("_Kind")
 
@@ -36,7 +39,8 @@ class Efficiency:
     source: str
 
     def __post_init__(self) -> None:
-        assert 0.0 < self.value < 1.0, f"an efficiency lies between 0 and 1, got {self.value}"
+        if not 0.0 < self.value < 1.0:
+            raise ConfigError(f"an efficiency lies between 0 and 1, got {self.value}")
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Gpu:
     fp16_flops_per_s: float
     bf16_flops_per_s: float | None
     """None: the GPU has no bfloat16 units."""
+    fp8_flops_per_s: float | None
+    """None: the GPU has no FP8 units."""
     memory_bytes: int
     memory_bytes_per_s: float
     pcie_bytes_per_s: float
@@ -163,11 +169,52 @@ class Hardware:
         self._tables = tables
 
     @classmethod
-    def load(cls) -> Hardware:
-        """The file that comes with the package."""
-        return cls(
-            parse_toml(resources.files("cost_model").joinpath("hardware.toml").read_text("utf-8"))
-        )
+    def load(cls, more: Path | None = None) -> Hardware:
+        """The file that comes with the package.
+
+        Args:
+            more: a user's file, whose parts are added. A part of a known name changes the
+                fields that it has; ``like`` names a part that it is but for its own fields.
+
+        Raises:
+            ConfigError: the user's file can't be read, or a field is missing, unknown or
+                makes no sense; names it.
+        """
+        shipped = resources.files("cost_model").joinpath("hardware.toml").read_text("utf-8")
+        hardware = cls(parse_toml(shipped))
+        return hardware if more is None else hardware._with(more)
+
+    def _with(self, path: Path) -> Hardware:
+        def refuse(why: str) -> ConfigError:
+            return ConfigError(f"--hardware {path}: {why}")
+
+        tree = read_object(path, most_bytes=MAX_BYTES, refuse=refuse, parse=parse_toml)
+        tables = {kind: dict(rows) for kind, rows in self._tables.items()}
+        for kind, rows in tree.items():
+            if kind not in _KINDS or not isinstance(rows, dict):
+                raise refuse(f"[{kind}] is not one of [gpu.NAME], [cpu.NAME] and [nic.NAME]")
+            for name, row in rows.items():
+                try:
+                    tables[kind][name] = self._row(kind, name, row)
+                    _KINDS[kind](name, {**self._tables[f"{kind}_defaults"], **tables[kind][name]})
+                except ConfigError as error:
+                    raise refuse(f"[{kind}.{name}]: {error.message}") from None
+        return Hardware(tables)
+
+    def _row(self, kind: str, name: str, row: Any) -> dict[str, Any]:
+        """A user's part, with the fields of the one that it is like."""
+        if not isinstance(row, dict):
+            raise ConfigError("it must be a table of fields")
+        rows, row = self._tables[kind], dict(row)
+        base = rows.get(name, {})
+        if "like" in row:
+            base = rows[self._find(kind, str(row.pop("like")))]
+            base = {field: value for field, value in base.items() if field != "aliases"}
+        known = {field for each in rows.values() for field in each}
+        unknown = sorted(set(row) - known - set(self._tables[f"{kind}_defaults"]))
+        if unknown:
+            raise ConfigError(f"{unknown[0]} is not known; there are {', '.join(sorted(known))}")
+        return {"source": "given by --hardware", **base, **row}
 
     @cached_property
     def gpus(self) -> dict[str, Gpu]:
@@ -185,6 +232,17 @@ class Hardware:
         """Raises ConfigError with the nearest names if there is none of this name."""
         return self.gpus[self._find("gpu", name)]
 
+    def printed_gpu(self, name: str) -> Gpu | None:
+        """As a driver prints it: "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB". None: not
+        known, whatever words are left out at its end."""
+        words = name.split()
+        for count in range(len(words), 0, -1):
+            try:
+                return self.gpu(" ".join(words[:count]))
+            except ConfigError:
+                continue
+        return None
+
     def cpu(self, name: str) -> Cpu:
         """Raises ConfigError with the nearest names if there is none of this name."""
         return self.cpus[self._find("cpu", name)]
@@ -195,12 +253,11 @@ class Hardware:
 
     def faster_nic(self, nic: Nic) -> Nic | None:
         """The next faster port of the same kind (Ethernet or InfiniBand); None at the top."""
-        ethernet = nic.name.endswith("GbE")
+        family = _nic_family(nic)
         faster = [
             other
             for other in self.nics.values()
-            if other.line_bits_per_s > nic.line_bits_per_s
-            and other.name.endswith("GbE") == ethernet
+            if other.line_bits_per_s > nic.line_bits_per_s and _nic_family(other) == family
         ]
         return min(faster, key=lambda other: other.line_bits_per_s, default=None)
 
@@ -246,21 +303,28 @@ def find_name(name: str, known: Mapping[str, str], *, option: str) -> str:
     )
 
 
+def _nic_family(nic: Nic) -> str:
+    return next((kind for kind in ("GbE", "EFA") if kind in nic.name), "InfiniBand")
+
+
+_NOISE = re.compile(r"\((r|tm)\)|\bcpu @.*|\b\d+-core processor.*|\b(nvidia|amd|intel|cpu|tesla)\b")
+"""Of names as nvidia-smi, rocm-smi and lscpu print them."""
+
+
 def _plain(name: str) -> str:
-    plain = re.sub(r"[^a-z0-9+]", "", name.lower())
-    for vendor in ("nvidia", "amd", "intel"):
-        plain = plain.removeprefix(vendor)
-    return plain
+    return re.sub(r"[^a-z0-9+]", "", _NOISE.sub("", name.lower()))
 
 
 def _efficiency(row: Mapping[str, Any], name: str) -> Efficiency:
-    return Efficiency(float(row[name]), str(row[f"{name}_source"]))
+    return Efficiency(_number(row, name), str(row[f"{name}_source"]))
 
 
 def _number(row: Mapping[str, Any], name: str) -> float:
-    value = float(row[name])
-    assert math.isfinite(value) and value > 0, f"{name}={value} in hardware.toml"
-    return value
+    value = row[name]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{name} = {value!r} is not a number above 0")
+    return float(value)
 
 
 def _optional(row: Mapping[str, Any], name: str) -> float | None:
@@ -269,7 +333,7 @@ def _optional(row: Mapping[str, Any], name: str) -> float | None:
 
 _READERS: dict[str, Callable[[Mapping[str, Any], str], Any]] = {
     "str": lambda row, name: row[name],
-    "int": lambda row, name: int(row[name]),
+    "int": lambda row, name: int(_number(row, name)),
     "float": _number,
     "float | None": _optional,
     "Efficiency": _efficiency,
@@ -279,21 +343,40 @@ _READERS: dict[str, Callable[[Mapping[str, Any], str], Any]] = {
 
 def _read(kind: Callable[..., _Kind], name: str, row: Mapping[str, Any], **given: int) -> _Kind:
     """A row of the file: all fields of ``kind`` but its name and what is ``given``."""
+    every = fields(kind)  # type: ignore[arg-type]
+    needed = {each.name for each in every if "None" not in str(each.type)}
+    missing = sorted(needed - {"name", *given, *row})
+    if missing:
+        raise ConfigError(f'{missing[0]} is missing; or say which part it is like: like = "NAME"')
     rest = {
         field.name: _READERS[str(field.type)](row, field.name)
-        for field in fields(kind)  # type: ignore[arg-type]
+        for field in every
         if field.name != "name" and field.name not in given
     }
     return kind(name=name, **given, **rest)
 
 
+def _size(row: Mapping[str, Any], name: str, unit: int) -> int:
+    if name not in row:
+        raise ConfigError(f'{name} is missing; or say which part it is like: like = "NAME"')
+    return int(_number(row, name)) * unit
+
+
 def _gpu(name: str, row: Mapping[str, Any]) -> Gpu:
-    return _read(Gpu, name, row, memory_bytes=int(_number(row, "memory_mib")) * MIB)
+    return _read(Gpu, name, row, memory_bytes=_size(row, "memory_mib", MIB))
 
 
 def _cpu(name: str, row: Mapping[str, Any]) -> Cpu:
-    return _read(Cpu, name, row, memory_bytes=int(row["memory_gib"]) * GIB)
+    return _read(Cpu, name, row, memory_bytes=_size(row, "memory_gib", GIB))
 
 
 def _nic(name: str, row: Mapping[str, Any]) -> Nic:
     return _read(Nic, name, row)
+
+
+_KINDS: dict[str, Callable[[str, Mapping[str, Any]], Any]] = {
+    "gpu": _gpu,
+    "cpu": _cpu,
+    "nic": _nic,
+}
+"""How a table's rows are read."""

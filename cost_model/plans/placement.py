@@ -16,7 +16,6 @@ from cost_model.plans.constraints import r_memory_bytes, s_worker_fits
 from cost_model.plans.gpu_only import GpuOnly, best_gpu_only, gpu_only_step_s
 from cost_model.plans.hybrid import best_hybrid
 from cost_model.predict import MAX_LANES, System
-from fastdecode.core.errors import ConfigError
 
 _NEARLY = 0.95
 """Of the most tokens a second: for less than that a simpler placement isn't taken."""
@@ -107,21 +106,10 @@ def gpu_like(name: str, memory_bytes: int, usable: float, hardware: Hardware) ->
     Args:
         usable: part of the memory.
     """
-    known = _known_gpu(name, hardware)
+    known = hardware.printed_gpu(name)
     gpu = known or hardware.gpu(_LARGE if memory_bytes >= _LARGE_BYTES else _SMALL)
     part = Efficiency(min(0.999, max(0.001, usable)), "what is free of it")
     return replace(gpu, memory_bytes=memory_bytes, memory_usable=part), known is not None
-
-
-def _known_gpu(name: str, hardware: Hardware) -> Gpu | None:
-    """As "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB" or "Tesla T4"."""
-    words = name.removeprefix("NVIDIA").split()
-    for count in range(len(words), 0, -1):
-        try:
-            return hardware.gpu(" ".join(words[:count]))
-        except ConfigError:
-            continue
-    return None
 
 
 def assumed_r_worker(hardware: Hardware, *, is_here: bool) -> tuple[Cpu, Nic]:

@@ -122,6 +122,7 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--cpu", required=True, metavar="C", help="name, or profile.json of `calibrate r`"
     )
+    add_hardware_file(group)
     group.add_argument(
         "--dram-gb", type=float, metavar="GB", help="memory a socket; default: the data file's"
     )
@@ -145,6 +146,13 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
         default=4,
         metavar="N",
         help="with ZeroMQ: a quarter of the cores of the S-worker's host (default: 4)",
+    )
+
+
+def add_hardware_file(group: Any) -> None:
+    """``--hardware``, of every command that takes parts by name."""
+    group.add_argument(
+        "--hardware", type=Path, metavar="FILE", help="TOML with GPUs, CPUs and NICs of your own"
     )
 
 
@@ -201,7 +209,7 @@ def run_size(args: argparse.Namespace) -> int:
 
     if args.plot is not None:
         check_plot(args.plot)
-    hardware = Hardware.load()
+    hardware = Hardware.load(args.hardware)
     prices = None if args.prices is None else Prices.read(args.prices)
     if args.emit is not None and args.transport != "mpi":
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,8 @@ from fastdecode.core.errors import ConfigError
 HARDWARE = Hardware.load()
 GPUS = [
     "T4", "A10", "A10G", "L4", "L40S", "V100", "A100-40GB", "A100-80GB", "H100-PCIe", "H100-SXM",
-    "H200", "RTX-3090", "RTX-4090", "MI300X",
+    "H200", "RTX-3090", "RTX-4090", "MI300X", "L40", "H20", "GH200", "B200", "GB200", "B300",
+    "RTX PRO 6000", "MI325X", "MI355X", "H100-NVL", "RTX 5090", "A6000", "RTX 6000 Ada",
 ]  # fmt: skip
 CPUS = [
     "EPYC-7452",
@@ -26,14 +28,33 @@ CPUS = [
     "6980P",
     "Graviton3",
     "Graviton4",
+    "Grace",
+    "9755",
+    "9965",
+    "8592+",
+    "6972P",
 ]
-NICS = ["10GbE", "25GbE", "50GbE", "100GbE", "200GbE", "400GbE", "HDR100", "HDR", "NDR"]
+NICS = [
+    "10GbE",
+    "25GbE",
+    "50GbE",
+    "100GbE",
+    "200GbE",
+    "400GbE",
+    "HDR100",
+    "HDR",
+    "NDR",
+    "800GbE",
+    "XDR",
+    "EFA",
+]
 
 
 @pytest.mark.parametrize("name", GPUS)
 def test_gpus_are_listed(name: str) -> None:
     gpu = HARDWARE.gpu(name)
-    assert 10e12 < gpu.fp16_flops_per_s < 2e15
+    assert 10e12 < gpu.fp16_flops_per_s < 3e15
+    assert gpu.fp8_flops_per_s is None or 1.9 < gpu.fp8_flops_per_s / gpu.fp16_flops_per_s < 2.1
     assert 10 < gpu.fp16_flops_per_s / gpu.memory_bytes_per_s < 1000  # FLOPs a byte
     assert gpu.memory_bytes_per_s > gpu.peer_bytes_per_s >= gpu.pcie_bytes_per_s * 0.999
 
@@ -42,7 +63,7 @@ def test_gpus_are_listed(name: str) -> None:
 def test_cpus_are_listed(name: str) -> None:
     cpu = HARDWARE.cpu(name)
     assert 100e9 < cpu.memory_bytes_per_s < 1e12
-    assert 1e12 < cpu.fp32_flops_per_s < 20e12
+    assert 1e12 < cpu.fp32_flops_per_s < 30e12
 
 
 @pytest.mark.parametrize("name", NICS)
@@ -85,8 +106,88 @@ def test_spelling_does_not_matter(name: str) -> None:
     assert HARDWARE.gpu(name).name == "A100-80GB"
 
 
+@pytest.mark.parametrize(
+    ("printed", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100-SXM"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA A100-PCIE-40GB", "A100-PCIe-40GB"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000"),
+        ("Tesla V100-SXM2-16GB", "V100-16GB"),
+        ("AMD Instinct MI355X", "MI355X"),
+    ],
+)
+def test_names_as_drivers_print_them(printed: str, name: str) -> None:
+    assert HARDWARE.gpu(printed).name == name
+
+
+@pytest.mark.parametrize(
+    ("printed", "name"),
+    [
+        ("AMD EPYC 7763 64-Core Processor", "EPYC 7763"),
+        ("Intel(R) Xeon(R) Platinum 8380 CPU @ 2.30GHz", "Xeon 8380"),
+        ("INTEL(R) XEON(R) PLATINUM 8592+", "Xeon 8592+"),
+        ("Neoverse-V1", "Graviton3"),
+    ],
+)
+def test_names_as_lscpu_prints_them(printed: str, name: str) -> None:
+    assert HARDWARE.cpu(printed).name == name
+
+
+MINE = """
+[gpu."My card"]
+like = "A10"
+memory_mib = 49152
+[cpu."EPYC 7452"]
+memory_gib = 1024
+[nic.slow]
+source = "measured with iperf"
+line_bits_per_s = 8e9
+round_trip_s = 1e-4
+round_trip_source = "measured with ping"
+"""
+
+
+def test_parts_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(MINE)
+    mine = Hardware.load(file)
+    assert mine.gpu("my card").memory_bytes == 48 << 30
+    assert mine.gpu("my card").fp16_flops_per_s == HARDWARE.gpu("A10").fp16_flops_per_s
+    assert mine.cpu("7452").memory_bytes == 1 << 40 and mine.cpu("7452").cores == 32
+    assert mine.nic("slow").bytes_per_s == pytest.approx(0.9e9)
+    assert mine.gpu("A10") == HARDWARE.gpu("A10")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            "[gpu.x]\nmemory_mib = 1",
+            "[gpu.x]: fp16_flops_per_s is missing; or say which part it is like",
+        ),
+        ('[gpu.x]\nlike = "A10"\npower_w = -1', "[gpu.x]: power_w = -1 is not a number above 0"),
+        ('[gpu.x]\nlike = "A10"\npower_w = "much"', "power_w = 'much' is not a number"),
+        ('[gpu.x]\nlike = "A10"\nspeed = 1', "[gpu.x]: speed is not known; there are aliases"),
+        ('[gpu.x]\nlike = "A1O"', "Did you mean A10"),
+        ('[gpu.x]\nlike = "A10"\ncompute_efficiency = 1.0', "between 0 and 1, got 1.0"),
+        ("[tpu.x]\npower_w = 1", "[tpu] is not one of [gpu.NAME], [cpu.NAME] and [nic.NAME]"),
+        ("gpu = 3", "[gpu] is not one of"),
+        ("[gpu]\nx = 3", "[gpu.x]: it must be a table"),
+        ("[gpu.x", "mine.toml: "),
+    ],
+)
+def test_parts_that_make_no_sense(tmp_path: Path, text: str, why: str) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="--hardware") as caught:
+        Hardware.load(file)
+    assert why in caught.value.message
+
+
 def test_unknown_names_suggest_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="Did you mean H100-PCIe or H100-SXM") as caught:
+    with pytest.raises(ConfigError, match="Did you mean H100-PCIe") as caught:
         HARDWARE.gpu("H100-PCI")
     assert caught.value.exit_code == 2 and caught.value.code == "unknown_gpu"
     with pytest.raises(ConfigError, match="EPYC 7452"):
@@ -109,6 +210,6 @@ def test_faster_nics_are_of_the_same_kind() -> None:
     while nic is not None:
         names.append(nic.name)
         nic = HARDWARE.faster_nic(nic)  # type: ignore[assignment]
-    assert names == ["10GbE", "25GbE", "50GbE", "100GbE", "200GbE", "400GbE"]
+    assert names == ["10GbE", "25GbE", "50GbE", "100GbE", "200GbE", "400GbE", "800GbE"]
     faster = HARDWARE.faster_nic(HARDWARE.nic("HDR100"))
     assert faster is not None and faster.name == "HDR"

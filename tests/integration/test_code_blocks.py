@@ -62,6 +62,7 @@ LISTED = {
     ("docs/guides/quantised.md", "weights are"): "a line of progress of a large model",
     ("docs/guides/serving.md", "$ "): "shows times; tests/integration/test_readme.py asks a server",
     ("docs/guides/sizing.md", "currency"): "a file's format; tests/cost_model read it",
+    ("docs/guides/sizing.md", "[gpu."): "a file's format; tests/cost_model read such files",
 }  # fmt: skip
 """(page, first words) of blocks that aren't run, and why."""
 

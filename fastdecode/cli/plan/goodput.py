@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fastdecode.cli.options import EXIT_INFEASIBLE, add_log_level_option, tell
 from fastdecode.cli.parser import add_model
 from fastdecode.cli.plan.load import read_load
+from fastdecode.cli.size import add_hardware_file
 from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def _add_hardware(group: Any) -> None:
     add("--sockets-per-node", type=int, default=2, metavar="N", help="with low affinity, whose "
         "decode instances have R-workers on their own nodes only (default: 2)")  # fmt: skip
     add("--max-sockets", type=int, default=64, metavar="P", help="of a decode instance; 64")
+    add_hardware_file(group)
     add("--dram-gb", type=float, metavar="GB", help="memory a socket; default: the data file's")
     add("--nic", default="100GbE", metavar="N", help="name, or profile.json (default: 100GbE)")
     add("--nics", type=int, default=1, metavar="N", help="ports of a GPU's host (default: 1)")
@@ -148,7 +150,7 @@ def _setup(args: argparse.Namespace, draw: Draw) -> Any:
     given = argparse.Namespace(**vars(args))
     given.output_len = max(output for _, output in draw.lengths)
     given.prompt_len = longest - given.output_len
-    return read_setup(given, Hardware.load())
+    return read_setup(given, Hardware.load(args.hardware))
 
 
 def _prices(text: str | None) -> PlacementPrices:
