@@ -82,17 +82,18 @@ def prompts_of(asked: list[Asked]) -> list[list[int]]:
 def write_lines(path: Path, asked: list[Asked]) -> None:
     """The same requests as lines of ``fastdecode generate``."""
     with path.open("w") as file:
-        for prompt, each in zip(prompts_of(asked), asked, strict=True):
+        for place, (prompt, each) in enumerate(zip(prompts_of(asked), asked, strict=True)):
             params = {f.name: getattr(each.params, f.name) for f in fields(SamplingParams)}
             usual = {f.name: f.default for f in fields(SamplingParams)}
             said = {name: value for name, value in params.items() if value != usual[name] and value}
             said["structured_outputs"] = each.structured
-            file.write(json.dumps({"prompt_token_ids": prompt, **said}) + "\n")
+            file.write(json.dumps({"id": place, "prompt_token_ids": prompt, **said}) + "\n")
 
 
 def check_lines(path: Path, asked: list[Asked]) -> None:
     """Every answer in a file is what it must be."""
     answers = [json.loads(line) for line in path.read_text().splitlines()]
+    answers.sort(key=lambda answer: int(answer["id"]))
     assert len(answers) == len(asked)
     for answer, each in zip(answers, asked, strict=True):
         assert "error" not in answer, answer

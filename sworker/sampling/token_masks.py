@@ -43,12 +43,47 @@ def mask_logits(logits: Tensor, masks: Sequence[NDArray[np.int32] | None]) -> No
     rows = [row for row, mask in enumerate(masks) if mask is not None]
     if not rows:
         return
-    device, vocab_size = logits.device, logits.shape[1]
     words = np.stack([mask for mask in masks if mask is not None])
+    if logits.device.type == "cpu":
+        every = logits.numpy()
+        with np.errstate(invalid="ignore"):  # infinite ones become NaN, and are refused
+            for row, its in zip(rows, words, strict=True):
+                _mask_row(every[row], its)
+        return
+    _mask_rows(logits, rows, words)
+
+
+def _mask_row(logits: NDArray[np.float32], words: NDArray[np.int32]) -> None:
+    """One row on a CPU, float32 [V]. Grammars mostly allow nearly all tokens or nearly
+    none, so only words are looked at that differ from the more frequent of the two."""
+    num_whole = len(logits) // BITS
+    tail, words_of_tail = logits[num_whole * BITS :], words[num_whole:]
+    if len(tail):
+        tail += _added(words_of_tail)[0, : len(tail)]
+    of_words, words = logits[: num_whole * BITS].reshape(num_whole, BITS), words[:num_whole]
+    is_whole = words == -1
+    if 2 * np.count_nonzero(is_whole) >= num_whole:
+        some = np.flatnonzero(~is_whole)
+        of_words[some] += _added(words[some])
+        return
+    some = np.flatnonzero(words)
+    kept = of_words[some] + _added(words[some])
+    of_words += np.float32(-np.inf)
+    of_words[some] = kept
+
+
+def _added(words: NDArray[np.int32]) -> NDArray[np.float32]:
+    """What words add to the logits of their tokens: float32 [len(words), BITS]."""
+    table: NDArray[np.float32] = _added_by_byte().numpy()
+    return table[words.view(np.uint8)].reshape(len(words), BITS)
+
+
+def _mask_rows(logits: Tensor, rows: Sequence[int], words: NDArray[np.int32]) -> None:
+    """Rows on a device."""
+    device, vocab_size = logits.device, logits.shape[1]
     of_bytes = upload(torch.from_numpy(words.view(np.uint8)), device)
     table = upload(_added_by_byte(), device)
-    # On a CPU what is added stays in its caches.
-    size = 1 if device.type == "cpu" else max(1, MAX_ELEMENTS // vocab_size)
+    size = max(1, MAX_ELEMENTS // vocab_size)
     for first in range(0, len(rows), size):
         added = table[of_bytes[first : first + size].long()].flatten(1)[:, :vocab_size]
         some = rows[first : first + size]

@@ -44,7 +44,7 @@ PLACEMENTS: list[dict[str, Any]] = [
 MORE_PLACEMENTS: list[dict[str, Any]] = [
     {"r_workers": 2, "pp": 3, "pp_layers": "1,1,1", "lanes": 4},
     {"kv_placement": "gpu"},
-    {"kv_placement": "hybrid", "gpu_kv_memory_gb": 0.004},
+    {"kv_placement": "hybrid", "device_kv_gb": 0.004},
     {"prefill_instances": 2, "decode_instances": 1, "r_workers": 2},
     {"max_num_sequences": 5},
     {"kv_memory_gb": 0.002},
@@ -64,7 +64,7 @@ LOSSES: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]
 MORE_LOSSES: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"s1-r1": 300}, {"pp": 2, "r_workers": 2, "lanes": 2}),
-    ({"r1": 2000, "r0": 9000}, {"r_workers": 4, "lanes": 2}),
+    ({"r1": 200, "r0": 900}, {"r_workers": 4, "lanes": 2}),
 ]
 
 

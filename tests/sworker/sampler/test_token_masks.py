@@ -18,9 +18,10 @@ from sworker.sampling.token_masks import mask_logits, packed
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 61, 1000])
-def test_a_packed_mask_leaves_its_tokens_alone(vocab: int) -> None:
+@pytest.mark.parametrize("share", [0.01, 0.33, 0.99, 1.0])
+def test_a_packed_mask_leaves_its_tokens_alone(vocab: int, share: float) -> None:
     rng = np.random.default_rng(vocab)
-    allowed = rng.choice(vocab, max(1, vocab // 3), replace=False).tolist()
+    allowed = rng.choice(vocab, max(1, int(vocab * share)), replace=False).tolist()
     logits = torch.from_numpy(rng.normal(size=(3, vocab)).astype(np.float32))
     expected = logits.clone()
     out = [token for token in range(vocab) if token not in allowed]
@@ -46,10 +47,12 @@ def test_only_allowed_tokens_are_drawn(params: dict[str, float]) -> None:
         assert result.logprob.logprob == pytest.approx(float(alone[allowed.index(result.token_id)]))
 
 
-def test_a_mask_hides_no_damaged_logits() -> None:
+@pytest.mark.parametrize("damage", [math.nan, math.inf])
+@pytest.mark.parametrize("allowed", [(1,), tuple(t for t in range(V) if t != 50)], ids=len)
+def test_a_mask_hides_no_damaged_logits(damage: float, allowed: tuple[int, ...]) -> None:
     logits = torch.zeros(1, V)
-    logits[0, 50] = math.nan
-    (result,) = sample(logits, [make_state(SamplingParams(allowed_token_ids=(1,)))])
+    logits[0, 50] = damage
+    (result,) = sample(logits, [make_state(SamplingParams(allowed_token_ids=allowed))])
     assert result.error is not None and result.error.code == "non_finite_logits"
 
 
