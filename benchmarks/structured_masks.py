@@ -154,7 +154,7 @@ def main() -> None:
             + ", ".join(f"{name} {ms:.2f} ms" for name, ms in row["parts_ms"].items())
         )
     if args.out is not None:
-        keep(args.out, {**provenance(), "rows": rows})
+        keep({**provenance(), "rows": rows}, args.out)
 
 
 if __name__ == "__main__":

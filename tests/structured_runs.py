@@ -92,7 +92,7 @@ def write_lines(path: Path, asked: list[Asked]) -> None:
 
 def check_lines(path: Path, asked: list[Asked]) -> None:
     """Every answer in a file is what it must be."""
-    answers = [json.loads(line) for line in path.read_text().splitlines()]
+    answers = [json.loads(line) for line in path.read_text("utf-8").split("\n") if line]
     answers.sort(key=lambda answer: int(answer["id"]))
     assert len(answers) == len(asked)
     for answer, each in zip(answers, asked, strict=True):

@@ -97,11 +97,20 @@ def _calls_rule(family: ToolFormat, mark: Callable[[str], str], most_one: bool) 
 
 
 def _call_rule(family: ToolFormat, tool: Mapping[str, Any], mark: Callable[[str], str]) -> str:
-    schema = json_rule(tool.get("parameters") or {"type": "object"})
+    schema = json_rule(_closed(tool.get("parameters") or {"type": "object"}))
     if family.name_end:
         return f"{quoted(tool['name'])} {mark(family.name_end)} {schema}"
     head = f'{{"name": {json.dumps(tool["name"])}, "{family.arguments}": '
     return f'{quoted(head)} {schema} "}}"'
+
+
+def _closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A function has the parameters that it names, and no others, unless its schema
+    says more."""
+    opens = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
+    if not parameters.get("properties") or any(name in parameters for name in opens):
+        return parameters
+    return {**parameters, "additionalProperties": False}
 
 
 def quoted(text: str) -> str:

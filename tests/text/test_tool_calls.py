@@ -42,7 +42,6 @@ PARAMETERS = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 5}, "days": {"enum": [1, 2]}},
     "required": ["city"],
-    "additionalProperties": False,
     "x-guidance": {"whitespace_pattern": ""},
 }
 TOOLS: list[dict[str, Any]] = [
