@@ -32,6 +32,8 @@ class Shape:
     prompt_pp: int = 0
     tp: int = 1
     num_columns: int = NUM_COLUMNS
+    """R-workers of each stage, standby ones among them."""
+    num_spares: int = 0
     options: tuple[str, ...] = ()
 
     @property
@@ -47,6 +49,7 @@ class Shape:
         told = {"--pp": self.pp, "--prompt-pp": self.prompt_pp, "--tp": self.tp}
         usual = {"--pp": 1, "--prompt-pp": 0, "--tp": 1}
         given = [(name, str(n)) for name, n in told.items() if n != usual[name]]
+        given += [("--spare-r-workers", str(self.num_spares))] if self.num_spares else []
         # Prompts arrive all the time: few run at once, and they are cut small.
         few = ["--prefill-chunk", "4", "--max-num-sequences", "3"]
         return [*(word for pair in given for word in pair), *few, *self.options]
@@ -71,6 +74,10 @@ SHAPES = {
     "prompts of two": Shape(1, prompt_pp=2),
     "swap": Shape(3, num_columns=0, options=(*ON_DEVICES, "--swap")),
     "on devices": Shape(2, num_columns=0, options=ON_DEVICES),
+    "heads": Shape(2, options=("--r-partition", "heads")),
+    "heads of standby": Shape(2, num_spares=1, options=("--r-partition", "heads")),
+    "standby": Shape(2, num_spares=1),
+    "split": Shape(2, options=("--split-tokens", "64")),
     "of two S-workers": Shape(2, tp=2, num_columns=2, options=("--worker-timeout-s", "30")),
 }
 
@@ -144,7 +151,9 @@ def _of_a_stage(shape: Shape, chance: random.Random) -> tuple[Blow, ...]:
 
 def _of_r_workers(shape: Shape, chance: random.Random) -> tuple[Blow, ...]:
     """Some of them, and one column keeps all of its own."""
-    columns = chance.sample(range(shape.num_columns), shape.num_columns - 1)
+    num_active = shape.num_columns - shape.num_spares
+    columns = chance.sample(range(num_active), num_active - 1)
+    columns += range(num_active, shape.num_columns)
     ranks = [shape.r_rank(stage, column) for stage in range(shape.pp) for column in columns]
     hit = chance.sample(ranks, min(MOST_HIT, len(ranks)))
     phases = sorted((chance.choice(SERVED) for _ in hit), key=SERVED.index)
