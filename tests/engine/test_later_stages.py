@@ -277,7 +277,7 @@ def test_an_r_worker_that_a_prompt_stage_cannot_reach_is_given_up_everywhere() -
     assert [column for column, _ in stages.fleet.take_losses()] == [V]
     stages.say(1, ColumnLost(W, "gone", "it left"))
     assert not stages.fleet.take_losses() and len(stages.fleet.lost_workers) == 2
-    with pytest.raises(WorkerError, match="stage 2 is lost: .*speaks of stage 2"):
+    with pytest.raises(WorkerError, match=r"stage 2 is lost: .*speaks of stage 2"):
         stages.say(2, ColumnLost(V, "gone", "it left", 2))
 
 

@@ -19,7 +19,8 @@ from fastdecode import LLM, SamplingParams
 FAMILIES = ("qwen3_moe", "qwen2_moe", "glm4_moe", "minimax_m2", "granitemoeshared")
 """Each kind of router; shared experts; dense layers first."""
 MORE_FAMILIES = ("mixtral", "olmoe", "dots1", "ernie4_5_moe", "hunyuan_v1_moe", "granitemoe",
-                 "exaone_moe", "hy_v3", "mellum", "solar_open", "flex_olmo", "cohere2_moe")  # fmt: skip
+                 "exaone_moe", "hy_v3", "mellum", "solar_open", "flex_olmo",
+                 "cohere2_moe")  # fmt: skip
 NUM_TOKENS, LENGTHS = 24, (1, 23, 7, 40)
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 WAYS: dict[str, dict[str, Any]] = {

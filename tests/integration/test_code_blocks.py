@@ -76,7 +76,7 @@ LINES_NOT_RUN = {
     r"^fastdecode (calibrate|bench|doctor|r-worker)": "measures this host; "
     "tests/cli/test_calibrate_and_bench.py",
     r"^fastdecode (simulate|plan)|^python -c": "needs a file; tests/cli/test_simulate.py",
-    r"^fastdecode (cache|merge|run-batch)": "needs files of an earlier run; tests/cli/test_cache.py",
+    r"^fastdecode (cache|merge|run-batch)": "needs an earlier run's files; tests/cli/test_cache.py",
     r" s\.json ": "needs profiles of `fastdecode calibrate`; tests/cli/test_size.py",
     r"^\{": "a line of a file",
     r"…|\.\.\.": "shortened",
