@@ -207,6 +207,25 @@ def test_a_lost_r_worker_never_disturbs_those_at_home(
         assert tokens(llm) == expected("llama")
 
 
+@pytest.mark.parametrize("layout", [Layout.MIXED, Layout.SPLIT_2])
+def test_a_replica_takes_over_those_that_are_away(
+    layout: Layout,
+    monkeypatch: pytest.MonkeyPatch,
+    expected: Callable[[str], Tokens],
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    """The device has none, and needs none."""
+    crash_after(monkeypatch, {"r1": 30})
+    with hybrid(tiny_checkpoint("llama"), always(layout), r_workers=3, replicas=1) as llm:
+        assert tokens(llm) == expected("llama")
+        assert tokens(llm) == expected("llama")
+        engine, replicas = llm.snapshot().engine, llm.stats.replicas
+        assert engine.num_r_workers - engine.num_live_r_workers == 1
+        assert len(replicas.failovers) == 1 and llm.stats.num_recomputed == 0
+        on_device, *halves = sorted(welcome.num_blocks for welcome in llm._running.welcomes)
+        assert on_device < halves[0] == halves[2]
+
+
 def test_in_int8_everybody_has_the_tokens_of_its_side(
     tiny_checkpoint: Callable[..., Path],
 ) -> None:

@@ -65,7 +65,7 @@ def test_a_single_r_worker_has_nobody_to_keep_its_replica(
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("prefix_cache", "on"), ("kv_placement", "gpu"), ("kv_placement", "hybrid")],
+    [("prefix_cache", "on"), ("kv_placement", "gpu")],
 )
 def test_what_there_are_no_replicas_with_is_said(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match="replicas") as refused:

@@ -155,7 +155,7 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
         _pairs("prompt stages", "R-workers attend prompts",
                "prompt stages attend prompts by themselves", is_contradiction=True),
         _pairs("replicas", "prefix cache, disk tier", "replicas do not hold kept blocks"),
-        _pairs("replicas", "device KV, hybrid KV, swap, host tier",
+        _pairs("replicas", "device KV, swap, host tier",
                "only an R-worker's cache has a replica"),
         _pairs("shared heads", "split sequences",
                "with shared heads every R-worker has a part of every sequence",

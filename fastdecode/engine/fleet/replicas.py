@@ -533,6 +533,7 @@ def replicate(
     welcomes: Mapping[HolderId, Welcome],
     options: LinkOptions,
     clock: Clock = time.monotonic,
+    circle: Sequence[HolderId] | None = None,
 ) -> tuple[dict[HolderId, Welcome], Replicas]:
     """Have every R-worker that is there offer half of its KV blocks, and keep a
     replica of its neighbour's in the other half.
@@ -542,16 +543,19 @@ def replicate(
         welcomes: what they said.
         options: of the links.
         clock: seconds.
+        circle: the holders that have replicas; None: all. Others offer all that they have.
 
     Raises:
         ConfigError: there is to be a single one, or one hasn't the memory.
         WorkerError: of a group that shares heads, none is left.
     """
+    circle = fleet.members.holders if circle is None else circle
     if isinstance(fleet, GroupPool):
         again = offer_room(fleet, hello, welcomes)
     else:
-        again = offer_halves(fleet, hello, welcomes)
-    replicas = Replicas(fleet, [(fleet.members.holders, options)], clock)
+        copied = {holder: welcome for holder, welcome in welcomes.items() if holder in circle}
+        again = {**welcomes, **offer_halves(fleet, hello, copied)}
+    replicas = Replicas(fleet, [(circle, options)], clock)
     replicas.begin()
     return again, replicas
 

@@ -206,7 +206,8 @@ class RunningEngine:
                 welcomes = offer_halves(self._fleet, hello, welcomes)
             tell(about_replicas(all_blocks, welcomes))
             if replacements is not None:
-                replacements.limit(limits(welcomes, len(self._fleet)))
+                r_workers = {x: welcomes[x] for x in welcomes if x < workers.num_holders}
+                replacements.limit(limits(r_workers, workers.num_holders))
         if workers.stages is not None:
             others = self._greet_stages(workers.stages, hello.session)
             welcomes = self._in_columns(welcomes, others)

@@ -21,13 +21,15 @@ Welcomes = Mapping[HolderId, Welcome]
 def begin_replicas(
     fleet: HolderPool, hello: Hello, welcomes: Welcomes, workers: Reached, cluster: Cluster
 ) -> tuple[dict[HolderId, Welcome], Replicas]:
-    """Have every R-worker keep its neighbour's replica.
+    """Have every R-worker keep its neighbour's replica. A cache on the device beside
+    them has none.
 
     Raises:
         ConfigError: there is to be a single one, or one hasn't the memory.
     """
     options = _options(hello.session, workers.addresses, cluster)
-    return replicate(fleet, hello, welcomes, options)
+    circle = fleet.members.holders[: workers.num_holders]
+    return replicate(fleet, hello, welcomes, options, circle=circle)
 
 
 def begin_stage_replicas(
