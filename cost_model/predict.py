@@ -5,16 +5,10 @@ A lane's way through one layer is a chain: S-part, q k v out, R-part, o back,
 the round trip's latency, and what the S-worker's thread spends on the messages,
 one to and from each R-worker. Over ZeroMQ its I/O threads carry what goes out
 and what comes back (I/O), and each way takes at least as long as they need for
-it. With K lanes in flight each resource serves all K in turn, and a lane can't
-overtake itself, so all lanes pass one layer every ::
-
-    cycle = max(K·S, K·messages, K·I/O, K·out, K·R, K·back,
-                S + messages + out + R + back + round trip)
-
-(the bound of a closed queueing network, met when service times don't vary). A
-step is ``num_layers`` cycles, and gives every running sequence one token. K = 1
-is no overlap: the chain itself; K = 2 with a perfect network is the paper's
-2·T(B) (arXiv 2403.11421, section 4.3).
+it. With K lanes in flight all lanes pass one layer every ``cycle_s`` of
+``fastdecode.schedule.times``: the link is as busy as the busiest of messages, I/O,
+out and back, and the trip is messages + out + back + round trip. A step is
+``num_layers`` cycles, and gives every running sequence one token.
 """
 
 from __future__ import annotations
@@ -26,6 +20,7 @@ from functools import cached_property
 from cost_model.stages import LinkModel, RPartModel, SPartModel
 from cost_model.transport import MPI, Transport
 from cost_model.workload import TokenCosts, Workload
+from fastdecode.schedule.times import cycle_s
 
 MAX_LANES = 4
 
@@ -47,19 +42,23 @@ class LaneTimes:
     """Of the S-worker's I/O threads, out and back."""
 
     @property
-    def chain_s(self) -> float:
-        """All of it, one after the other."""
-        return self.s_s + self.messages_s + self.out_s + self.r_s + self.back_s + self.round_trip_s
+    def link_s(self) -> float:
+        """The link is busy."""
+        return max(self.out_s, self.back_s, self.messages_s, self.io_s)
 
     @property
-    def remote_s(self) -> float:
-        """What the S-worker doesn't do: it works on other lanes meanwhile."""
-        return self.chain_s - self.s_s
+    def trip_s(self) -> float:
+        """To R-workers and back."""
+        return self.messages_s + self.out_s + self.back_s + self.round_trip_s
+
+    @property
+    def chain_s(self) -> float:
+        """All of it, one after the other."""
+        return self.s_s + self.trip_s + self.r_s
 
     def cycle_s(self, lanes: int) -> float:
         """All lanes pass one layer once in this time."""
-        most = max(self.s_s, self.r_s, self.out_s, self.back_s, self.messages_s, self.io_s)
-        return max(lanes * most, self.chain_s)
+        return cycle_s(lanes, self.s_s, self.r_s, self.trip_s, self.link_s)
 
     def limit(self, lanes: int) -> str:
         """What sets the cycle."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from cost_model.predict import System
+from cost_model.predict import LaneTimes, System
 from cost_model.stages import Provenance
 from fastdecode.schedule.times import Prompts, StepTime
 
@@ -14,6 +14,7 @@ from fastdecode.schedule.times import Prompts, StepTime
 @dataclass(frozen=True)
 class SystemTime(StepTime):
     """Of an S-worker and its R-workers, which are alike and share sequences evenly.
+    The prompts of the system's workload are counted in, at their average.
 
     Args:
         sockets: R-workers, one a socket.
@@ -24,12 +25,13 @@ class SystemTime(StepTime):
     system: System
     sockets: float
     transfer_bytes_per_s: float = math.inf
+    _lanes: dict[int, LaneTimes] = field(default_factory=dict)
 
     def s_part_s(self, num_decoding: int, prompts: Prompts = ()) -> float:
         """As ``StepTime``."""
         if not num_decoding:
             return self._prompts_alone_s(prompts)
-        return self._layers * self.system.s.t_of_b(num_decoding) + self._prompts_s(prompts)
+        return self._layers * self._lane(num_decoding).s_s + self._prompts_s(prompts)
 
     def _prompts_s(self, prompts: Prompts) -> float:
         """What they add to a step, which reads the weights anyway."""
@@ -61,15 +63,11 @@ class SystemTime(StepTime):
 
     def link_s(self, num_tokens: int) -> float:
         """As ``StepTime``: of ports, I/O threads, and the S-worker's thread."""
-        system, (out_s, back_s) = self.system, self._ways_s(num_tokens)
-        io_s = system.transport.io_s(self._out(num_tokens) + self._back(num_tokens), self.sockets)
-        messages_s = system.messages_s(num_tokens, self.sockets)
-        return self._layers * max(out_s, back_s, messages_s, io_s)
+        return self._layers * self._lane(num_tokens).link_s
 
     def trip_s(self, num_tokens: int) -> float:
         """As ``StepTime``."""
-        messages_s = self.system.messages_s(num_tokens, self.sockets)
-        return self._layers * (messages_s + sum(self._ways_s(num_tokens)) + self.system.link.trip_s)
+        return self._layers * self._lane(num_tokens).trip_s
 
     def transfer_s(self, num_tokens: float) -> float:
         """As ``StepTime``."""
@@ -79,17 +77,11 @@ class SystemTime(StepTime):
     def _layers(self) -> int:
         return self.system.costs.num_layers
 
-    def _out(self, num_tokens: int) -> int:
-        return num_tokens * self.system.costs.out_bytes
-
-    def _back(self, num_tokens: int) -> int:
-        return num_tokens * self.system.costs.back_bytes
-
-    def _ways_s(self, num_tokens: int) -> tuple[float, float]:
-        """Out and back, of a layer."""
-        way_s = self.system.way_s
-        out, back = self._out(num_tokens), self._back(num_tokens)
-        return way_s(out, self.sockets), way_s(back, self.sockets)
+    def _lane(self, num_decoding: int) -> LaneTimes:
+        """Through one layer."""
+        if num_decoding not in self._lanes:
+            self._lanes[num_decoding] = self.system.lane(num_decoding, self.sockets)
+        return self._lanes[num_decoding]
 
     @cached_property
     def _windows(self) -> tuple[int | None, ...]:

@@ -13,6 +13,7 @@ from cost_model.hardware import Gpu
 from cost_model.plans.question import Setup
 from cost_model.predict import MAX_LANES, System
 from cost_model.step_time import SystemTime
+from cost_model.workload import Workload
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.simulation.instance_time import InstanceTime
 
@@ -20,6 +21,8 @@ ENOUGH_THROUGHPUT = 0.95
 """A batch is large enough when it gives this part of the best tokens a second."""
 _BATCHES = tuple(64 << i for i in range(9))
 SOCKETS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)
+_NO_PROMPTS = Workload(0, 1)
+"""Simulated ones come on top."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ class InstanceHardware:
         ports = num_ports * system.link.bytes_per_s / system.link.pace
         if not sockets:
             system, a_stage, lanes = system.on_device(), 1.0, 1
+        system = replace(system, workload=_NO_PROMPTS)
         times = SystemTime(system, a_stage, ports if self.crosses_nodes else math.inf)
         return InstanceTime(times, a_stage, degrees.pp, lanes)
 

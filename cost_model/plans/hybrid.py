@@ -9,7 +9,8 @@ from functools import cache, partial
 from cost_model.closed_forms import at_most, whole
 from cost_model.plans.constraints import fastest
 from cost_model.plans.gpu_only import GpuOnly
-from cost_model.predict import LaneTimes, System
+from cost_model.predict import System
+from cost_model.step_time import SystemTime
 from fastdecode.schedule.hybrid.forecast import Costs, Layout, paces
 
 _STEP = 1.25
@@ -106,14 +107,9 @@ def _sockets(system: System, lane_batch: int, lanes: int, fewest: int, most: int
     def away_s(num_lanes: int, sockets: float) -> float:
         lane = lane_over(sockets)
         r_s = max(lane.r_s, lane.out_s, lane.back_s)
-        return max(num_lanes * r_s, r_s + _way_s(lane))
+        return max(num_lanes * r_s, r_s + lane.trip_s)
 
     return {max(fewest, fastest(partial(away_s, num), most)) for num in (1, lanes)}
-
-
-def _way_s(lane: LaneTimes) -> float:
-    """To R-workers and back."""
-    return lane.messages_s + lane.out_s + lane.back_s + lane.round_trip_s
 
 
 def _homes(
@@ -147,17 +143,13 @@ def _numbers(most: int, step: float) -> Iterator[int]:
 
 def _costs(system: System, s_part: Callable[[int], float], lane_batch: int, sockets: int) -> Costs:
     """Of steps, with so many sequences of a lane on R-workers."""
-    layers, s = system.costs.num_layers, system.s
-    byte_s = s.pace * system.costs.kv_layer_bytes / s.kv_read_bytes_per_s
+    times, device = SystemTime(system, sockets), SystemTime(system.on_device(), 1)
 
     @cache
-    def r_part_of(num_sequences: int) -> float:
-        here = system.lane(num_sequences, sockets)
-        return layers * max(here.r_s, here.out_s, here.back_s)
+    def r_part(num_sequences: int, load: float) -> float:
+        """Or the link, if that is slower."""
+        a_worker = max(1.0, num_sequences / sockets)
+        r_part_s = times.r_part_s(0, a_worker * load / num_sequences, a_worker)
+        return max(r_part_s, times.link_s(num_sequences))
 
-    return Costs(
-        s_part=s_part,
-        device=lambda load: layers * byte_s * load,
-        r_part=lambda num_sequences, load: r_part_of(num_sequences),  # of the mean load
-        round_trip_s=layers * _way_s(system.lane(lane_batch, sockets)),
-    )
+    return Costs(s_part, partial(device.r_part_s, 0), r_part, times.trip_s(lane_batch))

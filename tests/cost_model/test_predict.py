@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles.sizing_forms import required_cpus
 
-from cost_model.closed_forms import required_cpus
 from cost_model.plans.constraints import Constraint, Promises, constraints
 from cost_model.predict import LaneTimes, System
 from cost_model.shapes import model_named
@@ -144,7 +144,9 @@ def test_the_fewest_sockets_are_found_though_messages_add_up() -> None:
     for lanes in (2, 3, 4):
         rows = {r.name: r for r in busy_rows(system, 512, lanes, Promises(float("inf"), 0.0))}
         hidden_s = (lanes - 1) * system.s_s(512)
-        brute = [p for p in range(1, 600) if system.lane(512, p).remote_s <= hidden_s]
+        brute = [
+            p for p in range(1, 600) if system.lane(512, p).chain_s - system.s_s(512) <= hidden_s
+        ]
         assert rows["round trips"].min_sockets == (brute[0] if brute else None)
 
 
