@@ -9,8 +9,9 @@ packed, [K / 2, vectors, 16] pairs, and each pair of weights is multiplied with
 all of them; results have the same form, so that the gate packs what it writes.
 
 A row's sum depends on nothing else in the batch but on whether its expert has
-more than 8 rows. All compiled code is in this file and in ``row_loops``: what
-is kept of it on disk is kept under a name that tells both files' content.
+more than 8 rows. All compiled code is in this file, in ``row_loops`` and in two
+of ``cpu_kernels.codegen``: what is kept of it on disk is kept under a name that
+tells their content.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from numba import carray, njit, types
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
+from cpu_kernels.codegen import memory, simd
 from cpu_kernels.codegen.kept import KeptCode, complain, digest
 from cpu_kernels.codegen.memory import emit_prefetch
 from cpu_kernels.codegen.simd import (
@@ -710,7 +712,8 @@ def _compiled() -> CFunc:
     """``_run_job`` as a C function, compiled once a host, where its disk allows."""
     loops = CFunc(_run_job, ((types.int64,), types.void), locals={}, options={})
     try:
-        loops._cache = KeptCode(_run_job, digest(Path(__file__), Path(row_loops.__file__)))
+        files = [Path(module.__file__) for module in (row_loops, memory, simd)]
+        loops._cache = KeptCode(_run_job, digest(Path(__file__), *files))
     except (OSError, RuntimeError) as error:  # no directory can be written to
         complain(error)
     loops.compile()
