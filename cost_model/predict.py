@@ -139,16 +139,24 @@ class System:
             link=replace(self.link, pace=self.link.pace * pace(self.link.relative_error)),
         )
 
+    @property
+    def prompt_s(self) -> float:
+        """Of one prompt, but for what the prefix cache holds of it."""
+        workload = self.workload
+        whole_s = self.s.prefill_s(workload.prompt_tokens)
+        return whole_s - self.s.prefill_s(workload.cached_prompt_tokens)
+
     def s_s(self, lane_batch: int) -> float:
         """T(B) of one lane, and its share of the prompts of sequences that
         start: each step, one of ``output`` ends."""
         starts = lane_batch / self.workload.output_tokens
-        prefill_s = starts * self.s.prefill_s(self.workload.prompt_tokens) / self.costs.num_layers
+        prefill_s = starts * self.prompt_s / self.costs.num_layers
         return self.s.t_of_b(lane_batch) + prefill_s
 
     def prompt_tokens(self, lane_batch: int) -> float:
-        """Of the sequences of one lane that start in a step."""
-        return lane_batch / self.workload.output_tokens * self.workload.prompt_tokens
+        """That are computed of the sequences of one lane that start in a step."""
+        computed = self.workload.prompt_tokens - self.workload.cached_prompt_tokens
+        return lane_batch / self.workload.output_tokens * computed
 
     def out_bytes(self, lane_batch: int) -> float:
         """q, k, v of one lane and layer, and k, v of its starting prompts; q
@@ -236,15 +244,14 @@ class System:
 
     def latency_s(self, step_s: float) -> float:
         """Of a whole sequence: its prompt, then a step for each output token."""
-        return self.s.prefill_s(self.workload.prompt_tokens) + self.workload.output_tokens * step_s
+        return self.prompt_s + self.workload.output_tokens * step_s
 
     def step_limit_s(self, latency_s: float | None, tpot_s: float | None) -> float:
         """The longest step that keeps both promises; not positive if the prompt
         alone breaks the first."""
         limits = [float("inf")]
         if latency_s is not None:
-            prefill_s = self.s.prefill_s(self.workload.prompt_tokens)
-            limits.append((latency_s - prefill_s) / self.workload.output_tokens)
+            limits.append((latency_s - self.prompt_s) / self.workload.output_tokens)
         if tpot_s is not None:
             limits.append(tpot_s)
         return min(limits)

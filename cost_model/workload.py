@@ -20,8 +20,11 @@ _KV_BITS = {
     "bfloat16": (16, 0),
     "int8": (8, 32),
     "int4": (4, 32),
+    "fp8": (8, 0),
 }
-KV_DTYPES = tuple(_KV_BITS)
+FP8 = "fp8"
+"""Of rivals only, with one scale a tensor: FastDecode has no such cache."""
+KV_DTYPES = tuple(name for name in _KV_BITS if name != FP8)
 
 
 def parse_kv_dtype(name: str) -> str:
@@ -59,8 +62,13 @@ class Workload:
     prompt_tokens: int
     output_tokens: int
     start_interval_steps: int = 1
+    prefix_hit: float = 0.0
+    """The part of a prompt that the prefix cache holds. It isn't computed, and not sent; each
+    sequence still counts as having room for all of it."""
 
     def __post_init__(self) -> None:
+        if not 0.0 <= self.prefix_hit < 1.0:
+            raise ConfigError(f"--prefix-hit {self.prefix_hit!r} is not a part from 0 to below 1")
         if not 0 <= self.prompt_tokens <= MAX_TOKENS:
             raise ConfigError(
                 f"prompt length {self.prompt_tokens} (--prompt-len) is not within 0..{MAX_TOKENS} "
@@ -81,6 +89,11 @@ class Workload:
     def peak_context_tokens(self) -> int:
         """Cached tokens of a sequence at its end."""
         return self.prompt_tokens + self.output_tokens
+
+    @property
+    def cached_prompt_tokens(self) -> float:
+        """Of a prompt, in the prefix cache."""
+        return self.prompt_tokens * self.prefix_hit
 
     @property
     def mean_context_tokens(self) -> float:

@@ -20,6 +20,15 @@ from cost_model.closed_forms import at_most
 from fastdecode.core.errors import ConfigError, Given
 
 Attainment = Literal["both", "each"]
+PRESETS = {
+    "chatbot": "ttft=250ms,tpot=100ms",
+    "chatbot-66b": "ttft=2.5s,tpot=150ms",
+    "chatbot-175b": "ttft=4s,tpot=200ms",
+    "code-completion": "ttft=125ms,tpot=200ms",
+    "summarisation": "ttft=15s,tpot=150ms",
+}
+"""DistServe's (OSDI 2024, section 6; its artefact's evaluation/2-benchmark-serving/plot.ipynb):
+chatbot for OPT-13B, code completion and summarisation for OPT-66B."""
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
@@ -53,7 +62,7 @@ class Slo:
 
     @classmethod
     def parse(cls, text: str, attainment: float, option: str = "slo") -> Slo:
-        """``ttft=400ms,tpot=40ms``; times have units.
+        """``ttft=400ms,tpot=40ms``, or one of ``PRESETS``; times have units.
 
         Args:
             option: where it was given.
@@ -62,14 +71,14 @@ class Slo:
             ConfigError: it is something else.
         """
         found: dict[str, float] = {}
-        for part in text.split(","):
+        for part in PRESETS.get(text, text).split(","):
             name, _, value = part.strip().partition("=")
             match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(ms|us|s)", value.strip())
             if name not in ("ttft", "tpot") or name in found or match is None:
                 raise ConfigError(
                     Given(option, text),
-                    f": {part.strip()!r} is not like ttft=400ms or tpot=40ms; units "
-                    "are s, ms and us",
+                    f": {part.strip()!r} is not like ttft=400ms or tpot=40ms; units are s, ms and "
+                    f"us. Or name one of {', '.join(PRESETS)}",
                 )
             found[name] = float(match[1]) * _SECONDS[match[2]]
         if len(found) < 2:

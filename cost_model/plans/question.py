@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,7 +14,7 @@ from cost_model.plans.constraints import MAX_SOCKETS, Promises
 from cost_model.predict import MAX_LANES, System
 from cost_model.stages import LinkModel, RPartModel, SPartModel
 from cost_model.transport import MPI, Transport
-from cost_model.workload import TokenCosts, WeightBytes, Workload
+from cost_model.workload import FP8, TokenCosts, WeightBytes, Workload
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.json_file import read_object
@@ -24,6 +24,7 @@ from fastdecode.core.model.spec import ModelSpec
 MAX_GPUS = 1024
 MAX_NICS = 64
 MAX_BATCH = 1 << 20
+MAX_REQUESTS = 10**12
 MAX_SECONDS = 30 * 24 * 3600.0
 MAX_PRICES_BYTES = 1 << 20
 
@@ -52,6 +53,8 @@ class Setup:
     """Weights stay in memory as the checkpoint holds them, which FastDecode doesn't do yet."""
     has_ends: bool = True
     """Embedding and head are there; False: a pipeline's stage after the first."""
+    is_fp8: bool = False
+    """Weights of layers take a byte, and the GPU computes in FP8 where it can."""
 
     def __post_init__(self) -> None:
         _check_int("gpus", self.num_gpus, 1, MAX_GPUS)
@@ -78,7 +81,18 @@ class Setup:
     @property
     def costs(self) -> TokenCosts:
         kept = WeightBytes.kept(self.spec, self.dtype) if self.keeps_quantised else None
+        if self.is_fp8:
+            kept = WeightBytes(1.0, 1.0, self.dtype.size_bytes)
         return TokenCosts(self.spec, self.dtype, self.kv_dtype, kept, self.has_ends)
+
+    def fp8_rival(self) -> Setup:
+        """The same GPUs with weights and KV cache in FP8, as engines that keep all on the GPU
+        serve it; those without FP8 units compute in 16 bits."""
+        gpu = self.gpu
+        if isinstance(gpu, Gpu) and gpu.fp8_flops_per_s is not None:
+            fp8 = gpu.fp8_flops_per_s
+            gpu = replace(gpu, fp16_flops_per_s=fp8, bf16_flops_per_s=fp8)
+        return replace(self, gpu=gpu, kv_dtype=FP8, is_fp8=True)
 
     def system(self) -> System:
         """Raises ConfigError where a profile doesn't fit the model."""
@@ -119,6 +133,8 @@ class Goal:
     lanes: int | None = None
     """None: chosen."""
     max_sockets: int | None = None
+    requests: int | None = None
+    """That are to be done, for the hours, energy and money of the job."""
     min_gain: float | None = None
     """The batch is the smallest to which no other adds more than this part of tokens a second;
     None: a tenth, or a hundredth of sockets that there are anyway (``max_sockets``)."""
@@ -136,6 +152,7 @@ class Goal:
             ("batch", self.batch, MAX_BATCH),
             ("lanes", self.lanes, MAX_LANES),
             ("max-sockets", self.max_sockets, MAX_SOCKETS),
+            ("requests", self.requests, MAX_REQUESTS),
         ):
             if count is not None:
                 _check_int(name, count, 1, most)

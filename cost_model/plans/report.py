@@ -10,7 +10,7 @@ from cost_model.plans.constraints import Constraint
 from cost_model.plans.hybrid import Hybrid
 from cost_model.plans.inputs import about_weights, inputs_of
 from cost_model.plans.search import Plan
-from cost_model.plans.size import Headline, Sizing
+from cost_model.plans.size import Headline, Job, Sizing
 from cost_model.printing import json_tree, labelled, paragraph, table
 from cost_model.quantities import bytes_text, counted, rate_text, round_to, seconds_text
 
@@ -52,6 +52,7 @@ def as_json(sizing: Sizing) -> dict[str, Any]:
             "prompt_tokens": workload.prompt_tokens,
             "output_tokens": workload.output_tokens,
             "start_interval_steps": workload.start_interval_steps,
+            "prefix_hit": workload.prefix_hit,
             **asdict(goal),
         },
         "headline": sizing.headline,
@@ -66,6 +67,7 @@ def as_json(sizing: Sizing) -> dict[str, Any]:
         "kv_placement": sizing.placement,
         "verdict": None if sizing.verdict is None else asdict(sizing.verdict),
         "cost": None if sizing.cost is None else asdict(sizing.cost),
+        "job": None if sizing.job is None else asdict(sizing.job),
         "inputs": [
             asdict(row)
             for row in inputs_of(setup, goal, sizing.system, 1 if plan is None else plan.lane_batch)
@@ -102,7 +104,8 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
 
 def _question(sizing: Sizing) -> str:
     setup, goal, workload = sizing.setup, sizing.goal, sizing.setup.workload
-    prompt = f"prompts of {workload.prompt_tokens:,} and " if workload.prompt_tokens else ""
+    hit = f" ({workload.prefix_hit:.0%} in the prefix cache)" if workload.prefix_hit else ""
+    prompt = f"prompts of {workload.prompt_tokens:,}{hit} and " if workload.prompt_tokens else ""
     asked = [f"{prompt}{workload.output_tokens:,} output tokens a sequence"]
     if goal.latency_s is not None:
         asked.append(f"at most {seconds_text(goal.latency_s)} a sequence")
@@ -135,6 +138,8 @@ def _answer(sizing: Sizing) -> str:
         rows.append(("Nearest", sizing.nearest))
     if sizing.headline is not None:
         rows.append(("Headline", _headline(sizing.headline)))
+    if sizing.job is not None:
+        rows.append(("Job", _job(sizing, sizing.job)))
     if plan is not None:
         rows += _plan_rows(sizing, plan)
     if sizing.gpu_only is None:
@@ -167,6 +172,15 @@ def _headline(headline: Headline) -> str:
         "hybrid": f"KV caches on both sides, {counted(headline.sockets, 'socket')} beside the GPU",
     }[headline.kv_placement]
     return f"{rate_text(headline.tokens_per_s)} tokens/s: {where}"
+
+
+def _job(sizing: Sizing, job: Job) -> str:
+    money = ""
+    if job.money is not None and sizing.cost is not None:
+        money = f", {round_to(job.money, 3):,g} {sizing.cost.currency}"
+    energy = "" if job.kwh is None else f", {round_to(job.kwh, 3):,g} kWh at rated power"
+    requests = counted(sizing.goal.requests or 0, "request")
+    return f"{requests}: {round_to(job.hours, 3):,g} hours{energy}{money}"
 
 
 def _hybrid(hybrid: Hybrid) -> str:

@@ -67,6 +67,17 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Job:
+    """So many output tokens, or requests, by the headline."""
+
+    hours: float
+    kwh: float | None
+    """GPUs and sockets at their rated power; None: a profile has none."""
+    money: float | None
+    """None: without prices."""
+
+
+@dataclass(frozen=True)
 class Headline:
     """What this hardware gives."""
 
@@ -74,6 +85,9 @@ class Headline:
     """gpu, r or hybrid."""
     tokens_per_s: float
     sockets: int
+    batch: int
+    tpot_s: float
+    """Of the slower side."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +114,8 @@ class Sizing:
     there is no plan, or the GPU alone can't run it."""
     verdict: Verdict | None
     cost: Cost | None
+    job: Job | None
+    """Of the goal's requests, by the headline."""
     most_tokens_per_s: float
     """That any batch on R-workers gives: the plan gives nearly as many."""
 
@@ -108,11 +124,16 @@ class Sizing:
         """The placement with the most tokens a second; None: nothing can run."""
         found = []
         if self.gpu_only is not None:
-            found.append(Headline("gpu", self.gpu_only.tokens_per_s, 0))
+            alone = self.gpu_only
+            found.append(Headline("gpu", alone.tokens_per_s, 0, alone.batch, alone.tpot_s))
         if self.plan is not None:
-            found.append(Headline("r", self.plan.expected.tokens_per_s, self.plan.sockets))
-        if self.hybrid is not None and self.hybrid.away:
-            found.append(Headline("hybrid", self.hybrid.tokens_per_s, self.hybrid.sockets))
+            plan, step = self.plan, self.plan.expected
+            rate, tpot_s = step.tokens_per_s, step.tpot_s
+            found.append(Headline("r", rate, plan.sockets, plan.batch, tpot_s))
+        if self.hybrid is not None and self.hybrid.away_tpot_s is not None:
+            both = self.hybrid
+            tpot_s = max(both.home_tpot_s, both.away_tpot_s or 0.0)
+            found.append(Headline("hybrid", both.tokens_per_s, both.sockets, both.batch, tpot_s))
         return max(found, key=lambda each: each.tokens_per_s, default=None)
 
     @property
@@ -154,7 +175,7 @@ def size(
         sockets = search.most_sockets if owned else plan.sockets
         part = 1.0 - goal.gain if owned else MOST_OF_GAIN
         hybrid = best_hybrid(system, gpu_only, sockets, promises.step_limit_s, part=part)
-    return Sizing(
+    sizing = Sizing(
         setup=setup,
         goal=goal,
         system=system,
@@ -170,8 +191,13 @@ def size(
         cost=None
         if plan is None or prices is None
         else _cost(setup, system, plan, gpu_only, prices),
+        job=None,
         most_tokens_per_s=most,
     )
+    if goal.requests is None or sizing.headline is None:
+        return sizing
+    num_tokens = goal.requests * setup.workload.output_tokens
+    return replace(sizing, job=job(sizing, sizing.headline, num_tokens, prices))
 
 
 # --- beside the plan
@@ -240,14 +266,17 @@ def _what_ifs(setup: Setup, goal: Goal, plan: Plan, hardware: Hardware | None) -
         changed = replace(setup, nic=faster)
         yield _what_if(f"NIC of {faster.name}", changed, goal, plan, batch, lanes)
     if isinstance(setup.gpu, Gpu):
+        yield _gpus_alone(setup.fp8_rival(), goal, f"{setup.gpu.name} alone, FP8 weights and KV")
         for num_gpus in split_counts(setup.spec, setup.num_gpus)[:1]:
-            yield _gpus_alone(replace(setup, num_gpus=num_gpus), goal, setup.gpu.name)
+            yield _gpus_alone(
+                replace(setup, num_gpus=num_gpus), goal, f"{setup.gpu.name} alone, no offload"
+            )
 
 
-def _gpus_alone(setup: Setup, goal: Goal, gpu_name: str) -> WhatIf:
+def _gpus_alone(setup: Setup, goal: Goal, how: str) -> WhatIf:
     system = setup.system()
     alone = best_gpu_only(system, system.step_limit_s(goal.latency_s, goal.tpot_s))
-    change = f"{setup.num_gpus} x {gpu_name} alone, no offload"
+    change = f"{setup.num_gpus} x {how}"
     if alone is None:
         return WhatIf(change, None, None, None, "too small or too slow")
     return WhatIf(change, 0, alone.tokens_per_s, alone.tpot_s, counted(alone.batch, "sequence"))
@@ -322,6 +351,33 @@ def _cost(
         gpu_only_per_million_tokens=None
         if gpu_only is None
         else per_million(gpus_per_hour, gpu_only.tokens_per_s),
+    )
+
+
+def job(
+    sizing: Sizing, headline: Headline, num_tokens: float, prices: Prices | None, copies: int = 1
+) -> Job:
+    """What so many output tokens take, where the rate is kept all the time.
+
+    Args:
+        copies: systems like this one, which share them.
+
+    Raises:
+        ConfigError: a price is missing.
+    """
+    setup, s, r = sizing.setup, sizing.system.s, sizing.system.r
+    hours = num_tokens / (copies * headline.tokens_per_s) / 3600.0
+    power_w = s.power_w
+    if headline.sockets and power_w is not None:
+        power_w = None if r.power_w is None else power_w + headline.sockets * r.power_w
+    per_hour = None
+    if prices is not None:
+        per_hour = setup.num_gpus * prices.gpu(_gpu_name(setup))
+        per_hour += headline.sockets * prices.socket(_cpu_name(setup)) if headline.sockets else 0.0
+    return Job(
+        hours,
+        None if power_w is None else copies * power_w * hours / 1000.0,
+        None if per_hour is None else copies * per_hour * hours,
     )
 
 

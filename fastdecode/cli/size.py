@@ -19,7 +19,7 @@ from fastdecode.core.os_errors import explained
 
 if TYPE_CHECKING:
     from cost_model.hardware import Hardware
-    from cost_model.plans.question import CpuSource, Goal, GpuSource, NicSource, Setup
+    from cost_model.plans.question import CpuSource, Goal, GpuSource, NicSource, Prices, Setup
     from cost_model.plans.size import Sizing
     from cost_model.transport import Transport
 
@@ -74,6 +74,16 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--prompt-len", type=int, metavar="N", help="prompt tokens a sequence")
     what.add_argument("--output-len", type=int, metavar="N", help="output tokens a sequence")
     what.add_argument(
+        "--prefix-hit",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="part of a prompt that the prefix cache holds (default: 0)",
+    )
+    what.add_argument(
+        "--requests", type=int, metavar="N", help="how long, how much energy and money for so many"
+    )
+    what.add_argument(
         "--start-interval",
         type=int,
         default=1,
@@ -84,6 +94,12 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("output")
+    out.add_argument(
+        "--sort",
+        choices=("tokens", "cost", "energy"),
+        default="tokens",
+        help="order of a table: most tokens/s (default), least money or energy a token",
+    )
     out.add_argument("--json", action="store_true", help="print the plan as JSON")
     out.add_argument(
         "--explain",
@@ -107,7 +123,10 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 def _add_hardware(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("on what")
     group.add_argument(
-        "--gpu", required=True, metavar="G", help="name, or profile.json of `calibrate s`"
+        "--gpu",
+        required=True,
+        metavar="G",
+        help="name, or profile.json of `calibrate s`; all: each known GPU, in one table",
     )
     group.add_argument(
         "--gpus", type=int, default=1, metavar="N", help="GPUs that share every layer (default: 1)"
@@ -120,7 +139,15 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
         help="pipeline stages, each with so many GPUs and R-workers of its own (default: 1)",
     )
     group.add_argument(
-        "--cpu", required=True, metavar="C", help="name, or profile.json of `calibrate r`"
+        "--cpu",
+        required=True,
+        metavar="C",
+        help="name, or profile.json of `calibrate r`; all: each known CPU, in one table",
+    )
+    group.add_argument(
+        "--own",
+        action="store_true",
+        help="what do I get? Every way to use --gpus GPUs and --max-sockets sockets, in one table",
     )
     add_hardware_file(group)
     group.add_argument(
@@ -216,6 +243,8 @@ def run_size(args: argparse.Namespace) -> int:
             f"--emit writes an mpirun line, which --transport {args.transport} does not use. "
             "Remove one of them"
         )
+    if args.own or "all" in (args.gpu, args.cpu):
+        return _print_choices(args, hardware, prices)
     whole, goal, num_stages = read_setup(args, hardware), read_goal(args), _num_stages(args)
     sizing = slowest_stage(
         whole, goal, num_stages, lambda setup, asked: size(setup, asked, hardware, prices)
@@ -234,6 +263,55 @@ def run_size(args: argparse.Namespace) -> int:
     return 0 if sizing.feasible else EXIT_INFEASIBLE
 
 
+def _print_choices(args: argparse.Namespace, hardware: Hardware, prices: Prices | None) -> int:
+    """One table instead of one plan. Returns the exit code."""
+    from cost_model.plans.choices import (
+        arrange,
+        check_sort,
+        choices_text,
+        choose,
+        sort_choices,
+    )
+    from cost_model.plans.size import size
+    from cost_model.printing import json_text
+
+    if args.gpu == args.cpu or (args.own and "all" in (args.gpu, args.cpu)):
+        raise ConfigError("all is for --gpu or for --cpu, and not with --own. Name the others")
+    for option in ("emit", "plot", "requests", "explain"):
+        if getattr(args, option):
+            raise ConfigError(
+                f"--{option} is for one plan, and this is a table. Remove one of them"
+            )
+    if args.pp != 1:
+        raise ConfigError(f"--pp {args.pp} is for one plan, and this is a table. Remove it")
+    check_sort(args.sort, prices)
+    goal = read_goal(args)
+
+    def plan(setup: Setup, asked: Goal) -> Sizing:
+        return size(setup, asked, hardware)
+
+    given = vars(args)
+    if args.own:
+        setup = read_setup(argparse.Namespace(**{**given, "gpus": 1}), hardware)
+        found = arrange(setup, args.gpus, goal, plan, prices)
+        what = f"{args.gpus} x {args.gpu} and {args.max_sockets} x {args.cpu}"
+    else:
+        option = "gpu" if args.gpu == "all" else "cpu"
+        names = hardware.gpus if option == "gpu" else hardware.cpus
+        setups = (
+            (name, read_setup(argparse.Namespace(**{**given, option: name}), hardware))
+            for name in names
+        )
+        found = choose(setups, goal, plan, prices)
+        what = f"each {option.upper()}"
+    found = sort_choices(found, args.sort)
+    if args.json:
+        print(json_text({"format": "fastdecode.choices", "version": 1, "choices": found}))
+    else:
+        print(choices_text(found, f"{args.model} on {what}, by {args.sort}", prices))
+    return 0 if found else EXIT_INFEASIBLE
+
+
 def _num_stages(args: argparse.Namespace) -> int:
     """
     Raises:
@@ -244,7 +322,12 @@ def _num_stages(args: argparse.Namespace) -> int:
     num_stages: int = args.pp
     if not 1 <= num_stages <= MAX_PP:
         raise ConfigError(f"--pp {num_stages} is not a number of stages from 1 to {MAX_PP}")
-    for option, given in (("--emit", args.emit), ("--plot", args.plot), ("--prices", args.prices)):
+    for option, given in (
+        ("--emit", args.emit),
+        ("--plot", args.plot),
+        ("--prices", args.prices),
+        ("--requests", args.requests),
+    ):
         if num_stages > 1 and given is not None:
             raise ConfigError(
                 f"{option} is not supported with --pp {num_stages} yet: it is for one stage. "
@@ -294,6 +377,7 @@ def read_goal(args: argparse.Namespace) -> Goal:
         batch=args.batch,
         lanes=args.lanes,
         max_sockets=args.max_sockets,
+        requests=args.requests,
         min_gain=args.min_gain,
     )
 
@@ -311,12 +395,12 @@ def _workload(args: argparse.Namespace) -> Any:
     if args.seq_len is not None:
         if args.prompt_len is not None or args.output_len is not None:
             raise ConfigError("give --seq-len, or --prompt-len and --output-len, not both")
-        return Workload(0, args.seq_len, args.start_interval)
+        return Workload(0, args.seq_len, args.start_interval, args.prefix_hit)
     if args.output_len is None:
         raise ConfigError(
             "how long are the sequences? Give --seq-len, or --prompt-len and --output-len"
         )
-    return Workload(args.prompt_len or 0, args.output_len, args.start_interval)
+    return Workload(args.prompt_len or 0, args.output_len, args.start_interval, args.prefix_hit)
 
 
 def _dram_bytes(dram_gb: float) -> int:

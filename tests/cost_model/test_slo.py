@@ -61,3 +61,11 @@ def test_one_token_keeps_any_tpot_and_nobody_any_limit() -> None:
 def test_three_tenths_of_ten_are_three() -> None:
     requests = times(*[(0.1, 0.01)] * 3, *[(9.0, 0.01)] * 7)
     assert Slo(1.0, 1.0, 0.1 + 0.2).is_attained(requests, "both"), "0.30000000000000004 is 0.3"
+
+
+def test_what_distserve_asks() -> None:
+    assert Slo.parse("chatbot", 0.9) == Slo(0.25, 0.1, 0.9)
+    assert Slo.parse("code-completion", 0.9) == Slo(0.125, 0.2, 0.9)
+    assert Slo.parse("summarisation", 0.9) == Slo(15.0, 0.15, 0.9)
+    with pytest.raises(ConfigError, match="Or name one of chatbot, chatbot-66b"):
+        Slo.parse("chat", 0.9)

@@ -83,7 +83,8 @@ def _add_hardware(group: Any) -> None:
 
 def _add_goal(group: Any) -> None:
     add = group.add_argument
-    add("--slo", required=True, metavar="LIMITS", help="ttft=400ms,tpot=40ms")
+    add("--slo", required=True, metavar="LIMITS", help="ttft=400ms,tpot=40ms; or chatbot, "
+        "chatbot-66b, chatbot-175b, code-completion, summarisation: DistServe's")  # fmt: skip
     add("--attainment", type=float, default=0.9, metavar="X", help="part of them (default: 0.9)")
     add("--each", action="store_true", help="quantiles of TTFT and TPOT, each strictly below its "
         "limit, instead of the part of requests that keep both")  # fmt: skip

@@ -1,0 +1,164 @@
+"""Several ways side by side: hardware that one may buy, or arrangements of what one owns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from cost_model.plans.question import Goal, Prices, Setup, split_counts
+from cost_model.plans.size import Headline, Job, Sizing, job
+from cost_model.plans.stages import PlanOf, slowest_stage
+from cost_model.printing import table
+from cost_model.quantities import counted, rate_text, round_to, seconds_text
+from fastdecode.core.errors import ConfigError
+
+MILLION = 1e6
+SORTS: dict[str, Callable[[Choice], float]] = {
+    "tokens": lambda choice: -choice.tokens_per_s,
+    "cost": lambda choice: math.inf if choice.job.money is None else choice.job.money,
+    "energy": lambda choice: math.inf if choice.job.kwh is None else choice.job.kwh,
+}
+_WHERE = {"gpu": "GPU", "r": "R-workers", "hybrid": "both"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way."""
+
+    name: str
+    headline: Headline
+    """Of one system."""
+    copies: int
+    """Systems side by side."""
+    num_stages: int
+    """Of each."""
+    job: Job
+    """A million output tokens."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all systems."""
+        return self.copies * self.headline.tokens_per_s
+
+    @property
+    def tpot_s(self) -> float:
+        return self.num_stages * self.headline.tpot_s
+
+    @property
+    def systems(self) -> int:
+        """Stages of all systems: what the headline's numbers count once each."""
+        return self.copies * self.num_stages
+
+
+def choose(
+    setups: Iterable[tuple[str, Setup]], goal: Goal, plan: PlanOf, prices: Prices | None
+) -> list[Choice]:
+    """The answers to one question on other hardware. What can't run it is left out."""
+    found: list[Choice] = []
+    for name, setup in setups:
+        try:
+            sizing = plan(setup, goal)
+        except ConfigError:
+            continue  # such as a GPU that has no such dtype
+        found += _choice(name, sizing, prices)
+    return found
+
+
+def arrange(
+    setup: Setup, num_gpus: int, goal: Goal, plan: PlanOf, prices: Prices | None
+) -> list[Choice]:
+    """Every way to use the GPUs and sockets that there are: systems side by side, of stages, of
+    GPUs that share every layer.
+
+    Args:
+        setup: one GPU's.
+
+    Raises:
+        ConfigError: how many sockets there are isn't said.
+    """
+    if goal.max_sockets is None:
+        raise ConfigError("--own: how many CPU sockets are there? Give --max-sockets P")
+    found: list[Choice] = []
+    for tp, num_stages, copies in _arrangements(setup, num_gpus):
+        sockets = goal.max_sockets // copies
+        if sockets < num_stages:
+            continue
+        asked = replace(goal, max_sockets=sockets)
+        sizing = slowest_stage(replace(setup, num_gpus=tp), asked, num_stages, plan)
+        found += _choice(_arranged(tp, num_stages, copies), sizing, prices, copies, num_stages)
+    return found
+
+
+def _arrangements(setup: Setup, gpus: int) -> Iterator[tuple[int, int, int]]:
+    """GPUs that share every layer, stages, and systems."""
+    spec = setup.spec
+    for tp in (1, *split_counts(spec, 1)):
+        if gpus % tp:
+            continue
+        for num_stages in range(1, min(gpus // tp, spec.num_layers) + 1):
+            if gpus // tp % num_stages == 0:
+                yield tp, num_stages, gpus // tp // num_stages
+
+
+def _arranged(tp: int, num_stages: int, copies: int) -> str:
+    degrees = (f"tp {tp}" if tp > 1 else "", f"pp {num_stages}" if num_stages > 1 else "")
+    degree = ", ".join(filter(None, degrees))
+    return f"{counted(copies, 'system')}{f', {degree}' if degree else ''}"
+
+
+def _choice(
+    name: str, sizing: Sizing, prices: Prices | None, copies: int = 1, num_stages: int = 1
+) -> Iterator[Choice]:
+    headline = sizing.headline
+    if headline is None or not (sizing.feasible or headline.kv_placement == "gpu"):
+        return
+    try:
+        cost = job(sizing, headline, num_stages * MILLION, prices)
+    except ConfigError:
+        cost = job(sizing, headline, num_stages * MILLION, None)  # its price isn't given
+    yield Choice(name, headline, copies, num_stages, cost)
+
+
+def check_sort(by: str, prices: Prices | None) -> None:
+    """Raises ConfigError: by cost, without prices."""
+    if by == "cost" and prices is None:
+        raise ConfigError("--sort cost: what do they cost? Give --prices FILE")
+
+
+def sort_choices(found: Sequence[Choice], by: str) -> list[Choice]:
+    """The best first."""
+    return sorted(found, key=lambda choice: (SORTS[by](choice), -choice.tokens_per_s))
+
+
+def choices_text(found: Sequence[Choice], title: str, prices: Prices | None) -> str:
+    """For people: one line each."""
+    currency = "" if prices is None else prices.currency
+    header: tuple[str, ...] = (
+        "", "KV", "tokens/s", "a token", "sequences", "sockets", f"{currency} a million".strip(),
+        "kWh a million",
+    )  # fmt: skip
+    rows: list[tuple[str, ...]] = [
+        (
+            each.name,
+            _WHERE[each.headline.kv_placement],
+            rate_text(each.tokens_per_s),
+            seconds_text(each.tpot_s),
+            f"{each.systems * each.headline.batch:,}",
+            f"{each.systems * each.headline.sockets:,}",
+            _number(each.job.money),
+            _number(each.job.kwh),
+        )
+        for each in found
+    ]
+    if prices is None:
+        header, rows = _without(header, 6), [_without(row, 6) for row in rows]
+    return "\n".join([title, *table(header, rows, left=(0, 1))])
+
+
+def _without(row: tuple[str, ...], index: int) -> tuple[str, ...]:
+    return row[:index] + row[index + 1 :]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{round_to(value, 3):g}"

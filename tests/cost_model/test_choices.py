@@ -1,0 +1,133 @@
+"""What planners ask beside one plan: several GPUs in a table, what owned hardware gives, how long
+a job takes, a prefix cache, rivals in FP8."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cost_model.hardware import Hardware
+from cost_model.plans.choices import arrange, check_sort, choose, sort_choices
+from cost_model.plans.question import Goal, Prices, Setup
+from cost_model.plans.size import size
+from cost_model.shapes import model_named
+from cost_model.workload import Workload
+from fastdecode.cli.main import main
+from fastdecode.core.dtype import DType
+from fastdecode.core.errors import ConfigError
+
+HARDWARE = Hardware.load()
+PRICES = Prices("EUR", {"A10": 1.0, "H100-SXM": 4.0}, {"default": 0.1})
+
+
+def setup(gpu: str = "A10", **workload: float) -> Setup:
+    return Setup(
+        model_named("Llama-3 8B"), DType.FLOAT16, "float16", HARDWARE.gpu(gpu),
+        HARDWARE.cpu("EPYC 7452"), HARDWARE.nic("100GbE"),
+        Workload(512, 512, **workload),  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def test_every_way_to_use_what_one_owns() -> None:
+    found = arrange(setup(), 4, Goal(max_sockets=8), size, PRICES)
+    assert len({each.name for each in found}) == len(found) == 6
+    single = size(setup(), Goal(max_sockets=2))
+    (apart,) = (each for each in found if each.copies == 4)
+    assert single.headline is not None
+    assert apart.tokens_per_s == pytest.approx(4 * single.headline.tokens_per_s)
+    assert all(each.systems * each.headline.sockets <= 8 for each in found)
+    (staged,) = (each for each in found if each.name == "1 system, pp 4")
+    assert staged.tpot_s == 4 * staged.headline.tpot_s
+    # A GPU's hour and a tenth for each socket, over the tokens of an hour.
+    per_hour = 4 * (1.0 + 0.1 * apart.headline.sockets)
+    assert apart.job.money == pytest.approx(per_hour / (apart.tokens_per_s * 3600) * 1e6)
+    with pytest.raises(ConfigError, match="--own: how many CPU sockets"):
+        arrange(setup(), 4, Goal(), size, None)
+
+
+def test_gpus_side_by_side() -> None:
+    asked = [(name, setup(name)) for name in ("A10", "H100-SXM", "L4")]
+    found = choose(asked, Goal(), size, PRICES)
+    assert sort_choices(found, "tokens")[0].name == "H100-SXM"
+    by_cost = sort_choices(found, "cost")
+    assert by_cost[-1].name == "L4" and by_cost[-1].job.money is None, "its price isn't given"
+    first, second = (each.job.money for each in by_cost[:2])
+    assert first is not None and second is not None and first <= second
+    by_energy = sort_choices(found, "energy")
+    assert by_energy[0].job.kwh == min(each.job.kwh or 0.0 for each in found)
+    with pytest.raises(ConfigError, match="Give --prices"):
+        check_sort("cost", None)
+    bfloat16 = replace(setup("V100"), dtype=DType.BFLOAT16)
+    assert not choose([("V100", bfloat16)], Goal(), size, None), "it has no such units"
+
+
+def test_what_a_job_takes() -> None:
+    sizing = size(setup(), Goal(requests=10**6, max_sockets=4), prices=PRICES)
+    job, headline = sizing.job, sizing.headline
+    assert job is not None and headline is not None and job.kwh is not None
+    assert job.hours == pytest.approx(10**6 * 512 / headline.tokens_per_s / 3600)
+    assert job.kwh == pytest.approx(job.hours * (150 + 155 * headline.sockets) / 1000)
+    assert job.money == pytest.approx(job.hours * (1.0 + 0.1 * headline.sockets))
+    assert size(setup(), Goal()).job is None
+
+
+def test_a_prefix_cache_saves_work_and_bytes() -> None:
+    none, half = (setup(prefix_hit=hit).system() for hit in (0.0, 0.5))
+    assert half.prompt_s == none.s.prefill_s(512) - none.s.prefill_s(256)
+    assert half.prompt_s > none.prompt_s / 2, "later tokens attend to more"
+    assert half.prompt_tokens(64) == none.prompt_tokens(64) / 2
+    rates = [size(setup(prefix_hit=hit), Goal()).most_tokens_per_s for hit in (0.0, 0.5, 0.9)]
+    assert rates == sorted(rates) and rates[2] > 1.1 * rates[0]
+    with pytest.raises(ConfigError, match="--prefix-hit 1"):
+        setup(prefix_hit=1.0)
+
+
+@pytest.mark.parametrize("gpu", ["A10", "H100-SXM"])
+def test_rivals_in_fp8(gpu: str) -> None:
+    plain, rival = setup(gpu), setup(gpu).fp8_rival()
+    assert rival.costs.kv_bytes == plain.costs.kv_bytes / 2
+    ends = 2 * plain.spec.vocab_size * plain.spec.hidden_size
+    layers = plain.spec.num_parameters - ends
+    assert rival.costs.weight_bytes == pytest.approx(layers + 2 * ends)
+    (row,) = (each for each in size(plain, Goal()).what_ifs if "FP8" in each.change)
+    alone = size(plain, Goal()).gpu_only
+    assert alone is not None and row.tokens_per_s is not None
+    assert row.tokens_per_s > 1.5 * alone.tokens_per_s
+
+
+QUESTION = ["size", "--model", "Llama-3 8B", "--cpu", "EPYC 7452", "--seq-len", "512"]
+
+
+def test_tables_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prices = tmp_path / "prices.toml"
+    prices.write_text("[gpu_per_hour]\nA10 = 1.0\n[socket_per_hour]\ndefault = 0.1\n")
+    own = [*QUESTION, "--gpu", "A10", "--gpus", "2", "--own", "--max-sockets", "2"]
+    assert main([*own, "--prices", str(prices), "--sort", "cost"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "2 x A10" in lines[0] and "USD a million" in lines[1] and len(lines) == 5
+    assert main([*own, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["choices"]) == 3
+    few = [*QUESTION, "--gpu", "all", "--tpot", "1us"]
+    assert main(few) == 1, "none is so fast"
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (["--gpu", "all", "--sort", "cost"], "Give --prices"),
+        (["--gpu", "all", "--own", "--max-sockets", "2"], "not with --own"),
+        (["--gpu", "all", "--explain"], "--explain is for one plan"),
+        (["--gpu", "all", "--pp", "2"], "--pp 2 is for one plan"),
+        (["--gpu", "A10", "--own"], "how many CPU sockets"),
+        (["--gpu", "A10", "--requests", "0"], "--requests 0 is not a whole number"),
+        (["--gpu", "A10", "--requests", "9", "--pp", "2"], "--requests is not supported with --pp"),
+    ],
+)
+def test_tables_that_make_no_sense(
+    more: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*QUESTION, *more]) == 2
+    assert why in capsys.readouterr().err
