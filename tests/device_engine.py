@@ -19,7 +19,7 @@ from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.sequence import Request, SamplingParams
 from fastdecode.core.spec import KVSpec
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.extensions import EngineState
+from fastdecode.engine.extensions import EngineState, StepTiming
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.requests import Requests
@@ -31,7 +31,6 @@ from fastdecode.engine.step.mixed_step import DeviceLane, MixedAttention
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.engine.step.torch_executor import TorchExecutor
-from fastdecode.engine.step_timing import StepTiming
 from fastdecode.schedule.hybrid.control import HybridOptions
 from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout
 from fastdecode.schedule.hybrid.inputs import Guess

@@ -16,9 +16,11 @@ from fastdecode.engine.fleet.pool import HolderPool
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.stats import EngineStats
 from fastdecode.engine.step.lane_step import LaneStep
+from fastdecode.schedule.lanes import LaneChoice
 from fastdecode.schedule.life.events import Drawn, Event
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.plan import Chunk
+from fastdecode.schedule.times import MeasuredTimes
 
 
 @dataclass
@@ -94,3 +96,29 @@ class Extension:
 
     def completed(self, step: LaneStep, seconds: float) -> None:
         """Listeners have a step's tokens; drawing and handing them on took so long."""
+
+
+class StepTiming(Extension):
+    """Measures the parts of every step.
+
+    Args:
+        times: where they are kept.
+        lanes: decides on the number of lanes; None: it stays what it is.
+    """
+
+    def __init__(self, times: MeasuredTimes, lanes: LaneChoice | None = None) -> None:
+        self._times = times
+        self._lanes = lanes
+
+    def num_lanes(self, current: int) -> int:
+        """See ``Extension``."""
+        return current if self._lanes is None else self._lanes.decide()
+
+    def regrouped(self, num_lanes: int) -> None:
+        """See ``Extension``."""
+        if self._lanes is not None:
+            self._lanes.regrouped(num_lanes)
+
+    def completed(self, step: LaneStep, seconds: float) -> None:
+        """See ``Extension``."""
+        step.tell(self._times, self._lanes, seconds)

@@ -14,10 +14,10 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.sequence import PromptRequest
+from fastdecode.engine.extensions import StepTiming
 from fastdecode.engine.setup.launch import RunningEngine
 from fastdecode.engine.setup.memory import FreeMemory
 from fastdecode.engine.setup.resolve import resolve
-from fastdecode.engine.step_timing import StepTiming
 from fastdecode.schedule.lanes import LaneControl
 from fastdecode.schedule.times import MeasuredTimes
 

@@ -23,7 +23,7 @@ from fastdecode.core.model.stages import stage_spec
 from fastdecode.core.resuming import Session
 from fastdecode.core.trace import Trace
 from fastdecode.engine.engine import Engine
-from fastdecode.engine.extensions import EngineState, Extension
+from fastdecode.engine.extensions import EngineState, Extension, StepTiming
 from fastdecode.engine.failover import recovery_of
 from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.fleet.greeting import greet
@@ -67,7 +67,6 @@ from fastdecode.engine.stages.replacements import ColumnReplacements, ColumnResh
 from fastdecode.engine.stages.stage_forward import first_stage
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.swapped import swap_figures
-from fastdecode.engine.step_timing import StepTiming
 from fastdecode.engine.transfers import Transfers
 from fastdecode.schedule.cache.prefix_cache import PrefixCache
 from fastdecode.schedule.life.lifecycle import Lifecycle

@@ -309,7 +309,7 @@ class Lifecycle:
     @property
     def is_owed(self) -> bool:
         """Whether an answer about a room is owed, or a holder is being taken over."""
-        is_awaited = self.grants or (self._fails_over and self.adoptions)
+        is_awaited = self.grants.asked or (self._fails_over and self.adoptions)
         return bool(is_awaited) or (self._keeps_blocks and self.is_moving)
 
     @property
