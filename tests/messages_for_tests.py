@@ -250,9 +250,9 @@ def between_stages() -> list[StageMessage | FromStage]:
         ColumnLost(1, "worker_timeout", "it is silent", 2),
         ColumnTakenOver(1, counts - 2),
         PlaceColumn(1, 2),
-        GreetColumn(1),
+        GreetColumn(1, 2),
         ColumnReady(1),
-        ColumnWelcome(1, 100, 16, has_tier=True),
+        ColumnWelcome(1, 2, 100, 16, has_tier=True),
     ]
 
 

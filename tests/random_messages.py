@@ -284,9 +284,9 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     ColumnLost: st.builds(ColumnLost, INTS, TEXTS, TEXTS, INTS),
     ColumnTakenOver: st.builds(ColumnTakenOver, INTS, arrays_of(np.int32, (3,))),
     PlaceColumn: st.builds(PlaceColumn, INTS, INTS),
-    GreetColumn: st.builds(GreetColumn, INTS),
+    GreetColumn: st.builds(GreetColumn, INTS, INTS),
     ColumnReady: st.builds(ColumnReady, INTS),
-    ColumnWelcome: st.builds(ColumnWelcome, INTS, INTS, INTS, st.booleans()),
+    ColumnWelcome: st.builds(ColumnWelcome, INTS, INTS, INTS, INTS, st.booleans()),
     InstanceHello: st.builds(InstanceHello, INTS, TEXTS),
     InstanceWelcome: st.builds(
         InstanceWelcome,

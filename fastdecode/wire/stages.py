@@ -170,6 +170,8 @@ class ColumnWelcome(OfColumns):
     """What the column's R-worker has answered to a new greeting; see ``Welcome``."""
 
     column: int
+    number: int
+    """Of the greeting."""
     num_blocks: int
     block_size: int
     has_tier: bool
@@ -178,6 +180,8 @@ class ColumnWelcome(OfColumns):
 @dataclass(frozen=True)
 class GreetColumn(Asking):
     column: int
+    number: int
+    """How often the column was greeted: only the last greeting is answered."""
 
     said_by = S_WORKERS
 

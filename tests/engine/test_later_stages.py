@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from state_machine import HELLO
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.dtype import DType
@@ -35,10 +36,14 @@ from fastdecode.wire.messages import (
     Failed,
     OpenSequence,
     Refused,
+    Welcome,
 )
 from fastdecode.wire.stages import (
     ColumnLost,
+    ColumnReady,
     ColumnTakenOver,
+    ColumnWelcome,
+    GreetColumn,
     PlaceColumn,
     StageAnswer,
     StageDone,
@@ -160,6 +165,36 @@ def test_a_column_is_lost_once_wherever_that_is_told() -> None:
     stages.say(2, ColumnLost(W, "worker_timeout", "it is silent, too"))
     assert not stages.fleet.take_losses() and list(stages.fleet.lost) == [W]
     assert len(stages.fleet.lost_workers) == 2
+
+
+def test_what_a_column_was_asked_before_it_is_greeted_again_is_void() -> None:
+    """Greetings too: a stage whose R-workers share the heads answers the last alone."""
+    stages = Stages()
+    stages.fleet.send(W, OpenSequence(7, 100))
+    stages.say(1, ColumnLost(W, "worker_timeout", "it is silent"))
+    stages.say(1, ColumnReady(W))
+    stages.fleet.take_losses()
+    group, member = stages.fleet.groups[W], stages.members.member(1, W)
+    assert stages.members.replaceable == {member}
+    stages.members.revive(member)
+    group.greets_all = True
+    for _ in range(2):
+        stages.members.begin_greeting(group.shards)
+        stages.fleet.send(W, HELLO)
+    assert [stages.heard(2) for _ in range(3)] == [
+        OpenSequence(7, 100, W), GreetColumn(W, 1), GreetColumn(W, 2),
+    ]  # fmt: skip
+    room = HELLO.kv.block_size, False
+    stages.say(2, answer(7))
+    stages.say(1, ColumnWelcome(W, 1, 3, *room))
+    stages.say(1, ColumnWelcome(W, 2, 4, *room))
+    stages.own(W, Accepted(7))
+    for num_blocks in (9, 8):
+        stages.own(W, Welcome("r1", num_blocks, HELLO.kv.block_size, 1))
+    assert group.welcome is None
+    stages.say(2, ColumnWelcome(W, 2, 5, *room))
+    assert group.welcome is not None and group.welcome.num_blocks == 4
+    assert not stages.answers and not stages.fleet.is_owed and not stages.fleet.gone
 
 
 def test_a_step_learns_of_a_lost_column_once() -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, cast
 
@@ -75,6 +76,10 @@ class StagePool(WorkerPool):
         """Members of later stages that their stage knows at another R-worker than their own."""
         self.replaceable: set[HolderId] = set()
         """Lost members of later stages whose replacements wait there."""
+        self._greetings: Counter[HolderId] = Counter()  # of members of later stages
+        self._void: set[HolderId] = set()
+        """Members of later stages that have not answered to the last greeting: what
+        they say was asked before, or is of a greeting before."""
         num_relayed = len(self._relayed) * self.num_columns
         super().__init__(
             hub,
@@ -93,6 +98,15 @@ class StagePool(WorkerPool):
             return HolderId(column)
         place = self._relayed.index(stage)
         return HolderId(self._first_relayed + place * self.num_columns + column)
+
+    def begin_greeting(self, members: Iterable[HolderId]) -> None:
+        """These are about to be greeted again; what those of later stages were asked
+        before is void, and may never be answered."""
+        for member in members:
+            if not self.is_here(member):
+                self.pending.forget(self.placement[member])
+                self._greetings[member] += 1
+                self._void.add(member)
 
     def revive(self, holder: HolderId) -> None:
         """See ``WorkerPool``."""
@@ -120,7 +134,7 @@ class StagePool(WorkerPool):
         if self._placed.get(holder, holder) != index:
             self._placed[holder] = index
             self._stages.tell(stage, PlaceColumn(column, self._origin(index)[1]))
-        self._stages.tell(stage, self._in_columns(named, column))
+        self._stages.tell(stage, self._in_columns(named, holder, column))
 
     def lose(self, holder: HolderId, error: FastDecodeError) -> None:
         """See ``WorkerPool``."""
@@ -181,6 +195,10 @@ class StagePool(WorkerPool):
             raise self._stages.loss(stage, ProtocolError(f"it sent {type(said).__name__}"))
         column = said.holder if hasattr(said, "holder") else said.column
         member = self._member_of(stage, column)
+        if member in self._void:
+            if not isinstance(said, ColumnWelcome) or said.number != self._greetings[member]:
+                return None
+            self._void.remove(member)
         return super()._taken(self.placement[member], self._in_members(stage, member, said))
 
     def _member_of(self, stage: int, column: int) -> HolderId:
@@ -206,10 +224,10 @@ class StagePool(WorkerPool):
                 return Dropped(member, self._member_of(stage, said.cache))
         return replace(said, holder=member)
 
-    def _in_columns(self, message: ToRWorker, column: int) -> ToRWorker:
+    def _in_columns(self, message: ToRWorker, member: HolderId, column: int) -> ToRWorker:
         """The same with columns' names in place of members'."""
         if isinstance(message, Hello):  # the stage has made its own
-            return cast(ToRWorker, GreetColumn(column))
+            return cast(ToRWorker, GreetColumn(column, self._greetings[member]))
         if isinstance(message, DropCache):
             message = replace(message, cache=self._origin(message.cache)[1])
         return cast(ToRWorker, cast(Any, message).for_holder(column))

@@ -3,6 +3,7 @@ stage sends them, and what they answer and report."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import replace
@@ -168,6 +169,8 @@ class Relay:
         self._session = session
         self._regreeting = regreeting
         self._reported: set[int] = set()  # lost R-workers
+        self._numbers: dict[int, int] = {}  # of each column's last greeting
+        self._num_due: Counter[int] = Counter()  # greetings that R-workers have not answered
 
     @property
     def _gone(self) -> Mapping[int, WorkerError]:
@@ -201,7 +204,7 @@ class Relay:
                 if self._members.placement[worker] == worker:
                     self._pool.lose(worker, error)
             case GreetColumn():
-                self._greet(self._checked(message.column))
+                self._greet(self._checked(message.column), message.number)
             case TakeOver() | DropCache():
                 own = replace(message, session=self._session)
                 self._pool.send(self._checked(message.holder), own)
@@ -222,10 +225,7 @@ class Relay:
             elif isinstance(answer, TakenOver):
                 self._links.tell(_FIRST, ColumnTakenOver(column, answer.num_tokens))
             elif isinstance(answer, Welcome):
-                numbers = answer.num_blocks, answer.block_size
-                self._links.tell(_FIRST, ColumnWelcome(column, *numbers, answer.has_tier))
-                assert self._regreeting is not None
-                self._regreeting.answered()
+                self._take_welcome(column, answer)
         for moved in self._pool.moves.take_tiers():
             if isinstance(moved, Moved | Stocked):
                 self._links.tell(_FIRST, moved)
@@ -234,18 +234,31 @@ class Relay:
         gone = self._gone
         for worker in gone.keys() - self._reported:
             self._reported.add(worker)
+            del self._num_due[worker]
             error = gone[worker]
             self._links.tell(_FIRST, ColumnLost(worker, error.code, error.message))
         if self._regreeting is not None and gone:
             for ready in self._regreeting.found():
                 self._links.tell(_FIRST, ColumnReady(ready))
 
-    def _greet(self, column: HolderId) -> None:
+    def _greet(self, column: HolderId, number: int) -> None:
         """Greet the R-worker of a column again, or the one that replaces it; if nobody
         does, it is lost once more."""
         assert self._regreeting is not None
         self._reported.discard(column)
+        self._numbers[column] = number
+        forgets = self.forgets_answers or column in self._gone
+        self._num_due[column] = 1 if forgets else self._num_due[column] + 1
         self._regreeting.greet(column)
+
+    def _take_welcome(self, column: HolderId, answer: Welcome) -> None:
+        """A column's R-worker has answered to a greeting: the first stage hears of the last."""
+        assert self._regreeting is not None
+        self._num_due[column] -= 1
+        if not self._num_due[column]:
+            self._regreeting.answered()
+            what = answer.num_blocks, answer.block_size, answer.has_tier
+            self._links.tell(_FIRST, ColumnWelcome(column, self._numbers[column], *what))
 
     def _checked(self, column: int) -> HolderId:
         if not 0 <= column < len(self._pool):

@@ -55,6 +55,7 @@ class ColumnReplacements:
             if holder not in self._greeting and self._let_in(group):
                 self._greeting.add(holder)
                 group.greets_all = True
+                self._fleet.of_stages.begin_greeting(group.shards)
                 self._fleet.send(holder, self._hello)
         found = {holder: self._fleet.groups[holder].welcome for holder in self._greeting}
         return {holder: welcome for holder, welcome in found.items() if welcome is not None}
@@ -102,3 +103,9 @@ class ColumnResharing(Resharing):
             members.revive(member)
         self._group.greets_all = self._column.later.are_welcome
         return True
+
+    def _greet(self, most: int) -> None:
+        """See ``Resharing``."""
+        if self._group.greets_all:
+            self._column.of_stages.begin_greeting(self._group.shards)
+        super()._greet(most)
