@@ -19,12 +19,16 @@ where the numbers come from.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cost_model.disaggregate.memory import ModelMemory
 from cost_model.exact import LARGEST
+from cost_model.predict import System
+from cost_model.step_time import SystemTime
+from cost_model.workload import Workload
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.json_file import read_object
 from fastdecode.schedule.times import Prompts, StepTime
@@ -67,6 +71,37 @@ class MachineProfile:
     memory: ModelMemory
     microbatches: tuple[MeasuredMicrobatch, ...]
     """By size."""
+
+    def of(self, sequences: int) -> MeasuredMicrobatch:
+        """Raises ConfigError: microbatches of this size weren't measured."""
+        sizes = {point.sequences: point for point in self.microbatches}
+        if sequences not in sizes:
+            raise ConfigError(
+                f"--batch {sequences}: --profile has microbatches of {', '.join(map(str, sizes))}"
+            )
+        return sizes[sequences]
+
+
+def machine_on(system: System, sizes: Sequence[int]) -> MachineProfile:
+    """A model on the GPUs of one machine, K and V in their memory, by ``fastdecode size``'s
+    times; of prompts and contexts of the system's workload.
+
+    Args:
+        sizes: of microbatches, in sequences.
+    """
+    workload, costs = system.workload, system.costs
+    alone = replace(system.on_device(), workload=Workload(0, 1))
+    mean = workload.mean_context_tokens
+    points = []
+    for size in sizes:
+        if system.s.max_batch is not None and size > system.s.max_batch:
+            continue
+        prompts = [(0, workload.prompt_tokens)] * size
+        prompt_s = SystemTime(alone, 1).s_part_s(0, prompts)
+        token_s = costs.num_layers * (alone.s.t_of_b(size) + alone.r.r_s(size, size * mean))
+        points.append(MeasuredMicrobatch(size, prompt_s, token_s))
+    memory = ModelMemory.given(costs.weight_bytes / 1e9, costs.kv_bytes / 1e9)
+    return MachineProfile(workload.prompt_tokens, memory, tuple(points))
 
 
 def read_machine_profile(path: Path) -> MachineProfile:

@@ -24,6 +24,8 @@ EXAMPLES = [
 SPLIT = ["disaggregate", "--machines", "7", "--prompt-time", "3.1", "--token-time", "0.1"]
 SWAP = ["swap", "--prompt-tokens", "9", "--tokens", "9", "--token-time", "1", "--batch", "2"]
 
+MACHINE = ["--model", "Llama-2 13B", "--gpu", "A100"]
+
 
 def plan(*arguments: str) -> int:
     return main(["plan", *arguments])
@@ -60,6 +62,10 @@ def test_streaming_and_memory_of_a_split(capsys: pytest.CaptureFixture[str]) -> 
         ([*SPLIT, "--tokens", "9", "--overhead", "0.5"], "--overhead 0.5 is not a number of"),
         ([*SPLIT, "--tokens", "9", "--kv-gb", "1"], "Give --kv-gb and --bandwidth-gbps together"),
         ([*SPLIT, "--tokens", "9", "--layers", "2"], "--weights-gb and --prompt-kv-gb and"),
+        (SWAP, "--kv-kb is missing: give it, or --model and --gpu"),
+        ([*SWAP, "--gpu", "A10"], "Give --profile, or --model and --gpu"),
+        ([*SPLIT[:-2], "--tokens", "9"], "--token-time is missing: give it, --profile, or"),
+        ([*SPLIT, "--tokens", "9", *MACHINE], "--batch is missing: times depend on it"),
         ([*SWAP, "--kv-kb", "-1", "--bandwidth-gb", "25"], "--kv-kb -1.0 is not a number above 0"),
     ],
 )
@@ -153,3 +159,29 @@ def test_goodput_refuses(
 ) -> None:
     assert plan(*GOODPUT, "--model", "llama-2-7b", *arguments) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_machine_s_times_from_a_model_on_a_gpu(
+    files: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights and K and V are read once a token, by hand; each of four stages has a quarter."""
+    asked = ["--prompt-tokens", "512", "--tokens", "512", "--batch", "16", "--json"]
+    assert plan("swap", *asked, *MACHINE, "--machines", "4") == 0
+    found = json.loads(capsys.readouterr().out)
+    kv_bytes = 2 * 40 * 5120 * 2
+    read_s = (26e9 + 16 * 768 * kv_bytes) / (0.8 * 2039e9)
+    assert found["unswapped_s"] == pytest.approx(2 * 512 * read_s / 4, rel=0.1)
+    swapped_s = sum(2 * 16 * i * kv_bytes / 4 / (0.8 * 32e9) for i in range(513, 1025))
+    assert found["readings"][-1]["swapped_s"] == pytest.approx(swapped_s, rel=1e-6)
+    assert plan("disaggregate", "--machines", "8", *asked, *MACHINE) in (0, 1)
+    split = json.loads(capsys.readouterr().out)
+    flops_s = 16 * 512 * 2 * 13e9 / (0.7 * 312e12)
+    assert split["prompt_s"] == pytest.approx(flops_s / 8, rel=0.1)
+    assert split["token_s"] == pytest.approx(read_s / 8, rel=0.1)
+    trace = files[1]
+    assert plan("pipelines", trace, "--machines", "2", *MACHINE, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["machines"][0]["one pipeline"]
+    assert plan("pipelines", *files, "--machines", "2", *MACHINE) == 2
+    assert "not both" in capsys.readouterr().err
+    assert plan("swap", *asked, files[0], "--bandwidth-gb", "25") == 2
+    assert "--batch 16: --profile has microbatches of 4" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.options import EXIT_INFEASIBLE, add_log_level_option
+from fastdecode.cli.plan.machine import add_machine, is_machine_given, read_machine
 from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,18 +34,19 @@ def add_disaggregate(questions: Any) -> None:
     add(
         "--prompt-time",
         type=float,
-        required=True,
         metavar="S",
         help="seconds of a stage for a microbatch's prompt, all machines in one pipeline",
     )
     add(
         "--token-time",
         type=float,
-        required=True,
         metavar="S",
         help="seconds of a stage for one token of a microbatch, all machines in one pipeline",
     )
     add("--tokens", type=int, required=True, metavar="N", help="tokens that a microbatch generates")
+    add("--batch", type=int, metavar="B", help="sequences of a microbatch, for a machine's times")
+    add("--prompt-tokens", type=int, metavar="P", help="of a sequence, likewise")
+    add_machine(parser)
     _add_streaming(parser.add_argument_group("streaming K and V to the token machines"))
     _add_memory(parser.add_argument_group("memory; all of these or none"))
     add("--json", action="store_true", help="print the answer as JSON")
@@ -84,6 +86,7 @@ def run_disaggregate(args: argparse.Namespace) -> int:
     from cost_model.disaggregate.split import Disaggregation
     from cost_model.printing import json_text
 
+    _fill_times(args)
     asked = Disaggregation(
         args.machines, args.prompt_time, args.token_time, args.tokens, _overhead(args)
     )
@@ -94,6 +97,31 @@ def run_disaggregate(args: argparse.Namespace) -> int:
     else:
         print(split_as_text(asked, best, memory))
     return 0 if best or args.machines == 1 else EXIT_INFEASIBLE
+
+
+def _fill_times(args: argparse.Namespace) -> None:
+    """What isn't typed in, by the machine's times: a stage has its part of them.
+
+    Raises:
+        ConfigError: a number is missing, and nothing says it.
+    """
+    from cost_model.exact import whole_number
+
+    machines = whole_number("machines", args.machines, 1, 1 << 16)
+    if is_machine_given(args):
+        for name in ("batch", "prompt_tokens"):
+            if getattr(args, name) is None:
+                raise ConfigError(f"--{name.replace('_', '-')} is missing: times depend on it")
+        machine, _ = read_machine(args, args.prompt_tokens, args.tokens, [args.batch])
+        point = machine.of(args.batch)
+        if args.prompt_time is None:
+            args.prompt_time = point.prompt_s / machines
+        if args.token_time is None:
+            args.token_time = point.token_s / machines
+    for name in ("prompt_time", "token_time"):
+        if getattr(args, name) is None:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} is missing: give it, --profile, or --model and --gpu")
 
 
 def _overhead(args: argparse.Namespace) -> Overhead | None:

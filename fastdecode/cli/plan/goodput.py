@@ -145,7 +145,7 @@ def _setup(args: argparse.Namespace, draw: Draw) -> Any:
     from cost_model.hardware import Hardware
     from fastdecode.cli.size import read_setup
 
-    args.seq_len, args.start_interval, args.gpus = None, 1, 1
+    args.seq_len, args.start_interval, args.gpus, args.prefix_hit = None, 1, 1, 0.0
     args.transport, args.io_threads, args.weights = "mpi", 1, "decoded"
     longest = max(prompt + output for prompt, output in draw.lengths)
     given = argparse.Namespace(**vars(args))

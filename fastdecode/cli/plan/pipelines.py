@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.options import EXIT_INFEASIBLE, add_log_level_option, tell
+from fastdecode.cli.plan.machine import add_machine, read_machine
 from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ def add_pipelines(questions: Any) -> None:
     parser.set_defaults(run=run_pipelines, command="plan pipelines")
     add = parser.add_argument
     add("--trace", type=Path, required=True, metavar="FILE", help="requests, JSON Lines")
-    add("--profile", type=Path, required=True, metavar="FILE", help="one machine's times, JSON")
     add(
         "--machines",
         required=True,
@@ -67,6 +67,7 @@ def add_pipelines(questions: Any) -> None:
     add("--cv", type=float, default=1.0, help="of drawn gaps; 1 is Poisson (default: 1)")
     add("--seed", type=int, default=0, help="of drawn gaps (default: 0)")
     add("--price", type=float, metavar="X", help="of a machine, an hour")
+    add_machine(parser)
     add("--json", action="store_true", help="print the answer as JSON")
     add_log_level_option(parser)
 
@@ -74,7 +75,6 @@ def add_pipelines(questions: Any) -> None:
 def run_pipelines(args: argparse.Namespace) -> int:
     """Simulate and print. Returns the exit code."""
     from cost_model.disaggregate.compare import KINDS, Comparison
-    from cost_model.disaggregate.profile import read_machine_profile
     from cost_model.disaggregate.report import pipelines_as_json, pipelines_as_text
     from cost_model.exact import exact
     from cost_model.printing import json_text
@@ -82,9 +82,13 @@ def run_pipelines(args: argparse.Namespace) -> int:
     counts = _machine_counts(args.machines)
     if args.price is not None:
         exact("price", args.price)
+    trace = _trace(args)
+    longest = max(each.num_prompt_tokens for each in trace.requests)
+    outputs = sum(each.num_output_tokens for each in trace.requests) / len(trace.requests)
+    machine, _ = read_machine(args, longest, max(1, round(outputs)))
     comparison = Comparison(
-        _trace(args),
-        read_machine_profile(args.profile),
+        trace,
+        machine,
         None if args.memory_gb is None else exact("memory_gb", args.memory_gb),
         float(exact("transfer_time", args.transfer_time, above=False)),
     )
