@@ -60,6 +60,7 @@ def test_size_imports_no_engine() -> None:
     assert packages == {"cli", "core", "jobs", "schedule", "wire"}
     assert {m for m in modules if m.startswith("fastdecode.schedule.")} <= {
         "fastdecode.schedule.hybrid", "fastdecode.schedule.hybrid.forecast",
+        "fastdecode.schedule.times",
     }  # fmt: skip
 
 

@@ -17,9 +17,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from enum import Enum
 from heapq import heappop, heappush
+from typing import TYPE_CHECKING
 
-from fastdecode.core.holders import HolderId
 from fastdecode.schedule.times import StepTime
+
+if TYPE_CHECKING:
+    from fastdecode.core.holders import HolderId
 
 _ROUNDING = 1e-6
 """Of a step: what is that near to its end has ended."""
