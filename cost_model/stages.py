@@ -101,9 +101,8 @@ class _Roofline:
         """Of a prompt, all layers. It joins the step of a running batch, which
         reads the weights anyway."""
         attention_flops = self.costs.attention_flops * tokens * tokens / 2
-        flops = sum(
-            count * self.costs.layer_flops(layer) for layer, count in self.costs.layer_kinds
-        )
+        kinds = self.costs.layer_kinds
+        flops = sum(count * self._row_costs[layer][1] for layer, count in kinds)
         layers_s = (flops * tokens + self.costs.num_layers * attention_flops) / self.flops_per_s
         return layers_s + self.costs.num_layers * 2 * self.all_reduce_s(tokens)
 

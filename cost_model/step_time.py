@@ -73,7 +73,7 @@ class SystemTime(StepTime):
         """As ``StepTime``."""
         return num_tokens * self.system.costs.kv_bytes / self.transfer_bytes_per_s
 
-    @property
+    @cached_property
     def _layers(self) -> int:
         return self.system.costs.num_layers
 
