@@ -27,6 +27,7 @@ from typing import Any
 from cost_model.disaggregate.memory import ModelMemory
 from cost_model.exact import LARGEST
 from cost_model.predict import System
+from cost_model.simulate.pipelines import MachineTimes
 from cost_model.step_time import SystemTime
 from cost_model.workload import Workload
 from fastdecode.core.errors import ConfigError
@@ -90,16 +91,14 @@ def machine_on(system: System, sizes: Sequence[int]) -> MachineProfile:
         sizes: of microbatches, in sequences.
     """
     workload, costs = system.workload, system.costs
-    alone = replace(system.on_device(), workload=Workload(0, 1))
+    alone = SystemTime(replace(system.on_device(), workload=Workload(0, 1)), 1)
     mean = workload.mean_context_tokens
     points = []
     for size in sizes:
         if system.s.max_batch is not None and size > system.s.max_batch:
             continue
-        prompts = [(0, workload.prompt_tokens)] * size
-        prompt_s = SystemTime(alone, 1).s_part_s(0, prompts)
-        token_s = costs.num_layers * (alone.s.t_of_b(size) + alone.r.r_s(size, size * mean))
-        points.append(MeasuredMicrobatch(size, prompt_s, token_s))
+        times = MachineTimes.of(alone, size, workload.prompt_tokens, mean)
+        points.append(MeasuredMicrobatch(size, times.prompt_s, times.token_s))
     memory = ModelMemory.given(costs.weight_bytes / 1e9, costs.kv_bytes / 1e9)
     return MachineProfile(workload.prompt_tokens, memory, tuple(points))
 
