@@ -345,9 +345,6 @@ def test_a_load_limit_is_kept_by_one_lane_too(resolved: Resolve) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"prompt_pp": 1},
-        {"prompt_pp": 1, "pp": 2, "pp_layers": "1,2"},
-        {"prompt_pp": 2, "lanes": 4},
         {"swap": True, "kv_placement": "gpu", "pp": 3, "pp_layers": "1,1,1", "lanes": 6},
     ],
     ids=str,
@@ -362,3 +359,9 @@ def test_auto_is_no_schedule_that_is_refused_by_name(
     assert plan.schedule.num_lanes > len(plan.layers)
     assert plan.schedule.batching.schedule == "greedy"
     assert resolved(1, device="cuda", lanes=2).schedule.batching.schedule == "auto"
+
+
+def test_prompt_stages_stabilize_where_they_are_told_to(resolved: Resolve) -> None:
+    for schedule, chosen in (("stabilized", "stabilized"), ("auto", "greedy")):
+        plan = resolved(1, device="cuda", schedule=schedule, prompt_pp=2, lanes=4)
+        assert plan.schedule.batching.schedule == chosen and plan.schedule.num_lanes == 4
