@@ -103,6 +103,37 @@ def test_text_and_tokens_equal_transformers(
     assert tokens == theirs.apply_chat_template(chat, **expected)["input_ids"]
 
 
+WITH_TOOLS = """
+{%- if tools %}{{- "<|im_start|>system\\n<tools>" }}{%- for tool in tools %}{{- "\\n" }}
+{{- tool | tojson }}{%- endfor %}{{- "\\n</tools><|im_end|>\\n" }}{%- endif %}
+{%- for message in messages %}
+{%- if message.role == "tool" %}{{- "<tool_response>" + message.content + "</tool_response>" }}
+{%- else %}{{- "<|im_start|>" + message.role + "\\n" + message.content }}
+{%- for call in message.tool_calls %}
+{{- '<tool_call>{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson }}{{- "}</tool_call>" }}{%- endfor %}{%- endif %}
+{%- endfor %}
+"""
+
+
+def test_tools_and_calls_equal_transformers(tmp_path: Path) -> None:
+    theirs = save_tokenizer(tmp_path, WITH_TOOLS)
+    template = ChatTemplate.load(tmp_path)
+    assert template is not None and template.takes_tools
+    call = {"id": "c", "type": "function",
+            "function": {"name": "f", "arguments": {"é": "<a & b>"}}}  # fmt: skip
+    chat: list[dict[str, Any]] = [
+        CHATS[0][0],
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "4"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "description": "<é>", "parameters": {
+        "type": "object", "properties": {"é": {"type": "string"}}}}}]  # fmt: skip
+    text = template.render(chat, NOW, tools=tools)
+    assert text == theirs.apply_chat_template(chat, tools=tools, tokenize=False)
+    assert "<tools>" in text and '<tool_call>{"name": "f", "arguments": {"é"' in text
+
+
 def test_a_template_is_found_where_transformers_finds_it(tmp_path: Path) -> None:
     assert ChatTemplate.load(tmp_path) is None
     config = tmp_path / "tokenizer_config.json"

@@ -153,6 +153,15 @@ def test_results_of_calls_reach_the_template(server: Server, client: Any) -> Non
     assert answer.usage.prompt_tokens > plain.usage.prompt_tokens  # the tools were in it
 
 
+def test_a_conversation_goes_on_after_a_call(client: Any) -> None:
+    more = {"tools": [WEATHER], "extra_body": {"conversation_id": "with a call"}}
+    first = ask(client, **more, tool_choice="required", parallel_tool_calls=False)
+    (call,) = first.choices[0].message.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    second = ask(client, **more, messages=[result], max_tokens=4)
+    assert second.usage.prompt_tokens > first.usage.prompt_tokens
+
+
 def test_an_answer_is_a_call_or_the_format(client: Any) -> None:
     schema = {**Person.model_json_schema(), "additionalProperties": False, **NO_BLANKS}
     answer = ask(client, max_tokens=500, tools=[WEATHER], response_format={

@@ -63,6 +63,8 @@ def submit(structured: Any) -> None:
         ({"grammar": "what is this"}, "grammar can't be read"),
         ({"grammar": 'start: "a" nothing'}, "nothing"),
         ({"json_object": 1}, "true or false"),
+        ({"regex": "a", "reasoning": "none"}, "reasoning 'none' is none of think, mistral"),
+        ({"regex": "a", "in_reasoning": True}, "needs reasoning"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_at_submission(structured: Any, words: str) -> None:
@@ -97,9 +99,25 @@ def test_a_model_without_a_tokenizer_has_no_text() -> None:
 
 def test_they_travel_to_another_process() -> None:
     wanted = {"json": {"type": "object", "properties": {"é": {"enum": [1, "ü"]}}}}
-    params = SamplingParams(structured_outputs=wanted)  # type: ignore[arg-type]
-    request = checker().check(PromptRequest("x", [5], params), (5,))
-    assert request_from_json(request_to_json(request)) == request
+    for given in (wanted, {**wanted, "reasoning": "think"}):
+        params = SamplingParams(structured_outputs=given)  # type: ignore[arg-type]
+        request = checker().check(PromptRequest("x", [5], params), (5,))
+        assert request_from_json(request_to_json(request)) == request
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reasoning", "in_reasoning"),
+    [("a", "think", False), ("a<think>\n", "think", True), ("<think></think>\n", None, False)],
+)
+def test_reasoning_is_where_the_prompt_leaves_it(
+    prompt: str, reasoning: str | None, in_reasoning: bool
+) -> None:
+    params = SamplingParams(structured_outputs={"regex": "a", "reasoning": "think"})  # type: ignore[arg-type]
+    ids = tuple(TOKENIZERS["byte-level"].encode(prompt, add_special_tokens=False).ids)
+    request = checker().check(PromptRequest("x", ids, params), ids)
+    structured = request.params.structured_outputs
+    assert structured is not None
+    assert (structured.reasoning, structured.in_reasoning) == (reasoning, in_reasoning)
 
 
 def allowed(masks: GrammarMasks, wanted: StructuredOutputs, token_ids: Sequence[int]) -> list[int]:
