@@ -13,6 +13,7 @@ import pytest
 from mpi_launch import running
 from zmq_r_workers import FASTDECODE, PATHS, at, r_workers
 
+from examples import TRIES_ALL
 from fastdecode.cli.main import main
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
@@ -25,7 +26,7 @@ def _write(path: Path) -> None:
         {
             "id": str(i),
             "prompt_token_ids": [(7 * i + 3 * j) % 90 + 5 for j in range(20 + 9 * i)],
-            "max_tokens": 200 if i else 2,
+            "max_tokens": 200 if i else 20,
             "ignore_eos": True,
             "n": 2 if i == 3 else 1,
             **({**sampled, "seed": i} if i % 2 else {"temperature": 0}),
@@ -40,8 +41,18 @@ def _answers(output: Path) -> dict[str, Any]:
     return {row["id"]: row.get("completions", row.get("token_ids")) for row in rows}
 
 
+HYBRID = ("--kv-placement", "hybrid", "--device", "cpu", "--device-kv-gb", "0.00004")
+"""The device has room for the shortest alone."""
+
+
+@pytest.mark.parametrize(
+    "more", [(), *[HYBRID] * TRIES_ALL], ids=["r-workers", "hybrid"][: 1 + TRIES_ALL]
+)
 def test_another_s_worker_goes_on_with_what_r_workers_have_kept(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    more: tuple[str, ...],
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     _write(tmp_path / "in.jsonl")
     model = ["--model", str(tiny_checkpoint("llama")), "--dtype", "float32"]
@@ -50,7 +61,7 @@ def test_another_s_worker_goes_on_with_what_r_workers_have_kept(
     assert main(["run-batch", *model, str(plain), "--kv-memory-gb", "0.01"]) == 0
     summary, session = tmp_path / "summary.json", tmp_path / "out.jsonl.session"
     with r_workers("*", "*", options=("--log-level", "info")) as (jobs, addresses):
-        command = ["run-batch", *model, str(output), *at(addresses)]
+        command = ["run-batch", *model, str(output), *at(addresses), *more]
         with running([*FASTDECODE, *command], **PATHS) as s_worker:
             s_worker.wait_for_text(output)
             s_worker.process.send_signal(signal.SIGKILL)
