@@ -92,7 +92,6 @@ def test_a_prompt_is_fetched(source: str, reader: str) -> None:
         home.fill({0: 37}, seed=3)
         move(pieces_between({0: 37}, KV), home, prefill)
         prefill.connection.send(ExportSequence(0, TICKET))
-        prefill.connection.poll()  # a device obeys when it is looked at
         decode.open(9, 64)
         came = KVSource("p", 0, TICKET, 0, 37, 0, KV.num_kv_heads)
         decode.connection.send(Pull(9, 0, 37, (came,), WAIT_S))

@@ -71,6 +71,12 @@ class ReachedDevice(DeviceWorker):
         with self._changed:
             return super().begin_step(begin)
 
+    def send(self, message: ToRWorker) -> None:
+        """See ``InlineConnection``, but it is done at once: readers wait for what is
+        exported, while the S-worker may not look for long."""
+        super().send(message)
+        self.work()
+
     def work(self) -> None:
         """See ``InlineConnection``."""
         with self._changed:
