@@ -112,6 +112,12 @@ def check_turn(conversation_id: object, params: SamplingParams, num_prompts: int
             ": a conversation keeps its beginning: leave it out",
             code="invalid_conversation",
         )
+    if params.prompt_logprobs is not None:
+        raise RequestError(
+            Given("prompt_logprobs", params.prompt_logprobs),
+            ": a conversation's turn does not run its whole prompt: leave it out",
+            code="invalid_conversation",
+        )
     if num_prompts != 1 or params.n > 1:
         raise RequestError(
             Given("conversation_id"),

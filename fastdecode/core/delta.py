@@ -44,6 +44,10 @@ class Delta:
     more where it was."""
     fetch_failed: bool = False
     """It couldn't be fetched: its prompt is run again."""
+    stop_reason: int | str | None = None
+    """Given with ``finish_reason``: see ``Completion``."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """Of the request's prompt, if it wants them; told once, with the first of its tokens."""
 
     def then(self, later: Delta) -> Delta:
         """This and the next one of the same sequence as one."""
@@ -62,6 +66,8 @@ class Delta:
             later.sources or self.sources,
             later.has_fetched or self.has_fetched,
             later.fetch_failed or self.fetch_failed,
+            later.stop_reason,
+            self.prompt_logprobs or later.prompt_logprobs,
         )
 
 
@@ -91,6 +97,7 @@ class OutputFold:
     _parts: dict[int, list[Delta]] = field(default_factory=dict)
     _completions: list[Completion] = field(default_factory=list)
     _num_cached_tokens: int = 0
+    _prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
     @property
     def num_unfinished(self) -> int:
@@ -101,6 +108,7 @@ class OutputFold:
         """One more. Returns the output if that was the request's last."""
         if delta.error is not None:
             return self.failed(delta.error)
+        self._prompt_logprobs = self._prompt_logprobs or delta.prompt_logprobs
         parts = self._parts.setdefault(delta.index, [])
         parts.append(delta)
         if delta.finish_reason is not None:
@@ -116,6 +124,7 @@ class OutputFold:
             self.prompt_token_ids,
             completions,
             num_cached_tokens=self._num_cached_tokens,
+            prompt_logprobs=self._prompt_logprobs,
         )
 
     def failed(self, error: FastDecodeError) -> RequestOutput:
@@ -127,10 +136,11 @@ def _completion(parts: list[Delta], reason: FinishReason) -> Completion:
     index = parts[0].index
     text = "".join([part.text for part in parts])
     token_ids = tuple([token for part in parts for token in part.token_ids])
+    stop_reason = parts[-1].stop_reason
     if parts[-1].logprobs is None:
-        return Completion(index, text, token_ids, reason)
+        return Completion(index, text, token_ids, reason, None, stop_reason)
     logprobs = tuple([step for part in parts for step in part.logprobs or ()])
-    return Completion(index, text, token_ids, reason, logprobs)
+    return Completion(index, text, token_ids, reason, logprobs, stop_reason)
 
 
 class DeltaQueue:

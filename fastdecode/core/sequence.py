@@ -136,6 +136,7 @@ class SamplingParams:
             skip_special_tokens: bool = True,
             truncate_prompt_tokens: int | None = None,
             logprobs: int | None = None,
+            prompt_logprobs: int | None = None,
             n: int = 1,
         ) -> None: ...
 
@@ -194,6 +195,9 @@ class SamplingParams:
     error."""
     logprobs: int | None = None
     """None: no logprobs; k >= 0: the drawn token's, and the k likeliest tokens', at every step."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens, by the model's own distribution. The whole
+    prompt is run: no KV block of another request is reused, or left for others."""
     n: int = 1
     """Completions of the one prompt; the prompt is prefilled once."""
 
@@ -256,6 +260,8 @@ class SamplingParams:
             raise _refuse("detokenize", self.detokenize, rule)
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _integer("n", self.n, 1, MAX_N)
 
     def _check_structured(self) -> None:
@@ -443,6 +449,9 @@ class Completion:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprob, ...] | None = None
+    stop_reason: int | str | None = None
+    """The stop string or the token of ``stop_token_ids`` that ended it; None: EOS, or
+    its length."""
     content: str | None = None
     """Of an answer to a chat with tools, or of a model that marks its reasoning: the text
     without calls and reasoning."""
@@ -473,6 +482,8 @@ class RequestOutput:
     num_cached_tokens: int = 0
     """Of the prompt, tokens that weren't run, since the KV blocks of an earlier
     request were reused."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """One a token of the prompt, the first of which is None, if they were asked for."""
 
     @property
     def ok(self) -> bool:

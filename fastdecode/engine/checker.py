@@ -10,6 +10,7 @@ from typing import Final
 from fastdecode.core.errors import Given, RequestError
 from fastdecode.core.resuming import BegunRequest
 from fastdecode.core.sequence import (
+    CacheUse,
     Prompt,
     PromptRequest,
     Request,
@@ -98,7 +99,7 @@ class RequestChecker:
             params=params,
             max_tokens=max_tokens,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            cache=arrived.cache,
+            cache=_cache_of(arrived),
             drawn=self._drawn(arrived, token_ids, max_tokens),
             bad_words=self._bad_words(params.bad_words),
         )
@@ -161,10 +162,19 @@ class RequestChecker:
         Where logprobs are wanted, which nobody has kept, it is drawn again."""
         begun = self._begun.get(arrived.request_id)
         params = arrived.params
-        if begun is None or begun.prompt_token_ids != token_ids or params.logprobs is not None:
+        is_other = begun is None or begun.prompt_token_ids != token_ids
+        wants_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+        if begun is None or is_other or wants_logprobs:
             return {}
         return {
             index: drawn[: max_tokens - 1]
             for index, drawn in begun.drawn.items()
             if index < params.n and all(0 <= token < self._vocab_size for token in drawn)
         }
+
+
+def _cache_of(arrived: PromptRequest) -> CacheUse:
+    """A prompt whose logprobs are wanted is run whole."""
+    if arrived.params.prompt_logprobs is None:
+        return arrived.cache
+    return replace(arrived.cache, is_off=True)

@@ -44,6 +44,7 @@ from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.extensions import EngineState, Extension
 from fastdecode.engine.figures import EngineFigures, figures_of
 from fastdecode.engine.pending_samples import PendingSamples, StepSamples
+from fastdecode.engine.prompt_samples import PromptSampler
 from fastdecode.engine.recovery import Recovery
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.reservations import FOR_HOLDERS, event_for, holder_of, message_for
@@ -164,6 +165,8 @@ class Engine:
         except FastDecodeError:
             self._apply(events.Cancelled(request.request_id))
             raise
+        if request.params.prompt_logprobs is not None:
+            self._samples = PromptSampler.of(self._samples)
 
     def end_conversation(self, token_ids: Seq[int], salt: str) -> None:
         """Nobody goes on with a conversation that has come to these tokens."""
@@ -359,6 +362,8 @@ class Engine:
             step, holders = self._state.num_launched, self._pipeline.holders
             batch = StepBatch.build(run.chunks, holders, step=step, lane=lane, window=self._window)
             self._state.num_launched += 1
+            if self.requests.prompt_questions is not None:
+                batch = replace(batch, asks=self.requests.prompt_questions.asks(batch))
             fed_by = None
             if lane in self._coming:
                 tokens = self._coming[lane]

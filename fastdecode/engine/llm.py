@@ -439,14 +439,20 @@ def _defaults(
 
 def _decoded(output: RequestOutput, params: SamplingParams, codec: TextCodec) -> RequestOutput:
     """With the texts of tokens whose logprobs were asked for, if text is wanted."""
-    if params.logprobs is None or not params.detokenize:
+    is_wanted = params.logprobs is not None or params.prompt_logprobs is not None
+    if not is_wanted or not params.detokenize:
         return output
     names = TokenText(codec.vocabulary_of(params))
     completions = [
-        replace(one, logprobs=tuple(_named(step, names) for step in one.logprobs or ()))
+        one
+        if one.logprobs is None
+        else replace(one, logprobs=tuple(_named(step, names) for step in one.logprobs))
         for one in output.completions
     ]
-    return replace(output, completions=tuple(completions))
+    of_prompt = output.prompt_logprobs and tuple(
+        step and _named(step, names) for step in output.prompt_logprobs
+    )
+    return replace(output, completions=tuple(completions), prompt_logprobs=of_prompt)
 
 
 def _named(step: TokenLogprob, names: TokenText) -> TokenLogprob:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fastdecode.core.delta import Delta, Listener
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.holders import SequenceId
 from fastdecode.core.sequence import FinishReason, Request, Sequence, TokenLogprob
+from fastdecode.engine.prompt_logprobs import PromptLogprobs, PromptQuestions
 from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.life.events import Drawn
 from fastdecode.text.codec import SequenceText, TextCodec
@@ -31,6 +32,7 @@ class Generation:
     """Tokens that deltas were made of."""
     num_known: int = 0
     """Tokens that were drawn before it was submitted, and have no logprobs here."""
+    eos_token_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -55,7 +57,7 @@ class Generation:
             bad_words=request.bad_words,
         )
         text = codec.sequence_text(request.params, request.prompt_token_ids)
-        generation = cls(sequence, sampling, text, now)
+        generation = cls(sequence, sampling, text, now, eos_token_ids=eos_token_ids)
         for token in request.drawn.get(sequence.index, ()):
             generation.append(SampledToken(token), eos_token_ids)
             generation.num_known += 1
@@ -94,7 +96,16 @@ class Generation:
             else None,
             finish_reason=reason,
             num_cached_tokens=0 if reason is None else sequence.num_reused,
+            stop_reason=self._stop_reason() if reason == "stop" else None,
         )
+
+    def _stop_reason(self) -> int | str | None:
+        """The token or stop string that ended it; None: EOS."""
+        if self.text.stopped_by is not None:
+            return self.text.stopped_by
+        params, last = self.sequence.request.params, self.sequence.token_ids[-1]
+        is_eos = last in self.eos_token_ids and not params.ignore_eos
+        return last if last in params.stop_token_ids and not is_eos else None
 
 
 @dataclass(eq=False)
@@ -117,6 +128,19 @@ class Group:
             self.listener.tell(Delta(self.request.request_id, 0, error=error))
 
 
+@dataclass(eq=False)
+class AskingGroup(Group):
+    """A request that wants the log-probabilities of its prompt's tokens, and its sequences."""
+
+    prompt_logprobs: PromptLogprobs
+
+    def tell(self, generation: Generation, reason: FinishReason | None) -> None:
+        """See ``Group``; the first time, of the prompt, too."""
+        if self.listener is not None and (self.listener.every_step or reason is not None):
+            delta = generation.delta(reason)
+            self.listener.tell(replace(delta, prompt_logprobs=self.prompt_logprobs.take()))
+
+
 class Requests:
     """All that an engine has not finished yet.
 
@@ -136,6 +160,8 @@ class Requests:
         masks: GrammarMasks,
     ) -> None:
         self._masks = masks
+        self.prompt_questions: PromptQuestions | None = None
+        """None: no request wants to know anything of its prompt."""
         self._codec = codec
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
@@ -170,7 +196,12 @@ class Requests:
             )
             for sequence in sequences
         ]
-        self._groups[request.request_id] = Group(request, generations, listener, len(generations))
+        group = Group(request, generations, listener, len(generations))
+        if request.params.prompt_logprobs is not None:
+            self.prompt_questions = self.prompt_questions or PromptQuestions()
+            asked = self.prompt_questions.add(request)
+            group = AskingGroup(request, generations, listener, len(generations), asked)
+        self._groups[request.request_id] = group
         self._generations.update((one.sequence.sequence_id, one) for one in generations)
 
     def generation(self, sequence: Sequence) -> Generation:
@@ -235,11 +266,13 @@ class Requests:
         group.tell(generation, reason)
         group.num_unfinished -= 1
         if not group.num_unfinished:
-            del self._groups[group.request.request_id]
+            self.forget(group.request.request_id)
 
     def forget(self, request_id: str) -> Group:
         """A request ends before its time."""
         group = self._groups.pop(request_id)
+        if self.prompt_questions is not None:
+            self.prompt_questions.forget(request_id)
         for generation in group.generations:
             self._generations.pop(generation.sequence.sequence_id, None)
         return group

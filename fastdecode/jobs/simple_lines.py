@@ -8,8 +8,9 @@ lines with another one. Lines of one ``"conversation_id"`` are its turns, in
 their order: each has what is new as its prompt.
 
 An output line is ``{"id", "text", "token_ids", "finish_reason", "usage"}``
-(``"completions"`` instead of the middle three when n > 1, ``"logprobs"`` when
-asked for), or ``{"id", "error": {"code", "message"}}``. Its usage tells
+(``"completions"`` instead of the middle three when n > 1, ``"logprobs"`` and
+``"prompt_logprobs"`` when asked for, ``"stop_reason"`` where a stop string or a stop
+token ended it), or ``{"id", "error": {"code", "message"}}``. Its usage tells
 ``"cached_tokens"`` where prompt tokens weren't run, but reused.
 """
 
@@ -22,7 +23,14 @@ from typing import Any, ClassVar
 
 from fastdecode.conversations.turns import check_turn
 from fastdecode.core.errors import FastDecodeError, RequestError
-from fastdecode.core.sequence import CacheUse, Completion, Prompt, RequestOutput, SamplingParams
+from fastdecode.core.sequence import (
+    CacheUse,
+    Completion,
+    Prompt,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+)
 from fastdecode.jobs.line_format import LineError, LineId, LineRequest
 from fastdecode.jobs.lines import load_object, utf8
 from fastdecode.text.codec import TextCodec
@@ -70,7 +78,9 @@ def output_fields(output: RequestOutput) -> dict[str, Any]:
     }
     if output.num_cached_tokens:
         usage["cached_tokens"] = output.num_cached_tokens
-    body = completions[0] if len(completions) == 1 else {"completions": completions}
+    body: dict[str, Any] = completions[0] if len(completions) == 1 else {"completions": completions}
+    if output.prompt_logprobs is not None:
+        body["prompt_logprobs"] = [step and _step(step) for step in output.prompt_logprobs]
     return {**body, "usage": usage}
 
 
@@ -80,16 +90,19 @@ def _completion_fields(completion: Completion) -> dict[str, Any]:
         "token_ids": list(completion.token_ids),
         "finish_reason": completion.finish_reason,
     }
+    if completion.stop_reason is not None:
+        line["stop_reason"] = completion.stop_reason
     if completion.logprobs is not None:
-        line["logprobs"] = [
-            {
-                "token_id": step.token_id,
-                "logprob": step.logprob,
-                "top": [list(pair) for pair in step.top],
-            }
-            for step in completion.logprobs
-        ]
+        line["logprobs"] = [_step(step) for step in completion.logprobs]
     return line
+
+
+def _step(step: TokenLogprob) -> dict[str, Any]:
+    return {
+        "token_id": step.token_id,
+        "logprob": step.logprob,
+        "top": [list(pair) for pair in step.top],
+    }
 
 
 class SimpleLines:

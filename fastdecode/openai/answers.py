@@ -40,6 +40,7 @@ def answer_body(
         request.params.n,
         AnswerReader(codec, request.answer_format, answer_id),
     )
+    of_prompt = outputs[0].prompt_logprobs if request.is_chat else None
     return {
         "id": f"{'chatcmpl' if request.is_chat else 'cmpl'}-{answer_id}",
         "object": "chat.completion" if request.is_chat else "text_completion",
@@ -51,6 +52,7 @@ def answer_body(
             for completion in output.completions
         ],
         "usage": usage(outputs),
+        **({} if of_prompt is None else {"prompt_logprobs": writer.of_prompt(of_prompt)}),
     }
 
 
@@ -155,9 +157,27 @@ class ChoiceWriter:
             choice["text"] = completion.text
         choice["logprobs"] = self._logprobs(output, completion)
         choice["finish_reason"] = reason
+        choice["stop_reason"] = completion.stop_reason
+        if output.prompt_logprobs is not None and not self.is_chat:
+            choice["prompt_logprobs"] = self.of_prompt(output.prompt_logprobs)
         if self.with_token_ids:
             choice["token_ids"] = list(completion.token_ids)
         return choice
+
+    def of_prompt(self, steps: Sequence[TokenLogprob | None]) -> list[dict[str, Any] | None]:
+        """vLLM's shape: of each token but the first a mapping of token id to
+        logprob, rank and text."""
+        return [None if step is None else self._by_id(step) for step in steps]
+
+    def _by_id(self, step: TokenLogprob) -> dict[str, Any]:
+        return {
+            str(token_id): {
+                "logprob": one.logprob,
+                "rank": one.rank,
+                "decoded_token": self.tokens.text_of(token_id),
+            }
+            for token_id, one in step.items()
+        }
 
     def _logprobs(self, output: RequestOutput, completion: Completion) -> Mapping[str, Any] | None:
         if completion.logprobs is None:

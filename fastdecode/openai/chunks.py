@@ -117,6 +117,7 @@ class ChunkWriter:
         if delta.finish_reason is not None:
             has_calls = choice.parser is not None and choice.parser.has_calls
             reason = f'"{finish_reason(delta.finish_reason, has_calls=has_calls)}"'
+            reason += f', "stop_reason": {json.dumps(delta.stop_reason)}'
         steps = "null" if logprobs is None else json.dumps(logprobs)
         ids = f', "token_ids": {list(delta.token_ids)}' if self._with_token_ids else ""
         return (

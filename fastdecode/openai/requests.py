@@ -62,7 +62,7 @@ NOT_SUPPORTED: Mapping[str, Sequence[object]] = {
     "prediction": (), "reasoning_effort": (), "verbosity": (), "web_search_options": (),
     "store": (False,), "service_tier": ("auto", "default"),
     "logits_processors": ([],), "logit_processors": ([],), "use_beam_search": (False,),
-    "length_penalty": (1,), "prompt_logprobs": (),
+    "length_penalty": (1,),
     "add_special_tokens": (),
     "priority": (0,),
     "documents": ([],), "chat_template": (), "continue_final_message": (False,),
@@ -155,6 +155,8 @@ class RequestReader:
         if is_chat:
             answer_format, params = with_answer_format(self.chat_format, tools, params)
             format_field = "tools" if tools is not None and tools.must_call else format_field
+        if stream is not None and params.prompt_logprobs is not None:
+            refuse("prompt_logprobs", "can't be streamed: leave out stream")
         cache = _cache_use(body)
         whose = _conversation(body, params, len(prompts))
         return BodyRequest(

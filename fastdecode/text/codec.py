@@ -200,6 +200,8 @@ class SequenceText:
         keeps_stop: bool = False,
     ) -> None:
         self._keeps_stop = keeps_stop
+        self.stopped_by: str | None = None
+        """The stop string that it has said."""
         self._detokenizer = detokenizer
         self._stop_ids = stop_ids
         self._stop = tuple(stop)
@@ -235,8 +237,9 @@ class SequenceText:
         self._num_tokens += 1
         if token_id in self._stop_ids and self._num_tokens >= self._min_tokens:
             self.finish()
+            self.stopped_by = self._stop_ids[token_id]
             if self._keeps_stop:
-                self._pieces.append(self._stop_ids[token_id])
+                self._pieces.append(self.stopped_by)
             return True
         if self._add(self._detokenizer.append(token_id)):
             return True
@@ -311,6 +314,7 @@ class SequenceText:
         if not found:
             return None
         place, stop = min(found, key=lambda each: (each[0], len(each[1])))
+        self.stopped_by = stop
         return place + len(stop) if self._keeps_stop else place
 
 

@@ -69,6 +69,12 @@ MAX_SECONDS: Final = 1e9
 """That anything may be said to have taken."""
 
 
+DRAWS: Final = 1
+ASKS: Final = 2
+"""Of a step's sequence: a token is drawn after its last row; the last stage's output of
+all its rows is wanted."""
+
+
 def stage_name(number: int, first_prompt_stage: int) -> str:
     """What people call a stage; those from a number on run prompts only."""
     if number >= first_prompt_stage:
@@ -120,7 +126,7 @@ class StageDone(OfColumns):
     """Columns whose rows mean nothing, by now."""
     x: Annotated[Activations | None, "R H"] = None
     """Of the last stage: its last layer's output, one row a sequence that draws
-    a token, in their order."""
+    a token, in their order; then all rows of sequences that ask for them."""
 
     def check(self, stage: int, num_columns: int) -> None:
         """See ``OfColumns``."""

@@ -278,7 +278,7 @@ class _Follower:
             passes[lane] = self._run(lane, num_rows)
         else:
             chosen = ranks.share(torch.empty(num_rows, dtype=torch.int64))
-            ranks.gather(passes.pop(lane).logits(chosen.numpy()))
+            ranks.gather(passes[lane].logits(chosen.numpy()))
 
     def _hidden(self, num_rows: int) -> Tensor:
         shape = num_rows, self._worker.spec.hidden_size

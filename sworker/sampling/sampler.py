@@ -66,12 +66,18 @@ def sampled_token(
         return SampledToken(-1, error=_row_error(greatest, state.num_generated))
     if logprobs is None:
         return SampledToken(token)
-    count = (len(logprobs) - 2) // 2
-    wanted = min(count, state.params.logprobs or 0)
-    ids, values = logprobs[2 : 2 + wanted], logprobs[2 + count : 2 + count + wanted]
+    return SampledToken(token, token_logprob(token, logprobs, state.params.logprobs or 0))
+
+
+def token_logprob(token: int, numbers: Sequence[float], wanted: int) -> TokenLogprob:
+    """From the token's logprob, its rank, then ids of the likeliest, then theirs, of
+    which so many are wanted."""
+    count = (len(numbers) - 2) // 2
+    wanted = min(count, wanted)
+    ids, values = numbers[2 : 2 + wanted], numbers[2 + count : 2 + count + wanted]
     # A masked token isn't likely, however few others there are.
     top = tuple((int(i), value) for i, value in zip(ids, values, strict=True) if value > -math.inf)
-    return SampledToken(token, TokenLogprob(token, logprobs[0], top, int(logprobs[1])))
+    return TokenLogprob(token, numbers[0], top, int(numbers[1]))
 
 
 def _row_error(greatest: float, num_generated: int) -> RequestError:

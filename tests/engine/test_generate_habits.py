@@ -57,6 +57,28 @@ def test_prompts_may_be_dicts(llm: LLM) -> None:
             llm.generate(bad, GREEDY)
 
 
+def test_the_reason_of_a_stop_is_what_was_said(llm: LLM) -> None:
+    whole = continued(llm)
+    word = whole.text.split()[2]
+    by_text = continued(llm, stop=["never", word])
+    assert (by_text.finish_reason, by_text.stop_reason) == ("stop", word)
+    token = whole.token_ids[3]
+    by_token = continued(llm, stop_token_ids=[token])
+    assert (by_token.finish_reason, by_token.stop_reason) == ("stop", token)
+    assert whole.stop_reason is None and whole.finish_reason == "length"
+    eos = llm.get_tokenizer().eos_token_id
+    by_eos = continued(llm, allowed_token_ids=[eos], stop_token_ids=[eos])
+    assert (by_eos.finish_reason, by_eos.stop_reason) == ("stop", None)
+
+
+def test_logprobs_of_a_prompt_have_vllms_shape(llm: LLM) -> None:
+    (output,) = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=1, prompt_logprobs=2))
+    assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
+    for token, step in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):
+        assert step is not None and isinstance(step[token], Logprob)
+        assert step[token].decoded_token == llm.get_tokenizer().decode([token])
+
+
 def test_a_failed_prompt_raises_its_own_error(llm: LLM) -> None:
     good, bad = llm.generate(["Once", ""], GREEDY)
     assert good.outputs

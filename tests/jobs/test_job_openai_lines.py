@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from fastdecode.core.errors import CapacityError, RequestError
 from fastdecode.core.sequence import Completion, RequestOutput, SamplingParams, TokenLogprob
 from fastdecode.jobs.line_format import LineError, LineRequest
 from fastdecode.jobs.openai_lines import OpenAILines
+from fastdecode.openai.body_errors import BodyError
 from fastdecode.openai.chat import Chat
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, NOT_SUPPORTED, RequestReader
 from fastdecode.text.chat_format import ChatFormat
@@ -26,6 +28,7 @@ from fastdecode.text.tool_calls import TOOL_FORMATS
 USER = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "strict": True}}]
 FORMAT = ChatFormat(TOOL_FORMATS["mistral"], REASONING_FORMATS["think"], True, {"[TOOL_CALLS]": 9})
+ENDED = {"logprobs": None, "finish_reason": "length", "stop_reason": None}
 
 
 def lines(has_chat_template: bool = True, **given: Any) -> OpenAILines:
@@ -295,8 +298,8 @@ def test_a_completions_answer(codec: TextCodec) -> None:
                 "created": 1700000000,
                 "model": "llama",
                 "choices": [
-                    {"index": 0, "text": " a", "logprobs": None, "finish_reason": "length"},
-                    {"index": 1, "text": "bcbc", "logprobs": None, "finish_reason": "length"},
+                    {"index": 0, "text": " a", **ENDED},
+                    {"index": 1, "text": "bcbc", **ENDED},
                 ],
                 "usage": {"prompt_tokens": 6, "completion_tokens": 3, "total_tokens": 9},
             },
@@ -304,6 +307,35 @@ def test_a_completions_answer(codec: TextCodec) -> None:
         "error": None,
     }
     assert LINES.identify(answer) == (7, False)
+
+
+def test_an_answer_tells_logprobs_of_its_prompt_in_vllms_shape(codec: TextCodec) -> None:
+    step = TokenLogprob(257, -0.5, ((256, -0.25), (257, -0.5)), 2)
+    told = [
+        None,
+        {
+            "257": {"logprob": -0.5, "rank": 2, "decoded_token": "bc"},
+            "256": {"logprob": -0.25, "rank": 1, "decoded_token": " a"},
+        },
+    ]
+    for request in (chat(), LINES.parse(_prompt_line(), 1)):
+        whole = replace(output("é", (1, 2)), prompt_logprobs=(None, step))
+        body = LINES.answer(7, request, [whole], codec)["response"]["body"]
+        where = body if "message" in body["choices"][0] else body["choices"][0]
+        assert where["prompt_logprobs"] == told
+
+
+def _prompt_line() -> bytes:
+    body = {"prompt": [5, 6], "prompt_logprobs": 2}
+    line = {"custom_id": "x", "method": "POST", "url": "/v1/completions", "body": body}
+    return json.dumps(line).encode()
+
+
+def test_logprobs_of_a_prompt_are_not_streamed() -> None:
+    reader = RequestReader({}, ("m",), False, is_online=True)
+    with pytest.raises(BodyError, match="prompt_logprobs can't be streamed") as refused:
+        reader.read("/v1/completions", {"prompt": "p", "prompt_logprobs": 1, "stream": True})
+    assert refused.value.param == "prompt_logprobs"
 
 
 def test_a_chats_answer_with_logprobs(codec: TextCodec) -> None:
@@ -317,7 +349,7 @@ def test_a_chats_answer_with_logprobs(codec: TextCodec) -> None:
     )
     (choice,) = body["choices"]
     assert choice["message"] == {"role": "assistant", "content": "é", "refusal": None}
-    assert set(choice) == {"index", "message", "logprobs", "finish_reason"}
+    assert set(choice) == {"index", "message", "logprobs", "finish_reason", "stop_reason"}
     steps = choice["logprobs"]["content"]
     assert steps[1]["token"] == "bc"
     assert steps[1]["bytes"] == [98, 99]

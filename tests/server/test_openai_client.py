@@ -197,6 +197,8 @@ def _joined(said: list[Any], n: int) -> list[dict[str, Any]]:
             assert choice["finish_reason"] is None, "nothing follows a choice's end"
             choice["text"] += part["text"]
             choice["finish_reason"] = part["finish_reason"]
+            if "stop_reason" in part:
+                choice["stop_reason"] = part["stop_reason"]
             if part["logprobs"] is not None:
                 so_far = choice["logprobs"] or {name: [] for name in part["logprobs"]}
                 choice["logprobs"] = {

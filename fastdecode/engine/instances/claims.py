@@ -45,6 +45,7 @@ class Claims:
             claim = self._claims.setdefault(delta.index, _Claim())
             self._add_tokens(claim, delta, spec.vocab_size)
             self._add_logprobs(claim, delta)
+            self._check_prompt_logprobs(delta)
             self._add_end(claim, delta)
             self._add_hand_over(delta, spec)
 
@@ -79,6 +80,14 @@ class Claims:
         drawn = delta.token_ids[len(delta.token_ids) - len(logprobs) :]
         if any(step.token_id != token for step, token in zip(logprobs, drawn, strict=True)):
             raise _lie("logprobs of other tokens")
+
+    def _check_prompt_logprobs(self, delta: Delta) -> None:
+        if delta.prompt_logprobs is None:
+            return
+        prompt = self._asked.prompt_token_ids
+        claimed = [None if step is None else step.token_id for step in delta.prompt_logprobs]
+        if self._asked.params.prompt_logprobs is None or claimed != [None, *prompt[1:]]:
+            raise _lie("logprobs of another prompt")
 
     def _add_end(self, claim: _Claim, delta: Delta) -> None:
         reason, params = delta.finish_reason, self._asked.params

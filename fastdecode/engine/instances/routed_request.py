@@ -181,4 +181,6 @@ class RoutedRequest:
             logprobs,
             delta.finish_reason,
             num_cached_tokens=delta.num_cached_tokens,
+            stop_reason=delta.stop_reason,
+            prompt_logprobs=delta.prompt_logprobs,
         )

@@ -120,7 +120,7 @@ class LaterStage:
         """See ``NextStage``."""
         x = step.forward.output
         if self._next is None:
-            x = _rows(x, self._s_worker.upload(torch.from_numpy(step.logit_rows)))
+            x = _rows(x, self._s_worker.upload(torch.from_numpy(step.wanted_rows)))
         output = self._s_worker.to_host(x, step.lane)
         return LaterStageForward(
             output,

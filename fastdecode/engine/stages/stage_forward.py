@@ -18,7 +18,7 @@ from fastdecode.engine.stages.later import LaterStages
 from fastdecode.engine.stages.pool import ColumnPool
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.wire.messages import Activations
-from fastdecode.wire.stages import StageDone, StagePass
+from fastdecode.wire.stages import ASKS, DRAWS, StageDone, StagePass
 from sworker.buffers import Fetched, as_array, as_tensor
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def stage_pass(batch: StepBatch, x: Activations, lost: Collection[int]) -> Stage
         columns=np.repeat(np.array([span.holder for span in batch.spans], np.int32), lengths),
         num_past=num_past,
         num_new=num_new,
-        draws=batch.draws.astype(np.uint8),
+        draws=_wanted(batch),
         lost=_numbers(lost),
     )
     first_tokens = batch.positions[batch.last_rows] - (num_past + num_new - 1)
@@ -65,6 +65,11 @@ def _with_parts(passed: StagePass, batch: StepBatch, first_tokens: NDArray[np.in
     ]
     ids = np.array([one.part_id for one in batch.closed], np.int64)
     return replace(passed, closed_ids=ids, closed=np.array(closed, np.int32))
+
+
+def _wanted(batch: StepBatch) -> NDArray[np.uint8]:
+    draws = batch.draws.astype(np.uint8) * np.uint8(DRAWS)
+    return draws if batch.asks is None else draws | batch.asks.astype(np.uint8) * np.uint8(ASKS)
 
 
 class FirstStageForward:
@@ -110,7 +115,9 @@ class FirstStageForward:
             return None
         last = max(self.reports, key=lambda done: done.stage)
         sent = as_array(self.copy.host)
-        shape = len(step.logit_rows), sent.shape[1]
+        num_draws = len(step.logit_rows)
+        num_asked = 0 if step.asked_rows is None else len(step.asked_rows)
+        shape = num_draws + num_asked, sent.shape[1]
         if last.x is None or last.x.shape != shape or last.x.dtype != sent.dtype:
             found = "nothing" if last.x is None else f"{last.x.dtype} {list(last.x.shape)}"
             raise WorkerError(
@@ -119,7 +126,9 @@ class FirstStageForward:
                 code="stage_lost",
             )
         step.forward.come_home(as_tensor(last.x, self.copy.host.dtype))
-        return step.forward.logits(np.arange(shape[0]))
+        if step.asked_rows is not None:
+            step.asked_rows = np.arange(num_draws, shape[0])
+        return step.forward.logits(np.arange(num_draws))
 
     def deliver(self, done: StageDone) -> None:
         """See ``StageForward``."""

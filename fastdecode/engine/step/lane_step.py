@@ -84,6 +84,8 @@ class LaneStep:
     passage: StageForward | None = None
     """Its way through the stages behind this one, if there are any, and through
     the layers before."""
+    asked_rows: NDArray[np.int64] | None = None
+    """[P] rows beside ``logit_rows`` whose logits may be asked of ``forward``."""
     logits: Tensor | None = None  # [R, vocab], once all layers are done
     is_drawn: bool = False
     """The tokens that follow were asked for."""
@@ -98,6 +100,13 @@ class LaneStep:
     started_s: float = field(default_factory=time.perf_counter)
     round_trip_s: float = math.inf
     """The shortest of a layer's ways to an R-worker and back, its compute aside."""
+
+    @property
+    def wanted_rows(self) -> NDArray[np.int64]:
+        """[R + P] all rows of which logits are wanted."""
+        if self.asked_rows is None:
+            return self.logit_rows
+        return np.concatenate((self.logit_rows, self.asked_rows))
 
     @property
     def step(self) -> int:

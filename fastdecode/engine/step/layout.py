@@ -51,7 +51,7 @@ from fastdecode.core.holders import Holder, HolderId, Part
 from fastdecode.core.spec import first_seen
 from fastdecode.schedule.plan import Chunk
 from fastdecode.wire.messages import BeginStep
-from fastdecode.wire.stages import CLOSED_FIELDS, StagePass
+from fastdecode.wire.stages import ASKS, CLOSED_FIELDS, DRAWS, StagePass
 from sworker.feed import Feed
 
 # Kinds of row, in the order in which they stand in a span.
@@ -271,6 +271,8 @@ class StepBatch:
     """Sequences that bring one token."""
     feed: Feed | None = None
     """Token ids that only the device knows, ``COMING`` above."""
+    asks: NDArray[np.bool_] | None = None
+    """[N] chunks of which the logits of all rows are wanted; None: of none."""
     hidden: Tensor | None = None
     """[T, hidden], on the host: what the stages before have come to. Nobody but
     the first stage knows chunks and token ids."""
@@ -281,6 +283,13 @@ class StepBatch:
     def num_prompt_tokens(self) -> int:
         """Tokens of chunks that bring more than one."""
         return len(self.token_ids) - self.num_decoding
+
+    @property
+    def asked_rows(self) -> NDArray[np.int64]:
+        """The rows of chunks that ``asks`` names."""
+        assert self.asks is not None
+        lengths = np.diff(self.last_rows, prepend=-1)
+        return np.flatnonzero(np.repeat(self.asks, lengths))
 
     @classmethod
     def build(
@@ -343,7 +352,8 @@ class StepBatch:
             tuple(spans),
             tuple(local),
             last_rows=columns.last_rows,
-            draws=passed.draws.astype(bool),
+            draws=(passed.draws & DRAWS) != 0,
+            asks=(passed.draws & ASKS) != 0 if (passed.draws & ASKS).any() else None,
             num_decoding=columns.num_decoding,
             hidden=hidden,
             closed=closed,

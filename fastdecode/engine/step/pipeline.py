@@ -104,6 +104,8 @@ class Pipeline:
         forward = whole or begin_pass(self._s_worker, batch, lane)
         step = LaneStep(lane, batch, logit_rows, remote, forward, s_compute_s=planned_s)
         step.is_whole, step.fed_by = forward.is_over, fed_by
+        if batch.asks is not None:
+            step.asked_rows = batch.asked_rows
         self._lanes.enter(step)
         if not step.is_whole:
             self._scatter(step)

@@ -68,21 +68,24 @@ def request_from_json(said: Any) -> Request:
 
 def delta_to_json(delta: Delta) -> list[Any]:
     error = delta.error and [_name_of(delta.error), delta.error.message, delta.error.code]
-    logprobs = delta.logprobs and [
-        (step.token_id, step.logprob, step.top, step.rank) for step in delta.logprobs
-    ]
+    logprobs = delta.logprobs and [_step(step) for step in delta.logprobs]
     return [
         delta.request_id, delta.index, delta.text, delta.token_ids, logprobs, delta.finish_reason,
         error, delta.num_cached_tokens, [astuple(source) for source in delta.sources],
-        delta.has_fetched, delta.fetch_failed,
+        delta.has_fetched, delta.fetch_failed, delta.stop_reason,
+        delta.prompt_logprobs and [step and _step(step) for step in delta.prompt_logprobs],
     ]  # fmt: skip
+
+
+def _step(step: TokenLogprob) -> list[Any]:
+    return [step.token_id, step.logprob, step.top, step.rank]
 
 
 def delta_from_json(said: Any) -> Delta:
     """Raises ProtocolError: it is none."""
     try:
         request_id, index, text, token_ids, logprobs, reason, error, num_cached, *more = said
-        sources, has_fetched, fetch_failed = more
+        sources, has_fetched, fetch_failed, stop_reason, of_prompt = more
         if reason not in _REASONS:
             raise ValueError(f"nothing finishes for {reason!r}")
         return Delta(
@@ -97,6 +100,8 @@ def delta_from_json(said: Any) -> Delta:
             _sources(sources),
             has_fetched is True,
             fetch_failed is True,
+            _stop_reason(stop_reason),
+            of_prompt and tuple(None if step is None else _logprob(step) for step in of_prompt),
         )
     except (*_NOT_AS_EXPECTED, FastDecodeError) as error:
         raise ProtocolError(f"what should be news of a request is none: {error}") from None
@@ -109,6 +114,12 @@ def _name_of(error: FastDecodeError) -> str:
 
 def _error(name: str, message: str, code: str) -> FastDecodeError:
     return _ERRORS[name](_text(message), code=_text(code))
+
+
+def _stop_reason(said: Any) -> int | str | None:
+    if said is None or isinstance(said, str):
+        return said if said is None else _readable(said)
+    return _whole(said, 0, _MAX_TOKEN)
 
 
 def _logprob(said: Any) -> TokenLogprob:
