@@ -100,15 +100,22 @@ class Search:
         lanes = range(1, MAX_LANES + 1) if self.goal.lanes is None else (self.goal.lanes,)
         return (k for k in lanes if self.goal.batch is None or k <= self.goal.batch)
 
+    def _room(self, lane_batch: int, lanes: int) -> int | None:
+        """The fewest sockets that hold the KV cache; None: there are too few, or the S-worker's
+        memory is."""
+        system, replicas = self.system, self.promises.replicas
+        if not s_worker_fits(system, lane_batch, lanes):
+            return None
+        kv_bytes = r_memory_bytes(system, lane_batch, lanes) * (1 + replicas)
+        room = max(whole(kv_bytes / system.r.capacity_bytes), 2 * replicas)
+        return room if room <= self.most_sockets else None
+
     def best_sockets(self, lane_batch: int, lanes: int) -> int | None:
         """The sockets that give the most tokens a second; None: no number of them keeps the
         promises."""
         system, promises = self.system, self.promises
-        if not s_worker_fits(system, lane_batch, lanes):
-            return None
-        kv_bytes = r_memory_bytes(system, lane_batch, lanes) * (1 + promises.replicas)
-        room = max(whole(kv_bytes / system.r.capacity_bytes), 2 * promises.replicas)
-        if room > self.most_sockets:
+        room = self._room(lane_batch, lanes)
+        if room is None:
             return None
 
         lane = system.lane_over(lane_batch)
@@ -171,7 +178,10 @@ class Search:
 
     def _largest(self, lanes: int, most: int) -> int:
         """A lane's largest batch that can run; 0: none."""
-        return _last(lambda batch: self.best_sockets(batch, lanes) is not None, most)
+        # Where nothing is promised of a step, room is all that it takes.
+        is_free = self.promises.step_limit_s == float("inf")
+        runs = self._room if is_free else self.best_sockets
+        return _last(lambda batch: runs(batch, lanes) is not None, most)
 
     def plans(self, most_rate: float) -> Iterator[Plan]:
         """For each number of lanes, the smallest batch and the fewest sockets that give nearly
