@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shlex
 from pathlib import Path
 from typing import Any
@@ -108,3 +109,12 @@ def _best(rows: list[dict[str, Any]], model: str, workload: str, engine: str) ->
     asked = (model, workload, engine)
     runs = [row for row in rows if (row["model"], row["workload"], row["engine"]) == asked]
     return min(runs, key=lambda row: row["total_s"])
+
+
+def test_the_package_page_has_no_relative_links() -> None:
+    """PyPI shows README without the repository."""
+    described = runpy.run_path(str(ROOT / "setup.py"))["described"]
+    readme = (ROOT / "README.md").read_text("utf-8")
+    links = re.findall(r"\]\(([^)]+)\)", described(readme))
+    assert len(links) == len(re.findall(r"\]\(([^)]+)\)", readme)) > 20
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
