@@ -153,7 +153,7 @@ from fastdecode.wire.traits import (
     Worded,
 )
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 MAX_ID = (1 << 63) - 1
 """Of sequences and steps; both count from 0."""
