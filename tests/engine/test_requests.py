@@ -160,7 +160,7 @@ def test_too_little_memory_is_a_refusal_and_a_queue(tiny_checkpoint: Callable[..
 def test_stream_yields_as_requests_finish_and_survives_being_dropped(llm: LLM) -> None:
     def arrivals() -> Iterator[PromptRequest]:
         yield PromptRequest(
-            "long", [5, 6, 7], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+            "long", [5, 6, 7], SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
         )
         yield PromptRequest(
             "short", [5, 6, 7], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
