@@ -11,7 +11,13 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from fastdecode.core.clock import Clock
-from fastdecode.core.remaining_time import JobCounts, TokenTimes, remaining_s
+from fastdecode.core.remaining_time import (
+    NO_LENGTHS,
+    JobCounts,
+    Lengths,
+    TokenTimes,
+    remaining_s,
+)
 
 # Between two lines where there is no terminal, and between two looks of the one
 # line where there is.
@@ -149,7 +155,8 @@ class Progress:
         self._status = StatusLine(stream, clock, now)
         self._clock = clock
         self._total = self._done_before = self._done = self._num_failed = self._num_tokens = 0
-        self._num_prompt_tokens = self._num_running = self._num_done_tokens = 0
+        self._num_prompt_tokens = self._num_running = 0
+        self._lengths = NO_LENGTHS
         self._times = TokenTimes()
         self._workers = (0, 0)
         self._started_s = clock()
@@ -187,14 +194,14 @@ class Progress:
         workers: tuple[int, int],
         num_prompt_tokens: int = 0,
         num_running: int = 0,
-        num_done_tokens: int = 0,
+        lengths: Lengths = NO_LENGTHS,
     ) -> None:
         """How it stands now: done in all, tokens since ``begin``, R-workers
-        that aren't lost and all, sequences that run, tokens of what is done
-        since ``begin``. Call it as often as you like."""
+        that aren't lost and all, sequences that run, lengths of the answers that
+        are complete since ``begin``. Call it as often as you like."""
         self._done, self._num_failed, self._num_tokens = done, num_failed, num_tokens
         self._num_prompt_tokens, self._num_running = num_prompt_tokens, num_running
-        self._num_done_tokens = num_done_tokens
+        self._lengths = lengths
         self._workers = workers
         self._times.add(self._clock() - self._started_s, num_prompt_tokens, num_tokens)
         self._status.show_if_due(self.line)
@@ -220,7 +227,7 @@ class Progress:
             lines_running=self._num_running,
             prompt_tokens=self._num_prompt_tokens,
             output_tokens=self._num_tokens,
-            done_tokens=self._num_done_tokens,
+            done=self._lengths,
             most_output_tokens=self._most_tokens * left / self._total if self._total else 0.0,
         )
         return remaining_s(counts, self._times)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -12,6 +13,34 @@ PROMPT_COST: Final = 0.25
 """A prompt token's cost in generated tokens, while nothing tells them apart."""
 PRIOR: Final = 0.01
 """How much that counts against what was measured."""
+FIXED_SHARE: Final = 0.5
+"""The part of a full batch's step that a step with fewer sequences takes too."""
+LEAST_SLOPE: Final = -0.5
+"""Lengths that spread more are taken as this, since few lines tell."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Of answers that are complete."""
+
+    num: int = 0
+    tokens: int = 0
+    squares: int = 0
+    """The sum of the squared lengths."""
+
+    def plus(self, length: int) -> Lengths:
+        """With one more, of ``length`` tokens."""
+        return Lengths(self.num + 1, self.tokens + length, self.squares + length * length)
+
+    @property
+    def squared_variation(self) -> float | None:
+        """The variance by the squared mean; None: no tokens."""
+        if not self.tokens:
+            return None
+        return max(0.0, self.num * self.squares / self.tokens**2 - 1.0)
+
+
+NO_LENGTHS: Final = Lengths()
 
 
 @dataclass(frozen=True)
@@ -26,8 +55,8 @@ class JobCounts:
     prompt_tokens: int = 0
     """Run so far."""
     output_tokens: int = 0
-    done_tokens: int = 0
-    """Of the output tokens, those of lines that are done; 0: not known."""
+    done: Lengths = NO_LENGTHS
+    """The answers of lines that are done; empty: not known."""
     most_output_tokens: float = 0.0
     """That all lines together can have; 0: not known."""
 
@@ -80,34 +109,83 @@ class TokenTimes:
         return max(of_prompt, 0.0) / of_output
 
 
+@dataclass(frozen=True)
+class _Spread:
+    """Lengths of answers: one that has ``x`` tokens still gets ``mean - slope * x``
+    on average. The slope is 1 if all are equal, 0.5 for any length up to twice
+    the mean, 0 if they end at any token alike, and below 0 with a longer tail
+    (generalised Pareto distributions)."""
+
+    mean: float
+    slope: float
+    most: float = math.inf
+
+    def longest_left(self, num: int, tokens_left: float, *, is_full: bool) -> float:
+        """Tokens that the longest of ``num`` answers still gets, expected.
+
+        Args:
+            tokens_left: on average.
+            is_full: others have taken the place of those that ended, so that
+                these began at any time. Else they are what is left of them.
+        """
+        scale = self.mean if is_full else tokens_left
+        exponent = self.slope if is_full else self.slope / max(1.0 - self.slope, 1e-3)
+        if abs(self.slope) < 1e-3:
+            times = math.log(num + 1)
+        else:
+            times = (1.0 - (num + 1) ** -exponent) / self.slope
+        return max(tokens_left, min(scale * times, self.most))
+
+
 def remaining_s(counts: JobCounts, times: TokenTimes) -> float | None:
     """Seconds until all lines are done; None: too little is known.
 
-    How long lines are is estimated from both sides. The mean of the lines that
-    are done is too low at first, since short ones end first. All tokens divided by
-    lines that are done is right if lines end at any length alike, and too high
-    if they all have about the same; no line has more than it may. The mean of
-    the two is taken.
+    The tokens that are left are counted at what they cost while the batch is full.
+    At the end the batch empties and its steps are less full, until the longest
+    answer is done: that takes longer than its tokens tell.
     """
     if counts.lines_left <= counts.lines_done:
         return 0.0
-    tokens_each = _tokens_each(counts)
+    spread = _spread(counts)
     of_prompt, of_output = times.of()
-    if tokens_each is None or not of_output:
+    if spread is None or not of_output:
         return None
     started = min(counts.lines_done + counts.lines_running, counts.lines_left)
     prompts_left = 0.0
     if started:
         prompts_left = counts.prompt_tokens / started * (counts.lines_left - started)
-    outputs_left = max(0.0, tokens_each * counts.lines_left - counts.output_tokens)
-    return prompts_left * of_prompt + outputs_left * of_output
+    outputs_left = max(0.0, spread.mean * counts.lines_left - counts.output_tokens)
+    emptying = _emptying_tokens(counts, spread, outputs_left)
+    return prompts_left * of_prompt + (outputs_left + FIXED_SHARE * emptying) * of_output
 
 
-def _tokens_each(counts: JobCounts) -> float | None:
-    most = counts.most_output_tokens / counts.lines_left if counts.most_output_tokens else None
+def _emptying_tokens(counts: JobCounts, spread: _Spread, outputs_left: float) -> float:
+    """Tokens that a full batch would get in the time in which it empties, less
+    those that it does get."""
+    num = counts.lines_running
+    if not num or not counts.done.tokens:
+        return 0.0
+    tokens_left, is_full = outputs_left / num, counts.lines_done + num < counts.lines_left
+    if is_full:
+        tokens_left = min(tokens_left, spread.mean / (1.0 + spread.slope))
+    return num * (spread.longest_left(num, tokens_left, is_full=is_full) - tokens_left)
+
+
+def _spread(counts: JobCounts) -> _Spread | None:
+    """From lines that are done, and from what the running ones have.
+
+    The mean of those that are done is too low at first, since short ones end
+    first: the running ones have tokens that belong to lines that will be done. The
+    slope tells how many of these tokens count (all if lines end at any token alike,
+    none if all are equal). It follows from the squared variation v of lengths:
+    sequences that began at any time have (1 + v) / 2 of the mean.
+    """
+    most = counts.most_output_tokens / counts.lines_left if counts.most_output_tokens else math.inf
     if not counts.lines_done:
-        return most
-    high = counts.output_tokens / counts.lines_done
-    high = high if most is None else min(high, most)
-    low = counts.done_tokens / counts.lines_done if counts.done_tokens else high
-    return (low + high) / 2
+        return None if most == math.inf else _Spread(most, 1.0, most)
+    variation = counts.done.squared_variation
+    slope = 0.0 if variation is None else (1.0 - variation) / (1.0 + variation)
+    slope = max(slope, LEAST_SLOPE)
+    of_running = max(0, counts.output_tokens - counts.done.tokens)
+    mean = (counts.done.tokens + (1.0 - slope) * of_running) / counts.lines_done
+    return _Spread(min(mean, most), slope, most)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from copy import copy
 from dataclasses import fields, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from random import Random
 from types import TracebackType
@@ -41,6 +42,7 @@ from fastdecode.core.model.generation_defaults import (
 )
 from fastdecode.core.model.local_models import find_model
 from fastdecode.core.progress import Progress
+from fastdecode.core.remaining_time import NO_LENGTHS
 from fastdecode.core.resuming import Session
 from fastdecode.core.sequence import (
     SHARED,
@@ -489,8 +491,14 @@ def _shown(
     """Shows how far a call is; gives what is to be called meanwhile."""
     tokens_before = llm.stats.num_output_tokens
     prompts_before = llm.stats.num_prompt_tokens
+    lengths, num_counted = NO_LENGTHS, 0
 
     def tick() -> None:
+        nonlocal lengths, num_counted
+        for output in islice(outputs.values(), num_counted, None):
+            for one in output.completions:
+                lengths = lengths.plus(len(one.token_ids))
+        num_counted = len(outputs)
         now = llm.snapshot().engine
         bar.update(
             done=len(outputs),
@@ -499,9 +507,7 @@ def _shown(
             workers=now.workers,
             num_prompt_tokens=llm.stats.num_prompt_tokens - prompts_before,
             num_running=now.num_running,
-            num_done_tokens=sum(
-                len(one.token_ids) for output in outputs.values() for one in output.completions
-            ),
+            lengths=lengths,
         )
 
     with Progress(sys.stderr, "requests") as bar:

@@ -35,6 +35,7 @@ from fastdecode.conversations.turns import (
 )
 from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, RequestError
 from fastdecode.core.progress import Progress
+from fastdecode.core.remaining_time import NO_LENGTHS
 from fastdecode.core.sequence import Prompt, PromptRequest, RequestOutput, SamplingParams
 from fastdecode.jobs.journal import Recovered
 from fastdecode.jobs.line_format import LineError, LineFormat, LineId, LineRequest
@@ -140,8 +141,8 @@ class BatchJob:
         self._done = recovered.done
         self._num_failed = recovered.num_failed
         self._num_run = self._num_run_failed = self._num_taken = 0
-        self._num_done_tokens = 0
-        """Output tokens of prompts that are done."""
+        self._lengths = NO_LENGTHS
+        """Of answers to prompts that are done."""
         self._num_hopeless = 0
         """Failed lines that the survey let pass, and that no other run can answer."""
         self._first_failed: tuple[int, str] | None = None
@@ -222,7 +223,7 @@ class BatchJob:
                 workers=now.workers,
                 num_prompt_tokens=llm.stats.num_prompt_tokens - prompts_before,
                 num_running=now.num_running,
-                num_done_tokens=self._num_done_tokens,
+                lengths=self._lengths,
             )
 
         with contextlib.suppress(StopNow):
@@ -356,7 +357,8 @@ class BatchJob:
             return  # another prompt of the line has failed
         if output.error is None:
             line.outputs[place] = output
-            self._num_done_tokens += sum(len(one.token_ids) for one in output.completions)
+            for one in output.completions:
+                self._lengths = self._lengths.plus(len(one.token_ids))
             if len(line.outputs) == line.num_prompts:
                 del self._open[number]
                 outputs = [line.outputs[i] for i in range(line.num_prompts)]
