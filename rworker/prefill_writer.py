@@ -1,5 +1,5 @@
-"""K and V of prompts that prompt stages bring into a cache of somebody else's:
-what comes is checked, and where it goes.
+"""K and V of prompts that prompt stages write into another S-worker's cache, and read
+there: what comes is checked, and where it goes.
 
 Like all that peers say of a cache, what breaks the protocol raises
 ``ProtocolError`` and changes nothing.
@@ -7,17 +7,26 @@ Like all that peers say of a cache, what breaks the protocol raises
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS, AttentionSpec
-from fastdecode.wire.messages import MAX_ID, MAX_LANES, MAX_STEP_TOKENS, StorePrompt
+from fastdecode.wire.messages import (
+    MAX_ID,
+    MAX_LANES,
+    MAX_STEP_TOKENS,
+    FetchPast,
+    StorePrompt,
+)
 from rworker.cache_state import CacheState
 from rworker.caches import HolderCache
 from rworker.checks import check_array, check_integer
-from rworker.instructions import Compute, Instruction, StepPlan
+from rworker.instructions import Compute, Instruction, ReadChunk, StepPlan
 from rworker.step_plan import copies
+from rworker.stream.checks import fetch_chunk
 
 
 def store_prompt(number: int, cache: HolderCache, message: StorePrompt) -> tuple[Instruction, ...]:
@@ -50,6 +59,19 @@ def store_prompt(number: int, cache: HolderCache, message: StorePrompt) -> tuple
     q = np.empty((0, *_query_shape(books, message.layer)), message.k.dtype)
     stored = Compute(number, cache.holder, plan, message.layer, q, message.k, message.v)
     return (*(() if appended is None else copies(cache, appended)), stored)
+
+
+def fetch_past(number: int, cache: HolderCache, message: FetchPast) -> ReadChunk:
+    """A peer, of this ``number``, reads a layer of cached tokens.
+
+    Raises:
+        ProtocolError: they aren't there.
+    """
+    check_integer("sequence_id", message.sequence_id, 0, MAX_ID)
+    for name in ("first_token", "num_tokens"):  # their sum is checked against what is there
+        check_integer(name, getattr(message, name), 0, MAX_SEQUENCE_TOKENS)
+    chunk = replace(message.chunk, num_heads=cache.books.hello.kv.num_kv_heads)
+    return ReadChunk(number, cache.holder, chunk, fetch_chunk(cache.books, chunk))
 
 
 def _begins(books: CacheState, message: StorePrompt) -> NDArray[np.bool_]:

@@ -46,6 +46,7 @@ from fastdecode.wire.messages import (
     CloseSequence,
     ExtendSequence,
     Failed,
+    FetchPast,
     ForkSequence,
     Hello,
     Inspect,
@@ -74,7 +75,7 @@ from rworker.instructions import (
     TellAboutHost,
     Unlink,
 )
-from rworker.prefill_writer import store_prompt
+from rworker.prefill_writer import fetch_past, store_prompt
 from rworker.pulling.orders import about_handing, about_offer, after_close
 from rworker.serving_terms import ANYBODY_ONCE, ServingTerms
 from rworker.step_plan import attend, begin_step, copies
@@ -248,6 +249,10 @@ class RWorkerState:
                 cache = self._caches.fed(message.holder, message.session)
                 peer.role = Role.FEEDER
                 return store_prompt(number, cache, message)
+            case FetchPast():
+                cache = self._caches.fed(message.holder, message.session)
+                peer.role = Role.FEEDER
+                return (fetch_past(number, cache, message),)
             case TruncateSequence():
                 cache = self._caches.of(number, message.holder)
                 return _answered(number, cache, message, truncate(cache.books, message))

@@ -50,6 +50,8 @@ class PrefillBudget:
         part_tokens: sequences that are split have parts of so many tokens.
         whole_prompts: a prompt begins in a step that has room for all of it, or
             in one in which no other runs.
+        past_alone: a prompt that goes on behind cached tokens begins in a step in
+            which no other runs.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class PrefillBudget:
         max_closed_rows: int = 1 << 40,
         part_tokens: int | None = None,
         whole_prompts: bool = False,
+        past_alone: bool = False,
     ) -> None:
         assert max_step_tokens >= 1 and max_chunk >= 1 and max_closed_rows >= 1
         self._max_step_tokens = max_step_tokens
@@ -66,6 +69,7 @@ class PrefillBudget:
         self._max_closed_rows = max_closed_rows
         self._part_tokens = part_tokens
         self.whole_prompts = whole_prompts
+        self._past_alone = past_alone
         self._booked: deque[_Booked] = deque()  # this step's first
 
     def next_step(self) -> None:
@@ -92,6 +96,8 @@ class PrefillBudget:
         chunks: list[int] = []
         taken = self._num_booked(ahead)
         if self.whole_prompts and taken and taken + num_tokens > self._max_step_tokens:
+            return ()
+        if self._past_alone and taken and first:
             return ()
         while num_tokens:
             step = ahead + len(chunks)

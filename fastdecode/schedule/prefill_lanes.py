@@ -7,7 +7,8 @@ one token, start there. So a load limit holds over what decodes, and prompts are
 ahead as far as there is room for them.
 
 A lane of prompts begins a prompt in a step that has room for all of it, or in one
-in which no other runs; so at most one at a time is longer than a step.
+in which no other runs; so at most one at a time is longer than a step. A prompt that
+goes on behind cached tokens takes the room of a long one.
 """
 
 from __future__ import annotations

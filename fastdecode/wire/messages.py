@@ -126,6 +126,7 @@ from fastdecode.core.words import make_printable
 from fastdecode.wire.instances.messages import InstanceSays, ToInstance
 from fastdecode.wire.kv.attending import Activations as Activations
 from fastdecode.wire.kv.attending import AttendResult as AttendResult
+from fastdecode.wire.kv.attending import FetchPast as FetchPast
 from fastdecode.wire.kv.attending import StorePrompt as StorePrompt
 from fastdecode.wire.kv.chunks import ChunkAnswer, ChunkToRWorker
 from fastdecode.wire.kv.exporting import DescribeExport, HandingAnswer, HandingToRWorker, MoveNews
@@ -379,6 +380,7 @@ ToRWorker: TypeAlias = (
     | Attend
     | ChunkToRWorker
     | StorePrompt
+    | FetchPast
     | TakingOverToRWorker
     | Replicate
     | HandingToRWorker

@@ -1,4 +1,5 @@
-"""Prompts under way on a prompt stage: one a lane, which goes on where it was."""
+"""Prompts under way on a prompt stage: one a lane, which goes on where it was, or behind
+what is fetched."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.engine.stages.prompts import LanePrompts
 from fastdecode.engine.stages.stage_forward import LaterStageForward
 from fastdecode.engine.step.layout import StepBatch
+from fastdecode.wire.kv.chunks import FetchedChunk
 from fastdecode.wire.stages import StagePass
 from sworker.buffers import Fetched
 from sworker.paged import PagedKV
@@ -62,8 +64,9 @@ def test_a_longer_one_sees_all_that_came_before(prompts: LanePrompts) -> None:
     for count, told in ((8, GOES_ON), (7, GOES_ON), (5, ENDS)):
         for lane in (FIRST_LANE, FIRST_LANE + 1):
             step = batch((9, told, past, count), (3, 2, 0, 4), lane=lane)
-            held = prompts.begin(step)
-            assert held is not None
+            begun = prompts.begin(step)
+            assert begun is not None and begun.past is None
+            held = begun.chunks
             assert not any(span.begin.num_queries.any() for span in held.batch.spans)
             assert not any(span.merge for span in held.batch.local)
             rows = slice(past, past + count)
@@ -79,9 +82,6 @@ def test_a_longer_one_sees_all_that_came_before(prompts: LanePrompts) -> None:
 REFUSED: list[tuple[list[tuple[int, int, int, int]], int, str]] = [
     ([(5, GOES_ON, 0, 4), (6, GOES_ON, 0, 4)], FIRST_LANE, "2 prompts at a time"),
     ([(9, GOES_ON, 8, 4), (6, 2, 8, 4)], FIRST_LANE, "2 prompts at a time"),
-    ([(9, ENDS, 7, 4)], FIRST_LANE, "7 tokens"),
-    ([(6, ENDS, 8, 4)], FIRST_LANE, "sequence 6 goes on"),
-    ([(9, ENDS, 8, 4)], FIRST_LANE + 1, "nothing are under way"),
     ([(9, ENDS, 8, 1)], FIRST_LANE, "a row that decodes"),
     ([(9, GOES_ON, 8, 25)], FIRST_LANE, "32 is the most"),
     ([(5, ENDS, 0, 4)], 0, "lane 0 isn't one of prompts"),
@@ -93,18 +93,54 @@ REFUSED: list[tuple[list[tuple[int, int, int, int]], int, str]] = [
 def test_what_a_scheduler_never_does_is_refused(
     rows: list[tuple[int, int, int, int]], lane: int, reason: str, prompts: LanePrompts
 ) -> None:
-    """Nobody's K and V are read as another's."""
     assert prompts.begin(batch((9, GOES_ON, 0, 8))) is not None
     with pytest.raises(ProtocolError, match=reason):
         prompts.begin(batch(*rows, lane=lane))
 
 
-def test_a_room_is_the_next_ones_when_its_prompt_is_over_or_gone(prompts: LanePrompts) -> None:
-    assert prompts.begin(batch((9, GOES_ON, 0, 8))) is not None
-    assert prompts.begin(batch((7, GOES_ON, 0, 6))) is not None
-    with pytest.raises(ProtocolError, match="6 of 7 are under way"):
-        prompts.begin(batch((9, ENDS, 8, 2)))
-    assert prompts.begin(batch((7, ENDS, 6, 2))) is not None
+def missing(prompts: LanePrompts, row: tuple[int, int, int, int], lane: int) -> list[int]:
+    """The tokens that a step fetches first."""
+    begun = prompts.begin(batch(row, lane=lane))
+    assert begun is not None
+    if begun.past is None:
+        return []
+    asked = list(begun.past.questions(3, lane))
+    assert {(one.step, one.lane, one.sequence_id, one.holder) for one in asked} == {
+        (3, lane, row[0], abs(row[1]) % 10)
+    }
+    return [x for one in asked for x in range(one.first_token, one.first_token + one.num_tokens)]
+
+
+def test_what_is_not_in_the_room_is_fetched(prompts: LanePrompts) -> None:
+    """No sequence's K and V are read as another's."""
+    lane = FIRST_LANE
+    assert not missing(prompts, (9, GOES_ON, 0, 8), lane)
+    assert missing(prompts, (9, ENDS, 8, 4), lane + 1) == list(range(8))
+    assert not missing(prompts, (9, ENDS, 7, 4), lane), "a step that counts no more was behind"
+    assert missing(prompts, (9, GOES_ON, 14, 2), lane) == [11, 12, 13]
+    assert not missing(prompts, (7, GOES_ON, 0, 6), lane)
+    assert missing(prompts, (9, ENDS, 16, 2), lane) == list(range(16))
+    assert missing(prompts, (7, ENDS, 6, 2), lane) == list(range(6))
+
+
+def test_a_layer_of_the_past_is_here_when_all_of_it_has_come(prompts: LanePrompts) -> None:
+    """As an R-worker stores it."""
+    begun = prompts.begin(batch((9, ENDS, 8, 4)))
+    assert begun is not None and begun.past is not None
+    past = begun.past
+    (asked,) = past.questions(3, FIRST_LANE)
+    assert not past.is_here(0)
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(12, heads, 8) for heads in (4, 2, 2))
+    stored = np.concatenate([x[:8].numpy().ravel() for x in (k, v)]).view(np.uint8)
+    with pytest.raises(ProtocolError, match="bytes came"):
+        past.place(asked.join([FetchedChunk(stored[1:])]))
+    past.place(asked.join([FetchedChunk(stored)]))
+    assert past.is_here(0)
+    o = torch.zeros(4, 4, 8)
+    begun.chunks.run(0, q[8:], k[8:], v[8:], o)
+    whole, _ = local_causal_attention(q, k, v, (0,), SPEC, want_lse=False)
+    torch.testing.assert_close(o, whole[8:])
 
 
 def test_a_prompt_stage_reports_when_all_is_stored() -> None:

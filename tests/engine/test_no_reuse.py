@@ -24,7 +24,7 @@ ONE = SamplingParams(temperature=0, max_tokens=1)
         ({"prefix_cache": "on"}, ""),
         ({"prefix_cache": "off"}, "prefix_cache is off. To reuse KV, remove prefix_cache=off"),
         ({"replicas": 1, "r_workers": 3}, "not supported with replicas"),
-        ({"prompt_pp": 1}, "not supported with prompt stages"),
+        ({"prompt_pp": 1}, ""),
     ],
 )
 def test_when_nothing_is_reused(options: dict[str, Any], says: str) -> None:

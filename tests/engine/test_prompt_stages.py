@@ -171,6 +171,34 @@ def test_what_is_cancelled_in_the_middle_of_its_prompt_leaves_nothing_behind(
         assert [one.kv_blocks_used for one in figures[0].r_workers] == [0, 0]
 
 
+@pytest.mark.parametrize(
+    ("kv_dtype", "shape"),
+    [
+        ("auto", {"prompt_pp": 2, "pp": 2, "pp_layers": "1,2", "r_workers": 2}),
+        ("auto", {"prompt_pp": 1}),
+        ("bfloat16", {"prompt_pp": 2}),
+        ("int8", {"prompt_pp": 2}),
+        ("int4", {"prompt_pp": 2}),
+    ],
+)
+def test_a_prompt_goes_on_behind_kept_blocks(
+    kv_dtype: str, shape: dict[str, Any], llama: str
+) -> None:
+    """K and V of these are fetched, and seen as the cache holds them."""
+    first, *rest = prompts((50, 20, 9, 1))
+    follow = [first[:32] + rest[0], first[:48] + rest[1], first[:32] + rest[2], first]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    narrow = {**OPTIONS, "kv_dtype": kv_dtype, "block_size": 16}
+    asked = [[(first, params)], [(prompt, params) for prompt in follow]]
+    with LLM(llama, **narrow, prompt_attention="s", prefix_cache="off") as llm:
+        expected = [tokens(llm, one) for one in asked]
+    with LLM(llama, **narrow, **shape, prefill_chunk=16) as llm:
+        assert [tokens(llm, one) for one in asked] == expected
+        outputs = llm.generate(follow, params)
+        assert [output.num_cached_tokens for output in outputs] == [48, 48, 32, 48]
+        assert [[x.token_ids for x in each.completions] for each in outputs] == expected[1]
+
+
 LOSSES = [("r1", 3), ("s1-r1", 0)]
 MORE_LOSSES = [("r1", 0), ("r1", 17), ("r1", 40), ("s1-r1", 3), ("s1-r1", 17), ("s1-r1", 40)]
 
@@ -216,10 +244,8 @@ def test_what_isnt_there_with_prompt_stages_is_refused_by_name(llama: str) -> No
         ({"replicas": 1, "r_workers": 2}, "replicas"),
         ({"tp": 2}, "tp=2"),
         ({"prompt_attention": "r"}, "prompt_attention"),
-        ({"prefix_cache": "on"}, "prefix_cache"),
         ({"r_worker_addresses": ("tcp://127.0.0.1:5555",)}, "r_worker"),
         ({"prefill_instances": 1, "decode_instances": 1}, "prefill_instances"),
-        ({"kv_dtype": "int4"}, "kv_dtype"),
         ({"prefill_chunk": 1}, "prefill_chunk"),
         ({"prompt_pp": 4}, "prompt_pp=4.* 3 layers"),
     ):

@@ -18,12 +18,13 @@ from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,
     Failed,
+    FetchPast,
     ForkSequence,
     OpenSequence,
     Shutdown,
     StorePrompt,
 )
-from rworker.instructions import Admit, Compute, HangUp, Instruction, Send, Stop
+from rworker.instructions import Admit, Compute, HangUp, Instruction, ReadChunk, Send, Stop
 
 SESSION = 77
 FED = replace(HELLO, session=SESSION, feeders=("prompt stage 0", "prompt stage 1"))
@@ -182,3 +183,45 @@ def test_a_cache_without_feeders_takes_no_prompts() -> None:
 @pytest.mark.parametrize("hello", [replace(FED, session=0), replace(FED, feeders=("a",) * 2)])
 def test_feeders_are_each_one_and_in_a_sessions_name(hello: Any) -> None:
     Worker().fails(hello, "")
+
+
+def fetched(first_token: int, num_tokens: int) -> FetchPast:
+    return FetchPast(SESSION, 5, 1, 1, 1, first_token, num_tokens, 0)
+
+
+def settled() -> Fed:
+    """Sequence 1 has five tokens in every layer, and sequence 2 three in some."""
+    worker = Fed()
+    for sequence in (1, 2):
+        assert worker.answer(OpenSequence(sequence, 20)) == Accepted(sequence)
+    for layer in range(NUM_LAYERS):
+        worker.by(1, stored((1, 0, 5), layer=layer))
+    worker.by(1, stored((2, 0, 3)))
+    return worker
+
+
+def test_what_is_cached_is_read_by_prompt_stages() -> None:
+    worker = settled()
+    (read,) = worker.by(2, fetched(1, 4))
+    assert isinstance(read, ReadChunk) and (read.to, len(read.slots)) == (2, 4)
+    assert (read.request.first_layer, read.request.num_layers) == (1, 1)
+    assert read.request.num_heads == HKV
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"session": SESSION + 1}, "no cache that prompts may come into"),
+        ({"holder": 4}, "no cache that prompts may come into"),
+        ({"layer": NUM_LAYERS}, "first_layer"),
+        ({"layer": -1}, "first_layer"),
+        ({"num_tokens": 5}, "5 are in every layer"),
+        ({"num_tokens": 0}, "num_tokens"),
+        ({"first_token": -1}, "first_token"),
+        ({"first_token": 1 << 40}, "first_token"),
+        ({"sequence_id": 2}, "0 are in every layer"),
+        ({"sequence_id": 9}, "sequence 9"),
+    ],
+)
+def test_what_is_not_there_is_not_read(wrong: dict[str, int], reason: str) -> None:
+    assert reason in settled().refuses(2, replace(fetched(1, 4), **wrong))  # type: ignore[arg-type]

@@ -143,15 +143,13 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
                "only the first S-worker of a stage copies KV to the host"),
         _pairs("int4 KV", "hybrid KV",
                "tokens would depend on the side, as the two round products of int4 differently"),
-        _pairs("int4 KV", "prompt stages", "prompt stages cannot write int4"),
         _pairs("swap", "load limit, stabilized", "each lane has KV blocks of its own"),
         _pairs("swap", "host tier", "both keep KV in host memory, each in its own layout"),
         _pairs("stages", "hybrid KV", "each stage keeps whole sequences"),
         _pairs("hybrid KV", "tensor parallelism, shared heads, split sequences, load limit, "
                "stabilized, synchronized, fixed lanes", _BOTH_SIDES),
         _pairs("prompt stages", "tensor parallelism, device KV, hybrid KV, swap, host tier, "
-               "shared heads, split sequences, replicas, standby, prefix cache, disk tier, "
-               "addresses", _WHOLE_PROMPTS),
+               "shared heads, split sequences, replicas, standby, addresses", _WHOLE_PROMPTS),
         _pairs("prompt stages", "R-workers attend prompts",
                "prompt stages attend prompts by themselves", is_contradiction=True),
         _pairs("replicas", "prefix cache, disk tier", "replicas do not hold kept blocks"),

@@ -37,6 +37,7 @@ from fastdecode.wire.messages import (
     Attend,
     AttendResult,
     BeginStep,
+    FetchPast,
     Hello,
     Refused,
     StorePrompt,
@@ -135,7 +136,7 @@ class CacheGroup:
 
     def _concerned(self, message: ToRWorker) -> Sequence[HolderId]:
         """The members that a message is for."""
-        if isinstance(message, StorePrompt):
+        if isinstance(message, StorePrompt | FetchPast):
             return [x for x, shard in self.shards.items() if shard.has_layer(message.layer)]
         everywhere = message.in_every_stage or (isinstance(message, Hello) and self.greets_all)
         return self._members if everywhere else self._here

@@ -406,7 +406,7 @@ class RunningEngine:
         # and a step on the device runs all layers without a look at the disk.
         joins_early = (
             resolved.config.cache.cache_restore == "pipelined"
-            and len(resolved.layers) == 1
+            and resolved.config.s_part.num_stages == 1
             and self._workers.kind is not HolderKind.DEVICE
         )
         lifecycle = Lifecycle(scheduler, joins_early=joins_early)

@@ -17,9 +17,9 @@ from fastdecode.engine.setup.stages import StageSetup
 from fastdecode.engine.setup.workers import LEAST_STUCK_S, Reached
 from fastdecode.engine.stages.later_stage import StageRelay
 from fastdecode.engine.stages.links import StageLinks
-from fastdecode.engine.stages.prompts import LanePrompts
+from fastdecode.engine.stages.prompts import LanePrompts, PromptPlan
 from fastdecode.engine.stages.writers import WriterMembers, WriterPool, WriterReports, members_of
-from fastdecode.engine.step.remote import Attention, AttentionPlan
+from fastdecode.engine.step.remote import Attention
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import MAX_BLOCKS
 from fastdecode.wire.stages import StageHello, StageWelcome
@@ -122,7 +122,7 @@ class PromptStageSetup(StageSetup):
         cache = PagedKV(kv, spec.attention, num_blocks, s_worker.device, dtype=dtype)
         cache.sinks = s_worker.model.sinks
         holder = Holder(workers.kind, False, workers.answers_at_once, kv.token_bytes)
-        plan = AttentionPlan(
+        plan = PromptPlan(
             spec.attention,
             resolved.kv_dtype,
             fleet,
@@ -130,7 +130,7 @@ class PromptStageSetup(StageSetup):
             (holder,) * len(fleet),
             slot_bytes=resolved.slot_bytes(spec),
             sinks=s_worker.model.sinks,
-            prompts=LanePrompts(cache, first_lane, most_tokens),
+            rooms=LanePrompts(cache, first_lane, most_tokens),
         )
         plan.prepare(resolved.most_lanes)
         return plan

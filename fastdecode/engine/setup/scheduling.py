@@ -55,7 +55,8 @@ def schedule_for(
 def _window(resolved: ResolvedConfig, spec: ModelSpec) -> int | None:
     """Tokens that the layer sees which sees most; None: all, or sequences have
     to be whole for those who read them."""
-    is_whole = resolved.config.instances.number or len(resolved.layers) > 1
+    stages = (*resolved.layers, *resolved.prompt_layers)
+    is_whole = resolved.config.instances.number or len(stages) > 1
     return None if is_whole else longest_window(spec.attention)
 
 

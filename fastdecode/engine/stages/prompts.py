@@ -5,26 +5,33 @@ Such steps have lanes of their own, behind those of tokens. Their K and V are on
 stored by R-workers, so a prompt stage attends its chunks itself. A prompt that
 takes several steps keeps K and V of its earlier chunks here until it is done, in
 the lane's **room** for one prompt: the scheduler begins no second such prompt in a
-lane before the first is done.
+lane before the first is done. What is cached of a prompt and isn't in the room, its
+**past**, is fetched from R-workers layer by layer: kept blocks that it begins with,
+and what is left of one whose R-worker was lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import Holder, HolderId
 from fastdecode.engine.fleet.pool import HolderPool
+from fastdecode.engine.step.device_chunks import DeviceChunks
 from fastdecode.engine.step.device_prefill import DevicePrefillChunks
 from fastdecode.engine.step.layout import HolderSpan, LocalSpan, StepBatch
-from fastdecode.engine.step.remote import Attention, LaneAttention
-from fastdecode.wire.messages import AttendResult
+from fastdecode.engine.step.remote import Attention, AttentionPlan, LaneAttention, RemoteStep
+from fastdecode.wire.kv.attending import PastTokens
+from fastdecode.wire.kv.chunks import MAX_CHUNK_BYTES, ChunkForm, StoreChunk
+from fastdecode.wire.messages import AttendResult, FetchPast
+from rworker.stream.chunks import ChunkShape, layout_of
 from sworker.paged import PagedKV, Prompt
 from sworker.worker import Pass, SWorker
 
@@ -52,7 +59,7 @@ class LanePrompts:
         self._most_tokens = most_tokens
         self._rooms: dict[int, _Room] = {}  # by lane
 
-    def begin(self, batch: StepBatch) -> DevicePrefillChunks | None:
+    def begin(self, batch: StepBatch) -> PromptChunks | None:
         """A step begins. None: all of its prompts begin and end with it.
 
         Raises:
@@ -72,7 +79,8 @@ class LanePrompts:
         ((span, index),) = under_way
         begin = span.begin
         past, new = int(begin.num_past[index]), int(begin.num_new[index])
-        self._note(lane, int(begin.sequence_ids[index]), past, new)
+        sequence_id = int(begin.sequence_ids[index])
+        num_here = self._note(lane, sequence_id, past, new)
         first = span.rows.start + int(begin.num_new[:index].sum())
         rows = slice(first, first + new)
         slots = torch.arange(base, base + past + new, device=self._cache.pool.device)
@@ -81,7 +89,9 @@ class LanePrompts:
         if past:
             later = ((Prompt(rows, slots),),)
             batch = _attended_here(batch, span)
-        return DevicePrefillChunks(batch, self._cache, stored, later, ())
+        missing = range(num_here, past)
+        lacking = Past(self._cache, span.holder, sequence_id, missing, slots) if missing else None
+        return PromptChunks(DevicePrefillChunks(batch, self._cache, stored, later, ()), lacking)
 
     def _under_way(self, batch: StepBatch, span: HolderSpan) -> list[int]:
         """Which of a holder's sequences were begun before, or don't end here."""
@@ -93,18 +103,16 @@ class LanePrompts:
         under_way: list[int] = np.flatnonzero((begin.num_past > 0) | ~draws).tolist()
         return under_way
 
-    def _note(self, lane: int, sequence_id: int, past: int, new: int) -> None:
-        """A lane's prompt goes on, or begins."""
+    def _note(self, lane: int, sequence_id: int, past: int, new: int) -> int:
+        """A lane's prompt goes on, or begins. How many of the tokens before it are in
+        the room; more may be, of a step that counts no more."""
         room = self._rooms.get(lane)
-        if past and (room is None or (room.sequence_id, room.num_tokens) != (sequence_id, past)):
-            found = "nothing" if room is None else f"{room.num_tokens} of {room.sequence_id}"
-            raise ProtocolError(
-                f"sequence {sequence_id} goes on behind {past} tokens in lane {lane}, where "
-                f"{found} are under way"
-            )
+        is_there = room is not None and room.sequence_id == sequence_id
+        num_here = min(past, room.num_tokens) if room is not None and is_there else 0
         if past + new > self._most_tokens:
             raise ProtocolError(f"a prompt of {past + new} tokens; {self._most_tokens} is the most")
         self._rooms[lane] = _Room(sequence_id, past + new)
+        return num_here
 
 
 def _attended_here(batch: StepBatch, span: HolderSpan) -> StepBatch:
@@ -116,6 +124,155 @@ def _attended_here(batch: StepBatch, span: HolderSpan) -> StepBatch:
     spans = tuple(own if one is span else one for one in batch.spans)
     local: tuple[LocalSpan, ...] = tuple(one for one in batch.local if not one.merge)
     return replace(batch, spans=spans, local=local)
+
+
+class Past:
+    """Cached tokens of a sequence that a prompt stage fetches for a step.
+
+    Args:
+        cache: gets them.
+        holder: has them.
+        missing: which tokens.
+        slots: in the cache, int64 [L], of all of its tokens.
+    """
+
+    def __init__(
+        self, cache: PagedKV, holder: HolderId, sequence_id: int, missing: range, slots: Tensor
+    ) -> None:
+        self.holder = holder
+        self._slots, self._kv, self._chunks = slots, cache.kv, DeviceChunks(cache)
+        self._sequence_id, self._missing = sequence_id, missing
+        kv = cache.kv
+        shape = ChunkShape(layout_of(kv), ChunkForm.TOKENS, 1, kv.num_kv_heads, 1)
+        self._most = max(1, (MAX_CHUNK_BYTES - shape.padding_bytes) // shape.unit_bytes)
+        self._num_due = dict.fromkeys(range(kv.num_layers), len(missing))  # tokens, by layer
+
+    def questions(self, step: int, lane: int) -> Iterator[FetchPast]:
+        """For all layers, the first one first."""
+        for layer in self._num_due:
+            for first in range(self._missing.start, self._missing.stop, self._most):
+                num_tokens = min(self._most, self._missing.stop - first)
+                at = step, lane, layer, self._sequence_id, first, num_tokens
+                yield FetchPast(0, *at, self.holder)
+
+    def is_here(self, layer: int) -> bool:
+        """Whether all of a layer has come."""
+        return not self._num_due[layer]
+
+    def place(self, past: PastTokens) -> None:
+        """A part of it has come.
+
+        Raises:
+            ProtocolError: it isn't what was asked for.
+        """
+        asked, first_head = past.asked, 0
+        slots = self._slots[asked.first_token : asked.first_token + asked.num_tokens].cpu()
+        for data in past.parts:
+            chunk = self._chunk(asked, data, first_head)
+            self._chunks.place(chunk, slots.numpy())
+            first_head += chunk.num_heads
+        if first_head != self._kv.num_kv_heads:
+            raise ProtocolError(f"K and V of {first_head} of {self._kv.num_kv_heads} heads came")
+        self._num_due[asked.layer] -= asked.num_tokens
+
+    def _chunk(self, asked: FetchPast, data: NDArray[np.uint8], first_head: int) -> StoreChunk:
+        """What a member has sent: of so many heads as its size says.
+
+        Raises:
+            ProtocolError: it can be of none.
+        """
+        fetched, kv = asked.chunk, self._kv
+        for num_heads in range(1, kv.num_kv_heads - first_head + 1):
+            shape = ChunkShape(layout_of(kv), ChunkForm.TOKENS, 1, num_heads, asked.num_tokens)
+            if shape.num_bytes == data.nbytes:
+                at = fetched.sequence_ids, fetched.first_tokens, fetched.num_tokens
+                sides = asked.layer, 1, first_head, num_heads
+                return StoreChunk("", kv, ChunkForm.TOKENS, *sides, *at, data)
+        raise ProtocolError(f"{data.nbytes} bytes came for {asked.num_tokens} tokens of a layer")
+
+
+@dataclass(frozen=True)
+class PromptChunks:
+    """A step's prompt that takes several, or begins behind what is cached."""
+
+    chunks: DevicePrefillChunks
+    past: Past | None
+    """What is still to be fetched; None: nothing."""
+
+
+@dataclass(frozen=True)
+class PromptPlan(AttentionPlan):
+    """Makes the steps of a prompt stage.
+
+    Args:
+        rooms: for prompts under way.
+    """
+
+    rooms: LanePrompts | None = None
+
+    def begin(self, batch: StepBatch) -> RemoteStep:
+        """See ``Attention``."""
+        assert self.rooms is not None
+        begun = self.rooms.begin(batch)
+        if begun is None:
+            return RemoteStep(self, batch)
+        if begun.past is None:
+            return RemoteStep(self, begun.chunks.batch, begun.chunks)
+        return PastStep(self, begun.chunks, begun.past)
+
+
+class PastStep(RemoteStep):
+    """A step with a prompt whose past is fetched: each layer waits for its part of it.
+
+    Args:
+        plan: sends the questions.
+        chunks: of the prompt.
+        past: before it.
+    """
+
+    def __init__(self, plan: PromptPlan, chunks: DevicePrefillChunks, past: Past) -> None:
+        super().__init__(plan, chunks.batch)
+        self._chunks, self._past = chunks, past
+        self._waiting: tuple[Tensor, Tensor, Tensor] | None = None
+        """q, k and v of a layer whose past isn't here."""
+        begin = chunks.batch.spans[0].begin
+        for question in past.questions(begin.step, begin.lane):
+            plan.fleet.send(past.holder, question)
+
+    def scatter(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
+    ) -> bool:
+        """See ``LaneAttention``."""
+        is_sent = super().scatter(layer, q, k, v, place)
+        self._waiting = q, k, v
+        self._go_on()
+        return is_sent
+
+    def deliver(self, holder: HolderId, result: AttendResult) -> None:
+        """See ``LaneAttention``."""
+        super().deliver(holder, result)
+        self._go_on()
+
+    def deliver_past(self, holder: HolderId, past: PastTokens) -> None:
+        """See ``ReadsPast``."""
+        if holder != self._past.holder:
+            raise ProtocolError(f"holder {holder} sent tokens that another one was asked for")
+        self._past.place(past)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Attend the prompt once its past is here; until then the layer isn't ready."""
+        holder, layer = self._past.holder, self._layer
+        if self._waiting is None or holder in self._lost:
+            return
+        if not self._past.is_here(layer):
+            self._awaited.add(holder)
+            return
+        self._chunks.run(layer, *self._waiting, self._o)
+        self._waiting = None
+        part = self._holders[holder]
+        if layer - part.last_layer <= part.may_owe:
+            self._awaited.discard(holder)
 
 
 class ApartAttention:

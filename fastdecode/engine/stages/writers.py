@@ -1,5 +1,5 @@
 """A prompt stage's view of the cache groups: it writes K and V of prompts to the members
-that keep its layers, and nothing else.
+that keep its layers, and reads what is cached before a prompt.
 
 A prompt stage's layers may be kept by several token stages' R-workers, and those of
 one R-worker may be written by several prompt stages. What a pipeline sends a holder,
@@ -19,7 +19,7 @@ from fastdecode.engine.fleet.groups import GroupPool
 from fastdecode.engine.fleet.pool import RHub
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.engine.stages.pool import StagePool, column_shards
-from fastdecode.wire.messages import Attend, BeginStep, StorePrompt, ToRWorker
+from fastdecode.wire.messages import Attend, BeginStep, FetchPast, StorePrompt, ToRWorker
 from fastdecode.wire.stages import ColumnLost
 
 _FIRST: Final = 0
@@ -73,7 +73,7 @@ class WriterMembers(StagePool):
 
     def send(self, holder: HolderId, message: ToRWorker) -> None:
         """See ``WorkerPool``."""
-        assert isinstance(message, StorePrompt), f"a writer sends {type(message).__name__}"
+        assert isinstance(message, StorePrompt | FetchPast), type(message).__name__
         stage, column = self.origin(holder)
         super().send(holder, replace(message, session=self.sessions[stage], holder=column))
 
@@ -102,9 +102,11 @@ class WriterPool(GroupPool):
         """See ``WorkerPool``."""
         if isinstance(message, BeginStep):
             self._begun[holder, message.lane] = message
-            return
-        assert isinstance(message, Attend) and not len(message.q), "prompts are attended here"
-        super().send(holder, _stored(message, self._begun[holder, message.lane]))
+        elif isinstance(message, FetchPast):
+            super().send(holder, message)
+        else:
+            assert isinstance(message, Attend) and not len(message.q), "prompts are attended here"
+            super().send(holder, _stored(message, self._begun[holder, message.lane]))
 
 
 class WriterReports:

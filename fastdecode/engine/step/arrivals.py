@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from functools import partial
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.exhaustive import assert_never
@@ -16,6 +16,7 @@ from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.fleet.pool import HolderPool
 from fastdecode.engine.step.lane_step import HostCopy, NextStage
 from fastdecode.engine.step.lanes import Lanes
+from fastdecode.wire.kv.attending import PastTokens
 from fastdecode.wire.kv.chunks import ChunkStored, FetchedChunk
 from fastdecode.wire.kv.exporting import ExportDescription, ExportExpired
 from fastdecode.wire.kv.taking_over import TakenOver
@@ -26,6 +27,18 @@ News: TypeAlias = "tuple[HolderId, Accepted | Refused | TakenOver | Welcome | Wo
 """A holder's answer about parts, or why it was lost."""
 
 Arrival: TypeAlias = "tuple[HolderId, Answer]"
+
+
+@runtime_checkable
+class ReadsPast(Protocol):
+    """A step that reads what is cached before it."""
+
+    def deliver_past(self, holder: HolderId, past: PastTokens) -> None:
+        """Take in a part of it.
+
+        Raises:
+            ProtocolError: it can't be.
+        """
 
 
 class Arrivals:
@@ -114,6 +127,8 @@ class Arrivals:
         match answer:
             case Accepted() | Refused() | TakenOver() | Welcome():
                 self._news.append((holder, answer))
+            case PastTokens():
+                self._deliver_past(holder, answer)
             case (
                 AttendResult()
                 | Report()
@@ -128,6 +143,14 @@ class Arrivals:
                 )
             case _:
                 assert_never(answer)
+
+    def _deliver_past(self, holder: HolderId, past: PastTokens) -> None:
+        """Raises ProtocolError: no step waits for it."""
+        step = self._lanes.step_of(past.asked.lane)
+        if step is None or not isinstance(step.remote, ReadsPast):
+            raise ProtocolError(f"{self._fleet.peer(holder)} sent tokens that no step waits for")
+        step.remote.deliver_past(holder, past)
+        self._lanes.note_ready(step)
 
     def _deliver(self, holder: HolderId, result: AttendResult, arrived_s: float) -> None:
         step = self._lanes.step_of(result.lane)

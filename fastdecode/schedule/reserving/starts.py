@@ -174,6 +174,9 @@ class Starts:
                 started = replace(wish, reuse=reuse, num_shared=reuse.num_tokens)
                 if cache.is_coming(wish.sequence, (reuse,)):
                     return None
+                num_left = len(wish.sequence.token_ids) - reuse.num_tokens
+                if lane.runs_prompts_only and num_left == 1 and self._has_room(lane, started):
+                    return None  # a lane that decodes starts it
                 candidate = self._meet(lane, started.without(reuse.first_token))
                 if candidate is not None:
                     return candidate

@@ -1,10 +1,12 @@
-"""What R-workers answer for a layer, and K and V of prompts that they only store.
+"""What R-workers answer for a layer, and what prompt stages write and read.
 
 ================  =========  ==========================================================
 message           direction  meaning, and the answer
 ================  =========  ==========================================================
 ``StorePrompt``   P → R      one layer's K and V of prompts' next tokens, from a stage
                              that runs prompts only → ``AttendResult`` without queries
+``FetchPast``     P → R      one layer's K and V of tokens that are cached, for a
+                             prompt that goes on behind them → ``FetchedChunk``
 ================  =========  ==========================================================
 
 Prompt stages (P) have layers of their own, cut otherwise than those of the stages
@@ -30,6 +32,7 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import Shard
+from fastdecode.wire.kv.chunks import ChunkForm, FetchChunk, FetchedChunk
 from fastdecode.wire.traits import ForHolder, Role
 
 Activations: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
@@ -94,5 +97,55 @@ class StorePrompt(ForHolder):
         return replace(results[0], layer=self.layer, compute_s=slowest_s)
 
 
-FEEDING_OPCODES: Final[Mapping[type[Any], int]] = {StorePrompt: 60}
+@dataclass(frozen=True, eq=False)
+class FetchPast(ForHolder):
+    session: int
+    step: int
+    """That it is for."""
+    lane: int
+    layer: int
+    """As in ``StorePrompt``."""
+    sequence_id: int
+    first_token: int
+    num_tokens: int
+    """From there on, all of which are there in every layer."""
+    holder: int
+
+    answers = (FetchedChunk,)
+    said_by = frozenset({Role.FEEDER})
+
+    def part(self, shard: Shard) -> FetchPast:
+        first = 0 if shard.layers is None else shard.layers.start
+        return replace(self, layer=self.layer - first)
+
+    def join(self, answers: Sequence[Any]) -> PastTokens:
+        parts = tuple(answer.data for answer in answers)
+        return PastTokens(parts[0], self, parts)
+
+    @property
+    def chunk(self) -> FetchChunk:
+        """What an R-worker reads, of all heads that it keeps."""
+        return FetchChunk(
+            ChunkForm.TOKENS,
+            self.layer,
+            1,
+            0,
+            0,
+            np.array([self.sequence_id], np.int64),
+            np.array([self.first_token], np.int32),
+            np.array([self.num_tokens], np.int32),
+            self.holder,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PastTokens(FetchedChunk):
+    """A cache group's answer to ``FetchPast``. It is never sent."""
+
+    asked: FetchPast
+    parts: tuple[NDArray[np.uint8], ...]
+    """Of its members, in the order of heads."""
+
+
+FEEDING_OPCODES: Final[Mapping[type[Any], int]] = {StorePrompt: 60, FetchPast: 61}
 """See ``fastdecode.wire.opcodes.OPCODES``."""
