@@ -24,7 +24,7 @@ from fastdecode.wire.messages import (
 from rworker.cache_state import CacheState
 from rworker.caches import HolderCache
 from rworker.checks import check_array, check_integer
-from rworker.instructions import Compute, Instruction, ReadChunk, StepPlan
+from rworker.instructions import Compute, EndStep, Instruction, ReadChunk, StepPlan
 from rworker.step_plan import copies
 from rworker.stream.checks import fetch_chunk
 
@@ -58,7 +58,10 @@ def store_prompt(number: int, cache: HolderCache, message: StorePrompt) -> tuple
     plan = _plan(message, books.store.slots(ids, past, new))
     q = np.empty((0, *_query_shape(books, message.layer)), message.k.dtype)
     stored = Compute(number, cache.holder, plan, message.layer, q, message.k, message.v)
-    return (*(() if appended is None else copies(cache, appended)), stored)
+    done: tuple[Instruction, ...] = (stored,)
+    if cache.is_replicated and not any(sequence in books.arrivals for sequence in ids.tolist()):
+        done = stored, EndStep(cache.holder, message.lane, message.step)
+    return (*(() if appended is None else copies(cache, appended)), *done)
 
 
 def fetch_past(number: int, cache: HolderCache, message: FetchPast) -> ReadChunk:

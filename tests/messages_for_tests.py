@@ -246,6 +246,9 @@ def between_stages() -> list[StageMessage | FromStage]:
         dataclasses.replace(hello, stage=2, sessions=(7, 1 << 62)),
         StageWelcome(1, (100, 0), 1 << 62, ("s1-r0", "é")),
         StagePass(7, 1, x, ids, counts, counts, counts + 1, marks, none),
+        StagePass(
+            7, 1, x, ids, counts, counts, counts + 1, marks, none, members=np.eye(6, dtype=np.int32)
+        ),
         StageDone(1, 7, 1, 0.5, 0.25, np.ones(2, np.float32), counts),
         StageDone(2, 7, 1, 0.5, 0.25, np.ones(2, np.float32), none, x[:3]),
         StageAnswer(1, 5, "out_of_capacity", "no room: é"),

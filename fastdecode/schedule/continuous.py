@@ -37,7 +37,12 @@ from fastdecode.schedule.cache.tiers.prefetch import Prefetch
 from fastdecode.schedule.hybrid.control import HybridControl
 from fastdecode.schedule.lengths import LengthPredictor
 from fastdecode.schedule.plan import Chunk, LanePlan, Start, Suspend
-from fastdecode.schedule.prefill_lanes import join_decoding, prefilled, without_last_token
+from fastdecode.schedule.prefill_lanes import (
+    back_to_prompts,
+    join_decoding,
+    prefilled,
+    without_last_token,
+)
 from fastdecode.schedule.reserving.holder_choice import HolderChoice
 from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.reserving.outgrown import Outgrown
@@ -186,6 +191,8 @@ class ContinuousScheduler:
         run = lane.running[sequence.sequence_id]
         run.is_open = False
         num_uncached = len(sequence.token_ids) - sequence.num_cached
+        if lane.decodes_only and num_uncached > 1:
+            lane = back_to_prompts(self.lanes, lane, run)
         if num_uncached == (sum(run.prefill) or 1):
             return
         if run.prefill and run.first_step is not None:

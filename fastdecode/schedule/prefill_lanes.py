@@ -58,6 +58,15 @@ def join_decoding(lanes: Seq[Lane], lane: Lane, lane_size: int) -> None:
         lane.enter(run, run.residence)
 
 
+def back_to_prompts(lanes: Seq[Lane], lane: Lane, run: RunningSequence) -> Lane:
+    """A sequence that decoded has lost cached tokens: a lane of prompts runs them. Which."""
+    chosen = min((x for x in lanes if x.runs_prompts_only), key=lambda x: len(x.running))
+    lane.leave(run, at=lane.step + 1)
+    run.projected = _projected(chosen, run)
+    chosen.enter(run, run.residence)
+    return chosen
+
+
 def _starts(lane: Lane, run: RunningSequence) -> bool:
     """Whether a lane's policy starts a sequence now, on the holders that have its cache."""
     placed: list[tuple[int, MicroBatch]] = []

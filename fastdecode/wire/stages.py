@@ -47,7 +47,8 @@ carries their numbers (``lost``), so that whoever has its result knows.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Annotated, Any, Final, TypeAlias
 
 import numpy as np
@@ -236,6 +237,23 @@ class StageHello(Asking):
             raise ProtocolError(f"has {len(welcome.addresses)} addresses of its R-workers")
 
 
+class MemberField(IntEnum):
+    """What a row of ``StagePass.members`` tells."""
+
+    COLUMN = 0
+    STAGE = 1
+    NAME = 2
+    """What its cache is called there."""
+    WORKER = 3
+    """The number of the stage's R-worker that keeps it."""
+    FIRST_HEAD = 4
+    NUM_HEADS = 5
+    """Of KV; 0: all."""
+
+
+NO_MEMBERS: Final = np.zeros((0, len(MemberField)), np.int32)
+
+
 @dataclass(frozen=True, eq=False)
 class StagePass(Asking):
     step: int
@@ -258,6 +276,8 @@ class StagePass(Asking):
     """Closed parts that rows attend, by holder and part."""
     closed: Annotated[NDArray[np.int32] | None, "P F"] = None
     """Of each, the fields ``CLOSED_FIELDS``."""
+    members: Annotated[NDArray[np.int32], "M F"] = field(default_factory=lambda: NO_MEMBERS)
+    """For prompt stages: who keeps the columns, a row a member (``MemberField``)."""
 
     answers = (StageDone,)
     said_by = S_WORKERS

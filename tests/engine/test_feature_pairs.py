@@ -109,18 +109,21 @@ def model(tiny_checkpoint: Callable[..., Path]) -> str:
 @pytest.fixture(scope="module")
 def plain(model: str) -> Callable[[dict[str, Any]], Tokens]:
     """What an engine with every feature off says, by the cache's dtype; of int4, also by
-    where the cache is, since R-workers round products of whole numbers."""
-    known: dict[tuple[str, str], Tokens] = {}
+    what attends, since R-workers round products of whole numbers."""
+    known: dict[tuple[str, str, str], Tokens] = {}
 
     def run(options: dict[str, Any]) -> Tokens:
         kv_dtype = options.get("kv_dtype", "auto")
         side = options.get("kv_placement", "r") if kv_dtype == "int4" else "r"
-        if (kv_dtype, side) not in known:
-            alone = {"kv_dtype": kv_dtype, "kv_placement": side}
+        prompts = "s" if kv_dtype == "int4" and "prompt_pp" in options else "auto"
+        if (kv_dtype, side, prompts) not in known:
+            alone = {"kv_dtype": kv_dtype, "kv_placement": side, "prompt_attention": prompts}
+            if prompts == "s":  # R-workers attend what isn't in a prompt's first chunk
+                alone["prefill_chunk"] = 64
             alone |= {} if side == "r" else {"r_workers": 1, "r_threads": None}
             with LLM(model, **{**OPTIONS, **alone}) as llm:
-                known[kv_dtype, side] = _tokens(llm)
-        return known[kv_dtype, side]
+                known[kv_dtype, side, prompts] = _tokens(llm)
+        return known[kv_dtype, side, prompts]
 
     return run
 

@@ -241,7 +241,6 @@ def test_what_isnt_there_with_prompt_stages_is_refused_by_name(llama: str) -> No
         ({"split_tokens": 64}, "split_tokens"),
         ({"kv_placement": "hybrid"}, "kv_placement"),
         ({"kv_placement": "gpu"}, "kv_placement"),
-        ({"replicas": 1, "r_workers": 2}, "replicas"),
         ({"tp": 2}, "tp=2"),
         ({"prompt_attention": "r"}, "prompt_attention"),
         ({"r_worker_addresses": ("tcp://127.0.0.1:5555",)}, "r_worker"),

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import HeadShare, Shard
 from fastdecode.engine.stages.links import StageLinks
-from fastdecode.engine.stages.writers import WriterMembers, WriterPool, WriterReports, members_of
+from fastdecode.engine.stages.writers import WriterMembers, WriterPool, WriterRelay, members_of
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.messages import Attend, AttendResult, BeginStep, Failed, StorePrompt
 from fastdecode.wire.stages import ColumnLost
@@ -68,7 +69,7 @@ class Peers:
         members = WriterMembers(hub, 60.0, 60.0, stages=self.links, written=tuple(layers))
         members.sessions = (70, 71)
         self.pool = WriterPool(members, layers)
-        self.reports = WriterReports(members, self.links)
+        self.reports = WriterRelay(self.pool, self.links)
 
     def write(self, column: HolderId, layer: int) -> Attend:
         counts = np.array([0], np.int32), np.array([3], np.int32)
@@ -187,3 +188,41 @@ def test_last_words_are_passed_on() -> None:
 def test_the_first_stage_has_no_orders_for_r_workers() -> None:
     with pytest.raises(ProtocolError, match="StorePrompt"):
         Peers().reports.obey(StorePrompt.__new__(StorePrompt))
+
+
+def rows(*members: tuple[int, int, int, int]) -> NDArray[np.int32]:
+    """(column, stage, name, worker) of each, with all heads."""
+    return np.array([(*member, 0, 0) for member in members], np.int32)
+
+
+AT_HOME = [(0, 0, 0, 0), (0, 1, 0, 0), (1, 0, 1, 1), (1, 1, 1, 1)]
+
+
+def test_a_group_goes_on_with_a_member_at_another_r_worker() -> None:
+    """Under its own name. What was asked before is forgotten."""
+    peers = Peers()
+    assert peers.reports.regroup(rows(*AT_HOME)) == []
+    peers.write(V, 0)
+    peers.write(V, 1)
+    peers.r_workers[1, 0].close()
+    assert peers.receive() is None and [x for x, _ in peers.pool.take_losses()] == [V]
+    moved = [(0, 0, 0, 0), (0, 1, 0, 1), *AT_HOME[2:]]
+    assert peers.reports.regroup(rows(*moved)) == [V]
+    assert peers.reports.regroup(rows(*moved)) == []
+    assert V not in peers.pool.lost
+    peers.write(V, 0)
+    peers.write(V, 1)
+    got = peers.answer(1, 1)
+    assert (got.layer, got.holder, got.session) == (0, 0, 71)
+    assert peers.receive()[0] == V
+    peers.answer(0, 0)
+    assert peers.pool.receive(most_s=0.01) is None, "the answer to what is forgotten"
+    peers.answer(0, 0)
+    assert peers.receive()[0] == V
+
+
+def test_members_that_cannot_be_are_refused() -> None:
+    pool = Peers().pool
+    for wrong in (rows((0, 0, 2, 0)), rows((0, 0, 0, 2)), rows((-1, 0, 0, 0)), np.zeros((1, 5))):
+        with pytest.raises(ProtocolError, match="members that can't be"):
+            pool.regroup(wrong.astype(np.int32))

@@ -14,7 +14,25 @@ from remembering_store import BLOCK_SIZE, Store
 from schedule_choices import MAX_SEQUENCES, options
 from traffic import Harness
 
-from fastdecode.schedule.life.events import Event, Instruction, Open, Run
+from fastdecode.core.holders import HolderId
+from fastdecode.core.sequence import Request, SamplingParams
+from fastdecode.schedule.life.events import (
+    Drawn,
+    Event,
+    Extend,
+    Instruction,
+    Interrupted,
+    LaneIdle,
+    LaneReady,
+    Open,
+    Opened,
+    Run,
+    StepDone,
+    Submitted,
+    TakenOver,
+    TakeOver,
+)
+from fastdecode.schedule.life.lifecycle import Lifecycle
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import MODES
 from fastdecode.schedule.prefill_lanes import prefilled
@@ -175,3 +193,42 @@ def test_a_synchronized_batch_ends_before_the_next_one_decodes() -> None:
     together = [each for each in harness.together if len(each) > 1]
     assert together, "the second batch decodes together"
     assert all(0 not in each for each in together), "and not with the first one"
+
+
+@pytest.mark.parametrize("num_left", [4, 8, 9])
+def test_tokens_that_a_replica_lacks_run_in_a_lane_of_prompts(num_left: int) -> None:
+    """A sequence that decoded decodes again once they have run there."""
+    holder = HolderId(0)
+    chosen = replace(options("greedy", 1), num_prompt_lanes=1)
+    life = Lifecycle(make_scheduler(chosen, (40,), BLOCK_SIZE))
+
+    def tell(event: Event) -> list[Instruction]:
+        instructions = life.handle(event)
+        life.check_invariants()
+        for one in instructions:
+            if isinstance(one, Open | Extend):
+                instructions += tell(Opened(one.part.part_id))
+        return instructions
+
+    def step(lane: int) -> list[tuple[int, int]]:
+        """What the lane's next step runs: first token and how many."""
+        told = tell(LaneIdle(lane))
+        runs = [one for one in told + tell(LaneReady(lane)) if isinstance(one, Run)]
+        ran = [(chunk.first, chunk.num_tokens) for run in runs for chunk in run.chunks]
+        for run in runs:
+            drawing = [x.sequence for x in run.chunks if x.first + x.num_tokens == num_known()]
+            tell(StepDone(lane, tuple(Drawn(sequence, 7) for sequence in drawing)))
+        return ran
+
+    def num_known() -> int:
+        (record,) = life.sequences.by_sequence.values()
+        return len(record.sequence.token_ids)
+
+    tell(Submitted(Request("r", (5,) * 8, SamplingParams(), 6, seed=0)))
+    assert [step(1), step(1), step(0), step(0)] == [[(0, 5)], [(5, 3)], [(8, 1)], [(9, 1)]]
+    (order,) = tell(Interrupted(holder))
+    assert isinstance(order, TakeOver)
+    tell(TakenOver(holder, (num_left,)))
+    ran = [each for _ in range(3) for each in step(1)]
+    assert (ran[0][0], sum(num for _, num in ran)) == (num_left, 11 - num_left)
+    assert step(0) == [(11, 1)] and not step(1)

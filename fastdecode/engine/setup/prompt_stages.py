@@ -18,7 +18,7 @@ from fastdecode.engine.setup.workers import LEAST_STUCK_S, Reached
 from fastdecode.engine.stages.later_stage import StageRelay
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.prompts import LanePrompts, PromptPlan
-from fastdecode.engine.stages.writers import WriterMembers, WriterPool, WriterReports, members_of
+from fastdecode.engine.stages.writers import WriterMembers, WriterPool, WriterRelay, members_of
 from fastdecode.engine.step.remote import Attention
 from fastdecode.wire.inproc import InprocHub, connect
 from fastdecode.wire.messages import MAX_BLOCKS
@@ -154,4 +154,4 @@ class PromptStageSetup(StageSetup):
                 f"the first stage named {len(hello.sessions)} sessions to {self.name}"
             )
         fleet.writers.sessions = hello.sessions
-        return WriterReports(fleet.writers, links)
+        return WriterRelay(fleet, links)

@@ -48,6 +48,9 @@ class StageRelay(Protocol):
 
     def obey(self, message: FromAnyStage) -> None: ...
 
+    def regroup(self, members: NDArray[np.int32]) -> Seq[HolderId]:
+        """The first stage says who keeps the columns. Returns those that changed."""
+
     def pass_on(self, news: Iterable[News]) -> None: ...
 
 
@@ -198,6 +201,9 @@ class LaterStage:
         self._waiting = later
 
     def _start(self, passed: StagePass) -> None:
+        for column in self._relay.regroup(passed.members):
+            for step in self._pipeline.in_flight:
+                step.remote.lose(column)
         x = as_tensor(passed.x, self._s_worker.model.dtype)
         batch = StepBatch.passed_on(passed, self._holders, x)
         self._passed[passed.lane] = passed

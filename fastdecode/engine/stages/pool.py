@@ -15,6 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
@@ -34,6 +37,7 @@ from fastdecode.wire.stages import (
     ColumnTakenOver,
     ColumnWelcome,
     GreetColumn,
+    MemberField,
     OfMember,
     PlaceColumn,
     StageAnswer,
@@ -113,9 +117,11 @@ class StagePool(WorkerPool):
         self.replaceable.discard(holder)
         super().revive(holder)
 
-    def _origin(self, member: int) -> tuple[int, int]:
-        """The stage and the column of a member of a later stage."""
-        place, column = divmod(member - self._first_relayed, self.num_columns)
+    def origin(self, index: int) -> tuple[int, int]:
+        """The stage of an R-worker, and its number there: at first, its column."""
+        if index < self._num_own:
+            return 0, index
+        place, column = divmod(index - self._first_relayed, self.num_columns)
         return self._relayed[place], column
 
     def send(self, holder: HolderId, message: ToRWorker) -> None:
@@ -130,10 +136,10 @@ class StagePool(WorkerPool):
         self.pending.ask(index, named, holder)
         if named.answers:
             self.pending.allow(index, _NUM_ANSWERS)
-        stage, column = self._origin(holder)
+        stage, column = self.origin(holder)
         if self._placed.get(holder, holder) != index:
             self._placed[holder] = index
-            self._stages.tell(stage, PlaceColumn(column, self._origin(index)[1]))
+            self._stages.tell(stage, PlaceColumn(column, self.origin(index)[1]))
         self._stages.tell(stage, self._in_columns(named, holder, column))
 
     def lose(self, holder: HolderId, error: FastDecodeError) -> None:
@@ -143,7 +149,7 @@ class StagePool(WorkerPool):
     def _give_up_worker(self, index: int, error: FastDecodeError) -> None:
         """Give up an R-worker; a later stage's is told so."""
         if index >= self._first_relayed and index not in self.gone:
-            stage, column = self._origin(index)
+            stage, column = self.origin(index)
             self._stages.tell(stage, ColumnLost(column, error.code, error.message))
         super()._lose(index, error)
 
@@ -152,7 +158,7 @@ class StagePool(WorkerPool):
             return
         if index >= self._first_relayed:
             # The stage watches its R-workers: it is the one that doesn't answer, or lies.
-            raise self._stages.loss(self._origin(index)[0], error)
+            raise self._stages.loss(self.origin(index)[0], error)
         if index >= self._num_own:
             raise self._stages.lost(index, error)
         super()._lose(index, error)
@@ -229,19 +235,19 @@ class StagePool(WorkerPool):
         if isinstance(message, Hello):  # the stage has made its own
             return cast(ToRWorker, GreetColumn(column, self._greetings[member]))
         if isinstance(message, DropCache):
-            message = replace(message, cache=self._origin(message.cache)[1])
+            message = replace(message, cache=self.origin(message.cache)[1])
         return cast(ToRWorker, cast(Any, message).for_holder(column))
 
     def _name(self, index: int) -> str:
         if index < self._first_relayed:
             return super()._name(index)
-        stage, column = self._origin(index)
+        stage, column = self.origin(index)
         return f"stage {stage}'s R-worker of column {column}"
 
     def _heard_s(self, index: int) -> float | None:
         if index < self._first_relayed:
             return super()._heard_s(index)
-        return self._stages.heard_s(self._origin(index)[0])
+        return self._stages.heard_s(self.origin(index)[0])
 
 
 class ColumnPool(GroupPool):
@@ -279,6 +285,25 @@ class ColumnPool(GroupPool):
         """The members, those of later stages among them."""
         self.later: Final = LaterStages(stages)
         """The stages behind this one."""
+
+    def members_as_rows(self) -> NDArray[np.int32]:
+        """See ``StagePass.members``."""
+        rows = [
+            (group.holder, *self.of_stages.origin(member), self._worker_of(member), *_heads(shard))
+            for group in self.groups
+            for member, shard in group.shards.items()
+        ]
+        return np.array(rows, np.int32).reshape(len(rows), len(MemberField))
+
+    def _worker_of(self, member: HolderId) -> int:
+        """The number of the R-worker that keeps a member, in its stage."""
+        return self.of_stages.origin(self.of_stages.placement[member])[1]
+
+
+def _heads(shard: Shard) -> tuple[int, int]:
+    """The first KV head, and how many; (0, 0): all."""
+    kv = shard.heads.kv if shard.heads is not None else slice(0, 0)
+    return kv.start, kv.stop - kv.start
 
 
 def _with_layers(pool: WorkerPool, hello: Hello, own: Shard) -> dict[HolderId, Shard]:

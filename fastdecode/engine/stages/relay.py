@@ -4,10 +4,13 @@ stage sends them, and what they answer and report."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any, Final, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
@@ -215,6 +218,10 @@ class Relay:
                 self._pool.send(column, message)
             case _:
                 raise ProtocolError(f"the first stage sent {type(message).__name__}")
+
+    def regroup(self, members: NDArray[np.int32]) -> Sequence[HolderId]:
+        """The columns of a stage that decodes are always its own R-workers."""
+        return ()
 
     def pass_on(self, news: Iterable[News]) -> None:
         """Send the first stage what R-workers have answered and reported, and which

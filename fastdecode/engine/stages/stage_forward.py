@@ -18,7 +18,7 @@ from fastdecode.engine.stages.later import LaterStages
 from fastdecode.engine.stages.pool import ColumnPool
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.wire.messages import Activations
-from fastdecode.wire.stages import ASKS, DRAWS, StageDone, StagePass
+from fastdecode.wire.stages import ASKS, DRAWS, NO_MEMBERS, StageDone, StagePass
 from sworker.buffers import Fetched, as_array, as_tensor
 
 if TYPE_CHECKING:
@@ -27,12 +27,15 @@ if TYPE_CHECKING:
     from sworker.worker import SWorker
 
 
-def stage_pass(batch: StepBatch, x: Activations, lost: Collection[int]) -> StagePass:
+def stage_pass(
+    batch: StepBatch, x: Activations, lost: Collection[int], members: NDArray[np.int32]
+) -> StagePass:
     """A step for the next stage, as the first one has laid it out.
 
     Args:
         x: [T, H] of its rows, the output of the first one's last layer.
         lost: columns whose rows mean nothing.
+        members: see ``StagePass``.
     """
     begun = [span.begin for span in batch.spans]
     lengths = [int(np.count_nonzero(begin.num_new)) for begin in begun]
@@ -49,6 +52,7 @@ def stage_pass(batch: StepBatch, x: Activations, lost: Collection[int]) -> Stage
         num_new=num_new,
         draws=_wanted(batch),
         lost=_numbers(lost),
+        members=members,
     )
     first_tokens = batch.positions[batch.last_rows] - (num_past + num_new - 1)
     return _with_parts(passed, batch, first_tokens) if first_tokens.any() else passed
@@ -80,7 +84,7 @@ class FirstStageForward:
         step: its own layers are done.
         later: the stages.
         output: of its last layer, on its way to the host.
-        lost: columns whose rows mean nothing.
+        fleet: the columns.
         stages: those that it passes, in their order.
     """
 
@@ -89,10 +93,10 @@ class FirstStageForward:
         step: LaneStep,
         later: LaterStages,
         output: Fetched,
-        lost: Callable[[], Collection[int]],
+        fleet: ColumnPool,
         stages: Sequence[int],
     ) -> None:
-        self._step, self._later, self._lost = step, later, lost
+        self._step, self._later, self._fleet = step, later, fleet
         self._stages = stages
         self.copy = output
         self._is_sent = False
@@ -110,7 +114,10 @@ class FirstStageForward:
         step = self._step
         if not self._is_sent:
             self._is_sent = True
-            passed = stage_pass(step.batch, as_array(self.copy.host), self._lost())
+            to_prompts = self._stages == self._later.prompt_stages
+            members = self._fleet.members_as_rows() if to_prompts else NO_MEMBERS
+            x = as_array(self.copy.host)
+            passed = stage_pass(step.batch, x, self._fleet.lost, members)
             self._later.send(passed, self._stages)
             return None
         last = max(self.reports, key=lambda done: done.stage)
@@ -140,8 +147,7 @@ class FirstStage:
 
     Args:
         s_worker: its S-worker.
-        later: the others.
-        lost: columns that are lost.
+        fleet: the columns.
         first_prompt_lane: lanes from this one on are of prompts, if any stages
             are for them.
     """
@@ -151,11 +157,10 @@ class FirstStage:
     def __init__(
         self,
         s_worker: SWorker,
-        later: LaterStages,
-        lost: Callable[[], Collection[int]],
+        fleet: ColumnPool,
         first_prompt_lane: int,
     ) -> None:
-        self._s_worker, self._later, self._lost = s_worker, later, lost
+        self._s_worker, self._later, self._fleet = s_worker, fleet.later, fleet
         self._first_prompt_lane = first_prompt_lane
 
     def leave(self, step: LaneStep) -> FirstStageForward | None:
@@ -166,7 +171,7 @@ class FirstStage:
         if not stages:
             return None
         output = self._s_worker.to_host(step.forward.output, step.lane)
-        return FirstStageForward(step, later, output, self._lost, stages)
+        return FirstStageForward(step, later, output, self._fleet, stages)
 
     def take_done(self) -> list[StageDone]:
         """See ``NextStage``."""
@@ -177,7 +182,7 @@ def first_stage(fleet: HolderPool, s_worker: SWorker, first_prompt_lane: int) ->
     """None: there are no others."""
     if not isinstance(fleet, ColumnPool):
         return None
-    return FirstStage(s_worker, fleet.later, lambda: fleet.lost, first_prompt_lane)
+    return FirstStage(s_worker, fleet, first_prompt_lane)
 
 
 class LaterStageForward:

@@ -9,18 +9,22 @@ one R-worker may be written by several prompt stages. What a pipeline sends a ho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fastdecode.core.errors import FastDecodeError, ProtocolError
 from fastdecode.core.holders import HolderId
+from fastdecode.core.spec import HeadShare, Shard
 from fastdecode.engine.fleet.groups import GroupPool
 from fastdecode.engine.fleet.pool import RHub
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.engine.stages.pool import StagePool, column_shards
 from fastdecode.wire.messages import Attend, BeginStep, FetchPast, StorePrompt, ToRWorker
-from fastdecode.wire.stages import ColumnLost
+from fastdecode.wire.stages import ColumnLost, MemberField
 
 _FIRST: Final = 0
 
@@ -67,15 +71,15 @@ class WriterMembers(StagePool):
         return HolderId(self._written.index(stage) * self.num_columns + column)
 
     def origin(self, index: int) -> tuple[int, int]:
-        """The stage and the column of an R-worker."""
+        """See ``StagePool``."""
         place, column = divmod(index, self.num_columns)
         return self._written[place], column
 
     def send(self, holder: HolderId, message: ToRWorker) -> None:
         """See ``WorkerPool``."""
         assert isinstance(message, StorePrompt | FetchPast), type(message).__name__
-        stage, column = self.origin(holder)
-        super().send(holder, replace(message, session=self.sessions[stage], holder=column))
+        stage, name = self.origin(holder)
+        super().send(holder, replace(message, session=self.sessions[stage], holder=name))
 
     def _lose(self, index: int, error: FastDecodeError) -> None:
         # At the end of a job token stages let R-workers go before this one ends. What is
@@ -96,6 +100,8 @@ class WriterPool(GroupPool):
     def __init__(self, members: WriterMembers, layers: Mapping[int, range]) -> None:
         super().__init__(members, column_shards(members, layers))
         self.writers: Final = members
+        self._layers = layers
+        self._rows = np.zeros((0, len(MemberField)), np.int32)
         self._begun: dict[tuple[HolderId, int], BeginStep] = {}  # by holder and lane
 
     def send(self, holder: HolderId, message: ToRWorker) -> None:
@@ -108,19 +114,64 @@ class WriterPool(GroupPool):
             assert isinstance(message, Attend) and not len(message.q), "prompts are attended here"
             super().send(holder, _stored(message, self._begun[holder, message.lane]))
 
+    def regroup(self, rows: NDArray[np.int32]) -> list[HolderId]:
+        """These are the members from now on; see ``StagePass.members``. A group whose
+        members are others than before goes on with those.
 
-class WriterReports:
-    """What a prompt stage reports to the first one; see ``Relay``.
+        Returns:
+            Such groups.
+
+        Raises:
+            ProtocolError: there can't be any like that.
+        """
+        if np.array_equal(rows, self._rows):
+            return []
+        self._check(rows)
+        before, self._rows = self._rows, rows
+        changed = []
+        for group in self.groups:
+            own, old = (x[x[:, MemberField.COLUMN] == group.holder] for x in (rows, before))
+            if len(before) and not np.array_equal(own, old):
+                changed.append(group.holder)
+                group.begin(dict(map(self._member, own[self._is_written(own)].tolist())))
+                self.revive(group.holder)
+        return changed
+
+    def _is_written(self, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
+        return np.isin(rows[:, MemberField.STAGE], list(self._layers))
+
+    def _member(self, row: Sequence[int]) -> tuple[HolderId, Shard]:
+        """Place a member, which keeps this."""
+        _, stage, name, worker, first, num = row
+        member = self.writers.member(stage, name)
+        self.writers.placement.place(member, self.writers.member(stage, worker))
+        heads = slice(first, first + num)
+        shared = HeadShare(heads, heads) if num else None  # nothing is queried
+        return member, Shard(shared, self._layers[stage])
+
+    def _check(self, rows: NDArray[np.int32]) -> None:
+        """Raises ProtocolError."""
+        num_columns = self.writers.num_columns
+        is_sane = rows.ndim == 2 and rows.shape[1] == len(MemberField) and (rows >= 0).all()
+        if not is_sane or (rows[:, [MemberField.NAME, MemberField.WORKER]] >= num_columns).any():
+            raise ProtocolError(f"the first stage names members that can't be: {rows.tolist()[:9]}")
+
+
+class WriterRelay:
+    """Between the first stage and the R-workers that a prompt stage writes to; see
+    ``Relay``.
 
     Args:
-        members: the R-workers that it writes to.
+        pool: they.
         links: to the first stage.
     """
 
     forgets_answers = awaits_replacements = False
 
-    def __init__(self, members: WriterMembers, links: StageLinks) -> None:
-        self._members = members
+    def __init__(self, pool: WriterPool, links: StageLinks) -> None:
+        self.regroup: Final = pool.regroup
+        """See ``StageRelay``."""
+        self._members = pool.writers
         self._links = links
         self._reported: set[int] = set()
 

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import Shard
 from fastdecode.wire.kv.chunks import ChunkForm, FetchChunk, FetchedChunk
-from fastdecode.wire.traits import ForHolder, Role
+from fastdecode.wire.traits import Asking, Role
 
 Activations: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
 MAX_FEEDERS: Final = 64
@@ -62,8 +62,14 @@ class AttendResult:
             raise ProtocolError(f"answered lse of shape {lse}, where {due or 'none'} was asked")
 
 
+class OfWriter(Asking):
+    """What a prompt stage says. It names the cache by itself: none is its own."""
+
+    said_by = frozenset({Role.FEEDER})
+
+
 @dataclass(frozen=True, eq=False)
-class StorePrompt(ForHolder):
+class StorePrompt(OfWriter):
     session: int
     step: int
     lane: int
@@ -80,7 +86,6 @@ class StorePrompt(ForHolder):
     """Whose cache it is; the sender has none of its own."""
 
     answers = (AttendResult,)
-    said_by = frozenset({Role.FEEDER})
     repeated = ("step", "lane", "layer")
 
     def part(self, shard: Shard) -> StorePrompt:
@@ -98,7 +103,7 @@ class StorePrompt(ForHolder):
 
 
 @dataclass(frozen=True, eq=False)
-class FetchPast(ForHolder):
+class FetchPast(OfWriter):
     session: int
     step: int
     """That it is for."""
@@ -112,7 +117,6 @@ class FetchPast(ForHolder):
     holder: int
 
     answers = (FetchedChunk,)
-    said_by = frozenset({Role.FEEDER})
 
     def part(self, shard: Shard) -> FetchPast:
         first = 0 if shard.layers is None else shard.layers.start
