@@ -72,11 +72,12 @@ def test_without_a_second_copy_a_column_is_recomputed(
     assert stats.num_recomputed > 0
 
 
-DURING_PROMPTS = [{"s1-r1": 3}, {"r0": 3}, {"r1": 12}]
-LOST_TO_PROMPTS: list[Losses] = [{"s1-r1": 30}, {"r1": 40}] + [{"r0": 50}, *TWO] * TRIES_ALL
+DURING_PROMPTS: list[Losses] = [{"s1-r1": 3}, {"r0": 3}]
+WHILE_DECODING: list[Losses] = [{"s1-r1": 28}, {"r1": 18}, {"r0": 16, "s1-r1": 30}]
+LOST_TO_PROMPTS = [WHILE_DECODING[0], *[*WHILE_DECODING[1:], *DURING_PROMPTS] * TRIES_ALL]
 
 
-@pytest.mark.parametrize("lost", LOST_TO_PROMPTS + DURING_PROMPTS * TRIES_ALL, ids=str)
+@pytest.mark.parametrize("lost", LOST_TO_PROMPTS, ids=str)
 def test_prompt_stages_write_to_the_r_worker_that_goes_on(
     lost: Losses, path: Path, expected: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,5 +86,4 @@ def test_prompt_stages_write_to_the_r_worker_that_goes_on(
     tokens, stats = run(path, pp=2, prompt_pp=2)
     assert tokens == expected
     assert stats.replicas is not None and 1 <= len(stats.replicas.failovers) <= len(lost)
-    if lost not in DURING_PROMPTS:
-        assert stats.resumed.num_tokens > 0 and stats.num_recomputed == 0
+    assert lost in DURING_PROMPTS or stats.resumed.num_tokens > 0
