@@ -78,6 +78,7 @@ LINES_NOT_RUN = {
     r"^fastdecode (simulate|plan)|^python -c": "needs a file; tests/cli/test_simulate.py",
     r"^fastdecode (cache|merge|run-batch)": "needs an earlier run's files; tests/cli/test_cache.py",
     r" s\.json ": "needs profiles of `fastdecode calibrate`; tests/cli/test_size.py",
+    r"^pip ": "needs a network; tests/core/test_package.py builds the package",
     r"^\{": "a line of a file",
     r"…|\.\.\.": "shortened",
 }  # fmt: skip
