@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cost_model.quantities import seconds_text
+from fastdecode.cli.measuring import add_status_option, measuring
 from fastdecode.cli.options import add_log_level_option, tell
 from fastdecode.cli.parser import add_model
 from fastdecode.core.errors import ConfigError, imports_for
@@ -118,6 +119,7 @@ def _add_common(parser: argparse.ArgumentParser, model: str) -> None:
     parser.add_argument(
         "--repeats", type=int, default=9, metavar="N", help="of each size (default: 9)"
     )
+    add_status_option(parser)
     add_log_level_option(parser)
 
 
@@ -171,7 +173,8 @@ def run_calibrate_s(args: argparse.Namespace) -> int:
     with imports_for("fastdecode calibrate s (an S-worker)"):
         from fastdecode.measure.calibrate import SEffort, calibrate_s
     effort = SEffort(args.batches or SEffort.batches, args.prompts or SEffort.prompts, args.repeats)
-    profile = calibrate_s(config, effort, tell)
+    with measuring(args, "calibrate s", out=args.out) as say:
+        profile = calibrate_s(config, effort, say)
     _warn(doubts(profile))
     write_profile(args.out, profile)
     for point in profile.layer:
@@ -214,12 +217,13 @@ def run_calibrate_r(args: argparse.Namespace) -> int:
         repeats=args.repeats,
         max_kv_bytes=int(args.max_memory_gb * 1e9) // args.r_workers,
     )
-    tell(
-        f"R-part: {host.num_workers} R-worker(s) of {host.num_threads} thread(s), KV cache in "
-        f"{kv_dtype}"
-    )
     kv = spec.kv_spec(kv_dtype, args.block_size)
-    profile = measure_r_part(host, kv, spec.attention, dtype, _memory_bytes(args), effort)
+    with measuring(args, "calibrate r", out=args.out) as say:
+        say(
+            f"R-part: {host.num_workers} R-worker(s) of {host.num_threads} thread(s), KV cache in "
+            f"{kv_dtype}"
+        )
+        profile = measure_r_part(host, kv, spec.attention, dtype, _memory_bytes(args), effort)
     fit = fit_decode(profile.decode)
     ceiling = sorted(profile.read_bytes_per_s)[len(profile.read_bytes_per_s) // 2]
     rate = kv.token_bytes / kv.num_layers / fit.token_s if fit.token_s > 0 else float("inf")
@@ -253,14 +257,15 @@ def run_calibrate_net(args: argparse.Namespace) -> int:
     hub = connect_workers(job)
     batches = args.batches or (1, 16, 64, 256, 1024)
     try:
-        times = measure_link(
-            hub.connections[0],
-            spec.kv_spec(dtype, LINK_BLOCK_SIZE),
-            spec.attention[0],
-            dtype,
-            batches,
-            repeats=args.repeats,
-        )
+        with measuring(args, "calibrate net", out=args.out):
+            times = measure_link(
+                hub.connections[0],
+                spec.kv_spec(dtype, LINK_BLOCK_SIZE),
+                spec.attention[0],
+                dtype,
+                batches,
+                repeats=args.repeats,
+            )
     finally:
         for connection in hub.connections:
             connection.send(Shutdown())

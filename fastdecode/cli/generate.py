@@ -99,7 +99,7 @@ def _generate(args: argparse.Namespace) -> int:
         from fastdecode.engine.llm import LLM
         from fastdecode.jobs.opening import JobOptions, open_ordered_job
         from fastdecode.measure.chrome_trace import open_trace
-        from fastdecode.measure.status_file import StatusFile
+        from fastdecode.measure.status_file import RunningEngineStatus, StatusFile
         from fastdecode.measure.summary import render, summarise
     check_paths(
         args.input, output=args.output, summary=args.summary, trace=args.trace, status=args.status
@@ -134,7 +134,8 @@ def _generate(args: argparse.Namespace) -> int:
             )
         )
         stopping = Stopping(grace_s=0)
-        status = StatusFile(args.status, "generate", llm, tell, lambda: progress.state)
+        watched = RunningEngineStatus.of(llm, lambda: progress.state)
+        status = StatusFile(args.status, "generate", watched, tell)
         with status, asked_by_signals(stopping, COMMAND):
             result = job.run(llm, stopping, progress)
         args.has_hung_workers = llm.snapshot().engine.has_hung_r_workers

@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import socket
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.options import (
     EXIT_WORKERS_LOST,
+    STATUS_HELP,
     add_engine_options,
     add_log_level_option,
     engine_options,
@@ -24,6 +26,7 @@ from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.groups import Cluster
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.errors import imports_for
+from fastdecode.core.files import check_writable
 from fastdecode.core.host.interrupts import interrupt
 from fastdecode.jobs.stopping import stop_signals
 
@@ -68,6 +71,7 @@ def add_instance(commands: Any) -> None:
     group.add_argument(
         "--name", metavar="NAME", help="what to be called in logs; default: the host and port"
     )
+    group.add_argument("--status", type=Path, metavar="FILE", help=STATUS_HELP)
     add_engine_options(parser)
     add_log_level_option(parser)
 
@@ -81,6 +85,9 @@ def _instance(args: argparse.Namespace) -> int:
     config = EngineConfig.of(args.model, **options)
     with imports_for(f"{COMMAND} (an S-worker)"):
         from fastdecode.engine.instances.process import InstancePlace, serve_instance
+        from fastdecode.measure.status_file import RunningEngineStatus, StatusFile
+    if args.status is not None:
+        check_writable(args.status, "status")
     name = args.name or f"{socket.gethostname()} {args.bind.rpartition(':')[2]}"
     place = InstancePlace(InstanceRole(args.role), args.bind, args.export, key, name, security)
 
@@ -89,6 +96,8 @@ def _instance(args: argparse.Namespace) -> int:
             serving.end()
 
         stops.enter_context(stop_signals(end))
+        status = RunningEngineStatus(args.model, serving.service, lambda: serving.stats)
+        stops.enter_context(StatusFile(args.status, "instance", status, tell))
         print(f"instance {name} ({args.role}) listens at {address}", flush=True)
 
     with contextlib.ExitStack() as stops:

@@ -198,7 +198,7 @@ def _run(
 ) -> tuple[JobResult, dict[str, Any]]:
     from fastdecode.engine.llm import LLM
     from fastdecode.measure.chrome_trace import open_trace
-    from fastdecode.measure.status_file import StatusFile
+    from fastdecode.measure.status_file import RunningEngineStatus, StatusFile
     from fastdecode.measure.summary import summarise
 
     stopping = Stopping(args.grace_s)
@@ -209,7 +209,12 @@ def _run(
             args.model, progress=tell, trace=trace, session=job.session, **engine_options(args)
         ) as llm,
         Progress(sys.stderr) as progress,
-        StatusFile(args.status, "run-batch", llm, tell, lambda: progress.state),
+        StatusFile(
+            args.status,
+            "run-batch",
+            RunningEngineStatus.of(llm, lambda: progress.state),
+            tell,
+        ),
         asked_by_signals(stopping, COMMAND),
     ):
         result = job.run(llm, stopping, progress)

@@ -222,7 +222,7 @@ def _start(
 def _serve(
     args: argparse.Namespace, llm: LLM, http: HttpProcess, options: ServeOptions, wishes: Wishes
 ) -> Ending:
-    from fastdecode.measure.status_file import StatusFile
+    from fastdecode.measure.status_file import RunningEngineStatus, StatusFile
     from fastdecode.server.activity import ActivityLines
     from fastdecode.server.bridge import Bridge
     from fastdecode.server.messages import Keys, Ready, Reopen
@@ -255,7 +255,7 @@ def _serve(
         tell(f"{COMMAND}: {text}")
 
     lines = ActivityLines(lambda: _activity(llm), say)
-    with StatusFile(args.status, "serve", llm, tell):
+    with StatusFile(args.status, "serve", RunningEngineStatus.of(llm), tell):
         return Serving(llm.service, bridge, wishes, reload, say, lines).run(options.drain_timeout_s)
 
 

@@ -113,6 +113,6 @@ def _fetch(url: str, key: str | None) -> bytes:
 def _checked(content: bytes, place: str) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
         status = json.loads(content)
-        if isinstance(status, dict) and "figures" in status and "time_s" in status:
+        if isinstance(status, dict) and {"state", "time_s", "uptime_s"} <= status.keys():
             return status
     raise ConfigError(f"{place} is no status: give the file of --status, or a server's address")

@@ -31,18 +31,24 @@ class LiveView:
         """What is to be shown, none longer than ``width``."""
         now = self._seen[-1]
         every = (
-            self._head(now), *self._job(now), *self._rates(now), *self._parts(now),
+            self._head(now), *self._phase(now), *self._job(now), *self._rates(now),
+            *self._parts(now),
             *self._r_workers(now),
         )  # fmt: skip
         return [line[:width] for line in every]
 
     def _head(self, now: Mapping[str, Any]) -> str:
         what = now.get("command", "serve")
-        return f"fastdecode {what}  {now['model']}  {now['state']}  up {_duration(now['uptime_s'])}"
+        model = f"{now['model']}  " if now.get("model") else ""
+        return f"fastdecode {what}  {model}{now['state']}  up {_duration(now['uptime_s'])}"
+
+    def _phase(self, now: Mapping[str, Any]) -> list[str]:
+        """Of a command that measures."""
+        return [now["phase"]] if now.get("phase") else []
 
     def _job(self, now: Mapping[str, Any]) -> list[str]:
         if not now.get("total"):
-            return []
+            return [f"{now['done']} {now['unit']}"] if now.get("done") else []
         share, eta_s = now["done"] / now["total"], now.get("eta_s")
         eta = "-" if eta_s is None else _duration(eta_s)
         return [
@@ -51,6 +57,8 @@ class LiveView:
         ]
 
     def _rates(self, now: Mapping[str, Any]) -> list[str]:
+        if "generation_tokens" not in now:
+            return []
         cached, prompts = now["cached_tokens"], now["prompt_tokens"]
         hits = cached / (cached + prompts) if cached else 0.0
         return [
@@ -63,7 +71,7 @@ class LiveView:
 
     def _parts(self, now: Mapping[str, Any]) -> list[str]:
         """Of the engine, once it has made a step."""
-        if not now["figures"]:
+        if not now.get("figures"):
             return []
         busy, waited = self._grown("s_busy_s"), self._grown("s_wait_s")
         share = busy / (busy + waited) if busy + waited else 0.0
@@ -76,9 +84,11 @@ class LiveView:
         ]
 
     def _r_workers(self, now: Mapping[str, Any]) -> list[str]:
-        workers = now["figures"].get("r_workers", [])
+        workers = now.get("figures", {}).get("r_workers", [])
+        if not workers:
+            return []
         live = f"{now['num_live_r_workers']}/{now['num_r_workers']}"
-        told = [f"R-workers {live}"] if workers else []
+        told = [f"R-workers {live}"]
         for each in workers:
             used = each["kv_blocks_used"] / max(1, each["kv_blocks"])
             state = f"lost: {each['lost']}" if each["lost"] else f"{each['load_tokens']} tokens"

@@ -11,43 +11,138 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from fastdecode import __version__
 from fastdecode.core.kv_use import kv_used
 from fastdecode.core.os_errors import explained
-from fastdecode.engine.llm import LLM
+
+if TYPE_CHECKING:
+    from fastdecode.engine.llm import LLM
+    from fastdecode.engine.service import EngineService
+    from fastdecode.engine.stats import EngineStats
 
 EVERY_S: Final = 1.0
 
 
-class StatusFile:
-    """Writes until it is left, and then once more how it ended. That nothing can
-    be written is reported once, and ends no work.
+class Watched(Protocol):
+    """What a status file tells of."""
+
+    def look(self) -> str:
+        """Called before every status but the last. Returns the state."""
+
+    def fields(self) -> Mapping[str, Any]:
+        """What is written besides the command, the time and the state."""
+
+
+class Measuring:
+    """A command that measures, and has no engine to tell of: what it said last.
 
     Args:
-        path: None: nobody wants it, and nothing is written.
-        command: of ``fastdecode``, that runs.
-        llm: what it runs with.
-        tell: told what goes wrong.
+        tell: gets what is said, too.
+        model: None: it runs none.
+        progress: how far it is; empty if it doesn't count.
+    """
+
+    def __init__(
+        self,
+        tell: Callable[[str], None],
+        model: str | None = None,
+        progress: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        self._tell = tell
+        self._model = model
+        self._progress = progress
+        self._phase = "starting"
+
+    def say(self, line: str) -> None:
+        """What is done now."""
+        self._phase = line.strip()
+        self._tell(line)
+
+    def look(self) -> str:
+        return "measuring"
+
+    def fields(self) -> Mapping[str, Any]:
+        return {"model": self._model, "phase": self._phase, **self._progress()}
+
+
+class RunningEngineStatus:
+    """An engine's figures. The names are those of a server's ``/status.json``.
+
+    Args:
+        model: that it runs.
+        service: its thread.
+        stats: its totals.
         progress: how far a job is; empty if it is none.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        service: EngineService[Any],
+        stats: Callable[[], EngineStats],
+        progress: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        self._model = model
+        self._service = service
+        self._stats = stats
+        self._progress = progress
+        self._figures: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, llm: LLM, progress: Callable[[], Mapping[str, Any]] = dict) -> RunningEngineStatus:
+        """Of what an ``LLM`` runs."""
+        return cls(llm.config.model, llm.service, lambda: llm.stats, progress)
+
+    def look(self) -> str:
+        self._service.look(self._look)
+        return self._service.snapshot().state
+
+    def _look(self, running: Any) -> None:
+        """In the engine's thread, between two steps."""
+        self._figures = asdict(running.engine.figures())
+
+    def fields(self) -> Mapping[str, Any]:
+        now, stats, figures = self._service.snapshot().engine, self._stats(), self._figures
+        return {
+            "model": self._model,
+            **self._progress(),
+            "num_running": now.num_running,
+            "num_waiting": now.num_waiting,
+            "num_r_workers": now.num_r_workers,
+            "num_live_r_workers": now.num_live_r_workers,
+            "generation_tokens": stats.num_output_tokens,
+            "prompt_tokens": stats.num_prompt_tokens,
+            "cached_tokens": stats.num_cached_prompt_tokens,
+            "kv_used": kv_used(figures),
+            "figures": figures,
+        }
+
+
+class StatusFile:
+    """Written until it is left, and then once more with how the command ended. A
+    write that fails is reported once, and ends no work.
+
+    Args:
+        path: None: nothing is written.
+        command: of ``fastdecode``, that runs.
+        watched: what it tells of.
+        tell: gets what goes wrong.
     """
 
     def __init__(
         self,
         path: Path | None,
         command: str,
-        llm: LLM,
+        watched: Watched,
         tell: Callable[[str], None],
-        progress: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self._path = path
         self._command = command
-        self._llm = llm
+        self._watched = watched
         self._tell = tell
-        self._progress = progress
         self._began_s = time.monotonic()
-        self._figures: dict[str, Any] = {}
         self._is_over = threading.Event()
         self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="status file", daemon=True)
@@ -71,13 +166,8 @@ class StatusFile:
     def _run(self) -> None:
         assert self._path is not None
         while not self._is_over.is_set():
-            self._llm.service.look(self._look)
-            self._write(self._path, self._llm.snapshot().state)
+            self._write(self._path, self._watched.look())
             self._is_over.wait(EVERY_S)
-
-    def _look(self, running: Any) -> None:
-        """In the engine's thread, between two steps."""
-        self._figures = asdict(running.engine.figures())
 
     def _write(self, path: Path, state: str) -> None:
         beside = path.with_name(f"{path.name}.{os.getpid()}.new")
@@ -90,25 +180,14 @@ class StatusFile:
                 self._tell(f"the status file {path} can't be written: {explained(error)}")
 
     def status(self, state: str) -> dict[str, Any]:
-        """What is written. The names are those of a server's ``/status.json``."""
-        now, stats, figures = self._llm.snapshot().engine, self._llm.stats, self._figures
+        """What is written."""
         return {
             "command": self._command,
-            "model": self._llm.config.model,
             "version": __version__,
             "pid": os.getpid(),
             "state": state,
             "written": time.time(),
             "time_s": time.monotonic(),
             "uptime_s": time.monotonic() - self._began_s,
-            **self._progress(),
-            "num_running": now.num_running,
-            "num_waiting": now.num_waiting,
-            "num_r_workers": now.num_r_workers,
-            "num_live_r_workers": now.num_live_r_workers,
-            "generation_tokens": stats.num_output_tokens,
-            "prompt_tokens": stats.num_prompt_tokens,
-            "cached_tokens": stats.num_cached_prompt_tokens,
-            "kv_used": kv_used(figures),
-            "figures": figures,
+            **self._watched.fields(),
         }

@@ -33,6 +33,7 @@ def made(
     model, where = str(tiny_checkpoint("llama")), tmp_path_factory.mktemp("profiles")
     s, r, plan = where / "s.json", where / "r.json", where / "plan"
     common = ["--model", model, "--repeats", "2", "--block-size", "16", "--kv-memory-gb", "0.05"]
+    common += ["--status", str(where / "status.json")]
     assert (
         main(
             [
@@ -70,6 +71,9 @@ def made(
         "8",
     ]
     assert main(["size", *question, "--emit", str(plan)]) == 0
+    status = json.loads((where / "status.json").read_text())
+    assert (status["command"], status["state"]) == ("calibrate r", "ended")
+    assert status["model"] == model and status["phase"].startswith("R-part: 1 R-worker(s)")
     return SimpleNamespace(model=model, s=s, r=r, plan=plan / "plan.json", question=question)
 
 
@@ -130,8 +134,9 @@ def test_bench_judges_by_the_tolerance(
 
 
 def test_bench_measures_what_it_is_not_given(
-    made: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+    made: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    status = tmp_path / "status.json"
     assert (
         main(
             [
@@ -144,11 +149,15 @@ def test_bench_measures_what_it_is_not_given(
                 "2",
                 "--tolerance",
                 "1e6",
+                "--status",
+                str(status),
             ]
         )
         == 0
     )
     captured = capsys.readouterr()
+    assert main(["top", str(status)]) == 0
+    assert "fastdecode bench" in (shown := capsys.readouterr().out) and "running 2 steps" in shown
     assert "predicted" in captured.out and "step_ms" in captured.out
     assert "S-part" in captured.err and "R-part" in captured.err
 

@@ -76,21 +76,29 @@ def test_tokens_are_those_of_one_engine(
         assert_all_is_free(llm)
 
 
-def test_prompts_run_with_kv_on_the_device_and_decode_on_r_workers(model: str, one: LLM) -> None:
-    """Each instance keeps KV where it likes; none is stranded for having no R-worker."""
+def test_prompts_run_with_kv_on_the_device_and_decode_on_r_workers(
+    model: str, one: LLM, tmp_path: Path
+) -> None:
+    """Each instance keeps KV where it likes; none is stranded for having no R-worker.
+    The one that decodes reports its state in a file."""
+    status = tmp_path / "status.json"
     asked, how = prompts(8, seed=13), params(8, seed=13, n=2)
     on_device = ("--kv-placement", "gpu", "--device", "cpu")
     at = ENGINE.index("--r-threads")
     without_r_workers = ENGINE[:at] + ENGINE[at + 2 :]
     with (
         instance(model, "prefill", *on_device, engine=without_r_workers) as prefill,
-        instance(model, "decode") as decode,
+        instance(model, "decode", "--status", str(status)) as decode,
         controller(model, [ready(prefill, "prefill"), ready(decode, "decode")]) as llm,
     ):
         for _ in range(2):
             assert answers(llm.generate(asked, how)) == answers(one.generate(asked, how))
         assert llm.stats.num_recomputed == llm.stats.num_failed_fetches == 0
         assert llm.stats.num_handed_over > 0 and llm.stats.fetched_bytes > 0
+        decode.wait_until(lambda: json.loads(status.read_text())["generation_tokens"] > 0)
+        assert json.loads(status.read_text())["num_live_r_workers"] > 0
+        os.kill(decode.pid, signal.SIGTERM)
+        decode.wait_until(lambda: json.loads(status.read_text())["state"] == "ended")
 
 
 def test_with_a_key_and_r_workers_at_addresses(model: str, one: LLM, tmp_path: Path) -> None:

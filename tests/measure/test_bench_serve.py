@@ -82,6 +82,7 @@ def test_the_command_runs_loads_of_every_kind(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log, figures = tmp_path / "log.jsonl", tmp_path / "figures.json"
+    status = tmp_path / "status.json"
     line = {"time": 100.0, "prompt_tokens": 3, "output_tokens": 3}
     log.write_text("".join(json.dumps({**line, "time": i / 100}) + "\n" for i in range(7)))
     slo = ["--slo", "ttft=60s,tpot=60s"]
@@ -92,11 +93,17 @@ def test_the_command_runs_loads_of_every_kind(
             (["--trace", str(log), "--speed", "10", *slo], 7),
             (["--trace", str(log), "--requests", "2"], 2),
         ):
-            assert main(["bench-serve", "--base-url", url, "--json", str(figures), *options]) == 0
+            files = ["--json", str(figures), "--status", str(status)]
+            assert main(["bench-serve", "--base-url", url, *files, *options]) == 0
+            assert json.loads(status.read_text())["done"] == num
             told_of = json.loads(figures.read_text())
             assert (told_of["answered"], told_of["output_tokens"]) == (num, 3 * num)
             assert told_of["without_usage"] == 0 and told_of["tpot_s"]["mean"] > 0
             assert told_of.get("attainment") == (1.0 if slo[0] in options else None)
+        assert main(["top", str(status)]) == 0
+        assert "2 requests" in capsys.readouterr().out
+        same = ["--requests", "1", "--json", str(figures), "--status", str(figures)]
+        assert main(["bench-serve", "--base-url", url, *same]) == 2
         never = ["--rate", "500", "--find-goodput", "--slo", "ttft=0.001ms", "--requests", "2"]
         assert main(["bench-serve", "--base-url", url, "--json", str(figures), *never]) == 0
         assert json.loads(figures.read_text())["greatest_rate"] == 0

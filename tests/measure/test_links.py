@@ -43,14 +43,18 @@ def test_every_link_of_this_machine_has_a_rate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("zmq")
-    command = ["bench", "stream", *FEW, "--disk", str(tmp_path), "--json"]
+    disk, status = tmp_path / "disk", tmp_path / "status.json"
+    disk.mkdir()
+    command = ["bench", "stream", *FEW, "--disk", str(disk), "--json", "--status", str(status)]
     assert main([*command, "--least", "0"]) == 0
-    rows = {row["link"]: row for row in json.loads(capsys.readouterr().out)["links"]}
+    every = json.loads(capsys.readouterr().out)["links"]
+    assert json.loads(status.read_text())["done"] == len(every)
+    rows = {row["link"]: row for row in every}
     between = ["threads, R-worker to R-worker", "zmq, R-worker to R-worker"]
     assert sorted(rows) == sorted(["memory", "threads", "disk", "zmq", *between])
     assert all(row["bytes_per_s"] > 0 and row["share"] > 0 for row in rows.values())
     assert all(row["num_bytes"] >= 4 << 20 for row in rows.values())
-    assert not list(tmp_path.iterdir())
+    assert not list(disk.iterdir())
 
 
 def test_a_link_below_its_share_is_named(capsys: pytest.CaptureFixture[str]) -> None:

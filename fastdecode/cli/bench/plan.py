@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.bench.stream import add_stream
+from fastdecode.cli.measuring import add_status_option, measuring
 from fastdecode.cli.options import add_log_level_option, tell
 from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.core.measurement import Profile, RProfile, SProfile, read_profile
@@ -61,6 +62,7 @@ def add_bench(commands: Any) -> None:
         "--tolerance", type=float, default=0.15, metavar="X", help="relative (default: 0.15)"
     )
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    add_status_option(parser)
     add_log_level_option(parser)
 
 
@@ -85,11 +87,16 @@ def run_bench(args: argparse.Namespace) -> int:
         tell(f"the plan is for {_describe(planned.model, planned.steady)}")
     tell(f"here runs {_describe(spec.name, twin)}")
     s_profile = _read(args.gpu, SProfile, "--gpu", "s")
-    if s_profile is None:
-        sizes = sorted({1, max(1, twin.batch // 4), max(1, twin.batch // 2), twin.batch})
-        s_profile = calibrate_s(config, SEffort(tuple(sizes), (16, 64), 9), tell)
-    r_profile = _read(args.cpu, RProfile, "--cpu", "r") or _calibrate_r(spec, config, twin)
-    quantities = _compare(spec, config, twin, s_profile, r_profile, args.steps)
+    r_profile = _read(args.cpu, RProfile, "--cpu", "r")
+    with measuring(args, "bench") as say:
+        if s_profile is None:
+            sizes = sorted({1, max(1, twin.batch // 4), max(1, twin.batch // 2), twin.batch})
+            s_profile = calibrate_s(config, SEffort(tuple(sizes), (16, 64), 9), say)
+        if r_profile is None:
+            say("R-part: sizes around the batch")
+            r_profile = _calibrate_r(spec, config, twin)
+        say(f"running {args.steps} steps")
+        quantities = _compare(spec, config, twin, s_profile, r_profile, args.steps)
     return _report(args, twin, quantities)
 
 
@@ -134,7 +141,6 @@ def _calibrate_r(spec: ModelSpec, config: EngineConfig, twin: SteadyBatch) -> RP
     from fastdecode.core.dtype import DType
     from rworker.measure import Effort, Host, measure_r_part
 
-    tell("R-part: sizes around the batch")
     share = max(1, twin.batch // twin.r_workers)
     effort = Effort(
         sequences=tuple(sorted({1, max(1, share // 4), share})),
@@ -175,7 +181,6 @@ def _compare(
         costs=costs,
         workload=Workload(0, 1),
     )
-    tell(f"running {num_steps} steps")
     running = RunningEngine(config)
     try:
         steps = time_steady_steps(running, twin.batch, twin.context_tokens, num_steps)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.cli.options import EXIT_SOME_FAILED, add_log_level_option, tell
+from fastdecode.cli.measuring import add_status_option, measuring
+from fastdecode.cli.options import EXIT_SOME_FAILED, add_log_level_option
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.files import write_json
 from fastdecode.measure.serving import KEY_VARIABLE, TIMEOUT_S
@@ -57,6 +59,7 @@ def add_bench_serve(commands: Any) -> None:
         help="look for the greatest rate at which it does, beginning at --rate",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    add_status_option(parser)
     add_log_level_option(parser)
 
 
@@ -102,15 +105,33 @@ def run_bench_serve(args: argparse.Namespace) -> int:
     if args.model is not None:
         asyncio.run(endpoint.reach())
     model = args.model or asyncio.run(endpoint.model())
-    figures = _measured(args, endpoint, model, slo)
+    with measuring(args, "bench-serve", lambda: _progress(args, endpoint), json=args.json) as say:
+        figures = _measured(args, endpoint, model, slo, say)
     print(told(figures), flush=True)
     if args.json is not None:
         write_json(args.json, figures, "figures")
     return EXIT_SOME_FAILED if figures["errors"] else 0
 
 
+def _progress(args: argparse.Namespace, endpoint: Endpoint) -> dict[str, Any]:
+    """For the status file. How many requests there are is known of one load that
+    isn't a trace."""
+    is_known = not args.find_goodput and args.trace is None
+    return {
+        "unit": "requests",
+        "done": endpoint.num_done,
+        "total": args.requests if is_known else None,
+        "num_failed": endpoint.num_failed,
+        "eta_s": None,
+    }
+
+
 def _measured(
-    args: argparse.Namespace, endpoint: Endpoint, model: str, slo: Slo | None
+    args: argparse.Namespace,
+    endpoint: Endpoint,
+    model: str,
+    slo: Slo | None,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     import asyncio
 
@@ -129,7 +150,7 @@ def _measured(
     def measure_alone() -> dict[str, Any]:
         return report(asyncio.run(run_closed(endpoint, model, closed(shape), 1)), slo)
 
-    rate, figures = find_goodput(measure, measure_alone, args.rate, args.attainment, tell)
+    rate, figures = find_goodput(measure, measure_alone, args.rate, args.attainment, say)
     if figures is None:
         figures = measure(args.rate)
     return {**figures, "greatest_rate": rate, "wanted_attainment": args.attainment}

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from fastdecode.cli.measuring import add_status_option, measuring
 from fastdecode.cli.options import add_log_level_option, tell
 from fastdecode.core.config.groups import Cluster
 from fastdecode.core.errors import ConfigError, imports_for
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from fastdecode.measure.links.local_links import LocalLinks
     from fastdecode.measure.links.rates import LinkRate
 
+STREAM: Final = "bench stream"
 EXIT_SLOW: Final = 1
 LINKS: Final = ("memory", "threads", "disk", "zmq")
 """Of this machine; what is measured if nobody says."""
@@ -67,6 +69,7 @@ def add_stream(benches: Any) -> None:
         help="share of the raw rate that each link is to reach (default: 0.8)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the rates as JSON")
+    add_status_option(parser)
     add_log_level_option(parser)
 
 
@@ -83,11 +86,13 @@ def run_stream(args: argparse.Namespace) -> int:
     num_sequences = args.mib // 4
     ways = LocalLinks(num_sequences, args.rounds, show)
     if args.r_worker_addresses:
-        _measure_addresses(ways, args)
+        with measuring(args, STREAM, lambda: _progress(ways)):
+            _measure_addresses(ways, args)
     elif launcher.launched_size() is not None:
         _measure_ranks(ways, args)
     else:
-        _measure_here(ways, args)
+        with measuring(args, STREAM, lambda: _progress(ways)):
+            _measure_here(ways, args)
     if args.json:
         rows = [{**asdict(rate), "bytes_per_s": rate.bytes_per_s} for rate in ways.rates]
         print(json.dumps({"least": args.least, "links": rows}, indent=2))
@@ -95,6 +100,11 @@ def run_stream(args: argparse.Namespace) -> int:
     if slow:
         tell(f"below {args.least:g} of the raw rate: {', '.join(slow)}")
     return EXIT_SLOW if slow else 0
+
+
+def _progress(ways: LocalLinks) -> dict[str, Any]:
+    """For the status file; how many links there will be isn't known."""
+    return {"unit": "links", "done": len(ways.rates)}
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -162,8 +172,9 @@ def _measure_ranks(ways: LocalLinks, args: argparse.Namespace) -> None:
     workers = reach_ranks(silence_s=Cluster.worker_silence_s)
     try:
         connections = workers.hub.connections
-        ways.to_worker("mpi", connections[0], raw)
-        ways.between("mpi", connections, list(workers.addresses), raw)
+        with measuring(args, STREAM, lambda: _progress(ways)):
+            ways.to_worker("mpi", connections[0], raw)
+            ways.between("mpi", connections, list(workers.addresses), raw)
     finally:
         workers.close([], 5.0)
 

@@ -21,6 +21,7 @@ from fastdecode.engine.instances.connections import FromInstance
 from fastdecode.engine.instances.remote import packed, unpacked
 from fastdecode.engine.instances.status_report import status_to_json
 from fastdecode.engine.service import EngineService
+from fastdecode.engine.stats import EngineStats
 from fastdecode.wire.instances.messages import (
     MAX_NAMES,
     CancelRequests,
@@ -108,6 +109,17 @@ class InstanceServer:
         self._is_ending = False
         self._reported_stranded = False
         """Whether it was without an R-worker when the engine was asked last."""
+
+    @property
+    def service(self) -> EngineService[Any]:
+        """The engine's thread."""
+        return self._service
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine's totals."""
+        stats: EngineStats = self._running.engine.stats
+        return stats
 
     def run(self) -> FastDecodeError | None:
         """Until it is asked to end, or the engine breaks down: why."""

@@ -91,6 +91,8 @@ class Endpoint:
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self._key = key
         self._timeout_s = timeout_s
+        self.num_done = self.num_failed = 0
+        """Requests that are over, and those of them with an error."""
 
     async def model(self) -> str:
         """The first that it serves. Raises ConfigError: it doesn't say."""
@@ -164,6 +166,8 @@ class Endpoint:
             record.error = "empty"
         if not record.has_usage:
             record.num_tokens = len(record.chunk_s)
+        self.num_done += 1
+        self.num_failed += record.error is not None
         return record
 
     async def _stream(self, raw: bytes, record: Record, start_s: float) -> None:
