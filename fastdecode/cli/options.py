@@ -132,7 +132,8 @@ def add_sampling_options(
     which have no limit of their own."""
     group = parser.add_argument_group("sampling", f"defaults for {askers} that do not set them")
     default = SamplingParams()
-    defaults = {"seed": "a random one", "logprobs": "no logprobs"}
+    none = "no logprobs"
+    defaults = {"seed": "a random one", "logprobs": none, "prompt_logprobs": none}
     if has_chats:
         defaults["max_tokens"] = f"{default.max_tokens}; of chats: the model's limit"
 
@@ -158,6 +159,7 @@ def add_sampling_options(
     add("--max-tokens", int, "most tokens to generate", "N")
     add("--min-tokens", int, "fewest tokens to generate", "N")
     add("--logprobs", int, "also give logprobs, and those of the K likeliest", "K")
+    add("--prompt-logprobs", int, "the same of the prompt's tokens", "K")
     add("--n", int, "completions of each prompt", "N")
 
     def repeat(flag: str, kind: Callable[[str], Any], text: str, metavar: str) -> None:
