@@ -65,7 +65,7 @@ class ArrayField:
         array, dims = get_args(hint)
         members = get_args(array) if get_origin(array) in (Union, UnionType) else (array,)
         arrays = [member for member in members if member is not NoneType]
-        dtypes = tuple(np.dtype(get_args(get_args(member)[1])[0]) for member in arrays)
+        dtypes = tuple(_dtype(member) for member in arrays)
         assert set(dtypes) <= set(_CODES)
         return cls(name, dtypes, tuple(dims.split()), len(arrays) < len(members))
 
@@ -75,6 +75,13 @@ class ArrayField:
 
     def __str__(self) -> str:
         return f"{self.name}: {' or '.join(map(str, self.dtypes))} [{', '.join(self.dims)}]"
+
+
+def _dtype(array: Any) -> np.dtype[Any]:
+    """The dtype of ``NDArray[X]``. Its last argument is ``dtype[X]``, and X itself from
+    NumPy 2.5 on."""
+    element = get_args(array)[-1]
+    return np.dtype(next(iter(get_args(element)), element))
 
 
 def is_array(hint: Any) -> bool:

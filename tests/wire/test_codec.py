@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, get_args, get_origin, get_type_hints
+from types import GenericAlias
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -170,5 +171,14 @@ def test_a_body_is_received_on_its_own() -> None:
 def test_arrays_of_a_message_declare_dtype_and_dims() -> None:
     for kind in OPCODES:
         for name, hint in get_type_hints(kind, include_extras=True).items():
-            if "ndarray" in str(hint):
+            if "ndarray" in str(hint).lower():
                 assert get_origin(hint) is Annotated, f"{kind.__name__}.{name}"
+
+
+def test_dtypes_are_read_from_aliases_of_every_numpy() -> None:
+    shaped = GenericAlias(np.ndarray, (Any, np.dtype[np.float32]))
+    named = GenericAlias(np.ndarray, (np.float32,))  # as NDArray is from NumPy 2.5 on
+    for alias in (shaped, named):
+        field = arrays.ArrayField.of("q", Annotated[alias | None, "rows dim"])
+        assert (field.dtypes, field.optional) == ((np.dtype("f4"),), True)
+        assert field.dims == ("rows", "dim")
