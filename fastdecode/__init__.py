@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from fastdecode.core.sequence import PromptRequest as PromptRequest
     from fastdecode.core.sequence import RequestOutput as RequestOutput
     from fastdecode.core.sequence import SamplingParams as SamplingParams
+    from fastdecode.core.vllm_names import StructuredOutputsParams as StructuredOutputsParams
+    from fastdecode.core.vllm_names import TextPrompt as TextPrompt
+    from fastdecode.core.vllm_names import TokensPrompt as TokensPrompt
     from fastdecode.engine.llm import LLM as LLM
 
 __version__ = "0.1.0"
@@ -44,6 +47,9 @@ _HOME = {
     "RequestOutput": "fastdecode.core.sequence",
     "Completion": "fastdecode.core.sequence",
     "CacheUse": "fastdecode.core.sequence",
+    "StructuredOutputsParams": "fastdecode.core.vllm_names",
+    "TextPrompt": "fastdecode.core.vllm_names",
+    "TokensPrompt": "fastdecode.core.vllm_names",
     "EngineConfig": "fastdecode.core.config.engine",
     "FastDecodeError": "fastdecode.core.errors",
 }

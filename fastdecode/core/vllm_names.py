@@ -5,9 +5,25 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeAlias, TypedDict
 
 from fastdecode.core.errors import ConfigError, Given, RequestError
+from fastdecode.core.structured import StructuredOutputs
+
+StructuredOutputsParams: TypeAlias = StructuredOutputs
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: list[int]
+
 
 OPTION_NAMES: Final[Mapping[str, str]] = {
     "tensor_parallel_size": "tp",

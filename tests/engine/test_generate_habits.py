@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from fastdecode import LLM, SamplingParams
+from fastdecode import LLM, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.core.sequence import Logprob
 
@@ -55,6 +55,17 @@ def test_prompts_may_be_dicts(llm: LLM) -> None:
     for bad in ({"prompt": "x", "multi_modal_data": {"image": 1}}, {}):
         with pytest.raises(RequestError, match="prompt"):
             llm.generate(bad, GREEDY)
+
+
+def test_classes_of_prompts_and_structured_outputs(llm: LLM) -> None:
+    ids = llm.get_tokenizer().encode(PROMPTS[0])
+    first, second = llm.generate(
+        [TextPrompt(prompt=PROMPTS[0]), TokensPrompt(prompt_token_ids=ids)], GREEDY
+    )
+    assert first.text == second.text
+    wanted = StructuredOutputsParams(choice=["Positive", "Negative"])
+    (output,) = llm.generate(PROMPTS[0], SamplingParams(structured_outputs=wanted, max_tokens=24))
+    assert output.text in ("Positive", "Negative")
 
 
 def test_the_reason_of_a_stop_is_what_was_said(llm: LLM) -> None:
@@ -299,7 +310,7 @@ def test_the_tokenizer_is_transformers(llm: LLM) -> None:
 
 USERS_SCRIPT = """
 import torch
-from fastdecode import LLM, SamplingParams
+from fastdecode import LLM, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
 
 llm = LLM("model", dtype=torch.bfloat16, tensor_parallel_size=2, r_workers=2)
 params = SamplingParams(temperature=0.8, stop=["\\n"], stop_token_ids=[2], max_tokens=8)
