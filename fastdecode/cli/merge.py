@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode.cli.common import EXIT_SOME_FAILED, add_log_level_option, tell
-from fastdecode.core.errors import ConfigError
 from fastdecode.core.files import STANDARD, check_readable, check_writable
 from fastdecode.core.progress import Bar
 from fastdecode.jobs.merging import merge
@@ -49,8 +48,6 @@ def run_merge(args: argparse.Namespace) -> int:
     """Join the outputs. Returns the exit code."""
     for path in args.outputs:
         check_readable(path)
-        if path.resolve() == args.output.resolve():
-            raise ConfigError(f"{path} is an input and the output: choose another --output")
     if args.output != STANDARD:
         check_writable(args.output, "output")
     with Bar(sys.stderr, "merging") as bar:

@@ -33,12 +33,12 @@ def check_paths(input_path: Path, **outputs: Path | None) -> None:
     taken = {}
     if input_path != STANDARD:
         check_readable(input_path)
-        taken[_identity(input_path)] = "input"
+        taken[identity(input_path)] = "input"
     for what, path in outputs.items():
         if path is None or path == STANDARD:
             continue
         check_writable(path, what)
-        other = taken.setdefault(_identity(path), what)
+        other = taken.setdefault(identity(path), what)
         if other != what:
             raise ConfigError(
                 f"{other} and {what} are the same file, {path}: choose another --{what}"
@@ -143,7 +143,7 @@ def write_json(path: Path, value: dict[str, Any], what: str) -> None:
     )
 
 
-def _identity(path: Path) -> object:
+def identity(path: Path) -> object:
     """Equal for two names of one file, hard links among them; for files to be made, their path."""
     path = path.resolve()
     try:

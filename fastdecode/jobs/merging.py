@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.errors import ConfigError, FastDecodeError
+from fastdecode.core.files import STANDARD, identity
 from fastdecode.core.os_errors import explained
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.jobs.line_sink import LineSink
@@ -65,9 +66,11 @@ def merge(
 
     Raises:
         ConfigError: the outputs are not those of one job; answers are missing,
-            or a line is answered twice.
+            or a line is answered twice; the joined file is one of the outputs or
+            manifests.
         FastDecodeError: (code ``output_failed``) the joined file can't be written.
     """
+    _check_apart(outputs, merged)
     manifests = [Manifest.read(Manifest.path_for(path.resolve())) for path in outputs]
     _check_one_job(outputs, manifests, partial=partial)
     found, num_read = [], 0
@@ -84,6 +87,16 @@ def merge(
         )
     _write(found, merged, on_look)
     return Merged(num_read, sum(one.num_failed for one in found), num_missing)
+
+
+def _check_apart(outputs: Sequence[Path], merged: Path) -> None:
+    """Raises ConfigError: writing the joined file would destroy an input."""
+    if merged == STANDARD:
+        return
+    for output in outputs:
+        for path in (output, Manifest.path_for(output.resolve())):
+            if identity(path) == identity(merged):
+                raise ConfigError(f"{path} is an input and the output: choose another --output")
 
 
 def _check_one_job(

@@ -16,6 +16,7 @@ from fake_llm import FakeLLM
 
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError, FastDecodeError
+from fastdecode.jobs.manifest import Manifest
 from fastdecode.jobs.merging import merge
 from fastdecode.jobs.ordered import OrderedOutput
 from fastdecode.jobs.shard import Shard
@@ -237,6 +238,20 @@ def test_outputs_that_dont_belong_together_are_not_merged(
     jobs[0].output.write_bytes(2 * jobs[0].output.read_bytes())
     with pytest.raises(ConfigError, match=r"answered twice|no answer"):
         merge([jobs[0].output], merged, partial=True)
+
+
+def test_the_joined_file_replaces_no_input(
+    make_job: MakeJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (job,) = _shards(make_job, 1, LINES[:3])
+    job.run()
+    link, manifest = tmp_path / "link.jsonl", Manifest.path_for(job.output)
+    os.link(job.output, link)
+    before = job.output.read_bytes(), manifest.read_bytes()
+    for target in (job.output, link, manifest):
+        assert main(["merge", "-o", str(target), str(job.output)]) == 2
+        assert "is an input and the output" in capsys.readouterr().err
+        assert (job.output.read_bytes(), manifest.read_bytes()) == before
 
 
 @pytest.mark.parametrize("text", ["0/2", "3/2", "2", "a/b", "1/", "/2", "1/2/3", "-1/2"])
