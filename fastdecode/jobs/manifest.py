@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fastdecode import __version__
 from fastdecode.core.errors import CheckpointError, ConfigError
@@ -33,12 +33,14 @@ MODEL_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "chat_template.jinja",
 )  # fmt: skip
+_FREE: Final = ("run_id", "created", "num_lines", "last_line")
+"""Fields that may differ when a run is resumed."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A run's identity. Everything but ``run_id``, ``created`` and ``num_lines``
-    must be equal for a run to be resumed."""
+    """A run's identity. Everything but ``run_id``, ``created``, ``num_lines`` and
+    ``last_line`` must be equal for a run to be resumed."""
 
     run_id: str
     """Drawn; stands in the ids of OpenAI answers."""
@@ -61,6 +63,8 @@ class Manifest:
     """The part of the input's lines that this run answers."""
     num_lines: int = 0
     """How many those are; 0: an older version did not say."""
+    last_line: int = 0
+    """The number of the input's last line; 0: an older version did not say."""
 
     @classmethod
     def path_for(cls, output: Path) -> Path:
@@ -98,9 +102,7 @@ class Manifest:
     def differences(self, other: Manifest) -> list[str]:
         """What keeps ``other`` from going on with this run; one line each."""
         found = []
-        for name in (
-            f.name for f in fields(self) if f.name not in ("run_id", "created", "num_lines")
-        ):
+        for name in (f.name for f in fields(self) if f.name not in _FREE):
             before, now = getattr(self, name), getattr(other, name)
             if name == "input_sha256" and before != now:
                 found.append("the input file has changed")
@@ -129,7 +131,7 @@ class Manifest:
         for name in (f.name for f in fields(self)):
             kind = (
                 int
-                if name in ("max_model_len", "run_seed", "num_lines")
+                if name in ("max_model_len", "run_seed", "num_lines", "last_line")
                 else dict
                 if name in ("sampling", "model")
                 else str
@@ -161,6 +163,7 @@ def new_manifest(
     run_seed: int | None,
     shard: Shard = WHOLE,
     num_lines: int = 0,
+    last_line: int = 0,
 ) -> Manifest:
     """The manifest of a run that begins now, with a fresh seed if none is
     given.
@@ -185,6 +188,7 @@ def new_manifest(
         model=dict(model),
         shard=str(shard),
         num_lines=num_lines,
+        last_line=last_line,
     )
 
 

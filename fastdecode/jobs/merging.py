@@ -29,6 +29,8 @@ from fastdecode.openai.requests import RequestReader
 
 TICK_LINES: Final = 10_000
 SHOWN_SHARDS: Final = 10
+MOST_LINES: Final = 1 << 48
+"""Numbers of lines are not above it."""
 _STRING: Final = rb'"(?:[^"\\]|\\.)*"'
 
 
@@ -134,7 +136,7 @@ def _index(path: Path, manifest: Manifest) -> _Answers:
     with path.open("rb") as file:
         for raw in file:
             told = identify(raw)
-            if told is not None:
+            if told is not None and told[0] <= MOST_LINES:
                 numbers.append(told[0])
                 offsets.append(offset)
                 num_failed += told[1]
@@ -144,9 +146,30 @@ def _index(path: Path, manifest: Manifest) -> _Answers:
                     "tells of: restore the file, or run its job anew with --overwrite"
                 )
             offset += len(raw)
-    return _Answers(
+    found = _Answers(
         path, np.frombuffer(numbers, np.int64), np.frombuffer(offsets, np.int64), num_failed
     )
+    _check_lines(found, manifest)
+    return found
+
+
+def _check_lines(found: _Answers, manifest: Manifest) -> None:
+    """Raises ConfigError: an answer is for no line of the output's shard, or there
+    are more answers than lines."""
+    numbers, shard = found.numbers, Shard.of(manifest.shard)
+    is_other = (numbers < 1) | (numbers % shard.count != shard.index % shard.count)
+    if manifest.last_line:
+        is_other |= numbers > manifest.last_line
+    others = np.flatnonzero(is_other)
+    if len(others):
+        place = others[0]
+        why = f"line {place + 1} of {found.path} answers line {numbers[place]} of the input, "
+        why += f"which is not in shard {shard}"
+    elif manifest.num_lines and len(numbers) > manifest.num_lines:
+        why = f"{found.path} has {len(numbers)} answers for {manifest.num_lines} lines"
+    else:
+        return
+    raise ConfigError(f"{why}: restore the file, or run its job anew with --overwrite")
 
 
 class _Identify:

@@ -360,6 +360,7 @@ def _manifest(
         else options.run_seed,
         shard=options.shard,
         num_lines=found.num_lines,
+        last_line=found.last_line,
     )
     if before is None:
         return now

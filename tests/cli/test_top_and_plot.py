@@ -32,12 +32,13 @@ STATUS: dict[str, Any] = {
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with what a run has left."""
     out = tmp_path_factory.mktemp("run")
-    lines = [{"id": i, "prompt": "Once upon a time", "max_tokens": 12} for i in range(6)]
+    lines = [{"id": i, "prompt": "Once upon a time"} for i in range(6)]
     (out / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     files = {"--input": "in.jsonl", "--output": "out.jsonl", "--summary": "summary.json",
              "--trace": "trace.json", "--status": "status.json"}  # fmt: skip
     named = [word for option, name in files.items() for word in (option, str(out / name))]
-    assert main(["generate", str(MODEL), *named, "--kv-memory-gb", "0.05"]) == 0
+    length = ["--max-tokens", "12", "--ignore-eos"]
+    assert main(["generate", str(MODEL), *named, *length, "--kv-memory-gb", "0.05"]) == 0
     return out
 
 

@@ -235,9 +235,43 @@ def test_outputs_that_dont_belong_together_are_not_merged(
     jobs[1].output.write_bytes(b"{}\n" + jobs[1].output.read_bytes())
     with pytest.raises(ConfigError, match=r"line 1 of .* is no answer of the run"):
         merge([job.output for job in jobs], merged)
-    jobs[0].output.write_bytes(2 * jobs[0].output.read_bytes())
-    with pytest.raises(ConfigError, match=r"answered twice|no answer"):
+    answers = jobs[0].output.read_bytes().splitlines(keepends=True)
+    jobs[0].output.write_bytes(b"".join([*answers[:-1], answers[0]]))
+    with pytest.raises(ConfigError, match=r"line \d+ is answered twice"):
         merge([jobs[0].output], merged, partial=True)
+
+
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        (2, "answers line 2 of the input, which is not in shard 1/2"),
+        (7, "answers line 7 of the input, which is not in shard 1/2"),
+        (0, "answers line 0 of the input"),
+        (10**20, "is no answer of the run"),
+    ],
+)
+def test_an_answer_of_another_line_is_refused(
+    make_job: MakeJob, tmp_path: Path, number: int, why: str
+) -> None:
+    jobs = _shards(make_job, 2, [_simple(i) for i in range(5)])
+    for i, job in enumerate(jobs, start=1):
+        job.run(shard=Shard(i, 2))
+    answers = [json.loads(raw) for raw in jobs[0].output.read_bytes().splitlines()]
+    answers[0]["line"] = number  # as many answers as before
+    jobs[0].output.write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    for partial in (False, True):
+        with pytest.raises(ConfigError, match=why):
+            merge([job.output for job in jobs], tmp_path / "all.jsonl", partial=partial)
+
+
+def test_more_answers_than_lines_are_refused(make_job: MakeJob, tmp_path: Path) -> None:
+    (job,) = _shards(make_job, 1, [_simple(0), "", _simple(2)])
+    job.run()
+    answer = json.loads(job.output.read_bytes().splitlines()[0]) | {"line": 2}
+    with job.output.open("a") as file:
+        file.write(json.dumps(answer) + "\n")
+    with pytest.raises(ConfigError, match="has 3 answers for 2 lines"):
+        merge([job.output], tmp_path / "all.jsonl")
 
 
 def test_the_joined_file_replaces_no_input(
