@@ -24,6 +24,7 @@ from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.kv_exchange import ExportAddresses, KVExchange
+from fastdecode.engine.step import remote
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
 from fastdecode.wire.messages import (
     Accepted,
@@ -55,6 +56,22 @@ def fleet_of(num_peers: int) -> tuple[WorkerPool, list[InprocConnection[FromRWor
         for i in range(num_peers)
     ]
     return WorkerPool(hub, WAIT_S), ends
+
+
+def test_a_holder_that_only_stores_answers_each_layer_once() -> None:
+    span: Any = SimpleNamespace(
+        query_rows=slice(0, 0), closed=(), begin=SimpleNamespace(step=7), rows=slice(0, 4)
+    )
+    part = remote._HolderStep(span, None)
+
+    def owed(layer: int) -> int:
+        return part.owed(AttendResult(7, 0, layer, np.zeros((0, 1, 1)), None, 0.0))
+
+    assert [owed(0), owed(1)] == [0, 1]
+    part.stored.add(1)  # any order is right
+    assert [owed(0), owed(1), owed(2), owed(-1)] == [0, 0, 2, 0]
+    part.stored.add(0)
+    assert owed(0) == 2
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ nothing has to be rolled back.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Collection
@@ -196,6 +197,8 @@ class _HolderStep:
     """Layers that it may be behind with its answers, in which it only stores."""
     last_layer: int = -1
     """The last layer that it has answered; where it only stores, as many have been."""
+    stored: set[int] = field(default_factory=set)
+    """Of a holder that only stores: the layers that it has answered, in any order."""
     answer: tuple[tuple[int, ...], np.dtype[Any]] | None = None
     """Shape and dtype of what it answers, once it has."""
 
@@ -206,6 +209,12 @@ class _HolderStep:
         self.num_own = queries.stop - queries.start
         self.num_queries = self.num_own + sum(len(part.rows) for part in self.span.closed)
         self.may_owe = 0 if self.num_queries else MAX_OWED_ANSWERS
+
+    def owed(self, result: AttendResult) -> int:
+        """Of a holder that only stores: the answer's layer if it is owed, or else one that is."""
+        if result.layer >= 0 and result.layer not in self.stored:
+            return result.layer
+        return next(layer for layer in itertools.count() if layer not in self.stored)
 
 
 class RemoteStep:
@@ -303,7 +312,7 @@ class RemoteStep:
             ProtocolError: it isn't the answer that was due.
         """
         part = self._holders.get(holder)
-        layer = None if part is None else result.layer if part.may_owe else part.last_layer + 1
+        layer = None if part is None else part.owed(result) if part.may_owe else part.last_layer + 1
         due = None if part is None else (part.span.begin.step, layer)
         if part is None or (result.step, result.layer) != due or result.layer > self._layer:
             raise ProtocolError(
@@ -312,6 +321,8 @@ class RemoteStep:
                 "version?"
             )
         part.last_layer += 1
+        if part.may_owe:
+            part.stored.add(result.layer)
         self.r_compute_s[holder] += result.compute_s
         if self._layer - part.last_layer <= part.may_owe:
             self._awaited.discard(holder)
