@@ -28,6 +28,7 @@ RUN_BY = {
     ("docs/design/disaggregation.md", "$ fastdecode plan"): "tests/cli/test_plan.py",
     ("docs/design/goodput.md", "$ fastdecode plan"): "tests/cli/test_plan.py",
     ("docs/evidence/papers.md", "$ fastdecode plan"): "tests/cli/test_plan.py",
+    ("docs/evidence/papers.md", "$ fastdecode size"): "tests/cli/test_size.py",
     ("docs/guides/serving.md", "fastdecode serve examples"): "tests/integration/test_readme.py",
     ("docs/guides/serving.md", "from openai import"): "tests/server/test_openai_client.py",
     ("docs/guides/conversations.md", "asked = {"): "tests/server/test_conversations.py",
