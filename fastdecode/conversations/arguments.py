@@ -14,7 +14,7 @@ from fastdecode.core.errors import RequestError
 from fastdecode.core.sequence import CacheUse, Prompt, RequestOutput, SamplingParams
 from fastdecode.text.chat_format import AnswerFormat, ParsedAnswer
 from fastdecode.text.chat_template import ChatTemplate
-from fastdecode.text.chats import Message, with_arguments
+from fastdecode.text.chats import Message
 from fastdecode.text.codec import TextCodec
 
 
@@ -47,7 +47,7 @@ def chat_prompts(
     for place, chat in enumerate(chats):
         try:
             text = template.render(
-                with_arguments(chat),
+                chat,
                 now,
                 add_generation_prompt=add_generation_prompt,
                 variables=variables,
@@ -73,7 +73,7 @@ def chat_turns(
     """New messages as turns of these conversations."""
     more = codec, template, add_generation_prompt, variables or {}, tools
     return [
-        Turn(str(place), whose, ChatTurn(tuple(with_arguments(new)), *more), its, cache)
+        Turn(str(place), whose, ChatTurn(tuple(new), *more), its, cache)
         for place, (whose, new, its) in enumerate(zip(ids, chats, params, strict=True))
     ]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from fastdecode.openai.body_errors import refuse
-from fastdecode.text.chats import arguments_of
+from fastdecode.text.chats import for_template
 
 MAX_MESSAGES: Final = 100_000
 _CODE: Final = "invalid_messages"
@@ -17,20 +17,18 @@ _EMPTY_FIELDS: Final = ("function_call", "refusal", "audio", "annotations")
 
 
 def read_messages(messages: object, id_chars: int = 0) -> list[dict[str, Any]]:
-    """Raises BodyError.
+    """Messages as templates take them. Raises BodyError.
 
     Args:
-        id_chars: the template takes ids of calls of so many characters: longer ones
-            lose their beginning; 0: of any number.
+        id_chars: as of ``for_template``.
     """
     if not isinstance(messages, list) or not 1 <= len(messages) <= MAX_MESSAGES:
         refuse("messages", "must be a list with at least one message", _CODE)
-    return [
-        _message(message, f"messages[{place}]", id_chars) for place, message in enumerate(messages)
-    ]
+    checked = [_message(each, f"messages[{place}]") for place, each in enumerate(messages)]
+    return for_template(checked, id_chars)
 
 
-def _message(message: object, where: str, id_chars: int) -> dict[str, Any]:
+def _message(message: object, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         refuse(where, "must be an object", _CODE)
     _check_fields(message, where)
@@ -51,9 +49,8 @@ def _message(message: object, where: str, id_chars: int) -> dict[str, Any]:
             plain[name] = message[name]
     if role == "tool":
         plain["tool_call_id"] = _call_id(message.get("tool_call_id"), f"{where}.tool_call_id")
-        plain["tool_call_id"] = plain["tool_call_id"][-id_chars:]
     if calls:
-        plain["tool_calls"] = _calls(calls, f"{where}.tool_calls", id_chars)
+        plain["tool_calls"] = _calls(calls, f"{where}.tool_calls")
     return plain
 
 
@@ -93,15 +90,13 @@ def _content(content: object, where: str, *, may_be_none: bool) -> str:
     return "\n".join(texts)
 
 
-def _calls(calls: object, where: str, id_chars: int) -> list[dict[str, Any]]:
-    """Calls with their arguments as objects, which templates expect; a model may have
-    written some that are no object, and those stay text."""
+def _calls(calls: object, where: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         refuse(where, "must be a list", _CODE)
-    return [_call(call, f"{where}[{place}]", id_chars) for place, call in enumerate(calls)]
+    return [_call(call, f"{where}[{place}]") for place, call in enumerate(calls)]
 
 
-def _call(call: object, where: str, id_chars: int) -> dict[str, Any]:
+def _call(call: object, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
         refuse(where, 'must be an object with a "function"', _CODE)
@@ -112,7 +107,7 @@ def _call(call: object, where: str, id_chars: int) -> dict[str, Any]:
         refuse(f"{where}.function.name", "must be a string", _CODE)
     arguments = _arguments(function.get("arguments"), f"{where}.function.arguments")
     return {
-        "id": _call_id(call.get("id"), f"{where}.id")[-id_chars:],
+        "id": _call_id(call.get("id"), f"{where}.id"),
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }
@@ -127,4 +122,4 @@ def _call_id(value: object, where: str) -> str:
 def _arguments(said: object, where: str) -> object:
     if not isinstance(said, (str, dict, type(None))):
         refuse(where, "must be a JSON object, as text", _CODE)
-    return arguments_of(said)
+    return said

@@ -246,8 +246,7 @@ class RequestReader:
                     "and no template",
                 )
         prompt_follows = _boolean(body, "add_generation_prompt") is not False
-        family = self.chat_format.tools
-        messages = read_messages(body.get("messages"), 0 if family is None else family.id_chars)
+        messages = read_messages(body.get("messages"), self.chat_format.id_chars)
         definitions = () if tools is None else tools.definitions
         return Chat(messages, prompt_follows, variables or {}, definitions)
 

@@ -151,7 +151,8 @@ class _Messages:
             self.add({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         elif kind == "reasoning":
             parts = item.get("content") or item.get("summary") or []
-            self._reasoning = "\n".join(_texts(parts, f"{where}.content"))
+            text = "\n".join(_texts(parts, f"{where}.content"))
+            self._reasoning = text or self._reasoning
         else:
             refuse(f"{where}.type", f"{kind!r:.80} is not supported", "unsupported_field")
 

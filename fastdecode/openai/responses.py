@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -12,6 +13,7 @@ from fastdecode.core.sequence import RequestOutput
 from fastdecode.openai.requests import BodyRequest
 from fastdecode.text.chat_format import AnswerFormat, Part, Reasoning
 from fastdecode.text.codec import TextCodec
+from fastdecode.text.token_text import TokenText
 from fastdecode.text.tool_calls import CallPiece
 
 Event = dict[str, Any]
@@ -110,6 +112,12 @@ class ResponseWriter:
         self._blanks = ""
         """Text that begins no item by itself."""
         self._status = "in_progress"
+        self._offsets = None
+        if self._format.reasoning is not None:
+            tokens = TokenText(codec.vocabulary_of(request.params))
+            self._offsets = tokens.offsets_after(self._prompt)
+        self._begins: list[int] = []
+        """Where in the text each token begins, if some may be reasoning."""
         self._num_tokens = self._num_cached = self._num_events = 0
 
     def events(self, place: int, delta: Delta) -> str:
@@ -134,6 +142,8 @@ class ResponseWriter:
     def add(self, delta: Delta) -> list[Event]:
         """A delta's events, but those that begin and end a stream."""
         self._num_tokens += len(delta.token_ids)
+        if self._offsets is not None:
+            self._begins += map(self._offsets.next, delta.token_ids)
         self._num_cached = max(self._num_cached, delta.num_cached_tokens)
         parts = self._parser.feed(delta.text)
         if delta.finish_reason is not None:
@@ -228,10 +238,11 @@ class ResponseWriter:
 
     def _usage(self) -> dict[str, Any]:
         num_prompt = len(self._prompt)
+        num_reasoning = bisect_left(self._begins, self._parser.num_reasoning_chars)
         return {
             "input_tokens": num_prompt,
             "input_tokens_details": {"cached_tokens": self._num_cached},
             "output_tokens": self._num_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": num_reasoning},
             "total_tokens": num_prompt + self._num_tokens,
         }

@@ -85,6 +85,11 @@ class ChatFormat:
             special,
         )
 
+    @property
+    def id_chars(self) -> int:
+        """Characters of the ids of calls; 0: of any number."""
+        return 0 if self.tools is None else self.tools.id_chars
+
     def answer(self, tools: Tools | None) -> AnswerFormat | None:
         """The format of one answer; None: it is plain text.
 
@@ -220,6 +225,11 @@ class AnswerParser:
     @property
     def has_calls(self) -> bool:
         return self._calls is not None and self._calls.num_calls > 0
+
+    @property
+    def num_reasoning_chars(self) -> int:
+        """Characters at the beginning of the text so far that are reasoning and its marks."""
+        return 0 if self._reasoning is None else self._reasoning.num_chars
 
     def feed(self, text: str) -> list[Part]:
         """More text: what it adds."""

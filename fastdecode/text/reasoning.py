@@ -56,6 +56,9 @@ class ReasoningSplitter:
 
     family: ReasoningFormat
     is_inside: bool = False
+    num_chars: int = 0
+    """Of the text so far: the reasoning, with its marks and what comes before it."""
+    _num_fed: int = 0
     _text: str = ""
     _mode: Literal["start", "reasoning", "blanks", "answer"] = "start"
 
@@ -66,6 +69,7 @@ class ReasoningSplitter:
     def feed(self, text: str) -> tuple[str, str]:
         """More text: what it adds to the reasoning, and to the answer."""
         self._text += text
+        self._num_fed += len(text)
         if self._mode == "start":
             self._begin()
         reasoning = self._until_end() if self._mode == "reasoning" else ""
@@ -93,6 +97,7 @@ class ReasoningSplitter:
 
     def _until_end(self) -> str:
         said, mark, after = self._text.partition(self.family.end)
+        self.num_chars = self._num_fed - len(after)
         if mark:
             self._text, self._mode = after, "blanks"
             return said

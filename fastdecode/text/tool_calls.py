@@ -181,7 +181,7 @@ class ToolCallParser:
     def finish(self) -> list[Piece]:
         """No text follows: what was held back."""
         rest = self._text if self._mode in ("start", "text") else ""
-        if self._mode == "call" and self._text.strip(_BETWEEN + "[]"):
+        if self._mode == "call" and not self._is_end_begun():
             rest = self._marked + self._text
         self._text, self._mode = "", "text"
         pieces: list[Piece] = []
@@ -241,8 +241,7 @@ class ToolCallParser:
     def _in_head(self, pieces: list[Piece], rest: str) -> bool:
         """Before the arguments in a call's object."""
         self._text = rest
-        first = _FIRST_KEY.match(rest)
-        if self._is_bare and first is not None and first[1] not in _KEYS:
+        if self._is_bare and not self._may_be_call(rest):
             return self._no_call(pieces)
         head = _OBJECT_HEAD.match(rest) if len(rest) <= _MOST_HEAD_CHARS else None
         if head is None:
@@ -253,6 +252,14 @@ class ToolCallParser:
         self._text = rest[head.end() :]
         self._begin_call(pieces, name)
         return True
+
+    def _may_be_call(self, rest: str) -> bool:
+        """Whether an object without a mark begins with a call's key. Only its first
+        characters are read, so a long object costs no more at each feed."""
+        if self._num_scanned > _MOST_HEAD_CHARS:
+            return True
+        first = _FIRST_KEY.match(rest[:_MOST_HEAD_CHARS])
+        return len(rest) <= _MOST_HEAD_CHARS if first is None else first[1] in _KEYS
 
     def _in_object(self, pieces: list[Piece]) -> bool:
         """A call's object with its keys in another order: once it is complete."""
@@ -266,7 +273,8 @@ class ToolCallParser:
             return self._no_call(pieces)
         if self._is_bare and call["name"] not in self.tool_names:
             return self._no_call(pieces)
-        arguments = call.get("arguments", call.get("parameters", {}))
+        given = [call[key] for key in ("arguments", "parameters") if call.get(key) is not None]
+        arguments = given[0] if given else {}
         said = arguments if isinstance(arguments, str) else json.dumps(arguments)
         pieces.append(CallPiece(self.num_calls, call["name"], said))
         self.num_calls += 1
@@ -307,6 +315,10 @@ class ToolCallParser:
     @property
     def _is_bare(self) -> bool:
         return self.family.begins_bare and not self._marked
+
+    def _is_end_begun(self) -> bool:
+        """Whether the text held after a mark or a call is blank or begins the calls' end."""
+        return self.family.end.startswith(self._text.strip(_BETWEEN + "[]"))
 
     def _begin_call(self, pieces: list[Piece], name: str) -> None:
         pieces.append(CallPiece(self.num_calls, name, ""))

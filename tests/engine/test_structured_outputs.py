@@ -149,6 +149,21 @@ def test_a_chat_gives_calls(llm: LLM) -> None:
     assert len(set(ids)) == len(ids)
 
 
+def test_a_chat_has_ids_of_calls_as_its_template_takes_them(llm: LLM) -> None:
+    template = (
+        "{% for m in messages %}{{ m.tool_call_id }}{% for c in m.tool_calls %}[TOOL_CALLS]"
+        "{{ c.id }}{% endfor %}{% endfor %}"
+    )
+    call = {"id": "a-long-id-123456789", "function": {"name": "f", "arguments": "{}"}}
+    chat = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a-long-id-123456789", "content": "4"},
+    ]
+    for more in ({}, {"conversation_id": "ids"}):
+        (output,) = llm.chat(chat, SamplingParams(max_tokens=1), chat_template=template, **more)
+        assert llm.codec.decode(output.prompt_token_ids) == "[TOOL_CALLS]123456789123456789"
+
+
 def test_structured_output_follows_the_reasoning(llm: LLM) -> None:
     thought = llm.codec.encode("ba</think>\n", add_special_tokens=False)
 

@@ -90,6 +90,9 @@ ANSWERS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", "<tool_call>\n{not JSON}\n</tool_call>",
      "<tool_call>{not JSON}\n</tool_call>", []),
     ("hermes", "<tool_call>\n", "", []),
+    ("hermes", '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool', "", [("stop", "{}")]),
+    ("hermes", '<tool_call>{"name": "stop", "arguments": null}</tool_call>', "", [("stop", "{}")]),
+    ("hermes", '<tool_call>{"arguments": null, "name": "stop"}</tool_call>', "", [("stop", "{}")]),
     ("hermes", "a <tool_", "a <tool_", []),
     ("llama3_json", LLAMA, "", [CALL]),
     ("llama3_json", f" {LLAMA}; {LLAMA}", "", [CALL, CALL]),
@@ -131,6 +134,21 @@ def test_a_long_object_without_a_name_is_read_once() -> None:
     for _ in range(2000):
         parser.feed("[")
     assert parser._json._depth == 2001 and parser._num_scanned == len(parser._text)
+
+
+def test_an_unclosed_first_key_is_text_once_it_is_too_long_for_a_call() -> None:
+    parser = ToolCallParser(TOOL_FORMATS["llama3_json"], NAMES)
+    answer = '{"' + "x" * 1200
+    said = [piece for char in answer for piece in parser.feed(char)]
+    assert "".join(map(str, said)) == answer
+
+
+@pytest.mark.parametrize("num_chars", [1, 7, 5000])
+def test_a_long_call_without_a_mark_is_found(num_chars: int) -> None:
+    arguments = json.dumps({"city": "y" * 1500})
+    answer = f'{{"parameters": {arguments}, "name": "weather"}}'
+    pieces = [answer[at : at + num_chars] for at in range(0, len(answer), num_chars)]
+    assert divided("llama3_json", pieces) == ("", "", [("weather", arguments)])
 
 
 @pytest.mark.parametrize(
