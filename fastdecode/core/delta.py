@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
+from typing import Final
 
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.holders import KVSource
@@ -15,6 +16,8 @@ from fastdecode.core.sequence import Completion, FinishReason, RequestOutput, To
 
 CANCELLED = "cancelled"
 """The code of the error that a request ends with when it is taken back."""
+MOST_VALUES: Final = 1_000_000
+"""Of the deltas of one message: as JSON, some 30 bytes a value."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,12 @@ class Delta:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """Of the request's prompt, if it wants them; told once, with the first of its tokens."""
 
+    @property
+    def num_values(self) -> int:
+        """Tokens and log-probabilities in it: what a message that carries it grows with."""
+        steps = (*(self.logprobs or ()), *(self.prompt_logprobs or ()))
+        return len(self.token_ids) + sum([1 + len(step.top) for step in steps if step is not None])
+
     def then(self, later: Delta) -> Delta:
         """This and the next one of the same sequence as one."""
         logprobs = (
@@ -69,6 +78,24 @@ class Delta:
             later.stop_reason,
             self.prompt_logprobs or later.prompt_logprobs,
         )
+
+
+def parted(deltas: Iterable[Delta], most_values: int = MOST_VALUES) -> Iterator[list[Delta]]:
+    """All deltas in turn, as lists for messages of a bounded size.
+
+    Args:
+        most_values: of the deltas of a list together, unless it is only one delta.
+    """
+    part: list[Delta] = []
+    num_values = 0
+    for delta in deltas:
+        num_values += delta.num_values
+        if part and num_values > most_values:
+            yield part
+            part, num_values = [], delta.num_values
+        part.append(delta)
+    if part:
+        yield part
 
 
 @dataclass(frozen=True)

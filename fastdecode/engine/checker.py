@@ -26,6 +26,9 @@ from fastdecode.text.reasoning import REASONING_FORMATS, prompt_state
 MOST_SOUND: Final = 1024
 """Structured outputs that are known to be sound."""
 
+MOST_PROMPT_LOGPROBS: Final = 2_000_000
+"""Of a request: its answer is one message between processes."""
+
 
 class RequestChecker:
     """Tokenises prompts, and refuses what a model can't do.
@@ -89,6 +92,7 @@ class RequestChecker:
                 "shorten the prompt",
                 code="prompt_too_long",
             )
+        _check_prompt_logprobs(params, len(token_ids))
         if params.structured_outputs is not None:
             params = self._structured(params, params.structured_outputs, token_ids)
         room = limit - len(token_ids)
@@ -171,6 +175,21 @@ class RequestChecker:
             for index, drawn in begun.drawn.items()
             if index < params.n and all(0 <= token < self._vocab_size for token in drawn)
         }
+
+
+def _check_prompt_logprobs(params: SamplingParams, num_tokens: int) -> None:
+    """Raises RequestError: the answer would be too large for a message."""
+    count = params.prompt_logprobs
+    if count is None or num_tokens * (1 + count) <= MOST_PROMPT_LOGPROBS:
+        return
+    fit = MOST_PROMPT_LOGPROBS // num_tokens - 1
+    mend = f"give {fit} or less, or shorten the prompt" if fit >= 0 else "shorten the prompt"
+    raise RequestError(
+        Given("prompt_logprobs", count),
+        f" of a prompt of {num_tokens} tokens are {num_tokens * (1 + count)} log-probabilities, "
+        f"and a request can have {MOST_PROMPT_LOGPROBS} at most: {mend}",
+        code="invalid_sampling_params",
+    )
 
 
 def _cache_of(arrived: PromptRequest) -> CacheUse:

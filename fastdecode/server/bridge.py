@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
-from fastdecode.core.delta import Delta, DeltaQueue
+from fastdecode.core.delta import Delta, DeltaQueue, parted
 from fastdecode.core.errors import FastDecodeError, ProtocolError, RequestError, without_frames
 from fastdecode.core.sequence import Request, validate_for_vocab
 from fastdecode.engine.service import EngineService
@@ -157,8 +157,8 @@ class Bridge:
         due_s = time.monotonic()
         while not self.is_gone.is_set():
             deltas = self._queue.take(max(0.0, due_s - time.monotonic()))
-            if deltas:
-                self._send(Deltas(deltas))
+            for part in parted(deltas):
+                self._send(Deltas(part))
             if time.monotonic() >= due_s:
                 self.silence.asked()
                 self._send(self._seen())

@@ -7,7 +7,7 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastdecode.core.delta import Delta, DeltaQueue, OutputFold
+from fastdecode.core.delta import Delta, DeltaQueue, OutputFold, parted
 from fastdecode.core.errors import RequestError
 from fastdecode.core.sequence import TokenLogprob
 
@@ -79,3 +79,13 @@ def test_what_waits_is_few_objects_however_long_nobody_reads() -> None:
     assert len(pile.deltas) < 20
     (whole,) = queue.take()
     assert len(whole.token_ids) == len(whole.text) == 10_000
+
+
+def test_deltas_are_parted_by_their_values_and_none_is_cut() -> None:
+    step = TokenLogprob(1, -1.0, ((1, -1.0), (2, -2.0)))
+    plain, long = Delta("a", 0, "x", (1,)), Delta("b", 0, prompt_logprobs=(None, step, step))
+    assert [plain.num_values, long.num_values] == [1, 6]
+    deltas = [plain, plain, long, plain, long, long]
+    assert list(parted(deltas, 7)) == [[plain, plain], [long, plain], [long], [long]]
+    assert list(parted(deltas, 1)) == [[each] for each in deltas]
+    assert list(parted([])) == []

@@ -15,7 +15,9 @@ pytest.importorskip("zmq")
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import ConfigError, RequestError
-from fastdecode.core.sequence import RequestOutput
+from fastdecode.core.sequence import PromptRequest, RequestOutput
+from fastdecode.engine.checker import RequestChecker
+from fastdecode.text.codec import TextCodec
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.004, "block_size": 16, "r_workers": 3,
@@ -113,3 +115,19 @@ def test_a_conversations_turn_has_none(model: Path) -> None:
 def test_how_many_is_checked() -> None:
     with pytest.raises(RequestError, match="prompt_logprobs"):
         SamplingParams(prompt_logprobs=-1)
+
+
+@pytest.mark.parametrize(
+    ("count", "num_tokens", "mend"),
+    [(20, 100_000, "give 19 or less, or shorten the prompt"), (0, 2_000_001, "shorten the prompt")],
+)
+def test_more_logprobs_than_a_message_takes_are_refused(
+    count: int, num_tokens: int, mend: str
+) -> None:
+    checker = RequestChecker(TextCodec(None), 400, 1 << 22)
+    params = SamplingParams(prompt_logprobs=count)
+    with pytest.raises(RequestError, match=f"2000000 at most: {mend}") as caught:
+        checker.check(PromptRequest("r", [1], params), (1,) * num_tokens)
+    assert caught.value.code == "invalid_sampling_params"
+    fits = (1,) * (2_000_000 // (1 + count))
+    assert checker.check(PromptRequest("r", [1], params), fits).prompt_token_ids == fits

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from counting_engine import Counting
 
-from fastdecode.core.sequence import Request, SamplingParams
+from fastdecode.core.delta import MOST_VALUES, Delta, DeltaQueue
+from fastdecode.core.sequence import Request, SamplingParams, TokenLogprob
 from fastdecode.engine.service import EngineService
 from fastdecode.server.bridge import Bridge
 from fastdecode.server.messages import Deltas, Submit
@@ -101,3 +102,22 @@ def test_a_request_that_cannot_be_read_ends_alone(
                 ended[delta.request_id] = delta.error is not None
     assert ended == {"bad": True, "good": False}
     assert not bridge.is_gone.is_set() and threading.active_count() > 1
+
+
+def test_many_logprobs_are_sent_as_several_messages(
+    service: EngineService[Counting], channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = (None, *(MOST_VALUES // 2 + 1) * (TokenLogprob(1, -1.0),))
+    answers = [Delta(name, 0, finish_reason="length", prompt_logprobs=steps) for name in "abc"]
+
+    def submit(requests: list[Request], queue: DeltaQueue) -> None:
+        queue.put(answers)
+
+    monkeypatch.setattr(service, "submit", submit)
+    bridge_of(service, channel)
+    channel.said.put(Submit([GOOD]))
+    told: list[int] = []
+    while sum(told) < len(answers):
+        message = channel.heard.get(timeout=WAIT_S)
+        told += [len(message.deltas)] if isinstance(message, Deltas) else []
+    assert told == [1, 1, 1]

@@ -233,6 +233,14 @@ def test_long_answers_are_put_together_beside_the_loop(num_tokens: int) -> None:
     assert setting.queue.entered == [1], "whoever is being answered queues for nothing"
 
 
+@pytest.mark.parametrize("count", [None, 0, 100])
+def test_logprobs_of_a_long_prompt_are_written_beside_the_loop(count: int | None) -> None:
+    prompt = [7] * (MOST_WORDS_AT_ONCE // 100)
+    setting, _ = answered({"prompt": prompt, "prompt_logprobs": count}, 1)
+    (who,) = setting.codec.looked_at_by
+    assert who.startswith("bodies") is (count == 100)
+
+
 def test_a_stream_that_is_silent_says_comments_before_it_says_anything() -> None:
     _, sent = answered({"prompt": [7], "stream": True}, 3, num_pings=3)
     assert sent.startswith(PING * 3) and sent.endswith(b"data: [DONE]\n\n")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Protocol, TypeAlias
 
-from fastdecode.core.delta import Delta, DeltaQueue
+from fastdecode.core.delta import Delta, DeltaQueue, parted
 from fastdecode.core.errors import (
     FastDecodeError,
     ProtocolError,
@@ -280,8 +280,8 @@ class InstanceServer:
             if totals is not None:
                 self._see(totals)
             told += deltas
-        if told:
-            self._say(RequestDeltas(packed([delta_to_json(delta) for delta in told])))
+        for part in parted(told):
+            self._say(RequestDeltas(packed([delta_to_json(delta) for delta in part])))
 
     def _look_at_engine(self) -> None:
         """Now and then, how the engine is; it answers between two steps. At once

@@ -156,7 +156,11 @@ class CompletionExchange:
     async def _beside_if_long(self, write: Callable[[], T], num_tokens: int) -> T:
         """What ``write`` returns, perhaps from a thread."""
         assert self._opened is not None, "something has been answered"
-        num_words = num_tokens * (1 + (self._opened.requests[0].params.logprobs or 0))
+        params = self._opened.requests[0].params
+        num_words = num_tokens * (1 + (params.logprobs or 0))
+        if params.prompt_logprobs is not None:  # told once: streams refuse them
+            num_of_prompts = sum(len(asked.prompt_token_ids) for asked in self._opened.requests)
+            num_words += num_of_prompts * (1 + params.prompt_logprobs)
         if num_words <= MOST_WORDS_AT_ONCE:
             return write()
         return await self._preparation.beside(self._front.threads.bodies, write)
