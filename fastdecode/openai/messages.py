@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from fastdecode.openai.body_errors import refuse
-from fastdecode.text.chats import for_template
+from fastdecode.text.chats import Message, for_template
 
 MAX_MESSAGES: Final = 100_000
 _CODE: Final = "invalid_messages"
@@ -16,7 +16,7 @@ _EMPTY_FIELDS: Final = ("function_call", "refusal", "audio", "annotations")
 """A message may have them, as long as they are null or empty."""
 
 
-def read_messages(messages: object, id_chars: int = 0) -> list[dict[str, Any]]:
+def read_messages(messages: object, id_chars: int = 0) -> list[Message]:
     """Messages as templates take them. Raises BodyError.
 
     Args:

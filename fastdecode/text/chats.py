@@ -44,7 +44,7 @@ def _check_calls(chat: Sequence[Message], where: str) -> None:
             )
 
 
-def for_template(messages: Sequence[Message], id_chars: int) -> list[dict[str, Any]]:
+def for_template(messages: Sequence[Message], id_chars: int) -> list[Message]:
     """Messages as templates take them: the arguments of calls are objects, where callers
     give JSON text as OpenAI's API does, and ids of calls are short enough.
 
@@ -55,7 +55,9 @@ def for_template(messages: Sequence[Message], id_chars: int) -> list[dict[str, A
     return [_message(message, id_chars) for message in messages]
 
 
-def _message(message: Message, id_chars: int) -> dict[str, Any]:
+def _message(message: Message, id_chars: int) -> Message:
+    if not message.get("tool_calls") and message.get("tool_call_id") is None:
+        return message
     made = dict(message)
     if made.get("tool_calls"):
         made["tool_calls"] = [_call(call, id_chars) for call in made["tool_calls"]]
