@@ -1,5 +1,5 @@
 """Joins the outputs of a job's shards in the order of the input. Answers stay on
-disk; 16 bytes of each are kept in memory."""
+disk; memory holds their places, about 64 bytes an answer at the peak."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final
 
@@ -95,9 +96,10 @@ def _check_apart(outputs: Sequence[Path], merged: Path) -> None:
     """Raises ConfigError: writing the joined file would destroy an input."""
     if merged == STANDARD:
         return
+    written = identity(merged), identity(_part_of(merged.resolve()))
     for output in outputs:
         for path in (output, Manifest.path_for(output.resolve())):
-            if identity(path) == identity(merged):
+            if identity(path) in written:
                 raise ConfigError(f"{path} is an input and the output: choose another --output")
 
 
@@ -133,7 +135,7 @@ def _index(path: Path, manifest: Manifest) -> _Answers:
     identify = _Identify(manifest)
     numbers, offsets = array("q"), array("q")
     offset = num_failed = 0
-    with path.open("rb") as file:
+    with _opened(path) as file:
         for raw in file:
             told = identify(raw)
             if told is not None and told[0] <= MOST_LINES:
@@ -210,22 +212,76 @@ def _write(found: Sequence[_Answers], merged: Path, on_look: OnLook) -> None:
         raise ConfigError(
             f"line {numbers[order][twice[0]]} is answered twice: the outputs were changed"
         )
-    num_all = len(order)
+    try:
+        with _written_beside(merged) as path, contextlib.closing(LineSink(path)) as sink:
+            for place, line in enumerate(_lines(found, owners, offsets, order), start=1):
+                sink.write(line)
+                if place % TICK_LINES == 0:
+                    on_look(0.5 + place / len(order) / 2, len(order))
+    except OSError as error:
+        raise FastDecodeError(
+            f"can't write the output file {merged}: {explained(error)}", code="output_failed"
+        ) from None
+
+
+@contextlib.contextmanager
+def _written_beside(merged: Path) -> Iterator[Path]:
+    """Where to write a file, which replaces the one of its name once it is whole; a
+    pipe or device is written itself."""
+    target = merged.resolve()
+    if merged == STANDARD or (target.exists() and not target.is_file()):
+        yield merged
+        return
+    part = _part_of(target)
+    try:
+        yield part
+        part.replace(target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+
+
+def _part_of(target: Path) -> Path:
+    """The name of a file that isn't whole; compressed if the target is."""
+    return target.with_name(target.name + (".part.gz" if target.suffix == ".gz" else ".part"))
+
+
+def _lines(
+    found: Sequence[_Answers],
+    owners: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    order: NDArray[np.int64],
+) -> Iterator[bytes]:
+    """The answers in this order.
+
+    Raises:
+        ConfigError: an output can't be read, or has become shorter.
+    """
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(one.path.open("rb")) for one in found]
-        sink = LineSink(merged)
-        try:
-            with contextlib.closing(sink):
-                for place, k in enumerate(_in_pieces(order), start=1):
-                    file = files[owners[k]]
-                    file.seek(offsets[k])
-                    sink.write(file.readline())
-                    if place % TICK_LINES == 0:
-                        on_look(0.5 + place / num_all / 2, num_all)
-        except OSError as error:
-            raise FastDecodeError(
-                f"can't write the output file {merged}: {explained(error)}", code="output_failed"
-            ) from None
+        files = [stack.enter_context(_opened(one.path)) for one in found]
+        for k in _in_pieces(order):
+            file = files[owners[k]]
+            try:
+                file.seek(offsets[k])
+                line = file.readline()
+            except OSError as error:
+                raise _unreadable(found[owners[k]].path, explained(error)) from None
+            if not line.endswith(b"\n"):
+                raise _unreadable(found[owners[k]].path, "it was cut while it was read")
+            yield line
+
+
+def _opened(path: Path) -> BufferedReader:
+    """Raises ConfigError."""
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise _unreadable(path, explained(error)) from None
+
+
+def _unreadable(path: Path, why: str) -> ConfigError:
+    return ConfigError(f"can't read the answers in {path}: {why}: mend that, and merge again")
 
 
 def _in_pieces(order: NDArray[np.int64]) -> Iterator[int]:

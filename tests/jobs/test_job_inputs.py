@@ -274,6 +274,30 @@ def test_more_answers_than_lines_are_refused(make_job: MakeJob, tmp_path: Path) 
         merge([job.output], tmp_path / "all.jsonl")
 
 
+@pytest.mark.parametrize("name", ["all.jsonl", "all.jsonl.gz"])
+@pytest.mark.parametrize("becomes", ["shorter", "directory"])
+def test_an_output_that_cant_be_read_leaves_the_joined_file_as_it_was(
+    make_job: MakeJob, tmp_path: Path, name: str, becomes: str
+) -> None:
+    (job,) = _shards(make_job, 1, [_simple(i) for i in range(3)])
+    job.run()
+    merged = tmp_path / "joined" / name
+    merged.parent.mkdir()
+    merged.write_bytes(b"before")
+
+    def damage(share: float, num_lines: int) -> None:
+        if becomes == "shorter":
+            os.truncate(job.output, job.output.stat().st_size - 5)
+        else:
+            job.output.unlink()
+            job.output.mkdir()
+
+    with pytest.raises(ConfigError, match=r"can't read the answers in .*out\.jsonl"):
+        merge([job.output], merged, damage)
+    assert [path.name for path in merged.parent.iterdir()] == [name]
+    assert merged.read_bytes() == b"before"
+
+
 def test_the_joined_file_replaces_no_input(
     make_job: MakeJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -282,7 +306,9 @@ def test_the_joined_file_replaces_no_input(
     link, manifest = tmp_path / "link.jsonl", Manifest.path_for(job.output)
     os.link(job.output, link)
     before = job.output.read_bytes(), manifest.read_bytes()
-    for target in (job.output, link, manifest):
+    part = tmp_path / "other.jsonl.part"
+    os.link(job.output, part)
+    for target in (job.output, link, manifest, part.with_suffix("")):
         assert main(["merge", "-o", str(target), str(job.output)]) == 2
         assert "is an input and the output" in capsys.readouterr().err
         assert (job.output.read_bytes(), manifest.read_bytes()) == before
