@@ -174,13 +174,6 @@ def test_an_empty_directory_name_is_not_the_current_one() -> None:
         Keeping(conversations="")
 
 
-def test_kv_on_both_sides_is_refused_by_name() -> None:
-    with pytest.raises(
-        ConfigError, match="kv_placement='hybrid' is not supported with prefix_cache"
-    ):
-        EngineConfig.of("dir", prefix_cache="on", kv_placement="hybrid")
-
-
 @pytest.mark.parametrize(
     ("others", "keeps"),
     [
@@ -188,7 +181,7 @@ def test_kv_on_both_sides_is_refused_by_name() -> None:
         ({"kv_placement": "gpu"}, True),
         ({"split_tokens": 64}, True),
         ({"r_partition": "heads"}, True),
-        ({"kv_placement": "hybrid"}, False),
+        ({"kv_placement": "hybrid"}, True),
         ({"replicas": 1, "r_workers": 2}, False),
     ],
     ids=str,

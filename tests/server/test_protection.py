@@ -41,7 +41,7 @@ EXPECTED = {
     "/health": "open", "/metrics": "key", "/status.json": "key", "/history.json": "key",
     "/version": "key",
     "/v1/models": "key", "/v1/models/{model:path}": "key", "/v1/completions": "key",
-    "/v1/chat/completions": "key", "/tokenize": "key", "/detokenize": "key",
+    "/v1/chat/completions": "key", "/v1/responses": "key", "/tokenize": "key", "/detokenize": "key",
     "/v1/conversations/{conversation_id:path}": "key",
 }  # fmt: skip
 KEYS = ("first-key-0001", "second-key-002")
