@@ -39,6 +39,8 @@ def arrivals(num_requests: int, rate: float, cv: float, seed: int) -> list[float
         ConfigError: rate, cv or seed make no sense.
     """
     if not 1e-9 <= rate <= 1e9:
-        raise ConfigError(Given("rate", rate), " is not a number of requests a second above 0")
+        raise ConfigError(
+            Given("rate", rate), " is not a number of requests a second from 1e-9 to 1e9"
+        )
     gaps = unit_gaps(max(0, num_requests - 1), cv, seed)
     return [0.0, *(float(each) for each in np.cumsum(gaps) / rate)][:num_requests]

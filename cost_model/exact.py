@@ -30,7 +30,9 @@ def exact(name: str, value: float, *, least: float = 0.0, above: bool = True) ->
     fits = math.isfinite(value) and (value > least if above else value >= least)
     if isinstance(value, bool) or not fits or value >= LARGEST:
         limit = "above" if above else "of at least"
-        raise ConfigError(Given(name, value), f" is not a number {limit} {least:g}")
+        raise ConfigError(
+            Given(name, value), f" is not a number {limit} {least:g} and below {LARGEST:g}"
+        )
     return as_typed(value)
 
 

@@ -4,7 +4,6 @@ their sources, and our efficiencies."""
 from __future__ import annotations
 
 import difflib
-import math
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -319,11 +318,45 @@ def _efficiency(row: Mapping[str, Any], name: str) -> Efficiency:
     return Efficiency(_number(row, name), str(row[f"{name}_source"]))
 
 
-def _number(row: Mapping[str, Any], name: str) -> float:
+_RANGES: dict[str, tuple[float, float]] = {
+    "all_reduce_s": (1e-9, 1.0),
+    "base_ghz": (0.1, 100.0),
+    "bf16_flops_per_s": (1e9, 1e19),
+    "call_s": (1e-9, 1.0),
+    "cores": (1, 65536),
+    "fp16_flops_per_s": (1e9, 1e19),
+    "fp32_flops_per_cycle": (1, 65536),
+    "fp8_flops_per_s": (1e9, 1e19),
+    "layer_overhead_s": (1e-9, 1.0),
+    "line_bits_per_s": (1e6, 1e15),
+    "memory_bytes_per_s": (1e6, 1e16),
+    "memory_channels": (1, 1024),
+    "memory_gib": (1, 65536),
+    "memory_mib": (1, 1 << 26),
+    "message_s": (1e-9, 1.0),
+    "pcie_bytes_per_s": (1e6, 1e16),
+    "peer_bytes_per_s": (1e6, 1e16),
+    "power_w": (0.1, 1e6),
+    "relative_error": (1e-3, 10.0),
+    "round_trip_s": (1e-9, 10.0),
+    "sockets_per_host": (1, 1024),
+    "transfers_per_s": (1e6, 1e12),
+}
+"""Least and most of each field, units as in the file; far beyond any part that is sold."""
+_PART = (0.001, 0.999)
+"""Of an efficiency."""
+
+
+def _number(row: Mapping[str, Any], name: str, *, is_whole: bool = False) -> float:
     value = row[name]
+    least, most = _RANGES.get(name, _PART)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{name} = {value!r} is not a number above 0")
+    fits = is_number and least <= value <= most
+    if not fits or (is_whole and value != int(value)):
+        raise ConfigError(
+            f"{name} = {value!r} is not a {'whole ' if is_whole else ''}number from {least:.9g} "
+            f"to {most:.9g}"
+        )
     return float(value)
 
 
@@ -333,7 +366,7 @@ def _optional(row: Mapping[str, Any], name: str) -> float | None:
 
 _READERS: dict[str, Callable[[Mapping[str, Any], str], Any]] = {
     "str": lambda row, name: row[name],
-    "int": lambda row, name: int(_number(row, name)),
+    "int": lambda row, name: int(_number(row, name, is_whole=True)),
     "float": _number,
     "float | None": _optional,
     "Efficiency": _efficiency,
@@ -359,7 +392,7 @@ def _read(kind: Callable[..., _Kind], name: str, row: Mapping[str, Any], **given
 def _size(row: Mapping[str, Any], name: str, unit: int) -> int:
     if name not in row:
         raise ConfigError(f'{name} is missing; or say which part it is like: like = "NAME"')
-    return int(_number(row, name)) * unit
+    return int(_number(row, name, is_whole=True)) * unit
 
 
 def _gpu(name: str, row: Mapping[str, Any]) -> Gpu:

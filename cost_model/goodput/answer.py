@@ -48,7 +48,9 @@ class Question:
 
     def __post_init__(self) -> None:
         if not 1e-6 <= self.rate <= 1e6:
-            raise ConfigError(f"--rate {self.rate!r} is not a number of requests a second above 0")
+            raise ConfigError(
+                f"--rate {self.rate!r} is not a number of requests a second from 1e-6 to 1e6"
+            )
 
 
 def answer(question: Question, progress: Callable[[str], object] = lambda _: None) -> Answer:

@@ -52,30 +52,44 @@ class Choice:
 
 
 def choose(
-    setups: Iterable[tuple[str, Setup]], goal: Goal, plan: PlanOf, prices: Prices | None
+    setups: Iterable[tuple[str, Setup]],
+    goal: Goal,
+    plan: PlanOf,
+    prices: Prices | None,
+    by: str = "tokens",
 ) -> list[Choice]:
-    """The answers to one question on other hardware. What can't run it is left out."""
+    """The best answer of each part to one question. A part that can't run it is left out.
+
+    Args:
+        by: what is best: one of ``SORTS``.
+    """
     found: list[Choice] = []
     for name, setup in setups:
         try:
             sizing = plan(setup, goal)
         except ConfigError:
             continue  # such as a GPU that has no such dtype
-        found += _choice(name, sizing, prices)
+        found += _best(_choices(name, sizing, prices), by)
     return found
 
 
 def arrange(
-    setup: Setup, num_gpus: int, goal: Goal, plan: PlanOf, prices: Prices | None
+    setup: Setup,
+    num_gpus: int,
+    goal: Goal,
+    plan: PlanOf,
+    prices: Prices | None,
+    by: str = "tokens",
 ) -> list[Choice]:
     """Every way to use the GPUs and sockets that there are: systems side by side, of stages, of
     GPUs that share every layer.
 
     Args:
         setup: one GPU's.
+        by: what is best of the placements of one way: one of ``SORTS``.
 
     Raises:
-        ConfigError: how many sockets there are isn't said.
+        ConfigError: the goal has no number of sockets.
     """
     if goal.max_sockets is None:
         raise ConfigError("--own: how many CPU sockets are there? Give --max-sockets P")
@@ -86,7 +100,8 @@ def arrange(
             continue
         asked = replace(goal, max_sockets=sockets)
         sizing = slowest_stage(replace(setup, num_gpus=tp), asked, num_stages, plan)
-        found += _choice(_arranged(tp, num_stages, copies), sizing, prices, copies, num_stages)
+        name = _arranged(tp, num_stages, copies)
+        found += _best(_choices(name, sizing, prices, copies, num_stages), by)
     return found
 
 
@@ -107,17 +122,23 @@ def _arranged(tp: int, num_stages: int, copies: int) -> str:
     return f"{counted(copies, 'system')}{f', {degree}' if degree else ''}"
 
 
-def _choice(
+def _choices(
     name: str, sizing: Sizing, prices: Prices | None, copies: int = 1, num_stages: int = 1
 ) -> Iterator[Choice]:
-    headline = sizing.headline
-    if headline is None or not (sizing.feasible or headline.kv_placement == "gpu"):
-        return
-    try:
-        cost = job(sizing, headline, num_stages * MILLION, prices)
-    except ConfigError:
-        cost = job(sizing, headline, num_stages * MILLION, None)  # its price isn't given
-    yield Choice(name, headline, copies, num_stages, cost)
+    """One for each placement of the KV cache that keeps the promises."""
+    for headline in sizing.headlines:
+        if not (sizing.feasible or headline.kv_placement == "gpu"):
+            continue
+        try:
+            cost = job(sizing, headline, num_stages * MILLION, prices)
+        except ConfigError:
+            cost = job(sizing, headline, num_stages * MILLION, None)  # its price isn't given
+        yield Choice(name, headline, copies, num_stages, cost)
+
+
+def _best(found: Iterable[Choice], by: str) -> list[Choice]:
+    """The first of them in this order; none of none."""
+    return sort_choices(found, by)[:1]
 
 
 def check_sort(by: str, prices: Prices | None) -> None:
@@ -126,7 +147,7 @@ def check_sort(by: str, prices: Prices | None) -> None:
         raise ConfigError("--sort cost: what do they cost? Give --prices FILE")
 
 
-def sort_choices(found: Sequence[Choice], by: str) -> list[Choice]:
+def sort_choices(found: Iterable[Choice], by: str) -> list[Choice]:
     """The best first."""
     return sorted(found, key=lambda choice: (SORTS[by](choice), -choice.tokens_per_s))
 

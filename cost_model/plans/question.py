@@ -240,7 +240,8 @@ def _read_prices(path: Path, tree: Mapping[str, Any], name: str) -> dict[str, fl
     for key, value in table.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e6:
             raise ConfigError(
-                f"--prices {path}: {name}.{key} = {value!r} is not a price an hour above 0"
+                f"--prices {path}: {name}.{key} = {value!r} is not a price an hour above 0 and "
+                "below 1e6"
             )
     return {str(key): float(value) for key, value in table.items()}
 

@@ -120,8 +120,8 @@ class Sizing:
     """That any batch on R-workers gives: the plan gives nearly as many."""
 
     @property
-    def headline(self) -> Headline | None:
-        """The placement with the most tokens a second; None: nothing can run."""
+    def headlines(self) -> tuple[Headline, ...]:
+        """Each placement of the KV cache that can run."""
         found = []
         if self.gpu_only is not None:
             alone = self.gpu_only
@@ -134,7 +134,12 @@ class Sizing:
             both = self.hybrid
             tpot_s = max(both.home_tpot_s, both.away_tpot_s or 0.0)
             found.append(Headline("hybrid", both.tokens_per_s, both.sockets, both.batch, tpot_s))
-        return max(found, key=lambda each: each.tokens_per_s, default=None)
+        return tuple(found)
+
+    @property
+    def headline(self) -> Headline | None:
+        """The placement with the most tokens a second; None: nothing can run."""
+        return max(self.headlines, key=lambda each: each.tokens_per_s, default=None)
 
     @property
     def placement(self) -> str | None:

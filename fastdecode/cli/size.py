@@ -8,6 +8,7 @@ printed); 2 usage.
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,7 +82,10 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
         help="part of a prompt that the prefix cache holds (default: 0)",
     )
     what.add_argument(
-        "--requests", type=int, metavar="N", help="how long, how much energy and money for so many"
+        "--requests",
+        type=_requests,
+        metavar="N",
+        help="how long, how much energy and money for so many",
     )
     what.add_argument(
         "--start-interval",
@@ -92,13 +96,28 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _requests(text: str) -> int:
+    """A number of requests, in float notation too: ``1000000``, ``1e6``."""
+    from cost_model.plans.question import MAX_REQUESTS
+
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (value.is_integer() and value <= MAX_REQUESTS):
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a whole number from 1 to {MAX_REQUESTS}, such as 1000000 or 1e6"
+        )
+    return int(value)
+
+
 def _add_output(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("output")
     out.add_argument(
         "--sort",
         choices=("tokens", "cost", "energy"),
-        default="tokens",
-        help="order of a table: most tokens/s (default), least money or energy a token",
+        help="best line of each part, and order, of a table (--gpu all, --cpu all, --own): most "
+        "tokens/s (default), least money or least energy a token",
     )
     out.add_argument("--json", action="store_true", help="print the plan as JSON")
     out.add_argument(
@@ -245,6 +264,11 @@ def run_size(args: argparse.Namespace) -> int:
         )
     if args.own or "all" in (args.gpu, args.cpu):
         return _print_choices(args, hardware, prices)
+    if args.sort is not None:
+        raise ConfigError(
+            f"--sort {args.sort} orders a table, and this is one plan. Add --gpu all, --cpu all or "
+            "--own, or remove it"
+        )
     whole, goal, num_stages = read_setup(args, hardware), read_goal(args), _num_stages(args)
     sizing = slowest_stage(
         whole, goal, num_stages, lambda setup, asked: size(setup, asked, hardware, prices)
@@ -284,7 +308,8 @@ def _print_choices(args: argparse.Namespace, hardware: Hardware, prices: Prices 
             )
     if args.pp != 1:
         raise ConfigError(f"--pp {args.pp} is for one plan, and this is a table. Remove it")
-    check_sort(args.sort, prices)
+    by = args.sort or "tokens"
+    check_sort(by, prices)
     goal = read_goal(args)
 
     def plan(setup: Setup, asked: Goal) -> Sizing:
@@ -293,7 +318,7 @@ def _print_choices(args: argparse.Namespace, hardware: Hardware, prices: Prices 
     given = vars(args)
     if args.own:
         setup = read_setup(argparse.Namespace(**{**given, "gpus": 1}), hardware)
-        found = arrange(setup, args.gpus, goal, plan, prices)
+        found = arrange(setup, args.gpus, goal, plan, prices, by)
         what = f"{args.gpus} x {args.gpu} and {args.max_sockets} x {args.cpu}"
     else:
         option = "gpu" if args.gpu == "all" else "cpu"
@@ -302,13 +327,13 @@ def _print_choices(args: argparse.Namespace, hardware: Hardware, prices: Prices 
             (name, read_setup(argparse.Namespace(**{**given, option: name}), hardware))
             for name in names
         )
-        found = choose(setups, goal, plan, prices)
+        found = choose(setups, goal, plan, prices, by)
         what = f"each {option.upper()}"
-    found = sort_choices(found, args.sort)
+    found = sort_choices(found, by)
     if args.json:
         print(json_text({"format": "fastdecode.choices", "version": 1, "choices": found}))
     else:
-        print(choices_text(found, f"{args.model} on {what}, by {args.sort}", prices))
+        print(choices_text(found, f"{args.model} on {what}, by {by}", prices))
     return 0 if found else EXIT_INFEASIBLE
 
 

@@ -66,7 +66,10 @@ def test_streaming_and_memory_of_a_split(capsys: pytest.CaptureFixture[str]) -> 
         ([*SWAP, "--gpu", "A10"], "Give --profile, or --model and --gpu"),
         ([*SPLIT[:-2], "--tokens", "9"], "--token-time is missing: give it, --profile, or"),
         ([*SPLIT, "--tokens", "9", *MACHINE], "--batch is missing: times depend on it"),
-        ([*SWAP, "--kv-kb", "-1", "--bandwidth-gb", "25"], "--kv-kb -1.0 is not a number above 0"),
+        (
+            [*SWAP, "--kv-kb", "-1", "--bandwidth-gb", "25"],
+            "--kv-kb -1.0 is not a number above 0 and below 1e+15",
+        ),
     ],
 )
 def test_refusals_name_the_option(
@@ -143,6 +146,7 @@ def test_goodput_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ([], "on which GPUs? Give --gpu"),
         (["--gpu", "A10"], "at which rate do they come? Give --rate"),
         (["--gpu", "A10", "--rate", "0"], "--rate 0.0 is not a number of requests a second"),
+        (["--gpu", "A10", "--rate", "1e12"], "requests a second from 1e-6 to 1e6"),
         (["--gpu", "A10", "--rate", "1", "--trace", "x"], "--trace, or --prompt-len and"),
         (["--gpu", "A10", "--rate", "1", "--replay"], "--replay needs a --trace"),
         (["--gpu", "A10", "--rate", "1", "--prices", "gpu=1"], "--prices gpu=1: give both"),

@@ -12,7 +12,7 @@ import pytest
 from cost_model.hardware import Hardware
 from cost_model.plans.choices import arrange, check_sort, choose, sort_choices
 from cost_model.plans.question import Goal, Prices, Setup
-from cost_model.plans.size import size
+from cost_model.plans.size import Job, job, size
 from cost_model.shapes import model_named
 from cost_model.workload import Workload
 from fastdecode.cli.main import main
@@ -62,6 +62,39 @@ def test_gpus_side_by_side() -> None:
         check_sort("cost", None)
     bfloat16 = replace(setup("V100"), dtype=DType.BFLOAT16)
     assert not choose([("V100", bfloat16)], Goal(), size, None), "it has no such units"
+
+
+@pytest.mark.parametrize("by", ["cost", "energy"])
+def test_a_line_is_its_parts_cheapest_placement(by: str) -> None:
+    def price(job: Job) -> float | None:
+        return job.money if by == "cost" else job.kwh
+
+    dear = replace(PRICES, socket_per_hour={"default": 2.0})
+    asked = [(name, setup(name)) for name in ("A10", "H100-SXM")]
+    for each in choose(asked, Goal(), size, dear, by):
+        sizing = size(setup(each.name), Goal())
+        prices = [price(job(sizing, one, 1e6, dear)) for one in sizing.headlines]
+        assert len(prices) == 3 and price(each.job) == min(x for x in prices if x is not None)
+    for way in arrange(setup("H100-SXM"), 2, Goal(max_sockets=4), size, dear, by):
+        most = arrange(setup("H100-SXM"), 2, Goal(max_sockets=4), size, dear)
+        (rival,) = (one for one in most if one.name == way.name)
+        assert (price(way.job) or 0) < (price(rival.job) or 0), "the fastest is not the cheapest"
+
+
+@pytest.mark.parametrize("text", ["1e6", "1000000", "1e6 "])
+def test_requests_in_float_notation(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUESTION, "--gpu", "A10", "--requests", text, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["job"]["hours"] > 0
+    assert main([*QUESTION, "--gpu", "A10", "--requests", text]) == 0
+    assert "1,000,000 requests: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["1.5", "many", "nan", "1e300", "inf"])
+def test_requests_that_make_no_sense(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*QUESTION, "--gpu", "A10", "--requests", text])
+    error = capsys.readouterr().err
+    assert f"--requests: {text} is not a whole number from 1 to 1000000000000" in error
 
 
 def test_what_a_job_takes() -> None:
@@ -123,6 +156,7 @@ def test_tables_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--gpu", "all", "--pp", "2"], "--pp 2 is for one plan"),
         (["--gpu", "A10", "--own"], "how many CPU sockets"),
         (["--gpu", "A10", "--requests", "0"], "--requests 0 is not a whole number"),
+        (["--gpu", "A10", "--sort", "energy"], "--sort energy orders a table"),
         (["--gpu", "A10", "--requests", "9", "--pp", "2"], "--requests is not supported with --pp"),
     ],
 )
