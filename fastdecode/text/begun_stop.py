@@ -1,4 +1,5 @@
-"""How much of the end of a growing text may turn out to be the beginning of a stop string."""
+"""How much of the end of a growing text may turn out to be the beginning of a stop string,
+or of another mark."""
 
 from __future__ import annotations
 
@@ -31,6 +32,12 @@ class BegunStop:
                     matched = fallbacks[matched - 1]
             self._matched[i] = matched
         return max(self._matched, default=0)
+
+
+def num_begun(text: str, mark: str) -> int:
+    """As ``BegunStop.feed``, of a short text without a complete mark."""
+    most = min(len(text), len(mark) - 1)
+    return next((n for n in range(most, 0, -1) if mark.startswith(text[-n:])), 0)
 
 
 def _fallbacks(string: str) -> list[int]:

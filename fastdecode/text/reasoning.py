@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from fastdecode.text.marks import num_begun
+from fastdecode.text.begun_stop import num_begun
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
+from fastdecode.text.begun_stop import num_begun
 from fastdecode.text.grammars import json_rule
-from fastdecode.text.marks import num_begun
 
 
 @dataclass(frozen=True)
