@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from fastdecode.core.errors import Given, RequestError
@@ -35,6 +36,16 @@ def blamed(error: RequestError, names: Iterable[str]) -> str | None:
     wanted = frozenset(names)
     given = (word.name for word in error.words if isinstance(word, Given))
     return next((name for name in given if name in wanted), None)
+
+
+@contextmanager
+def blaming(*names: str) -> Iterator[None]:
+    """Raise a RequestError as a BodyError of the first of these fields that it names."""
+    try:
+        yield
+    except RequestError as error:
+        param = blamed(error, names)
+        raise BodyError(str(error), code=error.code, param=param) from None
 
 
 def refuse_unknown(

@@ -1,7 +1,8 @@
 """Bodies of OpenAI requests: what they ask, and what of it is refused.
 
-A body is what one would post to ``/v1/completions`` or
-``/v1/chat/completions``. A field of it is one of
+A body is what one would post to ``/v1/completions`` or ``/v1/chat/completions``;
+``response_bodies`` makes such a one of a body for ``/v1/responses``. A field of it
+is one of
 
 * what we do: ``FIELDS`` and the prompt or the messages;
 * a label that changes no answer (``LABELS``);
@@ -21,12 +22,19 @@ from fastdecode.core.errors import RequestError
 from fastdecode.core.model.generation_defaults import with_defaults
 from fastdecode.core.sequence import SHARED, CacheUse, SamplingParams
 from fastdecode.core.structured import StructuredOutputs
-from fastdecode.openai.body_errors import SHOWN, BodyError, blamed, refusal, refuse, refuse_unknown
+from fastdecode.openai.body_errors import (
+    SHOWN,
+    BodyError,
+    blamed,
+    blaming,
+    refusal,
+    refuse,
+    refuse_unknown,
+)
 from fastdecode.openai.chat import Chat, Turn
 from fastdecode.openai.formats import FORMAT_FIELDS, read_format
 from fastdecode.openai.messages import read_messages
 from fastdecode.openai.response_bodies import RESPONSES_URL, chat_of, echo_of, renamed
-from fastdecode.openai.tools import TOOL_FIELDS, read_tools, with_answer_format
 from fastdecode.text.chat_format import AnswerFormat, ChatFormat
 from fastdecode.text.chat_template import RESERVED
 from fastdecode.text.tools import Tools
@@ -34,6 +42,7 @@ from fastdecode.text.tools import Tools
 COMPLETIONS_URL = "/v1/completions"
 CHAT_URL = "/v1/chat/completions"
 MAX_PROMPTS = 2048
+TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 
 # Fields of SamplingParams that a body gives by the same name and in the same
 # form; some are vLLM's additions to OpenAI's.
@@ -147,13 +156,13 @@ class RequestReader:
         _refuse_unsupported(body, url, STREAM_FIELDS if self.is_online else ())
         model = self.model_of(body)
         want_token_ids = _boolean(body, "return_token_ids") is True
-        tools = read_tools(body) if is_chat else None
+        tools = _tools(body) if is_chat else None
         prompts = (self._chat(body, tools),) if is_chat else _prompts(body.get("prompt"))
         structured, format_field = read_format(body)
         params = self._params(body, structured, format_field, is_chat=is_chat)
         answer_format = None
         if is_chat:
-            answer_format, params = with_answer_format(self.chat_format, tools, params)
+            answer_format, params = self._answer_format(tools, params)
             format_field = "tools" if tools is not None and tools.must_call else format_field
         if stream is not None and params.prompt_logprobs is not None:
             refuse("prompt_logprobs", "can't be streamed: leave out stream")
@@ -223,6 +232,15 @@ class RequestReader:
             param = format_field if param == "structured_outputs" else param
             raise BodyError(str(error), code=error.code, param=param) from None
 
+    def _answer_format(
+        self, tools: Tools | None, params: SamplingParams
+    ) -> tuple[AnswerFormat | None, SamplingParams]:
+        """What a chat's answer has beside text, and its sampling parameters so that it
+        has it. Raises BodyError."""
+        with blaming(*TOOL_FIELDS):
+            answer = self.chat_format.answer(tools)
+            return answer, params if answer is None else self.chat_format.params(params, tools)
+
     def _chat(self, body: dict[str, Any], tools: Tools | None) -> Chat:
         if not self.has_chat_template:
             text = (
@@ -252,11 +270,14 @@ class RequestReader:
 
 
 def _cache_use(body: dict[str, Any]) -> CacheUse:
-    try:
+    with blaming("cache_salt", "cache"):
         return CacheUse.of(body.get("cache"), body.get("cache_salt"))
-    except RequestError as error:
-        param = blamed(error, ("cache_salt", "cache"))
-        raise BodyError(str(error), code=error.code, param=param) from None
+
+
+def _tools(body: Mapping[str, Any]) -> Tools | None:
+    """The tools that a chat's answer may call; None: there are none. Raises BodyError."""
+    with blaming(*TOOL_FIELDS):
+        return Tools.of(*(body.get(name) for name in TOOL_FIELDS))
 
 
 def _conversation(body: dict[str, Any], params: SamplingParams, num_prompts: int) -> str | None:
