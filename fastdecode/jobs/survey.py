@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final, TypeAlias
 
 from fastdecode.core.errors import ConfigError
@@ -29,11 +27,11 @@ OPENAI_FIELDS = ("custom_id", "method", "url", "body")
 FAST_FROM: Final = 8 << 20
 """Bytes of a file from which on compiled code pays."""
 OnLook: TypeAlias = Callable[[float, int], object]
-"""Told which share of a file was read, and how many lines."""
+"""Gets the share of a file that was read, and how many lines."""
 
 
 def unseen(share: float, num_lines: int) -> None:
-    """Nobody looks."""
+    """An ``OnLook`` that shows nothing."""
 
 
 @dataclass
@@ -67,39 +65,38 @@ class Survey:
         """No line can be answered for want of a tokenizer."""
         return self.num_untokenizable > 0 and len(self.bad) == self.num_in_file
 
-    def refusal(self, path: LineSource | Path) -> ConfigError:
+    def refusal(self, source: LineSource) -> ConfigError:
         """Why a job with such an input doesn't start."""
         if self.is_refused:
-            return no_tokenizer(path, self.num_untokenizable)
+            return no_tokenizer(source, self.num_untokenizable)
         shown = "\n".join(f"  {text}" for _, text in sorted(self.complaints)[:MAX_COMPLAINTS])
         num_bad = len(self.bad)
         more = "" if num_bad <= MAX_COMPLAINTS else f"\n  and {num_bad - MAX_COMPLAINTS} more"
         return ConfigError(
-            f"{num_bad} of the {self.num_in_file} lines of {path} are bad; nothing was "
+            f"{num_bad} of the {self.num_in_file} lines of {source} are bad; nothing was "
             f"run:\n{shown}{more}\n"
             f"mend them, or have each answered with its error by --on-error skip",
             code="invalid_input",
         )
 
 
-def no_tokenizer(path: LineSource | Path, num_lines: int) -> ConfigError:
+def no_tokenizer(source: LineSource, num_lines: int) -> ConfigError:
     """Why a file of texts isn't given to a model that takes only token ids."""
     return ConfigError(
-        f"no line of {path} can be answered: {num_lines} are text, but the model directory has no "
+        f"no line of {source} can be answered: {num_lines} are text, but the model directory has no "
         "tokenizer.json; "
         f"add the model's tokenizer.json, or give token ids",
         code="no_tokenizer",
     )
 
 
-def is_openai(source: LineSource | Path) -> bool:
+def is_openai(source: LineSource) -> bool:
     """Whether a file looks like OpenAI batch lines; decided by its first
     readable line, and OpenAI's if there is none.
 
     Raises:
         ConfigError: the file can't be read.
     """
-    source = LineSource(source) if isinstance(source, Path) else source
     with source.open() as file:
         for _, (_, raw) in zip(range(MAX_PROBED_LINES), LineReader(file), strict=False):
             try:
@@ -121,7 +118,7 @@ class SoundLine:
 
 
 def survey(
-    source: LineSource | Path,
+    source: LineSource,
     lines: LineFormat,
     *,
     takes_text: bool = True,
@@ -134,17 +131,18 @@ def survey(
     Args:
         takes_text: the model has a tokenizer.
         shard: counts are of its lines; bad lines are those of the whole file.
-        on_look: told now and then how much of a large file was read.
+        on_look: called after each block of a large file.
         fast_from: of a file of so many bytes, lines are parsed only where their
             shape is new (``plain_lines``).
     """
-    source = LineSource(source) if isinstance(source, Path) else source
     looking = _Looking(lines, shard, takes_text=takes_text)
+    found = looking.found
     with source.open() as file:
         is_large = source.num_bytes >= fast_from
-        tick = partial(_tick, on_look, source, looking)
-        reader = _look_fast(file, looking, tick) if is_large else _look(file, looking)
-    found = looking.found
+        if is_large:
+            reader = _look_fast(file, looking, lambda: on_look(source.share, found.num_in_file))
+        else:
+            reader = _look(file, looking)
     found.sha256, found.num_bytes = reader.sha256, reader.num_bytes
     _note_duplicates(found, looking.finder, lines)
     return found
@@ -163,6 +161,7 @@ class _Looking:
         """A line, and what is to be known of those like it; None: it is bad."""
         found = self.found
         found.num_in_file += 1
+        found.last_line = number
         found.num_lines += number in found.shard
         line_id: LineId | None = None
         sound: SoundLine | None = None
@@ -188,16 +187,11 @@ class _Looking:
         self.found.most_tokens += num_lines * sound.most_tokens
 
 
-def _tick(on_look: OnLook, source: LineSource, looking: _Looking) -> None:
-    on_look(source.share, looking.found.num_in_file)
-
-
 def _look(file: IO[bytes], looking: _Looking) -> LineReader:
     """Parse every line."""
     reader = LineReader(file)
     for number, raw in reader:
         looking.parse(number, raw)
-        looking.found.last_line = number
     return reader
 
 
@@ -211,7 +205,6 @@ def _look_fast(file: IO[bytes], looking: _Looking, tick: Callable[[], object]) -
         if block is None:
             number += 1
             looking.parse(number, None)
-            looking.found.last_line = number
         else:
             number = _look_at(block, number, looking, shapes, learned)
         tick()
@@ -236,7 +229,6 @@ def _look_at(
         if stop is None:
             return plain.number
         sound = looking.parse(stop.number, block[stop.start : stop.end])
-        found.last_line = stop.number
         if sound is not None and shapes.learn():
             learned.append(sound)
 

@@ -17,6 +17,7 @@ from fastdecode.core.progress import Progress
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.jobs import lines as lines_module
 from fastdecode.jobs.line_set import DuplicateFinder, LineSet
+from fastdecode.jobs.line_source import LineSource
 from fastdecode.jobs.lines import LineReader
 from fastdecode.jobs.manifest import identify_model
 from fastdecode.jobs.openai_lines import OpenAILines
@@ -80,7 +81,7 @@ def test_a_survey_tells_all_that_is_bad_and_no_more_than_twenty_lines_of_it(tmp_
     path = tmp_path / "in.jsonl"
     good = [_openai_line(str(i)) for i in range(50)]
     path.write_text("\n".join([*good, *good[:30], _openai_line("3", stream=True), "{"]))
-    found = survey(path, OpenAILines(RequestReader({}, ("m",), False), ""))
+    found = survey(LineSource(path), OpenAILines(RequestReader({}, ("m",), False), ""))
     assert (found.num_lines, found.last_line, len(found.bad), len(found.duplicates)) == (
         82,
         82,
@@ -88,7 +89,7 @@ def test_a_survey_tells_all_that_is_bad_and_no_more_than_twenty_lines_of_it(tmp_
         31,
     )
     assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    text = str(found.refusal(path))
+    text = str(found.refusal(LineSource(path)))
     assert text.count("duplicate_custom_id") == 20
     assert "line 51: duplicate_custom_id: its custom_id was used by line 1:" in text
     assert "and 12 more" in text
@@ -109,12 +110,12 @@ def test_the_format_is_that_of_the_first_readable_line(
     tmp_path: Path, first: str, expected: bool
 ) -> None:
     (tmp_path / "in").write_text(first + "\n" + _openai_line("y"))
-    assert is_openai(tmp_path / "in") is (expected or first == "")
+    assert is_openai(LineSource(tmp_path / "in")) is (expected or first == "")
 
 
 def test_a_line_of_the_other_format_is_bad(tmp_path: Path) -> None:
     (tmp_path / "in").write_text('{"id": 1, "prompt": "p"}\n' + _openai_line("y"))
-    found = survey(tmp_path / "in", SimpleLines(SamplingParams()))
+    found = survey(LineSource(tmp_path / "in"), SimpleLines(SamplingParams()))
     assert [number for number, _ in found.complaints] == [2]
 
 

@@ -16,6 +16,7 @@ from examples import examples
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.jobs import lines as lines_module
 from fastdecode.jobs.line_format import LineFormat
+from fastdecode.jobs.line_source import LineSource
 from fastdecode.jobs.openai_lines import OpenAILines
 from fastdecode.jobs.plain_lines import PlainLines, Shapes
 from fastdecode.jobs.shard import WHOLE, Shard
@@ -113,8 +114,8 @@ def _facts(found: Survey) -> list[object]:
 
 
 def _same(path: Path, lines: LineFormat, shard: Shard = WHOLE) -> None:
-    slow = survey(path, lines, shard=shard, fast_from=1 << 62)
-    assert _facts(survey(path, lines, shard=shard, fast_from=0)) == _facts(slow)
+    slow = survey(LineSource(path), lines, shard=shard, fast_from=1 << 62)
+    assert _facts(survey(LineSource(path), lines, shard=shard, fast_from=0)) == _facts(slow)
 
 
 @settings(max_examples=examples(600, share=10), deadline=None)
@@ -196,5 +197,5 @@ def test_lines_of_one_shape_are_parsed_once(tmp_path: Path) -> None:
 
     lines = [json.dumps({"id": i, "prompt": f"p{i}", "max_tokens": 4}) for i in range(5000)]
     (tmp_path / "in").write_text("\n".join(lines))
-    found = survey(tmp_path / "in", Counted(SamplingParams()), fast_from=0)
+    found = survey(LineSource(tmp_path / "in"), Counted(SamplingParams()), fast_from=0)
     assert parsed == [1] and found.num_lines == 5000 and found.most_tokens == 20_000
