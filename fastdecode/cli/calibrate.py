@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from cost_model.quantities import seconds_text
-from fastdecode.cli.measuring import add_status_option, measuring
-from fastdecode.cli.options import add_log_level_option, tell
+from fastdecode.cli.measuring import measuring
+from fastdecode.cli.options import add_log_level_option, add_status_option, tell
 from fastdecode.cli.parser import add_model
 from fastdecode.core.errors import ConfigError, imports_for
 

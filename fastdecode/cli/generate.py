@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from fastdecode.cli.options import (
     EXIT_SOME_FAILED,
     EXIT_WORKERS_LOST,
-    STATUS_HELP,
     add_engine_options,
     add_exit_code_option,
+    add_input_option,
     add_log_level_option,
     add_options,
     add_sampling_options,
+    add_status_option,
     check_options,
     engine_options,
     given,
@@ -56,14 +57,7 @@ def add_generate(commands: Any) -> None:
     parser.set_defaults(run=_generate)
     add_model(parser)
     files = parser.add_argument_group("files")
-    files.add_argument(
-        "--input",
-        "-i",
-        required=True,
-        type=Path,
-        metavar="FILE",
-        help="requests, JSON Lines, also compressed by gzip; -: standard input",
-    )
+    add_input_option(files)
     files.add_argument(
         "--output",
         "-o",
@@ -79,7 +73,7 @@ def add_generate(commands: Any) -> None:
     files.add_argument(
         "--trace", type=Path, metavar="FILE", help="write what ran when, as Chrome trace events"
     )
-    files.add_argument("--status", type=Path, metavar="FILE", help=STATUS_HELP)
+    add_status_option(files)
     files.add_argument("--show", action="store_true", help="also print the completions")
     add_engine_options(parser)
     add_options(parser.add_argument_group("conversations"), Keeping)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.options import (
     EXIT_WORKERS_LOST,
-    STATUS_HELP,
     add_engine_options,
     add_log_level_option,
+    add_status_option,
     engine_options,
     tell,
 )
@@ -71,7 +71,7 @@ def add_instance(commands: Any) -> None:
     group.add_argument(
         "--name", metavar="NAME", help="what to be called in logs; default: the host and port"
     )
-    group.add_argument("--status", type=Path, metavar="FILE", help=STATUS_HELP)
+    add_status_option(group)
     add_engine_options(parser)
     add_log_level_option(parser)
 

@@ -8,13 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fastdecode.cli.options import STATUS_HELP, tell
+from fastdecode.cli.options import tell
 from fastdecode.core.files import STANDARD, check_paths
-
-
-def add_status_option(parser: argparse.ArgumentParser) -> None:
-    """Add ``--status``."""
-    parser.add_argument("--status", type=Path, metavar="FILE", help=STATUS_HELP)
 
 
 @contextlib.contextmanager

@@ -118,7 +118,19 @@ def add_exit_code_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-STATUS_HELP = "write the command's state there once a second, JSON: fastdecode top shows it"
+def add_input_option(arguments: argparse._ActionsContainer) -> None:
+    arguments.add_argument(
+        "--input", "-i", required=True, type=Path, metavar="FILE",
+        help="requests, JSON Lines, also compressed by gzip; -: standard input",
+    )  # fmt: skip
+
+
+def add_status_option(arguments: argparse._ActionsContainer) -> None:
+    arguments.add_argument(
+        "--status", type=Path, metavar="FILE",
+        help="write the command's state there once a second, JSON: fastdecode top shows it",
+    )  # fmt: skip
+
 
 _COMMON_SAMPLING = frozenset(("temperature", "top_p", "seed", "max_tokens"))
 """Sampling parameters that the short help shows."""

@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any
 from fastdecode.cli.options import (
     EXIT_SOME_FAILED,
     EXIT_WORKERS_LOST,
-    STATUS_HELP,
     add_engine_options,
     add_exit_code_option,
+    add_input_option,
     add_log_level_option,
     add_sampling_options,
+    add_status_option,
     check_options,
     engine_options,
     leave_summary,
@@ -81,14 +82,7 @@ def add_run_batch(commands: Any) -> None:
 
 def _add_files(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("files")
-    group.add_argument(
-        "--input",
-        "-i",
-        required=True,
-        type=Path,
-        metavar="FILE",
-        help="requests, JSON Lines, also compressed by gzip; -: standard input",
-    )
+    add_input_option(group)
     group.add_argument(
         "--output", "-o", required=True, type=Path, metavar="FILE", help="answers, JSON Lines"
     )
@@ -98,7 +92,7 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--trace", type=Path, metavar="FILE", help="write what ran when, as Chrome trace events"
     )
-    group.add_argument("--status", type=Path, metavar="FILE", help=STATUS_HELP)
+    add_status_option(group)
     group.add_argument(
         "--chat-template", type=Path, metavar="FILE", help="use this template, not the model's own"
     )

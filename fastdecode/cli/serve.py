@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 from fastdecode.cli.options import (
     EXIT_SOME_FAILED,
     EXIT_WORKERS_LOST,
-    STATUS_HELP,
     add_engine_options,
     add_exit_code_option,
     add_log_level_option,
     add_options,
     add_sampling_options,
+    add_status_option,
     check_options,
     engine_options,
     given,
@@ -78,7 +78,7 @@ def add_serve(commands: Any) -> None:
     add_model(parser)
     server = parser.add_argument_group("server")
     add_options(server, ServeOptions)
-    server.add_argument("--status", type=Path, metavar="FILE", help=STATUS_HELP)
+    add_status_option(server)
     unlearned = "with --no-learn-lengths by max_tokens"
     add_engine_options(parser, {
         "length_quantile": f"{LENGTH_QUANTILE}; {unlearned}",

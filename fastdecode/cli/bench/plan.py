@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.bench.stream import add_stream
-from fastdecode.cli.measuring import add_status_option, measuring
-from fastdecode.cli.options import add_log_level_option, tell
+from fastdecode.cli.measuring import measuring
+from fastdecode.cli.options import add_log_level_option, add_status_option, tell
 from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.core.measurement import Profile, RProfile, SProfile, read_profile
 

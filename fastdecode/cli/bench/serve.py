@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.cli.measuring import add_status_option, measuring
-from fastdecode.cli.options import EXIT_SOME_FAILED, add_log_level_option
+from fastdecode.cli.measuring import measuring
+from fastdecode.cli.options import EXIT_SOME_FAILED, add_log_level_option, add_status_option
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.files import write_json
 from fastdecode.measure.serving import KEY_VARIABLE, TIMEOUT_S

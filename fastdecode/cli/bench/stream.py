@@ -14,8 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from fastdecode.cli.measuring import add_status_option, measuring
-from fastdecode.cli.options import add_log_level_option, tell
+from fastdecode.cli.measuring import measuring
+from fastdecode.cli.options import add_log_level_option, add_status_option, tell
 from fastdecode.core.config.groups import Cluster
 from fastdecode.core.errors import ConfigError, imports_for
 from fastdecode.wire.mpi import job as mpi_job
