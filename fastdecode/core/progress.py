@@ -45,7 +45,7 @@ class StatusLine:
         self._on_terminal = stream.isatty()
         self._every_s = REFRESH_EVERY_S if self._on_terminal else LINE_EVERY_S
         self._shown_s = clock()
-        self._is_shown = False
+        self.is_shown = False
 
     def restart(self) -> None:
         """The first line is due after a full interval."""
@@ -58,7 +58,7 @@ class StatusLine:
             self.show(line())
 
     def show(self, line: str) -> None:
-        self._is_shown = True
+        self.is_shown = True
         stamp = f"{self._now():%Y-%m-%d %H:%M:%S} "
         lead, end = ("\r\x1b[K", "") if self._on_terminal else (stamp, "\n")
         self._write(lead + line + end)
@@ -73,10 +73,6 @@ class StatusLine:
         self.show(line())
         if self._on_terminal:
             self._write("\n")
-
-    @property
-    def is_shown(self) -> bool:
-        return self._is_shown
 
     def _write(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # closed, or a pipe without a reader
