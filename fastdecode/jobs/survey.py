@@ -83,9 +83,8 @@ class Survey:
 def no_tokenizer(source: LineSource, num_lines: int) -> ConfigError:
     """Why a file of texts isn't given to a model that takes only token ids."""
     return ConfigError(
-        f"no line of {source} can be answered: {num_lines} are text, but the model directory has no "
-        "tokenizer.json; "
-        f"add the model's tokenizer.json, or give token ids",
+        f"no line of {source} can be answered: {num_lines} are text, but the model directory "
+        "has no tokenizer.json; add the model's tokenizer.json, or give token ids",
         code="no_tokenizer",
     )
 
