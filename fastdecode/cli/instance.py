@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import socket
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 

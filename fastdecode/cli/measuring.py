@@ -1,4 +1,4 @@
-"""``--status`` of commands that measure and have no engine to tell of."""
+"""``--status`` of commands that measure and have no engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def measuring(
         outputs: what else it writes, by option.
 
     Returns:
-        What says a line about what is done now.
+        A function that reports in a line what is done now.
 
     Raises:
         ConfigError: the file can't be written, or is one of ``outputs``.

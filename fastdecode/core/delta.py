@@ -50,7 +50,7 @@ class Delta:
     stop_reason: int | str | None = None
     """Given with ``finish_reason``: see ``Completion``."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    """Of the request's prompt, if it wants them; told once, with the first of its tokens."""
+    """Of the request's prompt, if it wants them; sent once, with the first of its tokens."""
 
     @property
     def num_values(self) -> int:

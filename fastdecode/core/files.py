@@ -48,7 +48,7 @@ def check_paths(input_path: Path, **outputs: Path | None) -> None:
 def check_readable(path: Path) -> None:
     """Raises ConfigError if the input is no file, or can't be read."""
     try:
-        # Opening a pipe that nobody writes would wait for ever.
+        # Opening a pipe without a writer would wait for ever.
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise ConfigError(
                 f"the input {path} is not a file: write the requests to one, or pipe them into "

@@ -16,7 +16,7 @@ PRIOR: Final = 0.01
 FIXED_SHARE: Final = 0.5
 """The part of a full batch's step that a step with fewer sequences takes too."""
 LEAST_SLOPE: Final = -0.5
-"""Lengths that spread more are taken as this, since few lines tell."""
+"""A smaller slope is taken as this, since it rests on few lines."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ class _Spread:
 
         Args:
             tokens_left: on average.
-            is_full: others have taken the place of those that ended, so that
-                these began at any time. Else they are what is left of them.
+            is_full: others replaced the answers that ended, so these began at any
+                time. Else they are the rest of the answers that began.
         """
         scale = self.mean if is_full else tokens_left
         exponent = self.slope if is_full else self.slope / max(1.0 - self.slope, 1e-3)
@@ -142,7 +142,7 @@ def remaining_s(counts: JobCounts, times: TokenTimes) -> float | None:
 
     The tokens that are left are counted at what they cost while the batch is full.
     At the end the batch empties and its steps are less full, until the longest
-    answer is done: that takes longer than its tokens tell.
+    answer is done: that takes longer than the number of its tokens suggests.
     """
     if counts.lines_left <= counts.lines_done:
         return 0.0
@@ -161,7 +161,7 @@ def remaining_s(counts: JobCounts, times: TokenTimes) -> float | None:
 
 def _emptying_tokens(counts: JobCounts, spread: _Spread, outputs_left: float) -> float:
     """Tokens that a full batch would get in the time in which it empties, less
-    those that it does get."""
+    the tokens that it does get."""
     num = counts.lines_running
     if not num or not counts.done.tokens:
         return 0.0
@@ -174,7 +174,7 @@ def _emptying_tokens(counts: JobCounts, spread: _Spread, outputs_left: float) ->
 def _spread(counts: JobCounts) -> _Spread | None:
     """From lines that are done, and from what the running ones have.
 
-    The mean of those that are done is too low at first, since short ones end
+    The mean of the lines that are done is too low at first, since short ones end
     first: the running ones have tokens that belong to lines that will be done. The
     slope tells how many of these tokens count (all if lines end at any token alike,
     none if all are equal). It follows from the squared variation v of lengths:

@@ -10,7 +10,7 @@ from fastdecode.core.files import STANDARD, open_output, write_whole
 
 
 class LineSink:
-    """Opens an output anew; close it.
+    """Opens an output and empties it; close it.
 
     Args:
         path: ``-``: standard output; ``….gz``: it is compressed.

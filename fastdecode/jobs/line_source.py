@@ -71,7 +71,7 @@ class LineSource:
                     yield cast("IO[bytes]", file)
             except (EOFError, zlib.error, gzip.BadGzipFile) as error:
                 raise ConfigError(
-                    f"the input {self} is a damaged gzip file: {error}: make it anew"
+                    f"the input {self} is a damaged gzip file: {error}: compress it again"
                 ) from None
 
     def close(self) -> None:

@@ -62,9 +62,9 @@ def merge(
     """Write the answers of all outputs into one file.
 
     Args:
-        outputs: of ``fastdecode run-batch``, their manifests beside them.
+        outputs: of ``fastdecode run-batch``, with their manifests in the same directories.
         merged: as ``LineSink`` takes it.
-        on_look: told which share of the work is done, and how many answers were read.
+        on_look: gets the share of the work that is done, and how many answers were read.
         partial: answers may be missing.
 
     Raises:
@@ -144,8 +144,8 @@ def _index(path: Path, manifest: Manifest) -> _Answers:
                 num_failed += told[1]
             elif file.peek(1):
                 raise ConfigError(
-                    f"line {len(numbers) + 1} of {path} is no answer of the run that its manifest "
-                    "tells of: restore the file, or run its job anew with --overwrite"
+                    f"line {len(numbers) + 1} of {path} is no answer of the run in its manifest: "
+                    "restore the file, or run its job again with --overwrite"
                 )
             offset += len(raw)
     found = _Answers(
@@ -171,11 +171,11 @@ def _check_lines(found: _Answers, manifest: Manifest) -> None:
         why = f"{found.path} has {len(numbers)} answers for {manifest.num_lines} lines"
     else:
         return
-    raise ConfigError(f"{why}: restore the file, or run its job anew with --overwrite")
+    raise ConfigError(f"{why}: restore the file, or run its job again with --overwrite")
 
 
 class _Identify:
-    """Tells which line an answer is for, and whether it is an error: by its first
+    """Finds which line an answer is for, and whether it is an error: by its first
     bytes, as jobs write them, or else by parsing it."""
 
     def __init__(self, manifest: Manifest) -> None:

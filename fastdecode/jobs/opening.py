@@ -101,7 +101,7 @@ def open_job(
     left to do, and hold the output.
 
     Args:
-        on_look: told how much of a long input is checked.
+        on_look: gets how much of a long input is checked.
 
     Raises:
         ConfigError, ModelError: something is wrong with options, files or the
@@ -255,7 +255,7 @@ def open_ordered_job(
         model: the model directory.
         on_line: told each answer as it is written, with its prompt if that is
             text.
-        on_look: told how much of a long input is checked.
+        on_look: gets how much of a long input is checked.
 
     Raises:
         ConfigError: something is wrong with the files; nothing was changed.

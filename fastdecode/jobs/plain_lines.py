@@ -1,5 +1,5 @@
-"""A fast look at lines: those that differ from a checked line only in their id,
-prompt and other free texts are sound like it, and are not parsed."""
+"""A fast look at lines: one that differs from a checked line only in its id, prompt
+and other free texts is sound like it, and is not parsed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Shapes:
     """Shapes of lines that were checked, and how many lines had each.
 
     Args:
-        shard: whose lines are counted.
+        shard: its lines are counted.
     """
 
     def __init__(self, shard: Shard) -> None:
@@ -75,7 +75,7 @@ class Shapes:
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """[shapes]: the shard's lines, without those that shapes were learned from."""
+        """[shapes]: the shard's lines, without the ones that shapes were learned from."""
         return self._counts[: self._num]
 
     def read(

@@ -157,7 +157,7 @@ class _Looking:
         self._takes_text = takes_text
 
     def parse(self, number: int, raw: bytes | None) -> SoundLine | None:
-        """A line, and what is to be known of those like it; None: it is bad."""
+        """A line; what is counted of each line of its shape; None: it is bad."""
         found = self.found
         found.num_in_file += 1
         found.last_line = number

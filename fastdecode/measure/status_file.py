@@ -26,7 +26,7 @@ EVERY_S: Final = 1.0
 
 
 class Watched(Protocol):
-    """What a status file tells of."""
+    """What a status file reports."""
 
     def look(self) -> str:
         """Called before every status but the last. Returns the state."""
@@ -36,7 +36,7 @@ class Watched(Protocol):
 
 
 class Measuring:
-    """A command that measures, and has no engine to tell of: what it said last.
+    """A command that measures, and has no engine: what it reported last.
 
     Args:
         tell: gets what is said, too.
@@ -127,7 +127,7 @@ class StatusFile:
     Args:
         path: None: nothing is written.
         command: of ``fastdecode``, that runs.
-        watched: what it tells of.
+        watched: what it reports.
         tell: gets what goes wrong.
     """
 

@@ -176,7 +176,7 @@ class ChunkWriter:
         calls.append({**call, "function": {**named, "arguments": piece.arguments}})
 
     def _said(self, text: str, *, is_first: bool) -> str:
-        """A choice's text as its chunk says it."""
+        """A choice's text as its chunk has it."""
         if not self._is_chat:
             return f'"text": {text or _NO_TEXT}'
         if not is_first:

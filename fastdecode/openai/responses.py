@@ -140,7 +140,7 @@ class ResponseWriter:
         return {**self._head, **state, "output": list(self._done), "usage": usage}
 
     def add(self, delta: Delta) -> list[Event]:
-        """A delta's events, but those that begin and end a stream."""
+        """A delta's events, but the ones that begin and end a stream."""
         self._num_tokens += len(delta.token_ids)
         if self._offsets is not None:
             self._begins += map(self._offsets.next, delta.token_ids)

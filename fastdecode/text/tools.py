@@ -25,7 +25,7 @@ class Tools:
     definitions: tuple[Mapping[str, Any], ...]
     """``{"type": "function", "function": {"name", "description", "parameters"}}``."""
     callable_names: tuple[str, ...]
-    """Of those that may be called."""
+    """Of the tools that may be called."""
     must_call: bool = False
     """The answer is calls, and nothing else."""
     most_one: bool = False

@@ -158,7 +158,7 @@ class CompletionExchange:
         assert self._opened is not None, "something has been answered"
         params = self._opened.requests[0].params
         num_words = num_tokens * (1 + (params.logprobs or 0))
-        if params.prompt_logprobs is not None:  # told once: streams refuse them
+        if params.prompt_logprobs is not None:  # written once: streams refuse them
             num_of_prompts = sum(len(asked.prompt_token_ids) for asked in self._opened.requests)
             num_words += num_of_prompts * (1 + params.prompt_logprobs)
         if num_words <= MOST_WORDS_AT_ONCE:
