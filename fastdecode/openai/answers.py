@@ -106,20 +106,20 @@ class AnswerReader:
 
     Args:
         codec: the model's.
-        family: what answers have beside text; None: nothing.
+        answer_format: what answers have beside text; None: nothing.
         answer_id: of the body's answer.
     """
 
     codec: TextCodec
-    family: AnswerFormat | None
+    answer_format: AnswerFormat | None
     answer_id: str
 
     def read(self, output: RequestOutput, completion: Completion, number: int) -> ParsedAnswer:
         """One continuation, the choice of this number."""
-        if self.family is None:
+        if self.answer_format is None:
             return ParsedAnswer(completion.text)
-        parser = self.family.parser(self.codec, output.prompt_token_ids)
-        return ParsedAnswer.of(completion.text, parser, self.family, self.choice_id(number))
+        parser = self.answer_format.parser(self.codec, output.prompt_token_ids)
+        return ParsedAnswer.of(completion.text, parser, self.answer_format, self.choice_id(number))
 
     def choice_id(self, number: int) -> str:
         """Of a choice, for the ids of its calls."""

@@ -132,8 +132,8 @@ class ChunkWriter:
         return f'{self._head}], "usage": {json.dumps(self._usage())}}}'
 
     def _new_choice(self, place: int) -> _Choice:
-        prompt, family = self._prompts[place], self._reader.family
-        parser = None if family is None else family.parser(self._reader.codec, prompt)
+        prompt, answer_format = self._prompts[place], self._reader.answer_format
+        parser = None if answer_format is None else answer_format.parser(self._reader.codec, prompt)
         return _Choice(self._tokens.offsets_after(prompt), parser=parser)
 
     def _text_json(self, choice: _Choice, delta: Delta, number: int) -> str:
@@ -168,15 +168,15 @@ class ChunkWriter:
             return
         call: dict[str, Any] = {"index": piece.index}
         if piece.name is not None:
-            family = self._reader.family
-            assert family is not None
-            call["id"] = family.call_id(self._reader.choice_id(number), piece.index)
+            answer_format = self._reader.answer_format
+            assert answer_format is not None
+            call["id"] = answer_format.call_id(self._reader.choice_id(number), piece.index)
             call["type"] = "function"
         named = {} if piece.name is None else {"name": piece.name}
         calls.append({**call, "function": {**named, "arguments": piece.arguments}})
 
     def _said(self, text: str, *, is_first: bool) -> str:
-        """A choice's text as its chunk has it."""
+        """A choice's text as answer_format chunk has it."""
         if not self._is_chat:
             return f'"text": {text or _NO_TEXT}'
         if not is_first:

@@ -270,7 +270,9 @@ class ParsedAnswer:
     calls: list[ToolCall] = field(default_factory=list)
 
     @classmethod
-    def of(cls, text: str, parser: AnswerParser, family: AnswerFormat, name: str) -> ParsedAnswer:
+    def of(
+        cls, text: str, parser: AnswerParser, answer_format: AnswerFormat, name: str
+    ) -> ParsedAnswer:
         """``name``: the answer's, for the ids of its calls."""
         parsed, content = cls(), ""
         for part in [*parser.feed(text), *parser.finish()]:
@@ -279,13 +281,13 @@ class ParsedAnswer:
             elif isinstance(part, str):
                 content += part
             else:
-                parsed._add(part, family, name)
+                parsed._add(part, answer_format, name)
         parsed.content = None if parsed.calls and not content.strip() else content
         return parsed
 
-    def _add(self, piece: CallPiece, family: AnswerFormat, name: str) -> None:
+    def _add(self, piece: CallPiece, answer_format: AnswerFormat, name: str) -> None:
         if piece.name is not None:
-            its_id = family.call_id(name, piece.index)
+            its_id = answer_format.call_id(name, piece.index)
             self.calls.append(ToolCall(its_id, piece.name, piece.arguments))
         else:
             last = self.calls[-1]
