@@ -69,9 +69,9 @@ def add_serve(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "serve",
         help="answer OpenAI's API over HTTP",
-        description="Serve /v1/completions and /v1/chat/completions, whole and as streams, to "
-        "any client of OpenAI's API. Stops upon SIGTERM or Ctrl-C once what runs is done; a "
-        "second time at once.",
+        description="Serve /v1/completions, /v1/chat/completions and /v1/responses, whole and "
+        "as streams, to any client of OpenAI's API. Stops upon SIGTERM or Ctrl-C once what runs "
+        "is done; a second time at once.",
     )
     parser.set_defaults(run=run_serve)
     add_model(parser)
