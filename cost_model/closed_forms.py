@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
+from bisect import bisect_left
+from collections.abc import Callable
 
 # Far below anything that matters, far above what rounding adds to a handful of
 # products (a few 1e-16).
@@ -21,3 +24,18 @@ def whole(count: float) -> int:
 def at_most(value: float, limit: float) -> bool:
     """``value <= limit``, but for rounding."""
     return value <= limit or math.isclose(value, limit, rel_tol=_ROUNDING)
+
+
+def smallest(holds: Callable[[int], bool], known: int, *, above: int = 0) -> int:
+    """The smallest whole number that holds, up to ``known``, which holds. All that follow a
+    number that holds must hold, too."""
+    return above + 1 + bisect_left(range(above + 1, known), True, key=holds)
+
+
+def largest(holds: Callable[[int], bool], most: int = sys.maxsize) -> int:
+    """The largest number from 1 to ``most`` that holds; 0: none does. All below a number that
+    holds must hold, too."""
+    low, high = 0, 1
+    while high <= most and holds(high):
+        low, high = high, 2 * high
+    return smallest(lambda number: not holds(number), min(high, most + 1), above=low) - 1

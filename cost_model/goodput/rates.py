@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cost_model.closed_forms import smallest
 from cost_model.goodput.simulator import GoodputRun
 from cost_model.goodput.slo import Attainment, Slo
 from cost_model.goodput.workload import Draw
@@ -81,8 +82,4 @@ def greatest_rate(
     low = high + halving
     while low < least and not is_carried(low):
         low, high = low + halving, low
-    low = min(low, least)
-    while low - high > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if is_carried(middle) else (low, middle)
-    return rate(low)
+    return rate(smallest(is_carried, min(low, least), above=high))

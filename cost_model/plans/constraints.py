@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cost_model.closed_forms import at_most, whole
+from cost_model.closed_forms import at_most, smallest, whole
 from cost_model.predict import LaneTimes, System
 from cost_model.quantities import bytes_text, counted, seconds_text
 
@@ -232,13 +232,10 @@ def sockets_for(seconds: Callable[[float], float], limit_s: float) -> int | None
     """The fewest sockets with ``seconds(sockets) <= limit_s``; None if there are none."""
     if limit_s <= 0:
         return None
-    low, high = 0, fastest(seconds, MAX_SOCKETS)
-    if not at_most(seconds(high), limit_s):
+    most = fastest(seconds, MAX_SOCKETS)
+    if not at_most(seconds(most), limit_s):
         return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if at_most(seconds(middle), limit_s) else (middle, high)
-    return high
+    return smallest(lambda sockets: at_most(seconds(sockets), limit_s), most)
 
 
 def fastest(seconds: Callable[[float], float], most: int) -> int:
@@ -246,11 +243,11 @@ def fastest(seconds: Callable[[float], float], most: int) -> int:
     flat (sockets of one host share its port), then falls (work is shared out), then perhaps
     rises (messages add up)."""
     first = min(most, _FLAT)
-    low, high = first - 1, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        rises = seconds(middle + 1) >= seconds(middle) * (1.0 - _ROUNDING)
-        low, high = (low, middle) if rises else (middle, high)
-    best_s = min(seconds(high), *(seconds(few) for few in range(1, first + 1)))
-    few = next((n for n in range(1, first + 1) if at_most(seconds(n), best_s)), high)
-    return min(few, high)
+
+    def rises(sockets: int) -> bool:
+        return seconds(sockets + 1) >= seconds(sockets) * (1.0 - _ROUNDING)
+
+    lowest = smallest(rises, most, above=first - 1)
+    best_s = min(seconds(lowest), *(seconds(few) for few in range(1, first + 1)))
+    few = next((n for n in range(1, first + 1) if at_most(seconds(n), best_s)), lowest)
+    return min(few, lowest)

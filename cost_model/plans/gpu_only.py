@@ -3,9 +3,10 @@ attention on the GPU, no R-workers."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
-from cost_model.closed_forms import at_most
+from cost_model.closed_forms import at_most, largest
 from cost_model.predict import System
 
 
@@ -44,31 +45,20 @@ def best_gpu_only(system: System, step_limit_s: float) -> GpuOnly | None:
     def fast(batch: int) -> bool:
         return at_most(gpu_only_step_s(system, batch), step_limit_s)
 
-    def holds(batch: int) -> bool:
-        return (
-            fits(batch)
-            and fast(batch)
-            and (system.s.max_batch is None or batch <= system.s.max_batch)
-        )
-
-    if not holds(1):
+    measured = sys.maxsize if system.s.max_batch is None else system.s.max_batch
+    batch = largest(lambda batch: fits(batch) and fast(batch), measured)
+    if not batch:
         return None
-    low, high = 1, 2
-    while holds(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    step_s = gpu_only_step_s(system, low)
-    used = system.costs.weight_bytes + low * system.costs.peak_activation_bytes
+    step_s = gpu_only_step_s(system, batch)
+    used = system.costs.weight_bytes + batch * system.costs.peak_activation_bytes
     return GpuOnly(
-        batch=low,
+        batch=batch,
         tpot_s=step_s,
-        tokens_per_s=low / step_s,
+        tokens_per_s=batch / step_s,
         limit="memory"
-        if not fits(low + 1)
+        if not fits(batch + 1)
         else "latency"
-        if not fast(low + 1)
+        if not fast(batch + 1)
         else "what was measured",
         kv_room_bytes=system.s.usable_memory_bytes - used,
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 
-from cost_model.closed_forms import at_most, whole
+from cost_model.closed_forms import at_most, smallest, whole
 from cost_model.plans.constraints import fastest
 from cost_model.plans.gpu_only import GpuOnly
 from cost_model.predict import System
@@ -124,13 +124,8 @@ def _homes(
 
     yield from _numbers(most - 1, _HOME_STEP)
     yield most
-    if holds(most) or not holds(1):
-        return
-    low, high = 1, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    yield low
+    if not holds(most) and holds(1):
+        yield smallest(lambda home: not holds(home), most, above=1) - 1
 
 
 def _numbers(most: int, step: float) -> Iterator[int]:

@@ -8,10 +8,10 @@ either, but for what whole sequences and sockets round off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from cost_model.closed_forms import at_most, whole
+from cost_model.closed_forms import at_most, largest, smallest, whole
 from cost_model.hardware import Gpu
 from cost_model.plans.constraints import (
     MAX_SOCKETS,
@@ -181,7 +181,7 @@ class Search:
         # Where nothing is promised of a step, room is all that it takes.
         is_free = self.promises.step_limit_s == float("inf")
         runs = self._room if is_free else self.best_sockets
-        return _last(lambda batch: runs(batch, lanes) is not None, most)
+        return largest(lambda batch: runs(batch, lanes) is not None, most)
 
     def plans(self, most_rate: float) -> Iterator[Plan]:
         """For each number of lanes, the smallest batch and the fewest sockets that give nearly
@@ -199,7 +199,7 @@ class Search:
 
     def _smallest(self, lanes: int, rate: float, known: int) -> int:
         """A lane's smallest batch that gives ``rate``, which ``known`` does."""
-        return _first(lambda lane_batch: self.rate(lane_batch, lanes) >= rate, known)
+        return smallest(lambda lane_batch: self.rate(lane_batch, lanes) >= rate, known)
 
     def _fewest(self, lane_batch: int, lanes: int, wanted: float) -> Plan:
         for promises in (self.promises, replace(self.promises, headroom=0.0)):
@@ -223,7 +223,7 @@ class Search:
             needed = sockets_of(self.rows(batch, lanes, wanted, promises))
             return needed is not None and needed <= sockets
 
-        return _first(enough, lane_batch)
+        return smallest(enough, lane_batch)
 
     def rows(
         self, lane_batch: int, lanes: int, rate: float, promises: Promises
@@ -269,27 +269,6 @@ def sockets_of(rows: tuple[Constraint, ...]) -> int | None:
     """The fewest that satisfy all rows; None: no number does."""
     needs = [row.min_sockets for row in rows if row.min_sockets is not None]
     return max(1, *needs) if len(needs) == len(rows) else None
-
-
-def _first(holds: Callable[[int], bool], known: int) -> int:
-    """The smallest number that holds, of up to ``known``, which does."""
-    low, high = 0, known
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
-
-
-def _last(holds: Callable[[int], bool], most: int) -> int:
-    """The largest number from 1 to ``most`` that holds; 0: none does."""
-    low, high = 0, 1
-    while high <= most and holds(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
 
 
 # --- infeasible

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from cost_model.closed_forms import smallest
 from cost_model.hardware import Gpu, Hardware, Nic
 from cost_model.plans.constraints import Constraint
 from cost_model.plans.gpu_only import GpuOnly, best_gpu_only
@@ -234,16 +235,10 @@ def _limit_moves(system: System, plan: Plan, low: int, high: int) -> int | None:
     def limit(count: int) -> str:
         return system.predict(plan.lane_batch, plan.lanes, count).limit
 
-    if limit(low) == limit(high):
-        return None
     before = limit(low)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if limit(middle) == before:
-            low = middle
-        else:
-            high = middle
-    return high
+    if limit(high) == before:
+        return None
+    return smallest(lambda count: limit(count) != before, high, above=low)
 
 
 def _what_ifs(setup: Setup, goal: Goal, plan: Plan, hardware: Hardware | None) -> Iterator[WhatIf]:

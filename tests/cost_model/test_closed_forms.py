@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles.sizing_forms import max_batch_within_latency, required_cpus
 
-from cost_model.closed_forms import whole
+from cost_model.closed_forms import largest, smallest, whole
 from cost_model.workload import Workload
 from fastdecode.core.errors import ConfigError
 
@@ -135,3 +135,13 @@ def test_nonsense_is_refused(bad: float) -> None:
         max_batch_within_latency(8, 8, bad, {1: 1.0})
     with pytest.raises(ConfigError, match="t_of_b"):
         max_batch_within_latency(8, 8, 1.0, {1: bad})
+
+
+@given(st.integers(0, 99), st.integers(1, 100), st.integers(1, 100))
+def test_smallest_and_largest_number_that_holds(above: int, more: int, border: int) -> None:
+    known = above + more
+    first = min(max(border, above + 1), known)
+    assert smallest(lambda number: number >= first, known, above=above) == first
+    assert largest(lambda number: number <= border) == border
+    assert largest(lambda number: number <= border, known) == min(border, known)
+    assert largest(lambda number: False, known) == 0
