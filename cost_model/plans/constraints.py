@@ -54,6 +54,12 @@ def r_memory_bytes(system: System, lane_batch: int, lanes: int) -> float:
     return lane_batch * lanes * system.workload.peak_context_tokens * system.costs.kv_bytes
 
 
+def sockets_with_room(system: System, lane_batch: int, lanes: int, replicas: int) -> int:
+    """The fewest that hold the KV cache and its replicas, each beside another R-worker's."""
+    kv_bytes = r_memory_bytes(system, lane_batch, lanes) * (1 + replicas)
+    return max(whole(kv_bytes / system.r.capacity_bytes), 2 * replicas)
+
+
 def s_worker_fits(system: System, lane_batch: int, lanes: int) -> bool:
     return at_most(s_memory_bytes(system, lane_batch, lanes), system.s.usable_memory_bytes)
 
@@ -211,7 +217,7 @@ def _room_and_latency(
     return (
         Constraint(
             "R DRAM capacity",
-            max(whole(kv_bytes / system.r.capacity_bytes), 2 * promises.replicas),
+            sockets_with_room(system, lane_batch, lanes, promises.replicas),
             f"{bytes_text(kv_bytes)} of KV cache{copies}, "
             f"{bytes_text(system.r.capacity_bytes)} usable a socket",
             "more memory, a smaller KV dtype",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from cost_model.closed_forms import at_most, largest, smallest, whole
+from cost_model.closed_forms import at_most, largest, smallest
 from cost_model.hardware import Gpu
 from cost_model.plans.constraints import (
     MAX_SOCKETS,
@@ -24,6 +24,7 @@ from cost_model.plans.constraints import (
     s_worker_fits,
     slow_cycle_s,
     sockets_for,
+    sockets_with_room,
 )
 from cost_model.plans.question import MAX_BATCH, Goal, Setup, split_counts
 from cost_model.predict import MAX_LANES, StepPrediction, System
@@ -103,11 +104,9 @@ class Search:
     def _room(self, lane_batch: int, lanes: int) -> int | None:
         """The fewest sockets that hold the KV cache; None: there are too few, or the S-worker's
         memory is."""
-        system, replicas = self.system, self.promises.replicas
-        if not s_worker_fits(system, lane_batch, lanes):
+        if not s_worker_fits(self.system, lane_batch, lanes):
             return None
-        kv_bytes = r_memory_bytes(system, lane_batch, lanes) * (1 + replicas)
-        room = max(whole(kv_bytes / system.r.capacity_bytes), 2 * replicas)
+        room = sockets_with_room(self.system, lane_batch, lanes, self.promises.replicas)
         return room if room <= self.most_sockets else None
 
     def best_sockets(self, lane_batch: int, lanes: int) -> int | None:
@@ -158,8 +157,8 @@ class Search:
         return found
 
     def _lane_batches(self, lanes: int) -> Iterator[int]:
-        """Those that may give the most. By a datasheet, the largest that can run does; what
-        was measured may have its best anywhere."""
+        """Candidates for the most tokens a second. By a datasheet, the largest that can run
+        gives it; what was measured may have its best anywhere."""
         measured, asked = self.system.s.max_batch, self.goal.batch
         if asked is not None:
             if measured is not None and -(-asked // max(self.num_lanes)) > measured:
@@ -183,12 +182,12 @@ class Search:
         runs = self._room if is_free else self.best_sockets
         return largest(lambda batch: runs(batch, lanes) is not None, most)
 
-    def plans(self, most_rate: float) -> Iterator[Plan]:
-        """For each number of lanes, the smallest batch and the fewest sockets that give nearly
-        ``most_rate``."""
+    def plans(self, tops: dict[int, tuple[float, int]], most_rate: float) -> Iterator[Plan]:
+        """For each number of lanes of ``tops``, the smallest batch and the fewest sockets that
+        give nearly ``most_rate``."""
         gain = self.goal.gain
         wanted, first = most_rate / (1.0 + gain), most_rate / (1.0 + gain / 2)
-        for lanes, (top, lane_batch) in self.tops().items():
+        for lanes, (top, lane_batch) in tops.items():
             if top < wanted * (1.0 - 1e-9):
                 continue
             # A batch somewhat larger than needed first: with it the fewest sockets are found.
@@ -254,10 +253,11 @@ class Search:
     def best(self) -> tuple[Plan | None, float]:
         """The plan, and the most tokens a second that any batch on any allowed number of
         sockets gives; None and 0: nothing keeps the promises."""
-        most = max((rate for rate, _ in self.tops().values()), default=0.0)
-        plans = list(self.plans(most)) if most else []
-        if not plans:
+        tops = self.tops()
+        if not tops:
             return None, 0.0
+        most = max(rate for rate, _ in tops.values())
+        plans = list(self.plans(tops, most))
         limit = _NEAR_FEWEST * min(plan.sockets for plan in plans)
         near = [plan for plan in plans if plan.sockets <= limit]
         if self.goal.batch is not None:
