@@ -139,7 +139,7 @@ class System:
             link=replace(self.link, pace=self.link.pace * pace(self.link.relative_error)),
         )
 
-    @property
+    @cached_property
     def prompt_s(self) -> float:
         """Of one prompt, but for what the prefix cache holds of it."""
         workload = self.workload
@@ -154,7 +154,7 @@ class System:
         return self.s.t_of_b(lane_batch) + prefill_s
 
     def prompt_tokens(self, lane_batch: int) -> float:
-        """That are computed of the sequences of one lane that start in a step."""
+        """Prompt tokens that a lane computes in a step, of its starting sequences."""
         computed = self.workload.prompt_tokens - self.workload.cached_prompt_tokens
         return lane_batch / self.workload.output_tokens * computed
 

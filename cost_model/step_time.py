@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -84,12 +85,15 @@ class SystemTime(StepTime):
         return self._lanes[num_decoding]
 
     @cached_property
-    def _windows(self) -> tuple[int | None, ...]:
-        """Of the layers; none if no layer has one."""
-        windows = tuple(each.sliding_window for each in self.system.costs.spec.attention)
-        return windows if any(windows) else ()
+    def _windows(self) -> Counter[int | None]:
+        """How many layers have each window; empty if no layer has one."""
+        windows = Counter(each.sliding_window for each in self.system.costs.spec.attention)
+        return windows if any(windows) else Counter()
 
     def _attended(self, context: float) -> float:
         """Keys that a query sees a layer, averaged over layers."""
-        seen = [context if window is None else min(context, window) for window in self._windows]
-        return sum(seen) / len(seen)
+        seen = (
+            count * (context if window is None else min(context, window))
+            for window, count in self._windows.items()
+        )
+        return sum(seen) / self._layers

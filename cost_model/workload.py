@@ -190,24 +190,25 @@ class TokenCosts:
 
     def layer_bytes(self, layer: int) -> float:
         """All weights of one layer."""
-        return self._layer_bytes(layer, math.inf)
+        return self.layer_read_bytes(layer, math.inf)
 
     def layer_read_bytes(self, layer: int, batch: float) -> float:
-        """Weights that a step of so many rows reads in one layer: of experts,
-        those to which a row goes."""
+        """Weights that a step of so many rows reads in one layer: of experts, the ones that
+        the router chooses."""
         others, experts = self._read_parts[self.spec.has_experts(layer)]
         moe = self.spec.moe
-        return others + (experts * moe.experts_hit(batch) if moe and experts else 0.0)
+        return others + (experts * moe.experts_hit(batch) if moe and experts else 0)
 
     @cached_property
     def _read_parts(self) -> dict[bool, tuple[float, float]]:
         """Of layers with and without experts: bytes that every step reads, and of one expert."""
-        moe, parts = self.spec.moe, {}
+        spec, moe, weights, parts = self.spec, self.spec.moe, self.weights, {}
         for layer, _ in self.layer_kinds:
-            has_experts = self.spec.has_experts(layer)
-            none = self._layer_bytes(layer, 0.0)
-            one = moe.num_expert_parameters(self.spec.hidden_size) if moe and has_experts else 0
-            parts[has_experts] = (none, one * self.weights.experts)
+            others, expert = spec.layer_parameters(layer), 0
+            if moe is not None and spec.has_experts(layer):
+                expert = moe.num_expert_parameters(spec.hidden_size)
+                others -= moe.num_experts * expert
+            parts[spec.has_experts(layer)] = (others * weights.layers, expert * weights.experts)
         return parts
 
     def mean_read_bytes(self, batch: float) -> float:
@@ -234,15 +235,6 @@ class TokenCosts:
         for layer in range(self.spec.num_layers):
             kinds.setdefault(self.spec.has_experts(layer), []).append(layer)
         return tuple((layers[0], len(layers)) for layers in kinds.values())
-
-    def _layer_bytes(self, layer: int, batch: float) -> float:
-        """Of the weights that so many rows reach; inf: of all."""
-        spec, moe, weights = self.spec, self.spec.moe, self.weights
-        if moe is None or not spec.has_experts(layer):
-            return spec.layer_parameters(layer) * weights.layers
-        expert = moe.num_expert_parameters(spec.hidden_size)
-        others = spec.layer_parameters(layer) - moe.num_experts * expert
-        return others * weights.layers + moe.experts_hit(batch) * expert * weights.experts
 
     def _mlp_elements(self, layer: int) -> int:
         """Elements that a layer's MLP makes of one token."""
