@@ -41,6 +41,11 @@ class Hybrid:
     def batch(self) -> int:
         return self.home + self.away
 
+    @property
+    def tpot_s(self) -> float:
+        """Of the slower side."""
+        return max(self.home_tpot_s, self.away_tpot_s or 0.0)
+
 
 def best_hybrid(
     system: System,
@@ -59,7 +64,7 @@ def best_hybrid(
         sockets: R-workers that there are; fewer are taken where more only add messages.
         step_limit_s: promised of every token.
         most_away: sequences that may be on R-workers; None: as many as fit.
-        part: of what R-workers can add that is to be had.
+        part: of what R-workers can add, at least this much is reached.
     """
     nothing = Hybrid(
         "gpu-only", alone.batch, 0, sockets, alone.tpot_s, None, tokens_per_s=alone.tokens_per_s
@@ -68,7 +73,7 @@ def best_hybrid(
         plan
         for plan in _plans(system, alone, sockets, step_limit_s)
         if (most_away is None or plan.away <= most_away)
-        and at_most(max(plan.home_tpot_s, plan.away_tpot_s or 0.0), step_limit_s)
+        and at_most(plan.tpot_s, step_limit_s)
         and plan.tokens_per_s > alone.tokens_per_s
     ]
     most = max((plan.tokens_per_s for plan in plans), default=0.0) - alone.tokens_per_s
@@ -100,8 +105,8 @@ def _plans(system: System, alone: GpuOnly, sockets: int, step_limit_s: float) ->
 
 
 def _sockets(system: System, lane_batch: int, lanes: int, fewest: int, most: int) -> set[int]:
-    """Numbers of sockets that may be best for so many lanes: of those that there are, the ones
-    with which a lane is back soonest, alone or among the others. More only add messages."""
+    """Numbers of sockets that may be best for so many lanes: with these a lane is back soonest,
+    alone or among the others. More only add messages."""
     lane_over = system.lane_over(lane_batch)
 
     def away_s(num_lanes: int, sockets: float) -> float:

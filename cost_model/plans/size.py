@@ -17,7 +17,7 @@ from cost_model.closed_forms import smallest
 from cost_model.hardware import Gpu, Hardware, Nic
 from cost_model.plans.constraints import Constraint
 from cost_model.plans.gpu_only import GpuOnly, best_gpu_only
-from cost_model.plans.hybrid import MOST_OF_GAIN, Hybrid, best_hybrid
+from cost_model.plans.hybrid import Hybrid, best_hybrid
 from cost_model.plans.placement import PlacementRates
 from cost_model.plans.question import Goal, Prices, Setup, split_counts
 from cost_model.plans.search import Plan, Search, diagnose, sockets_of
@@ -131,10 +131,10 @@ class Sizing:
             plan, step = self.plan, self.plan.expected
             rate, tpot_s = step.tokens_per_s, step.tpot_s
             found.append(Headline("r", rate, plan.sockets, plan.batch, tpot_s))
-        if self.hybrid is not None and self.hybrid.away_tpot_s is not None:
-            both = self.hybrid
-            tpot_s = max(both.home_tpot_s, both.away_tpot_s or 0.0)
-            found.append(Headline("hybrid", both.tokens_per_s, both.sockets, both.batch, tpot_s))
+        both = self.hybrid
+        if both is not None and both.away:
+            rate, tpot_s = both.tokens_per_s, both.tpot_s
+            found.append(Headline("hybrid", rate, both.sockets, both.batch, tpot_s))
         return tuple(found)
 
     @property
@@ -156,7 +156,7 @@ class Sizing:
 def size(
     setup: Setup, goal: Goal, hardware: Hardware | None = None, prices: Prices | None = None
 ) -> Sizing:
-    """Find the plan, and everything one wants to know beside it.
+    """Find the plan, and what surrounds it: the GPU alone, both sides, what-ifs, costs.
 
     Args:
         hardware: for the what-if of a faster NIC; None leaves it out.
@@ -166,21 +166,15 @@ def size(
         ConfigError: a profile doesn't fit the model, or a price is missing.
     """
     system = setup.system()
-    promises = goal.promises(system)
-    search = Search(system, goal, promises)
+    search = Search(system, goal, goal.promises(system))
     plan, most = search.best()
     feasible = plan is not None
     in_the_way: tuple[Constraint, ...] = ()
     nearest = ""
     if plan is None:
         in_the_way, nearest, plan = diagnose(setup, search)
-    gpu_only = best_gpu_only(system, promises.step_limit_s)
-    hybrid = None
-    if plan is not None and gpu_only is not None:
-        owned = goal.max_sockets is not None
-        sockets = search.most_sockets if owned else plan.sockets
-        part = 1.0 - goal.gain if owned else MOST_OF_GAIN
-        hybrid = best_hybrid(system, gpu_only, sockets, promises.step_limit_s, part=part)
+    gpu_only = best_gpu_only(system, search.promises.step_limit_s)
+    hybrid = _both_sides(search, plan, gpu_only)
     sizing = Sizing(
         setup=setup,
         goal=goal,
@@ -208,6 +202,17 @@ def size(
 
 # --- beside the plan
 # --------------------------------------------------------------------------------------------------
+
+
+def _both_sides(search: Search, plan: Plan | None, alone: GpuOnly | None) -> Hybrid | None:
+    """With the plan's sockets, or with all that there are."""
+    if plan is None or alone is None:
+        return None
+    goal, limit_s = search.goal, search.promises.step_limit_s
+    if goal.max_sockets is None:
+        return best_hybrid(search.system, alone, plan.sockets, limit_s)
+    part = 1.0 - goal.gain
+    return best_hybrid(search.system, alone, search.most_sockets, limit_s, part=part)
 
 
 def _over_sockets(system: System, plan: Plan) -> tuple[StepPrediction, ...]:
@@ -354,19 +359,14 @@ def _cost(
     )
 
 
-def job(
-    sizing: Sizing, headline: Headline, num_tokens: float, prices: Prices | None, copies: int = 1
-) -> Job:
+def job(sizing: Sizing, headline: Headline, num_tokens: float, prices: Prices | None) -> Job:
     """What so many output tokens take, where the rate is kept all the time.
-
-    Args:
-        copies: systems like this one, which share them.
 
     Raises:
         ConfigError: a price is missing.
     """
     setup, s, r = sizing.setup, sizing.system.s, sizing.system.r
-    hours = num_tokens / (copies * headline.tokens_per_s) / 3600.0
+    hours = num_tokens / headline.tokens_per_s / 3600.0
     power_w = s.power_w
     if headline.sockets and power_w is not None:
         power_w = None if r.power_w is None else power_w + headline.sockets * r.power_w
@@ -376,8 +376,8 @@ def job(
         per_hour += headline.sockets * prices.socket(_cpu_name(setup)) if headline.sockets else 0.0
     return Job(
         hours,
-        None if power_w is None else copies * power_w * hours / 1000.0,
-        None if per_hour is None else copies * per_hour * hours,
+        None if power_w is None else power_w * hours / 1000.0,
+        None if per_hour is None else per_hour * hours,
     )
 
 
