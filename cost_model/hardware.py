@@ -374,33 +374,33 @@ _READERS: dict[str, Callable[[Mapping[str, Any], str], Any]] = {
 """How a field is read, by its type."""
 
 
-def _read(kind: Callable[..., _Kind], name: str, row: Mapping[str, Any], **given: int) -> _Kind:
-    """A row of the file: all fields of ``kind`` but its name and what is ``given``."""
+def _read(kind: Callable[..., _Kind], name: str, row: Mapping[str, Any], **sizes: int) -> _Kind:
+    """A row of the file: all fields of ``kind`` but its name.
+
+    Args:
+        sizes: which field of the file says ``memory_bytes``, and its unit in bytes.
+    """
     every = fields(kind)  # type: ignore[arg-type]
-    needed = {each.name for each in every if "None" not in str(each.type)}
-    missing = sorted(needed - {"name", *given, *row})
+    needed = {each.name for each in every if "None" not in str(each.type)} - {"memory_bytes"}
+    missing = sorted((needed | set(sizes)) - {"name", *row})
     if missing:
         raise ConfigError(f'{missing[0]} is missing; or say which part it is like: like = "NAME"')
-    rest = {
+    given = {
         field.name: _READERS[str(field.type)](row, field.name)
         for field in every
-        if field.name != "name" and field.name not in given
+        if field.name not in ("name", "memory_bytes")
     }
-    return kind(name=name, **given, **rest)
-
-
-def _size(row: Mapping[str, Any], name: str, unit: int) -> int:
-    if name not in row:
-        raise ConfigError(f'{name} is missing; or say which part it is like: like = "NAME"')
-    return int(_number(row, name, is_whole=True)) * unit
+    for size, unit in sizes.items():
+        given["memory_bytes"] = _READERS["int"](row, size) * unit
+    return kind(name=name, **given)
 
 
 def _gpu(name: str, row: Mapping[str, Any]) -> Gpu:
-    return _read(Gpu, name, row, memory_bytes=_size(row, "memory_mib", MIB))
+    return _read(Gpu, name, row, memory_mib=MIB)
 
 
 def _cpu(name: str, row: Mapping[str, Any]) -> Cpu:
-    return _read(Cpu, name, row, memory_bytes=_size(row, "memory_gib", GIB))
+    return _read(Cpu, name, row, memory_gib=GIB)
 
 
 def _nic(name: str, row: Mapping[str, Any]) -> Nic:

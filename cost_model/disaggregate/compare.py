@@ -137,8 +137,7 @@ class Comparison:
     def with_failures(self, one: Simulated, failures: Failures) -> dict[str, Simulated]:
         """One pipeline that loses a stage at these moments: with what is lost computed
         again, and with replicas."""
-        size = one.layout.microbatch
-        point = next(each for each in self._profile.microbatches if each.sequences == size)
+        point = self._profile.of(one.layout.microbatch)
         return {
             "failures": self.simulate(one.layout, point, failures),
             "with replicas": self.simulate(one.layout, point, replace(failures, has_replicas=True)),
