@@ -42,6 +42,7 @@ def add_size(commands: Any) -> None:
     )
     _add_workload(parser)
     _add_hardware(parser)
+    _add_network(parser)
     _add_goal(parser)
     _add_output(parser)
     add_log_level_option(parser)
@@ -172,6 +173,10 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dram-gb", type=float, metavar="GB", help="memory a socket; default: the data file's"
     )
+
+
+def _add_network(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("over which network")
     group.add_argument(
         "--nic", default="100GbE", metavar="N", help="name, or profile.json (default: 100GbE)"
     )
@@ -340,7 +345,7 @@ def _print_choices(args: argparse.Namespace, hardware: Hardware, prices: Prices 
 def _num_stages(args: argparse.Namespace) -> int:
     """
     Raises:
-        ConfigError: out of range, or with an option that stages have not.
+        ConfigError: it is out of range, or an option doesn't support stages.
     """
     from fastdecode.core.config.s_part import MAX_PP
 
@@ -387,6 +392,21 @@ def read_setup(args: argparse.Namespace, hardware: Hardware) -> Setup:
         memory_bytes_per_socket=None if args.dram_gb is None else _dram_bytes(args.dram_gb),
         keeps_quantised=args.weights == "kept",
     )
+
+
+def read_part_of_setup(args: argparse.Namespace, prompt_len: int, output_len: int) -> Setup:
+    """For commands that have only some of the options of ``size``: the others have their
+    defaults. Raises ConfigError as ``read_setup``."""
+    from cost_model.hardware import Hardware
+
+    defaults = {
+        "cpu": "EPYC 7452", "nic": "100GbE", "nics": 1, "gpus": 1, "dram_gb": None,
+        "transport": "mpi", "io_threads": 1, "weights": "decoded", "start_interval": 1,
+        "prefix_hit": 0.0,
+    }  # fmt: skip
+    lengths = {"seq_len": None, "prompt_len": prompt_len, "output_len": output_len}
+    given = argparse.Namespace(**{**defaults, **vars(args), **lengths})
+    return read_setup(given, Hardware.load(args.hardware))
 
 
 def read_goal(args: argparse.Namespace) -> Goal:

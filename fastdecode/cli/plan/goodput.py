@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 from fastdecode.cli.options import EXIT_INFEASIBLE, add_log_level_option, tell
 from fastdecode.cli.parser import add_model
 from fastdecode.cli.plan.load import read_load
-from fastdecode.cli.size import add_hardware_file
+from fastdecode.cli.size import add_hardware_file, read_part_of_setup
 from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from cost_model.goodput.answer import Question
     from cost_model.goodput.placements import PlacementPrices
     from cost_model.goodput.workload import Draw
+    from cost_model.plans.question import Setup
 
 NUM_REQUESTS = 300
 PROGRESS_S = 5.0
@@ -140,18 +141,11 @@ def _question(args: argparse.Namespace) -> Question:
     )  # fmt: skip
 
 
-def _setup(args: argparse.Namespace, draw: Draw) -> Any:
-    """One GPU's, by the reader of ``size``."""
-    from cost_model.hardware import Hardware
-    from fastdecode.cli.size import read_setup
-
-    args.seq_len, args.start_interval, args.gpus, args.prefix_hit = None, 1, 1, 0.0
-    args.transport, args.io_threads, args.weights = "mpi", 1, "decoded"
+def _setup(args: argparse.Namespace, draw: Draw) -> Setup:
+    """One GPU's, with room for the longest request."""
     longest = max(prompt + output for prompt, output in draw.lengths)
-    given = argparse.Namespace(**vars(args))
-    given.output_len = max(output for _, output in draw.lengths)
-    given.prompt_len = longest - given.output_len
-    return read_setup(given, Hardware.load(args.hardware))
+    most_output = max(output for _, output in draw.lengths)
+    return read_part_of_setup(args, longest - most_output, most_output)
 
 
 def _prices(text: str | None) -> PlacementPrices:

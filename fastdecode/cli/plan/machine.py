@@ -6,9 +6,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fastdecode.cli.size import add_hardware_file
+from fastdecode.cli.size import add_hardware_file, read_part_of_setup
 from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def read_machine(
         prompt, output: tokens of a sequence.
 
     Raises:
-        ConfigError: it isn't said which machine, or twice.
+        ConfigError: no machine is given, or two.
     """
     from cost_model.disaggregate.profile import machine_on, read_machine_profile
 
@@ -54,19 +54,5 @@ def read_machine(
         return read_machine_profile(args.profile), None
     if args.model is None or args.gpu is None:
         raise ConfigError("how long does a machine take? Give --profile, or --model and --gpu")
-    system = _setup(args, prompt, output).system()
+    system = read_part_of_setup(args, prompt, output).system()
     return machine_on(system, sizes), system.s.host_link_bytes_per_s
-
-
-def _setup(args: argparse.Namespace, prompt: int, output: int) -> Any:
-    """By the reader of ``size``; of R-workers and ports nothing is asked."""
-    from cost_model.hardware import Hardware
-    from fastdecode.cli.size import read_setup
-
-    unasked = {
-        "cpu": "EPYC 7452", "nic": "100GbE", "nics": 1, "gpus": 1, "dram_gb": None,
-        "transport": "mpi", "io_threads": 1, "weights": "decoded", "seq_len": None,
-        "start_interval": 1, "prefix_hit": 0.0, "prompt_len": prompt, "output_len": output,
-    }  # fmt: skip
-    given = argparse.Namespace(**{**vars(args), **unasked})
-    return read_setup(given, Hardware.load(args.hardware))
