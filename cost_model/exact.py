@@ -17,7 +17,7 @@ def as_typed(value: float) -> Fraction:
 
 
 def exact(name: str, value: float, *, least: float = 0.0, above: bool = True) -> Fraction:
-    """What somebody who typed this number meant.
+    """The number as it was typed.
 
     Args:
         name: the parameter that it is a value of, for errors.

@@ -1,4 +1,4 @@
-"""What one machine takes for a microbatch, as somebody measured it: a JSON file.
+"""What one machine takes for a microbatch, as it was measured: a JSON file.
 
 ::
 

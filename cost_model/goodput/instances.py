@@ -48,7 +48,7 @@ class PrefillInstance:
         self._ask()
 
     def release(self, job: DispatchJob) -> None:
-        """Its K and V have been fetched, or nobody wants them."""
+        """Its K and V have been fetched, or no instance needs them."""
         self._held -= job.prompt_tokens
         self._ask()
 
@@ -169,8 +169,8 @@ class _Prompt:
 
 
 class ColocatedInstance(DecodeInstance):
-    """An instance for both phases: parts of prompts run in the steps of those that
-    decode, as the engine runs them. Requests start in order, where there is room for
+    """An instance for both phases: parts of prompts run in decode steps, as the
+    engine runs them. Requests start in order, where there is room for
     all that they will cache.
 
     Args:
@@ -203,11 +203,11 @@ class ColocatedInstance(DecodeInstance):
         self._parts: list[tuple[_Prompt, int]] = []
         """Of prompts, in the step under way."""
         self._wanted_tokens = 0
-        """That those who wait will reserve."""
+        """That waiting requests will reserve."""
 
     @property
     def fullness(self) -> float:
-        """Which share of its room is reserved, or wanted by those that wait."""
+        """Which share of its room is reserved, or wanted by waiting requests."""
         return self.room.fullness + self._wanted_tokens / self.room.capacity_tokens
 
     def put(self, job: DispatchJob) -> None:

@@ -157,7 +157,7 @@ def replicate(judged: RatedInstance, rate: float) -> ReplicatedInstance:
 
 @dataclass(frozen=True)
 class PlacementPrices:
-    """In any one unit; a socket costs a twentieth of a GPU, unless somebody says more."""
+    """In any one unit; a socket costs a twentieth of a GPU, unless more is given."""
 
     gpu: float = 1.0
     socket: float = 0.05

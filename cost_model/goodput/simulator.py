@@ -238,7 +238,7 @@ def simulate_colocated(
     requests: Sequence[tuple[float, int, int]], instances: Sequence[DecodeSpec], step_tokens: int
 ) -> GoodputRun:
     """Instances for both phases; a request goes to the one with the least KV
-    that is reserved, or wanted by those that wait there. ``Dispatcher`` does so
+    that is reserved, or wanted by the requests that wait there. ``Dispatcher`` does so
     while there is room; without, it keeps requests, or has prompts run alone.
 
     Args:

@@ -38,7 +38,7 @@ class Promises:
     headroom: float
     """The R-part must fit even if it takes this much longer than predicted: 0.1 is a tenth."""
     replicas: int = 0
-    """Copies of every KV cache beside it, on another R-worker."""
+    """Copies of every KV cache, on other R-workers."""
 
 
 def s_memory_bytes(system: System, lane_batch: int, lanes: int) -> float:

@@ -36,8 +36,8 @@ class PlacementRates:
 
     @property
     def ranking(self) -> tuple[str, ...]:
-        """Placements that can run, the best first. Of those that give nearly the
-        most the simplest comes first: the GPU alone, R-workers, both."""
+        """Placements that can run, the best first. Of placements that give nearly
+        the most, the simplest comes first: the GPU alone, R-workers, both."""
         rates = {"gpu": self.gpu, "r": self.r, "hybrid": self.hybrid}
         found = {name: rate for name, rate in rates.items() if rate is not None}
         most = max(found.values(), default=0.0)

@@ -155,7 +155,7 @@ def run_data_parallel(
     times: MachineTimes,
 ) -> list[PipelineRun]:
     """So many pipelines, each with prompts and tokens, over consecutive parts
-    of the trace; those that get none aren't run. It is over when the last is."""
+    of the trace; pipelines without any aren't run. It is over when the last is."""
     least, more = divmod(len(microbatches), num_pipelines)
     runs, begin = [], 0
     for index in range(num_pipelines):
@@ -202,8 +202,8 @@ class _Pipeline:
     def run(
         self, starts: Iterator[tuple[int, int]], first_pass: int, until: float = math.inf
     ) -> list[tuple[int, int]]:
-        """Until the last has left, or a stage fails. Returns those that were to start
-        later.
+        """Until the last has left, or a stage fails. Returns the microbatches
+        that start later.
 
         Args:
             starts: when each microbatch may start, in order, and which it is.

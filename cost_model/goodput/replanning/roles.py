@@ -104,7 +104,7 @@ class JudgedRoles:
     """By which part the best carries more, in the draw in which that is least."""
     enough: int
     """Instances that would carry what comes, by what the best ones carry each;
-    0: nobody keeps the SLO."""
+    0: no request keeps the SLO."""
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Judge:
     _found: dict[tuple[Roles, int], float] = field(default_factory=dict)
 
     def judge(self, present: Roles) -> JudgedRoles:
-        """Try others. Of those that carry the same, the one that changes least."""
+        """Try others. Of roles that carry the same, the ones that change least."""
         most = HEADROOM * self.comes.rate
         if self.goodput(present) >= most:
             return JudgedRoles(present, most, present, most, 0.0, present.num)
@@ -174,7 +174,7 @@ def simulation_of(
     times = InstanceTime(alike.times)
     decode = DecodeSpec(times, alike.capacity_tokens, alike.max_sequences, opens_at_once=False)
     if roles.both or not (roles.prefill and roles.decode):
-        # Those that are left do both.
+        # The remaining instances do both.
         both = [decode] * roles.num
         return lambda requests: simulate_colocated(requests, both, alike.batch_tokens)
     # What was measured is how one fetches: prefill instances never hold it up.

@@ -53,7 +53,7 @@ class InstanceTime:
         return best.cycles_s(np.interp(np.arange(num_steps), knots, r_parts_s))
 
     def mixed_s(self, num_sequences: int, context: int, prompts: Prompts) -> float:
-        """Seconds of one step in which parts of prompts run beside those that decode.
+        """Seconds of one step in which parts of prompts run, too.
         Prompts lengthen the S-part of the lanes, in equal shares."""
         if not num_sequences:
             return self.times.s_part_s(0, prompts)
