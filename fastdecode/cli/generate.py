@@ -16,8 +16,8 @@ from fastdecode.cli.options import (
     add_input_option,
     add_log_level_option,
     add_options,
+    add_report_options,
     add_sampling_options,
-    add_status_option,
     check_options,
     engine_options,
     given,
@@ -67,13 +67,7 @@ def add_generate(commands: Any) -> None:
         help="completions, JSON Lines; replaced if it exists; FILE.gz: compressed; "
         "-: standard output",
     )
-    files.add_argument(
-        "--summary", type=Path, metavar="FILE", help="write timings and totals there, JSON"
-    )
-    files.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write what ran when, as Chrome trace events"
-    )
-    add_status_option(files)
+    add_report_options(files)
     files.add_argument("--show", action="store_true", help="also print the completions")
     add_engine_options(parser)
     add_options(parser.add_argument_group("conversations"), Keeping)

@@ -125,6 +125,17 @@ def add_input_option(arguments: argparse._ActionsContainer) -> None:
     )  # fmt: skip
 
 
+def add_report_options(arguments: argparse._ActionsContainer) -> None:
+    """Files about a job, besides its answers."""
+    arguments.add_argument(
+        "--summary", type=Path, metavar="FILE", help="write timings and totals there, JSON"
+    )
+    arguments.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write what ran when, as Chrome trace events"
+    )
+    add_status_option(arguments)
+
+
 def add_status_option(arguments: argparse._ActionsContainer) -> None:
     arguments.add_argument(
         "--status", type=Path, metavar="FILE",

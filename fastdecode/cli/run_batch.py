@@ -25,8 +25,8 @@ from fastdecode.cli.options import (
     add_exit_code_option,
     add_input_option,
     add_log_level_option,
+    add_report_options,
     add_sampling_options,
-    add_status_option,
     check_options,
     engine_options,
     leave_summary,
@@ -86,13 +86,7 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--output", "-o", required=True, type=Path, metavar="FILE", help="answers, JSON Lines"
     )
-    group.add_argument(
-        "--summary", type=Path, metavar="FILE", help="write timings and totals there, JSON"
-    )
-    group.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write what ran when, as Chrome trace events"
-    )
-    add_status_option(group)
+    add_report_options(group)
     group.add_argument(
         "--chat-template", type=Path, metavar="FILE", help="use this template, not the model's own"
     )
