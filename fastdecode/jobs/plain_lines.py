@@ -3,6 +3,7 @@ and other free texts is sound like it, and is not parsed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,36 +29,9 @@ class Stop:
     number: int
 
 
-class PlainLines:
-    """Reads lines of known shapes (``plain_kernel``) and stops at others.
-
-    Args:
-        block: whole lines.
-        number: of the line before them.
-        shapes: what is known.
-    """
-
-    def __init__(self, block: bytes, number: int, shapes: Shapes) -> None:
-        self._data = np.frombuffer(block, np.uint8)
-        self._shapes = shapes
-        self._place = 0
-        most = len(block) // _BYTES_PER_ID + 1
-        self._digests, self._numbers = np.empty((most, 2), np.uint64), np.empty(most, np.int64)
-        self.number = number
-        """Of the line that was read last."""
-
-    def read(self) -> tuple[NDArray[np.int64], NDArray[np.uint64], Stop | None]:
-        """Read on. Returns [lines] the numbers of lines of known shapes, [lines,
-        2] the digests of their ids, both until the next ``read``, and the line
-        it stopped at; None: there are no more."""
-        at = self._shapes.read(self._data, self._place, self.number, self._digests, self._numbers)
-        begin, self._place, self.number, num_ids = at
-        stop = None if begin == len(self._data) else Stop(begin, self._place, self.number)
-        return self._numbers[:num_ids], self._digests[:num_ids], stop
-
-
 class Shapes:
-    """Shapes of lines that were checked, and how many lines had each.
+    """Shapes of a file's lines that were checked, and how many lines had each.
+    Reads lines of these shapes (``plain_kernel``) and stops at others.
 
     Args:
         shard: its lines are counted.
@@ -72,6 +46,8 @@ class Shapes:
         self._state = np.zeros(6, np.int64)
         self._counts = np.zeros(MAX_SHAPES, np.int64)
         self._num = self._num_bytes = 0
+        self.number = 0
+        """Of the line that was read last."""
 
     @property
     def counts(self) -> NDArray[np.int64]:
@@ -79,23 +55,24 @@ class Shapes:
         return self._counts[: self._num]
 
     def read(
-        self,
-        data: NDArray[np.uint8],
-        start: int,
-        number: int,
-        digests: NDArray[np.uint64],
-        numbers: NDArray[np.int64],
-    ) -> tuple[int, int, int, int]:
-        """Read on until an unknown shape: see ``plain_kernel.read``. Returns where
-        the line it stopped at begins and ends, its number, and how many ids were
-        written."""
-        read(
-            data, start, number, self._shard.index % self._shard.count, self._shard.count,
-            self._pool, self._starts, self._sizes, self._places, self._counts, self._latest,
-            digests, numbers, self._state,
-        )  # fmt: skip
-        begin, end, at, num_ids = self._state[:4].tolist()
-        return begin, end, at, num_ids
+        self, block: bytes
+    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint64], Stop | None]]:
+        """Read whole lines, the next ones of the file. Yields [lines] the numbers of
+        lines of known shapes, [lines, 2] the digests of their ids, both until the
+        next item, and the line it stopped at; None: there are no more."""
+        data = np.frombuffer(block, np.uint8)
+        most = len(block) // _BYTES_PER_ID + 1
+        digests, numbers = np.empty((most, 2), np.uint64), np.empty(most, np.int64)
+        stop: Stop | None = Stop(0, 0, self.number)
+        while stop is not None:
+            read(
+                data, stop.end, self.number, self._shard.index % self._shard.count,
+                self._shard.count, self._pool, self._starts, self._sizes, self._places,
+                self._counts, self._latest, digests, numbers, self._state,
+            )  # fmt: skip
+            begin, end, self.number, num_ids = self._state[:4].tolist()
+            stop = None if begin == len(data) else Stop(begin, end, self.number)
+            yield numbers[:num_ids], digests[:num_ids], stop
 
     def learn(self) -> bool:
         """The line that ``read`` stopped at is sound, and so are all of its shape.

@@ -198,14 +198,14 @@ def _look_fast(file: IO[bytes], looking: _Looking, tick: Callable[[], object]) -
     """Parse one line of each shape, and count the others."""
     from fastdecode.jobs.plain_lines import Shapes  # compiled, or loaded, just now
 
-    reader, shapes, number = LineReader(file), Shapes(looking.found.shard), 0
+    reader, shapes = LineReader(file), Shapes(looking.found.shard)
     learned: list[SoundLine] = []
     for block in reader.blocks():
         if block is None:
-            number += 1
-            looking.parse(number, None)
+            shapes.number += 1
+            looking.parse(shapes.number, None)
         else:
-            number = _look_at(block, number, looking, shapes, learned)
+            _look_at(block, looking, shapes, learned)
         tick()
     for sound, num_lines in zip(learned, shapes.counts.tolist(), strict=True):
         looking.found.num_lines += num_lines
@@ -213,20 +213,15 @@ def _look_fast(file: IO[bytes], looking: _Looking, tick: Callable[[], object]) -
     return reader
 
 
-def _look_at(
-    block: bytes, number: int, looking: _Looking, shapes: Shapes, learned: list[SoundLine]
-) -> int:
-    """Whole lines; ``number``: of the line before them. Returns that of the last."""
-    from fastdecode.jobs.plain_lines import PlainLines
-
-    plain, found = PlainLines(block, number, shapes), looking.found
-    while True:
-        numbers, digests, stop = plain.read()
+def _look_at(block: bytes, looking: _Looking, shapes: Shapes, learned: list[SoundLine]) -> None:
+    """Whole lines."""
+    found = looking.found
+    for numbers, digests, stop in shapes.read(block):
         looking.finder.add_many(numbers, digests)
         found.num_in_file += len(numbers)
         found.last_line = int(numbers[-1]) if len(numbers) else found.last_line
         if stop is None:
-            return plain.number
+            return
         sound = looking.parse(stop.number, block[stop.start : stop.end])
         if sound is not None and shapes.learn():
             learned.append(sound)

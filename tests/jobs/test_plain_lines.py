@@ -18,7 +18,7 @@ from fastdecode.jobs import lines as lines_module
 from fastdecode.jobs.line_format import LineFormat
 from fastdecode.jobs.line_source import LineSource
 from fastdecode.jobs.openai_lines import OpenAILines
-from fastdecode.jobs.plain_lines import PlainLines, Shapes
+from fastdecode.jobs.plain_lines import Shapes
 from fastdecode.jobs.shard import WHOLE, Shard
 from fastdecode.jobs.simple_lines import SimpleLines
 from fastdecode.jobs.survey import Survey, survey
@@ -178,10 +178,10 @@ def test_ids_have_the_digests_that_hashlib_gives() -> None:
         json.dumps({"id": each, "prompt": "p"}, ensure_ascii=False) + "\n" for each in ids
     )
     shapes = Shapes(WHOLE)
-    plain = PlainLines(block.encode(), 0, shapes)
-    _, _, stop = plain.read()
+    lines = shapes.read(block.encode())
+    _, _, stop = next(lines)
     assert stop is not None and stop.number == 1 and shapes.learn()
-    numbers, digests, stop = plain.read()
+    numbers, digests, stop = next(lines)
     assert numbers.tolist() == [2, 3, 4] and stop is None
     expected = [hashlib.blake2b(each.encode(), digest_size=16).digest() for each in ids[1:]]
     assert np.ascontiguousarray(digests).tobytes() == b"".join(expected)
