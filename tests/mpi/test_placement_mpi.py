@@ -24,6 +24,8 @@ from fastdecode.core.config.placement import PLACEMENT_FORMAT
 FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
 PATHS = {"PYTHONPATH": str(Path(__file__).parents[2])}
 SILENCE_S = 4.0
+LOSES_NOBODY_S = 60.0
+"""Of jobs whose ranks all live, however busy the machine is."""
 ENGINE = ("--dtype", "float32", "--block-size", "16", "--prefix-cache", "off")
 LAUNCH = [*FASTDECODE, "launch", "--r-threads", "1", "--kv-memory-gb", "0.004"]
 
@@ -69,13 +71,18 @@ class Job:
     what comes of it."""
 
     def __init__(
-        self, directory: Path, model: str, *instances: str, command: str = "generate"
+        self,
+        directory: Path,
+        model: str,
+        *instances: str,
+        command: str = "generate",
+        silence_s: float = SILENCE_S,
     ) -> None:
         self.source, self.output = directory / "in.jsonl", directory / "out.jsonl"
         self.summary = directory / "summary.json"
         placement = write_placement(directory / "placement.json", *instances)
         files = ["--input", str(self.source), "--output", str(self.output)]
-        its_own = ["--model", model, *ENGINE, "--worker-silence-s", str(SILENCE_S)]
+        its_own = ["--model", model, *ENGINE, "--worker-silence-s", str(silence_s)]
         self.command: Sequence[str] = [
             *LAUNCH, "--placement", str(placement), "--", command, *its_own, *files,
             "--summary", str(self.summary),
@@ -106,7 +113,7 @@ FEW, MANY = ("prefill:1", "decode:1"), ("prefill:1", "prefill:1", "decode:1", "d
 def test_tokens_are_those_of_one_engine(
     model: str, tmp_path: Path, instances: tuple[str, ...], n: int
 ) -> None:
-    job = Job(tmp_path, model, *instances)
+    job = Job(tmp_path, model, *instances, silence_s=LOSES_NOBODY_S)
     write_prompts(job.source, 24, n=n)
     outcome = run(job.command, timeout_s=240.0, **PATHS)
     counted = job.check(outcome)
@@ -177,7 +184,7 @@ def test_without_its_controller_a_batch_ends_and_goes_on(model: str, tmp_path: P
 
 def test_roles_of_ranks_flip_while_requests_run(model: str, tmp_path: Path) -> None:
     """Each rank is given prompts, and requests whose prompts others ran, in turn."""
-    job = Job(tmp_path, model, *THREE)
+    job = Job(tmp_path, model, *THREE, silence_s=LOSES_NOBODY_S)
     write_prompts(job.source, 40, n=2)
     script = str(Path(__file__).parent / "ranks" / "flipping.py")
     placed = ["--instance-ranks", "prefill:1,decode:1,decode:2", "--replan", "apply"]
