@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import time
+from collections.abc import Callable
 
 EXIT_UNEXPECTED = 1
 EXIT_INFEASIBLE = 1
@@ -32,6 +34,20 @@ def add_log_level_option(parser: argparse.ArgumentParser, default: str = "warnin
 
 
 def tell(text: str) -> None:
-    """A line for a person, on stderr. That nobody reads it ends no job."""
+    """A line for a person, on stderr. A closed stderr ends no job."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
+
+
+def progress_teller(every_s: float = 5.0) -> Callable[[str], None]:
+    """Tells how far a command is, with the seconds so far, at most once in ``every_s``."""
+    began_s = told_s = time.monotonic()
+
+    def progress(text: str) -> None:
+        nonlocal told_s
+        now_s = time.monotonic()
+        if now_s - told_s >= every_s:
+            told_s = now_s
+            tell(f"{text} in {now_s - began_s:.0f} s")
+
+    return progress

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode.cli.common import add_log_level_option, duration
+from fastdecode.cli.common import EXIT_INFEASIBLE, add_log_level_option, duration
 from fastdecode.cli.parser import Parser, add_model
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.os_errors import explained
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from cost_model.plans.question import CpuSource, Goal, GpuSource, NicSource, Prices, Setup
     from cost_model.plans.size import Sizing
     from cost_model.transport import Transport
-
-EXIT_INFEASIBLE = 1
 
 
 def add_size(commands: Any) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fastdecode.cli.common import progress_teller
 from fastdecode.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -189,3 +190,9 @@ def test_a_machine_s_times_from_a_model_on_a_gpu(
     assert "not both" in capsys.readouterr().err
     assert plan("swap", *asked, files[0], "--bandwidth-gb", "25") == 2
     assert "--batch 16: --profile has microbatches of 4" in capsys.readouterr().err
+
+
+def test_progress_of_long_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    progress_teller(every_s=0.0)("3 layouts simulated,")
+    progress_teller(every_s=1e9)("too early")
+    assert re.fullmatch(r"3 layouts simulated, in \d+ s\n", capsys.readouterr().err)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastdecode.cli.common import progress_teller
 from fastdecode.cli.options import EXIT_INFEASIBLE, add_log_level_option, tell
 from fastdecode.cli.parser import add_model
 from fastdecode.cli.plan.load import read_load
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from cost_model.plans.question import Setup
 
 NUM_REQUESTS = 300
-PROGRESS_S = 5.0
 
 
 def add_goodput(questions: Any) -> None:
@@ -100,7 +98,7 @@ def run_goodput(args: argparse.Namespace) -> int:
     from cost_model.goodput.report import as_json, as_text, placement_file
     from fastdecode.core.json_file import write_whole
 
-    found = answer(_question(args), _progress())
+    found = answer(_question(args), progress_teller())
     text = (
         json.dumps(as_json(found), indent=2) if args.json else as_text(found, explain=args.explain)
     )
@@ -163,16 +161,3 @@ def _prices(text: str | None) -> PlacementPrices:
     if set(found) != {"gpu", "socket"} or not all(0 < each < 1e9 for each in found.values()):
         raise ConfigError(f"--prices {text}: give both, above 0, like gpu=1,socket=0.05")
     return PlacementPrices(found["gpu"], found["socket"])
-
-
-def _progress() -> Callable[[str], object]:
-    began_s = told_s = time.monotonic()
-
-    def progress(text: str) -> None:
-        nonlocal told_s
-        now_s = time.monotonic()
-        if now_s - told_s >= PROGRESS_S:
-            told_s = now_s
-            tell(f"{text} in {now_s - began_s:.0f} s")
-
-    return progress

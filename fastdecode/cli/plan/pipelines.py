@@ -7,12 +7,13 @@ Exit codes: 0 an answer; 1 nothing fits on any number of machines; 2 usage.
 from __future__ import annotations
 
 import argparse
-import time
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastdecode.cli.common import progress_teller
 from fastdecode.cli.options import EXIT_INFEASIBLE, add_log_level_option, tell
 from fastdecode.cli.plan.machine import add_machine, read_machine
 from fastdecode.core.errors import ConfigError
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from fastdecode.schedule.simulation.trace import RequestTrace
 
 MAX_MACHINES = 256
-PROGRESS_S = 5.0
 
 
 def add_pipelines(questions: Any) -> None:
@@ -162,15 +162,5 @@ def _num_layouts(comparison: Comparison, machines: int) -> int:
 
 def _progress(most: int) -> Callable[[], object]:
     """Says now and then how far it is; some layouts needn't be run."""
-    began_s = told_s = time.monotonic()
-    done = 0
-
-    def progress() -> None:
-        nonlocal told_s, done
-        done += 1
-        now_s = time.monotonic()
-        if now_s - told_s >= PROGRESS_S:
-            told_s = now_s
-            tell(f"{done} layouts simulated, of at most {most}, in {now_s - began_s:.0f} s")
-
-    return progress
+    progress, done = progress_teller(), itertools.count(1)
+    return lambda: progress(f"{next(done)} layouts simulated, of at most {most},")
