@@ -266,7 +266,7 @@ class StagePass(Asking):
     num_past: Annotated[NDArray[np.int32], "N"]
     num_new: Annotated[NDArray[np.int32], "N"]
     draws: Annotated[NDArray[np.uint8], "N"]
-    """1: a token is drawn from the sequence's last row."""
+    """``DRAWS`` and ``ASKS`` of each sequence."""
     lost: Annotated[NDArray[np.int32], "L"]
     """Columns whose rows mean nothing."""
     first_tokens: Annotated[NDArray[np.int32] | None, "N"] = None

@@ -166,14 +166,29 @@ class Columns:
     def num_decoding(self) -> int:
         return int((self.kinds == DECODE).sum())
 
-    def lay_out(self, step: int, lane: int) -> tuple[list[HolderSpan], list[LocalSpan]]:
-        """What each holder gets, and what the S-worker attends."""
+    @property
+    def num_cached(self) -> NDArray[np.int32]:
+        """Tokens of each chunk's sequence before it."""
+        return self.past + self.first_tokens
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """[T] of all rows."""
+        return np.arange(self.num_rows) - np.repeat(self.starts - self.num_cached, self.lengths)
+
+    def lay_out(
+        self, step: int, lane: int, closed: Seq[ClosedPart]
+    ) -> tuple[tuple[HolderSpan, ...], tuple[LocalSpan, ...]]:
+        """What each holder gets, and what the S-worker attends. ``closed``: parts that
+        rows attend."""
         spans: list[HolderSpan] = []
         local: list[LocalSpan] = []
         for holder, members in self.by_holder():
             spans.append(_span(holder, members, step, lane))
             local += _local_spans(members)
-        return spans, local
+        if closed:
+            spans = _with_closed_parts(spans, closed)
+        return tuple(spans), tuple(local)
 
     def by_holder(self) -> Iterable[tuple[HolderId, Columns]]:
         """Each holder's chunks."""
@@ -311,23 +326,17 @@ class StepBatch:
         order = sorted(range(len(keys)), key=keys.__getitem__)
         ordered = tuple([chunks[i] for i in order])
         columns = Columns.of(ordered, [homes[i] for i in order], [keys[i] for i in order])
-        num_cached = columns.past + columns.first_tokens
-        positions = np.arange(columns.num_rows) - np.repeat(
-            columns.starts - num_cached, columns.lengths
-        )
         num_known = np.array([len(chunk.sequence.token_ids) for chunk in ordered])
-        spans, local = columns.lay_out(step, lane)
         closed = _closed_parts(ordered, columns.starts, window)
-        if closed:
-            spans = _with_closed_parts(spans, closed)
+        spans, local = columns.lay_out(step, lane, closed)
         return cls(
             ordered,
             _tokens(ordered),
-            positions,
-            tuple(spans),
-            tuple(local),
+            columns.positions,
+            spans,
+            local,
             last_rows=columns.last_rows,
-            draws=num_cached + columns.lengths == num_known,
+            draws=columns.num_cached + columns.lengths == num_known,
             num_decoding=columns.num_decoding,
             closed=closed,
         )
@@ -340,20 +349,18 @@ class StepBatch:
             ProtocolError: no stage lays it out like that.
         """
         columns = Columns.of_pass(passed, holders)
-        spans, local = columns.lay_out(passed.step, passed.lane)
         closed = _closed_of_pass(passed, columns.num_rows, len(holders))
-        if closed:
-            spans = _with_closed_parts(spans, closed)
-        starts = np.repeat(columns.starts - columns.past - columns.first_tokens, columns.lengths)
+        spans, local = columns.lay_out(passed.step, passed.lane, closed)
+        asks = (passed.draws & ASKS) != 0
         return cls(
             (),
             np.zeros(columns.num_rows, np.int64),
-            np.arange(columns.num_rows) - starts,
-            tuple(spans),
-            tuple(local),
+            columns.positions,
+            spans,
+            local,
             last_rows=columns.last_rows,
             draws=(passed.draws & DRAWS) != 0,
-            asks=(passed.draws & ASKS) != 0 if (passed.draws & ASKS).any() else None,
+            asks=asks if asks.any() else None,
             num_decoding=columns.num_decoding,
             hidden=hidden,
             closed=closed,
