@@ -65,8 +65,9 @@ def test_a_longer_one_sees_all_that_came_before(prompts: LanePrompts) -> None:
         for lane in (FIRST_LANE, FIRST_LANE + 1):
             step = batch((9, told, past, count), (3, 2, 0, 4), lane=lane)
             begun = prompts.begin(step)
-            assert begun is not None and begun.past is None
-            held = begun.chunks
+            assert begun is not None
+            held, lacking = begun
+            assert lacking is None
             assert not any(span.begin.num_queries.any() for span in held.batch.spans)
             assert not any(span.merge for span in held.batch.local)
             rows = slice(past, past + count)
@@ -102,9 +103,10 @@ def missing(prompts: LanePrompts, row: tuple[int, int, int, int], lane: int) -> 
     """The tokens that a step fetches first."""
     begun = prompts.begin(batch(row, lane=lane))
     assert begun is not None
-    if begun.past is None:
+    _, past = begun
+    if past is None:
         return []
-    asked = list(begun.past.questions(3, lane))
+    asked = list(past.questions(3, lane))
     assert {(one.step, one.lane, one.sequence_id, one.holder) for one in asked} == {
         (3, lane, row[0], abs(row[1]) % 10)
     }
@@ -126,8 +128,9 @@ def test_what_is_not_in_the_room_is_fetched(prompts: LanePrompts) -> None:
 def test_a_layer_of_the_past_is_here_when_all_of_it_has_come(prompts: LanePrompts) -> None:
     """As an R-worker stores it."""
     begun = prompts.begin(batch((9, ENDS, 8, 4)))
-    assert begun is not None and begun.past is not None
-    past = begun.past
+    assert begun is not None
+    chunks, past = begun
+    assert past is not None
     (asked,) = past.questions(3, FIRST_LANE)
     assert not past.is_here(0)
     torch.manual_seed(3)
@@ -138,7 +141,7 @@ def test_a_layer_of_the_past_is_here_when_all_of_it_has_come(prompts: LanePrompt
     past.place(asked.join([FetchedChunk(stored)]))
     assert past.is_here(0)
     o = torch.zeros(4, 4, 8)
-    begun.chunks.run(0, q[8:], k[8:], v[8:], o)
+    chunks.run(0, q[8:], k[8:], v[8:], o)
     whole, _ = local_causal_attention(q, k, v, (0,), SPEC, want_lse=False)
     torch.testing.assert_close(o, whole[8:])
 

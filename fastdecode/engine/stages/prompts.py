@@ -36,14 +36,6 @@ from sworker.paged import PagedKV, Prompt
 from sworker.worker import Pass, SWorker
 
 
-@dataclass
-class _Room:
-    """What is in a lane's room."""
-
-    sequence_id: int
-    num_tokens: int
-
-
 class LanePrompts:
     """Prompts under way on a prompt stage, one a lane at most.
 
@@ -57,10 +49,14 @@ class LanePrompts:
         self._cache = cache
         self._first_lane = first_lane
         self._most_tokens = most_tokens
-        self._rooms: dict[int, _Room] = {}  # by lane
+        self._rooms: dict[int, tuple[int, int]] = {}  # by lane: sequence and its tokens there
 
-    def begin(self, batch: StepBatch) -> PromptChunks | None:
+    def begin(self, batch: StepBatch) -> tuple[DevicePrefillChunks, Past | None] | None:
         """A step begins. None: all of its prompts begin and end with it.
+
+        Returns:
+            The prompt that takes several steps, or begins behind what is cached, and
+            what is still to be fetched.
 
         Raises:
             ProtocolError: nobody runs prompts like that.
@@ -91,7 +87,7 @@ class LanePrompts:
             batch = _attended_here(batch, span)
         missing = range(num_here, past)
         lacking = Past(self._cache, span.holder, sequence_id, missing, slots) if missing else None
-        return PromptChunks(DevicePrefillChunks(batch, self._cache, stored, later, ()), lacking)
+        return DevicePrefillChunks(batch, self._cache, stored, later, ()), lacking
 
     def _under_way(self, batch: StepBatch, span: HolderSpan) -> list[int]:
         """Which of a holder's sequences were begun before, or don't end here."""
@@ -106,12 +102,11 @@ class LanePrompts:
     def _note(self, lane: int, sequence_id: int, past: int, new: int) -> int:
         """A lane's prompt goes on, or begins. How many of the tokens before it are in
         the room; more may be, of a step that counts no more."""
-        room = self._rooms.get(lane)
-        is_there = room is not None and room.sequence_id == sequence_id
-        num_here = min(past, room.num_tokens) if room is not None and is_there else 0
+        there, num_there = self._rooms.get(lane, (None, 0))
+        num_here = min(past, num_there) if there == sequence_id else 0
         if past + new > self._most_tokens:
             raise ProtocolError(f"a prompt of {past + new} tokens; {self._most_tokens} is the most")
-        self._rooms[lane] = _Room(sequence_id, past + new)
+        self._rooms[lane] = sequence_id, past + new
         return num_here
 
 
@@ -192,15 +187,6 @@ class Past:
 
 
 @dataclass(frozen=True)
-class PromptChunks:
-    """A step's prompt that takes several, or begins behind what is cached."""
-
-    chunks: DevicePrefillChunks
-    past: Past | None
-    """What is still to be fetched; None: nothing."""
-
-
-@dataclass(frozen=True)
 class PromptPlan(AttentionPlan):
     """Makes the steps of a prompt stage.
 
@@ -216,9 +202,10 @@ class PromptPlan(AttentionPlan):
         begun = self.rooms.begin(batch)
         if begun is None:
             return RemoteStep(self, batch)
-        if begun.past is None:
-            return RemoteStep(self, begun.chunks.batch, begun.chunks)
-        return PastStep(self, begun.chunks, begun.past)
+        chunks, past = begun
+        return (
+            RemoteStep(self, chunks.batch, chunks) if past is None else PastStep(self, chunks, past)
+        )
 
 
 class PastStep(RemoteStep):
