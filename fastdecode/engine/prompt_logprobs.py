@@ -29,7 +29,7 @@ class PromptLogprobs:
         return len(self.steps) == len(self.request.prompt_token_ids) - 1
 
     def take(self) -> tuple[TokenLogprob | None, ...] | None:
-        """All of them, the first of which is None; told once."""
+        """All of them, the first of which is None; they are reported once."""
         if self.is_told or not self.is_complete:
             return None
         self.is_told = True
@@ -53,20 +53,6 @@ class AskedRows:
     def count(self) -> int:
         """Of the likeliest tokens, as many as any of them wants."""
         return max(owner.request.params.prompt_logprobs or 0 for owner, _ in self.owners)
-
-    def take_in(self, found: Seq[Seq[float]], wanted: Seq[Chunk]) -> None:
-        """What ``prompt_logprobs`` gave, on the host.
-
-        Args:
-            wanted: chunks whose rows mean something: they lost no R-worker.
-        """
-        ids = {chunk.sequence.sequence_id for chunk in wanted}
-        for (owner, place), chunk, token, numbers in zip(
-            self.owners, self.chunks, self.tokens.tolist(), found, strict=True
-        ):
-            if chunk.sequence.sequence_id in ids:
-                count = owner.request.params.prompt_logprobs or 0
-                owner.steps[place] = token_logprob(token, numbers, count)
 
 
 class PromptQuestions:
@@ -98,7 +84,7 @@ class PromptQuestions:
         )
 
     def rows(self, batch: StepBatch) -> AskedRows | None:
-        """Of a step that was asked; None: nobody wants them any more."""
+        """Of a step that was asked; None: no request wants them any more."""
         assert batch.asks is not None
         owners: list[tuple[PromptLogprobs, int]] = []
         rows: list[int] = []
@@ -123,8 +109,18 @@ class PromptQuestions:
         )
 
     def take_in(self, rows: AskedRows, found: Seq[Seq[float]], wanted: Seq[Chunk]) -> None:
-        """See ``AskedRows``; nothing more is asked of prompts that are known whole."""
-        rows.take_in(found, wanted)
-        for owner, _ in rows.owners:
-            if owner.is_complete:
-                self.forget(owner.request.request_id)
+        """Nothing more is asked of prompts that are known whole then.
+
+        Args:
+            found: what ``prompt_logprobs`` gave, on the host.
+            wanted: chunks whose rows mean something: they lost no R-worker.
+        """
+        ids = {chunk.sequence.sequence_id for chunk in wanted}
+        for (owner, place), chunk, token, numbers in zip(
+            rows.owners, rows.chunks, rows.tokens.tolist(), found, strict=True
+        ):
+            if chunk.sequence.sequence_id in ids:
+                count = owner.request.params.prompt_logprobs or 0
+                owner.steps[place] = token_logprob(token, numbers, count)
+                if owner.is_complete:
+                    self.forget(owner.request.request_id)

@@ -43,6 +43,8 @@ class PromptSampler(PendingSamples):
     @classmethod
     def of(cls, samples: PendingSamples) -> PromptSampler:
         """In its place."""
+        if isinstance(samples, PromptSampler):
+            return samples
         of = samples
         return cls(of._s_worker, of._lives, of._requests, of._stats, of._trace)
 
