@@ -63,6 +63,8 @@ from fastdecode.wire.traits import S_WORKERS, Asking, Worded
 
 Activations: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
 """As in ``fastdecode.wire.messages``."""
+FIRST_STAGE: Final = 0
+"""The number of the stage that schedules."""
 CLOSED_FIELDS: Final = ("column", "part", "num_tokens", "num_beyond", "first_row", "num_rows")
 """Of a closed part in ``StagePass``: where it is, which of its sequence's it is, what
 it has, tokens of the sequence behind it, and the rows whose queries attend it."""

@@ -39,7 +39,7 @@ from fastdecode.engine.stages.relay import (
 )
 from fastdecode.engine.step.remote import Attention
 from fastdecode.wire.messages import MAX_LANES, PROTOCOL_VERSION, Failed, Shutdown, Welcome
-from fastdecode.wire.stages import StageHello, StageWelcome, stage_name
+from fastdecode.wire.stages import FIRST_STAGE, StageHello, StageWelcome, stage_name
 from sworker.dtypes import torch_dtype
 from sworker.failures import typed_failures, typed_start
 from sworker.load.weights import load_model
@@ -48,8 +48,6 @@ from sworker.ranks.group import Ranks
 from sworker.worker import SWorker
 
 logger = logging.getLogger(__name__)
-
-_FIRST = 0
 
 
 @dataclass(frozen=True)
@@ -260,7 +258,7 @@ def _introduce(
             f"the first stage wants {hello}, and {setup.name} is {expected}: start all "
             "stages with the same options and the same model"
         )
-    links.tell(_FIRST, welcome)
+    links.tell(FIRST_STAGE, welcome)
     return hello
 
 
@@ -327,7 +325,7 @@ def _welcomed(
 
 def _tell_failure(links: StageLinks, name: str, error: FastDecodeError) -> None:
     try:
-        links.tell(_FIRST, Failed(name, error.code, error.message))
+        links.tell(FIRST_STAGE, Failed(name, error.code, error.message))
     except WorkerError:
         logger.debug("the first stage has gone before %s", name)
 

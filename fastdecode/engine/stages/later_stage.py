@@ -25,11 +25,10 @@ from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.remote import Attention
 from fastdecode.wire.messages import MAX_ID, Activations, Shutdown
-from fastdecode.wire.stages import GreetColumn, StageDone, StagePass
+from fastdecode.wire.stages import FIRST_STAGE, GreetColumn, StageDone, StagePass
 from sworker.buffers import as_tensor
 from sworker.worker import SWorker
 
-_FIRST = 0
 _LOOK_EVERY_S = 0.05
 """Whether the replacement of a lost R-worker has answered."""
 
@@ -154,7 +153,7 @@ class LaterStage:
         self._tell_news()
         passed = self._passed.pop(step.lane)
         done = report(self._number, step, len(self._holders), self._lost_of(passed))
-        self._links.tell(_FIRST, done if self._next is not None else replace(done, x=x))
+        self._links.tell(FIRST_STAGE, done if self._next is not None else replace(done, x=x))
 
     def _lost_of(self, passed: StagePass) -> set[int]:
         """Columns whose rows mean nothing by now."""
@@ -175,7 +174,7 @@ class LaterStage:
                 raise ProtocolError(f"stage {stage} passed a step to stage {self._number}")
             self._check(message)
             self._waiting.append(message)
-        elif stage != _FIRST:
+        elif stage != FIRST_STAGE:
             raise ProtocolError(f"stage {stage} sent {type(message).__name__}")
         elif isinstance(message, Shutdown):
             self._is_over = True

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any, Final, Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from fastdecode.wire.kv.taking_over import DropCache, TakenOver, TakeOver
 from fastdecode.wire.kv.tiers import Moved, Stocked
 from fastdecode.wire.messages import Hello, Room, Welcome
 from fastdecode.wire.stages import (
+    FIRST_STAGE,
     ColumnLost,
     ColumnReady,
     ColumnTakenOver,
@@ -36,8 +37,6 @@ from fastdecode.wire.stages import (
     StageAnswer,
 )
 from fastdecode.wire.traits import THE_ONLY
-
-_FIRST: Final = 0
 
 
 class Regreeting(Protocol):
@@ -228,25 +227,25 @@ class Relay:
         are lost."""
         for column, answer in news:
             if isinstance(answer, Accepted | Refused):
-                self._links.tell(_FIRST, _answer(column, answer))
+                self._links.tell(FIRST_STAGE, _answer(column, answer))
             elif isinstance(answer, TakenOver):
-                self._links.tell(_FIRST, ColumnTakenOver(column, answer.num_tokens))
+                self._links.tell(FIRST_STAGE, ColumnTakenOver(column, answer.num_tokens))
             elif isinstance(answer, Welcome):
                 self._take_welcome(column, answer)
         for moved in self._pool.moves.take_tiers():
             if isinstance(moved, Moved | Stocked):
-                self._links.tell(_FIRST, moved)
+                self._links.tell(FIRST_STAGE, moved)
         for replicated in self._members.events.take_replicas():
-            self._links.tell(_FIRST, replicated)
+            self._links.tell(FIRST_STAGE, replicated)
         gone = self._gone
         for worker in gone.keys() - self._reported:
             self._reported.add(worker)
             del self._num_due[worker]
             error = gone[worker]
-            self._links.tell(_FIRST, ColumnLost(worker, error.code, error.message))
+            self._links.tell(FIRST_STAGE, ColumnLost(worker, error.code, error.message))
         if self._regreeting is not None and gone:
             for ready in self._regreeting.found():
-                self._links.tell(_FIRST, ColumnReady(ready))
+                self._links.tell(FIRST_STAGE, ColumnReady(ready))
 
     def _greet(self, column: HolderId, number: int) -> None:
         """Greet the R-worker of a column again, or the one that replaces it; if nobody
@@ -265,7 +264,7 @@ class Relay:
         if not self._num_due[column]:
             self._regreeting.answered()
             what = answer.num_blocks, answer.block_size, answer.has_tier
-            self._links.tell(_FIRST, ColumnWelcome(column, self._numbers[column], *what))
+            self._links.tell(FIRST_STAGE, ColumnWelcome(column, self._numbers[column], *what))
 
     def _checked(self, column: int) -> HolderId:
         if not 0 <= column < len(self._pool):

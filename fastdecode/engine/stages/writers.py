@@ -24,9 +24,7 @@ from fastdecode.engine.fleet.pool import RHub
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.engine.stages.pool import StagePool, column_shards
 from fastdecode.wire.messages import Attend, BeginStep, FetchPast, StorePrompt, ToRWorker
-from fastdecode.wire.stages import ColumnLost, MemberField
-
-_FIRST: Final = 0
+from fastdecode.wire.stages import FIRST_STAGE, ColumnLost, MemberField
 
 
 def members_of(layers: range, stages: Iterable[range]) -> dict[int, range]:
@@ -185,7 +183,7 @@ class WriterRelay:
         for index in gone.keys() - self._reported:
             self._reported.add(index)
             (stage, column), error = self._members.origin(index), gone[index]
-            self._links.tell(_FIRST, ColumnLost(column, error.code, error.message, stage))
+            self._links.tell(FIRST_STAGE, ColumnLost(column, error.code, error.message, stage))
 
 
 def _stored(attend: Attend, begin: BeginStep) -> StorePrompt:
