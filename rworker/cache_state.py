@@ -66,7 +66,7 @@ class OpenSteps:
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
         self.of_lane: dict[int, OpenStep] = {}
-        """Those that are under way."""
+        """The open steps."""
         self.settled: dict[int, int] = {}
         """Sequence in an open step → tokens cached before that step."""
 

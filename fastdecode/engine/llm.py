@@ -306,16 +306,16 @@ class LLM:
             chosen = Tools.of(tools, tool_choice, parallel_tool_calls)
             model_format = ChatFormat.of(template, self.codec.special_tokens)
             answer_format = model_format.answer(chosen)
-            told = [for_template(chat, model_format.id_chars) for chat in chats]
+            rendered = [for_template(chat, model_format.id_chars) for chat in chats]
             if answer_format is not None:
                 every = [model_format.params(its, chosen) for its in every]
             more = add_generation_prompt, variables, chosen.definitions if chosen else ()
             if ids is not None:
                 self._warn_of_turns(cache)
-                turns = chat_turns(ids, told, every, self.codec, template, *more, cache)
+                turns = chat_turns(ids, rendered, every, self.codec, template, *more, cache)
                 answered = self._run_all(turns, every, progress)
                 return [parsed(output, answer_format, self.codec) for output in answered]
-            prompts, refused = chat_prompts(told, template, self.codec, *more)
+            prompts, refused = chat_prompts(rendered, template, self.codec, *more)
         uses = [cache] * len(prompts)
         params = [every[place] for place in prompts]
         requests = _requests(list(prompts.values()), params, uses)

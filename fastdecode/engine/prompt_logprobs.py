@@ -22,7 +22,7 @@ class PromptLogprobs:
     request: Request
     steps: dict[int, TokenLogprob] = field(default_factory=dict)
     """By the token's place in the prompt, from 1: nothing comes before the first."""
-    is_told: bool = False
+    is_reported: bool = False
 
     @property
     def is_complete(self) -> bool:
@@ -30,9 +30,9 @@ class PromptLogprobs:
 
     def take(self) -> tuple[TokenLogprob | None, ...] | None:
         """All of them, the first of which is None; they are reported once."""
-        if self.is_told or not self.is_complete:
+        if self.is_reported or not self.is_complete:
             return None
-        self.is_told = True
+        self.is_reported = True
         return (None, *(self.steps[place] for place in sorted(self.steps)))
 
 

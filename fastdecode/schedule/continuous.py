@@ -242,8 +242,8 @@ class ContinuousScheduler:
             lane.budget.whole_prompts = whole_prompts
 
     def _begin_decoding(self, lane: Lane) -> None:
-        """A step of a lane that only decodes is being planned: its policy looks at those
-        that wait, and at those whose prompts have run."""
+        """A step of a lane that only decodes is being planned: its policy looks at the
+        sequences that wait, and at the ones whose prompts have run."""
         num_waiting = len(self.waiting) + len(prefilled(self.lanes))
         most = min(num_waiting, self._shares.num_seats(lane, self.lanes, len(self.waiting)))
         lane.admission.begin_step(lane.step, len(lane.running), most, num_waiting)

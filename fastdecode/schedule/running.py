@@ -183,7 +183,7 @@ class LaneShares:
 
     Args:
         max_num_sequences: most sequences that run at once.
-        are_even: every lane gets its share of them; else whoever finds room first.
+        are_even: every lane gets its share of them; else the first one that finds room.
     """
 
     max_num_sequences: int
@@ -203,7 +203,7 @@ class LaneShares:
         return max(0, most)
 
     def num_seats(self, lane: Lane, lanes: Seq[Lane], num_waiting: int) -> int:
-        """What is left of a lane's even share of these sequences and those that run.
+        """What is left of a lane's even share of these sequences and the running ones.
 
         Prompts that run apart decode in one of the other lanes later. Some lane always
         has less than its share, so no sequence waits for ever."""

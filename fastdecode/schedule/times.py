@@ -54,7 +54,7 @@ class StepTime(Protocol):
 
 
 def num_tokens_of(num_decoding: int, prompts: Prompts) -> int:
-    """Tokens of a step, where those of prompts cost what others cost."""
+    """Tokens of a step, where tokens of prompts cost what others cost."""
     return num_decoding + sum(new for _, new in prompts)
 
 

@@ -35,7 +35,7 @@ stage's layers. To the first stage, which schedules, a column is a cache group
 (``fastdecode.engine.fleet.groups``), and every R-worker of it a member.
 Stages that run prompts only have the highest numbers, and no columns of their
 own: the first one passes steps of prompts to the first of them, as to stage 1
-those that decode, and each sends K and V to the R-workers of the stages that keep
+the steps that decode, and each sends K and V to the R-workers of the stages that keep
 its layers (``fastdecode.wire.kv.attending``). They hear nothing of reservations.
 
 Columns are independent, and so are lanes, so a stage answers in any order.

@@ -36,7 +36,7 @@ class StoredRows:
 
     @classmethod
     def of(cls, kv: KVSpec, chunk: StoreChunk, num_tokens: int) -> StoredRows:
-        """Those that a chunk's data holds."""
+        """The rows that a chunk's data holds."""
         shape, stored = ChunkShape.of(layout_of(kv), chunk), cls.room(kv, chunk, num_tokens)
         for layer in range(chunk.num_layers):
             there = shape.tokens(chunk.data, layer) if chunk.form is ChunkForm.TOKENS else None
@@ -52,7 +52,7 @@ class StoredRows:
 
     def write(self, kv: KVSpec, chunk: FetchChunk, data: Array) -> None:
         """Make them a chunk's data, uint8 [B], which is overwritten."""
-        data[:] = 0  # what it held before is nobody's business
+        data[:] = 0  # padding never shows what it held before
         layout = layout_of(replace(kv, num_kv_heads=chunk.num_heads))
         shape = ChunkShape.of(layout_of(kv), chunk)
         for layer, (k, v) in enumerate(self.rows):

@@ -25,18 +25,18 @@ GREETING_SILENCE_S: Final = 5.0
 """And be silent so long, at least, before it does: a compiler shares its core
 with the thread that gives signs."""
 _LOOK_AWAY_S: Final = 1.0
-"""When nobody has looked for so long, signs of life may have come and not been taken in."""
+"""After a pause of so long between two looks, signs of life may have come and wait to be read."""
 
 
 @dataclass
 class Deadlines:
     """When a peer that owes an answer has to be given up. Only time counts in
-    which somebody looked.
+    which the S-worker looked.
 
     Args:
         timeout_s: how long an answer may take.
         silence_s: how long a peer may give no sign of life, where connections
-            tell of those.
+            report those.
         clock: seconds, as ``Connection.heard_s`` has them.
     """
 
@@ -47,7 +47,7 @@ class Deadlines:
     _looking_since_s: float = -math.inf
 
     def while_greeting(self) -> Deadlines:
-        """Those that hold until an R-worker has answered ``Hello``."""
+        """The deadlines until an R-worker has answered ``Hello``."""
         return replace(
             self,
             timeout_s=max(self.timeout_s, GREETING_TIMEOUT_S),
@@ -55,7 +55,7 @@ class Deadlines:
         )
 
     def begin_look(self) -> float:
-        """Somebody begins to wait for answers, and takes signs of life in. Returns the time."""
+        """The S-worker begins to wait for answers, and reads signs of life. Returns the time."""
         now = self.clock()
         if now - self._looked_s > _LOOK_AWAY_S:
             self._looking_since_s = now

@@ -394,7 +394,7 @@ class WorkerPool:
         """Neighbours have taken over the members that a holder had lost."""
 
     def give_up(self, holder: HolderId) -> None:
-        """Nobody takes over a holder's lost members any more."""
+        """No neighbour takes over a holder's lost members any more."""
 
     def peer(self, holder: HolderId) -> str:
         """The name of the worker that keeps a holder, for people."""

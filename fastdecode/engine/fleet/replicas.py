@@ -2,10 +2,10 @@
 on with, and how a neighbour takes a lost R-worker's place.
 
 R-workers form a ring (``fastdecode.schedule.ring``). Each keeps a replica of
-the one before it, and is told its tokens by that one itself, never by the
-S-worker. When one is lost, its neighbour has its cache, and acts for it from
-then on. Neither that cache nor the one before it has a second copy from then on,
-until the ring is closed again: when nothing is left of what was taken over.
+the one before it, which sends it the tokens itself: the S-worker never does.
+When one is lost, its neighbour has its cache, and acts for it from then on. Neither
+that cache nor the one before it has a second copy from then on, until the ring is
+closed again: when nothing is left of what was taken over.
 
 A holder may be a group of several members (``fastdecode.engine.fleet.groups``).
 Members of the same layers are a ring.
@@ -133,11 +133,11 @@ class Failovers:
         self._handovers: Handovers | None = None
         self._counts_links = figures is None
         self.figures = figures or ReplicaFigures(lags=self._ring.protection.lags)
-        """What has become of them so far."""
+        """What happened to replicas so far."""
 
     def hand_over_to(self, replacements: HubReplacements[Any] | None) -> None:
-        """From now on, what neighbours go on with is given to those that come in
-        the lost ones' places, if any do."""
+        """From now on, neighbours give what they took over to the replacements of
+        lost R-workers, if any come."""
         if replacements is not None:
             self._handovers = Handovers(self._fleet, self._ring, replacements, self._clock)
 
@@ -338,7 +338,7 @@ class Replicas:
         self.rings: Final = [first, *own]
         self._ring_of = {member: ring for ring in self.rings for member in ring.circle}
         self.figures: Final = first.figures
-        """What has become of them so far; links are counted of the first ring."""
+        """What happened to replicas so far; links are counted of the first ring."""
         self._session = options.session
         self._places: HubReplacements[Any] | None = None
         self._resharing: Resharing | None = None
@@ -451,7 +451,7 @@ class Replicas:
         return True
 
     def _moving(self, holder: HolderId) -> list[HolderId] | None:
-        """The members that others are to serve; None: nobody can."""
+        """The members that others are to serve; None: no R-worker can."""
         members = list(self._fleet.members_of(holder))
         if len(members) > 1:  # some may have been lost while steps in flight ended
             if not all(self._lose_members(holder, is_used=True)):
@@ -467,8 +467,8 @@ class Replicas:
         self._fleet.send(holder, self._asked[holder])
 
     def taken_over(self, holder: HolderId, answer: TakenOver) -> events.TakenOver | None:
-        """All members of a holder have answered. None: some have been told to forget
-        what others haven't, and are to answer once more."""
+        """All members of a holder have answered. None: some have to forget tokens that
+        others lack, and answer once more."""
         asked = self._asked[holder]
         ids, wanted = asked.sequence_ids.tolist(), asked.num_tokens.tolist()
         counts = dict(zip(ids, answer.num_tokens.tolist(), strict=True))
@@ -492,7 +492,7 @@ class Replicas:
         """Whether the heads are to be shared anew, and nothing is left of replicas."""
         if not self._is_over:
             return False
-        self._fleet.look()  # nobody awaits an answer to what was asked before
+        self._fleet.look()  # no step awaits an answer to what was asked before
         self.take_news(0)
         return self.rings[0].end_all()
 
@@ -511,7 +511,7 @@ class Replicas:
                 ring.mend()
 
     def _give_up(self, holder: HolderId) -> None:
-        """Nobody takes over from members any more."""
+        """No neighbour takes over from members any more."""
         if self._resharing:
             self._is_over = True
             self._leaving.clear()

@@ -128,7 +128,7 @@ class Resharing:
         fleet: the one group.
         hello: what its members are greeted with again.
         deadlines: how long an answer may take, and a silence last.
-        places: who may replace a member; None: nobody.
+        places: R-workers that may replace a member; None: there are none.
     """
 
     def __init__(

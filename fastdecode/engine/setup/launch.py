@@ -238,7 +238,7 @@ class RunningEngine:
         return engine
 
     def _replacements(self, hello: Hello, deadlines: Deadlines) -> Replacements | None:
-        """What looks for R-workers that replace lost ones; None: nobody may come."""
+        """What looks for R-workers that replace lost ones; None: lost ones have no replacements."""
         fleet, config, make = self._fleet, self.resolved.config, self._workers.replacements
         shares_heads = config.r_part.r_partition == "heads"
         if shares_heads and not (config.r_part.replicas or config.cluster.spare_r_workers):

@@ -185,7 +185,7 @@ def has_stage_ranks(resolved: ResolvedConfig) -> bool:
 
 
 def reach_own_device(resolved: ResolvedConfig, beside: Colocation | None = None) -> Reached:
-    """The cache on this S-worker's device; or those of its lanes, which are swapped.
+    """The cache on this S-worker's device; or its lanes' caches, which are swapped.
     ``beside``: other engines, which read from it."""
     if resolved.config.s_part.swap:
         most_tokens = resolved.schedule.stored_tokens(resolved.config.r_part.block_size)

@@ -48,7 +48,7 @@ class StageRelay(Protocol):
     def obey(self, message: FromAnyStage) -> None: ...
 
     def regroup(self, members: NDArray[np.int32]) -> Seq[HolderId]:
-        """The first stage says who keeps the columns. Returns those that changed."""
+        """The first stage says who keeps the columns. Returns the columns that changed."""
 
     def pass_on(self, news: Iterable[News]) -> None: ...
 

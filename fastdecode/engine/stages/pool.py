@@ -104,7 +104,7 @@ class StagePool(WorkerPool):
         return HolderId(self._first_relayed + place * self.num_columns + column)
 
     def begin_greeting(self, members: Iterable[HolderId]) -> None:
-        """These are about to be greeted again; what those of later stages were asked
+        """These are about to be greeted again; what later stages' members were asked
         before is void, and may never be answered."""
         for member in members:
             if not self.is_here(member):
@@ -147,7 +147,7 @@ class StagePool(WorkerPool):
         self._give_up_worker(self.placement[holder], error)
 
     def _give_up_worker(self, index: int, error: FastDecodeError) -> None:
-        """Give up an R-worker; a later stage's is told so."""
+        """Give up an R-worker; a later stage is notified of its own."""
         if index >= self._first_relayed and index not in self.gone:
             stage, column = self.origin(index)
             self._stages.tell(stage, ColumnLost(column, error.code, error.message))
@@ -253,8 +253,8 @@ class StagePool(WorkerPool):
 class ColumnPool(GroupPool):
     """Of the first stage, to which a holder is a column: an R-worker of every stage.
 
-    Where R-workers share out the heads, those of this stage and the group of each other
-    stage are members of one column.
+    Where R-workers share out the heads, this stage's R-workers and the group of each
+    other stage are members of one column.
 
     Args:
         members: all R-workers.
@@ -282,7 +282,7 @@ class ColumnPool(GroupPool):
         else:
             super().__init__(members, shards)
         self.of_stages: Final = members
-        """The members, those of later stages among them."""
+        """All members; later stages' are among them."""
         self.later: Final = LaterStages(stages)
         """The stages behind this one."""
 

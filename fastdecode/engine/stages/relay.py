@@ -46,13 +46,13 @@ class Regreeting(Protocol):
     """To what its R-workers were asked before."""
 
     def found(self) -> list[int]:
-        """Columns that are lost and may be greeted again; each is told once."""
+        """Columns that are lost and may be greeted again; each is reported once."""
 
     def greet(self, column: HolderId) -> None:
         """Greet a column's R-worker; if it is lost, its replacement, if that waits."""
 
     def answered(self) -> None:
-        """Those that were greeted have answered."""
+        """The greeted R-workers have answered."""
 
 
 class ColumnRegreeting:
@@ -92,14 +92,14 @@ class ColumnRegreeting:
 
 
 class HeadsRegreeting:
-    """See ``Regreeting``; all R-workers are one column, and share its heads: those
-    that are left, and replacements.
+    """See ``Regreeting``; all R-workers are one column, and share its heads: the
+    remaining ones, and replacements.
 
     Args:
         fleet: the one group of the stage's R-workers.
         hello: what it is greeted with.
         deadlines: of its answers.
-        places: who may replace a lost one; None: nobody.
+        places: R-workers that may replace a lost one; None: there are none.
     """
 
     forgets_answers = True
@@ -118,7 +118,7 @@ class HeadsRegreeting:
         """See ``Regreeting``.
 
         Raises:
-            WorkerError: no R-worker is left, and nobody replaces one.
+            WorkerError: no R-worker is left, and no replacement may come.
         """
         gone = self._members.gone
         if self._places is not None:
@@ -155,7 +155,7 @@ class Relay:
         pool: the columns.
         links: to the first stage.
         session: of their caches.
-        regreeting: greets R-workers again; None: nobody replaces a lost one.
+        regreeting: greets R-workers again; None: lost ones have no replacements.
     """
 
     def __init__(
@@ -248,8 +248,8 @@ class Relay:
                 self._links.tell(FIRST_STAGE, ColumnReady(ready))
 
     def _greet(self, column: HolderId, number: int) -> None:
-        """Greet the R-worker of a column again, or the one that replaces it; if nobody
-        does, it is lost once more."""
+        """Greet the R-worker of a column again, or its replacement; if there is
+        none, it is lost once more."""
         assert self._regreeting is not None
         self._reported.discard(column)
         self._numbers[column] = number

@@ -24,7 +24,7 @@ class ColumnReplacements:
     Args:
         fleet: the columns.
         hello: what R-workers of the first stage are greeted with.
-        places: who may replace those.
+        places: R-workers that may replace those.
         timeout_s: how long to go on looking when all columns are lost.
     """
 
@@ -47,7 +47,7 @@ class ColumnReplacements:
         if not self._fleet.later.are_welcome:
             return {}  # the job begins
         if len(self._fleet.lost) == len(self._fleet):
-            self._fleet.look()  # nobody else does
+            self._fleet.look()  # no step waits for answers meanwhile
         for holder in map(HolderId, lost):
             group = self._fleet.groups[holder]
             if group.broken is not None:
@@ -82,8 +82,8 @@ class ColumnReplacements:
 
 class ColumnResharing(Resharing):
     """As ``Resharing``, of a column whose R-workers of each stage share out the heads:
-    where a stage has lost one, those that are left there do, once all can be greeted
-    again."""
+    where a stage has lost one, the remaining ones there share them anew, once all can
+    be greeted again."""
 
     def __init__(
         self, fleet: ColumnPool, hello: Hello, deadlines: Deadlines, places: Replacements | None

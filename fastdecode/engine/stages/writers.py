@@ -1,8 +1,8 @@
 """A prompt stage's view of the cache groups: it writes K and V of prompts to the members
 that keep its layers, and reads what is cached before a prompt.
 
-A prompt stage's layers may be kept by several token stages' R-workers, and those of
-one R-worker may be written by several prompt stages. What a pipeline sends a holder,
+A prompt stage's layers may be kept by several token stages' R-workers, and several
+prompt stages may write one R-worker's layers. What a pipeline sends a holder,
 ``BeginStep`` and a layer's ``Attend`` without queries, becomes ``StorePrompt``
 (``fastdecode.wire.kv.attending``) to the group's members that keep the layer.
 """
@@ -42,7 +42,7 @@ class WriterMembers(StagePool):
 
     Args:
         hub: connections to the R-workers of each column of the first of ``written``,
-            then of the next; and behind them those to other stages.
+            then of the next; and behind them the connections to other stages.
         timeout_s, silence_s: see ``WorkerPool``.
         stages: the other stages.
         written: the token stages that keep its layers.
@@ -114,7 +114,7 @@ class WriterPool(GroupPool):
 
     def regroup(self, rows: NDArray[np.int32]) -> list[HolderId]:
         """These are the members from now on; see ``StagePass.members``. A group whose
-        members are others than before goes on with those.
+        members are others than before goes on with the new ones.
 
         Returns:
             Such groups.

@@ -44,7 +44,7 @@ class DeviceChunks:
         self._buffers = BufferPool()
 
     def read(self, request: FetchChunk, slots: NDArray[np.int64]) -> Array:
-        """A chunk's data, uint8 [B]. It holds for as long as somebody refers to it.
+        """A chunk's data, uint8 [B]. It holds for as long as it is referred to.
 
         Args:
             request: fits the cache.

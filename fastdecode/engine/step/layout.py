@@ -73,7 +73,7 @@ class HolderCounts:
     """What a step asks of one holder."""
 
     load_tokens: int
-    """Cached tokens that it attends to; of a prompt's chunk, those of its past."""
+    """Cached tokens that it attends to; of a prompt's chunk, the tokens of its past."""
     num_prompt_tokens: int
     """That it stores, or that its closed parts attend."""
 
@@ -90,7 +90,7 @@ class HolderSpan:
     """The leading rows whose q the holder attends."""
     counts: HolderCounts
     closed: tuple[ClosedRows, ...] = ()
-    """Whose q comes behind those: rows of sequences with closed parts here."""
+    """Their q comes behind ``query_rows``: rows of sequences with closed parts here."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Columns:
     first_tokens: NDArray[np.int32]
     """Of the parts that the chunks go to."""
     past: NDArray[np.int32]
-    """Tokens that those parts have."""
+    """Tokens in the parts that the chunks go to."""
     lengths: NDArray[np.int32]
     starts: NDArray[np.int64]
     """First rows."""

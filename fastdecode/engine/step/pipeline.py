@@ -153,7 +153,7 @@ class Pipeline:
         return self._arrivals.take_news()
 
     def receive(self, most_s: float = math.inf) -> None:
-        """Wait for a message, so many seconds at most, and take it in. Somebody owes one."""
+        """Wait for a message, so many seconds at most, and take it in. One is owed."""
         self._wait(partial(self._attention.fleet.receive, most_s=most_s))
 
     def _take_in_fed(self, take_in: TakeIn | None) -> None:

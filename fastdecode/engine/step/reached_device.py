@@ -4,7 +4,7 @@ prompts, and fetches what other engines' R-workers export.
 The S-worker still works in its own thread (``fastdecode.engine.step.local``). A second
 thread does what happens behind compute: it answers readers and writes what is fetched.
 Both hold one lock while they touch the R-worker's state; attention needs none, since
-nobody reads or writes slots of sequences that a step has.
+readers and fetches never touch slots of sequences that a step has.
 """
 
 from __future__ import annotations

@@ -400,7 +400,7 @@ class RemoteStep:
 
     def _zero_lost(self) -> None:
         if len(self._holders) == 1:
-            self._o = torch.zeros_like(self._o)  # nobody writes into what is lent
+            self._o = torch.zeros_like(self._o)  # lent memory is never written
         for holder in self._lost:
             self._o[self._holders[holder].span.rows] = 0
 

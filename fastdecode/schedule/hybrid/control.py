@@ -143,7 +143,7 @@ class HybridControl:
         return []
 
     def alike(self, holder: HolderId, present: Seq[HolderId]) -> Seq[HolderId]:
-        """See ``HolderChoice``: those on the same side."""
+        """See ``HolderChoice``: the holders on the same side."""
         return [one for one in present if (one == self._device) == (holder == self._device)]
 
     def started(self, sequence: Sequence, residence: Residence) -> None:

@@ -138,8 +138,8 @@ class Course:
 
     layout: Layout
     num_away: int = 0
-    """So many of those that wait, the first ones, go to R-workers now, up to
-    one for whom the device has room, and of whom R-workers have kept no more. The
+    """So many waiting sequences, the first ones, go to R-workers now, up to
+    one for which the device has room, and of which R-workers have kept no more. The
     others wait for the device."""
     home_is_open: bool = True
     """The device takes in new sequences; else R-workers take all of them."""
@@ -270,9 +270,9 @@ def coarse(known: Known, num_ends: int) -> Known:
 
 
 def num_leaving(known: Known, course: Course) -> int:
-    """How many of those that wait go to R-workers now. Somebody for whom the
-    device has room starts there, unless R-workers have kept more of it, and those
-    behind wait for that: they might come too late to share the others' steps."""
+    """How many of the waiting sequences go to R-workers now. One for which the
+    device has room starts there, unless R-workers have kept more of it, and the next
+    ones wait for that: they might come too late to share the others' steps."""
     home_free = known.home_blocks - sum(work.num_blocks for work in known.home)
     starting = known.waiting[: course.num_away]
     if not course.home_is_open:

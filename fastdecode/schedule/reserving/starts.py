@@ -185,8 +185,8 @@ class Starts:
         return self._meet(lane, wish)
 
     def _worth_it(self, lane: Lane, found: Seq[Reuse]) -> list[Reuse]:
-        """Of whole sequences' reuses those that are on no holder much busier than
-        others, in the order in which they are to be tried: most tokens first, and
+        """Of whole sequences' reuses the ones on no holder much busier than others,
+        in the order in which they are to be tried: most tokens first, and
         of as many tokens the least busy holder."""
         busy = [self._busier(lane, reuse.holders[0]) for reuse in found]
         return [

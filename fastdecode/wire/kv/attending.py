@@ -74,7 +74,7 @@ class StorePrompt(OfWriter):
     step: int
     lane: int
     layer: int
-    """Of those that the R-worker keeps; of a cache group, as ``Shard.layers`` counts."""
+    """Among the layers that the R-worker keeps; of a cache group, as ``Shard.layers`` counts."""
     sequence_ids: Annotated[NDArray[np.int64], "N"]
     num_past: Annotated[NDArray[np.int32], "N"]
     """Tokens that came before, in every layer."""
