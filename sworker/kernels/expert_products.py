@@ -12,14 +12,13 @@ torch's products are faster, and stay.
 from __future__ import annotations
 
 import ctypes
-import threading
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from cpu_kernels.isa import default_level
-from sworker.kernels.fused_numba import parallel_regions
+from sworker.kernels.threads import ELEMENTS_ALONE, Job, parallel_regions
 from sworker.model.linear import ACTIVATIONS
 from sworker.model.moe import ExpertLinear, Experts
 
@@ -29,8 +28,6 @@ _GROUP_BYTES: Final = 512 << 10
 """Of packed rows for which an expert's weights are read once: they stay in a
 core's second cache."""
 _UNITS_A_THREAD: Final = 8
-_ELEMENTS_ALONE: Final = 3 << 14
-"""Fewer than so many aren't worth a second thread."""
 
 
 def can_multiply(block: Experts) -> bool:
@@ -60,16 +57,16 @@ def _gate_of(block: Experts) -> str | None:
     return "GELU_TANH" if is_gelu else None
 
 
-class _Job(threading.local):
-    """A calling thread's own, with the fields of ``expert_loops``."""
+class _ExpertJob(Job):
+    """With the fields of ``expert_loops``, which it is given."""
 
-    def __init__(self, size: int, numbers: int, next_unit: int) -> None:
-        self._memory = ctypes.create_string_buffer(size + 64)
-        offset = -ctypes.addressof(self._memory) % 64
-        self.fields: Any = (ctypes.c_int64 * (numbers // 8)).from_buffer(self._memory, offset)
-        self.numbers: Any = (ctypes.c_double * 2).from_buffer(self._memory, offset + numbers)
-        self.next_unit = ctypes.c_int64.from_buffer(self._memory, offset + next_unit)
-        self.address = ctypes.addressof(self._memory) + offset
+    def __init__(self, loops: Any) -> None:
+        super().__init__(loops.run_job, loops.JOB_BYTES)
+        self.fields: Any = (ctypes.c_int64 * loops.NUM_FIELDS).from_buffer(self.memory, self.offset)
+        self.numbers: Any = (ctypes.c_double * 2).from_buffer(
+            self.memory, self.offset + loops.NUMBERS
+        )
+        self.next_unit = ctypes.c_int64.from_buffer(self.memory, self.offset + loops.NEXT)
 
 
 class ExpertProducts:
@@ -85,8 +82,7 @@ class ExpertProducts:
         gate = _gate_of(block)
         assert gate is not None
         self._loops: Any = expert_loops
-        self._entry = ctypes.c_void_p(expert_loops.run_job.address)
-        self._job = _Job(expert_loops.JOB_BYTES, expert_loops.NUMBERS, expert_loops.NEXT)
+        self._job = _ExpertJob(expert_loops)
         self._gate = int(getattr(expert_loops, gate))
         limit = torch.tensor(block.moe.limit, dtype=torch.bfloat16)  # as torch's clamps round it
         self._limits = limit.item(), block.moe.alpha
@@ -150,15 +146,11 @@ class ExpertProducts:
             self._job.fields[getattr(self._loops, name)] = number
 
     def _run(
-        self, kind: int, num_pieces: int, most_chunks: int, elements: int = _ELEMENTS_ALONE
+        self, kind: int, num_pieces: int, most_chunks: int, elements: int = ELEMENTS_ALONE
     ) -> None:
         """Have a job done, each piece in as many chunks as keep all threads busy."""
-        num_threads, parallel = torch.get_num_threads(), parallel_regions()
+        num_threads = torch.get_num_threads()
         chunks = min(most_chunks, -(-_UNITS_A_THREAD * num_threads // max(1, num_pieces)))
-        loops, job = self._loops, self._job
         self._set(KIND=kind, NUM_UNITS=num_pieces * chunks, CHUNKS=chunks)
-        job.next_unit.value = 0
-        if elements < _ELEMENTS_ALONE or num_threads == 1 or parallel is None:
-            loops.run_job.ctypes(job.address)
-        else:
-            parallel(self._entry, ctypes.c_void_p(job.address), num_threads, 0)
+        self._job.next_unit.value = 0
+        self._job.run(num_threads, elements)

@@ -9,10 +9,6 @@ OpenMP runtime, which are awake, as they have just run a matrix product.
 
 from __future__ import annotations
 
-import ctypes
-import threading
-from collections.abc import Callable
-from functools import cache
 from struct import Struct
 from typing import Final
 
@@ -29,38 +25,14 @@ from sworker.kernels.row_loops import (
     ROTATE_SPLIT,
     run_job,
 )
-from sworker.kernels.threads import openmp_library
+from sworker.kernels.threads import Job, parallel_regions
 
-_ELEMENTS_ALONE: Final = 3 << 14
-"""Fewer than so many aren't worth a second thread."""
 _ELEMENTS_AT_ONCE: Final = 1 << 13
 """That a thread takes at a time."""
 _JOB: Final = Struct(f"<{NUM_FIELDS}q2d{NEXT - 8 * (NUM_FIELDS + 2)}xq")
 _NUM_GIVEN: Final = NUM_FIELDS - 4
 """Fields of a job that say which tensors it is about."""
-_ENTRY: Final = ctypes.c_void_p(run_job.address)
-
-
-class _Job(threading.local):
-    """A calling thread's own."""
-
-    def __init__(self) -> None:
-        self.memory = ctypes.create_string_buffer(JOB_BYTES + 64)
-        self.offset = -ctypes.addressof(self.memory) % 64
-        self.address = ctypes.addressof(self.memory) + self.offset
-
-
-_job = _Job()
-
-
-@cache
-def parallel_regions() -> Callable[..., None] | None:
-    """``GOMP_parallel`` of torch's OpenMP runtime: runs a function on so many threads."""
-    library = openmp_library()
-    if library is None:
-        return None
-    function: Callable[..., None] | None = getattr(ctypes.CDLL(library), "GOMP_parallel", None)
-    return function
+_job = Job(run_job, JOB_BYTES)
 
 
 def is_possible(dtype: torch.dtype) -> bool:
@@ -72,17 +44,14 @@ def _run(
     kind: int, num_rows: int, row_elements: int, *fields: int, eps: float = 0.0, offset: float = 0.0
 ) -> None:
     """Have a job done. ``fields``: those of ``row_loops``, from _SIZE on, but _IS_WIDE first."""
-    num_threads, parallel = torch.get_num_threads(), parallel_regions()
+    num_threads = torch.get_num_threads()
     at_once = max(1, min(_ELEMENTS_AT_ONCE // row_elements, -(-num_rows // num_threads)))
     is_wide, *others = fields
     others += [0] * (_NUM_GIVEN - len(others))
     _JOB.pack_into(
         _job.memory, _job.offset, kind, is_wide, num_rows, at_once, *others, eps, offset, 0
     )  # the last: no block of rows is taken yet
-    if num_rows * row_elements < _ELEMENTS_ALONE or parallel is None:
-        run_job.ctypes(_job.address)
-    else:
-        parallel(_ENTRY, ctypes.c_void_p(_job.address), num_threads, 0)
+    _job.run(num_threads, num_rows * row_elements)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
