@@ -21,7 +21,7 @@ from numba import njit
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 
-from cpu_kernels.codegen.kept import KeptCode, complain, digest
+from cpu_kernels.codegen.kept import keep
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -56,17 +56,14 @@ class _PartCompiler(Compiler):
 
 @cache
 def _sources():
-    return digest(*sorted(_PACKAGE.rglob("*.py")))
+    return sorted(_PACKAGE.rglob("*.py"))
 
 
 def entry(function):
     """A function that is called from Python or by its address; compiled once a
     host, where its disk allows."""
     dispatcher = njit(nogil=True, no_cfunc_wrapper=True)(function)
-    try:
-        dispatcher._cache = KeptCode(function, _sources())
-    except (OSError, RuntimeError) as error:  # no directory can be written to
-        complain(error)
+    keep(dispatcher, function, *_sources())
     return dispatcher
 
 

@@ -13,6 +13,7 @@ what can't be written isn't kept: no job fails for it.
 from __future__ import annotations
 
 import logging
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
@@ -24,7 +25,8 @@ logger = logging.getLogger(__name__)
 _CHECKSUM_BYTES = sha256().digest_size
 
 
-def digest(*sources: Path) -> str:
+@cache
+def _digest(*sources: Path) -> str:
     """Of these files, and Numba's version."""
     found = sha256(numba.__version__.encode())
     for path in sources:
@@ -79,17 +81,29 @@ class KeptCode(FunctionCache):
         try:
             return super().load_overload(sig, target_context)
         except Exception as error:  # of a file's content, anything
-            complain(error)
+            _complain(error)
             return None
 
     def save_overload(self, sig, data):
         try:
             super().save_overload(sig, data)
         except Exception as error:
-            complain(error)
+            _complain(error)
 
 
-def complain(error):
+def keep(compiler, function, *sources):
+    """Have a compiler of Numba's keep the function's machine code on disk, if the disk allows.
+
+    Args:
+        sources: the files of all that it is made from.
+    """
+    try:
+        compiler._cache = KeptCode(function, _digest(*sources))
+    except (OSError, RuntimeError) as error:  # no directory can be written to
+        _complain(error)
+
+
+def _complain(error):
     """Tell the log, once."""
     if not KeptCode.complained:
         KeptCode.complained = True

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numba import njit
 
-from cpu_kernels.codegen.kept import KeptCode, complain, digest
+from cpu_kernels.codegen.kept import keep
 
 MAX_SHAPE_BYTES = 4096
 MAX_DEPTH = 8
@@ -450,7 +450,4 @@ def _read(
 
 
 read = njit(nogil=True)(_read)
-try:
-    read._cache = KeptCode(_read, digest(Path(__file__)))
-except (OSError, RuntimeError) as error:  # no directory can be written to
-    complain(error)
+keep(read, _read, Path(__file__))

@@ -25,7 +25,7 @@ from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
 from cpu_kernels.codegen import memory, simd
-from cpu_kernels.codegen.kept import KeptCode, complain, digest
+from cpu_kernels.codegen.kept import keep
 from cpu_kernels.codegen.memory import emit_prefetch
 from cpu_kernels.codegen.simd import (
     F32,
@@ -708,16 +708,12 @@ def _run_job(address):
             _sum(job, unit)
 
 
-def _compiled() -> CFunc:
-    """``_run_job`` as a C function, compiled once a host, where its disk allows."""
-    loops = CFunc(_run_job, ((types.int64,), types.void), locals={}, options={})
-    try:
-        files = [Path(module.__file__) for module in (row_loops, memory, simd)]
-        loops._cache = KeptCode(_run_job, digest(Path(__file__), *files))
-    except (OSError, RuntimeError) as error:  # no directory can be written to
-        complain(error)
-    loops.compile()
-    return loops
-
-
-run_job = _compiled()
+run_job = CFunc(_run_job, ((types.int64,), types.void), locals={}, options={})
+"""Takes a job's address; compiled once a host, where its disk allows."""
+keep(
+    run_job,
+    _run_job,
+    Path(__file__),
+    *(Path(module.__file__) for module in (row_loops, memory, simd)),
+)
+run_job.compile()

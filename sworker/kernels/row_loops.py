@@ -19,7 +19,7 @@ from numba import carray, njit, types
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
-from cpu_kernels.codegen.kept import KeptCode, complain, digest
+from cpu_kernels.codegen.kept import keep
 
 # A job: int64 fields and two float64; the counter of blocks that are taken has
 # a cache line of its own. _K_OUT to _V_HEAD: only where a job splits.
@@ -270,15 +270,7 @@ def _run_job(address):
             _do_rows(np.uint16, job, numbers, first, last)
 
 
-def _compiled() -> CFunc:
-    """``_run_job`` as a C function, compiled once a host, where its disk allows."""
-    loops = CFunc(_run_job, ((types.int64,), types.void), locals={}, options={})
-    try:
-        loops._cache = KeptCode(_run_job, digest(Path(__file__)))
-    except (OSError, RuntimeError) as error:  # no directory can be written to
-        complain(error)
-    loops.compile()
-    return loops
-
-
-run_job = _compiled()
+run_job = CFunc(_run_job, ((types.int64,), types.void), locals={}, options={})
+"""Takes a job's address; compiled once a host, where its disk allows."""
+keep(run_job, _run_job, Path(__file__))
+run_job.compile()
