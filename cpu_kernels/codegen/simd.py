@@ -127,6 +127,19 @@ def brain_bits(builder, number):
     )
 
 
+def transpose(builder, rows):
+    """The columns of as many vectors of 32 bits as each has lanes, a power of two."""
+    size = len(rows)
+    indices = list(range(2 * size))
+    zipped = [x for pair in zip(indices[:size], indices[size:], strict=True) for x in pair]
+    low, high = (ir.Constant(vec(I32, size), half) for half in (zipped[:size], zipped[size:]))
+    for _ in range(size.bit_length() - 1):
+        # Each round doubles how many elements of a column stand together.
+        halves = zip(rows[: size // 2], rows[size // 2 :], strict=True)
+        rows = [builder.shuffle_vector(a, b, order) for a, b in halves for order in (low, high)]
+    return rows
+
+
 def larger(builder, a, b):
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 

@@ -16,22 +16,21 @@ from numba.extending import intrinsic
 
 from cpu_kernels.codegen.compiled import part
 from cpu_kernels.codegen.memory import load_u8, store_u8
-from cpu_kernels.codegen.simd import I8, I16, I32, broadcast, constant, load_at, store_at, vec
+from cpu_kernels.codegen.simd import (
+    I8,
+    I16,
+    I32,
+    broadcast,
+    constant,
+    load_at,
+    store_at,
+    transpose,
+    vec,
+)
 from cpu_kernels.tokens.job import BFLOAT16, FLOAT16, FLOAT32, INT8
 
 SIDE = 16
 """Tokens, and words or dims, that are moved at once."""
-
-
-def _turned(builder, rows):
-    """The columns of SIDE vectors."""
-    indices = list(range(2 * SIDE))
-    zipped = [x for pair in zip(indices[:SIDE], indices[SIDE:], strict=True) for x in pair]
-    low, high = (ir.Constant(vec(I32, SIDE), half) for half in (zipped[:SIDE], zipped[SIDE:]))
-    for _ in range(4):  # each round doubles how many elements of a column stand together
-        halves = zip(rows[: SIDE // 2], rows[SIDE // 2 :], strict=True)
-        rows = [builder.shuffle_vector(a, b, order) for a, b in halves for order in (low, high)]
-    return rows
 
 
 def _load_words(builder, address, row_bytes, row, halves: bool):
@@ -70,7 +69,7 @@ def _turn(from_halves: bool = False, to_halves: bool = False):
 
         def codegen(context, builder, signature, args):
             rows = [_load_words(builder, *args[:2], row, from_halves) for row in range(SIDE)]
-            for row, column in enumerate(_turned(builder, rows)):
+            for row, column in enumerate(transpose(builder, rows)):
                 _store_words(builder, column, *args[2:], row, to_halves)
             return context.get_dummy_value()
 

@@ -38,10 +38,11 @@ from cpu_kernels.codegen.simd import (
     fold_lanes,
     load_at,
     store_at,
+    transpose,
     vec,
 )
 from sworker.kernels import row_loops
-from sworker.kernels.row_loops import _at, _claim, _exp
+from sworker.kernels.row_loops import claim, exp, narrow, pointer_to, widen
 
 # A job: int64 fields and two float64; the counter of units that are taken has a
 # cache line of its own.
@@ -131,17 +132,7 @@ def _make_tile(num_rows, num_vectors):
 
         return types.void(*[types.int64] * 6), codegen
 
-    @njit
-    def all_tiles(weight, stride, x, num_pairs, out, ahead, count):
-        """Tiles until ``count`` rows are done; the last one may do some once more."""
-        done = 0
-        while done < count:
-            row = min(done, count - num_rows)
-            at = weight + row * stride
-            tile(at, stride, x, num_pairs, out + row * num_vectors * 64, ahead)
-            done = row + num_rows
-
-    return all_tiles
+    return _cover(tile, num_rows, num_vectors * 64)
 
 
 def _make_dots(num_rows, num_others):
@@ -178,12 +169,20 @@ def _make_dots(num_rows, num_others):
 
         return types.void(*[types.int64] * 6), codegen
 
+    return _cover(tile, num_rows, 4)
+
+
+def _cover(tile, num_rows, row_bytes):
+    """``tile`` for any count of weight rows from ``num_rows`` on, whose results
+    are so many bytes apart."""
+
     @njit
-    def all_tiles(weight, stride, addresses, num_pairs, out, ahead, count):
+    def all_tiles(weight, stride, others, num_pairs, out, ahead, count):
+        """The last tile may do some rows once more."""
         done = 0
         while done < count:
             row = min(done, count - num_rows)
-            tile(weight + row * stride, stride, addresses, num_pairs, out + 4 * row, ahead)
+            tile(weight + row * stride, stride, others, num_pairs, out + row * row_bytes, ahead)
             done = row + num_rows
 
     return all_tiles
@@ -234,25 +233,6 @@ _dots_1, _dots_2, _dots_3, _dots_4 = (
 )
 
 
-def _transposed(builder, rows):
-    """16 vectors of 16 elements, turned."""
-    for distance in (8, 4, 2, 1):
-        turned = list(rows)
-        for i in range(LANES):
-            if i & distance:
-                continue
-            a, b = rows[i], rows[i + distance]
-            for offset, place in ((0, i), (distance, i + distance)):
-                picked = [
-                    (j - (j & distance)) + offset + (LANES if j & distance else 0)
-                    for j in range(LANES)
-                ]
-                mask = ir.Constant(vec(I32, LANES), picked)
-                turned[place] = builder.shuffle_vector(a, b, mask)
-        rows = turned
-    return rows
-
-
 @intrinsic
 def _pack_square(typingctx, addresses, count, offset, out, out_row):
     """16 rows' 16 pairs from ``offset`` bytes on, turned, to rows ``out_row``
@@ -267,7 +247,7 @@ def _pack_square(typingctx, addresses, count, offset, out, out_row):
             row = load_at(builder, at, kind, align=2)
             is_there = builder.icmp_signed("<", I64(i), count)
             rows.append(builder.select(is_there, row, ir.Constant(kind, [0] * LANES)))
-        for i, row in enumerate(_transposed(builder, rows)):
+        for i, row in enumerate(transpose(builder, rows)):
             store_at(builder, row, builder.add(out, builder.mul(out_row, I64(i))), align=64)
         return context.get_dummy_value()
 
@@ -286,7 +266,7 @@ def _unpack_square(typingctx, x, x_row, count, out, out_row):
             load_at(builder, builder.add(x, builder.mul(x_row, I64(i))), kind, align=64)
             for i in range(LANES)
         ]
-        for i, row in enumerate(_transposed(builder, rows)):
+        for i, row in enumerate(transpose(builder, rows)):
             bits = builder.trunc(brain_bits(builder, row), vec(ir.IntType(16), LANES))
             with builder.if_then(builder.icmp_signed("<", I64(i), count)):
                 store_at(builder, bits, builder.add(out, builder.mul(out_row, I64(i))), align=2)
@@ -295,19 +275,10 @@ def _unpack_square(typingctx, x, x_row, count, out, out_row):
     return types.void(*[types.int64] * 5), codegen
 
 
-@intrinsic
-def _rounded(typingctx, value):
+@njit
+def _rounded(value):
     """float32, to the nearest bfloat16."""
-
-    def codegen(context, builder, signature, args):
-        bits = builder.bitcast(args[0], I32)
-        last = builder.and_(builder.lshr(bits, I32(16)), I32(1))
-        nearest = builder.add(bits, builder.add(last, I32(0x7FFF)))
-        kept = builder.and_(nearest, I32(-0x10000))
-        is_number = builder.fcmp_ordered("ord", args[0], args[0])
-        return builder.bitcast(builder.select(is_number, kept, I32(0x7FC00000)), F32)
-
-    return types.float32(types.float32), codegen
+    return widen(narrow(value, np.uint16(0)))
 
 
 @intrinsic
@@ -331,12 +302,12 @@ def _plan(job):
     to 64, and its blocks into groups. Writes how many of both there are."""
     num_slots = job[NUM_ROWS] * job[TOP_K]
     num_experts = job[NUM_EXPERTS]
-    chosen = carray(_at(job[CHOSEN]), (num_slots,), np.int64)
-    slots = carray(_at(job[SLOTS]), (num_slots,), np.int64)
-    places = carray(_at(job[PLACES]), (num_slots,), np.int64)
-    groups = carray(_at(job[GROUPS]), (num_slots + 1, GROUP_FIELDS), np.int64)
-    blocks = carray(_at(job[BLOCKS]), (num_slots, BLOCK_FIELDS), np.int64)
-    ends = carray(_at(job[OUT]), (num_experts + 1,), np.int64)
+    chosen = carray(pointer_to(job[CHOSEN]), (num_slots,), np.int64)
+    slots = carray(pointer_to(job[SLOTS]), (num_slots,), np.int64)
+    places = carray(pointer_to(job[PLACES]), (num_slots,), np.int64)
+    groups = carray(pointer_to(job[GROUPS]), (num_slots + 1, GROUP_FIELDS), np.int64)
+    blocks = carray(pointer_to(job[BLOCKS]), (num_slots, BLOCK_FIELDS), np.int64)
+    ends = carray(pointer_to(job[OUT]), (num_experts + 1,), np.int64)
     ends[:] = 0
     for slot in range(num_slots):
         ends[min(chosen[slot], num_experts)] += 1
@@ -377,7 +348,7 @@ def _divide(blocks, block, vector, first, count):
 @njit
 def _block(job, number):
     """(first slot, rows, vectors, offset of its first vector)"""
-    block = carray(_at(job[BLOCKS] + number * 8 * BLOCK_FIELDS), (BLOCK_FIELDS,), np.int64)
+    block = carray(pointer_to(job[BLOCKS] + number * 8 * BLOCK_FIELDS), (BLOCK_FIELDS,), np.int64)
     return block[_FIRST_SLOT], block[_COUNT], block[_VECTORS], block[_OFFSET]
 
 
@@ -389,9 +360,9 @@ def _pack(job, unit):
     first, count, vectors, offset = _block(job, number)
     if count <= FEW_ROWS:
         return
-    slots = carray(_at(job[SLOTS]), (job[NUM_ROWS] * top_k,), np.int64)
+    slots = carray(pointer_to(job[SLOTS]), (job[NUM_ROWS] * top_k,), np.int64)
     at = _scratch()
-    addresses = carray(_at(at), (LANES,), np.int64)
+    addresses = carray(pointer_to(at), (LANES,), np.int64)
     squares = size // 32
     out = job[OUT] + offset * size * 32
     for vector in range(vectors):
@@ -438,40 +409,45 @@ def _multiply_few(rows, weight, stride, addresses, num_pairs, out, ahead, count)
 
 
 @njit
+def _bias_of(job, expert, first, count):
+    """The bias of an expert's weight rows, from ``first`` on."""
+    size = job[SIZE_OUT] * (2 if job[KIND] == UP else 1)
+    return carray(pointer_to(job[BIAS] + (expert * size + first) * 2), (count,), np.uint16)
+
+
+@njit
 def _add_bias(job, expert, first, count, out, vectors):
-    """Of weight rows first.. of an expert, to what is in ``out``."""
+    """To sums [count, vectors · 16]."""
     if not job[BIAS]:
         return
-    size = job[SIZE_OUT] * (2 if job[KIND] == UP else 1)
-    bias = carray(_at(job[BIAS] + (expert * size + first) * 2), (count,), np.uint16)
-    sums = carray(_at(out), (count, vectors * LANES), np.float32)
+    bias = _bias_of(job, expert, first, count)
+    sums = carray(pointer_to(out), (count, vectors * LANES), np.float32)
     for row in range(count):
         for lane in range(vectors * LANES):
-            sums[row, lane] += row_loops._wide(bias[row])
+            sums[row, lane] += widen(bias[row])
 
 
 @njit
 def _add_bias_few(job, expert, first, count, out, rows):
-    """``_add_bias`` to rows [rows, PANEL]."""
+    """To sums [rows, PANEL]."""
     if not job[BIAS]:
         return
-    size = job[SIZE_OUT] * (2 if job[KIND] == UP else 1)
-    bias = carray(_at(job[BIAS] + (expert * size + first) * 2), (count,), np.uint16)
-    sums = carray(_at(out), (rows, PANEL), np.float32)
+    bias = _bias_of(job, expert, first, count)
+    sums = carray(pointer_to(out), (rows, PANEL), np.float32)
     for row in range(rows):
         for j in range(count):
-            sums[row, j] += row_loops._wide(bias[j])
+            sums[row, j] += widen(bias[j])
 
 
 @njit(fastmath={"contract"}, error_model="numpy")
 def _silu(g):
-    return _rounded(g / (np.float32(1.0) + _exp(-g)))
+    return _rounded(g / (np.float32(1.0) + exp(-g)))
 
 
 @njit(fastmath={"contract"}, error_model="numpy")
 def _gelu(g):
     u = np.float32(0.7978845608028654) * (g + np.float32(0.044715) * g * g * g)
-    return _rounded(g / (np.float32(1.0) + _exp(np.float32(-2.0) * u)))
+    return _rounded(g / (np.float32(1.0) + exp(np.float32(-2.0) * u)))
 
 
 @njit(fastmath={"contract"}, error_model="numpy")
@@ -484,7 +460,7 @@ def _gated(kind, g, u, limit, alpha):
         return _rounded(_gelu(g) * u)
     if kind == CLAMPED:
         g = min(g, limit)
-        g = _rounded(g * _rounded(one / (one + _exp(-_rounded(g * alpha)))))
+        g = _rounded(g * _rounded(one / (one + exp(-_rounded(g * alpha)))))
         return _rounded(g * _rounded(max(min(u, limit), -limit) + one))
     return _rounded(min(_silu(g), limit) * max(min(u, limit), -limit))
 
@@ -502,9 +478,9 @@ def _gate_pairs(kind, gate, up, out, num_pairs, lanes, limit, alpha):
 @njit
 def _gate_panel(job, numbers, gate, up, out, count, vectors):
     lanes = vectors * LANES
-    g = carray(_at(gate), (count, lanes), np.float32)
-    u = carray(_at(up), (count, lanes), np.float32)
-    pairs = carray(_at(out), (count // 2, lanes), np.uint32)
+    g = carray(pointer_to(gate), (count, lanes), np.float32)
+    u = carray(pointer_to(up), (count, lanes), np.float32)
+    pairs = carray(pointer_to(out), (count // 2, lanes), np.uint32)
     limit, alpha = np.float32(numbers[0]), np.float32(numbers[1])
     kind = job[GATE]
     if kind == SILU:
@@ -520,13 +496,13 @@ def _gate_panel(job, numbers, gate, up, out, count, vectors):
 @njit
 def _gate_few(job, numbers, gate, up, out, count, rows):
     """float32 gate, up [rows, PANEL] → bfloat16 [rows, SIZE_OUT], ``count`` of each."""
-    g = carray(_at(gate), (rows, PANEL), np.float32)
-    u = carray(_at(up), (rows, PANEL), np.float32)
+    g = carray(pointer_to(gate), (rows, PANEL), np.float32)
+    u = carray(pointer_to(up), (rows, PANEL), np.float32)
     limit, alpha = np.float32(numbers[0]), np.float32(numbers[1])
     for row in range(rows):
-        h = carray(_at(out + row * job[SIZE_OUT] * 2), (count,), np.uint16)
+        h = carray(pointer_to(out + row * job[SIZE_OUT] * 2), (count,), np.uint16)
         for j in range(count):
-            h[j] = row_loops._kept(_gated(job[GATE], g[row, j], u[row, j], limit, alpha), h[0])
+            h[j] = narrow(_gated(job[GATE], g[row, j], u[row, j], limit, alpha), h[0])
 
 
 @njit
@@ -534,7 +510,9 @@ def _unit(job, unit):
     """(expert, first block, last block, first weight row, last) of a unit: a
     group's part of an output."""
     chunks, panels = job[CHUNKS], (job[SIZE_OUT] + PANEL - 1) // PANEL
-    group = carray(_at(job[GROUPS] + unit // chunks * 8 * GROUP_FIELDS), (GROUP_FIELDS,), np.int64)
+    group = carray(
+        pointer_to(job[GROUPS] + unit // chunks * 8 * GROUP_FIELDS), (GROUP_FIELDS,), np.int64
+    )
     chunk = unit % chunks
     first, last = panels * chunk // chunks * PANEL, panels * (chunk + 1) // chunks * PANEL
     last = min(last, job[SIZE_OUT])
@@ -575,10 +553,10 @@ def _up_few(job, numbers, number, weight, expert, begin, end):
     """``_up`` of the one block of an expert with few rows."""
     size_in, size_out, top_k = job[SIZE_IN], job[SIZE_OUT], job[TOP_K]
     first, rows, _, offset = _block(job, number)
-    slots = carray(_at(job[SLOTS]), (job[NUM_ROWS] * top_k,), np.int64)
+    slots = carray(pointer_to(job[SLOTS]), (job[NUM_ROWS] * top_k,), np.int64)
     gate = _scratch()
     up, at, stride = gate + _PANEL_BYTES, gate + 2 * _PANEL_BYTES, size_in * 2
-    addresses = carray(_at(at), (LANES,), np.int64)
+    addresses = carray(pointer_to(at), (LANES,), np.int64)
     for row in range(rows):
         addresses[row] = job[ROWS] + slots[first + row] // top_k * job[X_ROW] * 2
     for row in range(begin, end, PANEL):
@@ -635,7 +613,7 @@ def _down_few(job, number, weight, expert, begin, end):
     first, rows, _, offset = _block(job, number)
     sums = _scratch()
     at, stride = sums + 2 * _PANEL_BYTES, size_in * 2
-    addresses = carray(_at(at), (LANES,), np.int64)
+    addresses = carray(pointer_to(at), (LANES,), np.int64)
     for row in range(rows):
         addresses[row] = job[X] + (offset * LANES + row) * size_in * 2
     for row in range(begin, end, PANEL):
@@ -643,12 +621,12 @@ def _down_few(job, number, weight, expert, begin, end):
         here = weight + row * stride
         _multiply_few(rows, here, stride, at, size_in // 2, sums, ahead, count)
         _add_bias_few(job, expert, row, count, sums, rows)
-        found = carray(_at(sums), (rows, PANEL), np.float32)
+        found = carray(pointer_to(sums), (rows, PANEL), np.float32)
         for i in range(rows):
             at_out = job[OUT] + ((first + i) * size_out + row) * 2
-            out = carray(_at(at_out), (count,), np.uint16)
+            out = carray(pointer_to(at_out), (count,), np.uint16)
             for j in range(count):
-                out[j] = row_loops._kept(found[i, j], out[0])
+                out[j] = narrow(found[i, j], out[0])
 
 
 # --- the sum
@@ -658,7 +636,7 @@ def _down_few(job, number, weight, expert, begin, end):
 @njit(fastmath={"contract"})
 def _add_weighed(total, y, weight):
     for j in range(len(total)):
-        total[j] += row_loops._wide(y[j]) * weight
+        total[j] += widen(y[j]) * weight
 
 
 @njit
@@ -668,34 +646,34 @@ def _sum(job, unit):
     size, top_k = job[SIZE_OUT], job[TOP_K]
     total = np.empty(size, np.float32)
     for row in range(unit * SUM_ROWS, min((unit + 1) * SUM_ROWS, job[NUM_ROWS])):
-        places = carray(_at(job[PLACES] + row * top_k * 8), (top_k,), np.int64)
+        places = carray(pointer_to(job[PLACES] + row * top_k * 8), (top_k,), np.int64)
         total[:] = np.float32(0.0)
         for k in range(top_k):
             if places[k] < 0:
                 continue
-            y = carray(_at(job[X] + places[k] * size * 2), (size,), np.uint16)
+            y = carray(pointer_to(job[X] + places[k] * size * 2), (size,), np.uint16)
             _add_weighed(total, y, _weight(job, row * top_k + k))
-        out = carray(_at(job[OUT] + row * size * 2), (size,), np.uint16)
+        out = carray(pointer_to(job[OUT] + row * size * 2), (size,), np.uint16)
         for j in range(size):
-            out[j] = row_loops._kept(total[j], out[0])
+            out[j] = narrow(total[j], out[0])
 
 
 @njit
 def _weight(job, slot):
     if job[IS_WIDE]:
-        return carray(_at(job[WEIGHTS] + slot * 4), (1,), np.float32)[0]
-    return row_loops._wide(carray(_at(job[WEIGHTS] + slot * 2), (1,), np.uint16)[0])
+        return carray(pointer_to(job[WEIGHTS] + slot * 4), (1,), np.float32)[0]
+    return widen(carray(pointer_to(job[WEIGHTS] + slot * 2), (1,), np.uint16)[0])
 
 
 def _run_job(address):
     """Do units of a job until none is left: what each thread runs."""
-    job = carray(_at(address), (NUM_FIELDS,), np.int64)
-    numbers = carray(_at(address + NUMBERS), (2,), np.float64)
+    job = carray(pointer_to(address), (NUM_FIELDS,), np.int64)
+    numbers = carray(pointer_to(address + NUMBERS), (2,), np.float64)
     if job[KIND] == PLAN:
         _plan(job)
         return
     while True:
-        unit = _claim(address + NEXT)
+        unit = claim(address + NEXT)
         if unit >= job[NUM_UNITS]:
             return
         if job[KIND] == PACK:

@@ -40,7 +40,7 @@ NORM, ROTATE, GATE, ROTATE_SPLIT = range(4)
 
 
 @intrinsic
-def _at(typingctx, address):
+def pointer_to(typingctx, address):
     """An address as a pointer."""
 
     def codegen(context, builder, signature, args):
@@ -50,7 +50,7 @@ def _at(typingctx, address):
 
 
 @intrinsic
-def _claim(typingctx, address):
+def claim(typingctx, address):
     """Atomically add 1; returns what was there."""
 
     def codegen(context, builder, signature, args):
@@ -64,7 +64,7 @@ _I16, _I32, _F32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
 
 
 @intrinsic
-def _wide(typingctx, element):
+def widen(typingctx, element):
     """An element as float32: of a float32 tensor itself, else the bits of a bfloat16, uint16."""
 
     def codegen(context, builder, signature, args):
@@ -76,7 +76,7 @@ def _wide(typingctx, element):
 
 
 @intrinsic
-def _kept(typingctx, value, like):
+def narrow(typingctx, value, like):
     """float32 → an element of ``like``'s type, rounded to the nearest, ties to even."""
 
     def codegen(context, builder, signature, args):
@@ -107,7 +107,7 @@ def _two_to_the(typingctx, shifted):
 
 
 @njit
-def _exp(x):
+def exp(x):
     """e^x for float32, to 2 steps of the last digit; below -87 it stays what it
     is there, above 88 it is infinite."""
     is_huge = x > np.float32(88.0)
@@ -132,7 +132,7 @@ def _exp(x):
 def _elements(job, field, first, size, dtype):
     """``size`` elements of a tensor, from number ``first`` on."""
     itemsize = 4 if job[_IS_WIDE] else 2
-    return carray(_at(job[field] + first * itemsize), (size,), dtype)
+    return carray(pointer_to(job[field] + first * itemsize), (size,), dtype)
 
 
 # So that sums may be vectors; NaN and Inf stay themselves.
@@ -142,16 +142,16 @@ def _norm_row(x, added, weight, total, out, eps, offset):
     squares = np.float32(0.0)
     if len(added):
         for j in range(size):
-            kept = _kept(_wide(x[j]) + _wide(added[j]), none)
+            kept = narrow(widen(x[j]) + widen(added[j]), none)
             total[j] = kept
-            squares += _wide(kept) * _wide(kept)
+            squares += widen(kept) * widen(kept)
         x = total
     else:
         for j in range(size):
-            squares += _wide(x[j]) * _wide(x[j])
+            squares += widen(x[j]) * widen(x[j])
     scale = np.float32(1.0) / np.sqrt(squares / np.float32(size) + eps)
     for j in range(size):
-        out[j] = _kept(_wide(x[j]) * scale * (_wide(weight[j]) + offset), none)
+        out[j] = narrow(widen(x[j]) * scale * (widen(weight[j]) + offset), none)
 
 
 @njit
@@ -172,9 +172,9 @@ def _norm_rows(dtype, job, numbers, first, last):
 def _rotate_head(x, table, out):
     num = len(table) // 2
     for j in range(num):
-        a, b, cos, sin = _wide(x[j]), _wide(x[num + j]), table[j], table[num + j]
-        out[j] = _kept(a * cos - b * sin, x[0])
-        out[num + j] = _kept(b * cos + a * sin, x[0])
+        a, b, cos, sin = widen(x[j]), widen(x[num + j]), table[j], table[num + j]
+        out[j] = narrow(a * cos - b * sin, x[0])
+        out[num + j] = narrow(b * cos + a * sin, x[0])
     for j in range(2 * num, len(x)):
         out[j] = x[j]
 
@@ -182,9 +182,9 @@ def _rotate_head(x, table, out):
 @njit
 def _rotate_rows(dtype, job, first, last):
     size, heads, num = job[_SIZE], job[_NUM_HEADS], job[_FLAG]
-    positions = carray(_at(job[_Y]), (job[_NUM_ROWS],), np.int64)
+    positions = carray(pointer_to(job[_Y]), (job[_NUM_ROWS],), np.int64)
     for row in range(first, last):
-        table = carray(_at(job[_WEIGHT] + positions[row] * num * 8), (2 * num,), np.float32)
+        table = carray(pointer_to(job[_WEIGHT] + positions[row] * num * 8), (2 * num,), np.float32)
         for head in range(heads):
             x = _elements(job, _X, row * job[_X_ROW] + head * job[_X_HEAD], size, dtype)
             out = _elements(job, _OUT, (row * heads + head) * size, size, dtype)
@@ -195,9 +195,9 @@ def _rotate_rows(dtype, job, first, last):
 def _rotate_split_rows(dtype, job, first, last):
     """Of a row q and k are turned and v is copied, each to a tensor of its own."""
     size, num_q, num_k, num = job[_SIZE], job[_NUM_HEADS], job[_NUM_K], job[_FLAG]
-    positions = carray(_at(job[_Y]), (job[_NUM_ROWS],), np.int64)
+    positions = carray(pointer_to(job[_Y]), (job[_NUM_ROWS],), np.int64)
     for row in range(first, last):
-        table = carray(_at(job[_WEIGHT] + positions[row] * num * 8), (2 * num,), np.float32)
+        table = carray(pointer_to(job[_WEIGHT] + positions[row] * num * 8), (2 * num,), np.float32)
         x = row * job[_X_ROW]
         for head in range(num_q):
             q = _elements(job, _X, x + head * job[_X_HEAD], size, dtype)
@@ -215,19 +215,19 @@ def _rotate_split_rows(dtype, job, first, last):
 @njit(fastmath={"contract"}, error_model="numpy")
 def _silu_row(gate, up, out):
     for j in range(len(out)):
-        g = _wide(gate[j])
-        active = _kept(g / (np.float32(1.0) + _exp(-g)), gate[j])
-        out[j] = _kept(_wide(active) * _wide(up[j]), active)
+        g = widen(gate[j])
+        active = narrow(g / (np.float32(1.0) + exp(-g)), gate[j])
+        out[j] = narrow(widen(active) * widen(up[j]), active)
 
 
 @njit(fastmath={"contract"}, error_model="numpy")
 def _gelu_row(gate, up, out):
     """(1 + tanh(u)) / 2 is 1 / (1 + exp(-2u))."""
     for j in range(len(out)):
-        g = _wide(gate[j])
+        g = widen(gate[j])
         u = np.float32(0.7978845608028654) * (g + np.float32(0.044715) * g * g * g)
-        active = _kept(g / (np.float32(1.0) + _exp(np.float32(-2.0) * u)), gate[j])
-        out[j] = _kept(_wide(active) * _wide(up[j]), active)
+        active = narrow(g / (np.float32(1.0) + exp(np.float32(-2.0) * u)), gate[j])
+        out[j] = narrow(widen(active) * widen(up[j]), active)
 
 
 @njit
@@ -257,10 +257,10 @@ def _do_rows(dtype, job, numbers, first, last):
 
 def _run_job(address):
     """Do blocks of a job's rows until none is left: what each thread runs."""
-    job = carray(_at(address), (NUM_FIELDS,), np.int64)
-    numbers = carray(_at(address + 8 * NUM_FIELDS), (2,), np.float64)
+    job = carray(pointer_to(address), (NUM_FIELDS,), np.int64)
+    numbers = carray(pointer_to(address + 8 * NUM_FIELDS), (2,), np.float64)
     while True:
-        first = _claim(address + NEXT) * job[_ROWS_AT_ONCE]
+        first = claim(address + NEXT) * job[_ROWS_AT_ONCE]
         if first >= job[_NUM_ROWS]:
             return
         last = min(first + job[_ROWS_AT_ONCE], job[_NUM_ROWS])
