@@ -69,6 +69,8 @@ def made(
         "1",
         "--batch",
         "8",
+        "--max-sockets",  # also if a busy machine makes R-parts look slow
+        "1",
     ]
     assert main(["size", *question, "--emit", str(plan)]) == 0
     status = json.loads((where / "status.json").read_text())
