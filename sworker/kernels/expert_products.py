@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cpu_kernels.isa import default_level
-from sworker.kernels.threads import ELEMENTS_ALONE, Job, parallel_regions
+from sworker.kernels.fused_numba import ELEMENTS_ALONE, Job, parallel_regions
 from sworker.model.linear import ACTIVATIONS
 from sworker.model.moe import ExpertLinear, Experts
 

@@ -9,8 +9,12 @@ OpenMP runtime, which are awake, as they have just run a matrix product.
 
 from __future__ import annotations
 
+import ctypes
+import threading
+from collections.abc import Callable
+from functools import cache
 from struct import Struct
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -25,13 +29,52 @@ from sworker.kernels.row_loops import (
     ROTATE_SPLIT,
     run_job,
 )
-from sworker.kernels.threads import Job, parallel_regions
+from sworker.kernels.threads import openmp_library
 
+ELEMENTS_ALONE: Final = 3 << 14
+"""Fewer than so many aren't worth a second thread."""
 _ELEMENTS_AT_ONCE: Final = 1 << 13
 """That a thread takes at a time."""
 _JOB: Final = Struct(f"<{NUM_FIELDS}q2d{NEXT - 8 * (NUM_FIELDS + 2)}xq")
 _NUM_GIVEN: Final = NUM_FIELDS - 4
 """Fields of a job that say which tensors it is about."""
+
+
+@cache
+def parallel_regions() -> Callable[..., None] | None:
+    """``GOMP_parallel`` of torch's OpenMP runtime: runs a function on so many threads."""
+    library = openmp_library()
+    if library is None:
+        return None
+    function: Callable[..., None] | None = getattr(ctypes.CDLL(library), "GOMP_parallel", None)
+    return function
+
+
+class Job(threading.local):
+    """A calling thread's own memory of a job, aligned to cache lines.
+
+    Args:
+        loops: a compiled function that takes the job's address and does units of
+            it until none is left: Numba's ``CFunc``.
+        size: of the job, in bytes.
+    """
+
+    def __init__(self, loops: Any, size: int) -> None:
+        self.memory = ctypes.create_string_buffer(size + 64)
+        self.offset = -ctypes.addressof(self.memory) % 64
+        self.address = ctypes.addressof(self.memory) + self.offset
+        self._run_alone: Callable[[int], None] = loops.ctypes
+        self._given = ctypes.c_void_p(loops.address), ctypes.c_void_p(self.address)
+
+    def run(self, num_threads: int, elements: int = ELEMENTS_ALONE) -> None:
+        """Have all units done; in this thread alone, where they are of few elements."""
+        parallel = parallel_regions()
+        if elements < ELEMENTS_ALONE or num_threads == 1 or parallel is None:
+            self._run_alone(self.address)
+        else:
+            parallel(*self._given, num_threads, 0)
+
+
 _job = Job(run_job, JOB_BYTES)
 
 

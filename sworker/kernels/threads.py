@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import threading
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from typing import Any, Final
 
 import torch
 
 logger = logging.getLogger(__name__)
 
-ELEMENTS_ALONE: Final = 3 << 14
-"""Fewer than so many aren't worth a second thread."""
 _NAMES = ("libgomp", "libiomp5", "libomp")
 _MAPS = Path("/proc/self/maps")
 
@@ -43,38 +36,3 @@ def openmp_library(maps: Path = _MAPS) -> str | None:
         )
         return None
     return chosen.pop()
-
-
-@cache
-def parallel_regions() -> Callable[..., None] | None:
-    """``GOMP_parallel`` of torch's OpenMP runtime: runs a function on so many threads."""
-    library = openmp_library()
-    if library is None:
-        return None
-    function: Callable[..., None] | None = getattr(ctypes.CDLL(library), "GOMP_parallel", None)
-    return function
-
-
-class Job(threading.local):
-    """A calling thread's own memory of a job, aligned to cache lines.
-
-    Args:
-        loops: a compiled function that takes the job's address and does units of
-            it until none is left: Numba's ``CFunc``.
-        size: of the job, in bytes.
-    """
-
-    def __init__(self, loops: Any, size: int) -> None:
-        self.memory = ctypes.create_string_buffer(size + 64)
-        self.offset = -ctypes.addressof(self.memory) % 64
-        self.address = ctypes.addressof(self.memory) + self.offset
-        self._run_alone: Callable[[int], None] = loops.ctypes
-        self._given = ctypes.c_void_p(loops.address), ctypes.c_void_p(self.address)
-
-    def run(self, num_threads: int, elements: int = ELEMENTS_ALONE) -> None:
-        """Have all units done; in this thread alone, where they are of few elements."""
-        parallel = parallel_regions()
-        if elements < ELEMENTS_ALONE or num_threads == 1 or parallel is None:
-            self._run_alone(self.address)
-        else:
-            parallel(*self._given, num_threads, 0)
