@@ -81,7 +81,7 @@ def test_who_is_lost_before_the_greeting_is_done_without(
 def test_when_the_s_worker_is_killed_the_job_has_failed(
     asked: Asked,
 ) -> None:
-    options, output, _ = asked("generate", 400)
+    options, output, _ = asked("generate", 400, number=60)  # far from its end when it is killed
     with running(
         [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, ":", *R_WORKERS], **PATHS
     ) as job:
