@@ -68,6 +68,8 @@ FIRST_STAGE: Final = 0
 CLOSED_FIELDS: Final = ("column", "part", "num_tokens", "num_beyond", "first_row", "num_rows")
 """Of a closed part in ``StagePass``: where it is, which of its sequence's it is, what
 it has, tokens of the sequence behind it, and the rows whose queries attend it."""
+MAX_R_WORKERS: Final = 1 << 16
+"""Of a stage."""
 MAX_SECONDS: Final = 1e9
 """That anything may be said to have taken."""
 
@@ -159,7 +161,12 @@ class ColumnLost(Worded, OfColumns):
     code: str
     message: str
     stage: int = -1
-    """Whose R-worker it is; -1: the stage's that says it, or that it is said to."""
+    """Whose R-worker it is, and ``column`` its number there; -1: the column's R-worker of
+    the stage that says it, or that it is said to."""
+
+    def check(self, stage: int, num_columns: int) -> None:
+        """See ``OfColumns``."""
+        super().check(stage, num_columns if self.stage < 0 else MAX_R_WORKERS)
 
 
 @dataclass(frozen=True, eq=False)

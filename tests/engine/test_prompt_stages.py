@@ -237,7 +237,8 @@ def test_a_prompt_stage_that_breaks_down_ends_the_job_by_name(
 
 def test_what_isnt_there_with_prompt_stages_is_refused_by_name(llama: str) -> None:
     for options, named in (
-        ({"r_partition": "heads"}, "r_partition"),
+        ({"r_partition": "heads", "pp": 2}, "r_partition"),
+        ({"spare_r_workers": 1, "pp": 2}, "spare_r_workers"),
         ({"split_tokens": 64}, "split_tokens"),
         ({"kv_placement": "hybrid"}, "kv_placement"),
         ({"kv_placement": "gpu"}, "kv_placement"),

@@ -55,7 +55,7 @@ class Peers:
     """A prompt stage with layers 1, 2 and 3, and the other ends of its connections:
     R-workers of two token stages in two columns, and the first stage."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_columns: int = NUM_COLUMNS) -> None:
         hub: InprocHub[Any, Any] = InprocHub()
         self.r_workers: dict[tuple[int, int], InprocConnection[Any, Any]] = {}
         for stage in range(2):
@@ -66,10 +66,14 @@ class Peers:
         here, self.stage = connect(hub, "the prompt stage", InprocHub(), "the first stage")
         self.links = StageLinks({0: here}, is_asked=True)
         layers = members_of(range(1, 4), STAGES)
-        members = WriterMembers(hub, 60.0, 60.0, stages=self.links, written=tuple(layers))
+        members = WriterMembers(
+            hub, 60.0, 60.0, stages=self.links, written=layers, num_columns=num_columns
+        )
         members.sessions = (70, 71)
         self.pool = WriterPool(members, layers)
         self.reports = WriterRelay(self.pool, self.links)
+        if num_columns == NUM_COLUMNS:
+            self.reports.regroup(rows(*AT_HOME))
 
     def write(self, column: HolderId, layer: int) -> Attend:
         counts = np.array([0], np.int32), np.array([3], np.int32)
@@ -201,7 +205,6 @@ AT_HOME = [(0, 0, 0, 0), (0, 1, 0, 0), (1, 0, 1, 1), (1, 1, 1, 1)]
 def test_a_group_goes_on_with_a_member_at_another_r_worker() -> None:
     """Under its own name. What was asked before is forgotten."""
     peers = Peers()
-    assert peers.reports.regroup(rows(*AT_HOME)) == []
     peers.write(V, 0)
     peers.write(V, 1)
     peers.r_workers[1, 0].close()
@@ -218,6 +221,26 @@ def test_a_group_goes_on_with_a_member_at_another_r_worker() -> None:
     peers.answer(0, 0)
     assert peers.pool.receive(most_s=0.01) is None, "the answer to what is forgotten"
     peers.answer(0, 0)
+    assert peers.receive()[0] == V
+
+
+def test_a_group_that_shares_heads_goes_on_with_the_members_that_are_left() -> None:
+    """The first stage's two R-workers are one group; the other has all heads then."""
+    peers = Peers(num_columns=1)
+    both = [(0, 0, 0, 0, 0, 1), (0, 0, 1, 1, 1, 1)]
+    assert peers.reports.regroup(np.array(both, np.int32)) == [V]
+    peers.write(V, 0)
+    for column in range(2):
+        assert peers.answer(0, column).k.shape == (3, 1, 4)
+    assert peers.receive()[0] == V
+    peers.r_workers[0, 0].close()
+    peers.write(V, 0)
+    assert [x for x, _ in peers.pool.take_losses()] == [V]
+    assert [(lost.stage, lost.column) for lost in peers.reported()] == [(0, 0)]
+    assert peers.reports.regroup(np.array([(0, 0, 1, 1, 0, 2)], np.int32)) == [V]
+    assert peers.answer(0, 1).k.shape == (3, 1, 4), "what is forgotten"
+    peers.write(V, 0)
+    assert peers.answer(0, 1).k.shape == (3, 2, 4)
     assert peers.receive()[0] == V
 
 

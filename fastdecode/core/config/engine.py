@@ -125,6 +125,16 @@ class EngineConfig:
     def _check_stages(self) -> None:
         """Every stage has as many R-workers."""
         spares, replicas = self.cluster.spare_r_workers, self.r_part.replicas
+        shares_heads = self.r_part.r_partition == "heads"
+        if self.s_part.pp > 1 and self.s_part.prompt_pp and (spares or shares_heads):
+            raise ConfigError(
+                Given("prompt_pp", self.s_part.prompt_pp),
+                " is not supported with ",
+                Given("pp", self.s_part.pp),
+                " and ",
+                Given("spare_r_workers", spares) if spares else Given("r_partition", "heads"),
+                " yet: prompt stages know the members of the first stage alone. Remove one of them",
+            )
         if self.s_part.pp > 1 and spares and replicas:
             raise ConfigError(
                 Given("spare_r_workers", spares),

@@ -149,7 +149,7 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
         _pairs("hybrid KV", "tensor parallelism, shared heads, split sequences, load limit, "
                "stabilized, synchronized, fixed lanes", _BOTH_SIDES),
         _pairs("prompt stages", "tensor parallelism, device KV, hybrid KV, swap, host tier, "
-               "shared heads, split sequences, standby, addresses", _WHOLE_PROMPTS),
+               "split sequences, addresses", _WHOLE_PROMPTS),
         _pairs("prompt stages", "R-workers attend prompts",
                "prompt stages attend prompts by themselves", is_contradiction=True),
         _pairs("replicas", "prefix cache, disk tier", "replicas do not hold kept blocks"),

@@ -57,8 +57,8 @@ class PromptStageSetup(StageSetup):
         """
         for stage in self._written:
             workers = reached[stage]
-            for name, door in zip(workers.addresses, workers.doors, strict=True):
-                connect(hub, self.name, door, f"R-worker {name}")
+            for number, door in enumerate(workers.doors):  # standby ones are the last
+                connect(hub, self.name, door, f"R-worker s{stage}-r{number}")
         connections = hub.connections
 
         def close(lost: Collection[int], timeout_s: float) -> None:
@@ -103,7 +103,13 @@ class PromptStageSetup(StageSetup):
         """See ``StageSetup``."""
         cluster, layers = self.resolved.config.cluster, self.resolved.layers
         timeouts = cluster.worker_timeout_s, cluster.worker_silence_s
-        members = WriterMembers(workers.hub, *timeouts, stages=links, written=self._written)
+        num_r_workers = len(workers.hub.connections) - len(links)
+        num_columns = num_r_workers // len(self._written) - cluster.spare_r_workers
+        if self.resolved.config.r_part.r_partition == "heads":
+            num_columns = 1
+        members = WriterMembers(
+            workers.hub, *timeouts, stages=links, written=self._written, num_columns=num_columns
+        )
         return WriterPool(members, members_of(self.layers, layers))
 
     def greet(

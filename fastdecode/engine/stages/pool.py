@@ -25,6 +25,7 @@ from fastdecode.core.spec import Shard
 from fastdecode.engine.fleet.groups import GroupPool
 from fastdecode.engine.fleet.pool import HolderPool, RConnection, RHub, WorkerPool
 from fastdecode.engine.fleet.resharing import in_heads, share_out_heads
+from fastdecode.engine.fleet.spares import SpareHub
 from fastdecode.engine.stages.later import LaterStages
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.wire.kv.replicating import Dropped
@@ -112,6 +113,10 @@ class StagePool(WorkerPool):
                 self._greetings[member] += 1
                 self._void.add(member)
 
+    def number_of(self, place: int) -> int:
+        """The number of the R-worker in a place of this stage; standby ones are the last."""
+        return self._hub.index(place) if isinstance(self._hub, SpareHub) else place
+
     def revive(self, holder: HolderId) -> None:
         """See ``WorkerPool``."""
         self.replaceable.discard(holder)
@@ -186,8 +191,12 @@ class StagePool(WorkerPool):
         if stage in self._relayed:
             self.replaceable.discard(self.member(stage, lost.column))
             super()._lose(self.member(stage, lost.column), error)
-        elif lost.stage in (0, *self._relayed):
-            self._give_up_worker(self.member(lost.stage, lost.column), error)
+        elif lost.stage in self._relayed:
+            self._give_up_worker(self._member_of(lost.stage, lost.column), error)
+        elif not lost.stage:
+            for place in range(self._num_own):
+                if self.number_of(place) == lost.column:
+                    self._give_up_worker(place, error)
         else:
             raise self._stages.loss(stage, ProtocolError(f"speaks of stage {lost.stage}"))
 
@@ -297,7 +306,8 @@ class ColumnPool(GroupPool):
 
     def _worker_of(self, member: HolderId) -> int:
         """The number of the R-worker that keeps a member, in its stage."""
-        return self.of_stages.origin(self.of_stages.placement[member])[1]
+        stage, place = self.of_stages.origin(self.of_stages.placement[member])
+        return place if stage else self.of_stages.number_of(place)
 
 
 def _heads(shard: Shard) -> tuple[int, int]:

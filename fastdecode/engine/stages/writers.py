@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from fastdecode.core.errors import FastDecodeError, ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import HeadShare, Shard
-from fastdecode.engine.fleet.groups import GroupPool
+from fastdecode.engine.fleet.groups import CacheGroup, GroupPool
 from fastdecode.engine.fleet.pool import RHub
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
-from fastdecode.engine.stages.pool import StagePool, column_shards
+from fastdecode.engine.stages.pool import StagePool
 from fastdecode.wire.messages import Attend, BeginStep, FetchPast, StorePrompt, ToRWorker
 from fastdecode.wire.stages import FIRST_STAGE, ColumnLost, MemberField
 
@@ -41,11 +41,12 @@ class WriterMembers(StagePool):
     """The R-workers that a prompt stage writes to.
 
     Args:
-        hub: connections to the R-workers of each column of the first of ``written``,
-            then of the next; and behind them the connections to other stages.
+        hub: connections to the R-workers of the first of ``written``, standby ones
+            last, then of the next; and behind them the connections to other stages.
         timeout_s, silence_s: see ``WorkerPool``.
         stages: the other stages.
         written: the token stages that keep its layers.
+        num_columns: see ``StagePool``.
     """
 
     def __init__(
@@ -56,22 +57,24 @@ class WriterMembers(StagePool):
         *,
         stages: StageLinks,
         written: Iterable[int],
+        num_columns: int,
     ) -> None:
         self._written = tuple(written)
         num_r_workers = len(hub.connections) - len(stages)
-        num_columns = num_r_workers // len(self._written)
+        self.num_each: Final = num_r_workers // len(self._written)
+        """R-workers of each stage."""
         super().__init__(hub, timeout_s, silence_s, stages=stages, num_columns=num_columns)
         self.sessions: tuple[int, ...] = ()
         """By token stage: of its R-workers' caches; known before the first step."""
 
     def member(self, stage: int, column: int) -> HolderId:
         """See ``StagePool``."""
-        return HolderId(self._written.index(stage) * self.num_columns + column)
+        return HolderId(self._written.index(stage) * self.num_each + column)
 
     def origin(self, index: int) -> tuple[int, int]:
         """See ``StagePool``."""
-        place, column = divmod(index, self.num_columns)
-        return self._written[place], column
+        place, number = divmod(index, self.num_each)
+        return self._written[place], number
 
     def send(self, holder: HolderId, message: ToRWorker) -> None:
         """See ``WorkerPool``."""
@@ -88,7 +91,7 @@ class WriterMembers(StagePool):
 
 
 class WriterPool(GroupPool):
-    """The columns as a prompt stage sees them.
+    """The columns as a prompt stage sees them. Each step says who keeps them (``regroup``).
 
     Args:
         members: their R-workers.
@@ -96,7 +99,7 @@ class WriterPool(GroupPool):
     """
 
     def __init__(self, members: WriterMembers, layers: Mapping[int, range]) -> None:
-        super().__init__(members, column_shards(members, layers))
+        super().__init__(members, [{}] * members.num_columns)
         self.writers: Final = members
         self._layers = layers
         self._rows = np.zeros((0, len(MemberField)), np.int32)
@@ -129,11 +132,14 @@ class WriterPool(GroupPool):
         changed = []
         for group in self.groups:
             own, old = (x[x[:, MemberField.COLUMN] == group.holder] for x in (rows, before))
-            if len(before) and not np.array_equal(own, old):
+            if not np.array_equal(own, old):
                 changed.append(group.holder)
                 group.begin(dict(map(self._member, own[self._is_written(own)].tolist())))
                 self.revive(group.holder)
         return changed
+
+    def _group_of(self, member: HolderId) -> CacheGroup | None:
+        return next((group for group in self.groups if member in group.shards), None)
 
     def _is_written(self, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
         return np.isin(rows[:, MemberField.STAGE], list(self._layers))
@@ -149,9 +155,9 @@ class WriterPool(GroupPool):
 
     def _check(self, rows: NDArray[np.int32]) -> None:
         """Raises ProtocolError."""
-        num_columns = self.writers.num_columns
+        num_each = self.writers.num_each
         is_sane = rows.ndim == 2 and rows.shape[1] == len(MemberField) and (rows >= 0).all()
-        if not is_sane or (rows[:, [MemberField.NAME, MemberField.WORKER]] >= num_columns).any():
+        if not is_sane or (rows[:, [MemberField.NAME, MemberField.WORKER]] >= num_each).any():
             raise ProtocolError(f"the first stage names members that can't be: {rows.tolist()[:9]}")
 
 
