@@ -16,6 +16,7 @@ from fastdecode.text.chat_format import AnswerFormat, ParsedAnswer
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import Message
 from fastdecode.text.codec import TextCodec
+from fastdecode.text.rendering import Rendering
 
 
 def as_ids(conversation_id: object, count: int) -> list[str] | None:
@@ -32,28 +33,17 @@ def as_ids(conversation_id: object, count: int) -> list[str] | None:
 
 
 def chat_prompts(
-    chats: Sequence[Sequence[Message]],
-    template: ChatTemplate,
-    codec: TextCodec,
-    add_generation_prompt: bool,
-    variables: Mapping[str, Any] | None,
-    tools: Sequence[Mapping[str, Any]],
-) -> tuple[dict[int, Prompt], dict[int, RequestOutput]]:
-    """By their places: the conversations' tokens, and what those come to that
+    chats: Sequence[Sequence[Message]], template: ChatTemplate, codec: TextCodec, how: Rendering
+) -> tuple[dict[int, tuple[str, Prompt]], dict[int, RequestOutput]]:
+    """By their places: the conversations' texts and tokens, and the errors of those that
     the template refuses."""
     now = datetime.now()
-    prompts: dict[int, Prompt] = {}
+    prompts: dict[int, tuple[str, Prompt]] = {}
     refused: dict[int, RequestOutput] = {}
     for place, chat in enumerate(chats):
         try:
-            text = template.render(
-                chat,
-                now,
-                add_generation_prompt=add_generation_prompt,
-                variables=variables,
-                tools=tools,
-            )
-            prompts[place] = codec.encode(text, add_special_tokens=False)
+            text = template.render(chat, now, how)
+            prompts[place] = text, codec.encode(text, add_special_tokens=False)
         except RequestError as error:
             refused[place] = RequestOutput(str(place), None, (), error=error)
     return prompts, refused
@@ -65,15 +55,12 @@ def chat_turns(
     params: Sequence[SamplingParams],
     codec: TextCodec,
     template: ChatTemplate,
-    add_generation_prompt: bool,
-    variables: Mapping[str, Any] | None,
-    tools: Sequence[Mapping[str, Any]],
+    how: Rendering,
     cache: CacheUse,
 ) -> list[Turn]:
     """New messages as turns of these conversations."""
-    more = codec, template, add_generation_prompt, variables or {}, tools
     return [
-        Turn(str(place), whose, ChatTurn(tuple(new), *more), its, cache)
+        Turn(str(place), whose, ChatTurn(tuple(new), codec, template, how), its, cache)
         for place, (whose, new, its) in enumerate(zip(ids, chats, params, strict=True))
     ]
 

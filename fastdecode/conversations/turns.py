@@ -10,10 +10,10 @@ of it is encoded, and its KV is reused up to the first difference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 from fastdecode.conversations.history import History, HistoryStep, Spelled
 from fastdecode.core.errors import FastDecodeError, Given, RequestError
@@ -25,9 +25,10 @@ from fastdecode.core.sequence import (
     SamplingParams,
     check_prompt,
 )
-from fastdecode.text.chat_template import ChatTemplate
+from fastdecode.text.chat_template import PLAIN, ChatTemplate
 from fastdecode.text.chats import Message
 from fastdecode.text.codec import TextCodec
+from fastdecode.text.rendering import Rendering
 
 MAX_ID_CHARS = 1024
 
@@ -43,7 +44,7 @@ class TurnPrompt:
     answered: Callable[[Completion], HistoryStep]
     """What the turn adds to the conversation, once it has been answered."""
     text: str | None = None
-    """What the turn's prompt was given as, if that is text."""
+    """The prompt, or the chat as its template writes it; None: token ids were given."""
 
 
 class Prompter(Protocol):
@@ -72,10 +73,19 @@ class Turn:
 
     def __post_init__(self) -> None:
         check_turn(self.conversation_id, self.params, 1)
-        if isinstance(self.prompter, ChatTurn) and not self.params.detokenize:
+        if not isinstance(self.prompter, ChatTurn):
+            return
+        if not self.params.detokenize:
             raise RequestError(
                 "detokenize is false, but a chat's next turn needs the text of this answer: leave "
-                "detokenize out, or go on with prompts in place of messages",
+                "detokenize out, or give prompts instead of messages",
+                code="invalid_conversation",
+            )
+        if self.prompter.how.continue_final_message:
+            raise RequestError(
+                Given("continue_final_message"),
+                ": a conversation keeps whole messages: leave conversation_id out, and give all "
+                "messages",
                 code="invalid_conversation",
             )
 
@@ -169,20 +179,13 @@ class ChatTurn:
     messages: tuple[Message, ...]
     codec: TextCodec
     template: ChatTemplate
-    add_generation_prompt: bool = True
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    tools: Sequence[Mapping[str, Any]] = ()
+    how: Rendering = PLAIN
 
     def __call__(self, history: History) -> TurnPrompt:
         if history.token_ids and not history.messages:
             raise _mixed("prompts", "a prompt")
-        text = self.template.render(
-            [*history.messages, *self.messages],
-            history.begun,
-            add_generation_prompt=self.add_generation_prompt,
-            variables=self.variables,
-            tools=self.tools,
-        )
+        messages = [*history.messages, *self.messages]
+        text = self.template.render(messages, history.begun, self.how)
         rest = None if history.spelled is None else history.spelled.rest_of(text)
         past = () if rest is None else tuple(history.token_ids)
         new = self.codec.encode(text if rest is None else rest, add_special_tokens=False)
@@ -195,7 +198,7 @@ class ChatTurn:
             # Whoever has given the messages may change them.
             return HistoryStep(len(past), added, (*deepcopy(self.messages), answer), spelled)
 
-        return TurnPrompt(token_ids, len(past), answered)
+        return TurnPrompt(token_ids, len(past), answered, text)
 
 
 def _spelled(

@@ -17,7 +17,7 @@ from fastdecode.core.cache_use import CacheUse as CacheUse
 from fastdecode.core.errors import FastDecodeError, Given, RequestError
 from fastdecode.core.holders import KVSource, Residence, SequenceId
 from fastdecode.core.structured import StructuredOutputs
-from fastdecode.core.vllm_names import refuse_sampling_names
+from fastdecode.core.vllm_names import supported_sampling
 
 LogitsProcessor: TypeAlias = Callable[..., Any]
 """``f(output_token_ids, logits)`` or ``f(prompt_token_ids, output_token_ids,
@@ -90,8 +90,18 @@ def _logits_processors(functions: object) -> tuple[LogitsProcessor, ...]:
     return tuple(functions)
 
 
+class _TakesOtherNames(type):
+    """Leaves out arguments that vLLM has, and that ask for nothing."""
+
+    if not TYPE_CHECKING:
+
+        def __call__(cls, *args: Any, **given: Any) -> Any:
+            said = supported_sampling(given, cls.__dataclass_fields__)
+            return super().__call__(*args, **said)
+
+
 @dataclass
-class SamplingParams:
+class SamplingParams(metaclass=_TakesOtherNames):
     """How to choose the next token, and when to stop. Validated at construction
     and at every assignment; the names are OpenAI's and vLLM's. A request keeps
     the values of the moment at which it is given.
@@ -201,15 +211,12 @@ class SamplingParams:
     n: int = 1
     """Completions of the one prompt; the prompt is prefilled once."""
 
-    def __new__(cls, *args: object, **given: object) -> SamplingParams:
-        refuse_sampling_names(given, cls.__dataclass_fields__)
-        return super().__new__(cls)
-
     def __setattr__(self, name: str, value: object) -> None:
         if "n" not in self.__dict__:  # it is being made: ``n`` is set last
             object.__setattr__(self, name, value)
             return
-        refuse_sampling_names((name,), self.__dataclass_fields__)
+        if not supported_sampling({name: value}, self.__dataclass_fields__):
+            return
         before = dict(self.__dict__)
         object.__setattr__(self, name, value)
         try:

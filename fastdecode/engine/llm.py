@@ -54,7 +54,7 @@ from fastdecode.core.sequence import (
     TokenLogprob,
 )
 from fastdecode.core.trace import Trace
-from fastdecode.core.vllm_names import engine_options
+from fastdecode.core.vllm_names import ArgumentsNotSupported, engine_options, refuse_arguments
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.engine.facts import facts_of
 from fastdecode.engine.instances.opening import make_service
@@ -67,6 +67,7 @@ from fastdecode.text.chat_format import ChatFormat
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import Message, as_chats, for_template
 from fastdecode.text.codec import TextCodec
+from fastdecode.text.rendering import Rendering
 from fastdecode.text.token_text import TokenText
 from fastdecode.text.tokenizer import ModelTokenizer
 from fastdecode.text.tools import Tools
@@ -115,6 +116,7 @@ class LLM:
             model's generation_config.json recommends; ``ignore``: none.
         seed: that seeds of requests come from, in turn, which have none of
             their own; None: random ones.
+        chat_template: for ``chat``, instead of the model's own: a file, or a text.
 
     Raises:
         ConfigError, ModelError, WorkerError: as their docstrings say.
@@ -130,8 +132,10 @@ class LLM:
         session: Session | None = None,
         generation_config: str = "auto",
         seed: int | None = None,
+        chat_template: str | Path | None = None,
         **given: Unpack[LLMOptions],
     ) -> None:
+        self._given_template = chat_template
         options = engine_options(given, OPTION_NAMES, model)
         defaults = _defaults(model, generation_config, progress)
         self._default_params = SamplingParams(**defaults)
@@ -205,7 +209,8 @@ class LLM:
         conversation_id: str | Sequence[str] | None = None,
         cache: CacheUse = SHARED,
         progress: bool = False,
-        use_tqdm: bool | None = None,
+        use_tqdm: bool | Callable[..., Any] | None = None,
+        **others: Unpack[ArgumentsNotSupported],
     ) -> list[RequestOutput]:
         """Continue every prompt. Results stand in the order of the prompts.
 
@@ -222,6 +227,7 @@ class LLM:
                 kept (``prefix_cache``).
             progress: show on stderr how far it is.
             use_tqdm: another name of ``progress``.
+            others: arguments of vLLM that ask for nothing.
 
         Returns:
             One output a prompt. A bad prompt's output carries its ``error``;
@@ -238,7 +244,8 @@ class LLM:
         batch, uses = as_batch(prompts, cache)
         params = one_of("params", params, "sampling_params", sampling_params)
         every = self._checked_params(params, len(batch))
-        progress = progress or use_tqdm is True
+        progress = progress or bool(use_tqdm)
+        refuse_arguments(others)
         ids = as_ids(conversation_id, len(batch))
         if ids is None:
             return self._run_all(_requests(batch, every, uses), every, progress)
@@ -253,19 +260,22 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] | None = None,
         *,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: str | Mapping[str, Any] | None = None,
         parallel_tool_calls: bool = True,
         chat_template: str | Path | None = None,
-        add_generation_prompt: bool = True,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         conversation_id: str | Sequence[str] | None = None,
         cache: CacheUse = SHARED,
         progress: bool = False,
-        use_tqdm: bool | None = None,
+        **others: Unpack[ArgumentsNotSupported],
     ) -> list[RequestOutput]:
         """Continue conversations by the model's chat template, as ``generate``
         continues prompts.
@@ -274,6 +284,7 @@ class LLM:
             messages: a conversation, or several:
                 ``[{"role": "user", "content": "…"}, …]``.
             params: for all conversations, or one each.
+            use_tqdm: another name of ``progress``.
             sampling_params: another name of ``params``.
             tools: that the model may call, as OpenAI's API has them: the outputs'
                 completions have ``tool_calls``, and ``content`` for the other text.
@@ -282,13 +293,20 @@ class LLM:
             parallel_tool_calls: false: at most one call.
             chat_template: a file to use in place of the model's own, or the
                 template itself: a text with ``{``.
+            chat_template_content_format: contents reach the template as texts
+                (``string``), lists of parts (``openai``), or as it takes them (``auto``).
             add_generation_prompt: end prompts with what begins the assistant's
-                turn.
+                turn; None: unless the last message is continued.
+            continue_final_message: the answer continues the text of the last message.
             variables: more names for the template.
             chat_template_kwargs: another name of ``variables``.
             conversation_id: of each conversation, whose ``messages`` are the
                 new ones then; those before, and the answers, are known.
-            cache, progress, use_tqdm: as of ``generate``.
+            cache, progress, others: as of ``generate``.
+
+        Returns:
+            As ``generate``; an output's ``prompt`` is the conversation as the template
+            writes it.
 
         Raises:
             RequestError, ConfigError: as ``generate``; or there is no chat
@@ -298,31 +316,35 @@ class LLM:
         params = one_of("params", params, "sampling_params", sampling_params)
         every = self._checked_params(params, len(chats))
         variables = one_of("variables", variables, "chat_template_kwargs", chat_template_kwargs)
-        progress = progress or use_tqdm is True
+        progress = progress or bool(use_tqdm)
         check_cache(cache)
-        template = _chat_template(self.config.model, chat_template)
+        refuse_arguments(others)
+        ids = as_ids(conversation_id, len(chats))
+        chosen = Tools.of(tools, tool_choice, parallel_tool_calls)
+        definitions = () if chosen is None else chosen.definitions
+        how = Rendering.of(add_generation_prompt, continue_final_message, variables, definitions)
+        template = _chat_template(self.config.model, chat_template or self._given_template)
         with contextlib.closing(template):
-            ids = as_ids(conversation_id, len(chats))
-            chosen = Tools.of(tools, tool_choice, parallel_tool_calls)
-            model_format = ChatFormat.of(template, self.codec.special_tokens)
-            answer_format = model_format.answer(chosen)
-            rendered = [for_template(chat, model_format.id_chars) for chat in chats]
+            chat_format = ChatFormat.of(
+                template, self.codec.special_tokens, content_format=chat_template_content_format
+            )
+            answer_format = chat_format.answer(chosen)
             if answer_format is not None:
-                every = [model_format.params(its, chosen) for its in every]
-            more = add_generation_prompt, variables, chosen.definitions if chosen else ()
+                every = [chat_format.params(its, chosen) for its in every]
+            written = [for_template(chat, chat_format.style) for chat in chats]
             if ids is not None:
                 self._warn_of_turns(cache)
-                turns = chat_turns(ids, rendered, every, self.codec, template, *more, cache)
+                turns = chat_turns(ids, written, every, self.codec, template, how, cache)
                 answered = self._run_all(turns, every, progress)
                 return [parsed(output, answer_format, self.codec) for output in answered]
-            prompts, refused = chat_prompts(rendered, template, self.codec, *more)
-        uses = [cache] * len(prompts)
+            prompts, outputs = chat_prompts(written, template, self.codec, how)
         params = [every[place] for place in prompts]
-        requests = _requests(list(prompts.values()), params, uses)
+        requests = _requests([ids for _, ids in prompts.values()], params, [cache] * len(prompts))
         answered = self._run_all(requests, params, progress)
-        answered = [parsed(output, answer_format, self.codec) for output in answered]
-        outputs = {p: replace(o, request_id=str(p)) for p, o in zip(prompts, answered, strict=True)}
-        return [refused.get(place) or outputs[place] for place in range(len(chats))]
+        for (place, (text, _)), output in zip(prompts.items(), answered, strict=True):
+            output = replace(output, request_id=str(place), prompt=text)
+            outputs[place] = parsed(output, answer_format, self.codec)
+        return [outputs[place] for place in range(len(chats))]
 
     def get_tokenizer(self) -> ModelTokenizer:
         """The model's tokenizer. Raises ConfigError: it has none."""

@@ -310,14 +310,7 @@ class BatchJob:
         if not isinstance(said, Chat):
             return PromptTurn(said, llm.codec)
         assert self._rules.template is not None, "the reader refuses chats without a template"
-        return ChatTurn(
-            tuple(said.messages),
-            llm.codec,
-            self._rules.template,
-            said.add_generation_prompt,
-            said.variables,
-            said.tools,
-        )
+        return ChatTurn(tuple(said.messages), llm.codec, self._rules.template, said.how)
 
     def _asked(
         self, number: int, place: int, prompt: Prompt | Prompter, request: LineRequest
@@ -334,13 +327,7 @@ class BatchJob:
         if not isinstance(turn, Chat):
             return turn
         assert self._rules.template is not None, "the reader refuses chats without a template"
-        text = self._rules.template.render(
-            turn.messages,
-            self._rules.date,
-            add_generation_prompt=turn.add_generation_prompt,
-            variables=turn.variables,
-            tools=turn.tools,
-        )
+        text = self._rules.template.render(turn.messages, self._rules.date, turn.how)
         return llm.codec.encode(text, add_special_tokens=False)
 
     def _params(self, request: LineRequest, place: int) -> SamplingParams:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from fastdecode.core.sequence import Prompt
+from fastdecode.text.chat_template import PLAIN
+from fastdecode.text.rendering import Rendering
 
 
 @dataclass(frozen=True)
@@ -14,11 +16,7 @@ class Chat:
     """A conversation, to become a prompt by the model's chat template."""
 
     messages: Sequence[Mapping[str, Any]]
-    add_generation_prompt: bool = True
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    """More names for the template."""
-    tools: Sequence[Mapping[str, Any]] = ()
-    """That the model may call, as the template takes them."""
+    how: Rendering = PLAIN
 
 
 Turn: TypeAlias = "Prompt | Chat"

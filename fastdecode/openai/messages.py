@@ -6,26 +6,22 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from fastdecode.openai.body_errors import refuse
-from fastdecode.text.chats import Message, for_template
+from fastdecode.text.chats import Message, MessageStyle, for_template
 
 MAX_MESSAGES: Final = 100_000
 _CODE: Final = "invalid_messages"
-_TEXT_FIELDS: Final = ("name", "tool_call_id", "reasoning_content")
+_TEXT_FIELDS: Final = ("name", "tool_call_id", "reasoning_content", "reasoning")
 _KNOWN: Final = ("role", "content", *_TEXT_FIELDS, "tool_calls")
 _EMPTY_FIELDS: Final = ("function_call", "refusal", "audio", "annotations")
 """A message may have them, as long as they are null or empty."""
 
 
-def read_messages(messages: object, id_chars: int = 0) -> list[Message]:
-    """Messages as templates take them. Raises BodyError.
-
-    Args:
-        id_chars: as of ``for_template``.
-    """
+def read_messages(messages: object, style: MessageStyle) -> list[Message]:
+    """Messages as a template of this style takes them. Raises BodyError."""
     if not isinstance(messages, list) or not 1 <= len(messages) <= MAX_MESSAGES:
         refuse("messages", "must be a list with at least one message", _CODE)
     checked = [_message(each, f"messages[{place}]") for place, each in enumerate(messages)]
-    return for_template(checked, id_chars)
+    return for_template(checked, style)
 
 
 def _message(message: object, where: str) -> dict[str, Any]:
@@ -67,15 +63,15 @@ def _check_fields(message: Mapping[str, Any], where: str) -> None:
             refuse(f"{where}.{name}", "must be a string", _CODE)
 
 
-def _content(content: object, where: str, *, may_be_none: bool) -> str:
-    """The text of a message; the texts of several parts stand on lines of their own."""
+def _content(content: object, where: str, *, may_be_none: bool) -> str | list[Mapping[str, str]]:
+    """A message's text, or its parts, which are texts."""
     if content is None and may_be_none:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
         refuse(where, "must be a string, or a list of parts", _CODE)
-    texts = []
+    parts: list[Mapping[str, str]] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
@@ -86,8 +82,8 @@ def _content(content: object, where: str, *, may_be_none: bool) -> str:
             )
         if not isinstance(part.get("text"), str):
             refuse(where, 'has a part of type "text" without a "text" that is a string', _CODE)
-        texts.append(part["text"])
-    return "\n".join(texts)
+        parts.append({"type": "text", "text": part["text"]})
+    return parts
 
 
 def _calls(calls: object, where: str) -> list[dict[str, Any]]:

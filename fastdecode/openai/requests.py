@@ -37,6 +37,7 @@ from fastdecode.openai.messages import read_messages
 from fastdecode.openai.response_bodies import RESPONSES_URL, chat_of, echo_of, renamed
 from fastdecode.text.chat_format import AnswerFormat, ChatFormat
 from fastdecode.text.chat_template import RESERVED
+from fastdecode.text.rendering import Rendering
 from fastdecode.text.tools import Tools
 
 COMPLETIONS_URL = "/v1/completions"
@@ -59,23 +60,25 @@ FIELDS = {
     CHAT_URL: (
         "model", "messages", *SAMPLING_FIELDS, *FORMAT_FIELDS, "max_completion_tokens", "logprobs",
         "top_logprobs", "return_token_ids", "chat_template_kwargs", "add_generation_prompt",
-        "cache", "cache_salt", "conversation_id", *TOOL_FIELDS,
+        "continue_final_message", "reasoning_effort", "cache", "cache_salt", "conversation_id",
+        *TOOL_FIELDS,
     ),
 }  # fmt: skip
-LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "session_id")
 # Field → values that ask for nothing, beside null.
 NOT_SUPPORTED: Mapping[str, Sequence[object]] = {
     "stream": (False,), "stream_options": (), "echo": (False,), "suffix": ("",), "best_of": (1,),
     "functions": ([],), "function_call": ("none", "auto"),
     "modalities": (["text"],), "audio": (),
-    "prediction": (), "reasoning_effort": (), "verbosity": (), "web_search_options": (),
+    "prediction": (), "verbosity": (), "web_search_options": (),
     "store": (False,), "service_tier": ("auto", "default"),
     "logits_processors": ([],), "logit_processors": ([],), "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "add_special_tokens": (),
-    "priority": (0,),
-    "documents": ([],), "chat_template": (), "continue_final_message": (False,),
-    "mm_processor_kwargs": (),
+    "length_penalty": (1,), "spaces_between_special_tokens": (True,), "add_special_tokens": (),
+    "priority": (0,), "documents": ([],), "chat_template": (), "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},), "include_reasoning": (True,), "return_prompt_text": (False,),
+    "return_tokens_as_token_ids": (False,), "truncation_side": ("left",), "vllm_xargs": ({},),
+    "thinking_token_budget": (), "repetition_detection": (), "logprob_token_ids": (),
+    "kv_transfer_params": (), "stream_interval": (1,), "prompt_embeds": (),
 }  # fmt: skip
 STREAM_FIELDS = ("stream", "stream_options")
 # OpenAI's obfuscation pads chunks against whoever watches their sizes; we send none.
@@ -263,10 +266,23 @@ class RequestReader:
                     f"can't say {name!r}: only texts, numbers, true, false and null, "
                     "and no template",
                 )
-        prompt_follows = _boolean(body, "add_generation_prompt") is not False
-        messages = read_messages(body.get("messages"), self.chat_format.id_chars)
+        messages = read_messages(body.get("messages"), self.chat_format.style)
+        return Chat(messages, _rendering(body, variables or {}, tools))
+
+
+def _rendering(
+    body: dict[str, Any], variables: Mapping[str, Any], tools: Tools | None
+) -> Rendering:
+    begins_turn = _boolean(body, "add_generation_prompt")
+    continues = _boolean(body, "continue_final_message") is True
+    effort = body.get("reasoning_effort")
+    if effort is not None:
+        if not isinstance(effort, str):
+            refuse("reasoning_effort", "must be a string")
+        variables = {"reasoning_effort": effort, **variables}
+    with blaming("continue_final_message"):
         definitions = () if tools is None else tools.definitions
-        return Chat(messages, prompt_follows, variables or {}, definitions)
+        return Rendering.of(begins_turn, continues, variables, definitions)
 
 
 def _cache_use(body: dict[str, Any]) -> CacheUse:
@@ -323,7 +339,11 @@ def _refuse_unsupported(body: dict[str, Any], url: str, also: Sequence[str]) -> 
     """Raise BodyError if the body has what we don't do or don't know. ``also``:
     what we do beside ``FIELDS``."""
     for name, value in body.items():
-        nothing = [body.get("n") or 1] if name == "best_of" else NOT_SUPPORTED.get(name)
+        nothing = NOT_SUPPORTED.get(name)
+        if name == "best_of":
+            nothing = [body.get("n") or 1]
+        if name == "add_special_tokens":  # prompts have them, chats have what the template writes
+            nothing = [url == COMPLETIONS_URL]
         if name in also:
             continue
         if nothing is not None and value is not None and value not in nothing:
@@ -361,7 +381,7 @@ def _prompts(prompt: object) -> tuple[Turn, ...]:
 def _chat_logprobs(body: dict[str, Any]) -> dict[str, Any]:
     wanted = _boolean(body, "logprobs", " in a chat; how many is top_logprobs")
     top = body.get("top_logprobs")
-    if top is not None and not wanted:
+    if top and not wanted:
         refuse("top_logprobs", "needs logprobs: true")
     if wanted is None:
         return {}

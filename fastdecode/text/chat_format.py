@@ -15,6 +15,7 @@ from fastdecode.core.errors import Given, RequestError
 from fastdecode.core.sequence import SamplingParams, ToolCall
 from fastdecode.core.structured import StructuredOutputs
 from fastdecode.text.chat_template import ChatTemplate
+from fastdecode.text.chats import MessageStyle
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.grammars import json_rule
 from fastdecode.text.reasoning import (
@@ -56,6 +57,7 @@ class ChatFormat:
         tools: of its calls; None: it writes none that is known.
         reasoning: of its reasoning; None: it marks none.
         takes_tools: its chat template has a place for tools.
+        style: of the messages that the template takes.
         special: its special tokens, by name.
     """
 
@@ -63,6 +65,7 @@ class ChatFormat:
     reasoning: ReasoningFormat | None = None
     takes_tools: bool = False
     special: Mapping[str, int] = field(default_factory=dict)
+    style: MessageStyle = field(default_factory=MessageStyle)
 
     @classmethod
     def of(
@@ -71,24 +74,21 @@ class ChatFormat:
         special: Mapping[str, int],
         tool_parser: str = AUTO,
         reasoning_parser: str = AUTO,
+        content_format: str = AUTO,
     ) -> ChatFormat:
         """Of a model's chat template. The parsers: names in ``TOOL_PARSERS`` and
-        ``REASONING_PARSERS``."""
+        ``REASONING_PARSERS``; the content's format: as of ``MessageStyle.of``."""
         if template is None:
             return cls()
         source = template.source
         tools, reasoning = TOOL_FORMATS.get(tool_parser), REASONING_FORMATS.get(reasoning_parser)
-        return cls(
-            tool_format(source) if tool_parser == AUTO else tools,
-            reasoning_format(source) if reasoning_parser == AUTO else reasoning,
-            template.takes_tools,
-            special,
-        )
-
-    @property
-    def id_chars(self) -> int:
-        """Characters of the ids of calls; 0: of any number."""
-        return 0 if self.tools is None else self.tools.id_chars
+        if tool_parser == AUTO:
+            tools = tool_format(source)
+        if reasoning_parser == AUTO:
+            reasoning = reasoning_format(source)
+        id_chars = 0 if tools is None else tools.id_chars
+        style = MessageStyle.of(source, id_chars, content_format)
+        return cls(tools, reasoning, template.takes_tools, special, style)
 
     def answer(self, tools: Tools | None) -> AnswerFormat | None:
         """The format of one answer; None: it is plain text.

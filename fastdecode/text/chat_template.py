@@ -16,7 +16,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fastdecode.core.errors import (
     CheckpointError,
@@ -28,8 +28,11 @@ from fastdecode.core.errors import (
 from fastdecode.core.json_file import read_bytes
 from fastdecode.core.model.files import read_model_file, read_model_json
 from fastdecode.text.child import ChildFailedError, LimitedChild, Limits
+from fastdecode.text.rendering import Rendering
 
 logger = logging.getLogger(__name__)
+PLAIN: Final = Rendering()
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 MAX_TEMPLATE_BYTES = 1 << 20
 LIMITS = Limits(memory_bytes=1 << 30, cpu_s=10, open_cpu_s=10)
@@ -152,10 +155,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         now: datetime,
-        *,
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        how: Rendering = PLAIN,
     ) -> str:
         """The conversation as text, special tokens spelled out.
 
@@ -163,20 +163,19 @@ class ChatTemplate:
             messages: each has a ``role`` and a ``content``.
             now: the date, for templates that print it. A text must not depend
                 on when its turn came.
-            add_generation_prompt: end with what begins the assistant's turn.
-            variables: more names for the template.
-            tools: that the model may call, as OpenAI's API has them.
+            how: its options.
 
         Raises:
             RequestError: (code ``chat_template_failed``) the template refuses
                 the messages, fails on them, or takes more than the limits.
+                (code ``invalid_messages``) the last message can't be continued.
         """
         question = {
-            "messages": messages,
+            "messages": how.marked(messages),
             "now": now.isoformat(),
-            "add_generation_prompt": add_generation_prompt,
-            "variables": variables or {},
-            "tools": list(tools) if tools else None,
+            "add_generation_prompt": how.add_generation_prompt,
+            "variables": how.variables,
+            "tools": list(how.tools) or None,
         }
         try:
             text = self._child.ask(question)
@@ -189,7 +188,19 @@ class ChatTemplate:
             raise RequestError(
                 f"the chat template {what} these messages: {error}", code="chat_template_failed"
             ) from None
-        return str(text)
+        self._check_roles(messages, str(text))
+        return how.cut(str(text))
+
+    def _check_roles(self, messages: Sequence[Mapping[str, Any]], text: str) -> None:
+        """Raises RequestError: the template leaves out messages of a role that it does not
+        know."""
+        for role in {message.get("role") for message in messages}.difference(ROLES):
+            if isinstance(role, str) and role not in self.source and role not in text:
+                raise RequestError(
+                    f"the chat template leaves out messages of the role {role!r:.80}: use one of "
+                    f"{', '.join(ROLES)}",
+                    code="invalid_messages",
+                )
 
     def close(self) -> None:
         """End the child process. Safe to call twice."""

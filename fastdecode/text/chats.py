@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
-from fastdecode.core.errors import RequestError
+from fastdecode.core.errors import Given, RequestError
 
 Message = Mapping[str, Any]
 
@@ -44,25 +46,83 @@ def _check_calls(chat: Sequence[Message], where: str) -> None:
             )
 
 
-def for_template(messages: Sequence[Message], id_chars: int) -> list[Message]:
-    """Messages as templates take them: the arguments of calls are objects, where callers
-    give JSON text as OpenAI's API does, and ids of calls are short enough.
+@dataclass(frozen=True)
+class MessageStyle:
+    """Which messages a chat template takes."""
 
-    Args:
-        id_chars: the template takes ids of calls of so many characters: longer ones
-            lose their beginning; 0: of any number.
-    """
-    return [_message(message, id_chars) for message in messages]
+    id_chars: int = 0
+    """Ids of calls have this many characters; 0: any number."""
+    content: Literal["string", "openai", "either"] = "string"
+    """Contents are texts, lists of parts, or either."""
+    has_developer: bool = False
+    """It knows the role ``developer``; else such messages are of ``system``."""
+
+    @classmethod
+    def of(cls, source: str, id_chars: int, content_format: str = "auto") -> MessageStyle:
+        """Of a template's source. ``content_format``: one of ``CONTENT_FORMATS``, as in
+        vLLM. Raises RequestError: it is another."""
+        if content_format not in CONTENT_FORMATS:
+            raise RequestError(
+                Given("chat_template_content_format", content_format),
+                f" is none of {', '.join(CONTENT_FORMATS)}",
+                code="invalid_argument",
+            )
+        content: Any = content_format
+        if content_format == "auto":
+            is_either = _TAKES_TEXT in source
+            content = "string" if _PARTS.search(source) is None else "openai"
+            content = "either" if content == "openai" and is_either else content
+        return cls(id_chars, content, "developer" in source)
 
 
-def _message(message: Message, id_chars: int) -> Message:
-    if not message.get("tool_calls") and message.get("tool_call_id") is None:
-        return message
+CONTENT_FORMATS: Final = ("auto", "string", "openai")
+_PARTS: Final = re.compile(
+    r"for\s+\w+\s+in\s+(?:content\b|\w+\.content\b|\w+\[['\"]content['\"]\])"
+)
+"""A template's loop over the parts of a message."""
+_TAKES_TEXT: Final = "is string"
+_REASONING: Final = ("reasoning_content", "reasoning", "thinking")
+"""Names of a message's reasoning. Templates read the first or the last."""
+
+
+def for_template(messages: Sequence[Message], style: MessageStyle) -> list[Message]:
+    """Messages as a template takes them. The arguments of calls are objects, where callers
+    give JSON text as OpenAI's API does. Ids of calls that are too long lose their
+    beginning."""
+    return [_message(message, style) for message in messages]
+
+
+def _message(message: Message, style: MessageStyle) -> Message:
     made = dict(message)
+    reasoning = next((made[name] for name in _REASONING if made.get(name) is not None), None)
+    if reasoning is not None:
+        made = {"thinking": reasoning, **made, "reasoning_content": reasoning}
+    if made["role"] == "developer" and not style.has_developer:
+        made["role"] = "system"
+    if "content" in made:
+        made["content"] = _content(made["content"], style)
     if made.get("tool_calls"):
-        made["tool_calls"] = [_call(call, id_chars) for call in made["tool_calls"]]
-    _shorten(made, "tool_call_id", id_chars)
+        made["tool_calls"] = [_call(call, style.id_chars) for call in made["tool_calls"]]
+    _shorten(made, "tool_call_id", style.id_chars)
     return made
+
+
+def _content(content: object, style: MessageStyle) -> object:
+    """Texts of several parts stand on lines of their own, where the template takes a text.
+    Parts that are no text stay as they are."""
+    if style.content == "openai" and isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if style.content != "string" or isinstance(content, str) or not isinstance(content, Sequence):
+        return content
+    texts = [_text_of(part) for part in content]
+    return content if None in texts else "\n".join(map(str, texts))
+
+
+def _text_of(part: object) -> str | None:
+    if isinstance(part, str):
+        return part
+    text = part.get("text") if isinstance(part, Mapping) else None
+    return text if isinstance(text, str) else None
 
 
 def _call(call: Mapping[str, Any], id_chars: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from fastdecode.core.errors import ConfigError
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.detokenizer import Vocabulary
+from fastdecode.text.rendering import Rendering
 
 
 class ModelTokenizer:
@@ -118,6 +119,7 @@ class ModelTokenizer:
         *,
         tokenize: bool = True,
         add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
@@ -126,6 +128,7 @@ class ModelTokenizer:
 
         Args:
             tokenize: give token ids; or text.
+            continue_final_message: end where the last message's text ends.
             chat_template: a Jinja program in place of the model's own.
             tools: that the model may call.
             variables: more names for the template.
@@ -142,13 +145,8 @@ class ModelTokenizer:
                 f"{self._model} has no chat template: give one as chat_template",
                 code="no_chat_template",
             )
-        text = template.render(
-            conversation,
-            datetime.now(),
-            add_generation_prompt=add_generation_prompt,
-            variables=variables,
-            tools=tools,
-        )
+        how = Rendering.of(add_generation_prompt, continue_final_message, variables, tools or ())
+        text = template.render(conversation, datetime.now(), how)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     @cached_property

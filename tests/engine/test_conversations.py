@@ -198,7 +198,10 @@ def test_messages_that_are_changed_afterwards_change_no_conversation(llm: LLM) -
     (second,) = llm.chat([message], GREEDY, conversation_id="mutable")
     assert second.prompt_token_ids[: len(said(first))] == said(first)
     proxy = MappingProxyType(message)
-    (refused,) = llm.chat([proxy], GREEDY, conversation_id="mutable")
+    (third,) = llm.chat([proxy], GREEDY, conversation_id="mutable")
+    assert third.ok
+    no_json = {"role": "user", "content": {1, 2}}
+    (refused,) = llm.chat([no_json], GREEDY, conversation_id="mutable")
     assert code_of(refused) == "chat_template_failed"
 
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ import torch
 from transformers import AutoTokenizer
 
 from fastdecode import LLM, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
+from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, RequestError
 from fastdecode.core.sequence import Logprob
+from fastdecode.core.vllm_names import engine_options
+from fastdecode.engine.llm import OPTION_NAMES
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples/model/checkpoint"
@@ -254,6 +258,109 @@ def test_parameters_that_arent_there_say_what_is(name: str, instead: str) -> Non
 def test_options_that_arent_there_say_what_is(options: dict[str, Any], instead: str) -> None:
     with pytest.raises(ConfigError, match=instead):
         LLM(str(DEMO), **options)
+
+
+VLLMS_OPTIONS: dict[str, Any] = {
+    "runner": "auto", "convert": "auto", "tokenizer": None, "tokenizer_mode": "auto",
+    "skip_tokenizer_init": False, "trust_remote_code": False, "allowed_local_media_path": "",
+    "allowed_media_domains": None, "tensor_parallel_size": 1, "dtype": "auto",
+    "quantization": None, "revision": None, "tokenizer_revision": None,
+    "gpu_memory_utilization": 0.92, "cpu_offload_gb": 0, "offload_group_size": 0,
+    "offload_num_in_group": 1, "offload_prefetch_step": 1, "offload_params": set(),
+    "enforce_eager": False, "enable_return_routed_experts": False, "return_sampling_mask": False,
+    "disable_custom_all_reduce": False, "hf_token": None, "hf_overrides": {},
+    "mm_processor_kwargs": None, "pooler_config": None, "structured_outputs_config": None,
+    "profiler_config": None, "attention_config": None, "kv_cache_memory_bytes": None,
+    "compilation_config": None, "quantization_config": None, "logits_processors": None,
+    "spec_method": None, "spec_model": None, "spec_tokens": None,
+    "swap_space": 4, "max_seq_len_to_capture": 8192, "task": "auto", "max_model_len": None,
+    "max_num_seqs": None, "max_num_batched_tokens": None, "block_size": None,
+    "kv_cache_dtype": "auto", "enable_prefix_caching": None, "pipeline_parallel_size": 1,
+    "load_format": "auto", "max_logprobs": 20, "enable_lora": False, "max_loras": 1,
+}  # fmt: skip
+VLLMS_SAMPLING: dict[str, Any] = {
+    "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
+    "temperature": 1.0, "watermarking": None, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
+    "seed": None, "stop": None, "stop_token_ids": None, "bad_words": None,
+    "thinking_token_budget": None, "include_stop_str_in_output": False, "ignore_eos": False,
+    "max_tokens": 16, "min_tokens": 0, "logprobs": None, "prompt_logprobs": None,
+    "prompt_logprob_token_ids": None, "prompt_logprob_start": None, "detokenize": True,
+    "skip_special_tokens": True, "spaces_between_special_tokens": True,
+    "output_kind": Enum("RequestOutputKind", ["CUMULATIVE", "DELTA", "FINAL_ONLY"]).FINAL_ONLY,
+    "stream_interval": None, "structured_outputs": None, "logit_bias": None,
+    "allowed_token_ids": None, "extra_args": None, "skip_clone": False,
+    "repetition_detection": None, "logprob_token_ids": None, "routed_experts_prompt_start": 0,
+    "trace_decode_token_ids": None, "flat_logprobs": False, "best_of": None,
+    "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False,
+}  # fmt: skip
+VLLMS_ARGUMENTS: dict[str, Any] = {
+    "use_tqdm": False, "lora_request": None, "priority": None, "tokenization_kwargs": None,
+    "mm_processor_kwargs": None,
+}  # fmt: skip
+
+
+def test_no_default_of_vllm_is_refused(llm: LLM) -> None:
+    options = engine_options(VLLMS_OPTIONS, OPTION_NAMES, str(DEMO))
+    assert EngineConfig.of(str(DEMO), **options).s_part.gpu_memory_fraction == 0.92
+    assert not {"block_size", "max_num_sequences", "quantization"} & set(options)
+    params = SamplingParams(**VLLMS_SAMPLING)
+    assert params == SamplingParams()
+    params.spaces_between_special_tokens = True  # type: ignore[attr-defined]
+    greedy = SamplingParams(**{**VLLMS_SAMPLING, "temperature": 0})
+    (output,) = llm.generate(PROMPTS[0], greedy, **VLLMS_ARGUMENTS)
+    assert output.outputs[0].text == continued(llm, max_tokens=16).text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("priority", [0, 1], "in the order in which they come"),
+        ("lora_request", "mine", "merge them"),
+        ("tokenization_kwargs", {"truncation": True}, "prompt_token_ids"),
+        ("use_tdqm", True, "is no argument"),
+    ],
+)
+def test_arguments_that_arent_there_say_what_is(
+    llm: LLM, name: str, value: object, instead: str
+) -> None:
+    for call in (llm.generate, llm.chat):
+        with pytest.raises(RequestError, match=instead):
+            call(PROMPTS if call == llm.generate else CHAT, **{name: value})  # type: ignore[operator]
+
+
+CHAT = [{"role": "user", "content": "Who lived in the mill?"}]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_chats_as_vllms_users_write_them(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8)
+    more: dict[str, Any] = {**VLLMS_ARGUMENTS, "chat_template": TEMPLATE, "tools": None,
+                            "chat_template_kwargs": None}  # fmt: skip
+    del more["use_tqdm"]
+    spelled = {**more, "chat_template_content_format": "auto", "add_generation_prompt": True}
+    (output,) = llm.chat(CHAT, params, False, continue_final_message=False, **spelled)
+    assert output.prompt == "<user>Who lived in the mill?<assistant>"
+    ids = llm.get_tokenizer().encode(output.prompt, add_special_tokens=False)
+    assert output.prompt_token_ids == tuple(ids)
+    parts = [{"role": "user", "content": [{"type": "text", "text": CHAT[0]["content"]}]}]
+    (again,) = llm.chat(parts, params, **more)
+    assert (again.prompt, again.text) == (output.prompt, output.text)
+    begun = [*CHAT, {"role": "assistant", "content": "It was "}]
+    (going,) = llm.chat(begun, params, continue_final_message=True, **more)
+    assert going.prompt == "<user>Who lived in the mill?<assistant>It was "
+    with pytest.raises(RequestError, match="exclude each other"):
+        llm.chat(begun, params, continue_final_message=True, add_generation_prompt=True, **more)
+    with pytest.raises(RequestError, match="keeps whole messages"):
+        llm.chat(begun, params, continue_final_message=True, conversation_id="c", **more)
+
+
+def test_a_turn_of_a_conversation_has_its_prompt_too(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3)
+    (output,) = llm.chat(CHAT, params, chat_template=TEMPLATE, conversation_id="mill")
+    assert output.prompt == "<user>Who lived in the mill?<assistant>"
 
 
 def test_vllms_options_that_ask_for_nothing_are_accepted(llm: LLM) -> None:

@@ -210,9 +210,10 @@ def test_chats_are_what_generate_makes_of_their_template(
     llm, params = llms["byte-level"], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     chats = [[{"role": "user", "content": "The quick"}], [{"role": "user", "content": "STOP"}]]
     texts = ["user: The quick\nassistant:", "user: STOP\nassistant:"]
-    expected = llm.generate(
+    outputs = llm.generate(
         [llm.codec.encode(text, add_special_tokens=False) for text in texts], params
     )
+    expected = [replace(one, prompt=text) for one, text in zip(outputs, texts, strict=True)]
     assert llm.chat(chats, params) == expected
     assert llm.chat(chats[0], params) == expected[:1]
     (named,) = llm.chat(chats[0], params, variables={"name": "Noah"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +17,9 @@ from tokenizers.processors import TemplateProcessing
 
 from fastdecode.core.errors import CheckpointError, ConfigError, RequestError
 from fastdecode.text.chat_template import ChatTemplate
+from fastdecode.text.chats import MessageStyle, for_template
 from fastdecode.text.codec import TextCodec
+from fastdecode.text.rendering import Rendering
 
 NOW = datetime(2026, 2, 3, 4, 5)
 
@@ -51,6 +54,12 @@ TEMPLATES = {
 {%- if tools is not none or documents %}never{% endif %}
 {{ "on" if thinking else "off" }}{{ messages | length }}""",
 }
+
+TAKES_PARTS = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
+)
+PARTS = [{"type": "text", "text": "It is "}, {"type": "text", "text": "so "}]
 
 CHATS: list[list[dict[str, str]]] = [
     [{"role": "user", "content": "Hello, <|im_end|> <s>world"}],
@@ -96,11 +105,55 @@ def test_text_and_tokens_equal_transformers(
     theirs = save_tokenizer(tmp_path, TEMPLATES[name])
     template = ChatTemplate.load(tmp_path)
     assert template is not None
-    text = template.render(chat, NOW, add_generation_prompt=ends_open, variables={"thinking": True})
+    text = template.render(chat, NOW, Rendering(ends_open, variables={"thinking": True}))
     expected = {"add_generation_prompt": ends_open, "thinking": True}
     assert text == theirs.apply_chat_template(chat, tokenize=False, **expected)
     tokens = TextCodec.load(tmp_path).encode(text, add_special_tokens=False)
     assert tokens == theirs.apply_chat_template(chat, **expected)["input_ids"]
+
+
+@pytest.mark.parametrize("name", [*sorted(TEMPLATES), "parts"])
+@pytest.mark.parametrize("begun", ["Sure, ", "Sure,", " It is\n", PARTS])
+def test_a_continued_message_equals_transformers(tmp_path: Path, name: str, begun: Any) -> None:
+    theirs = save_tokenizer(tmp_path, {**TEMPLATES, "parts": TAKES_PARTS}[name])
+    template = ChatTemplate.load(tmp_path)
+    assert template is not None
+    chat = [CHATS[0][0], {"role": "assistant", "content": begun}]
+    given = copy.deepcopy(chat)
+    style = MessageStyle.of(template.source, 0)
+    text = template.render(for_template(chat, style), NOW, Rendering.of(None, True, None, ()))
+    assert chat == given, "the caller's messages stay as they are"
+    if begun is PARTS and name != "parts":
+        chat[1]["content"] = "\n".join(part["text"] for part in PARTS)
+    assert text == theirs.apply_chat_template(chat, tokenize=False, continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([{"role": "assistant", "content": None}], "a last message with text"),
+        ([{"role": "assistant", "content": [{"type": "image"}]}], "a last message with text"),
+        ([{"role": "user", "content": "Hello"}], "does not write the last message"),
+    ],
+)
+def test_a_message_without_text_is_not_continued(messages: Any, problem: str) -> None:
+    template = ChatTemplate("{% if false %}{{ messages[0].content }}{% endif %}", "x", {})
+    with pytest.raises(RequestError, match=f"^continue_final_message.*{problem}"):
+        template.render(messages, NOW, Rendering.of(False, True, None, ()))
+    with pytest.raises(RequestError, match="exclude each other"):
+        Rendering.of(True, True, None, ())
+
+
+def test_messages_of_an_unknown_role_are_not_left_out() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    template = ChatTemplate(source, "x", {})
+    assert template.render([{"role": "user", "content": "human"}], NOW) == "human"
+    with pytest.raises(RequestError, match="'human': use one of system, developer, user"):
+        template.render([{"role": "human", "content": "Hello"}], NOW)
+    generic = ChatTemplate("{% for m in messages %}{{ m.role }}{% endfor %}", "x", {})
+    assert generic.render([{"role": "human", "content": "Hello"}], NOW) == "human"
 
 
 WITH_TOOLS = """
@@ -129,7 +182,7 @@ def test_tools_and_calls_equal_transformers(tmp_path: Path) -> None:
     ]
     tools = [{"type": "function", "function": {"name": "f", "description": "<é>", "parameters": {
         "type": "object", "properties": {"é": {"type": "string"}}}}}]  # fmt: skip
-    text = template.render(chat, NOW, tools=tools)
+    text = template.render(chat, NOW, Rendering(tools=tools))
     assert text == theirs.apply_chat_template(chat, tools=tools, tokenize=False)
     assert "<tools>" in text and '<tool_call>{"name": "f", "arguments": {"é"' in text
 
@@ -155,7 +208,8 @@ def test_a_template_is_found_where_transformers_finds_it(tmp_path: Path) -> None
     assert rendered() == "default"
     with_tools = ChatTemplate.load(tmp_path)
     assert with_tools is not None and with_tools.takes_tools
-    assert with_tools.render(CHATS[0], NOW, tools=[{"type": "function"}]) == "tools"
+    how = Rendering(tools=[{"type": "function"}])
+    assert with_tools.render(CHATS[0], NOW, how) == "tools"
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<e>"}')
     (tmp_path / "chat_template.jinja").write_text("file {{ eos_token }}\n")
     assert rendered() == "file <e>"

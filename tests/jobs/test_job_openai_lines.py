@@ -21,13 +21,16 @@ from fastdecode.openai.body_errors import BodyError
 from fastdecode.openai.chat import Chat
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, NOT_SUPPORTED, RequestReader
 from fastdecode.text.chat_format import ChatFormat
+from fastdecode.text.chats import MessageStyle
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.reasoning import REASONING_FORMATS
+from fastdecode.text.rendering import Rendering
 from fastdecode.text.tool_calls import TOOL_FORMATS
 
 USER = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "strict": True}}]
-FORMAT = ChatFormat(TOOL_FORMATS["mistral"], REASONING_FORMATS["think"], True, {"[TOOL_CALLS]": 9})
+MISTRAL, THINK = TOOL_FORMATS["mistral"], REASONING_FORMATS["think"]
+FORMAT = ChatFormat(MISTRAL, THINK, True, {"[TOOL_CALLS]": 9}, MessageStyle(9))
 ENDED = {"logprobs": None, "finish_reason": "length", "stop_reason": None}
 
 
@@ -157,6 +160,16 @@ def test_best_of_may_be_n() -> None:
         (chat, {"chat_template_kwargs": []}, "chat_template_kwargs", "invalid_value"),
         (chat, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "invalid_value"),
         (chat, {"add_generation_prompt": 0}, "add_generation_prompt", "invalid_value"),
+        (chat, {"continue_final_message": 1}, "continue_final_message", "invalid_value"),
+        (
+            chat,
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "invalid_messages",
+        ),
+        (chat, {"add_special_tokens": True}, "add_special_tokens", "unsupported_field"),
+        (completion, {"add_special_tokens": False}, "add_special_tokens", "unsupported_field"),
+        (chat, {"reasoning_effort": 3}, "reasoning_effort", "invalid_value"),
         (chat, {"messages": []}, "messages", "invalid_messages"),
         (chat, {"messages": "hi"}, "messages", "invalid_messages"),
         (chat, {"messages": ["hi"]}, "messages[0]", "invalid_messages"),
@@ -239,10 +252,23 @@ def test_messages_are_reduced_to_their_text() -> None:
     assert request.prompts == (
         Chat(
             [{"role": "system", "content": "a\nb"}, {"role": "user", "content": "", "name": "Ann"}],
-            False,
-            {"enable_thinking": False},
+            Rendering(False, variables={"enable_thinking": False}),
         ),
     )
+
+
+def test_a_chat_may_continue_its_last_message_and_say_its_effort() -> None:
+    asked = chat(
+        continue_final_message=True,
+        add_generation_prompt=False,
+        reasoning_effort="low",
+        top_logprobs=0,
+        add_special_tokens=False,
+        spaces_between_special_tokens=True,
+    )
+    assert isinstance(asked.prompts[0], Chat)
+    assert asked.prompts[0].how == Rendering(False, True, {"reasoning_effort": "low"})
+    completion(add_special_tokens=True, length_penalty=1.0, priority=0)
 
 
 def test_the_models_name_is_echoed_and_labels_are_no_matter() -> None:
@@ -368,11 +394,11 @@ def test_a_line_with_tools(codec: TextCodec) -> None:
     body = {"messages": messages, "tools": TOOLS, "tool_choice": "required"}
     request = with_tools.parse(line(body, CHAT_URL), 1)
     (asked,) = request.prompts
-    assert isinstance(asked, Chat) and asked.tools == (
+    assert isinstance(asked, Chat) and asked.how.tools == (
         {"type": "function", "function": {"name": "f"}},
     )
     assert asked.messages[1] == {
-        "role": "assistant", "content": "", "reasoning_content": "hm",
+        "role": "assistant", "content": "", "reasoning_content": "hm", "thinking": "hm",
         "tool_calls": [{"id": "123456789", "type": "function",
                         "function": {"name": "f", "arguments": {"a": 1}}}],
     }  # fmt: skip

@@ -49,7 +49,7 @@ class Template:
         self.has_begun = threading.Event()
         self.num_rendered = 0
 
-    def render(self, messages: Sequence[Any], now: datetime, **more: Any) -> str:
+    def render(self, messages: Sequence[Any], now: datetime, *more: Any) -> str:
         self.has_begun.set()
         assert self.may_render.wait(WITHIN_S)
         self.num_rendered += 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fastdecode.core.errors import RequestError
-from fastdecode.text.chats import as_chats, for_template
+from fastdecode.text.chats import MessageStyle, as_chats, for_template
 
 USER = {"role": "user", "content": "x"}
 
@@ -25,7 +25,7 @@ def test_calls_that_are_no_list_of_objects_are_refused(calls: Any) -> None:
 
 def test_messages_without_calls_are_taken() -> None:
     chat = [USER, {"role": "assistant", "content": "", "tool_calls": None}]
-    assert as_chats(chat) == [chat] and for_template(chat, 9) == chat
+    assert as_chats(chat) == [chat] and for_template(chat, MessageStyle(9)) == chat
 
 
 @pytest.mark.parametrize(("id_chars", "call_id"), [(9, "123456789"), (0, "a-long-id-123456789")])
@@ -37,9 +37,51 @@ def test_templates_get_arguments_as_objects_and_short_ids(id_chars: int, call_id
         {"role": "tool", "tool_call_id": long_id, "content": "4"},
     ]
     given = copy.deepcopy(chat)
-    made = for_template(chat, id_chars)
+    made = for_template(chat, MessageStyle(id_chars))
     assert made[0]["tool_calls"] == [
         {"id": call_id, "function": {"name": "f", "arguments": {"a": 1}}}
     ]
     assert made[1]["tool_call_id"] == call_id
     assert chat == given, "the caller's messages stay as they are"
+
+
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+IMAGE = [{"type": "image"}, *PARTS]
+LOOP = "{% for part in message['content'] %}{{ part.text }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "content_format", "given", "made"),
+    [
+        ("{{ message.content }}", "auto", PARTS, "a\nb"),
+        ("{{ message.content }}", "auto", ["a", "b"], "a\nb"),
+        ("{{ message.content }}", "auto", IMAGE, IMAGE),
+        ("{{ message.content }}", "auto", None, None),
+        ("{{ message.content }}", "openai", "a", PARTS[:1]),
+        (LOOP, "auto", "a", PARTS[:1]),
+        (LOOP, "auto", PARTS, PARTS),
+        (LOOP, "string", PARTS, "a\nb"),
+        ("{% if message.content is string %}" + LOOP, "auto", "a", "a"),
+        ("{% if message.content is string %}" + LOOP, "auto", PARTS, PARTS),
+    ],
+)
+def test_contents_are_as_the_template_takes_them(
+    source: str, content_format: str, given: Any, made: Any
+) -> None:
+    style = MessageStyle.of(source, 0, content_format)
+    assert for_template([{"role": "user", "content": given}], style)[0]["content"] == made
+
+
+def test_developers_are_the_system_where_the_template_knows_none() -> None:
+    chat = [{"role": "developer", "content": "x"}]
+    assert for_template(chat, MessageStyle.of("{{ x }}", 0))[0]["role"] == "system"
+    style = MessageStyle.of("{% if role == 'developer' %}", 0)
+    assert for_template(chat, style)[0]["role"] == "developer"
+    with pytest.raises(RequestError, match="auto, string, openai"):
+        MessageStyle.of("", 0, "list")
+
+
+def test_reasoning_has_the_names_that_templates_read() -> None:
+    for name in ("reasoning_content", "reasoning"):
+        (made,) = for_template([{"role": "assistant", "content": "x", name: "Hm"}], MessageStyle())
+        assert (made["reasoning_content"], made["thinking"]) == ("Hm", "Hm")

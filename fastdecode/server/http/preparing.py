@@ -131,14 +131,7 @@ class Preparation:
         if not isinstance(prompt, Chat):
             return PromptTurn(prompt, front.codec)
         assert front.template is not None, "the reader refuses chats without a template"
-        return ChatTurn(
-            tuple(prompt.messages),
-            front.codec,
-            front.template,
-            prompt.add_generation_prompt,
-            prompt.variables,
-            prompt.tools,
-        )
+        return ChatTurn(tuple(prompt.messages), front.codec, front.template, prompt.how)
 
     async def _until_due(self, opened: OpenTurn) -> None:
         """Wait for the turns before this one."""
@@ -181,14 +174,7 @@ class Preparation:
         front = self._front
         if isinstance(prompt, Chat):
             assert front.template is not None, "the reader refuses chats without a template"
-            render = partial(
-                front.template.render,
-                prompt.messages,
-                datetime.now(),
-                add_generation_prompt=prompt.add_generation_prompt,
-                variables=prompt.variables,
-                tools=prompt.tools,
-            )
+            render = partial(front.template.render, prompt.messages, datetime.now(), prompt.how)
             text = await self.queued(front.threads.templates, render)
             return await self.encoded(text, add_special_tokens=False)
         tokenise = partial(front.checker.tokenise, prompt)
