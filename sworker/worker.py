@@ -118,6 +118,16 @@ class SWorker:
         [T, hidden]. ``inputs``: of a step that attends on this device."""
         return WholePass(self, run)
 
+    def embed(self, rows: Tensor, lane: int) -> Pass:
+        """A step whose layers run in other stages: its rows are embedded, and nothing
+        more. rows: see ``begin_rows``."""
+
+        def embed() -> Tensor:
+            token_ids, positions = self.upload(rows)
+            return self.model.embed(token_ids, positions)
+
+        return WholePass(self, embed)
+
     def attend_in(self, cache: PagedKV) -> bool:
         """Steps attend in a cache on this device from now on. Whether there are
         kernels that read it where it lies."""

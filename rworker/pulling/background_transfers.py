@@ -44,6 +44,7 @@ class BackgroundTransfers:
         self._neighbours = neighbours
         self._links = ReplicaLinks(memory, neighbours, tell, clock)
         self._pulls = Pulls(memory, neighbours, tell, clock)
+        self._admitted: set[str] = set()  # prompt stages
         self.is_used = False
         """Whether anything was ever asked of it."""
 
@@ -68,7 +69,10 @@ class BackgroundTransfers:
         self.is_used = True
         if isinstance(instruction, Admit):
             for address in instruction.addresses:
-                self._neighbours.expect(address, FEEDING_LINE)
+                # Also when a cache is greeted again: two connections would share messages.
+                if address not in self._admitted:
+                    self._admitted.add(address)
+                    self._neighbours.expect(address, FEEDING_LINE)
         elif isinstance(instruction, BeginPull):
             self._pulls.begin(instruction)
         elif isinstance(instruction, EndPull):

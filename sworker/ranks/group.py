@@ -21,7 +21,7 @@ from fastdecode.core.errors import WorkerError
 from sworker.ranks.peers import Peers
 from sworker.ranks.sharding import Shard
 
-STOP, BEGIN, ADVANCE, LOGITS, GO_ON, COME_HOME, KEEP_KV, RUN = range(8)
+STOP, BEGIN, ADVANCE, LOGITS, GO_ON, COME_HOME, KEEP_KV, RUN, EMBED = range(9)
 """What rank 0 may ``tell`` first."""
 JOINING_TIMEOUT_S = 600.0
 """Until all ranks have come to the meeting place."""

@@ -22,7 +22,8 @@ need to agree on every loss.
 In a pipeline of stages every stage is such a group, with a rank 0 of its own. A
 step begins behind the first stage with GO_ON and the rows of the stage before,
 in place of BEGIN and token ids; in the first one it ends with COME_HOME and what
-the stages behind have made of the rows whose logits are wanted.
+the stages behind have made of the rows whose logits are wanted. Where prompts run in
+stages of their own, the first stage only embeds their steps (EMBED).
 
 With KV on the devices (``--kv-placement gpu``) every rank keeps the KV heads that its
 query heads read, and attends by itself: nothing is gathered or scattered. Rank 0's
@@ -50,6 +51,7 @@ from sworker.ranks.group import (
     ADVANCE,
     BEGIN,
     COME_HOME,
+    EMBED,
     GO_ON,
     KEEP_KV,
     LOGITS,
@@ -154,6 +156,22 @@ class ParallelWholePass(ParallelPass):
         raise AssertionError("no layer is left")
 
 
+class ParallelEmbedding(ParallelPass):
+    """A step that all ranks embed, and whose layers run in other stages."""
+
+    is_over = True
+
+    def __init__(self, worker: ParallelSWorker, rows: Tensor, lane: int) -> None:
+        """rows: see ``SWorker.begin_rows``."""
+        self._ranks, self._lane = worker.ranks, lane
+        self._vocab_size = worker.spec.vocab_size
+        with self._ranks.peers.exchanging():
+            self._ranks.tell(EMBED, lane, rows.shape[1])
+            self._ranks.share(rows)
+            self._own = SWorker.embed(worker, rows, lane)
+        self.layer = self._own.layer
+
+
 class ParallelSWorker(SWorker):
     """Rank 0's S-worker. ``spec`` is the whole model's; ``model`` this rank's
     part of it.
@@ -192,6 +210,10 @@ class ParallelSWorker(SWorker):
         """See ``SWorker``; the other ranks do the same."""
         assert inputs is not None
         return ParallelWholePass(self, run, inputs)
+
+    def embed(self, rows: Tensor, lane: int) -> Pass:
+        """See ``SWorker``."""
+        return ParallelEmbedding(self, rows, lane)
 
     def attend_in(self, cache: PagedKV) -> bool:
         """See ``SWorker``: every rank makes such a cache for its own heads."""
@@ -261,8 +283,10 @@ class _Follower:
     def do(self, operation: int, lane: int, num_rows: int) -> None:
         """Its part of what rank 0 does."""
         ranks, passes = self._ranks, self._passes
-        if operation in (BEGIN, GO_ON):
-            rows = ranks.share(torch.empty((2, num_rows), dtype=torch.int64))
+        if operation == EMBED:
+            passes[lane] = self._worker.embed(self._rows(num_rows), lane)
+        elif operation in (BEGIN, GO_ON):
+            rows = self._rows(num_rows)
             x = self._hidden(num_rows) if operation == GO_ON else None
             passes[lane] = step = self._worker.begin_rows(rows, lane, x=x)
             ranks.gather(torch.cat((step.q, step.k, step.v), dim=1))
@@ -279,6 +303,10 @@ class _Follower:
         else:
             chosen = ranks.share(torch.empty(num_rows, dtype=torch.int64))
             ranks.gather(passes[lane].logits(chosen.numpy()))
+
+    def _rows(self, num_rows: int) -> Tensor:
+        """Token ids and positions of a step."""
+        return self._ranks.share(torch.empty((2, num_rows), dtype=torch.int64))
 
     def _hidden(self, num_rows: int) -> Tensor:
         shape = num_rows, self._worker.spec.hidden_size
@@ -299,7 +327,7 @@ class _Follower:
         assert cache is not None, "told before"
         num_packed, has_x = ranks.hear(2)
         packed = ranks.share(torch.empty(num_packed, dtype=torch.int64))
-        rows = ranks.share(torch.empty((2, num_rows), dtype=torch.int64))
+        rows = self._rows(num_rows)
         x = self._hidden(num_rows) if has_x else None
         tables = StepTables.unpack(packed.numpy())
         if tables.copy_sources.size:

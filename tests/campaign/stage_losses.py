@@ -65,6 +65,7 @@ class Shape:
         return self.num_s_ranks + stage * self.num_columns + column
 
 
+HEADS = ("--r-partition", "heads")
 ON_DEVICES = ("--kv-placement", "gpu", "--kv-memory-gb", "0.02")
 SHAPES = {
     "two": Shape(2),
@@ -72,10 +73,19 @@ SHAPES = {
     "replicas": Shape(2, options=("--replicas", "1")),
     "prompts": Shape(2, prompt_pp=1),
     "prompts of two": Shape(1, prompt_pp=2),
+    "prompts to several S-workers": Shape(
+        1, prompt_pp=1, tp=2, options=("--worker-timeout-s", "30")
+    ),
+    "prompts to heads": Shape(1, prompt_pp=1, options=HEADS),
+    "prompts to heads of standby": Shape(
+        1, prompt_pp=1, num_columns=4, num_spares=1, options=HEADS
+    ),
+    "prompts to standby": Shape(1, prompt_pp=2, num_spares=1),
+    "prompts to replicas": Shape(2, prompt_pp=1, options=("--replicas", "1")),
     "swap": Shape(3, num_columns=0, options=(*ON_DEVICES, "--swap")),
     "on devices": Shape(2, num_columns=0, options=ON_DEVICES),
-    "heads": Shape(2, options=("--r-partition", "heads")),
-    "heads of standby": Shape(2, num_spares=1, options=("--r-partition", "heads")),
+    "heads": Shape(2, options=HEADS),
+    "heads of standby": Shape(2, num_spares=1, options=HEADS),
     "standby": Shape(2, num_spares=1),
     "split": Shape(2, options=("--split-tokens", "64")),
     "of two S-workers": Shape(2, tp=2, num_columns=2, options=("--worker-timeout-s", "30")),

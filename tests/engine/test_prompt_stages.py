@@ -242,7 +242,6 @@ def test_what_isnt_there_with_prompt_stages_is_refused_by_name(llama: str) -> No
         ({"split_tokens": 64}, "split_tokens"),
         ({"kv_placement": "hybrid"}, "kv_placement"),
         ({"kv_placement": "gpu"}, "kv_placement"),
-        ({"tp": 2}, "tp=2"),
         ({"prompt_attention": "r"}, "prompt_attention"),
         ({"r_worker_addresses": ("tcp://127.0.0.1:5555",)}, "r_worker"),
         ({"prefill_instances": 1, "decode_instances": 1}, "prefill_instances"),

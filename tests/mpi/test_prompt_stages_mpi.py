@@ -23,31 +23,38 @@ Job: TypeAlias = Callable[..., tuple[list[str], Path, Callable[[], str]]]
 @pytest.fixture
 def job(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Job:
     """``job(prompt_pp, pp, num_r_workers, max_tokens, *options)``: the command, its
-    output file, and what is to be in it."""
+    output file, and what is to be in it. Each stage is ``tp`` ranks."""
 
     def make(
-        prompt_pp: int, pp: int, num_r_workers: int, max_tokens: int, *more: str
+        prompt_pp: int, pp: int, num_r_workers: int, max_tokens: int, *more: str, tp: int = 1
     ) -> tuple[list[str], Path, Callable[[], str]]:
         source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
         write_some_forked(source, max_tokens)
         options = ["--model", str(tiny_checkpoint("llama")), "--dtype", "float32"]
         options += ["--prefill-chunk", "16"]
         files = ["--input", str(source), "--output", str(output)]
-        stages = ["--pp", str(pp), "--prompt-pp", str(prompt_pp), *more]
+        stages = ["--pp", str(pp), "--prompt-pp", str(prompt_pp), "--tp", str(tp), *more]
         stages += ["--exit-code-file", str(exit_code_file(tmp_path))]
-        command = [mpirun(), *open_mpi_options(), "-n", str(pp + prompt_pp), *FASTDECODE]
-        command += ["generate", *options, *files, *stages]
+        command = [mpirun(), *open_mpi_options(), "-n", str(tp * (pp + prompt_pp))]
+        command += [*FASTDECODE, "generate", *options, *files, *stages]
         command += [":", "-n", str(num_r_workers), *R_WORKER]
         return command, output, lambda: answers_alone(source, *options)
 
     return make
 
 
+TWO_STAGES = [(1, 2, 1, 4), (3, 2, 1, 2), (2, 2, 2, 4)]
+
+
 @pytest.mark.parametrize(
-    ("prompt_pp", "pp", "num_r_workers"), [(2, 1, 2), *[(1, 2, 4), (3, 2, 2)] * TRIES_ALL]
+    ("prompt_pp", "pp", "tp", "num_r_workers"), [(1, 1, 2, 2), *TWO_STAGES * TRIES_ALL]
 )
-def test_prompt_stages_as_ranks(prompt_pp: int, pp: int, num_r_workers: int, job: Job) -> None:
-    command, output, expected = job(prompt_pp, pp, num_r_workers, 12)
+def test_prompt_stages_as_ranks(
+    prompt_pp: int, pp: int, tp: int, num_r_workers: int, job: Job
+) -> None:
+    """Each stage several S-workers that act as one, or a single one."""
+    more = ["--replicas", "1"] if num_r_workers == 4 else []
+    command, output, expected = job(prompt_pp, pp, num_r_workers, 12, *more, tp=tp)
     outcome = run(command, timeout_s=120)
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
     assert output.read_text() == expected()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from state_machine import HELLO, HKV, NUM_LAYERS, D, Worker, attend, step_of
 
 from examples import examples
+from fastdecode.wire.kv.attending import FEEDING_LINE
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,
@@ -24,7 +25,10 @@ from fastdecode.wire.messages import (
     Shutdown,
     StorePrompt,
 )
+from rworker.attention import AttentionExecutor
 from rworker.instructions import Admit, Compute, HangUp, Instruction, ReadChunk, Send, Stop
+from rworker.pulling.background_transfers import BackgroundTransfers
+from rworker.stream.replica_links import NoNeighbours
 
 SESSION = 77
 FED = replace(HELLO, session=SESSION, feeders=("prompt stage 0", "prompt stage 1"))
@@ -58,6 +62,22 @@ class Fed(Worker):
         assert hang_up == HangUp(peer)
         assert self.state.lost(peer) == ()
         return send.message.message
+
+
+def test_a_prompt_stage_is_let_in_once_however_often_its_cache_is_greeted() -> None:
+    """Two connections to one rank would share its messages, and mix up their order."""
+    expected: list[tuple[str, int]] = []
+
+    class Recording(NoNeighbours):
+        def expect(self, address: str, line: int) -> None:
+            expected.append((address, line))
+
+    behind = BackgroundTransfers(AttentionExecutor(), Recording(), lambda peer, news: None)
+    worker = Worker()
+    for _ in range(2):
+        *_, admit = worker.tell(FED)
+        behind.obey(admit)
+    assert expected == [(name, FEEDING_LINE) for name in FED.feeders]
 
 
 @settings(max_examples=examples(200, share=4), deadline=None)

@@ -42,6 +42,11 @@ if TYPE_CHECKING:
     from fastdecode.wire.mpi.job import MpiJob
 
 
+def stage_ranks(s_part: SPart) -> StageRanks:
+    """Which ranks of an MPI job are what."""
+    return StageRanks(s_part.pp, s_part.tp, s_part.prompt_pp)
+
+
 def check_launched(s_part: SPart, *, has_r_workers: bool = True) -> None:
     """
     Args:
@@ -54,10 +59,11 @@ def check_launched(s_part: SPart, *, has_r_workers: bool = True) -> None:
     if s_part.tp == 1 or launcher.launched_size() is not None:
         return
     stages = f" --pp {s_part.pp}" if s_part.pp > 1 else ""
+    stages += f" --prompt-pp {s_part.prompt_pp}" if s_part.prompt_pp else ""
     raise ConfigError(
         Given("tp", s_part.tp),
-        f" needs an MPI launcher: mpirun -n {s_part.tp * s_part.pp} fastdecode generate --tp "
-        f"{s_part.tp}{stages} ..." + (" : -n 2 fastdecode r-worker" if has_r_workers else ""),
+        f" needs an MPI launcher: mpirun -n {s_part.tp * s_part.num_stages} fastdecode generate "
+        f"--tp {s_part.tp}{stages} ..." + (" : -n 2 fastdecode r-worker" if has_r_workers else ""),
         code="no_mpi_launcher",
     )
 
@@ -77,7 +83,7 @@ def meet_ranks(s_part: SPart, device: torch.device, patience_s: float) -> Ranks:
         WorkerError: the others didn't come, or have ended.
     """
     check_launched(s_part)
-    roles = StageRanks(s_part.pp, s_part.tp)
+    roles = stage_ranks(s_part)
     job = joining.join(min_ranks=roles.num_s_ranks)
     if job.size < roles.num_s_ranks:
         raise ConfigError(
@@ -93,7 +99,7 @@ def meet_ranks(s_part: SPart, device: torch.device, patience_s: float) -> Ranks:
 def device_number(s_part: SPart) -> int:
     """Which of a host's GPUs this rank takes, counted from the one that was
     asked for: its place among the host's S-workers, as far as anybody says."""
-    place = StageRanks(s_part.pp, s_part.tp).place(joining.join().rank)
+    place = stage_ranks(s_part).place(joining.join().rank)
     return place if s_part.num_stages == 1 else max(place, launcher.local_rank())
 
 
@@ -109,7 +115,8 @@ def mirror_leader(config: EngineConfig) -> None:
     s_part, max_model_len = config.s_part, config.s_part.max_model_len
     planned = checkpoint.spec(max_model_len=max_model_len)
     resolved = resolve_for_this_host(config, planned, rank=device_number(s_part))
-    stage = StageRanks(s_part.pp, s_part.tp).stage(joining.join().rank)
+    stage = stage_ranks(s_part).stage(joining.join().rank)
+    all_layers = (*resolved.layers, *resolved.prompt_layers)
     ranks = meet_ranks(s_part, resolved.device, config.cluster.worker_timeout_s)
     dtype = torch_dtype(resolved.dtype)
     with typed_start():
@@ -119,7 +126,7 @@ def mirror_leader(config: EngineConfig) -> None:
             dtype=dtype,
             max_model_len=max_model_len,
             shard=ranks.shard,
-            layers=resolved.layers[stage],
+            layers=all_layers[stage],
             with_embedding=not stage,
             with_head=not stage,
         )

@@ -9,7 +9,6 @@ import torch
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.instances import InstanceRole
-from fastdecode.core.config.s_part import SPart
 from fastdecode.core.holders import Holder, HolderKind
 from fastdecode.core.model.checkpoint import Checkpoint
 from fastdecode.core.model.spec import ModelSpec
@@ -18,7 +17,7 @@ from fastdecode.engine.fleet.pool import HolderPool
 from fastdecode.engine.fleet.replicas import new_session
 from fastdecode.engine.kv_exchange import ExportAddresses
 from fastdecode.engine.setup.device_caches import reach_device, reach_swapped
-from fastdecode.engine.setup.ranks import agree_on_kv
+from fastdecode.engine.setup.ranks import agree_on_kv, stage_ranks
 from fastdecode.engine.setup.resolve import (
     ResolvedConfig,
     kept_by_rank,
@@ -44,7 +43,7 @@ from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker, Hello, ToRWorker
-from fastdecode.wire.mpi.roles import StageRanks, link_address
+from fastdecode.wire.mpi.roles import link_address
 from fastdecode.wire.stages import stage_name
 from rworker.tiers.disk import Disk, disk_of
 from sworker.dtypes import torch_dtype
@@ -223,11 +222,6 @@ def reach_stage(resolved: ResolvedConfig, stage: int) -> Reached:
         if workers is not None:
             workers.close((), 0.0)
         raise
-
-
-def stage_ranks(s_part: SPart) -> StageRanks:
-    """Which ranks of an MPI job are what."""
-    return StageRanks(s_part.pp, s_part.tp, s_part.prompt_pp)
 
 
 def reach_stage_addresses(resolved: ResolvedConfig, stage: int) -> Reached:

@@ -8,8 +8,8 @@ from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.engine.setup.prompt_stages import PromptStageSetup
-from fastdecode.engine.setup.ranks import device_number
-from fastdecode.engine.setup.reach import reach_stage, stage_ranks
+from fastdecode.engine.setup.ranks import device_number, stage_ranks
+from fastdecode.engine.setup.reach import reach_stage
 from fastdecode.engine.setup.resolve import resolve_for_this_host
 from fastdecode.engine.setup.stages import StageSetup
 from fastdecode.engine.setup.workers import with_spares

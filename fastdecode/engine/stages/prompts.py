@@ -309,12 +309,7 @@ class Elsewhere:
         """See ``LaneAttention``."""
         batch = self.batch
         rows = torch.from_numpy(np.stack((batch.token_ids, batch.positions)))
-
-        def embed() -> Tensor:
-            token_ids, positions = s_worker.upload(rows)
-            return s_worker.model.embed(token_ids, positions)
-
-        return s_worker.run_through(embed)
+        return s_worker.embed(rows, batch.spans[0].begin.lane)
 
     def scatter(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
