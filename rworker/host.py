@@ -188,7 +188,7 @@ def _connected(
             "--placement has the ranks in their order"
         )
     readers = RankReaders(job, silence_s)
-    s_rank, guests = instances.s_ranks[own], instances.others_r_ranks(own)
+    s_rank, guests = instances.s_rank_of(job.rank), instances.others_r_ranks(own)
     return DoorHub(job, s_rank, guests, readers, end), readers
 
 

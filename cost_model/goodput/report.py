@@ -203,8 +203,6 @@ def as_text(answer: Answer, *, explain: bool = False) -> str:
     ]
     for plan in answer.plans:
         lines += ["", *_plan_lines(plan, answer)]
-        if any(each.degrees.pp > 1 for each in plan.instances):
-            lines.append("    pipelines (pp) are planned only; instances refuse them")
         if any(each.is_on_device for each in plan.instances):
             lines.append("    KV on the GPU: start it as fastdecode instance --kv-placement gpu")
     if explain:

@@ -135,6 +135,8 @@ class KVSource:
     first_head: int
     """KV heads."""
     num_heads: int
+    first_layer: int = 0
+    """How many it has, it says itself."""
 
 
 def num_offered(sources: tuple[KVSource, ...]) -> int:

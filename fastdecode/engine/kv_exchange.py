@@ -4,12 +4,12 @@ KV of its prompts (a ticket for each), and imports that of others."""
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar, Final
 
 from fastdecode.core.delta import Delta
-from fastdecode.core.errors import ConfigError, ProtocolError
+from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId, KVSource, Part
 from fastdecode.core.spec import HeadShare, Shard
 from fastdecode.engine.extensions import EngineState, Extension
@@ -28,33 +28,30 @@ class ExportAddresses:
     """How R-workers of other instances reach an engine's.
 
     Args:
-        addresses: of its R-workers, as these call each other.
+        address_of: an R-worker, by its index in the pool: what others call it.
         num_kv_heads: of the model.
         fetch_bytes_per_s: that one of its R-workers may fetch; 0: as many as
             it can.
         timeout_s: that those it fetches from may say nothing.
     """
 
-    addresses: Sequence[str] = ()
-    num_kv_heads: int = 0
+    address_of: Callable[[int], str]
+    num_kv_heads: int
     fetch_bytes_per_s: float = 0.0
     timeout_s: float = 300.0
 
-    def of(self, workers: Mapping[int, Shard]) -> list[tuple[str, int, int]]:
-        """Where a holder that these R-workers keep is fetched from: address, first
-        KV head, and how many.
-
-        Raises:
-            ConfigError: others can't reach it.
-        """
-        if not self.addresses:
-            raise ConfigError("these R-workers can't be reached by other instances'")
+    def sources(self, workers: Mapping[int, Shard], offered: KVSource) -> Iterator[KVSource]:
+        """Where a holder that these R-workers keep is fetched from: ``offered`` of each."""
         whole = HeadShare(slice(0, self.num_kv_heads), slice(0, 0))
-        heads = {worker: shard.heads or whole for worker, shard in workers.items()}
-        return [
-            (self.addresses[worker], int(share.kv.start), share.num_kv_heads)
-            for worker, share in heads.items()
-        ]
+        for worker, shard in workers.items():
+            heads = shard.heads or whole
+            yield replace(
+                offered,
+                address=self.address_of(worker),
+                first_head=int(heads.kv.start),
+                num_heads=heads.num_kv_heads,
+                first_layer=0 if shard.layers is None else shard.layers.start,
+            )
 
 
 class KVExchange(Extension):
@@ -142,9 +139,5 @@ class KVExchange(Extension):
     def _offer(self, part: Part, num_tokens: int) -> list[KVSource]:
         ticket = secrets.token_hex(_TICKET_BYTES)
         self._fleet.send(part.holder, ExportSequence(part.part_id, ticket))
-        return [
-            KVSource(address, 0, ticket, part.first_token, num_tokens, first_head, num_heads)
-            for address, first_head, num_heads in self._exports.of(
-                self._fleet.workers_of(part.holder)
-            )
-        ]
+        offered = KVSource("", 0, ticket, part.first_token, num_tokens, 0, 0)
+        return list(self._exports.sources(self._fleet.workers_of(part.holder), offered))

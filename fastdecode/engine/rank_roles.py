@@ -81,7 +81,7 @@ def _serve_if_placed(config: EngineConfig, tell: Callable[[str], None]) -> None:
     job = joining.join()
     if job.rank == mpi_job.S_RANK:
         return
-    if job.rank in InstanceRanks.of(config.instances).s_ranks:
+    if InstanceRanks.of(config.instances).is_s_rank(job.rank):
         _serve_instance(config, tell)
     from rworker.host import serve_rank
 
@@ -105,18 +105,19 @@ def _serve_instance(config: EngineConfig, tell: Callable[[str], None]) -> NoRetu
 
 
 def _mirror_leader(config: EngineConfig) -> NoReturn:
-    from fastdecode.engine.setup.ranks import mirror_leader
+    from fastdecode.engine.setup.ranks import mirror_leader, resolve_rank
 
     launcher.let_rank_0_stop()
-    mirror_leader(config)
+    mirror_leader(config, resolve_rank)
     leaving.leave(0)
 
 
 def _serve_stage(config: EngineConfig) -> NoReturn:
+    from fastdecode.engine.setup.ranks import resolve_rank
     from fastdecode.engine.setup.stage_ranks import serve_stage
 
     launcher.let_rank_0_stop()
-    if serve_stage(config):
+    if serve_stage(config, resolve_rank):
         leaving.leave(0)  # rank 0 has been told, and says how the job ends
     _end_job("the first stage has died")
 

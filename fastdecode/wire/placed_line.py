@@ -1,5 +1,5 @@
 """The mpirun line of a job whose ranks are instances: rank 0, which controls them,
-and behind it each one's S-worker and R-workers. Pure, as
+and behind it each one's S-workers and R-workers. Pure, as
 ``fastdecode.wire.mpirun_line``."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from fastdecode.wire.mpirun_line import JobHost, JobLine
 
 @dataclass(frozen=True)
 class PlacedLine(JobLine):
-    """See ``JobLine``. Instances take the R-workers of ``hosts`` in order; an
-    S-worker is beside the first of its R-workers, and the controller beside the
+    """See ``JobLine``. Instances take the R-workers of ``hosts`` in order; the S-workers
+    of a stage are beside the first of its R-workers, and the controller beside the
     first instance, unless ``s_host`` is given.
 
     Args:
@@ -56,7 +56,8 @@ class PlacedLine(JobLine):
         ranks: list[tuple[str, bool]] = []
         for each in self.instances:
             of_r_workers = list(itertools.islice(places, each.num_r_workers))
-            ranks.append((of_r_workers[0], True))
+            firsts = of_r_workers[:: each.num_r_workers // each.pp]
+            ranks += [(name, True) for name in firsts for _ in range(each.tp)]
             ranks += [(name, False) for name in of_r_workers]
         return [(self.s_host or ranks[0][0], True), *ranks]
 

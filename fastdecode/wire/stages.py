@@ -22,8 +22,8 @@ relayed        first → p    what the stage sends its R-worker of a column
                             a prompt stage writes to; it comes unasked, and before
                             ``StageDone`` of any step that has missed it
 ``ColumnReady``  p → first  a replacement of a lost R-worker waits; it comes unasked
-reports        p → first    of an R-worker's tiers and replicas (``Moved``,
-                            ``Stocked``, ``Replicated``, ``Unprotected``,
+reports        p → first    of an R-worker's tiers, imports and replicas (``Moved``,
+                            ``Stocked``, ``Pulled``, ``Replicated``, ``Unprotected``,
                             ``Dropped``); before ``StageDone`` of any step that they
                             matter to
 ``Failed``     p → first    the stage can't go on; it comes unasked
@@ -56,6 +56,7 @@ from numpy.typing import NDArray
 
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
+from fastdecode.wire.kv.exporting import Pulled
 from fastdecode.wire.kv.replicating import ReplicationNews
 from fastdecode.wire.kv.reserving import MAX_BLOCKS
 from fastdecode.wire.kv.tiers import Moved, Stocked
@@ -294,7 +295,7 @@ class StagePass(Asking):
 
 StageMessage: TypeAlias = StageHello | StagePass | PlaceColumn | GreetColumn
 OfMember: TypeAlias = (
-    StageAnswer | ColumnTakenOver | ColumnWelcome | Moved | Stocked | ReplicationNews
+    StageAnswer | ColumnTakenOver | ColumnWelcome | Moved | Stocked | Pulled | ReplicationNews
 )
 """What a stage relays of an R-worker."""
 FromStage: TypeAlias = StageWelcome | StageDone | ColumnLost | ColumnReady | OfMember

@@ -122,6 +122,7 @@ def _offer(books: CacheState, message: ExportSequence) -> None:
 def _check_pull(message: Pull) -> None:
     first = check_integer("first_token", message.first_token, 0, MAX_SEQUENCE_TOKENS)
     check_integer("first_head", message.first_head, 0, MAX_HEADS)
+    check_integer("first_layer", message.first_layer, 0, MAX_LAYERS)
     check_seconds("timeout_s", message.timeout_s)
     if not 0 <= message.bytes_per_s < 1e15:
         raise ProtocolError(f"bytes_per_s={message.bytes_per_s!r} is no pace")
@@ -141,5 +142,6 @@ def _check_source(source: KVSource) -> None:
         ("num_tokens", source.num_tokens, 1, MAX_SEQUENCE_TOKENS),
         ("first_head", source.first_head, 0, MAX_HEADS),
         ("num_heads", source.num_heads, 1, MAX_HEADS),
+        ("first_layer", source.first_layer, 0, MAX_LAYERS),
     ):
         check_integer(f"{name} of a source", value, least, most)

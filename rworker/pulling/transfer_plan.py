@@ -45,11 +45,8 @@ class TransferPlan:
         """What a source has. Raises FastDecodeError: it isn't what is wanted."""
         source, kind = self._message.sources[index], CacheKind(offer.model_hash, offer.kv)
         self._own.check_takes(kind)
-        if (kind.kv.num_layers, kind.kv.num_kv_heads) != (
-            self._own.kv.num_layers,
-            source.num_heads,
-        ):
-            raise ProtocolError(f"{peer} has other layers or heads than it was said to have")
+        if kind.kv.num_kv_heads != source.num_heads:
+            raise ProtocolError(f"{peer} has {kind.kv.num_kv_heads} heads, not {source.num_heads}")
         if offer.num_tokens < source.num_tokens:
             raise ProtocolError(
                 f"{peer} has {offer.num_tokens} tokens on offer, not {source.num_tokens}"
@@ -87,23 +84,26 @@ class TransferPlan:
     def _plan(self) -> None:
         """All is known of what there is. Raises ConfigError: it isn't enough."""
         message, kv = self._message, self._own.kv
-        layers = range(kv.num_layers)
         here = Box(
-            layers,
-            range(message.first_head, message.first_head + kv.num_kv_heads),
-            range(message.first_token, message.first_token + message.num_tokens),
+            _range(message.first_layer, kv.num_layers),
+            _range(message.first_head, kv.num_kv_heads),
+            _range(message.first_token, message.num_tokens),
         )
         there = [
             Region(
                 HolderId(index),
                 PartId(0),
                 Box(
-                    layers,
-                    range(source.first_head, source.first_head + source.num_heads),
-                    range(source.first_token, source.first_token + source.num_tokens),
+                    _range(source.first_layer, self._kinds[index].kv.num_layers),
+                    _range(source.first_head, source.num_heads),
+                    _range(source.first_token, source.num_tokens),
                 ),
             )
             for index, source in enumerate(message.sources)
         ]
         mine = Region(_HERE, PartId(message.sequence_id), here)
         self._turns.extend(turns(redistribute({_SEQUENCE: there}, {_SEQUENCE: [mine]})))
+
+
+def _range(first: int, number: int) -> range:
+    return range(first, first + number)

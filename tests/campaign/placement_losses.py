@@ -28,14 +28,17 @@ from small_jobs import (
     SmallJobs,
 )
 
+from fastdecode.core.config.instances import Instances, PlacedInstance
 from fastdecode.core.config.placement import PLACEMENT_FORMAT
+from fastdecode.wire.mpi.roles import InstanceRanks
 
 TRANSPORTS = ("launch", "mpi")
 SHAPES = {
-    "one prefills": ("prefill", "decode", "decode"),
-    "two prefill": ("prefill", "prefill", "decode"),
+    "one prefills": ("prefill:1", "decode:1", "decode:1"),
+    "two prefill": ("prefill:1", "prefill:1", "decode:1"),
+    "several S-workers": ("prefill:1:tp=2", "decode:2:pp=2", "decode:1"),
 }
-"""Instances' roles; each has one R-worker."""
+"""Instances, as ``--instance-ranks`` has them."""
 SLOW = ("--fetch-gbps", "0.01")
 """A prompt takes some tenths of a second to fetch."""
 SERVED = PHASES[PHASES.index("greeting") :]
@@ -88,21 +91,30 @@ def placement_losses(number: int, chance: random.Random) -> list[PlacementLoss]:
         what = HAPPENINGS[place % len(HAPPENINGS)]
         blows: tuple[Blow, ...] = (Blow(chance.choice(SERVED), "SIGKILL", 0, CONTROLLER),)
         if what != CONTROLLER:
-            blows = _blows(SHAPES[shape], 1 if what == "one" else 2, chance)
+            blows = _blows(_placed(shape), 1 if what == "one" else 2, chance)
         chosen.append(PlacementLoss(chance.choice(TRANSPORTS), shape, blows))
     return chance.sample(chosen, number)
 
 
-def _blows(roles: tuple[str, ...], number: int, chance: random.Random) -> tuple[Blow, ...]:
+def _placed(shape: str) -> tuple[PlacedInstance, ...]:
+    return Instances(instance_ranks=SHAPES[shape]).placed
+
+
+def _blows(
+    placed: tuple[PlacedInstance, ...], number: int, chance: random.Random
+) -> tuple[Blow, ...]:
     """A rank of each of so many instances."""
-    hit = chance.sample(range(len(roles)), number)
+    ranks = InstanceRanks(placed)
+    hit = chance.sample(range(len(placed)), number)
     phases = sorted((chance.choice(PHASES) for _ in hit), key=PHASES.index)
     found = []
     for instance, phase in zip(hit, phases, strict=True):
-        place = chance.randrange(2)
-        whom = f"{roles[instance]}'s {'R-worker' if place else 'S-worker'}"
+        of_kind = chance.choice((ranks.s_ranks(instance), ranks.r_ranks(instance)))
+        rank = chance.choice(of_kind)
+        kind = "S-worker" if ranks.is_s_rank(rank) else "R-worker"
+        whom = f"{placed[instance].role.value}'s {kind}"
         trouble = chance.choice(("SIGKILL", "SIGSTOP"))
-        found.append(Blow(phase, trouble, 1 + 2 * instance + place, whom))
+        found.append(Blow(phase, trouble, rank, whom))
     return tuple(found)
 
 
@@ -132,23 +144,31 @@ class PlacementLosses:
 
     @contextlib.contextmanager
     def _start(self, loss: PlacementLoss, command: str, *more: str) -> Iterator[Job]:
-        roles = SHAPES[loss.shape]
+        placed = _placed(loss.shape)
         silence = ["--worker-silence-s", str(SILENCE_S)]
         words = [*self._jobs.words(command), *SLOW, *silence, *more]
         share = ["--r-threads", "1", *KV_MEMORY]
         if loss.transport == "launch":
-            line = [*FASTDECODE, "launch", *share, "--placement", self._placement(roles)]
+            line = [*FASTDECODE, "launch", *share, "--placement", self._placement(placed)]
             line += ["--", *words]
         else:
-            ranks = ",".join(f"{role}:1" for role in roles)
-            line = [mpirun(), *open_mpi_options(), "-n", str(1 + 2 * len(roles)), *FASTDECODE]
+            ranks, size = ",".join(map(str, placed)), InstanceRanks(placed).size
+            line = [mpirun(), *open_mpi_options(), "-n", str(size), *FASTDECODE]
             line += [*words, "--instance-ranks", ranks, *share]
         with running(line, **PATHS) as job:
             yield Job(job, ())
 
-    def _placement(self, roles: tuple[str, ...]) -> str:
+    def _placement(self, placed: tuple[PlacedInstance, ...]) -> str:
         """A file."""
-        instances = [{"role": role, "tp": 1, "pp": 1, "r_worker_sockets": 1} for role in roles]
+        instances = [
+            {
+                "role": each.role.value,
+                "tp": each.tp,
+                "pp": each.pp,
+                "r_worker_sockets": each.num_r_workers,
+            }
+            for each in placed
+        ]
         tree = {"format": PLACEMENT_FORMAT, "model": "small", "instances": instances}
         path = self._jobs.directory / "placement.json"
         path.write_text(json.dumps(tree))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -53,8 +53,8 @@ def test_a_placement(tmp_path: Path) -> None:
         ({"instances": [3]}, "instance 0 is no object"),
         ({"instances": [{**PREFILL, "command": "sh"}]}, "instance 0 has 'command'"),
         ({"instances": [PREFILL, {**DECODE, "role": "all"}]}, "instance 1 has the role 'all'"),
-        ({"instances": [{**DECODE, "tp": 2}]}, "tp=2, S-workers that act as one"),
-        ({"instances": [{**DECODE, "pp": 2}]}, "pp=2, pipeline stages"),
+        ({"instances": [{**DECODE, "tp": 65}]}, "tp of instance 0 is 65"),
+        ({"instances": [{**DECODE, "pp": 2}]}, "3 sockets for 2 stages"),
         ({"instances": [{**DECODE, "pp": True}]}, "pp of instance 0 is True"),
         ({"instances": [{**DECODE, "r_worker_sockets": -1}]}, "r_worker_sockets of instance 0"),
         ({"instances": [{**DECODE, "r_worker_sockets": 0}]}, "fastdecode instance --kv-placement"),
@@ -77,7 +77,15 @@ def test_no_placement(tmp_path: Path, changed: dict[str, Any], why: str) -> None
         ({"instance_ranks": ("prefill:1",)}, "none of these instances decodes"),
         ({"instance_ranks": ("both:1",) * 65}, "more than 64"),
         ({"instance_ranks": ("both:1",), "instance_addresses": ("tcp://127.0.0.1:1",)}, "Remove"),
-        ({"instance_ranks": ("both:1",), "tp": 2}, "not supported with instance_ranks="),
+        ({"instance_ranks": ("both:1",), "tp": 2}, "tp=2 contradicts instance_ranks="),
+        ({"instance_ranks": ("both:1:tp=0",)}, "not of the form"),
+        ({"instance_ranks": ("both:1:pp=2:tp=2",)}, "not of the form"),
+        ({"instance_ranks": ("both:3:pp=2",)}, "3 are no multiple of 2"),
+        ({"instance_ranks": ("both:1:tp=65",)}, "tp=65"),
+        (
+            {"instance_ranks": ("both:2:tp=2:pp=2",), "r_partition": "heads"},
+            "not supported by an instance of 2 stages yet",
+        ),
         (
             {"instance_ranks": ("both:1",), "kv_placement": "gpu"},
             "kv_placement='gpu' is not supported with instance_ranks=",
@@ -90,10 +98,43 @@ def test_ranks_that_can_not_be(options: dict[str, Any], why: str) -> None:
 
 
 def test_which_rank_is_whose() -> None:
-    ranks = InstanceRanks((1, 3, 2))
-    assert ranks.size == 10 and ranks.s_ranks == (1, 3, 7)
+    ranks = InstanceRanks(tuple(PlacedInstance(InstanceRole.BOTH, number) for number in (1, 3, 2)))
+    assert ranks.size == 10 and ranks.leaders == (1, 3, 7)
     assert [list(ranks.r_ranks(i)) for i in range(3)] == [[2], [4, 5, 6], [8, 9]]
     assert [ranks.instance_of(rank) for rank in range(1, 10)] == [0, 0, 1, 1, 1, 1, 2, 2, 2]
     assert ranks.others_r_ranks(1) == [2, 8, 9]
     # Ranks 0 to 4 on one host, the others on the next.
-    assert [ranks.place_on_host(s, s if s < 5 else s - 5) for s in ranks.s_ranks] == [0, 1, 0]
+    assert [ranks.place_on_host(s, s if s < 5 else s - 5) for s in ranks.leaders] == [0, 1, 0]
+
+
+def test_ranks_of_instances_with_several_s_workers() -> None:
+    prefill = PlacedInstance(InstanceRole.PREFILL, 1, tp=2)
+    decode = PlacedInstance(InstanceRole.DECODE, 4, tp=2, pp=2)
+    ranks = InstanceRanks((prefill, decode))
+    assert ranks.size == 12 and ranks.leaders == (1, 4)
+    assert [list(ranks.s_ranks(i)) for i in range(2)] == [[1, 2], [4, 5, 6, 7]]
+    assert [list(ranks.r_ranks(i)) for i in range(2)] == [[3], [8, 9, 10, 11]]
+    assert [ranks.s_rank_of(rank) for rank in (3, 8, 9, 10, 11)] == [1, 4, 4, 6, 6]
+    assert [rank for rank in range(1, 12) if ranks.is_s_rank(rank)] == [1, 2, 4, 5, 6, 7]
+    stages = ranks.stages(1)
+    assert [(stages.stage(rank), stages.place(rank)) for rank in range(4, 8)] == [
+        (0, 0), (0, 1), (1, 0), (1, 1),
+    ]  # fmt: skip
+    assert [stages.leader(stage) for stage in range(2)] == [4, 6] and stages.others(1) == [0]
+    assert [list(stages.r_workers(cast(Any, None), stage)) for stage in range(2)] == [
+        [8, 9], [10, 11],
+    ]  # fmt: skip
+    assert (str(prefill), str(decode)) == ("prefill:1:tp=2", "decode:4:tp=2:pp=2")
+
+
+def test_a_placement_with_several_s_workers(tmp_path: Path) -> None:
+    prefill, decode = {**PREFILL, "tp": 2, "pp": 2}, {**DECODE, "pp": 3}
+    instances = read_placement(written(tmp_path / "p.json", instances=[prefill, decode]))
+    assert instances == (
+        PlacedInstance(InstanceRole.PREFILL, 2, tp=2, pp=2),  # an R-worker for each stage
+        PlacedInstance(InstanceRole.DECODE, 3, pp=3),
+    )
+    config = EngineConfig.of("m", instance_ranks=tuple(map(str, instances)))
+    assert config.instances.placed == instances
+    own = config.of_instance(0)
+    assert (own.s_part.tp, own.s_part.pp, own.instances.is_several) == (2, 2, False)

@@ -142,7 +142,8 @@ def test_a_loss_changes_no_token(
     stage = 1 if {one, other} & {"stages", "swap"} and "prompt stages" not in (one, other) else 0
     cluster: Losses
     if THREADED & {one, other}:
-        whose = "d0-" if "instances" in (one, other) else f"s{stage}-" if stage else ""
+        whose = "d0-" if "instances" in (one, other) else ""
+        whose += f"s{stage}-" if stage else ""
         cluster = ThreadLosses(monkeypatch, f"{whose}r1", AFTER)
     else:
         cluster = SimulatedCluster(monkeypatch, (stage, 1), AFTER)

@@ -116,7 +116,7 @@ def test_an_answer_that_nobody_waits_for_between_imports() -> None:
     end.send(Accepted(1))
     lifecycle = SimpleNamespace(handing=SimpleNamespace(is_importing=True))
     state: Any = SimpleNamespace(fleet=fleet, requests=None, lifecycle=lifecycle)
-    KVExchange(state, ExportAddresses()).listen()
+    KVExchange(state, ExportAddresses(str, num_kv_heads=1)).listen()
     assert "sent Accepted, which nobody waits for" in fleet.lost[HolderId(0)].message
 
 

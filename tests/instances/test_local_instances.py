@@ -154,6 +154,17 @@ def test_r_workers_may_share_out_what_they_have(
         assert llm.stats.num_recomputed == 0 and llm.stats.fetched_bytes > 0
 
 
+def test_layers_may_be_on_stages(model: str, one: LLM) -> None:
+    """A prompt's K and V come from the R-workers of every stage."""
+    asked, how = prompts(12, seed=15), params(12, seed=15, n=2)
+    with LLM(model, **BOTH, r_workers=2, pp=2, **OPTIONS) as llm:
+        for _ in range(2):
+            assert_alike(llm.generate(asked, how), one.generate(asked, how))
+        assert llm.stats.num_recomputed == llm._running.engine.num_failed_fetches == 0
+        assert llm.stats.fetched_bytes > 0
+        assert_nothing_is_left(llm)
+
+
 @pytest.mark.parametrize("more", [{}, {"cache_memory_gb": 0.01, "prefix_cache": "on"}], ids=str)
 def test_kv_may_be_on_the_device_of_each(model: str, one: LLM, more: dict[str, Any]) -> None:
     asked, how = prompts(16, seed=7), params(16, seed=7, n=2)

@@ -38,11 +38,11 @@ def model(tiny_checkpoint: Callable[..., Path]) -> str:
 
 
 def write_placement(path: Path, *instances: str) -> Path:
-    """``ROLE:SOCKETS`` each."""
-    listed = [
-        {"role": role, "tp": 1, "pp": 1, "r_worker_sockets": int(sockets)}
-        for role, _, sockets in (each.partition(":") for each in instances)
-    ]
+    """``ROLE:SOCKETS`` each, and perhaps ``:tp=N`` and ``:pp=N``."""
+    listed = []
+    for role, sockets, *degrees in (each.split(":") for each in instances):
+        given = {name: int(value) for name, value in (each.split("=") for each in degrees)}
+        listed.append({"role": role, "tp": 1, "pp": 1, "r_worker_sockets": int(sockets), **given})
     tree = {"format": PLACEMENT_FORMAT, "model": "tiny", "instances": listed}
     path.write_text(json.dumps(tree))
     return path
@@ -122,6 +122,15 @@ def test_tokens_are_those_of_one_engine(
     assert counted["handed_over"] > 0 and counted["fetched_bytes"] > 0
 
 
+def test_each_instance_has_its_own_s_workers(model: str, tmp_path: Path) -> None:
+    """Prompts run on two that act as one, and decode on two stages."""
+    job = Job(tmp_path, model, "prefill:1:tp=2", "decode:2:pp=2", silence_s=LOSES_NOBODY_S)
+    write_prompts(job.source, 16, n=2)
+    counted = job.check(run(job.command, timeout_s=240.0, **PATHS))
+    assert counted["moved"] == counted["failed_fetches"] == 0
+    assert counted["handed_over"] > 0 and counted["fetched_bytes"] > 0
+
+
 THREE = ("prefill:1", "decode:1", "decode:2")
 """Ranks: 0 controls; 1 and 2 run prompts; 3 and 4, and 5 to 7, go on with them."""
 
@@ -159,6 +168,25 @@ def test_who_is_lost_is_gone_on_without(
         victim = run_of.rank(rank)
         run_of.wait_for_text(job.output)
         victim.send_signal(trouble)
+        job.check(run_of.wait(240.0))
+
+
+SEVERAL = ("prefill:1:tp=2", "decode:2:pp=2", "decode:1")
+"""Ranks: 0 controls; 1 and 2 act as one; 4 and 5 are stages; 8 decodes alone."""
+LOST_OF_SEVERAL = {"one of a stage's S-workers": 2, "a later stage": 5, "R-worker of a stage": 7}
+
+
+@pytest.mark.parametrize("rank", LOST_OF_SEVERAL.values(), ids=LOST_OF_SEVERAL)
+@pytest.mark.skipif(not TRIES_ALL, reason="make campaign")
+def test_an_instance_without_one_of_its_s_workers_is_gone_on_without(
+    model: str, tmp_path: Path, rank: int
+) -> None:
+    job = Job(tmp_path, model, *SEVERAL)
+    write_long_prompts(job.source)
+    with running(job.command, **PATHS) as run_of:
+        victim = run_of.rank(rank)
+        run_of.wait_for_text(job.output)
+        victim.kill()
         job.check(run_of.wait(240.0))
 
 

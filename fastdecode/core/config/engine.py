@@ -9,7 +9,7 @@ the fields (``fastdecode.core.config.options``).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from fastdecode.core.config.cache import Cache
@@ -96,6 +96,8 @@ class EngineConfig:
         self._check_key()
         if self.instances.instance_ranks:
             self._check_ranks()
+        if self.instances.number:
+            self.check_reached(self.s_part.pp)
         if self.instances.instance_addresses:
             self._check_controller()
         if self.r_part.kv_placement == "gpu":
@@ -172,6 +174,20 @@ class EngineConfig:
                 Given("instance_addresses"),
             )
 
+    def of_instance(self, number: int) -> EngineConfig:
+        """What an instance is made with that is ranks of this MPI job.
+
+        Raises:
+            ConfigError: its S-workers do not go with the other options.
+        """
+        placed = self.instances.placed[number]
+        return replace(
+            self,
+            s_part=replace(self.s_part, tp=placed.tp, pp=placed.pp),
+            cluster=replace(self.cluster, transport="mpi"),
+            instances=replace(self.instances, instance_ranks=(), replan="off", replan_slo=None),
+        )
+
     def _check_ranks(self) -> None:
         if self.cluster.transport not in ("auto", "mpi"):
             raise ConfigError(
@@ -179,6 +195,21 @@ class EngineConfig:
                 " contradicts ",
                 Given("instance_ranks", self.instances.instance_ranks),
                 ": instances that are ranks of a job use MPI. Remove one of them",
+            )
+        for number, placed in enumerate(self.instances.placed):
+            self.of_instance(number)
+            self.check_reached(placed.pp)
+
+    def check_reached(self, pp: int) -> None:
+        """
+        Raises:
+            ConfigError: an instance of so many stages can't be reached by others.
+        """
+        if pp > 1 and self.r_part.r_partition == "heads":
+            raise ConfigError(
+                Given("r_partition", "heads"),
+                f" is not supported by an instance of {pp} stages yet: other instances do not "
+                "learn which heads the R-workers of later stages keep. Remove one of them",
             )
 
     def _check_controller(self) -> None:

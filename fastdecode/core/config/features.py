@@ -170,10 +170,14 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
                "instances of this process have R-workers of this process", is_contradiction=True),
         _pairs("instance ranks", "addresses",
                "instances that are ranks have R-workers that are ranks", is_contradiction=True),
-        _pairs("instances", "tensor parallelism, stages, prompt stages, hybrid KV, swap",
+        _pairs("instances", "tensor parallelism",
+               "S-workers that act as one are ranks of an MPI job, and so are their instances",
+               is_contradiction=True),
+        _pairs("instance ranks", "tensor parallelism, stages",
+               "each instance has its own: ROLE:R_WORKERS:tp=N:pp=N", is_contradiction=True),
+        _pairs("instances", "prompt stages, hybrid KV, swap", _OWN_ENGINE),
+        _pairs("instance ranks", "prompt stages, device KV, hybrid KV, swap, host tier",
                _OWN_ENGINE),
-        _pairs("instance ranks", "tensor parallelism, stages, prompt stages, device KV, "
-               "hybrid KV, swap, host tier", _OWN_ENGINE),
         _pairs("instance ranks", "replicas, standby, disk tier",
                "only instances in one process or at addresses protect their R-workers"),
     )

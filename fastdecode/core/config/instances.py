@@ -13,7 +13,9 @@ from fastdecode.core.errors import ConfigError, Given
 MAX_INSTANCES = 64
 MAX_R_RANKS: Final = 1024
 """Of an instance."""
-_RANKS: Final = re.compile(r"(prefill|decode|both):([1-9][0-9]{0,3})")
+_RANKS: Final = re.compile(
+    r"(prefill|decode|both):([1-9][0-9]{0,3})(?::tp=([1-9][0-9]{0,3}))?(?::pp=([1-9][0-9]{0,3}))?"
+)
 
 
 class InstanceRole(Enum):
@@ -37,13 +39,25 @@ class InstanceRole(Enum):
 
 @dataclass(frozen=True)
 class PlacedInstance:
-    """An instance that is ranks of an MPI job: an S-worker, and R-workers."""
+    """An instance that is ranks of an MPI job: S-workers, and R-workers."""
 
     role: InstanceRole
     num_r_workers: int
+    """Of all its stages."""
+    tp: int = 1
+    """S-workers of each stage that act as one."""
+    pp: int = 1
+    """Pipeline stages."""
+
+    @property
+    def num_s_workers(self) -> int:
+        return self.tp * self.pp
 
     def __str__(self) -> str:
-        return f"{self.role.value}:{self.num_r_workers}"
+        degrees = "".join(
+            f":{name}={value}" for name, value in (("tp", self.tp), ("pp", self.pp)) if value > 1
+        )
+        return f"{self.role.value}:{self.num_r_workers}{degrees}"
 
 
 @dataclass(frozen=True)
@@ -72,8 +86,8 @@ class Instances:
     )
     instance_ranks: tuple[str, ...] = option(
         (),
-        "instances as ranks of this MPI job: ROLE:R_WORKERS each, such as prefill:1,decode:2; "
-        "rank 0 is the controller; see fastdecode launch --placement",
+        "instances as ranks of this MPI job: ROLE:R_WORKERS[:tp=N][:pp=N] each, such as "
+        "prefill:1:tp=2,decode:2; rank 0 is the controller; see fastdecode launch --placement",
         metavar="RANKS",
     )
     prefill_batch_tokens: int | None = option(
@@ -202,10 +216,19 @@ class Instances:
             if match is None or int(match[2]) > MAX_R_RANKS:
                 raise ConfigError(
                     Given("instance_ranks", each),
-                    " is not of the form ROLE:R_WORKERS, such as decode:2: the role is prefill, "
-                    f"decode or both, and R-workers are 1 to {MAX_R_RANKS}",
+                    " is not of the form ROLE:R_WORKERS[:tp=N][:pp=N], such as decode:2 or "
+                    "prefill:1:tp=2: the role is prefill, decode or both, and R-workers are 1 to "
+                    f"{MAX_R_RANKS}",
                 )
-            found.append(PlacedInstance(InstanceRole(match[1]), int(match[2])))
+            role, num_r_workers = InstanceRole(match[1]), int(match[2])
+            tp, pp = int(match[3] or 1), int(match[4] or 1)
+            if num_r_workers % pp:
+                raise ConfigError(
+                    Given("instance_ranks", each),
+                    f": each of the {pp} stages needs as many R-workers, and {num_r_workers} are "
+                    f"no multiple of {pp}",
+                )
+            found.append(PlacedInstance(role, num_r_workers, tp, pp))
         return tuple(found)
 
     @property

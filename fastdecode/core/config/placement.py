@@ -14,6 +14,7 @@ from fastdecode.core.config.instances import (
     InstanceRole,
     PlacedInstance,
 )
+from fastdecode.core.config.s_part import MAX_PP, MAX_TP
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.json_file import read_object
 
@@ -25,7 +26,7 @@ _MOST_BYTES: Final = 1 << 20
 
 def read_placement(path: Path) -> tuple[PlacedInstance, ...]:
     """The instances of a placement file. A socket gets an R-worker; for prefill, where none is
-    planned, the S-worker's host has one.
+    planned, each stage has one on the S-worker's host.
 
     Raises:
         ConfigError: it can't be read, isn't a placement file, or plans what
@@ -55,19 +56,19 @@ def _instance(tree: Any, what: str, refuse: Any) -> PlacedInstance:
     roles = [role for role in InstanceRole if role.value == tree.get("role")]
     if not roles:
         raise refuse(f"{what} has the role {tree.get('role')!r:.80}: prefill, decode, both are")
-    for name, words in (("tp", "S-workers that act as one"), ("pp", "pipeline stages")):
-        if _whole(tree, name, 1, 1 << 16, what, refuse) != 1:
-            raise refuse(
-                f"{what} is planned with {name}={tree[name]}, {words}, and instances have none "
-                "yet: plan for GPUs that hold the model whole"
-            )
+    tp = _whole(tree, "tp", 1, MAX_TP, what, refuse)
+    pp = _whole(tree, "pp", 1, MAX_PP, what, refuse)
     sockets = _whole(tree, "r_worker_sockets", 0, MAX_R_RANKS, what, refuse)
     if not sockets and roles[0] is not InstanceRole.PREFILL:
         raise refuse(
             f"{what} has no R-worker: its KV cache is planned on the GPU, which instances of one "
             "MPI job do not support yet. Start each with fastdecode instance --kv-placement gpu"
         )
-    return PlacedInstance(roles[0], max(1, sockets))
+    if sockets % pp:
+        raise refuse(
+            f"{what} has {sockets} sockets for {pp} stages, and each needs as many: plan again"
+        )
+    return PlacedInstance(roles[0], max(pp, sockets), tp, pp)
 
 
 def _whole(tree: Mapping[str, Any], name: str, low: int, high: int, what: str, refuse: Any) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastdecode.core.config.instances import InstanceRole
+from fastdecode.wire.mpi.roles import StageRanks
 from rworker.stream.replica_links import Neighbourhood
 
 
@@ -22,5 +23,5 @@ class Colocation:
     """What it is given at first."""
     place: int = 0
     """Which of this host's it is: GPUs are counted so."""
-    r_ranks: range | None = None
-    """Its R-workers, where they are ranks of an MPI job among others."""
+    ranks: StageRanks | None = None
+    """Its S-workers and R-workers, where they are ranks of an MPI job among others."""

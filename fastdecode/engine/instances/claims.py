@@ -115,6 +115,8 @@ class Claims:
                     raise _lie(f"more is on offer than the prompt's {num_prompt} tokens")
                 if source.first_head + source.num_heads > spec.num_kv_heads:
                     raise _lie("more heads are on offer than the model has")
+                if source.first_layer >= spec.num_layers:
+                    raise _lie("layers are on offer that the model does not have")
         if delta.has_fetched:
             if not self._asked.sources or self._has_fetched:
                 raise _lie("a prompt is fetched that wasn't on offer")

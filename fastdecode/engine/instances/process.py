@@ -27,6 +27,7 @@ from fastdecode.engine.instances.running import (
 from fastdecode.engine.service import EngineService
 from fastdecode.engine.setup.devices import choose_device
 from fastdecode.engine.setup.launch import RunningEngine
+from fastdecode.engine.setup.reach import resolve_beside
 from fastdecode.wire.instances.messages import InstanceWelcome, ToInstance
 from fastdecode.wire.messages import Failed
 from fastdecode.wire.mpi.job import S_RANK
@@ -35,8 +36,10 @@ from fastdecode.wire.mpi.launcher import launched_size, local_rank, local_size
 if TYPE_CHECKING:
     from fastdecode.engine.instances.connections import FromInstance
     from fastdecode.wire.mpi.control import ControlHub
+    from fastdecode.wire.mpi.job import MpiJob
+    from fastdecode.wire.mpi.roles import InstanceRanks
 
-_REFUSED = ("pp", "prompt_pp", "tp")
+_REFUSED = ("prompt_pp", "tp")
 """What there isn't yet with instances."""
 
 
@@ -106,7 +109,7 @@ def serve_instance(
 
 
 def serve_instance_rank(config: EngineConfig, tell: Callable[[str], None]) -> bool:
-    """Be the S-worker of one of an MPI job's instances, until rank 0 leaves.
+    """Be one of the S-workers of an MPI job's instances, until rank 0 leaves.
 
     Returns:
         Whether rank 0 can say what becomes of the job; False: it has died.
@@ -116,21 +119,46 @@ def serve_instance_rank(config: EngineConfig, tell: Callable[[str], None]) -> bo
     """
     from fastdecode.engine.instances.ranks import check_job
     from fastdecode.wire.mpi import joining
-    from fastdecode.wire.mpi.control import THE_END, to_controller
 
     job = joining.join()
     ranks = check_job(config.instances, job)
     number = ranks.instance_of(job.rank)
-    r_ranks = ranks.r_ranks(number)
-    job.peers.update(r_ranks)  # who hear our goodbye, however far we get
-    hub: ControlHub[FromInstance, ToInstance] = to_controller(job, frozenset(get_args(ToInstance)))
-    name, role = f"rank {job.rank} on {job.host}", config.instances.placed[number].role
+    # Whoever is told goodbye, however far this one gets.
+    job.peers.update(set(ranks.s_ranks(number)) - {job.rank}, ranks.r_ranks(number))
+    role = config.instances.placed[number].role
+    own = _own(config.of_instance(number), role, is_here=False)
+    if config.instances.replan == "apply":  # then any of them may come to run prompts
+        own = for_batches(own)
+    colocation = _colocation(own, job, ranks, role)
+    if job.rank == ranks.leaders[number]:
+        return _lead_instance(own, colocation, job, tell)
+    return _follow_leader(own, colocation, job, tell)
+
+
+def _colocation(
+    own: EngineConfig, job: MpiJob, ranks: InstanceRanks, role: InstanceRole
+) -> Colocation:
+    """What an S-worker's rank shares with the others of its host."""
     first = job.rank - local_rank()
-    num_here = sum(rank in range(first, first + local_size()) for rank in ranks.s_ranks)
+    num_here = ranks.num_s_ranks_in(range(first, first + local_size()))
     place = ranks.place_on_host(job.rank, local_rank())
-    colocation = Colocation(None, name, num_here, role, place, r_ranks)
+    if choose_device(own.s_part.device, place).type == "cuda":
+        num_here = 1  # it has that one to itself
+    stages = ranks.stages(ranks.instance_of(job.rank))
+    return Colocation(None, f"rank {job.rank} on {job.host}", num_here, role, place, stages)
+
+
+def _lead_instance(
+    own: EngineConfig, colocation: Colocation, job: MpiJob, tell: Callable[[str], None]
+) -> bool:
+    """The first S-worker of an instance: it serves the controller. See
+    ``serve_instance_rank``."""
+    from fastdecode.wire.mpi.control import THE_END, to_controller
+
+    hub: ControlHub[FromInstance, ToInstance] = to_controller(job, frozenset(get_args(ToInstance)))
+    name = colocation.name
     try:
-        broken = _serve_ranks(config, colocation, hub, tell)
+        broken = _serve_controller(own, colocation, hub, tell)
     except FastDecodeError as error:
         broken = error
         with contextlib.suppress(WorkerError):
@@ -145,22 +173,14 @@ def serve_instance_rank(config: EngineConfig, tell: Callable[[str], None]) -> bo
     return S_RANK not in job.dead
 
 
-def _serve_ranks(
-    config: EngineConfig,
+def _serve_controller(
+    own: EngineConfig,
     colocation: Colocation,
     hub: ControlHub[FromInstance, ToInstance],
     tell: Callable[[str], None],
 ) -> FastDecodeError | None:
     """Until the controller is gone, or the engine breaks down: why. Raises
     FastDecodeError: the engine can't be started."""
-    cluster = replace(config.cluster, transport="mpi")
-    instances = replace(config.instances, instance_ranks=(), replan="off", replan_slo=None)
-    own = replace(config, cluster=cluster, instances=instances)
-    own = _own(own, colocation.role, is_here=False)
-    if config.instances.replan == "apply":  # then any of them may come to run prompts
-        own = for_batches(own)
-    if choose_device(own.s_part.device, colocation.place).type == "cuda":
-        colocation = replace(colocation, num_engines=1)  # which has that one to itself
     service: EngineService[RunningEngine] = EngineService(partial(_make, own, tell, colocation))
     with contextlib.closing(service):
         running = service.open()
@@ -170,12 +190,41 @@ def _serve_ranks(
         return serving.run()
 
 
+def _follow_leader(
+    own: EngineConfig, colocation: Colocation, job: MpiJob, tell: Callable[[str], None]
+) -> bool:
+    """Another S-worker of an instance: a later stage, or one that acts as one with the
+    first of its stage. See ``serve_instance_rank``."""
+    from fastdecode.engine.setup.ranks import mirror_leader
+    from fastdecode.engine.setup.stage_ranks import serve_stage
+    from fastdecode.wire.mpi.control import TheEnd
+
+    assert colocation.ranks is not None
+    end = TheEnd(job)
+    _share_cores(colocation)
+    resolve = partial(resolve_beside, colocation=colocation)
+    try:
+        if colocation.ranks.place(job.rank):
+            mirror_leader(own, resolve)
+        else:
+            serve_stage(own, resolve)
+    except FastDecodeError as error:
+        tell(f"S-worker {colocation.name} of an instance ends: {error}")
+    end.wait()  # the other instances go on
+    return S_RANK not in job.dead
+
+
 def _make(
     config: EngineConfig, tell: Callable[[str], None], colocation: Colocation
 ) -> RunningEngine:
     """An engine, in the thread that owns it."""
-    torch.set_num_threads(max(1, torch.get_num_threads() // colocation.num_engines))
+    _share_cores(colocation)
     return RunningEngine(config, tell, colocation=colocation)
+
+
+def _share_cores(colocation: Colocation) -> None:
+    """The S-part of this thread computes beside others of its host."""
+    torch.set_num_threads(max(1, torch.get_num_threads() // colocation.num_engines))
 
 
 def _check(config: EngineConfig, place: InstancePlace) -> None:
@@ -185,6 +234,7 @@ def _check(config: EngineConfig, place: InstancePlace) -> None:
     if config.instances.is_several:
         raise ConfigError("an instance has no instances: leave out those options")
     usual = EngineConfig(config.model).options
+    config.check_reached(config.s_part.pp)
     for name in _REFUSED:
         if config.options[name] != usual[name]:
             raise ConfigError(

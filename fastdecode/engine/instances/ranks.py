@@ -50,9 +50,9 @@ class RankHub(ControlHub[ToInstance, FromInstance]):
     """
 
     def __init__(self, job: MpiJob, instances: Instances, silence_s: float) -> None:
-        s_ranks = check_job(instances, job).s_ranks
-        self.names = tuple(f"rank {rank}" for rank in s_ranks)
-        peers = [(rank, f"instance rank {rank}") for rank in s_ranks]
+        leaders = check_job(instances, job).leaders
+        self.names = tuple(f"rank {rank}" for rank in leaders)
+        peers = [(rank, f"instance rank {rank}") for rank in leaders]
         hears = frozenset([*get_args(InstanceSays), Failed])
         super().__init__(job, peers, hears, silence_s=silence_s)
 

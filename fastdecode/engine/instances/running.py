@@ -276,7 +276,7 @@ def with_r_workers_here(config: EngineConfig, num_engines: int) -> EngineConfig:
     """With KV on R-workers that are threads of this process, which ``num_engines`` share
     evenly."""
     r_part = config.r_part
-    of_all = num_engines * r_part.r_workers
+    of_all = num_engines * r_part.r_workers * config.s_part.pp
     r_threads = r_part.r_threads or max(1, available_cores() // of_all)
     return replace(config, r_part=replace(r_part, r_threads=r_threads, kv_placement="r"))
 

@@ -30,6 +30,7 @@ def reach_device(
     host_bytes: int = 0,
     disk: Disk | None = None,
     beside: Colocation | None = None,
+    stage: int = 0,
 ) -> Reached:
     """The device in the place of R-workers.
 
@@ -40,9 +41,10 @@ def reach_device(
         kernels: see ``PagedKV``.
         host_bytes, disk: where kept blocks are offloaded to; see ``TorchExecutor``.
         beside: other engines, which read from this cache; None: there are none.
+        stage: whose it is.
     """
     executor = TorchExecutor(device, gpu, kernels, host_bytes, disk)
-    connection, addresses = _device_worker(executor, kv_bytes, beside)
+    connection, addresses = _device_worker(executor, kv_bytes, beside, stage)
     return Reached(
         SoleHub(connection),
         lambda lost, timeout_s: connection.close(),
@@ -54,12 +56,12 @@ def reach_device(
 
 
 def _device_worker(
-    executor: TorchExecutor, kv_bytes: int, beside: Colocation | None
+    executor: TorchExecutor, kv_bytes: int, beside: Colocation | None, stage: int
 ) -> tuple[DeviceWorker, Sequence[str]]:
     """What has the cache, and the address by which others reach it, if they do."""
     if beside is None or beside.neighbours is None:
         return DeviceWorker(executor, kv_bytes), ()
-    name = f"{beside.name}-device"
+    name = f"{beside.name}-{f's{stage}-' if stage else ''}device"
     reached = ReachedDevice(executor, kv_bytes, name, beside.neighbours)
     return reached, (reached.address,)
 

@@ -61,7 +61,7 @@ from fastdecode.engine.setup.stage_threads import ThreadStages, connected, later
 from fastdecode.engine.setup.stages import about_layers, greet_stages, whole_columns
 from fastdecode.engine.setup.tiers import about_kept_blocks, cache_identity, check_disk, open_tiers
 from fastdecode.engine.stages.links import StageLinks
-from fastdecode.engine.stages.pool import ColumnPool, pool_of
+from fastdecode.engine.stages.pool import ColumnPool, StagePool, pool_of
 from fastdecode.engine.stages.prompts import ApartAttention
 from fastdecode.engine.stages.replacements import ColumnReplacements, ColumnResharing
 from fastdecode.engine.stages.stage_forward import first_stage
@@ -159,7 +159,7 @@ class RunningEngine:
         self._workers = reach_workers(self.resolved, hub, colocation, report)
         close, self._gone = self._workers.close, self._workers.absent
         self._opened.callback(lambda: close(self._gone, cluster.worker_timeout_s))
-        stages = self._start_stages(hub)
+        stages = self._start_stages(hub, colocation)
         if stages is not None:
             self._workers = connected(self._workers, hub, stages.links)
         self._device = device_beside(self.resolved)
@@ -209,6 +209,7 @@ class RunningEngine:
                 replacements.limit(limits(r_workers, workers.num_holders))
         if workers.stages is not None:
             others = self._greet_stages(workers.stages, hello.session)
+            self._stage_addresses = {other.stage: other.addresses for other in others}
             welcomes = self._in_columns(welcomes, others)
             if self.resolved.config.r_part.replicas:
                 replicas = begin_stage_replicas(
@@ -268,7 +269,9 @@ class RunningEngine:
         layers = self.resolved.layers
         return self.spec if len(layers) == 1 else stage_spec(self.spec, layers[0])
 
-    def _start_stages(self, hub: InprocHub[Any, Any]) -> ThreadStages | None:
+    def _start_stages(
+        self, hub: InprocHub[Any, Any], beside: Colocation | None
+    ) -> ThreadStages | None:
         """The other stages, as threads; None: there are none."""
         setups = later_setups(self._checkpoint, self.spec, self.resolved)
         if not setups or has_stage_ranks(self.resolved):
@@ -277,7 +280,7 @@ class RunningEngine:
         if self.resolved.device.type == "cpu":
             self._opened.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(num_threads)
-        stages = ThreadStages(setups, hub, num_threads, self._workers)
+        stages = ThreadStages(setups, hub, num_threads, self._workers, beside)
         self._opened.callback(stages.close)
         return stages
 
@@ -315,9 +318,7 @@ class RunningEngine:
         if resolved.why_placed:
             tell(resolved.why_placed)
         if config.s_part.tp > 1:
-            self._ranks = meet_ranks(
-                config.s_part, resolved.device, config.cluster.worker_timeout_s
-            )
+            self._ranks = meet_ranks(resolved)
             self._opened.callback(self._ranks.close)
         device, shard = (
             (self._ranks.device, self._ranks.shard) if self._ranks else (resolved.device, None)
@@ -429,11 +430,19 @@ class RunningEngine:
         if has_tiers or self._is_instance:
             extensions.append(Transfers(state))
         if self._is_instance:
-            exports = exports_of(self._workers, self.spec, self.resolved)
+            exports = exports_of(self._address_of, self.spec, self.resolved)
             extensions.append(KVExchange(state, exports))
         if self._session is not None:
             extensions.append(Recorder(self._session, state.lifecycle.sequences))
         return extensions
+
+    def _address_of(self, worker: int) -> str:
+        """What other instances' R-workers call one of these, by its index in the pool."""
+        members, stage = self._fleet.members, 0
+        if isinstance(members, StagePool):
+            stage, worker = members.origin(worker)
+        addresses = self._stage_addresses[stage] if stage else self._workers.addresses
+        return addresses[worker]
 
     @property
     def _lost(self) -> list[WorkerError]:

@@ -11,7 +11,6 @@ from typing import Any
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import Holder
 from fastdecode.engine.fleet.pool import HolderPool
-from fastdecode.engine.setup.ranks import stage_ranks
 from fastdecode.engine.setup.resolve import kv_spec
 from fastdecode.engine.setup.stages import StageSetup
 from fastdecode.engine.setup.workers import LEAST_STUCK_S, Reached
@@ -76,7 +75,7 @@ class PromptStageSetup(StageSetup):
         from fastdecode.wire.mpi import joining
         from fastdecode.wire.mpi.stages import connect_stage
 
-        job, ranks = joining.join(), stage_ranks(self.resolved.config.s_part)
+        job, ranks = joining.join(), self.resolved.ranks
         silence_s = self.resolved.config.cluster.worker_silence_s
         hub, others = connect_stage(
             job, ranks, self.number, stuck_after_s=max(LEAST_STUCK_S, silence_s), fed=self._written

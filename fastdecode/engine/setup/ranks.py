@@ -12,12 +12,10 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import torch
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.s_part import SPart
@@ -42,11 +40,6 @@ if TYPE_CHECKING:
     from fastdecode.wire.mpi.job import MpiJob
 
 
-def stage_ranks(s_part: SPart) -> StageRanks:
-    """Which ranks of an MPI job are what."""
-    return StageRanks(s_part.pp, s_part.tp, s_part.prompt_pp)
-
-
 def check_launched(s_part: SPart, *, has_r_workers: bool = True) -> None:
     """
     Args:
@@ -68,22 +61,16 @@ def check_launched(s_part: SPart, *, has_r_workers: bool = True) -> None:
     )
 
 
-def meet_ranks(s_part: SPart, device: torch.device, patience_s: float) -> Ranks:
+def meet_ranks(resolved: ResolvedConfig) -> Ranks:
     """This rank's part of a stage's S-workers, connected with the others.
-
-    Args:
-        s_part: how many there are, of how many stages.
-        device: this rank's own.
-        patience_s: how long another rank may keep this one waiting in the
-            middle of a step.
 
     Raises:
         ConfigError: not started by an MPI launcher, with too few ranks, or on
             several hosts.
         WorkerError: the others didn't come, or have ended.
     """
+    s_part, roles = resolved.config.s_part, resolved.ranks
     check_launched(s_part)
-    roles = stage_ranks(s_part)
     job = joining.join(min_ranks=roles.num_s_ranks)
     if job.size < roles.num_s_ranks:
         raise ConfigError(
@@ -93,31 +80,44 @@ def meet_ranks(s_part: SPart, device: torch.device, patience_s: float) -> Ranks:
     leader = roles.leader(roles.stage(job.rank))
     with _meeting_place(job, range(leader, leader + s_part.tp)) as place:
         shard = Shard(roles.place(job.rank), s_part.tp, s_part.ep)
-        return Ranks.meet(place, shard, device, patience_s=patience_s)
+        patience_s = resolved.config.cluster.worker_timeout_s  # in the middle of a step
+        return Ranks.meet(place, shard, resolved.device, patience_s=patience_s)
 
 
-def device_number(s_part: SPart) -> int:
+def resolve_rank(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
+    """What one of an engine's S-workers is made with: all ranks of the MPI job are that
+    engine's."""
+    return resolve_for_this_host(config, spec, rank=_device_number(config.s_part))
+
+
+def _device_number(s_part: SPart) -> int:
     """Which of a host's GPUs this rank takes, counted from the one that was
     asked for: its place among the host's S-workers, as far as anybody says."""
-    place = stage_ranks(s_part).place(joining.join().rank)
+    ranks = StageRanks(s_part.pp, s_part.tp, s_part.prompt_pp)
+    place = ranks.place(joining.join().rank)
     return place if s_part.num_stages == 1 else max(place, launcher.local_rank())
 
 
-def mirror_leader(config: EngineConfig) -> None:
+def mirror_leader(
+    config: EngineConfig, resolve: Callable[[EngineConfig, ModelSpec], ResolvedConfig]
+) -> None:
     """What all but the first of the S-workers do that act as one, from loading
     their part of the model until that one lets them go.
+
+    Args:
+        resolve: decides what the user left open, for this rank.
 
     Raises:
         ConfigError, ModelError: as on rank 0.
         WorkerError: another rank is gone.
     """
     checkpoint = open_checkpoint(config.model, config.s_part.load_format)
-    s_part, max_model_len = config.s_part, config.s_part.max_model_len
+    max_model_len = config.s_part.max_model_len
     planned = checkpoint.spec(max_model_len=max_model_len)
-    resolved = resolve_for_this_host(config, planned, rank=device_number(s_part))
-    stage = stage_ranks(s_part).stage(joining.join().rank)
+    resolved = resolve(config, planned)
+    stage = resolved.ranks.stage(joining.join().rank)
     all_layers = (*resolved.layers, *resolved.prompt_layers)
-    ranks = meet_ranks(s_part, resolved.device, config.cluster.worker_timeout_s)
+    ranks = meet_ranks(resolved)
     dtype = torch_dtype(resolved.dtype)
     with typed_start():
         spec, model = load_model(

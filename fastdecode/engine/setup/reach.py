@@ -17,7 +17,7 @@ from fastdecode.engine.fleet.pool import HolderPool
 from fastdecode.engine.fleet.replicas import new_session
 from fastdecode.engine.kv_exchange import ExportAddresses
 from fastdecode.engine.setup.device_caches import reach_device, reach_swapped
-from fastdecode.engine.setup.ranks import agree_on_kv, stage_ranks
+from fastdecode.engine.setup.ranks import agree_on_kv
 from fastdecode.engine.setup.resolve import (
     ResolvedConfig,
     kept_by_rank,
@@ -131,7 +131,8 @@ def _reach_r_workers(
     if has_stage_ranks(resolved):
         return reach_stage(resolved, 0)
     if resolved.transport == "mpi":
-        r_ranks = None if colocation is None else colocation.r_ranks
+        own = resolved.instance_ranks
+        r_ranks = None if own is None else own.r_ranks
         return reach_ranks(config.s_part.tp, silence_s=cluster.worker_silence_s, r_ranks=r_ranks)
     if resolved.transport == "zmq":
         return reach_stage_addresses(resolved, 0)
@@ -183,9 +184,11 @@ def has_stage_ranks(resolved: ResolvedConfig) -> bool:
     return resolved.config.s_part.num_stages > 1 and stages_are_ranks(resolved.transport)
 
 
-def reach_own_device(resolved: ResolvedConfig, beside: Colocation | None = None) -> Reached:
+def reach_own_device(
+    resolved: ResolvedConfig, beside: Colocation | None = None, stage: int = 0
+) -> Reached:
     """The cache on this S-worker's device; or its lanes' caches, which are swapped.
-    ``beside``: other engines, which read from it."""
+    ``beside``: other engines, which read from it. ``stage``: whose it is."""
     if resolved.config.s_part.swap:
         most_tokens = resolved.schedule.stored_tokens(resolved.config.r_part.block_size)
         return reach_swapped(
@@ -196,14 +199,18 @@ def reach_own_device(resolved: ResolvedConfig, beside: Colocation | None = None)
     host_bytes = host_tier_bytes(resolved.config.cache, num_here * num_engines)
     disk = own_disk(resolved.config, num_engines)
     return reach_device(
-        resolved.device, resolved.kv_bytes, host_bytes=host_bytes, disk=disk, beside=beside
+        resolved.device,
+        resolved.kv_bytes,
+        host_bytes=host_bytes,
+        disk=disk,
+        beside=beside,
+        stage=stage,
     )
 
 
 def reach_stage(resolved: ResolvedConfig, stage: int) -> Reached:
     """A stage's R-workers, or what is in their place, and the other stages,
     which are ranks of this job."""
-    s_part, cluster = resolved.config.s_part, resolved.config.cluster
     workers = None
     if resolved.transport == "zmq":
         workers = reach_stage_addresses(resolved, stage)
@@ -212,10 +219,8 @@ def reach_stage(resolved: ResolvedConfig, stage: int) -> Reached:
     try:
         return reach_stage_ranks(
             stage,
-            s_part.pp,
-            tp=s_part.tp,
-            silence_s=cluster.worker_silence_s,
-            num_prompt_stages=s_part.prompt_pp,
+            resolved.ranks,
+            silence_s=resolved.config.cluster.worker_silence_s,
             elsewhere=workers,
         )
     except BaseException:
@@ -252,18 +257,25 @@ def resolve_beside(
     if colocation is None:
         return resolve_for_this_host(config, spec)
     resolved = resolve_for_this_host(
-        config, spec, rank=colocation.place, num_engines=colocation.num_engines, is_reached=True
+        config,
+        spec,
+        rank=colocation.place,
+        num_engines=colocation.num_engines,
+        is_reached=True,
+        instance_ranks=colocation.ranks,
     )
     schedule = replace(resolved.schedule, whole_prompts=colocation.role is InstanceRole.PREFILL)
     return replace(resolved, schedule=schedule)
 
 
-def exports_of(workers: Reached, spec: ModelSpec, resolved: ResolvedConfig) -> ExportAddresses:
-    """How other instances' R-workers reach these."""
+def exports_of(
+    address_of: Callable[[int], str], spec: ModelSpec, resolved: ResolvedConfig
+) -> ExportAddresses:
+    """How other instances' R-workers reach these, of which each has an address."""
     config = resolved.config
     gbps, timeout_s = config.instances.fetch_gbps or 0.0, config.cluster.worker_timeout_s
     bytes_per_s = gbps * _GBIT_BYTES
-    return ExportAddresses(workers.addresses, spec.num_kv_heads, bytes_per_s, timeout_s)
+    return ExportAddresses(address_of, spec.num_kv_heads, bytes_per_s, timeout_s)
 
 
 def make_hello(checkpoint: Checkpoint, spec: ModelSpec, resolved: ResolvedConfig) -> Hello:
@@ -294,11 +306,10 @@ def agreed_hello(hello: Hello, resolved: ResolvedConfig, ranks: Ranks | None) ->
 
 def _feeders(resolved: ResolvedConfig) -> tuple[str, ...]:
     """What the R-workers call the stages that bring them prompts."""
-    s_part = resolved.config.s_part
-    ranks = stage_ranks(s_part)
+    ranks = resolved.ranks
     if has_stage_ranks(resolved):
         return tuple(link_address(ranks.leader(stage)) for stage in ranks.prompt_stages)
-    return tuple(stage_name(stage, s_part.pp) for stage in ranks.prompt_stages)
+    return tuple(stage_name(stage, ranks.num_stages) for stage in ranks.prompt_stages)
 
 
 def _held_prompts(

@@ -21,6 +21,7 @@ from fastdecode.engine.setup.steps import Steps
 from fastdecode.engine.setup.transport import has_one_worker, transport_of
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.wire.mpi.launcher import launched_size, local_size
+from fastdecode.wire.mpi.roles import StageRanks
 from sworker.ranks.sharding import Shard, shard_kv
 
 
@@ -59,6 +60,15 @@ class ResolvedConfig:
     mpi, zmq, or local (the KV cache is on ``device``)."""
     why_placed: str = ""
     """Where the KV cache is and why, for people; empty: it was asked for."""
+    instance_ranks: StageRanks | None = None
+    """Of an instance that is ranks of an MPI job among others; None: this job's ranks are
+    this engine's."""
+
+    @property
+    def ranks(self) -> StageRanks:
+        """Which ranks of an MPI job are what."""
+        s_part = self.config.s_part
+        return self.instance_ranks or StageRanks(s_part.pp, s_part.tp, s_part.prompt_pp)
 
     @property
     def dtype(self) -> DType:
@@ -90,11 +100,14 @@ def resolve_for_this_host(
     rank: int = 0,
     num_engines: int = 1,
     is_reached: bool = False,
+    instance_ranks: StageRanks | None = None,
 ) -> ResolvedConfig:
     """``resolve`` with what this host has, for one of the S-workers that act as
-    one; ``num_engines``: that share it; ``is_reached``: by others' R-workers."""
+    one; ``num_engines``: that share it; ``is_reached``: by others' R-workers;
+    ``instance_ranks``: see ``ResolvedConfig``."""
     free = free_memory(choose_device(config.s_part.device, rank)).share(num_engines)
     resolved = resolve(config, spec, num_cores=available_cores(), free=free, rank=rank)
+    resolved = replace(resolved, instance_ranks=instance_ranks)
     if is_reached and resolved.transport == "inline":
         return replace(resolved, transport="inproc")  # others' can't reach into a thread
     return resolved

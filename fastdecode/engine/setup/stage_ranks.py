@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.model.checkpoint import open_checkpoint
+from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.setup.prompt_stages import PromptStageSetup
-from fastdecode.engine.setup.ranks import device_number, stage_ranks
 from fastdecode.engine.setup.reach import reach_stage
-from fastdecode.engine.setup.resolve import resolve_for_this_host
+from fastdecode.engine.setup.resolve import ResolvedConfig
 from fastdecode.engine.setup.stages import StageSetup
 from fastdecode.engine.setup.workers import with_spares
 from fastdecode.wire.mpi import joining
 
 logger = logging.getLogger(__name__)
 
-_FIRST = 0
 
-
-def serve_stage(config: EngineConfig) -> bool:
+def serve_stage(
+    config: EngineConfig, resolve: Callable[[EngineConfig, ModelSpec], ResolvedConfig]
+) -> bool:
     """What those ranks of an MPI job do that lead the stages behind the first,
-    until rank 0 lets them go.
+    until that one lets them go.
+
+    Args:
+        resolve: decides what the user left open, for this rank.
 
     Returns:
-        Whether rank 0 can say what becomes of the job; False: it has died.
+        Whether the first stage is alive, which reports how the job ends.
 
     Raises:
         ConfigError, ModelError: it can't even reach the others.
@@ -33,8 +37,8 @@ def serve_stage(config: EngineConfig) -> bool:
     job = joining.join()
     checkpoint = open_checkpoint(config.model, config.s_part.load_format)
     spec = checkpoint.spec(max_model_len=config.s_part.max_model_len)
-    resolved = resolve_for_this_host(config, spec, rank=device_number(config.s_part))
-    ranks = stage_ranks(config.s_part)
+    resolved = resolve(config, spec)
+    ranks = resolved.ranks
     number = ranks.stage(job.rank)
     setup: StageSetup
     if number in ranks.prompt_stages:
@@ -48,4 +52,4 @@ def serve_stage(config: EngineConfig) -> bool:
         setup.run(workers, workers.stages)
     except FastDecodeError as error:
         logger.error("%s ends: %s", setup.name, error)
-    return _FIRST not in job.dead
+    return ranks.first not in job.dead

@@ -15,6 +15,7 @@ import torch
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.model.checkpoint import Checkpoint
 from fastdecode.core.model.spec import ModelSpec
+from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.fleet.spares import SpareHub
 from fastdecode.engine.setup.devices import choose_device
 from fastdecode.engine.setup.prompt_stages import PromptStageSetup
@@ -66,17 +67,24 @@ class ThreadStages:
         hub: the first stage's; its R-workers are connected.
         num_threads: CPU threads of each S-part.
         first: the first stage's R-workers.
+        beside: other engines, whose R-workers read from these; None: there are none.
     """
 
     def __init__(
-        self, setups: Seq[StageSetup], hub: InprocHub[Any, Any], num_threads: int, first: Reached
+        self,
+        setups: Seq[StageSetup],
+        hub: InprocHub[Any, Any],
+        num_threads: int,
+        first: Reached,
+        beside: Colocation | None = None,
     ) -> None:
         self._timeout_s = setups[0].resolved.config.cluster.worker_timeout_s
         first_prompt_stage = len(setups[0].resolved.layers)
         hubs: list[InprocHub[Any, Any]] = [hub, *(InprocHub() for _ in setups)]
         reached = [first]
         for setup in setups:
-            reached.append(_reach_own(setup, hubs[setup.number], num_threads, reached))
+            own_hub = hubs[setup.number]
+            reached.append(_reach_own(setup, own_hub, num_threads, reached, beside))
         workers = reached[1:]
         ends: list[dict[int, Any]] = [{} for _ in hubs]
         pairs = [(0, setup.number) for setup in setups]
@@ -122,15 +130,19 @@ def connected(workers: Reached, hub: InprocHub[Any, Any], links: StageLinks) -> 
 
 
 def _reach_own(
-    setup: StageSetup, hub: InprocHub[Any, Any], num_threads: int, reached: Seq[Reached]
+    setup: StageSetup,
+    hub: InprocHub[Any, Any],
+    num_threads: int,
+    reached: Seq[Reached],
+    beside: Colocation | None,
 ) -> Reached:
     """The R-workers of a stage that is a thread, and whose S-part has so many.
-    ``reached``: those of stages before."""
+    ``reached``: those of stages before. ``beside``: see ``ThreadStages``."""
     resolved = setup.resolved
     if isinstance(setup, PromptStageSetup):
         return setup.reach_threads(hub, reached)
     if resolved.transport == "local":
-        return reach_own_device(resolved)
+        return reach_own_device(resolved, beside, setup.number)
     if resolved.transport == "zmq":
         return reach_stage_addresses(resolved, setup.number)
     if resolved.transport == "inline":
@@ -142,13 +154,15 @@ def _reach_own(
             stage=setup.number,
         )
     num_spares = resolved.config.cluster.spare_r_workers
+    num_engines = 1 if beside is None else beside.num_engines
     workers = reach_threads(
         resolved.config.r_part.r_workers + num_spares,
         kv_bytes=resolved.kv_bytes,
         num_threads=resolved.r_threads,
-        disk=own_disk(resolved.config),
+        disk=own_disk(resolved.config, num_engines),
         hub=hub,
         stage=setup.number,
+        beside=beside,
     )
     return with_spares(workers, num_spares)
 

@@ -153,8 +153,7 @@ class StageSetup:
         resolved = self.resolved
         with typed_start():
             if resolved.config.s_part.tp > 1:
-                patience_s = resolved.config.cluster.worker_timeout_s
-                met.append(meet_ranks(resolved.config.s_part, resolved.device, patience_s))
+                met.append(meet_ranks(resolved))
             ranks = met[0] if met else None
             model = self._load_model(ranks)
             welcome = self.greet(workers, fleet, ranks)

@@ -30,6 +30,7 @@ from rworker.worker import start_worker_thread
 if TYPE_CHECKING:
     from fastdecode.engine.step.remote import Attention
     from fastdecode.wire.mpi.connection import MpiConnection
+    from fastdecode.wire.mpi.roles import StageRanks
     from sworker.worker import SWorker
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,8 @@ def reach_threads(
     """
     hub = InprocHub() if hub is None else hub
     neighbours: Neighbourhood = (beside and beside.neighbours) or ThreadNeighbours()
-    whose = f"{beside.name}-" if beside is not None else f"s{stage}-" if stage else ""
+    engine = "" if beside is None else f"{beside.name}-"
+    whose = engine + (f"s{stage}-" if stage else "")
     names = tuple(f"{whose}r{index}" for index in range(num_workers))
     threads = [
         start_worker_thread(
@@ -209,21 +211,14 @@ def reach_ranks(num_s_ranks: int = 1, *, silence_s: float, r_ranks: range | None
 
 
 def reach_stage_ranks(
-    stage: int,
-    num_stages: int,
-    *,
-    tp: int = 1,
-    silence_s: float,
-    num_prompt_stages: int = 0,
-    elsewhere: Reached | None = None,
+    stage: int, ranks: StageRanks, *, silence_s: float, elsewhere: Reached | None = None
 ) -> Reached:
-    """A stage's R-workers as ranks of this MPI job, and the other stages, which
-    are its first ranks; this process leads the stage of that number.
+    """A stage's R-workers as ranks of this MPI job, and the other stages; this process
+    leads the stage of that number.
 
     Args:
-        tp: S-workers of each stage that act as one.
+        ranks: which are what.
         silence_s: see ``reach_ranks``.
-        num_prompt_stages: more stages, that run prompts only.
         elsewhere: the stage's R-workers, or what is in their place, which are
             no ranks; None: they are.
 
@@ -233,15 +228,14 @@ def reach_stage_ranks(
         MissingExtraError: mpi4py or an MPI library is missing.
     """
     from fastdecode.wire.mpi import joining
-    from fastdecode.wire.mpi.roles import StageRanks, link_address
+    from fastdecode.wire.mpi.roles import link_address
     from fastdecode.wire.mpi.stages import connect_stage
 
     job, stuck_after_s = joining.join(), max(LEAST_STUCK_S, silence_s)
-    ranks = StageRanks(num_stages, tp, num_prompt_stages)
     hub, others = connect_stage(
         job, ranks, stage, stuck_after_s=stuck_after_s, with_r_workers=elsewhere is None
     )
-    links = StageLinks(others, is_asked=stage > 0, first_prompt_stage=num_stages)
+    links = StageLinks(others, is_asked=stage > 0, first_prompt_stage=ranks.num_stages)
     num_r_workers = len(hub.connections) - len(others)
 
     def close(lost: Collection[int], timeout_s: float) -> None:

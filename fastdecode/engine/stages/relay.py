@@ -21,6 +21,7 @@ from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.engine.fleet.resharing import GROUP
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.engine.step.arrivals import News
+from fastdecode.wire.kv.exporting import ExportSequence, Pull, Pulled
 from fastdecode.wire.kv.replicating import Replicate
 from fastdecode.wire.kv.reserving import Accepted, Refused
 from fastdecode.wire.kv.taking_over import DropCache, TakenOver, TakeOver
@@ -210,7 +211,7 @@ class Relay:
             case TakeOver() | DropCache():
                 own = replace(message, session=self._session)
                 self._pool.send(self._checked(message.holder), own)
-            case _ if isinstance(message, Room | Replicate):
+            case _ if isinstance(message, Room | Replicate | ExportSequence | Pull):
                 column = self._checked(message.holder)
                 if self._pool is not self._members:  # each member has a name of its own
                     message = cast(Room, message).for_holder(THE_ONLY)
@@ -233,7 +234,7 @@ class Relay:
             elif isinstance(answer, Welcome):
                 self._take_welcome(column, answer)
         for moved in self._pool.moves.take_tiers():
-            if isinstance(moved, Moved | Stocked):
+            if isinstance(moved, Moved | Stocked | Pulled):
                 self._links.tell(FIRST_STAGE, moved)
         for replicated in self._members.events.take_replicas():
             self._links.tell(FIRST_STAGE, replicated)

@@ -18,7 +18,7 @@ from fastdecode.core.errors import (
 )
 from fastdecode.core.holders import KVSource
 from fastdecode.core.sequence import MAX_N, CacheUse, Request, SamplingParams, TokenLogprob
-from fastdecode.core.spec import MAX_HEADS, MAX_SEQUENCE_TOKENS
+from fastdecode.core.spec import MAX_HEADS, MAX_LAYERS, MAX_SEQUENCE_TOKENS
 from fastdecode.wire.kv.exporting import MAX_SOURCES, check_ticket
 
 _ERRORS: Final[Mapping[str, type[FastDecodeError]]] = {
@@ -148,7 +148,14 @@ def _sources(said: Any) -> tuple[KVSource, ...]:
 
 
 def _source(
-    address: Any, line: Any, ticket: Any, first: Any, count: Any, head: Any, heads: Any
+    address: Any,
+    line: Any,
+    ticket: Any,
+    first: Any,
+    count: Any,
+    head: Any,
+    heads: Any,
+    layer: Any,
 ) -> KVSource:
     return KVSource(
         _plain(address),
@@ -158,6 +165,7 @@ def _source(
         _whole(count, 1, MAX_SEQUENCE_TOKENS),
         _whole(head, 0, MAX_HEADS),
         _whole(heads, 1, MAX_HEADS),
+        _whole(layer, 0, MAX_LAYERS),
     )
 
 

@@ -28,9 +28,9 @@ from then on, whatever is still on its way. One ``Pulled`` comes for every
 ``Pull``. What has come of one that failed is of no use: the sequence is to be
 closed.
 
-Tokens and heads count as in the whole sequence and the whole model: a sequence
-may have parts on several R-workers, and R-workers may share out the heads, on
-either side.
+Tokens, heads and layers count as in the whole sequence and the whole model: a
+sequence may have parts on several R-workers, R-workers may share out the heads, and
+pipeline stages have R-workers of their own, on either side.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class ExportSequence(ForHolder):
     holder: int = THE_ONLY
 
     said_by = S_WORKERS
+    in_every_stage = True
 
 
 @dataclass(frozen=True)
@@ -99,13 +100,21 @@ class Pull(ForHolder):
     """No faster than that; 0: as fast as it goes."""
     first_head: int = 0
     """KV heads of the model before the cache's own."""
+    first_layer: int = 0
+    """Likewise."""
     holder: int = THE_ONLY
 
     said_by = S_WORKERS
+    in_every_stage = True
 
     def part(self, shard: Shard) -> Pull:
         first_head = 0 if shard.heads is None else int(shard.heads.kv.start)
-        return replace(self, first_head=self.first_head + first_head)
+        first_layer = 0 if shard.layers is None else shard.layers.start
+        return replace(
+            self,
+            first_head=self.first_head + first_head,
+            first_layer=self.first_layer + first_layer,
+        )
 
 
 @dataclass(frozen=True)

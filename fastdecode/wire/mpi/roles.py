@@ -6,7 +6,7 @@ import bisect
 import itertools
 from dataclasses import dataclass
 
-from fastdecode.core.config.instances import Instances
+from fastdecode.core.config.instances import Instances, PlacedInstance
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.wire.mpi.job import MpiJob
 
@@ -25,6 +25,10 @@ class StageRanks:
     """S-workers of each stage that act as one."""
     num_prompt_stages: int = 0
     """Behind those: they run prompts only, and have no R-workers."""
+    first: int = 0
+    """The first rank of them."""
+    r_ranks: range | None = None
+    """The R-workers of all stages; None: all ranks behind the S-workers'."""
 
     @property
     def num_all_stages(self) -> int:
@@ -36,15 +40,15 @@ class StageRanks:
 
     def stage(self, rank: int) -> int:
         """An S-worker's."""
-        return rank // self.tp
+        return (rank - self.first) // self.tp
 
     def place(self, rank: int) -> int:
         """Which of its stage's an S-worker is; 0 leads."""
-        return rank % self.tp
+        return (rank - self.first) % self.tp
 
     def leader(self, stage: int) -> int:
         """A stage's first rank."""
-        return stage * self.tp
+        return self.first + stage * self.tp
 
     def r_workers(self, job: MpiJob, stage: int) -> range:
         """Of a stage.
@@ -53,7 +57,8 @@ class StageRanks:
             ConfigError: they can't be shared out to the stages.
         """
         num_s_ranks = self.num_s_ranks
-        num_r_workers = job.size - num_s_ranks
+        r_ranks = range(num_s_ranks, job.size) if self.r_ranks is None else self.r_ranks
+        num_r_workers = len(r_ranks)
         if num_r_workers < 1 or num_r_workers % self.num_stages:
             raise ConfigError(
                 Given("pp", self.num_stages),
@@ -63,8 +68,7 @@ class StageRanks:
                 code="too_few_ranks",
             )
         each = num_r_workers // self.num_stages
-        first = num_s_ranks + stage * each
-        return range(first, first + each)
+        return r_ranks[stage * each : (stage + 1) * each]
 
     def none_left(self, job: MpiJob) -> range:
         """No ranks.
@@ -98,45 +102,68 @@ class StageRanks:
 @dataclass(frozen=True)
 class InstanceRanks:
     """Which ranks of a job of instances are what: the first controls them, and
-    behind it stand each one's S-worker and then its R-workers."""
+    behind it stand each one's S-workers and then its R-workers."""
 
-    num_r_workers: tuple[int, ...]
-    """Of each instance."""
+    placed: tuple[PlacedInstance, ...]
 
     @classmethod
     def of(cls, instances: Instances) -> InstanceRanks:
         """Those that were chosen."""
-        return cls(tuple(each.num_r_workers for each in instances.placed))
+        return cls(instances.placed)
 
     @property
     def size(self) -> int:
-        return 1 + len(self.num_r_workers) + sum(self.num_r_workers)
+        return 1 + sum(map(_num_ranks, self.placed))
 
     @property
-    def s_ranks(self) -> tuple[int, ...]:
-        """Of the instances, in order."""
-        before = itertools.accumulate((1 + num for num in self.num_r_workers), initial=1)
-        return tuple(before)[:-1]
+    def leaders(self) -> tuple[int, ...]:
+        """The first rank of each instance, in order."""
+        return tuple(itertools.accumulate(map(_num_ranks, self.placed), initial=1))[:-1]
+
+    def stages(self, instance: int) -> StageRanks:
+        """The ranks of an instance."""
+        placed, first = self.placed[instance], self.leaders[instance]
+        first_r = first + placed.num_s_workers
+        r_ranks = range(first_r, first_r + placed.num_r_workers)
+        return StageRanks(placed.pp, placed.tp, first=first, r_ranks=r_ranks)
 
     def r_ranks(self, instance: int) -> range:
         """Of an instance."""
-        first = self.s_ranks[instance] + 1
-        return range(first, first + self.num_r_workers[instance])
+        r_ranks = self.stages(instance).r_ranks
+        assert r_ranks is not None
+        return r_ranks
+
+    def s_ranks(self, instance: int) -> range:
+        """Of an instance."""
+        return range(self.leaders[instance], self.r_ranks(instance).start)
 
     def instance_of(self, rank: int) -> int:
         """Whose rank it is, which isn't the first."""
-        return bisect.bisect_right(self.s_ranks, rank) - 1
+        return bisect.bisect_right(self.leaders, rank) - 1
+
+    def s_rank_of(self, r_rank: int) -> int:
+        """The S-worker that an R-worker serves: the first of its stage."""
+        instance = self.instance_of(r_rank)
+        stages, r_ranks = self.stages(instance), self.r_ranks(instance)
+        return stages.leader((r_rank - r_ranks.start) * stages.num_stages // len(r_ranks))
 
     def others_r_ranks(self, instance: int) -> list[int]:
         """R-workers of all others."""
-        others = [i for i in range(len(self.num_r_workers)) if i != instance]
+        others = [i for i in range(len(self.placed)) if i != instance]
         return [rank for other in others for rank in self.r_ranks(other)]
+
+    def is_s_rank(self, rank: int) -> bool:
+        """Whether a rank, which isn't the first, is an S-worker."""
+        return rank in self.s_ranks(self.instance_of(rank))
 
     def place_on_host(self, rank: int, local_rank: int) -> int:
         """How many S-workers come before one on its host, whose ranks follow upon
         each other there."""
-        here = range(rank - local_rank, rank)
-        return sum(s_rank in here for s_rank in self.s_ranks)
+        return self.num_s_ranks_in(range(rank - local_rank, rank))
+
+    def num_s_ranks_in(self, ranks: range) -> int:
+        """How many of these ranks are S-workers of instances."""
+        return sum(rank > 0 and self.is_s_rank(rank) for rank in ranks)
 
     def check(self, job: MpiJob) -> None:
         """Raises ConfigError: the job has others."""
@@ -147,3 +174,7 @@ class InstanceRanks:
                 "fastdecode launch --placement",
                 code="too_few_ranks",
             )
+
+
+def _num_ranks(placed: PlacedInstance) -> int:
+    return placed.num_s_workers + placed.num_r_workers
