@@ -203,10 +203,7 @@ def test_by_its_command(model: str, one: LLM, tmp_path: Path) -> None:
 def test_what_instances_are_not_there_with_is_refused_by_name(model: str) -> None:
     for options, named in (
         ({"prefill_instances": 1}, "decode_instances"),
-        (
-            {"prefill_instances": 1, "decode_instances": 1, "pp": 2},
-            "pp",
-        ),
+        ({**BOTH, "pp": 2, "r_partition": "heads"}, "r_partition"),
         ({**BOTH, "kv_placement": "hybrid"}, "kv_placement"),
     ):
         with pytest.raises(ConfigError, match=named):

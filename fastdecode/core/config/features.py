@@ -119,7 +119,7 @@ def _pairs(
 
 
 _CACHE_ELSEWHERE = "only R-workers keep the KV cache in parts"
-_OWN_ENGINE = "an instance is one S-worker that has R-workers of its own"
+_OWN_ENGINE = "other engines cannot fetch from such a cache yet"
 _WHOLE_PROMPTS = "prompt stages run whole prompts and only write to R-workers"
 _BOTH_SIDES = "the rule for hybrid KV chooses lanes, starts and places by itself"
 _NO_R_WORKERS = "KV on the device needs no R-workers"

@@ -209,7 +209,8 @@ class LaneWait:
 
     def _look(self, copies: Seq[HostCopy], lost: Collection[HolderId]) -> list[Arrival] | None:
         """An answer, if one is here; none: something was sent or drawn, a lane
-        can go on, or an R-worker was lost; None: nothing has happened."""
+        can go on, a transfer is reported, or an R-worker was lost; None: nothing has
+        happened."""
         fleet = self._fleet
         received = fleet.receive(most_s=0.0) if fleet.is_owed else None
         if received is not None:
@@ -217,4 +218,6 @@ class LaneWait:
         has_come = self._lanes.dispatch() or any(copy.done for copy in copies)
         # A lane on the device says so only when it is asked.
         can_go_on = self._is_hybrid and self._lanes.any_can_go_on
-        return [] if has_come or can_go_on or fleet.lost.keys() != lost else None
+        is_reported = fleet.moves.has_moves
+        has_changed = has_come or can_go_on or is_reported or fleet.lost.keys() != lost
+        return [] if has_changed else None
