@@ -11,10 +11,10 @@ from fastdecode.core.delta import Delta
 from fastdecode.core.sequence import TokenLogprob
 from fastdecode.openai.answers import AnswerReader, ChoiceWriter, finish_reason, usage_of
 from fastdecode.openai.requests import BodyRequest
-from fastdecode.text.chat_format import AnswerParser, Part, Reasoning
+from fastdecode.text.call_text import CallPiece, Part, Reasoning
+from fastdecode.text.chat_format import PartsParser
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.token_text import TokenOffsets, TokenText
-from fastdecode.text.tool_calls import CallPiece
 
 _NO_TEXT = '""'
 
@@ -29,7 +29,7 @@ class _Choice:
     held: list[tuple[TokenLogprob, int]] = field(default_factory=list)
     """Steps whose tokens begin in text that was not sent yet, with where: a
     stop string may still cut it off."""
-    parser: AnswerParser | None = None
+    parser: PartsParser | None = None
     """Of a chat's text; None: it is plain."""
 
 

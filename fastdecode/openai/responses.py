@@ -11,10 +11,10 @@ from typing import Any, Final
 from fastdecode.core.delta import Delta
 from fastdecode.core.sequence import RequestOutput
 from fastdecode.openai.requests import BodyRequest
-from fastdecode.text.chat_format import AnswerFormat, Part, Reasoning
+from fastdecode.text.call_text import CallPiece, Part, Reasoning
+from fastdecode.text.chat_format import AnswerFormat
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.token_text import TokenText
-from fastdecode.text.tool_calls import CallPiece
 
 Event = dict[str, Any]
 _TEXT: Final = {"message": "output_text", "reasoning": "reasoning_text"}

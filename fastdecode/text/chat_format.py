@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol
 
 from fastdecode.core.errors import Given, RequestError
 from fastdecode.core.sequence import SamplingParams, ToolCall
 from fastdecode.core.structured import StructuredOutputs
+from fastdecode.text.call_text import CallPiece, Part, Piece, Reasoning, ToolSchemas
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import MessageStyle
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.grammars import json_rule
+from fastdecode.text.harmony import HarmonyParser
+from fastdecode.text.python_calls import PythonCallParser
 from fastdecode.text.reasoning import (
     REASONING_FORMATS,
     ReasoningFormat,
@@ -25,13 +28,13 @@ from fastdecode.text.reasoning import (
     prompt_state,
     reasoning_format,
 )
+from fastdecode.text.tagged_calls import TaggedCallParser
 from fastdecode.text.tool_calls import (
     TOOL_FORMATS,
-    CallPiece,
-    Piece,
     ToolCallParser,
     ToolFormat,
     calls_rules,
+    harmony_grammar,
     tool_format,
 )
 from fastdecode.text.tools import CODE, Tools
@@ -112,8 +115,8 @@ class ChatFormat:
                 f"is known: choose tool_parser, one of {', '.join(TOOL_FORMATS)}",
                 code="no_tool_format",
             )
-        names = frozenset(tools.callable_names)
-        return AnswerFormat(self.reasoning, self.tools, names, tools.most_one)
+        schemas = {tool["name"]: tool.get("parameters") or {} for tool in tools.functions}
+        return AnswerFormat(self.reasoning, self.tools, schemas, tools.most_one)
 
     def params(self, params: SamplingParams, tools: Tools | None) -> SamplingParams:
         """The sampling parameters of a request with these tools: its text has the
@@ -123,9 +126,11 @@ class ChatFormat:
             RequestError: a call must be made, and structured outputs are given, too.
         """
         structured = params.structured_outputs
-        if tools is not None:
+        may_reason = self.reasoning is not None
+        if tools is not None and (structured is not None or tools.must_call):
             structured = self._structured(tools, structured)
-        if structured is not None and self.reasoning is not None:
+            may_reason = may_reason and not _has_channels(self.tools)
+        if structured is not None and self.reasoning is not None and may_reason:
             structured = replace(structured, reasoning=self.reasoning.name)
         has_marks = tools is not None or (
             self.reasoning is not None and self.reasoning.has_special_marks
@@ -136,29 +141,28 @@ class ChatFormat:
             skip_special_tokens=params.skip_special_tokens and not has_marks,
         )
 
-    def _structured(
-        self, tools: Tools, structured: StructuredOutputs | None
-    ) -> StructuredOutputs | None:
-        """What the text must be: calls, or what is asked for, or either."""
-        if structured is None and not tools.must_call:
-            return None
+    def _structured(self, tools: Tools, structured: StructuredOutputs | None) -> StructuredOutputs:
+        """What the text must be: calls, or either calls or what is asked for."""
         assert self.tools is not None, "answer refuses tools without a format"
+        if tools.must_call and structured is not None:
+            raise RequestError(
+                Given("tool_choice"),
+                " asks for a call, and structured outputs for something else: give one of them",
+                code=CODE,
+            )
+        answer = None if structured is None else _answer_rule(structured)
+        if self.tools.has_channels:
+            return StructuredOutputs(grammar=harmony_grammar(tools.functions, self.special, answer))
         rules = calls_rules(self.tools, tools.functions, self.special, most_one=tools.most_one)
-        if tools.must_call:
-            if structured is not None:
-                raise RequestError(
-                    Given("tool_choice"),
-                    " asks for a call, and structured outputs for something else: give one of them",
-                    code=CODE,
-                )
-            return StructuredOutputs(grammar=f"start: calls\n{rules}")
-        return StructuredOutputs(
-            grammar=f"start: calls | answer\n{_answer_rule(structured)}\n{rules}"
-        )
+        start = "start: calls" if answer is None else f"start: calls | answer\nanswer: {answer}"
+        return StructuredOutputs(grammar=f"{start}\n{rules}")
 
 
-def _answer_rule(structured: StructuredOutputs | None) -> str:
-    assert structured is not None
+def _has_channels(family: ToolFormat | None) -> bool:
+    return family is not None and family.has_channels
+
+
+def _answer_rule(structured: StructuredOutputs) -> str:
     schema = structured.schema
     if schema is None:
         raise RequestError(
@@ -166,7 +170,7 @@ def _answer_rule(structured: StructuredOutputs | None) -> str:
             " and structured outputs other than JSON can't be given together: leave one out",
             code=CODE,
         )
-    return f"answer: {json_rule(schema)}"
+    return json_rule(schema)
 
 
 @dataclass(frozen=True)
@@ -175,19 +179,25 @@ class AnswerFormat:
 
     reasoning: ReasoningFormat | None = None
     tools: ToolFormat | None = None
-    tool_names: frozenset[str] = frozenset()
+    schemas: ToolSchemas = field(default_factory=dict)
+    """Of the tools that may be called."""
     most_one: bool = False
     """Calls after the first are left out."""
 
-    def parser(self, codec: TextCodec, prompt_token_ids: Sequence[int]) -> AnswerParser:
+    def parser(self, codec: TextCodec, prompt_token_ids: Sequence[int]) -> PartsParser:
         """For one answer to this prompt."""
+        most_calls = 1 if self.most_one else MAX_CALLS
+        is_apart = self.reasoning is not None and self.reasoning.has_channels
+        if is_apart or _has_channels(self.tools):
+            most_calls = most_calls if _has_channels(self.tools) else 0
+            return HarmonyParser(splits_reasoning=is_apart, most_calls=most_calls)
         splitter = None
         if self.reasoning is not None:
             state = prompt_state(self.reasoning, codec.prompt_end(prompt_token_ids))
             if state != "after":
                 splitter = ReasoningSplitter(self.reasoning, state == "inside")
-        calls = None if self.tools is None else ToolCallParser(self.tools, self.tool_names)
-        return AnswerParser(splitter, calls, 1 if self.most_one else MAX_CALLS)
+        calls = None if self.tools is None else call_parser(self.tools, self.schemas)
+        return AnswerParser(splitter, calls, most_calls)
 
     def call_id(self, answer: str, index: int) -> str:
         """Of one call of an answer that has this name: the same every time."""
@@ -196,14 +206,42 @@ class AnswerFormat:
         return digest[:num_chars] if num_chars else f"call_{digest[:24]}"
 
 
-@dataclass(frozen=True)
-class Reasoning:
-    """A piece of the reasoning."""
+class CallParser(Protocol):
+    """Divides one answer's text into text and calls."""
 
-    text: str
+    num_calls: int
+
+    def feed(self, text: str) -> list[Piece]:
+        """More text: what it adds."""
+
+    def finish(self) -> list[Piece]:
+        """No text follows: what was held back."""
 
 
-Part: TypeAlias = "str | Reasoning | CallPiece"
+def call_parser(family: ToolFormat, schemas: ToolSchemas) -> CallParser:
+    """Of one answer, whose calls are not in channels."""
+    if family.tags is not None:
+        return TaggedCallParser(family.begin, family.end, family.tags, schemas)
+    if family.is_python:
+        return PythonCallParser(family.begin, family.end, schemas)
+    return ToolCallParser(family, schemas)
+
+
+class PartsParser(Protocol):
+    """Divides one answer's text into reasoning, text and calls."""
+
+    @property
+    def has_calls(self) -> bool: ...
+
+    @property
+    def num_reasoning_chars(self) -> int:
+        """Characters at the beginning of the text so far that are reasoning and its marks."""
+
+    def feed(self, text: str) -> list[Part]:
+        """More text: what it adds."""
+
+    def finish(self) -> list[Part]:
+        """No text follows: what was held back."""
 
 
 class AnswerParser:
@@ -216,7 +254,7 @@ class AnswerParser:
     """
 
     def __init__(
-        self, reasoning: ReasoningSplitter | None, calls: ToolCallParser | None, most_calls: int
+        self, reasoning: ReasoningSplitter | None, calls: CallParser | None, most_calls: int
     ) -> None:
         self._reasoning = reasoning
         self._calls = calls
@@ -271,7 +309,7 @@ class ParsedAnswer:
 
     @classmethod
     def of(
-        cls, text: str, parser: AnswerParser, answer_format: AnswerFormat, name: str
+        cls, text: str, parser: PartsParser, answer_format: AnswerFormat, name: str
     ) -> ParsedAnswer:
         """``name``: the answer's, for the ids of its calls."""
         parsed, content = cls(), ""

@@ -15,6 +15,7 @@ from typing import Any, Final
 from fastdecode.core.errors import RequestError
 from fastdecode.core.install import pip_command
 from fastdecode.core.structured import StructuredOutputs, refuse
+from fastdecode.text.harmony import final_head, thoughts_rule
 from fastdecode.text.reasoning import REASONING_FORMATS
 
 WHITESPACE: Final = r"[ \t\n\r]{0,20}"
@@ -93,6 +94,9 @@ def _after_reasoning(wanted: StructuredOutputs, grammar: str, special: Mapping[s
     if family is None:
         known = ", ".join(REASONING_FORMATS)
         raise refuse(f".reasoning {wanted.reasoning!r:.80} is none of {known}")
+    if family.has_channels:
+        outer = f"start: thoughts? {final_head(special)} @answer\n{thoughts_rule(special)}"
+        return _around(grammar, outer)
     if family.end in special:
         begin = f"<[{special[family.begin]}]>" if family.begin in special else ""
         thoughts = f"thoughts: /(.|\\n)*/ <[{special[family.end]}]>"
@@ -101,6 +105,11 @@ def _after_reasoning(wanted: StructuredOutputs, grammar: str, special: Mapping[s
         thoughts = f"thoughts[suffix={json.dumps(family.end)}]: /(.|\\n)*/"
     start = f"{'' if wanted.in_reasoning else begin} thoughts /\\n*/ @answer"
     either = "" if wanted.in_reasoning else " | @answer"
+    return _around(grammar, f"start: {start}{either}\n{thoughts}")
+
+
+def _around(grammar: str, outer: str) -> str:
+    """A Lark grammar with another grammar in it, as the rule ``@answer``."""
     # llguidance writes Lark's grammars as they are, others as JSON.
     grammars = (
         json.loads(grammar)
@@ -108,8 +117,7 @@ def _after_reasoning(wanted: StructuredOutputs, grammar: str, special: Mapping[s
         else {"grammars": [{"lark_grammar": grammar}]}
     )
     grammars["grammars"][0]["name"] = "answer"
-    outer = {"lark_grammar": f"start: {start}{either}\n{thoughts}"}
-    return json.dumps({**grammars, "grammars": [outer, *grammars["grammars"]]})
+    return json.dumps({**grammars, "grammars": [{"lark_grammar": outer}, *grammars["grammars"]]})
 
 
 def _json_grammar(matcher: Any, schema: str) -> str:

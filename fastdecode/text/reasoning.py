@@ -18,6 +18,8 @@ class ReasoningFormat:
     end: str
     has_special_marks: bool = False
     """The marks are special tokens, which a text has only if it is asked for them."""
+    has_channels: bool = False
+    """Answers are messages of gpt-oss: see ``text.harmony``."""
 
 
 REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {
@@ -25,13 +27,16 @@ REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {
     for row in (
         ReasoningFormat("think", "<think>", "</think>"),
         ReasoningFormat("mistral", "[THINK]", "[/THINK]", has_special_marks=True),
+        ReasoningFormat("harmony", "<|channel|>analysis<|message|>", "<|end|>", True, True),
     )
 }
-"""By name: DeepSeek-R1, Qwen3 and the models that follow them; Magistral."""
+"""By name: DeepSeek-R1, Qwen3 and the models that follow them; Magistral; gpt-oss."""
 
 
 def reasoning_format(template: str) -> ReasoningFormat | None:
     """The format that a chat template's source names; None: it names none."""
+    if "<|channel|>" in template:
+        return REASONING_FORMATS["harmony"]
     return next((row for row in REASONING_FORMATS.values() if row.end in template), None)
 
 

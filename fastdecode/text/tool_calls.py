@@ -5,17 +5,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal
 
 from fastdecode.text.begun_stop import num_begun
+from fastdecode.text.call_text import MOST_HEAD_CHARS, CallPiece, Piece
 from fastdecode.text.grammars import json_rule
+from fastdecode.text.harmony import CHANNEL, MESSAGE, final_head, marked, thoughts_rule
+from fastdecode.text.python_calls import python_call_rules
+from fastdecode.text.tagged_calls import GLM45, QWEN3_CODER, Tags, tagged_call_rules
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes calls: a mark, then JSON objects."""
+    """How a family of models writes calls: a mark, then JSON objects, unless it says
+    otherwise."""
 
     name: str
     begin: str
@@ -31,7 +36,13 @@ class ToolFormat:
     begins_bare: bool = False
     """An answer that begins with a call's object is a call, without a mark."""
     id_chars: int = 0
-    """Ids of calls have exactly so many letters and digits; 0: any."""
+    """Ids of calls have this many letters and digits; 0: any number."""
+    tags: Tags | None = None
+    """Arguments stand in tags."""
+    is_python: bool = False
+    """Calls are a Python list."""
+    has_channels: bool = False
+    """Calls are messages of gpt-oss."""
 
 
 TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
@@ -41,15 +52,25 @@ TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
         ToolFormat("llama3_json", "<|python_tag|>", arguments="parameters", begins_bare=True),
         ToolFormat("mistral", "[TOOL_CALLS]", is_list=True, id_chars=9),
         ToolFormat("mistral_args", "[TOOL_CALLS]", name_end="[ARGS]", id_chars=9),
+        ToolFormat("qwen3_coder", "<tool_call>", "</tool_call>", tags=QWEN3_CODER),
+        ToolFormat("glm45", "<tool_call>", "</tool_call>", tags=GLM45),
+        ToolFormat(
+            "pythonic", "<|python_start|>", "<|python_end|>", begins_bare=True, is_python=True
+        ),
+        ToolFormat("harmony", "<|channel|>commentary to=functions.", has_channels=True),
     )
 }
 """By name: Qwen, Hermes and the models that follow them; Llama 3; Mistral's
-tokenizers 3 to 7, and from 11 on."""
+tokenizers 3 to 7, and from 11 on; Qwen3-Coder; GLM 4.5; Llama 3.2 and 4; gpt-oss."""
 
 _IN_TEMPLATES: Final = (
+    ("<|channel|>", "harmony"),
+    ("<function=", "qwen3_coder"),
+    ("<arg_key>", "glm45"),
     ("<tool_call>", "hermes"),
     ("[ARGS]", "mistral_args"),
     ("[TOOL_CALLS]", "mistral"),
+    ("[func_name1(", "pythonic"),
     ("<|python_tag|>", "llama3_json"),
     ("Environment: ipython", "llama3_json"),
 )
@@ -79,13 +100,39 @@ def calls_rules(
     def mark(text: str) -> str:
         return f"<[{special[text]}]>" if text in special else quoted(text)
 
-    rules = [f"call_{i}: {_call_rule(family, tool, mark)}" for i, tool in enumerate(tools)]
+    rules: list[str] = []
+    for i, tool in enumerate(tools):
+        rules += _call_rules(family, tool, mark, f"call_{i}")
     one = " | ".join(f"call_{i}" for i in range(len(tools)))
     return "\n".join([f"calls: {_calls_rule(family, mark, most_one)}", f"call: {one}", *rules])
 
 
+def harmony_grammar(
+    tools: Sequence[Mapping[str, Any]], special: Mapping[str, int], answer: str | None
+) -> str:
+    """A Lark grammar of an answer of gpt-oss that may reason, and then is a call of one of
+    the tools; or ``answer``, a rule of the final message's text, if it is given."""
+    names = (CHANNEL, MESSAGE, "<|constrain|>")
+    channel, message, constrain = (marked(name, special) for name in names)
+    calls = {}
+    for place, tool in enumerate(tools):
+        head = json.dumps(f"commentary to=functions.{tool['name']} ")
+        schema = json_rule(_closed(tool.get("parameters") or {"type": "object"}))
+        calls[f"call_{place}"] = f'{channel} {head} {constrain} "json" {message} {schema}'
+    final = {} if answer is None else {"final": f"{final_head(special)} text"}
+    rules = {"start": f"thoughts? ({' | '.join([*calls, *final])})", **calls, **final}
+    rules |= {} if answer is None else {"text": answer}
+    lines = [f"{name}: {rule}" for name, rule in rules.items()]
+    return "\n".join([*lines, thoughts_rule(special)])
+
+
 def _calls_rule(family: ToolFormat, mark: Callable[[str], str], most_one: bool) -> str:
     begin = mark(family.begin)
+    if family.tags is not None:
+        whole = f"{begin} call {mark(family.end)}"
+        return whole if most_one else rf'{whole} ("\n" {whole})*'
+    if family.is_python:
+        return '"[" call "]"' if most_one else '"[" call (", " call)* "]"'
     if family.is_list:
         return f'{begin} "[" call "]"' if most_one else f'{begin} "[" call (", " call)* "]"'
     if family.begins_bare:
@@ -94,6 +141,17 @@ def _calls_rule(family: ToolFormat, mark: Callable[[str], str], most_one: bool) 
         return f"{begin} call" if most_one else f"({begin} call)+"
     whole = rf'{begin} "\n" call "\n" {mark(family.end)}'
     return whole if most_one else rf'{whole} ("\n" {whole})*'
+
+
+def _call_rules(
+    family: ToolFormat, tool: Mapping[str, Any], mark: Callable[[str], str], name: str
+) -> Iterable[str]:
+    """The rule ``name`` for a call of a tool, and rules that it needs."""
+    if family.tags is not None:
+        return tagged_call_rules(family.tags, tool, name)
+    if family.is_python:
+        return python_call_rules(tool, name)
+    return [f"{name}: {_call_rule(family, tool, mark)}"]
 
 
 def _call_rule(family: ToolFormat, tool: Mapping[str, Any], mark: Callable[[str], str]) -> str:
@@ -118,16 +176,6 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-@dataclass(frozen=True)
-class CallPiece:
-    """A piece of one call: the first has its name, the others text of its arguments."""
-
-    index: int
-    name: str | None
-    arguments: str
-
-
-Piece: TypeAlias = "str | CallPiece"
 _OBJECT_HEAD: Final = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
@@ -135,8 +183,6 @@ _NAME: Final = re.compile(r"\s*([\w.-]{1,256})(?:\[CALL_ID\]\w*)?")
 _FIRST_KEY: Final = re.compile(r'\{\s*(?:"((?:[^"\\]|\\.)*)"|([^"\s]))')
 _KEYS: Final = frozenset({"name", "arguments", "parameters", "type", "id"})
 """That the object of a call may begin with."""
-_MOST_HEAD_CHARS: Final = 1024
-"""Of a call, up to its arguments. Longer ones are text."""
 _BETWEEN: Final = " \t\r\n;,"
 
 
@@ -150,7 +196,7 @@ class ToolCallParser:
     """
 
     family: ToolFormat
-    tool_names: frozenset[str]
+    tool_names: Collection[str]
     num_calls: int = 0
     _text: str = ""
     """Was fed, and is not divided yet."""
@@ -229,7 +275,7 @@ class ToolCallParser:
     def _in_name(self, pieces: list[Piece], rest: str) -> bool:
         """Where the name stands before the arguments."""
         name, mark, after = rest.partition(self.family.name_end)
-        if not mark and len(name) <= _MOST_HEAD_CHARS:
+        if not mark and len(name) <= MOST_HEAD_CHARS:
             return False
         head = _NAME.fullmatch(name)
         if head is None:
@@ -243,7 +289,7 @@ class ToolCallParser:
         self._text = rest
         if self._is_bare and not self._may_be_call(rest):
             return self._no_call(pieces)
-        head = _OBJECT_HEAD.match(rest) if len(rest) <= _MOST_HEAD_CHARS else None
+        head = _OBJECT_HEAD.match(rest) if len(rest) <= MOST_HEAD_CHARS else None
         if head is None:
             return self._in_object(pieces)
         name = _loaded(head[1])
@@ -256,10 +302,10 @@ class ToolCallParser:
     def _may_be_call(self, rest: str) -> bool:
         """Whether an object without a mark begins with a call's key. Only its first
         characters are read, so a long object costs no more at each feed."""
-        if self._num_scanned > _MOST_HEAD_CHARS:
+        if self._num_scanned > MOST_HEAD_CHARS:
             return True
-        first = _FIRST_KEY.match(rest[:_MOST_HEAD_CHARS])
-        return len(rest) <= _MOST_HEAD_CHARS if first is None else first[1] in _KEYS
+        first = _FIRST_KEY.match(rest[:MOST_HEAD_CHARS])
+        return len(rest) <= MOST_HEAD_CHARS if first is None else first[1] in _KEYS
 
     def _in_object(self, pieces: list[Piece]) -> bool:
         """A call's object with its keys in another order: once it is complete."""

@@ -12,26 +12,31 @@ import pytest
 from small_tokenizers import TOKENIZERS, byte_level
 
 from fastdecode.core.errors import RequestError
+from fastdecode.core.sequence import SamplingParams
 from fastdecode.core.structured import StructuredOutputs
+from fastdecode.text.call_text import CallPiece, Reasoning
 from fastdecode.text.chat_format import (
     AnswerFormat,
     AnswerParser,
     ChatFormat,
     ParsedAnswer,
-    Reasoning,
+    PartsParser,
+    call_parser,
 )
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.detokenizer import Vocabulary
 from fastdecode.text.grammar_masks import GrammarMasks
+from fastdecode.text.harmony import HarmonyParser
+from fastdecode.text.python_calls import PythonCallParser
 from fastdecode.text.reasoning import (
     REASONING_FORMATS,
     ReasoningSplitter,
     prompt_state,
     reasoning_format,
 )
+from fastdecode.text.tagged_calls import TaggedCallParser
 from fastdecode.text.tool_calls import (
     TOOL_FORMATS,
-    CallPiece,
     ToolCallParser,
     calls_rules,
     tool_format,
@@ -49,6 +54,7 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "stop", "description": "Ends it."}},
 ]
 NAMES = frozenset({"weather", "stop"})
+SCHEMAS: dict[str, Any] = {"weather": PARAMETERS, "stop": {}}
 CALL = ("weather", '{"city": "Wie}n\\""}')
 
 
@@ -56,10 +62,14 @@ def divided(
     family: str, pieces: Sequence[str], reasoning: str | None = None, *, is_inside: bool = False
 ) -> tuple[str, str, list[tuple[str, str]]]:
     """Text, reasoning and calls of an answer that comes in these pieces."""
-    splitter = None if reasoning is None else ReasoningSplitter(
-        REASONING_FORMATS[reasoning], is_inside
-    )  # fmt: skip
-    parser = AnswerParser(splitter, ToolCallParser(TOOL_FORMATS[family], NAMES), 9)
+    parser: PartsParser
+    if TOOL_FORMATS[family].has_channels:
+        parser = HarmonyParser(splits_reasoning=True, most_calls=9)
+    else:
+        splitter = None if reasoning is None else ReasoningSplitter(
+            REASONING_FORMATS[reasoning], is_inside
+        )  # fmt: skip
+        parser = AnswerParser(splitter, call_parser(TOOL_FORMATS[family], SCHEMAS), 9)
     parts = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
     calls: dict[int, list[str]] = {}
     text = thought = ""
@@ -76,6 +86,11 @@ def divided(
 
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Wie}n\\""}}\n</tool_call>'
 LLAMA = '{"name": "weather", "parameters": {"city": "Wie}n\\""}}'
+CODER = (
+    '<tool_call>\n<function=weather>\n<parameter=city>\nWie}n"\n</parameter>\n'
+    "</function>\n</tool_call>"
+)
+GLM = '<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Wie}n"</arg_value>\n</tool_call>'
 ANSWERS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", "No call, but 1 < 2 and <tool_box>.", "No call, but 1 < 2 and <tool_box>.", []),
     ("hermes", f"I look.\n{HERMES}\n{HERMES}\n", "I look.\n", [CALL, CALL]),
@@ -111,6 +126,49 @@ ANSWERS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("mistral_args", 'Yes.[TOOL_CALLS]weather[ARGS]{"city": "Wie}n\\""}'
      '[TOOL_CALLS]stop[CALL_ID]a1b2[ARGS]{}', "Yes.", [CALL, ("stop", "{}")]),
     ("mistral_args", "[TOOL_CALLS] no name [ARGS]", "[TOOL_CALLS] no name [ARGS]", []),
+    ("qwen3_coder", f"I look.\n{CODER}\n{CODER}\n", "I look.\n", [CALL, CALL]),
+    ("qwen3_coder", "<tool_call>\n<function=stop>\n</function>\n</tool_call>Done.", "Done.",
+     [("stop", "{}")]),
+    ("qwen3_coder", "<tool_call><function=weather><parameter=days>2</parameter>"
+     "<parameter=city>\n1 < 2\n\n</parameter><parameter=no>[1]</parameter></function></tool_call>",
+     "", [("weather", '{"days": 2, "city": "1 < 2\\n", "no": [1]}')]),
+    ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nRo", "",
+     [("weather", "")]),
+    ("qwen3_coder", "<tool_call>\n<function=stop>\n<b>?</b></function>\n</tool_call>", "",
+     [("stop", "{}")]),
+    ("qwen3_coder", "<tool_call><function=stop></function><function=stop></function></tool_call>",
+     "", [("stop", "{}"), ("stop", "{}")]),
+    ("qwen3_coder", "<tool_call> is a mark, <tool_", "<tool_call> is a mark, <tool_", []),
+    ("qwen3_coder", "<tool_call>\n<function=a b>", "<tool_call>\n<function=a b>", []),
+    ("qwen3_coder", "<tool_call>\n<func", "<tool_call>\n<func", []),
+    ("glm45", f"I look.\n{GLM}\n{GLM}", "I look.\n", [CALL, CALL]),
+    ("glm45", "<tool_call>stop\n</tool_call>", "", [("stop", "{}")]),
+    ("glm45", "<tool_call>weather<arg_key>days</arg_key><arg_value>None</arg_value></tool_call>!",
+     "!", [("weather", '{"days": null}')]),
+    ("glm45", "<tool_call> is a mark", "<tool_call> is a mark", []),
+    ("pythonic", '[weather(city="Wie}n\\""), stop()]', "", [CALL, ("stop", "{}")]),
+    ("pythonic", "Hm. <|python_start|>[weather(city='a\\'(', days=[1, -2.5, {'x': None}])]"
+     "<|python_end|>!", "Hm. !",
+     [("weather", '{"city": "a\'(", "days": [1, -2.5, {"x": null}]}')]),
+    ("pythonic", ' [ weather (city = "\\ud83d\\ude00\\/", days=true) ; stop()', "",
+     [("weather", '{"city": "😀/", "days": true}'), ("stop", "{}")]),
+    ("pythonic", "[1, 2] is a list", "[1, 2] is a list", []),
+    ("pythonic", "[nobody(1)]", "[nobody(1)]", []),
+    ("pythonic", "[weather(city)] is no call", "[weather(city)] is no call", []),
+    ("pythonic", "[weather(city=open('x'))]", "[weather(city=open('x'))]", []),
+    ("pythonic", "[stop(), weather(1)]", "weather(1)]", [("stop", "{}")]),
+    ("pythonic", "<|python_start|>is a mark", "<|python_start|>is a mark", []),
+    ("pythonic", '[weather(city="Ro', '[weather(city="Ro', []),
+    ("harmony", "<|channel|>final<|message|>It is 1 < 2.", "It is 1 < 2.", []),
+    ("harmony", "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>"
+     'commentary to=functions.weather <|constrain|>json<|message|>{"city": "Wie}n\\""}<|call|>',
+     "I look.", [CALL]),
+    ("harmony", " to=functions.stop<|channel|>commentary json<|message|>{}<|call|><|start|>"
+     "assistant<|channel|>final<|message|>Done.<|return|>", "Done.", [("stop", "{}")]),
+    ("harmony", "No channel at <|all", "No channel at <|all", []),
+    ("harmony", "<|channel|>commentary<|message|>a<|end|><|start|>assistant<|channel|>final"
+     "<|message|>b", "a\nb", []),
+    ("harmony", "<|chann", "<|chann", []),
 ]  # fmt: skip
 
 
@@ -179,13 +237,84 @@ def test_a_prompts_end_says_where_the_model_is() -> None:
 def test_formats_are_known_by_the_template() -> None:
     for mark, name in (
         ("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"), ("<|python_tag|>", "llama3_json"),
-        ("[TOOL_CALLS] name [ARGS]", "mistral_args"),
+        ("[TOOL_CALLS] name [ARGS]", "mistral_args"), ("<tool_call><function=", "qwen3_coder"),
+        ("<tool_call><arg_key>", "glm45"), ("[func_name1(params_name1=", "pythonic"),
+        ("<|channel|>commentary", "harmony"),
     ):  # fmt: skip
         found = tool_format(f"{{% if tools %}}{mark}{{% endif %}}")
         assert found is not None and found.name == name
     assert tool_format("{{ messages }}") is None and reasoning_format("{{ messages }}") is None
     found = reasoning_format("{{ content.split('</think>') }}")
     assert found is not None and found.name == "think"
+    found = reasoning_format("<|channel|>analysis<|message|>")
+    assert found is not None and found.has_channels
+
+
+@pytest.mark.parametrize(
+    ("schema", "said", "meant"),
+    [
+        ({"type": "string"}, "12", "12"),
+        ({"type": "integer"}, "12", 12),
+        ({"type": "number"}, " 12 ", 12),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "12", "12"),
+        ({"anyOf": [{"type": "object"}, {"type": "string"}]}, '{"a": 1}', {"a": 1}),
+        ({"type": "boolean"}, "True", True),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "integer"}, "many", "many"),
+        ({}, "[1]", [1]),
+        (None, "x", "x"),
+    ],
+    ids=str,
+)
+def test_schemas_say_what_a_tagged_argument_means(schema: Any, said: str, meant: object) -> None:
+    schemas = {"f": {"properties": {} if schema is None else {"x": schema}}}
+    parser = call_parser(TOOL_FORMATS["glm45"], schemas)
+    pieces = parser.feed(f"<tool_call>f\n<arg_key>x</arg_key><arg_value>{said}</arg_value>")
+    pieces += parser.feed("</tool_call>")
+    arguments = "".join(each.arguments for each in pieces if isinstance(each, CallPiece))
+    assert json.loads(arguments) == {"x": meant}
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("qwen3_coder", "<tool_call>\n<function=write>\n<parameter=text>\n"),
+        ("pythonic", "[write(text='"),
+    ],
+)
+def test_a_long_argument_is_read_once(family: str, said: str) -> None:
+    parser = call_parser(TOOL_FORMATS[family], {"write": {}})
+    parser.feed(said)
+    for _ in range(200):
+        assert not [each for each in parser.feed("a" * 50) if isinstance(each, str)]
+    if isinstance(parser, TaggedCallParser):
+        assert parser._num_scanned == len(parser._text) > 9_000
+    else:
+        assert isinstance(parser, PythonCallParser)
+        assert parser._end_of_call._num_read == len(parser._text) > 9_000
+
+
+def test_reasoning_of_channels_is_apart_and_counted() -> None:
+    answer = (
+        "<|channel|>analysis<|message|>Hm <|end|><|start|>assistant<|channel|>final<|message|>A"
+    )
+    for pieces in ([answer], list(answer)):
+        assert divided(CHANNELS, pieces) == ("A", "Hm ", [])
+    family = AnswerFormat(REASONING_FORMATS[CHANNELS])
+    parser = family.parser(TextCodec(None), ())
+    parser.feed(answer)
+    assert answer[: parser.num_reasoning_chars].endswith("Hm <|end|>") and not parser.has_calls
+    called = (
+        answer + "<|end|><|start|>assistant to=functions.stop<|channel|>commentary<|message|>{}"
+    )
+    parsed = ParsedAnswer.of(called, family.parser(TextCodec(None), ()), family, "a")
+    assert parsed.content == "A\n{}" and not parsed.calls, "no tools, no calls"
+    plain = AnswerFormat(None, TOOL_FORMATS[CHANNELS], SCHEMAS, most_one=True)
+    twice = called + "<|call|><|start|>assistant" + called
+    parsed = ParsedAnswer.of(twice, plain.parser(TextCodec(None), ()), plain, "a")
+    assert [call.arguments for call in parsed.calls] == ["{}"] and parsed.reasoning is None
 
 
 def tools(choice: object = None, parallel: bool | None = None) -> Tools:
@@ -215,19 +344,79 @@ def drawn(structured: StructuredOutputs, seed: int) -> str:
     return Vocabulary(vocabulary.tokenizer, skips_special=False).text(token_ids)
 
 
-@pytest.mark.parametrize("family", TOOL_FORMATS)
+TAGGED = ("qwen3_coder", "glm45")
+CHANNELS = "harmony"
+
+
+@pytest.mark.parametrize("family", [name for name in TOOL_FORMATS if name != CHANNELS])
 @pytest.mark.parametrize("seed", range(3))
 def test_what_a_required_call_may_be_is_read_as_calls(family: str, seed: int) -> None:
     pytest.importorskip("llguidance", reason="needs the extra 'structured'")
     special = {"[TOOL_CALLS]": 0} if family == "mistral" else {}
     one = seed == 2
-    rules = calls_rules(TOOL_FORMATS[family], tools("required").functions, special, most_one=one)
+    functions = tools("required").functions
+    if family in TAGGED:  # a random text has no end
+        city = {"city": {"enum": ["Rom", "Wien"]}, "days": PARAMETERS["properties"]["days"]}
+        functions[0] = {"name": "weather", "parameters": {**PARAMETERS, "properties": city}}
+    rules = calls_rules(TOOL_FORMATS[family], functions, special, most_one=one)
     answer = drawn(StructuredOutputs(grammar=f"start: calls\n{rules}"), seed)
     text, _, calls = divided(family, [answer.replace("<s>", "[TOOL_CALLS]")])
     assert text.strip() in ("", "</s>") and calls and (len(calls) == 1 or not one)
     for name, arguments in calls:
         assert name in NAMES and isinstance(json.loads(arguments), dict)
         assert name == "stop" or set(json.loads(arguments)) <= {"city", "days"}
+
+
+THOUGHT = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant"
+CALLED = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}"
+FINAL = "<|channel|>final<|message|>"
+
+
+def is_whole(structured: StructuredOutputs | None, text: str) -> bool | None:
+    """Whether a text is all that may be said; None: it may not be said."""
+    assert structured is not None
+    masks = GrammarMasks(Vocabulary(byte_level()), 400, (1,))
+    vocabulary = TextCodec(byte_level())._vocabulary
+    assert vocabulary is not None
+    state = masks.state(structured, vocabulary.tokenizer.encode(text, add_special_tokens=False).ids)
+    state.mask()
+    masks.close()
+    return None if state.error is not None else state.is_complete
+
+
+@pytest.mark.parametrize(
+    ("choice", "form", "text", "whole"),
+    [
+        ("required", None, CALLED.format("stop", "{}"), True),
+        ("required", None, THOUGHT + CALLED.format("weather", '{"city":"Wien"}'), True),
+        ("required", None, FINAL, None),
+        ("auto", '{"const": 5}', THOUGHT + FINAL + "5", True),
+        ("auto", '{"const": 5}', CALLED.format("stop", "{}"), True),
+        (None, '{"const": 5}', THOUGHT + FINAL + "5", True),
+        (None, '{"const": 5}', "5", None),
+    ],
+)
+def test_structured_answers_in_channels(
+    choice: str | None, form: str | None, text: str, whole: bool | None
+) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra 'structured'")
+    model = ChatFormat(TOOL_FORMATS[CHANNELS], REASONING_FORMATS[CHANNELS], takes_tools=True)
+    wanted = None if form is None else StructuredOutputs(json=form)
+    params = SamplingParams(structured_outputs=wanted)
+    made = model.params(params, None if choice is None else tools(choice))
+    assert not made.skip_special_tokens
+    assert is_whole(made.structured_outputs, text) is whole
+
+
+@pytest.mark.parametrize(
+    ("family", "text"), [("qwen3_coder", CODER), ("glm45", GLM), ("pythonic", "[stop(), stop()]")]
+)
+def test_a_required_call_may_have_any_text(family: str, text: str) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra 'structured'")
+    rules = calls_rules(TOOL_FORMATS[family], tools("required").functions, {}, most_one=False)
+    wanted = StructuredOutputs(grammar=f"start: calls\n{rules}")
+    assert is_whole(wanted, text) is not None
+    assert is_whole(wanted, "x" + text) is None
 
 
 @pytest.mark.parametrize("is_inside", [False, True])
@@ -290,7 +479,7 @@ def test_who_may_be_called() -> None:
 
 
 def test_only_one_call_is_kept_where_only_one_is_wanted() -> None:
-    family = AnswerFormat(None, TOOL_FORMATS["hermes"], NAMES, most_one=True)
+    family = AnswerFormat(None, TOOL_FORMATS["hermes"], SCHEMAS, most_one=True)
     parser = family.parser(TextCodec(TOKENIZERS["byte-level"]), ())
     answer = ParsedAnswer.of(HERMES + HERMES, parser, family, "a/0")
     assert answer.content is None and [call.name for call in answer.calls] == ["weather"]

@@ -1,0 +1,151 @@
+"""Answers of gpt-oss, which are messages in channels (OpenAI's harmony format).
+
+``<|channel|>analysis<|message|>`` begins reasoning, ``final`` the answer, and
+``commentary to=functions.NAME`` the arguments of a call. ``<|end|>`` ends a message, and
+``<|start|>assistant`` begins the next one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Final, Literal
+
+from fastdecode.text.begun_stop import num_begun
+from fastdecode.text.call_text import MOST_HEAD_CHARS, CallPiece, Part, Reasoning
+
+CHANNEL: Final = "<|channel|>"
+MESSAGE: Final = "<|message|>"
+START: Final = "<|start|>"
+END: Final = "<|end|>"
+_ENDS: Final = (END, "<|call|>", "<|return|>", START)
+_BEGINS: Final = (CHANNEL, START, " to=")
+_CALLED: Final = re.compile(r"to=functions\.([\w.-]{1,256})")
+_CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+class HarmonyParser:
+    """Divides one answer's text, as it comes, into reasoning, text and calls. An answer
+    without channels is text.
+
+    Args:
+        splits_reasoning: reasoning is apart; else it is text.
+        most_calls: later calls are left out.
+    """
+
+    def __init__(self, *, splits_reasoning: bool, most_calls: int) -> None:
+        self.num_reasoning_chars = 0
+        self._splits_reasoning = splits_reasoning
+        self._most_calls = most_calls
+        self._num_calls = self._num_fed = 0
+        self._text = ""
+        self._mode: Literal["start", "head", "body"] = "start"
+        self._kind: Literal["reasoning", "text", "call"] = "text"
+        self._has_text = self._is_first_of_text = False
+
+    @property
+    def has_calls(self) -> bool:
+        return min(self._num_calls, self._most_calls) > 0
+
+    def feed(self, text: str) -> list[Part]:
+        """More text: what it adds."""
+        self._text += text
+        self._num_fed += len(text)
+        parts: list[Part] = []
+        step = {"start": self._in_start, "head": self._in_head, "body": self._in_body}
+        while self._text and step[self._mode](parts):
+            pass
+        return parts
+
+    def finish(self) -> list[Part]:
+        """No text follows: what was held back."""
+        parts: list[Part] = []
+        if self._mode == "body" or (self._mode == "start" and self._text not in _BEGINS):
+            self._say(parts, self._text)
+        self._text = ""
+        return parts
+
+    def _in_start(self, parts: list[Part]) -> bool:
+        """Where the answer begins: a message's head, or text without channels."""
+        begun = self._text
+        if any(begun.startswith(mark) for mark in _BEGINS):
+            self._mode = "head"
+            return True
+        if any(mark.startswith(begun) for mark in _BEGINS):
+            return False
+        self._mode = "body"
+        return True
+
+    def _in_head(self, parts: list[Part]) -> bool:
+        head, mark, after = self._text.partition(MESSAGE)
+        if not mark and len(head) <= MOST_HEAD_CHARS:
+            return False
+        self._text = after if mark else self._text
+        called = _CALLED.search(head) if mark else None
+        channel = _CHANNEL.search(head)
+        self._mode, self._kind = "body", "text"
+        if called is not None and self._most_calls:
+            self._kind = "call"
+            self._num_calls += 1
+            self._add_call(parts, called[1], "")
+        elif channel is not None and channel[1] == "analysis" and self._splits_reasoning:
+            self._kind = "reasoning"
+        self._is_first_of_text = self._kind == "text"
+        return True
+
+    def _in_body(self, parts: list[Part]) -> bool:
+        found = [place for mark in _ENDS if (place := self._text.find(mark)) >= 0]
+        if found:
+            place = min(found)
+            self._say(parts, self._text[:place])
+            self._text = self._text[place:]
+            mark = next(mark for mark in _ENDS if self._text.startswith(mark))
+            self._text = self._text.removeprefix("" if mark == START else mark)
+            self._count()
+            self._mode = "head"
+            return True
+        num_held = max(num_begun(self._text, mark) for mark in _ENDS)
+        self._say(parts, self._text[: len(self._text) - num_held])
+        self._text = self._text[len(self._text) - num_held :]
+        self._count()
+        return False
+
+    def _count(self) -> None:
+        if self._kind == "reasoning" and not (self._has_text or self._num_calls):
+            self.num_reasoning_chars = self._num_fed - len(self._text)
+
+    def _say(self, parts: list[Part], text: str) -> None:
+        if not text:
+            return
+        if self._kind == "reasoning":
+            parts.append(Reasoning(text))
+        elif self._kind == "call":
+            self._add_call(parts, None, text)
+        else:
+            is_later = self._is_first_of_text and self._has_text
+            parts.append("\n" + text if is_later else text)
+            self._has_text, self._is_first_of_text = True, False
+
+    def _add_call(self, parts: list[Part], name: str | None, arguments: str) -> None:
+        if self._num_calls <= self._most_calls:
+            parts.append(CallPiece(self._num_calls - 1, name, arguments))
+
+
+def marked(name: str, special: Mapping[str, int]) -> str:
+    """A mark in Lark's terms: a special token, or its text."""
+    return f"<[{special[name]}]>" if name in special else json.dumps(name)
+
+
+def thoughts_rule(special: Mapping[str, int]) -> str:
+    """A Lark rule ``thoughts`` for a message of reasoning, up to the next one's head."""
+    channel, message, start = (marked(name, special) for name in (CHANNEL, MESSAGE, START))
+    thought = f"thought: /(.|\\n)*/ {marked(END, special)}"
+    if END not in special:
+        thought = f"thought[suffix={json.dumps(END)}]: /(.|\\n)*/"
+    return f'thoughts: {channel} "analysis" {message} thought {start} "assistant"\n{thought}'
+
+
+def final_head(special: Mapping[str, int]) -> str:
+    """What stands before the final message's text, in Lark's terms."""
+    return f'{marked(CHANNEL, special)} "final" {marked(MESSAGE, special)}'
