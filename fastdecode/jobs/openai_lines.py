@@ -4,7 +4,7 @@ A line is ``{"custom_id", "method": "POST", "url", "body"}``.
 
 An answer is ``{"id", "custom_id", "response": {"status_code", "request_id",
 "body"}, "error": null}``. The body is a ``text_completion`` or
-``chat.completion`` object, or with a status of 400 and above
+``chat.completion`` object, a ``response``, or with a status of 400 and above
 ``{"error": {"message", "type", "param", "code"}}``. ``id`` is
 ``batch_req_<run>_<line number>``: opaque to its reader, and what a resumed run
 finds its place by.
@@ -24,8 +24,11 @@ from fastdecode.jobs.lines import load_object, utf8
 from fastdecode.openai.answers import answer_body, error_body, status
 from fastdecode.openai.body_errors import BodyError, refuse, refuse_unknown
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, RequestReader
+from fastdecode.openai.response_bodies import RESPONSES_URL
+from fastdecode.openai.responses import response_body
 from fastdecode.text.codec import TextCodec
 
+URLS = (COMPLETIONS_URL, CHAT_URL, RESPONSES_URL)
 LINE_FIELDS = ("custom_id", "method", "url", "body")
 MAX_ID_CHARS = 1024
 ID_PREFIX = "batch_req"
@@ -75,7 +78,8 @@ class OpenAILines:
         self, number: int, request: LineRequest, outputs: Sequence[RequestOutput], codec: TextCodec
     ) -> dict[str, Any]:
         assert request.body is not None, "not a request of this format"
-        body = answer_body(
+        write = answer_body if request.body.echo is None else response_body
+        body = write(
             request.body,
             outputs,
             codec,
@@ -119,8 +123,8 @@ def _envelope(line: dict[str, Any], number: int) -> tuple[str, dict[str, Any]]:
     if line.get("method") != "POST":
         refuse("method", f'must be "POST", not {line.get("method")!r}', "invalid_method")
     url = line.get("url")
-    if url not in (COMPLETIONS_URL, CHAT_URL):
-        refuse("url", f"must be {COMPLETIONS_URL} or {CHAT_URL}, not {url!r}", "url_mismatch")
+    if url not in URLS:
+        refuse("url", f"must be one of {', '.join(URLS)}, not {url!r:.80}", "url_mismatch")
     body = line.get("body")
     if not isinstance(body, dict):
         refuse("body", f"must be an object, not {type(body).__name__}", "invalid_body")

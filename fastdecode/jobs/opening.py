@@ -33,7 +33,7 @@ from fastdecode.jobs.ordered import OrderedOutput
 from fastdecode.jobs.session import JobSession, session_path
 from fastdecode.jobs.shard import WHOLE, Shard
 from fastdecode.jobs.simple_lines import SimpleLines
-from fastdecode.jobs.survey import OnLook, Survey, is_openai, survey, unseen
+from fastdecode.jobs.survey import OnLook, Survey, kind_of_lines, survey, unseen
 from fastdecode.openai.requests import RequestReader
 from fastdecode.text.chat_format import AUTO, ChatFormat
 from fastdecode.text.chat_template import ChatTemplate
@@ -189,7 +189,7 @@ def _format(
     options: JobOptions, config: EngineConfig, source: LineSource
 ) -> tuple[ChatTemplate | None, RequestReader | None, LineFormat]:
     """How the input is read; the first two if its lines are OpenAI's."""
-    if not is_openai(source):
+    if kind_of_lines(source) == "simple":
         return None, None, _simple_lines(options)
     template = ChatTemplate.load(find_model(config.model), options.chat_template)
     reader = _reader(options, config, template)
@@ -266,6 +266,11 @@ def open_ordered_job(
     beside = Path(tempfile.gettempdir()) if is_stream else options.output.resolve().parent
     source = open_source(options.input, beside)
     try:
+        if kind_of_lines(source) == "openai":
+            raise ConfigError(
+                f"{source} has OpenAI batch lines, which fastdecode generate doesn't take: use "
+                f"fastdecode run-batch --model MODEL -i {options.input} -o {options.output}"
+            )
         found = _survey(options, source, model, lines, tell, on_look)
     except BaseException:
         source.close()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING, Final, TypeAlias
+from typing import IO, TYPE_CHECKING, Final, Literal, TypeAlias
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.jobs.line_format import LineError, LineFormat, LineId, LineRequest
@@ -24,6 +24,7 @@ MAX_COMPLAINTS = 20
 # Lines that are read to find out which format a file has.
 MAX_PROBED_LINES = 100
 OPENAI_FIELDS = ("custom_id", "method", "url", "body")
+SIMPLE_FIELDS = ("id", "prompt", "prompt_token_ids")
 FAST_FROM: Final = 8 << 20
 """Bytes of a file from which on compiled code pays."""
 OnLook: TypeAlias = Callable[[float, int], object]
@@ -89,9 +90,8 @@ def no_tokenizer(source: LineSource, num_lines: int) -> ConfigError:
     )
 
 
-def is_openai(source: LineSource) -> bool:
-    """Whether a file looks like OpenAI batch lines; decided by its first
-    readable line, and OpenAI's if there is none.
+def kind_of_lines(source: LineSource) -> Literal["openai", "simple"] | None:
+    """The format that a file's first readable line has; None: neither.
 
     Raises:
         ConfigError: the file can't be read.
@@ -103,8 +103,10 @@ def is_openai(source: LineSource) -> bool:
             except (ValueError, RecursionError):
                 continue
             if isinstance(line, dict):
-                return "id" not in line or any(name in line for name in OPENAI_FIELDS)
-    return True
+                if any(name in line for name in OPENAI_FIELDS):
+                    return "openai"
+                return "simple" if any(name in line for name in SIMPLE_FIELDS) else None
+    return None
 
 
 @dataclass(frozen=True)

@@ -209,6 +209,19 @@ def test_summary_holds_what_was_measured(run: Run, tmp_path: Path) -> None:
     assert 0 < summary["r_share"] < 1
 
 
+def test_batch_lines_are_for_run_batch(
+    tmp_path: Path, tiny_checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = {"prompt": [5], "max_tokens": 1}
+    given = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    (tmp_path / "in.jsonl").write_text(json.dumps(given) + "\n")
+    files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    assert main(["generate", str(tiny_checkpoint("llama")), *files]) == 2
+    said = capsys.readouterr().err
+    assert "has OpenAI batch lines" in said and "use fastdecode run-batch --model" in said
+    assert not (tmp_path / "out.jsonl").exists()
+
+
 def test_an_empty_file_is_no_work(run: Run) -> None:
     assert run([]) == (0, [])
 

@@ -20,6 +20,7 @@ from fastdecode.jobs.openai_lines import OpenAILines
 from fastdecode.openai.body_errors import BodyError
 from fastdecode.openai.chat import Chat
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL, NOT_SUPPORTED, RequestReader
+from fastdecode.openai.response_bodies import RESPONSES_URL
 from fastdecode.text.chat_format import ChatFormat
 from fastdecode.text.chats import MessageStyle
 from fastdecode.text.codec import TextCodec
@@ -417,6 +418,27 @@ def test_a_line_with_tools(codec: TextCodec) -> None:
         "role": "assistant", "content": None, "refusal": None, "reasoning_content": "Hm"
     }  # fmt: skip
     assert choice["finish_reason"] == "tool_calls"
+
+
+def test_a_line_for_a_response(codec: TextCodec) -> None:
+    body = {"input": "hi", "instructions": "Be brief.", "max_output_tokens": 5}
+    request = LINES.parse(line(body, RESPONSES_URL), 1)
+    (asked,) = request.prompts
+    assert isinstance(asked, Chat) and [m["role"] for m in asked.messages] == ["system", "user"]
+    assert request.params.max_tokens == 5
+    answer = LINES.answer(7, request, [output("It is", (1, 2))], codec)
+    shown = answer["response"]["body"]
+    assert (shown["object"], shown["id"], shown["created_at"]) == (
+        "response",
+        "resp_r1-7",
+        1700000000,
+    )
+    assert shown["output"][0]["content"][0]["text"] == "It is"
+    assert shown["usage"]["output_tokens"] == 2 and shown["status"] == "incomplete"
+    for bad, param in (({"stream": True}, "stream"), ({"previous_response_id": "r"}, None)):
+        with pytest.raises(LineError) as caught:
+            LINES.parse(line({**body, **bad}, RESPONSES_URL), 1)
+        assert caught.value.param == param or param is None
 
 
 def test_completions_logprobs_are_by_text(codec: TextCodec) -> None:

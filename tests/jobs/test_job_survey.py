@@ -22,7 +22,7 @@ from fastdecode.jobs.lines import LineReader
 from fastdecode.jobs.manifest import identify_model
 from fastdecode.jobs.openai_lines import OpenAILines
 from fastdecode.jobs.simple_lines import SimpleLines
-from fastdecode.jobs.survey import is_openai, survey
+from fastdecode.jobs.survey import kind_of_lines, survey
 from fastdecode.openai.requests import RequestReader
 
 
@@ -98,19 +98,22 @@ def test_a_survey_tells_all_that_is_bad_and_no_more_than_twenty_lines_of_it(tmp_
 @pytest.mark.parametrize(
     ("first", "expected"),
     [
-        ('{"id": 1, "prompt": "p"}', False),
-        ('{"id": 1, "custom_id": "x"}', True),
-        (_openai_line("x"), True),
-        ("{}", True),
-        ("", True),
-        ('oops\n\n[1]\n{"id": 1}', False),
+        ('{"id": 1, "prompt": "p"}', "simple"),
+        ('{"prompt": "p"}', "simple"),
+        ('{"id": 1, "custom_id": "x"}', "openai"),
+        (_openai_line("x"), "openai"),
+        ("{}", None),
+        ("", "openai"),
+        ('oops\n\n[1]\n{"id": 1}', "simple"),
     ],
 )
 def test_the_format_is_that_of_the_first_readable_line(
-    tmp_path: Path, first: str, expected: bool
+    tmp_path: Path, first: str, expected: str | None
 ) -> None:
     (tmp_path / "in").write_text(first + "\n" + _openai_line("y"))
-    assert is_openai(LineSource(tmp_path / "in")) is (expected or first == "")
+    assert kind_of_lines(LineSource(tmp_path / "in")) == expected
+    (tmp_path / "in").write_text("")
+    assert kind_of_lines(LineSource(tmp_path / "in")) is None
 
 
 def test_a_line_of_the_other_format_is_bad(tmp_path: Path) -> None:
