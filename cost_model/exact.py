@@ -36,6 +36,13 @@ def exact(name: str, value: float, *, least: float = 0.0, above: bool = True) ->
     return as_typed(value)
 
 
+def number_within(name: str, value: float, low: float, high: float, unit: str = "") -> float:
+    """Raises ConfigError if it isn't within these bounds. ``unit``: in words, with "of"."""
+    if isinstance(value, bool) or not math.isfinite(value) or not low <= value <= high:
+        raise ConfigError(Given(name, value), f" is not a number {unit}from {low:g} to {high:g}")
+    return value
+
+
 def whole_number(name: str, value: int, low: int, high: int) -> int:
     """Raises ConfigError if it isn't within these bounds."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:

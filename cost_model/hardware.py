@@ -195,7 +195,7 @@ class Hardware:
             for name, row in rows.items():
                 try:
                     tables[kind][name] = self._row(kind, name, row)
-                    _KINDS[kind](name, {**self._tables[f"{kind}_defaults"], **tables[kind][name]})
+                    self._part(kind, name, tables[kind][name])
                 except ConfigError as error:
                     raise refuse(f"[{kind}.{name}]: {error.message}") from None
         return Hardware(tables)
@@ -217,15 +217,15 @@ class Hardware:
 
     @cached_property
     def gpus(self) -> dict[str, Gpu]:
-        return {name: _gpu(name, row) for name, row in self._rows("gpu")}
+        return self._parts("gpu")
 
     @cached_property
     def cpus(self) -> dict[str, Cpu]:
-        return {name: _cpu(name, row) for name, row in self._rows("cpu")}
+        return self._parts("cpu")
 
     @cached_property
     def nics(self) -> dict[str, Nic]:
-        return {name: _nic(name, row) for name, row in self._rows("nic")}
+        return self._parts("nic")
 
     def gpu(self, name: str) -> Gpu:
         """Raises ConfigError with the nearest names if there is none of this name."""
@@ -260,9 +260,12 @@ class Hardware:
         ]
         return min(faster, key=lambda other: other.line_bits_per_s, default=None)
 
-    def _rows(self, kind: str) -> list[tuple[str, dict[str, Any]]]:
-        defaults = self._tables[f"{kind}_defaults"]
-        return [(name, {**defaults, **row}) for name, row in self._tables[kind].items()]
+    def _parts(self, kind: str) -> dict[str, Any]:
+        rows = self._tables[kind].items()
+        return {name: self._part(kind, name, row) for name, row in rows}
+
+    def _part(self, kind: str, name: str, row: Mapping[str, Any]) -> Any:
+        return _KINDS[kind](name, {**self._tables[f"{kind}_defaults"], **row})
 
     def _find(self, kind: str, name: str) -> str:
         names = {
@@ -395,21 +398,9 @@ def _read(kind: Callable[..., _Kind], name: str, row: Mapping[str, Any], **sizes
     return kind(name=name, **given)
 
 
-def _gpu(name: str, row: Mapping[str, Any]) -> Gpu:
-    return _read(Gpu, name, row, memory_mib=MIB)
-
-
-def _cpu(name: str, row: Mapping[str, Any]) -> Cpu:
-    return _read(Cpu, name, row, memory_gib=GIB)
-
-
-def _nic(name: str, row: Mapping[str, Any]) -> Nic:
-    return _read(Nic, name, row)
-
-
 _KINDS: dict[str, Callable[[str, Mapping[str, Any]], Any]] = {
-    "gpu": _gpu,
-    "cpu": _cpu,
-    "nic": _nic,
+    "gpu": lambda name, row: _read(Gpu, name, row, memory_mib=MIB),
+    "cpu": lambda name, row: _read(Cpu, name, row, memory_gib=GIB),
+    "nic": lambda name, row: _read(Nic, name, row),
 }
 """How a table's rows are read."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from cost_model.closed_forms import at_most
+from cost_model.fields import count
 from cost_model.predict import System
 from cost_model.workload import Workload
 from fastdecode.core.errors import ConfigError
@@ -89,32 +89,18 @@ def read_plan(path: Path) -> PlannedBatch:
     plan, question = tree.get("plan"), tree.get("question")
     if not isinstance(plan, dict) or not isinstance(question, dict):
         raise ConfigError(f"--plan {path} holds no plan: what it asks is infeasible")
-    numbers = {
-        name: _count(path, where, name)
-        for where, names in (
-            (plan, ("batch", "lanes", "sockets")),
-            (question, ("prompt_tokens", "output_tokens")),
-        )
-        for name in names
-    }
-    interval = _count(path, question, "start_interval_steps")
-    workload = Workload(numbers["prompt_tokens"], numbers["output_tokens"], interval)
+    where = f"--plan {path}"
+    batch, lanes, sockets = (count(plan, name, where) for name in ("batch", "lanes", "sockets"))
+    workload = Workload(
+        count(question, "prompt_tokens", where, low=0),
+        count(question, "output_tokens", where),
+        count(question, "start_interval_steps", where),
+    )
     model, dtype, kv_dtype = (question.get(name) for name in ("model", "dtype", "kv_dtype"))
     if not (isinstance(model, str) and isinstance(dtype, str) and isinstance(kv_dtype, str)):
         raise ConfigError(f"--plan {path}: model, dtype and kv_dtype must be strings")
-    context = round(workload.mean_context_tokens)
-    steady = SteadyBatch(numbers["batch"], numbers["lanes"], numbers["sockets"], context)
+    steady = SteadyBatch(batch, lanes, sockets, round(workload.mean_context_tokens))
     return PlannedBatch(model, dtype, kv_dtype, steady)
-
-
-def _count(path: Path, where: dict[str, Any], name: str) -> int:
-    value = where.get(name)
-    low = 0 if name == "prompt_tokens" else 1
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= 1 << 30:
-        raise ConfigError(
-            f"--plan {path}: {name} is {value!r}; it must be a whole number from {low}"
-        )
-    return value
 
 
 def scale_down(

@@ -8,8 +8,6 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from fastdecode.core.errors import ConfigError
-
 MAX_IO_THREADS: Final = 256
 _MEASURED: Final = (
     "CPU time of an I/O thread, q, k, v of 256 rows of an 8B Llama out and o back on loopback "
@@ -51,11 +49,3 @@ TRANSPORTS: Final = {
         Transport("zmq-authenticated", 6.7e9, "copy", _MEASURED),
     )
 }
-
-
-def check_io_threads(num_threads: int) -> None:
-    """Raises ConfigError: so many there can't be."""
-    if not 1 <= num_threads <= MAX_IO_THREADS:
-        raise ConfigError(
-            f"--io-threads {num_threads} is not a number of threads from 1 to {MAX_IO_THREADS}"
-        )

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from cost_model.disaggregate.memory import ModelMemory
-from cost_model.exact import LARGEST
+from cost_model.fields import check_known, count, number
 from cost_model.predict import System
 from cost_model.simulate.pipelines import MachineTimes
 from cost_model.step_time import SystemTime
@@ -36,8 +36,8 @@ from fastdecode.schedule.times import Prompts, StepTime
 
 MAX_BYTES = 1 << 20
 MAX_SIZES = 64
-_FIELDS = {"prompt_tokens", "model_gb", "kv_gb_per_token", "microbatches"}
-_POINT_FIELDS = {"sequences", "prompt_s", "token_s"}
+_FIELDS = ("prompt_tokens", "model_gb", "kv_gb_per_token", "microbatches")
+_POINT_FIELDS = ("sequences", "prompt_s", "token_s")
 
 
 @dataclass(frozen=True)
@@ -111,54 +111,31 @@ def read_machine_profile(path: Path) -> MachineProfile:
             no sense; names it.
     """
 
-    def refuse(why: str) -> ConfigError:
-        return ConfigError(f"--profile {path}: {why}")
-
-    tree = read_object(path, most_bytes=MAX_BYTES, refuse=refuse)
+    where = f"--profile {path}"
+    tree = read_object(
+        path, most_bytes=MAX_BYTES, refuse=lambda why: ConfigError(f"{where}: {why}")
+    )
     if not isinstance(tree.pop("origin", ""), str):
-        raise refuse('"origin" must be text')
-    _check_fields(tree, _FIELDS, "", refuse)
-    points = tree["microbatches"]
+        raise ConfigError(f'{where}: "origin" must be text')
+    check_known(tree, _FIELDS, where)
+    points = tree.get("microbatches")
     if not isinstance(points, list) or not 1 <= len(points) <= MAX_SIZES:
-        raise refuse(f'"microbatches" must be a list of 1 to {MAX_SIZES} measurements')
-    found = [_point(each, f"microbatches[{i}].", refuse) for i, each in enumerate(points)]
+        raise ConfigError(
+            f'{where}: "microbatches" must be a list of 1 to {MAX_SIZES} measurements'
+        )
+    found = [_point(each, f"{where}: microbatches[{i}]") for i, each in enumerate(points)]
     if len({point.sequences for point in found}) < len(found):
-        raise refuse('"microbatches" has a size twice; give each once')
-    numbers = [_number(tree, name, "", refuse) for name in ("model_gb", "kv_gb_per_token")]
+        raise ConfigError(f'{where}: "microbatches" has a size twice; give each once')
     return MachineProfile(
-        _count(tree, "prompt_tokens", "", refuse),
-        ModelMemory.given(*numbers),
+        count(tree, "prompt_tokens", where),
+        ModelMemory.given(*(number(tree, name, where) for name in _FIELDS[1:3])),
         tuple(sorted(found, key=lambda point: point.sequences)),
     )
 
 
-def _point(tree: Any, where: str, refuse: Any) -> MeasuredMicrobatch:
+def _point(tree: Any, where: str) -> MeasuredMicrobatch:
     if not isinstance(tree, dict):
-        raise refuse(f"{where[:-1]} must be an object with {', '.join(sorted(_POINT_FIELDS))}")
-    _check_fields(tree, _POINT_FIELDS, where, refuse)
-    return MeasuredMicrobatch(
-        _count(tree, "sequences", where, refuse),
-        _number(tree, "prompt_s", where, refuse),
-        _number(tree, "token_s", where, refuse),
-    )
-
-
-def _check_fields(tree: dict[str, Any], fields: set[str], where: str, refuse: Any) -> None:
-    for name in sorted(fields - set(tree)):
-        raise refuse(f'"{where}{name}" is missing')
-    for name in sorted(set(tree) - fields):
-        raise refuse(f'"{where}{name}" is not known; there are {", ".join(sorted(fields))}')
-
-
-def _count(tree: dict[str, Any], name: str, where: str, refuse: Any) -> int:
-    value = tree[name]
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 10_000_000:
-        raise refuse(f'"{where}{name}" is {value!r}; it must be a whole number from 1 to 10000000')
-    return value
-
-
-def _number(tree: dict[str, Any], name: str, where: str, refuse: Any) -> float:
-    value = tree[name]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < LARGEST:
-        raise refuse(f'"{where}{name}" is {value!r}; it must be a number above 0')
-    return float(value)
+        raise ConfigError(f"{where} must be an object with {', '.join(_POINT_FIELDS)}")
+    check_known(tree, _POINT_FIELDS, where)
+    times = (number(tree, name, where) for name in _POINT_FIELDS[1:])
+    return MeasuredMicrobatch(count(tree, "sequences", where), *times)

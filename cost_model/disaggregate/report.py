@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from fractions import Fraction
 from typing import Any
 
@@ -19,36 +20,27 @@ def split_as_json(
 ) -> dict[str, Any]:
     """Seconds and machines; None where there is no such number."""
     first = best[0] if best else None
+    needs = ("layers", "min_prompt_machines", "min_token_machines", "equation_2", "equation_3")
     return {
         "format": "fastdecode.plan.disaggregate",
         "version": 1,
         "machines": asked.machines,
         "tokens": asked.tokens,
-        "prompt_s": float(asked.prompt_s),
-        "token_s": float(asked.token_s),
-        "overhead": float(asked.overhead),
-        "colocated_s": float(asked.colocated_s),
+        "prompt_s": asked.prompt_s,
+        "token_s": asked.token_s,
+        "overhead": asked.overhead,
+        "colocated_s": asked.colocated_s,
         "continuous": {
-            "prompt_machines": float(asked.continuous_prompt_machines),
-            "token_machines": float(asked.continuous_token_machines),
-            "interval_s": float(asked.continuous_s),
+            "prompt_machines": asked.continuous_prompt_machines,
+            "token_machines": asked.continuous_token_machines,
+            "interval_s": asked.continuous_s,
             "wins": asked.continuous_wins,
-            "break_even_prompt_over_token": _number(asked.break_even_ratio),
+            "break_even_prompt_over_token": asked.break_even_ratio,
         },
         "splits": [[split.prompt_machines, split.token_machines] for split in best],
-        "interval_s": None if first is None else float(first.interval_s),
+        "interval_s": first and first.interval_s,
         "wins": first is not None and asked.wins(first),
-        "memory": None if memory is None else _memory_as_json(memory),
-    }
-
-
-def _memory_as_json(memory: StageMemory) -> dict[str, Any]:
-    return {
-        "layers": memory.layers,
-        "min_prompt_machines": memory.min_prompt_machines,
-        "min_token_machines": memory.min_token_machines,
-        "equation_2": memory.equation_2,
-        "equation_3": memory.equation_3,
+        "memory": memory and {name: getattr(memory, name) for name in needs},
     }
 
 
@@ -144,19 +136,20 @@ def _split_verdict(asked: Disaggregation, best: Sequence[Split]) -> str:
 
 
 def swap_as_json(asked: Swapping) -> dict[str, Any]:
+    readings = [
+        {"reading": each.name, "swapped_s": each.swapped_s, "pays": each.pays}
+        for each in asked.readings()
+    ]
     return {
         "format": "fastdecode.plan.swap",
         "version": 1,
         "prompt_tokens": asked.prompt_tokens,
         "tokens": asked.tokens,
         "batch": asked.batch,
-        "unswapped_s": float(asked.unswapped_s),
-        "readings": [
-            {"reading": each.name, "swapped_s": float(each.swapped_s), "pays": each.pays}
-            for each in asked.readings()
-        ],
-        "crossover_tokens": float(asked.crossover()),
-        "crossover_tokens_2b": float(asked.crossover(2)),
+        "unswapped_s": asked.unswapped_s,
+        "readings": readings,
+        "crossover_tokens": asked.crossover(),
+        "crossover_tokens_2b": asked.crossover(2),
     }
 
 
@@ -214,17 +207,8 @@ def pipelines_as_json(
 def _simulated_as_json(found: Simulated | None, price: float | None) -> dict[str, Any] | None:
     if found is None:
         return None
-    layout = found.layout
-    return {
-        "microbatch": layout.microbatch,
-        "pipelines": layout.pipelines,
-        "prompt_stages": layout.prompt_stages,
-        "token_stages": layout.token_stages,
-        "makespan_s": found.makespan_s,
-        "token_latency_s": found.token_latency_s,
-        "busy_share": found.busy_share,
-        "cost": cost(found, price),
-    }
+    fields = {**asdict(found.layout), **asdict(found), "cost": cost(found, price)}
+    return {name: value for name, value in fields.items() if name not in ("kind", "layout")}
 
 
 def cost(found: Simulated, price: float | None) -> float | None:
@@ -238,16 +222,8 @@ def pipelines_as_text(
     rows: Sequence[tuple[int, dict[str, Simulated | None]]], price: float | None
 ) -> str:
     """A line for each number of machines and kind."""
-    heads: tuple[str, ...] = (
-        "machines",
-        "kind",
-        "stages, microbatch",
-        "makespan",
-        "s/token",
-        "busy",
-        "cost",
-    )
-    heads = heads if price is not None else heads[:-1]
+    heads = ["machines", "kind", "stages, microbatch", "makespan", "s/token", "busy"]
+    heads += [] if price is None else ["cost"]
     lines = [
         _row(machines, kind, each, price) for machines, best in rows for kind, each in best.items()
     ]
@@ -275,7 +251,3 @@ def _seconds(value: Fraction) -> str:
 
 def _short(value: Fraction) -> str:
     return f"{round_to(float(value), 3):g}"
-
-
-def _number(value: Fraction | None) -> float | None:
-    return None if value is None else float(value)

@@ -7,7 +7,6 @@ slo         limits, and what part of the requests keeps them
 traces      requests as they are published or logged
 workload    fitted to a trace and drawn again, or given
 instances   prefill and decode instances, for one phase or both, and their ports
-decoding    decode steps, many as one event
 simulator   requests through all of them
 rates       the greatest rate within an SLO
 placements  algorithms 1 and 2

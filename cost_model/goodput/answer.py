@@ -10,7 +10,6 @@ from cost_model.goodput.placements import Degrees, PlacementPrices
 from cost_model.goodput.rates import Load
 from cost_model.goodput.report import Answer, Nearest, queueing_notes
 from cost_model.goodput.search import (
-    NEARLY,
     Affinity,
     Objective,
     Search,
@@ -23,6 +22,7 @@ from cost_model.quantities import counted
 from fastdecode.core.errors import ConfigError
 
 _SLACK = 1.05
+_NEARLY = 0.99
 _QUIET = 1 << 10
 """At a rate so many times below the asked one, requests hardly ever wait."""
 
@@ -103,7 +103,7 @@ def _nearest(search: Search) -> Nearest:
         counts = hardware.sockets(degrees)
         for sockets in counts:
             tpot_s = tpot_on(degrees, sockets)
-            if tpots and tpots[-1][1] == degrees and tpot_s > NEARLY * tpots[-1][0]:
+            if tpots and tpots[-1][1] == degrees and tpot_s > _NEARLY * tpots[-1][0]:
                 break  # more sockets hardly help
             tpots.append((tpot_s, degrees, sockets, sockets == counts[-1]))
         if hardware.fits_on_device(degrees):

@@ -4,7 +4,7 @@ ports."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from cost_model.goodput.placements import Degrees, GpuCluster
@@ -14,7 +14,6 @@ from cost_model.plans.question import Setup
 from cost_model.predict import MAX_LANES, System
 from cost_model.step_time import SystemTime
 from cost_model.workload import Workload
-from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.simulation.instance_time import InstanceTime
 
 ENOUGH_THROUGHPUT = 0.95
@@ -42,6 +41,8 @@ class InstanceHardware:
     mean_prompt: float
     crosses_nodes: bool = True
     """K and V go from prefill to decode instances through ports."""
+    can_run: Callable[[int, int, int], bool] = lambda *_: True
+    """Whether whoever starts instances starts one of so much tp and pp, with so many sockets."""
     _systems: dict[int, System] = field(default_factory=dict)
 
     @property
@@ -62,6 +63,8 @@ class InstanceHardware:
     def fits(self, degrees: Degrees) -> bool:
         """Weights and the activations of a batch fit on its GPUs; what was
         measured, was measured on one instance as it is."""
+        if not self.can_run(degrees.tp, degrees.pp, degrees.pp):
+            return False
         if not isinstance(self.setup.gpu, Gpu):
             return degrees == Degrees(1, 1)
         return self._room_bytes(degrees) > 0
@@ -117,7 +120,8 @@ class InstanceHardware:
     def fits_on_device(self, degrees: Degrees) -> bool:
         """K and V of the longest request fit beside the weights."""
         longest = self.setup.workload.peak_context_tokens * self.token_bytes
-        return self._kv_bytes(degrees, 0) >= longest
+        can_run = self.can_run(degrees.tp, degrees.pp, 0)
+        return can_run and self._kv_bytes(degrees, 0) >= longest
 
     def sockets(
         self, degrees: Degrees, most: int | None = None, *, limited: bool = True
@@ -144,10 +148,3 @@ def prompts_of(tokens: int, mean_prompt: float) -> Sequence[int]:
     """A batch of so many tokens, as prompts of about this mean length."""
     count = max(1, round(tokens / mean_prompt))
     return [max(1, round(tokens / count))] * count
-
-
-def check_cluster(num_nodes: int, gpus_per_node: int) -> None:
-    """Raises ConfigError if there are too many, or none."""
-    for name, value, most in (("nodes", num_nodes, 1024), ("gpus-per-node", gpus_per_node, 64)):
-        if isinstance(value, bool) or not 1 <= value <= most:
-            raise ConfigError(f"--{name} {value} is not a whole number from 1 to {most}")

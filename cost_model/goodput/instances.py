@@ -3,13 +3,14 @@ steps, both in one, and K and V through ports."""
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from cost_model.goodput.decoding import DecodingBatch
 from fastdecode.schedule.dispatch import DecodeReservations, DispatchJob
 from fastdecode.schedule.simulation.clock import VirtualClock
 from fastdecode.schedule.simulation.instance_time import InstanceTime
@@ -116,25 +117,46 @@ def transfer(now_s: float, num_tokens: int, ports: Iterable[TransferPort]) -> fl
     return ended_s
 
 
+MAX_STEPS_AHEAD = 512
+
+
 class DecodeInstance:
-    """Steps of all that decode."""
+    """Steps of all that decode. Between two changes of the batch, many steps are one event.
+
+    Args:
+        done: a request has drawn its last token.
+    """
 
     def __init__(
         self, clock: VirtualClock, times: InstanceTime, done: Callable[[DispatchJob], None]
     ) -> None:
+        self._clock = clock
         self._times = times
         self._done = done
-        self._batch = DecodingBatch(clock, self._stepped)
         self._joining: list[tuple[DispatchJob, int]] = []
-
-    @property
-    def busy_s(self) -> float:
-        return self._batch.busy_s
+        self._running: list[tuple[int, int, DispatchJob]] = []
+        """By the step after which they are over."""
+        self._order = itertools.count()
+        self._num_steps = 0
+        self._context = 0
+        """Cached tokens of all that run, at the next step."""
+        self._began_s = 0.0
+        self._ends_s: np.ndarray | None = None
+        """Of the steps under way, since ``_began_s``."""
+        self._version = 0
+        self.busy_s = 0.0
 
     @property
     def step_ends_s(self) -> float:
-        """See ``DecodingBatch``."""
-        return self._batch.step_ends_s
+        """When the step under way is over; now, if there is none."""
+        if self._ends_s is None:
+            return self._clock.now
+        last = min(self._under_way(self._ends_s), len(self._ends_s) - 1)
+        return max(self._clock.now, self._began_s + float(self._ends_s[last]))
+
+    def _under_way(self, ends_s: np.ndarray) -> int:
+        """Which of the steps that end so."""
+        return int(np.searchsorted(ends_s, self._clock.now - self._began_s, side="right"))
 
     def join(self, job: DispatchJob, num_tokens: int) -> None:
         """Its K and V are there; it decodes so many tokens, from the next step
@@ -143,23 +165,61 @@ class DecodeInstance:
         self._wake()
 
     def _wake(self) -> None:
-        if self._batch.is_stepping:
-            self._batch.cut()  # the step under way is the last one without it
-        else:
+        if self._ends_s is None:
             self._go_on()
+            return
+        # The step under way is the last one without it.
+        last = self._under_way(self._ends_s)
+        if last + 1 < len(self._ends_s):
+            self._await(self._ends_s[: last + 1])
+
+    def _add(self, job: DispatchJob, num_tokens: int) -> None:
+        """It decodes so many tokens, from the next step on. At its end, its
+        context is all that was reserved."""
+        heapq.heappush(self._running, (self._num_steps + num_tokens, next(self._order), job))
+        self._context += job.reserved_tokens - num_tokens
+
+    def _go_on(self) -> None:
+        for job, num_tokens in self._joining:
+            self._add(job, num_tokens)
+        self._joining.clear()
+        if self._running:
+            self._decode(min(MAX_STEPS_AHEAD, self._running[0][0] - self._num_steps))
+
+    def _decode(self, num_steps: int) -> None:
+        self._begin(self._times.decode_s(len(self._running), self._context, num_steps))
+
+    def _begin(self, steps_s: np.ndarray) -> None:
+        """Steps that take so long each."""
+        self._began_s = self._clock.now
+        self._await(np.cumsum(steps_s))
+
+    def _await(self, ends_s: np.ndarray) -> None:
+        self._ends_s = ends_s
+        self._version += 1
+        version = self._version
+        end_s = max(self._clock.now, self._began_s + float(ends_s[-1]))
+        self._clock.at(end_s, lambda: self._end_steps(version))
+
+    def _end_steps(self, version: int) -> None:
+        if version != self._version:
+            return  # they were cut
+        assert self._ends_s is not None
+        count = len(self._ends_s)
+        self.busy_s += float(self._ends_s[-1])
+        self._num_steps += count
+        self._context += count * len(self._running)
+        self._ends_s = None
+        over = []
+        while self._running and self._running[0][0] == self._num_steps:
+            over.append(heapq.heappop(self._running)[2])
+            self._context -= over[-1].reserved_tokens
+        self._stepped(over)
 
     def _stepped(self, over: list[DispatchJob]) -> None:
         for job in over:
             self._done(job)
         self._go_on()
-
-    def _go_on(self) -> None:
-        batch = self._batch
-        for job, num_tokens in self._joining:
-            batch.add(job, num_tokens)
-        self._joining.clear()
-        if len(batch):
-            batch.begin(self._times.decode_s(len(batch), batch.context, batch.num_steps_ahead))
 
 
 @dataclass
@@ -217,19 +277,20 @@ class ColocatedInstance(DecodeInstance):
         self._wake()
 
     def _go_on(self) -> None:
-        batch, times = self._batch, self._times
         self._prompts += self._opening
         self._opening = self._start_waiting()
-        if self._opens_at_once or not (len(batch) or self._prompts):
+        if self._opens_at_once or not (self._running or self._prompts):
             self._prompts += self._opening
             self._opening = []
         self._parts = self._take()
         if self._parts:
             parts = [(prompt.num_done, tokens) for prompt, tokens in self._parts]
-            batch.begin(np.array([times.mixed_s(len(batch), batch.context, parts)]))
-        elif len(batch):
-            num_steps = 1 if self._opening else batch.num_steps_ahead
-            batch.begin(times.decode_s(len(batch), batch.context, num_steps))
+            step_s = self._times.mixed_s(len(self._running), self._context, parts)
+            self._begin(np.array([step_s]))
+        elif self._opening and self._running:
+            self._decode(1)
+        else:
+            super()._go_on()
 
     def _start_waiting(self) -> list[_Prompt]:
         started = []
@@ -263,7 +324,7 @@ class ColocatedInstance(DecodeInstance):
     def _drawn(self, job: DispatchJob) -> None:
         num_tokens = self._first(job)
         if num_tokens:
-            self._batch.add(job, num_tokens)
+            self._add(job, num_tokens)
         else:
             self._end(job)
 

@@ -10,12 +10,11 @@ that K and V never leave it: pairs are judged together (algorithm 2).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-from cost_model.closed_forms import at_most, whole
 from cost_model.goodput.simulator import GoodputRun
 from cost_model.goodput.slo import RequestTimes, Slo
 
@@ -30,6 +29,16 @@ class Degrees:
     @property
     def num_gpus(self) -> int:
         return self.tp * self.pp
+
+    @property
+    def prefill(self) -> Degrees:
+        """As of a ``Pair``."""
+        return self
+
+    @property
+    def decode(self) -> Degrees:
+        """As of a ``Pair``."""
+        return self
 
     def __str__(self) -> str:
         return f"tp {self.tp}" + (f" pp {self.pp}" if self.pp > 1 else "")
@@ -103,56 +112,6 @@ class GpuCluster:
 
 def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
-
-
-@dataclass(frozen=True)
-class RatedInstance:
-    """An instance, or a pair of them, and the rate that it carries."""
-
-    what: Degrees | Pair
-    goodput: float
-    """Requests a second of one of them; 0: it doesn't meet the SLO at any rate."""
-
-    @property
-    def per_gpu(self) -> float:
-        return self.goodput / self.what.num_gpus
-
-
-def best_per_gpu(judged: Iterable[RatedInstance]) -> RatedInstance | None:
-    """The one with the greatest goodput a GPU; of those that are equal but for
-    rounding, the one with the fewest GPUs, then the smallest degrees. None: none
-    meets the SLO."""
-    meeting = [each for each in judged if each.goodput > 0]
-    greatest = max((each.per_gpu for each in meeting), default=0.0)
-    equal = [each for each in meeting if at_most(greatest, each.per_gpu)]
-    return min(equal, key=_size, default=None)
-
-
-def _size(judged: RatedInstance) -> tuple[object, ...]:
-    what = judged.what
-    degrees = (what.pp_cross, what.prefill, what.decode) if isinstance(what, Pair) else (what,)
-    return (what.num_gpus, *degrees)
-
-
-@dataclass(frozen=True)
-class ReplicatedInstance:
-    """So many of an instance, or of a pair."""
-
-    judged: RatedInstance
-    count: int
-
-    @property
-    def num_gpus(self) -> int:
-        return self.count * self.judged.what.num_gpus
-
-    @property
-    def goodput(self) -> float:
-        return self.count * self.judged.goodput
-
-
-def replicate(judged: RatedInstance, rate: float) -> ReplicatedInstance:
-    """As many as carry the rate: ⌈rate / goodput⌉, where 0.1 + 0.2 is three tenths."""
-    return ReplicatedInstance(judged, whole(rate / judged.goodput))
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,20 @@
 """From hardware, requests and an SLO to a placement.
 
-What an instance could carry beyond the rate that is asked for is worth nothing:
-its goodput counts up to that rate, so a larger instance isn't chosen for what
-nobody sends. Sockets are searched, too: by the objective ``gpu`` a decode instance gets the
-fewest with which its goodput is within 1 % of the best; by ``cost``, those with
-which its goodput is greatest for its price.
+The instances of a phase are those that carry the asked rate at the least cost: ``⌈rate /
+goodput⌉`` of one kind, with so many sockets each. By the objective ``gpu`` the fewest GPUs are
+the least cost, and among those the lowest price; by ``cost`` the lowest price. So what an
+instance could carry beyond the rate is worth nothing, and more sockets pay only where fewer
+instances do.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Literal
+from typing import Literal, TypeAlias
 
-from cost_model.closed_forms import whole
+from cost_model.closed_forms import largest, smallest, whole
 from cost_model.goodput.hardware import InstanceHardware, prompts_of
 from cost_model.goodput.placements import (
     Degrees,
@@ -23,10 +22,6 @@ from cost_model.goodput.placements import (
     Pair,
     PlacementPlan,
     PlacementPrices,
-    RatedInstance,
-    ReplicatedInstance,
-    best_per_gpu,
-    replicate,
 )
 from cost_model.goodput.rates import Load, greatest_rate
 from cost_model.goodput.simulator import (
@@ -37,19 +32,89 @@ from cost_model.goodput.simulator import (
     simulate_colocated,
 )
 
+Role = Literal["prefill", "decode", "both"]
+ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 Affinity = Literal["high", "low"]
 Objective = Literal["gpu", "cost"]
-NEARLY = 0.99
+What: TypeAlias = Degrees | Pair
+Requests: TypeAlias = list[tuple[float, int, int]]
 _SLACK = 1.25
 """Bounds from means are this much above what they say."""
+_MOST_INSTANCES = 1 << 12
 _MAX_BATCH = 1 << 16
 STEP_TOKENS = 512
 """Of prompts in a step of an instance for both phases."""
 
 
+@dataclass(frozen=True)
+class Simulated:
+    """Instances, or pairs of them, that are alike."""
+
+    run: Callable[[Requests, int], GoodputRun]
+    """Requests through so many of them."""
+    most: float
+    """Requests a second of one: about a bound of what it carries."""
+
+
+@dataclass
+class Phase:
+    """Instances of one kind, with so many sockets each: how many carry the rate."""
+
+    load: Load
+    rate: float
+    """Requests a second that are asked for: more counts for nothing."""
+    num_gpus: int
+    """That there are. Of more than fit on them, one is simulated with its part of the rate."""
+    simulated: Callable[[What, int], Simulated]
+    progress: Callable[[], object] = lambda: None
+
+    def goodput(self, what: What, sockets: int) -> float:
+        """Requests a second of one; 0: it doesn't meet the SLO at any rate."""
+        one = self.simulated(what, sockets)
+        most = min(self.rate, one.most)
+        return greatest_rate(self.load, lambda r: one.run(r, 1), most, self.rate)
+
+    def fewest(self, what: What, sockets: int, most: int) -> int:
+        """The fewest of up to ``most`` that carry the rate together; 0: none do."""
+        one = self.simulated(what, sockets)
+        least = whole(self.rate / one.most)
+        if least > most:
+            return 0
+        self.progress()
+
+        def carry(count: int) -> bool:
+            together = count if count * what.num_gpus <= self.num_gpus else 1
+            requests = self.load.requests(self.rate * together / count)
+            return self.load.is_carried(one.run(requests, together))
+
+        if most == _MOST_INSTANCES:
+            most = self._enough(what, sockets, carry)
+        if most and carry(most):
+            return smallest(carry, most, above=least - 1)
+        return 0
+
+    def _enough(self, what: What, sockets: int, carry: Callable[[int], bool]) -> int:
+        """How many do, by what one carries. With queues of their own it may take some more."""
+        goodput = self.goodput(what, sockets)
+        count = whole(self.rate / goodput) if goodput else 0
+        while 0 < count < _MOST_INSTANCES and not carry(count):
+            count += 1 + count // 8
+        return count
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """So many of an instance, or of a pair, that carry the rate."""
+
+    what: What
+    sockets: int
+    """Of each that decodes; 0: K and V are on its GPUs."""
+    count: int
+
+
 @dataclass
 class Search:
-    """Goodputs of instances and pairs, each found once."""
+    """What instances and pairs carry, and which are the cheapest."""
 
     hardware: InstanceHardware
     load: Load
@@ -60,35 +125,41 @@ class Search:
     progress: Callable[[str], object] = lambda _: None
     limits: dict[Degrees, tuple[int, int]] = field(default_factory=dict)
     """Where fewer instances would do with more sockets than there may be: how many
-    these are, and with how many they would."""
-    _found: dict[object, float] = field(default_factory=dict)
+    are taken, and with how many they would."""
+    _num_found: int = 0
 
-    def prefill(self, degrees: Degrees) -> float:
-        """The goodput of one instance: TTFT alone."""
-        spec = self.hardware.prefill(degrees)
-        most = self._most_prompts(spec)
-        return self._rate(("prefill", degrees), lambda r: simulate(r, [spec], []), most)
+    def phase(self, kind: Role | Literal["pair"]) -> Phase:
+        """Prompts alone, by TTFT; tokens alone, by TPOT; or both, by both."""
+        of: dict[str, Callable[[What, int], Simulated]] = {
+            "prefill": self._prefill,
+            "decode": self._decode,
+            "both": self._both,
+            "pair": self._pair,
+        }
+        return Phase(self.load, self.rate, self.hardware.cluster.num_gpus, of[kind], self._tell)
 
-    def decode(self, degrees: Degrees, sockets: int) -> float:
-        """The goodput of one instance: TPOT alone."""
-        spec = self.hardware.decode(degrees, sockets)
-        key, most = ("decode", degrees, sockets), self._most_decoding(spec)
-        return self._rate(key, lambda r: simulate(r, [], [spec]), most)
+    def _tell(self) -> None:
+        self._num_found += 1
+        self.progress(f"{self._num_found} instances and pairs simulated")
 
-    def both(self, degrees: Degrees, sockets: int) -> float:
-        """The goodput of one instance for both phases."""
-        spec = self.hardware.decode(degrees, sockets)
-        key = ("both", degrees, sockets)
-        most = min(self._most_prompts(self.hardware.prefill(degrees)), self._most_decoding(spec))
-        return self._rate(key, lambda r: simulate_colocated(r, [spec], STEP_TOKENS), most)
+    def _prefill(self, what: What, _: int = 0) -> Simulated:
+        spec = self.hardware.prefill(what.prefill)
+        return Simulated(lambda r, num: simulate(r, [spec] * num, []), self._most_prompts(spec))
 
-    def pair(self, pair: Pair, sockets: int) -> float:
-        """The goodput of a prefill and a decode instance together."""
-        prefill = self.hardware.prefill(pair.prefill)
-        decode = self.hardware.decode(pair.decode, sockets)
-        run = partial(simulate, prefill=[prefill], decode=[decode])
-        most = min(self._most_prompts(prefill), self._most_decoding(decode))
-        return self._rate(("pair", pair, sockets), run, most)
+    def _decode(self, what: What, sockets: int) -> Simulated:
+        spec = self.hardware.decode(what.decode, sockets)
+        return Simulated(lambda r, num: simulate(r, [], [spec] * num), self._most_decoding(spec))
+
+    def _both(self, what: What, sockets: int) -> Simulated:
+        spec = self.hardware.decode(what.decode, sockets)
+        most = min(self._prefill(what).most, self._decode(what, sockets).most)
+        return Simulated(lambda r, num: simulate_colocated(r, [spec] * num, STEP_TOKENS), most)
+
+    def _pair(self, what: What, sockets: int) -> Simulated:
+        prefill = self.hardware.prefill(what.prefill)
+        decode = self.hardware.decode(what.decode, sockets)
+        most = min(self._prefill(what).most, self._decode(what, sockets).most)
+        return Simulated(lambda r, num: simulate(r, [prefill] * num, [decode] * num), most)
 
     def _most_prompts(self, spec: PrefillSpec) -> float:
         """Requests a second, if it never had to wait for one: a bound."""
@@ -110,116 +181,68 @@ class Search:
             num *= 2
         return _SLACK * most
 
-    def with_sockets(
-        self, goodput: Callable[[int], float], degrees: Degrees, gpus: int, most: int | None = None
-    ) -> tuple[int, float]:
-        """Sockets of the best instance by the objective, and its goodput; (0, 0)
-        where there is none. 0 sockets: K and V are on its GPUs. Looked at from few to many until
-        more don't help: how many there may be matters only where more would (``limits``)."""
-        fits = self.hardware.fits_on_device(degrees)
-        on_device = goodput(0) if fits else 0.0
-        if on_device >= self.rate:
-            return 0, on_device
-        best, found = self._with_r_workers(goodput, degrees, gpus, most)
-        paid, free = self.prices.of(gpus, best), self.prices.of(gpus, 0)
-        worth = found * (free / paid if self.objective == "cost" else NEARLY)
-        return (0, on_device) if on_device and on_device >= worth else (best, found)
-
-    def _with_r_workers(
-        self, goodput: Callable[[int], float], degrees: Degrees, gpus: int, most: int | None
-    ) -> tuple[int, float]:
-        counts = self.hardware.sockets(degrees, most)
-        look = self._dearest if self.objective == "cost" else self._until_enough
-        best, found = look(goodput, counts, gpus)
-        if counts and best == counts[-1] and found < self.rate:
-            more = self.hardware.sockets(degrees, limited=False)
-            further = [count for count in more if count > best]
-            beyond, carried = look(goodput, [best, *further], gpus)
-            if self._instances(carried) < self._instances(found):
-                self.limits[degrees] = best, beyond
-        return best, found
-
-    def _instances(self, goodput: float) -> float:
-        """That carry the rate."""
-        return whole(self.rate / goodput) if goodput else math.inf
-
-    def _until_enough(
-        self, goodput: Callable[[int], float], counts: Sequence[int], gpus: int
-    ) -> tuple[int, float]:
-        """Twice as many each time, until that gives nothing more."""
-        best, found, last = 0, 0.0, 0
-        for count in counts:
-            if count < 2 * last and count != counts[-1]:
-                continue
-            carried, last = goodput(count), count
-            if found and carried * NEARLY <= found:
-                break
-            best, found = count, carried
-            if found >= self.rate:
-                break
-        return best, found
-
-    def _dearest(
-        self, goodput: Callable[[int], float], counts: Sequence[int], gpus: int
-    ) -> tuple[int, float]:
-        """The most goodput for its price; none carries more than is asked for."""
-        best, found, worth = 0, 0.0, -1.0
-        for count in counts:
-            price = self.prices.of(gpus, count)
-            if self.rate / price <= worth:
-                break
-            carried = goodput(count)
-            if carried / price > worth:
-                best, found, worth = count, carried, carried / price
-        return best, found
-
-    def fewest(
-        self, goodput: Callable[[int], float], degrees: Degrees, sockets: int
-    ) -> tuple[int, float]:
-        """As few sockets as give nearly the goodput of so many, or with which no
-        more instances are needed."""
-        if self.objective == "cost" or not sockets:
-            return sockets, goodput(sockets)
-        counts = [count for count in self.hardware.sockets(degrees) if count <= sockets] or [
-            sockets
-        ]
-        best = goodput(sockets)
-
-        def is_enough(carried: float) -> bool:
-            as_many = carried > 0 and whole(self.rate / carried) <= whole(self.rate / best)
-            return carried >= NEARLY * best or as_many
-
-        low, high = 0, len(counts) - 1
-        while low < high:
-            middle = (low + high) // 2
-            if is_enough(goodput(counts[middle])):
-                high = middle
-            else:
-                low = middle + 1
-        return counts[high], goodput(counts[high])
-
     def degrees(self) -> list[Degrees]:
         """Of instances that hold the model, the smallest first."""
         found = [each for each in self.hardware.cluster.instances() if self.hardware.fits(each)]
-        return sorted(found, key=lambda each: (each.num_gpus, each))
+        return sorted(found, key=lambda each: (each.num_gpus, each.pp))
 
-    def best_instance(self, goodput: Callable[[Degrees], float]) -> RatedInstance | None:
-        """By goodput a GPU. Those so large that they can't be, are left out."""
-        best: RatedInstance | None = None
-        for degrees in self.degrees():
-            if best is not None and self.rate / degrees.num_gpus < best.per_gpu:
-                break
-            found = RatedInstance(degrees, goodput(degrees))
-            best = best_per_gpu([found] if best is None else [best, found])
+    def _cost(self, what: What, sockets: int, count: int) -> tuple[float, float]:
+        gpus = count * what.num_gpus
+        price = self.prices.of(gpus, count * sockets)
+        return (gpus, price) if self.objective == "gpu" else (price, gpus)
+
+    def cheapest(
+        self, phase: Phase, candidates: Iterable[tuple[What, int]], than: Chosen | None = None
+    ) -> Chosen | None:
+        """That carries the rate at the least cost; None: none meets the SLO, or is cheaper.
+
+        Args:
+            candidates: instances, or pairs, and the sockets of each.
+            than: what has to be cheaper.
+        """
+        best, least = None, (math.inf, math.inf)
+        if than is not None:
+            least = self._cost(than.what, than.sockets, than.count)
+        for what, sockets in candidates:
+            most = self._most_below(least, what, sockets)
+            count = phase.fewest(what, sockets, most) if most else 0
+            if count:
+                best = Chosen(what, sockets, count)
+                least = self._cost(what, sockets, count)
         return best
 
-    def _rate(
-        self, key: object, run_at: Callable[[list[tuple[float, int, int]]], GoodputRun], most: float
-    ) -> float:
-        if key not in self._found:
-            self._found[key] = greatest_rate(self.load, run_at, min(self.rate, most), self.rate)
-            self.progress(f"{len(self._found)} instances and pairs simulated")
-        return self._found[key]
+    def _most_below(self, least: tuple[float, float], what: What, sockets: int) -> int:
+        """How many instances would still cost less; 0: not even one."""
+        return largest(lambda count: self._cost(what, sockets, count) < least, _MOST_INSTANCES)
+
+    def choose(
+        self, phase: Phase, whats: Sequence[What], share: Callable[[What], int] | None = None
+    ) -> Chosen | None:
+        """The cheapest, with K and V on GPUs or on R-workers. Where more sockets than there may be
+        would make them cheaper, ``limits`` has them.
+
+        Args:
+            share: of the sockets of its nodes, that an instance may have; None: all that there
+                may be of one.
+        """
+        best = self.cheapest(phase, self._with_sockets(whats, share))
+        if best is not None:
+            there = {sockets for _, sockets in self._with_sockets([best.what], share)}
+            every = self.hardware.sockets(best.what.decode, limited=False)
+            beyond = ((best.what, count) for count in every if count > max(there))
+            cheaper = self.cheapest(phase, beyond, best)
+            if cheaper is not None:
+                self.limits[best.what.decode] = best.sockets, cheaper.sockets
+        return best
+
+    def _with_sockets(
+        self, whats: Iterable[What], share: Callable[[What], int] | None
+    ) -> Iterator[tuple[What, int]]:
+        for what in whats:
+            if self.hardware.fits_on_device(what.decode):
+                yield what, 0
+            for sockets in self.hardware.sockets(what.decode, share and share(what)):
+                yield what, sockets
 
 
 def plan_colocated(search: Search, sockets_per_node: int | None = None) -> PlacementPlan | None:
@@ -229,20 +252,26 @@ def plan_colocated(search: Search, sockets_per_node: int | None = None) -> Place
         sockets_per_node: an instance gets the part of them that its GPUs are of
             a node's. None: as many as are best.
     """
-    rate = search.rate
-    chosen = _with_best_sockets(search, search.both, sockets_per_node)
+
+    def share(what: What) -> int:
+        assert sockets_per_node is not None
+        return sockets_per_node * what.num_gpus // search.hardware.gpus_per_node
+
+    phase, requests = search.phase("both"), search.load.requests(search.rate)
+    chosen = search.choose(phase, search.degrees(), None if sockets_per_node is None else share)
     if chosen is None:
         return None
-    degrees, count, found = chosen
-    several = replicate(RatedInstance(degrees, found), rate)
-    spec = search.hardware.decode(degrees, count)
+    outcome = phase.simulated(chosen.what, chosen.sockets).run(requests, chosen.count)
+    group = _group(search, "both", phase, chosen)
+    return _plan(search, "colocated", (group,), chosen.count * group.goodput, outcome)
 
-    def run(num: int) -> GoodputRun:
-        return simulate_colocated(search.load.requests(rate), [spec] * num, STEP_TOKENS)
 
-    num, outcome = _grown(search, several, run)
-    instances = InstanceGroup("both", degrees, num, count, found)
-    return _plan(search, "colocated", (instances,), num * found, outcome)
+def _group(search: Search, role: Role, phase: Phase, chosen: Chosen) -> InstanceGroup:
+    """Those of one role, with what one of them carries by itself: at least its share."""
+    what, sockets = chosen.what, 0 if role == "prefill" else chosen.sockets
+    goodput = max(phase.goodput(what, sockets), search.rate / chosen.count)
+    degrees = what.prefill if role == "prefill" else what.decode
+    return InstanceGroup(role, degrees, chosen.count, sockets, goodput)
 
 
 def _plan(
@@ -262,81 +291,37 @@ def _plan(
     )
 
 
-def _with_best_sockets(
-    search: Search,
-    goodput: Callable[[Degrees, int], float],
-    sockets_per_node: int | None = None,
-) -> tuple[Degrees, int, float] | None:
-    """The best instance of a phase, its sockets, and its goodput."""
-    sockets: dict[Degrees, int] = {}
-    gpus_per_node = search.hardware.gpus_per_node
-
-    def judge(degrees: Degrees) -> float:
-        of_these, gpus = partial(goodput, degrees), degrees.num_gpus
-        share = None if sockets_per_node is None else sockets_per_node * gpus // gpus_per_node
-        sockets[degrees], found = search.with_sockets(of_these, degrees, gpus, share)
-        return found
-
-    best = search.best_instance(judge)
-    if best is None:
-        return None
-    assert isinstance(best.what, Degrees)
-    count, found = search.fewest(partial(goodput, best.what), best.what, sockets[best.what])
-    return best.what, count, found
-
-
-def _grown(
-    search: Search, several: ReplicatedInstance, run: Callable[[int], GoodputRun]
-) -> tuple[int, GoodputRun]:
-    """More of them, until they keep the SLO together: what one carries, several
-    with several queues may carry a little less of. Never more than there are GPUs."""
-    num = several.count
-    most = search.hardware.cluster.num_gpus // several.judged.what.num_gpus
-    outcome = run(num)
-    while num < most and not search.load.is_carried(outcome):
-        num += 1
-        outcome = run(num)
-    return num, outcome
-
-
 def plan_high_affinity(search: Search) -> PlacementPlan | None:
-    """Algorithm 1: each phase by itself, then as many of both as carry the rate
+    """Each phase by itself, as algorithm 1 does, then as many of both as carry the rate
     together. None: a phase keeps its limit on no instance."""
-    prefill = search.best_instance(search.prefill)
-    chosen = _with_best_sockets(search, search.decode) if prefill is not None else None
-    if prefill is None or chosen is None:
+    degrees = search.degrees()
+    prompts, tokens = search.phase("prefill"), search.phase("decode")
+    first = search.cheapest(prompts, ((each, 0) for each in degrees))
+    second = search.choose(tokens, degrees) if first is not None else None
+    if first is None or second is None:
         return None
-    degrees, sockets, found = chosen
-    decode = replicate(RatedInstance(degrees, found), search.rate)
-    return _together(search, replicate(prefill, search.rate), decode, sockets)
+    groups = _group(search, "prefill", prompts, first), _group(search, "decode", tokens, second)
+    return _together(search, *groups)
 
 
-def _together(
-    search: Search, prefill: ReplicatedInstance, decode: ReplicatedInstance, sockets: int
-) -> PlacementPlan:
+def _together(search: Search, prefill: InstanceGroup, decode: InstanceGroup) -> PlacementPlan:
     """Each phase alone keeps its limit for enough requests; both together may
     not. Whichever phase breaks more gets an instance more, a few times."""
-    hardware, load, rate = search.hardware, search.load, search.rate
-    first, second = prefill.judged.what, decode.judged.what
-    assert isinstance(first, Degrees) and isinstance(second, Degrees)
-    p_spec, d_spec = hardware.prefill(first), hardware.decode(second, sockets)
-    num_p, num_d = prefill.count, decode.count
-    gpus = hardware.cluster.num_gpus
+    hardware, load, gpus = search.hardware, search.load, search.hardware.cluster.num_gpus
+    first = hardware.prefill(prefill.degrees)
+    second = hardware.decode(decode.degrees, decode.sockets)
+    requests = load.requests(search.rate)
     while True:
-        requests = load.requests(rate)
-        run = simulate(requests, [p_spec] * num_p, [d_spec] * num_d)
-        used = num_p * first.num_gpus + num_d * second.num_gpus
+        run = simulate(requests, [first] * prefill.count, [second] * decode.count)
         is_first_late = _slow_first_tokens(load, run) >= 0.5
-        more = first if is_first_late else second
-        if load.is_carried(run) or used + more.num_gpus > gpus:
+        more = prefill if is_first_late else decode
+        used = prefill.num_gpus + decode.num_gpus + more.degrees.num_gpus
+        if load.is_carried(run) or used > gpus:
             break
-        num_p, num_d = num_p + is_first_late, num_d + (not is_first_late)
-    goodput = min(num_p * prefill.judged.goodput, num_d * decode.judged.goodput)
-    instances = (
-        InstanceGroup("prefill", first, num_p, 0, prefill.judged.goodput),
-        InstanceGroup("decode", second, num_d, sockets, decode.judged.goodput),
-    )
-    return _plan(search, "disaggregated", instances, goodput, run)
+        more = replace(more, count=more.count + 1)
+        prefill, decode = (more, decode) if is_first_late else (prefill, more)
+    goodput = min(each.count * each.goodput for each in (prefill, decode))
+    return _plan(search, "disaggregated", (prefill, decode), goodput, run)
 
 
 def _slow_first_tokens(load: Load, run: GoodputRun) -> float:
@@ -347,46 +332,28 @@ def _slow_first_tokens(load: Load, run: GoodputRun) -> float:
 
 
 def plan_low_affinity(search: Search, sockets_per_node: int) -> PlacementPlan | None:
-    """Algorithm 2: pairs whose segments stay on a node, with the sockets that
-    are their part of it. No pair carries more than either phase by itself, or
-    than is asked for: those that can't be the best aren't simulated."""
-    search = replace(search, hardware=replace(search.hardware, crosses_nodes=False), _found={})
-    cluster = search.hardware.cluster
-    best: RatedInstance | None = None
-    sockets_of: dict[Pair, int] = {}
-    for pair in sorted(cluster.pairs(), key=lambda each: (each.num_gpus, each)):
-        if not (search.hardware.fits(pair.prefill) and search.hardware.fits(pair.decode)):
-            continue
-        least = 0.0 if best is None else best.per_gpu * pair.num_gpus
-        if search.rate < least or search.prefill(pair.prefill) < least:
-            continue
-        share = sockets_per_node * pair.segment_gpus // cluster.gpus_per_node
-        goodput = partial(search.decode, pair.decode)
-        sockets, alone = search.with_sockets(
-            goodput, pair.decode, pair.num_gpus, pair.pp_cross * share
-        )
-        if alone and alone >= least:
-            sockets_of[pair] = sockets
-            found = RatedInstance(pair, search.pair(pair, sockets))
-            best = best_per_gpu([found] if best is None else [best, found])
-    return None if best is None else _pairs(search, best, sockets_of)
+    """Pairs whose segments stay on a node, as algorithm 2 has them, with the sockets that
+    are their part of it."""
+    hardware = replace(search.hardware, crosses_nodes=False)
+    search = replace(search, hardware=hardware)
+    cluster = hardware.cluster
+    fitting = (each for each in cluster.pairs() if _fits(hardware, each))
+    pairs = sorted(fitting, key=lambda each: (each.num_gpus, each))
 
+    def share(what: What) -> int:
+        return sockets_per_node * what.num_gpus // cluster.gpus_per_node
 
-def _pairs(search: Search, best: RatedInstance, sockets_of: dict[Pair, int]) -> PlacementPlan:
-    pair, rate = best.what, search.rate
+    phase, requests = search.phase("pair"), search.load.requests(search.rate)
+    chosen = search.choose(phase, pairs, share)
+    if chosen is None:
+        return None
+    pair = chosen.what
     assert isinstance(pair, Pair)
-    sockets, found = search.fewest(partial(search.pair, pair), pair.decode, sockets_of[pair])
-    several = replicate(RatedInstance(pair, found), rate)
-    hardware = search.hardware
-    prefill, decode = hardware.prefill(pair.prefill), hardware.decode(pair.decode, sockets)
+    outcome = phase.simulated(pair, chosen.sockets).run(requests, chosen.count)
+    groups = tuple(_group(search, role, search.phase(role), chosen) for role in ROLES[:2])
+    goodput = max(search.rate, chosen.count * phase.goodput(pair, chosen.sockets))
+    return _plan(search, "disaggregated", groups, goodput, outcome, pair.pp_cross)
 
-    def run(num: int) -> GoodputRun:
-        requests = search.load.requests(rate)
-        return simulate(requests, [prefill] * num, [decode] * num)
 
-    num, outcome = _grown(search, several, run)
-    instances = (
-        InstanceGroup("prefill", pair.prefill, num, 0, search.prefill(pair.prefill)),
-        InstanceGroup("decode", pair.decode, num, sockets, search.decode(pair.decode, sockets)),
-    )
-    return _plan(search, "disaggregated", instances, num * found, outcome, pair.pp_cross)
+def _fits(hardware: InstanceHardware, pair: Pair) -> bool:
+    return hardware.fits(pair.prefill) and hardware.fits(pair.decode)

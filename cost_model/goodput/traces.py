@@ -26,14 +26,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from cost_model.simulate.trace import (
-    MAX_TOKENS,
-    Located,
-    bounded,
-    json_object,
-    read_file,
-    trace_of,
-)
+from cost_model.fields import MAX_TOKENS
+from cost_model.simulate.trace import Located, bounded, json_object, read_file, trace_of
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.simulation.trace import RequestTrace, TracedRequest
 

@@ -72,14 +72,8 @@ class Fit:
     rate: float | None
     """Requests a second. None: all arrive at once, so the trace doesn't say."""
     cv: float
-    peak_over_mean: float | None
-    """Requests of the busiest minute over those of the mean one. None: it is shorter."""
     mean_prompt: float
     mean_output: float
-    correlation: float
-    """Of prompt and output tokens."""
-    gap_distance: float
-    """Kolmogorov and Smirnov's, of the gaps and the gamma fitted to them."""
     warnings: tuple[str, ...]
 
 
@@ -91,14 +85,9 @@ def fit_trace(trace: RequestTrace) -> Fit:
     rate = 1 / mean_s if mean_s > 0 else None
     cv = min(MAX_CV, float(gaps.std() / mean_s)) if mean_s > 0 else 1.0
     distance = _gamma_distance(gaps / mean_s, cv) if mean_s > 0 else 0.0
-    prompts = np.array([request.num_prompt_tokens for request in requests], float)
-    outputs = np.array([request.num_output_tokens for request in requests], float)
-    varies = len(requests) > 1 and prompts.std() > 0 and outputs.std() > 0
-    return Fit(
-        len(requests), rate, cv, _peak(trace), float(prompts.mean()), float(outputs.mean()),
-        float(np.corrcoef(prompts, outputs)[0, 1]) if varies else 0.0, distance,
-        tuple(_warnings(len(requests), rate, distance)),
-    )  # fmt: skip
+    prompt, output = np.mean(_lengths(trace), axis=0).tolist()
+    warnings = tuple(_warnings(len(requests), rate, distance))
+    return Fit(len(requests), rate, cv, prompt, output, warnings)
 
 
 def _warnings(num_requests: int, rate: float | None, distance: float) -> list[str]:
@@ -114,17 +103,9 @@ def _warnings(num_requests: int, rate: float | None, distance: float) -> list[st
     return found
 
 
-def _peak(trace: RequestTrace) -> float | None:
-    minutes = [int(request.arrival // 60) for request in trace.requests]
-    if minutes[-1] < 1:
-        return None
-    counts = np.bincount(minutes)
-    return float(counts.max() / counts.mean())
-
-
 def _gamma_distance(gaps: np.ndarray, cv: float) -> float:
-    """The greatest difference between what part of the gaps is below a value
-    and what part of many drawn ones is."""
+    """Kolmogorov and Smirnov's, of the gaps and the gamma fitted to them: the greatest
+    difference between what part of either is below a value."""
     drawn = np.sort(np.maximum(unit_gaps(_KS_POINTS, cv, 0), _SHORTEST_GAP))
     ordered = np.sort(np.maximum(gaps, _SHORTEST_GAP))
     values = np.concatenate([ordered, drawn])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from cost_model.exact import number_within, whole_number
 from cost_model.hardware import Cpu, Gpu, Nic, parse_toml
 from cost_model.plans.constraints import MAX_SOCKETS, Promises
 from cost_model.predict import MAX_LANES, System
@@ -57,8 +57,8 @@ class Setup:
     """Weights of layers take a byte, and the GPU computes in FP8 where it can."""
 
     def __post_init__(self) -> None:
-        _check_int("gpus", self.num_gpus, 1, MAX_GPUS)
-        _check_int("nics", self.num_nics, 1, MAX_NICS)
+        whole_number("gpus", self.num_gpus, 1, MAX_GPUS)
+        whole_number("nics", self.num_nics, 1, MAX_NICS)
         if self.spec.num_q_heads % self.num_gpus:
             raise ConfigError(
                 f"--gpus {self.num_gpus}: the {self.spec.num_q_heads} query heads of "
@@ -71,7 +71,7 @@ class Setup:
                 "measured on"
             )
         if self.memory_bytes_per_socket is not None:
-            _check_int("dram-gb (as bytes)", self.memory_bytes_per_socket, 1 << 28, 1 << 46)
+            number_within("dram_gb", self.memory_bytes_per_socket / 1e9, 0.25, 65536)
         if self.workload.peak_context_tokens > self.spec.max_model_len:
             raise ConfigError(
                 f"{self.spec.name} serves at most {self.spec.max_model_len} tokens a sequence; "
@@ -140,22 +140,24 @@ class Goal:
     None: a tenth, or a hundredth of sockets that there are anyway (``max_sockets``)."""
 
     def __post_init__(self) -> None:
-        for name, value in (("latency", self.latency_s), ("tpot", self.tpot_s)):
+        for name, value, low, high, unit in (
+            ("latency", self.latency_s, 1e-6, MAX_SECONDS, "of seconds "),
+            ("tpot", self.tpot_s, 1e-6, MAX_SECONDS, "of seconds "),
+            ("headroom", self.headroom, 0.0, 10.0, ""),
+            ("min_gain", self.min_gain, 1e-3, 10.0, ""),
+        ):
             if value is not None:
-                _check_float(name, value, 1e-6, MAX_SECONDS, "seconds")
-        _check_float("headroom", self.headroom, 0.0, 10.0, "")
-        if self.min_gain is not None:
-            _check_float("min-gain", self.min_gain, 1e-3, 10.0, "")
-        _check_int("survive", self.survive, 0, MAX_SOCKETS)
-        _check_int("replicas", self.replicas, 0, 1)
+                number_within(name, value, low, high, unit)
+        whole_number("survive", self.survive, 0, MAX_SOCKETS)
+        whole_number("replicas", self.replicas, 0, 1)
         for name, count, most in (
             ("batch", self.batch, MAX_BATCH),
             ("lanes", self.lanes, MAX_LANES),
-            ("max-sockets", self.max_sockets, MAX_SOCKETS),
+            ("max_sockets", self.max_sockets, MAX_SOCKETS),
             ("requests", self.requests, MAX_REQUESTS),
         ):
             if count is not None:
-                _check_int(name, count, 1, most)
+                whole_number(name, count, 1, most)
         if self.batch is not None and self.lanes is not None and self.batch < self.lanes:
             raise ConfigError(f"--batch {self.batch} can't be split into {self.lanes} lanes")
         if self.max_sockets is not None and self.survive >= self.max_sockets:
@@ -252,15 +254,3 @@ def _price(table: Mapping[str, float], name: str, kind: str) -> float:
     if "default" in table:
         return table["default"]
     raise ConfigError(f'--prices has no {kind} for {name!r} and no "default"')
-
-
-def _check_int(name: str, value: int, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"--{name} {value!r} is not a whole number from {low} to {high}")
-
-
-def _check_float(name: str, value: float, low: float, high: float, unit: str) -> None:
-    if isinstance(value, bool) or not math.isfinite(value) or not low <= value <= high:
-        raise ConfigError(
-            f"--{name} {value!r} is not a number of {unit or 'parts'} from {low:g} to {high:g}"
-        )

@@ -14,11 +14,11 @@ more:
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+from cost_model.fields import check_known, count, number
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.simulation.trace import ArrivalUnit, RequestTrace, TracedRequest
 
@@ -26,7 +26,6 @@ T = TypeVar("T")
 Located: TypeAlias = tuple[str, bytes]
 """Where a line is, for errors, and the line."""
 
-MAX_TOKENS = 1 << 24
 MAX_REQUESTS = 10_000_000
 MAX_LINE_BYTES = 4096
 _FIELDS = ("num_prompt_tokens", "num_output_tokens", "max_tokens", "arrival_s", "arrival_step")
@@ -71,7 +70,7 @@ def _request(fields: Mapping[str, Any], where: str, units: set[ArrivalUnit]) -> 
     for name, unit in named:
         if name in fields:
             units.add(unit)
-            arrival = moment(fields, name, where)
+            arrival = number(fields, name, where, may_be_0=True)
     return TracedRequest(num_prompt_tokens, num_output_tokens, max_tokens, arrival)
 
 
@@ -92,11 +91,7 @@ def records(lines: Iterable[Located], known: Sequence[str]) -> Iterator[tuple[st
     """
     for where, line in lines:
         fields = json_object(line, where)
-        unknown = sorted(set(fields) - set(known))
-        if unknown:
-            raise ConfigError(
-                f"{where}: unknown field {unknown[0]!r}; there are {', '.join(known)}"
-            )
+        check_known(fields, known, where)
         yield where, fields
 
 
@@ -105,9 +100,9 @@ def bounded(
 ) -> Iterator[Located]:
     """Lines that aren't blank, and where each is. Raises ConfigError: there are too
     many, or one is too long."""
-    for number, line in enumerate(lines, 1):
-        where = f"{name}, line {number}"
-        if len(line) > most_bytes or number > MAX_REQUESTS:
+    for place, line in enumerate(lines, 1):
+        where = f"{name}, line {place}"
+        if len(line) > most_bytes or place > MAX_REQUESTS:
             raise ConfigError(
                 f"{where}: a trace has at most {MAX_REQUESTS} lines of {most_bytes} bytes"
             )
@@ -124,22 +119,3 @@ def json_object(line: bytes, where: str) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ConfigError(f"{where} isn't a JSON object")
     return fields
-
-
-def count(fields: Mapping[str, Any], name: str, where: str, low: int = 1) -> int:
-    """Tokens. Raises ConfigError."""
-    value = fields.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= MAX_TOKENS:
-        raise ConfigError(
-            f"{where}: {name}={value!r} is not a whole number from {low} to {MAX_TOKENS}"
-        )
-    return value
-
-
-def moment(fields: Mapping[str, Any], name: str, where: str) -> float:
-    """Of an arrival; 0 if it is absent. Raises ConfigError."""
-    value = fields.get(name, 0)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < 0:
-        raise ConfigError(f"{where}: {name}={value!r} is not a number of at least 0")
-    return float(value)

@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from cost_model.fields import count, number
 from cost_model.printing import table
 from cost_model.simulate.tier import Tier
-from cost_model.simulate.trace import bounded, count, moment, read_file, records
+from cost_model.simulate.trace import bounded, read_file, records
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.cache.costs import CostTable
 from fastdecode.schedule.cache.retention import TierPolicy, is_short
@@ -226,7 +227,8 @@ def _turn(fields: Mapping[str, Any], where: str) -> TracedTurn:
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{where}: conversation={name!r} is no name")
     num_prompt, num_output = (count(fields, each, where) for each in _FIELDS[1:3])
-    return TracedTurn(name, num_prompt, num_output, moment(fields, "arrival_s", where))
+    arrival_s = number({"arrival_s": 0, **fields}, "arrival_s", where, may_be_0=True)
+    return TracedTurn(name, num_prompt, num_output, arrival_s)
 
 
 def _number(seconds: float) -> int | float:

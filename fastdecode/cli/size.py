@@ -426,9 +426,10 @@ def read_goal(args: argparse.Namespace) -> Goal:
 
 
 def _transport(args: argparse.Namespace) -> Transport:
-    from cost_model.transport import TRANSPORTS, check_io_threads
+    from cost_model.exact import whole_number
+    from cost_model.transport import MAX_IO_THREADS, TRANSPORTS
 
-    check_io_threads(args.io_threads)
+    whole_number("io_threads", args.io_threads, 1, MAX_IO_THREADS)
     return replace(TRANSPORTS[args.transport], num_threads=args.io_threads)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from fastdecode.cli.common import progress_teller
 from fastdecode.cli.main import main
+from fastdecode.core.config.placement import read_placement
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = [
@@ -134,11 +135,29 @@ def test_goodput_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     told = capsys.readouterr()
     answer = json.loads(told.out)
     assert answer["rate"] == pytest.approx(2.0) and "burstgpt" in answer["workload"]
-    assert "only 60 requests" in told.err and f"the placement is in {placed}" in told.err
+    assert "only 60 requests" in told.err and f"is in {placed}" in told.err
     instances = json.loads(placed.read_text())["instances"]
     assert sum(each["tp"] * each["pp"] for each in instances) <= 2
     assert plan(*arguments, "--seed", "3") == 0
     assert capsys.readouterr().out == told.out, "same seed, same bytes"
+
+
+def test_emits_what_launch_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The best placement keeps K and V on a GPU, which launch can't start yet."""
+    placed = tmp_path / "placement.json"
+    where = ["--model", "llama-2-7b", "--gpu", "A10", "--gpus-per-node", "2", "--max-sockets", "4"]
+    assert plan(*GOODPUT, *where, "--rate", "3", f"--emit={placed}") == 0
+    told = capsys.readouterr()
+    assert "KV on the GPU" in told.out
+    assert "fastdecode launch can't start this placement: instance 0 has no R-worker" in told.err
+    assert f"the best placement that launch starts is in {placed}" in told.err
+    assert all(each.num_r_workers for each in read_placement(placed))
+    monkeypatch.setattr("fastdecode.core.config.placement.is_launchable", lambda *_: False)
+    none = tmp_path / "none.json"
+    assert plan(*GOODPUT, *where, "--rate", "3", f"--emit={none}") == 0
+    assert "it starts none that keeps the SLO" in capsys.readouterr().err and not none.exists()
 
 
 @pytest.mark.parametrize(

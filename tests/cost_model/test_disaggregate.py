@@ -210,9 +210,10 @@ def test_refuses_what_makes_no_sense(make: object, says: str) -> None:
 
 def test_everything_is_json() -> None:
     from cost_model.disaggregate.report import split_as_json, swap_as_json
+    from cost_model.printing import json_text
 
     question = asked(8, 100.0, 5.0, 200)
-    tree = json.loads(json.dumps(split_as_json(question, question.best(), memory(640))))
+    tree = json.loads(json_text(split_as_json(question, question.best(), memory(640))))
     assert tree["splits"] == [[1, 7]] and tree["wins"] and tree["memory"]["min_token_machines"] == 1
-    swapped = json.loads(json.dumps(swap_as_json(Swapping.given(500, 500, 0.04, 8, 458.752, 12))))
+    swapped = json.loads(json_text(swap_as_json(Swapping.given(500, 500, 0.04, 8, 458.752, 12))))
     assert [each["pays"] for each in swapped["readings"]] == [False] * 4

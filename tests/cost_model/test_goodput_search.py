@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 from fixed_time import fixed
 
+from cost_model.closed_forms import whole
 from cost_model.goodput.answer import Question, answer
 from cost_model.goodput.hardware import InstanceHardware, batch_tokens
 from cost_model.goodput.placements import Degrees, Pair, PlacementPrices
 from cost_model.goodput.rates import Load, greatest_rate
 from cost_model.goodput.report import as_json, as_text, binds, placement_file
-from cost_model.goodput.search import Search
-from cost_model.goodput.simulator import PrefillSpec, simulate
+from cost_model.goodput.search import STEP_TOKENS, Chosen, Phase, Search, plan_colocated
+from cost_model.goodput.simulator import PrefillSpec, simulate, simulate_colocated
 from cost_model.goodput.slo import Slo
 from cost_model.goodput.workload import Lengths, drawn
 from cost_model.hardware import Hardware as Catalogue
@@ -127,38 +129,43 @@ def test_low_affinity_keeps_pairs_together() -> None:
     assert both.sockets <= 2 * both.degrees.num_gpus, "of 4 sockets on a node of 2 GPUs"
 
 
-def test_the_cheapest_or_the_fewest_gpus() -> None:
-    search = Search(hardware(), question().load, 3.0)
-    by_cost = replace(search, objective="cost", prices=PlacementPrices(1.0, 1.0), _found={})
-    one = Degrees(1, 1)
-
-    def goodput(sockets: int) -> float:
-        return 3.0 * min(1.0, sockets / 4)
-
-    sockets, _ = search.with_sockets(goodput, one, 1)
-    assert search.fewest(goodput, one, sockets) == (4, 3.0)
-    assert by_cost.with_sockets(goodput, one, 1) == (4, 3.0)
-    dear = replace(by_cost, prices=PlacementPrices(1.0, 100.0))
-    assert dear.with_sockets(lambda sockets: 3.0 * (sockets > 0), one, 1) == (1, 3.0)
-    assert dear.with_sockets(lambda _: 3.0, one, 1) == (0, 3.0), "the GPU's own memory is free"
+@pytest.mark.parametrize(("output", "rate", "cheapest"), [(100, 15.0, (2, 0)), (200, 10.0, (1, 8))])
+def test_kv_on_a_gpu_is_not_missed(output: int, rate: float, cheapest: tuple[int, int]) -> None:
+    """13B on an A100: two instances carry 15 a second with K and V on their GPUs as well as with
+    two sockets each. With longer outputs one instance with eight sockets does the work of two."""
+    catalogue, slo = Catalogue.load(), Slo.parse("ttft=1s,tpot=80ms", 0.9)
+    load = Load(drawn(Lengths(512), Lengths(output), 1.0, 300, 0), slo)
+    here = hardware("Llama-2 13B", gpus=4)
+    gpu, cpu = catalogue.gpu("A100"), catalogue.cpu("EPYC 9654")
+    setup = replace(here.setup, gpu=gpu, cpu=cpu, workload=Workload(512, output))
+    here = replace(here, setup=setup, max_sockets=16, _systems={})
+    found = plan_colocated(Search(here, load, rate))
+    assert found is not None and (found.num_gpus, found.num_sockets) == cheapest
+    for gpus, sockets in product((1, 2), (0, 1, 2, 4, 6)):
+        if (gpus, gpus * sockets) < cheapest:
+            specs = [here.decode(Degrees(1, 1), sockets)] * gpus
+            run = simulate_colocated(load.requests(rate), specs, STEP_TOKENS)
+            assert not load.is_carried(run)
 
 
 @pytest.mark.parametrize("most", [4, 5, 8, 13, 64])
 def test_where_the_search_ends_changes_nothing_unless_it_binds(most: int) -> None:
-    """Beyond six sockets they are only in each other's way."""
+    """Beyond six sockets they are only in each other's way. Two instances carry 7 with five
+    sockets each; with four, three do, and with three as well."""
     search = Search(replace(hardware(), max_sockets=most), question().load, 7.0)
     one = Degrees(1, 1)
 
-    def goodput(sockets: int) -> float:
-        return 5.0 * min(1.0, sockets / 6) - 0.02 * max(0, sockets - 6)
+    class Crowded(Phase):
+        def fewest(self, what: object, sockets: int, most: int) -> int:
+            goodput = 5.0 * min(1.0, sockets / 6) - 0.02 * max(0, sockets - 6)
+            count = whole(7.0 / goodput) if goodput else 0
+            return count if count <= most else 0
 
-    sockets, _ = search.with_sockets(goodput, one, 1)
-    # Two instances carry 7 with five sockets each as with six; with four, three do.
-    fewest, carried = search.fewest(goodput, one, sockets)
+    found = search.choose(Crowded(search.load, 7.0, 8, None), [one])  # type: ignore[arg-type]
     if most == 4:
-        assert (fewest, search.limits) == (3, {one: (4, 8)})
+        assert (found, search.limits) == (Chosen(one, 3, 3), {one: (3, 5)})
     else:
-        assert (fewest, carried, search.limits) == (5, goodput(5), {})
+        assert (found, search.limits) == (Chosen(one, 5, 2), {})
 
 
 def test_no_verdict_depends_on_where_the_search_ends() -> None:
@@ -214,6 +221,17 @@ def test_refuses_what_fits_nowhere() -> None:
 
 def test_a_pair_carries_no_more_than_either_phase() -> None:
     search = Search(hardware(), question().load, 8.0)
-    together = search.pair(Pair(1, 1, 1, 1, 1), 4)
-    one = Degrees(1, 1)
-    assert 0 < together <= 1.02 * min(search.prefill(one), search.decode(one, 4))
+    pair = Pair(1, 1, 1, 1, 1)
+    together, prompts, tokens = (
+        search.phase(kind).goodput(pair, 4) for kind in ("pair", "prefill", "decode")
+    )
+    assert 0 < together <= 1.02 * min(prompts, tokens)
+
+
+def test_what_launch_can_not_start_is_left_out() -> None:
+    long = Load(drawn(Lengths(512), Lengths(300), 1.0, 300, 0), question().load.slo)
+    here = replace(hardware(gpus=4), can_run=lambda tp, pp, sockets: tp == pp == 1 and sockets > 0)
+    found = answer(question(load=long, rate=5.0, hardware=here))
+    assert found.best is not None
+    for each in (group for plan in found.plans for group in plan.instances):
+        assert each.degrees == Degrees(1, 1) and not each.is_on_device

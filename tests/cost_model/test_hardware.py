@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from importlib import resources
 from pathlib import Path
 
 import pytest
 
-from cost_model.hardware import Efficiency, Hardware
+from cost_model.hardware import Efficiency, Hardware, parse_toml
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ConfigError
 
@@ -15,7 +16,7 @@ HARDWARE = Hardware.load()
 GPUS = [
     "T4", "A10", "A10G", "L4", "L40S", "V100", "A100-40GB", "A100-80GB", "H100-PCIe", "H100-SXM",
     "H200", "RTX-3090", "RTX-4090", "MI300X", "L40", "H20", "GH200", "B200", "GB200", "B300",
-    "RTX PRO 6000", "MI325X", "MI355X", "H100-NVL", "RTX 5090", "A6000", "RTX 6000 Ada",
+    "GB300", "RTX PRO 6000", "MI325X", "MI355X", "H100-NVL", "RTX 5090", "A6000", "RTX 6000 Ada",
 ]  # fmt: skip
 CPUS = [
     "EPYC-7452",
@@ -47,6 +48,7 @@ NICS = [
     "800GbE",
     "XDR",
     "EFA",
+    "EFAv4",
 ]
 
 
@@ -92,6 +94,19 @@ def test_every_entry_has_its_source_and_no_efficiency_is_one() -> None:
             value = getattr(entry, field.name)
             if isinstance(value, Efficiency):
                 assert 0.3 <= value.value < 1.0 and value.source, f"{entry.name} {field.name}"
+
+
+def test_the_newest_parts_say_where_their_figures_were_checked() -> None:
+    """Read again on 2026-11-26; what was wrong then is asserted here."""
+    tables = parse_toml(resources.files("cost_model").joinpath("hardware.toml").read_text("utf-8"))
+    gpus = ["B200", "GB200", "B300", "GB300", "GH200", "H20", "L40", "MI325X", "MI355X"]
+    cpus = ["Xeon 6980P", "Xeon 6972P", "Xeon 6787P", "Grace", "Graviton4"]
+    for kind, names in (("gpu", [*gpus, "RTX PRO 6000"]), ("cpu", cpus), ("nic", ["XDR"])):
+        assert all(tables[kind][name]["url"].startswith("https://") for name in names)
+    b300, grace = HARDWARE.gpu("B300"), HARDWARE.cpu("Grace")
+    assert b300.power_w == 1100 and b300.memory_bytes_per_s == 7.7e12, "HGX, not GB300"
+    assert grace.memory_bytes < 240.1e9, "480 GB of LPDDR5X have 384 GB/s"
+    assert HARDWARE.nic("EFAv4").line_bits_per_s == 2 * HARDWARE.nic("EFAv3").line_bits_per_s
 
 
 def test_peaks_are_dense() -> None:

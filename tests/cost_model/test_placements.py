@@ -1,103 +1,118 @@
-"""Algorithms 1 and 2: worked cases, and every placement tried."""
+"""Placements: worked cases of the paper's algorithms, and every placement tried."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles.placement_algorithms import algorithm_1, algorithm_2
+from oracles.placement_algorithms import best_per_gpu
 
-from cost_model.goodput.placements import (
-    Degrees,
-    GpuCluster,
-    Pair,
-    RatedInstance,
-    replicate,
-)
+from cost_model.closed_forms import whole
+from cost_model.goodput.placements import Degrees, GpuCluster, Pair, PlacementPrices
+from cost_model.goodput.search import Chosen, Objective, Phase, Search, What
 
 TP1, TP2, TP4, PP2 = Degrees(1, 1), Degrees(2, 1), Degrees(4, 1), Degrees(1, 2)
+PRICES = PlacementPrices(1.0, 0.25)
+
+
+class Known(Phase):
+    """Instances whose goodputs are known, by what they are and how many sockets each has."""
+
+    def __init__(self, goodputs: Mapping[tuple[What, int], float], rate: float) -> None:
+        super().__init__(None, rate, 1, None)  # type: ignore[arg-type]
+        self.goodputs = goodputs
+
+    def fewest(self, what: What, sockets: int, most: int) -> int:
+        goodput = self.goodputs[what, sockets]
+        count = whole(self.rate / goodput) if goodput else 0
+        return count if count <= most else 0
+
+
+def cheapest(
+    goodputs: Mapping[tuple[What, int], float], rate: float, objective: Objective = "gpu"
+) -> Chosen | None:
+    search = Search(None, None, rate, objective, PRICES)  # type: ignore[arg-type]
+    return search.cheapest(Known(goodputs, rate), goodputs)
+
+
+def alone(goodputs: Mapping[Degrees, float]) -> dict[tuple[What, int], float]:
+    return {(degrees, 0): goodput for degrees, goodput in goodputs.items()}
 
 
 def test_worked_case() -> None:
-    prefill, decode = algorithm_1({TP1: 3, TP2: 7}, {TP1: 10, TP2: 18}, 20)
-    assert prefill is not None and decode is not None
-    assert (prefill.judged.what, prefill.count) == (TP2, 3)
-    assert (decode.judged.what, decode.count) == (TP1, 2)
-    assert prefill.num_gpus + decode.num_gpus == 8
+    prefill, decode = {TP1: 3.0, TP2: 7.0}, {TP1: 10.0, TP2: 18.0}
+    assert best_per_gpu(prefill, 20) == (TP2, 3)
+    assert best_per_gpu(decode, 20) == (TP1, 2)
+    assert cheapest(alone(prefill), 20) == Chosen(TP2, 0, 3)
+    assert cheapest(alone(decode), 20) == Chosen(TP1, 0, 2)
 
 
-def test_ties_go_to_fewer_gpus() -> None:
-    prefill, decode = algorithm_1(
-        {TP1: 4, TP2: 9, PP2: 7.9, TP4: 16}, {TP1: 9, TP2: 20, PP2: 17, TP4: 40}, 30
-    )
-    assert prefill is not None and decode is not None
-    assert (prefill.judged.what, prefill.count, decode.judged.what, decode.count) == (
-        TP2, 4, TP2, 2
-    )  # fmt: skip
-    assert prefill.num_gpus + decode.num_gpus == 12
-    # 0.3 of 3 GPUs is 0.1 of one, whatever is left of it in binary.
-    (best, _) = algorithm_1({Degrees(3, 1): 0.1 + 0.2, TP1: 0.1}, {}, 1.0)
-    assert best is not None and best.judged.what == TP1
+def test_the_best_a_gpu_may_take_more_gpus() -> None:
+    """4.95 a GPU is more than 4, but two pairs of GPUs carry 10, and so do three single ones."""
+    goodputs = {TP1: 4.0, TP2: 9.9}
+    assert best_per_gpu(goodputs, 10.0) == (TP2, 2)
+    assert cheapest(alone(goodputs), 10.0) == Chosen(TP1, 0, 3)
 
 
-def test_three_tenths_are_three_times_a_tenth() -> None:
-    assert replicate(RatedInstance(TP1, 0.1), 0.1 + 0.2).count == 3
-    assert replicate(RatedInstance(TP1, 0.1), 0.31).count == 4
-    assert replicate(RatedInstance(TP1, 5.0), 0.1).count == 1
+def test_kv_on_the_gpu_where_that_takes_as_many_gpus() -> None:
+    """Sockets carry more each, but as many instances are needed without."""
+    goodputs: dict[tuple[What, int], float] = {(TP1, 0): 6.0, (TP1, 8): 9.0}
+    assert cheapest(goodputs, 10.0) == Chosen(TP1, 0, 2)
+    assert cheapest(goodputs, 9.0) == Chosen(TP1, 8, 1)
+    assert cheapest(goodputs, 9.0, "cost") == Chosen(TP1, 0, 2)
 
 
 def test_what_meets_no_slo_is_not_placed() -> None:
-    prefill, decode = algorithm_1({TP1: 0.0}, {TP1: 2.0}, 1.0)
-    assert prefill is None and decode is not None
-    assert algorithm_2({Pair(1, 1, 1, 1, 1): 0.0}, 1.0) is None
+    assert cheapest(alone({TP1: 0.0}), 1.0) is None
+    assert cheapest({(Pair(1, 1, 1, 1, 1), 0): 0.0}, 1.0) is None
 
 
-@given(st.data(), st.integers(1, 2), st.integers(1, 4), st.floats(0.01, 100))
-def test_equal_to_all_placements_of_up_to_4_gpus(
-    data: st.DataObject, nodes: int, per_node: int, rate: float
-) -> None:
-    if nodes * per_node > 4:
-        nodes = 1
-    cluster = GpuCluster(nodes, per_node, heads=12, layers=8)
-    total = nodes * per_node
+@given(st.data(), st.sampled_from(("gpu", "cost")), st.floats(0.01, 100))
+def test_none_is_cheaper(data: st.DataObject, objective: Objective, rate: float) -> None:
     rates = st.integers(0, 40).map(lambda n: n / 4)
-    phases = [
-        {
-            Degrees(tp, pp): data.draw(rates)
-            for tp, pp in product(range(1, total + 1), repeat=2)
-            if 12 % tp == 0 and 8 % pp == 0 and tp <= per_node and tp * pp <= total
-            and -(-pp // (per_node // tp)) <= nodes
-        }
-        for _ in range(2)
-    ]  # fmt: skip
-    assert set(phases[0]) == set(cluster.instances())
-    for found, phase in zip(algorithm_1(*phases, rate), phases, strict=True):
-        best = max((goodput / each.num_gpus for each, goodput in phase.items()), default=0.0)
-        assert (found is None) == (best == 0.0)
-        if found is not None:
-            assert found.judged.per_gpu == best
-            assert (
-                found.goodput
-                >= rate * (1 - 1e-9)
-                > (found.goodput - found.judged.goodput) * (1 - 2e-9)
-            )
-            equal = [each for each, goodput in phase.items() if goodput / each.num_gpus == best]
-            assert found.judged.what.num_gpus == min(each.num_gpus for each in equal)
-    brute = {
-        Pair(*key): data.draw(rates)
+    goodputs: dict[tuple[What, int], float] = {
+        (degrees, sockets): data.draw(rates)
+        for degrees in (TP1, PP2, TP2, TP4)
+        for sockets in (0, 1, 2, 4, 8)
+    }
+
+    def cost(what: What, sockets: int, count: int) -> tuple[float, ...]:
+        gpus, price = count * what.num_gpus, PRICES.of(count * what.num_gpus, count * sockets)
+        return (gpus, price) if objective == "gpu" else (price, gpus)
+
+    costs = [cost(*key, whole(rate / goodput)) for key, goodput in goodputs.items() if goodput > 0]
+    found = cheapest(goodputs, rate, objective)
+    assert (found is None) == (not costs)
+    if found is not None:
+        assert cost(found.what, found.sockets, found.count) == min(costs)
+    # The paper's way never takes fewer GPUs.
+    without = {what: goodput for (what, sockets), goodput in goodputs.items() if not sockets}
+    paper = best_per_gpu(without, rate)  # type: ignore[type-var]
+    ours = cheapest({(what, 0): goodput for what, goodput in without.items()}, rate)
+    assert (paper is None) == (ours is None)
+    if paper is not None and ours is not None:
+        assert ours.count * ours.what.num_gpus <= paper[1] * paper[0].num_gpus
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 1), (1, 3), (1, 4), (2, 1), (2, 2)])
+def test_all_instances_and_pairs_that_there_are(nodes: int, per_node: int) -> None:
+    cluster, total = GpuCluster(nodes, per_node, heads=12, layers=8), nodes * per_node
+    assert set(cluster.instances()) == {
+        Degrees(tp, pp)
+        for tp, pp in product(range(1, total + 1), repeat=2)
+        if 12 % tp == 0 and 8 % pp == 0 and tp <= per_node and tp * pp <= total
+        and -(-pp // (per_node // tp)) <= nodes
+    }  # fmt: skip
+    assert set(cluster.pairs()) == {
+        Pair(*key)
         for key in product(*[range(1, 5)] * 5)
         if key[0] <= nodes and key[1] * key[2] + key[3] * key[4] <= per_node
         and all(12 % key[i] == 0 for i in (1, 3))
         and all(8 % (key[0] * key[i]) == 0 for i in (2, 4))
     }  # fmt: skip
-    assert set(brute) == set(cluster.pairs())
-    together = algorithm_2(brute, rate)
-    best = max((goodput / pair.num_gpus for pair, goodput in brute.items()), default=0.0)
-    assert (together is None) == (best == 0.0)
-    if together is not None:
-        assert together.judged.per_gpu == best and together.num_gpus >= 2
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

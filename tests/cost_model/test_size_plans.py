@@ -303,9 +303,9 @@ def test_absurd_goals_are_refused(bad: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_gpus": 0}, "--gpus"), ({"num_gpus": 3}, "evenly"), ({"num_nics": 0}, "--nics"),
+        ({"num_gpus": 0}, "gpus=0"), ({"num_gpus": 3}, "evenly"), ({"num_nics": 0}, "nics=0"),
         ({"workload": Workload(4000, 97)}, "at most 4096 tokens"), ({"memory_bytes_per_socket": 5},
-            "--dram-gb"),
+            "dram_gb"),
     ],
 )  # fmt: skip
 def test_absurd_setups_are_refused(change: dict[str, Any], message: str) -> None:

@@ -1,40 +1,24 @@
-"""Algorithms 1 and 2 of DistServe over goodputs that are known (section 4)."""
+"""Algorithms 1 and 2 of DistServe over goodputs that are known (section 4): the instance, or the
+pair, with the greatest goodput a GPU, as often as the rate takes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
-from cost_model.goodput.placements import (
-    Degrees,
-    Pair,
-    RatedInstance,
-    ReplicatedInstance,
-    best_per_gpu,
-    replicate,
-)
+from cost_model.closed_forms import at_most, whole
+from cost_model.goodput.placements import Degrees, Pair
+
+What = TypeVar("What", Degrees, Pair)
 
 
-def algorithm_1(
-    prefill: Mapping[Degrees, float], decode: Mapping[Degrees, float], rate: float
-) -> tuple[ReplicatedInstance | None, ReplicatedInstance | None]:
-    """Each phase by itself.
-
-    Args:
-        prefill, decode: the goodput of one instance in the phase alone.
-        rate: requests a second that are to be carried.
-
-    Returns:
-        instances for prefill and for decode; None where nothing meets the SLO.
-    """
-    best = [
-        best_per_gpu(RatedInstance(degrees, goodput) for degrees, goodput in phase.items())
-        for phase in (prefill, decode)
-    ]
-    first, second = (None if each is None else replicate(each, rate) for each in best)
-    return first, second
-
-
-def algorithm_2(pairs: Mapping[Pair, float], rate: float) -> ReplicatedInstance | None:
-    """Pairs as a whole. ``pairs``: the goodput of each. None: none meets the SLO."""
-    best = best_per_gpu(RatedInstance(pair, goodput) for pair, goodput in pairs.items())
-    return None if best is None else replicate(best, rate)
+def best_per_gpu(goodputs: Mapping[What, float], rate: float) -> tuple[What, int] | None:
+    """Of equal ones, but for rounding, the one with the fewest GPUs; and how many carry the rate.
+    None: none meets the SLO."""
+    per_gpu = {what: goodput / what.num_gpus for what, goodput in goodputs.items() if goodput > 0}
+    greatest = max(per_gpu.values(), default=0.0)
+    equal = [what for what, each in per_gpu.items() if at_most(greatest, each)]
+    if not equal:
+        return None
+    best = min(equal, key=lambda what: (what.num_gpus, what))
+    return best, whole(rate / goodputs[best])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from fastdecode.core.errors import ConfigError
 if TYPE_CHECKING:
     from cost_model.goodput.answer import Question
     from cost_model.goodput.placements import PlacementPrices
+    from cost_model.goodput.report import Answer
     from cost_model.goodput.workload import Draw
     from cost_model.plans.question import Setup
 
@@ -95,38 +97,71 @@ def _add_goal(group: Any) -> None:
 def run_goodput(args: argparse.Namespace) -> int:
     """Answer one question. Returns the exit code."""
     from cost_model.goodput.answer import answer
-    from cost_model.goodput.report import as_json, as_text, placement_file
-    from fastdecode.core.json_file import write_whole
+    from cost_model.goodput.report import as_json, as_text
 
-    found = answer(_question(args), progress_teller())
+    question = _question(args)
+    found = answer(question, progress_teller())
     text = (
         json.dumps(as_json(found), indent=2) if args.json else as_text(found, explain=args.explain)
     )
     print(text)
-    if args.emit is not None and found.best is None:
-        tell(f"--emit {args.emit}: there is no placement to write")
-    elif args.emit is not None:
-        placement = json.dumps(placement_file(found), indent=2) + "\n"
-        write_whole(
-            args.emit, placement, refuse=lambda why: ConfigError(f"--emit {args.emit}: {why}")
-        )
-        tell(f"the placement is in {args.emit}")
+    if args.emit is not None:
+        _emit(args.emit, question, found)
     return 0 if found.best is not None else EXIT_INFEASIBLE
 
 
+def _emit(path: Path, question: Question, found: Answer) -> None:
+    """Write the placement. If ``fastdecode launch`` can't start it, report that, and write the
+    best one that it starts."""
+    from cost_model.goodput.report import placement_file
+    from fastdecode.core.config.placement import placed_instances
+    from fastdecode.core.json_file import write_whole
+
+    if found.best is None:
+        tell(f"--emit {path}: there is no placement to write")
+        return
+    placement, what = placement_file(found), "the placement"
+    try:
+        placed_instances(placement, ConfigError)
+    except ConfigError as error:
+        tell(f"--emit {path}: fastdecode launch can't start this placement: {error.message}")
+        launchable = _launchable(question)
+        if launchable is None:
+            tell(f"--emit {path}: it starts none that keeps the SLO; nothing is written")
+            return
+        placement, what = placement_file(launchable), "the best placement that launch starts"
+    text = json.dumps(placement, indent=2) + "\n"
+    write_whole(path, text, refuse=lambda why: ConfigError(f"--emit {path}: {why}"))
+    tell(f"{what} is in {path}")
+
+
+def _launchable(question: Question) -> Answer | None:
+    """The answer by instances that ``fastdecode launch`` starts; None: none keeps the SLO."""
+    from cost_model.goodput.answer import answer
+    from fastdecode.core.config.placement import is_launchable
+
+    hardware = replace(question.hardware, can_run=is_launchable)
+    try:
+        found = answer(replace(question, hardware=hardware), progress_teller())
+    except ConfigError:
+        return None  # no such instance holds the model
+    return None if found.best is None else found
+
+
 def _question(args: argparse.Namespace) -> Question:
+    from cost_model.exact import whole_number
     from cost_model.goodput.answer import Question
-    from cost_model.goodput.hardware import InstanceHardware, check_cluster
+    from cost_model.goodput.hardware import InstanceHardware
 
     if args.gpu is None:
         raise ConfigError("on which GPUs? Give --gpu: a name, or a profile of `calibrate s`")
-    check_cluster(args.nodes, args.gpus_per_node)
-    for name, value in (
-        ("max-sockets", args.max_sockets),
-        ("sockets-per-node", args.sockets_per_node),
+    for name, most in (
+        ("nodes", 1024),
+        ("gpus_per_node", 64),
+        ("max_sockets", 100_000),
+        ("sockets_per_node", 100_000),
     ):
-        if not 1 <= value <= 100_000:
-            raise ConfigError(f"--{name} {value} is not a whole number from 1 to 100000")
+        whole_number(name, getattr(args, name), 1, most)
     load, rate, described = read_load(args)
     most = args.max_sockets
     if args.affinity == "low":

@@ -4,7 +4,7 @@ changes nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,7 +36,13 @@ def read_placement(path: Path) -> tuple[PlacedInstance, ...]:
     def refuse(why: str) -> ConfigError:
         return ConfigError(f"--placement {path}: {why}")
 
-    tree = read_object(path, most_bytes=_MOST_BYTES, refuse=refuse)
+    return placed_instances(read_object(path, most_bytes=_MOST_BYTES, refuse=refuse), refuse)
+
+
+def placed_instances(
+    tree: Mapping[str, Any], refuse: Callable[[str], ConfigError]
+) -> tuple[PlacedInstance, ...]:
+    """As ``read_placement``, of what a file holds. Raises what ``refuse`` makes of a reason."""
     if tree.get("format") != PLACEMENT_FORMAT:
         raise refuse(
             f"its format is {tree.get('format')!r:.80}, not {PLACEMENT_FORMAT!r}: fastdecode plan "
@@ -69,6 +75,16 @@ def _instance(tree: Any, what: str, refuse: Any) -> PlacedInstance:
             f"{what} has {sockets} sockets for {pp} stages, and each needs as many: plan again"
         )
     return PlacedInstance(roles[0], max(pp, sockets), tp, pp)
+
+
+def is_launchable(tp: int, pp: int, sockets: int) -> bool:
+    """Whether ``fastdecode launch --placement`` starts such an instance that decodes."""
+    each = {"role": InstanceRole.BOTH.value, "tp": tp, "pp": pp, "r_worker_sockets": sockets}
+    try:
+        _instance(each, "it", ConfigError)
+    except ConfigError:
+        return False
+    return True
 
 
 def _whole(tree: Mapping[str, Any], name: str, low: int, high: int, what: str, refuse: Any) -> int:

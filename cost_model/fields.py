@@ -1,0 +1,39 @@
+"""Numbers in JSON objects that people or other programs wrote. An error names the place, the
+field and its value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from fastdecode.core.errors import ConfigError
+
+MAX_TOKENS = 1 << 24
+
+
+def count(
+    fields: Mapping[str, Any], name: str, where: str, low: int = 1, most: int = MAX_TOKENS
+) -> int:
+    """A whole number. Raises ConfigError."""
+    value = fields.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= most:
+        raise ConfigError(f"{where}: {name}={value!r} is not a whole number from {low} to {most}")
+    return value
+
+
+def number(fields: Mapping[str, Any], name: str, where: str, *, may_be_0: bool = False) -> float:
+    """A finite number above 0, or of at least 0. Raises ConfigError."""
+    value: Any = fields.get(name)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_number and math.isfinite(value) and (value > 0 or (may_be_0 and value == 0)):
+        return float(value)
+    least = "of at least" if may_be_0 else "above"
+    raise ConfigError(f"{where}: {name}={value!r} is not a number {least} 0")
+
+
+def check_known(fields: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Raises ConfigError: there is a field of another name."""
+    unknown = sorted(set(fields) - set(known))
+    if unknown:
+        raise ConfigError(f"{where}: unknown field {unknown[0]!r}; there are {', '.join(known)}")
