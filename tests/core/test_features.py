@@ -78,10 +78,10 @@ def test_an_unknown_dtype_is_answered_with_all_that_an_option_takes(option: str)
 
 
 def test_a_standby_with_stages_and_replicas_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no standby R-worker gets a column's cache"):
+    with pytest.raises(ConfigError, match="only a neighbour takes over"):
         EngineConfig.of("dir", pp=2, spare_r_workers=1, replicas=1)
     EngineConfig.of("dir", pp=2, spare_r_workers=1)
-    with pytest.raises(ConfigError, match="members of later stages keep no replicas"):
+    with pytest.raises(ConfigError, match="only a neighbour takes over"):
         EngineConfig.of("dir", pp=2, r_partition="heads", replicas=1)
 
 

@@ -239,6 +239,8 @@ def test_what_isnt_there_with_prompt_stages_is_refused_by_name(llama: str) -> No
     for options, named in (
         ({"r_partition": "heads", "pp": 2}, "r_partition"),
         ({"spare_r_workers": 1, "pp": 2}, "spare_r_workers"),
+        ({"spare_r_workers": 1, "replicas": 1}, "spare_r_workers=1 .* prompt_pp=1 and replicas"),
+        ({"r_partition": "heads", "replicas": 1}, "r_partition='heads' .* prompt_pp=1 and"),
         ({"split_tokens": 64}, "split_tokens"),
         ({"kv_placement": "hybrid"}, "kv_placement"),
         ({"kv_placement": "gpu"}, "kv_placement"),

@@ -126,35 +126,7 @@ class EngineConfig:
 
     def _check_stages(self) -> None:
         """Every stage has as many R-workers."""
-        spares, replicas = self.cluster.spare_r_workers, self.r_part.replicas
-        shares_heads = self.r_part.r_partition == "heads"
-        if self.s_part.pp > 1 and self.s_part.prompt_pp and (spares or shares_heads):
-            raise ConfigError(
-                Given("prompt_pp", self.s_part.prompt_pp),
-                " is not supported with ",
-                Given("pp", self.s_part.pp),
-                " and ",
-                Given("spare_r_workers", spares) if spares else Given("r_partition", "heads"),
-                " yet: prompt stages know the members of the first stage alone. Remove one of them",
-            )
-        if self.s_part.pp > 1 and spares and replicas:
-            raise ConfigError(
-                Given("spare_r_workers", spares),
-                " is not supported with ",
-                Given("pp", self.s_part.pp),
-                " and ",
-                Given("replicas", replicas),
-                " yet: no standby R-worker gets a column's cache. Remove one of them",
-            )
-        if self.s_part.pp > 1 and self.r_part.r_partition == "heads" and replicas:
-            raise ConfigError(
-                Given("r_partition", "heads"),
-                " is not supported with ",
-                Given("pp", self.s_part.pp),
-                " and ",
-                Given("replicas", replicas),
-                " yet: members of later stages keep no replicas. Remove one of them",
-            )
+        self._check_triples()
         addresses = self.cluster.r_worker_addresses
         if len(addresses) % self.s_part.pp:
             raise ConfigError(
@@ -162,6 +134,26 @@ class EngineConfig:
                 f" needs as many R-workers for each stage, and {len(addresses)} addresses are "
                 f"not a multiple of {self.s_part.pp}: add or remove addresses",
             )
+
+    def _check_triples(self) -> None:
+        """Features that work together in pairs, and not all three."""
+        pp, prompt_pp = self.s_part.pp, self.s_part.prompt_pp
+        replicas, spares = self.r_part.replicas, self.cluster.spare_r_workers
+        stages = Given("prompt_pp", prompt_pp) if prompt_pp else Given("pp", pp)
+        others = [Given("spare_r_workers", spares)] if spares else []
+        others += [Given("r_partition", "heads")] if self.r_part.r_partition == "heads" else []
+        reason = ""
+        if pp > 1 and prompt_pp and others:
+            second = Given("pp", pp)
+            reason = "prompt stages know the members of the first stage alone"
+        elif self.s_part.num_stages > 1 and replicas and others:
+            second = Given("replicas", replicas)
+            reason = "only a neighbour takes over a column's member, whole"
+        if reason:
+            raise ConfigError(
+                others[0], " is not supported with ", stages, " and ", second,
+                f" yet: {reason}. Remove one of them",
+            )  # fmt: skip
 
     def _check_key(self) -> None:
         has_addresses = self.cluster.r_worker_addresses or self.instances.instance_addresses
