@@ -28,6 +28,7 @@ with contextlib.suppress(ModuleNotFoundError):
 sys.path.insert(0, str(Path(__file__).parent))
 
 from inherited_signals import hear_interrupts
+from limited_steps import StepLimit
 from one_thread import compute_on_one_thread
 
 from examples import TRIES_ALL
@@ -115,6 +116,12 @@ def same_numbers() -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.manual_seed(0)
+
+
+@pytest.fixture
+def limit(tmp_path: Path) -> StepLimit:
+    """Of a job whose processes the test signals."""
+    return StepLimit(tmp_path)
 
 
 @pytest.fixture(scope="session")

@@ -14,9 +14,10 @@ from typing import TypeAlias
 import pytest
 from generate_jobs import answers_alone, write_requests
 from hybrid_jobs import HybridJob
+from limited_steps import StepLimit
 from mpi_launch import running
 from turn_lines import check_turns, write_turns
-from zmq_r_workers import FASTDECODE, PATHS, at, r_workers
+from zmq_r_workers import PATHS, at, r_workers
 
 from examples import TRIES_ALL
 from fastdecode import LLM, SamplingParams
@@ -101,13 +102,15 @@ def test_the_python_api_and_workers_that_end_with_it(tiny_checkpoint: Callable[.
 
 @pytest.mark.parametrize("stop", [signal.SIGTERM, *[signal.SIGINT] * TRIES_ALL])
 def test_told_to_stop_it_leaves_whole_lines_and_its_r_workers_end(
-    stop: signal.Signals, asked: Asked
+    stop: signal.Signals, asked: Asked, limit: StepLimit
 ) -> None:
-    options, output, expected = asked(400)
+    options, output, expected = asked(60)
     with r_workers("*", "*") as (jobs, addresses):
-        with running([*FASTDECODE, *options, *at(addresses)], **PATHS) as s_worker:
+        with running([*limit.fastdecode, *options, *at(addresses)], **PATHS) as s_worker:
             s_worker.wait_for_text(output)
             s_worker.process.send_signal(stop)
+            s_worker.wait_until(lambda: "stopping after this step" in s_worker.output())
+            limit.lift()
             outcome = s_worker.wait()
         assert (outcome.exit_code, outcome.orphans) == (130, []), outcome
         assert [job.wait().exit_code for job in jobs] == [0, 0]
@@ -126,22 +129,16 @@ def test_a_lost_r_worker_changes_no_token(
     partition: str,
     asked: Asked,
     tmp_path: Path,
+    limit: StepLimit,
 ) -> None:
-    options, output, expected = asked(150)
+    options, output, expected = asked(60)
     summary = tmp_path / "summary.json"
     with r_workers("*", "*") as (jobs, addresses):
-        command = [
-            *FASTDECODE,
-            *options,
-            *at(addresses),
-            "--summary",
-            str(summary),
-            "--worker-silence-s",
-            "1",
-        ]
+        command = [*limit.fastdecode, *options, *at(addresses)]
+        command += ["--summary", str(summary), "--worker-silence-s", "1"]
         with running([*command, "--r-partition", partition], **PATHS) as s_worker:
             s_worker.wait_for_text(output)
-            jobs[0].process.send_signal(trouble)
+            limit.lose(jobs[0].process, trouble)
             outcome = s_worker.wait()
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome  # every request was answered
     assert output.read_text() == expected(), outcome.output
@@ -152,13 +149,13 @@ def test_a_lost_r_worker_changes_no_token(
 
 @pytest.mark.skipif(not TRIES_ALL, reason="make campaign: over MPI it is in make test")
 def test_with_kv_on_both_sides_nobody_at_home_notices_a_loss(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, limit: StepLimit
 ) -> None:
     hybrid = HybridJob(tiny_checkpoint("llama"), tmp_path)
     with r_workers("*", "*") as (jobs, addresses):
-        with running([*FASTDECODE, *hybrid.options, *at(addresses)], **PATHS) as s_worker:
+        with running([*limit.fastdecode, *hybrid.options, *at(addresses)], **PATHS) as s_worker:
             s_worker.wait_for_text(hybrid.output)
-            jobs[0].process.send_signal(signal.SIGKILL)
+            limit.lose(jobs[0].process, signal.SIGKILL)
             outcome = s_worker.wait()
         assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
         assert jobs[1].wait().exit_code == 0
@@ -166,14 +163,13 @@ def test_with_kv_on_both_sides_nobody_at_home_notices_a_loss(
 
 
 def test_more_connections_than_an_r_worker_takes_change_no_token(
-    asked: Asked,
+    asked: Asked, limit: StepLimit
 ) -> None:
     """They wait outside; who is served goes on being served."""
-    options, output, expected = asked(150)
+    options, output, expected = asked(60)
     with r_workers("*") as ((job,), (address,)), contextlib.ExitStack() as strangers:
-        with running([*FASTDECODE, *options, *at([address])], **PATHS) as s_worker:
+        with running([*limit.fastdecode, *options, *at([address])], **PATHS) as s_worker:
             s_worker.wait_for_text(output)
-            s_worker.process.suspend()  # or it might be done before all of them have come
             host, port = address.removeprefix("tcp://").split(":")
             for _ in range(MOST_FILES + 40):
                 stranger = strangers.enter_context(socket.socket())
@@ -181,7 +177,7 @@ def test_more_connections_than_an_r_worker_takes_change_no_token(
                 stranger.connect_ex((host, int(port)))
             r_worker = job.process
             job.wait_until(lambda: r_worker.num_fds() == MOST_FILES)
-            s_worker.process.resume()
+            limit.lift()
             outcome = s_worker.wait()
         assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
         assert output.read_text() == expected() and "is lost" not in outcome.output
@@ -196,31 +192,21 @@ SPLIT, WHOLE = (
 
 @pytest.mark.parametrize("split", [SPLIT, WHOLE][: 1 + TRIES_ALL])
 def test_a_replacement_at_the_same_address_joins(
-    split: list[str], asked: Asked, tmp_path: Path
+    split: list[str], asked: Asked, tmp_path: Path, limit: StepLimit
 ) -> None:
-    options, output, expected = asked(60)
+    options, output, expected = asked(40)
     options += split
     summary = tmp_path / "summary.json"
     with r_workers("*", "*", options=("--silence-s", "60")) as (jobs, addresses):
-        command = [
-            *FASTDECODE,
-            *options,
-            *at(addresses),
-            "--summary",
-            str(summary),
-            "--max-num-sequences",
-            "1",
-        ]
-        with running([*command, "--worker-silence-s", "60"], **PATHS) as s_worker:
+        command = [*limit.fastdecode, *options, *at(addresses), "--summary", str(summary)]
+        command += ["--max-num-sequences", "1", "--worker-silence-s", "60"]
+        with running(command, **PATHS) as s_worker:
             s_worker.wait_for_text(output)
             jobs[0].kill()
-            # Or all might be done before the replacement is there.
-            s_worker.process.send_signal(signal.SIGSTOP)
             with r_workers(addresses[0].rpartition(":")[2]):
-                s_worker.process.send_signal(signal.SIGCONT)
                 # It outlives the other one, so that the end is the replacement's work.
                 s_worker.wait_until(lambda: "has replaced an R-worker" in s_worker.output())
-                jobs[1].kill()
+                limit.lose(jobs[1].process, signal.SIGKILL)
                 outcome = s_worker.wait()
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
     assert output.read_text() == expected(), outcome.output
@@ -228,42 +214,34 @@ def test_a_replacement_at_the_same_address_joins(
     assert (written["r_workers_lost"], written["r_workers_rejoined"]) == (1, 1)
 
 
-def test_when_all_are_lost_the_exit_code_says_so(
-    asked: Asked,
-) -> None:
-    options, output, _ = asked(150)
+def test_when_all_are_lost_the_exit_code_says_so(asked: Asked, limit: StepLimit) -> None:
+    options, output, _ = asked(60)
     options += ["--worker-timeout-s", "2"]
     with (
         r_workers("*") as ((job,), (address,)),
-        running([*FASTDECODE, *options, *at([address])], **PATHS) as s_worker,
+        running([*limit.fastdecode, *options, *at([address])], **PATHS) as s_worker,
     ):
         s_worker.wait_for_text(output)
-        job.kill()
+        limit.lose(job.process, signal.SIGKILL)
         outcome = s_worker.wait()
     assert (outcome.exit_code, outcome.orphans) == (4, []), outcome
     assert "workers were lost" in outcome.output and "Traceback" not in outcome.output
 
 
 def test_an_s_worker_that_was_stopped_finds_its_r_workers_again(
-    asked: Asked, tmp_path: Path
+    asked: Asked, tmp_path: Path, limit: StepLimit
 ) -> None:
     """They have given it up meanwhile, and let go of their caches; they listen on."""
-    options, output, expected = asked(150)
+    options, output, expected = asked(60)
     summary = tmp_path / "summary.json"
     quick = ("--silence-s", "1", "--log-level", "info")
     with r_workers("*", "*", options=quick) as (jobs, addresses):
-        command = [
-            *FASTDECODE,
-            *options,
-            *at(addresses),
-            "--summary",
-            str(summary),
-            "--worker-silence-s",
-            "1",
-        ]
+        command = [*limit.fastdecode, *options, *at(addresses)]
+        command += ["--summary", str(summary), "--worker-silence-s", "1"]
         with running(command, **PATHS) as s_worker:
             s_worker.wait_for_text(output)
             s_worker.process.suspend()
+            limit.lift()
             for job in jobs:
                 job.wait_until(lambda job=job: "goes on without a peer" in job.output())
             s_worker.process.resume()
@@ -275,26 +253,23 @@ def test_an_s_worker_that_was_stopped_finds_its_r_workers_again(
     assert [end.exit_code for end in ends] == [0, 0], ends
 
 
-def test_whoever_is_there_starts_and_the_others_join_later(asked: Asked, tmp_path: Path) -> None:
-    options, output, expected = asked(60)
+def test_a_job_starts_without_an_r_worker_that_joins_later(
+    asked: Asked, tmp_path: Path, limit: StepLimit
+) -> None:
+    options, output, expected = asked(40)
     summary = tmp_path / "summary.json"
     with r_workers("*") as (_, addresses), socket.socket() as kept:
         # Nobody else is given the port meanwhile, and who sets this option, too, may listen there.
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.bind(("127.0.0.1", 0))
         later = kept.getsockname()[1]
-        command = [
-            *FASTDECODE,
-            *options,
-            *at([*addresses, f"tcp://127.0.0.1:{later}"]),
-            "--summary",
-            str(summary),
-        ]
-        with running([*command, "--max-num-sequences", "1"], **PATHS) as s_worker:
+        command = [*limit.fastdecode, *options, *at([*addresses, f"tcp://127.0.0.1:{later}"])]
+        command += ["--summary", str(summary), "--max-num-sequences", "1"]
+        with running(command, **PATHS) as s_worker:
             s_worker.wait_for_text(output)
-            s_worker.process.suspend()  # or all might be done before it is there
             with r_workers(str(later)):
-                s_worker.process.resume()
+                s_worker.wait_until(lambda: "has replaced an R-worker" in s_worker.output())
+                limit.lift()
                 outcome = s_worker.wait()
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
     assert output.read_text() == expected(), outcome.output

@@ -15,6 +15,7 @@ from typing import TypeAlias
 import psutil
 import pytest
 from generate_jobs import answers_alone, write_requests
+from limited_steps import StepLimit
 from mpi_launch import needs_mpi, run, running
 
 from fastdecode.cli.main import main
@@ -29,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 PATHS = {"PYTHONPATH": str(ROOT)}
 FASTDECODE = [sys.executable, "-m", "fastdecode.cli.main"]
 SMALL = ("--r-threads", "1", "--kv-memory-gb", "0.01")
-LAUNCH = [*FASTDECODE, "launch", "--hosts", "localhost:2", *SMALL]
+ON_TWO = ["launch", "--hosts", "localhost:2", *SMALL]
 
 
 Generate: TypeAlias = tuple[list[str], Path, Callable[[], str]]
@@ -39,7 +40,7 @@ Generate: TypeAlias = tuple[list[str], Path, Callable[[], str]]
 def generate(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Generate:
     """The command, its output file and what is to be in it."""
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    write_requests(source, 150, [9] * 6)
+    write_requests(source, 60, [9] * 6)
     model = ["--model", str(tiny_checkpoint("llama")), "--dtype", "float32"]
     command = ["generate", *model, "--input", str(source), "--output", str(output)]
     return command, output, lambda: answers_alone(source, *model)
@@ -210,22 +211,22 @@ def test_a_dry_run_shows_the_line_and_runs_nothing(generate: Generate) -> None:
 
 @needs_mpi
 def test_a_job_whose_r_worker_is_killed_still_ends_with_the_s_workers_exit_code(
-    generate: Generate,
+    generate: Generate, limit: StepLimit
 ) -> None:
     command, output, expected = generate
-    with running([*LAUNCH, "--", *command], **PATHS) as job:
+    with running([*limit.fastdecode, *ON_TWO, "--", *command], **PATHS) as job:
         workers = job.r_workers(2)
         job.wait_for_text(output)
-        workers[0].send_signal(signal.SIGKILL)
+        limit.lose(workers[0], signal.SIGKILL)
         outcome = job.wait()
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
     assert output.read_text() == expected() and "is lost" in outcome.output
 
 
 @needs_mpi
-def test_a_job_whose_s_worker_is_killed_has_failed(generate: Generate) -> None:
+def test_a_job_whose_s_worker_is_killed_has_failed(generate: Generate, limit: StepLimit) -> None:
     command, output, _ = generate
-    with running([*LAUNCH, "--", *command], **PATHS) as job:
+    with running([*limit.fastdecode, *ON_TWO, "--", *command], **PATHS) as job:
         job.wait_for_text(output)
         (s_worker,) = [p for p in job.processes() if "--exit-code-file" in _ranks_words(p)]
         s_worker.send_signal(signal.SIGKILL)

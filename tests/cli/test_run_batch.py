@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from limited_steps import StepLimit
 
 from examples import TRIES_ALL
 from fastdecode.cli.main import main
@@ -67,11 +68,20 @@ class Command:
     def run(self, *options: str) -> int:
         return main([*self._words, *options])
 
-    def start(self, *options: str, stdin: IO[bytes] | None = None) -> subprocess.Popen[str]:
+    def start(
+        self,
+        *options: str,
+        limit: StepLimit | None = None,
+        stdin: IO[bytes] | None = None,
+    ) -> subprocess.Popen[str]:
         code = "import sys; from fastdecode.cli.main import main; sys.exit(main(sys.argv[1:]))"
-        command = [sys.executable, "-c", code, *self._words, *options]
+        fastdecode = [sys.executable, "-c", code] if limit is None else limit.fastdecode
         return subprocess.Popen(
-            command, stdin=stdin, stderr=subprocess.PIPE, text=True, start_new_session=True
+            [*fastdecode, *self._words, *options],
+            stdin=stdin,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
 
     @property
@@ -252,6 +262,16 @@ def _wait_for_answers(process: subprocess.Popen[str], command: Command, num_answ
             return
 
 
+def _stop(process: subprocess.Popen[str], stop: signal.Signals, limit: StepLimit) -> None:
+    """Ask a job to stop; it goes on once it has said that it will."""
+    process.send_signal(stop)
+    assert process.stderr is not None
+    for said in process.stderr:
+        if "finishing what runs" in said:
+            break
+    limit.lift()
+
+
 def test_killed_jobs_are_resumed_to_the_texts_of_an_undisturbed_one(
     command: Command, tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -279,39 +299,41 @@ def test_killed_jobs_are_resumed_to_the_texts_of_an_undisturbed_one(
     assert command.said == whole.said
 
 
-def test_an_interrupt_finishes_what_runs_and_says_how_to_go_on(command: Command) -> None:
-    command.write([line(f"id-{i}", tokens=3) for i in range(3000)])
-    process = command.start("--max-num-sequences", "4")
+def test_an_interrupt_finishes_what_runs_and_says_how_to_go_on(
+    command: Command, limit: StepLimit
+) -> None:
+    command.write([line(f"id-{i}", tokens=3) for i in range(300)])
+    process = command.start("--max-num-sequences", "4", limit=limit)
     _wait_for_answers(process, command, 1)
-    process.send_signal(signal.SIGINT)
+    _stop(process, signal.SIGINT, limit)
     _, told = process.communicate(timeout=240)
     assert process.returncode == 130, told
     assert "finishing what runs" in told
     assert "to go on: fastdecode run-batch" in told
-    assert 0 < len(command.said) < 3000
+    assert 0 < len(command.said) < 300
 
 
 def test_a_job_of_standard_input_is_interrupted_and_goes_on(
-    command: Command, monkeypatch: pytest.MonkeyPatch
+    command: Command, monkeypatch: pytest.MonkeyPatch, limit: StepLimit
 ) -> None:
     """Compressed lines through a real pipe, a real signal, and the same lines again."""
-    command.write([line(f"id-{i}", tokens=3) for i in range(300)])
+    command.write([line(f"id-{i}", tokens=3) for i in range(100)])
     packed = command.input.with_name("packed.gz")
     packed.write_bytes(gzip.compress(command.input.read_bytes()))
     command.input = Path("-")
     words = ["--input", "-", "--max-num-sequences", "2"]
     with packed.open("rb") as fed:
-        process = command.start(*words, stdin=fed)
+        process = command.start(*words, limit=limit, stdin=fed)
         _wait_for_answers(process, command, 1)
-        process.send_signal(signal.SIGTERM)
+        _stop(process, signal.SIGTERM, limit)
         _, told = process.communicate(timeout=240)
     assert process.returncode == 130, told
     assert "to go on, with the same lines on standard input: fastdecode run-batch" in told
-    assert 0 < len(command.said) < 300
+    assert 0 < len(command.said) < 100
     with packed.open("rb") as fed:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(fed))
         assert command.run(*words, "--resume") == 0
-    assert len(command.said) == 300
+    assert len(command.said) == 100
 
 
 def test_a_links_target_is_written_and_nothing_but_files_is(

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from limited_steps import StepLimit
 from mpi_launch import running
-from zmq_r_workers import FASTDECODE, PATHS, at, r_workers
+from zmq_r_workers import PATHS, at, r_workers
 
 from examples import TRIES_ALL
 from fastdecode.cli.main import main
@@ -26,7 +27,7 @@ def _write(path: Path) -> None:
         {
             "id": str(i),
             "prompt_token_ids": [(7 * i + 3 * j) % 90 + 5 for j in range(20 + 9 * i)],
-            "max_tokens": 200 if i else 20,
+            "max_tokens": 60 if i else 10,
             "ignore_eos": True,
             "n": 2 if i == 3 else 1,
             **({**sampled, "seed": i} if i % 2 else {"temperature": 0}),
@@ -53,6 +54,7 @@ def test_another_s_worker_goes_on_with_what_r_workers_have_kept(
     tiny_checkpoint: Callable[..., Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    limit: StepLimit,
 ) -> None:
     _write(tmp_path / "in.jsonl")
     model = ["--model", str(tiny_checkpoint("llama")), "--dtype", "float32"]
@@ -62,7 +64,7 @@ def test_another_s_worker_goes_on_with_what_r_workers_have_kept(
     summary, session = tmp_path / "summary.json", tmp_path / "out.jsonl.session"
     with r_workers("*", "*", options=("--log-level", "info")) as (jobs, addresses):
         command = ["run-batch", *model, str(output), *at(addresses), *more]
-        with running([*FASTDECODE, *command], **PATHS) as s_worker:
+        with running([*limit.fastdecode, *command], **PATHS) as s_worker:
             s_worker.wait_for_text(output)
             s_worker.process.send_signal(signal.SIGKILL)
             s_worker.wait()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from generate_jobs import answers_alone, write_requests
 from hybrid_jobs import HybridJob
+from limited_steps import StepLimit
 from mpi_launch import mpirun, needs_mpi, open_mpi_options, run, running
 from turn_lines import check_turns, token_ids, write_turns
 
@@ -139,16 +140,17 @@ def test_two_s_workers_act_as_one(device: list[str], job: Job) -> None:
 
 
 @pytest.mark.parametrize("rank", [1, *[0] * TRIES_ALL])
-def test_a_lost_s_worker_ends_the_job(rank: int, job: Job) -> None:
+def test_a_lost_s_worker_ends_the_job(rank: int, job: Job, limit: StepLimit) -> None:
     """Soon, and with every process."""
-    options, output, _ = job(400)
-    command = [mpirun(), *open_mpi_options(), "-n", "2", *FASTDECODE, *options, "--tp", "2", ":"]
+    options, output, _ = job(60)
+    command = [mpirun(), *open_mpi_options(), "-n", "2", *limit.fastdecode, *options]
+    command += ["--tp", "2", ":"]
     with running(
         [*command, "-n", "1", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
     ) as started:
         victim = started.rank(rank)
         started.wait_for_text(output)
-        victim.kill()
+        limit.lose(victim, signal.SIGKILL)
         outcome = started.wait(timeout_s=120)
     assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome.output
 
@@ -198,26 +200,16 @@ MORE_LOSSES = [(signal.SIGSTOP, WHOLE), (signal.SIGKILL, HEADS), (signal.SIGKILL
 
 @pytest.mark.parametrize(("trouble", "partition"), LOSSES + MORE_LOSSES * TRIES_ALL)
 def test_a_lost_r_worker_changes_no_token(
-    trouble: signal.Signals, partition: list[str], job: Job
+    trouble: signal.Signals, partition: list[str], job: Job, limit: StepLimit
 ) -> None:
-    options, output, expected = job(350, num_key_value_heads=3)
-    options += partition
-    command = [
-        mpirun(),
-        *open_mpi_options(),
-        "-n",
-        "1",
-        *FASTDECODE,
-        *options,
-        "--worker-silence-s",
-        "1",
-        ":",
-    ]
+    options, output, expected = job(80, num_key_value_heads=3)
+    options += [*partition, "--worker-silence-s", "1"]
+    command = [mpirun(), *open_mpi_options(), "-n", "1", *limit.fastdecode, *options, ":"]
     command += ["-n", "3", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
     with running(command) as started:
         workers = started.r_workers(3)
         started.wait_for_text(output)
-        workers[1].send_signal(trouble)
+        limit.lose(workers[1], trouble)
         outcome = started.wait(timeout_s=120)
     assert output.read_text() == expected(), outcome.output
     assert "is lost" in outcome.output
@@ -228,15 +220,15 @@ def test_a_lost_r_worker_changes_no_token(
 
 
 def test_with_kv_on_both_sides_nobody_at_home_notices_a_loss(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, limit: StepLimit
 ) -> None:
     hybrid = HybridJob(tiny_checkpoint("llama"), tmp_path)
-    command = [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *hybrid.options, ":"]
+    command = [mpirun(), *open_mpi_options(), "-n", "1", *limit.fastdecode, *hybrid.options, ":"]
     command += ["-n", "3", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
     with running(command) as started:
         workers = started.r_workers(3)
         started.wait_for_text(hybrid.output)
-        workers[1].kill()
+        limit.lose(workers[1], signal.SIGKILL)
         outcome = started.wait()
     assert "is lost" in outcome.output
     # Every request was answered; the launcher gives the killed rank's code.
@@ -258,20 +250,21 @@ def test_an_r_worker_that_answers_nan_changes_no_token(
 
 
 def test_two_that_are_stopped_one_after_the_other_are_both_given_up(
-    job: Job,
+    job: Job, limit: StepLimit
 ) -> None:
     """The second, while heads are shared among those that are left of the first's loss."""
-    options, output, expected = job(350, num_key_value_heads=3)
+    options, output, expected = job(80, num_key_value_heads=3)
     options += [*HEADS, "--worker-silence-s", "3"]
-    command = [mpirun(), *open_mpi_options("self,tcp"), "-n", "1", *FASTDECODE, *options, ":"]
+    command = [mpirun(), *open_mpi_options("self,tcp"), "-n", "1", *limit.fastdecode, *options, ":"]
     with running(
         [*command, "-n", "3", *FASTDECODE, "r-worker", "--kv-memory-gb", "0.01"]
     ) as started:
         workers = started.r_workers(3)
         started.wait_for_text(output)
         workers[0].suspend()
+        limit.allow(20)
         started.wait_until(lambda: "is lost" in started.output())
-        workers[1].suspend()
+        limit.lose(workers[1], signal.SIGSTOP)
         outcome = started.wait(timeout_s=120)
     assert output.read_text() == expected(), outcome.output
     assert outcome.exit_code == 4 and not outcome.orphans, outcome

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from generate_jobs import answers_alone, write_requests
+from limited_steps import StepLimit
 from mpi_launch import needs_mpi, run, running
 
 from fastdecode.cli.main import main
@@ -156,10 +157,13 @@ def test_mpi_over_three_hosts(
 
 
 def test_a_host_that_is_cut_off_changes_no_token(
-    net: Net, asked: Callable[[int], tuple[list[str], Path, str]], tmp_path: Path
+    net: Net,
+    asked: Callable[[int], tuple[list[str], Path, str]],
+    tmp_path: Path,
+    limit: StepLimit,
 ) -> None:
     pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
-    command, output, expected = asked(150)
+    command, output, expected = asked(60)
     key = str(tmp_path / "key")
     assert main(["r-worker", "--new-key", key]) == 0
     serve = [
@@ -190,10 +194,11 @@ def test_a_host_that_is_cut_off_changes_no_token(
     with (
         running(net.at("r0", *FASTDECODE, *serve, addresses["r0"]), **PATHS) as r0,
         running(net.at("r1", *FASTDECODE, *serve, addresses["r1"]), **PATHS) as r1,
-        running(net.at("s0", *FASTDECODE, *command), **PATHS) as s0,
+        running(net.at("s0", *limit.fastdecode, *command), **PATHS) as s0,
     ):
         s0.wait_for_text(output)
         net.cut_off("r0")
+        limit.lift()
         outcome = s0.wait()
         assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
         assert output.read_text() == expected

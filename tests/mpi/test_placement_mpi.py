@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from generate_jobs import answers_alone
+from limited_steps import UNLIMITED, StepLimit
 from mpi_launch import Outcome, mpirun, needs_mpi, open_mpi_options, run, running
 from server_process import CHECKPOINT, events, serving
 
@@ -27,7 +28,7 @@ SILENCE_S = 4.0
 LOSES_NOBODY_S = 60.0
 """Of jobs whose ranks all live, however busy the machine is."""
 ENGINE = ("--dtype", "float32", "--block-size", "16", "--prefix-cache", "off")
-LAUNCH = [*FASTDECODE, "launch", "--r-threads", "1", "--kv-memory-gb", "0.004"]
+ON_ONE_HOST = ["launch", "--r-threads", "1", "--kv-memory-gb", "0.004"]
 
 pytestmark = needs_mpi
 
@@ -77,6 +78,7 @@ class Job:
         *instances: str,
         command: str = "generate",
         silence_s: float = SILENCE_S,
+        limit: StepLimit | None = None,
     ) -> None:
         self.source, self.output = directory / "in.jsonl", directory / "out.jsonl"
         self.summary = directory / "summary.json"
@@ -84,7 +86,8 @@ class Job:
         files = ["--input", str(self.source), "--output", str(self.output)]
         its_own = ["--model", model, *ENGINE, "--worker-silence-s", str(silence_s)]
         self.command: Sequence[str] = [
-            *LAUNCH, "--placement", str(placement), "--", command, *its_own, *files,
+            *(FASTDECODE if limit is None else limit.fastdecode), *ON_ONE_HOST,
+            "--placement", str(placement), "--", command, *its_own, *files,
             "--summary", str(self.summary),
         ]  # fmt: skip
         self._alone = ("--model", model, *ENGINE, "--r-threads", "1")
@@ -140,7 +143,7 @@ def write_long_prompts(path: Path) -> None:
     write_prompts(path, 30)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for i, line in enumerate(lines):
-        line["max_tokens"] = 150 if i else 1
+        line["max_tokens"] = 60 if i else 1
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -160,14 +163,14 @@ WHO = LOST | (MORE_LOST if TRIES_ALL else {})
 
 @pytest.mark.parametrize(("rank", "trouble"), WHO.values(), ids=WHO)
 def test_who_is_lost_is_gone_on_without(
-    model: str, tmp_path: Path, rank: int, trouble: signal.Signals
+    model: str, tmp_path: Path, rank: int, trouble: signal.Signals, limit: StepLimit
 ) -> None:
-    job = Job(tmp_path, model, *THREE)
+    job = Job(tmp_path, model, *THREE, limit=limit)
     write_long_prompts(job.source)
     with running(job.command, **PATHS) as run_of:
         victim = run_of.rank(rank)
         run_of.wait_for_text(job.output)
-        victim.send_signal(trouble)
+        limit.lose(victim, trouble)
         job.check(run_of.wait(240.0))
 
 
@@ -195,13 +198,15 @@ def tokens_of(lines: str) -> dict[str, Any]:
     return {str(x["id"]): x.get("token_ids") for x in map(json.loads, lines.splitlines())}
 
 
-def test_without_its_controller_a_batch_ends_and_goes_on(model: str, tmp_path: Path) -> None:
-    job = Job(tmp_path, model, "prefill:1", "decode:1", command="run-batch")
+def test_without_its_controller_a_batch_ends_and_goes_on(
+    model: str, tmp_path: Path, limit: StepLimit
+) -> None:
+    job = Job(tmp_path, model, "prefill:1", "decode:1", command="run-batch", limit=limit)
     write_long_prompts(job.source)
     with running(job.command, **PATHS) as run_of:
         victim = run_of.rank(0)
         run_of.wait_for_text(job.output)
-        victim.kill()
+        limit.lose(victim, signal.SIGKILL)
         outcome = run_of.wait(120.0)
     assert outcome.exit_code not in (0, None) and not outcome.orphans, outcome.output
     assert len(tokens_of(job.output.read_text())) < 30
@@ -230,18 +235,22 @@ def test_a_server_streams_and_drains(tmp_path: Path) -> None:
     serve = ["serve", str(CHECKPOINT), "--port", "0", "--dtype", "float32"]
     body: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 60, "temperature": 0,
                             "ignore_eos": True}  # fmt: skip
-    with serving([*LAUNCH, "--placement", str(placement), "--", *serve]) as server:
+    limit = StepLimit(tmp_path, UNLIMITED)
+    launch = [*limit.fastdecode, *ON_ONE_HOST, "--placement", str(placement)]
+    with serving([*launch, "--", *serve]) as server:
         said = server.complete(**body)[1]["choices"][0]["text"]
         streamed = events(server.ask("POST", "/v1/completions", {**body, "stream": True})[2])
         assert streamed[-1] == "[DONE]"
         parts = [part["choices"][0]["text"] for part in streamed[:-1] if part["choices"]]
         assert "".join(parts) == said and len(parts) > 1
+        limit.allow(20)
         with concurrent.futures.ThreadPoolExecutor() as clients:
-            two = [clients.submit(server.complete, **{**body, "max_tokens": 300}) for _ in range(2)]
+            two = [clients.submit(server.complete, **{**body, "max_tokens": 90}) for _ in range(2)]
             server.wait_until(lambda: server.status()["num_open"] == 2)
             os.kill(server.job.pid, signal.SIGTERM)
+            limit.lift()
             answers = [each.result()[1] for each in two]
-        assert [x["usage"]["completion_tokens"] for x in answers] == [300, 300]
+        assert [x["usage"]["completion_tokens"] for x in answers] == [90, 90]
         assert all(x["choices"][0]["text"].startswith(said) for x in answers)
         outcome = server.job.wait(120, grace_s=30)
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome

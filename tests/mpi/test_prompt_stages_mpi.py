@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import pytest
 from generate_jobs import answers_alone
+from limited_steps import StepLimit
 from mpi_launch import mpirun, needs_mpi, open_mpi_options, run, running
 from stage_ranks import FASTDECODE, R_WORKER, exit_code_file, write_some_forked
 
@@ -26,7 +27,13 @@ def job(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Job:
     output file, and what is to be in it. Each stage is ``tp`` ranks."""
 
     def make(
-        prompt_pp: int, pp: int, num_r_workers: int, max_tokens: int, *more: str, tp: int = 1
+        prompt_pp: int,
+        pp: int,
+        num_r_workers: int,
+        max_tokens: int,
+        *more: str,
+        tp: int = 1,
+        limit: StepLimit | None = None,
     ) -> tuple[list[str], Path, Callable[[], str]]:
         source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
         write_some_forked(source, max_tokens)
@@ -35,8 +42,9 @@ def job(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Job:
         files = ["--input", str(source), "--output", str(output)]
         stages = ["--pp", str(pp), "--prompt-pp", str(prompt_pp), "--tp", str(tp), *more]
         stages += ["--exit-code-file", str(exit_code_file(tmp_path))]
-        command = [mpirun(), *open_mpi_options(), "-n", str(tp * (pp + prompt_pp))]
-        command += [*FASTDECODE, "generate", *options, *files, *stages]
+        fastdecode = FASTDECODE if limit is None else limit.fastdecode
+        command = [mpirun(), *open_mpi_options(), "-n", str(tp * (pp + prompt_pp)), *fastdecode]
+        command += ["generate", *options, *files, *stages]
         command += [":", "-n", str(num_r_workers), *R_WORKER]
         return command, output, lambda: answers_alone(source, *options)
 
@@ -71,15 +79,16 @@ MORE_LOST = [
 
 @pytest.mark.parametrize(("rank", "trouble", "name"), LOST + MORE_LOST * TRIES_ALL)
 def test_a_lost_prompt_stage_ends_the_job(
-    rank: int, trouble: signal.Signals, name: str, job: Job, tmp_path: Path
+    rank: int, trouble: signal.Signals, name: str, job: Job, tmp_path: Path, limit: StepLimit
 ) -> None:
     """Soon, by its name, with exit code 4, and with every process; at a prompt
     where it is stopped, since nothing is expected of it before."""
-    command, output, _ = job(2, 1, 2, 400, "--worker-silence-s", "3", "--max-num-sequences", "1")
+    more = ["--worker-silence-s", "3", "--max-num-sequences", "1"]
+    command, output, _ = job(2, 1, 2, 60, *more, limit=limit)
     with running(command) as started:
         victim = started.rank(rank)
         started.wait_for_text(output)
-        victim.send_signal(trouble)
+        limit.lose(victim, trouble)
         outcome = started.wait(timeout_s=90)
     assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome.output
     assert name in outcome.output and "is lost" in outcome.output, outcome.output
@@ -87,15 +96,15 @@ def test_a_lost_prompt_stage_ends_the_job(
 
 
 @pytest.mark.parametrize("victim", [1, *[0, 2, 3] * TRIES_ALL])
-def test_a_lost_r_worker_changes_no_token(victim: int, job: Job) -> None:
+def test_a_lost_r_worker_changes_no_token(victim: int, job: Job, limit: StepLimit) -> None:
     """While prompts arrive: chunks are small, and the queue is long."""
     more = ["--prefill-chunk", "2", "--max-num-sequences", "3"]
-    command, output, expected = job(2, 2, 4, 60, *more)
+    command, output, expected = job(2, 2, 4, 40, *more, limit=limit)
     with running(command) as started:
         workers = started.r_workers(4)
         workers = sorted(workers, key=lambda p: int(p.environ()["OMPI_COMM_WORLD_RANK"]))
         started.wait_for_text(output)
-        workers[victim].kill()
+        limit.lose(workers[victim], signal.SIGKILL)
         outcome = started.wait(timeout_s=120)
     assert output.read_text() == expected(), outcome.output
     assert "is lost" in outcome.output

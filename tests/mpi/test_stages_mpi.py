@@ -11,6 +11,7 @@ from typing import TypeAlias
 import pytest
 from families import save_tiny
 from generate_jobs import answers_alone
+from limited_steps import StepLimit
 from mpi_launch import mpirun, needs_mpi, open_mpi_options, run, running
 from stage_ranks import FASTDECODE, R_WORKER, exit_code_file, write_some_forked
 
@@ -34,6 +35,7 @@ def job(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Job:
         tp: int = 1,
         family: str = "llama",
         model: Path | None = None,
+        limit: StepLimit | None = None,
     ) -> tuple[list[str], Path, Callable[[], str]]:
         source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
         write_some_forked(source, max_tokens)
@@ -43,7 +45,8 @@ def job(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Job:
         stages = ["--pp", str(num_stages), "--tp", str(tp), *more]
         stages += ["--exit-code-file", str(exit_code_file(tmp_path))]
         num_s_ranks = str(num_stages * tp)
-        command = [mpirun(), *open_mpi_options(), "-n", num_s_ranks, *FASTDECODE, "generate"]
+        fastdecode = FASTDECODE if limit is None else limit.fastdecode
+        command = [mpirun(), *open_mpi_options(), "-n", num_s_ranks, *fastdecode, "generate"]
         command += [*options, *files, *stages, ":", "-n", str(num_r_workers), *R_WORKER]
         return command, output, lambda: answers_alone(source, *options)
 
@@ -110,13 +113,15 @@ def test_experts_of_two_s_workers(ep: int, job: Job, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trouble", [signal.SIGKILL, *[signal.SIGSTOP] * TRIES_ALL])
-def test_a_lost_stage_ends_the_job(trouble: signal.Signals, job: Job, tmp_path: Path) -> None:
+def test_a_lost_stage_ends_the_job(
+    trouble: signal.Signals, job: Job, tmp_path: Path, limit: StepLimit
+) -> None:
     """Soon, by its name, with exit code 4, and with every process."""
-    command, output, _ = job(2, 2, 400, "--worker-silence-s", "3")
+    command, output, _ = job(2, 2, 60, "--worker-silence-s", "3", limit=limit)
     with running(command) as started:
         victim = started.rank(1)
         started.wait_for_text(output)
-        victim.send_signal(trouble)
+        limit.lose(victim, trouble)
         outcome = started.wait(timeout_s=60)
     assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome.output
     assert "stage 1" in outcome.output and "is lost" in outcome.output, outcome.output
@@ -125,14 +130,14 @@ def test_a_lost_stage_ends_the_job(trouble: signal.Signals, job: Job, tmp_path: 
 
 @pytest.mark.parametrize("trouble", [signal.SIGKILL, *[signal.SIGSTOP] * TRIES_ALL])
 def test_a_lost_stage_whose_kv_is_swapped_ends_the_job(
-    trouble: signal.Signals, job: Job, tmp_path: Path
+    trouble: signal.Signals, job: Job, tmp_path: Path, limit: StepLimit
 ) -> None:
     more = ["--kv-placement", "gpu", "--kv-memory-gb", "0.01", "--swap"]
-    command, output, _ = job(3, 1, 400, *more, "--worker-silence-s", "3")
+    command, output, _ = job(3, 1, 60, *more, "--worker-silence-s", "3", limit=limit)
     with running(command[: command.index(":")]) as started:
         victim = started.rank(2)
         started.wait_for_text(output)
-        victim.send_signal(trouble)
+        limit.lose(victim, trouble)
         outcome = started.wait(timeout_s=60)
     assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome.output
     assert "stage 2" in outcome.output and "is lost" in outcome.output, outcome.output
@@ -141,13 +146,15 @@ def test_a_lost_stage_whose_kv_is_swapped_ends_the_job(
 
 @pytest.mark.skipif(not TRIES_ALL, reason="make campaign: tests/sworker plays a lost rank")
 @pytest.mark.parametrize("rank", [1, 2, 3])
-def test_a_lost_s_worker_of_a_stage_ends_the_job(rank: int, job: Job, tmp_path: Path) -> None:
+def test_a_lost_s_worker_of_a_stage_ends_the_job(
+    rank: int, job: Job, tmp_path: Path, limit: StepLimit
+) -> None:
     """One of the first stage's, the one that leads the second, and another of that."""
-    command, output, _ = job(2, 2, 400, "--worker-silence-s", "3", tp=2)
+    command, output, _ = job(2, 2, 60, "--worker-silence-s", "3", tp=2, limit=limit)
     with running(command) as started:
         victim = started.rank(rank)
         started.wait_for_text(output)
-        victim.kill()
+        limit.lose(victim, signal.SIGKILL)
         outcome = started.wait(timeout_s=60)
     assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome.output
     says = "S-worker 1 of 2 has ended" if rank % 2 else "stage 1"
@@ -169,18 +176,18 @@ ONE_OF_EACH_STAGE = [
     [(3, "2", ""), *[(n, *how) for how in ONE_OF_EACH_STAGE for n in (0, 2)] * TRIES_ALL],
 )
 def test_a_lost_r_worker_of_a_stage_changes_no_token(
-    victim: int, chunk: str, option: str, job: Job
+    victim: int, chunk: str, option: str, job: Job, limit: StepLimit
 ) -> None:
     """The first one's, and the second one's; while others' prompts arrive, where chunks
     are small; and where its neighbour takes over, others share its heads, or a standby
     replaces it."""
     more = ["--prefill-chunk", chunk, *option.split()]
-    command, output, expected = job(2, 4, 200, *more)
+    command, output, expected = job(2, 4, 60, *more, limit=limit)
     with running(command) as started:
         workers = started.r_workers(4)
         workers = sorted(workers, key=lambda p: int(p.environ()["OMPI_COMM_WORLD_RANK"]))
         started.wait_for_text(output)
-        workers[victim].kill()
+        limit.lose(workers[victim], signal.SIGKILL)
         outcome = started.wait(timeout_s=120)
     assert output.read_text() == expected(), outcome.output
     says = "goes on for R-worker rank" if "replicas" in option else "is lost"

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import psutil
 import pytest
 from generate_jobs import answers_alone, write_requests
+from limited_steps import StepLimit
 from mpi_launch import Running, mpirun, needs_mpi, open_mpi_options, running
 
 from examples import TRIES_ALL
@@ -78,13 +79,10 @@ def test_who_is_lost_before_the_greeting_is_done_without(
     assert outcome.exit_code is not None and outcome.orphans == [], outcome
 
 
-def test_when_the_s_worker_is_killed_the_job_has_failed(
-    asked: Asked,
-) -> None:
-    options, output, _ = asked("generate", 400, number=60)  # far from its end when it is killed
-    with running(
-        [mpirun(), *open_mpi_options(), "-n", "1", *FASTDECODE, *options, ":", *R_WORKERS], **PATHS
-    ) as job:
+def test_when_the_s_worker_is_killed_the_job_has_failed(asked: Asked, limit: StepLimit) -> None:
+    options, output, _ = asked("generate", 60)
+    command = [mpirun(), *open_mpi_options(), "-n", "1", *limit.fastdecode, *options]
+    with running([*command, ":", *R_WORKERS], **PATHS) as job:
         job.wait_for_text(output)
         ranks(job)[0].kill()
         outcome = job.wait(120)
@@ -108,22 +106,16 @@ def test_a_job_that_is_launched_may_finish_what_runs(
     stop: signal.Signals,
     told: tuple[str, str],
     asked: Asked,
+    limit: StepLimit,
 ) -> None:
-    options, output, _ = asked(command, 400, number=60)  # far from its end when it is told
-    launch = [
-        *FASTDECODE,
-        "launch",
-        "--hosts",
-        "localhost:2",
-        "--r-threads",
-        "1",
-        "--kv-memory-gb",
-        "0.01",
-        "--",
-    ]
+    options, output, _ = asked(command, 60)
+    launch = [*limit.fastdecode, "launch", "--hosts", "localhost:2", "--r-threads", "1"]
+    launch += ["--kv-memory-gb", "0.01", "--"]
     with running([*launch, *options, "--max-num-sequences", "3"], **PATHS) as job:
         job.wait_for_text(output)
         next(p for p in job.processes() if "launch" in p.cmdline()).send_signal(stop)
+        job.wait_until(lambda: told[0] in job.output())
+        limit.lift()
         outcome = job.wait(120)
     assert (outcome.exit_code, outcome.orphans) == (130, []), outcome
     assert all(words in outcome.output for words in told)

@@ -189,7 +189,7 @@ def has_connection(server: Server, port: int) -> bool:
 
 def test_requests_that_wait_for_their_turn_are_answered(server: Server) -> None:
     with connect(server) as connection:
-        connection.sendall(completion(max_tokens=20) + LIVE + b"\r\n")
+        connection.sendall(completion(max_tokens=60) + LIVE + b"\r\n")
         server.wait_until(lambda: server.status()["num_open"] == 1)
         connection.sendall(LAST)
         assert until_closed(connection).count(b"HTTP/1.1 200") == 3
@@ -202,7 +202,7 @@ def test_too_many_requests_ahead_end_with_the_answer_under_way(server: Server) -
         said = until_closed(connection)
     assert said.count(b"HTTP/1.1 200") == 1 and b'"finish_reason": "length"' in said
     with connect(server) as connection:
-        connection.sendall(completion(max_tokens=20) + LIVE + b"\r\n")
+        connection.sendall(completion(max_tokens=60) + LIVE + b"\r\n")
         server.wait_until(lambda: server.status()["num_open"] == 1)
         connection.sendall(b"nonsense\r\n\r\n")
         said = until_closed(connection)
