@@ -84,8 +84,9 @@ class _Steps:
 
 
 def limit_steps(path: Path) -> None:
-    """From now on, in this process. Between steps the engine obeys and looks after its
-    R-workers as one that has nothing to do. Controllers of instances aren't limited."""
+    """From now on, in this process. An engine that may make no step obeys, and it looks
+    after its R-workers where none of them owes an answer. Controllers of instances aren't
+    limited."""
     from fastdecode.engine.engine_thread import EngineThread
     from fastdecode.engine.instances.controller import Controller
 
@@ -97,7 +98,8 @@ def limit_steps(path: Path) -> None:
             step(self)
         else:
             never.wait(_LOOK_EVERY_S)
-            engine.look()
+            if not engine._has_pending:  # else a look takes the answer that a step waits for
+                engine.look()
 
     EngineThread.step = limited
 

@@ -171,12 +171,16 @@ def test_more_connections_than_an_r_worker_takes_change_no_token(
         with running([*limit.fastdecode, *options, *at([address])], **PATHS) as s_worker:
             s_worker.wait_for_text(output)
             host, port = address.removeprefix("tcp://").split(":")
-            for _ in range(MOST_FILES + 40):
-                stranger = strangers.enter_context(socket.socket())
-                stranger.setblocking(False)
-                stranger.connect_ex((host, int(port)))
             r_worker = job.process
-            job.wait_until(lambda: r_worker.num_fds() == MOST_FILES)
+
+            def is_full() -> bool:
+                for _ in range(MOST_FILES - r_worker.num_fds()):
+                    stranger = strangers.enter_context(socket.socket())
+                    stranger.setblocking(False)
+                    stranger.connect_ex((host, int(port)))
+                return r_worker.num_fds() == MOST_FILES
+
+            job.wait_until(is_full)
             limit.lift()
             outcome = s_worker.wait()
         assert (outcome.exit_code, outcome.orphans) == (0, []), outcome
