@@ -8,11 +8,18 @@ no longer where they were. Each signature has a file of its own, with a checksum
 at its end; Numba's own index of them loses entries where two processes write to
 it, and a damaged one fails every later run. What can't be read is compiled,
 what can't be written isn't kept: no job fails for it.
+
+Of processes that need the same machine code at the same time, as the R-workers of a host
+do, one compiles it, and the others wait for its file.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
+import os
+import time
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -23,6 +30,9 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 logger = logging.getLogger(__name__)
 
 _CHECKSUM_BYTES = sha256().digest_size
+_LONGEST_WAIT_S = 60.0
+"""For a process that compiles. It may have been stopped."""
+_LOOK_EVERY_S = 0.02
 
 
 @cache
@@ -53,10 +63,50 @@ class _KeptFiles(IndexDataCacheFile):
             raise OSError(f"{name} is damaged")
         return self._load_data(name)  # it stops where the checksum begins
 
+    def lock_path(self, key):
+        """Of a file that the process locks that compiles for this key."""
+        return self._data_path(self._name_of(key)) + ".lock"
+
     def _name_of(self, key):
         return self._data_name_pattern.format(
             number=int(sha256(repr(key).encode()).hexdigest()[:12], 16)
         )
+
+
+class _Turn:
+    """The right to compile one function, which one process of a host has at a time. It
+    ends with the process at the latest.
+
+    Args:
+        path: of the file that is locked, and removed at the end. Where it can't be made,
+            every process may compile.
+    """
+
+    def __init__(self, path):
+        self._path = path
+        self._fd = None
+
+    def take(self):
+        """Wait until no other process has it, or for as long as one may take."""
+        end_s = time.monotonic() + _LONGEST_WAIT_S
+        with contextlib.suppress(OSError):
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+            while not self._is_locked() and time.monotonic() < end_s:
+                time.sleep(_LOOK_EVERY_S)
+
+    def _is_locked(self):
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def give_back(self):
+        if self._fd is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+            os.close(self._fd)
+            self._fd = None
 
 
 class KeptCode(FunctionCache):
@@ -76,8 +126,23 @@ class KeptCode(FunctionCache):
         super().__init__(py_func)
         name = f"{self._impl.filename_base}-{sources}"
         self._cache_file = _KeptFiles(self._cache_path, name, source_stamp="")
+        self._turns = {}  # of what this process compiles, by signature
 
     def load_overload(self, sig, target_context):
+        """Machine code of the disk; None: this process is to compile and save it."""
+        found = self._loaded(sig, target_context)
+        if found is None:
+            key = self._index_key(sig, target_context.codegen())
+            turn = _Turn(self._cache_file.lock_path(key))
+            turn.take()
+            found = self._loaded(sig, target_context)  # the process before may have saved it
+            if found is None:
+                self._turns[sig] = turn
+            else:
+                turn.give_back()
+        return found
+
+    def _loaded(self, sig, target_context):
         try:
             return super().load_overload(sig, target_context)
         except Exception as error:  # of a file's content, anything
@@ -89,6 +154,9 @@ class KeptCode(FunctionCache):
             super().save_overload(sig, data)
         except Exception as error:
             _complain(error)
+        finally:
+            if sig in self._turns:
+                self._turns.pop(sig).give_back()
 
 
 def keep(compiler, function, *sources):

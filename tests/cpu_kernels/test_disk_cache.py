@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import numba
 import pytest
+from numba import int64
 
 import cpu_kernels
+from cpu_kernels.codegen import kept
+from cpu_kernels.codegen.kept import keep
 
 TREE = Path(cpu_kernels.__file__).parent.parent
 SCRIPT = """
@@ -115,6 +120,65 @@ def cache(filled: tuple[Path, Path], tmp_path: Path) -> Path:
 
 def test_machine_code_is_kept_and_loaded(filled: tuple[Path, Path], cache: Path) -> None:
     assert _run(filled[0], NUMBA_CACHE_DIR=str(cache)) == LOADED
+
+
+def test_what_another_process_compiles_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And loaded, once it is there."""
+    monkeypatch.setattr(numba.core.config, "CACHE_DIR", str(tmp_path))
+    first = _dispatcher()
+    first.compile((int64,))
+    assert not list(tmp_path.rglob("*.lock"))
+    (file,) = tmp_path.rglob("*.nbc")
+    content = file.read_bytes()
+    file.unlink()
+    lock = os.open(f"{file}.lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    waited = []
+
+    def wait(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            file.write_bytes(content)
+            os.close(lock)
+
+    monkeypatch.setattr(kept.time, "sleep", wait)
+    second = _dispatcher()
+    second.compile((int64,))
+    assert len(waited) == 3 and second.stats.cache_hits and second(5) == 10
+    assert not list(tmp_path.rglob("*.lock"))
+
+
+def test_a_process_that_never_ends_its_compiling_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have been stopped. One that died holds nothing up."""
+    monkeypatch.setattr(numba.core.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kept, "_LONGEST_WAIT_S", 0.0)
+    _dispatcher().compile((int64,))
+    (file,) = tmp_path.rglob("*.nbc")
+    file.unlink()
+    lock = os.open(f"{file}.lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    for is_held in (True, False):
+        dispatcher = _dispatcher()
+        dispatcher.compile((int64,))
+        assert dispatcher.stats.cache_misses and dispatcher(5) == 10
+        assert file.exists()
+        file.unlink()
+        if is_held:
+            os.close(lock)
+
+
+def _double(x):  # type: ignore[no-untyped-def]
+    return x + x
+
+
+def _dispatcher() -> Any:
+    dispatcher = numba.njit(_double)
+    keep(dispatcher, _double, Path(__file__))
+    return dispatcher
 
 
 def test_no_directory_can_be_written_to(script: Path) -> None:

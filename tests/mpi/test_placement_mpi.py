@@ -226,7 +226,7 @@ def test_roles_of_ranks_flip_while_requests_run(model: str, tmp_path: Path) -> N
     line = [mpirun(), *open_mpi_options(), "-n", "8", sys.executable, script, *own]
     outcome = run([*line, "--kv-memory-gb", "0.004"], timeout_s=240.0, **PATHS)
     counted = job.check(outcome)
-    assert counted["moved"] == 0 and counted["role_changes"] >= 9
+    assert counted["moved"] == 0 and counted["role_changes"] >= 9, outcome.output
 
 
 def test_a_server_streams_and_drains(tmp_path: Path) -> None:
