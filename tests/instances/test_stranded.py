@@ -48,6 +48,13 @@ def with_r_worker(model: str, role: str) -> Iterator[tuple[Process, Running, str
         yield ready(job, role), r_worker, addresses[0]
 
 
+@pytest.fixture(scope="module")
+def others(model: str) -> Iterator[list[Process]]:
+    """Instances that lose nobody."""
+    with instances(model, "prefill", "decode") as processes:
+        yield processes
+
+
 @contextlib.contextmanager
 def back(r_worker: Running, address: str, trouble: signal.Signals) -> Iterator[None]:
     """The R-worker is there again."""
@@ -68,13 +75,12 @@ MORE_LOSSES = [("prefill", signal.SIGKILL), ("decode", signal.SIGSTOP)]
     ("role", "trouble"), LOSSES + MORE_LOSSES * TRIES_ALL, ids=lambda x: getattr(x, "name", x)
 )
 def test_requests_of_an_instance_without_an_r_worker_go_on_elsewhere(
-    model: str, one: LLM, role: str, trouble: signal.Signals
+    model: str, one: LLM, others: list[Process], role: str, trouble: signal.Signals
 ) -> None:
     asked, how = prompts(24, seed=71), params(24, seed=71, n=2)
     expected = tokens(one.generate(asked, how))
     with contextlib.ExitStack() as stack:
         hurt, r_worker, address = stack.enter_context(with_r_worker(model, role))
-        others = stack.enter_context(instances(model, "prefill", "decode"))
         llm = stack.enter_context(controller(model, [hurt, *others]))
         assert answers(llm.generate(asked, how)) == answers(one.generate(asked, how))
         os.kill(r_worker.pid, trouble)

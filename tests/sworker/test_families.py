@@ -16,6 +16,7 @@ import transformers
 from checkpoints import prompts
 from families import FAMILIES, draw_config, save_tiny
 
+from examples import examples
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.model.families import read_model_spec
 from sworker.kernels.fused import fuse
@@ -25,7 +26,7 @@ from sworker.model.reference import ReferenceAttention
 from sworker.model.skeleton import forward
 from sworker.ranks.sharding import Shard, parallelize
 
-SEEDS = range(5)
+SEEDS = range(examples(5, share=2))
 CHUNKS = ((7, 1, 3), (1, 20, 0), (24, 9, 1))
 """Tokens that each sequence appends in a pass."""
 
