@@ -108,7 +108,7 @@ def test_a_job_that_is_launched_may_finish_what_runs(
     asked: Asked,
     limit: StepLimit,
 ) -> None:
-    options, output, _ = asked(command, 60)
+    options, output, _ = asked(command, 400, number=60)  # far from its end when it goes on
     launch = [*limit.fastdecode, "launch", "--hosts", "localhost:2", "--r-threads", "1"]
     launch += ["--kv-memory-gb", "0.01", "--"]
     with running([*launch, *options, "--max-num-sequences", "3"], **PATHS) as job:
