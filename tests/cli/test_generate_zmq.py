@@ -104,7 +104,7 @@ def test_the_python_api_and_workers_that_end_with_it(tiny_checkpoint: Callable[.
 def test_told_to_stop_it_leaves_whole_lines_and_its_r_workers_end(
     stop: signal.Signals, asked: Asked, limit: StepLimit
 ) -> None:
-    options, output, expected = asked(60)
+    options, output, expected = asked(400)  # far from its end when it goes on
     with r_workers("*", "*") as (jobs, addresses):
         with running([*limit.fastdecode, *options, *at(addresses)], **PATHS) as s_worker:
             s_worker.wait_for_text(output)
