@@ -182,14 +182,14 @@ LOST_OF_SEVERAL = {"one of a stage's S-workers": 2, "a later stage": 5, "R-worke
 @pytest.mark.parametrize("rank", LOST_OF_SEVERAL.values(), ids=LOST_OF_SEVERAL)
 @pytest.mark.skipif(not TRIES_ALL, reason="make campaign")
 def test_an_instance_without_one_of_its_s_workers_is_gone_on_without(
-    model: str, tmp_path: Path, rank: int
+    model: str, tmp_path: Path, rank: int, limit: StepLimit
 ) -> None:
-    job = Job(tmp_path, model, *SEVERAL)
+    job = Job(tmp_path, model, *SEVERAL, limit=limit)
     write_long_prompts(job.source)
     with running(job.command, **PATHS) as run_of:
         victim = run_of.rank(rank)
         run_of.wait_for_text(job.output)
-        victim.kill()
+        limit.lose(victim, signal.SIGKILL)
         job.check(run_of.wait(240.0))
 
 
