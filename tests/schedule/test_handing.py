@@ -192,6 +192,31 @@ def test_who_cannot_be_fetched_is_recomputed() -> None:
     assert life.endings.num_recomputed == 1
 
 
+@pytest.mark.parametrize("second", ["", "gone"], ids=["fetched", "failed"])
+@pytest.mark.parametrize("is_open", [True, False], ids=["importing", "reserving"])
+def test_a_failed_import_leaves_the_prompt_to_a_sibling_that_imports_it(
+    is_open: bool, second: str
+) -> None:
+    """Each has its own import, where a prompt is too short to be forked. The end of both is
+    reported once."""
+    life = lifecycle()
+    sources = (replace(SOURCES[0], num_tokens=1),)
+    asked = replace(coming(), prompt_token_ids=(5,), params=SamplingParams(n=2), sources=sources)
+    tell(life, Submitted(replace(asked, drawn={0: (7,), 1: (7,)})))
+    one, other = tell(life, LaneIdle(0))
+    assert isinstance(one, Open) and isinstance(other, Open)
+    assert isinstance(*tell(life, Opened(one.part.part_id)), Pull)
+    if is_open:
+        assert isinstance(*tell(life, Opened(other.part.part_id)), Pull)
+    told = tell(life, Pulled(one.part.part_id, "gone"))
+    assert not [each for each in told if isinstance(each, HasFetched)]
+    if not is_open:
+        assert isinstance(*tell(life, Opened(other.part.part_id)), Pull)
+    told = tell(life, Pulled(other.part.part_id, second))
+    assert [each.failed for each in told if isinstance(each, HasFetched)] == [True]
+    assert life.endings.num_recomputed == 1 + bool(second)
+
+
 def test_who_is_cancelled_or_lost_while_it_is_fetched() -> None:
     life = lifecycle((40, 40))
     tell(life, Submitted(coming()))

@@ -93,8 +93,9 @@ class Handing:
         if event.reason:
             self._table.tell(life, f"can't fetch its prompt: {event.reason}")
             self._failed.add(life.sequence.request.request_id)
-            for sibling in self._table.of_request(life.sequence.request.request_id):
-                sibling.sources = ()
+            for sibling in self._table.by_request.get(life.sequence.request.request_id, ()):
+                if not (sibling.importing or sibling.sources):  # else it reports its own end
+                    sibling.sequence.sources = ()
             self._table.cache(life, 0)  # none of it is kept
             self._endings.recompute(life)
         elif not life.importing:
