@@ -11,12 +11,16 @@ from __future__ import annotations
 import argparse
 import difflib
 import itertools
+import os
 import re
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, NoReturn
+
+from fastdecode.wire.mpi.launcher import repeats_other_rank
 
 ALL = "all"
 ELSEWHERE = {
@@ -118,8 +122,12 @@ class Parser(argparse.ArgumentParser):
         return f"did you mean {near[0]}?" if near else f"see {self.prog} --help=all"
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, then the usage in one line, and exit with code 2."""
-        print(f"{self.prog}: {_worded(message)}\n{self.format_usage()}", file=sys.stderr, end="")
+        """Say what is wrong, then the usage in one line, and exit with code 2. Of ranks of
+        an MPI job with one command line the first says it: they end together."""
+        ends_together = find_spec("mpi4py") is not None
+        if not (ends_together and repeats_other_rank(os.environ)):
+            said = f"{self.prog}: {_worded(message)}\n{self.format_usage()}"
+            print(said, file=sys.stderr, end="")
         sys.exit(2)
 
     def format_usage(self) -> str:

@@ -17,6 +17,15 @@ CODE = "invalid_structured_outputs"
 KINDS: Final = ("json", "regex", "choice", "grammar", "json_object")
 
 
+_SWITCHES: Final = (
+    "json_object", "in_reasoning", "disable_any_whitespace", "disable_additional_properties",
+)  # fmt: skip
+_NOT_SUPPORTED: Final = {
+    "disable_additional_properties": 'give "additionalProperties": false in the schema',
+    "structural_tag": "give a grammar, or tools",
+}
+
+
 def refuse(*words: str | Given) -> RequestError:
     """The error that names structured outputs that can't be had."""
     return RequestError(Given("structured_outputs"), *words, code=CODE)
@@ -48,6 +57,15 @@ class StructuredOutputs:
     text is what it must be."""
     in_reasoning: bool = False
     """The prompt ends inside the reasoning."""
+    disable_any_whitespace: bool = False
+    """JSON has no blanks but those in strings."""
+    whitespace_pattern: str | None = None
+    """A regular expression of the blanks that may stand between JSON's tokens; None: up to
+    20 of any."""
+    disable_additional_properties: bool = False
+    """Of vLLM; only false is supported."""
+    structural_tag: str | None = None
+    """Of vLLM; only None is supported."""
 
     def __post_init__(self) -> None:
         given = [name for name in self._given() if name in KINDS]
@@ -57,13 +75,16 @@ class StructuredOutputs:
             raise refuse(f" has {what}: give exactly one of {names}")
         if self.json is not None:
             object.__setattr__(self, "json", _schema(self.json))
-        for name in ("regex", "grammar"):
+        for name in ("regex", "grammar", "whitespace_pattern"):
             _check_text(name, getattr(self, name))
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
-        for name in ("json_object", "in_reasoning"):
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise refuse(f".{name} must be true or false")
+        for name, instead in _NOT_SUPPORTED.items():
+            if getattr(self, name):
+                raise refuse(f".{name} is not supported: {instead}")
         if self.in_reasoning and self.reasoning is None:
             raise refuse(".in_reasoning needs reasoning, the format's name")
 
@@ -103,7 +124,7 @@ class StructuredOutputs:
             f.name: value
             for f in fields(self)
             if (value := getattr(self, f.name)) is not None
-            and (f.name not in ("json_object", "in_reasoning") or value is not False)
+            and (f.name not in _SWITCHES or value is not False)
         }
 
 

@@ -71,9 +71,9 @@ def grammar_of(wanted: StructuredOutputs, special: Mapping[str, int]) -> str:
 def _grammar_of_answer(wanted: StructuredOutputs) -> str:
     matcher = llguidance().LLMatcher
     if wanted.json is not None:
-        return _json_grammar(matcher, wanted.json)
+        return _json_grammar(matcher, wanted.json, _blanks(wanted))
     if wanted.json_object:
-        return _json_grammar(matcher, '{"type": "object"}')
+        return _json_grammar(matcher, '{"type": "object"}', _blanks(wanted))
     if wanted.regex is not None:
         return str(matcher.grammar_from_regex(wanted.regex))
     if wanted.choice is not None:
@@ -120,9 +120,16 @@ def _around(grammar: str, outer: str) -> str:
     return json.dumps({**grammars, "grammars": [{"lark_grammar": outer}, *grammars["grammars"]]})
 
 
-def _json_grammar(matcher: Any, schema: str) -> str:
+def _blanks(wanted: StructuredOutputs) -> dict[str, Any]:
+    """llguidance's options."""
+    if wanted.disable_any_whitespace:
+        return {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+    return {"whitespace_pattern": wanted.whitespace_pattern or WHITESPACE}
+
+
+def _json_grammar(matcher: Any, schema: str, options: Mapping[str, Any]) -> str:
     try:
-        return str(matcher.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS))
+        return str(matcher.grammar_from_json_schema(schema, defaults=options))
     except ValueError as error:
         raise refuse(f".json can't be followed: {_brief(str(error))}") from None
 

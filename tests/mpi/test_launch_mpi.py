@@ -37,6 +37,17 @@ def test_what_launchers_say_of_this_host() -> None:
     assert launcher.local_size({"MPI_LOCALNRANKS": "2"}) == 2
 
 
+def test_ranks_of_one_command_line_are_known() -> None:
+    whole = {"OMPI_COMM_WORLD_SIZE": "3"}
+    parts = {**whole, "OMPI_APP_CTX_NUM_PROCS": "2 1"}
+    for ranks, repeats in ((whole, [False, True, True]), (parts, [False, True, False])):
+        for rank, expected in enumerate(repeats):
+            environ = {**ranks, "OMPI_COMM_WORLD_RANK": str(rank)}
+            assert launcher.repeats_other_rank(environ) is expected
+    assert not launcher.repeats_other_rank({}) and not launcher.repeats_other_rank(whole)
+    assert not launcher.repeats_other_rank({"PMI_RANK": "2", "PMI_SIZE": "3"})
+
+
 def test_without_a_launcher_mpi_is_not_even_loaded() -> None:
     with pytest.raises(ConfigError, match="needs a launcher") as caught:
         joining.join(environ={})

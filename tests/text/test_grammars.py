@@ -65,6 +65,10 @@ def submit(structured: Any) -> None:
         ({"json_object": 1}, "true or false"),
         ({"regex": "a", "reasoning": "none"}, "reasoning 'none' is none of think, mistral"),
         ({"regex": "a", "in_reasoning": True}, "needs reasoning"),
+        ({"json": {}, "disable_any_whitespace": 1}, "true or false"),
+        ({"json": {}, "whitespace_pattern": 1}, "a text of"),
+        ({"json": {}, "disable_additional_properties": True}, '"additionalProperties": false'),
+        ({"json": {}, "structural_tag": "{}"}, "give a grammar, or tools"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_at_submission(structured: Any, words: str) -> None:
@@ -99,10 +103,37 @@ def test_a_model_without_a_tokenizer_has_no_text() -> None:
 
 def test_they_travel_to_another_process() -> None:
     wanted = {"json": {"type": "object", "properties": {"é": {"enum": [1, "ü"]}}}}
-    for given in (wanted, {**wanted, "reasoning": "think"}):
+    for more in ({}, {"reasoning": "think"}, {"disable_any_whitespace": True}):
+        given: dict[str, Any] = {**wanted, **more}
         params = SamplingParams(structured_outputs=given)  # type: ignore[arg-type]
         request = checker().check(PromptRequest("x", [5], params), (5,))
         assert request_from_json(request_to_json(request)) == request
+
+
+@pytest.mark.parametrize(
+    ("more", "spaced", "wide"),
+    [
+        ({}, True, True),
+        ({"disable_any_whitespace": True}, False, False),
+        ({"whitespace_pattern": " "}, True, False),
+    ],
+    ids=str,
+)
+def test_blanks_of_json_may_be_chosen(
+    masks: GrammarMasks, more: dict[str, Any], spaced: bool, wide: bool
+) -> None:
+    parts = {"a": {"const": 1}, "b": {"const": [2, "x y"]}}
+    wanted = StructuredOutputs(
+        json={"type": "object", "properties": parts, "required": ["a", "b"]},  # type: ignore[arg-type]
+        disable_additional_properties=False, structural_tag=None, **more,
+    )  # fmt: skip
+    compact = '{"a":1,"b":[2,"x y"]}'
+    said = (compact, '{ "a" : 1 , "b" : [ 2 , "x y" ] }', compact.replace(":", ":  "))
+    for text, is_allowed in zip(said, (True, spaced, wide), strict=True):
+        ids = TOKENIZERS["byte-level"].encode(text, add_special_tokens=False).ids
+        state = masks.state(wanted, ids)
+        state.mask()
+        assert state.is_complete is is_allowed
 
 
 @pytest.mark.parametrize(

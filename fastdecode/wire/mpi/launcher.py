@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Final
 
 from fastdecode.core.host.interrupts import interrupt
@@ -49,6 +50,18 @@ def launched_rank(environ: Mapping[str, str] = os.environ) -> int | None:
         if value.isdecimal():
             return int(value)
     return None
+
+
+def repeats_other_rank(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a rank before this one has the same command line, as far as the launcher
+    says (Open MPI does)."""
+    rank, size = launched_rank(environ), launched_size(environ)
+    if rank is None or "OMPI_COMM_WORLD_SIZE" not in environ:
+        return False
+    sizes = environ.get("OMPI_APP_CTX_NUM_PROCS", str(size)).split()
+    if not all(each.isdecimal() for each in sizes):
+        return False
+    return rank not in accumulate(map(int, sizes), initial=0)
 
 
 def local_size(environ: Mapping[str, str] = os.environ) -> int:
