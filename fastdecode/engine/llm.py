@@ -349,7 +349,8 @@ class LLM:
     def get_tokenizer(self) -> ModelTokenizer:
         """The model's tokenizer. Raises ConfigError: it has none."""
         eos = self._running.spec.eos_token_ids
-        return ModelTokenizer(self.codec, find_model(self.config.model), eos)
+        model = find_model(self.config.model)
+        return ModelTokenizer(self.codec, model, eos, self._given_template)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """A copy of what requests without parameters take: see ``generation_config``."""
@@ -486,11 +487,9 @@ def _named(step: TokenLogprob, names: TokenText) -> TokenLogprob:
 
 
 def _chat_template(model: str, given: str | Path | None) -> ChatTemplate:
-    """A model's chat template, or another in its place: of a file, or a text.
-    Raises ConfigError: there is none."""
-    if isinstance(given, str) and "{" in given:
-        return ChatTemplate.of_model(find_model(model), given, "chat_template")
-    template = ChatTemplate.load(find_model(model), None if given is None else Path(given))
+    """A model's chat template, or what is given instead. Raises ConfigError: there is
+    none."""
+    template = ChatTemplate.chosen(find_model(model), given)
     if template is None:
         raise ConfigError(
             f"{model} has no chat template: give a file as chat_template, or use generate",

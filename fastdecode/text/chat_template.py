@@ -146,6 +146,14 @@ class ChatTemplate:
         except CheckpointError as error:
             raise ConfigError(Given("chat_template"), f": {error}") from None
 
+    @classmethod
+    def chosen(cls, model_dir: Path, given: str | Path | None) -> ChatTemplate | None:
+        """The model's own template, or what is given instead: a file, or a Jinja program,
+        which is a text with ``{``. Raises as ``load``."""
+        if isinstance(given, str) and "{" in given:
+            return cls.of_model(model_dir, given, "chat_template")
+        return cls.load(model_dir, None if given is None else Path(given))
+
     @property
     def takes_tools(self) -> bool:
         """Whether tools have a place in what it writes."""

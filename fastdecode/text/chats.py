@@ -30,8 +30,23 @@ def as_chats(messages: object) -> list[Sequence[Message]]:
             code="invalid_messages",
         )
     for place, chat in enumerate(chats):
-        _check_calls(chat, "messages" if is_one else f"messages[{place}]")
+        where = "messages" if is_one else f"messages[{place}]"
+        _check_calls(chat, where)
+        _check_parts(chat, where)
     return chats
+
+
+def _check_parts(chat: Sequence[Message], where: str) -> None:
+    for place, message in enumerate(chat):
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if isinstance(kind, str) and kind.startswith(_NO_TEXT):
+                raise RequestError(
+                    f"{where}[{place}].content has a part of type {kind!r:.80}, which is not "
+                    "supported: only text is",
+                    code="unsupported_field",
+                )
 
 
 def _check_calls(chat: Sequence[Message], where: str) -> None:
@@ -80,6 +95,8 @@ _PARTS: Final = re.compile(
     r"for\s+\w+\s+in\s+(?:content\b|\w+\.content\b|\w+\[['\"]content['\"]\])"
 )
 """A template's loop over the parts of a message."""
+_NO_TEXT: Final = ("image", "input_image", "audio", "input_audio", "video", "file")
+"""What types of parts that are no text begin with."""
 _TAKES_TEXT: Final = "is string"
 _REASONING: Final = ("reasoning_content", "reasoning", "thinking")
 """Names of a message's reasoning. Templates read the first or the last."""

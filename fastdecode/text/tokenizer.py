@@ -23,12 +23,19 @@ class ModelTokenizer:
         codec: the model's, with a tokenizer.
         model: its directory, for the chat template.
         eos_token_ids: that end a text of the model.
+        chat_template: instead of the model's own: a file, or a text.
 
     Raises:
         ConfigError: (code ``no_tokenizer``) the model has none.
     """
 
-    def __init__(self, codec: TextCodec, model: Path, eos_token_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        codec: TextCodec,
+        model: Path,
+        eos_token_ids: Sequence[int] = (),
+        chat_template: str | Path | None = None,
+    ) -> None:
         if codec.vocabulary is None:
             raise ConfigError(
                 f"{model} has no tokenizer.json: add the model's, or give token ids",
@@ -36,6 +43,7 @@ class ModelTokenizer:
             )
         self._codec = codec
         self._model = model
+        self._chosen_template = chat_template
         self._tokens = codec.vocabulary
         self._with_special = Vocabulary(codec.vocabulary.tokenizer, skips_special=False)
         eos = codec.eos_token_id
@@ -151,4 +159,4 @@ class ModelTokenizer:
 
     @cached_property
     def _template(self) -> ChatTemplate | None:
-        return ChatTemplate.load(self._model)
+        return ChatTemplate.chosen(self._model, self._chosen_template)

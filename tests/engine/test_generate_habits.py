@@ -357,6 +357,15 @@ def test_chats_as_vllms_users_write_them(llm: LLM) -> None:
         llm.chat(begun, params, continue_final_message=True, conversation_id="c", **more)
 
 
+def test_a_template_may_be_the_llms(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text("{{ messages[0].content }}!")
+    with LLM(str(DEMO), kv_memory_gb=0.05, chat_template=str(tmp_path / "t.jinja")) as other:
+        assert other.chat(CHAT, GREEDY)[0].prompt == "Who lived in the mill?!"
+        assert other.get_tokenizer().apply_chat_template(CHAT, tokenize=False) == (
+            "Who lived in the mill?!"
+        )
+
+
 def test_a_turn_of_a_conversation_has_its_prompt_too(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=3)
     (output,) = llm.chat(CHAT, params, chat_template=TEMPLATE, conversation_id="mill")

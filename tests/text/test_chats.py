@@ -23,6 +23,16 @@ def test_calls_that_are_no_list_of_objects_are_refused(calls: Any) -> None:
         as_chats([[USER], chat])
 
 
+def test_parts_that_are_no_text_are_refused() -> None:
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    with pytest.raises(
+        RequestError, match=r"messages\[0\]\.content has a part of type 'image_url'"
+    ):
+        as_chats(image)
+    other = [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}, 5]}]
+    assert as_chats(other) == [other]
+
+
 def test_messages_without_calls_are_taken() -> None:
     chat = [USER, {"role": "assistant", "content": "", "tool_calls": None}]
     assert as_chats(chat) == [chat] and for_template(chat, MessageStyle(9)) == chat
