@@ -91,6 +91,7 @@ class ChatTemplate:
         }
         self.source = source if tool_source is None else tool_source
         """The program that conversations with tools are rendered by."""
+        self._sources = source + (tool_source or "")
         self._origin = origin
         self._child = LimitedChild("template", opening, limits)
         try:
@@ -203,7 +204,7 @@ class ChatTemplate:
         """Raises RequestError: the template leaves out messages of a role that it does not
         know."""
         for role in {message.get("role") for message in messages}.difference(ROLES):
-            if isinstance(role, str) and role not in self.source and role not in text:
+            if isinstance(role, str) and role not in self._sources and role not in text:
                 raise RequestError(
                     f"the chat template leaves out messages of the role {role!r:.80}: use one of "
                     f"{', '.join(ROLES)}",
