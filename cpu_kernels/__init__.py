@@ -38,5 +38,6 @@ def __getattr__(name: str) -> Any:
     if name in ("append", "attend", "copy_blocks", "gather"):
         from cpu_kernels import kernels
 
-        return getattr(kernels, name)
+        found = globals()[name] = getattr(kernels, name)  # from now on nobody asks here
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

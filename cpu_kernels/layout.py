@@ -48,6 +48,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -105,16 +106,16 @@ class BlockLayout:
             if not 1 <= value <= most:
                 raise ValueError(f"{name}={value} is not within 1..{most}")
 
-    @property
+    @cached_property
     def pack(self) -> int:
         """Elements in a cell."""
         return _PACK[self.dtype]
 
-    @property
+    @cached_property
     def cell_bytes(self) -> int:
         return 2 if self.dtype == "float16" else 4
 
-    @property
+    @cached_property
     def is_quantized(self) -> bool:
         return self.dtype in ("int8", "int4")
 
@@ -123,12 +124,12 @@ class BlockLayout:
         """Elements, of ``CARRIERS[dtype]``, of a stored row."""
         return 4 * -(-self.head_dim // 8) if self.dtype == "int4" else self.head_dim
 
-    @property
+    @cached_property
     def padded_tokens(self) -> int:
         """Cells in a row of K."""
         return _round_up(self.block_size, LANES)
 
-    @property
+    @cached_property
     def padded_dims(self) -> int:
         """Cells of all dims of V."""
         return _round_up(self.head_dim, LANES)
@@ -145,34 +146,34 @@ class BlockLayout:
         """Bytes from one tile of V to the next."""
         return self.token_words * self.tile_dims * self.cell_bytes
 
-    @property
+    @cached_property
     def dim_words(self) -> int:
         """Rows of K."""
         return -(-self.head_dim // self.pack)
 
-    @property
+    @cached_property
     def token_words(self) -> int:
         """Rows of a tile of V."""
         return -(-self.block_size // self.pack)
 
-    @property
+    @cached_property
     def v_offset(self) -> int:
         """Bytes from a head's beginning to its V."""
         return _round_up(self.dim_words * self.padded_tokens * self.cell_bytes, ALIGNMENT)
 
-    @property
+    @cached_property
     def scale_offset(self) -> int:
         """Bytes from a head's beginning to its scales of K, followed by those of V."""
         return self.v_offset + _round_up(
             self.token_words * self.padded_dims * self.cell_bytes, ALIGNMENT
         )
 
-    @property
+    @cached_property
     def head_bytes(self) -> int:
         """Bytes from one head of a block to the next."""
         return self.scale_offset + (2 * self.padded_tokens * 4 if self.is_quantized else 0)
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         """Bytes of one block of one layer, padding included; a multiple of 64."""
         return self.num_kv_heads * self.head_bytes

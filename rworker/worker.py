@@ -141,11 +141,12 @@ def serve_next(
         links.work()
     if grace_period is not None and (over := grace_period.end(state)):
         return obey(over, hub.connections, state, executor, behind)
-    if not tell_moved(hub.connections, state, executor, behind):
+    tiers = executor.tiers
+    if tiers.is_used and not tell_moved(hub.connections, state, executor, behind):
         return False
     link_wait_s = None if links is None else links.wait_s
     away_s = None if grace_period is None else grace_period.wait_s(state)
-    tier_wait_s = executor.tiers.wait_s if executor.tiers.is_used else None
+    tier_wait_s = tiers.wait_s if tiers.is_used else None
     waits_s = [each for each in (link_wait_s, tier_wait_s, away_s) if each is not None]
     try:
         peer, message = hub.receive_any(min(waits_s, default=None))
@@ -186,7 +187,7 @@ def tell_moved(
     """Report moves between tiers to the peers that asked for them. False: leave
     the loop."""
     tiers = executor.tiers
-    for news in tiers.take_news() if tiers.is_used and tiers.is_busy else ():
+    for news in tiers.take_news() if tiers.is_busy else ():
         if not obey(state.moved(news), peers, state, executor, behind):
             return False
     return True

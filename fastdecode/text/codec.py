@@ -282,7 +282,7 @@ class SequenceText:
         """Append to the text, or cut it at a stop string and return True."""
         if not piece:
             return False
-        found = self._find(piece)
+        found = self._find(piece) if self._stop else None
         self._num_peeked = 0
         if found is None:
             self._pieces.append(piece)

@@ -12,6 +12,8 @@ from fastdecode.core.errors import CapacityError
 from rworker.blocks.block_pool import BlockPool
 from rworker.blocks.block_tables import BlockTables, Rows
 
+_NONE = np.empty(0, np.int64)
+
 
 @dataclass(frozen=True, eq=False)
 class Appended:
@@ -41,7 +43,9 @@ def append(
             f"reserved for {tables.reserved[rows[i]]}: reserve room for all of its "
             "tokens when it is opened"
         )
-    sources, targets = _copy_shared_tails(tables, pool, rows, past)
+    sources = targets = _NONE
+    if pool.has_shared:
+        sources, targets = _copy_shared_tails(tables, pool, rows, past)
     _take_blocks(tables, pool, rows, total)
     tables.lengths[rows] = total
     return Appended(tables.slots(rows, past, num_new), sources, targets)

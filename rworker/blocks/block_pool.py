@@ -26,6 +26,8 @@ class BlockPool:
         self._num_returned = 0
         self._num_taken = 0
         self._refcount = np.zeros(num_blocks, np.int32)
+        self.has_shared = False
+        """Several sequences refer to some block, or have."""
         # Sequences whose tail the block is. Kept for shared blocks only: an
         # append need not touch it.
         self._num_tails = np.zeros(num_blocks, np.int32)
@@ -77,6 +79,7 @@ class BlockPool:
             has_tail: it is a tail of the one more.
         """
         # From here on these blocks are shared, and their tails are counted.
+        self.has_shared = True
         self._num_tails[blocks[self._refcount[blocks] == 1]] = 0
         last = int(blocks[-1])
         if self._refcount[last] == 1:

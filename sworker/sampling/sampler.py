@@ -190,7 +190,9 @@ def draw(
     """
     assert logits.dtype == torch.float32 and logits.dim() == 2 and len(states) == logits.shape[0]
     assert all(state.vocab_size == logits.shape[1] for state in states)
-    adjust(logits, states)
+    # A list: a generator would be entered once a row.
+    if [True for state in states if state.is_adjusted or state.grammar is not None]:
+        adjust(logits, states)
     return Drawing(logits, states, SHORT_LIST, fetch)
 
 

@@ -72,6 +72,7 @@ class SamplingState:
         "failure",
         "grammar",
         "history",
+        "is_adjusted",
         "num_generated",
         "params",
         "stream",
@@ -116,6 +117,13 @@ class SamplingState:
         if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
             # Only the repetition penalty looks at the prompt.
             self._counts = _TokenCounts(prompt_token_ids if params.repetition_penalty != 1 else ())
+        changes = self.history, self.allowed, self._additive, self._counts
+        self.is_adjusted = (
+            params.min_tokens > 0
+            or bool(bad_words)
+            or any(change is not None for change in changes)
+        )
+        """Its logits aren't taken as they are, even without a grammar."""
         for token in output_token_ids:
             self.observe(token)
 

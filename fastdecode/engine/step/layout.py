@@ -183,9 +183,10 @@ class Columns:
         rows attend."""
         spans: list[HolderSpan] = []
         local: list[LocalSpan] = []
+        has_prompts = bool((self.kinds > WITH_PAST).any())
         for holder, members in self.by_holder():
             spans.append(_span(holder, members, step, lane))
-            local += _local_spans(members)
+            local += _local_spans(members) if has_prompts else ()
         if closed:
             spans = _with_closed_parts(spans, closed)
         return tuple(spans), tuple(local)
@@ -327,7 +328,9 @@ class StepBatch:
         ordered = tuple([chunks[i] for i in order])
         columns = Columns.of(ordered, [homes[i] for i in order], [keys[i] for i in order])
         num_known = np.array([len(chunk.sequence.token_ids) for chunk in ordered])
-        closed = _closed_parts(ordered, columns.starts, window)
+        # Only who has a closed part goes on in one that begins later.
+        has_closed = columns.first_tokens.any()
+        closed = _closed_parts(ordered, columns.starts, window) if has_closed else ()
         spans, local = columns.lay_out(step, lane, closed)
         return cls(
             ordered,
