@@ -46,7 +46,7 @@ class InstantFleet:
 
     def __init__(self) -> None:
         self.lost: dict[int, Any] = {}
-        self.kept_by_gone: list[int] = []
+        self.gone: dict[int, Any] = {}
         self.moves = SimpleNamespace(has_moves=False)
         self.answers: dict[int, np.ndarray] = {}
         """By R-worker."""

@@ -99,7 +99,7 @@ config = dict(
 
 class Fleet:
     def __init__(self):
-        self.lost, self.kept_by_gone = {}, []
+        self.lost, self.gone, self.kept_by_gone = {}, {}, []
         self.moves = SimpleNamespace(has_moves=False, of_tiers=())
         self._o, self._owed = {}, deque()
     def peer(self, worker):

@@ -28,7 +28,8 @@ from fastdecode.engine.engine import Engine
 from fastdecode.engine.extensions import EngineState, Extension
 from fastdecode.engine.failover import recovery_of
 from fastdecode.engine.fleet.greeting import greet
-from fastdecode.engine.fleet.pool import HolderPool, WorkerPool
+from fastdecode.engine.fleet.groups import HolderPool
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replicas import Replicas
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.session.recorder import Recorder

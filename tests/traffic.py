@@ -285,7 +285,7 @@ class Harness:
         """The S-worker's count is the R-workers', or errs on the safe side
         where siblings share what isn't kept."""
         ledger = self.scheduler.ledger
-        for holder in ledger.capacity.present:
+        for holder in ledger.holders.open:
             said, there = ledger.free_blocks(holder), self.stores[holder].num_available
             is_exact = not self.has_forks and not self._fetching()
             assert said <= there and (not is_exact or said == there)

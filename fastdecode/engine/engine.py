@@ -95,9 +95,10 @@ class Engine:
         self.stats: Final[EngineStats] = state.stats
         self._trace = None if isinstance(trace, NoTrace) else trace
         self._recovery = recovery or Recovery(state)
-        self._extensions = (*extensions, self._recovery)
-        self._doers = {kind: each for each in self._extensions for kind in each.instructions}
-        self._takers = {kind: each for each in self._extensions for kind in each.answers}
+        self._extensions = tuple(extensions)
+        self._reporting = (*extensions, self._recovery)  # the latter has no part in steps
+        self._doers = {kind: each for each in self._reporting for kind in each.instructions}
+        self._takers = {kind: each for each in self._reporting for kind in each.answers}
         self._samples = PendingSamples(
             s_worker, state.lifecycle.sequences, state.requests, state.stats, self._trace
         )
@@ -255,8 +256,10 @@ class Engine:
                 began, began_wait_s = time.perf_counter(), pipeline.wait_s
         ended, wait_s = time.perf_counter(), pipeline.wait_s
         stats.count_time(ended - started, wait_s - before_s, is_prefill=is_prefill)
-        idle_s = max(0.0, wait_s - began_wait_s - (stats.r_compute_s - r_compute_s))
-        self._lifecycle.stepped(stats.num_prompt_tokens - num_prompt_tokens, ended - began, idle_s)
+        if self._lifecycle.keeps_blocks:
+            idle_s = max(0.0, wait_s - began_wait_s - (stats.r_compute_s - r_compute_s))
+            num_run = stats.num_prompt_tokens - num_prompt_tokens
+            self._lifecycle.stepped(num_run, ended - began, idle_s)
 
     @property
     def _has_pending(self) -> bool:
@@ -268,7 +271,8 @@ class Engine:
         num_lanes = self._pipeline.num_lanes
         for extension in self._extensions:
             num_lanes = extension.num_lanes(num_lanes)
-        self.set_num_lanes(num_lanes)
+        if num_lanes != self._pipeline.num_lanes:
+            self.set_num_lanes(num_lanes)
 
     def _launch_idle(self) -> None:
         """Take in what has happened, and start the idle lanes' steps."""
@@ -304,12 +308,12 @@ class Engine:
             if isinstance(news, WorkerError):
                 if news.code == SESSION_RESUMED:
                     raise copy(news)
-                self._apply(self._recovery.lose(holder, news))
+                self._apply(self._recovery.lose(holder))
             elif (taker := self._takers.get(type(news))) is not None:
                 self._apply_all(taker.take(holder, news))
             else:
                 self._take_room(holder, news)
-        for extension in self._extensions:
+        for extension in self._reporting:
             self._apply_all(extension.news())
 
     def _take_room(self, holder: HolderId, answer: Any) -> None:

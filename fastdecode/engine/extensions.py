@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.pool import HolderPool
+from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.stats import EngineStats
 from fastdecode.engine.step.lane_step import LaneStep

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from fastdecode.core.clock import Clock
-from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.extensions import EngineState
 from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.engine.fleet.replicas import Replicas
 from fastdecode.engine.recovery import Recovery
+from fastdecode.schedule.holder_states import HolderState
 from fastdecode.schedule.life.events import Event, Interrupted, Leaving, Lost, Reopened, TakeOver
 from fastdecode.wire.kv.taking_over import TakenOver
 
@@ -41,16 +41,14 @@ class ReplicaRecovery(Recovery):
         state.stats.replicas = replicas.figures
         replicas.hand_over_to(replacements)
 
-    def lose(self, holder: HolderId, error: WorkerError) -> Lost | Interrupted:
+    def lose(self, holder: HolderId) -> Lost | Interrupted:
         """See ``Recovery``."""
-        if self._replicas.lose(holder, is_used=self._sequences.is_on(holder)):
-            return Interrupted(holder)
-        return super().lose(holder, error)
+        is_kept = self._replicas.lose(holder, is_used=self._sequences.is_on(holder))
+        return Interrupted(holder) if is_kept else Lost(holder)
 
     def do(self, order: TakeOver) -> Iterable[Event]:
         """Have a neighbour take over; it may be lost meanwhile, too."""
         if not self._replicas.take_over(order):
-            self._lost[order.holder] = self._fleet.lost[order.holder]
             yield Lost(order.holder)
 
     def take(self, holder: HolderId, answer: TakenOver) -> Iterable[Event]:
@@ -65,7 +63,8 @@ class ReplicaRecovery(Recovery):
         replacements that have joined; then the ring is closed again."""
         self._replicas.take_news(self._state.num_launched - 1)
         yield from self._emptied()
-        yield from map(Reopened, self._replicas.reopened())
+        reopened = self._replicas.reopened()
+        yield from (Reopened(x) for x in reopened if self._holders[x] is HolderState.ADOPTED)
         yield from self._returned()
         self._replicas.mend()
 
@@ -82,20 +81,18 @@ class ReplicaRecovery(Recovery):
         ]
         for holder in empty:
             self._replicas.emptied(holder)
-            self._lost[holder] = self._fleet.lost[holder]
         yield from map(Lost, empty)
 
     def _returned(self) -> Iterator[Event]:
         """Replacements of lost holders; and of holders that neighbours took over,
         once the replacement has a copy."""
-        replicas, adopted = self._replicas, self._replicas.adopted
-        if self._replacements is None or not (self._lost or adopted):
+        replicas, vacant = self._replicas, self._vacant
+        if self._replacements is None or not (vacant or replicas.adopted):
             return
-        found = self._replacements.look([*self._vacant, *adopted])
         leaving: list[HolderId] = []
         if not self._state.lifecycle.adoptions:
-            leaving = replicas.leaving(found, self._sequences.is_on)
-        joined = list(self._joined(found))
+            leaving = replicas.leaving(self._sequences.is_on)
+        joined = list(self._joined(self._replacements.look(vacant)))
         for _ in joined:
             replicas.joined()
         yield from map(Leaving, leaving)

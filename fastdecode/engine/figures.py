@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.pool import HolderPool
+from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.continuous import ContinuousScheduler
 

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 
 from fastdecode.core.clock import Clock
-from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.extensions import EngineState, Extension
 from fastdecode.engine.fleet.replacements import Replacements
+from fastdecode.schedule.holder_states import HolderState
 from fastdecode.schedule.life.events import Event, Interrupted, Joined, Lost
 from fastdecode.wire.messages import Welcome
 
@@ -32,8 +32,7 @@ _LOOK_AWAY_S = 2 * _LONGEST_PAUSE_S
 
 
 class Recovery(Extension):
-    """Keeps count of the holders that are lost, and admits their replacements.
-    Every engine has one.
+    """Decides what follows a loss, and admits replacements. Every engine has one.
 
     Args:
         state: of the engine.
@@ -50,28 +49,28 @@ class Recovery(Extension):
         self._state = state
         self._fleet = state.fleet
         self._sequences = state.lifecycle.sequences
+        self._holders = state.lifecycle.holders
         self._replacements = replacements
         self._clock = clock
         self._looked_s = self._since_s = -math.inf
         self.pause_s = 0.0
         """While all are lost: for how long there is no use in looking again."""
-        self._lost: dict[HolderId, WorkerError] = {}
 
-    def lose(self, holder: HolderId, error: WorkerError) -> Lost | Interrupted:
+    def lose(self, holder: HolderId) -> Lost | Interrupted:
         """A holder is gone. What follows: ``Lost`` for good, or ``Interrupted``
         until its replica takes over."""
-        self._lost[holder] = error
         return Lost(holder)
 
     def news(self) -> Iterable[Event]:
         """Replacements that have joined, once no sequence is on the lost ones."""
-        if self._replacements is not None and self._lost:
-            yield from self._joined(self._replacements.look(self._vacant))
+        if self._replacements is not None and (vacant := self._vacant):
+            yield from self._joined(self._replacements.look(vacant))
 
     @property
     def _vacant(self) -> list[HolderId]:
         """Lost holders on which no sequence is any more: no step on them is in flight."""
-        return [holder for holder in self._lost if not self._sequences.is_on(holder)]
+        lost = self._holders.having(HolderState.LOST)
+        return [holder for holder in lost if not self._sequences.is_on(holder)]
 
     def is_stranded(self) -> bool:
         """Whether all are lost, and replacements may come: nothing can run until
@@ -80,7 +79,7 @@ class Recovery(Extension):
         Raises:
             WorkerError: all are lost for good: why the first of them was.
         """
-        if len(self._lost) < len(self._fleet):
+        if not self._holders.are_lost:
             self.pause_s = 0.0
             return False
         now = self._clock()
@@ -88,7 +87,8 @@ class Recovery(Extension):
             self._since_s = now
         self._looked_s = now
         if not self._may_come(now - self._since_s):
-            raise copy(next(iter(self._lost.values())))
+            reasons = (self._fleet.gone or self._fleet.lost).values()
+            raise copy(next(iter(reasons)))
         self.pause_s = min(max(_FIRST_PAUSE_S, 2 * self.pause_s), _LONGEST_PAUSE_S)
         return True
 
@@ -108,12 +108,11 @@ class Recovery(Extension):
         """Admit the replacements of lost holders, if no sequence
         is on those any more."""
         assert self._replacements is not None
+        vacant = self._vacant
         for index, welcome in found.items():
-            holder = HolderId(index)
-            if holder in self._lost and not self._sequences.is_on(holder):
+            if (holder := HolderId(index)) in vacant:
                 self._replacements.admit(holder)
                 self._fleet.revive(holder)
-                del self._lost[holder]
                 self._state.stats.num_rejoined += 1
                 logger.warning(
                     "%s has replaced an R-worker that was lost", self._fleet.peer(holder)

@@ -29,6 +29,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import Sequence
@@ -116,7 +117,7 @@ class ContinuousScheduler:
         """
         arrived = list(sequences)
         for sequence in arrived:
-            if not self.ledger.capacity.is_deserted:
+            if not self.ledger.holders.are_lost:
                 self.ledger.capacity.check_possible(sequence.max_cached_tokens)
             self.lanes[0].admission.check_possible(
                 self.ledger.shape.sizes(sequence.max_cached_tokens)
@@ -154,7 +155,11 @@ class ContinuousScheduler:
         for run in lane.running.values():
             if run.first_step is None and not _book(lane, run, ahead=0):
                 lane.postpone(run, 1)
-        starts = self._start_waiting(lane) if may_start else ()
+        starts: Seq[Start] = ()
+        if may_start and self.waiting:
+            starts = self._start_waiting(lane)
+        elif may_start and not lane.decodes_only:
+            lane.admission.begin_step(lane.step, len(lane.running), 0, 0)
         return LanePlan(
             tuple(Suspend(run.sequence) for run in suspended), tuple(grows), tuple(starts)
         )

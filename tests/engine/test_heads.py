@@ -242,7 +242,7 @@ def assert_lost(fleet: GroupPool, reason: str) -> None:
     assert list(fleet.gone) == [1]
     ((holder, error),) = fleet.take_losses()
     assert holder == GROUP and re.search(reason, error.message), error.message
-    assert fleet.take_losses() == [] and list(fleet.lost) == fleet.kept_by_gone == [GROUP]
+    assert fleet.take_losses() == [] and list(fleet.lost) == [GROUP]
     assert fleet.take_lost_members(GROUP) == [1]
 
 

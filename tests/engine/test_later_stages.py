@@ -116,6 +116,15 @@ def a_pass() -> StagePass:
     return StagePass(0, 0, x, np.zeros(1, np.int64), none, none, one, one.astype(np.uint8), none)
 
 
+def greet(stages: Stages) -> None:
+    """The later stages are greeted, and answer."""
+    hello = StageHello(1, "", 1, 2, 1, 0, 3, 4, 16, DType.FLOAT32, DType.FLOAT32)
+    stages.later.greet({1: hello, 2: replace(hello, stage=2, num_layers=2)})
+    stages.say(1, StageWelcome(1, (9, 9)))
+    stages.say(2, StageWelcome(2, (9, 9)))
+    assert stages.later.welcomes((1, 2)) is not None
+
+
 def stocked(column: int, is_last: bool = True) -> Stocked:
     no_keys = np.zeros((0, KEY_WORDS), np.int64)
     return Stocked(column, 4, no_keys, np.zeros(0, np.int32), is_last)
@@ -164,7 +173,7 @@ def test_a_column_is_lost_once_wherever_that_is_told() -> None:
     assert not stages.answers and not stages.fleet.is_owed
     stages.say(2, ColumnLost(W, "worker_timeout", "it is silent, too"))
     assert not stages.fleet.take_losses() and list(stages.fleet.lost) == [W]
-    assert len(stages.fleet.lost_workers) == 2
+    assert len(stages.fleet.gone) == 2
 
 
 def test_what_a_column_was_asked_before_it_is_greeted_again_is_void() -> None:
@@ -177,13 +186,11 @@ def test_what_a_column_was_asked_before_it_is_greeted_again_is_void() -> None:
     group, member = stages.fleet.groups[W], stages.members.member(1, W)
     assert stages.members.replaceable == {member}
     stages.members.revive(member)
-    group.greets_all = True
+    greet(stages)
     for _ in range(2):
-        stages.members.begin_greeting(group.shards)
         stages.fleet.send(W, HELLO)
-    assert [stages.heard(2) for _ in range(3)] == [
-        OpenSequence(7, 100, W), GreetColumn(W, 1), GreetColumn(W, 2),
-    ]  # fmt: skip
+    heard = [message for _ in range(4) if not isinstance(message := stages.heard(2), StageHello)]
+    assert heard == [OpenSequence(7, 100, W), GreetColumn(W, 1), GreetColumn(W, 2)]
     room = HELLO.kv.block_size, False
     stages.say(2, answer(7))
     stages.say(1, ColumnWelcome(W, 1, 3, *room))
@@ -311,7 +318,7 @@ def test_an_r_worker_that_a_prompt_stage_cannot_reach_is_given_up_everywhere() -
     stages.say(2, ColumnLost(V, "gone", "it left", 0))
     assert [column for column, _ in stages.fleet.take_losses()] == [V]
     stages.say(1, ColumnLost(W, "gone", "it left"))
-    assert not stages.fleet.take_losses() and len(stages.fleet.lost_workers) == 2
+    assert not stages.fleet.take_losses() and len(stages.fleet.gone) == 2
     with pytest.raises(WorkerError, match=r"stage 2 is lost: .*speaks of stage 2"):
         stages.say(2, ColumnLost(V, "gone", "it left", 2))
 
@@ -327,11 +334,7 @@ def test_a_step_may_take_a_stage_as_long_as_its_layers_may_take_r_workers() -> N
     clock = [100.0]
     stages = Stages(clock=lambda: clock[0])
     owed = stages.members.pending
-    hello = StageHello(1, "", 1, 2, 1, 0, 3, 4, 16, DType.FLOAT32, DType.FLOAT32)
-    stages.later.greet({1: hello, 2: replace(hello, stage=2, num_layers=2)})
-    stages.say(1, StageWelcome(1, (9, 9)))
-    stages.say(2, StageWelcome(2, (9, 9)))
-    assert stages.later.welcomes((1, 2)) is not None
+    greet(stages)
     stages.later.send(a_pass(), stages.later.token_stages)
     clock[0] += 3 * 60 - 1
     assert not owed.overdue()

@@ -16,8 +16,8 @@ MODEL = str(ROOT / "examples" / "model" / "checkpoint")
 PATH = (ROOT / "docs" / "design" / "reading.md").read_text("utf-8")
 ROW = re.compile(r"^\| \d+ \| `(?P<file>\S+)` \| `(?P<function>\S+)` \|", re.MULTILINE)
 
-MOST_FILES = 63
-MOST_LINES = 3_540
+MOST_FILES = 57
+MOST_LINES = 3_110
 """Lower them when a change makes them smaller; the goal is 45 and 2,000."""
 
 

@@ -128,7 +128,8 @@ def recovery(clock: Clock, timeout_s: float) -> Recovery:
     made = Recovery(state, Nobody(timeout_s), clock)
     for holder in range(2):
         assert not made.is_stranded()
-        made.lose(HolderId(holder), WorkerError(f"r{holder} is gone"))
+        state.fleet.lose(HolderId(holder), WorkerError(f"r{holder} is gone"))
+        lifecycle.handle(made.lose(HolderId(holder)))
     return made
 
 

@@ -56,7 +56,7 @@ def _check_empty(running: Any) -> None:
     lifecycle.check_invariants()
     assert not lifecycle.sequences.by_sequence and not lifecycle.handing.has_exported
     ledger = lifecycle.scheduler.ledger
-    for holder in ledger.capacity.present:
+    for holder in ledger.holders.open:
         assert ledger.free_blocks(holder) == ledger.capacity.blocks(holder)
 
 

@@ -80,7 +80,7 @@ def test_who_hangs_and_is_to_drop_a_replica_is_given_up_in_time() -> None:
     """The deadline is that of the answers of its pool."""
     ring = Ring(timeout_s=8.0)
     members = Failovers(ring.fleet, ring.options, lambda: ring.now_s, HOLDERS)
-    members.begin(HOLDERS)
+    members.begin()
     assert not members.end_all()
     for keeper, cache in ((0, 2), (1, 0)):
         ring.ends[keeper].send(Dropped(keeper, cache))

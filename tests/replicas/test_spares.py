@@ -109,6 +109,16 @@ def test_what_a_spare_one_says_waits_until_it_is_asked() -> None:
     assert lost.value.index == HolderId(1)
 
 
+def test_connections_that_are_made_later_stand_behind_those_of_places() -> None:
+    hub, _ = hub_of(2, 1)
+    assert [one.peer for one in hub.connections] == ["r0", "r1"]
+    whole: Any = hub.whole
+    stage = connect(whole, "S", InprocHub[FromRWorker, ToRWorker](), "stage 1")[1]
+    assert [one.peer for one in hub.connections] == ["r0", "r1", "stage 1"]
+    stage.send(Accepted(5))
+    assert hub.receive_any(1.0) == (2, Accepted(5))
+
+
 def test_a_spare_one_that_dies_is_found_when_it_is_needed() -> None:
     hub, ends = hub_of(1, 2)
     ends[1].close()

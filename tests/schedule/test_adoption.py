@@ -10,14 +10,19 @@ from schedule_choices import options
 
 from fastdecode.core.holders import HolderId
 from fastdecode.core.sequence import Request, SamplingParams
+from fastdecode.schedule.holder_states import HolderState
 from fastdecode.schedule.life.events import (
     Close,
     Extend,
     Instruction,
     Interrupted,
+    Joined,
     LaneIdle,
+    Leaving,
+    Lost,
     Open,
     Opened,
+    Reopened,
     Submitted,
     TakenOver,
     TakeOver,
@@ -80,3 +85,28 @@ def test_a_sequence_of_which_parts_are_missing_waits_again_once(
     assert life.endings.num_recomputed == 1
     assert len(life.scheduler.waiting) == 1 and not life.adoptions
     assert not [one for one in told if not isinstance(one, Close)]
+
+
+def test_a_holder_goes_from_state_to_state(life: Lifecycle) -> None:
+    cached, home = (0,) * NUM_PARTS, True
+    for event, state in (
+        (Interrupted(HOLDER), HolderState.ASKED),  # at once: no step is in flight
+        (TakenOver(HOLDER, cached), HolderState.ADOPTED),
+        (Reopened(HOLDER), HolderState.OPEN),
+        (Leaving(HOLDER), HolderState.LEAVING),  # it owes answers about its parts
+        (Interrupted(HOLDER), HolderState.ASKED),
+        (TakenOver(HOLDER, cached, home), HolderState.OPEN),
+        (Lost(HOLDER), HolderState.LOST),
+        (Joined(HOLDER, 40), HolderState.OPEN),
+    ):
+        tell(life, event)
+        assert life.holders[HOLDER] is state
+        assert (life.holders.open == [HOLDER]) is (state is HolderState.OPEN)
+        assert life.holders.are_lost is (state is HolderState.LOST)
+
+
+def test_a_holder_that_serves_is_not_replaced(life: Lifecycle) -> None:
+    taken_over(life, [0] * NUM_PARTS)
+    with pytest.raises(AssertionError, match="a holder that is adopted can't be asked"):
+        life.holders.move(HOLDER, HolderState.ASKED)
+    assert life.holders[HOLDER] is HolderState.ADOPTED

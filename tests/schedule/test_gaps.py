@@ -147,7 +147,7 @@ def test_nobody_reads_what_was_not_written_for_it_whatever_is_given_up(
         if data.draw(st.booleans(), "rests"):
             chat.run_out()
         stock = chat.scheduler.ledger.cache.stock
-        for holder in chat.scheduler.ledger.capacity.present:
+        for holder in chat.scheduler.ledger.holders.open:
             count = data.draw(st.integers(0, 3), "given up")
             stock.give_up(holder, min(count, len(stock[holder].idle)))
         for whose, (name, prompt) in list(running.items()):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fastdecode.core.errors import CapacityError, ConfigError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.pool import HolderPool
+from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.wire.kv.tiers import Stocked, UseTier
 from fastdecode.wire.messages import Hello, Welcome
 
@@ -27,7 +27,7 @@ def greet(
         ConfigError: an R-worker hasn't the memory for one KV block, or can't
             hold such a cache.
     """
-    with fleet.pending.while_greeting():
+    with fleet.pending.within(fleet.pending.deadlines.while_greeting()):
         for holder in fleet.holders:
             most = (max_blocks or {}).get(holder, hello.max_blocks)
             fleet.send(holder, replace(hello, max_blocks=most))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -233,7 +233,7 @@ class GroupMoves:
 
 
 class GroupPool:
-    """Cache groups as the engine sees them; see ``HolderPool``.
+    """Cache groups as the engine sees them; see ``WorkerPool``.
 
     Args:
         members: one holder a member; ``WorkerPool`` counts and times what they owe.
@@ -280,22 +280,12 @@ class GroupPool:
         return self.members.gone
 
     @property
-    def lost_workers(self) -> list[WorkerError]:
-        """See ``WorkerPool``."""
-        return self.members.lost_workers
-
-    @property
     def lost(self) -> dict[HolderId, WorkerError]:
         """The groups that are lost, and why."""
         if not self.gone and not self._lost:
             return {}
         found = {group.holder: self._lost.get(group.holder, group.broken) for group in self.groups}
         return {holder: error for holder, error in found.items() if error is not None}
-
-    @property
-    def kept_by_gone(self) -> list[HolderId]:
-        """The groups that answer no more."""
-        return list(self.lost)
 
     @property
     def is_owed(self) -> bool:
@@ -419,3 +409,7 @@ class GroupPool:
             group = self._group_of(HolderId(news.holder))
             if group is not None and group.holder not in self._lost:
                 group.take_moved(HolderId(news.holder), news)
+
+
+HolderPool: TypeAlias = WorkerPool | GroupPool
+"""The holders of an engine: one R-worker keeps each, or several do together."""

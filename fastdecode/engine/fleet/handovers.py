@@ -117,6 +117,11 @@ class Handovers:
             return True
         return False
 
+    def is_ready(self, holder: HolderId) -> bool:
+        """Whether a copy has caught up, and nobody has been asked what is in it."""
+        handover = self._under_way.get(holder)
+        return handover is not None and handover.leaves_s is not None and handover.asked_s is None
+
     def may_go_on(self, holder: HolderId) -> bool:
         """Whether a newcomer is there with a copy, complete or not."""
         handover = self._under_way.get(holder)

@@ -48,11 +48,12 @@ class Deadlines:
 
     def while_greeting(self) -> Deadlines:
         """The deadlines until an R-worker has answered ``Hello``."""
-        return replace(
-            self,
-            timeout_s=max(self.timeout_s, GREETING_TIMEOUT_S),
-            silence_s=max(self.silence_s, GREETING_SILENCE_S),
-        )
+        return self.at_least(GREETING_TIMEOUT_S, GREETING_SILENCE_S)
+
+    def at_least(self, timeout_s: float, silence_s: float) -> Deadlines:
+        """The same, but not shorter than these."""
+        timeout_s, silence_s = max(self.timeout_s, timeout_s), max(self.silence_s, silence_s)
+        return replace(self, timeout_s=timeout_s, silence_s=silence_s)
 
     def begin_look(self) -> float:
         """The S-worker begins to wait for answers, and reads signs of life. Returns the time."""
@@ -213,10 +214,9 @@ class PendingReplies:
         return len(self._due)
 
     @contextlib.contextmanager
-    def while_greeting(self) -> Iterator[None]:
-        """Within, peers may take as long to answer as the compiling of kernels does."""
-        usual = self.deadlines
-        self.deadlines = usual.while_greeting()
+    def within(self, deadlines: Deadlines) -> Iterator[None]:
+        """Meanwhile peers have these deadlines."""
+        usual, self.deadlines = self.deadlines, deadlines
         try:
             yield
         finally:
@@ -296,22 +296,25 @@ class PendingReplies:
         now = self.deadlines.begin_look()
         if most_s <= 0.0:  # once an answer: don't ask every peer
             return 0.0
-        until_s = min(end_s for _, end_s, _ in self._ends())
+        until_s = self._first_end_s
+        if until_s <= now:  # some have given signs of life since, or may take longer
+            until_s = min(end_s for _, end_s, _ in self._ends())
         return min(most_s, self.deadlines.wait_s(now, until_s), _MOST_WAIT_S)
 
     def overdue(self) -> list[tuple[int, str]]:
         """The peers that have to be given up, and why."""
-        deadlines, now = self.deadlines, self.deadlines.clock()
-        # Added, as in ``Deadlines.end``: a difference may be rounded the other way.
-        if self._first_since_s() + min(deadlines.timeout_s, deadlines.silence_s) > now:
+        now = self.deadlines.clock()
+        if self._first_end_s > now:
             return []
         return [(index, reason) for index, end_s, reason in self._ends() if end_s <= now]
 
-    def _first_since_s(self) -> float:
-        """When the first of what is owed was asked for; no peer has to be given
-        up before that is overdue."""
+    @property
+    def _first_end_s(self) -> float:
+        """No peer has to be given up before. Added, as in ``Deadlines.end``: a
+        difference may be rounded the other way."""
         first_s = min([due[0].since_s for due in self._due if due], default=math.inf)
-        return min(first_s, self.transfers.first_since_s)
+        first_s = min(first_s, self.transfers.first_since_s)
+        return first_s + min(self.deadlines.timeout_s, self.deadlines.silence_s)
 
     def _ends(self) -> list[tuple[int, float, str]]:
         """When each peer that owes something has to be given up, and why."""

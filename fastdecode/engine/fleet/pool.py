@@ -16,7 +16,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -161,93 +161,6 @@ class WorkerEvents:
         return taken
 
 
-class Moves(Protocol):
-    """Where reports on transfers are taken from."""
-
-    @property
-    def has_moves(self) -> bool:
-        """Whether there are any that weren't taken yet."""
-
-    @property
-    def of_tiers(self) -> list[MoveNews]:
-        """The reports that were not taken yet."""
-
-    def take_tiers(self) -> list[MoveNews]:
-        """The same; each is taken once."""
-
-
-class HolderPool(Protocol):
-    """The holders of an engine: ``WorkerPool`` where one R-worker keeps each, and
-    ``fastdecode.engine.fleet.groups.GroupPool`` where several do. Methods without a
-    docstring are those of ``WorkerPool``."""
-
-    told_first: tuple[ToRWorker, ...]
-
-    def __len__(self) -> int: ...
-
-    @property
-    def holders(self) -> list[HolderId]: ...
-
-    @property
-    def moves(self) -> Moves: ...
-
-    @property
-    def pending(self) -> PendingReplies: ...
-
-    @property
-    def gone(self) -> dict[int, WorkerError]: ...
-
-    @property
-    def lost(self) -> dict[HolderId, WorkerError]: ...
-
-    @property
-    def kept_by_gone(self) -> list[HolderId]: ...
-
-    @property
-    def lost_workers(self) -> list[WorkerError]: ...
-
-    @property
-    def is_owed(self) -> bool: ...
-
-    @property
-    def is_owed_at_once(self) -> bool: ...
-
-    def peer(self, holder: HolderId) -> str: ...
-
-    def workers_of(self, holder: HolderId) -> dict[int, Shard]: ...
-
-    # A holder as a group of members; one that a single worker keeps is a group of one.
-
-    @property
-    def members(self) -> WorkerPool: ...
-
-    def members_of(self, holder: HolderId) -> Collection[HolderId]: ...
-
-    def owner(self, member: HolderId) -> HolderId: ...
-
-    def take_lost_members(self, holder: HolderId) -> list[HolderId]: ...
-
-    def go_on(self, holder: HolderId) -> None: ...
-
-    def give_up(self, holder: HolderId) -> object: ...
-
-    def tier_of(self, holder: HolderId, message: UseTier) -> UseTier: ...
-
-    def take_losses(self) -> list[tuple[HolderId, WorkerError]]: ...
-
-    def send(self, holder: HolderId, message: ToRWorker) -> None: ...
-
-    def receive(self, *, most_s: float = math.inf) -> tuple[HolderId, Answer] | None: ...
-
-    def look(self) -> object: ...
-
-    def lose(self, holder: HolderId, error: FastDecodeError) -> None: ...
-
-    def lose_heads(self, holder: HolderId, heads: NDArray[np.bool_], reason: str) -> None: ...
-
-    def revive(self, holder: HolderId) -> None: ...
-
-
 class WorkerPool:
     """Sends to holders, receives their answers, and notices the dead and the silent.
 
@@ -296,6 +209,8 @@ class WorkerPool:
         """What workers owe, and when they were heard, by their indices."""
         self.events: Final = WorkerEvents(self.placement, self._lied)
         """What R-workers have reported unasked."""
+        self.moves: Final = self.events
+        """Where reports on transfers are taken from."""
         self.gone: Final = dict(absent or {})
         """The workers that are lost, whether or not others have taken their
         holders over, and why."""
@@ -312,15 +227,7 @@ class WorkerPool:
         """The holders that are lost, and why."""
         if not self.gone:
             return {}
-        placed = [(holder, self.placement[holder]) for holder in self.placement]
-        return {holder: self.gone[index] for holder, index in placed if index in self.gone}
-
-    @property
-    def kept_by_gone(self) -> list[HolderId]:
-        """The holders whose worker is lost, and that no other has taken over."""
-        if not self.gone:
-            return []
-        return [holder for holder in self.placement if self.placement[holder] in self.gone]
+        return {x: self.gone[self.placement[x]] for x in self.placement if self.is_lost(x)}
 
     @property
     def is_owed(self) -> bool:
@@ -332,24 +239,12 @@ class WorkerPool:
         """Whether an answer is owed by the device beside R-workers, which answers at once."""
         return self._device is not None and self.pending.is_owed_by(self.num_workers - 1)
 
-    @property
-    def moves(self) -> Moves:
-        """Where reports on transfers are taken from."""
-        return self.events
-
-    @property
-    def lost_workers(self) -> list[WorkerError]:
-        """Why those R-workers are lost that are, in whatever stage."""
-        return list(self.gone.values())
-
     def tier_of(self, holder: HolderId, message: UseTier) -> UseTier:
         """What a holder is sent to open its lower tier."""
         return message
 
     def take_losses(self) -> list[tuple[HolderId, WorkerError]]:
         """The losses that weren't taken yet, in their order. Each is taken once."""
-        if not self._untold:  # asked many times in a step
-            return []
         untold, self._untold = self._untold, []
         losses = [
             (holder, self.gone[index])
@@ -368,6 +263,10 @@ class WorkerPool:
     def is_here(self, holder: HolderId) -> bool:
         """Whether the worker that keeps a holder is connected here, and not relayed to."""
         return holder < self.num_workers
+
+    def is_lost(self, holder: HolderId) -> bool:
+        """Whether the worker that keeps a holder is lost."""
+        return self.placement[holder] in self.gone
 
     def workers_of(self, holder: HolderId) -> dict[int, Shard]:
         """The workers that keep a holder, by their indices, and what each keeps of it."""
@@ -412,7 +311,8 @@ class WorkerPool:
         try:
             connection.send(message)
         except WorkerError as error:
-            self._lose(index, _last_words(connection) or error)
+            said = last_words(connection)
+            self._lose(index, error if said is None else failure(f"R-worker {said.worker}", said))
 
     def receive(self, *, most_s: float = math.inf) -> tuple[HolderId, Answer] | None:
         """The next answer of any holder. None: look again, and at ``lost`` before. Waits
@@ -420,8 +320,7 @@ class WorkerPool:
         Somebody must owe an answer."""
         if self._early:
             return self._taken(*self._early.popleft())
-        if self.is_owed_at_once:
-            assert self._device is not None
+        if self._device is not None and self.is_owed_at_once:
             return self._taken(self.num_workers - 1, self._device.receive())
         wait_s = self.pending.wait_s(most_s)
         try:
@@ -469,6 +368,11 @@ class WorkerPool:
         for message in self.told_first:
             self.send(holder, message)
 
+    def revive_elsewhere(self, holders: Iterable[HolderId]) -> bool:
+        """Lost ones of these that later stages keep go on at their replacements, if all
+        of them have one. Whether they have."""
+        return True
+
     def _lose(self, index: int, error: FastDecodeError) -> None:
         """Give a worker up."""
         if index in self.gone:
@@ -494,7 +398,7 @@ class WorkerPool:
         if index in self.gone:
             return None  # it was given up, and answers after all
         if isinstance(message, Failed):
-            self._lose(index, _failure(message))
+            self._lose(index, failure(f"R-worker {message.worker}", message))
         elif isinstance(message, ReplicationNews):
             self.events.hear_replica(index, message)
         elif not isinstance(message, MoveNews):
@@ -536,16 +440,17 @@ class WorkerPool:
         return self._connection(index).heard_s
 
 
-def _last_words(connection: RConnection) -> WorkerError | None:
-    """Why a worker closed its connection, if it said so before."""
+def last_words(connection: Connection[Any, Any]) -> Failed | None:
+    """Why a peer closed its connection, if it said so before."""
     try:
-        while (answer := connection.poll()) is not None:
-            if isinstance(answer, Failed):
-                return _failure(answer)
+        while (message := connection.poll()) is not None:
+            if isinstance(message, Failed):
+                return message
     except WorkerError:
         pass
     return None
 
 
-def _failure(failed: Failed) -> WorkerError:
-    return WorkerError(f"R-worker {failed.worker} failed: {failed.message}", code=failed.code)
+def failure(name: str, failed: Failed) -> WorkerError:
+    """A peer of this name has said that it can't go on."""
+    return WorkerError(f"{name} failed: {failed.message}", code=failed.code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
+from enum import Enum
 from typing import Final
 
 from fastdecode.core.clock import Clock
@@ -12,6 +13,16 @@ from fastdecode.wire.kv.replicating import NO_STEP, Replicated
 
 MOST_LAG: Final = 1000
 """Steps; a replica that is further behind counts as that far."""
+
+
+class _Replica(Enum):
+    """Of a holder."""
+
+    NEW = "new"
+    """To be kept; its keeper has reported nothing yet."""
+    KEPT = "kept"
+    ENDED = "ended"
+    """There is none, or it isn't kept up to date any more."""
 
 
 class Protection:
@@ -23,8 +34,7 @@ class Protection:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._starting: set[HolderId] = set()  # those of whose replica nobody has heard yet
-        self._without: set[HolderId] = set()  # those that have none, or not any more
+        self._states: dict[HolderId, _Replica] = {}
         self._held: dict[HolderId, dict[int, int]] = {}  # what each one's keeper has: lane, step
         self._unprotected_since_s: float | None = None
         self.unprotected_s = 0.0
@@ -36,29 +46,28 @@ class Protection:
     @property
     def bare(self) -> set[HolderId]:
         """Those that have no replica that could be gone on with."""
-        return self._without | self._starting
+        return {holder for holder, state in self._states.items() if state is not _Replica.KEPT}
 
     def begin(self, holder: HolderId) -> None:
         """A new replica is to be kept, of which nothing was heard yet."""
-        self._starting.add(holder)
-        self._without.discard(holder)
+        self._states[holder] = _Replica.NEW
         self._held.pop(holder, None)
 
     def end(self, holder: HolderId) -> None:
         """Its replica isn't kept up to date any more."""
-        self._without.add(holder)
-        self._starting.discard(holder)
+        self._states[holder] = _Replica.ENDED
 
     def only(self, kept: Collection[HolderId], members: Collection[HolderId]) -> None:
         """Of the ring's members, replicas are kept of these; others don't count any more."""
-        self._starting.intersection_update(kept)
-        self._without.intersection_update(kept)
-        self._without |= set(members) - set(kept)
+        self._states = dict.fromkeys(members, _Replica.ENDED) | {
+            holder: self._states.get(holder, _Replica.KEPT) for holder in kept
+        }
 
     def hear(self, news: Replicated, last_step: int) -> None:
         """How far a replica is. ``last_step``: that has begun."""
         holder = HolderId(news.holder)
-        self._starting.discard(holder)
+        if self._states.get(holder) is _Replica.NEW:
+            self._states[holder] = _Replica.KEPT
         self._held.setdefault(holder, {})[news.lane] = news.step
         if news.step != NO_STEP:
             self.lags[min(max(0, last_step - news.step), MOST_LAG)] += 1
@@ -69,7 +78,7 @@ class Protection:
 
     def is_cut(self, holder: HolderId) -> bool:
         """Whether there is no replica, or it isn't kept up to date any more."""
-        return holder in self._without
+        return self._states.get(holder) is _Replica.ENDED
 
     def has_caught_up(self, holder: HolderId) -> bool:
         """Whether the replica has had all that was cached at the end of some step."""

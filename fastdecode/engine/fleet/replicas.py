@@ -26,9 +26,9 @@ import numpy as np
 from fastdecode.core.clock import Clock
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.greeting import greet
-from fastdecode.engine.fleet.groups import GroupPool
+from fastdecode.engine.fleet.groups import GroupPool, HolderPool
 from fastdecode.engine.fleet.handovers import Handovers
-from fastdecode.engine.fleet.pool import HolderPool, WorkerPool
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replacements import HubReplacements, Replacements
 from fastdecode.engine.fleet.resharing import GROUP, Resharing, offer_room
 from fastdecode.engine.fleet.ring import LinkOptions, Ring
@@ -141,9 +141,10 @@ class Failovers:
         if replacements is not None:
             self._handovers = Handovers(self._fleet, self._ring, replacements, self._clock)
 
-    def begin(self, holders: Sequence[HolderId]) -> None:
-        """Have every R-worker that is there keep its neighbour up to date."""
-        self._ring.close(holders)
+    def begin(self) -> None:
+        """Have every R-worker that is present keep its neighbour up to date."""
+        lost = self._fleet.lost
+        self._ring.close([holder for holder in self.circle if holder not in lost])
 
     def take_news(self, last_step: int, heard: Sequence[ReplicationNews]) -> None:
         """Take in what R-workers have reported of their replicas (``heard``).
@@ -171,6 +172,11 @@ class Failovers:
     def is_leaving(self, holder: HolderId) -> bool:
         """Whether a holder is on its way back to its own place."""
         return self._handovers is not None and holder in self._handovers
+
+    def is_moving(self, holder: HolderId) -> bool:
+        """Whether another R-worker is to serve a holder, as soon as no step is in flight."""
+        is_ready = self._handovers is not None and self._handovers.is_ready(holder)
+        return is_ready or holder in self.failing
 
     def lose(self, holder: HolderId, *, is_used: bool) -> bool:
         """A holder is lost, which sequences are on, or not (``is_used``).
@@ -262,17 +268,13 @@ class Failovers:
         self.figures.returns.append(Return(*names, *spans, now))
         logger.warning("%s goes on in the place of one that was lost, in place of %s", *names)
 
-    def emptied(self, holder: HolderId) -> None:
-        """Nothing is left of what was taken over."""
-        self.adopted.remove(holder)
-        self._ring.forget(holder)
-        self._fleet.placement.give_back(holder)
-
     def give_up(self, holder: HolderId) -> None:
         """Nothing is left of a holder, lost or not: nobody need take it over."""
         self.failing.pop(holder, None)
         if holder in self.adopted:
-            self.emptied(holder)
+            self.adopted.remove(holder)
+            self._ring.forget(holder)
+            self._fleet.placement.give_back(holder)
         elif self._fleet.placement[holder] in self._fleet.gone:
             self._ring.forget(holder)
 
@@ -307,6 +309,17 @@ class Failovers:
                 logger.warning("the ring of replicas is closed over %d R-workers", len(there))
 
 
+@dataclass
+class _Takeover:
+    """Members of a holder that other R-workers serve; all its members are asked what they have."""
+
+    members: list[HolderId]
+    parts: Sequence[int]
+    """Of sequences, in the order in which they were named."""
+    asked: Mapping[int, int] = field(default_factory=dict)
+    """Tokens, by part."""
+
+
 class Replicas:
     """As the engine uses them, of holders that are groups of members; see
     ``HolderPool``. A plain R-worker is a group of one.
@@ -315,8 +328,7 @@ class Replicas:
     over: steps in flight end, all members are asked what they have of each sequence,
     and the sequences go on with the tokens that all have. A member that has more, of
     steps that didn't count, is asked to forget it. Where that can't be, all is
-    recomputed: on other holders, or where the members share out the heads, once the
-    remaining ones share them anew (``Resharing``).
+    recomputed on other holders.
 
     Args:
         fleet: the holders.
@@ -341,43 +353,32 @@ class Replicas:
         """What happened to replicas so far; links are counted of the first ring."""
         self._session = options.session
         self._places: HubReplacements[Any] | None = None
-        self._resharing: Resharing | None = None
-        self._leaving: list[HolderId] = []  # members on their way to their own places
-        self._moved: dict[HolderId, list[HolderId]] = {}  # taken over, once they have answered
-        self._asked: dict[HolderId, TakeOver] = {}
-        self._parts: dict[HolderId, list[int]] = {}  # in the order in which they were named
-        self._reopened: set[HolderId] = set()
-        self._is_over = False  # the heads are to be shared anew
+        self._takeovers: dict[HolderId, _Takeover] = {}  # under way
 
     def begin(self) -> None:
-        """Have every member that is there keep its neighbour up to date."""
+        """Have every member that is present keep its neighbour up to date."""
         for ring in self.rings:
-            ring.begin([x for x in ring.circle if x not in self._fleet.members.lost])
+            ring.begin()
 
     @property
     def adopted(self) -> set[HolderId]:
         """Holders of which neighbours have taken a member over. None, where there are
-        no others to start on, and the heads can't be shared anew."""
-        adopted = self._adopted
-        if adopted and (self._is_over or not (self._resharing or self._has_others(adopted))):
-            return set()
-        return adopted
+        no others to start on."""
+        return self._adopted if self._has_others(self._adopted) else set()
 
     @property
     def _adopted(self) -> set[HolderId]:
         return {self._fleet.owner(member) for ring in self.rings for member in ring.adopted}
 
     def _has_others(self, adopted: set[HolderId]) -> bool:
+        if not adopted:
+            return True
         lost = self._fleet.lost
         return any(one not in lost and one not in adopted for one in self._fleet.holders)
 
     def hand_over_to(self, replacements: Replacements | None) -> None:
         """From now on, what neighbours took over is given to replacements, if any come."""
-        if isinstance(replacements, Resharing):
-            self._resharing = replacements
-            self._places = replacements.keep_replicas(lambda: self.has_ended)
-        elif isinstance(replacements, HubReplacements):
-            self._places = replacements
+        self._places = replacements if isinstance(replacements, HubReplacements) else None
         self.rings[0].hand_over_to(self._places)
 
     def take_news(self, last_step: int) -> None:
@@ -387,22 +388,14 @@ class Replicas:
         for ring in self.rings:
             ring.take_news(last_step, [x for x in heard if x.holder in ring.circle])
 
-    def leaving(
-        self, found: Mapping[int, Welcome], is_used: Callable[[HolderId], bool]
-    ) -> list[HolderId]:
+    def leaving(self, is_used: Callable[[HolderId], bool]) -> list[HolderId]:
         """Holders of which a member is to leave the neighbour that took it over, since
-        its replacement has caught up.
-
-        Args:
-            found: who waits in which holder's place.
-            is_used: whether any sequence is on a holder.
-        """
-        ring, owner = self.rings[0], self._fleet.owner
+        its replacement has caught up. ``is_used``: whether any sequence is on a holder."""
         if self._places is None or not self.adopted:
             return []
-        waiting = self._places.look(list(ring.adopted)) if self._resharing else found
+        ring, owner = self.rings[0], self._fleet.owner
+        waiting = self._places.look(list(ring.adopted))
         leaving = ring.leaving(waiting, lambda member: is_used(owner(member)))
-        self._leaving += leaving
         return list(dict.fromkeys(map(owner, leaving)))
 
     def is_leaving(self, holder: HolderId) -> bool:
@@ -412,12 +405,11 @@ class Replicas:
     def lose(self, holder: HolderId, *, is_used: bool) -> bool:
         """A holder is lost since members are; sequences are on it, or not (``is_used``).
         Whether neighbours can take these over."""
-        self._asked.pop(holder, None)
-        self._reopened.discard(holder)
+        self._takeovers.pop(holder, None)
         kept = self._lose_members(holder, is_used=is_used)
-        if is_used and not self._is_over and kept and all(kept):
+        if is_used and kept and all(kept):
             return True
-        self._give_up(holder)
+        self.emptied(holder)
         return False
 
     def _lose_members(self, holder: HolderId, *, is_used: bool) -> list[bool]:
@@ -427,27 +419,22 @@ class Replicas:
 
     def reopened(self) -> list[HolderId]:
         """Holders of which neighbours have taken a member over, that sequences may start
-        on, where there are no others. Each is reported once."""
-        if self._resharing or not (adopted := self._adopted):
-            return []
-        if self._has_others(adopted):
-            return []
-        found = adopted - self._reopened - self._asked.keys()
-        self._reopened |= found
-        return sorted(found)
+        on, where there are no others."""
+        adopted = self._adopted
+        return [] if self._has_others(adopted) else sorted(adopted)
 
     def take_over(self, order: events.TakeOver) -> bool:
         """Have neighbours, or replacements, serve the members that a holder lost, and
-        ask all its members what they have. Whether they are there."""
+        ask all its members what they have. Whether they are present."""
         holder = order.holder
         moved = self._moving(holder)
         if moved is None or not all(self._ring_of[x].go_on(x) for x in moved):
-            self._give_up(holder)
+            self.emptied(holder)
             return False
-        self._moved[holder] = moved
         self._fleet.go_on(holder)
-        self._parts[holder] = [part.part_id for part in order.parts]
-        self._ask(holder, dict(zip(self._parts[holder], order.num_tokens, strict=True)))
+        parts = [part.part_id for part in order.parts]
+        self._takeovers[holder] = _Takeover(moved, parts)
+        self._ask(holder, dict(zip(parts, order.num_tokens, strict=True)))
         return True
 
     def _moving(self, holder: HolderId) -> list[HolderId] | None:
@@ -456,36 +443,64 @@ class Replicas:
         if len(members) > 1:  # some may have been lost while steps in flight ended
             if not all(self._lose_members(holder, is_used=True)):
                 return None
-            members = [x for x in members if x in self._ring_of[x].failing or x in self._leaving]
-        self._leaving = [member for member in self._leaving if member not in members]
+            return [x for x in members if self._ring_of[x].is_moving(x)]
         return members
 
     def _ask(self, holder: HolderId, num_tokens: Mapping[int, int]) -> None:
         """All members, what they have of each part."""
         ids, counts = np.array(list(num_tokens), np.int64), list(num_tokens.values())
-        self._asked[holder] = TakeOver(self._session, ids, np.array(counts, np.int32))
-        self._fleet.send(holder, self._asked[holder])
+        self._takeovers[holder].asked = num_tokens
+        self._fleet.send(holder, TakeOver(self._session, ids, np.array(counts, np.int32)))
 
     def taken_over(self, holder: HolderId, answer: TakenOver) -> events.TakenOver | None:
         """All members of a holder have answered. None: some have to forget tokens that
         others lack, and answer once more."""
-        asked = self._asked[holder]
-        ids, wanted = asked.sequence_ids.tolist(), asked.num_tokens.tolist()
-        counts = dict(zip(ids, answer.num_tokens.tolist(), strict=True))
+        takeover = self._takeovers[holder]
+        counts = dict(zip(takeover.asked, answer.num_tokens.tolist(), strict=True))
         there = {part: count for part, count in counts.items() if count != MISSING}
-        if list(there.values()) != wanted and len(self._fleet.members_of(holder)) > 1:
+        if there != takeover.asked and len(self._fleet.members_of(holder)) > 1:
             self._ask(holder, there)
             return None
-        del self._asked[holder]
-        for member in self._moved.pop(holder):
+        del self._takeovers[holder]
+        for member in takeover.members:
             self._ring_of[member].went_on(member)
-        found = tuple(map(there.get, self._parts.pop(holder)))
+        found = tuple(map(there.get, takeover.parts))
         return events.TakenOver(holder, found, is_home=holder not in self._adopted)
 
     def emptied(self, holder: HolderId) -> None:
-        """Nothing is left of what was taken over. The members that are left share the
-        heads anew, if there are heads to share."""
-        self._give_up(holder)
+        """Nothing is left of what was taken over, or nobody can take it over."""
+        for member in self._fleet.members_of(holder):
+            self._ring_of[member].give_up(member)
+        self._fleet.give_up(holder)
+
+    def joined(self) -> None:
+        """A replacement has joined."""
+        self.rings[0].joined()
+
+    def mend(self) -> None:
+        """Close the rings again over the members that are present, once no neighbour has
+        anything of a lost one."""
+        for ring in self.rings:
+            ring.mend()
+
+
+class HeadReplicas(Replicas):
+    """Of the one group whose members share out the heads. When no neighbour can take a
+    member over, or nothing is left of what one took over, all replicas end, and the
+    remaining members share the heads anew (``Resharing``)."""
+
+    _is_over = False
+    """Replicas end, or have."""
+
+    @property
+    def adopted(self) -> set[HolderId]:
+        """See ``Replicas``."""
+        return set() if self._is_over else self._adopted
+
+    def hand_over_to(self, replacements: Replacements | None) -> None:
+        """See ``Replicas``."""
+        assert isinstance(replacements, Resharing)
+        super().hand_over_to(replacements.keep_replicas(lambda: self.has_ended))
 
     @property
     def has_ended(self) -> bool:
@@ -496,30 +511,30 @@ class Replicas:
         self.take_news(0)
         return self.rings[0].end_all()
 
+    def _lose_members(self, holder: HolderId, *, is_used: bool) -> list[bool]:
+        kept = super()._lose_members(holder, is_used=is_used)
+        return [] if self._is_over else kept
+
+    def reopened(self) -> list[HolderId]:
+        """See ``Replicas``. The heads are shared anew instead."""
+        return []
+
+    def emptied(self, holder: HolderId) -> None:
+        """See ``Replicas``."""
+        self._is_over = True
+        self.rings[0].end_all()
+        self._fleet.give_up(holder)
+
     def joined(self) -> None:
-        """A replacement has joined, or the heads are shared anew."""
-        if self._resharing:
-            self._is_over = False
-            self._fleet.take_lost_members(GROUP)  # they are no members any more
-        self.rings[0].joined()
+        """The heads are shared anew."""
+        self._is_over = False
+        self._fleet.take_lost_members(GROUP)  # they are no members any more
+        super().joined()
 
     def mend(self) -> None:
-        """Close the rings again over the members that are there, once no neighbour has
-        anything of a lost one."""
+        """See ``Replicas``."""
         if not self._is_over:
-            for ring in self.rings:
-                ring.mend()
-
-    def _give_up(self, holder: HolderId) -> None:
-        """No neighbour takes over from members any more."""
-        if self._resharing:
-            self._is_over = True
-            self._leaving.clear()
-            self.rings[0].end_all()
-        else:
-            for member in self._fleet.members_of(holder):
-                self._ring_of[member].give_up(member)
-        self._fleet.give_up(holder)
+            super().mend()
 
 
 def new_session() -> int:
@@ -550,12 +565,13 @@ def replicate(
         WorkerError: of a group that shares heads, none is left.
     """
     circle = fleet.members.holders if circle is None else circle
+    kind = HeadReplicas if isinstance(fleet, GroupPool) else Replicas
     if isinstance(fleet, GroupPool):
         again = offer_room(fleet, hello, welcomes)
     else:
         copied = {holder: welcome for holder, welcome in welcomes.items() if holder in circle}
         again = {**welcomes, **offer_halves(fleet, hello, copied)}
-    replicas = Replicas(fleet, [(circle, options)], clock)
+    replicas = kind(fleet, [(circle, options)], clock)
     replicas.begin()
     return again, replicas
 

@@ -216,18 +216,17 @@ class Resharing:
 
     def _let_in(self) -> bool:
         """Replacements that wait are members from now on. False: some have been
-        greeted and haven't answered."""
-        if self._places is None:
-            return True
-        self._limit()
-        gone = map(HolderId, self._members.gone)
-        found = self._places.look([x for x in gone if self._members.is_here(x)])
-        if self._places.is_owed:
-            return False
-        for place in found:
-            self._places.admit(place)
-            self._members.revive(HolderId(place))
-        return True
+        greeted and haven't answered, or a later stage has none for a lost member."""
+        if self._places is not None:
+            self._limit()
+            gone = map(HolderId, self._members.gone)
+            found = self._places.look([x for x in gone if self._members.is_here(x)])
+            if self._places.is_owed:
+                return False
+            for place in found:
+                self._places.admit(place)
+                self._members.revive(HolderId(place))
+        return self._members.revive_elsewhere(self._group.shards)
 
     def _log_lost(self) -> None:
         for index in sorted(self._members.gone.keys() - self._logged):

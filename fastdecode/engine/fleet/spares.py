@@ -88,8 +88,9 @@ class SpareHub:
         self._hub = hub
         self._clock = clock
         self._num_workers = len(addresses)
-        num_places = self._num_workers - num_spares
-        self._places = list(hub.connections[:num_places])
+        self._num_places = num_places = self._num_workers - num_spares
+        self._connections = list(hub.connections[:num_places])
+        self._num_known = self._num_workers  # of the hub's connections; more may come
         self.addresses = list(addresses[:num_places])
         """What R-workers call each other, by their places: of one in whose
         place a spare one is to come, that one's."""
@@ -101,8 +102,12 @@ class SpareHub:
 
     @property
     def connections(self) -> Sequence[RConnection]:
-        others = self._hub.connections[self._num_workers :]
-        return [*self._places, *others] if others else self._places
+        """Those of places, and behind them those to others than R-workers."""
+        whole = self._hub.connections
+        if len(whole) > self._num_known:
+            self._connections += whole[self._num_known :]
+            self._num_known = len(whole)
+        return self._connections
 
     @property
     def num_left(self) -> int:
@@ -145,27 +150,25 @@ class SpareHub:
 
     def replace(self, index: int, connection: SpareConnection) -> None:
         """A spare connection is the one of this place."""
-        self._places[index] = connection
+        self._connections[index] = connection
 
     def index(self, place: int) -> int:
         """In the whole hub, of the connection of a place."""
-        connection = self._places[place]
+        connection = self.connections[place]
         inner = connection.inner if isinstance(connection, SpareConnection) else connection
         return list(self._hub.connections).index(inner)
 
     @property
     def given_up(self) -> set[int]:
         """In the whole hub, of those that nobody has to do with any more."""
-        used = {self.index(place) for place in range(len(self._places))}
+        used = {self.index(place) for place in range(self._num_places)}
         spare = {index for index, each in self._spares.items() if not each.is_closed}
         return set(range(self._num_workers)) - used - spare
 
     def _place(self, index: int) -> int | None:
         """Of a connection of the whole hub."""
-        if index >= self._num_workers:
-            return index - self._num_workers + len(self._places)
         connection: RConnection = self._spares.get(index) or self._hub.connections[index]
-        return self._places.index(connection) if connection in self._places else None
+        return self.connections.index(connection) if connection in self.connections else None
 
 
 class SpareReplacements(HubReplacements[SpareConnection]):

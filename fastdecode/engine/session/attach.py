@@ -14,7 +14,7 @@ import numpy as np
 
 from fastdecode.core.holders import HolderId, Part, PartId
 from fastdecode.core.resuming import HeldSequence, Session
-from fastdecode.engine.fleet.pool import HolderPool
+from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.reservations import holder_of, message_for
 from fastdecode.engine.session.counts import AttachedCounts
 from fastdecode.schedule.cache.prefix_cache import PrefixCache

@@ -56,14 +56,14 @@ from fastdecode.engine.setup.replicas import (
     begin_stage_replicas,
 )
 from fastdecode.engine.setup.s_worker import make_s_worker
-from fastdecode.engine.setup.scheduling import lane_control, schedule_for
+from fastdecode.engine.setup.scheduling import lane_control, measured_times, schedule_for
 from fastdecode.engine.setup.stage_threads import ThreadStages, connected, later_setups
 from fastdecode.engine.setup.stages import about_layers, greet_stages, whole_columns
 from fastdecode.engine.setup.tiers import about_kept_blocks, cache_identity, check_disk, open_tiers
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.pool import ColumnPool, StagePool, pool_of
 from fastdecode.engine.stages.prompts import ApartAttention
-from fastdecode.engine.stages.replacements import ColumnReplacements, ColumnResharing
+from fastdecode.engine.stages.replacements import ColumnReplacements
 from fastdecode.engine.stages.stage_forward import first_stage
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.engine.step.swapped import swap_figures
@@ -99,7 +99,7 @@ class RunningEngine:
         progress: told what is being done, one line at a time.
         trace: told what every step did.
         times: what is known of step times before the first one, and told how
-            long each took; None: all is learnt.
+            long each took; None: what is needed of it is learnt.
         session: of a run that another process may go on with, for R-workers at
             addresses; None: nobody can.
         colocation: other engines' R-workers in this process, which reach this one's.
@@ -134,7 +134,9 @@ class RunningEngine:
             self._is_instance = is_instance or colocation is not None
             self._open(session, colocation, progress)
             self.engine = self._start(
-                progress or logger.info, trace, MeasuredTimes() if times is None else times
+                progress or logger.info,
+                trace,
+                measured_times(self.resolved) if times is None else times,
             )
             self._opened.callback(freeze_objects())
         except BaseException:
@@ -182,7 +184,7 @@ class RunningEngine:
             neighbour(HolderId(0), self._workers.num_holders)  # or it is refused
 
     def _start(
-        self, tell: Callable[[str], None], trace: Trace | None, times: MeasuredTimes
+        self, tell: Callable[[str], None], trace: Trace | None, times: MeasuredTimes | None
     ) -> Engine:
         """Load the model, greet all holders, and make the engine of them."""
         workers, cluster = self._workers, self.resolved.config.cluster
@@ -240,17 +242,12 @@ class RunningEngine:
 
     def _replacements(self, hello: Hello, deadlines: Deadlines) -> Replacements | None:
         """What looks for R-workers that replace lost ones; None: lost ones have no replacements."""
-        fleet, config, make = self._fleet, self.resolved.config, self._workers.replacements
-        shares_heads = config.r_part.r_partition == "heads"
-        if shares_heads and not (config.r_part.replicas or config.cluster.spare_r_workers):
-            make = None  # the R-workers that are left don't wait for others
-        places = None if make is None else make(hello, deadlines)
-        if isinstance(fleet, ColumnPool) and shares_heads:
-            return ColumnResharing(fleet, hello, deadlines, places)
+        fleet, config = self._fleet, self.resolved.config
+        places = self._workers.places(config, hello, deadlines)
+        if isinstance(fleet, GroupPool) and config.r_part.r_partition == "heads":
+            return Resharing(fleet, hello, deadlines, places)
         if isinstance(fleet, ColumnPool) and places is not None:
             return ColumnReplacements(fleet, hello, places, deadlines.timeout_s)
-        if isinstance(fleet, GroupPool) and shares_heads:
-            return Resharing(fleet, hello, deadlines, places)
         return places
 
     def _attach(self, cache: PrefixCache) -> AttachedCounts | None:
@@ -378,7 +375,7 @@ class RunningEngine:
         model: Model,
         blocks: tuple[int, ...],
         trace: Trace | None,
-        times: MeasuredTimes,
+        times: MeasuredTimes | None,
         replicas: Replicas | None,
         replacements: Replacements | None,
     ) -> Engine:
@@ -422,10 +419,12 @@ class RunningEngine:
         extensions = self._extensions(state, times)
         return Engine(s_worker, pipeline, state, recovery, extensions, trace)
 
-    def _extensions(self, state: EngineState, times: MeasuredTimes) -> list[Extension]:
+    def _extensions(self, state: EngineState, times: MeasuredTimes | None) -> list[Extension]:
         """The features that are on."""
-        lanes = state.lifecycle.scheduler.hybrid or lane_control(self.resolved, times)
-        extensions: list[Extension] = [StepTiming(times, lanes)]
+        extensions: list[Extension] = []
+        if times is not None:
+            lanes = state.lifecycle.scheduler.hybrid or lane_control(self.resolved, times)
+            extensions.append(StepTiming(times, lanes))
         has_tiers = any(welcome.has_tier for welcome in self.welcomes)
         if has_tiers or self._is_instance:
             extensions.append(Transfers(state))
@@ -447,7 +446,7 @@ class RunningEngine:
     @property
     def _lost(self) -> list[WorkerError]:
         """Why those R-workers are lost that are."""
-        return self._fleet.lost_workers
+        return list(self._fleet.gone.values())
 
     @property
     def has_hung_r_workers(self) -> bool:

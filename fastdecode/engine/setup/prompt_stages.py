@@ -10,7 +10,7 @@ from typing import Any
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import Holder
-from fastdecode.engine.fleet.pool import HolderPool
+from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.setup.resolve import kv_spec
 from fastdecode.engine.setup.stages import StageSetup
 from fastdecode.engine.setup.workers import LEAST_STUCK_S, Reached

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 from fastdecode.core.config.groups import Cluster
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.pool import HolderPool
+from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.fleet.replicas import Replicas, replicate
 from fastdecode.engine.fleet.ring import LinkOptions
 from fastdecode.engine.setup.workers import Reached

@@ -24,7 +24,7 @@ def schedule_for(
     spec: ModelSpec,
     holders: Seq[Holder],
     blocks: tuple[int, ...],
-    times: MeasuredTimes,
+    times: MeasuredTimes | None,
     *,
     cache_identity: str | None,
     first_part_id: int,
@@ -33,6 +33,7 @@ def schedule_for(
     Args:
         spec: of the whole model.
         blocks: KV blocks of each of ``holders``; 0: it is lost.
+        times: of steps, as ``measured_times`` makes them.
         cache_identity, first_part_id: see ``make_scheduler``.
     """
     at_once = all(holder.answers_at_once for holder in holders)
@@ -60,9 +61,17 @@ def _window(resolved: ResolvedConfig, spec: ModelSpec) -> int | None:
     return None if is_whole else longest_window(spec.attention)
 
 
-def lane_control(resolved: ResolvedConfig, times: MeasuredTimes) -> LaneControl | None:
+def measured_times(resolved: ResolvedConfig) -> MeasuredTimes | None:
+    """Times of steps, for what depends on them: the number of lanes, the policy, or the
+    place of KV; None: nothing does, and steps aren't timed for it."""
+    is_greedy = resolved.schedule.batching.schedule == "greedy"
+    is_hybrid = resolved.config.r_part.kv_placement == "hybrid"
+    return MeasuredTimes() if resolved.adapts_lanes or is_hybrid or not is_greedy else None
+
+
+def lane_control(resolved: ResolvedConfig, times: MeasuredTimes | None) -> LaneControl | None:
     """What decides how many lanes there are; None: the user has."""
-    if not resolved.adapts_lanes:
+    if not resolved.adapts_lanes or times is None:
         return None
     num_lanes, num_stages = resolved.schedule.num_lanes, len(resolved.layers)
     return LaneControl(times, num_lanes, most=resolved.most_lanes, num_stages=num_stages)

@@ -14,9 +14,8 @@ from fastdecode.core.model.checkpoint import Checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.model.stages import stage_spec
 from fastdecode.engine.fleet.greeting import greet
-from fastdecode.engine.fleet.groups import GroupPool
+from fastdecode.engine.fleet.groups import GroupPool, HolderPool
 from fastdecode.engine.fleet.pending import Deadlines
-from fastdecode.engine.fleet.pool import HolderPool
 from fastdecode.engine.fleet.replicas import offer_halves
 from fastdecode.engine.fleet.resharing import greet_members, in_heads
 from fastdecode.engine.setup.ranks import meet_ranks
@@ -178,10 +177,10 @@ class StageSetup:
 
     def _regreeting(self, workers: Reached, fleet: HolderPool) -> Regreeting | None:
         """What greets R-workers again after a loss; None: nothing does."""
-        cluster, make = self.resolved.config.cluster, workers.replacements
+        cluster = self.resolved.config.cluster
         hello = make_hello(self.checkpoint, self.own_spec, self.resolved)
         deadlines = Deadlines(cluster.worker_timeout_s, cluster.worker_silence_s)
-        places = None if make is None else make(hello, deadlines)
+        places = workers.places(self.resolved.config, hello, deadlines)
         if isinstance(fleet, GroupPool):
             return HeadsRegreeting(fleet, hello, deadlines, places)
         return None if places is None else ColumnRegreeting(fleet.members, hello, places)
@@ -309,7 +308,7 @@ def _welcomed(
 ) -> tuple[StageWelcome, ...]:
     assert isinstance(fleet, ColumnPool)
     later = fleet.later
-    with links.owed.patient():
+    with links.patient():
         later.greet(hellos)
         while (welcomes := later.welcomes(hellos)) is None:
             fleet.receive()

@@ -16,7 +16,7 @@ from fastdecode.core.model.block_keys import tier_identity
 from fastdecode.core.model.checkpoint import Checkpoint
 from fastdecode.core.model.weights_hash import weights_hash
 from fastdecode.engine.fleet.greeting import use_tiers
-from fastdecode.engine.fleet.pool import HolderPool
+from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.setup.resolve import ResolvedConfig
 
 

@@ -9,12 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, Given, WorkerError, imports_for
 from fastdecode.core.holders import Holder, HolderKind
 from fastdecode.core.host.machine import available_cores
 from fastdecode.engine.fleet.colocation import Colocation
+from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.fleet.pending import Deadlines
-from fastdecode.engine.fleet.pool import HolderPool, RConnection, RHub
+from fastdecode.engine.fleet.pool import RConnection, RHub
 from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.engine.fleet.spares import SpareHub, SpareReplacements
 from fastdecode.engine.stages.links import StageLinks
@@ -80,6 +82,16 @@ class Reached:
     def _r_workers(self) -> Sequence[RConnection]:
         connections = self.hub.connections
         return connections[: len(connections) - len(self.stages or ())]
+
+    def places(
+        self, config: EngineConfig, hello: Hello, deadlines: Deadlines
+    ) -> Replacements | None:
+        """R-workers that may replace lost ones; None: there are none, or the R-workers
+        that are left share the heads anew at once."""
+        waits = config.r_part.replicas or config.cluster.spare_r_workers
+        if self.replacements is None or (config.r_part.r_partition == "heads" and not waits):
+            return None
+        return self.replacements(hello, deadlines)
 
     @property
     def greeting(self) -> str:

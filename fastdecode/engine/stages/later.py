@@ -51,7 +51,7 @@ class LaterStages:
         layer of theirs, and of those before them, may take its R-workers as long
         as any answer may."""
         for stage in stages:
-            self._links.owed.expect(stage, message, self._num_layers.get(stage, 1))
+            self._links.expect(stage, message, self._num_layers.get(stage, 1))
         self._links.tell(stages[0], message)
 
     def take_done(self) -> list[StageDone]:

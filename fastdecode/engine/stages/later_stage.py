@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -18,8 +17,9 @@ from torch import Tensor
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import Holder, HolderId
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
+from fastdecode.engine.stages.relay import Relay
 from fastdecode.engine.stages.stage_forward import LaterStageForward, passed_on, report
-from fastdecode.engine.step.arrivals import News
+from fastdecode.engine.stages.writers import WriterRelay
 from fastdecode.engine.step.lane_step import LaneStep
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.pipeline import Pipeline
@@ -33,24 +33,7 @@ _LOOK_EVERY_S = 0.05
 """Whether the replacement of a lost R-worker has answered."""
 
 
-class StageRelay(Protocol):
-    """Between the first stage and a later one's R-workers: ``Relay``."""
-
-    @property
-    def forgets_answers(self) -> bool:
-        """Whether a column that is greeted again answers nothing that it was asked
-        before."""
-
-    @property
-    def awaits_replacements(self) -> bool:
-        """Whether an R-worker is lost that may be replaced."""
-
-    def obey(self, message: FromAnyStage) -> None: ...
-
-    def regroup(self, members: NDArray[np.int32]) -> Seq[HolderId]:
-        """The first stage says who keeps the columns. Returns the columns that changed."""
-
-    def pass_on(self, news: Iterable[News]) -> None: ...
+StageRelay: TypeAlias = Relay | WriterRelay
 
 
 class LaterStage:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import TypeAlias
 
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.pending import PendingReplies
+from fastdecode.engine.fleet.pool import failure, last_words
 from fastdecode.wire.messages import Failed, Shutdown, ToRWorker
 from fastdecode.wire.stages import (
     FromStage,
@@ -34,50 +34,6 @@ LOADING_TIMEOUT_S = 3600.0
 LOADING_SILENCE_S = 30.0
 """Meanwhile; what compiles kernels and reads weights shares its core with the
 thread that gives signs."""
-
-
-class OwedByStages:
-    """The answers that stages owe.
-
-    Args:
-        owed: keeps them, by the index of a peer.
-        first: of the first of them; the others' follow.
-        stages: their numbers, in that order.
-    """
-
-    def __init__(self, owed: PendingReplies, first: int, stages: Sequence[int]) -> None:
-        self._owed, self._first, self._stages = owed, first, stages
-
-    def stage(self, index: int) -> int:
-        """Whose index that is."""
-        return self._stages[index - self._first]
-
-    def expect(self, stage: int, message: FromAnyStage, num_answers: int = 1) -> None:
-        """A stage will get this message, from us or from another one, and owes
-        us the answer, if it is one that is answered. ``num_answers``: of
-        R-workers, one after the other, that this takes."""
-        kinds = _answers_to(message)
-        if kinds:
-            self._owed.ask_for(self._index(stage), kinds, NOBODY, num_answers)
-
-    def take(self, stage: int, answer: FromAnyStage) -> bool:
-        """A stage has answered. False: it doesn't owe that."""
-        return self._owed.take_any(self._index(stage), answer)
-
-    @contextlib.contextmanager
-    def patient(self) -> Iterator[None]:
-        """Within, stages may take long to answer: they load their layers."""
-        usual = self._owed.deadlines
-        timeout_s = max(usual.timeout_s, LOADING_TIMEOUT_S)
-        silence_s = max(usual.silence_s, LOADING_SILENCE_S)
-        self._owed.deadlines = replace(usual, timeout_s=timeout_s, silence_s=silence_s)
-        try:
-            yield
-        finally:
-            self._owed.deadlines = usual
-
-    def _index(self, stage: int) -> int:
-        return self._first + self._stages.index(stage)
 
 
 class StageLinks:
@@ -107,8 +63,8 @@ class StageLinks:
         """Stages that are lost."""
         self.num_columns = 0
         """Of R-workers."""
-        self.owed: OwedByStages
-        """What they owe, from ``join`` on."""
+        self._owed: PendingReplies
+        self._first: int
 
     def __len__(self) -> int:
         return len(self._stages)
@@ -121,13 +77,32 @@ class StageLinks:
     def join(self, owed: PendingReplies, first: int, num_columns: int) -> None:
         """The stages are peers number ``first`` and up, behind R-workers; ``owed``
         keeps what they owe."""
-        self.owed = OwedByStages(owed, first, self._stages)
-        self.num_columns = num_columns
+        self._owed, self._first, self.num_columns = owed, first, num_columns
+
+    def patient(self) -> contextlib.AbstractContextManager[None]:
+        """Within, stages may take long to answer: they load their layers."""
+        usual = self._owed.deadlines
+        return self._owed.within(usual.at_least(LOADING_TIMEOUT_S, LOADING_SILENCE_S))
+
+    def expect(self, stage: int, message: FromAnyStage, num_answers: int = 1) -> None:
+        """A stage will get this message, from this stage or from another one, and owes
+        the answer, if it is one that a stage answers. ``num_answers``: of
+        R-workers, one after the other, that this takes."""
+        if isinstance(message, StageHello | StagePass):
+            self._owed.ask_for(self._index(stage), message.answers, NOBODY, num_answers)
+
+    def _index(self, stage: int) -> int:
+        """Of a stage, as a peer."""
+        return self._first + self._stages.index(stage)
+
+    def _stage(self, index: int) -> int:
+        """The peer of this index."""
+        return self._stages[index - self._first]
 
     def send(self, stage: int, message: FromAnyStage) -> None:
         """To a stage, which owes an answer if the message is one that is
         answered."""
-        self.owed.expect(stage, message)
+        self.expect(stage, message)
         self.tell(stage, message)
 
     def tell(self, stage: int, message: FromAnyStage) -> None:
@@ -143,9 +118,9 @@ class StageLinks:
         Raises:
             WorkerError: it can't go on, or says what nobody asked for.
         """
-        stage = self.owed.stage(index)
+        stage = self._stage(index)
         if isinstance(message, Failed):
-            raise _failure(self.name(index), message)
+            raise failure(self.name(index), message)
         if isinstance(message, OfColumns):
             try:
                 message.check(stage, self.num_columns)
@@ -167,7 +142,7 @@ class StageLinks:
         Raises:
             WorkerError: it didn't owe one.
         """
-        if not self.owed.take(stage, message):
+        if not self._owed.take_any(self._index(stage), message):
             raise self.loss(
                 stage, ProtocolError(f"it sent {type(message).__name__}, which nobody asked for")
             )
@@ -185,18 +160,18 @@ class StageLinks:
 
     def name(self, index: int) -> str:
         """What the peer of this index is called."""
-        return self._connections[self.owed.stage(index)].peer
+        return self._connections[self._stage(index)].peer
 
     def lost(self, index: int, error: FastDecodeError) -> WorkerError:
         """The peer of this index is lost: the error to raise."""
-        return self.loss(self.owed.stage(index), error)
+        return self.loss(self._stage(index), error)
 
     def loss(self, stage: int, error: FastDecodeError) -> WorkerError:
         """A stage is lost: the error to raise; its own, if it has said one."""
         name = self._connections[stage].peer
         self.gone.add(stage)
-        if (failed := _last_words(self._connections[stage])) is not None:
-            return _failure(name, failed)
+        if (failed := last_words(self._connections[stage])) is not None:
+            return failure(name, failed)
         return WorkerError(
             f"{loss(name, error)}. Without its layers the job can't go on: see its own "
             "output, and start the job again (fastdecode run-batch --resume keeps what is done)",
@@ -213,23 +188,3 @@ class StageLinks:
     def close(self) -> None:
         for connection in self._connections.values():
             connection.close()
-
-
-def _last_words(connection: StageConnection) -> Failed | None:
-    """Why a stage closed its connection, if it said so before."""
-    try:
-        while (message := connection.poll()) is not None:
-            if isinstance(message, Failed):
-                return message
-    except WorkerError:
-        pass
-    return None
-
-
-def _failure(name: str, failed: Failed) -> WorkerError:
-    return WorkerError(f"{name} failed: {failed.message}", code=failed.code)
-
-
-def _answers_to(message: FromAnyStage) -> tuple[type[Any], ...]:
-    """What a stage itself answers."""
-    return message.answers if isinstance(message, StageHello | StagePass) else ()

@@ -22,8 +22,8 @@ from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import Shard
-from fastdecode.engine.fleet.groups import GroupPool
-from fastdecode.engine.fleet.pool import HolderPool, RConnection, RHub, WorkerPool
+from fastdecode.engine.fleet.groups import CacheGroup, GroupPool, HolderPool
+from fastdecode.engine.fleet.pool import RConnection, RHub, WorkerPool
 from fastdecode.engine.fleet.resharing import in_heads, share_out_heads
 from fastdecode.engine.fleet.spares import SpareHub
 from fastdecode.engine.stages.later import LaterStages
@@ -121,6 +121,15 @@ class StagePool(WorkerPool):
         """See ``WorkerPool``."""
         self.replaceable.discard(holder)
         super().revive(holder)
+
+    def revive_elsewhere(self, holders: Iterable[HolderId]) -> bool:
+        """See ``WorkerPool``."""
+        lost = [x for x in holders if not self.is_here(x) and self.is_lost(x)]
+        if not self.replaceable.issuperset(lost):
+            return False
+        for member in lost:
+            self.revive(member)
+        return True
 
     def origin(self, index: int) -> tuple[int, int]:
         """The stage of an R-worker, and its number there: at first, its column."""
@@ -294,6 +303,13 @@ class ColumnPool(GroupPool):
         """All members; later stages' are among them."""
         self.later: Final = LaterStages(stages)
         """The stages behind this one."""
+
+    def _begin(self, group: CacheGroup, hello: Hello) -> None:
+        # The first greeting goes to this stage's members; each later stage does its own.
+        group.greets_all = self.later.are_welcome
+        if group.greets_all:
+            self.of_stages.begin_greeting(group.shards)
+        super()._begin(group, hello)
 
     def members_as_rows(self) -> NDArray[np.int32]:
         """See ``StagePass.members``."""

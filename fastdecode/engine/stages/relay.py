@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any, Protocol, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
-from fastdecode.engine.fleet.groups import GroupPool
+from fastdecode.engine.fleet.groups import GroupPool, HolderPool
 from fastdecode.engine.fleet.pending import Deadlines
-from fastdecode.engine.fleet.pool import HolderPool, WorkerPool
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.engine.fleet.resharing import GROUP
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
@@ -40,24 +40,9 @@ from fastdecode.wire.stages import (
 from fastdecode.wire.traits import THE_ONLY
 
 
-class Regreeting(Protocol):
-    """Greets a later stage's R-workers again, and the replacements of lost ones."""
-
-    forgets_answers: bool
-    """To what its R-workers were asked before."""
-
-    def found(self) -> list[int]:
-        """Columns that are lost and may be greeted again; each is reported once."""
-
-    def greet(self, column: HolderId) -> None:
-        """Greet a column's R-worker; if it is lost, its replacement, if that waits."""
-
-    def answered(self) -> None:
-        """The greeted R-workers have answered."""
-
-
 class ColumnRegreeting:
-    """See ``Regreeting``; each R-worker is a column's.
+    """Greets a later stage's R-workers again, and the replacements of lost ones. Each
+    R-worker is a column's.
 
     Args:
         pool: the R-workers, one a column.
@@ -66,6 +51,7 @@ class ColumnRegreeting:
     """
 
     forgets_answers = False
+    """To what its R-workers were asked before."""
 
     def __init__(self, pool: WorkerPool, hello: Hello, places: Replacements) -> None:
         self._pool = pool
@@ -74,14 +60,14 @@ class ColumnRegreeting:
         self._found: set[int] = set()
 
     def found(self) -> list[int]:
-        """See ``Regreeting``."""
+        """Columns that are lost and may be greeted again; each is reported once."""
         waiting = self._places.look(self._pool.gone.keys()).keys()
         new = sorted(waiting - self._found)
         self._found = set(waiting)
         return new
 
     def greet(self, column: HolderId) -> None:
-        """See ``Regreeting``."""
+        """Greet a column's R-worker; if it is lost, its replacement, if that waits."""
         if column in self._pool.gone and column in self._places.look([column]):
             self._places.admit(column)
             self._found.discard(column)
@@ -89,11 +75,11 @@ class ColumnRegreeting:
         self._pool.send(column, self._hello)
 
     def answered(self) -> None:
-        """See ``Regreeting``."""
+        """The greeted R-workers have answered."""
 
 
 class HeadsRegreeting:
-    """See ``Regreeting``; all R-workers are one column, and share its heads: the
+    """See ``ColumnRegreeting``; all R-workers are one column, and share its heads: the
     remaining ones, and replacements.
 
     Args:
@@ -116,7 +102,7 @@ class HeadsRegreeting:
         self._is_found = False
 
     def found(self) -> list[int]:
-        """See ``Regreeting``.
+        """See ``ColumnRegreeting``.
 
         Raises:
             WorkerError: no R-worker is left, and no replacement may come.
@@ -137,7 +123,7 @@ class HeadsRegreeting:
         return [GROUP]
 
     def greet(self, column: HolderId) -> None:
-        """See ``Regreeting``. Members may have to compile kernels for other numbers
+        """See ``ColumnRegreeting``. Members may have to compile kernels for other numbers
         of heads."""
         self._is_found = False
         self._members.pending.deadlines = self._deadlines.while_greeting()
@@ -145,8 +131,11 @@ class HeadsRegreeting:
         self._fleet.send(column, self._hello)
 
     def answered(self) -> None:
-        """See ``Regreeting``."""
+        """See ``ColumnRegreeting``."""
         self._members.pending.deadlines = self._deadlines
+
+
+Regreeting: TypeAlias = ColumnRegreeting | HeadsRegreeting
 
 
 class Relay:
@@ -183,7 +172,7 @@ class Relay:
 
     @property
     def forgets_answers(self) -> bool:
-        """See ``StageRelay``."""
+        """Whether a column that is greeted again answers nothing that it was asked before."""
         return self._regreeting is not None and self._regreeting.forgets_answers
 
     @property
@@ -220,7 +209,8 @@ class Relay:
                 raise ProtocolError(f"the first stage sent {type(message).__name__}")
 
     def regroup(self, members: NDArray[np.int32]) -> Sequence[HolderId]:
-        """The columns of a stage that decodes are always its own R-workers."""
+        """The first stage says which R-workers keep the columns; those of a stage that
+        decodes are always its own. Returns the columns that changed."""
         return ()
 
     def pass_on(self, news: Iterable[News]) -> None:

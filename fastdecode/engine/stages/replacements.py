@@ -8,9 +8,7 @@ from typing import Final
 
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.groups import CacheGroup
-from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.replacements import Replacements
-from fastdecode.engine.fleet.resharing import Resharing
 from fastdecode.engine.stages.pool import ColumnPool
 from fastdecode.wire.messages import Hello, Welcome
 
@@ -54,8 +52,6 @@ class ColumnReplacements:
                 self._greeting.discard(holder)
             if holder not in self._greeting and self._let_in(group):
                 self._greeting.add(holder)
-                group.greets_all = True
-                self._fleet.of_stages.begin_greeting(group.shards)
                 self._fleet.send(holder, self._hello)
         found = {holder: self._fleet.groups[holder].welcome for holder in self._greeting}
         return {holder: welcome for holder, welcome in found.items() if welcome is not None}
@@ -68,44 +64,12 @@ class ColumnReplacements:
         """Whether each lost member of a column has been replaced: from now on its
         replacement is the member."""
         members = self._fleet.of_stages
-        gone = [member for member in group.shards if members.placement[member] in members.gone]
-        here = [member for member in gone if members.is_here(member)]
-        waiting = self._places.look(here)
-        if not all(x in waiting if x in here else x in members.replaceable for x in gone):
+        here = [x for x in group.shards if members.is_here(x) and members.is_lost(x)]
+        if not set(here) <= self._places.look(here).keys():
+            return False
+        if not members.revive_elsewhere(group.shards):
             return False
         for member in here:
             self._places.admit(member)
-        for member in gone:
             members.revive(member)
         return True
-
-
-class ColumnResharing(Resharing):
-    """As ``Resharing``, of a column whose R-workers of each stage share out the heads:
-    where a stage has lost one, the remaining ones there share them anew, once all can
-    be greeted again."""
-
-    def __init__(
-        self, fleet: ColumnPool, hello: Hello, deadlines: Deadlines, places: Replacements | None
-    ) -> None:
-        super().__init__(fleet, hello, deadlines, places)
-        self._column = fleet
-
-    def _let_in(self) -> bool:
-        """See ``Resharing``."""
-        if not super()._let_in():
-            return False
-        members = self._column.of_stages
-        gone = [x for x in map(HolderId, members.gone) if not members.is_here(x)]
-        if not all(member in members.replaceable for member in gone):
-            return False
-        for member in gone:
-            members.revive(member)
-        self._group.greets_all = self._column.later.are_welcome
-        return True
-
-    def _greet(self, most: int) -> None:
-        """See ``Resharing``."""
-        if self._group.greets_all:
-            self._column.of_stages.begin_greeting(self._group.shards)
-        super()._greet(most)

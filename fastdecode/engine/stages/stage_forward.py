@@ -22,7 +22,7 @@ from fastdecode.wire.stages import ASKS, DRAWS, NO_MEMBERS, StageDone, StagePass
 from sworker.buffers import Fetched, as_array, as_tensor
 
 if TYPE_CHECKING:
-    from fastdecode.engine.fleet.pool import HolderPool
+    from fastdecode.engine.fleet.groups import HolderPool
     from fastdecode.engine.step.lane_step import LaneStep
     from sworker.worker import SWorker
 

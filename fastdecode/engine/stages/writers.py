@@ -174,7 +174,7 @@ class WriterRelay:
 
     def __init__(self, pool: WriterPool, links: StageLinks) -> None:
         self.regroup: Final = pool.regroup
-        """See ``StageRelay``."""
+        """See ``Relay``."""
         self._members = pool.writers
         self._links = links
         self._reported: set[int] = set()

@@ -13,7 +13,7 @@ from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.holders import HolderId
 from fastdecode.core.trace import NoTrace, Trace
-from fastdecode.engine.fleet.pool import HolderPool
+from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.step.lane_step import HostCopy, NextStage
 from fastdecode.engine.step.lanes import Lanes
 from fastdecode.wire.kv.attending import PastTokens
@@ -74,10 +74,10 @@ class Arrivals:
 
     def note_losses(self) -> None:
         """Tell the steps in flight who was lost."""
-        losses = self._fleet.take_losses()
-        if losses:
-            self._news += losses
-        for holder in self._fleet.kept_by_gone:
+        if not self._fleet.gone:  # asked many times in a step
+            return
+        self._news += self._fleet.take_losses()
+        for holder in self._fleet.lost:
             for step in self._lanes.in_flight:
                 step.remote.lose(holder)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import Holder, HolderId
-from fastdecode.engine.fleet.pool import HolderPool
+from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.wire.messages import AttendResult, BeginStep

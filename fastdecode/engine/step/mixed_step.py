@@ -19,7 +19,7 @@ from enum import Enum
 from torch import Tensor
 
 from fastdecode.core.holders import Holder, HolderId, HolderKind
-from fastdecode.engine.fleet.pool import HolderPool
+from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.step.layout import HolderSpan, StepBatch
 from fastdecode.engine.step.local import DeviceWorker, LocalStep
 from fastdecode.engine.step.remote import AttentionPlan, LaneAttention, RemoteStep

@@ -30,7 +30,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import Holder, HolderId
 from fastdecode.core.spec import AttentionSpec
-from fastdecode.engine.fleet.pool import HolderPool
+from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.step.checks import Checks, StepChecks
 from fastdecode.engine.step.device_prefill import DevicePrefillChunks, DevicePrompts
 from fastdecode.engine.step.layout import HolderSpan, LocalSpan, StepBatch

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.holders import Holder, HolderId
-from fastdecode.engine.fleet.pool import HolderPool
+from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.local import DeviceWorker, LocalStep
 from fastdecode.engine.step.pipeline import begin_pass

@@ -130,7 +130,7 @@ class HybridInputs:
     @property
     def r_workers(self) -> Seq[HolderId]:
         """Those that aren't lost, and have room for anything."""
-        return [h for h in self._ledger.capacity.present if h != self._device]
+        return [h for h in self._ledger.holders.open if h != self._device]
 
     def _running(self, run: RunningSequence) -> Work:
         length = len(run.sequence.token_ids)

@@ -13,13 +13,15 @@ it before the sequence goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 from fastdecode.core.holders import HolderId, Part, PartId, SequenceId
 from fastdecode.schedule.continuous import ContinuousScheduler
+from fastdecode.schedule.holder_states import HolderState
 from fastdecode.schedule.life.endings import Endings
-from fastdecode.schedule.life.events import Extend, Instruction, TakeOver, Truncate
+from fastdecode.schedule.life.events import Extend, Instruction, TakenOver, TakeOver, Truncate
 from fastdecode.schedule.life.grants import Grants
 from fastdecode.schedule.life.sequences import (
     PendingAction,
@@ -27,6 +29,9 @@ from fastdecode.schedule.life.sequences import (
     SequenceState,
     SequenceTable,
 )
+
+_UNDER_WAY: Final = HolderState.LEAVING, HolderState.INTERRUPTED, HolderState.ASKED
+"""Meanwhile no step begins."""
 
 
 @dataclass
@@ -57,7 +62,7 @@ class Adoptions:
     """Those under way.
 
     Args:
-        scheduler: books the tokens that have to be run again.
+        scheduler: knows the holders' states, and books the tokens that are to be run again.
         table: all sequences that aren't over.
         grants: what is open of them.
         endings: what becomes of those that no replica has.
@@ -77,24 +82,21 @@ class Adoptions:
         self._grants = grants
         self._endings = endings
         self._out = out
-        self._leaving: dict[HolderId, None] = {}
-        self._waiting: dict[HolderId, None] = {}
+        self._holders = scheduler.ledger.holders
         self._asked: dict[HolderId, list[tuple[SequenceRecord, Part]]] = {}
         self._resuming: dict[SequenceId, _Resuming] = {}
         self.counts = AdoptionCounts()
 
     def __bool__(self) -> bool:
-        under_way = self._leaving or self._waiting or self._asked
-        return bool(under_way) or any(
+        return any(map(self._holders.having, _UNDER_WAY)) or any(
             resuming.life.pending is PendingAction.RECOVER for resuming in self._resuming.values()
         )
 
     def begin(self, holder: HolderId) -> None:
         """A holder is lost, and its replica is to be taken over: nothing new is
         placed there, and its sequences wait for what the replica has."""
-        self._scheduler.ledger.capacity.close(holder)
+        self._holders.move(holder, HolderState.INTERRUPTED)
         self.give_up(holder)
-        self._waiting[holder] = None
         table = self._table.by_sequence  # some may have ended meanwhile
         self._resuming = {i: one for i, one in self._resuming.items() if i in table}
         for life in self._on(holder):
@@ -115,19 +117,14 @@ class Adoptions:
         self._table.move(life, SequenceState.RECOVERING)
         self._resuming[sequence_id].num_tokens = None
 
-    def leave(self, holder: HolderId) -> None:
-        """A holder on which nothing new is placed goes on elsewhere."""
-        self._leaving[holder] = None
-
     @property
     def about_to_leave(self) -> list[HolderId]:
         """Holders that leave, and have answered all that they were asked."""
-        return [holder for holder in self._leaving if not self._grants.is_awaited(holder)]
+        leaving = self._holders.having(HolderState.LEAVING)
+        return [holder for holder in leaving if not self._grants.is_awaited(holder)]
 
     def give_up(self, holder: HolderId) -> None:
         """Its replica is lost, too."""
-        self._leaving.pop(holder, None)
-        self._waiting.pop(holder, None)
         self._asked.pop(holder, None)
 
     def ask(self) -> None:
@@ -135,17 +132,19 @@ class Adoptions:
         that leaves, once it has answered what it was asked."""
         for holder in self.about_to_leave:
             self.begin(holder)
-        for holder in self._waiting:
+        for holder in self._holders.having(HolderState.INTERRUPTED):
+            self._holders.move(holder, HolderState.ASKED)
             kept = self._asked[holder] = list(self._open_on(holder))
             for life, part in kept:
                 self._grants.ask(life, part)
             counts = tuple(_share(part, life.sequence.num_cached) for life, part in kept)
             self._out.append(TakeOver(holder, tuple(part for _, part in kept), counts))
-        self._waiting.clear()
 
-    def end(self, holder: HolderId, num_tokens: Sequence[int | None]) -> None:
+    def end(self, event: TakenOver) -> None:
         """The holder has answered what it has of each part, in the order in which
         they were named."""
+        holder, num_tokens = event.holder, event.num_tokens
+        self._holders.move(holder, HolderState.OPEN if event.is_home else HolderState.ADOPTED)
         self.counts.num_holders += 1
         asked = self._asked.pop(holder)
         lacking: set[SequenceId] = set()
@@ -184,8 +183,8 @@ class Adoptions:
     def _is_awaited(self, life: SequenceRecord) -> bool:
         """Whether anybody is still to say what is there of a sequence."""
         assert life.sequence.residence is not None
-        holders = life.sequence.residence.holders
-        return any(holder in self._waiting or holder in self._asked for holder in holders)
+        awaited = HolderState.INTERRUPTED, HolderState.ASKED
+        return any(self._holders[holder] in awaited for holder in life.sequence.residence.holders)
 
     def _cut(self, resuming: _Resuming) -> int:
         """Have all holders forget what isn't there everywhere. Returns how many

@@ -17,6 +17,7 @@ from fastdecode.core.errors import CapacityError, WorkerError
 from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.holders import HolderId, PartId
 from fastdecode.schedule.continuous import ContinuousScheduler
+from fastdecode.schedule.holder_states import HolderState
 from fastdecode.schedule.life.adoption import Adoptions
 from fastdecode.schedule.life.coming import ComingTokens
 from fastdecode.schedule.life.endings import Endings
@@ -69,6 +70,8 @@ class Lifecycle:
 
     def __init__(self, scheduler: ContinuousScheduler, *, joins_early: bool = True) -> None:
         self.scheduler = scheduler
+        self.holders: Final = scheduler.ledger.holders
+        """The state of each."""
         self.sequences = SequenceTable()
         self.grants = Grants()
         self.num_suspended = 0
@@ -88,7 +91,8 @@ class Lifecycle:
         """What sequences begin with."""
         self._flying: dict[int, tuple[Chunk, ...]] = {}  # by lane
         self._cache = scheduler.ledger.cache
-        self._keeps_blocks = self._cache.chains.are_on
+        self.keeps_blocks: Final = self._cache.chains.are_on
+        """Blocks outlive their sequences, and may move between tiers."""
         self._fails_over = False  # some holder was lost that has a replica
 
     def handle(self, event: Event) -> list[Instruction]:
@@ -138,7 +142,7 @@ class Lifecycle:
             for holder in self.adoptions.about_to_leave:
                 self.handing.interrupt(holder)  # what it exports or imports doesn't move with it
             self.adoptions.ask()
-        if self._keeps_blocks:
+        if self.keeps_blocks:
             self._out += self._cache.stock.orders.take()
             self._out += self._cache.stock.orders.take_fetches()
         instructions = self._out.copy()
@@ -159,13 +163,11 @@ class Lifecycle:
                 self.adoptions.begin(event.holder)
             case Leaving():
                 self._fails_over = True
-                self.adoptions.leave(event.holder)
+                self.holders.move(event.holder, HolderState.LEAVING)
             case TakenOver():
-                self.adoptions.end(event.holder, event.num_tokens)
-                if event.is_home:
-                    self.scheduler.ledger.capacity.reopen(event.holder)
+                self.adoptions.end(event)
             case Reopened():
-                self.scheduler.ledger.capacity.reopen(event.holder)
+                self.holders.move(event.holder, HolderState.OPEN)
             case Joined():
                 self.scheduler.ledger.regain(event.holder, event.num_blocks)
 
@@ -177,7 +179,7 @@ class Lifecycle:
         plan = self.scheduler.plan(lane, may_start=not (self.endings.was_refused and self._flying))
         # Before anything is closed, since it may be kept, and opened, since it
         # may need the room.
-        if self._keeps_blocks:
+        if self.keeps_blocks:
             self._out += self._cache.stock.orders.take()
         for suspend in plan.suspends:
             life = self.sequences.by_sequence[suspend.sequence.sequence_id]
@@ -190,13 +192,13 @@ class Lifecycle:
             part = grow.residence.parts[-1]
             self.grants.ask(self.sequences.by_sequence[grow.sequence.sequence_id], part)
             self._out.append(Extend(part))
-        if self._keeps_blocks:
+        if self.keeps_blocks:
             self._out += self._cache.stock.orders.take_fetches()
         for start in plan.starts:
             life = self.sequences.by_sequence[start.sequence.sequence_id]
             life.lane = lane
             self.starting.start(life, start)
-        if self._keeps_blocks:
+        if self.keeps_blocks:
             self._tend_blocks(lane)
 
     def _tend_blocks(self, lane: int) -> None:
@@ -215,7 +217,7 @@ class Lifecycle:
                 [chunk.sequence.sequence_id for chunk in chunks]
             )
             self._out.append(Run(lane, chunks))
-            if self._keeps_blocks:
+            if self.keeps_blocks:
                 self.starting.restores.begin_step(lane, chunks)
 
     def _opened(self, part_id: PartId) -> None:
@@ -261,7 +263,7 @@ class Lifecycle:
         self.endings.was_refused = False
         lives = self.sequences
         del lives.flying[event.lane]
-        if self._keeps_blocks:
+        if self.keeps_blocks:
             self.starting.restores.end_step(event.lane)
         chunks = self._flying.pop(event.lane)
         cache = self._cache
@@ -293,13 +295,14 @@ class Lifecycle:
         self.handing.forget()
 
     def stepped(self, num_prompt_tokens: int, seconds: float, idle_s: float = 0.0) -> None:
-        """A step has taken so long, in which so many tokens of prompts ran.
+        """A step has taken so long, in which so many tokens of prompts ran; where
+        ``keeps_blocks``.
 
         Args:
             idle_s: of that, nobody computed.
         """
         traffic = self._cache.stock.traffic
-        if not self._keeps_blocks or not traffic.has_lower:
+        if not traffic.has_lower:
             return
         if self.starting.restores.was_beside:
             traffic.rates.stepped_beside(num_prompt_tokens, max(0.0, seconds - idle_s))
@@ -310,7 +313,7 @@ class Lifecycle:
     def is_owed(self) -> bool:
         """Whether an answer about a room is owed, or a holder is being taken over."""
         is_awaited = self.grants.asked or (self._fails_over and self.adoptions)
-        return bool(is_awaited) or (self._keeps_blocks and self.is_moving)
+        return bool(is_awaited) or (self.keeps_blocks and self.is_moving)
 
     @property
     def is_moving(self) -> bool:

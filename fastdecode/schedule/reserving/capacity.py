@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from fastdecode.core.errors import CapacityError, Given
 from fastdecode.core.holders import HolderId
+from fastdecode.schedule.holder_states import HolderStates
 
 
 @dataclass(frozen=True)
@@ -58,29 +59,24 @@ class Capacity:
     """Of all holders, those that are lost included.
 
     Args:
+        holders: their states.
         blocks: of each holder.
         shape: in which sequences lie on them.
         max_closed_parts: most closed parts, all but the last of each sequence,
             on one holder.
     """
 
-    def __init__(self, blocks: tuple[int, ...], shape: PartShape, max_closed_parts: int) -> None:
+    def __init__(
+        self,
+        holders: HolderStates,
+        blocks: tuple[int, ...],
+        shape: PartShape,
+        max_closed_parts: int,
+    ) -> None:
+        self._holders = holders
         self._blocks = list(blocks)
         self._shape = shape
         self._max_closed_parts = max_closed_parts
-        self._lost: set[HolderId] = set()
-        self._closed: set[HolderId] = set()
-
-    @property
-    def present(self) -> list[HolderId]:
-        """The holders that new sequences may go to."""
-        absent = self._lost | self._closed
-        return [HolderId(h) for h in range(len(self._blocks)) if h not in absent]
-
-    @property
-    def is_deserted(self) -> bool:
-        """All holders are gone."""
-        return len(self._lost) == len(self._blocks)
 
     def blocks(self, holder: HolderId) -> int:
         """That a holder has, or had."""
@@ -90,27 +86,13 @@ class Capacity:
         """That fill them."""
         return self._blocks[holder] * self._shape.block_size
 
-    def lose(self, holder: HolderId) -> None:
-        """The holder is gone."""
-        self._lost.add(holder)
-
-    def close(self, holder: HolderId) -> None:
-        """Nothing new goes to the holder, which goes on with what it has."""
-        self._closed.add(holder)
-
-    def reopen(self, holder: HolderId) -> None:
-        """It is open again."""
-        self._closed.discard(holder)
-
     def regain(self, holder: HolderId, num_blocks: int) -> None:
-        """In the place of a lost holder there is one of so many blocks."""
-        self._lost.remove(holder)
-        self._closed.discard(holder)
+        """A replacement of a lost holder has so many blocks."""
         self._blocks[holder] = num_blocks
 
     def is_possible(self, num_tokens: int) -> bool:
         """Whether holders, were they empty, could hold a sequence of ``num_tokens``
-        tokens. If all that are there are closed, those count: they will be open again."""
+        tokens. If none is open, all count that aren't lost: they will be open again."""
         try:
             self.check_possible(num_tokens)
         except CapacityError:
@@ -119,8 +101,8 @@ class Capacity:
 
     def check_possible(self, num_tokens: int) -> None:
         """Raises CapacityError unless ``is_possible``."""
-        shape = self._shape
-        present = [self._blocks[holder] for holder in self.present or self._closed - self._lost]
+        shape, holders = self._shape, self._holders
+        present = [self._blocks[holder] for holder in holders.open or holders.served]
         most = shape.most_blocks(present)
         if shape.blocks_for(num_tokens) > most:
             if shape.part_tokens is None:

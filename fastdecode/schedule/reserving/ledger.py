@@ -18,6 +18,7 @@ from fastdecode.core.holders import HolderId, Part, Residence
 from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.cache.prefix_cache import PrefixCache
 from fastdecode.schedule.cache.retention import is_short
+from fastdecode.schedule.holder_states import HolderState, HolderStates
 from fastdecode.schedule.reserving.capacity import Capacity, PartShape
 
 _NOTHING: Mapping[HolderId, int] = {}
@@ -56,7 +57,9 @@ class BlockLedger:
         assert blocks and min(blocks) >= 0 and block_size > 0
         assert part_tokens is None or (part_tokens > 0 and part_tokens % block_size == 0)
         self.shape: Final = PartShape(block_size, part_tokens)
-        self.capacity: Final = Capacity(blocks, self.shape, max_closed_parts)
+        self.holders: Final = HolderStates(len(blocks))
+        """Which holders sequences may start on."""
+        self.capacity: Final = Capacity(self.holders, blocks, self.shape, max_closed_parts)
         """What would fit if nothing were reserved."""
         self._free = list(blocks)
         """Blocks that aren't reserved, as if nothing were kept."""
@@ -69,11 +72,12 @@ class BlockLedger:
     def lose(self, holder: HolderId) -> None:
         """The holder is gone: nothing fits on it any more."""
         self.cache.lose(holder)
-        self.capacity.lose(holder)
+        self.holders.move(holder, HolderState.LOST)
 
     def regain(self, holder: HolderId, num_blocks: int) -> None:
-        """In the place of a lost holder there is an empty one, of so many blocks."""
+        """A replacement of a lost holder is empty, and has so many blocks."""
         assert self._free[holder] == self.capacity.blocks(holder), "something is reserved there"
+        self.holders.move(holder, HolderState.OPEN)
         self.capacity.regain(holder, num_blocks)
         self._free[holder] = num_blocks
 
@@ -99,7 +103,7 @@ class BlockLedger:
         blocks, most = self.shape.blocks_for(num_tokens), self.shape.blocks_for(may_grow_to)
         free = {
             h: self.available_blocks(h) - taken.get(h, 0)
-            for h in self.capacity.present
+            for h in self.holders.open
             if self._may_start(h)
         }
         fitting = (h for h in free if free[h] >= blocks and self.capacity.blocks(h) >= most)
@@ -172,7 +176,7 @@ class BlockLedger:
         if not stock.traffic.has_lower:
             return
         stock.traffic.look_whether_fetching_pays()
-        for holder in self.capacity.present:
+        for holder in self.holders.open:
             index, num_blocks = stock[holder], self.capacity.blocks(holder)
             num_available = self.free_blocks(holder) + index.idle.num_copied
             if index.lower.num_slots and is_short(num_available, num_blocks, self._swap_threshold):
@@ -199,7 +203,7 @@ class BlockLedger:
             for part in residence.parts[:-1]:
                 closed[part.holder] += 1
         assert free == self._free and closed == self._closed_parts, "the ledger is wrong"
-        assert min(map(self.free_blocks, self.capacity.present), default=0) >= 0, (
+        assert min(map(self.free_blocks, self.holders.open), default=0) >= 0, (
             "more is reserved than there is"
         )
 

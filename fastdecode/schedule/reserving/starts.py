@@ -198,7 +198,7 @@ class Starts:
     def _busier(self, lane: Lane, holder: HolderId) -> int:
         """Cached tokens that a holder has of a lane beyond the least busy one that its
         sequences could be on."""
-        others: Seq[HolderId] = self._ledger.capacity.present
+        others: Seq[HolderId] = self._ledger.holders.open
         if self._places is not None:
             others = self._places.alike(holder, others)
         least = min((lane.reserved_tokens[other] for other in others), default=0)

@@ -49,7 +49,7 @@ class Prefetch:
         def num_unseen(num_blocks: int) -> int:
             return stock.window.num_unseen(min(num_blocks * size, most_tokens))
 
-        present = ledger.capacity.present
+        present = ledger.holders.open
         leading = {h: leading_blocks(stock[h], keys, num_unseen) for h in present}
         best = max(leading, key=lambda holder: leading[holder].stop, default=None)
         if best is None:
