@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from types import TracebackType
 from typing import Any, TextIO
 
-from fastdecode.core.clock import Clock
-from fastdecode.core.remaining_time import (
-    NO_LENGTHS,
-    JobCounts,
-    Lengths,
-    TokenTimes,
-    remaining_s,
+from fastdecode.core.answer_lengths import (
+    AnswerCounts,
+    EndedAnswers,
+    few_limits,
+    spread_evenly,
 )
+from fastdecode.core.clock import Clock
+from fastdecode.core.remaining_time import JobCounts, TokenTimes, remaining_s
 
 # Between two lines where there is no terminal, and between two looks of the one
 # line where there is.
@@ -147,12 +147,13 @@ class Progress:
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         self._unit = unit
-        self._most_tokens = 0
+        self._limits: Mapping[int, int] = {}
         self._status = StatusLine(stream, clock, now)
         self._clock = clock
         self._total = self._done_before = self._done = self._num_failed = self._num_tokens = 0
-        self._num_prompt_tokens = self._num_running = 0
-        self._lengths = NO_LENGTHS
+        self._num_prompt_tokens = 0
+        self._running: AnswerCounts = {}
+        self._ended = EndedAnswers()
         self._times = TokenTimes()
         self._workers = (0, 0)
         self._started_s = clock()
@@ -169,14 +170,17 @@ class Progress:
         if self._total:
             self._status.end(self.line)
 
-    def begin(self, total: int, done: int = 0, most_tokens: int = 0) -> None:
+    def begin(
+        self, total: int, done: int = 0, limits: Mapping[int, int] | None = None
+    ) -> None:
         """
         Args:
             total: of the units.
             done: before now.
-            most_tokens: that all units together can come to; 0: not known.
+            limits: answers of all units by the most tokens that they may get; 0: no
+                limit is known. None: a unit has one answer without a limit.
         """
-        self._most_tokens = most_tokens
+        self._limits = few_limits(limits or {})
         self._total, self._done_before, self._done = total, done, done
         self._started_s = self._clock()
         self._status.restart()
@@ -190,16 +194,19 @@ class Progress:
         workers: tuple[int, int],
         num_prompt_tokens: int = 0,
         num_running: int = 0,
-        lengths: Lengths = NO_LENGTHS,
+        running: AnswerCounts | None = None,
+        ended: EndedAnswers | None = None,
     ) -> None:
         """How it stands now: done in all, tokens since ``begin``, R-workers
-        that aren't lost and all, sequences that run, lengths of the answers that
-        are complete since ``begin``. Call it as often as you like."""
+        that aren't lost and all, sequences that run, and how far they are;
+        answers that are complete since ``begin``. Call it as often as you like."""
         self._done, self._num_failed, self._num_tokens = done, num_failed, num_tokens
-        self._num_prompt_tokens, self._num_running = num_prompt_tokens, num_running
-        self._lengths = lengths
+        self._num_prompt_tokens = num_prompt_tokens
+        self._ended = ended or self._ended
+        self._running = running or spread_evenly(num_running, num_tokens - self._ended.num_tokens)
         self._workers = workers
-        self._times.add(self._clock() - self._started_s, num_prompt_tokens, num_tokens)
+        elapsed_s = self._clock() - self._started_s
+        self._times.add(elapsed_s, num_prompt_tokens, num_tokens, num_running)
         self._status.show_if_due(self.line)
 
     def line(self) -> str:
@@ -215,16 +222,14 @@ class Progress:
     @property
     def remaining_s(self) -> float | None:
         """Until all is done; None: too little is known."""
-        left = self._total - self._done_before
         counts = JobCounts(
-            elapsed_s=self._clock() - self._started_s,
-            lines_left=left,
+            lines_left=self._total - self._done_before,
             lines_done=self._done - self._done_before,
-            lines_running=self._num_running,
+            running=self._running,
             prompt_tokens=self._num_prompt_tokens,
-            output_tokens=self._num_tokens,
-            done=self._lengths,
-            most_output_tokens=self._most_tokens * left / self._total if self._total else 0.0,
+            done=self._ended,
+            limits=self._limits,
+            num_lines=self._total,
         )
         return remaining_s(counts, self._times)
 

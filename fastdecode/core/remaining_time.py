@@ -1,10 +1,14 @@
-"""How long a job still takes, by the tokens that are left."""
+"""How long a job still takes, by the tokens and the steps that are left."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
+
+from fastdecode.core.answer_forecast import Forecast
+from fastdecode.core.answer_lengths import AnswerCounts, EndedAnswers, LengthTable
 
 SAMPLE_EVERY_S: Final = 2.0
 FORGET: Final = 0.97
@@ -14,89 +18,109 @@ PROMPT_COST: Final = 0.25
 PRIOR: Final = 0.01
 """How much that counts against what was measured."""
 FIXED_SHARE: Final = 0.5
-"""The part of a full batch's step that a step with fewer sequences takes too."""
-LEAST_SLOPE: Final = -0.5
-"""A smaller slope is taken as this, since it rests on few lines."""
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Of answers that are complete."""
-
-    num: int = 0
-    tokens: int = 0
-    squares: int = 0
-    """The sum of the squared lengths."""
-
-    def plus(self, length: int) -> Lengths:
-        """With one more, of ``length`` tokens."""
-        return Lengths(self.num + 1, self.tokens + length, self.squares + length * length)
-
-    @property
-    def squared_variation(self) -> float | None:
-        """The variance by the squared mean; None: no tokens."""
-        if not self.tokens:
-            return None
-        return max(0.0, self.num * self.squares / self.tokens**2 - 1.0)
-
-
-NO_LENGTHS: Final = Lengths()
+"""The part of a full batch's step that a step with fewer sequences takes too,
+while nothing tells it."""
+FIXED_DEVIATION: Final = 0.2
+"""The standard deviation of that part among jobs."""
+LEAST_NOISE: Final = 0.01
+"""Of a sample's seconds, at least."""
 
 
 @dataclass(frozen=True)
 class JobCounts:
     """How far a job is since it began, or was resumed."""
 
-    elapsed_s: float
     lines_left: int
     """To be done from the beginning on."""
     lines_done: int
-    lines_running: int = 0
+    running: AnswerCounts = field(default_factory=dict)
     prompt_tokens: int = 0
     """Run so far."""
-    output_tokens: int = 0
-    done: Lengths = NO_LENGTHS
-    """The answers of lines that are done; empty: not known."""
-    most_output_tokens: float = 0.0
-    """That all lines together can have; 0: not known."""
+    done: EndedAnswers = field(default_factory=EndedAnswers)
+    limits: Mapping[int, int] = field(default_factory=dict)
+    """Answers of all lines by the most tokens that they may get; 0: no limit is
+    known. Empty: a line has one answer."""
+    num_lines: int = 0
+    """That ``limits`` are of."""
+
+    @property
+    def num_running(self) -> int:
+        """Answers."""
+        return sum(self.running.values())
+
+    @property
+    def answers_of_line(self) -> float:
+        """On average."""
+        return sum(self.limits.values()) / self.num_lines if self.limits else 1.0
+
+    @property
+    def num_waiting(self) -> float:
+        """Answers that haven't begun."""
+        num_left = (self.lines_left - self.lines_done) * self.answers_of_line
+        return max(0.0, num_left - self.num_running)
+
+
+@dataclass(frozen=True)
+class TokenCosts:
+    """Seconds."""
+
+    prompt_token: float = 0.0
+    output_token: float = 0.0
+    round: float = 0.0
+    """What it takes that each running answer gets one token more, besides."""
 
 
 @dataclass
 class TokenTimes:
-    """Seconds that a prompt token and a generated one take, from how counts grow:
-    least squares, the last minute first."""
+    """What tokens take, from how counts grow: least squares, the last minute first.
+
+    A round is a token of every running answer. Full batches don't tell the cost of
+    a round from that of its tokens; batches that empty do.
+    """
 
     _last: tuple[float, int, int] = (0.0, 0, 0)
-    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
-    """Of p·p, p·o, o·o, p·s and o·s: prompt tokens, output tokens, seconds."""
-    _totals: list[float] = field(default_factory=lambda: [0.0] * 3)
-    """Of p, o and s."""
+    _rounds: float = 0.0
+    _counted: int = 0
+    """Output tokens whose rounds are counted."""
+    _sums: list[list[float]] = field(default_factory=lambda: [[0.0] * 4 for _ in range(4)])
+    """Of products of two of: prompt tokens, output tokens, rounds, seconds."""
+    _totals: list[float] = field(default_factory=lambda: [0.0] * 4)
+    _num: float = 0.0
+    """Samples."""
 
-    def add(self, elapsed_s: float, prompt_tokens: int, output_tokens: int) -> None:
+    def add(
+        self, elapsed_s: float, prompt_tokens: int, output_tokens: int, num_running: int
+    ) -> None:
         """The counts, in all; call it as often as you like."""
+        self._rounds += (output_tokens - self._counted) / max(1, num_running)
+        self._counted = output_tokens
         before_s, before_p, before_o = self._last
         s, p, o = elapsed_s - before_s, prompt_tokens - before_p, output_tokens - before_o
         if s < SAMPLE_EVERY_S:
             return
         self._last = elapsed_s, prompt_tokens, output_tokens
-        fresh = (p * p, p * o, o * o, p * s, o * s)
-        self._sums = [FORGET * old + new for old, new in zip(self._sums, fresh, strict=True)]
-        self._totals = [
-            FORGET * old + new for old, new in zip(self._totals, (p, o, s), strict=True)
-        ]
+        fresh = p, o, self._rounds, s
+        self._rounds = 0.0
+        self._num = FORGET * self._num + 1.0
+        for i, a in enumerate(fresh):
+            self._totals[i] = FORGET * self._totals[i] + a
+            for j, b in enumerate(fresh):
+                self._sums[i][j] = FORGET * self._sums[i][j] + a * b
 
-    def of(self) -> tuple[float, float]:
-        """Of a prompt token, and of a generated one; 0 and 0: nothing was run."""
-        p, o, s = self._totals
+    def of(self) -> TokenCosts:
+        """All 0: nothing was run."""
+        p, o, r, s = self._totals
         if not (p or o):
-            return 0.0, 0.0
+            return TokenCosts()
         ratio = self._ratio()
         each = s / (ratio * p + o) if ratio * p + o else 0.0
-        return ratio * each, each
+        width = o / r if r else 1.0
+        fixed = self._fixed_share(ratio * each, each, width)
+        return TokenCosts(ratio * each, (1.0 - fixed) * each, fixed * each * width)
 
     def _ratio(self) -> float:
         """A prompt token's cost in generated tokens."""
-        pp, po, oo, ps, os = self._sums
+        (pp, po, _, ps), (_, oo, _, os), _, _ = self._sums
         weight = PRIOR * pp  # of (of_prompt - PROMPT_COST · of_output)²
         pp, po, oo = pp + weight, po - weight * PROMPT_COST, oo + weight * PROMPT_COST**2
         determinant = pp * oo - po * po
@@ -108,84 +132,46 @@ class TokenTimes:
             return PROMPT_COST if of_prompt <= 0 else 1.0
         return max(of_prompt, 0.0) / of_output
 
+    def _fixed_share(self, of_prompt: float, of_output: float, width: float) -> float:
+        """The part of a full batch's round that doesn't depend on how many run: the
+        slope of y = seconds in output tokens - output tokens by x = width · rounds -
+        output tokens. What is known before counts as one sample would that is as
+        noisy as the others."""
+        if not of_output:
+            return FIXED_SHARE
+        a, b = 1.0 / of_output, of_prompt / of_output
+        y, x = (-b, -1.0, 0.0, a), (0.0, -1.0, width, 0.0)
+        xx, xy, yy = self._product(x, x), self._product(x, y), self._product(y, y)
+        noise = yy - 2 * FIXED_SHARE * xy + FIXED_SHARE**2 * xx
+        noise = max(noise, LEAST_NOISE**2 * self._sums[1][1])
+        prior = noise / (self._num * FIXED_DEVIATION**2)
+        return min(max((xy + prior * FIXED_SHARE) / (xx + prior), 0.0), 1.0)
 
-@dataclass(frozen=True)
-class _Spread:
-    """Lengths of answers: one that has ``x`` tokens still gets ``mean - slope * x``
-    on average. The slope is 1 if all are equal, 0.5 for any length up to twice
-    the mean, 0 if they end at any token alike, and below 0 with a longer tail
-    (generalised Pareto distributions)."""
-
-    mean: float
-    slope: float
-    most: float = math.inf
-
-    def longest_left(self, num: int, tokens_left: float, *, is_full: bool) -> float:
-        """Tokens that the longest of ``num`` answers still gets, expected.
-
-        Args:
-            tokens_left: on average.
-            is_full: others replaced the answers that ended, so these began at any
-                time. Else they are the rest of the answers that began.
-        """
-        scale = self.mean if is_full else tokens_left
-        exponent = self.slope if is_full else self.slope / max(1.0 - self.slope, 1e-3)
-        if abs(self.slope) < 1e-3:
-            times = math.log(num + 1)
-        else:
-            times = (1.0 - (num + 1) ** -exponent) / self.slope
-        return max(tokens_left, min(scale * times, self.most))
+    def _product(self, first: Sequence[float], second: Sequence[float]) -> float:
+        """The sum of the products of two weighted sums."""
+        return sum(
+            a * b * self._sums[i][j] for i, a in enumerate(first) for j, b in enumerate(second)
+        )
 
 
 def remaining_s(counts: JobCounts, times: TokenTimes) -> float | None:
     """Seconds until all lines are done; None: too little is known.
 
-    The tokens that are left are counted at what they cost while the batch is full.
-    At the end the batch empties and its steps are less full, until the longest
-    answer is done: that takes longer than the number of its tokens suggests.
+    The tokens that are left cost their time, and the rounds until the longest
+    answer is done: when the batch empties, rounds hold few tokens.
     """
     if counts.lines_left <= counts.lines_done:
         return 0.0
-    spread = _spread(counts)
-    of_prompt, of_output = times.of()
-    if spread is None or not of_output:
+    costs = times.of()
+    table = LengthTable.of(counts.done, counts.running)
+    forecast = Forecast(table, counts.running, counts.num_waiting, counts.limits)
+    if not math.isfinite(forecast.tokens) or not (costs.output_token or costs.round):
         return None
-    started = min(counts.lines_done + counts.lines_running, counts.lines_left)
-    prompts_left = 0.0
-    if started:
-        prompts_left = counts.prompt_tokens / started * (counts.lines_left - started)
-    outputs_left = max(0.0, spread.mean * counts.lines_left - counts.output_tokens)
-    emptying = _emptying_tokens(counts, spread, outputs_left)
-    return prompts_left * of_prompt + (outputs_left + FIXED_SHARE * emptying) * of_output
-
-
-def _emptying_tokens(counts: JobCounts, spread: _Spread, outputs_left: float) -> float:
-    """Tokens that a full batch would get in the time in which it empties, less
-    the tokens that it does get."""
-    num = counts.lines_running
-    if not num or not counts.done.tokens:
-        return 0.0
-    tokens_left, is_full = outputs_left / num, counts.lines_done + num < counts.lines_left
-    if is_full:
-        tokens_left = min(tokens_left, spread.mean / (1.0 + spread.slope))
-    return num * (spread.longest_left(num, tokens_left, is_full=is_full) - tokens_left)
-
-
-def _spread(counts: JobCounts) -> _Spread | None:
-    """From lines that are done, and from what the running ones have.
-
-    The mean of the lines that are done is too low at first, since short ones end
-    first: the running ones have tokens that belong to lines that will be done. The
-    slope tells how many of these tokens count (all if lines end at any token alike,
-    none if all are equal). It follows from the squared variation v of lengths:
-    sequences that began at any time have (1 + v) / 2 of the mean.
-    """
-    most = counts.most_output_tokens / counts.lines_left if counts.most_output_tokens else math.inf
-    if not counts.lines_done:
-        return None if most == math.inf else _Spread(most, 1.0, most)
-    variation = counts.done.squared_variation
-    slope = 0.0 if variation is None else (1.0 - variation) / (1.0 + variation)
-    slope = max(slope, LEAST_SLOPE)
-    of_running = max(0, counts.output_tokens - counts.done.tokens)
-    mean = (counts.done.tokens + (1.0 - slope) * of_running) / counts.lines_done
-    return _Spread(min(mean, most), slope, most)
+    started = max(1.0, counts.lines_done + counts.num_running / counts.answers_of_line)
+    of_line = counts.prompt_tokens / started
+    prompts_left = of_line * max(0.0, counts.lines_left - started)
+    return (
+        prompts_left * costs.prompt_token
+        + forecast.tokens * costs.output_token
+        + forecast.rounds() * costs.round
+    )

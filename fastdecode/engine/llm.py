@@ -6,6 +6,7 @@ import contextlib
 import sys
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import fields, replace
@@ -31,6 +32,7 @@ from fastdecode.conversations.conversations import Conversations
 from fastdecode.conversations.keeping import Keeping
 from fastdecode.conversations.reuse import why_none, why_none_of
 from fastdecode.conversations.turns import PromptTurn, Turn, check_id
+from fastdecode.core.answer_lengths import AnswerCounts, EndedAnswers
 from fastdecode.core.config.engine import GROUPS, EngineConfig
 from fastdecode.core.config.options import declared
 from fastdecode.core.delta import Delta
@@ -42,7 +44,6 @@ from fastdecode.core.model.generation_defaults import (
 )
 from fastdecode.core.model.local_models import find_model
 from fastdecode.core.progress import Progress
-from fastdecode.core.remaining_time import NO_LENGTHS
 from fastdecode.core.resuming import Session
 from fastdecode.core.sequence import (
     SHARED,
@@ -60,6 +61,7 @@ from fastdecode.engine.facts import facts_of
 from fastdecode.engine.instances.opening import make_service
 from fastdecode.engine.rank_roles import serve_other_rank
 from fastdecode.engine.request_stream import Arriving, RequestStreams
+from fastdecode.engine.running_answers import RunningAnswers
 from fastdecode.engine.service import EngineService, Snapshot
 from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.times import MeasuredTimes
@@ -160,6 +162,7 @@ class LLM:
         checker = RequestChecker(self.codec, *limits, begun, seeds)
         most_sequences = QUEUE_AHEAD * config.batching.max_num_sequences
         most_sequences *= max(1, config.instances.most_decoding)
+        self._running_answers = RunningAnswers(self._service)
         self._readings = RequestStreams(self._service, checker, most_sequences, self.conversations)
 
     def __enter__(self) -> LLM:
@@ -199,6 +202,11 @@ class LLM:
     def snapshot(self) -> Snapshot:
         """How it is, R-workers that were lost among it; never waits for a step."""
         return self._service.snapshot()
+
+    def running_answers(self) -> AnswerCounts:
+        """Tokens and limits of the sequences that run, of a second ago at most but
+        for a step; empty where instances run them. Never waits for a step."""
+        return self._running_answers.latest()
 
     def generate(
         self,
@@ -431,7 +439,7 @@ class LLM:
         ``params``: theirs, in order."""
         outputs: dict[str, RequestOutput] = {}
         with contextlib.ExitStack() as stack:
-            tick = stack.enter_context(_shown(self, len(params), outputs)) if progress else None
+            tick = stack.enter_context(_shown(self, params, outputs)) if progress else None
             for output in stack.enter_context(contextlib.closing(self.stream(requests, tick))):
                 outputs[output.request_id] = output
         lost = next((o.error for o in outputs.values() if isinstance(o.error, WorkerError)), None)
@@ -508,18 +516,18 @@ def _requests(
 
 @contextlib.contextmanager
 def _shown(
-    llm: LLM, total: int, outputs: Mapping[str, RequestOutput]
+    llm: LLM, params: Sequence[SamplingParams], outputs: Mapping[str, RequestOutput]
 ) -> Iterator[Callable[[], None]]:
     """Shows how far a call is; gives what is to be called meanwhile."""
     tokens_before = llm.stats.num_output_tokens
     prompts_before = llm.stats.num_prompt_tokens
-    lengths, num_counted = NO_LENGTHS, 0
+    ended, num_counted = EndedAnswers(), 0
 
     def tick() -> None:
-        nonlocal lengths, num_counted
+        nonlocal num_counted
         for output in islice(outputs.values(), num_counted, None):
             for one in output.completions:
-                lengths = lengths.plus(len(one.token_ids))
+                ended.add(len(one.token_ids), is_cut=one.finish_reason == "length")
         num_counted = len(outputs)
         now = llm.snapshot().engine
         bar.update(
@@ -529,10 +537,14 @@ def _shown(
             workers=now.workers,
             num_prompt_tokens=llm.stats.num_prompt_tokens - prompts_before,
             num_running=now.num_running,
-            lengths=lengths,
+            running=llm.running_answers(),
+            ended=ended,
         )
 
     with Progress(sys.stderr, "requests") as bar:
-        bar.begin(total)
+        limits: Counter[int] = Counter()
+        for its in params:
+            limits[its.max_tokens or 0] += its.n
+        bar.begin(len(params), limits=limits)
         yield tick
         tick()

@@ -33,9 +33,9 @@ from fastdecode.conversations.turns import (
     TurnPrompt,
     after_a_failed_turn,
 )
+from fastdecode.core.answer_lengths import EndedAnswers
 from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, RequestError
 from fastdecode.core.progress import Progress
-from fastdecode.core.remaining_time import NO_LENGTHS
 from fastdecode.core.sequence import Prompt, PromptRequest, RequestOutput, SamplingParams
 from fastdecode.jobs.journal import Recovered
 from fastdecode.jobs.line_format import LineError, LineFormat, LineId, LineRequest
@@ -141,8 +141,8 @@ class BatchJob:
         self._done = recovered.done
         self._num_failed = recovered.num_failed
         self._num_run = self._num_run_failed = self._num_taken = 0
-        self._lengths = NO_LENGTHS
-        """Of answers to prompts that are done."""
+        self._ended = EndedAnswers()
+        """Answers to prompts that are done."""
         self._num_hopeless = 0
         """Failed lines that the survey let pass, and that no other run can answer."""
         self._first_failed: tuple[int, str] | None = None
@@ -201,7 +201,7 @@ class BatchJob:
             FastDecodeError: (code ``output_failed``) the output can't be
                 written.
         """
-        progress.begin(self._survey.num_lines, len(self._done), self._survey.most_tokens)
+        progress.begin(self._survey.num_lines, len(self._done), self._survey.limits)
         self._output.begin()
         tokens_before = llm.stats.num_output_tokens
         prompts_before = llm.stats.num_prompt_tokens
@@ -223,7 +223,8 @@ class BatchJob:
                 workers=now.workers,
                 num_prompt_tokens=llm.stats.num_prompt_tokens - prompts_before,
                 num_running=now.num_running,
-                lengths=self._lengths,
+                running=llm.running_answers(),
+                ended=self._ended,
             )
 
         with contextlib.suppress(StopNow):
@@ -345,7 +346,7 @@ class BatchJob:
         if output.error is None:
             line.outputs[place] = output
             for one in output.completions:
-                self._lengths = self._lengths.plus(len(one.token_ids))
+                self._ended.add(len(one.token_ids), is_cut=one.finish_reason == "length")
             if len(line.outputs) == line.num_prompts:
                 del self._open[number]
                 outputs = [line.outputs[i] for i in range(line.num_prompts)]

@@ -4,6 +4,7 @@ and its hash. Memory stays flat."""
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Final, Literal, TypeAlias
@@ -56,8 +57,8 @@ class Survey:
     """Of those, the ones with text for which there is no tokenizer."""
     num_turns: int = 0
     """The shard's lines that are turns of conversations."""
-    most_tokens: int = 0
-    """Tokens that the shard's answers together can have, without lines that name no limit."""
+    limits: Counter[int] = field(default_factory=Counter)
+    """The shard's answers by the most tokens that they may get; 0: no limit but the model's."""
     complaints: list[tuple[int, str]] = field(default_factory=list)
     """(line number, what is wrong) of the first bad lines."""
 
@@ -114,8 +115,9 @@ class SoundLine:
     """What is counted of a line that can be answered."""
 
     is_turn: bool
+    num_answers: int
     most_tokens: int
-    """That its answers can have."""
+    """That an answer can have; 0: there is no limit but the model's."""
 
 
 def survey(
@@ -173,7 +175,7 @@ class _Looking:
             line_id = request.line_id
             if not self._takes_text:
                 _refuse_text(found, request)
-            sound = SoundLine(request.conversation_id is not None, most_tokens(request))
+            sound = _sound(request)
             self.count(sound, number in found.shard)
         except LineError as error:
             line_id = error.line_id
@@ -185,7 +187,7 @@ class _Looking:
     def count(self, sound: SoundLine, num_lines: int) -> None:
         """So many sound lines of the shard."""
         self.found.num_turns += num_lines * sound.is_turn
-        self.found.most_tokens += num_lines * sound.most_tokens
+        self.found.limits[sound.most_tokens] += num_lines * sound.num_answers
 
 
 def _look(file: IO[bytes], looking: _Looking) -> LineReader:
@@ -229,10 +231,10 @@ def _look_at(block: bytes, looking: _Looking, shapes: Shapes, learned: list[Soun
             learned.append(sound)
 
 
-def most_tokens(request: LineRequest) -> int:
-    """Tokens that a line's answers can have; 0: there is no limit but the model's."""
+def _sound(request: LineRequest) -> SoundLine:
     params = request.params
-    return len(request.prompts) * params.n * (params.max_tokens or 0)
+    num_answers = len(request.prompts) * params.n
+    return SoundLine(request.conversation_id is not None, num_answers, params.max_tokens or 0)
 
 
 def _refuse_text(found: Survey, request: LineRequest) -> None:
