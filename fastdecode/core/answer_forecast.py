@@ -110,9 +110,7 @@ class Forecast:
         """That are left; infinite: nothing tells."""
 
     def rounds(self) -> float:
-        """Until the longest answer is done: as likely more as fewer."""
-        if not self._num:
-            return self._fresh.mean
+        """Until the longest answer is done, where some run: as likely more as fewer."""
         if self._num_waiting > MOST_IN_TURN * self._num:
             fresh = self._fresh
             full = self.tokens / self._num - fresh.mean_left

@@ -15,6 +15,7 @@ WIDTH: Final = 1.05
 """Of a bucket of lengths: its end by its start. The first ones hold one length each."""
 LONGEST: Final = 4 << 20
 MOST_LIMITS: Final = 256
+"""So many limits are told apart."""
 NUM_IN_TAIL: Final = 10
 """Answers that ended last: beyond the start of these the rate of ends is taken as constant."""
 

@@ -68,6 +68,8 @@ class TokenCosts:
     output_token: float = 0.0
     round: float = 0.0
     """What it takes that each running answer gets one token more, besides."""
+    width: float = 1.0
+    """Answers that ran, on average."""
 
 
 @dataclass
@@ -116,7 +118,7 @@ class TokenTimes:
         each = s / (ratio * p + o) if ratio * p + o else 0.0
         width = o / r if r else 1.0
         fixed = self._fixed_share(ratio * each, each, width)
-        return TokenCosts(ratio * each, (1.0 - fixed) * each, fixed * each * width)
+        return TokenCosts(ratio * each, (1.0 - fixed) * each, fixed * each * width, width)
 
     def _ratio(self) -> float:
         """A prompt token's cost in generated tokens."""
@@ -170,8 +172,9 @@ def remaining_s(counts: JobCounts, times: TokenTimes) -> float | None:
     started = max(1.0, counts.lines_done + counts.num_running / counts.answers_of_line)
     of_line = counts.prompt_tokens / started
     prompts_left = of_line * max(0.0, counts.lines_left - started)
+    rounds = forecast.rounds() if counts.num_running else forecast.tokens / costs.width
     return (
         prompts_left * costs.prompt_token
         + forecast.tokens * costs.output_token
-        + forecast.rounds() * costs.round
+        + rounds * costs.round
     )

@@ -77,9 +77,10 @@ class LiveView:
         share = busy / (busy + waited) if busy + waited else 0.0
         num = max(1, now["num_live_r_workers"])
         r_share = min(1.0, self._grown("r_busy_s") / ((busy + waited) * num or 1.0))
+        lanes = now["figures"]["lanes"]
         return [
-            f"S-part {bar(share)} {share:.0%}   R-part {bar(r_share)} {r_share:.0%}   "
-            f"{now['figures']['lanes']} lane(s)",
+            f"S-part {bar(share)} {share:.0%}  R-part {bar(r_share)} {r_share:.0%}  "
+            f"{lanes} {'lane' if lanes == 1 else 'lanes'}",
             f"KV     {bar(now['kv_used'])} {now['kv_used']:.0%} reserved",
         ]
 

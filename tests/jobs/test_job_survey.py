@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastdecode.core.answer_lengths import EndedAnswers
 from fastdecode.core.progress import Progress
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.jobs import lines as lines_module
@@ -150,10 +151,13 @@ def test_progress_says_what_is_done_and_when_the_rest_will_be() -> None:
     progress = Progress(out, clock=lambda: now[0], now=lambda: datetime(2026, 11, 25, 9, 30))
     with progress:
         progress.begin(total=1000, done=400)
+        ended = EndedAnswers()
         for second in range(1, 25):
             now[0] = second
+            for _ in range(2):
+                ended.add(25, is_cut=False)
             state = {"num_failed": 2, "num_tokens": 50 * second, "workers": (3, 4)}
-            progress.update(done=400 + 2 * second, **state)
+            progress.update(done=400 + 2 * second, ended=ended, **state)
     shown = out.getvalue().splitlines()
     assert shown == [
         "2026-11-25 09:30:00 lines 420/1000, 2 failed, 50 tok/s, ETA 0:04:50, R-workers 3/4",
@@ -165,12 +169,13 @@ def test_progress_says_what_is_done_and_when_the_rest_will_be() -> None:
 def test_the_end_is_told_by_tokens_where_no_line_is_done() -> None:
     now = [0.0]
     progress = Progress(io.StringIO(), clock=lambda: now[0])
-    progress.begin(total=100, done=50, most_tokens=2000)
+    progress.begin(total=100, done=50, limits={20: 100})
     now[0] = 10.0
-    progress.update(done=50, num_failed=0, num_tokens=250, workers=(1, 1))
-    assert "ETA 0:00:30" in progress.line()  # a quarter of what 50 lines can come to
-    progress.update(done=75, num_failed=0, num_tokens=250, workers=(1, 1))
-    assert "ETA 0:00:10" in progress.line()  # half of the lines: they were short
+    running = {(10, 20): 25}
+    progress.update(
+        done=50, num_failed=0, num_tokens=250, workers=(1, 1), num_running=25, running=running
+    )
+    assert progress.remaining_s == pytest.approx(30, rel=0.05)  # a quarter of what 50 lines get
 
 
 def test_progress_speaks_of_no_r_workers_where_there_are_none() -> None:
