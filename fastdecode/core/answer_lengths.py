@@ -147,9 +147,7 @@ def _place(length: float) -> tuple[int, float]:
     return place, (length - EDGES[place - 1]) / (EDGES[place] - EDGES[place - 1])
 
 
-def _tail(
-    ended: Sequence[int], cut: Sequence[int], at_risk: Sequence[int]
-) -> tuple[int, float]:
+def _tail(ended: Sequence[int], cut: Sequence[int], at_risk: Sequence[int]) -> tuple[int, float]:
     """The edge from which on answers end at a constant rate, and that rate a token."""
     start, num = len(EDGES) - 1, 0
     while start > 0 and num < NUM_IN_TAIL:

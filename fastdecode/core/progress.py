@@ -170,9 +170,7 @@ class Progress:
         if self._total:
             self._status.end(self.line)
 
-    def begin(
-        self, total: int, done: int = 0, limits: Mapping[int, int] | None = None
-    ) -> None:
+    def begin(self, total: int, done: int = 0, limits: Mapping[int, int] | None = None) -> None:
         """
         Args:
             total: of the units.
