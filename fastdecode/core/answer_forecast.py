@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Final
 
 from fastdecode.core.answer_lengths import EDGES, AnswerCounts, LengthTable, bucket_of
@@ -61,7 +61,7 @@ class FreshAnswers:
         """Tokens that an answer still gets on average, at a time when answers have
         long been replaced one by one."""
         left, before = 0.0, 1.0
-        for start, end in zip(EDGES, EDGES[1:], strict=False):
+        for start, end in pairwise(EDGES):
             after = max(0.0, 1.0 - self.area(end) / self.mean)
             left += (end - start) * (before + after) / 2
             before = after

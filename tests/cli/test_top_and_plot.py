@@ -65,7 +65,7 @@ def test_a_view_tells_rates_and_shares_of_the_last_minute() -> None:
     assert lines[1] == "lines [#####...............] 25/100, 1 failed, ETA 0:02:30"
     assert "tokens/s 100 generated, 0 of prompts; 6000 generated in all" in lines
     assert "sequences 8 running, 16 waiting; 25% of prompt tokens from the cache" in lines
-    assert lines[4].startswith("S-part [##################..] 90%   R-part [##########..........]")
+    assert lines[4].startswith("S-part [##################..] 90%  R-part [##########..........]")
     assert max(map(len, lines)) <= 80
     assert "50% reserved" in lines[5] and lines[6] == "R-workers 1/1"
     assert lines[7].split()[0] == "r0" and lines[7].endswith("50%  77 tokens")

@@ -140,7 +140,7 @@ def test_cut_answers_say_nothing_of_longer_ones() -> None:
 
 
 def test_many_limits_are_counted_by_bucket() -> None:
-    limits = {length: 2 for length in range(1, 3000)}
+    limits = dict.fromkeys(range(1, 3000), 2)
     few = few_limits(limits)
     assert sum(few.values()) == sum(limits.values()) and len(few) < 150
     mean = sum(length * num for length, num in few.items()) / sum(few.values())
