@@ -95,6 +95,12 @@ class BackgroundTransfers:
         self._links.drop(holder)
         self._pulls.drop(holder)
 
+    def give_up(self, reason: str) -> None:
+        """Nothing is transferred any more. Peers that wait are told why."""
+        self._links.give_up(reason)
+        self._pulls.give_up(reason)
+        self.close()
+
     def close(self) -> None:
         """All is over."""
         self._links.close()

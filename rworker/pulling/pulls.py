@@ -123,6 +123,11 @@ class Pulls:
         pulls = self._pulls.values()
         return self.turns.is_attending and any(not x.order.message.bytes_per_s for x in pulls)
 
+    def give_up(self, reason: str) -> None:
+        """Nothing more is fetched. Peers that wait are told why."""
+        for pull in list(self._pulls.values()):
+            self._end(pull, reason)
+
     def close(self) -> None:
         """Nothing more is fetched."""
         self._pulls.clear()

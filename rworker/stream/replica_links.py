@@ -330,6 +330,11 @@ class ReplicaLinks:
         if replica is not None:
             replica.close()
 
+    def give_up(self, reason: str) -> None:
+        """All are over. The S-worker is told that its caches have no replicas, and why."""
+        for replica in list(self._replicas.values()):
+            self._end(replica, reason)
+
     def close(self) -> None:
         """All are over, and the replicas with them if nobody goes on with them."""
         for holder in list(self._replicas):

@@ -4,6 +4,7 @@ two devices that fetch from one another."""
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -31,7 +32,13 @@ from fastdecode.engine.step.reached_device import ReachedDevice
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.wire.kv.exporting import ExportSequence, KVSource, Pull, Pulled
 from rworker.attention import AttentionExecutor
+from rworker.blocks.moving import Move
+from rworker.inline import WORKER
+from rworker.instructions import MoveBlocks
+from rworker.pulling.background_transfers import BackgroundTransfers
 from rworker.stream.replica_links import ThreadNeighbours
+from rworker.tiers.health import Faults
+from rworker.tiers.units import MoveJob
 from rworker.worker import start_worker_thread
 
 KV_BYTES = 16 << 20
@@ -116,3 +123,90 @@ def test_who_closes_ends_what_others_fetch_from_it() -> None:
             decode.receive(0.01)
     with pytest.raises(WorkerError, match="closed"):
         decode.poll()
+
+
+class StuckTier:
+    """Whose jobs are never over, and whose ``wait`` ends with the test."""
+
+    num_layers, stored_bytes, is_busy = KV.num_layers, 1, True
+
+    def __init__(self) -> None:
+        self.is_waited_for, self.ends = threading.Event(), threading.Event()
+
+    def begin(self, job: MoveJob) -> None: ...
+
+    def take_over(self) -> list[MoveJob]:
+        self.is_waited_for.set()
+        return []
+
+    def take_progress(self) -> list[tuple[MoveJob, int]]:
+        return []
+
+    def take_faults(self) -> Faults:
+        return Faults()
+
+    def wait(self, timeout_s: float | None, *, for_progress: bool = False) -> None:
+        self.ends.wait(timeout_s)
+
+    def wait_for_layer(self, numbers: tuple[int, ...], layer: int) -> None: ...
+
+    def drop(self, key: bytes) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def offered(prefill: ReachedDevice, num_tokens: int) -> KVSource:
+    """A sequence of a device, for others."""
+    home = Memory(KV)
+    home.fill({0: num_tokens}, seed=3)
+    move(pieces_between({0: num_tokens}, KV), home, Worker(prefill, KV))
+    prefill.send(ExportSequence(0, TICKET))
+    return KVSource("p", 0, TICKET, 0, num_tokens, 0, KV.num_kv_heads)
+
+
+def test_others_read_while_the_s_worker_waits_for_a_tier() -> None:
+    others, tier = ThreadNeighbours(), StuckTier()
+    executor = TorchExecutor(CPU)
+    prefill = ReachedDevice(executor, KV_BYTES, "p", others)
+    with contextlib.closing(reached("d", others)) as decode, contextlib.closing(prefill):
+        source = offered(prefill, 37)
+        (holder,) = executor.caches
+        executor.tiers.use(holder, tier, num_slots=4)
+        executor.tiers.begin(MoveBlocks(WORKER, holder, Move(0, False, (b"key",), (0,), (8,))))
+        waiting = threading.Thread(target=_received, args=(prefill,))
+        waiting.start()
+        try:
+            assert tier.is_waited_for.wait(WAIT_S)
+            place = Worker(decode, KV)
+            place.open(9, 64)
+            decode.send(Pull(9, 0, 37, (source,), WAIT_S))
+            pulled = decode.receive(WAIT_S / 6)
+        finally:
+            tier.ends.set()
+            prefill.close()
+            waiting.join(WAIT_S)
+    assert isinstance(pulled, Pulled) and (pulled.sequence_id, pulled.reason) == (9, "")
+
+
+def _received(connection: ReachedDevice) -> None:
+    with contextlib.suppress(WorkerError):
+        connection.receive(WAIT_S)
+
+
+def test_a_device_whose_thread_has_died_refuses_what_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was under way, and what comes later. Its own S-worker goes on."""
+    monkeypatch.setattr(BackgroundTransfers, "work", lambda self: 1 / 0)
+    others = ThreadNeighbours()
+    prefill, decode = reached("p", others), reached("d", others)
+    with contextlib.closing(decode), contextlib.closing(prefill):
+        source = offered(prefill, 37)
+        place = Worker(decode, KV)
+        for sequence in (8, 9):
+            place.open(sequence, 64)
+            decode.send(Pull(sequence, 0, 37, (source,), WAIT_S))
+            pulled = decode.receive(WAIT_S / 6)
+            assert isinstance(pulled, Pulled) and pulled.sequence_id == sequence
+            assert "other" in pulled.reason
+        place.open(10, 64)

@@ -100,17 +100,20 @@ class ReachedDevice(DeviceWorker):
 
     def close(self) -> None:
         """See ``InlineConnection``. Readers find it gone."""
+        with self._changed:
+            self._transfers.close()
         self._wake.close()
         self._thread.join(_ENDS_WITHIN_S)
         with self._changed:
             super().close()
 
     def _wait(self, timeout_s: float | None) -> None:
-        """Until the thread has an answer, or a tier has moved blocks."""
-        if self._executor.tiers.is_busy:
-            self._executor.tiers.wait(timeout_s)
-        else:
-            self._changed.wait(timeout_s)
+        """Until the thread has an answer, or so long that a tier may have moved blocks.
+        Readers get the lock meanwhile: no wait for a tier may keep it."""
+        tier_s = self._executor.tiers.wait_s
+        if tier_s is not None:
+            timeout_s = tier_s if timeout_s is None else min(tier_s, timeout_s)
+        self._changed.wait(timeout_s)
 
     @property
     def _peers(self) -> Sequence[Peer]:
@@ -129,10 +132,11 @@ class ReachedDevice(DeviceWorker):
             while self._serve_next():
                 pass
         except Exception:
-            logger.exception("no R-worker can read from %s any more", self.peer)
+            logger.exception("%s and other R-workers do not reach each other any more", self.peer)
         finally:
             with self._changed:
-                self._transfers.close()
+                self._behind = None  # what is asked for from now on is refused
+                self._transfers.give_up(f"{self.peer} does not reach other R-workers any more")
             self._hub.close()
 
     def _serve_next(self) -> bool:
