@@ -25,11 +25,13 @@ from sworker.buffers import Fetch, Fetched, to_device
 from sworker.device import Gpu, Mark, gpu_of
 from sworker.feed import Feed
 from sworker.graphs import StepGraphs
+from sworker.host_blocks import BlockMemory
 from sworker.kernels.spinning import IdleThreads
 from sworker.model.skeleton import Model
 from sworker.paged import PagedKV
 from sworker.sampling.sampler import Drawing, SampledToken, SamplingState, draw
 from sworker.step_tables import StepInputs
+from sworker.swap.swapped import LaneCaches
 
 _DRAWN_BYTES = 64 << 10
 """Of what is drawn for a lane, to begin with: 2,700 tokens, fewer with
@@ -133,6 +135,22 @@ class SWorker:
         kernels that read it where it lies."""
         cache.sinks = self.model.sinks
         return cache.kernels is not None
+
+    def keep_on_host(self, memory: BlockMemory) -> BlockMemory:
+        """Blocks of the cache that steps attend in are kept in the host's memory, too.
+        Returns what copies them."""
+        return memory
+
+    def swap(self, lanes: LaneCaches) -> LaneCaches:
+        """Steps attend in lanes' caches from now on. Returns what brings them."""
+        for cache in lanes.caches:
+            cache.sinks = self.model.sinks
+        return lanes
+
+    def begin_here(self, inputs: StepInputs, feed: Feed | None = None) -> Pass:
+        """``begin``, or ``go_on``, of a step that attends on this device layer by layer:
+        q, k and v are of the heads that it keeps."""
+        return self.begin_rows(inputs.rows, inputs.lane, feed, inputs.x)
 
     def together(self) -> AbstractContextManager[object]:
         """Within, all S-workers that act as one compute."""

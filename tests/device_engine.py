@@ -47,6 +47,9 @@ from sworker.graphs import StepGraphs
 from sworker.load.weights import load_model
 from sworker.model.skeleton import Model
 from sworker.paged import PagedKV
+from sworker.ranks.group import Ranks
+from sworker.ranks.parallel import ParallelSWorker
+from sworker.ranks.sharding import parallelize, shard_kv
 from sworker.worker import SWorker
 
 CPU = torch.device("cpu")
@@ -59,19 +62,25 @@ SWAPPED_BYTES = 2_000_000
 def device_engine(
     path: Path,
     gpu: Gpu | None,
+    ranks: Ranks | None = None,
     **options: Any,
 ) -> Iterator[Engine]:
     """An engine of float32 on ``gpu``, which takes in operators from then on;
-    None: on the CPU."""
-    spec, model = load_model(path, device=CPU, dtype=torch.float32)
+    None: on the CPU. ``ranks``: S-workers that act as one, of which this one is
+    the first; each keeps K and V on its device."""
+    shard = None if ranks is None else ranks.shard
+    spec, model = load_model(path, device=CPU, dtype=torch.float32, shard=shard)
+    if ranks is not None:
+        parallelize(model, ranks.shard, ranks.add_up)
     with gpu if isinstance(gpu, TorchDispatchMode) else contextlib.nullcontext():
-        yield from _running(spec, model, gpu, **options)
+        yield from _running(spec, model, gpu, ranks, **options)
 
 
 def _running(
     spec: ModelSpec,
     model: Model,
     gpu: Gpu | None,
+    ranks: Ranks | None = None,
     *,
     lanes: int = 1,
     workers: int = 1,
@@ -87,6 +96,7 @@ def _running(
     see: Callable[[Any], None] = lambda attention: None,
 ) -> Iterator[Engine]:
     kv = KVSpec(spec.num_layers, spec.num_kv_heads, spec.head_dim, DType.FLOAT32, BLOCK_SIZE)
+    kept = (kv, spec.attention) if ranks is None else shard_kv(kv, spec.attention, ranks.shard)
     is_local = kv_placement == "gpu"
     reached: Reached = (
         reach_swapped(CPU, SWAPPED_BYTES, lanes, gpu, kernels)
@@ -99,7 +109,7 @@ def _running(
     if device_blocks:  # KV on both sides
         beside = DeviceWorker(TorchExecutor(CPU, gpu, kernels), device_blocks * kv.block_bytes)
     fleet = WorkerPool(reached.hub, timeout_s=60.0, device=beside)
-    hello = Hello(PROTOCOL_VERSION, "late", kv, spec.attention, DType.FLOAT32)
+    hello = Hello(PROTOCOL_VERSION, "late", *kept, DType.FLOAT32)
     welcomes = greet(fleet, hello)
     blocks = tuple(welcomes[holder].num_blocks for holder in sorted(welcomes))
     graphs = None
@@ -107,7 +117,10 @@ def _running(
         graphs = StepGraphs(model, CPU, capture=True, num_lanes=lanes, max_rows=4, gpu=gpu)
         if swap or not is_local:
             graphs.prepare()
-    s_worker = SWorker(spec, model, CPU, graphs, gpu, num_lanes=lanes)
+    if ranks is None:
+        s_worker = SWorker(spec, model, CPU, graphs, gpu, num_lanes=lanes)
+    else:
+        s_worker = ParallelSWorker(spec, model, ranks, graphs, num_lanes=lanes)
     holder = Holder(reached.kind, False, reached.answers_at_once, kv.token_bytes)
     attention: Attention
     if reached.attention is not None:

@@ -29,10 +29,12 @@ With KV on the devices (``--kv-placement gpu``) every rank keeps the KV heads th
 query heads read, and attends by itself: nothing is gathered or scattered. Rank 0's
 R-worker has the block tables of all: its blocks lie at the same places on every rank.
 KEEP_KV has the others make their caches, and RUN says where a step's rows go, once.
+What else rank 0 does with its cache's memory, ``sworker.ranks.kv`` announces.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -45,7 +47,8 @@ from torch import Tensor
 from fastdecode.core.model.spec import ModelSpec
 from sworker.feed import Feed
 from sworker.graphs import StepGraphs
-from sworker.model.skeleton import Model
+from sworker.host_blocks import BlockMemory
+from sworker.model.skeleton import Attend, Model
 from sworker.paged import PagedKV
 from sworker.ranks.group import (
     ADVANCE,
@@ -59,9 +62,11 @@ from sworker.ranks.group import (
     STOP,
     Ranks,
 )
+from sworker.ranks.kv import FollowingKV, KVMaker, LeadingBlocks, LeadingLanes
 from sworker.ranks.sharding import shard_sinks
 from sworker.sampling.sampler import Drawing, SampledToken
 from sworker.step_tables import StepInputs, StepTables
+from sworker.swap.swapped import LaneCaches
 from sworker.whole import WholeSteps, run_step
 from sworker.worker import Pass, SWorker, WholePass, without_tokens
 
@@ -139,16 +144,9 @@ class ParallelWholePass(ParallelPass):
         """run: this rank's part. inputs: see ``StepInputs``."""
         self._ranks, self._lane = worker.ranks, inputs.lane
         self._vocab_size = worker.spec.vocab_size
-        packed = torch.from_numpy(inputs.tables.pack())
-        has_x = int(inputs.x is not None)
         with self._ranks.peers.exchanging():
-            self._ranks.tell(RUN, inputs.lane, inputs.rows.shape[1])
-            self._ranks.tell(len(packed), has_x)
-            self._ranks.share(packed)
-            self._ranks.share(inputs.rows)
-            if inputs.x is not None:
-                self._ranks.share(inputs.x.contiguous())
-            self._own = WholePass(worker, run)
+            _announce(worker.ranks, inputs)
+            self._own: Pass = WholePass(worker, run)
         self.layer = self._own.layer
 
     def advance(self, o: Tensor) -> bool:
@@ -170,6 +168,40 @@ class ParallelEmbedding(ParallelPass):
             self._ranks.share(rows)
             self._own = SWorker.embed(worker, rows, lane)
         self.layer = self._own.layer
+
+
+class ParallelLayersPass(ParallelPass):
+    """The same, layer by layer: q, k, v and o are of the heads that this rank keeps. The
+    others run all layers at once."""
+
+    def __init__(self, worker: ParallelSWorker, inputs: StepInputs) -> None:
+        """inputs: see ``StepInputs``."""
+        self._ranks, self._lane = worker.ranks, inputs.lane
+        self._vocab_size = worker.spec.vocab_size
+        _announce(worker.ranks, inputs)
+        self._own = worker.begin_rows(inputs.rows, inputs.lane, x=inputs.x)
+        self.place = self._own.place
+        self._take()
+
+    def advance(self, o: Tensor) -> bool:
+        goes_on = self._own.advance(o)
+        self._take()
+        return goes_on
+
+    def _take(self) -> None:
+        own = self._own
+        self.layer, self.q, self.k, self.v = own.layer, own.q, own.k, own.v
+
+
+def _announce(ranks: Ranks, inputs: StepInputs) -> None:
+    """The others do their part of a step that attends on the ranks' own devices."""
+    packed = torch.from_numpy(inputs.tables.pack())
+    ranks.tell(RUN, inputs.lane, inputs.rows.shape[1])
+    ranks.tell(len(packed), int(inputs.x is not None))
+    ranks.share(packed)
+    ranks.share(inputs.rows)
+    if inputs.x is not None:
+        ranks.share(inputs.x.contiguous())
 
 
 class ParallelSWorker(SWorker):
@@ -222,6 +254,24 @@ class ParallelSWorker(SWorker):
             self.ranks.tell(KEEP_KV, 0, cache.num_slots // cache.kv.block_size)
             return bool(self.ranks.agree(cache.kernels is not None)[0])
 
+    def keep_on_host(self, memory: BlockMemory) -> BlockMemory:
+        """See ``SWorker``: every rank keeps the same blocks' own heads."""
+        return LeadingBlocks(memory, self.ranks)
+
+    def swap(self, lanes: LaneCaches) -> LaneCaches:
+        """See ``SWorker``: every rank keeps its own heads of all lanes."""
+        sinks = shard_sinks(self.model.sinks, self.ranks.shard)
+        for cache in lanes.caches:
+            cache.sinks = sinks
+        first = lanes.caches[0]
+        return LeadingLanes(lanes, self.ranks, first.num_slots // first.kv.block_size)
+
+    def begin_here(self, inputs: StepInputs, feed: Feed | None = None) -> Pass:
+        """See ``SWorker``. Until all layers are done nothing else may happen
+        (``together``): the other ranks run them at once."""
+        assert feed is None
+        return ParallelLayersPass(self, inputs)
+
     def together(self) -> AbstractContextManager[object]:
         """See ``SWorker``."""
         return self.ranks.peers.exchanging()
@@ -243,24 +293,27 @@ def mirror(
     model: Model,
     ranks: Ranks,
     graphs: StepGraphs | None = None,
-    make_cache: Callable[[int], PagedKV] | None = None,
+    make_kv: KVMaker | None = None,
 ) -> None:
     """Ranks 1 and up: do as rank 0 says, until it says stop.
 
     Args:
-        make_cache: of so many blocks, for this rank's heads; None: R-workers keep K and V.
+        make_kv: makes what this rank keeps; None: R-workers keep K and V.
 
     Raises:
         WorkerError: another rank is gone.
     """
     worker = SWorker(spec, model, ranks.device, graphs)
-    follower = _Follower(worker, ranks, make_cache)
-    while True:
-        with ranks.peers.exchanging():
-            operation, lane, num_rows = ranks.hear()
-            if operation == STOP:
-                return
-            follower.do(operation, lane, num_rows)
+    kv = FollowingKV(model, ranks, make_kv)
+    follower = _Follower(worker, ranks, kv)
+    with contextlib.closing(kv):
+        while True:
+            with ranks.peers.exchanging():
+                operation, lane, num_rows = ranks.hear()
+                if operation == STOP:
+                    return
+                if not kv.obeys(operation, lane, num_rows):
+                    follower.do(operation, lane, num_rows)
 
 
 class _Follower:
@@ -269,15 +322,12 @@ class _Follower:
     Args:
         worker: its S-worker.
         ranks: it, and the others.
-        make_cache: see ``mirror``.
+        kv: what it keeps.
     """
 
-    def __init__(
-        self, worker: SWorker, ranks: Ranks, make_cache: Callable[[int], PagedKV] | None
-    ) -> None:
-        self._worker, self._ranks, self._make_cache = worker, ranks, make_cache
+    def __init__(self, worker: SWorker, ranks: Ranks, kv: FollowingKV) -> None:
+        self._worker, self._ranks, self._kv = worker, ranks, kv
         self._passes: dict[int, Pass] = {}  # by lane
-        self._cache: PagedKV | None = None
         self._whole: WholeSteps | None = None
 
     def do(self, operation: int, lane: int, num_rows: int) -> None:
@@ -313,24 +363,23 @@ class _Follower:
         return self._ranks.share(torch.empty(shape, dtype=self._worker.model.dtype))
 
     def _keep_kv(self, num_blocks: int) -> None:
-        assert self._make_cache is not None, "all ranks have the same options"
-        worker = self._worker
-        self._cache = cache = self._make_cache(num_blocks)
-        cache.sinks = shard_sinks(worker.model.sinks, self._ranks.shard)
+        worker, cache = self._worker, self._kv.keep(num_blocks)
         (has_kernels,) = self._ranks.agree(cache.kernels is not None)
         if has_kernels and worker.graphs is not None:
             self._whole = WholeSteps(worker.graphs, cache, worker.spec.max_model_len)
             self._whole.prepare()
 
     def _run(self, lane: int, num_rows: int) -> Pass:
-        worker, ranks, cache = self._worker, self._ranks, self._cache
-        assert cache is not None, "told before"
+        worker, ranks, cache = self._worker, self._ranks, self._kv.cache
+        lanes = self._kv.lanes
         num_packed, has_x = ranks.hear(2)
         packed = ranks.share(torch.empty(num_packed, dtype=torch.int64))
         rows = self._rows(num_rows)
         x = self._hidden(num_rows) if has_x else None
         tables = StepTables.unpack(packed.numpy())
         if tables.copy_sources.size:
+            if lanes is not None:
+                lanes.wait_for_all()
             cache.copy_blocks(tables.copy_sources, tables.copy_targets)
         step = tables.upload(worker.device, worker.gpu)
 
@@ -338,4 +387,15 @@ class _Follower:
             return cache.attend(layer, q, k, v, step)
 
         inputs = StepInputs(lane, rows, tables, x)
+        if lanes is not None:
+            return _run_layers(worker.begin_here(inputs), lanes, attend)
         return worker.run_through(partial(run_step, worker, self._whole, inputs, step, attend))
+
+
+def _run_layers(forward: Pass, lanes: LaneCaches, attend: Attend) -> Pass:
+    """All layers of a step of a lane that is swapped: each waits for its own copies."""
+    goes_on = True
+    while goes_on:
+        lanes.wait(forward.layer)
+        goes_on = forward.advance(attend(forward.layer, forward.q, forward.k, forward.v))
+    return forward

@@ -3,6 +3,8 @@ R-worker of one is killed or stopped."""
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +55,21 @@ def job(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Job:
     return make
 
 
+def talk_again(source: Path) -> None:
+    """Have requests begin with what others have begun with before them."""
+    talks = [[7 + (3 * i + j) % 90 for j in range(40)] for i in range(6)]
+    asked = [talk + [5] * more for more in (0, 9, 20) for talk in talks]
+    with source.open("a") as lines:
+        for i, prompt in enumerate(asked):
+            line = {"id": f"talk {i}", "prompt_token_ids": prompt, "max_tokens": 6}
+            lines.write(json.dumps({**line, "temperature": 0, "ignore_eos": True}) + "\n")
+
+
+def _tokens_of(answers: str) -> list[object]:
+    """Without what was cached of the prompts."""
+    return [{**json.loads(line), "usage": None} for line in answers.splitlines()]
+
+
 ALONE_AND_TOGETHER = [(2, 1, 4), (3, 1, 6)]
 
 
@@ -82,14 +99,19 @@ def test_kv_on_each_stages_device(job: Job) -> None:
 
 
 @pytest.mark.parametrize("num_stages", [1, *[2] * TRIES_ALL])
-def test_each_s_worker_keeps_its_heads_kv(num_stages: int, job: Job) -> None:
-    """Two S-workers act as one: each attends in the KV heads of its own device. ALiBi's
-    slopes are its heads', and forks copy blocks on both."""
-    more = ["--kv-placement", "gpu", "--kv-memory-gb", "0.01", "--block-size", "16"]
+def test_each_s_worker_keeps_its_heads_kv(num_stages: int, job: Job, tmp_path: Path) -> None:
+    """Two S-workers act as one: each attends in the KV heads of its own device, and keeps
+    them in the host's memory. ALiBi's slopes are its heads', and forks copy blocks on both."""
+    more = ["--kv-placement", "gpu", "--kv-memory-gb", "0.0001", "--block-size", "16"]
+    more += ["--prefix-cache", "on", "--cache-memory-gb", "0.001", "--max-num-sequences", "2"]
+    more += ["--swap-threshold", "0.9", "--cache-policy", "lru"]
     command, output, expected = job(num_stages, 1, 12, *more, tp=2, family="bloom")
+    talk_again(tmp_path / "in.jsonl")
     outcome = run(command[: command.index(":")], timeout_s=120)
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
-    assert output.read_text() == expected()
+    assert _tokens_of(output.read_text()) == _tokens_of(expected())
+    restored = re.search(r"stored, (\d+) restored", outcome.output)
+    assert restored is not None and int(restored[1]) > 0, outcome.output
 
 
 @pytest.mark.skipif(not TRIES_ALL, reason="make campaign: one family stands for all")

@@ -19,6 +19,7 @@ from rworker.tiers.units import MoveJob
 from sworker import device
 from sworker.buffers import Room
 from sworker.device import CudaGpu, HostMemory, clear_cuda_error, feed_gpu, gpu_of
+from sworker.host_blocks import HostBlocks
 from sworker.paged import PagedKV
 from sworker.worker import DeviceTimer
 
@@ -182,7 +183,7 @@ def test_a_lower_tier_where_nothing_is_pinned() -> None:
     cache.pool.random_(-100, 100)
     assert cache.scales is not None
     cache.scales.normal_()
-    tier = HostTier(cache, 2 * kv.block_bytes, gpu_with(Cudart(error=2)))
+    tier = HostTier(cache, 2, HostBlocks(cache, 2, gpu_with(Cudart(error=2))).copy)
     stored = MoveJob(0, False, (b"a", b"b", b"c"), (0, 2, 3), (16, 32, 48))
     tier.begin(stored)
     assert tier.take_over() == [stored] and stored.failed == {2}

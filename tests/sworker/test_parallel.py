@@ -4,6 +4,7 @@ every way to lay out weights."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import prompts
+from device_engine import device_engine, run
 
 from fastdecode.core.errors import ConfigError, WorkerError
 from sworker.graphs import StepGraphs
@@ -120,9 +122,11 @@ def meet(
     directory = tmp_path_factory.mktemp("ranks")
     with mirroring(directory, paths) as process:
 
+        places = itertools.count()
+
         def first_of(index: int) -> Ranks:
-            mirror(process, index)
-            return Ranks.meet(directory / str(index), Shard(0, 2), CPU)
+            mirror(process, index, place := next(places))
+            return Ranks.meet(directory / str(place), Shard(0, 2), CPU)
 
         yield first_of
         assert process.stdin is not None
@@ -130,10 +134,10 @@ def meet(
         assert process.wait(20) == 0, (directory / "log").read_text()
 
 
-def mirror(process: subprocess.Popen[bytes], index: int) -> None:
+def mirror(process: subprocess.Popen[bytes], index: int, place: int = 0) -> None:
     """Have the second S-worker take part in the checkpoint of this number."""
     assert process.stdin is not None
-    process.stdin.write(b"%d\n" % index)
+    process.stdin.write(b"%d %d\n" % (index, place))
     process.stdin.flush()
 
 
@@ -162,6 +166,23 @@ def test_two_ranks_say_what_one_says(
         ranks.close()
     for mine, other in zip(found, expected, strict=not is_padded):
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("index", [0, 2], ids=["llama", "gemma2"])
+def test_two_ranks_swap_their_heads_of_lanes(
+    index: int, paths: list[Path], meet: Callable[[int], Ranks]
+) -> None:
+    """Prompts in chunks, and tokens, of three lanes. Each rank brings and keeps what the
+    first one says."""
+    lengths, how = (3, 22, 11, 17, 9), {"kv_placement": "gpu", "swap": True, "lanes": 3}
+    with device_engine(paths[index], None, **how) as alone:
+        expected = run(alone, lengths, 6)
+    ranks = meet(index)
+    try:
+        with device_engine(paths[index], None, ranks, **how) as engine:
+            assert run(engine, lengths, 6) == expected
+    finally:
+        ranks.close()
 
 
 @pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "stopped"])

@@ -139,8 +139,6 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
         _pairs("swap", "shared heads, split sequences, standby, disk tier", _CACHE_ELSEWHERE),
         _pairs("host tier", "shared heads, split sequences, standby", _CACHE_ELSEWHERE),
         _pairs("host tier", "disk tier", "a cache has one lower tier"),
-        _pairs("tensor parallelism", "swap, host tier",
-               "only the first S-worker of a stage copies KV to the host"),
         _pairs("int4 KV", "hybrid KV",
                "tokens would depend on the side, as the two round products of int4 differently"),
         _pairs("swap", "load limit, stabilized", "each lane has KV blocks of its own"),

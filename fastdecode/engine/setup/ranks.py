@@ -13,7 +13,6 @@ import contextlib
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +34,7 @@ from sworker.paged import PagedKV
 from sworker.ranks.group import JOINING_TIMEOUT_S, Ranks
 from sworker.ranks.parallel import mirror
 from sworker.ranks.sharding import Shard
+from sworker.swap.swapped import SwappedKV
 
 if TYPE_CHECKING:
     from fastdecode.wire.mpi.job import MpiJob
@@ -130,7 +130,7 @@ def mirror_leader(
             with_embedding=not stage,
             with_head=not stage,
         )
-        make_cache = None
+        make_kv = None
         if resolved.transport == "local":
             agree_on_kv(resolved, ranks)
             own_spec = (
@@ -138,9 +138,9 @@ def mirror_leader(
                 if len(resolved.layers) == 1
                 else stage_spec(planned, resolved.layers[stage])
             )
-            make_cache = partial(_cache_of, own_spec, resolved, ranks)
+            make_kv = _KeptByRank(own_spec, resolved, ranks)
         step_graphs = prepare(model, resolved, ranks)
-    mirror(spec, model, ranks, step_graphs, make_cache)
+    mirror(spec, model, ranks, step_graphs, make_kv)
     ranks.close()
 
 
@@ -149,14 +149,30 @@ def agree_on_kv(resolved: ResolvedConfig, ranks: Ranks) -> int:
     return ranks.agree(resolved.kv_bytes)[0]
 
 
-def _cache_of(spec: ModelSpec, resolved: ResolvedConfig, ranks: Ranks, num_blocks: int) -> PagedKV:
-    """A rank's share of a cache of so many blocks. ``spec``: of its stage.
+class _KeptByRank:
+    """See ``sworker.ranks.kv.KVMaker``.
 
-    Raises:
-        CapacityError: the device lacks the memory.
+    Args:
+        spec: of the rank's stage.
+        resolved: as on rank 0.
+        ranks: it, and the others.
     """
-    kv, attention = kept_by_rank(spec, resolved, ranks.shard.rank)
-    return PagedKV(kv, attention, num_blocks, ranks.device, dtype=torch_dtype(resolved.dtype))
+
+    def __init__(self, spec: ModelSpec, resolved: ResolvedConfig, ranks: Ranks) -> None:
+        self._kv, self._attention = kept_by_rank(spec, resolved, ranks.shard.rank)
+        self._device, self._dtype = ranks.device, torch_dtype(resolved.dtype)
+        self._most_tokens = resolved.stored_tokens
+
+    def cache(self, num_blocks: int) -> PagedKV:
+        """See ``KVMaker``."""
+        return PagedKV(self._kv, self._attention, num_blocks, self._device, dtype=self._dtype)
+
+    def lanes(self, num_blocks: int, num_lanes: int) -> SwappedKV:
+        """See ``KVMaker``."""
+        return SwappedKV(
+            self._kv, self._attention, num_blocks, num_lanes, self._device,
+            most_tokens=self._most_tokens, dtype=self._dtype,
+        )  # fmt: skip
 
 
 @contextlib.contextmanager

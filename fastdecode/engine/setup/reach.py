@@ -50,6 +50,7 @@ from sworker.dtypes import torch_dtype
 from sworker.kernels.threads import openmp_library
 from sworker.paged import PagedKV
 from sworker.ranks.group import Ranks
+from sworker.swap.swapped import NUM_SLOTS
 from sworker.worker import SWorker
 
 _GBIT_BYTES = 1e9 / 8
@@ -190,11 +191,14 @@ def reach_own_device(
     """The cache on this S-worker's device; or its lanes' caches, which are swapped.
     ``beside``: other engines, which read from it. ``stage``: whose it is."""
     if resolved.config.s_part.swap:
-        most_tokens = resolved.schedule.stored_tokens(resolved.config.r_part.block_size)
         return reach_swapped(
-            resolved.device, resolved.kv_bytes, resolved.most_lanes, most_tokens=most_tokens
+            resolved.device,
+            resolved.kv_bytes,
+            resolved.most_lanes,
+            most_tokens=resolved.stored_tokens,
         )
     num_here = 1 if has_stage_ranks(resolved) else resolved.config.s_part.pp
+    num_here *= resolved.config.s_part.tp
     num_engines = 1 if beside is None else beside.num_engines
     host_bytes = host_tier_bytes(resolved.config.cache, num_here * num_engines)
     disk = own_disk(resolved.config, num_engines)
@@ -301,6 +305,8 @@ def agreed_hello(hello: Hello, resolved: ResolvedConfig, ranks: Ranks | None) ->
     if ranks is None or resolved.transport != "local":
         return hello
     num_bytes = agree_on_kv(resolved, ranks)
+    if resolved.config.s_part.swap:
+        num_bytes //= NUM_SLOTS  # a lane's
     return replace(hello, max_blocks=max(1, num_bytes // hello.kv.block_bytes))
 
 

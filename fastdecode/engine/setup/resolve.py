@@ -84,6 +84,11 @@ class ResolvedConfig:
         return self.schedule.batching.step_tokens * sum(spec.qkv_sizes) * self.dtype.size_bytes
 
     @property
+    def stored_tokens(self) -> int:
+        """Most that a step stores, with copies of blocks."""
+        return self.schedule.stored_tokens(self.config.r_part.block_size)
+
+    @property
     def stages_at_once(self) -> int:
         """That compute at a time."""
         return min(len(self.layers), self.schedule.num_lanes) + len(self.prompt_layers)
@@ -186,7 +191,9 @@ def _steps(
     all_layers = (*layers, *prompt_layers)
     here = _layers_here(all_layers, device, transport)
     on_device = spec if len(all_layers) == 1 or len(here) > 1 else stage_spec(spec, here[0])
-    on_host = min(len(layers), local_size()) if stages_are_ranks(transport) else len(layers)
+    on_host = len(layers)
+    if stages_are_ranks(transport):
+        on_host = min(len(layers) * config.s_part.tp, local_size())
     kv_token_bytes = kv_spec(config, on_device, identity.kv_dtype).token_bytes
     held_token_bytes = 0
     if holds_prompts:

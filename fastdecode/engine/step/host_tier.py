@@ -1,48 +1,38 @@
-"""The lower tier of a KV cache on a device: kept blocks in the host's memory.
-
-All copies are queued where the device's other work is, so each sees what was
-written before it, and what comes after sees what it wrote. Nothing on the host
-waits for them: a job is over as soon as its copies are queued. Memory that CUDA
-knows (pinned) is copied at the speed of the bus.
+"""The lower tier of a KV cache on a device: kept blocks in the host's memory. Nothing
+waits for a copy: a job is over as soon as its copies are queued (``sworker.host_blocks``).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from typing import Protocol
 
-import torch
-from torch import Tensor
-
-from fastdecode.core.errors import CapacityError, Given
 from rworker.tiers.health import Faults
 from rworker.tiers.units import MoveJob
-from sworker.device import Gpu, gpu_of
 from sworker.paged import PagedKV
 
 
+class CopyBlocks(Protocol):
+    """See ``sworker.host_blocks.BlockMemory.copy``."""
+
+    def __call__(self, slots: list[int], blocks: list[int], *, is_fetch: bool) -> None: ...
+
+
 class HostTier:
-    """See the module, and ``rworker.tiers.tiers.LowerTier``.
+    """Which block is in which slot; see the module, and ``rworker.tiers.tiers.LowerTier``.
 
     Args:
         cache: on the device.
-        num_bytes: that blocks here may take.
-        gpu: the device's driver, in place of torch's.
-
-    Raises:
-        CapacityError: the host lacks the memory.
+        num_slots: blocks that the host's memory has room for.
+        copy: copies blocks there, and back.
     """
 
-    def __init__(self, cache: PagedKV, num_bytes: int, gpu: Gpu | None = None) -> None:
-        self._cache = cache
-        self._gpu = gpu or gpu_of(cache.pool.device)
+    def __init__(self, cache: PagedKV, num_slots: int, copy: CopyBlocks) -> None:
+        self._copy = copy
         self.num_layers = cache.kv.num_layers
         self.stored_bytes = cache.kv.block_bytes
-        self.num_slots = num_bytes // self.stored_bytes
-        pools = [pool for pool in (cache.pool, cache.scales) if pool is not None]
-        self._pairs = [(self._room(pool), pool) for pool in pools]
+        self.num_slots = num_slots
         self._slot_of: dict[bytes, int] = {}
-        self._free = list(reversed(range(self.num_slots)))
+        self._free = list(reversed(range(num_slots)))
         self._over: list[MoveJob] = []
 
     @property
@@ -52,14 +42,16 @@ class HostTier:
 
     def begin(self, job: MoveJob) -> None:
         """See ``LowerTier``. Blocks without room, or that are not here, have failed."""
+        slots, blocks = [], []
         for place, (key, block) in enumerate(zip(job.keys, job.blocks, strict=True)):
             slot = self._slot_of.get(key) if job.is_fetch else self._take(key)
             if slot is None:
                 job.failed.add(place)
                 continue
-            for stored, cached in self._both(slot, block):
-                there, here = (cached, stored) if job.is_fetch else (stored, cached)
-                there.copy_(here, non_blocking=True)
+            slots.append(slot)
+            blocks.append(block)
+        if slots:
+            self._copy(slots, blocks, is_fetch=job.is_fetch)
         self._over.append(job)
 
     def take_over(self) -> list[MoveJob]:
@@ -97,25 +89,3 @@ class HostTier:
         self.drop(key)
         slot = self._slot_of[key] = self._free.pop()
         return slot
-
-    def _room(self, pool: Tensor) -> Tensor:
-        """[num_slots, num_layers, 2, block_size, …] for blocks of a pool."""
-        shape = (self.num_slots, *pool.shape[:2], self._cache.kv.block_size, *pool.shape[3:])
-        try:
-            if self._gpu is None or not self.num_slots:
-                return torch.empty(shape, dtype=pool.dtype)
-            memory = self._gpu.pinned(math.prod(shape) * pool.element_size())
-            return memory.view(pool.dtype).view(shape)
-        except (RuntimeError, OSError, MemoryError):
-            raise CapacityError(
-                f"{self.num_slots} KV blocks of {self.stored_bytes} bytes do not fit in this "
-                "host's memory: lower ",
-                Given("cache_memory_gb"),
-            ) from None
-
-    def _both(self, slot: int, block: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """A slot's memory here, and a block's in the cache."""
-        size = self._cache.kv.block_size
-        rows = slice(block * size, (block + 1) * size)
-        for stored, pool in self._pairs:
-            yield stored[slot], pool[:, :, rows]

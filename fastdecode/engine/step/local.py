@@ -77,6 +77,13 @@ class DeviceWorker(InlineConnection):
         """K and V; of lanes that are swapped, while a step of the lane is under way."""
         return self._executor.caches[self._state.cache_of(WORKER).holder]
 
+    def keep_on_host(self, s_worker: SWorker) -> None:
+        """Where kept blocks go to the host's memory: S-workers that act as one copy theirs
+        together."""
+        memories = self._executor.memories
+        for holder in memories:
+            memories[holder] = s_worker.keep_on_host(memories[holder])
+
     def begin_step(self, begin: BeginStep) -> BegunStep:
         """Make room for a step's tokens, and say where they go. Rows stand in
         the order of ``begin``'s sequences: decoded ones, later chunks, first
@@ -152,6 +159,7 @@ class LocalAttention:
         if self._whole is not None:
             with s_worker.together():
                 self._whole.prepare()
+        connection.keep_on_host(s_worker)
 
     def begin(self, batch: StepBatch) -> LocalStep:
         return LocalStep(self._connection, batch, self._whole)
@@ -192,15 +200,16 @@ class LocalStep:
         """See ``LaneAttention``."""
         batch, begin = self.batch, self._begin
         self._books.steps.finish(begin.lane, begin.step)
-        inputs = StepInputs(begin.lane, self._rows(), self._tables, batch.hidden)
+        inputs = self._inputs()
         run = partial(
             run_step, s_worker, self._whole, inputs, self._paged, self._attend, batch.feed
         )
         return s_worker.run_through(run, inputs)
 
-    def _rows(self) -> Tensor:
-        """Token ids and positions, int64 [2, T]."""
-        return torch.from_numpy(np.stack((self.batch.token_ids, self.batch.positions)))
+    def _inputs(self) -> StepInputs:
+        batch = self.batch
+        rows = torch.from_numpy(np.stack((batch.token_ids, batch.positions)))
+        return StepInputs(self._begin.lane, rows, self._tables, batch.hidden)
 
     def scatter(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None

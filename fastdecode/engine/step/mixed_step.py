@@ -186,7 +186,7 @@ class DeviceStep(LocalStep):
         self._books.steps.finish(lane, self._begin.step)
         batch = self.batch
         sliced = SlicedPass(
-            s_worker, whole, lane, self._rows(), self._paged, batch.feed, batch.hidden
+            s_worker, whole, lane, self._inputs().rows, self._paged, batch.feed, batch.hidden
         )
         sliced.attended_s = self._attention_s
         return sliced

@@ -21,7 +21,6 @@ from fastdecode.core.holders import Holder, HolderId
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.local import DeviceWorker, LocalStep
-from fastdecode.engine.step.pipeline import begin_pass
 from fastdecode.engine.step.remote import Attention
 from fastdecode.engine.step.torch_executor import TorchExecutor, kv_spec_of
 from fastdecode.wire.messages import BeginStep
@@ -32,7 +31,7 @@ from sworker.device import Gpu
 from sworker.dtypes import torch_dtype
 from sworker.paged import BlockKernels
 from sworker.swap.figures import SwapFigures
-from sworker.swap.swapped import NUM_SLOTS, Blocks, SwappedKV
+from sworker.swap.swapped import NUM_SLOTS, Blocks, LaneCaches, SwappedKV
 from sworker.worker import Pass, SWorker
 
 
@@ -59,14 +58,18 @@ class SwapExecutor(TorchExecutor):
         self.num_lanes = num_lanes
         self._order = list(range(num_lanes))  # whose last step began longest ago first
         self._stores: dict[int, KVStore] = {}  # of lanes that have begun a step
-        self._kv: SwappedKV | None = None
+        self._kv: LaneCaches | None = None
         self._stored = np.empty(0, np.int64)  # slots, by the step under way
 
     @property
-    def kv(self) -> SwappedKV:
+    def kv(self) -> LaneCaches:
         """K and V of all lanes."""
         assert self._kv is not None, "not greeted, or closed"
         return self._kv
+
+    def share(self, s_worker: SWorker) -> None:
+        """S-workers that act as one bring lanes' caches together."""
+        self._kv = s_worker.swap(self.kv)
 
     def prepare(self, prepare: Prepare) -> None:
         """See ``TorchExecutor``: memory for all lanes, when the first one asks."""
@@ -141,8 +144,7 @@ class SwappedAttention:
         self.fleet = fleet
         self.holders: Seq[Holder] = (device,) * len(workers)
         self.swap, self._workers = swap, workers
-        for slot in swap.kv.slots:
-            slot.cache.sinks = s_worker.model.sinks
+        swap.share(s_worker)
 
     def begin(self, batch: StepBatch) -> SwappedStep:
         (span,) = batch.spans
@@ -166,11 +168,12 @@ class SwappedStep(LocalStep):
         """See ``LaneAttention``."""
         begin = self._begin
         self._books.steps.finish(begin.lane, begin.step)
-        forward = begin_pass(s_worker, self.batch, begin.lane)
-        goes_on = True
-        while goes_on:
-            o = self._attend(forward.layer, forward.q, forward.k, forward.v, forward.place)
-            goes_on = forward.advance(o)
+        with s_worker.together():
+            forward = s_worker.begin_here(self._inputs(), self.batch.feed)
+            goes_on = True
+            while goes_on:
+                o = self._attend(forward.layer, forward.q, forward.k, forward.v, forward.place)
+                goes_on = forward.advance(o)
         forward.is_over = True
         self._swap.end_step(self._holder)
         return forward

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -40,6 +41,7 @@ from rworker.tiers.disk import Disk
 from rworker.tiers.tiers import Tiers
 from sworker.device import Gpu
 from sworker.dtypes import torch_dtype
+from sworker.host_blocks import BlockMemory, HostBlocks
 from sworker.paged import BlockKernels, PagedKV
 
 
@@ -68,19 +70,25 @@ class TorchExecutor:
         self.has_tier = host_bytes > 0 or disk is not None
         """Whether kept blocks may go to the host's memory, or to disk."""
         self.caches: dict[HolderId, PagedKV] = {}
+        self.memories: dict[HolderId, BlockMemory] = {}
+        """In the host's memory, where kept blocks go there."""
         self._chunks_of: dict[HolderId, DeviceChunks] = {}
 
     def prepare(self, prepare: Prepare) -> None:
         """See ``RWorkerExecutor``.
 
         Raises:
-            CapacityError: the device lacks the memory.
+            CapacityError: the device lacks the memory, or the host.
         """
-        self._forget(prepare.holder)
-        self.caches[prepare.holder] = PagedKV(
+        holder = prepare.holder
+        self._forget(holder)
+        cache = self.caches[holder] = PagedKV(
             kv_spec_of(prepare), prepare.attention, prepare.num_blocks, self.device,
             self._kernels, torch_dtype(prepare.activation_dtype),
         )  # fmt: skip
+        if self._host_bytes:
+            num_slots = self._host_bytes // cache.kv.block_bytes
+            self.memories[holder] = HostBlocks(cache, num_slots, self.gpu)
 
     def begin_step(
         self, holder: HolderId, begin: BeginStep, appended: Appended, store: KVStore
@@ -121,22 +129,26 @@ class TorchExecutor:
         self._forget(drop.holder)
 
     def open_tier(self, wanted: OpenTier) -> Iterable[Stocked]:
-        """See ``RWorkerExecutor``: the host's memory, with nothing in it, or a file.
-
-        Raises:
-            CapacityError: the host lacks the memory.
-        """
+        """See ``RWorkerExecutor``: the host's memory, with nothing in it, or a file."""
         self.tiers.close(wanted.holder)
         cache = self.caches[wanted.holder]
         if not self._host_bytes:
             identity = _identity_of_tensors(wanted.identity)
             return self.tiers.open(replace(wanted, identity=identity), DeviceMemory(cache))
-        memory = HostTier(cache, self._host_bytes, self.gpu)
-        return self.tiers.use(wanted.holder, memory, memory.num_slots)
+        num_slots = self.memories[wanted.holder].num_slots
+        tier = HostTier(cache, num_slots, partial(self._copy_kept, wanted.holder))
+        return self.tiers.use(wanted.holder, tier, num_slots)
+
+    def _copy_kept(
+        self, holder: HolderId, slots: list[int], blocks: list[int], *, is_fetch: bool
+    ) -> None:
+        """In the memory that the holder has by now: S-workers that act as one meet later."""
+        self.memories[holder].copy(slots, blocks, is_fetch=is_fetch)
 
     def _forget(self, holder: HolderId) -> None:
         self.tiers.close(holder)
         self.caches.pop(holder, None)
+        self.memories.pop(holder, None)
         self._chunks_of.pop(holder, None)
 
 
