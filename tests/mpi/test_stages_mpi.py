@@ -55,14 +55,15 @@ def job(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Job:
     return make
 
 
-def talk_again(source: Path) -> None:
-    """Have requests begin with what others have begun with before them."""
-    talks = [[7 + (3 * i + j) % 90 for j in range(40)] for i in range(6)]
-    asked = [talk + [5] * more for more in (0, 9, 20) for talk in talks]
+def add_conversations(source: Path) -> None:
+    """Six of three turns, one after the other's."""
+    asked = [(i, num_new) for num_new in (40, 9, 20) for i in range(6)]
     with source.open("a") as lines:
-        for i, prompt in enumerate(asked):
-            line = {"id": f"talk {i}", "prompt_token_ids": prompt, "max_tokens": 6}
-            lines.write(json.dumps({**line, "temperature": 0, "ignore_eos": True}) + "\n")
+        for i, num_new in asked:
+            prompt = [7 + (3 * i + j) % 90 for j in range(num_new)]
+            line = {"id": f"{i}+{num_new}", "conversation_id": str(i), "prompt_token_ids": prompt}
+            line |= {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+            lines.write(json.dumps(line) + "\n")
 
 
 def _tokens_of(answers: str) -> list[object]:
@@ -104,9 +105,8 @@ def test_each_s_worker_keeps_its_heads_kv(num_stages: int, job: Job, tmp_path: P
     them in the host's memory. ALiBi's slopes are its heads', and forks copy blocks on both."""
     more = ["--kv-placement", "gpu", "--kv-memory-gb", "0.0001", "--block-size", "16"]
     more += ["--prefix-cache", "on", "--cache-memory-gb", "0.001", "--max-num-sequences", "2"]
-    more += ["--swap-threshold", "0.9", "--cache-policy", "lru"]
     command, output, expected = job(num_stages, 1, 12, *more, tp=2, family="bloom")
-    talk_again(tmp_path / "in.jsonl")
+    add_conversations(tmp_path / "in.jsonl")
     outcome = run(command[: command.index(":")], timeout_s=120)
     assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
     assert _tokens_of(output.read_text()) == _tokens_of(expected())
