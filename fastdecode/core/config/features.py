@@ -118,26 +118,21 @@ def _pairs(
         yield pair, Refusal(reason, is_contradiction=is_contradiction)
 
 
-_CACHE_ELSEWHERE = "only R-workers keep the KV cache in parts"
 _OWN_ENGINE = "other engines cannot fetch from such a cache yet"
 _WHOLE_PROMPTS = "prompt stages run whole prompts and only write to R-workers"
 _BOTH_SIDES = "the rule for hybrid KV chooses lanes, starts and places by itself"
 _NO_R_WORKERS = "KV on the device needs no R-workers"
+_OF_R_WORKERS = "addresses, MPI, R-workers attend prompts, shared heads, split sequences, standby"
 
 REFUSALS: Mapping[frozenset[str], Refusal] = dict(
     itertools.chain(
         _pairs("device KV", "hybrid KV", "KV is in one placement", is_contradiction=True),
         _pairs("hybrid KV", "swap, host tier", "it is for KV on the device alone",
                is_contradiction=True),
-        _pairs("device KV", "addresses, MPI, R-workers attend prompts", _NO_R_WORKERS,
-               is_contradiction=True),
-        _pairs("swap", "addresses, MPI, R-workers attend prompts", _NO_R_WORKERS,
-               is_contradiction=True),
-        _pairs("host tier", "addresses, MPI, R-workers attend prompts", _NO_R_WORKERS,
-               is_contradiction=True),
-        _pairs("device KV", "shared heads, split sequences, standby", _CACHE_ELSEWHERE),
-        _pairs("swap", "shared heads, split sequences, standby, disk tier", _CACHE_ELSEWHERE),
-        _pairs("host tier", "shared heads, split sequences, standby", _CACHE_ELSEWHERE),
+        _pairs("device KV", _OF_R_WORKERS, _NO_R_WORKERS, is_contradiction=True),
+        _pairs("swap", _OF_R_WORKERS, _NO_R_WORKERS, is_contradiction=True),
+        _pairs("host tier", _OF_R_WORKERS, _NO_R_WORKERS, is_contradiction=True),
+        _pairs("swap", "disk tier", "each lane has KV blocks of its own"),
         _pairs("host tier", "disk tier", "a cache has one lower tier"),
         _pairs("int4 KV", "hybrid KV",
                "tokens would depend on the side, as the two round products of int4 differently"),
@@ -152,7 +147,7 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
                "prompt stages attend prompts by themselves", is_contradiction=True),
         _pairs("replicas", "prefix cache, disk tier", "replicas do not hold kept blocks"),
         _pairs("replicas", "device KV, swap, host tier",
-               "only an R-worker's cache has a replica"),
+               "a lost device has no replacement that could go on with a replica"),
         _pairs("shared heads", "split sequences",
                "with shared heads every R-worker has a part of every sequence",
                is_contradiction=True),
