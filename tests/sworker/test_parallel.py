@@ -121,7 +121,6 @@ def meet(
     """The first of two S-workers, of the checkpoint of this number."""
     directory = tmp_path_factory.mktemp("ranks")
     with mirroring(directory, paths) as process:
-
         places = itertools.count()
 
         def first_of(index: int) -> Ranks:
