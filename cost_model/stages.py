@@ -15,7 +15,6 @@ from enum import Enum
 from functools import cached_property
 from typing import TypeAlias
 
-from cost_model.fit import fit_curve, fit_decode
 from cost_model.hardware import Cpu, Gpu, Nic
 from cost_model.workload import TokenCosts
 from fastdecode.core.errors import ConfigError
@@ -176,6 +175,8 @@ class SPartModel:
         Raises:
             ConfigError: the profile is of another model shape or dtype.
         """
+        from cost_model.fit import fit_curve  # here: NumPy is slow to load
+
         asked = ModelShape.of(costs.spec)
         if profile.shape != asked:
             raise ConfigError(
@@ -286,6 +287,8 @@ class RPartModel:
         Raises:
             ConfigError: the profile is of another head shape or KV dtype.
         """
+        from cost_model.fit import fit_decode
+
         spec = costs.spec
         measured = (profile.num_q_heads, profile.num_kv_heads, profile.head_dim)
         asked = (spec.num_q_heads, spec.num_kv_heads, spec.head_dim)
@@ -369,6 +372,8 @@ class LinkModel:
     @classmethod
     def from_profile(cls, profile: NetProfile) -> LinkModel:
         """Bandwidth from the slope of the transfers, the round trip as measured."""
+        from cost_model.fit import fit_curve
+
         curve = fit_curve(profile.transfer)
         largest = max(point.size for point in profile.transfer)
         slope = curve.last_slope or curve(largest) / largest

@@ -8,10 +8,12 @@ the array says how to read them.
 from __future__ import annotations
 
 from enum import Enum
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from fastdecode.core.errors import ConfigError, Given
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _ALIASES = {
     "fp32": "float32", "f32": "float32", "float": "float32",
@@ -59,6 +61,8 @@ class DType(str, Enum):
     def carrier(self) -> np.dtype[np.float32] | np.dtype[np.uint16]:
         """The NumPy dtype in which elements travel and rest: float32, or uint16
         for the bits of a 16-bit float."""
+        import numpy as np  # here: ``fastdecode size`` starts without it
+
         return np.dtype(np.float32) if self is DType.FLOAT32 else np.dtype(np.uint16)
 
     @classmethod
