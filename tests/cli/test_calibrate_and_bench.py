@@ -187,8 +187,8 @@ def test_bench_usage(
     [
         ({"format": "x"}, "isn't a plan"),
         ({"plan": None}, "infeasible"),
-        ({"plan": {"batch": -1}}, "batch is -1"),
-        ({"question": {}}, "prompt_tokens is None"),
+        ({"plan": {"batch": -1}}, "batch=-1 is not a whole number"),
+        ({"question": {}}, "prompt_tokens=None is not"),
     ],
 )
 def test_broken_plans(
