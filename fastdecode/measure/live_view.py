@@ -60,10 +60,10 @@ class LiveView:
         if "generation_tokens" not in now:
             return []
         cached, prompts = now["cached_tokens"], now["prompt_tokens"]
-        hits = cached / (cached + prompts) if cached else 0.0
+        hits = cached / prompts if cached else 0.0
         return [
             f"tokens/s {self._rate('generation_tokens'):.0f} generated, "
-            f"{self._rate('prompt_tokens'):.0f} of prompts; {now['generation_tokens']} generated "
+            f"{self._prompt_rate():.0f} of prompts; {now['generation_tokens']} generated "
             "in all",
             f"sequences {now['num_running']} running, {now['num_waiting']} waiting; "
             f"{hits:.0%} of prompt tokens from the cache",
@@ -96,6 +96,14 @@ class LiveView:
             told.append(f"  {each['name']:<24.24} {bar(used)} {used:>4.0%}  {state}")
         return told
 
+    def _prompt_rate(self) -> float:
+        """Of tokens that the engine ran: a server counts a prompt when its request is over."""
+        last = self._seen[-1]
+        if not last.get("figures"):
+            return 0.0
+        elapsed_s = last["time_s"] - self._seen[0]["time_s"] or last["uptime_s"]
+        return self._grown("num_prompt_tokens") / max(float(elapsed_s), 1e-9)
+
     def _rate(self, name: str) -> float:
         first, last = self._seen[0], self._seen[-1]
         if first is last:
@@ -105,8 +113,8 @@ class LiveView:
 
     def _grown(self, name: str) -> float:
         """Of the engine's totals."""
-        first, last = self._seen[0]["figures"], self._seen[-1]["figures"]
-        before = 0.0 if first is last else first.get(name, 0.0)
+        first, last = self._seen[0].get("figures") or {}, self._seen[-1]["figures"]
+        before = 0.0 if len(self._seen) == 1 else first.get(name, 0.0)
         return max(0.0, float(last[name] - before))
 
 

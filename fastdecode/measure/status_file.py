@@ -113,7 +113,7 @@ class RunningEngineStatus:
             "num_r_workers": now.num_r_workers,
             "num_live_r_workers": now.num_live_r_workers,
             "generation_tokens": stats.num_output_tokens,
-            "prompt_tokens": stats.num_prompt_tokens,
+            "prompt_tokens": stats.num_prompt_tokens + stats.num_cached_prompt_tokens,
             "cached_tokens": stats.num_cached_prompt_tokens,
             "kv_used": kv_used(figures),
             "figures": figures,

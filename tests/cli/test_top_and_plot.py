@@ -22,8 +22,9 @@ STATUS: dict[str, Any] = {
     "command": "generate", "model": "m", "state": "ready", "time_s": 100.0, "uptime_s": 50.0,
     "unit": "lines", "done": 25, "total": 100, "num_failed": 1, "eta_s": 150.0,
     "num_running": 8, "num_waiting": 16, "num_r_workers": 1, "num_live_r_workers": 1,
-    "generation_tokens": 1000, "prompt_tokens": 600, "cached_tokens": 200, "kv_used": 0.5,
+    "generation_tokens": 1000, "prompt_tokens": 800, "cached_tokens": 200, "kv_used": 0.5,
     "figures": {"s_busy_s": 30.0, "s_wait_s": 10.0, "r_busy_s": 20.0, "lanes": 2,
+                "num_prompt_tokens": 600,
                 "r_workers": [WORKER]},
 }  # fmt: skip
 

@@ -183,7 +183,7 @@ function showAll(status) {
   const isGood = status.state === "ready" && lost === 0;
   show("state", status.state + (lost ? `, ${lost} of ${status.num_r_workers} R-workers lost` : ""));
   element("state").className = isGood ? "good" : "bad";
-  show("tokens-per-s", tokens < 10 ? tokens.toFixed(1) : count(tokens));
+  show("tokens-per-s", !before ? "–" : tokens < 10 ? tokens.toFixed(1) : count(tokens));
   show("running", count(status.num_running));
   show("waiting", count(status.num_waiting));
   show("kv-used", few(status.kv_used));
