@@ -178,6 +178,20 @@ def test_kv_may_be_on_the_device_of_each(model: str, one: LLM, more: dict[str, A
             assert_nothing_is_left(llm)
 
 
+def test_kv_may_be_on_both_sides_of_each(model: str, one: LLM) -> None:
+    """The device has room for one of a prompt's two sequences: the other does not wait for
+    it, which is not fetched before both have run."""
+    asked, how = prompts(16, seed=7), params(16, seed=7, n=2)
+    options = {**OPTIONS, "kv_placement": "hybrid", "device": "cpu", "device_kv_gb": 0.00004}
+    with LLM(model, **BOTH, r_workers=2, **options) as llm:
+        assert_alike(llm.generate(asked, how), one.generate(asked, how))
+        assert llm.stats.num_recomputed == llm._running.engine.num_failed_fetches == 0
+        assert llm.stats.fetched_bytes > 0
+        sides = [each.engine.stats.hybrid.steps for each in llm._running._running]
+        assert any(set(steps) - {"gpu-only"} for steps in sides), sides
+        assert_nothing_is_left(llm)
+
+
 def test_by_its_command(model: str, one: LLM, tmp_path: Path) -> None:
     lines = [{"id": str(i), "prompt_token_ids": ids} for i, ids in enumerate(prompts(5, seed=2))]
     asked, told, summary = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "summary.json"))
@@ -204,7 +218,7 @@ def test_what_instances_are_not_there_with_is_refused_by_name(model: str) -> Non
     for options, named in (
         ({"prefill_instances": 1}, "decode_instances"),
         ({**BOTH, "pp": 2, "r_partition": "heads"}, "r_partition"),
-        ({**BOTH, "kv_placement": "hybrid"}, "kv_placement"),
+        ({**BOTH, "kv_placement": "gpu", "swap": True, "pp": 3}, "swap"),
     ):
         with pytest.raises(ConfigError, match=named):
             LLM(model, **options)

@@ -279,6 +279,10 @@ class PendingReplies:
         """Whether a peer owes anything."""
         return bool(self._due[index]) or self.transfers.since_s(index) is not None
 
+    def owes_answer(self, index: int) -> bool:
+        """Whether a peer owes an answer, besides reports on transfers."""
+        return bool(self._due[index])
+
     def num_about(self, index: int, holder: HolderId) -> int:
         """How many answers a peer owes about a holder."""
         return sum(one.holder == holder for one in self._due[index])

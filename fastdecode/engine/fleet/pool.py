@@ -38,6 +38,10 @@ RHub: TypeAlias = Hub[ToRWorker, FromRWorker]
 RConnection: TypeAlias = Connection[ToRWorker, FromRWorker]
 
 
+_LOOK_S: Final = 1e-3
+"""Between two looks at a device that fetches, while R-workers are waited for."""
+
+
 class Placement:
     """Which worker keeps which holder.
 
@@ -237,7 +241,12 @@ class WorkerPool:
     @property
     def is_owed_at_once(self) -> bool:
         """Whether an answer is owed by the device beside R-workers, which answers at once."""
-        return self._device is not None and self.pending.is_owed_by(self.num_workers - 1)
+        return self._device is not None and self.pending.owes_answer(self.num_workers - 1)
+
+    @property
+    def _device_transfers(self) -> bool:
+        """Whether the device beside R-workers has to report the end of a transfer."""
+        return self.pending.transfers.since_s(self.num_workers - 1) is not None
 
     def tier_of(self, holder: HolderId, message: UseTier) -> UseTier:
         """What a holder is sent to open its lower tier."""
@@ -322,6 +331,11 @@ class WorkerPool:
             return self._taken(*self._early.popleft())
         if self._device is not None and self.is_owed_at_once:
             return self._taken(self.num_workers - 1, self._device.receive())
+        if self._device is not None and self._device_transfers:
+            report = self._device.poll()
+            if report is not None:
+                return self._taken(self.num_workers - 1, report)
+            most_s = min(most_s, _LOOK_S)
         wait_s = self.pending.wait_s(most_s)
         try:
             index, message = self._hub.receive_any(None if wait_s == math.inf else wait_s)

@@ -241,13 +241,12 @@ def _check(config: EngineConfig, place: InstancePlace) -> None:
                 Given(name, config.options[name]),
                 " is not supported by an instance yet. Remove it",
             )
-    if config.r_part.kv_placement == "hybrid":
+    if config.r_part.kv_placement == "hybrid" and config.cluster.r_worker_addresses:
         raise ConfigError(
             Given("kv_placement", config.r_part.kv_placement),
-            " is not supported by an instance yet: a prompt's KV would be on both sides. Choose ",
-            Given("kv_placement", "gpu"),
-            " or ",
-            Given("kv_placement", "r"),
+            " of an instance is not supported with R-workers at addresses yet: other instances "
+            "cannot reach its device. Remove ",
+            Given("r_worker_addresses"),
         )
     if config.cluster.r_worker_addresses and place.export is not None:
         raise ConfigError(

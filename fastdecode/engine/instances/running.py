@@ -278,7 +278,8 @@ def with_r_workers_here(config: EngineConfig, num_engines: int) -> EngineConfig:
     r_part = config.r_part
     of_all = num_engines * r_part.r_workers * config.s_part.pp
     r_threads = r_part.r_threads or max(1, available_cores() // of_all)
-    return replace(config, r_part=replace(r_part, r_threads=r_threads, kv_placement="r"))
+    placement = "hybrid" if r_part.kv_placement == "hybrid" else "r"
+    return replace(config, r_part=replace(r_part, r_threads=r_threads, kv_placement=placement))
 
 
 def for_batches(config: EngineConfig) -> EngineConfig:

@@ -3,7 +3,7 @@ swapped to the host's memory."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from functools import partial
 
 import torch
@@ -44,7 +44,8 @@ def reach_device(
         stage: whose it is.
     """
     executor = TorchExecutor(device, gpu, kernels, host_bytes, disk)
-    connection, addresses = _device_worker(executor, kv_bytes, beside, stage)
+    connection = device_worker(executor, kv_bytes, beside, stage)
+    addresses = (connection.address,) if isinstance(connection, ReachedDevice) else ()
     return Reached(
         SoleHub(connection),
         lambda lost, timeout_s: connection.close(),
@@ -55,15 +56,15 @@ def reach_device(
     )
 
 
-def _device_worker(
-    executor: TorchExecutor, kv_bytes: int, beside: Colocation | None, stage: int
-) -> tuple[DeviceWorker, Sequence[str]]:
-    """What has the cache, and the address by which others reach it, if they do."""
+def device_worker(
+    executor: TorchExecutor, kv_bytes: int, beside: Colocation | None = None, stage: int = 0
+) -> DeviceWorker:
+    """What has the cache. ``beside``: other engines, which read from it; ``stage``: whose
+    it is."""
     if beside is None or beside.neighbours is None:
-        return DeviceWorker(executor, kv_bytes), ()
+        return DeviceWorker(executor, kv_bytes)
     name = f"{beside.name}-{f's{stage}-' if stage else ''}device"
-    reached = ReachedDevice(executor, kv_bytes, name, beside.neighbours)
-    return reached, (reached.address,)
+    return ReachedDevice(executor, kv_bytes, name, beside.neighbours)
 
 
 def reach_swapped(

@@ -66,6 +66,7 @@ from fastdecode.engine.stages.prompts import ApartAttention
 from fastdecode.engine.stages.replacements import ColumnReplacements
 from fastdecode.engine.stages.stage_forward import first_stage
 from fastdecode.engine.step.pipeline import Pipeline
+from fastdecode.engine.step.reached_device import ReachedDevice
 from fastdecode.engine.step.swapped import swap_figures
 from fastdecode.engine.transfers import Transfers
 from fastdecode.schedule.cache.prefix_cache import PrefixCache
@@ -164,7 +165,7 @@ class RunningEngine:
         stages = self._start_stages(hub, colocation)
         if stages is not None:
             self._workers = connected(self._workers, hub, stages.links)
-        self._device = device_beside(self.resolved)
+        self._device = device_beside(self.resolved, colocation)
         if self._device is not None:
             self._opened.callback(self._device.close)
         is_kept = self.resolved.transport == "zmq" and len(self.resolved.layers) == 1
@@ -438,6 +439,8 @@ class RunningEngine:
     def _address_of(self, worker: int) -> str:
         """What other instances' R-workers call one of these, by its index in the pool."""
         members, stage = self._fleet.members, 0
+        if worker == self._workers.num_holders and isinstance(self._device, ReachedDevice):
+            return self._device.address
         if isinstance(members, StagePool):
             stage, worker = members.origin(worker)
         addresses = self._stage_addresses[stage] if stage else self._workers.addresses

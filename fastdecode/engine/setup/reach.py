@@ -16,7 +16,7 @@ from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.fleet.replicas import new_session
 from fastdecode.engine.kv_exchange import ExportAddresses
-from fastdecode.engine.setup.device_caches import reach_device, reach_swapped
+from fastdecode.engine.setup.device_caches import device_worker, reach_device, reach_swapped
 from fastdecode.engine.setup.ranks import agree_on_kv
 from fastdecode.engine.setup.resolve import (
     ResolvedConfig,
@@ -56,11 +56,14 @@ from sworker.worker import SWorker
 _GBIT_BYTES = 1e9 / 8
 
 
-def device_beside(resolved: ResolvedConfig) -> DeviceWorker | None:
-    """The cache on the device beside R-workers', if there is one."""
+def device_beside(
+    resolved: ResolvedConfig, beside: Colocation | None = None
+) -> DeviceWorker | None:
+    """The cache on the device beside R-workers', if there is one. ``beside``: other
+    engines, which read from it."""
     if resolved.config.r_part.kv_placement != "hybrid":
         return None
-    return DeviceWorker(TorchExecutor(resolved.device), resolved.device_kv_bytes)
+    return device_worker(TorchExecutor(resolved.device), resolved.device_kv_bytes, beside)
 
 
 def make_attention(

@@ -138,7 +138,7 @@ class HybridControl:
         is_mixed = self._course.layout is Layout.MIXED
         has_leave = sequence.sequence_id in self._leaving or not self._course.home_is_open
         may_go = has_leave and is_mixed is is_alone and not self._watch.is_closed
-        if not fits_home or may_go:
+        if not fits_home or may_go or not self._frees_home():
             return away
         return []
 
@@ -251,6 +251,11 @@ class HybridControl:
         """Whether it has room for the sequence when it is empty."""
         most = self._ledger.shape.blocks_for(sequence.max_cached_tokens)
         return most <= self._ledger.capacity.blocks(holder)
+
+    def _frees_home(self) -> bool:
+        """Whether a sequence runs on the device, whose end makes room there. What waits
+        there to be fetched by another engine may wait for a sibling that has not run."""
+        return any(lane.reserved_tokens[self._device] for lane in self._view()[0])
 
     def _has_away(self, lane: Lane) -> bool:
         """Whether any of its sequences are away."""
