@@ -21,7 +21,7 @@ from fastdecode.core.spec import KVSpec
 from fastdecode.engine.engine import Engine
 from fastdecode.engine.extensions import EngineState, StepTiming
 from fastdecode.engine.fleet.greeting import greet
-from fastdecode.engine.fleet.pool import WorkerPool
+from fastdecode.engine.fleet.pool import MixedPool, WorkerPool
 from fastdecode.engine.requests import Requests
 from fastdecode.engine.setup.device_caches import reach_device, reach_swapped
 from fastdecode.engine.setup.workers import Reached, reach_threads
@@ -108,7 +108,8 @@ def _running(
     beside = None
     if device_blocks:  # KV on both sides
         beside = DeviceWorker(TorchExecutor(CPU, gpu, kernels), device_blocks * kv.block_bytes)
-    fleet = WorkerPool(reached.hub, timeout_s=60.0, device=beside)
+    make = WorkerPool if beside is None else MixedPool
+    fleet = make(reached.hub, timeout_s=60.0, device=beside)
     hello = Hello(PROTOCOL_VERSION, "late", *kept, DType.FLOAT32)
     welcomes = greet(fleet, hello)
     blocks = tuple(welcomes[holder].num_blocks for holder in sorted(welcomes))

@@ -38,10 +38,6 @@ RHub: TypeAlias = Hub[ToRWorker, FromRWorker]
 RConnection: TypeAlias = Connection[ToRWorker, FromRWorker]
 
 
-_LOOK_S: Final = 1e-3
-"""Between two looks at a device that fetches, while R-workers are waited for."""
-
-
 class Placement:
     """Which worker keeps which holder.
 
@@ -241,12 +237,7 @@ class WorkerPool:
     @property
     def is_owed_at_once(self) -> bool:
         """Whether an answer is owed by the device beside R-workers, which answers at once."""
-        return self._device is not None and self.pending.owes_answer(self.num_workers - 1)
-
-    @property
-    def _device_transfers(self) -> bool:
-        """Whether the device beside R-workers has to report the end of a transfer."""
-        return self.pending.transfers.since_s(self.num_workers - 1) is not None
+        return False
 
     def tier_of(self, holder: HolderId, message: UseTier) -> UseTier:
         """What a holder is sent to open its lower tier."""
@@ -329,13 +320,6 @@ class WorkerPool:
         Somebody must owe an answer."""
         if self._early:
             return self._taken(*self._early.popleft())
-        if self._device is not None and self.is_owed_at_once:
-            return self._taken(self.num_workers - 1, self._device.receive())
-        if self._device is not None and self._device_transfers:
-            report = self._device.poll()
-            if report is not None:
-                return self._taken(self.num_workers - 1, report)
-            most_s = min(most_s, _LOOK_S)
         wait_s = self.pending.wait_s(most_s)
         try:
             index, message = self._hub.receive_any(None if wait_s == math.inf else wait_s)
@@ -452,6 +436,32 @@ class WorkerPool:
 
     def _heard_s(self, index: int) -> float | None:
         return self._connection(index).heard_s
+
+
+_LOOK_S: Final = 1e-3
+"""Between two looks at a device that fetches, while R-workers are waited for."""
+
+
+class MixedPool(WorkerPool):
+    """R-workers, and beside them the cache on the S-worker's device; see ``WorkerPool``."""
+
+    @property
+    def is_owed_at_once(self) -> bool:
+        """See ``WorkerPool``."""
+        return self.pending.owes_answer(self.num_workers - 1)
+
+    def receive(self, *, most_s: float = math.inf) -> tuple[HolderId, Answer] | None:
+        """See ``WorkerPool``. While the device fetches, R-workers are waited for in short turns."""
+        if not self._early:
+            device, index = self._connection(self.num_workers - 1), self.num_workers - 1
+            if self.is_owed_at_once:
+                return self._taken(index, device.receive())
+            if self.pending.transfers.since_s(index) is not None:
+                report = device.poll()
+                if report is not None:
+                    return self._taken(index, report)
+                most_s = min(most_s, _LOOK_S)
+        return super().receive(most_s=most_s)
 
 
 def last_words(connection: Connection[Any, Any]) -> Failed | None:

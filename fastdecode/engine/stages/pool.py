@@ -23,7 +23,7 @@ from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import Shard
 from fastdecode.engine.fleet.groups import CacheGroup, GroupPool, HolderPool
-from fastdecode.engine.fleet.pool import RConnection, RHub, WorkerPool
+from fastdecode.engine.fleet.pool import MixedPool, RConnection, RHub, WorkerPool
 from fastdecode.engine.fleet.resharing import in_heads, share_out_heads
 from fastdecode.engine.fleet.spares import SpareHub
 from fastdecode.engine.stages.later import LaterStages
@@ -360,7 +360,8 @@ def pool_of(
     """The R-workers of an engine, and its holders; with other stages, of the first one.
     ``layers``: of each stage that decodes."""
     if stages is None:
-        pool = WorkerPool(hub, timeout_s, silence_s, absent=absent, device=device)
+        make = WorkerPool if device is None else MixedPool
+        pool = make(hub, timeout_s, silence_s, absent=absent, device=device)
         return pool, in_heads(pool) if shares_heads else pool
     assert device is None
     members = StagePool(
