@@ -232,3 +232,13 @@ def test_a_first_stage_that_never_begins_keeps_nobody_waiting(job: Job) -> None:
     output.mkdir()
     outcome = run(command, timeout_s=60)
     assert outcome.exit_code == 2 and outcome.orphans == [], outcome.output
+
+
+@pytest.mark.skipif(not TRIES_ALL, reason="make campaign: two ranks swap in tests/sworker")
+def test_s_workers_that_act_as_one_swap_lanes(job: Job) -> None:
+    """Three stages of two S-workers, each of which brings its own heads of a lane."""
+    more = ["--kv-placement", "gpu", "--kv-memory-gb", "0.01", "--swap"]
+    command, output, expected = job(3, 1, 12, *more, tp=2)
+    outcome = run(command[: command.index(":")], timeout_s=150)
+    assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
+    assert output.read_text() == expected()
