@@ -28,7 +28,6 @@ from fastdecode.wire.kv.replicating import Dropped, Replicate
 from fastdecode.wire.kv.taking_over import (
     SESSION_RESUMED,
     DropCache,
-    TakenOver,
     TakeOver,
     TruncateSequence,
 )
@@ -272,9 +271,10 @@ class RWorkerState:
                 peer.role, peer.only_looks = Role.READER, True
                 return about_offer(number, self._caches, message)
             case KeepBlocks() | ForgetBlocks():
-                books = self._caches.of(number, message.holder).books
+                cache = self._caches.of(number, message.holder)
+                books = cache.books
                 books.keep(message) if isinstance(message, KeepBlocks) else books.forget(message)
-                return ()
+                return _followed(cache, message)
             case UseTier() | StoreBlocks() | FetchBlocks() | DropBlocks():
                 return about_tier(number, self._caches.of(number, message.holder), message)
             case Hello():
@@ -339,8 +339,8 @@ class RWorkerState:
             raise ProtocolError("the first message must be Hello")
         wanted = wanted_of(message)
         cache, before = self._caches.take_over(number, message.holder, message.session)
-        num_tokens, changes = take_over(cache.books, wanted)
-        told: list[Instruction] = [Send(number, TakenOver(num_tokens))]
+        answer, changes = take_over(cache.books, *wanted)
+        told: list[Instruction] = [Send(number, answer)]
         told += [Follow(cache.holder, change) for change in changes if cache.is_replicated]
         told += [HangUp(before)] if before not in (number, NOBODY) else []
         return tuple(told)
@@ -390,22 +390,13 @@ def _check_speaker(peer: _Peer, message: ToRWorker) -> None:
         raise ProtocolError(f"a {peer.role.value} may not say that")
 
 
-def _followed(
-    cache: HolderCache, change: Change | ResumeSequence | EndSequence
-) -> tuple[Instruction, ...]:
-    """What the cache has accepted, its replica is told, too. To a replica, which
-    keeps no blocks of its own, what is resumed from kept ones is new."""
-    if not cache.is_replicated:
-        return ()
-    if isinstance(change, ResumeSequence):
-        change = OpenSequence(change.sequence_id, change.num_reserved_tokens)
-    elif isinstance(change, EndSequence):
-        change = CloseSequence(change.sequence_id)
-    return (Follow(cache.holder, change),)
+def _followed(cache: HolderCache, change: Change) -> tuple[Instruction, ...]:
+    """The cache has accepted a change, which its replica has to make, too."""
+    return (Follow(cache.holder, change),) if cache.is_replicated else ()
 
 
 def _answered(
-    to: int, cache: HolderCache, change: Change | ResumeSequence, answer: Accepted | Refused
+    to: int, cache: HolderCache, change: Change, answer: Accepted | Refused
 ) -> tuple[Instruction, ...]:
     told = Send(to, answer)
     return (told, *_followed(cache, change)) if isinstance(answer, Accepted) else (told,)

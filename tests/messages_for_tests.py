@@ -253,7 +253,7 @@ def between_stages() -> list[StageMessage | FromStage]:
         StageDone(2, 7, 1, 0.5, 0.25, np.ones(2, np.float32), none, x[:3]),
         StageAnswer(1, 5, "out_of_capacity", "no room: é"),
         ColumnLost(1, "worker_timeout", "it is silent", 2),
-        ColumnTakenOver(1, counts - 2),
+        ColumnTakenOver(1, counts - 2, np.ones(3, np.uint8)),
         PlaceColumn(1, 2),
         GreetColumn(1, 2),
         ColumnReady(1),

@@ -3,6 +3,7 @@ order."""
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,13 @@ from fastdecode.core.errors import CapacityError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import KVSpec
 from fastdecode.wire.kv.chunks import ChunkStored, StoreChunk
+from fastdecode.wire.kv.kept import (
+    EndSequence,
+    ForgetBlocks,
+    KeepBlocks,
+    ResumeSequence,
+    words_of,
+)
 from fastdecode.wire.kv.taking_over import MISSING, TakeOver, TruncateSequence
 from fastdecode.wire.messages import (
     Accepted,
@@ -95,11 +103,17 @@ class MirrorMachine(RuleBasedStateMachine):
         self.rows: dict[tuple[int, ...], bytes] = {}
         self.next_id, self.next_token, self.next_step = 0, 1, 0
         self.open_steps: dict[int, list[int]] = {}
+        self.behind: dict[int, tuple[int, list[int]]] = {}  # sequence → end of its gap, and tokens
+        self.chains: dict[bytes, tuple[int, ...]] = {}  # key → all tokens up to its block's end
+        self.kept: set[bytes] = set()
+        self.unprotected: set[int] = set()  # with a gap, and their forks
+        self.doubtful: set[int] = set()  # with kept blocks that were forgotten meanwhile
         self.mirror: Mirror | None = None
         if not begun:
             self.connect()
 
     def connect(self) -> None:
+        self.unprotected &= self.behind.keys()  # what has filled its gap is there
         self.mirror = Mirror(HolderId(0), self.owner.books, self.owner, self.link_bytes)
         self.replica = Replica(self.mirror.hello)
         self.under_way: deque[Any] = deque()
@@ -110,8 +124,8 @@ class MirrorMachine(RuleBasedStateMachine):
     def change(self, message: Any) -> bool:
         """One of the S-worker's messages. Whether it was accepted."""
         answer = self.owner.books.reserve(message)
-        if isinstance(answer, Accepted) and self.mirror is not None:
-            self.mirror.follow(message)
+        if isinstance(answer, Accepted):
+            self.follow(message)
         return isinstance(answer, Accepted)
 
     def note(self, sequence: int) -> None:
@@ -128,6 +142,8 @@ class MirrorMachine(RuleBasedStateMachine):
     @rule(data=st.data(), more=st.integers(0, 8))
     def fork(self, data: st.DataObject, more: int) -> None:
         parent = data.draw(st.sampled_from([s for s, t in self.tokens.items() if t]))
+        if parent in self.behind:
+            return
         most = self.owner.books.num_settled(parent)
         if not most:
             return
@@ -135,8 +151,141 @@ class MirrorMachine(RuleBasedStateMachine):
         self.next_id += 1
         if self.change(ForkSequence(parent, self.next_id, shared, shared + more)):
             self.tokens[self.next_id] = self.tokens[parent][:shared]
+            if parent in self.unprotected:
+                self.unprotected.add(self.next_id)
             self.reserved[self.next_id] = shared + more
             self.note(self.next_id)
+
+    def follow(self, message: Any) -> None:
+        if self.mirror is not None:
+            self.mirror.follow(message)
+
+    def name(self, tokens: list[int]) -> bytes:
+        """The key of the block that such a chain ends with."""
+        key = hashlib.md5(repr(tokens).encode()).digest()
+        self.chains[key] = tuple(tokens)
+        return key
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def keep(self, data: st.DataObject) -> None:
+        """Full blocks of a sequence, but those whose keys are in use, or that are kept."""
+        self.keep_blocks_of(data.draw(st.sampled_from(list(self.tokens))))
+
+    def keep_blocks_of(self, sequence: int) -> None:
+        books = self.owner.books
+        num_full = books.num_settled(sequence) // KV.block_size
+        blocks = books.store.tables.of_row(books.store.tables.row(sequence)).tolist()
+        for block in range(num_full):
+            key = self.name(self.tokens[sequence][: (block + 1) * KV.block_size])
+            if key not in self.kept and blocks[block] not in books.store.cached.key_of():
+                message = KeepBlocks(sequence, block, words_of([key]))
+                books.keep(message)
+                self.follow(message)
+                self.kept.add(key)
+
+    @rule(data=st.data(), num_tokens=st.integers(3, 14), link=st.booleans())
+    def turn(self, data: st.DataObject, num_tokens: int, link: bool) -> None:
+        """A sequence comes, runs, and ends; what it has come to is kept. Meanwhile the
+        link may be served, or not."""
+        if 0 in self.open_steps:
+            return
+        number = self.next_id
+        if self.kept and data.draw(_MOSTLY):
+            self.resume(data, num_tokens)
+        else:
+            self.open(num_tokens)
+        sequence = self.next_id
+        if sequence == number or sequence not in self.tokens:
+            return
+        self.begin_step_of([sequence], data, 0)
+        if 0 in self.open_steps:
+            self.finish(0)
+        if link:
+            self.send(4)
+        self.keep_blocks_of(sequence)
+        if data.draw(_MOSTLY):
+            self.end(sequence)
+
+    def idle_keys(self) -> list[bytes]:
+        """Of kept blocks that no sequence uses: others are never forgotten."""
+        store = self.owner.books.store
+        used = {int(x) for row in store.tables.row_of.values() for x in store.tables.of_row(row)}
+        return sorted(key for block, key in store.cached.key_of().items() if block not in used)
+
+    @precondition(lambda self: self.idle_keys())
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        gone = data.draw(st.lists(st.sampled_from(self.idle_keys()), min_size=1, unique=True))
+        message = ForgetBlocks(words_of(gone))
+        self.owner.books.forget(message)
+        self.follow(message)
+        self.kept.difference_update(gone)
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data(), more=st.integers(0, 8))
+    def resume(self, data: st.DataObject, more: int) -> None:
+        """A sequence starts with kept blocks, with or without a gap between them."""
+        chain = list(self.chains[data.draw(st.sampled_from(sorted(self.kept)))])
+        size = KV.block_size
+        ends = [*range(size, len(chain), size), len(chain)]
+        is_kept = [self.name(chain[:end]) in self.kept for end in ends]
+        first = is_kept.index(False) if False in is_kept else len(ends)
+        behind = [block for block in range(first, len(ends)) if is_kept[block]]
+        stop = behind[0] if behind and data.draw(st.booleans()) else first
+        last = stop
+        while last < len(ends) and is_kept[last]:
+            last += 1
+        if stop == first:
+            last = data.draw(st.integers(min(1, first), first))
+        if not last:
+            return
+        numbers = [*range(min(first, last)), *range(stop, last)] if stop > first else range(last)
+        keys = [self.name(chain[: ends[block]]) for block in numbers]
+        gap = (first * size, stop * size) if stop > first else (0, 0)
+        least = max(gap[1], (last - 1) * size) + 1
+        num_tokens = data.draw(st.integers(least, ends[last - 1]))
+        self.next_id += 1
+        sequence, reserved = self.next_id, num_tokens + more
+        if self.change(ResumeSequence(sequence, reserved, num_tokens, words_of(keys), *gap)):
+            self.tokens[sequence], self.reserved[sequence] = chain[:num_tokens], reserved
+            if gap[1]:
+                self.unprotected.add(sequence)
+                self.behind[sequence] = gap[1], chain[gap[1] : num_tokens]
+                self.tokens[sequence] = chain[: gap[0]]
+            self.note(sequence)
+
+    @precondition(lambda self: self.at_rest())
+    @rule(data=st.data())
+    def end_with_its_tail(self, data: st.DataObject) -> None:
+        self.end(data.draw(st.sampled_from(self.at_rest())))
+
+    def end(self, sequence: int) -> None:
+        """With its tail, if that can be kept; or not at all."""
+        tokens = self.tokens[sequence]
+        key = self.name(tokens)
+        books = self.owner.books
+        last = books.store.tables.of_row(books.store.tables.row(sequence))[-1:].tolist()
+        is_kept = set(last) <= set(books.store.cached.key_of())
+        if len(tokens) % KV.block_size == 0 or key in self.kept or sequence in self.behind:
+            return
+        if not is_kept:
+            message = EndSequence(sequence, words_of([key]))
+            books.close(message)
+            self.follow(message)
+            self.kept.add(key)
+            self.gone(sequence)
+
+    def gone(self, sequence: int) -> None:
+        del self.tokens[sequence], self.reserved[sequence]
+        self.behind.pop(sequence, None)
+
+    def some_kept(self, data: st.DataObject) -> list[bytes]:
+        """Of the owner's kept blocks, those that it goes on with."""
+        gone = {key for key in self.idle_keys() if not data.draw(_MOSTLY)}
+        self.kept -= gone
+        self.doubtful |= self.tokens.keys() if gone else set()
+        return sorted(self.kept)
 
     def at_rest(self) -> list[int]:
         busy = {s for members in self.open_steps.values() for s in members}
@@ -148,10 +297,13 @@ class MirrorMachine(RuleBasedStateMachine):
         if lane in self.open_steps:
             return
         some = data.draw(st.lists(st.sampled_from(self.at_rest()), min_size=1, unique=True))
+        self.begin_step_of(some, data, lane)
+
+    def begin_step_of(self, some: list[int], data: st.DataObject, lane: int) -> None:
         new = {
             s: data.draw(st.integers(1, room))
             for s in some
-            if (room := self.reserved[s] - len(self.tokens[s]))
+            if (room := self.behind.get(s, (self.reserved[s],))[0] - len(self.tokens[s]))
         }
         if not new:
             return
@@ -165,6 +317,8 @@ class MirrorMachine(RuleBasedStateMachine):
             numbers = list(range(self.next_token, self.next_token + count))
             self.next_token += count
             self.tokens[s] = self.tokens[s] + numbers
+            if s in self.behind and len(self.tokens[s]) == self.behind[s][0]:
+                self.tokens[s] += self.behind.pop(s)[1]
             fresh += numbers
         self.write(appended.slots, fresh)
         self.open_steps[lane] = list(new)
@@ -180,7 +334,9 @@ class MirrorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.open_steps)
     @rule(data=st.data())
     def end_step(self, data: st.DataObject) -> None:
-        lane = data.draw(st.sampled_from(list(self.open_steps)))
+        self.finish(data.draw(st.sampled_from(list(self.open_steps))))
+
+    def finish(self, lane: int) -> None:
         books = self.owner.books
         step = books.steps.of_lane[lane].step
         for layer in range(KV.num_layers):
@@ -197,8 +353,8 @@ class MirrorMachine(RuleBasedStateMachine):
             self.owner.books.store.truncate(sequence, kept)
         except CapacityError:  # others share what it would leave
             return
-        if self.mirror is not None:
-            self.mirror.follow(TruncateSequence(sequence, kept))
+        self.follow(TruncateSequence(sequence, kept))
+        self.behind.pop(sequence, None)
         self.tokens[sequence] = self.tokens[sequence][:kept]
         self.note(sequence)
 
@@ -207,14 +363,15 @@ class MirrorMachine(RuleBasedStateMachine):
         """Steps under way come to nothing; some sequences are cut, others closed."""
         settled = {s: self.owner.books.num_settled(s) for s in self.tokens}
         wanted = {s: data.draw(st.integers(0, n)) for s, n in settled.items() if data.draw(_MOSTLY)}
-        counts, changes = take_over(self.owner.books, wanted)
+        taken, changes = take_over(self.owner.books, wanted, self.some_kept(data))
         self.open_steps.clear()
-        for change in changes if self.mirror is not None else ():
-            self.mirror.follow(change)
-        left = dict(zip(wanted, counts.tolist(), strict=True))
+        for change in changes:
+            self.follow(change)
+        left = dict(zip(wanted, taken.num_tokens.tolist(), strict=True))
+        self.behind.clear()
         for sequence in settled:
             if left.get(sequence, MISSING) == MISSING:
-                del self.tokens[sequence], self.reserved[sequence]
+                self.gone(sequence)
             else:
                 self.tokens[sequence] = self.tokens[sequence][: left[sequence]]
                 self.note(sequence)
@@ -231,9 +388,8 @@ class MirrorMachine(RuleBasedStateMachine):
     def close(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.at_rest()))
         self.owner.books.close(CloseSequence(sequence))
-        if self.mirror is not None:
-            self.mirror.follow(CloseSequence(sequence))
-        del self.tokens[sequence], self.reserved[sequence]
+        self.follow(CloseSequence(sequence))
+        self.gone(sequence)
 
     # The link.
 
@@ -246,7 +402,7 @@ class MirrorMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 6))
     def send(self, count: int) -> None:
         for _ in range(count):
-            message = self.mirror.next()
+            message = None if self.mirror is None else self.mirror.next()
             if message is None:
                 return
             if isinstance(message, StoreChunk):
@@ -282,7 +438,12 @@ class MirrorMachine(RuleBasedStateMachine):
         self.replica.state.lost(LINK)
         ids = np.array(sorted(self.history), np.int64)
         most = np.full(len(ids), 1 << 20, np.int32)
-        (taken,) = self.replica.hear(TakeOver(SESSION, ids, most, 0), S_WORKER)
+        keys = sorted(self.chains)
+        order = TakeOver(SESSION, ids, most, 0, words_of(keys))
+        (taken,) = self.replica.hear(order, S_WORKER)
+        for key, is_kept in zip(keys, taken.is_kept.tolist(), strict=True):
+            if is_kept:
+                assert self.read_kept(key) == self.last_block(key)
         for sequence, count in zip(ids.tolist(), taken.num_tokens.tolist(), strict=True):
             if count > 0:
                 versions = {tuple(version[:count]) for version in self.history[sequence]}
@@ -306,8 +467,13 @@ class MirrorMachine(RuleBasedStateMachine):
                 self.answer()
         assert self.mirror.num_behind == 0
         books = self.books_of_replica()
-        assert books.store.tables.row_of.keys() == self.tokens.keys()
-        for sequence, tokens in self.tokens.items():
+        assert set(books.store.cached) == self.kept
+        for key in self.kept:
+            assert self.read_kept(key) == self.last_block(key)
+        there, protected = books.store.tables.row_of.keys(), self.tokens.keys() - self.unprotected
+        assert protected >= there >= protected - self.doubtful
+        for sequence in books.store.tables.row_of:
+            tokens = self.tokens[sequence]
             settled = self.owner.books.num_settled(sequence)
             assert books.num_settled(sequence) == settled
             if settled:
@@ -318,7 +484,22 @@ class MirrorMachine(RuleBasedStateMachine):
                 assert [x.tobytes() for x in mine] == [x.tobytes() for x in theirs]
 
     def idle(self) -> bool:
-        return bool(self.mirror.is_whole and not self.under_way)
+        is_whole = self.mirror.is_whole and not self.mirror.lacking
+        return bool(is_whole and not self.under_way)
+
+    def last_block(self, key: bytes) -> tuple[int, ...]:
+        """The tokens of the block that is kept by a key."""
+        chain = self.chains[key]
+        return chain[(len(chain) - 1) // KV.block_size * KV.block_size :]
+
+    def read_kept(self, key: bytes) -> tuple[int, ...]:
+        """The same, as the replica has them."""
+        block = int(self.books_of_replica().store.cached.of_keys([key])[0])
+        memory, count = self.replica.memory, len(self.last_block(key))
+        slots = block * KV.block_size + np.arange(count, dtype=np.int64)
+        tokens = cpu_kernels.allocate_tokens(memory.layout, count)
+        cpu_kernels.gather(memory.layout, memory.pool[0], slots, *tokens)
+        return self.numbers(tokens[0], tokens[2])
 
     def books_of_replica(self) -> Any:
         caches: Caches = self.replica.state._caches
@@ -329,7 +510,10 @@ class MirrorMachine(RuleBasedStateMachine):
         largest of K is number + 7 in the first layer."""
         self.replica.memory.books = books
         k, _, scales = self.replica.memory.stored(sequence, 0, count)
-        largest = scales[0, :, 0, 0] * (np.abs(k[0, :, 0].astype(np.int32) - 128)).max(axis=-1)
+        return self.numbers(k[0], scales[0])
+
+    def numbers(self, k: np.ndarray, scales: np.ndarray) -> tuple[int, ...]:
+        largest = scales[:, 0, 0] * (np.abs(k[:, 0].astype(np.int32) - 128)).max(axis=-1)
         return tuple(np.rint(largest - 7).astype(int).tolist())
 
     @invariant()

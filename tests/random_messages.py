@@ -285,7 +285,9 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     StageDone: stage_dones(),
     StageAnswer: st.builds(StageAnswer, INTS, INTS, TEXTS, TEXTS),
     ColumnLost: st.builds(ColumnLost, INTS, TEXTS, TEXTS, INTS),
-    ColumnTakenOver: st.builds(ColumnTakenOver, INTS, arrays_of(np.int32, (3,))),
+    ColumnTakenOver: st.builds(
+        ColumnTakenOver, INTS, arrays_of(np.int32, (3,)), arrays_of(np.uint8, (2,))
+    ),
     PlaceColumn: st.builds(PlaceColumn, INTS, INTS),
     GreetColumn: st.builds(GreetColumn, INTS, INTS),
     ColumnReady: st.builds(ColumnReady, INTS),

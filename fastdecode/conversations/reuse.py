@@ -30,6 +30,8 @@ def why_no_session(config: EngineConfig) -> str:
     empty: it finds what they have kept."""
     if config.s_part.pp > 1:
         return "R-workers of several stages keep no KV for --resume yet. To resume KV, remove pp"
+    if config.r_part.replicas:
+        return "R-workers with replicas keep no KV for --resume yet. To resume KV, remove replicas"
     return why_no_kv(config)
 
 

@@ -43,8 +43,13 @@ class ReplicaRecovery(Recovery):
 
     def lose(self, holder: HolderId) -> Lost | Interrupted:
         """See ``Recovery``."""
-        is_kept = self._replicas.lose(holder, is_used=self._sequences.is_on(holder))
+        is_kept = self._replicas.lose(holder, is_used=self._is_used(holder))
         return Interrupted(holder) if is_kept else Lost(holder)
+
+    def _is_used(self, holder: HolderId) -> bool:
+        """Whether sequences are on a holder, or conversations go on there."""
+        cache = self._state.lifecycle.scheduler.ledger.cache
+        return self._sequences.is_on(holder) or cache.is_awaited(holder)
 
     def do(self, order: TakeOver) -> Iterable[Event]:
         """Have a neighbour take over; it may be lost meanwhile, too."""
@@ -63,25 +68,32 @@ class ReplicaRecovery(Recovery):
         replacements that have joined; then the ring is closed again."""
         self._replicas.take_news(self._state.num_launched - 1)
         yield from self._emptied()
-        reopened = self._replicas.reopened()
-        yield from (Reopened(x) for x in reopened if self._holders[x] is HolderState.ADOPTED)
+        yield from map(Reopened, self._reopened())
         yield from self._returned()
         self._replicas.mend()
 
     def _emptied(self) -> Iterator[Event]:
-        """Holders that neighbours took over, and on which no sequence is left:
-        from now on they are lost, and may be replaced."""
+        """Holders that neighbours took over, and that nobody uses any more: from now
+        on they are lost, and may be replaced."""
         adopted = self._replicas.adopted
         if not adopted or self._state.lifecycle.adoptions:
             return
         empty = [
             holder
             for holder in adopted
-            if not self._sequences.is_on(holder) and not self._replicas.is_leaving(holder)
+            if not self._is_used(holder) and not self._replicas.is_leaving(holder)
         ]
         for holder in empty:
             self._replicas.emptied(holder)
         yield from map(Lost, empty)
+
+    def _reopened(self) -> list[HolderId]:
+        """Holders that neighbours took over and where sequences may start again: there
+        are no others, or conversations go on there."""
+        cache = self._state.lifecycle.scheduler.ledger.cache
+        no_others = self._replicas.reopened()
+        adopted = self._holders.having(HolderState.ADOPTED)
+        return [x for x in adopted if x in no_others or cache.is_awaited(x)]
 
     def _returned(self) -> Iterator[Event]:
         """Replacements of lost holders; and of holders that neighbours took over,
@@ -91,7 +103,7 @@ class ReplicaRecovery(Recovery):
             return
         leaving: list[HolderId] = []
         if not self._state.lifecycle.adoptions:
-            leaving = replicas.leaving(self._sequences.is_on)
+            leaving = replicas.leaving(self._is_used)
         joined = list(self._joined(self._replacements.look(vacant)))
         for _ in joined:
             replicas.joined()

@@ -175,6 +175,7 @@ class ColumnTakenOver(OfColumns):
     column: int
     num_tokens: Annotated[NDArray[np.int32], "N"]
     """As in ``TakenOver``."""
+    is_kept: Annotated[NDArray[np.uint8], "K"]
 
 
 @dataclass(frozen=True)

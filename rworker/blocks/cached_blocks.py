@@ -6,7 +6,7 @@ block that it has is neither free nor written, whoever else refers to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,17 +28,34 @@ class CachedBlocks:
         self._kept: set[int] = set()
         self._moving: set[bytes] = set()
         self._void: set[bytes] = set()  # of those that aren't there yet, or never will be
+        self._leaving: dict[bytes, int] = {}  # forgotten, once they have been moved
 
     def __len__(self) -> int:
-        return len(self._block_of)
+        return len(self._block_of) + len(self._leaving)
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._block_of
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Their keys."""
+        return iter(self._block_of)
+
+    def is_there(self, key: bytes) -> bool:
+        """Whether a block is kept by this key, and has its K and V."""
+        return key in self._block_of and key not in self._void
+
+    def is_coming(self, key: bytes) -> bool:
+        """Whether a block's K and V are on their way from the lower tier."""
+        return key in self._void and key in self._moving
 
     @property
     def blocks(self) -> NDArray[np.int64]:
         """All of them."""
         return np.fromiter(self._kept, np.int64, len(self._kept))
+
+    def key_of(self) -> dict[int, bytes]:
+        """The key of each block whose K and V are there."""
+        return {block: key for key, block in self._block_of.items() if key not in self._void}
 
     def of_keys(self, keys: Iterable[bytes]) -> Blocks:
         """The blocks of these keys, [N]. They may be on their way, or have been
@@ -100,6 +117,13 @@ class CachedBlocks:
             del self._block_of[key]
         self._kept.difference_update(blocks.tolist())
 
+    def abandon(self, keys: Iterable[bytes]) -> None:
+        """Keep these blocks, all of which are kept, no more; what is on its way takes
+        up memory until it has been moved."""
+        keys = list(keys)
+        self._leaving.update((key, self._block_of.pop(key)) for key in keys if key in self._moving)
+        self.forget([key for key in keys if key not in self._moving])
+
     def begin_store(self, keys: list[bytes]) -> Blocks:
         """These blocks, [N], are about to be copied down.
 
@@ -135,8 +159,13 @@ class CachedBlocks:
     def end_move(self, keys: Iterable[bytes], failed: Iterable[bytes]) -> None:
         """These blocks aren't on their way any more; ``failed``: those that
         were to come, and didn't."""
+        left = [key for key in keys if key in self._leaving]
         self._moving.difference_update(keys)
-        self._void.difference_update(set(keys).difference(failed))
+        self._void.difference_update(set(keys).difference(failed), left)
+        if left:
+            blocks = np.array([self._leaving.pop(key) for key in left], np.int32)
+            self._pool.leave(blocks, has_tail=False)
+            self._kept.difference_update(blocks.tolist())
 
     def _begin_move(self, keys: list[bytes]) -> None:
         if len(set(keys)) < len(keys) or not self._moving.isdisjoint(keys):

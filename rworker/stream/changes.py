@@ -1,11 +1,22 @@
-"""What happens to a cache's sequences that a replica has to be told of."""
+"""What happens to a cache's sequences and kept blocks that a replica has to follow."""
 
 from __future__ import annotations
 
 from typing import TypeAlias
 
+from fastdecode.wire.kv.kept import EndSequence, ForgetBlocks, KeepBlocks, ResumeSequence
 from fastdecode.wire.kv.taking_over import TruncateSequence
 from fastdecode.wire.messages import CloseSequence, ExtendSequence, ForkSequence, OpenSequence
 
-Change: TypeAlias = OpenSequence | ForkSequence | ExtendSequence | TruncateSequence | CloseSequence
-"""Of a cache's sequences, that a replica has to make, too."""
+Change: TypeAlias = (
+    OpenSequence
+    | ForkSequence
+    | ExtendSequence
+    | TruncateSequence
+    | CloseSequence
+    | KeepBlocks
+    | ResumeSequence
+    | EndSequence
+    | ForgetBlocks
+)
+"""Of a cache's sequences and kept blocks, that a replica has to make, too."""

@@ -1,11 +1,14 @@
 """What a neighbour has to be told so that its replica of a cache keeps up.
 
-State changes (opened, forked, enlarged, truncated, closed) are told in the order
+State changes (opened, forked, enlarged, truncated, closed) are sent in the order
 in which the cache accepted them, always. K and V follow as chunks read out of
 the cache: one a step while there is credit, all layers of it together. Without
 credit nothing is kept for later but numbers; what has gathered by the time it
 returns leaves then. So a replica may be behind, and is never anything but a
 prefix of every sequence.
+
+Blocks that the cache keeps beyond their sequences are kept by the replica, too
+(``kept_log``): some may be missing there, and none is ever another's.
 
 A cache that holds something already is mirrored in the same way: its sequences
 are opened and forked as they share blocks, and everything is behind.
@@ -24,6 +27,7 @@ from typing import Final, TypeAlias
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.wire.kv.chunks import ChunkStored, ExpectTokens, StoreChunk
+from fastdecode.wire.kv.kept import ForgetBlocks, KeepBlocks, words_of
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,
@@ -35,8 +39,10 @@ from fastdecode.wire.messages import (
 from fastdecode.wire.traits import THE_ONLY, Role
 from rworker.cache_state import CacheState
 from rworker.stream.changes import Change
-from rworker.stream.chunk_endpoints import LINK_BYTES, ChunkSource
-from rworker.stream.replica_log import ReplicaLog, ToNeighbour
+from rworker.stream.chunk_endpoints import LINK_BYTES
+from rworker.stream.replica_log import CARRIER, ReplicaLog, SlotSource, ToNeighbour
+
+_UNANSWERED: Final = (ExpectTokens, CloseSequence, KeepBlocks, ForgetBlocks)
 
 Steps: TypeAlias = dict[int, int]
 """Lane → the last of its steps."""
@@ -63,7 +69,7 @@ class Mirror:
     """
 
     def __init__(
-        self, holder: HolderId, books: CacheState, source: ChunkSource, link_bytes: int = LINK_BYTES
+        self, holder: HolderId, books: CacheState, source: SlotSource, link_bytes: int = LINK_BYTES
     ) -> None:
         self._link_bytes = link_bytes
         hello = books.hello
@@ -85,6 +91,8 @@ class Mirror:
         self._held: Steps = {}  # that the neighbour has, and nobody was told
         self.num_unacknowledged = 0
         """Bytes of K and V that the neighbour hasn't answered for."""
+        self._has_caught_up = False  # once, all kept blocks that were there before are sent
+        self._carried_last = False
 
     def follow(self, change: Change) -> None:
         """The cache has accepted a change."""
@@ -97,27 +105,25 @@ class Mirror:
     def next(self) -> ToNeighbour | None:
         """What to send now; None: nothing, until something happens."""
         while not self._ready:
-            if self._changes:
-                self._ready.extend(self._told.change(self._changes.popleft()))
-            elif not self._read_on():
+            if not (self._make_changes() if self._changes else self._read_on()):
                 return None
         message = self._ready.popleft()
         if isinstance(message, StoreChunk):
             num_bytes = len(message.data)
             self.num_unacknowledged += num_bytes
             steps: Steps = {}
-            if not self._ready:
+            if not any(isinstance(later, StoreChunk) for later in self._ready):
                 steps, self._read = self._read, steps
             self._due.append(_Due(ChunkStored(num_bytes), steps))
-        elif not isinstance(message, (ExpectTokens, CloseSequence)):
+        elif not isinstance(message, _UNANSWERED):
             self._due.append(_Due(Accepted(message.sequence_id), {}))
-        if self._ended and not self._ready and not self._changes and not self.num_behind:
+        if self._ended and not self._ready and not self._changes and self._is_up_to_date:
             self._mark_ended()
         return message
 
     def take_held(self) -> Steps:
         """The steps that the neighbour has by now, and hadn't when this was asked before."""
-        if self._ended and self.is_whole:
+        if self._ended and self.is_whole and self._is_up_to_date:
             self._mark_ended()
         held, self._held = self._held, {}
         return held
@@ -149,9 +155,20 @@ class Mirror:
         return not (self._changes or self._ready or self._due or self.num_behind)
 
     @property
+    def lacking(self) -> list[bytes]:
+        """Keys of kept blocks that are to be sent by themselves."""
+        return self._told.lacking
+
+    @property
     def num_behind(self) -> int:
         """Tokens that are in every layer of the cache and haven't been sent."""
         return sum(self._told.behind().values())
+
+    @property
+    def _is_up_to_date(self) -> bool:
+        """Whether all tokens are sent, and the kept blocks that were there before."""
+        self._has_caught_up = self._has_caught_up or not self.lacking
+        return self._has_caught_up and not self.num_behind
 
     def _mark_ended(self) -> None:
         """All of the steps that have ended is sent: the last answer that is due says so."""
@@ -164,17 +181,41 @@ class Mirror:
         under_way = self.num_unacknowledged
         return not under_way or under_way + num_bytes <= self._link_bytes
 
+    def _make_changes(self) -> bool:
+        """Send the next change, or what it needs before. False: it has to wait."""
+        needed = self._told.needed(self._changes[0])
+        if needed is None:
+            return False
+        if needed:
+            return self._carry(needed)
+        self._ready.extend(self._told.change(self._changes.popleft()))
+        return True
+
+    def _carry(self, keys: list[bytes]) -> bool:
+        """Send the first of these kept blocks, if there is credit."""
+        keys = keys[: self._told.most_carried]
+        num_tokens = len(keys) * self.hello.kv.block_size
+        if not self._has_credit(self._told.num_bytes({CARRIER: num_tokens})):
+            return False
+        self._ready.extend(self._told.carry(keys))
+        return True
+
     def _read_on(self) -> bool:
         """Read the next chunk, if there is anything to be read, and credit for
-        it; all changes are made."""
+        it; all changes are made. Tokens and kept blocks take turns."""
         if not self._has_credit(1):
             return False
         behind = self._told.behind()
+        if not (behind and self._carried_last) and (lacking := self.lacking):
+            self._carried_last = True
+            return self._carry(lacking)
+        self._carried_last = False
         tokens = self._told.fitting(behind)
         if not tokens or not self._has_credit(self._told.num_bytes(tokens)):
             return False
+        is_all = tokens == behind and self._has_caught_up
         self._ready.extend(self._told.send(tokens))
-        if tokens == behind:
+        if is_all:
             self._read, self._ended = self._ended, {}
         return True
 
@@ -183,7 +224,10 @@ def _as_changes(books: CacheState) -> Iterator[Change]:
     """What makes an empty cache's sequences share blocks as these do."""
     tables, size = books.store.tables, books.store.block_size
     first_with: dict[int, int] = {}  # block → the first sequence that has it
+    key_of = books.store.cached.key_of()
     for sequence, row in tables.row_of.items():
+        if row in tables.gaps:
+            continue
         reserved = int(tables.reserved[row])
         blocks = tables.of_row(row).tolist()[: int(tables.lengths[row]) // size]
         num_shared = 0
@@ -194,5 +238,7 @@ def _as_changes(books: CacheState) -> Iterator[Change]:
             yield ForkSequence(parent, sequence, num_shared * size, reserved)
         else:
             yield OpenSequence(sequence, reserved)
-        for block in blocks[num_shared:]:
+        for number, block in enumerate(blocks[num_shared:], num_shared):
             first_with[block] = sequence
+            if block in key_of:
+                yield KeepBlocks(sequence, number, words_of([key_of[block]]))

@@ -17,6 +17,9 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ConfigError, FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
@@ -144,7 +147,10 @@ class _Cache:
         self._asked: ReadChunk | None = None
 
     def ask(self, request: FetchChunk) -> None:
-        self._asked = ReadChunk(-1, self._holder, request, fetch_chunk(self._books, request))
+        self.ask_slots(request, fetch_chunk(self._books, request))
+
+    def ask_slots(self, request: FetchChunk, slots: NDArray[np.int64]) -> None:
+        self._asked = ReadChunk(-1, self._holder, request, slots)
 
     def fetch(self) -> Array:
         assert self._asked is not None

@@ -1,12 +1,19 @@
-"""What the replica knows of each sequence of a cache, and what to send it next."""
+"""What the replica knows of each sequence of a cache, and what to send it next.
+
+A sequence that is resumed from kept blocks shares them at the replica, too: what
+the replica lacks of them is sent before it. One that is resumed with a gap isn't
+replicated, nor are its forks: its kept blocks are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
+from fastdecode.wire.arrays import Array
 from fastdecode.wire.kv.chunks import (
     MAX_CHUNK_BYTES,
     MAX_PIECES,
@@ -15,14 +22,43 @@ from fastdecode.wire.kv.chunks import (
     FetchChunk,
     StoreChunk,
 )
+from fastdecode.wire.kv.kept import (
+    EndSequence,
+    ForgetBlocks,
+    KeepBlocks,
+    ResumeSequence,
+    keys_of,
+)
 from fastdecode.wire.kv.taking_over import TruncateSequence
-from fastdecode.wire.messages import CloseSequence, ExtendSequence, ForkSequence, OpenSequence
+from fastdecode.wire.messages import (
+    MAX_ID,
+    CloseSequence,
+    ExtendSequence,
+    ForkSequence,
+    OpenSequence,
+)
 from rworker.cache_state import CacheState
 from rworker.stream.changes import Change
-from rworker.stream.chunk_endpoints import ChunkSource
 from rworker.stream.chunks import ChunkShape, expectation, layout_of
+from rworker.stream.kept_log import KeptLog, forgotten
 
 ToNeighbour: TypeAlias = Change | ExpectTokens | StoreChunk
+
+CARRIER: Final = MAX_ID
+"""Id of the sequence that brings the replica kept blocks that no other one brings."""
+
+
+class SlotSource(Protocol):
+    """A cache in this process that chunks are read from."""
+
+    def ask(self, request: FetchChunk) -> None:
+        """Ask for tokens of sequences."""
+
+    def ask_slots(self, request: FetchChunk, slots: NDArray[np.int64]) -> None:
+        """Ask for what lies in these slots, [T], be it any sequence's or none's."""
+
+    def fetch(self) -> Array:
+        """The data of what was asked for last."""
 
 
 class ReplicaLog:
@@ -34,34 +70,92 @@ class ReplicaLog:
         source: reads K and V out of it, at once.
     """
 
-    def __init__(self, books: CacheState, source: ChunkSource) -> None:
+    def __init__(self, books: CacheState, source: SlotSource) -> None:
         self._books = books
         self._source = source
         self._kv = kv = books.hello.kv
+        self._kept = KeptLog(books.store.cached, kv.block_size)
         one = ChunkShape(layout_of(kv), ChunkForm.TOKENS, kv.num_layers, kv.num_kv_heads, 1)
         self._most_tokens = max(1, (MAX_CHUNK_BYTES - one.padding_bytes) // one.unit_bytes)
         self._sent: dict[int, int] = {}
         self._announced: dict[int, int] = {}
 
+    @property
+    def lacking(self) -> list[bytes]:
+        """Keys of kept blocks that have to be carried to the replica."""
+        return self._kept.lacking
+
+    def needed(self, change: Change) -> list[bytes] | None:
+        """Keys of kept blocks that have to be carried before a change; None: some
+        have to come from the lower tier first."""
+        if not isinstance(change, ResumeSequence):
+            return []
+        keys = keys_of(change.keys)
+        if change.gap_start < change.gap_stop or self._kept.parent(keys) is not None:
+            return []
+        return self._kept.to_carry(keys)
+
     def change(self, change: Change) -> Iterator[ToNeighbour]:
-        """A change, and what has to be known before it."""
-        sequence = change.sequence_id
+        """A change, and what the replica has to know before it."""
         match change:
+            case KeepBlocks(sequence, first):
+                self._kept.keep(sequence, first, keys_of(change.keys))
+                if sequence in self._sent:
+                    yield from self._kept.sent(sequence, self._sent[sequence])
+                else:
+                    self._kept.leave(sequence)
+            case ForgetBlocks():
+                yield from forgotten(self._kept.forget(keys_of(change.keys)))
             case OpenSequence():
-                self._sent[sequence] = self._announced[sequence] = 0
-            case ForkSequence(parent, _, num_shared):
-                yield from self._announce(parent, num_shared)
-                self._announced[sequence] = num_shared
-                self._sent[sequence] = min(num_shared, self._sent[parent])
-            case TruncateSequence(_, num_tokens):
-                yield from self._announce(sequence, num_tokens)
-                for counts in (self._sent, self._announced):
-                    counts[sequence] = min(num_tokens, counts[sequence])
+                self._sent[change.sequence_id] = self._announced[change.sequence_id] = 0
+                yield change
+            case ResumeSequence():
+                yield from self._resume(change)
+            case EndSequence():
+                yield from self._close(change.sequence_id)
+                self._kept.keep_tail(change.key.tobytes())
             case CloseSequence():
-                del self._sent[sequence], self._announced[sequence]
-            case ExtendSequence():
-                pass
+                yield from self._close(change.sequence_id)
+            case ForkSequence(parent):
+                if parent in self._sent:
+                    yield from self._fork(change)
+            case TruncateSequence() | ExtendSequence():
+                if change.sequence_id in self._sent:
+                    yield from self._resize(change)
+
+    def _fork(self, fork: ForkSequence) -> Iterator[ToNeighbour]:
+        parent, num_shared = fork.parent_id, fork.num_shared_tokens
+        yield from self._announce(parent, num_shared)
+        self._announced[fork.sequence_id] = num_shared
+        self._sent[fork.sequence_id] = min(num_shared, self._sent[parent])
+        yield fork
+
+    def _resume(self, change: ResumeSequence) -> Iterator[ToNeighbour]:
+        """Nothing of it has to be carried any more."""
+        sequence, keys = change.sequence_id, keys_of(change.keys)
+        if change.gap_start < change.gap_stop:
+            return
+        if self._kept.has(keys):
+            self._sent[sequence] = self._announced[sequence] = change.num_tokens
+            yield change
+        elif (parent := self._kept.parent(keys)) is not None:
+            sizes = change.num_tokens, change.num_reserved_tokens
+            yield from self._fork(ForkSequence(parent, sequence, *sizes))
+
+    def _resize(self, change: TruncateSequence | ExtendSequence) -> Iterator[ToNeighbour]:
+        sequence = change.sequence_id
+        if isinstance(change, TruncateSequence):
+            yield from self._announce(sequence, change.num_tokens)
+            self._kept.leave(sequence, change.num_tokens)
+            for counts in (self._sent, self._announced):
+                counts[sequence] = min(change.num_tokens, counts[sequence])
         yield change
+
+    def _close(self, sequence: int) -> Iterator[CloseSequence]:
+        self._kept.leave(sequence)
+        self._announced.pop(sequence, None)
+        if self._sent.pop(sequence, None) is not None:
+            yield CloseSequence(sequence)
 
     def behind(self) -> dict[int, int]:
         """Sequences with tokens that haven't been sent, and how many; all
@@ -89,7 +183,7 @@ class ReplicaLog:
         """K and V of so many tokens of sequences, in all layers."""
         return self._num_bytes(self._kv.num_layers, tokens)
 
-    def send(self, tokens: dict[int, int]) -> Iterator[ExpectTokens | StoreChunk]:
+    def send(self, tokens: dict[int, int]) -> Iterator[ToNeighbour]:
         """The next tokens of sequences, so many of each."""
         new = {
             sequence: more
@@ -103,6 +197,25 @@ class ReplicaLog:
         yield from self._chunks(tokens)
         for sequence, count in tokens.items():
             self._sent[sequence] += count
+            yield from self._kept.sent(sequence, self._sent[sequence])
+
+    def carry(self, keys: Sequence[bytes]) -> Iterator[ToNeighbour]:
+        """Kept blocks, by themselves: as the blocks of a sequence that is closed at once.
+
+        Args:
+            keys: of at most ``most_carried`` blocks, which can be read.
+        """
+        num_tokens = len(keys) * self._kv.block_size
+        yield OpenSequence(CARRIER, num_tokens)
+        yield expectation({CARRIER: num_tokens})
+        yield from self._chunks({CARRIER: num_tokens}, self._kept.slots(keys))
+        yield self._kept.carried(CARRIER, keys)
+        yield CloseSequence(CARRIER)
+
+    @property
+    def most_carried(self) -> int:
+        """Blocks that one chunk takes, or one if it doesn't take that."""
+        return max(1, self._most_tokens // self._kv.block_size)
 
     def _announce(self, sequence: int, num_tokens: int) -> Iterator[ExpectTokens]:
         """A sequence is known to have that many tokens, at least."""
@@ -111,19 +224,23 @@ class ReplicaLog:
             self._announced[sequence] = num_tokens
             yield expectation({sequence: lacking})
 
-    def _chunks(self, tokens: dict[int, int]) -> Iterator[StoreChunk]:
-        """In one chunk, but where one token is too large for it."""
+    def _chunks(
+        self, tokens: dict[int, int], slots: NDArray[np.int64] | None = None
+    ) -> Iterator[StoreChunk]:
+        """In one chunk, but where one token is too large for it. ``slots``: where the
+        tokens are, [T], if they are no sequence's of the cache."""
         kv = self._kv
         step = kv.num_layers
         while step > 1 and self._num_bytes(step, tokens) > MAX_CHUNK_BYTES:
             step = -(-step // 2)
         ids = np.fromiter(tokens, np.int64, len(tokens))
         counts = np.fromiter(tokens.values(), np.int32, len(tokens))
-        first = np.array([self._sent[sequence] for sequence in tokens], np.int32)
+        first = np.array([self._sent.get(sequence, 0) for sequence in tokens], np.int32)
         for layer in range(0, kv.num_layers, step):
             layers = min(step, kv.num_layers - layer)
             where = ChunkForm.TOKENS, layer, layers, 0, kv.num_kv_heads, ids, first, counts
-            self._source.ask(FetchChunk(*where))
+            request = FetchChunk(*where)
+            self._source.ask(request) if slots is None else self._source.ask_slots(request, slots)
             data = self._source.fetch()
             yield StoreChunk(self._books.hello.model_hash, kv, *where, data)
 

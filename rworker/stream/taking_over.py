@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fastdecode.core.errors import CapacityError, ProtocolError
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
-from fastdecode.wire.kv.taking_over import MISSING, TakeOver, TruncateSequence
+from fastdecode.wire.kv.kept import ForgetBlocks, words_of
+from fastdecode.wire.kv.taking_over import MISSING, TakenOver, TakeOver, TruncateSequence
 from fastdecode.wire.messages import MAX_ID, Accepted, CloseSequence, Refused
 from fastdecode.wire.traits import Role
 from rworker.cache_state import CacheState
-from rworker.checks import check_array, check_integer
+from rworker.checks import check_array, check_integer, checked_keys
 from rworker.stream.changes import Change
 
 
@@ -36,36 +36,55 @@ def truncate(books: CacheState, message: TruncateSequence) -> Accepted | Refused
 
 
 def take_over(
-    books: CacheState, wanted: Mapping[int, int]
-) -> tuple[NDArray[np.int32], Sequence[Change]]:
+    books: CacheState, wanted: Mapping[int, int], keys: Sequence[bytes] = ()
+) -> tuple[TakenOver, Sequence[Change]]:
     """Roll back what is half done, close what isn't wanted, and cut what is to
     at most so many tokens. Where that can't be done, the sequence is closed, too.
 
+    Args:
+        wanted: sequence → tokens.
+        keys: of the kept blocks that are wanted.
+
     Returns:
-        How many tokens each has, int32 [N]; and what has changed of what was
-        there in every layer.
+        What there is; and what has changed of what was there in every layer.
     """
     books.roll_back()
-    before = {sequence: books.num_settled(sequence) for sequence in books.store.tables.row_of}
+    tables = books.store.tables
+    before = {sequence: books.num_settled(sequence) for sequence in tables.row_of}
+    with_gaps = {sequence for sequence, row in tables.row_of.items() if row in tables.gaps}
     for sequence in before.keys() - wanted.keys():
         books.close(CloseSequence(sequence))
     counts = {sequence: _cut(books, sequence, most) for sequence, most in wanted.items()}
-    changes = list(_changes(before, counts))
-    return np.array(list(counts.values()), np.int32), changes
+    cached = books.store.cached
+    is_kept = np.array([cached.is_there(key) for key in keys], np.uint8)
+    changes = [*_changes(before, counts, with_gaps), *_forget(books, keys)]
+    return TakenOver(np.array(list(counts.values()), np.int32), is_kept), changes
 
 
-def _changes(before: Mapping[int, int], after: Mapping[int, int]) -> Iterator[Change]:
-    """Of sequences that had so many tokens, and have now."""
-    for sequence, num_tokens in before.items():
-        left = after.get(sequence, MISSING)
-        if left == MISSING:
-            yield CloseSequence(sequence)
-        elif left < num_tokens:
-            yield TruncateSequence(sequence, left)
+def _forget(books: CacheState, keys: Sequence[bytes]) -> Iterator[ForgetBlocks]:
+    """Of the kept blocks those that aren't wanted, or haven't come."""
+    cached = books.store.cached
+    wanted = {key for key in keys if cached.is_there(key)}
+    unwanted = [key for key in cached if key not in wanted]
+    if unwanted:
+        cached.abandon(unwanted)
+        yield ForgetBlocks(words_of(unwanted))
 
 
-def wanted_of(message: TakeOver) -> dict[int, int]:
-    """Sequences, and the most tokens of each; checked."""
+def _changes(
+    before: Mapping[int, int], after: Mapping[int, int], with_gaps: set[int]
+) -> Iterator[Change]:
+    """Of sequences that had so many tokens, and have now. What was behind a gap is gone."""
+    gone = [sequence for sequence in before if after.get(sequence, MISSING) == MISSING]
+    yield from map(CloseSequence, gone)  # first, since others may need their room
+    for sequence, num_tokens in after.items():
+        is_cut = num_tokens < before.get(sequence, 0) or sequence in with_gaps
+        if is_cut and num_tokens != MISSING:
+            yield TruncateSequence(sequence, num_tokens)
+
+
+def wanted_of(message: TakeOver) -> tuple[dict[int, int], list[bytes]]:
+    """Sequences, and the most tokens of each; and keys of kept blocks; checked."""
     check_integer("session", message.session, 0, MAX_ID)
     shape = np.shape(message.sequence_ids)
     if len(shape) != 1:
@@ -76,7 +95,10 @@ def wanted_of(message: TakeOver) -> dict[int, int]:
     wanted = dict(zip(ids, message.num_tokens.tolist(), strict=True))
     if len(wanted) < len(ids) or min(ids, default=0) < 0 or min(wanted.values(), default=0) < 0:
         raise ProtocolError("each sequence is named once, with at least 0 tokens")
-    return wanted
+    keys = checked_keys(message.keys) if len(message.keys) else []
+    if len(set(keys)) < len(keys):
+        raise ProtocolError("each kept block is named once")
+    return wanted, keys
 
 
 def _cut(books: CacheState, sequence: int, most: int) -> int:

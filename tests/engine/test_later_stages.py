@@ -53,6 +53,7 @@ from fastdecode.wire.stages import (
 )
 
 V, W = HolderId(0), HolderId(1)
+NONE_KEPT = np.zeros(0, np.uint8)
 FULL = ("out_of_capacity", "no room")
 
 
@@ -282,7 +283,7 @@ def test_a_member_goes_on_at_another_r_worker_of_its_stage() -> None:
     asked = stages.heard(1)
     assert isinstance(asked, TakeOver) and asked.holder == W
     for stage, counts in ((1, [8, 5]), (2, [9, -1])):
-        stages.say(stage, ColumnTakenOver(W, np.array(counts, np.int32)))
+        stages.say(stage, ColumnTakenOver(W, np.array(counts, np.int32), NONE_KEPT))
     stages.own(W, TakenOver(np.array([10, 5], np.int32)))
     ((column, joined),) = stages.answers
     assert column == W and joined.num_tokens.tolist() == [8, -1]
@@ -327,7 +328,7 @@ def test_a_stage_that_has_more_than_it_was_asked_for_lies() -> None:
     stages = Stages()
     stages.fleet.send(W, TakeOver(9, np.array([7, 8]), np.array([10, 5], np.int32)))
     with pytest.raises(WorkerError, match=r"stage 1 is lost: .*more tokens than were asked for"):
-        stages.say(1, ColumnTakenOver(W, np.array([11, 5], np.int32)))
+        stages.say(1, ColumnTakenOver(W, np.array([11, 5], np.int32), NONE_KEPT))
 
 
 def test_a_step_may_take_a_stage_as_long_as_its_layers_may_take_r_workers() -> None:

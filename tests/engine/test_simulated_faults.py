@@ -30,7 +30,7 @@ from examples import TRIES_ALL, examples
 pytest.importorskip("zmq")
 
 from fastdecode.core.errors import ProtocolError, WorkerError
-from fastdecode.core.sequence import Request
+from fastdecode.core.sequence import CacheUse, Request
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.groups import GroupPool
 from fastdecode.engine.fleet.pending import Deadlines
@@ -57,10 +57,14 @@ class Trial:
     Args:
         replicated: R-workers keep replicas of each other's caches.
         heads: they share out the heads.
+        keeps: they keep blocks beyond their sequences, some of which are turns.
     """
 
-    def __init__(self, seed: int, *, replicated: bool = False, heads: bool = False) -> None:
+    def __init__(
+        self, seed: int, *, replicated: bool = False, heads: bool = False, keeps: bool = False
+    ) -> None:
         self.chance = chance = random.Random(seed)
+        self.keeps = keeps
         self.replicas: Replicas | None = None
         self.heads: GroupPool | None = None
         num_workers = chance.randint(1 + replicated, NUM_HEADS)
@@ -92,7 +96,10 @@ class Trial:
     def _request(self, name: str) -> Request:
         chance = self.chance
         num_tokens = chance.choice([1, chance.randint(2, 24)])
-        return request(name, chance.randint(1, 48), num_tokens, chance.choice([1, 1, 2, 3]))
+        asked = request(name, chance.randint(1, 48), num_tokens, chance.choice([1, 1, 2, 3]))
+        if self.keeps and asked.params.n == 1 and chance.random() < 0.5:
+            return replace(asked, cache=CacheUse(turn=0))
+        return asked
 
     def _fault(self, number: int, kind: str) -> Callable[[], None]:
         chance, network = self.chance, self.network
@@ -155,6 +162,7 @@ class Trial:
             options["length_quantile"] = 0.1  # rooms turn out too small
         is_whole = not options["split_tokens"] and not replicated
         identity = "model" if chance.random() < 0.3 and is_whole else None
+        identity = "model" if self.keeps else identity
         lanes = chance.randint(1, 3)
         back = (replacements, network.time, self.replicas)
         return assemble(fleet, blocks, lanes, *back, cache_identity=identity, **options)
@@ -184,7 +192,7 @@ class Trial:
         again = greet(fleet, hello)
         if replicated:
             again, self.replicas = replicate(fleet, hello, again, links, network.time)
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"cache_identity": "model" if self.keeps else None}
         if self.chance.random() < 0.3:
             options["length_quantile"] = 0.1  # rooms turn out too small
         lanes = self.chance.randint(1, 3)
@@ -256,6 +264,8 @@ class Trial:
             assert output.error is None
             assert [c.token_ids for c in output.completions] == [expected] * one.params.n
         self.network.time.pass_by(60.0)
+        if self.heads is not None and self.heads.lost:
+            return  # its members drop their caches when the heads are shared anew
         for holder, link in enumerate(self.hub.connections):
             link = getattr(link, "inner", link)
             for cache in link.caches if holder not in self.members.gone else ():
@@ -264,18 +274,30 @@ class Trial:
 
 
 @pytest.mark.parametrize(
-    ("replicated", "heads", "tried"),
-    [(False, False, 50), (True, False, 24), (False, True, 24), (True, True, 12)],
+    ("replicated", "heads", "keeps", "tried"),
+    [
+        (False, False, False, 50),
+        (True, False, False, 24),
+        (True, False, True, 24),
+        (False, True, False, 24),
+        (True, True, False, 12),
+        (True, True, True, 12),
+    ],
 )
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, 50))
 def test_no_fault_changes_a_token_or_leaves_anything_behind(
-    first: int, replicated: bool, heads: bool, tried: int, caplog: pytest.LogCaptureFixture
+    first: int,
+    replicated: bool,
+    heads: bool,
+    keeps: bool,
+    tried: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.CRITICAL + 1)
     ended = resumed = returned = 0
     number = examples(50 if TRIES_ALL else tried)
     for seed in range(first, first + number):
-        trial = Trial(seed, replicated=replicated, heads=heads)
+        trial = Trial(seed, replicated=replicated, heads=heads, keeps=keeps)
         if not trial.has_begun:
             continue
         try:

@@ -95,7 +95,7 @@ def test_an_output_is_neither_overwritten_nor_gone_on_with_unasked(
     ("options", "reason"),
     [
         ({"pp": 2}, "R-workers of several stages keep no KV for --resume yet"),
-        ({"replicas": 1}, "the prefix cache is not supported with replicas yet"),
+        ({"replicas": 1}, "R-workers with replicas keep no KV for --resume yet"),
         ({"prefix_cache": "off"}, "prefix_cache is off"),
         ({}, None),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from replica_jobs import run
@@ -63,11 +62,6 @@ def test_a_single_r_worker_has_nobody_to_keep_its_replica(
         run(tiny_checkpoint("llama"), r_workers=1)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("prefix_cache", "on"), ("kv_placement", "gpu")],
-)
-def test_what_there_are_no_replicas_with_is_said(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match="replicas") as refused:
-        EngineConfig.of("model", replicas=1, **{name: value})
-    assert name.replace("_", "") in str(refused.value).replace("-", "").replace("_", "")
+def test_what_there_are_no_replicas_with_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"replicas.*kv.placement|kv.placement.*replicas"):
+        EngineConfig.of("model", replicas=1, kv_placement="gpu")

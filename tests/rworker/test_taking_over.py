@@ -191,8 +191,8 @@ def test_a_cache_with_a_replica_is_not_rolled_back_behind_its_back() -> None:
     told, *followed = peers.say(S_WORKER, take((1, 5), (2, 2), holder=1))
     assert counts(told.message) == [5, 2]
     assert [(one.holder, one.change) for one in followed] == [
-        (1, TruncateSequence(2, 2)),
         (1, CloseSequence(3)),
+        (1, TruncateSequence(2, 2)),
     ]
 
 

@@ -83,6 +83,11 @@ class EngineConfig:
         is_open = self.r_part.kv_placement == "auto"
         return not is_open and refused_with("prefix cache", self.options) is None
 
+    @property
+    def outlives_its_process(self) -> bool:
+        """Whether another process may go on with the KV of one that was lost."""
+        return self.keeps_blocks and not self.r_part.replicas
+
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError("model is empty: give the path of a Hugging Face model directory")

@@ -145,7 +145,6 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
                "split sequences, addresses", _WHOLE_PROMPTS),
         _pairs("prompt stages", "R-workers attend prompts",
                "prompt stages attend prompts by themselves", is_contradiction=True),
-        _pairs("replicas", "prefix cache, disk tier", "replicas do not hold kept blocks"),
         _pairs("replicas", "device KV, swap, host tier",
                "a lost device has no replacement that could go on with a replica"),
         _pairs("shared heads", "split sequences",

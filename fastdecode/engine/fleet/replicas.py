@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any, Final
 
 import numpy as np
@@ -34,6 +35,7 @@ from fastdecode.engine.fleet.resharing import GROUP, Resharing, offer_room
 from fastdecode.engine.fleet.ring import LinkOptions, Ring
 from fastdecode.schedule.life import events
 from fastdecode.schedule.ring import ResumePoint, num_offered
+from fastdecode.wire.kv.kept import words_of
 from fastdecode.wire.kv.replicating import ReplicationNews
 from fastdecode.wire.kv.taking_over import MISSING, TakenOver, TakeOver
 from fastdecode.wire.messages import MAX_ID, Hello, Welcome
@@ -316,8 +318,12 @@ class _Takeover:
     members: list[HolderId]
     parts: Sequence[int]
     """Of sequences, in the order in which they were named."""
+    keys: Sequence[bytes]
+    """Of kept blocks that were named first."""
     asked: Mapping[int, int] = field(default_factory=dict)
     """Tokens, by part."""
+    asked_keys: Sequence[bytes] = ()
+    """Of kept blocks that were named last."""
 
 
 class Replicas:
@@ -433,8 +439,8 @@ class Replicas:
             return False
         self._fleet.go_on(holder)
         parts = [part.part_id for part in order.parts]
-        self._takeovers[holder] = _Takeover(moved, parts)
-        self._ask(holder, dict(zip(parts, order.num_tokens, strict=True)))
+        self._takeovers[holder] = _Takeover(moved, parts, order.keys)
+        self._ask(holder, dict(zip(parts, order.num_tokens, strict=True)), order.keys)
         return True
 
     def _moving(self, holder: HolderId) -> list[HolderId] | None:
@@ -446,11 +452,13 @@ class Replicas:
             return [x for x in members if self._ring_of[x].is_moving(x)]
         return members
 
-    def _ask(self, holder: HolderId, num_tokens: Mapping[int, int]) -> None:
-        """All members, what they have of each part."""
+    def _ask(self, holder: HolderId, num_tokens: Mapping[int, int], keys: Sequence[bytes]) -> None:
+        """All members, what they have of each part, and which kept blocks."""
         ids, counts = np.array(list(num_tokens), np.int64), list(num_tokens.values())
         self._takeovers[holder].asked = num_tokens
-        self._fleet.send(holder, TakeOver(self._session, ids, np.array(counts, np.int32)))
+        self._takeovers[holder].asked_keys = keys
+        order = TakeOver(self._session, ids, np.array(counts, np.int32), keys=words_of(keys))
+        self._fleet.send(holder, order)
 
     def taken_over(self, holder: HolderId, answer: TakenOver) -> events.TakenOver | None:
         """All members of a holder have answered. None: some have to forget tokens that
@@ -458,14 +466,17 @@ class Replicas:
         takeover = self._takeovers[holder]
         counts = dict(zip(takeover.asked, answer.num_tokens.tolist(), strict=True))
         there = {part: count for part, count in counts.items() if count != MISSING}
-        if there != takeover.asked and len(self._fleet.members_of(holder)) > 1:
-            self._ask(holder, there)
+        kept = list(compress(takeover.asked_keys, answer.is_kept.tolist()))
+        is_less = there != takeover.asked or len(kept) < len(takeover.asked_keys)
+        if is_less and len(self._fleet.members_of(holder)) > 1:
+            self._ask(holder, there, kept)
             return None
         del self._takeovers[holder]
         for member in takeover.members:
             self._ring_of[member].went_on(member)
         found = tuple(map(there.get, takeover.parts))
-        return events.TakenOver(holder, found, is_home=holder not in self._adopted)
+        lost = tuple(set(takeover.keys).difference(kept))
+        return events.TakenOver(holder, found, lost, is_home=holder not in self._adopted)
 
     def emptied(self, holder: HolderId) -> None:
         """Nothing is left of what was taken over, or nobody can take it over."""

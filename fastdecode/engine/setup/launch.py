@@ -256,7 +256,7 @@ class RunningEngine:
         session = self._session
         if session is None:
             return None
-        if session.is_resumed and self.resolved.config.keeps_blocks:
+        if session.is_resumed and self.resolved.config.outlives_its_process:
             return attach(self._fleet, cache, session)
         session.begin()
         return None
@@ -484,5 +484,5 @@ def _for_session(hello: Hello, session: Session | None, config: EngineConfig) ->
     return replace(
         hello,
         session=hello.session if session is None else session.number,
-        outlives=session is not None and config.keeps_blocks,
+        outlives=session is not None and config.outlives_its_process,
     )

@@ -239,7 +239,7 @@ class StagePool(WorkerPool):
                     return Refused(said.sequence_id, said.code, said.message)
                 return Accepted(said.sequence_id)
             case ColumnTakenOver():
-                return TakenOver(said.num_tokens)
+                return TakenOver(said.num_tokens, said.is_kept)
             case ColumnWelcome():
                 return Welcome(
                     self._name(member), said.num_blocks, said.block_size, 1, said.has_tier

@@ -220,7 +220,9 @@ class Relay:
             if isinstance(answer, Accepted | Refused):
                 self._links.tell(FIRST_STAGE, _answer(column, answer))
             elif isinstance(answer, TakenOver):
-                self._links.tell(FIRST_STAGE, ColumnTakenOver(column, answer.num_tokens))
+                self._links.tell(
+                    FIRST_STAGE, ColumnTakenOver(column, answer.num_tokens, answer.is_kept)
+                )
             elif isinstance(answer, Welcome):
                 self._take_welcome(column, answer)
         for moved in self._pool.moves.take_tiers():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Final
 
@@ -158,6 +159,24 @@ class BlockCache:
             self.orders.forget(holder, given_up)
             self.fresh.gave_up(given_up)
             excess -= len(given_up)
+
+    def interrupt(self, holder: HolderId) -> None:
+        """A holder is lost, with its lower tier; its kept blocks may be in a copy."""
+        self.traffic.interrupt(holder)
+
+    def named(self, holder: HolderId) -> tuple[bytes, ...]:
+        """The keys of what a holder that goes on from a copy is to keep; it isn't to
+        hear of what happened before."""
+        self.orders.lose(holder)
+        return tuple([block.key for block in self._indices[holder]])
+
+    def release_lost(self, holder: HolderId, keys: Seq[bytes]) -> None:
+        """A sequence uses these blocks, which its holder hasn't got, no more."""
+        self._indices[holder].release(keys, self._clock())
+
+    def lose_blocks(self, holder: HolderId, keys: Iterable[bytes]) -> None:
+        """A holder hasn't got these kept blocks, which no sequence uses."""
+        self._indices[holder].lose(keys)
 
     def lose(self, holder: HolderId) -> None:
         """A holder is gone, and all that it kept."""

@@ -140,6 +140,14 @@ class BlockIndex:
             gone.append(key)
         return gone
 
+    def lose(self, keys: Iterable[bytes]) -> None:
+        """These blocks, which nobody uses, aren't there any more; some may have been
+        given up meanwhile."""
+        for block in [self.blocks[key] for key in keys if key in self.blocks]:
+            self.idle.remove(block)
+            self.idle.end_leases(block)
+            self.blocks.forget(block)
+
     def check_invariants(self, used: Counter[bytes]) -> None:
         """Recount. ``used``: how many running sequences use each block."""
         users = {block.key: block.num_users for block in self if block.num_users}

@@ -24,7 +24,7 @@ from fastdecode.core.sequence import Sequence, shifted
 from fastdecode.schedule.cache.block_cache import BlockCache
 from fastdecode.schedule.cache.block_hashes import BlockHashes
 from fastdecode.schedule.cache.in_progress_blocks import InProgressBlocks
-from fastdecode.schedule.cache.parts import Sharing
+from fastdecode.schedule.cache.parts import KeptPart, Sharing
 from fastdecode.schedule.cache.retention import Policy, Retention
 from fastdecode.schedule.cache.reuse import Reuse, reuses
 from fastdecode.schedule.cache.turn_blocks import TurnBlocks
@@ -211,6 +211,58 @@ class PrefixCache:
             self._num_shared[part.holder] -= part.num_shared
             self.stock.release(part.holder, part.keys, for_good=sequence.is_checked)
             self.stock.drop_unseen(part.holder, part.keys, sequence.num_cached)
+
+    def is_awaited(self, holder: HolderId) -> bool:
+        """Whether a holder keeps what some conversation goes on with."""
+        return any(block.num_turns for block in self.stock[holder])
+
+    def needs_more(self, sequence: Sequence) -> bool:
+        """Whether a sequence needs kept blocks beyond the tokens that it has: it has a
+        gap, or waits for blocks from a lower tier."""
+        sharing = self._sharing.get(sequence.sequence_id)
+        return sharing is not None and any(part.behind for part in sharing.parts)
+
+    def interrupt(self, holder: HolderId) -> None:
+        """A holder is lost, and goes on from a copy: not so its lower tier, nor what was
+        on its way there, or from there."""
+        self.stock.interrupt(holder)
+
+    def lose_parts(self, sequence: Sequence, holder: HolderId) -> None:
+        """A holder has no part of a running sequence any more."""
+        sharing = self._sharing.get(sequence.sequence_id)
+        for part in [] if sharing is None else sharing.parts:
+            part.is_lost |= part.holder == holder
+
+    def lose_blocks(self, holder: HolderId, keys: Iterable[bytes]) -> None:
+        """A holder goes on without some of the blocks that it kept."""
+        lost = set(keys)
+        for sharing in self._sharing.values() if lost else ():
+            for part in sharing.parts:
+                if part.holder == holder and not lost.isdisjoint(part.keys):
+                    self._use_less(part, lost)
+        self.stock.lose_blocks(holder, lost)
+
+    def _use_less(self, part: KeptPart, lost: set[bytes]) -> None:
+        """A part of a running sequence uses these kept blocks no more."""
+        self._num_shared[part.holder] -= part.num_shared
+        gone = [key for key in part.keys if key in lost]
+        self.stock.release_lost(part.holder, gone)
+        part.names = [None if name in lost else name for name in part.names]
+        while part.names and part.names[-1] is None:
+            part.names.pop()  # it may be kept when the sequence has run it again
+        part.tail = None if part.tail in lost else part.tail
+        self._num_shared[part.holder] += part.num_shared
+
+    def rewind(self, sequence: Sequence) -> None:
+        """A running sequence has fewer tokens cached than it had: it doesn't use the
+        kept blocks of the others any more."""
+        sharing = self._sharing.get(sequence.sequence_id)
+        for part in [] if sharing is None else sharing.parts:
+            num_full = part.num_full(sequence.num_cached, self.block_size)
+            gone = [name for name in part.names[num_full:] if name is not None]
+            del part.names[num_full:]
+            self._num_shared[part.holder] -= len(gone)
+            self.stock.release(part.holder, gone, for_good=False)
 
     def lose(self, holder: HolderId) -> None:
         """A holder is gone, and all that it kept."""

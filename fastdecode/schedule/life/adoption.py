@@ -83,6 +83,7 @@ class Adoptions:
         self._endings = endings
         self._out = out
         self._holders = scheduler.ledger.holders
+        self._cache = scheduler.ledger.cache
         self._asked: dict[HolderId, list[tuple[SequenceRecord, Part]]] = {}
         self._resuming: dict[SequenceId, _Resuming] = {}
         self.counts = AdoptionCounts()
@@ -96,13 +97,13 @@ class Adoptions:
         """A holder is lost, and its replica is to be taken over: nothing new is
         placed there, and its sequences wait for what the replica has."""
         self._holders.move(holder, HolderState.INTERRUPTED)
+        self._cache.interrupt(holder)
         self.give_up(holder)
         table = self._table.by_sequence  # some may have ended meanwhile
         self._resuming = {i: one for i, one in self._resuming.items() if i in table}
         for life in self._on(holder):
-            if not self._grants.forget_asked(life, holder):
-                self._grants.lose(life, holder)
-                self._endings.recompute(life)
+            if not self._grants.forget_asked(life, holder) or self._cache.needs_more(life.sequence):
+                self._start_again(life, holder)
             elif life.pending in (None, PendingAction.RECOVER):
                 self._wait(life, holder)
             else:
@@ -138,14 +139,17 @@ class Adoptions:
             for life, part in kept:
                 self._grants.ask(life, part)
             counts = tuple(_share(part, life.sequence.num_cached) for life, part in kept)
-            self._out.append(TakeOver(holder, tuple(part for _, part in kept), counts))
+            keys = self._cache.stock.named(holder)
+            self._out.append(TakeOver(holder, tuple(part for _, part in kept), counts, keys))
 
     def end(self, event: TakenOver) -> None:
         """The holder has answered what it has of each part, in the order in which
-        they were named."""
+        they were named; and which of the blocks that it kept are lost."""
         holder, num_tokens = event.holder, event.num_tokens
-        self._holders.move(holder, HolderState.OPEN if event.is_home else HolderState.ADOPTED)
+        is_open = event.is_home or self._cache.is_awaited(holder)
+        self._holders.move(holder, HolderState.OPEN if is_open else HolderState.ADOPTED)
         self.counts.num_holders += 1
+        self._cache.lose_blocks(holder, event.lost)
         asked = self._asked.pop(holder)
         lacking: set[SequenceId] = set()
         for (life, part), found in zip(asked, num_tokens, strict=True):
@@ -158,9 +162,14 @@ class Adoptions:
                 resuming.found[part.part_id] = found
         for sequence_id, life in {life.sequence.sequence_id: life for life, _ in asked}.items():
             if sequence_id in lacking:  # once, however many of its parts aren't there
-                self._grants.lose(life, holder)
-                self._endings.recompute(life)
+                self._start_again(life, holder)
             self.proceed(life)
+
+    def _start_again(self, life: SequenceRecord, holder: HolderId) -> None:
+        """A sequence's parts on a holder are lost."""
+        self._cache.lose_parts(life.sequence, holder)
+        self._grants.lose(life, holder)
+        self._endings.recompute(life)
 
     def proceed(self, life: SequenceRecord) -> None:
         """Something that was asked for a sequence has been answered, or can't
@@ -214,6 +223,7 @@ class Adoptions:
         self._table.tell(life, f"goes on with {num_tokens} of {sequence.num_cached} tokens")
         self._table.move(life, SequenceState.RUNNING)
         self._table.cache(life, num_tokens)
+        self._cache.rewind(sequence)
         self._scheduler.rewind(sequence)
         for part in sequence.residence.parts:
             if part.part_id in resuming.found:

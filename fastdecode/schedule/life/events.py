@@ -116,6 +116,8 @@ class TakenOver:
     holder: HolderId
     num_tokens: tuple[int | None, ...]
     """That each of the parts which were asked for has; None: it isn't there."""
+    lost: tuple[bytes, ...] = ()
+    """Keys of kept blocks that were asked for, and aren't there."""
     is_home: bool = False
     """In the holder's own place, where others may start, too."""
 
@@ -277,6 +279,8 @@ class TakeOver:
     holder: HolderId
     parts: tuple[Part, ...]
     num_tokens: tuple[int, ...]
+    keys: tuple[bytes, ...] = ()
+    """Of the blocks that it kept."""
 
 
 @dataclass(frozen=True)

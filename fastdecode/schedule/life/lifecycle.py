@@ -142,6 +142,7 @@ class Lifecycle:
             for holder in self.adoptions.about_to_leave:
                 self.handing.interrupt(holder)  # what it exports or imports doesn't move with it
             self.adoptions.ask()
+            self.starting.restores.forget_lost()
         if self.keeps_blocks:
             self._out += self._cache.stock.orders.take()
             self._out += self._cache.stock.orders.take_fetches()
@@ -161,6 +162,7 @@ class Lifecycle:
                 self.endings.looks_for_room = True
                 self.handing.interrupt(event.holder)
                 self.adoptions.begin(event.holder)
+                self.starting.restores.forget_lost()
             case Leaving():
                 self._fails_over = True
                 self.holders.move(event.holder, HolderState.LEAVING)

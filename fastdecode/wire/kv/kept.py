@@ -33,6 +33,11 @@ Keys: TypeAlias = NDArray[np.int64]
 """Of blocks, [N, KEY_WORDS]."""
 
 
+def no_keys() -> Keys:
+    """Of no blocks."""
+    return np.zeros((0, KEY_WORDS), np.int64)
+
+
 def words_of(keys: Sequence[bytes]) -> Keys:
     """Keys as messages have them."""
     return np.frombuffer(b"".join(keys), np.int64).reshape(-1, KEY_WORDS)

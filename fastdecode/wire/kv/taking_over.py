@@ -5,8 +5,9 @@ message                direction  meaning, and the answer
 =====================  =========  ===================================================
 ``TruncateSequence``   S/R → R    forget a sequence's last tokens → ``Accepted`` or
                                   ``Refused``
-``TakeOver``           S → R      the cache is mine now, with these sequences and at
-                                  most so many tokens of each → ``TakenOver``
+``TakeOver``           S → R      the cache is mine now, with these sequences, at most
+                                  so many tokens of each, and these kept blocks →
+                                  ``TakenOver``
 ``DropCache``          S → R      a replica is over, whoever uses it; ``Dropped`` says
                                   when
 =====================  =========  ===================================================
@@ -26,19 +27,21 @@ the blocks kept beyond their sequences are forgotten. To an S-worker of another
 session it is memory in use.
 
 Taking over rolls back what is half done: open steps end, tokens that aren't
-there in every layer are forgotten, sequences that aren't named are closed.
+there in every layer are forgotten, sequences that aren't named are closed, and
+kept blocks that aren't named are forgotten.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
+from fastdecode.wire.kv.kept import no_keys
 from fastdecode.wire.kv.reserving import Reserving
 from fastdecode.wire.traits import S_WORKERS, THE_ONLY, ForHolder
 
@@ -48,11 +51,17 @@ MISSING: Final = -1
 """In the place of a number of tokens: the cache hasn't the sequence."""
 
 
+def _no_flags() -> NDArray[np.uint8]:
+    return np.zeros(0, np.uint8)
+
+
 @dataclass(frozen=True, eq=False)
 class TakenOver:
     num_tokens: Annotated[NDArray[np.int32], "N"]
     """That each sequence has in every layer, at most as many as were asked for;
     or ``MISSING``."""
+    is_kept: Annotated[NDArray[np.uint8], "K"] = field(default_factory=_no_flags)
+    """Of each kept block that was named, whether it is there: 1 or 0."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,8 @@ class TakeOver(ForHolder):
     sequence_ids: Annotated[NDArray[np.int64], "N"]
     num_tokens: Annotated[NDArray[np.int32], "N"]
     holder: int = THE_ONLY
+    keys: Annotated[NDArray[np.int64], "K W"] = field(default_factory=no_keys)
+    """Of kept blocks."""
 
     answers = (TakenOver,)
     said_by = S_WORKERS
@@ -85,9 +96,17 @@ class TakeOver(ForHolder):
             )
         if (found < MISSING).any() or (found > self.num_tokens).any():
             raise ProtocolError("answered TakeOver with more tokens than were asked for")
+        if answer.is_kept.shape != (len(self.keys),) or (answer.is_kept > 1).any():
+            raise ProtocolError(
+                f"answered TakeOver for {answer.is_kept.shape} kept blocks, where "
+                f"{len(self.keys)} were named"
+            )
 
     def join(self, answers: Sequence[Any]) -> TakenOver:
-        return TakenOver(np.minimum.reduce([answer.num_tokens for answer in answers]))
+        return TakenOver(
+            np.minimum.reduce([answer.num_tokens for answer in answers]),
+            np.minimum.reduce([answer.is_kept for answer in answers]),
+        )
 
 
 @dataclass(frozen=True)

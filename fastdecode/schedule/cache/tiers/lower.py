@@ -89,6 +89,14 @@ class LowerTier:
         if copy is not None and copy.idle_since is not None:
             self._idle.remove(copy)
 
+    def lose(self) -> list[bytes]:
+        """There is no lower tier any more. Returns what it had."""
+        self.num_slots = 0
+        gone = list(self._blocks)
+        for key in gone:
+            self.drop(key)
+        return gone
+
     def least_value(self, now_s: float) -> float:
         """Of what it would give up first; infinite: there is nothing to be
         given up."""

@@ -134,6 +134,16 @@ class OffloadManager:
             if index.lower.num_slots:
                 index.lower.pays = self.rates.pays(HolderId(holder))
 
+    def interrupt(self, holder: HolderId) -> None:
+        """A holder's lower tier is gone, and what was on its way there, or from there."""
+        index, now_s = self._indices[holder], self.now_s()
+        jobs = [job for job in self.jobs.values() if job.holder == holder]
+        self.lose(holder)
+        index.moving.dropped(index.lower.lose())
+        for job in jobs:
+            index.moving.end(job.number, job.keys, set(job.keys), now_s)
+            index.moving.take_void(job.keys)
+
     def lose(self, holder: HolderId) -> None:
         """A holder is gone, with its lower tier."""
         self.counts.num_slots -= self._indices[holder].lower.num_slots
