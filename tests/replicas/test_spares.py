@@ -69,7 +69,7 @@ def test_a_column_goes_on_with_a_spare_one_of_the_stage_that_lost_one(
     ("options", "names"),
     [
         ({"r_worker_addresses": ("tcp://127.0.0.1:7000",)}, "replaces it"),
-        ({"kv_placement": "gpu"}, "keep the KV cache in parts"),
+        ({"kv_placement": "gpu"}, "KV on the device needs no R-workers"),
     ],
 )
 def test_where_there_are_no_spare_ones_is_said(options: dict[str, Any], names: str) -> None:
