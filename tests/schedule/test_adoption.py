@@ -95,7 +95,7 @@ def test_a_holder_goes_from_state_to_state(life: Lifecycle) -> None:
         (Reopened(HOLDER), HolderState.OPEN),
         (Leaving(HOLDER), HolderState.LEAVING),  # it owes answers about its parts
         (Interrupted(HOLDER), HolderState.ASKED),
-        (TakenOver(HOLDER, cached, home), HolderState.OPEN),
+        (TakenOver(HOLDER, cached, is_home=home), HolderState.OPEN),
         (Lost(HOLDER), HolderState.LOST),
         (Joined(HOLDER, 40), HolderState.OPEN),
     ):
