@@ -82,6 +82,7 @@ from fastdecode.wire.stages import (
     ColumnLost,
     ColumnReady,
     ColumnTakenOver,
+    ColumnVacant,
     ColumnWelcome,
     FromStage,
     GreetColumn,
@@ -257,6 +258,7 @@ def between_stages() -> list[StageMessage | FromStage]:
         PlaceColumn(1, 2),
         GreetColumn(1, 2),
         ColumnReady(1),
+        ColumnVacant(1),
         ColumnWelcome(1, 2, 100, 16, has_tier=True),
     ]
 

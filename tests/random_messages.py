@@ -76,6 +76,7 @@ from fastdecode.wire.stages import (
     ColumnLost,
     ColumnReady,
     ColumnTakenOver,
+    ColumnVacant,
     ColumnWelcome,
     GreetColumn,
     PlaceColumn,
@@ -291,6 +292,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     PlaceColumn: st.builds(PlaceColumn, INTS, INTS),
     GreetColumn: st.builds(GreetColumn, INTS, INTS),
     ColumnReady: st.builds(ColumnReady, INTS),
+    ColumnVacant: st.builds(ColumnVacant, INTS),
     ColumnWelcome: st.builds(ColumnWelcome, INTS, INTS, INTS, INTS, st.booleans()),
     InstanceHello: st.builds(InstanceHello, INTS, TEXTS),
     InstanceWelcome: st.builds(

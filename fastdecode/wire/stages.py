@@ -22,6 +22,7 @@ relayed        first → p    what the stage sends its R-worker of a column
                             a prompt stage writes to; it comes unasked, and before
                             ``StageDone`` of any step that has missed it
 ``ColumnReady``  p → first  a replacement of a lost R-worker waits; it comes unasked
+``ColumnVacant`` p → first  no R-worker is left to replace a lost one; it comes unasked
 reports        p → first    of an R-worker's tiers, imports and replicas (``Moved``,
                             ``Stocked``, ``Pulled``, ``Replicated``, ``Unprotected``,
                             ``Dropped``); before ``StageDone`` of any step that they
@@ -184,6 +185,11 @@ class ColumnReady(OfColumns):
 
 
 @dataclass(frozen=True)
+class ColumnVacant(OfColumns):
+    column: int
+
+
+@dataclass(frozen=True)
 class ColumnWelcome(OfColumns):
     """What the column's R-worker has answered to a new greeting; see ``Welcome``."""
 
@@ -299,7 +305,7 @@ OfMember: TypeAlias = (
     StageAnswer | ColumnTakenOver | ColumnWelcome | Moved | Stocked | Pulled | ReplicationNews
 )
 """What a stage relays of an R-worker."""
-FromStage: TypeAlias = StageWelcome | StageDone | ColumnLost | ColumnReady | OfMember
+FromStage: TypeAlias = StageWelcome | StageDone | ColumnLost | ColumnReady | ColumnVacant | OfMember
 
 STAGE_OPCODES: Final[Mapping[type[Any], int]] = {
     StageHello: 44,
@@ -313,5 +319,6 @@ STAGE_OPCODES: Final[Mapping[type[Any], int]] = {
     ColumnTakenOver: 109,
     ColumnReady: 110,
     ColumnWelcome: 111,
+    ColumnVacant: 112,
 }
 """See ``fastdecode.wire.opcodes.OPCODES``."""

@@ -175,6 +175,20 @@ def test_a_stage_without_r_workers_ends_the_job(
         assert all("stage 1" in output.error.message for output in outputs)
 
 
+@pytest.mark.parametrize("stage", ["", "s1-"])
+def test_a_stage_without_standby_r_workers_ends_the_job_at_once(
+    stage: str, llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The standby replaces the lost R-worker. When it is lost, too, no request waits for
+    another one until a timeout is over."""
+    crash_after(monkeypatch, {f"{stage}r0": 9, f"{stage}r1": 30})
+    patient = {"spare_r_workers": 1, "worker_timeout_s": 3600.0}
+    with LLM(llama, **OPTIONS, pp=2, **patient) as llm:
+        outputs = llm.generate(prompts((5, 9)), SamplingParams(max_tokens=50, ignore_eos=True))
+        assert not any(output.ok for output in outputs)
+        assert llm.stats.num_rejoined == 1
+
+
 def test_a_stage_that_breaks_down_ends_the_job_by_name(
     llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -387,7 +387,8 @@ def with_spares(workers: Reached, num_spares: int) -> Reached:
     hub = SpareHub(workers.hub, num_spares, workers.addresses)
 
     def close(lost: Collection[int], timeout_s: float) -> None:
-        workers.close(hub.given_up | {hub.index(place) for place in lost}, timeout_s)
+        own = [place for place in lost if place < len(hub.addresses)]  # no later stage's
+        workers.close(hub.given_up | set(map(hub.index, own)), timeout_s)
 
     return replace(
         workers,

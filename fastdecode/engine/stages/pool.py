@@ -36,6 +36,7 @@ from fastdecode.wire.stages import (
     ColumnLost,
     ColumnReady,
     ColumnTakenOver,
+    ColumnVacant,
     ColumnWelcome,
     GreetColumn,
     MemberField,
@@ -81,6 +82,8 @@ class StagePool(WorkerPool):
         """Members of later stages that their stage knows at another R-worker than their own."""
         self.replaceable: set[HolderId] = set()
         """Lost members of later stages whose replacements wait there."""
+        self.vacant: set[HolderId] = set()
+        """Lost members of later stages that have no replacement."""
         self._greetings: Counter[HolderId] = Counter()  # of members of later stages
         self._void: set[HolderId] = set()
         """Members of later stages that have not answered to the last greeting: what
@@ -120,6 +123,7 @@ class StagePool(WorkerPool):
     def revive(self, holder: HolderId) -> None:
         """See ``WorkerPool``."""
         self.replaceable.discard(holder)
+        self.vacant.discard(holder)
         super().revive(holder)
 
     def revive_elsewhere(self, holders: Iterable[HolderId]) -> bool:
@@ -182,12 +186,16 @@ class StagePool(WorkerPool):
             return super()._taken(index, message)
         said = cast(FromAnyStage, message)
         stage = self._stages.take(index, said)
-        if self._stages.is_asked or not isinstance(said, ColumnLost | ColumnReady | OfMember):
+        if self._stages.is_asked or not isinstance(
+            said, ColumnLost | ColumnReady | ColumnVacant | OfMember
+        ):
             self._stages.keep(stage, said)
         elif isinstance(said, ColumnLost):
             self._take_lost(stage, said)
         elif isinstance(said, ColumnReady):
             self.replaceable.add(self.member(stage, said.column))
+        elif isinstance(said, ColumnVacant):
+            self.vacant.add(self.member(stage, said.column))
         else:
             return self._take_relayed(stage, said)
         return None

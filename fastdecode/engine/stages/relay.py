@@ -32,6 +32,7 @@ from fastdecode.wire.stages import (
     ColumnLost,
     ColumnReady,
     ColumnTakenOver,
+    ColumnVacant,
     ColumnWelcome,
     GreetColumn,
     PlaceColumn,
@@ -66,6 +67,11 @@ class ColumnRegreeting:
         self._found = set(waiting)
         return new
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no replacement of a lost one comes any more."""
+        return not self._places.timeout_s
+
     def greet(self, column: HolderId) -> None:
         """Greet a column's R-worker; if it is lost, its replacement, if that waits."""
         if column in self._pool.gone and column in self._places.look([column]):
@@ -90,6 +96,8 @@ class HeadsRegreeting:
     """
 
     forgets_answers = True
+    is_over = False
+    """The remaining R-workers go on; without any, the stage ends (``found``)."""
 
     def __init__(
         self, fleet: GroupPool, hello: Hello, deadlines: Deadlines, places: Replacements | None
@@ -161,6 +169,7 @@ class Relay:
         self._session = session
         self._regreeting = regreeting
         self._reported: set[int] = set()  # lost R-workers
+        self._vacant: set[int] = set()  # those that were reported to have no replacement
         self._numbers: dict[int, int] = {}  # of each column's last greeting
         self._num_due: Counter[int] = Counter()  # greetings that R-workers have not answered
 
@@ -239,12 +248,17 @@ class Relay:
         if self._regreeting is not None and gone:
             for ready in self._regreeting.found():
                 self._links.tell(FIRST_STAGE, ColumnReady(ready))
+            if self._regreeting.is_over:
+                for worker in gone.keys() - self._vacant:
+                    self._links.tell(FIRST_STAGE, ColumnVacant(worker))
+                self._vacant.update(gone)
 
     def _greet(self, column: HolderId, number: int) -> None:
         """Greet the R-worker of a column again, or its replacement; if there is
         none, it is lost once more."""
         assert self._regreeting is not None
         self._reported.discard(column)
+        self._vacant.discard(column)
         self._numbers[column] = number
         forgets = self.forgets_answers or column in self._gone
         self._num_due[column] = 1 if forgets else self._num_due[column] + 1

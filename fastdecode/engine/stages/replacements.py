@@ -4,7 +4,6 @@ been replaced, each in its own stage, is greeted again in every stage."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Final
 
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.groups import CacheGroup
@@ -32,9 +31,14 @@ class ColumnReplacements:
         self._fleet = fleet
         self._hello = hello
         self._places = places
-        self.timeout_s: Final = timeout_s
-        """See ``Replacements``. Other stages don't say whether they have any left."""
+        self._timeout_s = timeout_s
         self._greeting: set[HolderId] = set()
+
+    @property
+    def timeout_s(self) -> float:
+        """See ``Replacements``; 0: each lost column lacks a member that has no replacement."""
+        groups = (self._fleet.groups[holder] for holder in self._fleet.lost)
+        return 0.0 if all(map(self._is_vacant, groups)) else self._timeout_s
 
     def limit(self, num_blocks: Mapping[int, int]) -> None:
         """See ``Replacements``."""
@@ -59,6 +63,13 @@ class ColumnReplacements:
     def admit(self, worker: int) -> None:
         """See ``Replacements``."""
         self._greeting.discard(HolderId(worker))
+
+    def _is_vacant(self, group: CacheGroup) -> bool:
+        """Whether a member is lost that has no replacement."""
+        members = self._fleet.of_stages
+        gone = [member for member in group.shards if members.placement[member] in members.gone]
+        has_places = bool(self._places.timeout_s)
+        return any(not has_places if members.is_here(x) else x in members.vacant for x in gone)
 
     def _let_in(self, group: CacheGroup) -> bool:
         """Whether each lost member of a column has been replaced: from now on its
