@@ -32,12 +32,18 @@ class KeptLog:
         self._origins: dict[bytes, tuple[int, int]] = {}  # sequence and block that brings it
         self._brought: dict[int, dict[int, bytes]] = {}  # sequence → block → key
 
-    @property
-    def lacking(self) -> list[bytes]:
-        """Keys of blocks that the replica hasn't, and that no sequence brings."""
-        if self._lacking:
-            self._lacking = dict.fromkeys(k for k in self._lacking if self._cached.is_there(k))
-        return list(self._lacking)
+    def lacking(self, most: int) -> list[bytes]:
+        """Keys of at most so many blocks that the replica hasn't, and that no sequence
+        brings."""
+        found: list[bytes] = []
+        unreadable: list[bytes] = []
+        for key in self._lacking:
+            if len(found) == most:
+                break
+            (found if self._cached.is_there(key) else unreadable).append(key)
+        for key in unreadable:
+            del self._lacking[key]
+        return found
 
     def keep(self, sequence: int, first_block: int, keys: Iterable[bytes]) -> None:
         """A sequence's blocks from ``first_block`` on are kept by these keys."""

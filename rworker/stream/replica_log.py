@@ -82,8 +82,9 @@ class ReplicaLog:
 
     @property
     def lacking(self) -> list[bytes]:
-        """Keys of kept blocks that have to be carried to the replica."""
-        return self._kept.lacking
+        """Keys of kept blocks that have to be carried to the replica: as many as one
+        chunk takes."""
+        return self._kept.lacking(self.most_carried)
 
     def needed(self, change: Change) -> list[bytes] | None:
         """Keys of kept blocks that have to be carried before a change; None: some
