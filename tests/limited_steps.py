@@ -71,8 +71,7 @@ class _Steps:
 
     def take_one(self) -> bool:
         """Whether there was one."""
-        if self._left < UNLIMITED // 2:
-            self._read()
+        self._read()
         self._left -= 1
         return self._left >= 0
 
@@ -100,6 +99,7 @@ def limit_steps(path: Path) -> None:
             never.wait(_LOOK_EVERY_S)
             if not engine._has_pending:  # else a look takes the answer that a step waits for
                 engine.look()
+            self._note()
 
     EngineThread.step = limited
 

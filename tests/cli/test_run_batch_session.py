@@ -64,6 +64,7 @@ def test_another_s_worker_goes_on_with_what_r_workers_have_kept(
     summary, session = tmp_path / "summary.json", tmp_path / "out.jsonl.session"
     with r_workers("*", "*", options=("--log-level", "info")) as (jobs, addresses):
         command = ["run-batch", *model, str(output), *at(addresses), *more]
+        limit.allow(50)  # of two lanes: the first line is done then, and no other
         with running([*limit.fastdecode, *command], **PATHS) as s_worker:
             s_worker.wait_for_text(output)
             s_worker.process.send_signal(signal.SIGKILL)

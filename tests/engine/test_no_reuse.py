@@ -23,7 +23,7 @@ ONE = SamplingParams(temperature=0, max_tokens=1)
         ({}, ""),
         ({"prefix_cache": "on"}, ""),
         ({"prefix_cache": "off"}, "prefix_cache is off. To reuse KV, remove prefix_cache=off"),
-        ({"replicas": 1, "r_workers": 3}, "not supported with replicas"),
+        ({"replicas": 1, "r_workers": 3}, ""),
         ({"prompt_pp": 1}, ""),
     ],
 )

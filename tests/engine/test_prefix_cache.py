@@ -182,7 +182,7 @@ def test_an_empty_directory_name_is_not_the_current_one() -> None:
         ({"split_tokens": 64}, True),
         ({"r_partition": "heads"}, True),
         ({"kv_placement": "hybrid"}, True),
-        ({"replicas": 1, "r_workers": 2}, False),
+        ({"replicas": 1, "r_workers": 2}, True),
     ],
     ids=str,
 )

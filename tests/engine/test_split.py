@@ -276,7 +276,7 @@ def test_parts_leave_little_trace_in_an_int8_cache(tiny_checkpoint: Callable[...
         ({"split_tokens": 100}, "not a multiple of block_size=64: take 128"),
         ({"split_tokens": 0}, "split_tokens=0"),
         ({"split_tokens": 128, "r_partition": "heads"}, "has a part of every sequence"),
-        ({"split_tokens": 128, "kv_placement": "gpu"}, "only R-workers keep the KV cache in parts"),
+        ({"split_tokens": 128, "kv_placement": "gpu"}, "KV on the device needs no R-workers"),
     ],
 )
 def test_what_can_t_be_split_is_refused(how: dict[str, Any], reason: str) -> None:

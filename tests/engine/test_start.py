@@ -45,7 +45,7 @@ def start(path: Path, told: list[str] | None = None, **options: Any) -> RunningE
 def test_what_is_open_is_closed_when_a_later_part_refuses(
     tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(resolved: object) -> None:
+    def refuse(resolved: object, colocation: object) -> None:
         raise ConfigError("no device")
 
     monkeypatch.setattr(launch, "device_beside", refuse)

@@ -142,8 +142,9 @@ def _colocation(
     first = job.rank - local_rank()
     num_here = ranks.num_s_ranks_in(range(first, first + local_size()))
     place = ranks.place_on_host(job.rank, local_rank())
-    if choose_device(own.s_part.device, place).type == "cuda":
-        num_here = 1  # it has that one to itself
+    with contextlib.suppress(ConfigError):  # the engine's start refuses that device
+        if choose_device(own.s_part.device, place).type == "cuda":
+            num_here = 1  # it has that one to itself
     stages = ranks.stages(ranks.instance_of(job.rank))
     return Colocation(None, f"rank {job.rank} on {job.host}", num_here, role, place, stages)
 
