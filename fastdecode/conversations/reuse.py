@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fastdecode.core.cache_use import CacheUse
 from fastdecode.core.config.engine import EngineConfig
-from fastdecode.core.config.features import refused_with
 
 
 def why_none(config: EngineConfig) -> str:
@@ -16,13 +15,9 @@ def why_none(config: EngineConfig) -> str:
 
 def why_no_kv(config: EngineConfig) -> str:
     """Why no turn reuses KV blocks, and what to do; empty: turns reuse them."""
-    other = refused_with("prefix cache", config.options)
     if config.cache.prefix_cache == "off":
         return "prefix_cache is off. To reuse KV, remove prefix_cache=off"
-    if other is None:
-        return ""
-    reason = f"the prefix cache is not supported with {other.name} yet"
-    return f"{reason}. To reuse KV, remove {other.option}"
+    return ""
 
 
 def why_no_session(config: EngineConfig) -> str:

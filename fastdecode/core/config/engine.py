@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from fastdecode.core.config.cache import Cache
-from fastdecode.core.config.features import check_features, refused_with
+from fastdecode.core.config.features import check_features
 from fastdecode.core.config.groups import Batching, Cluster, RPart
 from fastdecode.core.config.instances import Instances
 from fastdecode.core.config.options import declared, group_options
@@ -80,8 +80,7 @@ class EngineConfig:
         cache is."""
         if self.cache.prefix_cache != "auto":
             return self.cache.prefix_cache == "on"
-        is_open = self.r_part.kv_placement == "auto"
-        return not is_open and refused_with("prefix cache", self.options) is None
+        return self.r_part.kv_placement != "auto"
 
     @property
     def outlives_its_process(self) -> bool:

@@ -191,13 +191,6 @@ def refusal(one: Feature, other: Feature) -> Refusal | None:
     return REFUSALS.get(frozenset((one.name, other.name)))
 
 
-def refused_with(name: str, options: Options) -> Feature | None:
-    """The first feature that is on and refuses the one of this name, if any does."""
-    wanted = FEATURES[name]
-    on = features_on(options)
-    return next((each for each in on if refusal(wanted, each) is not None), None)
-
-
 def check_features(options: Options) -> None:
     """
     Raises:

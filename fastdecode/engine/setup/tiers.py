@@ -8,7 +8,6 @@ from collections.abc import Sequence as Seq
 
 from fastdecode.core.config.cache import Cache
 from fastdecode.core.config.engine import EngineConfig
-from fastdecode.core.config.features import refused_with
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.holders import HolderId
 from fastdecode.core.host.machine import free_memory_bytes
@@ -109,10 +108,5 @@ def cache_identity(resolved: ResolvedConfig, checkpoint: Checkpoint) -> str | No
 
 
 def about_kept_blocks(config: EngineConfig) -> str:
-    """Whether kept blocks are on, and why not where nobody has chosen."""
-    if config.keeps_blocks:
-        return "prefix cache on"
-    other = refused_with("prefix cache", config.options)
-    if config.cache.prefix_cache == "off" or other is None:
-        return "prefix cache off"
-    return f"prefix cache off: it is not supported with {other.name} yet"
+    """Whether kept blocks are on."""
+    return f"prefix cache {'on' if config.keeps_blocks else 'off'}"
