@@ -62,7 +62,7 @@ class StepLimit:
 
 
 class _Steps:
-    """Those that an engine of this process has left."""
+    """The steps that an engine of this process has left."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -281,7 +281,7 @@ class MirrorMachine(RuleBasedStateMachine):
         self.behind.pop(sequence, None)
 
     def some_kept(self, data: st.DataObject) -> list[bytes]:
-        """Of the owner's kept blocks, those that it goes on with."""
+        """Of the owner's kept blocks, what it goes on with."""
         gone = {key for key in self.idle_keys() if not data.draw(_MOSTLY)}
         self.kept -= gone
         self.doubtful |= self.tokens.keys() if gone else set()

@@ -35,8 +35,7 @@ def as_ids(conversation_id: object, count: int) -> list[str] | None:
 def chat_prompts(
     chats: Sequence[Sequence[Message]], template: ChatTemplate, codec: TextCodec, how: Rendering
 ) -> tuple[dict[int, tuple[str, Prompt]], dict[int, RequestOutput]]:
-    """By their places: the conversations' texts and tokens, and the errors of those that
-    the template refuses."""
+    """By their places: the conversations' texts and tokens, and errors of the template."""
     now = datetime.now()
     prompts: dict[int, tuple[str, Prompt]] = {}
     refused: dict[int, RequestOutput] = {}

@@ -96,7 +96,7 @@ class BackgroundTransfers:
         self._pulls.drop(holder)
 
     def give_up(self, reason: str) -> None:
-        """Nothing is transferred any more. Peers that wait are told why."""
+        """Nothing is transferred any more. Peers that wait get the reason."""
         self._links.give_up(reason)
         self._pulls.give_up(reason)
         self.close()

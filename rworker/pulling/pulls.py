@@ -124,7 +124,7 @@ class Pulls:
         return self.turns.is_attending and any(not x.order.message.bytes_per_s for x in pulls)
 
     def give_up(self, reason: str) -> None:
-        """Nothing more is fetched. Peers that wait are told why."""
+        """Nothing more is fetched. Peers that wait get the reason."""
         for pull in list(self._pulls.values()):
             self._end(pull, reason)
 

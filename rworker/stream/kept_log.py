@@ -12,7 +12,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from fastdecode.wire.kv.kept import ForgetBlocks, KeepBlocks, words_of
+from fastdecode.wire.kv.kept import KeepBlocks, words_of
 from rworker.blocks.cached_blocks import CachedBlocks
 
 
@@ -84,7 +84,7 @@ class KeptLog:
         return KeepBlocks(sequence, 0, words_of(keys))
 
     def forget(self, keys: Iterable[bytes]) -> list[bytes]:
-        """The cache keeps these no more. Returns those that the replica has."""
+        """The cache keeps these no more. Returns the keys that the replica keeps, too."""
         gone: list[bytes] = []
         for key in keys:
             self._lacking.pop(key, None)
@@ -131,9 +131,3 @@ class KeptLog:
             self._origins.pop(key, None)
             self._lacking.pop(key, None)
             self._there.add(key)
-
-
-def forgotten(keys: Sequence[bytes]) -> Iterator[ForgetBlocks]:
-    """What a replica is sent whose cache keeps these no more."""
-    if keys:
-        yield ForgetBlocks(words_of(keys))

@@ -337,7 +337,7 @@ class ReplicaLinks:
             replica.close()
 
     def give_up(self, reason: str) -> None:
-        """All are over. The S-worker is told that its caches have no replicas, and why."""
+        """All are over. The S-worker gets a report that its caches have no replicas, and why."""
         for replica in list(self._replicas.values()):
             self._end(replica, reason)
 

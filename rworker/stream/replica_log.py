@@ -1,8 +1,9 @@
 """What the replica knows of each sequence of a cache, and what to send it next.
 
 A sequence that is resumed from kept blocks shares them at the replica, too: what
-the replica lacks of them is sent before it. One that is resumed with a gap isn't
-replicated, nor are its forks: its kept blocks are.
+the replica lacks of them is sent before it. One that is resumed with a gap, or from
+blocks that several open sequences bring, isn't replicated, nor are its forks: its
+kept blocks are.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from fastdecode.wire.kv.kept import (
     KeepBlocks,
     ResumeSequence,
     keys_of,
+    words_of,
 )
 from fastdecode.wire.kv.taking_over import TruncateSequence
 from fastdecode.wire.messages import (
@@ -40,7 +42,7 @@ from fastdecode.wire.messages import (
 from rworker.cache_state import CacheState
 from rworker.stream.changes import Change
 from rworker.stream.chunks import ChunkShape, expectation, layout_of
-from rworker.stream.kept_log import KeptLog, forgotten
+from rworker.stream.kept_log import KeptLog
 
 ToNeighbour: TypeAlias = Change | ExpectTokens | StoreChunk
 
@@ -106,7 +108,8 @@ class ReplicaLog:
                 else:
                     self._kept.leave(sequence)
             case ForgetBlocks():
-                yield from forgotten(self._kept.forget(keys_of(change.keys)))
+                if gone := self._kept.forget(keys_of(change.keys)):
+                    yield ForgetBlocks(words_of(gone))
             case OpenSequence():
                 self._sent[change.sequence_id] = self._announced[change.sequence_id] = 0
                 yield change

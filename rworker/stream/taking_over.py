@@ -49,37 +49,31 @@ def take_over(
         What there is; and what has changed of what was there in every layer.
     """
     books.roll_back()
-    tables = books.store.tables
-    before = {sequence: books.num_settled(sequence) for sequence in tables.row_of}
-    with_gaps = {sequence for sequence, row in tables.row_of.items() if row in tables.gaps}
+    before = {sequence: books.num_settled(sequence) for sequence in books.store.tables.row_of}
     for sequence in before.keys() - wanted.keys():
         books.close(CloseSequence(sequence))
     counts = {sequence: _cut(books, sequence, most) for sequence, most in wanted.items()}
     cached = books.store.cached
     is_kept = np.array([cached.is_there(key) for key in keys], np.uint8)
-    changes = [*_changes(before, counts, with_gaps), *_forget(books, keys)]
+    changes = [*_changes(before, counts), *_forget(books, keys)]
     return TakenOver(np.array(list(counts.values()), np.int32), is_kept), changes
 
 
 def _forget(books: CacheState, keys: Sequence[bytes]) -> Iterator[ForgetBlocks]:
-    """Of the kept blocks those that aren't wanted, or haven't come."""
-    cached = books.store.cached
-    wanted = {key for key in keys if cached.is_there(key)}
-    unwanted = [key for key in cached if key not in wanted]
+    """Forget kept blocks that aren't wanted, or haven't come."""
+    cached, wanted = books.store.cached, set(keys)
+    unwanted = [key for key in cached if key not in wanted or not cached.is_there(key)]
     if unwanted:
         cached.abandon(unwanted)
         yield ForgetBlocks(words_of(unwanted))
 
 
-def _changes(
-    before: Mapping[int, int], after: Mapping[int, int], with_gaps: set[int]
-) -> Iterator[Change]:
-    """Of sequences that had so many tokens, and have now. What was behind a gap is gone."""
+def _changes(before: Mapping[int, int], after: Mapping[int, int]) -> Iterator[Change]:
+    """Of sequences that had so many tokens, and have now."""
     gone = [sequence for sequence in before if after.get(sequence, MISSING) == MISSING]
     yield from map(CloseSequence, gone)  # first, since others may need their room
     for sequence, num_tokens in after.items():
-        is_cut = num_tokens < before.get(sequence, 0) or sequence in with_gaps
-        if is_cut and num_tokens != MISSING:
+        if MISSING != num_tokens < before.get(sequence, 0):
             yield TruncateSequence(sequence, num_tokens)
 
 

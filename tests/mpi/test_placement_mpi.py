@@ -91,11 +91,22 @@ class Job:
             "--summary", str(self.summary),
         ]  # fmt: skip
         self._alone = ("--model", model, *ENGINE, "--r-threads", "1")
+        self._limit = limit
 
     @property
     def alone(self) -> str:
         """What one engine answers."""
         return answers_alone(self.source, *self._alone)
+
+    def lose(self, rank: int, trouble: signal.Signals) -> None:
+        """Run, and lose a rank on the way: all is answered all the same."""
+        assert self._limit is not None
+        write_long_prompts(self.source)
+        with running(self.command, **PATHS) as run_of:
+            victim = run_of.rank(rank)
+            run_of.wait_for_text(self.output)
+            self._limit.lose(victim, trouble)
+            self.check(run_of.wait(240.0))
 
     def check(self, outcome: Outcome) -> dict[str, Any]:
         """All was answered as one engine does. What is told of the instances."""
@@ -165,13 +176,7 @@ WHO = LOST | (MORE_LOST if TRIES_ALL else {})
 def test_who_is_lost_is_gone_on_without(
     model: str, tmp_path: Path, rank: int, trouble: signal.Signals, limit: StepLimit
 ) -> None:
-    job = Job(tmp_path, model, *THREE, limit=limit)
-    write_long_prompts(job.source)
-    with running(job.command, **PATHS) as run_of:
-        victim = run_of.rank(rank)
-        run_of.wait_for_text(job.output)
-        limit.lose(victim, trouble)
-        job.check(run_of.wait(240.0))
+    Job(tmp_path, model, *THREE, limit=limit).lose(rank, trouble)
 
 
 SEVERAL = ("prefill:1:tp=2", "decode:2:pp=2", "decode:1")
@@ -184,13 +189,7 @@ LOST_OF_SEVERAL = {"one of a stage's S-workers": 2, "a later stage": 5, "R-worke
 def test_an_instance_without_one_of_its_s_workers_is_gone_on_without(
     model: str, tmp_path: Path, rank: int, limit: StepLimit
 ) -> None:
-    job = Job(tmp_path, model, *SEVERAL, limit=limit)
-    write_long_prompts(job.source)
-    with running(job.command, **PATHS) as run_of:
-        victim = run_of.rank(rank)
-        run_of.wait_for_text(job.output)
-        limit.lose(victim, signal.SIGKILL)
-        job.check(run_of.wait(240.0))
+    Job(tmp_path, model, *SEVERAL, limit=limit).lose(rank, signal.SIGKILL)
 
 
 def tokens_of(lines: str) -> dict[str, Any]:

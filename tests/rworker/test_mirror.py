@@ -3,6 +3,8 @@ however late the link is, and wherever it is cut."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import settings
 from mirror_machine import KV, MirrorMachine
@@ -13,6 +15,15 @@ from examples import examples
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.wire.kv.chunks import ChunkStored, ExpectTokens, StoreChunk
+from fastdecode.wire.kv.kept import (
+    EndSequence,
+    ForgetBlocks,
+    KeepBlocks,
+    ResumeSequence,
+    keys_of,
+    words_of,
+)
+from fastdecode.wire.kv.taking_over import TakenOver
 from fastdecode.wire.messages import (
     Accepted,
     CloseSequence,
@@ -21,6 +32,7 @@ from fastdecode.wire.messages import (
     Refused,
 )
 from rworker.stream.mirror import Mirror
+from rworker.stream.taking_over import take_over
 
 MirrorMachine.TestCase.settings = settings(max_examples=examples(160), stateful_step_count=40)
 TestMirror = MirrorMachine.TestCase
@@ -83,3 +95,92 @@ def test_a_neighbour_that_says_something_else_keeps_no_copy() -> None:
     mirror.next()
     with pytest.raises(ProtocolError, match="no copy any more"):
         mirror.take(Refused(7, "out_of_capacity", "full"))
+
+
+KEYS = [bytes([number] * 16) for number in range(5)]
+
+
+def kept(num_blocks: int) -> Memory:
+    """A cache that keeps a closed sequence's blocks, by ``KEYS``."""
+    owner = Memory(KV, 64)
+    owner.fill({1: num_blocks * KV.block_size}, seed=4)
+    owner.books.keep(KeepBlocks(1, 0, words_of(KEYS[:num_blocks])))
+    owner.books.close(CloseSequence(1))
+    return owner
+
+
+def sent(mirror: Mirror) -> list[Any]:
+    """All that there is to be sent; everything is answered as it is due."""
+    messages = []
+    while (message := mirror.next()) is not None:
+        messages.append(message)
+        while mirror.is_owed:
+            mirror.take(mirror._due[0].answer)
+    return messages
+
+
+def keeps(messages: list[Any]) -> set[bytes]:
+    return {key for one in messages if isinstance(one, KeepBlocks) for key in keys_of(one.keys)}
+
+
+def test_of_a_sequence_with_a_gap_only_kept_blocks_are_replicated() -> None:
+    owner = kept(3)
+    owner.books.forget(ForgetBlocks(words_of(KEYS[1:2])))
+    mirror = Mirror(HolderId(0), owner.books, owner)
+    assert keeps(sent(mirror)) == {KEYS[0], KEYS[2]}
+    size = KV.block_size
+    resumed = ResumeSequence(7, 20, 3 * size, words_of([KEYS[0], KEYS[2]]), size, 2 * size)
+    assert owner.books.reserve(resumed) == Accepted(7)
+    mirror.follow(resumed)
+    owner.books.begin_step(step_of((7, size, size), queries=[0]))
+    for layer in range(KV.num_layers):
+        owner.books.steps.finish_layer(0, 0, layer)
+    assert sent(mirror) == []
+    for message in (KeepBlocks(7, 1, words_of(KEYS[3:4])), CloseSequence(7)):
+        owner.books.keep(message) if isinstance(message, KeepBlocks) else owner.books.close(message)
+        mirror.follow(message)
+    messages = sent(mirror)
+    assert keeps(messages) == {KEYS[3]}
+    assert not [one for one in messages if getattr(one, "sequence_id", None) == 7]
+
+
+def test_a_turn_s_last_block_is_sent_by_its_key() -> None:
+    owner = Memory(KV, 64)
+    owner.fill({1: KV.block_size + 1}, seed=4)
+    mirror = Mirror(HolderId(0), owner.books, owner)
+    sent(mirror)
+    ended = EndSequence(1, words_of(KEYS[:1]))
+    owner.books.close(ended)
+    mirror.follow(ended)
+    closed, *carried = sent(mirror)
+    assert closed == CloseSequence(1) and keeps(carried) == {KEYS[0]}
+
+
+def test_a_start_waits_for_blocks_from_the_lower_tier() -> None:
+    owner = kept(1)
+    cached = owner.books.store.cached
+    mirror = Mirror(HolderId(0), owner.books, owner)
+    sent(mirror)
+    cached.begin_fetch(KEYS[1:2])
+    resumed = ResumeSequence(7, 20, 2 * KV.block_size, words_of(KEYS[:2]))
+    assert owner.books.reserve(resumed) == Accepted(7)
+    mirror.follow(resumed)
+    assert sent(mirror) == []
+    cached.end_move(KEYS[1:2], failed=[])
+    messages = sent(mirror)
+    assert keeps(messages) == {KEYS[1]} and isinstance(messages[-1], ResumeSequence)
+
+
+def test_a_block_that_nobody_names_at_a_takeover_is_free_once_it_has_moved() -> None:
+    owner = kept(3)
+    store = owner.books.store
+    store.cached.begin_store(KEYS[:1])
+    num_free = store.pool.num_free
+    taken, changes = take_over(owner.books, {}, [KEYS[2], KEYS[4]])
+    assert isinstance(taken, TakenOver) and taken.is_kept.tolist() == [1, 0]
+    assert [keys_of(change.keys) for change in changes] == [[KEYS[0], KEYS[1]]]
+    assert list(store.cached) == [KEYS[2]] and store.pool.num_free == num_free + 1
+    store.check_invariants()
+    store.cached.end_move(KEYS[:1], failed=[])
+    assert store.pool.num_free == num_free + 2
+    store.check_invariants()

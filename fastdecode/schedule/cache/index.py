@@ -164,6 +164,7 @@ class BlockIndex:
         for block in self:
             for each in self.idle.leases.shared_with(block) if block.num_turns else ():
                 leases[id(each)] += block.num_turns
+        assert self.idle.leases.num_turns == sum(block.num_turns for block in self)
         assert all(block.num_leases == leases[id(block)] for block in self), (
             "conversations that share a block are miscounted"
         )

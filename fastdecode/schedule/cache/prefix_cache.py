@@ -214,11 +214,10 @@ class PrefixCache:
 
     def is_awaited(self, holder: HolderId) -> bool:
         """Whether a holder keeps what some conversation goes on with."""
-        return any(block.num_turns for block in self.stock[holder])
+        return self.stock[holder].idle.leases.num_turns > 0
 
-    def needs_more(self, sequence: Sequence) -> bool:
-        """Whether a sequence needs kept blocks beyond the tokens that it has: it has a
-        gap, or waits for blocks from a lower tier."""
+    def has_gap(self, sequence: Sequence) -> bool:
+        """Whether a sequence has kept blocks behind tokens that it hasn't run yet."""
         sharing = self._sharing.get(sequence.sequence_id)
         return sharing is not None and any(part.behind for part in sharing.parts)
 

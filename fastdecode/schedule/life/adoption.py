@@ -102,7 +102,7 @@ class Adoptions:
         table = self._table.by_sequence  # some may have ended meanwhile
         self._resuming = {i: one for i, one in self._resuming.items() if i in table}
         for life in self._on(holder):
-            if not self._grants.forget_asked(life, holder) or self._cache.needs_more(life.sequence):
+            if not self._grants.forget_asked(life, holder) or self._cache.has_gap(life.sequence):
                 self._start_again(life, holder)
             elif life.pending in (None, PendingAction.RECOVER):
                 self._wait(life, holder)

@@ -162,7 +162,6 @@ class Lifecycle:
                 self.endings.looks_for_room = True
                 self.handing.interrupt(event.holder)
                 self.adoptions.begin(event.holder)
-                self.starting.restores.forget_lost()
             case Leaving():
                 self._fails_over = True
                 self.holders.move(event.holder, HolderState.LEAVING)

@@ -17,11 +17,14 @@ class Leases:
 
     def __init__(self, window: int | None) -> None:
         self._window = window
+        self.num_turns = 0
+        """Conversations, of all blocks."""
 
     def add(self, block: KeptBlock, count: int) -> list[KeptBlock]:
         """So many conversations more, or fewer, had their last turn end with
         this block. Returns the blocks that they share."""
         block.num_turns += count
+        self.num_turns += count
         shared = list(self.shared_with(block))
         for each in shared:
             each.num_leases += count
