@@ -160,10 +160,6 @@ class BlockCache:
             self.fresh.gave_up(given_up)
             excess -= len(given_up)
 
-    def interrupt(self, holder: HolderId) -> None:
-        """A holder is lost, with its lower tier; its kept blocks may be in a copy."""
-        self.traffic.interrupt(holder)
-
     def named(self, holder: HolderId) -> tuple[bytes, ...]:
         """The keys of what a holder that goes on from a copy is to keep; it isn't to
         hear of what happened before."""

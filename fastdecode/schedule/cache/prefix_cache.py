@@ -221,11 +221,6 @@ class PrefixCache:
         sharing = self._sharing.get(sequence.sequence_id)
         return sharing is not None and any(part.behind for part in sharing.parts)
 
-    def interrupt(self, holder: HolderId) -> None:
-        """A holder is lost, and goes on from a copy: not so its lower tier, nor what was
-        on its way there, or from there."""
-        self.stock.interrupt(holder)
-
     def lose_parts(self, sequence: Sequence, holder: HolderId) -> None:
         """A holder has no part of a running sequence any more."""
         sharing = self._sharing.get(sequence.sequence_id)
