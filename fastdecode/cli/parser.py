@@ -122,8 +122,8 @@ class Parser(argparse.ArgumentParser):
         return f"did you mean {near[0]}?" if near else f"see {self.prog} --help=all"
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, then the usage in one line, and exit with code 2. Of ranks of
-        an MPI job with one command line the first says it: they end together."""
+        """Print what is wrong, then the usage in one line, and exit with code 2. In an
+        MPI job, whose ranks end together, only the first with a command line prints it."""
         ends_together = find_spec("mpi4py") is not None
         if not (ends_together and repeats_other_rank(os.environ)):
             said = f"{self.prog}: {_worded(message)}\n{self.format_usage()}"

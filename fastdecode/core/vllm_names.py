@@ -119,7 +119,7 @@ OPTIONS_NOT_SUPPORTED: Final[Mapping[str, tuple[Collection[object], str]]] = {
     "compilation_config": ((), "cuda_graphs says whether steps are captured"),
     "max_seq_len_to_capture": ((8192,), "cuda_graphs says whether steps are captured"),
     "attention_config": ((), "prompt_attention says where prompts are attended"),
-    "profiler_config": ((), "trace is told what every step does: see fastdecode generate --trace"),
+    "profiler_config": ((), "fastdecode generate --trace FILE records every step"),
     "limit_mm_per_prompt": (({},), _TEXT_ONLY),
     "mm_processor_kwargs": (({},), _TEXT_ONLY),
     "allowed_local_media_path": (("",), _TEXT_ONLY),
@@ -159,7 +159,7 @@ SAMPLING_NOT_SUPPORTED: Final[Mapping[str, tuple[Collection[object], str]]] = {
     "routed_experts_prompt_start": ((0,), _LEAVE_OUT),
     "trace_decode_token_ids": (([],), _LEAVE_OUT),
 }
-"""The same of vLLM's sampling parameters."""
+"""The same for vLLM's sampling parameters."""
 
 ARGUMENTS_NOT_SUPPORTED: Final[Mapping[str, tuple[Collection[object], str]]] = {
     "lora_request": ((), _NO_LORA),
@@ -169,7 +169,7 @@ ARGUMENTS_NOT_SUPPORTED: Final[Mapping[str, tuple[Collection[object], str]]] = {
     "mm_processor_kwargs": (({},), _TEXT_ONLY),
     "guided_options_request": ((), "give structured_outputs to SamplingParams"),
 }
-"""And of the arguments of ``LLM.generate`` and ``LLM.chat``."""
+"""The same for arguments of ``LLM.generate`` and ``LLM.chat``."""
 
 
 class ArgumentsNotSupported(TypedDict, total=False):

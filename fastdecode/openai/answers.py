@@ -106,7 +106,7 @@ class AnswerReader:
 
     Args:
         codec: the model's.
-        answer_format: what answers have beside text; None: nothing.
+        answer_format: of a chat's answers; None: they are plain text.
         answer_id: of the body's answer.
     """
 

@@ -176,7 +176,7 @@ class ChunkWriter:
         calls.append({**call, "function": {**named, "arguments": piece.arguments}})
 
     def _said(self, text: str, *, is_first: bool) -> str:
-        """A choice's text as answer_format chunk has it."""
+        """A choice's text as its chunk has it."""
         if not self._is_chat:
             return f'"text": {text or _NO_TEXT}'
         if not is_first:
@@ -186,7 +186,7 @@ class ChunkWriter:
         return f'"delta": {{"role": "assistant", {text}}}'
 
     def _logprobs(self, choice: _Choice, delta: Delta) -> Any:
-        """Of the tokens that may be told of by now."""
+        """Of the tokens whose text has been sent."""
         if delta.logprobs is None:
             return None
         if self._is_chat:

@@ -1,8 +1,7 @@
 """Bodies of OpenAI requests: what they ask, and what of it is refused.
 
 A body is what one would post to ``/v1/completions`` or ``/v1/chat/completions``;
-``response_bodies`` makes such a one of a body for ``/v1/responses``. A field of it
-is one of
+``response_bodies`` turns a body for ``/v1/responses`` into a chat's. A field is one of
 
 * what we do: ``FIELDS`` and the prompt or the messages;
 * a label that changes no answer (``LABELS``);
@@ -65,7 +64,7 @@ FIELDS = {
     ),
 }  # fmt: skip
 LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "session_id")
-# Field → values that ask for nothing, beside null.
+# Field → values besides null that ask for nothing.
 NOT_SUPPORTED: Mapping[str, Sequence[object]] = {
     "stream": (False,), "stream_options": (), "echo": (False,), "suffix": ("",), "best_of": (1,),
     "functions": ([],), "function_call": ("none", "auto"),
@@ -105,7 +104,7 @@ class BodyRequest:
     format_field: str | None = None
     """The field of the body that says what the answer must look like."""
     answer_format: AnswerFormat | None = None
-    """What a chat's answer has beside text; None: nothing."""
+    """Of a chat's answer; None: it is plain text."""
     echo: Mapping[str, Any] | None = None
     """Of a request for a response: what that repeats of it."""
 
@@ -238,8 +237,8 @@ class RequestReader:
     def _answer_format(
         self, tools: Tools | None, params: SamplingParams
     ) -> tuple[AnswerFormat | None, SamplingParams]:
-        """What a chat's answer has beside text, and its sampling parameters so that it
-        has it. Raises BodyError."""
+        """The format of a chat's answer, None for plain text, and sampling parameters that
+        make the model write it. Raises BodyError."""
         with blaming(*TOOL_FIELDS):
             answer = self.chat_format.answer(tools)
             return answer, params if answer is None else self.chat_format.params(params, tools)
@@ -337,15 +336,16 @@ def _stream(body: dict[str, Any]) -> StreamOptions | None:
 
 def _refuse_unsupported(body: dict[str, Any], url: str, also: Sequence[str]) -> None:
     """Raise BodyError if the body has what we don't do or don't know. ``also``:
-    what we do beside ``FIELDS``."""
+    what we do besides ``FIELDS``."""
+    asks_nothing: Mapping[str, Sequence[object]] = {
+        "best_of": [body.get("n") or 1],
+        # Prompts have them, chats have what the template writes.
+        "add_special_tokens": [url == COMPLETIONS_URL],
+    }
     for name, value in body.items():
-        nothing = NOT_SUPPORTED.get(name)
-        if name == "best_of":
-            nothing = [body.get("n") or 1]
-        if name == "add_special_tokens":  # prompts have them, chats have what the template writes
-            nothing = [url == COMPLETIONS_URL]
         if name in also:
             continue
+        nothing = asks_nothing.get(name, NOT_SUPPORTED.get(name))
         if nothing is not None and value is not None and value not in nothing:
             refuse(name, "is not supported: leave it out", "unsupported_field")
     its_url = COMPLETIONS_URL if url == CHAT_URL else CHAT_URL

@@ -175,7 +175,7 @@ def _answer_rule(structured: StructuredOutputs) -> str:
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """One request's: what its answer may have beside plain text."""
+    """What one request's answer may have besides plain text."""
 
     reasoning: ReasoningFormat | None = None
     tools: ToolFormat | None = None
