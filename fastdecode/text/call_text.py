@@ -1,5 +1,4 @@
-"""An answer that is text with calls in it, divided as it comes. What formats of calls
-that are not JSON objects have in common."""
+"""An answer that is text with calls in it, divided as it comes."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from fastdecode.text.begun_stop import num_begun
 
 @dataclass(frozen=True)
 class CallPiece:
-    """A piece of one call: the first has its name, the others text of its arguments."""
+    """A piece of one call: only the first has its name; all may have text of its arguments."""
 
     index: int
     name: str | None
@@ -108,9 +107,9 @@ class CallText(ABC):
             self._pieces.append(text)
             self._is_after_call = False
 
-    def _call(self, name: str) -> None:
+    def _call(self, name: str, arguments: str = "") -> None:
         """A call begins."""
-        self._pieces.append(CallPiece(self.num_calls, name, ""))
+        self._pieces.append(CallPiece(self.num_calls, name, arguments))
         self.num_calls += 1
         self._is_after_call, self._marked = True, ""
 

@@ -80,8 +80,7 @@ class PythonCallParser(CallText):
             self._say(self._held)
             self._held, self._mode = "", "text"
             return True
-        self._call(called[0])
-        self._argue(json.dumps(called[1], ensure_ascii=False))
+        self._call(called[0], json.dumps(called[1], ensure_ascii=False))
         self._text, self._held, self._mode = self._text[end:], "", "calls"
         return True
 

@@ -6,11 +6,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
 
-from fastdecode.text.begun_stop import num_begun
-from fastdecode.text.call_text import MOST_HEAD_CHARS, CallPiece, Piece
+from fastdecode.text.call_text import MOST_HEAD_CHARS, CallText
 from fastdecode.text.grammars import json_rule
 from fastdecode.text.harmony import CHANNEL, MESSAGE, final_head, marked, thoughts_rule
 from fastdecode.text.python_calls import python_call_rules
@@ -186,117 +185,85 @@ _KEYS: Final = frozenset({"name", "arguments", "parameters", "type", "id"})
 _BETWEEN: Final = " \t\r\n;,"
 
 
-@dataclass
-class ToolCallParser:
-    """Divides one answer's text, as it comes, into text and calls.
+class ToolCallParser(CallText):
+    """Divides an answer whose calls are JSON objects.
 
     Args:
         family: how calls are written.
         tool_names: of the tools; a call without a mark is one only with one of them.
     """
 
-    family: ToolFormat
-    tool_names: Collection[str]
-    num_calls: int = 0
-    _text: str = ""
-    """Was fed, and is not divided yet."""
-    _mode: Literal["start", "text", "call", "arguments", "close"] = "start"
-    _is_after_call: bool = False
-    """Blanks that follow a call are no text."""
-    _marked: str = ""
-    """The mark that began the call; it is text if no call follows it."""
-    _json: _JsonEnd = field(default_factory=lambda: _JsonEnd())
-    _num_scanned: int = 0
-    """Characters of a call's object that ``_json`` has seen, before its arguments begin."""
+    first_mode: ClassVar[str] = "start"
 
-    def feed(self, text: str) -> list[Piece]:
-        """More text: what it adds."""
-        self._text += text
-        pieces: list[Piece] = []
-        step = {
-            "start": self._in_start,
-            "text": self._in_text,
-            "call": self._in_call,
-            "arguments": self._in_arguments,
-            "close": self._in_close,
-        }
-        while self._text and step[self._mode](pieces):
-            pass
-        return pieces
+    def __init__(self, family: ToolFormat, tool_names: Collection[str]) -> None:
+        super().__init__(family.begin)
+        self.family = family
+        self.tool_names = tool_names
+        self._json = _JsonEnd()
+        self._num_scanned = 0
+        """Characters of a call's object that ``_json`` has seen, before its arguments begin."""
 
-    def finish(self) -> list[Piece]:
-        """No text follows: what was held back."""
-        rest = self._text if self._mode in ("start", "text") else ""
+    def _step(self, mode: str) -> bool:
+        if mode == "text":
+            return self._in_text("call") and self._enter_call()
+        if mode == "arguments":
+            return self._in_arguments()
+        if mode == "close":
+            return self._in_close()
+        return self._in_start() if mode == "start" else self._in_call()
+
+    def _rest(self) -> str:
         if self._mode == "call" and not self._is_end_begun():
-            rest = self._marked + self._text
-        self._text, self._mode = "", "text"
-        pieces: list[Piece] = []
-        self._say(pieces, rest)
-        return pieces
+            return self._marked + self._text
+        return self._text if self._mode in ("start", "text") else ""
 
-    # Each takes something off the text; False: more text is needed first.
-
-    def _in_start(self, pieces: list[Piece]) -> bool:
+    def _in_start(self) -> bool:
         begun = self._text.lstrip()
         if not begun:
             return False
-        is_call = self.family.begins_bare and begun[0] == "{"
-        self._enter_call("") if is_call else self._enter_text()
+        self._mode = "call" if self.family.begins_bare and begun[0] == "{" else "text"
         return True
 
-    def _in_text(self, pieces: list[Piece]) -> bool:
-        before, mark, after = self._text.partition(self.family.begin)
-        if mark:
-            self._say(pieces, before)
-            self._text = after
-            self._enter_call(mark)
-            return True
-        num_held = num_begun(self._text, self.family.begin)
-        self._say(pieces, self._text[: len(self._text) - num_held])
-        self._text = self._text[len(self._text) - num_held :]
-        return False
-
-    def _in_call(self, pieces: list[Piece]) -> bool:
+    def _in_call(self) -> bool:
         """Before a call, or before the end of all calls."""
         rest = self._text.lstrip(_BETWEEN + "[" * self.family.is_list)
         if not rest:
             return False
         if self.family.name_end:
-            return self._in_name(pieces, rest)
+            return self._in_name(rest)
         if rest[0] == "{":
-            return self._in_head(pieces, rest)
+            return self._in_head(rest)
         end = self.family.end or ("]" if self.family.is_list else "")
         if end and rest.startswith(end):
-            self._text = rest[len(end) :]
-            self._enter_text()
+            self._text, self._mode = rest[len(end) :], "text"
             return True
-        return False if end and end.startswith(rest) else self._no_call(pieces)
+        return False if end and end.startswith(rest) else self._no_call()
 
-    def _in_name(self, pieces: list[Piece], rest: str) -> bool:
+    def _in_name(self, rest: str) -> bool:
         """Where the name stands before the arguments."""
         name, mark, after = rest.partition(self.family.name_end)
         if not mark and len(name) <= MOST_HEAD_CHARS:
             return False
         head = _NAME.fullmatch(name)
         if head is None:
-            return self._no_call(pieces)
+            return self._no_call()
         self._text = after
-        self._begin_call(pieces, head[1])
+        self._begin_call(head[1])
         return True
 
-    def _in_head(self, pieces: list[Piece], rest: str) -> bool:
+    def _in_head(self, rest: str) -> bool:
         """Before the arguments in a call's object."""
         self._text = rest
         if self._is_bare and not self._may_be_call(rest):
-            return self._no_call(pieces)
+            return self._no_call()
         head = _OBJECT_HEAD.match(rest) if len(rest) <= MOST_HEAD_CHARS else None
         if head is None:
-            return self._in_object(pieces)
+            return self._in_object()
         name = _loaded(head[1])
         if not isinstance(name, str) or (self._is_bare and name not in self.tool_names):
-            return self._no_call(pieces)
+            return self._no_call()
         self._text = rest[head.end() :]
-        self._begin_call(pieces, name)
+        self._begin_call(name)
         return True
 
     def _may_be_call(self, rest: str) -> bool:
@@ -307,7 +274,7 @@ class ToolCallParser:
         first = _FIRST_KEY.match(rest[:MOST_HEAD_CHARS])
         return len(rest) <= MOST_HEAD_CHARS if first is None else first[1] in _KEYS
 
-    def _in_object(self, pieces: list[Piece]) -> bool:
+    def _in_object(self) -> bool:
         """A call's object with its keys in another order: once it is complete."""
         end = self._json.find(self._text[self._num_scanned :])
         if end is None:
@@ -316,47 +283,41 @@ class ToolCallParser:
         end += self._num_scanned
         call = _loaded(self._text[:end])
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            return self._no_call(pieces)
+            return self._no_call()
         if self._is_bare and call["name"] not in self.tool_names:
-            return self._no_call(pieces)
+            return self._no_call()
         given = [call[key] for key in ("arguments", "parameters") if call.get(key) is not None]
         arguments = given[0] if given else {}
         said = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        pieces.append(CallPiece(self.num_calls, call["name"], said))
-        self.num_calls += 1
-        self._is_after_call = True
+        self._call(call["name"], said)
         self._text = self._text[end:]
-        self._enter_call("")
-        return True
+        return self._enter_call()
 
-    def _in_arguments(self, pieces: list[Piece]) -> bool:
+    def _in_arguments(self) -> bool:
         end = self._json.find(self._text)
         piece = self._text if end is None else self._text[:end]
-        pieces.append(CallPiece(self.num_calls - 1, None, piece))
+        self._argue(piece)
         self._text = self._text[len(piece) :]
         if end is not None:
             self._mode = "close"
         return end is not None
 
-    def _in_close(self, pieces: list[Piece]) -> bool:
+    def _in_close(self) -> bool:
         """Between the arguments and the end of the call's object."""
         rest = self._text.lstrip()
         if not rest:
             return False
         if self.family.name_end:
-            self._enter_text()
+            self._mode = "text"
             return True
         if rest[0] == "," and self._json.is_over:
             self._json = _JsonEnd(depth=1)
         if self._json.is_over:  # a model may forget the object's end
             self._text = rest.removeprefix("}")
-            self._enter_call("")
-            return True
+            return self._enter_call()
         end = self._json.find(rest)
         self._text = "" if end is None else rest[end:]
-        if end is not None:
-            self._enter_call("")
-        return end is not None
+        return end is not None and self._enter_call()
 
     @property
     def _is_bare(self) -> bool:
@@ -366,34 +327,13 @@ class ToolCallParser:
         """Whether the text held after a mark or a call is blank or begins the calls' end."""
         return self.family.end.startswith(self._text.strip(_BETWEEN + "[]"))
 
-    def _begin_call(self, pieces: list[Piece], name: str) -> None:
-        pieces.append(CallPiece(self.num_calls, name, ""))
-        self.num_calls += 1
-        self._is_after_call = True
+    def _begin_call(self, name: str) -> None:
+        self._call(name)
         self._mode, self._json = "arguments", _JsonEnd()
 
-    def _no_call(self, pieces: list[Piece]) -> bool:
-        """What should be a call is text: its mark, or its first character."""
-        marked = self._marked
-        if not marked:
-            marked, self._text = self._text[:1], self._text[1:]
-        self._say(pieces, marked)
-        self._enter_text()
+    def _enter_call(self) -> bool:
+        self._mode, self._json, self._num_scanned = "call", _JsonEnd(), 0
         return True
-
-    def _enter_call(self, mark: str) -> None:
-        self._mode, self._marked = "call", mark
-        self._json, self._num_scanned = _JsonEnd(), 0
-
-    def _enter_text(self) -> None:
-        self._mode, self._marked = "text", ""
-
-    def _say(self, pieces: list[Piece], text: str) -> None:
-        if self._is_after_call:
-            text = text.lstrip()
-        if text:
-            pieces.append(text)
-            self._is_after_call = False
 
 
 class _JsonEnd:
