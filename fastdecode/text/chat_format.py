@@ -18,8 +18,8 @@ from fastdecode.text.call_text import CallPiece, Part, Piece, Reasoning, ToolSch
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import MessageStyle
 from fastdecode.text.codec import TextCodec
-from fastdecode.text.grammars import json_rule
-from fastdecode.text.harmony import HarmonyParser
+from fastdecode.text.harmony import HarmonyParser, harmony_grammar
+from fastdecode.text.lark import json_rule
 from fastdecode.text.python_calls import PythonCallParser
 from fastdecode.text.reasoning import (
     REASONING_FORMATS,
@@ -34,7 +34,6 @@ from fastdecode.text.tool_calls import (
     ToolCallParser,
     ToolFormat,
     calls_rules,
-    harmony_grammar,
     tool_format,
 )
 from fastdecode.text.tools import CODE, Tools

@@ -16,16 +16,13 @@ from fastdecode.core.errors import RequestError
 from fastdecode.core.install import pip_command
 from fastdecode.core.structured import StructuredOutputs, refuse
 from fastdecode.text.harmony import final_head, thoughts_rule
+from fastdecode.text.lark import WHITESPACE, marked, quoted, text_until
 from fastdecode.text.reasoning import REASONING_FORMATS
 
-WHITESPACE: Final = r"[ \t\n\r]{0,20}"
-"""Between the tokens of JSON. Bounded: a model that has nothing to say would
-write blanks until its limit."""
 NO_TOKENIZER: Final = (
     "structured outputs need text, but the model directory has no tokenizer.json: add the "
     "model's tokenizer.json"
 )
-_JSON_OPTIONS: Final = {"whitespace_pattern": WHITESPACE}
 _SHOWN: Final = 500
 """Characters of llguidance's message that an error repeats."""
 
@@ -77,15 +74,10 @@ def _grammar_of_answer(wanted: StructuredOutputs) -> str:
     if wanted.regex is not None:
         return str(matcher.grammar_from_regex(wanted.regex))
     if wanted.choice is not None:
-        texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in wanted.choice)
+        texts = " | ".join(map(quoted, wanted.choice))
         return str(matcher.grammar_from_lark(f"start: {texts}"))
     assert wanted.grammar is not None
     return _free_grammar(wanted.grammar)
-
-
-def json_rule(schema: Mapping[str, Any]) -> str:
-    """A schema as a part of a Lark grammar."""
-    return "%json " + json.dumps({"x-guidance": _JSON_OPTIONS, **schema}, ensure_ascii=False)
 
 
 def _after_reasoning(wanted: StructuredOutputs, grammar: str, special: Mapping[str, int]) -> str:
@@ -97,15 +89,12 @@ def _after_reasoning(wanted: StructuredOutputs, grammar: str, special: Mapping[s
     if family.has_channels:
         outer = f"start: thoughts? {final_head(special)} @answer\n{thoughts_rule(special)}"
         return _around(grammar, outer)
-    if family.end in special:
-        begin = f"<[{special[family.begin]}]>" if family.begin in special else ""
-        thoughts = f"thoughts: /(.|\\n)*/ <[{special[family.end]}]>"
-    else:
-        begin = json.dumps(family.begin)
-        thoughts = f"thoughts[suffix={json.dumps(family.end)}]: /(.|\\n)*/"
-    start = f"{'' if wanted.in_reasoning else begin} thoughts /\\n*/ @answer"
+    begin = marked(family.begin, special)
+    if wanted.in_reasoning or (family.end in special and family.begin not in special):
+        begin = ""
     either = "" if wanted.in_reasoning else " | @answer"
-    return _around(grammar, f"start: {start}{either}\n{thoughts}")
+    thoughts = text_until("thoughts", family.end, special)
+    return _around(grammar, f"start: {begin} thoughts /\\n*/ @answer{either}\n{thoughts}")
 
 
 def _around(grammar: str, outer: str) -> str:

@@ -7,13 +7,13 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
-from typing import Final, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
 
 from fastdecode.text.begun_stop import num_begun
 from fastdecode.text.call_text import MOST_HEAD_CHARS, CallPiece, Part, Reasoning
+from fastdecode.text.lark import arguments_rule, marked, quoted, text_until
 
 CHANNEL: Final = "<|channel|>"
 MESSAGE: Final = "<|message|>"
@@ -132,18 +132,30 @@ class HarmonyParser:
             parts.append(CallPiece(self._num_calls - 1, name, arguments))
 
 
-def marked(name: str, special: Mapping[str, int]) -> str:
-    """A mark in Lark's terms: a special token, or its text."""
-    return f"<[{special[name]}]>" if name in special else json.dumps(name)
+def harmony_grammar(
+    tools: Sequence[Mapping[str, Any]], special: Mapping[str, int], answer: str | None
+) -> str:
+    """A Lark grammar of an answer of gpt-oss that may reason, and then is a call of one of
+    the tools; or ``answer``, a rule of the final message's text, if it is given."""
+    names = (CHANNEL, MESSAGE, "<|constrain|>")
+    channel, message, constrain = (marked(name, special) for name in names)
+    calls = {}
+    for place, tool in enumerate(tools):
+        head = quoted(f"commentary to=functions.{tool['name']} ")
+        arguments = arguments_rule(tool)
+        calls[f"call_{place}"] = f'{channel} {head} {constrain} "json" {message} {arguments}'
+    final = {} if answer is None else {"final": f"{final_head(special)} text"}
+    rules = {"start": f"thoughts? ({' | '.join([*calls, *final])})", **calls, **final}
+    rules |= {} if answer is None else {"text": answer}
+    lines = [f"{name}: {rule}" for name, rule in rules.items()]
+    return "\n".join([*lines, thoughts_rule(special)])
 
 
 def thoughts_rule(special: Mapping[str, int]) -> str:
     """A Lark rule ``thoughts`` for a message of reasoning, up to the next one's head."""
     channel, message, start = (marked(name, special) for name in (CHANNEL, MESSAGE, START))
-    thought = f"thought: /(.|\\n)*/ {marked(END, special)}"
-    if END not in special:
-        thought = f"thought[suffix={json.dumps(END)}]: /(.|\\n)*/"
-    return f'thoughts: {channel} "analysis" {message} thought {start} "assistant"\n{thought}'
+    thoughts = f'thoughts: {channel} "analysis" {message} thought {start} "assistant"'
+    return f"{thoughts}\n{text_until('thought', END, special)}"
 
 
 def final_head(special: Mapping[str, int]) -> str:

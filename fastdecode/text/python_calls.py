@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Final
 
 from fastdecode.text.call_text import MOST_HEAD_CHARS, CallText, ToolSchemas
-from fastdecode.text.grammars import json_rule
+from fastdecode.text.lark import argument_rule, quoted
 
 _HEAD: Final = re.compile(r"\s*\[\s*([A-Za-z_][\w.-]*)\s*\(")
 _BEGUN_HEAD: Final = re.compile(r"\s*(?:\[\s*(?:[A-Za-z_][\w.-]*\s*)?)?")
@@ -167,21 +167,14 @@ def _value(node: ast.expr) -> Any:
 def python_call_rules(tool: Mapping[str, Any], name: str) -> Iterator[str]:
     """A Lark rule ``name`` for a call of the tool."""
     parameters = tool.get("parameters") or {}
-    wanted = parameters.get("required", ())
-    properties = parameters.get("properties") or {}
-    shared = {k: parameters[k] for k in ("$defs", "definitions") if k in parameters}
-    said = {key: _argument_rule(key, {**shared, **properties[key]}) for key in properties}
-    parts = [said[key] for key in said if key in wanted]
-    others = [said[key] for key in said if key not in wanted]
-    rule = ' ", " '.join(parts)
-    if not parts and others:
-        rule, others = others[0], others[1:]
-        rest = " ".join(f'(", " {each})?' for each in others)
-        rule = f"({rule} {rest})?"
-    else:
-        rule += "".join(f' (", " {each})?' for each in others)
-    yield f"{name}: {json.dumps(tool['name'] + '(')} {rule} {json.dumps(')')}"
-
-
-def _argument_rule(key: str, schema: Mapping[str, Any]) -> str:
-    return f"{json.dumps(key + '=', ensure_ascii=False)} {json_rule(schema)}"
+    required = parameters.get("required") or ()
+    said = {
+        key: f"{quoted(key + '=')} {argument_rule(schema, parameters)}"
+        for key, schema in (parameters.get("properties") or {}).items()
+    }
+    parts = [said[key] for key in said if key in required]
+    others = [said[key] for key in said if key not in required]
+    first, later = (parts, others) if parts else (others[:1], others[1:])
+    rule = ' ", " '.join(first) + "".join(f' (", " {each})?' for each in later)
+    rule = rule if parts or not rule else f"({rule})?"
+    yield f"{name}: {quoted(tool['name'] + '(')} {rule} {quoted(')')}"

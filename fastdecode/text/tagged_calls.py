@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from fastdecode.text.call_text import MOST_HEAD_CHARS, CallText, ToolSchemas
-from fastdecode.text.grammars import json_rule
+from fastdecode.text.lark import argument_rule, quoted, text_until
 
 _BEGUN_NAME: Final = re.compile(r"\s*[\w.-]*\s*")
 
@@ -192,11 +192,12 @@ def types_of(schema: object) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     said = schema.get("type")
-    types = {said} if isinstance(said, str) else set(said) if isinstance(said, list) else set()
+    types = {each for each in (said if isinstance(said, list) else [said]) if isinstance(each, str)}
     if not types and isinstance(schema.get("enum"), list):
         types = {_type_of(value) for value in schema["enum"]}
     for name in ("anyOf", "oneOf"):
-        for each in schema.get(name) or ():
+        choices = schema.get(name)
+        for each in choices if isinstance(choices, list) else ():
             types |= types_of(each)
     return types | ({"integer"} if "number" in types else set())
 
@@ -206,24 +207,22 @@ def tagged_call_rules(tags: Tags, tool: Mapping[str, Any], name: str) -> Iterato
     to before its end mark. A string's pattern and length are not followed."""
     head, before, after, end = tags.written
     parameters = tool.get("parameters") or {}
-    parts, values = [json.dumps(head.format(tool["name"]))], []
+    required = parameters.get("required") or ()
+    parts, values = [quoted(head.format(tool["name"]))], []
     for place, (key, schema) in enumerate((parameters.get("properties") or {}).items()):
-        part = f"{json.dumps(before.format(key), ensure_ascii=False)} {name}_{place}"
-        parts.append(part if key in parameters.get("required", ()) else f"({part})?")
+        part = f"{quoted(before.format(key))} {name}_{place}"
+        parts.append(part if key in required else f"({part})?")
         values.append(_value_rule(f"{name}_{place}", schema, parameters, after))
     if end:
-        parts.append(json.dumps(end))
+        parts.append(quoted(end))
     yield f"{name}: {' '.join(parts)}"
     yield from values
 
 
 def _value_rule(name: str, schema: Any, parameters: Mapping[str, Any], after: str) -> str:
     types, choices = types_of(schema), schema.get("enum") if isinstance(schema, Mapping) else None
-    end = json.dumps(after)
     if choices and types == {"string"}:
-        texts = " | ".join(json.dumps(each, ensure_ascii=False) for each in choices)
-        return f"{name}: ({texts}) {end}"
+        return f"{name}: ({' | '.join(map(quoted, choices))}) {quoted(after)}"
     if "string" in types or not isinstance(schema, Mapping):
-        return f"{name}[suffix={end}]: /(.|\\n)*/"
-    shared = {k: parameters[k] for k in ("$defs", "definitions") if k in parameters}
-    return f"{name}: {json_rule({**shared, **schema})} {end}"
+        return text_until(name, after, {})
+    return f"{name}: {argument_rule(schema, parameters)} {quoted(after)}"

@@ -7,11 +7,11 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Final
 
 from fastdecode.text.call_text import MOST_HEAD_CHARS, CallText
-from fastdecode.text.grammars import json_rule
-from fastdecode.text.harmony import CHANNEL, MESSAGE, final_head, marked, thoughts_rule
+from fastdecode.text.lark import arguments_rule, marked, quoted
 from fastdecode.text.python_calls import python_call_rules
 from fastdecode.text.tagged_calls import GLM45, QWEN3_CODER, Tags, tagged_call_rules
 
@@ -95,34 +95,12 @@ def calls_rules(
         special: the model's special tokens, by name.
         most_one: no more than one call.
     """
-
-    def mark(text: str) -> str:
-        return f"<[{special[text]}]>" if text in special else quoted(text)
-
+    mark = partial(marked, special=special)
     rules: list[str] = []
     for i, tool in enumerate(tools):
         rules += _call_rules(family, tool, mark, f"call_{i}")
     one = " | ".join(f"call_{i}" for i in range(len(tools)))
     return "\n".join([f"calls: {_calls_rule(family, mark, most_one)}", f"call: {one}", *rules])
-
-
-def harmony_grammar(
-    tools: Sequence[Mapping[str, Any]], special: Mapping[str, int], answer: str | None
-) -> str:
-    """A Lark grammar of an answer of gpt-oss that may reason, and then is a call of one of
-    the tools; or ``answer``, a rule of the final message's text, if it is given."""
-    names = (CHANNEL, MESSAGE, "<|constrain|>")
-    channel, message, constrain = (marked(name, special) for name in names)
-    calls = {}
-    for place, tool in enumerate(tools):
-        head = json.dumps(f"commentary to=functions.{tool['name']} ")
-        schema = json_rule(_closed(tool.get("parameters") or {"type": "object"}))
-        calls[f"call_{place}"] = f'{channel} {head} {constrain} "json" {message} {schema}'
-    final = {} if answer is None else {"final": f"{final_head(special)} text"}
-    rules = {"start": f"thoughts? ({' | '.join([*calls, *final])})", **calls, **final}
-    rules |= {} if answer is None else {"text": answer}
-    lines = [f"{name}: {rule}" for name, rule in rules.items()]
-    return "\n".join([*lines, thoughts_rule(special)])
 
 
 def _calls_rule(family: ToolFormat, mark: Callable[[str], str], most_one: bool) -> str:
@@ -154,25 +132,11 @@ def _call_rules(
 
 
 def _call_rule(family: ToolFormat, tool: Mapping[str, Any], mark: Callable[[str], str]) -> str:
-    schema = json_rule(_closed(tool.get("parameters") or {"type": "object"}))
+    schema = arguments_rule(tool)
     if family.name_end:
         return f"{quoted(tool['name'])} {mark(family.name_end)} {schema}"
     head = f'{{"name": {json.dumps(tool["name"])}, "{family.arguments}": '
     return f'{quoted(head)} {schema} "}}"'
-
-
-def _closed(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A function has the parameters that it names, and no others, unless its schema
-    says more."""
-    opens = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
-    if not parameters.get("properties") or any(name in parameters for name in opens):
-        return parameters
-    return {**parameters, "additionalProperties": False}
-
-
-def quoted(text: str) -> str:
-    """A text as a Lark grammar spells it."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 _OBJECT_HEAD: Final = re.compile(

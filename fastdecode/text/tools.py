@@ -112,9 +112,14 @@ def _check_function(function: Mapping[str, Any], where: str) -> None:
         value = function.get(field)
         if value is not None and not isinstance(value, kind):
             raise _refuse("tools", f"{where}.function.{field} must be {rule}")
-    parameters = function.get("parameters")
-    if parameters and parameters.get("type", "object") != "object":
-        raise _refuse("tools", f'{where}.function.parameters must have the type "object"')
+    parameters = function.get("parameters") or {}
+    where += ".function.parameters"
+    if parameters.get("type", "object") != "object":
+        raise _refuse("tools", f'{where} must have the type "object"')
+    if not isinstance(parameters.get("properties") or {}, Mapping):
+        raise _refuse("tools", f"{where}.properties must be an object")
+    if not isinstance(parameters.get("required") or [], (list, tuple)):
+        raise _refuse("tools", f"{where}.required must be a list")
 
 
 def _chosen(choice: object, names: Sequence[str]) -> tuple[tuple[str, ...], bool]:

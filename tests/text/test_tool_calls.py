@@ -26,6 +26,7 @@ from fastdecode.text.chat_format import (
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.detokenizer import Vocabulary
 from fastdecode.text.grammar_masks import GrammarMasks
+from fastdecode.text.grammars import check_structured
 from fastdecode.text.harmony import HarmonyParser
 from fastdecode.text.python_calls import PythonCallParser
 from fastdecode.text.reasoning import (
@@ -263,6 +264,8 @@ def test_formats_are_known_by_the_template() -> None:
         ({"enum": [1, 2]}, "2", 2),
         ({"type": "number"}, "NaN", "NaN"),
         ({"type": "integer"}, "many", "many"),
+        ({"anyOf": 5}, "2", 2),
+        ({"type": ["string", {}]}, "2", "2"),
         ({}, "[1]", [1]),
         (None, "x", "x"),
     ],
@@ -419,6 +422,14 @@ def test_a_required_call_may_have_any_text(family: str, text: str) -> None:
     assert is_whole(wanted, "x" + text) is None
 
 
+@pytest.mark.parametrize("family", [name for name in TOOL_FORMATS if name != CHANNELS])
+def test_a_required_call_may_have_arguments_of_any_kind(family: str) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra 'structured'")
+    tool = {"name": "f", "parameters": {"properties": {"x": True, "y": {}}}}
+    rules = calls_rules(TOOL_FORMATS[family], [tool], {}, most_one=True)
+    check_structured(StructuredOutputs(grammar=f"start: calls\n{rules}"), {})
+
+
 @pytest.mark.parametrize("is_inside", [False, True])
 @pytest.mark.parametrize(
     "given", [{"regex": "[ab]{2}"}, {"choice": ["ab"]}, {"grammar": 'start: "a" "b"'}], ids=str
@@ -452,6 +463,10 @@ def test_structured_output_begins_after_the_reasoning(
          "parameters must be a JSON schema"),
         (([{"type": "function", "function": {"name": "f", "parametres": {}}}], None, None),
          "unknown field 'parametres'"),
+        (([{"type": "function", "function": {"name": "f", "parameters": {"properties": [1]}}}],
+          None, None), "parameters.properties must be an object"),
+        (([{"type": "function", "function": {"name": "f", "parameters": {"required": 1}}}],
+          None, None), "parameters.required must be a list"),
         ((TOOLS * 65, None, None), "at most 128"),
         (([{"type": "function", "function": {"name": "f", "description": "x" * (1 << 20)}}],
           None, None), "characters in all"),
