@@ -139,7 +139,7 @@ class TokenTimes:
         slope of y = seconds in output tokens - output tokens by x = width · rounds -
         output tokens. What is known before counts as one sample would that is as
         noisy as the others."""
-        if not of_output:
+        if not self._totals[1]:
             return FIXED_SHARE
         a, b = 1.0 / of_output, of_prompt / of_output
         y, x = (-b, -1.0, 0.0, a), (0.0, -1.0, width, 0.0)

@@ -187,7 +187,8 @@ class _Looking:
     def count(self, sound: SoundLine, num_lines: int) -> None:
         """So many sound lines of the shard."""
         self.found.num_turns += num_lines * sound.is_turn
-        self.found.limits[sound.most_tokens] += num_lines * sound.num_answers
+        if num_lines:
+            self.found.limits[sound.most_tokens] += num_lines * sound.num_answers
 
 
 def _look(file: IO[bytes], looking: _Looking) -> LineReader:

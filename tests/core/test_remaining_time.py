@@ -115,6 +115,16 @@ def test_time_in_which_nothing_ran_counts_too() -> None:
     assert costs.output_token + costs.round > 0.15
 
 
+@pytest.mark.parametrize("limit", [0, 50])
+def test_a_job_may_begin_with_seconds_of_prompts_only(limit: int) -> None:
+    for prompt_tokens in range(1000, 1020):
+        times = TokenTimes()
+        times.add(4.0, prompt_tokens, 0, 2)
+        counts = JobCounts(10, 0, {(0, limit): 2}, prompt_tokens, limits={limit: 10}, num_lines=10)
+        told = remaining_s(counts, times)
+        assert told is None if not limit else told is not None and told > 16
+
+
 def test_running_answers_count_up_to_the_length_they_have() -> None:
     rng, ended = random.Random(1), EndedAnswers()
     running: dict[tuple[int, int], int] = {}

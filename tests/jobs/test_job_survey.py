@@ -22,6 +22,7 @@ from fastdecode.jobs.line_source import LineSource
 from fastdecode.jobs.lines import LineReader
 from fastdecode.jobs.manifest import identify_model
 from fastdecode.jobs.openai_lines import OpenAILines
+from fastdecode.jobs.shard import Shard
 from fastdecode.jobs.simple_lines import SimpleLines
 from fastdecode.jobs.survey import kind_of_lines, survey
 from fastdecode.openai.requests import RequestReader
@@ -144,6 +145,15 @@ def test_a_models_identity_changes_with_each_of_its_files(tmp_path: Path) -> Non
     assert identify_model(tmp_path)["a.safetensors"] != before["a.safetensors"]
     (tmp_path / "own.jinja").write_text("x")
     assert "--chat-template" in identify_model(tmp_path, tmp_path / "own.jinja")
+
+
+def test_a_shard_without_a_sound_line_has_no_limits(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text('{"id": 1, "prompt": "p"}\n{')
+    lines = SimpleLines(SamplingParams())
+    for fast_from in (0, 1 << 62):
+        source = LineSource(tmp_path / "in")
+        found = survey(source, lines, shard=Shard(2, 2), fast_from=fast_from)
+        assert (found.num_lines, len(found.bad), dict(found.limits)) == (1, 1, {})
 
 
 def test_progress_says_what_is_done_and_when_the_rest_will_be() -> None:
