@@ -31,7 +31,7 @@ from sworker.model.skeleton import Model
 from sworker.paged import PagedKV
 from sworker.sampling.sampler import Drawing, SampledToken, SamplingState, draw
 from sworker.step_tables import StepInputs
-from sworker.swap.swapped import LaneCaches
+from sworker.swap.swapped import LaneMover, SwappedKV
 
 _DRAWN_BYTES = 64 << 10
 """Of what is drawn for a lane, to begin with: 2,700 tokens, fewer with
@@ -130,10 +130,15 @@ class SWorker:
 
         return WholePass(self, embed)
 
+    @property
+    def sinks(self) -> tuple[Tensor, ...] | None:
+        """Of the heads that attend on this device; see ``Model``."""
+        return self.model.sinks
+
     def attend_in(self, cache: PagedKV) -> bool:
         """Steps attend in a cache on this device from now on. Whether there are
         kernels that read it where it lies."""
-        cache.sinks = self.model.sinks
+        cache.sinks = self.sinks
         return cache.kernels is not None
 
     def keep_on_host(self, memory: BlockMemory) -> BlockMemory:
@@ -141,10 +146,10 @@ class SWorker:
         Returns what copies them."""
         return memory
 
-    def swap(self, lanes: LaneCaches) -> LaneCaches:
+    def swap(self, lanes: SwappedKV) -> LaneMover:
         """Steps attend in lanes' caches from now on. Returns what brings them."""
         for cache in lanes.caches:
-            cache.sinks = self.model.sinks
+            cache.sinks = self.sinks
         return lanes
 
     def begin_here(self, inputs: StepInputs, feed: Feed | None = None) -> Pass:

@@ -30,8 +30,7 @@ from sworker.ranks.group import (
     Ranks,
 )
 from sworker.ranks.sharding import shard_sinks
-from sworker.swap.figures import SwapFigures
-from sworker.swap.swapped import Blocks, LaneCaches, SwappedKV
+from sworker.swap.swapped import Blocks, SwappedKV
 
 
 class KVMaker(Protocol):
@@ -69,63 +68,36 @@ class LeadingBlocks:
 
 
 class LeadingLanes:
-    """Rank 0's; see ``LaneCaches``.
+    """Rank 0's; see ``LaneMover``.
 
     Args:
         kv: its own.
         ranks: it, and the others.
-        num_blocks: of each lane.
     """
 
-    def __init__(self, kv: LaneCaches, ranks: Ranks, num_blocks: int) -> None:
+    def __init__(self, kv: SwappedKV, ranks: Ranks) -> None:
         self._kv, self._ranks = kv, ranks
+        first = kv.caches[0]
         with ranks.peers.exchanging():
-            ranks.tell(SWAP_LANES, kv.num_lanes, num_blocks)
-
-    @property
-    def figures(self) -> SwapFigures:
-        """See ``LaneCaches``."""
-        return self._kv.figures
-
-    @property
-    def num_lanes(self) -> int:
-        """See ``LaneCaches``."""
-        return self._kv.num_lanes
-
-    @property
-    def caches(self) -> Sequence[PagedKV]:
-        """See ``LaneCaches``."""
-        return self._kv.caches
+            ranks.tell(SWAP_LANES, len(kv.hosts), first.num_slots // first.kv.block_size)
 
     def enter(self, lane: int, past: Blocks) -> PagedKV:
-        """See ``LaneCaches``."""
+        """See ``SwappedKV``."""
         with self._ranks.peers.exchanging():
             self._tell(ENTER_LANE, lane, past)
             return self._kv.enter(lane, past)
 
     def leave(self, tokens: NDArray[np.int64]) -> None:
-        """See ``LaneCaches``."""
+        """See ``SwappedKV``."""
         with self._ranks.peers.exchanging():
             self._tell(LEAVE_LANE, 0, tokens)
             self._kv.leave(tokens)
 
     def prefetch(self, lane: int, blocks: Blocks) -> None:
-        """See ``LaneCaches``."""
+        """See ``SwappedKV``."""
         with self._ranks.peers.exchanging():
             self._tell(PREFETCH_LANE, lane, blocks)
             self._kv.prefetch(lane, blocks)
-
-    def wait(self, layer: int) -> None:
-        """See ``LaneCaches``."""
-        self._kv.wait(layer)
-
-    def wait_for_all(self) -> None:
-        """See ``LaneCaches``."""
-        self._kv.wait_for_all()
-
-    def close(self) -> None:
-        """See ``LaneCaches``. The other ranks close theirs when they stop."""
-        self._kv.close()
 
     def _tell(self, operation: int, lane: int, ids: NDArray[np.int64]) -> None:
         self._ranks.tell(operation, lane, len(ids))

@@ -66,7 +66,7 @@ from sworker.ranks.kv import FollowingKV, KVMaker, LeadingBlocks, LeadingLanes
 from sworker.ranks.sharding import shard_sinks
 from sworker.sampling.sampler import Drawing, SampledToken
 from sworker.step_tables import StepInputs, StepTables
-from sworker.swap.swapped import LaneCaches
+from sworker.swap.swapped import LaneMover, SwappedKV
 from sworker.whole import WholeSteps, run_step
 from sworker.worker import Pass, SWorker, WholePass, without_tokens
 
@@ -247,24 +247,25 @@ class ParallelSWorker(SWorker):
         """See ``SWorker``."""
         return ParallelEmbedding(self, rows, lane)
 
+    @property
+    def sinks(self) -> tuple[Tensor, ...] | None:
+        """See ``SWorker``."""
+        return shard_sinks(self.model.sinks, self.ranks.shard)
+
     def attend_in(self, cache: PagedKV) -> bool:
         """See ``SWorker``: every rank makes such a cache for its own heads."""
-        cache.sinks = shard_sinks(self.model.sinks, self.ranks.shard)
         with self.ranks.peers.exchanging():
             self.ranks.tell(KEEP_KV, 0, cache.num_slots // cache.kv.block_size)
-            return bool(self.ranks.agree(cache.kernels is not None)[0])
+            return bool(self.ranks.agree(super().attend_in(cache))[0])
 
     def keep_on_host(self, memory: BlockMemory) -> BlockMemory:
         """See ``SWorker``: every rank keeps the same blocks' own heads."""
         return LeadingBlocks(memory, self.ranks)
 
-    def swap(self, lanes: LaneCaches) -> LaneCaches:
+    def swap(self, lanes: SwappedKV) -> LaneMover:
         """See ``SWorker``: every rank keeps its own heads of all lanes."""
-        sinks = shard_sinks(self.model.sinks, self.ranks.shard)
-        for cache in lanes.caches:
-            cache.sinks = sinks
-        first = lanes.caches[0]
-        return LeadingLanes(lanes, self.ranks, first.num_slots // first.kv.block_size)
+        super().swap(lanes)
+        return LeadingLanes(lanes, self.ranks)
 
     def begin_here(self, inputs: StepInputs, feed: Feed | None = None) -> Pass:
         """See ``SWorker``. Until all layers are done nothing else may happen
@@ -392,7 +393,7 @@ class _Follower:
         return worker.run_through(partial(run_step, worker, self._whole, inputs, step, attend))
 
 
-def _run_layers(forward: Pass, lanes: LaneCaches, attend: Attend) -> Pass:
+def _run_layers(forward: Pass, lanes: SwappedKV, attend: Attend) -> Pass:
     """All layers of a step of a lane that is swapped: each waits for its own copies."""
     goes_on = True
     while goes_on:

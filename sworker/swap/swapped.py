@@ -82,48 +82,19 @@ class Slot:
         self.arrived = [None] * self.cache.kv.num_layers
 
 
-class LaneCaches(Protocol):
-    """K and V of several lanes on one device. Lanes' steps come one after another:
-    ``enter``, what computes (``wait`` before each layer), ``leave``."""
+class LaneMover(Protocol):
+    """Moves lanes' K and V between the host and the device; see ``SwappedKV``."""
 
-    @property
-    def figures(self) -> SwapFigures:
-        """What was copied so far, kept up to date."""
+    def enter(self, lane: int, past: Blocks) -> PagedKV: ...
 
-    @property
-    def num_lanes(self) -> int:
-        """How many lanes there are."""
+    def prefetch(self, lane: int, blocks: Blocks) -> None: ...
 
-    @property
-    def caches(self) -> Sequence[PagedKV]:
-        """On the device, whichever lanes are there."""
-
-    def enter(self, lane: int, past: Blocks) -> PagedKV:
-        """A lane's step begins that sees these blocks, beside what it stores.
-        They are copied in, as far as they aren't on their way. Returns where
-        they are, and what is stored goes; ``wait`` says when."""
-
-    def prefetch(self, lane: int, blocks: Blocks) -> None:
-        """A lane will be next, or it is expected to be: bring blocks that it
-        will see into the slot that the present one doesn't use."""
-
-    def wait(self, layer: int) -> None:
-        """What is computed from now on comes after the copies of this layer."""
-
-    def wait_for_all(self) -> None:
-        """``wait`` for all layers: copies of the last one come last."""
-
-    def leave(self, tokens: NDArray[np.int64]) -> None:
-        """The present lane's step has stored these slots [T]: they go to the
-        host."""
-
-    def close(self) -> None:
-        """What is under way has come, so memory may be given back: its owners
-        know nothing of the streams."""
+    def leave(self, tokens: NDArray[np.int64]) -> None: ...
 
 
 class SwappedKV:
-    """See the module, and ``LaneCaches``.
+    """See the module. Lanes' steps come one after another: ``enter``, what
+    computes (``wait`` before each layer), ``leave``.
 
     Args:
         kv, attention, device, kernels: see ``PagedKV``.
@@ -170,17 +141,14 @@ class SwappedKV:
         self._present = 0  # the slot whose lane began last
 
     @property
-    def num_lanes(self) -> int:
-        """See ``LaneCaches``."""
-        return len(self.hosts)
-
-    @property
-    def caches(self) -> Sequence[PagedKV]:
-        """See ``LaneCaches``."""
+    def caches(self) -> list[PagedKV]:
+        """On the device, whichever lanes are there."""
         return [slot.cache for slot in self.slots]
 
     def enter(self, lane: int, past: Blocks) -> PagedKV:
-        """See ``LaneCaches``."""
+        """A lane's step begins that sees these blocks, beside what it stores.
+        They are copied in, as far as they aren't on their way. Returns where
+        they are, and what is stored goes; ``wait`` says when."""
         slot = self._slot_for(lane)
         self._present = self.slots.index(slot)
         self.figures.num_late_blocks += self._copy_in(slot, past)
@@ -190,24 +158,26 @@ class SwappedKV:
         return slot.cache
 
     def prefetch(self, lane: int, blocks: Blocks) -> None:
-        """See ``LaneCaches``."""
+        """A lane will be next, or it is expected to be: bring blocks that it
+        will see into the slot that the present one doesn't use."""
         if self.slots[self._present].lane == lane:
             return
         slot = self._slot_for(lane)
         self.figures.num_prefetches += self._copy_in(slot, blocks, is_early=True) > 0
 
     def wait(self, layer: int) -> None:
-        """See ``LaneCaches``."""
+        """What is computed from now on comes after the copies of this layer."""
         event = self.slots[self._present].arrived[layer]
         if self._gpu is not None and event is not None:
             self._gpu.current_stream().wait_event(event)
 
     def wait_for_all(self) -> None:
-        """See ``LaneCaches``."""
+        """``wait`` for all layers: copies of the last one come last."""
         self.wait(len(self.slots[self._present].arrived) - 1)
 
     def leave(self, tokens: NDArray[np.int64]) -> None:
-        """See ``LaneCaches``."""
+        """The present lane's step has stored these slots [T]: they go to the
+        host."""
         slot = self.slots[self._present]
         assert slot.lane is not None
         self._place(slot)  # or it would be overwritten
@@ -221,7 +191,8 @@ class SwappedKV:
         self.figures.num_copies_out += 1
 
     def close(self) -> None:
-        """See ``LaneCaches``."""
+        """What is under way has come, so memory may be given back: its owners
+        know nothing of the streams."""
         for stream in (self._in, self._out):
             if stream is not None:
                 with contextlib.suppress(RuntimeError):  # a device that failed copies nothing more

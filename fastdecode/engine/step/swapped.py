@@ -31,7 +31,7 @@ from sworker.device import Gpu
 from sworker.dtypes import torch_dtype
 from sworker.paged import BlockKernels
 from sworker.swap.figures import SwapFigures
-from sworker.swap.swapped import NUM_SLOTS, Blocks, LaneCaches, SwappedKV
+from sworker.swap.swapped import NUM_SLOTS, Blocks, LaneMover, SwappedKV
 from sworker.worker import Pass, SWorker
 
 
@@ -58,18 +58,25 @@ class SwapExecutor(TorchExecutor):
         self.num_lanes = num_lanes
         self._order = list(range(num_lanes))  # whose last step began longest ago first
         self._stores: dict[int, KVStore] = {}  # of lanes that have begun a step
-        self._kv: LaneCaches | None = None
+        self._kv: SwappedKV | None = None
+        self._mover: LaneMover | None = None
         self._stored = np.empty(0, np.int64)  # slots, by the step under way
 
     @property
-    def kv(self) -> LaneCaches:
+    def kv(self) -> SwappedKV:
         """K and V of all lanes."""
         assert self._kv is not None, "not greeted, or closed"
         return self._kv
 
+    @property
+    def mover(self) -> LaneMover:
+        """What brings a lane's K and V, on all S-workers that act as one."""
+        assert self._mover is not None, "not shared"
+        return self._mover
+
     def share(self, s_worker: SWorker) -> None:
         """S-workers that act as one bring lanes' caches together."""
-        self._kv = s_worker.swap(self.kv)
+        self._mover = s_worker.swap(self.kv)
 
     def prepare(self, prepare: Prepare) -> None:
         """See ``TorchExecutor``: memory for all lanes, when the first one asks."""
@@ -99,7 +106,7 @@ class SwapExecutor(TorchExecutor):
             self._stored = np.concatenate((appended.slots, filled))
         self._order.remove(holder)
         self._order.append(holder)
-        self.caches[holder] = self.kv.enter(holder, past)
+        self.caches[holder] = self.mover.enter(holder, past)
         if appended.copy_targets.size:
             self.kv.wait_for_all()
         super().begin_step(holder, begin, appended, store)
@@ -108,11 +115,11 @@ class SwapExecutor(TorchExecutor):
         """All of the step is queued: what it has stored goes to the host, and the next
         lane's KV comes."""
         del self.caches[holder]
-        self.kv.leave(self._stored)
+        self.mover.leave(self._stored)
         for lane in self._order[:-1]:
             blocks = stored_blocks(self._stores[lane]) if lane in self._stores else self._stored[:0]
             if blocks.size:
-                self.kv.prefetch(lane, blocks)
+                self.mover.prefetch(lane, blocks)
                 return
 
 
