@@ -183,7 +183,8 @@ def test_a_lower_tier_where_nothing_is_pinned() -> None:
     cache.pool.random_(-100, 100)
     assert cache.scales is not None
     cache.scales.normal_()
-    tier = HostTier(cache, 2, HostBlocks(cache, 2, gpu_with(Cudart(error=2))).copy)
+    memory = HostBlocks(cache, 2, gpu_with(Cudart(error=2)))
+    tier = HostTier(cache, lambda: memory)
     stored = MoveJob(0, False, (b"a", b"b", b"c"), (0, 2, 3), (16, 32, 48))
     tier.begin(stored)
     assert tier.take_over() == [stored] and stored.failed == {2}

@@ -4,17 +4,12 @@ waits for a copy: a job is over as soon as its copies are queued (``sworker.host
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 from rworker.tiers.health import Faults
 from rworker.tiers.units import MoveJob
+from sworker.host_blocks import BlockMemory
 from sworker.paged import PagedKV
-
-
-class CopyBlocks(Protocol):
-    """See ``sworker.host_blocks.BlockMemory.copy``."""
-
-    def __call__(self, slots: list[int], blocks: list[int], *, is_fetch: bool) -> None: ...
 
 
 class HostTier:
@@ -22,17 +17,16 @@ class HostTier:
 
     Args:
         cache: on the device.
-        num_slots: blocks that the host's memory has room for.
-        copy: copies blocks there, and back.
+        memory: gives the host's memory, which S-workers that act as one replace.
     """
 
-    def __init__(self, cache: PagedKV, num_slots: int, copy: CopyBlocks) -> None:
-        self._copy = copy
+    def __init__(self, cache: PagedKV, memory: Callable[[], BlockMemory]) -> None:
+        self._memory = memory
         self.num_layers = cache.kv.num_layers
         self.stored_bytes = cache.kv.block_bytes
-        self.num_slots = num_slots
+        self.num_slots = memory().num_slots
         self._slot_of: dict[bytes, int] = {}
-        self._free = list(reversed(range(num_slots)))
+        self._free = list(reversed(range(self.num_slots)))
         self._over: list[MoveJob] = []
 
     @property
@@ -51,7 +45,7 @@ class HostTier:
             slots.append(slot)
             blocks.append(block)
         if slots:
-            self._copy(slots, blocks, is_fetch=job.is_fetch)
+            self._memory().copy(slots, blocks, is_fetch=job.is_fetch)
         self._over.append(job)
 
     def take_over(self) -> list[MoveJob]:

@@ -135,15 +135,8 @@ class TorchExecutor:
         if not self._host_bytes:
             identity = _identity_of_tensors(wanted.identity)
             return self.tiers.open(replace(wanted, identity=identity), DeviceMemory(cache))
-        num_slots = self.memories[wanted.holder].num_slots
-        tier = HostTier(cache, num_slots, partial(self._copy_kept, wanted.holder))
-        return self.tiers.use(wanted.holder, tier, num_slots)
-
-    def _copy_kept(
-        self, holder: HolderId, slots: list[int], blocks: list[int], *, is_fetch: bool
-    ) -> None:
-        """In the memory that the holder has by now: S-workers that act as one meet later."""
-        self.memories[holder].copy(slots, blocks, is_fetch=is_fetch)
+        tier = HostTier(cache, partial(self.memories.__getitem__, wanted.holder))
+        return self.tiers.use(wanted.holder, tier, tier.num_slots)
 
     def _forget(self, holder: HolderId) -> None:
         self.tiers.close(holder)
