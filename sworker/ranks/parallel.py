@@ -68,37 +68,20 @@ from sworker.sampling.sampler import Drawing, SampledToken
 from sworker.step_tables import StepInputs, StepTables
 from sworker.swap.swapped import LaneMover, SwappedKV
 from sworker.whole import WholeSteps, run_step
-from sworker.worker import Pass, SWorker, WholePass, without_tokens
+from sworker.worker import Pass, SWorker, without_tokens
 
 
 class ParallelPass(Pass):
-    """A pass of rank 0, mirrored by the others: q, k, v and o are whole here, shares there."""
+    """A pass of rank 0, mirrored by the others.
 
-    def __init__(
-        self,
-        worker: ParallelSWorker,
-        lane: int,
-        rows: Tensor,
-        x: Tensor | None = None,
-    ) -> None:
-        """rows, x: see ``SWorker.begin_rows``."""
-        self._ranks, self._lane = worker.ranks, lane
+    Args:
+        own: this rank's share of it.
+    """
+
+    def __init__(self, worker: ParallelSWorker, lane: int, own: Pass) -> None:
+        self._ranks, self._lane, self._own = worker.ranks, lane, own
         self._vocab_size = worker.spec.vocab_size
-        with self._ranks.peers.exchanging():
-            self._ranks.tell(BEGIN if x is None else GO_ON, lane, rows.shape[1])
-            self._ranks.share(rows)
-            if x is not None:
-                self._ranks.share(x)
-            self._own = worker.begin_rows(rows, lane, x=x)
-            self._gather()
-
-    def advance(self, o: Tensor) -> bool:
-        with self._ranks.peers.exchanging():
-            self._ranks.tell(ADVANCE, self._lane, 0)
-            goes_on = self._own.advance(self._ranks.scatter_heads(o, self._own.q))
-            if goes_on:
-                self._gather()
-        return goes_on
+        self.layer, self.is_over = own.layer, own.is_over
 
     @torch.inference_mode()
     def logits(self, rows: NDArray[np.int64]) -> Tensor:
@@ -121,6 +104,35 @@ class ParallelPass(Pass):
     def device_s(self) -> float:
         return self._own.device_s()
 
+
+class GatheredPass(ParallelPass):
+    """One that R-workers attend for: q, k, v and o are whole here, shares at the others."""
+
+    def __init__(
+        self,
+        worker: ParallelSWorker,
+        lane: int,
+        rows: Tensor,
+        x: Tensor | None = None,
+    ) -> None:
+        """rows, x: see ``SWorker.begin_rows``."""
+        ranks = worker.ranks
+        with ranks.peers.exchanging():
+            ranks.tell(BEGIN if x is None else GO_ON, lane, rows.shape[1])
+            ranks.share(rows)
+            if x is not None:
+                ranks.share(x)
+            super().__init__(worker, lane, worker.begin_rows(rows, lane, x=x))
+            self._gather()
+
+    def advance(self, o: Tensor) -> bool:
+        with self._ranks.peers.exchanging():
+            self._ranks.tell(ADVANCE, self._lane, 0)
+            goes_on = self._own.advance(self._ranks.scatter_heads(o, self._own.q))
+            if goes_on:
+                self._gather()
+        return goes_on
+
     @torch.inference_mode()
     def _gather(self) -> None:
         own = self._own
@@ -133,54 +145,13 @@ class ParallelPass(Pass):
         self.q, self.k, self.v = (torch.cat(kind, dim=1) for kind in kinds)
 
 
-class ParallelWholePass(ParallelPass):
-    """A step that attends on the ranks' own devices, each in its share of the heads."""
-
-    is_over = True
-
-    def __init__(
-        self, worker: ParallelSWorker, run: Callable[[], Tensor], inputs: StepInputs
-    ) -> None:
-        """run: this rank's part. inputs: see ``StepInputs``."""
-        self._ranks, self._lane = worker.ranks, inputs.lane
-        self._vocab_size = worker.spec.vocab_size
-        with self._ranks.peers.exchanging():
-            _announce(worker.ranks, inputs)
-            self._own: Pass = WholePass(worker, run)
-        self.layer = self._own.layer
-
-    def advance(self, o: Tensor) -> bool:
-        """Never called: no layer is left."""
-        raise AssertionError("no layer is left")
-
-
-class ParallelEmbedding(ParallelPass):
-    """A step that all ranks embed, and whose layers run in other stages."""
-
-    is_over = True
-
-    def __init__(self, worker: ParallelSWorker, rows: Tensor, lane: int) -> None:
-        """rows: see ``SWorker.begin_rows``."""
-        self._ranks, self._lane = worker.ranks, lane
-        self._vocab_size = worker.spec.vocab_size
-        with self._ranks.peers.exchanging():
-            self._ranks.tell(EMBED, lane, rows.shape[1])
-            self._ranks.share(rows)
-            self._own = SWorker.embed(worker, rows, lane)
-        self.layer = self._own.layer
-
-
 class ParallelLayersPass(ParallelPass):
-    """The same, layer by layer: q, k, v and o are of the heads that this rank keeps. The
-    others run all layers at once."""
+    """One that attends on the ranks' own devices, layer by layer: q, k, v and o are of the
+    heads that this rank keeps. The others run all layers at once."""
 
-    def __init__(self, worker: ParallelSWorker, inputs: StepInputs) -> None:
-        """inputs: see ``StepInputs``."""
-        self._ranks, self._lane = worker.ranks, inputs.lane
-        self._vocab_size = worker.spec.vocab_size
-        _announce(worker.ranks, inputs)
-        self._own = worker.begin_rows(inputs.rows, inputs.lane, x=inputs.x)
-        self.place = self._own.place
+    def __init__(self, worker: ParallelSWorker, lane: int, own: Pass) -> None:
+        super().__init__(worker, lane, own)
+        self.place = own.place
         self._take()
 
     def advance(self, o: Tensor) -> bool:
@@ -233,19 +204,24 @@ class ParallelSWorker(SWorker):
         feed: Feed | None = None,
     ) -> Pass:
         assert feed is None
-        return ParallelPass(self, lane, torch.from_numpy(np.stack((token_ids, positions))))
+        return GatheredPass(self, lane, torch.from_numpy(np.stack((token_ids, positions))))
 
     def go_on(self, x: Tensor, positions: NDArray[np.int64], lane: int = 0) -> Pass:
-        return ParallelPass(self, lane, without_tokens(positions), x.contiguous())
+        return GatheredPass(self, lane, without_tokens(positions), x.contiguous())
 
     def run_through(self, run: Callable[[], Tensor], inputs: StepInputs | None = None) -> Pass:
         """See ``SWorker``; the other ranks do the same."""
         assert inputs is not None
-        return ParallelWholePass(self, run, inputs)
+        with self.ranks.peers.exchanging():
+            _announce(self.ranks, inputs)
+            return ParallelPass(self, inputs.lane, super().run_through(run))
 
     def embed(self, rows: Tensor, lane: int) -> Pass:
         """See ``SWorker``."""
-        return ParallelEmbedding(self, rows, lane)
+        with self.ranks.peers.exchanging():
+            self.ranks.tell(EMBED, lane, rows.shape[1])
+            self.ranks.share(rows)
+            return ParallelPass(self, lane, super().embed(rows, lane))
 
     @property
     def sinks(self) -> tuple[Tensor, ...] | None:
@@ -271,7 +247,8 @@ class ParallelSWorker(SWorker):
         """See ``SWorker``. Until all layers are done nothing else may happen
         (``together``): the other ranks run them at once."""
         assert feed is None
-        return ParallelLayersPass(self, inputs)
+        _announce(self.ranks, inputs)
+        return ParallelLayersPass(self, inputs.lane, super().begin_here(inputs))
 
     def together(self) -> AbstractContextManager[object]:
         """See ``SWorker``."""
