@@ -38,6 +38,6 @@ def __getattr__(name: str) -> Any:
     if name in ("append", "attend", "copy_blocks", "gather"):
         from cpu_kernels import kernels
 
-        found = globals()[name] = getattr(kernels, name)  # from now on nobody asks here
+        found = globals()[name] = getattr(kernels, name)  # found without this function now
         return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

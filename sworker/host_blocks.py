@@ -20,7 +20,7 @@ from sworker.paged import PagedKV
 
 
 class BlockMemory(Protocol):
-    """Where blocks of a cache are kept beside it."""
+    """Where copies of a cache's blocks are kept."""
 
     @property
     def num_slots(self) -> int:

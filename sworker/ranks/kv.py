@@ -123,7 +123,7 @@ class FollowingKV:
     @property
     def cache(self) -> PagedKV:
         """That a step attends in; of lanes that are swapped, the present one's."""
-        assert self._cache is not None, "told before"
+        assert self._cache is not None, "a cache comes first"
         return self._cache
 
     @property

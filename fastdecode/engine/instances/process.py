@@ -112,7 +112,7 @@ def serve_instance_rank(config: EngineConfig, tell: Callable[[str], None]) -> bo
     """Be one of the S-workers of an MPI job's instances, until rank 0 leaves.
 
     Returns:
-        Whether rank 0 can say what becomes of the job; False: it has died.
+        Whether rank 0 is alive, which reports how the job ends.
 
     Raises:
         ConfigError: the job has other ranks than the instances take.
@@ -123,7 +123,7 @@ def serve_instance_rank(config: EngineConfig, tell: Callable[[str], None]) -> bo
     job = joining.join()
     ranks = check_job(config.instances, job)
     number = ranks.instance_of(job.rank)
-    # Whoever is told goodbye, however far this one gets.
+    # Peers to say goodbye to, however far this rank gets.
     job.peers.update(set(ranks.s_ranks(number)) - {job.rank}, ranks.r_ranks(number))
     role = config.instances.placed[number].role
     own = _own(config.of_instance(number), role, is_here=False)
@@ -234,8 +234,8 @@ def _check(config: EngineConfig, place: InstancePlace) -> None:
         raise ConfigError("an instance is a process by itself: start it without mpirun")
     if config.instances.is_several:
         raise ConfigError("an instance has no instances: leave out those options")
-    usual = EngineConfig(config.model).options
     config.check_reached(config.s_part.pp)
+    usual = EngineConfig(config.model).options
     for name in _REFUSED:
         if config.options[name] != usual[name]:
             raise ConfigError(

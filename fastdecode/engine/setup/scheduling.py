@@ -69,9 +69,9 @@ def measured_times(resolved: ResolvedConfig) -> MeasuredTimes | None:
     return MeasuredTimes() if resolved.adapts_lanes or is_hybrid or not is_greedy else None
 
 
-def lane_control(resolved: ResolvedConfig, times: MeasuredTimes | None) -> LaneControl | None:
+def lane_control(resolved: ResolvedConfig, times: MeasuredTimes) -> LaneControl | None:
     """What decides how many lanes there are; None: the user has."""
-    if not resolved.adapts_lanes or times is None:
+    if not resolved.adapts_lanes:
         return None
     num_lanes, num_stages = resolved.schedule.num_lanes, len(resolved.layers)
     return LaneControl(times, num_lanes, most=resolved.most_lanes, num_stages=num_stages)
