@@ -163,7 +163,7 @@ def _r_worker(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--silence-s={args.silence_s} is not a number of seconds from 0.1 to 3600"
         )
-    placed = Instances(instance_ranks=tuple(args.instance_ranks))
+    placed = Instances(instance_ranks=tuple(args.instance_ranks)).placed
     num_sharing = bind_cpus(args.cpus, args.numa_node)
     if args.exit_with_parent:
         end_with(os.getppid(), "this R-worker")
@@ -177,7 +177,7 @@ def _r_worker(args: argparse.Namespace) -> int:
             num_sharing_cpus=num_sharing,
             cache_disk=args.cache_disk,
             cache_disk_gb=args.cache_disk_gb,
-            instances=InstanceRanks.of(placed) if placed.placed else None,
+            instances=InstanceRanks(placed) if placed else None,
             silence_s=args.silence_s,
         )
     for option in ("return_s", "session_keep_s"):

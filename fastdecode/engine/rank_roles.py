@@ -81,7 +81,7 @@ def _serve_if_placed(config: EngineConfig, tell: Callable[[str], None]) -> None:
     job = joining.join()
     if job.rank == mpi_job.S_RANK:
         return
-    if InstanceRanks.of(config.instances).is_s_rank(job.rank):
+    if InstanceRanks(config.instances.placed).is_s_rank(job.rank):
         _serve_instance(config, tell)
     from rworker.host import serve_rank
 
@@ -89,7 +89,7 @@ def _serve_if_placed(config: EngineConfig, tell: Callable[[str], None]) -> None:
         job,
         kv_memory_gb=config.r_part.kv_memory_gb,
         num_threads=config.r_part.r_threads,
-        instances=InstanceRanks.of(config.instances),
+        instances=InstanceRanks(config.instances.placed),
         silence_s=config.cluster.worker_silence_s,
     )
 

@@ -26,7 +26,7 @@ from fastdecode.wire.transport import TIMEOUT, PeerLostError
 
 def check_job(instances: Instances, job: MpiJob) -> InstanceRanks:
     """Which rank is whose. Raises ConfigError: they can't be this job's."""
-    ranks = InstanceRanks.of(instances)
+    ranks = InstanceRanks(instances.placed)
     ranks.check(job)
     if not job.threads_may_take_turns:
         raise ConfigError(

@@ -6,7 +6,7 @@ import bisect
 import itertools
 from dataclasses import dataclass
 
-from fastdecode.core.config.instances import Instances, PlacedInstance
+from fastdecode.core.config.instances import PlacedInstance
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.wire.mpi.job import MpiJob
 
@@ -105,11 +105,6 @@ class InstanceRanks:
     behind it stand each one's S-workers and then its R-workers."""
 
     placed: tuple[PlacedInstance, ...]
-
-    @classmethod
-    def of(cls, instances: Instances) -> InstanceRanks:
-        """Those that were chosen."""
-        return cls(instances.placed)
 
     @property
     def size(self) -> int:
