@@ -3,10 +3,10 @@ field and its value."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from cost_model.exact import LARGEST
 from fastdecode.core.errors import ConfigError
 
 MAX_TOKENS = 1 << 24
@@ -23,13 +23,13 @@ def count(
 
 
 def number(fields: Mapping[str, Any], name: str, where: str, *, may_be_0: bool = False) -> float:
-    """A finite number above 0, or of at least 0. Raises ConfigError."""
+    """A number above 0, or of at least 0, and below 1e15. Raises ConfigError."""
     value: Any = fields.get(name)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number and math.isfinite(value) and (value > 0 or (may_be_0 and value == 0)):
+    if is_number and (0 < value < LARGEST or (may_be_0 and value == 0)):
         return float(value)
     least = "of at least" if may_be_0 else "above"
-    raise ConfigError(f"{where}: {name}={value!r} is not a number {least} 0")
+    raise ConfigError(f"{where}: {name}={value!r} is not a number {least} 0 and below {LARGEST:g}")
 
 
 def check_known(fields: Mapping[str, Any], known: Collection[str], where: str) -> None:

@@ -128,7 +128,7 @@ def read_machine_profile(path: Path) -> MachineProfile:
         raise ConfigError(f'{where}: "microbatches" has a size twice; give each once')
     return MachineProfile(
         count(tree, "prompt_tokens", where),
-        ModelMemory.given(*(number(tree, name, where) for name in _FIELDS[1:3])),
+        ModelMemory.given(number(tree, "model_gb", where), number(tree, "kv_gb_per_token", where)),
         tuple(sorted(found, key=lambda point: point.sequences)),
     )
 
@@ -137,5 +137,8 @@ def _point(tree: Any, where: str) -> MeasuredMicrobatch:
     if not isinstance(tree, dict):
         raise ConfigError(f"{where} must be an object with {', '.join(_POINT_FIELDS)}")
     check_known(tree, _POINT_FIELDS, where)
-    times = (number(tree, name, where) for name in _POINT_FIELDS[1:])
-    return MeasuredMicrobatch(count(tree, "sequences", where), *times)
+    return MeasuredMicrobatch(
+        count(tree, "sequences", where),
+        number(tree, "prompt_s", where),
+        number(tree, "token_s", where),
+    )
