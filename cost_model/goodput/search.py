@@ -1,7 +1,7 @@
 """From hardware, requests and an SLO to a placement.
 
-The instances of a phase are those that carry the asked rate at the least cost: ``⌈rate /
-goodput⌉`` of one kind, with so many sockets each. By the objective ``gpu`` the fewest GPUs are
+The instances of a phase carry the asked rate at the least cost: ``⌈rate / goodput⌉`` of one
+kind, with so many sockets each. By the objective ``gpu`` the fewest GPUs are
 the least cost, and among those the lowest price; by ``cost`` the lowest price. So what an
 instance could carry beyond the rate is worth nothing, and more sockets pay only where fewer
 instances do.
@@ -33,7 +33,6 @@ from cost_model.goodput.simulator import (
 )
 
 Role = Literal["prefill", "decode", "both"]
-ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 Affinity = Literal["high", "low"]
 Objective = Literal["gpu", "cost"]
 What: TypeAlias = Degrees | Pair
@@ -62,17 +61,22 @@ class Phase:
 
     load: Load
     rate: float
-    """Requests a second that are asked for: more counts for nothing."""
+    """The asked requests a second: more counts for nothing."""
     num_gpus: int
     """That there are. Of more than fit on them, one is simulated with its part of the rate."""
     simulated: Callable[[What, int], Simulated]
     progress: Callable[[], object] = lambda: None
+    _goodputs: dict[tuple[What, int], float] = field(default_factory=dict)
 
     def goodput(self, what: What, sockets: int) -> float:
         """Requests a second of one; 0: it doesn't meet the SLO at any rate."""
-        one = self.simulated(what, sockets)
-        most = min(self.rate, one.most)
-        return greatest_rate(self.load, lambda r: one.run(r, 1), most, self.rate)
+        found = self._goodputs.get((what, sockets))
+        if found is None:
+            one = self.simulated(what, sockets)
+            most = min(self.rate, one.most)
+            found = greatest_rate(self.load, lambda r: one.run(r, 1), most, self.rate)
+            self._goodputs[what, sockets] = found
+        return found
 
     def fewest(self, what: What, sockets: int, most: int) -> int:
         """The fewest of up to ``most`` that carry the rate together; 0: none do."""
@@ -267,7 +271,7 @@ def plan_colocated(search: Search, sockets_per_node: int | None = None) -> Place
 
 
 def _group(search: Search, role: Role, phase: Phase, chosen: Chosen) -> InstanceGroup:
-    """Those of one role, with what one of them carries by itself: at least its share."""
+    """The instances of one role, with what one of them carries by itself: at least its share."""
     what, sockets = chosen.what, 0 if role == "prefill" else chosen.sockets
     goodput = max(phase.goodput(what, sockets), search.rate / chosen.count)
     degrees = what.prefill if role == "prefill" else what.decode
@@ -350,7 +354,8 @@ def plan_low_affinity(search: Search, sockets_per_node: int) -> PlacementPlan | 
     pair = chosen.what
     assert isinstance(pair, Pair)
     outcome = phase.simulated(pair, chosen.sockets).run(requests, chosen.count)
-    groups = tuple(_group(search, role, search.phase(role), chosen) for role in ROLES[:2])
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    groups = tuple(_group(search, role, search.phase(role), chosen) for role in roles)
     goodput = max(search.rate, chosen.count * phase.goodput(pair, chosen.sockets))
     return _plan(search, "disaggregated", groups, goodput, outcome, pair.pp_cross)
 
