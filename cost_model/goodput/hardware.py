@@ -42,7 +42,7 @@ class InstanceHardware:
     crosses_nodes: bool = True
     """K and V go from prefill to decode instances through ports."""
     can_run: Callable[[int, int, int], bool] = lambda *_: True
-    """Whether whoever starts instances starts one of so much tp and pp, with so many sockets."""
+    """Whether an instance with this tp and pp and so many sockets can be started."""
     _systems: dict[int, System] = field(default_factory=dict)
 
     @property

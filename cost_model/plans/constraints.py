@@ -55,7 +55,7 @@ def r_memory_bytes(system: System, lane_batch: int, lanes: int) -> float:
 
 
 def sockets_with_room(system: System, lane_batch: int, lanes: int, replicas: int) -> int:
-    """The fewest that hold the KV cache and its replicas, each beside another R-worker's."""
+    """The fewest that hold the KV cache and its replicas, which are on other R-workers."""
     kv_bytes = r_memory_bytes(system, lane_batch, lanes) * (1 + replicas)
     return max(whole(kv_bytes / system.r.capacity_bytes), 2 * replicas)
 
