@@ -158,6 +158,10 @@ def test_emits_what_launch_starts(
     none = tmp_path / "none.json"
     assert plan(*GOODPUT, *where, "--rate", "3", f"--emit={none}") == 0
     assert "it starts none that keeps the SLO" in capsys.readouterr().err and not none.exists()
+    monkeypatch.undo()
+    monkeypatch.setattr("fastdecode.core.config.placement.MAX_INSTANCES", 0)
+    assert plan(*GOODPUT, *where, "--rate", "3", f"--emit={none}") == 0
+    assert "it starts none that keeps the SLO" in capsys.readouterr().err and not none.exists()
 
 
 @pytest.mark.parametrize(

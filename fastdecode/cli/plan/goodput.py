@@ -129,23 +129,28 @@ def _emit(path: Path, question: Question, found: Answer) -> None:
         if launchable is None:
             tell(f"--emit {path}: it starts none that keeps the SLO; nothing is written")
             return
-        placement, what = placement_file(launchable), "the best placement that launch starts"
+        placement, what = launchable, "the best placement that launch starts"
     text = json.dumps(placement, indent=2) + "\n"
     write_whole(path, text, refuse=lambda why: ConfigError(f"--emit {path}: {why}"))
     tell(f"{what} is in {path}")
 
 
-def _launchable(question: Question) -> Answer | None:
-    """The answer by instances that ``fastdecode launch`` starts; None: none keeps the SLO."""
+def _launchable(question: Question) -> dict[str, Any] | None:
+    """The best placement that ``fastdecode launch`` starts; None: none keeps the SLO."""
     from cost_model.goodput.answer import answer
-    from fastdecode.core.config.placement import is_launchable
+    from cost_model.goodput.report import placement_file
+    from fastdecode.core.config.placement import is_launchable, placed_instances
 
     hardware = replace(question.hardware, can_run=is_launchable)
     try:
         found = answer(replace(question, hardware=hardware), progress_teller())
+        if found.best is None:
+            return None
+        placement = placement_file(found)
+        placed_instances(placement, ConfigError)
     except ConfigError:
-        return None  # no such instance holds the model
-    return None if found.best is None else found
+        return None  # no such instance holds the model, or too many are needed
+    return placement
 
 
 def _question(args: argparse.Namespace) -> Question:
