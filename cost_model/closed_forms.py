@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from bisect import bisect_left
 from collections.abc import Callable
 
@@ -32,7 +31,7 @@ def smallest(holds: Callable[[int], bool], known: int, *, above: int = 0) -> int
     return above + 1 + bisect_left(range(above + 1, known), True, key=holds)
 
 
-def largest(holds: Callable[[int], bool], most: int = sys.maxsize) -> int:
+def largest(holds: Callable[[int], bool], most: int) -> int:
     """The largest number from 1 to ``most`` that holds; 0: none does. All below a number that
     holds must hold, too."""
     low, high = 0, 1

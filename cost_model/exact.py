@@ -36,10 +36,10 @@ def exact(name: str, value: float, *, least: float = 0.0, above: bool = True) ->
     return as_typed(value)
 
 
-def number_within(name: str, value: float, low: float, high: float, unit: str = "") -> float:
-    """Raises ConfigError if it isn't within these bounds. ``unit``: in words, with "of"."""
+def number_within(name: str, value: float, low: float, high: float, what: str = "number") -> float:
+    """Raises ConfigError if it isn't within these bounds. ``what``: with its unit."""
     if isinstance(value, bool) or not math.isfinite(value) or not low <= value <= high:
-        raise ConfigError(Given(name, value), f" is not a number {unit}from {low:g} to {high:g}")
+        raise ConfigError(Given(name, value), f" is not a {what} from {low:g} to {high:g}")
     return value
 
 

@@ -45,7 +45,7 @@ def best_gpu_only(system: System, step_limit_s: float) -> GpuOnly | None:
     def fast(batch: int) -> bool:
         return at_most(gpu_only_step_s(system, batch), step_limit_s)
 
-    measured = sys.maxsize if system.s.max_batch is None else system.s.max_batch
+    measured = system.s.max_batch or sys.maxsize
     batch = largest(lambda batch: fits(batch) and fast(batch), measured)
     if not batch:
         return None

@@ -140,14 +140,12 @@ class Goal:
     None: a tenth, or a hundredth of sockets that there are anyway (``max_sockets``)."""
 
     def __post_init__(self) -> None:
-        for name, value, low, high, unit in (
-            ("latency", self.latency_s, 1e-6, MAX_SECONDS, "of seconds "),
-            ("tpot", self.tpot_s, 1e-6, MAX_SECONDS, "of seconds "),
-            ("headroom", self.headroom, 0.0, 10.0, ""),
-            ("min_gain", self.min_gain, 1e-3, 10.0, ""),
-        ):
-            if value is not None:
-                number_within(name, value, low, high, unit)
+        for name, seconds in (("latency", self.latency_s), ("tpot", self.tpot_s)):
+            if seconds is not None:
+                number_within(name, seconds, 1e-6, MAX_SECONDS, "number of seconds")
+        number_within("headroom", self.headroom, 0.0, 10.0)
+        if self.min_gain is not None:
+            number_within("min_gain", self.min_gain, 1e-3, 10.0)
         whole_number("survive", self.survive, 0, MAX_SOCKETS)
         whole_number("replicas", self.replicas, 0, 1)
         for name, count, most in (

@@ -142,6 +142,6 @@ def test_smallest_and_largest_number_that_holds(above: int, more: int, border: i
     known = above + more
     first = min(max(border, above + 1), known)
     assert smallest(lambda number: number >= first, known, above=above) == first
-    assert largest(lambda number: number <= border) == border
+    assert largest(lambda number: number <= border, 1 << 40) == border
     assert largest(lambda number: number <= border, known) == min(border, known)
     assert largest(lambda number: False, known) == 0

@@ -228,6 +228,13 @@ def test_a_pair_carries_no_more_than_either_phase() -> None:
     assert 0 < together <= 1.02 * min(prompts, tokens)
 
 
+def test_a_goodput_is_found_once() -> None:
+    phase = Search(hardware(), question().load, 8.0).phase("decode")
+    found = phase.goodput(Degrees(1, 1), 4)
+    phase.simulated = None  # type: ignore[assignment]
+    assert phase.goodput(Degrees(1, 1), 4) == found > 0
+
+
 def test_what_launch_can_not_start_is_left_out() -> None:
     long = Load(drawn(Lengths(512), Lengths(300), 1.0, 300, 0), question().load.slo)
     here = replace(hardware(gpus=4), can_run=lambda tp, pp, sockets: tp == pp == 1 and sockets > 0)
