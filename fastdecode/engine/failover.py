@@ -104,7 +104,7 @@ class ReplicaRecovery(Recovery):
         leaving: list[HolderId] = []
         if not self._state.lifecycle.adoptions:
             leaving = replicas.leaving(self._is_used)
-        joined = list(self._joined(self._replacements.look(vacant)))
+        joined = list(self._joined(vacant))
         for _ in joined:
             replicas.joined()
         yield from map(Leaving, leaving)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from copy import copy
 
 from fastdecode.core.clock import Clock
@@ -20,7 +20,6 @@ from fastdecode.engine.extensions import EngineState, Extension
 from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.schedule.holder_states import HolderState
 from fastdecode.schedule.life.events import Event, Interrupted, Joined, Lost
-from fastdecode.wire.messages import Welcome
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ class Recovery(Extension):
     def news(self) -> Iterable[Event]:
         """Replacements that have joined, once no sequence is on the lost ones."""
         if self._replacements is not None and (vacant := self._vacant):
-            yield from self._joined(self._replacements.look(vacant))
+            yield from self._joined(vacant)
 
     @property
     def _vacant(self) -> list[HolderId]:
@@ -104,12 +103,10 @@ class Recovery(Extension):
             )
         return stranded_s < timeout_s or bool(self._replacements.look(self._vacant))
 
-    def _joined(self, found: Mapping[int, Welcome]) -> Iterator[Event]:
-        """Admit the replacements of lost holders, if no sequence
-        is on those any more."""
+    def _joined(self, vacant: Collection[HolderId]) -> Iterator[Event]:
+        """Admit the replacements of these holders."""
         assert self._replacements is not None
-        vacant = self._vacant
-        for index, welcome in found.items():
+        for index, welcome in self._replacements.look(vacant).items():
             if (holder := HolderId(index)) in vacant:
                 self._replacements.admit(holder)
                 self._fleet.revive(holder)

@@ -175,8 +175,8 @@ def test_stream_yields_as_requests_finish_and_survives_being_dropped(llm: LLM) -
     assert [o.request_id for o in llm.stream(arrivals())] == ["short", "long"]
 
 
-def test_running_answers_are_told_by_tokens_and_limits(llm: LLM) -> None:
-    told: list[AnswerCounts] = []
+def test_running_answers_are_counted_by_tokens_and_limits(llm: LLM) -> None:
+    reported: list[AnswerCounts] = []
     seconds = iter([0.0, 0.5, 1.5])
     answers = RunningAnswers(llm.service, lambda: next(seconds))
 
@@ -188,14 +188,14 @@ def test_running_answers_are_told_by_tokens_and_limits(llm: LLM) -> None:
             served.engine.step()
 
     llm.service.call(run)
-    told.append(answers.latest())  # asks for it
+    reported.append(answers.latest())  # asks for it
     llm.service.call(lambda served: None)
-    told.append(answers.latest())
+    reported.append(answers.latest())
     llm.service.call(lambda served: served.engine.cancel("endless"))
     answers.latest()
     llm.service.call(lambda served: None)
-    (((tokens, most), num),) = told[1].items()
-    assert (told[0], most, num) == ({}, 50, 1) and 3 <= tokens < 50
+    (((tokens, most), num),) = reported[1].items()
+    assert (reported[0], most, num) == ({}, 50, 1) and 3 <= tokens < 50
 
 
 def test_bad_options_are_named() -> None:

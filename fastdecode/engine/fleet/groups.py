@@ -119,7 +119,7 @@ class CacheGroup:
         is lost."""
         pool = self._pool
         due = self._concerned(message)
-        if pool.gone and any(pool.placement[member] in pool.gone for member in due):
+        if pool.gone and any(map(pool.is_lost, due)):
             return
         if isinstance(message, Hello):
             self.welcome = None

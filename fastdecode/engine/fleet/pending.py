@@ -36,7 +36,7 @@ class Deadlines:
     Args:
         timeout_s: how long an answer may take.
         silence_s: how long a peer may give no sign of life, where connections
-            report those.
+            report signs of life.
         clock: seconds, as ``Connection.heard_s`` has them.
     """
 
@@ -277,7 +277,7 @@ class PendingReplies:
 
     def is_owed_by(self, index: int) -> bool:
         """Whether a peer owes anything."""
-        return bool(self._due[index]) or self.transfers.since_s(index) is not None
+        return self.owes_answer(index) or self.transfers.since_s(index) is not None
 
     def owes_answer(self, index: int) -> bool:
         """Whether a peer owes an answer, besides reports on transfers."""

@@ -443,7 +443,7 @@ _LOOK_S: Final = 1e-3
 
 
 class MixedPool(WorkerPool):
-    """R-workers, and beside them the cache on the S-worker's device; see ``WorkerPool``."""
+    """R-workers, and the cache on the S-worker's device as the last; see ``WorkerPool``."""
 
     @property
     def is_owed_at_once(self) -> bool:
@@ -453,7 +453,8 @@ class MixedPool(WorkerPool):
     def receive(self, *, most_s: float = math.inf) -> tuple[HolderId, Answer] | None:
         """See ``WorkerPool``. While the device fetches, R-workers are waited for in short turns."""
         if not self._early:
-            device, index = self._connection(self.num_workers - 1), self.num_workers - 1
+            index = self.num_workers - 1
+            device = self._connection(index)
             if self.is_owed_at_once:
                 return self._taken(index, device.receive())
             if self.pending.transfers.since_s(index) is not None:

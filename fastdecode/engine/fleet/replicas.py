@@ -227,7 +227,7 @@ class Failovers:
         if holder in self.adopted:
             if self._handovers is not None:
                 self._handovers.cancel(holder)
-            return self._fleet.placement[holder] not in self._fleet.gone
+            return not self._fleet.is_lost(holder)
         keeper = self._ring.beside(holder, 1)
         if keeper in self._fleet.gone:
             return False
@@ -277,7 +277,7 @@ class Failovers:
             self.adopted.remove(holder)
             self._ring.forget(holder)
             self._fleet.placement.give_back(holder)
-        elif self._fleet.placement[holder] in self._fleet.gone:
+        elif self._fleet.is_lost(holder):
             self._ring.forget(holder)
 
     def end_all(self) -> bool:
@@ -370,7 +370,8 @@ class Replicas:
     def adopted(self) -> set[HolderId]:
         """Holders of which neighbours have taken a member over. None, where there are
         no others to start on."""
-        return self._adopted if self._has_others(self._adopted) else set()
+        adopted = self._adopted
+        return adopted if self._has_others(adopted) else set()
 
     @property
     def _adopted(self) -> set[HolderId]:

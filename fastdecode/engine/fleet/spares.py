@@ -90,7 +90,6 @@ class SpareHub:
         self._num_workers = len(addresses)
         self._num_places = num_places = self._num_workers - num_spares
         self._connections = list(hub.connections[:num_places])
-        self._num_known = self._num_workers  # of the hub's connections; more may come
         self.addresses = list(addresses[:num_places])
         """What R-workers call each other, by their places: of one in whose
         place a spare one is to come, that one's."""
@@ -102,11 +101,10 @@ class SpareHub:
 
     @property
     def connections(self) -> Sequence[RConnection]:
-        """Those of places, and behind them those to others than R-workers."""
-        whole = self._hub.connections
-        if len(whole) > self._num_known:
-            self._connections += whole[self._num_known :]
-            self._num_known = len(whole)
+        """To the R-workers in their places, and behind these to peers that are no R-workers."""
+        whole, num_known = self._hub.connections, len(self._connections) + len(self._spares)
+        if len(whole) > num_known:  # more may come
+            self._connections += whole[num_known:]
         return self._connections
 
     @property

@@ -48,7 +48,7 @@ class ColumnRegreeting:
     Args:
         pool: the R-workers, one a column.
         hello: what they are greeted with.
-        places: who may replace a lost one.
+        places: R-workers that may replace a lost one.
     """
 
     forgets_answers = False
@@ -169,7 +169,7 @@ class Relay:
         self._session = session
         self._regreeting = regreeting
         self._reported: set[int] = set()  # lost R-workers
-        self._vacant: set[int] = set()  # those that were reported to have no replacement
+        self._vacant: set[int] = set()  # lost R-workers that were reported to have no replacement
         self._numbers: dict[int, int] = {}  # of each column's last greeting
         self._num_due: Counter[int] = Counter()  # greetings that R-workers have not answered
 
@@ -218,8 +218,8 @@ class Relay:
                 raise ProtocolError(f"the first stage sent {type(message).__name__}")
 
     def regroup(self, members: NDArray[np.int32]) -> Sequence[HolderId]:
-        """The first stage says which R-workers keep the columns; those of a stage that
-        decodes are always its own. Returns the columns that changed."""
+        """The first stage says which R-workers keep the columns; a stage that decodes
+        always has its own. Returns the columns that changed."""
         return ()
 
     def pass_on(self, news: Iterable[News]) -> None:

@@ -21,7 +21,7 @@ class ColumnReplacements:
     Args:
         fleet: the columns.
         hello: what R-workers of the first stage are greeted with.
-        places: R-workers that may replace those.
+        places: R-workers that may replace these.
         timeout_s: how long to go on looking when all columns are lost.
     """
 
@@ -67,9 +67,9 @@ class ColumnReplacements:
     def _is_vacant(self, group: CacheGroup) -> bool:
         """Whether a member is lost that has no replacement."""
         members = self._fleet.of_stages
-        gone = [member for member in group.shards if members.placement[member] in members.gone]
+        lost = filter(members.is_lost, group.shards)
         has_places = bool(self._places.timeout_s)
-        return any(not has_places if members.is_here(x) else x in members.vacant for x in gone)
+        return any(not has_places if members.is_here(x) else x in members.vacant for x in lost)
 
     def _let_in(self, group: CacheGroup) -> bool:
         """Whether each lost member of a column has been replaced: from now on its

@@ -328,7 +328,7 @@ class StepBatch:
         ordered = tuple([chunks[i] for i in order])
         columns = Columns.of(ordered, [homes[i] for i in order], [keys[i] for i in order])
         num_known = np.array([len(chunk.sequence.token_ids) for chunk in ordered])
-        # Only who has a closed part goes on in one that begins later.
+        # A part that begins later comes behind a closed one.
         has_closed = columns.first_tokens.any()
         closed = _closed_parts(ordered, columns.starts, window) if has_closed else ()
         spans, local = columns.lay_out(step, lane, closed)
