@@ -81,7 +81,7 @@ def samples(job: Shape) -> Iterator[tuple[float, JobCounts, int]]:
 
 
 def judged(job: Shape, marks: tuple[float, ...] = MARKS) -> list[tuple[float, float]]:
-    """Of a job: what is told, in seconds, and the truth, at these shares of its time."""
+    """Of a job: the ETA and the truth, in seconds, at these shares of its time."""
     *_, (end_s, _, _) = samples(job)
     left, found, times = list(marks), [], TokenTimes()
     for now_s, counts, outputs in samples(job):
@@ -120,9 +120,9 @@ def drawn_shape(kind: str, seed: int) -> Shape:
     )
 
 
-def is_right(told: float, true: float) -> bool:
+def is_right(estimate: float, true: float) -> bool:
     """Within a fifth."""
-    return abs(told - true) <= 0.2 * true
+    return abs(estimate - true) <= 0.2 * true
 
 
 def drawn(num_jobs: int) -> dict[str, Any]:
@@ -132,9 +132,9 @@ def drawn(num_jobs: int) -> dict[str, Any]:
         right = [0] * len(MARKS)
         ratios: dict[int, list[float]] = defaultdict(list)
         for seed in range(num_jobs):
-            for place, (told, true) in enumerate(judged(drawn_shape(kind, seed))):
-                right[place] += is_right(told, true)
-                ratios[place].append(told / true)
+            for place, (estimate, true) in enumerate(judged(drawn_shape(kind, seed))):
+                right[place] += is_right(estimate, true)
+                ratios[place].append(estimate / true)
         middle = [sorted(each)[len(each) // 2] for each in ratios.values()]
         rows[kind] = {"jobs": num_jobs, "right": right, "median_ratio": middle}
         print(f"{kind}: {right} of {num_jobs}; median {[round(each, 2) for each in middle]}")
@@ -180,8 +180,8 @@ def _run(model: str, num_lines: int) -> list[dict[str, float]]:
     with LLM(model, max_num_sequences=64, seed=0) as llm:
         began = {"wall": time.monotonic(), "cpu": _cpu_s()}
         clocks = {"wall": time.monotonic, "cpu": _cpu_s}
-        told = {name: Progress(io.StringIO(), clock=clock) for name, clock in clocks.items()}
-        for each in told.values():
+        bars = {name: Progress(io.StringIO(), clock=clock) for name, clock in clocks.items()}
+        for each in bars.values():
             each.begin(num_lines, limits={1024: num_lines})
         ended, done = EndedAnswers(), 0
 
@@ -190,21 +190,20 @@ def _run(model: str, num_lines: int) -> list[dict[str, float]]:
             if series and now["wall"] - series[-1]["wall_s"] < SAMPLE_S:
                 return
             running = llm.running_answers()
-            for each in told.values():
+            for each in bars.values():
                 each.update(
                     done=done, num_failed=0, num_tokens=llm.stats.num_output_tokens,
                     workers=(1, 1), num_prompt_tokens=llm.stats.num_prompt_tokens,
                     num_running=llm.snapshot().engine.num_running, running=running, ended=ended,
                 )  # fmt: skip
             row = {f"{name}_s": now[name] for name in clocks}
-            row |= {f"{name}_eta_s": told[name].remaining_s or 0.0 for name in clocks}
+            row |= {f"{name}_eta_s": bars[name].remaining_s or 0.0 for name in clocks}
             series.append({name: round(value, 1) for name, value in row.items()} | {"done": done})
 
         requests = (PromptRequest(str(i), p, params[i]) for i, p in enumerate(prompts))
         for output in llm.stream(requests, tick):
             done += 1
-            for one in output.completions:
-                ended.add(len(one.token_ids), is_cut=one.finish_reason == "length")
+            ended.add_output(output)
         series.append({f"{name}_s": clock() - began[name] for name, clock in clocks.items()})
         series[-1] |= {"wall_eta_s": 0.0, "cpu_eta_s": 0.0, "done": done}
     return series

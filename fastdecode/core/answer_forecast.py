@@ -1,4 +1,4 @@
-"""What the answers that run and wait will still get, by how long others got."""
+"""The tokens that running and waiting answers will still get, by the lengths of others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Final
 from fastdecode.core.answer_lengths import EDGES, AnswerCounts, LengthTable, bucket_of
 
 MOST_IN_TURN: Final = 4
-"""As many times the running answers may wait, and be given their starts one by one."""
+"""Up to so many waiting answers for each running one are given their starts one by one."""
 GOLDEN: Final = (math.sqrt(5.0) - 1.0) / 2.0
 """Its multiples, less whole numbers, are spread evenly."""
 NUM_STARTS: Final = 50
@@ -30,7 +30,7 @@ class FreshAnswers:
     """
 
     def __init__(self, table: LengthTable, limits: Mapping[int, int]) -> None:
-        every = sorted((most or math.inf, num) for most, num in (limits or {0: 1}).items())
+        every = sorted((most or math.inf, num) for most, num in limits.items())
         self._table = table
         self._limits = [most for most, _ in every]
         total = sum(num for _, num in every)
@@ -107,7 +107,7 @@ class Forecast:
         self._num_waiting = num_waiting
         left = (each.num * table.left(each.length, each.most) for each in self._running)
         self.tokens = sum(left) + (num_waiting * self._fresh.mean if num_waiting else 0.0)
-        """That are left; infinite: nothing tells."""
+        """That are left; infinite: nothing bounds them."""
 
     def rounds(self) -> float:
         """Until the longest answer is done, where some run: as likely more as fewer."""
@@ -136,8 +136,8 @@ class Forecast:
         return chance
 
     def _starting(self) -> list[_Group]:
-        """The waiting answers, each of which begins when another one ends. Those
-        that run are taken to end evenly spread over what may come."""
+        """The waiting answers, each of which begins when another one ends. The ends
+        of running answers are spread evenly over their likely lengths."""
         ends = [
             self._end(group, (place * GOLDEN) % 1.0) for place, group in enumerate(self._each())
         ]

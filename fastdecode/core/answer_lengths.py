@@ -1,21 +1,24 @@
-"""How long answers get: learnt from those that have ended, and from how far the
-running ones are."""
+"""How long answers get: learnt from complete answers, and from how far the running
+ones are."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from operator import neg
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+if TYPE_CHECKING:
+    from fastdecode.core.sequence import RequestOutput
 
 WIDTH: Final = 1.05
 """Of a bucket of lengths: its end by its start. The first ones hold one length each."""
 LONGEST: Final = 4 << 20
 MOST_LIMITS: Final = 256
-"""So many limits are told apart."""
+"""More different limits than these are counted by bucket."""
 NUM_IN_TAIL: Final = 10
 """Answers that ended last: beyond the start of these the rate of ends is taken as constant."""
 
@@ -54,9 +57,14 @@ class EndedAnswers:
         self.num_tokens += length
         (self.cut if is_cut else self.ended)[bucket_of(length)] += 1
 
+    def add_output(self, output: RequestOutput) -> None:
+        """All answers of a request are complete."""
+        for one in output.completions:
+            self.add(len(one.token_ids), is_cut=one.finish_reason == "length")
+
 
 def few_limits(limits: Mapping[int, int]) -> Mapping[int, int]:
-    """Answers by their limit; many limits are counted by bucket."""
+    """Answers by their limit, of ``MOST_LIMITS`` limits at most."""
     if len(limits) <= MOST_LIMITS:
         return limits
     few: Counter[int] = Counter()
@@ -65,11 +73,12 @@ def few_limits(limits: Mapping[int, int]) -> Mapping[int, int]:
     return few
 
 
-def spread_evenly(num: int, num_tokens: int) -> AnswerCounts:
-    """Running answers of which only the sum of tokens is known: from none to twice
-    the mean."""
+def spread_evenly(num: int, num_tokens: int, limits: Collection[int]) -> AnswerCounts:
+    """Running answers of which only the sum of tokens is known, and all limits: their
+    lengths from none to twice the mean, with the highest limit."""
+    most = 0 if 0 in limits else max(limits, default=0)
     mean = num_tokens / num if num else 0.0
-    return Counter((round(2 * mean * (place + 0.5) / num), 0) for place in range(num))
+    return Counter((round(2 * mean * (place + 0.5) / num), most) for place in range(num))
 
 
 class LengthTable:
@@ -100,7 +109,7 @@ class LengthTable:
         cut = [*done.cut]
         for (length, _), num in running.items():
             cut[bucket_of(length)] += num
-        return cls([*done.ended], cut)
+        return cls([*done.ended], cut)  # a copy: other threads count on
 
     def share(self, length: float) -> float:
         """Of answers that get more tokens than this."""
@@ -161,8 +170,5 @@ def _tail(ended: Sequence[int], cut: Sequence[int], at_risk: Sequence[int]) -> t
         middle = (step + 1) / 2
         through = at_risk[place] - ended[place] - cut[place]
         exposed += through * step + (ended[place] + cut[place]) * middle
-    if num < NUM_IN_TAIL:
-        num_ends: float = num + 0.5  # what is there before any has ended
-    else:
-        num_ends = num
-    return start, num_ends / exposed if exposed else 0.0
+    guess = 0.5 if num < NUM_IN_TAIL else 0.0  # before any has ended
+    return start, (num + guess) / exposed if exposed else 0.0

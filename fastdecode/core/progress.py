@@ -10,12 +10,7 @@ from datetime import datetime, timedelta
 from types import TracebackType
 from typing import Any, TextIO
 
-from fastdecode.core.answer_lengths import (
-    AnswerCounts,
-    EndedAnswers,
-    few_limits,
-    spread_evenly,
-)
+from fastdecode.core.answer_lengths import AnswerCounts, EndedAnswers, few_limits, spread_evenly
 from fastdecode.core.clock import Clock
 from fastdecode.core.remaining_time import JobCounts, TokenTimes, remaining_s
 
@@ -151,8 +146,8 @@ class Progress:
         self._status = StatusLine(stream, clock, now)
         self._clock = clock
         self._total = self._done_before = self._done = self._num_failed = self._num_tokens = 0
-        self._num_prompt_tokens = 0
-        self._running: AnswerCounts = {}
+        self._num_prompt_tokens = self._num_running = 0
+        self._running: AnswerCounts | None = None
         self._ended = EndedAnswers()
         self._times = TokenTimes()
         self._workers = (0, 0)
@@ -178,7 +173,7 @@ class Progress:
             limits: answers of all units by the most tokens that they may get; 0: no
                 limit is known. None: a unit has one answer without a limit.
         """
-        self._limits = few_limits(limits or {})
+        self._limits = few_limits(limits or {0: total})
         self._total, self._done_before, self._done = total, done, done
         self._started_s = self._clock()
         self._status.restart()
@@ -200,8 +195,8 @@ class Progress:
         answers that are complete since ``begin``. Call it as often as you like."""
         self._done, self._num_failed, self._num_tokens = done, num_failed, num_tokens
         self._num_prompt_tokens = num_prompt_tokens
+        self._num_running, self._running = num_running, running
         self._ended = ended or self._ended
-        self._running = running or spread_evenly(num_running, num_tokens - self._ended.num_tokens)
         self._workers = workers
         elapsed_s = self._clock() - self._started_s
         self._times.add(elapsed_s, num_prompt_tokens, num_tokens, num_running)
@@ -220,10 +215,12 @@ class Progress:
     @property
     def remaining_s(self) -> float | None:
         """Until all is done; None: too little is known."""
+        num_tokens = self._num_tokens - self._ended.num_tokens
+        running = self._running or spread_evenly(self._num_running, num_tokens, self._limits)
         counts = JobCounts(
             lines_left=self._total - self._done_before,
             lines_done=self._done - self._done_before,
-            running=self._running,
+            running=running,
             prompt_tokens=self._num_prompt_tokens,
             done=self._ended,
             limits=self._limits,

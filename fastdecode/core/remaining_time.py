@@ -14,12 +14,12 @@ SAMPLE_EVERY_S: Final = 2.0
 FORGET: Final = 0.97
 """What a sample counts when the next one comes: half of it after 46 s."""
 PROMPT_COST: Final = 0.25
-"""A prompt token's cost in generated tokens, while nothing tells them apart."""
+"""A prompt token's cost in generated tokens, until samples tell them apart."""
 PRIOR: Final = 0.01
 """How much that counts against what was measured."""
 FIXED_SHARE: Final = 0.5
 """The part of a full batch's step that a step with fewer sequences takes too,
-while nothing tells it."""
+until a sample shows it."""
 FIXED_DEVIATION: Final = 0.2
 """The standard deviation of that part among jobs."""
 LEAST_NOISE: Final = 0.01
@@ -38,10 +38,9 @@ class JobCounts:
     """Run so far."""
     done: EndedAnswers = field(default_factory=EndedAnswers)
     limits: Mapping[int, int] = field(default_factory=dict)
-    """Answers of all lines by the most tokens that they may get; 0: no limit is
-    known. Empty: a line has one answer."""
+    """Answers of all lines by the most tokens that they may get; 0: no limit is known."""
     num_lines: int = 0
-    """That ``limits`` are of."""
+    """All, with the ones that were done before."""
 
     @property
     def num_running(self) -> int:
@@ -51,7 +50,7 @@ class JobCounts:
     @property
     def answers_of_line(self) -> float:
         """On average."""
-        return sum(self.limits.values()) / self.num_lines if self.limits else 1.0
+        return sum(self.limits.values()) / self.num_lines
 
     @property
     def num_waiting(self) -> float:
@@ -67,7 +66,7 @@ class TokenCosts:
     prompt_token: float = 0.0
     output_token: float = 0.0
     round: float = 0.0
-    """What it takes that each running answer gets one token more, besides."""
+    """Of a token for each running answer, without the cost of these tokens."""
     width: float = 1.0
     """Answers that ran, on average."""
 
@@ -139,13 +138,13 @@ class TokenTimes:
         slope of y = seconds in output tokens - output tokens by x = width · rounds -
         output tokens. What is known before counts as one sample would that is as
         noisy as the others."""
-        if not self._totals[1]:
+        if not of_output:
             return FIXED_SHARE
         a, b = 1.0 / of_output, of_prompt / of_output
         y, x = (-b, -1.0, 0.0, a), (0.0, -1.0, width, 0.0)
         xx, xy, yy = self._product(x, x), self._product(x, y), self._product(y, y)
         noise = yy - 2 * FIXED_SHARE * xy + FIXED_SHARE**2 * xx
-        noise = max(noise, LEAST_NOISE**2 * self._sums[1][1])
+        noise = max(noise, LEAST_NOISE**2 * self._sums[1][1], 1e-9)  # only prompts: above 0
         prior = noise / (self._num * FIXED_DEVIATION**2)
         return min(max((xy + prior * FIXED_SHARE) / (xx + prior), 0.0), 1.0)
 

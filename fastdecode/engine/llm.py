@@ -521,18 +521,18 @@ def _shown(
     """Shows how far a call is; gives what is to be called meanwhile."""
     tokens_before = llm.stats.num_output_tokens
     prompts_before = llm.stats.num_prompt_tokens
-    ended, num_counted = EndedAnswers(), 0
+    ended, num_counted, num_failed = EndedAnswers(), 0, 0
 
     def tick() -> None:
-        nonlocal num_counted
+        nonlocal num_counted, num_failed
         for output in islice(outputs.values(), num_counted, None):
-            for one in output.completions:
-                ended.add(len(one.token_ids), is_cut=one.finish_reason == "length")
+            ended.add_output(output)
+            num_failed += not output.ok
         num_counted = len(outputs)
         now = llm.snapshot().engine
         bar.update(
             done=len(outputs),
-            num_failed=sum(not output.ok for output in outputs.values()),
+            num_failed=num_failed,
             num_tokens=llm.stats.num_output_tokens - tokens_before,
             workers=now.workers,
             num_prompt_tokens=llm.stats.num_prompt_tokens - prompts_before,

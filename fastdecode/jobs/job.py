@@ -345,8 +345,7 @@ class BatchJob:
             return  # another prompt of the line has failed
         if output.error is None:
             line.outputs[place] = output
-            for one in output.completions:
-                self._ended.add(len(one.token_ids), is_cut=one.finish_reason == "length")
+            self._ended.add_output(output)
             if len(line.outputs) == line.num_prompts:
                 del self._open[number]
                 outputs = [line.outputs[i] for i in range(line.num_prompts)]

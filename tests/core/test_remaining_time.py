@@ -23,8 +23,8 @@ CLOSE = tuple(share / 40 for share in range(4, 36))
 
 
 def shares(num: int, seed: int = 5) -> list[float]:
-    """From 0 to 1, ``WIDTH`` in turn all over it: the first lines of a job are as
-    the others, since nobody knows better of them."""
+    """From 0 to 1, ``WIDTH`` in turn all over it: the first lines of a job are like
+    the others."""
     rng, drawn = random.Random(seed), []
     while len(drawn) < num:
         block = [(i + rng.random()) / WIDTH for i in range(WIDTH)]
@@ -57,9 +57,9 @@ def jobs() -> dict[str, Shape]:
 
 @pytest.mark.parametrize("name", jobs())
 def test_the_estimate_is_within_a_fifth(name: str) -> None:
-    told = judged(jobs()[name], CLOSE)
-    assert len(told) == len(CLOSE)
-    assert [(ours, true) for ours, true in told if not is_right(ours, true)] == []
+    estimate = judged(jobs()[name], CLOSE)
+    assert len(estimate) == len(CLOSE)
+    assert [(ours, true) for ours, true in estimate if not is_right(ours, true)] == []
 
 
 @pytest.mark.parametrize("kind", LENGTHS)
@@ -76,8 +76,8 @@ def test_nothing_is_known_before_anything_ran() -> None:
     times.add(3.0, 0, 30, 5)
     running = {(6, 0): 5}
     unlimited = JobCounts(10, 0, running, limits={0: 10}, num_lines=10)
-    told = remaining_s(unlimited, times)
-    assert told is not None and told > 10, "none has ended: answers may be long"
+    estimate = remaining_s(unlimited, times)
+    assert estimate is not None and estimate > 10, "none has ended: answers may be long"
     assert remaining_s(JobCounts(10, 10), times) == 0
 
 
@@ -121,8 +121,8 @@ def test_a_job_may_begin_with_seconds_of_prompts_only(limit: int) -> None:
         times = TokenTimes()
         times.add(4.0, prompt_tokens, 0, 2)
         counts = JobCounts(10, 0, {(0, limit): 2}, prompt_tokens, limits={limit: 10}, num_lines=10)
-        told = remaining_s(counts, times)
-        assert told is None if not limit else told is not None and told > 16
+        estimate = remaining_s(counts, times)
+        assert estimate is None if not limit else estimate is not None and estimate > 16
 
 
 def test_running_answers_count_up_to_the_length_they_have() -> None:
@@ -159,7 +159,8 @@ def test_many_limits_are_counted_by_bucket() -> None:
 
 
 def test_a_sum_of_tokens_is_spread_over_running_answers() -> None:
-    spread = spread_evenly(10, 1000)
-    assert sum(spread.values()) == 10
+    spread = spread_evenly(10, 1000, {300: 4, 400: 6})
+    assert sum(spread.values()) == 10 and {most for _, most in spread} == {400}
     assert sum(length * num for (length, _), num in spread.items()) == 1000
-    assert not spread_evenly(0, 0)
+    assert not spread_evenly(0, 0, {})
+    assert spread_evenly(1, 7, {0: 1, 20: 1}) == {(7, 0): 1}

@@ -176,16 +176,18 @@ def test_progress_says_what_is_done_and_when_the_rest_will_be() -> None:
     ]
 
 
-def test_the_end_is_told_by_tokens_where_no_line_is_done() -> None:
+@pytest.mark.parametrize(("running", "rel"), [({(10, 20): 25}, 0.05), (None, 0.15)])
+def test_the_eta_counts_tokens_while_no_line_is_done(
+    running: dict[tuple[int, int], int] | None, rel: float
+) -> None:
     now = [0.0]
     progress = Progress(io.StringIO(), clock=lambda: now[0])
     progress.begin(total=100, done=50, limits={20: 100})
     now[0] = 10.0
-    running = {(10, 20): 25}
     progress.update(
         done=50, num_failed=0, num_tokens=250, workers=(1, 1), num_running=25, running=running
     )
-    assert progress.remaining_s == pytest.approx(30, rel=0.05)  # a quarter of what 50 lines get
+    assert progress.remaining_s == pytest.approx(30, rel=rel)  # a quarter of what 50 lines get
 
 
 def test_progress_speaks_of_no_r_workers_where_there_are_none() -> None:
