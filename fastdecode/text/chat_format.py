@@ -125,12 +125,10 @@ class ChatFormat:
             RequestError: a call must be made, and structured outputs are given, too.
         """
         structured = params.structured_outputs
-        may_reason = self.reasoning is not None
         if tools is not None and (structured is not None or tools.must_call):
             structured = self._structured(tools, structured)
-            may_reason = may_reason and not _has_channels(self.tools)
-        if structured is not None and self.reasoning is not None and may_reason:
-            structured = replace(structured, reasoning=self.reasoning.name)
+        elif structured is not None:
+            structured = self._after_reasoning(structured)
         has_marks = tools is not None or (
             self.reasoning is not None and self.reasoning.has_special_marks
         )
@@ -154,11 +152,12 @@ class ChatFormat:
             return StructuredOutputs(grammar=harmony_grammar(tools.functions, self.special, answer))
         rules = calls_rules(self.tools, tools.functions, self.special, most_one=tools.most_one)
         start = "start: calls" if answer is None else f"start: calls | answer\nanswer: {answer}"
-        return StructuredOutputs(grammar=f"{start}\n{rules}")
+        return self._after_reasoning(StructuredOutputs(grammar=f"{start}\n{rules}"))
 
-
-def _has_channels(family: ToolFormat | None) -> bool:
-    return family is not None and family.has_channels
+    def _after_reasoning(self, structured: StructuredOutputs) -> StructuredOutputs:
+        if self.reasoning is None:
+            return structured
+        return replace(structured, reasoning=self.reasoning.name)
 
 
 def _answer_rule(structured: StructuredOutputs) -> str:
@@ -187,9 +186,11 @@ class AnswerFormat:
         """For one answer to this prompt."""
         most_calls = 1 if self.most_one else MAX_CALLS
         is_apart = self.reasoning is not None and self.reasoning.has_channels
-        if is_apart or _has_channels(self.tools):
-            most_calls = most_calls if _has_channels(self.tools) else 0
-            return HarmonyParser(splits_reasoning=is_apart, most_calls=most_calls)
+        has_calls = self.tools is not None and self.tools.has_channels
+        if is_apart or has_calls:
+            return HarmonyParser(
+                splits_reasoning=is_apart, most_calls=most_calls if has_calls else 0
+            )
         splitter = None
         if self.reasoning is not None:
             state = prompt_state(self.reasoning, codec.prompt_end(prompt_token_ids))

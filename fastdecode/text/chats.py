@@ -84,9 +84,8 @@ class MessageStyle:
             )
         content: Any = content_format
         if content_format == "auto":
-            is_either = _TAKES_TEXT in source
-            content = "string" if _PARTS.search(source) is None else "openai"
-            content = "either" if content == "openai" and is_either else content
+            content = "either" if _TAKES_TEXT in source else "openai"
+            content = content if _PARTS.search(source) else "string"
         return cls(id_chars, content, "developer" in source)
 
 

@@ -20,6 +20,7 @@ MESSAGE: Final = "<|message|>"
 START: Final = "<|start|>"
 END: Final = "<|end|>"
 _ENDS: Final = (END, "<|call|>", "<|return|>", START)
+_END_MARK: Final = re.compile("|".join(map(re.escape, _ENDS)))
 _BEGINS: Final = (CHANNEL, START, " to=")
 _CALLED: Final = re.compile(r"to=functions\.([\w.-]{1,256})")
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -61,20 +62,17 @@ class HarmonyParser:
     def finish(self) -> list[Part]:
         """No text follows: what was held back."""
         parts: list[Part] = []
-        if self._mode == "body" or (self._mode == "start" and self._text not in _BEGINS):
+        if self._mode != "head":
             self._say(parts, self._text)
         self._text = ""
         return parts
 
     def _in_start(self, parts: list[Part]) -> bool:
         """Where the answer begins: a message's head, or text without channels."""
-        begun = self._text
-        if any(begun.startswith(mark) for mark in _BEGINS):
-            self._mode = "head"
-            return True
-        if any(mark.startswith(begun) for mark in _BEGINS):
+        is_head = self._text.startswith(_BEGINS)
+        if not is_head and any(mark.startswith(self._text) for mark in _BEGINS):
             return False
-        self._mode = "body"
+        self._mode = "head" if is_head else "body"
         return True
 
     def _in_head(self, parts: list[Part]) -> bool:
@@ -95,21 +93,16 @@ class HarmonyParser:
         return True
 
     def _in_body(self, parts: list[Part]) -> bool:
-        found = [place for mark in _ENDS if (place := self._text.find(mark)) >= 0]
-        if found:
-            place = min(found)
-            self._say(parts, self._text[:place])
-            self._text = self._text[place:]
-            mark = next(mark for mark in _ENDS if self._text.startswith(mark))
-            self._text = self._text.removeprefix("" if mark == START else mark)
-            self._count()
+        found = _END_MARK.search(self._text)
+        num_held = max(num_begun(self._text, mark) for mark in _ENDS) if found is None else 0
+        end = len(self._text) - num_held if found is None else found.start()
+        self._say(parts, self._text[:end])
+        self._text = self._text[end:]
+        if found is not None:
             self._mode = "head"
-            return True
-        num_held = max(num_begun(self._text, mark) for mark in _ENDS)
-        self._say(parts, self._text[: len(self._text) - num_held])
-        self._text = self._text[len(self._text) - num_held :]
+            self._text = self._text.removeprefix("" if found[0] == START else found[0])
         self._count()
-        return False
+        return found is not None
 
     def _count(self) -> None:
         if self._kind == "reasoning" and not (self._has_text or self._num_calls):

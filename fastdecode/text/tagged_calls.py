@@ -105,7 +105,7 @@ class TaggedCallParser(CallText):
 
     def _may_be_head(self) -> bool:
         begun, lead = self._text.lstrip(), self._tags.lead
-        if begun[: len(lead)] != lead[: len(begun)]:
+        if not _may_begin(begun, lead):
             return False
         is_name = _BEGUN_NAME.fullmatch(begun[len(lead) :])
         return is_name is not None and len(begun) <= MOST_HEAD_CHARS
@@ -127,15 +127,11 @@ class TaggedCallParser(CallText):
         if lead and rest.startswith(lead):
             self._mode = "head"
             return True
-        marks = (self._tags.key_lead, self._tags.end, self._end, lead)
-        if any(self._may_be(rest, mark) for mark in marks) and len(rest) <= MOST_HEAD_CHARS:
+        marks = filter(None, (self._tags.key_lead, self._tags.end, self._end, lead))
+        if any(_may_begin(rest, mark) for mark in marks) and len(rest) <= MOST_HEAD_CHARS:
             return False
         self._text = rest[max(1, rest.find("<", 1)) :] if "<" in rest[1:] else ""
         return bool(self._text)
-
-    @staticmethod
-    def _may_be(rest: str, mark: str) -> bool:
-        return bool(mark) and rest[: len(mark)] == mark[: len(rest)]
 
     def _close(self, *, is_last: bool) -> None:
         if self._mode == "call":
@@ -172,6 +168,11 @@ class TaggedCallParser(CallText):
             return _PYTHONS.get(text, text)
         is_wanted = "string" not in types or _type_of(value) in types
         return value if is_wanted else text
+
+
+def _may_begin(text: str, mark: str) -> bool:
+    """Whether a text begins with a mark, as far as it has come."""
+    return text.startswith(mark) or mark.startswith(text)
 
 
 _PYTHONS: Final[Mapping[str, Any]] = {"True": True, "False": False, "None": None}
