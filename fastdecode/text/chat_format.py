@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 from fastdecode.core.errors import Given, RequestError
 from fastdecode.core.sequence import SamplingParams, ToolCall
 from fastdecode.core.structured import StructuredOutputs
-from fastdecode.text.call_text import CallPiece, Part, Piece, Reasoning, ToolSchemas
+from fastdecode.text.call_text import CallPiece, CallText, Part, Piece, Reasoning, ToolSchemas
 from fastdecode.text.chat_template import ChatTemplate
 from fastdecode.text.chats import MessageStyle
 from fastdecode.text.codec import TextCodec
@@ -206,19 +206,7 @@ class AnswerFormat:
         return digest[:num_chars] if num_chars else f"call_{digest[:24]}"
 
 
-class CallParser(Protocol):
-    """Divides one answer's text into text and calls."""
-
-    num_calls: int
-
-    def feed(self, text: str) -> list[Piece]:
-        """More text: what it adds."""
-
-    def finish(self) -> list[Piece]:
-        """No text follows: what was held back."""
-
-
-def call_parser(family: ToolFormat, schemas: ToolSchemas) -> CallParser:
+def call_parser(family: ToolFormat, schemas: ToolSchemas) -> CallText:
     """Of one answer, whose calls are not in channels."""
     if family.tags is not None:
         return TaggedCallParser(family.begin, family.end, family.tags, schemas)
@@ -254,7 +242,7 @@ class AnswerParser:
     """
 
     def __init__(
-        self, reasoning: ReasoningSplitter | None, calls: CallParser | None, most_calls: int
+        self, reasoning: ReasoningSplitter | None, calls: CallText | None, most_calls: int
     ) -> None:
         self._reasoning = reasoning
         self._calls = calls
