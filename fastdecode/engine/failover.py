@@ -90,10 +90,9 @@ class ReplicaRecovery(Recovery):
     def _reopened(self) -> list[HolderId]:
         """Holders that neighbours took over and where sequences may start again: there
         are no others, or conversations go on there."""
-        cache = self._state.lifecycle.scheduler.ledger.cache
-        no_others = self._replicas.reopened()
+        replicas, cache = self._replicas, self._state.lifecycle.scheduler.ledger.cache
         adopted = self._holders.having(HolderState.ADOPTED)
-        return [x for x in adopted if x in no_others or cache.is_awaited(x)]
+        return [x for x in adopted if x in replicas.reopened() or cache.is_awaited(x)]
 
     def _returned(self) -> Iterator[Event]:
         """Replacements of lost holders; and of holders that neighbours took over,

@@ -58,7 +58,7 @@ class BlockLedger:
         assert part_tokens is None or (part_tokens > 0 and part_tokens % block_size == 0)
         self.shape: Final = PartShape(block_size, part_tokens)
         self.holders: Final = HolderStates(len(blocks))
-        """Which holders sequences may start on."""
+        """Their states."""
         self.capacity: Final = Capacity(self.holders, blocks, self.shape, max_closed_parts)
         """What would fit if nothing were reserved."""
         self._free = list(blocks)
