@@ -32,6 +32,8 @@ from sworker.ranks.group import (
 from sworker.ranks.sharding import shard_sinks
 from sworker.swap.swapped import Blocks, SwappedKV
 
+_ALL_ALIKE: Final = "all ranks have the same options"
+
 
 class KVMaker(Protocol):
     """Makes a rank's share of what rank 0 keeps.
@@ -176,6 +178,3 @@ class FollowingKV:
 
     def _shared(self, *shape: int) -> Tensor:
         return self._ranks.share(torch.empty(shape, dtype=torch.int64))
-
-
-_ALL_ALIKE = "all ranks have the same options"

@@ -48,7 +48,7 @@ class Cache:
     )
     cache_memory_gb: float | None = option(
         None,
-        "with --kv-placement gpu: host memory for copies of kept blocks, of each stage",
+        "with --kv-placement gpu: host memory for copies of kept blocks, of each S-worker",
         low=1e-6,
         high=1e6,
         unit="GB",

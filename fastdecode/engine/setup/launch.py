@@ -59,7 +59,7 @@ from fastdecode.engine.setup.s_worker import make_s_worker
 from fastdecode.engine.setup.scheduling import lane_control, measured_times, schedule_for
 from fastdecode.engine.setup.stage_threads import ThreadStages, connected, later_setups
 from fastdecode.engine.setup.stages import about_layers, greet_stages, whole_columns
-from fastdecode.engine.setup.tiers import about_kept_blocks, cache_identity, check_disk, open_tiers
+from fastdecode.engine.setup.tiers import cache_identity, check_disk, open_tiers
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.pool import ColumnPool, StagePool, pool_of
 from fastdecode.engine.stages.prompts import ApartAttention
@@ -309,7 +309,8 @@ class RunningEngine:
             where += f" in {about_layers(resolved.layers, resolved.prompt_layers)}"
         tell(
             f"loading {config.model} ({self.spec.num_parameters / 1e6:.1f} M parameters, "
-            f"{resolved.dtype}) on {where}: {resolved.memory}; {about_kept_blocks(config)}"
+            f"{resolved.dtype}) on {where}: {resolved.memory}; "
+            f"prefix cache {'on' if config.keeps_blocks else 'off'}"
         )
         if decoding := self._checkpoint.about_decoding(self.spec, resolved.dtype):
             tell(decoding)

@@ -112,10 +112,10 @@ def resolve_for_this_host(
     ``instance_ranks``: see ``ResolvedConfig``."""
     free = free_memory(choose_device(config.s_part.device, rank)).share(num_engines)
     resolved = resolve(config, spec, num_cores=available_cores(), free=free, rank=rank)
-    resolved = replace(resolved, instance_ranks=instance_ranks)
-    if is_reached and resolved.transport == "inline":
-        return replace(resolved, transport="inproc")  # others' can't reach into a thread
-    return resolved
+    transport = resolved.transport
+    if is_reached and transport == "inline":
+        transport = "inproc"  # R-workers of other engines can't reach into a thread
+    return replace(resolved, transport=transport, instance_ranks=instance_ranks)
 
 
 def resolve(

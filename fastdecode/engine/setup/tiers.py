@@ -7,7 +7,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from fastdecode.core.config.cache import Cache
-from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.holders import HolderId
 from fastdecode.core.host.machine import free_memory_bytes
@@ -69,20 +68,20 @@ def check_disk(resolved: ResolvedConfig, with_tier: Seq[HolderId]) -> None:
         )
 
 
-def host_tier_bytes(cache: Cache, num_stages: int = 1) -> int:
+def host_tier_bytes(cache: Cache, num_s_workers: int) -> int:
     """Of this host's memory, for kept blocks of one device.
 
     Args:
-        num_stages: on this host, each of which takes as much.
+        num_s_workers: on this host, each of which takes as much.
 
     Raises:
         ConfigError: the host lacks the memory.
     """
     num_bytes, free_bytes = int((cache.cache_memory_gb or 0) * 1e9), free_memory_bytes()
-    if num_bytes * num_stages > free_bytes:
+    if num_bytes * num_s_workers > free_bytes:
         raise ConfigError(
             Given("cache_memory_gb", cache.cache_memory_gb),
-            f" for {num_stages} stage(s) is more than the {free_bytes} bytes that are free "
+            f" for {num_s_workers} S-worker(s) is more than the {free_bytes} bytes that are free "
             "here: lower it",
         )
     return num_bytes
@@ -105,8 +104,3 @@ def cache_identity(resolved: ResolvedConfig, checkpoint: Checkpoint) -> str | No
     parts = (checkpoint.model_hash, resolved.dtype, resolved.kv_dtype, device)
     layers = [f"{each.start}:{each.stop}" for each in resolved.layers] * (len(resolved.layers) > 1)
     return "/".join(map(str, (*parts, resolved.max_model_len, options.r_part.block_size, *layers)))
-
-
-def about_kept_blocks(config: EngineConfig) -> str:
-    """Whether kept blocks are on."""
-    return f"prefix cache {'on' if config.keeps_blocks else 'off'}"
