@@ -18,7 +18,7 @@ def count(
     """A whole number. Raises ConfigError."""
     value = fields.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= most:
-        raise ConfigError(f"{where}: {name}={value!r} is not a whole number from {low} to {most}")
+        raise _refused(fields, name, where, f"a whole number from {low} to {most}")
     return value
 
 
@@ -29,7 +29,13 @@ def number(fields: Mapping[str, Any], name: str, where: str, *, may_be_0: bool =
     if is_number and (0 < value < LARGEST or (may_be_0 and value == 0)):
         return float(value)
     least = "of at least" if may_be_0 else "above"
-    raise ConfigError(f"{where}: {name}={value!r} is not a number {least} 0 and below {LARGEST:g}")
+    raise _refused(fields, name, where, f"a number {least} 0 and below {LARGEST:g}")
+
+
+def _refused(fields: Mapping[str, Any], name: str, where: str, wanted: str) -> ConfigError:
+    if name not in fields:
+        return ConfigError(f"{where}: {name} is missing; give {wanted}")
+    return ConfigError(f"{where}: {name}={fields[name]!r} is not {wanted}")
 
 
 def check_known(fields: Mapping[str, Any], known: Collection[str], where: str) -> None:

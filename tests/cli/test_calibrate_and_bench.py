@@ -188,7 +188,7 @@ def test_bench_usage(
         ({"format": "x"}, "isn't a plan"),
         ({"plan": None}, "infeasible"),
         ({"plan": {"batch": -1}}, "batch=-1 is not a whole number"),
-        ({"question": {}}, "prompt_tokens=None is not"),
+        ({"question": {}}, "prompt_tokens is missing"),
     ],
 )
 def test_broken_plans(

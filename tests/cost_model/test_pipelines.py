@@ -223,7 +223,7 @@ def test_drawn_arrivals_scale_with_the_rate() -> None:
         ({"origin": 7}, "origin"),
         ({"microbatches": []}, "microbatches"),
         ({"microbatches": [{"sequences": 4, "prompt_s": 1e16, "token_s": 1.0}]}, "prompt_s=1e"),
-        ({"microbatches": [{"sequences": 4, "prompt_s": 1.0}]}, r"microbatches\[0\]: token_s"),
+        ({"microbatches": [{"sequences": 4, "prompt_s": 1.0}]}, r"\[0\]: token_s is missing"),
         ({"microbatches": [PROFILE["microbatches"][0]] * 2}, "twice"),  # type: ignore[index]
     ],
 )

@@ -45,7 +45,7 @@ def test_arrivals_may_be_steps() -> None:
     [
         ("{", "line 1 isn't JSON"),
         ("[1]", "line 1 isn't a JSON object"),
-        ('{"num_prompt_tokens": 5}', "num_output_tokens=None"),
+        ('{"num_prompt_tokens": 5}', "num_output_tokens is missing"),
         ('{"num_prompt_tokens": 0, "num_output_tokens": 1}', "num_prompt_tokens=0"),
         ('{"num_prompt_tokens": true, "num_output_tokens": 1}', "num_prompt_tokens=True"),
         ('{"num_prompt_tokens": 1, "num_output_tokens": 1e9}', "num_output_tokens=1000000000.0"),
