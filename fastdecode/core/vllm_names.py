@@ -215,7 +215,7 @@ def engine_options(options: Mapping[str, Any], known: Iterable[str], model: str)
 
 
 def _asks_nothing(value: object, nothing: Collection[object]) -> bool:
-    """Whether a value is None, one of these, or a list of such."""
+    """Whether a value is None, one of these, or a list of them."""
     value = getattr(value, "name", value)  # of an enum
     if isinstance(value, (list, tuple)) and value:
         return all(_asks_nothing(each, nothing) for each in value)
@@ -226,9 +226,7 @@ def _asks_nothing(value: object, nothing: Collection[object]) -> bool:
 def _value_of(name: str, value: Any) -> Any:
     if name == "dtype" and type(value).__module__ == "torch":
         value = str(value).removeprefix("torch.")
-    values = _VALUES.get(name, {})
-    is_simple = value is None or isinstance(value, (bool, str))
-    return values.get(value, value) if is_simple else value
+    return _VALUES.get(name, {}).get(value, value) if isinstance(value, (bool, str)) else value
 
 
 def supported_sampling(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:

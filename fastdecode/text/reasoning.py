@@ -27,7 +27,13 @@ REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {
     for row in (
         ReasoningFormat("think", "<think>", "</think>"),
         ReasoningFormat("mistral", "[THINK]", "[/THINK]", has_special_marks=True),
-        ReasoningFormat("harmony", "<|channel|>analysis<|message|>", "<|end|>", True, True),
+        ReasoningFormat(
+            "harmony",
+            "<|channel|>analysis<|message|>",
+            "<|end|>",
+            has_special_marks=True,
+            has_channels=True,
+        ),
     )
 }
 """By name: DeepSeek-R1, Qwen3 and the models that follow them; Magistral; gpt-oss."""

@@ -379,9 +379,7 @@ def is_whole(structured: StructuredOutputs | None, text: str) -> bool | None:
     """Whether a text is all that may be said; None: it may not be said."""
     assert structured is not None
     masks = GrammarMasks(Vocabulary(byte_level()), 400, (1,))
-    vocabulary = TextCodec(byte_level())._vocabulary
-    assert vocabulary is not None
-    state = masks.state(structured, vocabulary.tokenizer.encode(text, add_special_tokens=False).ids)
+    state = masks.state(structured, byte_level().encode(text, add_special_tokens=False).ids)
     state.mask()
     masks.close()
     return None if state.error is not None else state.is_complete
