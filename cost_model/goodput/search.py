@@ -220,18 +220,18 @@ class Search:
         return largest(lambda count: self._cost(what, sockets, count) < least, _MOST_INSTANCES)
 
     def choose(
-        self, phase: Phase, whats: Sequence[What], share: Callable[[What], int] | None = None
+        self, phase: Phase, whats: Sequence[What], sockets_per_node: int | None = None
     ) -> Chosen | None:
         """The cheapest, with K and V on GPUs or on R-workers. Where more sockets than there may be
         would make them cheaper, ``limits`` has them.
 
         Args:
-            share: of the sockets of its nodes, that an instance may have; None: all that there
-                may be of one.
+            sockets_per_node: an instance may have its share of them, by its part of a node's
+                GPUs; None: all that there may be of one.
         """
-        best = self.cheapest(phase, self._with_sockets(whats, share))
+        best = self.cheapest(phase, self._with_sockets(whats, sockets_per_node))
         if best is not None:
-            there = {sockets for _, sockets in self._with_sockets([best.what], share)}
+            there = {sockets for _, sockets in self._with_sockets([best.what], sockets_per_node)}
             every = self.hardware.sockets(best.what.decode, limited=False)
             beyond = ((best.what, count) for count in every if count > max(there))
             cheaper = self.cheapest(phase, beyond, best)
@@ -240,12 +240,15 @@ class Search:
         return best
 
     def _with_sockets(
-        self, whats: Iterable[What], share: Callable[[What], int] | None
+        self, whats: Iterable[What], sockets_per_node: int | None
     ) -> Iterator[tuple[What, int]]:
+        gpus_per_node, share = self.hardware.gpus_per_node, None
         for what in whats:
+            if sockets_per_node is not None:
+                share = sockets_per_node * what.num_gpus // gpus_per_node
             if self.hardware.fits_on_device(what.decode):
                 yield what, 0
-            for sockets in self.hardware.sockets(what.decode, share and share(what)):
+            for sockets in self.hardware.sockets(what.decode, share):
                 yield what, sockets
 
 
@@ -256,13 +259,8 @@ def plan_colocated(search: Search, sockets_per_node: int | None = None) -> Place
         sockets_per_node: an instance gets the part of them that its GPUs are of
             a node's. None: as many as are best.
     """
-
-    def share(what: What) -> int:
-        assert sockets_per_node is not None
-        return sockets_per_node * what.num_gpus // search.hardware.gpus_per_node
-
     phase, requests = search.phase("both"), search.load.requests(search.rate)
-    chosen = search.choose(phase, search.degrees(), None if sockets_per_node is None else share)
+    chosen = search.choose(phase, search.degrees(), sockets_per_node)
     if chosen is None:
         return None
     outcome = phase.simulated(chosen.what, chosen.sockets).run(requests, chosen.count)
@@ -340,15 +338,10 @@ def plan_low_affinity(search: Search, sockets_per_node: int) -> PlacementPlan | 
     are their part of it."""
     hardware = replace(search.hardware, crosses_nodes=False)
     search = replace(search, hardware=hardware)
-    cluster = hardware.cluster
-    fitting = (each for each in cluster.pairs() if _fits(hardware, each))
-    pairs = sorted(fitting, key=lambda each: (each.num_gpus, each))
-
-    def share(what: What) -> int:
-        return sockets_per_node * what.num_gpus // cluster.gpus_per_node
-
+    every = sorted(hardware.cluster.pairs(), key=lambda each: (each.num_gpus, each))
+    pairs = [each for each in every if hardware.fits(each.prefill) and hardware.fits(each.decode)]
     phase, requests = search.phase("pair"), search.load.requests(search.rate)
-    chosen = search.choose(phase, pairs, share)
+    chosen = search.choose(phase, pairs, sockets_per_node)
     if chosen is None:
         return None
     pair = chosen.what
@@ -358,7 +351,3 @@ def plan_low_affinity(search: Search, sockets_per_node: int) -> PlacementPlan | 
     groups = tuple(_group(search, role, search.phase(role), chosen) for role in roles)
     goodput = max(search.rate, chosen.count * phase.goodput(pair, chosen.sockets))
     return _plan(search, "disaggregated", groups, goodput, outcome, pair.pp_cross)
-
-
-def _fits(hardware: InstanceHardware, pair: Pair) -> bool:
-    return hardware.fits(pair.prefill) and hardware.fits(pair.decode)
