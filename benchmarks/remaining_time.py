@@ -13,9 +13,9 @@ other programs of the machine slow down less.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import math
-import os
 import random
 import tempfile
 import time
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from provenance import keep, provenance
 
 from fastdecode.core.answer_lengths import EndedAnswers
@@ -178,17 +179,18 @@ def _run(model: str, num_lines: int) -> list[dict[str, float]]:
     prompts = [[rng.randrange(8000) for _ in range(rng.randint(30, 250))] for _ in params]
     series: list[dict[str, float]] = []
     with LLM(model, max_num_sequences=64, seed=0) as llm:
-        began = {"wall": time.monotonic(), "cpu": _cpu_s()}
         clocks = {"wall": time.monotonic, "cpu": _cpu_s}
+        began = {name: clock() for name, clock in clocks.items()}
         bars = {name: Progress(io.StringIO(), clock=clock) for name, clock in clocks.items()}
         for each in bars.values():
             each.begin(num_lines, limits={1024: num_lines})
         ended, done = EndedAnswers(), 0
 
         def tick() -> None:
-            now = {name: clock() - began[name] for name, clock in clocks.items()}
-            if series and now["wall"] - series[-1]["wall_s"] < SAMPLE_S:
+            wall_s = time.monotonic() - began["wall"]
+            if series and wall_s - series[-1]["wall_s"] < SAMPLE_S:
                 return
+            now = {name: clock() - began[name] for name, clock in clocks.items()}
             running = llm.running_answers()
             for each in bars.values():
                 each.update(
@@ -211,15 +213,12 @@ def _run(model: str, num_lines: int) -> list[dict[str, float]]:
 
 def _cpu_s() -> float:
     """Of this process and its children."""
-    pid, total = os.getpid(), 0
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == pid or path.parent.name == str(pid):
-            total += int(fields[11]) + int(fields[12])
-    return total / os.sysconf("SC_CLK_TCK")
+    total, me = 0.0, psutil.Process()
+    for process in (me, *me.children()):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 def main() -> None:
