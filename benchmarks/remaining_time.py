@@ -6,7 +6,7 @@
 ``drawn``: jobs of drawn shapes in virtual time, estimates at 10% to 90% of the time.
 ``real``: a job of a random model of 44 million parameters, 64 sequences, whose answers
 have log-normal lengths. The lines say only 1,024 tokens at most. The ETA is recorded
-once a second by two clocks: the wall's, and the CPU time of the job's processes, which
+once a second by two clocks: the wall clock, and the CPU time of the job's processes, which
 other programs of the machine slow down less.
 """
 
