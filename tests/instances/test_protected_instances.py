@@ -70,6 +70,22 @@ def test_a_standby_joins_inside_an_instance(
         assert each_stats(llm, 1).num_rejoined == 1
 
 
+def test_a_standby_of_a_later_stage_is_read_by_its_own_address(
+    model: str, one: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its instance exports after the loss is fetched, not run again."""
+    asked, how = prompts(16, seed=86), params(16, seed=86)
+    crash_after(monkeypatch, {"p0-s1-r0": 2})
+    options = {**FEW, "r_workers": 1, "spare_r_workers": 1, "pp": 2}
+    with LLM(model, prefill_instances=1, decode_instances=1, **options) as llm:
+        expected = tokens(one.generate(asked, how))
+        assert tokens(llm.generate(asked, how)) == expected
+        assert each_stats(llm, 0).num_rejoined == 1
+        before = llm._running.engine.num_failed_fetches
+        assert tokens(llm.generate(asked, how)) == expected
+        assert llm._running.engine.num_failed_fetches == before
+
+
 def test_blocks_of_an_instance_go_to_its_disk(model: str, one: LLM, tmp_path: Path) -> None:
     """The memory has room for two prompts or so."""
     chance = random.Random(84)

@@ -165,6 +165,7 @@ class RunningEngine:
         stages = self._start_stages(hub, colocation)
         if stages is not None:
             self._workers = connected(self._workers, hub, stages.links)
+        self._stage_addresses: dict[int, Seq[str]] = {} if stages is None else stages.addresses
         self._device = device_beside(self.resolved, colocation)
         if self._device is not None:
             self._opened.callback(self._device.close)
@@ -212,7 +213,8 @@ class RunningEngine:
                 replacements.limit(limits(r_workers, workers.num_holders))
         if workers.stages is not None:
             others = self._greet_stages(workers.stages, hello.session)
-            self._stage_addresses = {other.stage: other.addresses for other in others}
+            for other in others:  # of threads they are known, and kept up to date
+                self._stage_addresses.setdefault(other.stage, other.addresses)
             welcomes = self._in_columns(welcomes, others)
             if self.resolved.config.r_part.replicas:
                 replicas = begin_stage_replicas(

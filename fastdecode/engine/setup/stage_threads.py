@@ -86,6 +86,10 @@ class ThreadStages:
             own_hub = hubs[setup.number]
             reached.append(_reach_own(setup, own_hub, num_threads, reached, beside))
         workers = reached[1:]
+        self.addresses = {
+            setup.number: each.addresses for setup, each in zip(setups, workers, strict=True)
+        }
+        """What R-workers of each stage are called; see ``Reached.addresses``."""
         ends: list[dict[int, Any]] = [{} for _ in hubs]
         pairs = [(0, setup.number) for setup in setups]
         pairs += [(setup.before, setup.number) for setup in setups if setup.before]
