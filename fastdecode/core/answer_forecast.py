@@ -40,7 +40,6 @@ class FreshAnswers:
         areas = [part * table.area(most) for part, most in zip(parts, self._limits, strict=True)]
         self._cut_areas = [0.0, *accumulate(areas)]
         self.mean = self._cut_areas[-1]
-        self.longest = self._limits[-1]
 
     def share(self, length: float) -> float:
         """Of answers that get more tokens than this."""
@@ -74,7 +73,7 @@ class FreshAnswers:
 class _Group:
     """Answers that are alike. One that will begin has no tokens, and a start."""
 
-    num: float
+    num: int
     length: int = 0
     most: float = math.inf
     start: float = 0.0
@@ -103,7 +102,7 @@ class Forecast:
         self._running = [
             _Group(num, length, most or math.inf) for (length, most), num in _merged(running)
         ]
-        self._num = round(sum(group.num for group in self._running))
+        self._num = sum(group.num for group in self._running)
         self._num_waiting = num_waiting
         left = (each.num * table.left(each.length, each.most) for each in self._running)
         self.tokens = sum(left) + (num_waiting * self._fresh.mean if num_waiting else 0.0)
@@ -138,9 +137,8 @@ class Forecast:
     def _starting(self) -> list[_Group]:
         """The waiting answers, each of which begins when another one ends. The ends
         of running answers are spread evenly over their likely lengths."""
-        ends = [
-            self._end(group, (place * GOLDEN) % 1.0) for place, group in enumerate(self._each())
-        ]
+        each = (group for group in self._running for _ in range(group.num))
+        ends = [self._end(group, (place * GOLDEN) % 1.0) for place, group in enumerate(each)]
         heapq.heapify(ends)
         starts: Counter[float] = Counter()
         num = round(self._num_waiting)
@@ -154,9 +152,6 @@ class Forecast:
             length = min(self._table.length(1.0 - spread), self._fresh.limit((spread * 31) % 1.0))
             heapq.heapreplace(ends, start + length)
         return [_Group(num, start=start) for start, num in starts.items()]
-
-    def _each(self) -> list[_Group]:
-        return [group for group in self._running for _ in range(round(group.num))]
 
     def _end(self, group: _Group, spread: float) -> float:
         """In rounds from now on, of one of a group."""

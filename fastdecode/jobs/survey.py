@@ -70,7 +70,12 @@ class Survey:
     def refusal(self, source: LineSource) -> ConfigError:
         """Why a job with such an input doesn't start."""
         if self.is_refused:
-            return no_tokenizer(source, self.num_untokenizable)
+            return ConfigError(
+                f"no line of {source} can be answered: {self.num_untokenizable} are text, but the "
+                "model directory has no tokenizer.json; add the model's tokenizer.json, or give "
+                "token ids",
+                code="no_tokenizer",
+            )
         shown = "\n".join(f"  {text}" for _, text in sorted(self.complaints)[:MAX_COMPLAINTS])
         num_bad = len(self.bad)
         more = "" if num_bad <= MAX_COMPLAINTS else f"\n  and {num_bad - MAX_COMPLAINTS} more"
@@ -80,15 +85,6 @@ class Survey:
             f"mend them, or have each answered with its error by --on-error skip",
             code="invalid_input",
         )
-
-
-def no_tokenizer(source: LineSource, num_lines: int) -> ConfigError:
-    """Why a file of texts isn't given to a model that takes only token ids."""
-    return ConfigError(
-        f"no line of {source} can be answered: {num_lines} are text, but the model directory "
-        "has no tokenizer.json; add the model's tokenizer.json, or give token ids",
-        code="no_tokenizer",
-    )
 
 
 def kind_of_lines(source: LineSource) -> Literal["openai", "simple"] | None:
