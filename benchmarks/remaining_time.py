@@ -4,19 +4,20 @@
     python benchmarks/remaining_time.py real [--lines N] [--out FILE]
 
 ``drawn``: jobs of drawn shapes in virtual time, estimates at 10% to 90% of the time.
-``real``: a job of a random model of 44 million parameters, 64 sequences, whose answers
-have log-normal lengths. The lines say only 1,024 tokens at most. The ETA is recorded
-once a second by two clocks: the wall clock, and the CPU time of the job's processes, which
-other programs of the machine slow down less.
+``real``: `fastdecode run-batch` with a random model of 44 million parameters, 64 sequences,
+whose answers have log-normal lengths. The lines say only 1,024 tokens at most. The ETA is
+read once a second from the file of ``--status``. Needs a machine that does nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import io
+import json
 import math
 import random
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -25,7 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from provenance import keep, provenance
 
 from fastdecode.core.answer_lengths import EndedAnswers
@@ -34,6 +34,7 @@ from fastdecode.core.remaining_time import JobCounts, TokenTimes, remaining_s
 MARKS = tuple(tenth / 10 for tenth in range(1, 10))
 SAMPLE_S = 1.0
 MEAN = 150
+END_TOKEN = 8191
 
 
 @dataclass(frozen=True)
@@ -144,88 +145,81 @@ def drawn(num_jobs: int) -> dict[str, Any]:
 
 def real(num_lines: int) -> dict[str, Any]:
     """Run it; the series, and how much of it is within a fifth."""
+    with tempfile.TemporaryDirectory() as directory:
+        series = _watched(Path(directory), num_lines)
+    end_s = series[-1]["wall_s"]
+    after = [row for row in series if 60 <= row["wall_s"] < 0.95 * end_s]
+    hits = [is_right(row["eta_s"], end_s - row["wall_s"]) for row in after]
+    print(f"{end_s:.0f} s; right {sum(hits)} times of {len(hits)}")
+    return {"lines": num_lines, "right": [sum(hits), len(hits)], "series": series}
+
+
+def _watched(directory: Path, num_lines: int) -> list[dict[str, float]]:
+    """Once a second what ``--status`` has written, until the job is over."""
+    model, status = directory / "model", directory / "status.json"
+    _write_model(model)
+    _write_lines(directory / "in.jsonl", num_lines)
+    command = [sys.executable, "-m", "fastdecode", "run-batch", str(model)]
+    command += ["--input", str(directory / "in.jsonl"), "--output", str(directory / "out.jsonl")]
+    command += ["--status", str(status), "--max-num-sequences", "64"]
+    series: list[dict[str, float]] = []
+    began_s = time.time()
+    with subprocess.Popen(command) as job:
+        while job.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.wait(SAMPLE_S)
+            if status.exists():
+                series.append(_looked(json.loads(status.read_text()), began_s))
+    if job.returncode:
+        raise SystemExit(f"the job ended with exit code {job.returncode}")
+    return series
+
+
+def _looked(status: dict[str, Any], began_s: float) -> dict[str, float]:
+    """What counts of a status."""
+    return {
+        "wall_s": round(status["written"] - began_s, 1),
+        "eta_s": round(status["eta_s"] or 0.0, 1),
+        "done": status["done"],
+        "tokens": status["generation_tokens"],
+    }
+
+
+def _write_model(directory: Path) -> None:
     from random_llama import llama_config, write_checkpoint
 
     config = llama_config(
         hidden_size=512, intermediate_size=1408, num_hidden_layers=12, num_attention_heads=8,
-        num_key_value_heads=4, vocab_size=8192, eos_token_id=8191,
+        num_key_value_heads=4, vocab_size=8192, eos_token_id=END_TOKEN,
     )  # fmt: skip
-    with tempfile.TemporaryDirectory() as directory:
-        write_checkpoint(Path(directory), config, "random")
-        series = _run(directory, num_lines)
-    right = {}
-    for clock in ("wall", "cpu"):
-        end_s = series[-1][f"{clock}_s"]
-        after = [row for row in series if row["wall_s"] >= 60 and row[f"{clock}_s"] < 0.95 * end_s]
-        hits = [is_right(row[f"{clock}_eta_s"], end_s - row[f"{clock}_s"]) for row in after]
-        right[clock] = [sum(hits), len(hits)]
-        print(f"{clock}: {end_s:.0f} s; right {sum(hits)} times of {len(hits)}")
-    return {"lines": num_lines, "right": right, "series": series}
+    directory.mkdir()
+    write_checkpoint(directory, config, "random")
 
 
-def _run(model: str, num_lines: int) -> list[dict[str, float]]:
-    from fastdecode import LLM, SamplingParams
-    from fastdecode.core.progress import Progress
-    from fastdecode.core.sequence import PromptRequest
-
-    rng, drawing = random.Random(3), _log_normal(0.7)
-    params = [
-        SamplingParams(
-            max_tokens=1024, min_tokens=max(1, min(1024, round(drawing(rng)))),
-            logit_bias={8191: 100.0}, seed=place,
-        )
-        for place in range(num_lines)
-    ]  # fmt: skip
-    prompts = [[rng.randrange(8000) for _ in range(rng.randint(30, 250))] for _ in params]
-    series: list[dict[str, float]] = []
-    with LLM(model, max_num_sequences=64, seed=0) as llm:
-        clocks = {"wall": time.monotonic, "cpu": _cpu_s}
-        began = {name: clock() for name, clock in clocks.items()}
-        bars = {name: Progress(io.StringIO(), clock=clock) for name, clock in clocks.items()}
-        for each in bars.values():
-            each.begin(num_lines, limits={1024: num_lines})
-        ended, done = EndedAnswers(), 0
-
-        def tick() -> None:
-            wall_s = time.monotonic() - began["wall"]
-            if series and wall_s - series[-1]["wall_s"] < SAMPLE_S:
-                return
-            now = {name: clock() - began[name] for name, clock in clocks.items()}
-            running = llm.running_answers()
-            for each in bars.values():
-                each.update(
-                    done=done, num_failed=0, num_tokens=llm.stats.num_output_tokens,
-                    workers=(1, 1), num_prompt_tokens=llm.stats.num_prompt_tokens,
-                    num_running=llm.snapshot().engine.num_running, running=running, ended=ended,
-                )  # fmt: skip
-            row = {f"{name}_s": now[name] for name in clocks}
-            row |= {f"{name}_eta_s": bars[name].remaining_s or 0.0 for name in clocks}
-            series.append({name: round(value, 1) for name, value in row.items()} | {"done": done})
-
-        requests = (PromptRequest(str(i), p, params[i]) for i, p in enumerate(prompts))
-        for output in llm.stream(requests, tick):
-            done += 1
-            ended.add_output(output)
-        series.append({f"{name}_s": clock() - began[name] for name, clock in clocks.items()})
-        series[-1] |= {"wall_eta_s": 0.0, "cpu_eta_s": 0.0, "done": done}
-    return series
-
-
-def _cpu_s() -> float:
-    """Of this process and its children."""
-    total, me = 0.0, psutil.Process()
-    for process in (me, *me.children()):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            times = process.cpu_times()
-            total += times.user + times.system
-    return total
+def _write_lines(file: Path, num_lines: int) -> None:
+    """Batch lines; an answer ends as soon as its drawn ``min_tokens`` let it."""
+    rng, sigma = random.Random(3), 0.7
+    with file.open("w") as lines:
+        for place in range(num_lines):
+            length = rng.lognormvariate(math.log(MEAN) - sigma * sigma / 2, sigma)
+            body = {
+                "model": "model",
+                "prompt": [rng.randrange(8000) for _ in range(rng.randint(30, 250))],
+                "max_tokens": 1024,
+                "min_tokens": max(1, min(1024, round(length))),
+                "logit_bias": {str(END_TOKEN): 100.0},
+                "seed": place,
+                "temperature": 1.0,
+            }
+            line = {"custom_id": str(place), "method": "POST", "url": "/v1/completions"}
+            lines.write(json.dumps({**line, "body": body}) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["drawn", "real"])
     parser.add_argument("--jobs", type=int, default=100)
-    parser.add_argument("--lines", type=int, default=3000)
+    parser.add_argument("--lines", type=int, default=7000)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows = drawn(args.jobs) if args.what == "drawn" else real(args.lines)
