@@ -39,8 +39,8 @@ from rworker.blocks.gaps import past_of
 from rworker.blocks.kv_store import DEFAULT_MAX_SEQUENCES, KVStore
 from rworker.blocks.moving import Moving
 from rworker.checks import check_array, check_counts, check_integer, checked_gap, checked_keys
-from rworker.pulling.exports import Exports
 from rworker.stream.arriving_sequences import ArrivingSequences
+from rworker.transfers.exports import Exports
 
 
 @dataclass

@@ -17,10 +17,10 @@ from typing import Final
 from fastdecode.wire.messages import Failed, FromRWorker, ToRWorker
 from fastdecode.wire.transport import closed_error, timeout_error
 from rworker.attention import AttentionExecutor
-from rworker.pulling.background_transfers import BackgroundTransfers
 from rworker.state import RWorkerState
 from rworker.tiers.disk import Disk
 from rworker.tiers.tiers import Tiers
+from rworker.transfers.background_transfers import BackgroundTransfers
 from rworker.worker import Peer, RWorkerExecutor, last_words, obey, tell_moved
 
 logger = logging.getLogger(__name__)

@@ -75,15 +75,14 @@ from rworker.instructions import (
     Unlink,
 )
 from rworker.prefill_writer import fetch_past, store_prompt
-from rworker.pulling.orders import about_handing, about_offer, after_close
 from rworker.serving_terms import ANYBODY_ONCE, ServingTerms
 from rworker.step_plan import attend, begin_step, copies
 from rworker.stream.changes import Change
 from rworker.stream.checks import expect_tokens, fetch_chunk, store_chunk
-from rworker.stream.replica_links import link_for
 from rworker.stream.taking_over import take_over, truncate, wanted_of
 from rworker.tiers.orders import about_tier, moved
 from rworker.tiers.tiers import Done, Further
+from rworker.transfers.orders import about_handing, about_offer, after_close, link_for
 
 
 @dataclass

@@ -55,11 +55,11 @@ from rworker.instructions import (
     TellAboutHost,
     Unlink,
 )
-from rworker.pulling.background_transfers import BackgroundTransfers
 from rworker.state import RWorkerState
-from rworker.stream.replica_links import Neighbourhood, Neighbours, NoNeighbours
 from rworker.tiers.disk import Disk
 from rworker.tiers.tiers import Tiers
+from rworker.transfers.background_transfers import BackgroundTransfers
+from rworker.transfers.neighbours import Neighbourhood, Neighbours, NoNeighbours
 
 logger = logging.getLogger(__name__)
 

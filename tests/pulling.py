@@ -29,10 +29,10 @@ from fastdecode.wire.transport import PeerLostError
 from rworker.attention import AttentionExecutor
 from rworker.cache_state import CacheState
 from rworker.instructions import HangUp
-from rworker.pulling.background_transfers import BackgroundTransfers
 from rworker.state import RWorkerState
 from rworker.stream.chunks import ChunkShape, expectation, layout_of
-from rworker.stream.replica_links import NeighbourConnection
+from rworker.transfers.background_transfers import BackgroundTransfers
+from rworker.transfers.neighbours import NeighbourConnection
 from rworker.worker import obey
 
 TIMEOUT_S = 60.0

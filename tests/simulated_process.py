@@ -19,9 +19,9 @@ from fastdecode.wire.transport import PeerLostError, closed_error, timeout_error
 from rworker.attention import AttentionExecutor
 from rworker.grace_period import GracePeriod
 from rworker.instructions import Compute
-from rworker.pulling.background_transfers import BackgroundTransfers
 from rworker.serving_terms import ServingTerms
 from rworker.state import RWorkerState
+from rworker.transfers.background_transfers import BackgroundTransfers
 from rworker.worker import serve_next
 
 

@@ -42,7 +42,8 @@ from rworker.stream.changes import Change
 from rworker.stream.chunk_endpoints import LINK_BYTES
 from rworker.stream.replica_log import CARRIER, ReplicaLog, SlotSource, ToNeighbour
 
-_UNANSWERED: Final = (ExpectTokens, CloseSequence, KeepBlocks, ForgetBlocks)
+UNANSWERED: Final = (ExpectTokens, CloseSequence, KeepBlocks, ForgetBlocks)
+"""Messages to the neighbour that it doesn't answer."""
 
 Steps: TypeAlias = dict[int, int]
 """Lane → the last of its steps."""
@@ -115,7 +116,7 @@ class Mirror:
             if not any(isinstance(later, StoreChunk) for later in self._ready):
                 steps, self._read = self._read, steps
             self._due.append(_Due(ChunkStored(num_bytes), steps))
-        elif not isinstance(message, _UNANSWERED):
+        elif not isinstance(message, UNANSWERED):
             self._due.append(_Due(Accepted(message.sequence_id), {}))
         if self._ended and not self._ready and not self._changes and self._is_up_to_date:
             self._mark_ended()

@@ -24,9 +24,9 @@ from fastdecode.wire.messages import (
     ToRWorker,
 )
 from rworker.attention import AttentionExecutor
-from rworker.pulling.background_transfers import BackgroundTransfers
 from rworker.serving_terms import ServingTerms
 from rworker.state import RWorkerState
+from rworker.transfers.background_transfers import BackgroundTransfers
 from rworker.worker import obey
 
 LINK_BYTES = 1 << 20

@@ -35,10 +35,10 @@ from rworker.attention import AttentionExecutor
 from rworker.blocks.moving import Move
 from rworker.inline import WORKER
 from rworker.instructions import MoveBlocks
-from rworker.pulling.background_transfers import BackgroundTransfers
-from rworker.stream.replica_links import ThreadNeighbours
 from rworker.tiers.health import Faults
 from rworker.tiers.units import MoveJob
+from rworker.transfers.background_transfers import BackgroundTransfers
+from rworker.transfers.neighbours import ThreadNeighbours
 from rworker.worker import start_worker_thread
 
 KV_BYTES = 16 << 20

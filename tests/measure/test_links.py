@@ -14,7 +14,7 @@ from fastdecode.measure.doctor import ModelFacts, judge
 from fastdecode.measure.links.neighbours import NeighbourFacts, examine_neighbours
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.messages import FromRWorker, ToRWorker
-from rworker.stream.replica_links import ThreadNeighbours
+from rworker.transfers.neighbours import ThreadNeighbours
 from rworker.worker import start_worker_thread
 
 ENOUGH = 200 << 20

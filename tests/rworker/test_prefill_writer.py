@@ -27,8 +27,8 @@ from fastdecode.wire.messages import (
 )
 from rworker.attention import AttentionExecutor
 from rworker.instructions import Admit, Compute, HangUp, Instruction, ReadChunk, Send, Stop
-from rworker.pulling.background_transfers import BackgroundTransfers
-from rworker.stream.replica_links import NoNeighbours
+from rworker.transfers.background_transfers import BackgroundTransfers
+from rworker.transfers.neighbours import NoNeighbours
 
 SESSION = 77
 FED = replace(HELLO, session=SESSION, feeders=("prompt stage 0", "prompt stage 1"))

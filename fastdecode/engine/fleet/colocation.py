@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.wire.mpi.roles import StageRanks
-from rworker.stream.replica_links import Neighbourhood
+from rworker.transfers.neighbours import Neighbourhood
 
 
 @dataclass(frozen=True)

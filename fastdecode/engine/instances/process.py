@@ -81,7 +81,7 @@ def serve_instance(
     with imports_for("an instance at an address"):
         from fastdecode.engine.instances.addresses import InstanceListener
         from fastdecode.wire.zmq.access import ClusterKey, check_address
-        from rworker.pulling.export_server import ExportServers
+        from rworker.transfers.export_server import ExportServers
 
     key = None if place.key is None else ClusterKey.read(Path(place.key), place.link_security)
     silence_s = config.cluster.worker_silence_s

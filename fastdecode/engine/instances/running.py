@@ -30,7 +30,7 @@ from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.wire.messages import Welcome
 from fastdecode.wire.mpi.launcher import launched_size
-from rworker.stream.replica_links import ThreadNeighbours
+from rworker.transfers.neighbours import ThreadNeighbours
 
 logger = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ from fastdecode.wire.joined import HubBehind, JoinedHub
 from fastdecode.wire.messages import FromRWorker, Hello, Shutdown, ToRWorker
 from fastdecode.wire.transport import Connection, Hub, SoleHub
 from rworker.inline import make_inline_worker
-from rworker.stream.replica_links import Neighbourhood, ThreadNeighbours
 from rworker.tiers.disk import Disk
+from rworker.transfers.neighbours import Neighbourhood, ThreadNeighbours
 from rworker.worker import start_worker_thread
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from fastdecode.wire.messages import BeginStep, Failed, FromRWorker, Inspect, To
 from fastdecode.wire.transport import CLOSED, TIMEOUT, PeerLostError, timeout_error
 from rworker.inline import WORKER
 from rworker.instructions import HangUp, Instruction
-from rworker.pulling.background_transfers import BackgroundTransfers
 from rworker.state import RWorkerState
-from rworker.stream.replica_links import Neighbourhood
+from rworker.transfers.background_transfers import BackgroundTransfers
+from rworker.transfers.neighbours import Neighbourhood
 from rworker.worker import Peer, RWorkerExecutor, last_words, obey
 
 logger = logging.getLogger(__name__)

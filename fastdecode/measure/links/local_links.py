@@ -39,7 +39,7 @@ from fastdecode.measure.links.rates import (
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.kv.chunks import MAX_CHUNK_BYTES
 from fastdecode.wire.messages import FromRWorker, Inspect, Report, Shutdown, ToRWorker
-from rworker.stream.replica_links import ThreadNeighbours
+from rworker.transfers.neighbours import ThreadNeighbours
 from rworker.worker import start_worker_thread
 
 _POLL_S: Final = 0.05

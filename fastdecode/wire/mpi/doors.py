@@ -41,7 +41,7 @@ _MOST_READERS: Final = MOST_PEERS[Role.READER]
 
 class ReaderConnection:
     """A connection to an R-worker that is read; see
-    ``rworker.stream.replica_links.NeighbourConnection``. One that has heard us knock,
+    ``rworker.transfers.neighbours.NeighbourConnection``. One that has heard us knock,
     and then gives no sign of life, is lost.
 
     Args:
@@ -86,7 +86,7 @@ class ReaderConnection:
 
 class RankReaders:
     """How an R-worker reads what those of other instances offer; see
-    ``rworker.stream.replica_links.Neighbours``.
+    ``rworker.transfers.neighbours.Neighbours``.
 
     Args:
         job: this process's part in the job.

@@ -34,12 +34,12 @@ class MpiNeighbours:
         )
 
     def connect(self, address: str, line: int) -> MpiConnection[ToRWorker, FromRWorker]:
-        """See ``rworker.stream.replica_links.Neighbours``."""
+        """See ``rworker.transfers.neighbours.Neighbours``."""
         rank = other_rank(self._job, address)
         return self._links.add(rank, f"R-worker rank {rank}", tag=link_tag(line))
 
     def expect(self, address: str, line: int) -> None:
-        """See ``rworker.stream.replica_links.Neighbours``."""
+        """See ``rworker.transfers.neighbours.Neighbours``."""
         rank = other_rank(self._job, address)
         self._hub.add(rank, f"the neighbour at rank {rank}", tag=link_tag(line))
 

@@ -21,7 +21,7 @@ class ZmqNeighbours:
         self._hub = ZmqHub(key, silence_s=silence_s)
 
     def connect(self, address: str, line: int) -> ZmqConnection[ToRWorker, FromRWorker]:
-        """See ``rworker.stream.replica_links.Neighbours``."""
+        """See ``rworker.transfers.neighbours.Neighbours``."""
         return self._hub.open(address)
 
     @property

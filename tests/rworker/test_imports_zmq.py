@@ -87,7 +87,7 @@ def pulled(worker: Any, sequence: int, address: str, ticket: str, num_tokens: in
 @contextlib.contextmanager
 def behind_a_gate(name: str, kv: KVSpec) -> Iterator[tuple[str, Worker]]:
     """In a thread of this process; others read it at a gate's address."""
-    from rworker.pulling.export_server import ExportServers
+    from rworker.transfers.export_server import ExportServers
 
     servers, runs = ExportServers("tcp://127.0.0.1:*", None), AttentionExecutor(kernels=reference)
     thread = start_worker_thread(name, kv_bytes=16 << 20, executor=runs, neighbours=servers)
@@ -138,7 +138,7 @@ def test_a_gate_is_for_readers_alone() -> None:
 
 def test_readers_that_come_and_go_leave_nothing_at_a_gate() -> None:
     from fastdecode.wire.zmq.hub import ZmqHub
-    from rworker.pulling.export_server import ExportServers
+    from rworker.transfers.export_server import ExportServers
 
     servers, hub = ExportServers("tcp://127.0.0.1:*", None), ZmqHub()
     runs = AttentionExecutor(kernels=reference)
@@ -167,7 +167,7 @@ def test_readers_that_come_and_go_leave_nothing_at_a_gate() -> None:
 
 
 def test_ports_follow_upon_the_first() -> None:
-    from rworker.pulling.export_server import ExportServers
+    from rworker.transfers.export_server import ExportServers
 
     servers = ExportServers("tcp://127.0.0.1:65535", None)
     servers.add("r0", InprocHub())

@@ -24,7 +24,7 @@ from fastdecode.wire.zmq.connection import ZmqConnection
 from fastdecode.wire.zmq.hub import DEFAULT_SILENCE_S
 from fastdecode.wire.zmq.listener import ZmqListener
 from fastdecode.wire.zmq.neighbours import ZmqNeighbours
-from rworker.stream.replica_links import Neighbours
+from rworker.transfers.neighbours import Neighbours
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class ExportServers:
         self._ways: list[ZmqNeighbours] = []
 
     def add(self, name: str, hub: InprocHub[FromRWorker, ToRWorker]) -> Neighbours:
-        """See ``rworker.stream.replica_links.Neighbourhood``. Raises ConfigError."""
+        """See ``rworker.transfers.neighbours.Neighbourhood``. Raises ConfigError."""
         address = f"{self._host}:{self._next_port()}"
         server = ExportServer(name, address, hub, self._key, self._silence_s)
         self._servers[name] = server

@@ -1,4 +1,4 @@
-"""What an R-worker is told about offers and pulls, as instructions."""
+"""Messages that begin and end transfers between R-workers, as instructions."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from fastdecode.wire.kv.exporting import (
     ReadExport,
     check_ticket,
 )
+from fastdecode.wire.kv.replicating import MOST_LINK_BYTES, Replicate
 from fastdecode.wire.messages import MAX_ID, PROTOCOL_VERSION
 from rworker.cache_state import CacheState
 from rworker.caches import HolderCache
 from rworker.checks import check_integer
-from rworker.instructions import BeginPull, EndPull, Instruction, ReadChunk, Send
-from rworker.pulling.exports import ExportedSequence
+from rworker.instructions import BeginPull, EndPull, Instruction, LinkReplica, ReadChunk, Send
 from rworker.step_plan import copies
 from rworker.stream.checks import check_seconds, expect_tokens, fetch_chunk
 from rworker.stream.chunks import expectation
+from rworker.transfers.exports import ExportedSequence
 
 _GONE: Final = ExportExpired("nothing is offered by this ticket: it was released, or never given")
 
@@ -145,3 +146,27 @@ def _check_source(source: KVSource) -> None:
         ("first_layer", source.first_layer, 0, MAX_LAYERS),
     ):
         check_integer(f"{name} of a source", value, least, most)
+
+
+def link_for(number: int, cache: HolderCache, message: Replicate) -> LinkReplica:
+    """What a peer says of a cache's replica, as an instruction.
+
+    Args:
+        number: the peer's.
+
+    Raises:
+        ProtocolError: there can be none like that.
+    """
+    link_bytes = check_integer("link_bytes", message.link_bytes, 1, MOST_LINK_BYTES)
+    if message.keeper and not cache.books.hello.session:
+        raise ProtocolError("a cache of no session can't be replicated: nobody could go on")
+    serial = check_integer("link", message.link, 0, MAX_ID)
+    timeout_s = check_seconds("timeout_s", message.timeout_s)
+    cache.is_replicated = bool(message.keeper)
+    lines = [
+        check_integer(name, getattr(message, name), 0, MAX_ID) for name in ("line", "guest_line")
+    ]
+    who = (message.keeper, message.guest)
+    return LinkReplica(
+        number, cache.holder, cache.books, *who, link_bytes, serial, timeout_s, *lines
+    )

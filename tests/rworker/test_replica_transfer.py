@@ -15,7 +15,7 @@ from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import KVSpec
 from fastdecode.wire.arrays import Array
 from fastdecode.wire.inproc import InprocConnection, InprocHub, connect
-from fastdecode.wire.kv.replicating import NO_STEP, Replicated, ReplicationNews, Unprotected
+from fastdecode.wire.kv.replicating import NO_STEP, Replicated, Unprotected
 from fastdecode.wire.messages import (
     Accepted,
     FromRWorker,
@@ -25,8 +25,11 @@ from fastdecode.wire.messages import (
     Welcome,
 )
 from rworker.cache_state import CacheState
-from rworker.instructions import EndStep, Follow, LinkReplica, ReadChunk
-from rworker.stream.replica_links import LOOK_S, REACH_S, REST_S, NeighbourConnection, ReplicaLinks
+from rworker.instructions import EndStep, Follow, LinkReplica, PlaceChunk, ReadChunk
+from rworker.transfers.background_transfers import BackgroundTransfers, TransferNews
+from rworker.transfers.neighbours import NeighbourConnection
+from rworker.transfers.peer_link import REACH_S
+from rworker.transfers.replica_transfer import LOOK_S, REST_S
 
 KV = KVSpec(2, 2, 8, DType.INT8, 4)
 NUM_BLOCKS = 14
@@ -35,12 +38,15 @@ LINK, TIMEOUT_S = 4, 60.0
 
 
 class Trouble:
-    """Reads nothing."""
+    """Reads and writes nothing."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
 
     def read(self, read: ReadChunk) -> Array:
+        raise self._error
+
+    def place(self, place: PlaceChunk) -> None:
         raise self._error
 
 
@@ -49,10 +55,10 @@ class Pair:
 
     def __init__(self, error: Exception) -> None:
         self.books = CacheState(replace(hello_for(KV), session=5), NUM_BLOCKS)
-        self.told: list[tuple[int, ReplicationNews]] = []
+        self.told: list[tuple[int, TransferNews]] = []
         self.now_s = 0.0
         self.is_reached = True
-        self.links = ReplicaLinks(
+        self.links = BackgroundTransfers(
             Trouble(error), self, lambda to, news: self.told.append((to, news)), lambda: self.now_s
         )
         self.neighbour: InprocConnection[FromRWorker, ToRWorker] | None = None
@@ -123,7 +129,7 @@ def test_a_link_at_rest_looks_now_and_then_whether_the_neighbour_is_there() -> N
 
 @pytest.mark.parametrize(
     ("is_reached", "after_s", "reason"),
-    [(False, REACH_S, "can't be reached from its neighbour"), (True, TIMEOUT_S, "made room")],
+    [(False, REACH_S, "can't be reached"), (True, TIMEOUT_S, "has answered nothing")],
 )
 def test_a_neighbour_that_says_nothing_is_told_by_name(
     is_reached: bool, after_s: float, reason: str
@@ -139,6 +145,20 @@ def test_a_neighbour_that_says_nothing_is_told_by_name(
     ((to, news),) = pair.told
     assert to == S_WORKER and isinstance(news, Unprotected) and news.link == LINK + 1
     assert news.reason.startswith("R-worker r1 ") and reason in news.reason
+
+
+def test_a_neighbour_that_stops_answering_keeps_no_replica() -> None:
+    pair = Pair(ProtocolError("no"))
+    pair.welcome()
+    change = OpenSequence(1, 8)
+    assert pair.books.reserve(change) == Accepted(1)
+    pair.links.obey(Follow(HOLDER, change))
+    for wait_s, num_told in ((0.0, 1), (TIMEOUT_S, 1), (0.1, 2)):
+        pair.now_s += wait_s
+        pair.links.work()
+        assert len(pair.told) == num_told
+    news = pair.told[-1][1]
+    assert isinstance(news, Unprotected) and "has answered nothing" in news.reason
 
 
 def test_a_link_of_the_same_number_goes_on_or_stays_over() -> None:

@@ -33,8 +33,8 @@ from fastdecode.wire.kv.exporting import (
     ReadExport,
 )
 from fastdecode.wire.messages import PROTOCOL_VERSION, Accepted, Failed, ForkSequence
-from rworker.pulling.throttle import ATTENDING_S, SHARE, Throttle
-from rworker.stream.replica_links import REACH_S
+from rworker.transfers.peer_link import REACH_S
+from rworker.transfers.throttle import ATTENDING_S, SHARE, Throttle
 
 
 def ticket() -> str:
@@ -293,8 +293,8 @@ def test_what_is_fetched_gives_way_to_what_is_attended(monkeypatch: pytest.Monke
         hosts, clock = Hosts(), Ticking()
         one, other = hosts.add("p", KV), hosts.add("d", KV)
         turns = RecordedTurns(clock)
-        other.behind._pulls._clock = clock
-        monkeypatch.setattr(other.behind._pulls, "turns", turns)
+        other.behind._clock = clock
+        monkeypatch.setattr(other.behind, "_throttle", turns)
         one.fill(3, 40, seed=1)
         one.offer(3, given := ticket())
         other.open(3, 40)
@@ -325,9 +325,9 @@ def test_what_was_attended_long_ago_holds_nothing_up() -> None:
     hosts.now_s += 2 * ATTENDING_S
     other.open(3, 40)
     other.pull(3, 40, one.source(given, 40))
-    assert not other.behind._pulls.gives_way
+    assert not other.behind.gives_way
     other.behind.attended()
-    assert other.behind._pulls.gives_way
+    assert other.behind.gives_way
     hosts.run()
     assert [pulled.reason for pulled in other.news()] == [""] and other.holds(3, 40, seed=1)
 

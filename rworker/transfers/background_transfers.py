@@ -1,0 +1,297 @@
+"""Transfers of an R-worker behind compute: replicas are kept up to date, prompts are
+imported.
+
+The loop asks for a **unit** of work when nothing else waits: some changes and one chunk
+of at most 4 MiB of each replica, and of each import as many chunks as take a millisecond
+or two. Where something always waits, a unit is done all the same after every
+``_MOST_STEPS`` steps (replicas) and every ``LATE_S`` (imports, ``rworker.transfers.throttle``),
+or nothing would ever arrive.
+
+Where this R-worker attends, what is imported without a pace of its own takes a part of
+its time, ``SHARE``, and no more: a chunk costs about as much at the other end, and in the
+threads that carry it, and an R-worker that attends meanwhile has that many fewer cores
+and bytes a second. As soon as nothing is attended, all of the time is for imports.
+
+What breaks ends the transfers that need it, and nothing else: a peer that asked for one
+gets a report, with the reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Final, Protocol, TypeAlias, TypeVar
+
+from fastdecode.core.clock import Clock
+from fastdecode.core.errors import FastDecodeError
+from fastdecode.core.holders import HolderId
+from fastdecode.wire.kv.attending import FEEDING_LINE
+from fastdecode.wire.kv.exporting import Pulled
+from fastdecode.wire.kv.replicating import Replicated, Unprotected
+from rworker.instructions import (
+    Admit,
+    BeginPull,
+    EndPull,
+    EndStep,
+    Follow,
+    LinkReplica,
+)
+from rworker.stream.local_cache import ChunkMemory, LocalCache
+from rworker.transfers.import_transfer import ImportTransfer, Place
+from rworker.transfers.neighbours import Neighbours
+from rworker.transfers.peer_link import PeerLink
+from rworker.transfers.replica_transfer import LOOK_S, ReplicaTransfer
+from rworker.transfers.throttle import Throttle
+
+logger = logging.getLogger(__name__)
+
+_MOST_STEPS: Final = 2
+_MOST_ANSWERS: Final = 2
+"""That a unit takes in of a link, where each may be a chunk."""
+
+TransferNews: TypeAlias = Replicated | Unprotected | Pulled
+Tell: TypeAlias = Callable[[int, TransferNews], None]
+"""Sends a peer, by its number, a report."""
+_Key = TypeVar("_Key")
+
+
+class Transfer(Protocol):
+    """K and V on their way, behind compute."""
+
+    @property
+    def to(self) -> int:
+        """The peer that asked for it."""
+
+    def advance(self) -> Iterable[TransferNews]:
+        """Do a unit of work; reports for the peer that asked. Raises FastDecodeError: it
+        can't go on."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all has come."""
+
+    def end(self, reason: str) -> TransferNews:
+        """It is over, and why if it has failed; the last report."""
+
+    def close(self) -> None:
+        """Nothing more is read or written for it."""
+
+
+_One = TypeVar("_One", bound=Transfer)
+
+
+class BackgroundTransfers:
+    """Of one R-worker.
+
+    Args:
+        memory: of its caches.
+        neighbours: how others are reached.
+        tell: how peers get reports.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, memory: ChunkMemory, neighbours: Neighbours, tell: Tell, clock: Clock = time.monotonic
+    ) -> None:
+        self._memory = memory
+        self._neighbours = neighbours
+        self._tell = tell
+        self._clock = clock
+        self._admitted: set[str] = set()  # prompt stages
+        self._replicas: dict[HolderId, ReplicaTransfer] = {}
+        self._numbers: dict[HolderId, int] = {}  # of the last replica of each, which may be over
+        self._num_ended = 0  # steps, since replicas had a unit
+        self._imports: dict[tuple[HolderId, int], ImportTransfer] = {}
+        self._links: dict[Place, PeerLink] = {}  # that imports share
+        self._throttle = Throttle(clock)
+        self.is_used = False
+        """Whether anything was ever asked of it."""
+
+    @property
+    def wait_s(self) -> float | None:
+        """How long to wait for others' messages before ``work``; None: for as
+        long as it takes."""
+        if not self.is_used:
+            return None
+        waits_s = [replica.wait_s for replica in self._replicas.values()]
+        if self._is_importing:
+            waits_s.append(max(LOOK_S, self._throttle.rest_s))
+        return min(waits_s, default=None)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a unit is due, whatever else waits."""
+        if self._num_ended >= _MOST_STEPS:
+            return True
+        return self._is_importing and self._throttle.is_late
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether imports leave the time to attention: something is attended, and one of
+        them has no pace."""
+        if not self._throttle.is_attending:
+            return False
+        return any(not one.order.message.bytes_per_s for one in self._imports.values())
+
+    def obey(
+        self, instruction: LinkReplica | Follow | EndStep | BeginPull | EndPull | Admit
+    ) -> None:
+        """A transfer begins or ends, or has to know of a change."""
+        self.is_used = True
+        match instruction:
+            case LinkReplica():
+                self._replicate(instruction)
+            case Follow(holder, change):
+                if holder in self._replicas:
+                    self._replicas[holder].follow(change)
+            case EndStep(holder, lane, step):
+                if holder in self._replicas:
+                    self._replicas[holder].end_step(lane, step)
+                    self._num_ended += 1
+            case BeginPull():
+                self._import(instruction)
+            case EndPull(holder, sequence):
+                self._end(self._imports, (holder, sequence), "the sequence was closed")
+            case Admit(addresses):
+                self._admit(addresses)
+
+    def attended(self) -> None:
+        """A layer has been attended."""
+        if self.is_used:
+            self._throttle.attended()
+
+    def work(self) -> None:
+        """A unit of each."""
+        self._num_ended = 0
+        self._advance_all(self._replicas)
+        if not self._is_importing:
+            return
+        began_s = self._clock()
+        gives_way = self.gives_way
+        if gives_way and self._throttle.rest_s > 0:
+            return
+        for place in list(self._links):
+            self._listen(place, 1 if gives_way else _MOST_ANSWERS)
+        self._advance_all(self._imports)
+        self._throttle.worked(began_s, gives_way=gives_way)
+
+    def drop(self, holder: HolderId) -> None:
+        """The cache, or its replica, is over: nobody gets a report."""
+        self._numbers.pop(holder, None)
+        _close(self._replicas, [holder])
+        _close(self._imports, [key for key in self._imports if key[0] == holder])
+
+    def give_up(self, reason: str) -> None:
+        """Nothing is transferred any more. Peers that wait get the reason."""
+        for holder in list(self._replicas):
+            self._end(self._replicas, holder, reason)
+        for key in list(self._imports):
+            self._end(self._imports, key, reason)
+        self.close()
+
+    def close(self) -> None:
+        """All is over: replicas too, unless an S-worker goes on with them."""
+        _close(self._replicas, list(self._replicas))
+        _close(self._imports, list(self._imports))
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+
+    @property
+    def _is_importing(self) -> bool:
+        return bool(self._imports) or any(link.is_owed for link in self._links.values())
+
+    def _admit(self, addresses: Iterable[str]) -> None:
+        for address in addresses:
+            # Also when a cache is greeted again: two connections would share messages.
+            if address not in self._admitted:
+                self._admitted.add(address)
+                self._neighbours.expect(address, FEEDING_LINE)
+
+    def _replicate(self, order: LinkReplica) -> None:
+        holder = order.holder
+        is_new = self._numbers.get(holder) != order.number
+        if is_new:
+            _close(self._replicas, [holder])
+            self._numbers[holder] = order.number
+        try:
+            if order.guest:
+                self._neighbours.expect(order.guest, order.guest_line)
+            if order.keeper and is_new:
+                connection = self._neighbours.connect(order.keeper, order.line)
+                link = PeerLink(connection, self._clock, order.timeout_s)
+                source = LocalCache(holder, order.books, self._memory)
+                self._replicas[holder] = ReplicaTransfer(order, source, link)
+        except FastDecodeError as error:
+            self._tell(order.to, Unprotected(holder, error.message, order.number))
+
+    def _import(self, order: BeginPull) -> None:
+        for place, link in list(self._links.items()):
+            if not link.is_owed:
+                self._listen(place, _MOST_ANSWERS)  # nothing else finds that it is gone
+        sink = LocalCache(order.holder, order.books, self._memory)
+        one = ImportTransfer(order, sink, self._throttle, self._clock)
+        key = order.holder, order.message.sequence_id
+        self._imports[key] = one
+        self._end_if_failed(self._imports, key, lambda: one.begin(self._link_to))
+
+    def _link_to(self, place: Place) -> PeerLink:
+        """To where a source is. Raises FastDecodeError: it can't be had."""
+        if place not in self._links:
+            self._links[place] = PeerLink(self._neighbours.connect(*place), self._clock)
+        return self._links[place]
+
+    def _listen(self, place: Place, most: int) -> None:
+        """Take in answers of a shared link. If it fails, so do imports that need it."""
+        link = self._links[place]
+        reason = _failure_of(lambda: link.listen(most))
+        if reason is not None:
+            self._links.pop(place).close()
+            for key in [key for key, one in self._imports.items() if one.uses(place)]:
+                self._end(self._imports, key, reason)
+
+    def _advance_all(self, transfers: dict[_Key, _One]) -> None:
+        for key, transfer in list(transfers.items()):
+            self._end_if_failed(transfers, key, partial(self._advance, transfer))
+            if transfer.is_done:
+                self._end(transfers, key)
+
+    def _advance(self, transfer: Transfer) -> None:
+        for news in transfer.advance():
+            self._tell(transfer.to, news)
+
+    def _end_if_failed(
+        self, transfers: dict[_Key, _One], key: _Key, act: Callable[[], None]
+    ) -> None:
+        reason = _failure_of(act)
+        if reason is not None:
+            self._end(transfers, key, reason)
+
+    def _end(self, transfers: dict[_Key, _One], key: _Key, reason: str = "") -> None:
+        """A transfer is over, if it wasn't before. The peer that asked for it gets a report."""
+        transfer = transfers.pop(key, None)
+        if transfer is not None:
+            transfer.close()
+            self._tell(transfer.to, transfer.end(reason))
+
+
+def _close(transfers: dict[_Key, _One], keys: Iterable[_Key]) -> None:
+    """These are over, as far as they aren't yet. Nobody gets a report."""
+    for key in keys:
+        transfer = transfers.pop(key, None)
+        if transfer is not None:
+            transfer.close()
+
+
+def _failure_of(act: Callable[[], object]) -> str | None:
+    """Do something; why it has failed, if it has."""
+    try:
+        act()
+    except FastDecodeError as error:
+        return error.message
+    except Exception as error:
+        logger.exception("a transfer fails")
+        return f"{type(error).__name__}: {error}"
+    return None

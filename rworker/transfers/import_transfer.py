@@ -1,0 +1,184 @@
+"""Imports one sequence: what is asked for next, and what has come."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Final, TypeAlias
+
+from fastdecode.core.clock import Clock
+from fastdecode.core.errors import FastDecodeError, ProtocolError
+from fastdecode.wire.kv.chunks import FetchedChunk
+from fastdecode.wire.kv.exporting import (
+    DescribeExport,
+    ExportDescription,
+    ExportExpired,
+    KVSource,
+    Pulled,
+    ReadExport,
+)
+from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker
+from rworker.instructions import BeginPull
+from rworker.stream.cutting import ChunkCut
+from rworker.stream.local_cache import LocalCache
+from rworker.transfers.peer_link import PeerLink, Take
+from rworker.transfers.throttle import Throttle
+from rworker.transfers.transfer_plan import TransferPlan
+
+logger = logging.getLogger(__name__)
+
+OFFERED_WITHIN_S: Final = 1.0
+"""An export and the import of it come over different connections: the export may come
+so much later."""
+_ASK_AGAIN_S: Final = 5e-3
+
+Place: TypeAlias = tuple[str, int]
+"""An address, and a line."""
+
+
+class ImportTransfer:
+    """See the module, and ``Transfer``: asks all sources first what they have, then for
+    the chunks.
+
+    Args:
+        order: what was asked for; there is room for it.
+        sink: the cache.
+        throttle: of all imports.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, order: BeginPull, sink: LocalCache, throttle: Throttle, clock: Clock
+    ) -> None:
+        self.order = order
+        self.to: Final = order.to
+        self._sink = sink
+        self._throttle = throttle
+        self._clock = clock
+        self._links: dict[Place, PeerLink] = {}
+        self._began_s = clock()
+        self._not_yet: list[int] = []  # sources that don't know their tickets yet
+        self._ask_again_s = 0.0
+        self._plan = TransferPlan(order)
+        self._num_due = 0
+        self._num_bytes = 0  # that have come
+        self._failure: FastDecodeError | None = None
+        self._is_over = False  # nothing that comes is wanted any more
+
+    @property
+    def is_done(self) -> bool:
+        """See ``Transfer``."""
+        return self._plan.are_all_taken and not self._num_due
+
+    def uses(self, place: Place) -> bool:
+        """Whether a source is there."""
+        return place in self._links
+
+    def begin(self, link_to: Callable[[Place], PeerLink]) -> None:
+        """Find out what the sources have. Raises FastDecodeError: one can't be reached."""
+        for source in self._sources:
+            place = source.address, source.line
+            link = self._links[place] = link_to(place)
+            link.timeout_s = max(link.timeout_s, self.order.message.timeout_s)
+        self._not_yet = list(range(len(self._sources)))
+        self._ask_again()
+
+    def advance(self) -> Iterable[Pulled]:
+        """See ``Transfer``: asks for chunks, as far as pace and links' credit allow."""
+        if self._failure is not None:
+            raise self._failure
+        if self._not_yet and self._clock() >= self._ask_again_s:
+            self._ask_again()
+        while self._throttle.may_ask and (num_bytes := self._ask_next()):
+            self._throttle.asked(num_bytes, self.order.message.bytes_per_s)
+        return ()
+
+    def end(self, reason: str) -> Pulled:
+        """See ``Transfer``."""
+        sequence = self.order.message.sequence_id
+        if reason:
+            logger.info("sequence %d isn't fetched: %s", sequence, reason)
+        seconds = max(0.0, self._clock() - self._began_s)
+        return Pulled(self.order.holder, sequence, self._num_bytes, seconds, reason)
+
+    def close(self) -> None:
+        """See ``Transfer``. Its links are others', too."""
+        self._is_over = True
+
+    @property
+    def _sources(self) -> tuple[KVSource, ...]:
+        return self.order.message.sources
+
+    def _link(self, index: int) -> PeerLink:
+        source = self._sources[index]
+        return self._links[source.address, source.line]
+
+    def _ask_next(self) -> int:
+        """Ask for a chunk, if one is left to be asked for, and its link has credit: how
+        many bytes it has; 0: none was."""
+        if not self._num_due:
+            self._plan.begin_turn()
+        taken = self._plan.take(lambda index: self._link(index).has_credit)
+        if taken is None:
+            return 0
+        index, cut = taken
+        self._ask(index, self._request(index, cut), partial(self._came, cut))
+        return self._plan.num_bytes(index, cut)
+
+    def _ask_again(self) -> None:
+        asked, self._not_yet = self._not_yet, []
+        for index in asked:
+            view = DescribeExport(PROTOCOL_VERSION, self._sources[index].ticket)
+            self._ask(index, view, partial(self._described, index))
+
+    def _ask(self, index: int, message: DescribeExport | ReadExport, take: Take) -> None:
+        self._link(index).ask(message, partial(self._answered, take))
+        self._num_due += 1
+
+    def _answered(self, take: Take, answer: FromRWorker) -> None:
+        """What is wrong with an answer ends this import, and no other."""
+        self._num_due -= 1
+        if self._is_over or self._failure is not None:
+            return
+        try:
+            take(answer)
+        except FastDecodeError as error:
+            self._failure = error
+
+    def _described(self, index: int, answer: FromRWorker) -> None:
+        """A source has said what its ticket stands for."""
+        peer = self._link(index).peer
+        if isinstance(answer, ExportExpired):
+            now_s = self._clock()
+            if now_s - self._began_s >= OFFERED_WITHIN_S:
+                raise ProtocolError(f"{peer} says: {answer.reason}", code="gone")
+            self._not_yet.append(index)
+            self._ask_again_s = now_s + _ASK_AGAIN_S
+            return
+        if not isinstance(answer, ExportDescription):
+            raise ProtocolError(f"{peer} answered {type(answer).__name__} to DescribeExport")
+        self._plan.learn(index, answer, peer)
+
+    def _request(self, index: int, cut: ChunkCut) -> ReadExport:
+        """A chunk of one sequence, by its ticket."""
+        asked = cut.request
+        return ReadExport(
+            self._sources[index].ticket,
+            asked.form,
+            asked.first_layer,
+            asked.num_layers,
+            asked.first_head,
+            asked.num_heads,
+            int(asked.first_tokens[0]),
+            int(asked.num_tokens[0]),
+        )
+
+    def _came(self, cut: ChunkCut, answer: FromRWorker) -> None:
+        """A chunk is here. What the cache doesn't expect isn't written."""
+        if isinstance(answer, ExportExpired):
+            raise ProtocolError(answer.reason, code="gone")
+        if not isinstance(answer, FetchedChunk):
+            raise ProtocolError(f"{type(answer).__name__} came where a chunk was due")
+        self._sink.flush(cut.filled(answer.data))
+        self._num_bytes += len(answer.data)
