@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
-from fastdecode.wire.kv.attending import MAX_FEEDERS
 from fastdecode.wire.kv.kept import KEY_WORDS
 from fastdecode.wire.messages import (
     MAX_BLOCKS,
@@ -19,6 +18,7 @@ from fastdecode.wire.messages import (
     BeginStep,
     Hello,
 )
+from fastdecode.wire.traits import MAX_FEEDERS
 
 _BEYOND = (
     f"num_beyond must be at least 0, and no sequence is longer than {MAX_SEQUENCE_TOKENS} tokens"

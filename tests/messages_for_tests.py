@@ -245,21 +245,21 @@ def between_stages() -> list[StageMessage | FromStage]:
     return [
         hello,
         dataclasses.replace(hello, stage=2, sessions=(7, 1 << 62)),
-        StageWelcome(1, (100, 0), 1 << 62, ("s1-r0", "é")),
+        StageWelcome(1, (100, 0), 1 << 62, ("s1-r0", "é"), np.eye(7, dtype=np.int32)),
         StagePass(7, 1, x, ids, counts, counts, counts + 1, marks, none),
         StagePass(
-            7, 1, x, ids, counts, counts, counts + 1, marks, none, members=np.eye(6, dtype=np.int32)
+            7, 1, x, ids, counts, counts, counts + 1, marks, none, members=np.eye(7, dtype=np.int32)
         ),
         StageDone(1, 7, 1, 0.5, 0.25, np.ones(2, np.float32), counts),
         StageDone(2, 7, 1, 0.5, 0.25, np.ones(2, np.float32), none, x[:3]),
         StageAnswer(1, 5, "out_of_capacity", "no room: é"),
-        ColumnLost(1, "worker_timeout", "it is silent", 2),
+        ColumnLost(1, "worker_timeout", "it is silent", 2, 3),
         ColumnTakenOver(1, counts - 2, np.ones(3, np.uint8)),
         PlaceColumn(1, 2),
         GreetColumn(1, 2),
         ColumnReady(1),
         ColumnVacant(1),
-        ColumnWelcome(1, 2, 100, 16, has_tier=True),
+        ColumnWelcome(1, 2, 100, 16, has_tier=True, members=np.eye(7, dtype=np.int32)),
     ]
 
 

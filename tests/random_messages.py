@@ -281,11 +281,12 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         st.lists(INTS, max_size=3).map(tuple),
         INTS,
         st.lists(TEXTS, max_size=3).map(tuple),
+        arrays_of(np.int32, (2, 7)),
     ),
     StagePass: stage_passes(),
     StageDone: stage_dones(),
     StageAnswer: st.builds(StageAnswer, INTS, INTS, TEXTS, TEXTS),
-    ColumnLost: st.builds(ColumnLost, INTS, TEXTS, TEXTS, INTS),
+    ColumnLost: st.builds(ColumnLost, INTS, TEXTS, TEXTS, INTS, INTS),
     ColumnTakenOver: st.builds(
         ColumnTakenOver, INTS, arrays_of(np.int32, (3,)), arrays_of(np.uint8, (2,))
     ),
@@ -293,7 +294,9 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     GreetColumn: st.builds(GreetColumn, INTS, INTS),
     ColumnReady: st.builds(ColumnReady, INTS),
     ColumnVacant: st.builds(ColumnVacant, INTS),
-    ColumnWelcome: st.builds(ColumnWelcome, INTS, INTS, INTS, INTS, st.booleans()),
+    ColumnWelcome: st.builds(
+        ColumnWelcome, INTS, INTS, INTS, INTS, st.booleans(), arrays_of(np.int32, (2, 7))
+    ),
     InstanceHello: st.builds(InstanceHello, INTS, TEXTS),
     InstanceWelcome: st.builds(
         InstanceWelcome,

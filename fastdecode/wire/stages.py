@@ -12,7 +12,8 @@ relayed        first → p    what the stage sends its R-worker of a column
 ``StagePass``  p → p + 1    a lane's step, as far as stage p has computed it; of
                             every stage behind the first one ``StageDone`` is due
 ``PlaceColumn``  first → p  another R-worker of the stage keeps a column; no answer
-``ColumnLost`` first → p    the first stage gives an R-worker up; no answer
+``ColumnLost`` first → p    the first stage gives an R-worker up: a column's, or the
+                            one of this number; no answer
 ``GreetColumn``  first → p  the stage greets its R-worker of a column again, or the
                             replacement → ``ColumnWelcome``, or ``ColumnLost``
 ``Shutdown``   first → p    the stage ends; no answer
@@ -106,7 +107,26 @@ class OfColumns:
             raise ProtocolError(f"speaks of column {column}, and there are {num_columns}")
 
 
-@dataclass(frozen=True)
+class MemberField(IntEnum):
+    """What a row of ``StagePass.members`` tells."""
+
+    COLUMN = 0
+    STAGE = 1
+    NAME = 2
+    """What its cache is called there."""
+    WORKER = 3
+    """The number of the stage's R-worker that keeps it."""
+    NUM_REPLACED = 4
+    """How often another process has replaced that R-worker, under its number."""
+    FIRST_HEAD = 5
+    NUM_HEADS = 6
+    """Of KV; 0: all."""
+
+
+NO_MEMBERS: Final = np.zeros((0, len(MemberField)), np.int32)
+
+
+@dataclass(frozen=True, eq=False)
 class StageWelcome:
     stage: int
     num_blocks: tuple[int, ...]
@@ -116,6 +136,8 @@ class StageWelcome:
     """Of its R-workers' caches; 0: they take no prompts, and keep no replicas."""
     addresses: tuple[str, ...] = ()
     """What its R-workers call each other, where they can reach one another."""
+    members: Annotated[NDArray[np.int32], "M F"] = field(default_factory=lambda: NO_MEMBERS)
+    """Which of its R-workers keep the columns; see ``StagePass.members``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,6 +187,8 @@ class ColumnLost(Worded, OfColumns):
     stage: int = -1
     """Whose R-worker it is, and ``column`` its number there; -1: the column's R-worker of
     the stage that says it, or that it is said to."""
+    num_replaced: int = 0
+    """Of an R-worker by its number; see ``MemberField``."""
 
     def check(self, stage: int, num_columns: int) -> None:
         """See ``OfColumns``."""
@@ -189,7 +213,7 @@ class ColumnVacant(OfColumns):
     column: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ColumnWelcome(OfColumns):
     """What the column's R-worker has answered to a new greeting; see ``Welcome``."""
 
@@ -199,6 +223,8 @@ class ColumnWelcome(OfColumns):
     num_blocks: int
     block_size: int
     has_tier: bool
+    members: Annotated[NDArray[np.int32], "M F"] = field(default_factory=lambda: NO_MEMBERS)
+    """Which of the stage's R-workers keep the column now."""
 
 
 @dataclass(frozen=True)
@@ -252,23 +278,6 @@ class StageHello(Asking):
             raise ProtocolError(f"offers num_blocks={welcome.num_blocks[:9]}, which can't be")
         if len(welcome.addresses) not in (0, self.num_columns):
             raise ProtocolError(f"has {len(welcome.addresses)} addresses of its R-workers")
-
-
-class MemberField(IntEnum):
-    """What a row of ``StagePass.members`` tells."""
-
-    COLUMN = 0
-    STAGE = 1
-    NAME = 2
-    """What its cache is called there."""
-    WORKER = 3
-    """The number of the stage's R-worker that keeps it."""
-    FIRST_HEAD = 4
-    NUM_HEADS = 5
-    """Of KV; 0: all."""
-
-
-NO_MEMBERS: Final = np.zeros((0, len(MemberField)), np.int32)
 
 
 @dataclass(frozen=True, eq=False)

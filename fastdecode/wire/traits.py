@@ -24,7 +24,11 @@ class Role(Enum):
     CONTROLLER = "controller"
 
 
-MOST_PEERS: Final = {Role.S_WORKER: 8, Role.NEIGHBOUR: 4, Role.READER: 128}
+MAX_FEEDERS: Final = 64
+"""Prompt stages that write to one cache."""
+MOST_PEERS: Final = {
+    Role.S_WORKER: 8, Role.NEIGHBOUR: 4, Role.READER: 128, Role.FEEDER: MAX_FEEDERS
+}  # fmt: skip
 """That an R-worker has at a time. Whose caches it serves is its own business."""
 ANYBODY: Final = frozenset(Role)
 OWNERS: Final = frozenset({Role.S_WORKER, Role.NEIGHBOUR})

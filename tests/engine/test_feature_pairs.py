@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from checkpoints import prompts
-from simulated_engines import THREADED, Losses, SimulatedCluster, ThreadLosses
+from simulated_engines import THREADED, ListeningLosses, Losses, SimulatedCluster, ThreadLosses
 
 pytest.importorskip("zmq")
 
@@ -141,7 +141,9 @@ def test_a_loss_changes_no_token(
     expected = plain(options)
     stage = 1 if {one, other} & {"stages", "swap"} and "prompt stages" not in (one, other) else 0
     cluster: Losses
-    if THREADED & {one, other}:
+    if {one, other} == {"prompt stages", "addresses"}:
+        cluster = ListeningLosses(monkeypatch, 1, AFTER)
+    elif THREADED & {one, other}:
         whose = "d0-" if "instances" in (one, other) else ""
         whose += f"s{stage}-" if stage else ""
         cluster = ThreadLosses(monkeypatch, f"{whose}r1", AFTER)

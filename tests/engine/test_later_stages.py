@@ -313,8 +313,9 @@ def test_a_member_that_the_first_stage_gives_up_is_given_up_there() -> None:
 
 def test_an_r_worker_that_a_prompt_stage_cannot_reach_is_given_up_everywhere() -> None:
     stages = Stages(first_prompt_stage=2)
+    stages.members.note_kept(1, kept((V, 0, 0), (W, 1, 0)))
     stages.say(2, ColumnLost(W, "gone", "it left", 1))
-    assert stages.heard(1) == ColumnLost(W, "gone", "prompt stage 0: it left")
+    assert stages.heard(1) == ColumnLost(W, "gone", "prompt stage 0: it left", 1)
     assert [column for column, _ in stages.fleet.take_losses()] == [W]
     stages.say(2, ColumnLost(V, "gone", "it left", 0))
     assert [column for column, _ in stages.fleet.take_losses()] == [V]
@@ -322,6 +323,49 @@ def test_an_r_worker_that_a_prompt_stage_cannot_reach_is_given_up_everywhere() -
     assert not stages.fleet.take_losses() and len(stages.fleet.gone) == 2
     with pytest.raises(WorkerError, match=r"stage 2 is lost: .*speaks of stage 2"):
         stages.say(2, ColumnLost(V, "gone", "it left", 2))
+
+
+def kept(*workers: tuple[int, int, int]) -> NDArray[np.int32]:
+    """What a stage tells of its R-workers: (column, number, how often replaced) of each."""
+    rows = [(column, 1, column, *worker, 0, 0) for column, *worker in workers]
+    return np.array(rows, np.int32)
+
+
+def test_a_prompt_stage_reports_an_r_worker_that_was_replaced_since() -> None:
+    """Another process has its number, or its place: that one stays."""
+    stages = Stages(first_prompt_stage=2)
+    stages.members.note_kept(1, kept((V, 0, 0), (W, 2, 1)))
+    for number, num_replaced in ((1, 0), (2, 0), (0, 1)):
+        stages.say(2, ColumnLost(number, "gone", "it left", 1, num_replaced))
+        assert not stages.fleet.gone and stages.heard(1) is None
+    stages.members.lose(V, WorkerError("it left", code="gone"))
+    stages.members.revive(V)
+    stages.say(2, ColumnLost(V, "gone", "it left", 0, 0))
+    assert not stages.fleet.gone
+    stages.say(2, ColumnLost(V, "gone", "it left", 0, 1))
+    assert [column for column, _ in stages.fleet.take_losses()] == [V]
+    stages.say(2, ColumnLost(2, "gone", "it left", 1, 1))
+    assert [column for column, _ in stages.fleet.take_losses()] == [W]
+
+
+def test_prompt_stages_get_to_know_who_keeps_columns() -> None:
+    """Also which R-workers of later stages do, and which replaced lost ones."""
+    stages = Stages(first_prompt_stage=2)
+    stages.members.note_kept(1, kept((V, 0, 0), (W, 1, 0)))
+    at_home = [[V, 0, V, 0, 0], [V, 1, V, 0, 0], [W, 0, W, 1, 0], [W, 1, W, 1, 0]]
+    assert stages.fleet.members_as_rows()[:, :5].tolist() == at_home
+    members, later = stages.members, stages.members.member(1, W)
+    for member in (W, later):
+        members.lose(member, WorkerError("it left", code="gone"))
+        members.revive(member)
+    assert stages.fleet.members_as_rows()[2:, :5].tolist() == [[W, 0, W, 1, 1]], "not told yet"
+    members.note_kept(1, kept((W, 2, 0)))
+    assert stages.fleet.members_as_rows()[2:, :5].tolist() == [[W, 0, W, 1, 1], [W, 1, W, 2, 0]]
+    members.placement.place(later, members.member(1, V))
+    assert stages.fleet.members_as_rows()[3, :5].tolist() == [W, 1, W, 0, 0]
+    for wrong in (kept((2, 0, 0)), kept((V, -1, 0)), np.zeros((1, 3), np.int32)):
+        with pytest.raises(WorkerError, match="stage 1 is lost"):
+            members.note_kept(1, wrong)
 
 
 def test_a_stage_that_has_more_than_it_was_asked_for_lies() -> None:
@@ -423,7 +467,7 @@ class TestRelay:
         here, self.first = connect(hub, "stage 1", self.first_hub, "the first stage")
         links = StageLinks({0: here}, is_asked=True)
         self.pool = StagePool(hub, 60.0, stages=links)
-        self.relay = Relay(self.pool, links, session=5)
+        self.relay = Relay(1, self.pool, links, session=5)
 
     def test_a_column_is_placed_and_its_cache_is_the_stages_own(self) -> None:
         self.relay.obey(PlaceColumn(W, V))
@@ -445,6 +489,13 @@ class TestRelay:
         assert self.first.poll() == ColumnLost(V, "gone", "it is silent")
         self.relay.pass_on([])
         assert self.first.poll() is None
+
+    def test_an_r_worker_is_given_up_by_its_number(self) -> None:
+        """Unless another process has it by now."""
+        self.relay.obey(ColumnLost(W, "gone", "it left", 1, num_replaced=1))
+        assert not self.pool.gone
+        self.relay.obey(ColumnLost(W, "gone", "it left", 1))
+        assert list(self.pool.gone) == [W]
 
     @pytest.mark.parametrize(
         ("message", "reason"),

@@ -237,15 +237,11 @@ def test_a_prompt_stage_that_breaks_down_ends_the_job_by_name(
 
 def test_what_isnt_there_with_prompt_stages_is_refused_by_name(llama: str) -> None:
     for options, named in (
-        ({"r_partition": "heads", "pp": 2}, "r_partition"),
-        ({"spare_r_workers": 1, "pp": 2}, "spare_r_workers"),
         ({"spare_r_workers": 1, "replicas": 1}, "spare_r_workers=1 .* prompt_pp=1 and replicas"),
         ({"r_partition": "heads", "replicas": 1}, "r_partition='heads' .* prompt_pp=1 and"),
-        ({"split_tokens": 64}, "split_tokens"),
         ({"kv_placement": "hybrid"}, "kv_placement"),
         ({"kv_placement": "gpu"}, "kv_placement"),
         ({"prompt_attention": "r"}, "prompt_attention"),
-        ({"r_worker_addresses": ("tcp://127.0.0.1:5555",)}, "r_worker"),
         ({"prefill_instances": 1, "decode_instances": 1}, "prefill_instances"),
         ({"prefill_chunk": 1}, "prefill_chunk"),
         ({"prompt_pp": 4}, "prompt_pp=4.* 3 layers"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -55,8 +56,9 @@ class Peers:
     """A prompt stage with layers 1, 2 and 3, and the other ends of its connections:
     R-workers of two token stages in two columns, and the first stage."""
 
-    def __init__(self, num_columns: int = NUM_COLUMNS) -> None:
+    def __init__(self, num_columns: int = NUM_COLUMNS, *, at_addresses: bool = False) -> None:
         hub: InprocHub[Any, Any] = InprocHub()
+        self.hub: Any = hub
         self.r_workers: dict[tuple[int, int], InprocConnection[Any, Any]] = {}
         for stage in range(2):
             for column in range(NUM_COLUMNS):
@@ -67,8 +69,9 @@ class Peers:
         self.links = StageLinks({0: here}, is_asked=True)
         layers = members_of(range(1, 4), STAGES)
         members = WriterMembers(
-            hub, 60.0, 60.0, stages=self.links, written=layers, num_columns=num_columns
-        )
+            hub, 60.0, 60.0, stages=self.links, written=layers, num_columns=num_columns,
+            at_addresses=Addresses(self) if at_addresses else None,
+        )  # fmt: skip
         members.sessions = (70, 71)
         self.pool = WriterPool(members, layers)
         self.reports = WriterRelay(self.pool, self.links)
@@ -194,9 +197,9 @@ def test_the_first_stage_has_no_orders_for_r_workers() -> None:
         Peers().reports.obey(StorePrompt.__new__(StorePrompt))
 
 
-def rows(*members: tuple[int, int, int, int]) -> NDArray[np.int32]:
+def rows(*members: tuple[int, int, int, int], num_replaced: int = 0) -> NDArray[np.int32]:
     """(column, stage, name, worker) of each, with all heads."""
-    return np.array([(*member, 0, 0) for member in members], np.int32)
+    return np.array([(*member, num_replaced, 0, 0) for member in members], np.int32)
 
 
 AT_HOME = [(0, 0, 0, 0), (0, 1, 0, 0), (1, 0, 1, 1), (1, 1, 1, 1)]
@@ -227,7 +230,7 @@ def test_a_group_goes_on_with_a_member_at_another_r_worker() -> None:
 def test_a_group_that_shares_heads_goes_on_with_the_members_that_are_left() -> None:
     """The first stage's two R-workers are one group; the other has all heads then."""
     peers = Peers(num_columns=1)
-    both = [(0, 0, 0, 0, 0, 1), (0, 0, 1, 1, 1, 1)]
+    both = [(0, 0, 0, 0, 0, 0, 1), (0, 0, 1, 1, 0, 1, 1)]
     assert peers.reports.regroup(np.array(both, np.int32)) == [V]
     peers.write(V, 0)
     for column in range(2):
@@ -237,11 +240,65 @@ def test_a_group_that_shares_heads_goes_on_with_the_members_that_are_left() -> N
     peers.write(V, 0)
     assert [x for x, _ in peers.pool.take_losses()] == [V]
     assert [(lost.stage, lost.column) for lost in peers.reported()] == [(0, 0)]
-    assert peers.reports.regroup(np.array([(0, 0, 1, 1, 0, 2)], np.int32)) == [V]
+    assert peers.reports.regroup(np.array([(0, 0, 1, 1, 0, 0, 2)], np.int32)) == [V]
     assert peers.answer(0, 1).k.shape == (3, 1, 4), "what is forgotten"
     peers.write(V, 0)
     assert peers.answer(0, 1).k.shape == (3, 2, 4)
     assert peers.receive()[0] == V
+
+
+class Addresses:
+    """At each of which another process may listen."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._hub = peers.hub
+
+    @property
+    def connections(self) -> Any:
+        return self._hub.connections
+
+    def reconnect(self, index: int) -> Any:
+        here, there = connect(InprocHub(), "the prompt stage", InprocHub(), "the replacement")
+        self._peers.r_workers[divmod(index, NUM_COLUMNS)] = there  # type: ignore[index]
+        return here
+
+    def replace(self, index: int, connection: Any) -> None:
+        self._hub.connections[index] = connection
+
+
+def test_a_member_is_written_at_its_address_once_another_process_is_there() -> None:
+    """Which process that is the first stage knows. A loss is reported with it."""
+    peers = Peers(at_addresses=True)
+    peers.write(V, 0)
+    peers.r_workers[0, 0].close()
+    assert peers.receive() is None and [x for x, _ in peers.pool.take_losses()] == [V]
+    assert [(lost.column, lost.num_replaced) for lost in peers.reported()] == [(0, 0)]
+    peers.write(V, 0)
+    replaced = np.concatenate((rows(AT_HOME[0], num_replaced=1), rows(*AT_HOME[1:])))
+    assert peers.reports.regroup(replaced) == [V]
+    assert not peers.pool.gone
+    peers.write(V, 0)
+    here = peers.r_workers[0, 0]
+    assert here.receive(1.0).holder == 0 and here.poll() is None, "nothing of before"
+    here.close()
+    peers.write(V, 0)
+    assert [x for x, _ in peers.pool.take_losses()] == [V]
+    assert [(lost.column, lost.num_replaced) for lost in peers.reported()] == [(0, 1)]
+
+
+def test_a_step_is_not_done_while_the_rest_of_a_lost_group_stores_it() -> None:
+    """Else they are greeted again, and what was on its way comes behind the greeting."""
+    peers, step = Peers(), SimpleNamespace(settled=True)
+    is_stored: Any = peers.reports.is_stored
+    peers.write(V, 0)
+    peers.write(V, 1)
+    peers.r_workers[1, 0].close()
+    assert peers.receive() is None and [x for x, _ in peers.pool.take_losses()] == [V]
+    assert not is_stored(step)
+    peers.answer(0, 0)
+    assert peers.receive() is None and is_stored(step)
+    assert not is_stored(SimpleNamespace(settled=False))
 
 
 def test_members_that_cannot_be_are_refused() -> None:

@@ -25,9 +25,11 @@ from fastdecode.wire import codec  # noqa: E402
 from fastdecode.wire.messages import (  # noqa: E402
     Accepted,
     Failed,
+    FetchPast,
     Hello,
     Inspect,
     OpenSequence,
+    StorePrompt,
 )
 from fastdecode.wire.traits import Role  # noqa: E402
 from fastdecode.wire.transport import CLOSED, PeerLostError  # noqa: E402
@@ -239,6 +241,24 @@ def test_peers_are_accepted_by_role_so_many_of_each(hub: ZmqHub) -> None:
         assert listener.receive_any(WAIT_S) == (0, OpenSequence(3, 4))
     finally:
         listener.close()
+
+
+@pytest.mark.parametrize("num_tokens", [1, MAX_FRAME_BYTES // 16])
+def test_a_prompt_stage_begins_with_what_it_writes(num_tokens: int, hub: ZmqHub) -> None:
+    """In one frame, or in several."""
+    listener = ZmqListener("tcp://127.0.0.1:*", "r", most_peers={Role.FEEDER: 1})
+    one, kv = np.ones(1, np.int32), np.zeros((num_tokens, 1, 4), np.float32)
+    stored = StorePrompt(7, 1, 0, 0, np.array([5]), one - 1, one * num_tokens, kv, kv, 0)
+    with contextlib.closing(listener):
+        first, second = hub.add(listener.address), hub.add(listener.address)
+        for _ in range(2):
+            first.send(stored)
+            index, got = listener.receive_any(WAIT_S)
+            assert index == 0 and isinstance(got, StorePrompt) and got.k.shape == kv.shape
+        second.send(FetchPast(7, 1, 0, 0, 5, 0, 1, 0))
+        assert code_of(lambda: listener.receive_any(0.3)) == "worker_timeout"
+        answer = second.receive(WAIT_S)
+        assert isinstance(answer, Failed) and "serves another prompt stage" in answer.message
 
 
 def test_a_role_that_does_not_exist_is_refused_by_name(listener: ZmqListener, hub: ZmqHub) -> None:

@@ -146,17 +146,11 @@ class EngineConfig:
         stages = Given("prompt_pp", prompt_pp) if prompt_pp else Given("pp", pp)
         others = [Given("spare_r_workers", spares)] if spares else []
         others += [Given("r_partition", "heads")] if self.r_part.r_partition == "heads" else []
-        reason = ""
-        if pp > 1 and prompt_pp and others:
-            second = Given("pp", pp)
-            reason = "prompt stages know the members of the first stage alone"
-        elif self.s_part.num_stages > 1 and replicas and others:
-            second = Given("replicas", replicas)
-            reason = "only a neighbour takes over a column's member, whole"
-        if reason:
+        if self.s_part.num_stages > 1 and replicas and others:
             raise ConfigError(
-                others[0], " is not supported with ", stages, " and ", second,
-                f" yet: {reason}. Remove one of them",
+                others[0], " is not supported with ", stages, " and ",
+                Given("replicas", replicas),
+                " yet: only a neighbour takes over a column's member, whole. Remove one of them",
             )  # fmt: skip
 
     def _check_key(self) -> None:

@@ -141,8 +141,7 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
         _pairs("stages", "hybrid KV", "each stage keeps whole sequences"),
         _pairs("hybrid KV", "tensor parallelism, shared heads, split sequences, load limit, "
                "stabilized, synchronized, fixed lanes", _BOTH_SIDES),
-        _pairs("prompt stages", "device KV, hybrid KV, swap, host tier, "
-               "split sequences, addresses", _WHOLE_PROMPTS),
+        _pairs("prompt stages", "device KV, hybrid KV, swap, host tier", _WHOLE_PROMPTS),
         _pairs("prompt stages", "R-workers attend prompts",
                "prompt stages attend prompts by themselves", is_contradiction=True),
         _pairs("replicas", "device KV, swap, host tier",

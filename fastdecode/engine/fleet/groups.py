@@ -321,6 +321,10 @@ class GroupPool:
         """See ``WorkerPool``."""
         return self.groups[holder].shards
 
+    def shards_of(self, holder: HolderId) -> Mapping[HolderId, Shard]:
+        """See ``WorkerPool``."""
+        return self.groups[holder].shards
+
     def owner(self, member: HolderId) -> HolderId:
         """See ``WorkerPool``."""
         return self._owners.get(member, self.groups[0]).holder

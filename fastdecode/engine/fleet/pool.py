@@ -281,6 +281,10 @@ class WorkerPool:
         """The holders that keep parts of a holder: itself."""
         return (holder,)
 
+    def shards_of(self, holder: HolderId) -> Mapping[HolderId, Shard]:
+        """What each of these keeps."""
+        return {holder: Shard()}
+
     def owner(self, member: HolderId) -> HolderId:
         """The holder that a member belongs to."""
         return member

@@ -11,16 +11,17 @@ from typing import Any
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import Holder
 from fastdecode.engine.fleet.groups import HolderPool
+from fastdecode.engine.setup.reach import reach_stage_addresses
 from fastdecode.engine.setup.resolve import kv_spec
 from fastdecode.engine.setup.stages import StageSetup
-from fastdecode.engine.setup.workers import LEAST_STUCK_S, Reached
+from fastdecode.engine.setup.workers import LEAST_STUCK_S, Reached, reach_stage_ranks
 from fastdecode.engine.stages.later_stage import StageRelay
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.prompts import LanePrompts, PromptPlan
 from fastdecode.engine.stages.writers import WriterMembers, WriterPool, WriterRelay, members_of
 from fastdecode.engine.step.remote import Attention
 from fastdecode.wire.inproc import InprocHub, connect
-from fastdecode.wire.messages import MAX_BLOCKS
+from fastdecode.wire.messages import MAX_BLOCKS, Hello
 from fastdecode.wire.stages import StageHello, StageWelcome
 from sworker.dtypes import torch_dtype
 from sworker.paged import PagedKV
@@ -48,12 +49,14 @@ class PromptStageSetup(StageSetup):
         return self.number + 1 if self.number + 1 < num_stages else None
 
     def reach_threads(self, hub: InprocHub[Any, Any], reached: Seq[Reached]) -> Reached:
-        """The R-workers that keep its layers, as threads of this process.
+        """The R-workers that keep its layers, of a stage that is a thread.
 
         Args:
-            hub: its own, without connections.
+            hub: its own, without connections; gets those to R-workers that are threads.
             reached: the R-workers of each token stage.
         """
+        if self.resolved.transport == "zmq":
+            return self._reach_addresses()
         for stage in self._written:
             workers = reached[stage]
             for number, door in enumerate(workers.doors):  # standby ones are the last
@@ -67,7 +70,7 @@ class PromptStageSetup(StageSetup):
         return Reached(hub, close)
 
     def reach_ranks(self) -> Reached:
-        """The same, as ranks of this job, and the other stages.
+        """The same, of a stage that is a rank of an MPI job, and the other stages.
 
         Raises:
             ConfigError: ranks can't be shared out to the stages.
@@ -77,6 +80,9 @@ class PromptStageSetup(StageSetup):
 
         job, ranks = joining.join(), self.resolved.ranks
         silence_s = self.resolved.config.cluster.worker_silence_s
+        if self.resolved.transport == "zmq":
+            elsewhere = self._reach_addresses()
+            return reach_stage_ranks(self.number, ranks, silence_s=silence_s, elsewhere=elsewhere)
         hub, others = connect_stage(
             job, ranks, self.number, stuck_after_s=max(LEAST_STUCK_S, silence_s), fed=self._written
         )
@@ -93,6 +99,10 @@ class PromptStageSetup(StageSetup):
 
         return Reached(hub, close, stages=links)
 
+    def _reach_addresses(self) -> Reached:
+        """The R-workers that keep its layers, at their addresses."""
+        return reach_stage_addresses(self.resolved, *self._written, ends_them=False)
+
     @property
     def _written(self) -> tuple[int, ...]:
         """The token stages to whose R-workers it writes."""
@@ -107,13 +117,17 @@ class PromptStageSetup(StageSetup):
         if self.resolved.config.r_part.r_partition == "heads":
             num_columns = 1
         members = WriterMembers(
-            workers.hub, *timeouts, stages=links, written=self._written, num_columns=num_columns
+            workers.hub,
+            *timeouts,
+            stages=links,
+            written=self._written,
+            num_columns=num_columns,
+            absent=workers.absent,
+            at_addresses=workers.at_addresses,
         )
         return WriterPool(members, members_of(self.layers, layers))
 
-    def greet(
-        self, workers: Reached, fleet: HolderPool, ranks: Ranks | None = None
-    ) -> StageWelcome:
+    def greet(self, workers: Reached, fleet: HolderPool, hello: Hello) -> StageWelcome:
         """See ``StageSetup``. Their own stages greet them."""
         return StageWelcome(self.number, (MAX_BLOCKS,) * len(fleet))
 
@@ -145,8 +159,8 @@ class PromptStageSetup(StageSetup):
         workers: Reached,
         fleet: HolderPool,
         links: StageLinks,
-        welcome: StageWelcome,
-        hello: StageHello,
+        greeting: Hello,
+        asked: StageHello,
     ) -> StageRelay:
         """See ``StageSetup``.
 
@@ -154,9 +168,9 @@ class PromptStageSetup(StageSetup):
             ConfigError: R-workers take no prompts.
         """
         assert isinstance(fleet, WriterPool)
-        if len(hello.sessions) != len(self.resolved.layers) or not all(hello.sessions):
+        if len(asked.sessions) != len(self.resolved.layers) or not all(asked.sessions):
             raise ConfigError(
-                f"the first stage named {len(hello.sessions)} sessions to {self.name}"
+                f"the first stage named {len(asked.sessions)} sessions to {self.name}"
             )
-        fleet.writers.sessions = hello.sessions
+        fleet.writers.sessions = asked.sessions
         return WriterRelay(fleet, links)

@@ -236,18 +236,21 @@ def reach_stage(resolved: ResolvedConfig, stage: int) -> Reached:
         raise
 
 
-def reach_stage_addresses(resolved: ResolvedConfig, stage: int) -> Reached:
-    """The R-workers at addresses that are a stage's: as many for each, in their
-    order."""
+def reach_stage_addresses(
+    resolved: ResolvedConfig, *stages: int, ends_them: bool = True
+) -> Reached:
+    """The R-workers at addresses that are these stages': as many for each, in their
+    order. ``ends_them``: see ``reach_addresses``."""
     cluster = resolved.config.cluster
     each = len(cluster.r_worker_addresses) // resolved.config.s_part.pp
     return reach_addresses(
-        cluster.r_worker_addresses[stage * each : (stage + 1) * each],
+        [x for i in stages for x in cluster.r_worker_addresses[i * each : (i + 1) * each]],
         key_file=cluster.key,
         link_security=cluster.link_security,
         silence_s=cluster.worker_silence_s,
         min_workers=cluster.min_r_workers,
         reach_timeout_s=min(REACH_TIMEOUT_S, cluster.worker_timeout_s),
+        ends_them=ends_them,
     )
 
 

@@ -29,7 +29,7 @@ from fastdecode.engine.setup.s_worker import make_s_worker
 from fastdecode.engine.setup.workers import Reached
 from fastdecode.engine.stages.later_stage import LaterStage, StageRelay
 from fastdecode.engine.stages.links import StageLinks
-from fastdecode.engine.stages.pool import ColumnPool, StagePool
+from fastdecode.engine.stages.pool import ColumnPool, StagePool, member_rows
 from fastdecode.engine.stages.relay import (
     ColumnRegreeting,
     HeadsRegreeting,
@@ -37,7 +37,14 @@ from fastdecode.engine.stages.relay import (
     Relay,
 )
 from fastdecode.engine.step.remote import Attention
-from fastdecode.wire.messages import MAX_LANES, PROTOCOL_VERSION, Failed, Shutdown, Welcome
+from fastdecode.wire.messages import (
+    MAX_LANES,
+    PROTOCOL_VERSION,
+    Failed,
+    Hello,
+    Shutdown,
+    Welcome,
+)
 from fastdecode.wire.stages import FIRST_STAGE, StageHello, StageWelcome, stage_name
 from sworker.dtypes import torch_dtype
 from sworker.failures import typed_failures, typed_start
@@ -78,11 +85,6 @@ class StageSetup:
     def behind(self) -> int | None:
         """The stage that it passes them on to; None: home, as the last one."""
         return self.number + 1 if self.number + 1 < len(self.resolved.layers) else None
-
-    @property
-    def is_of_prompts(self) -> bool:
-        """Whether it runs prompts only."""
-        return self.number >= len(self.resolved.layers)
 
     @property
     def name(self) -> str:
@@ -155,7 +157,8 @@ class StageSetup:
                 met.append(meet_ranks(resolved))
             ranks = met[0] if met else None
             model = self._load_model(ranks)
-            welcome = self.greet(workers, fleet, ranks)
+            greeting = self.make_greeting(ranks)
+            welcome = self.greet(workers, fleet, greeting)
             s_worker = make_s_worker(self.spec, model, resolved, ranks)
             attention = self.make_attention(workers, fleet, s_worker)
         asked = _introduce(self, fleet, links, welcome)
@@ -169,29 +172,31 @@ class StageSetup:
             attention,
             links,
             asked.num_lanes,
-            self.make_relay(workers, fleet, links, welcome, asked),
-            stores_elsewhere=self.is_of_prompts,
+            self.make_relay(workers, fleet, links, greeting, asked),
         )
         with typed_failures():
             stage.run()
 
-    def _regreeting(self, workers: Reached, fleet: HolderPool) -> Regreeting | None:
-        """What greets R-workers again after a loss; None: nothing does."""
+    def _regreeting(
+        self, workers: Reached, fleet: HolderPool, hello: Hello
+    ) -> Regreeting | None:
+        """What greets R-workers again after a loss, as they were greeted first; None:
+        nothing does."""
         cluster = self.resolved.config.cluster
-        hello = make_hello(self.checkpoint, self.own_spec, self.resolved)
         deadlines = Deadlines(cluster.worker_timeout_s, cluster.worker_silence_s)
         places = workers.places(self.resolved.config, hello, deadlines)
         if isinstance(fleet, GroupPool):
             return HeadsRegreeting(fleet, hello, deadlines, places)
         return None if places is None else ColumnRegreeting(fleet.members, hello, places)
 
-    def greet(
-        self, workers: Reached, fleet: HolderPool, ranks: Ranks | None = None
-    ) -> StageWelcome:
+    def make_greeting(self, ranks: Ranks | None = None) -> Hello:
+        """What it greets its R-workers with, now and after a loss."""
+        hello = make_hello(self.checkpoint, self.own_spec, self.resolved)
+        return agreed_hello(hello, self.resolved, ranks)
+
+    def greet(self, workers: Reached, fleet: HolderPool, hello: Hello) -> StageWelcome:
         """Greet its R-workers. What the first stage is to know of them."""
         resolved = self.resolved
-        hello = make_hello(self.checkpoint, self.own_spec, resolved)
-        hello = agreed_hello(hello, resolved, ranks)
         addresses = tuple(workers.addresses)
         if isinstance(fleet, GroupPool):
             welcomes, addresses = greet_members(fleet, hello), ()
@@ -200,7 +205,8 @@ class StageSetup:
         if resolved.config.r_part.replicas:
             welcomes = offer_halves(fleet, hello, welcomes)
         blocks = [welcomes[i].num_blocks if i in welcomes else 0 for i in fleet.holders]
-        return StageWelcome(self.number, tuple(blocks), hello.session, addresses)
+        members = member_rows(self.number, fleet, fleet.holders)
+        return StageWelcome(self.number, tuple(blocks), hello.session, addresses, members)
 
     def make_attention(self, workers: Reached, fleet: HolderPool, s_worker: SWorker) -> Attention:
         """On its R-workers."""
@@ -211,11 +217,12 @@ class StageSetup:
         workers: Reached,
         fleet: HolderPool,
         links: StageLinks,
-        welcome: StageWelcome,
-        hello: StageHello,
+        greeting: Hello,
+        asked: StageHello,
     ) -> StageRelay:
-        """Between the first stage, which has said ``hello``, and its R-workers."""
-        return Relay(fleet, links, welcome.session, self._regreeting(workers, fleet))
+        """Between the first stage, which has said what it is to be, and its R-workers."""
+        regreeting = self._regreeting(workers, fleet, greeting)
+        return Relay(self.number, fleet, links, greeting.session, regreeting)
 
     def _load_model(self, ranks: Ranks | None) -> Model:
         """Its layers; of several S-workers that act as one, this one's share."""
@@ -318,6 +325,7 @@ def _welcomed(
         except ProtocolError as lie:
             name = stage_name(stage, links.first_prompt_stage)
             raise WorkerError(f"{name} {lie.message}", code="stage_lost") from None
+        fleet.of_stages.note_kept(stage, welcome.members)
     return tuple(welcomes[stage] for stage in sorted(welcomes))
 
 

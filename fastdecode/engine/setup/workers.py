@@ -17,7 +17,7 @@ from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import RConnection, RHub
-from fastdecode.engine.fleet.replacements import Replacements
+from fastdecode.engine.fleet.replacements import Places, Replacements
 from fastdecode.engine.fleet.spares import SpareHub, SpareReplacements
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.wire.inproc import InprocHub
@@ -66,6 +66,8 @@ class Reached:
     to date where others come in their places."""
     doors: Sequence[InprocHub[FromRWorker, ToRWorker]] = ()
     """Of those that are threads: where others are connected to them."""
+    at_addresses: Places[Any] | None = None
+    """Connects again to the address of a lost one; None: no address has another process."""
     num_spares: int = 0
     """R-workers beside those of the hub, that come when one is lost."""
     attention: Callable[[HolderPool, Holder, SWorker], Attention] | None = None
@@ -287,7 +289,6 @@ def beside_stages(
         workers,
         hub=joined,
         close=close_all,
-        replacements=workers.replacements if workers.num_spares else None,
         answers_at_once=False,
         stages=links,
     )
@@ -301,6 +302,7 @@ def reach_addresses(
     min_workers: int = 1,
     reach_timeout_s: float = REACH_TIMEOUT_S,
     link_security: str = "encrypt",
+    ends_them: bool = True,
 ) -> Reached:
     """R-workers at addresses. Each decides its own memory and threads. Waits
     for all of them for a while.
@@ -312,6 +314,8 @@ def reach_addresses(
         silence_s: one that gives no sign of life for so long is lost.
         min_workers: so many have to be there.
         reach_timeout_s: how long to wait for all of them.
+        ends_them: closing shuts them down; a prompt stage leaves that to the stage
+            whose they are.
 
     Raises:
         ConfigError: an address or the key can't be used.
@@ -339,12 +343,14 @@ def reach_addresses(
 
     def close(lost: Collection[int], timeout_s: float) -> None:
         for index, connection in enumerate(hub.connections):
-            if index not in lost:
+            if ends_them and index not in lost:
                 _shut_down(connection)
         hub.close()
 
     replacements = partial(HubReplacements, hub)
-    return Reached(hub, close, absent, replacements, addresses=tuple(addresses))
+    return Reached(
+        hub, close, absent, replacements, addresses=tuple(addresses), at_addresses=hub
+    )
 
 
 def _part_with(

@@ -49,8 +49,6 @@ class LaterStage:
         links: to the first, the one before and the one behind.
         num_lanes: most that there may be.
         relay: between the first stage and its R-workers.
-        stores_elsewhere: it writes K and V to R-workers that others step: it
-            has done its part of a step when these have answered for all.
     """
 
     def __init__(
@@ -63,8 +61,6 @@ class LaterStage:
         links: StageLinks,
         num_lanes: int,
         relay: StageRelay,
-        *,
-        stores_elsewhere: bool = False,
     ) -> None:
         self._number = number
         self._before, self._next = before, behind
@@ -77,7 +73,6 @@ class LaterStage:
         self._waiting: deque[StagePass] = deque()
         self._passed: dict[int, StagePass] = {}  # by lane
         self._relay = relay
-        self._stores_elsewhere = stores_elsewhere
         self._is_over = False
 
     def run(self) -> None:
@@ -111,7 +106,7 @@ class LaterStage:
             output,
             lambda x: self._send(step, x),
             lambda x: self._report(step, x),
-            lambda: step.remote.settled or not self._stores_elsewhere,
+            lambda: self._relay.is_stored(step.remote),
         )
 
     def take_done(self) -> tuple[StageDone, ...]:

@@ -39,6 +39,8 @@ from fastdecode.wire.stages import (
     ColumnVacant,
     ColumnWelcome,
     GreetColumn,
+    FIRST_STAGE,
+    NO_MEMBERS,
     MemberField,
     OfMember,
     PlaceColumn,
@@ -88,6 +90,10 @@ class StagePool(WorkerPool):
         self._void: set[HolderId] = set()
         """Members of later stages that have not answered to the last greeting: what
         they say was asked before, or is of a greeting before."""
+        self.num_replaced: Counter[int] = Counter()
+        """How often each R-worker of this stage was replaced, by its place."""
+        self._kept: dict[HolderId, NDArray[np.int32]] = {}
+        """Which R-workers keep each member of a later stage, as that stage last told."""
         num_relayed = len(self._relayed) * self.num_columns
         super().__init__(
             hub,
@@ -124,7 +130,47 @@ class StagePool(WorkerPool):
         """See ``WorkerPool``."""
         self.replaceable.discard(holder)
         self.vacant.discard(holder)
+        self._kept.pop(holder, None)
         super().revive(holder)
+        self.num_replaced[self.placement[holder]] += 1
+
+    def note_kept(self, stage: int, rows: NDArray[np.int32]) -> None:
+        """A later stage has told which of its R-workers keep columns; see
+        ``StagePass.members``.
+
+        Raises:
+            WorkerError: it tells what can't be.
+        """
+        if rows.shape[1:] != NO_MEMBERS.shape[1:] or (rows < 0).any():
+            raise self._stages.loss(stage, ProtocolError(f"has members {rows.tolist()[:9]}"))
+        for column in np.unique(rows[:, MemberField.COLUMN]).tolist():
+            own = rows[rows[:, MemberField.COLUMN] == column]
+            own[:, MemberField.STAGE] = stage
+            self._kept[self._member_of(stage, column)] = own
+
+    def rows_of(
+        self, stage: int, column: HolderId, members: Mapping[HolderId, Shard]
+    ) -> list[list[int]]:
+        """A row each (``MemberField``) for the R-workers that keep a column's members;
+        ``stage``: this one."""
+        rows: list[list[int]] = []
+        for member, shard in members.items():
+            index = self.placement[member]
+            if not self.is_here(member):
+                rows += self._relayed_rows(member, HolderId(index))
+                continue
+            worker = self.number_of(index), self.num_replaced[index]
+            rows.append([column, stage, member, *worker, *_heads(shard)])
+        return rows
+
+    def _relayed_rows(self, member: HolderId, place: HolderId) -> list[list[int]]:
+        """Of a later stage's member, which the R-worker of a place keeps."""
+        rows = self._kept.get(member, NO_MEMBERS).copy()
+        if place != member:
+            kept = slice(MemberField.WORKER, MemberField.NUM_REPLACED + 1)
+            rows[:, kept] = self._kept.get(place, NO_MEMBERS)[:, kept]
+        found: list[list[int]] = rows.tolist()
+        return found
 
     def revive_elsewhere(self, holders: Iterable[HolderId]) -> bool:
         """See ``WorkerPool``."""
@@ -209,13 +255,30 @@ class StagePool(WorkerPool):
             self.replaceable.discard(self.member(stage, lost.column))
             super()._lose(self.member(stage, lost.column), error)
         elif lost.stage in self._relayed:
-            self._give_up_worker(self._member_of(lost.stage, lost.column), error)
+            self._take_unwritten(lost, error)
         elif not lost.stage:
-            for place in range(self._num_own):
-                if self.number_of(place) == lost.column:
-                    self._give_up_worker(place, error)
+            self.give_up_number(lost, error)
         else:
             raise self._stages.loss(stage, ProtocolError(f"speaks of stage {lost.stage}"))
+
+    def give_up_number(self, lost: ColumnLost, error: FastDecodeError) -> None:
+        """Give up this stage's R-worker of a number, unless it was replaced since."""
+        for place in range(self._num_own):
+            worker = self.number_of(place), self.num_replaced[place]
+            if worker == (lost.column, lost.num_replaced):
+                self._give_up_worker(place, error)
+
+    def _take_unwritten(self, lost: ColumnLost, error: FastDecodeError) -> None:
+        """A prompt stage has lost a later stage's R-worker: its members are lost, and that
+        stage gives it up, unless it was replaced since."""
+        worker = [lost.column, lost.num_replaced]
+        kept = slice(MemberField.WORKER, MemberField.NUM_REPLACED + 1)
+        for member, rows in list(self._kept.items()):
+            index, (stage, _) = int(member), self.origin(member)
+            is_its = bool((rows[:, kept] == worker).all(1).any())
+            if stage == lost.stage and is_its and index not in self.gone:
+                self._stages.tell(stage, replace(lost, message=error.message))
+                super()._lose(index, error)
 
     def _take_relayed(self, stage: int, said: OfMember) -> tuple[HolderId, Answer] | None:
         """An answer, or a report, of a later stage's R-worker.
@@ -249,6 +312,7 @@ class StagePool(WorkerPool):
             case ColumnTakenOver():
                 return TakenOver(said.num_tokens, said.is_kept)
             case ColumnWelcome():
+                self.note_kept(stage, said.members)
                 return Welcome(
                     self._name(member), said.num_blocks, said.block_size, 1, said.has_tier
                 )
@@ -321,17 +385,21 @@ class ColumnPool(GroupPool):
 
     def members_as_rows(self) -> NDArray[np.int32]:
         """See ``StagePass.members``."""
-        rows = [
-            (group.holder, *self.of_stages.origin(member), self._worker_of(member), *_heads(shard))
-            for group in self.groups
-            for member, shard in group.shards.items()
-        ]
-        return np.array(rows, np.int32).reshape(len(rows), len(MemberField))
+        return member_rows(FIRST_STAGE, self, self.holders)
 
-    def _worker_of(self, member: HolderId) -> int:
-        """The number of the R-worker that keeps a member, in its stage."""
-        stage, place = self.of_stages.origin(self.of_stages.placement[member])
-        return place if stage else self.of_stages.number_of(place)
+
+def member_rows(
+    stage: int, fleet: HolderPool, columns: Iterable[HolderId]
+) -> NDArray[np.int32]:
+    """Which R-workers keep columns, as a stage sees them; see ``StagePass.members``."""
+    pool = fleet.members
+    assert isinstance(pool, StagePool)
+    rows = [
+        row
+        for column in columns
+        for row in pool.rows_of(stage, column, fleet.shards_of(column))
+    ]
+    return np.array(rows, np.int32).reshape(len(rows), len(MemberField))
 
 
 def _heads(shard: Shard) -> tuple[int, int]:

@@ -7,11 +7,13 @@ takes several steps keeps K and V of its earlier chunks here until it is done, i
 the lane's **room** for one prompt: the scheduler begins no second such prompt in a
 lane before the first is done. What is cached of a prompt and isn't in the room, its
 **past**, is fetched from R-workers layer by layer: kept blocks that it begins with,
-and what is left of one whose R-worker was lost.
+and what is left of one whose R-worker was lost. A split sequence's past is in several
+parts, each at an R-worker of its own.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -49,7 +51,8 @@ class LanePrompts:
         self._cache = cache
         self._first_lane = first_lane
         self._most_tokens = most_tokens
-        self._rooms: dict[int, tuple[int, int]] = {}  # by lane: sequence and its tokens there
+        self._rooms: dict[int, tuple[frozenset[int], int]] = {}
+        """By lane: the parts of a sequence, by their ids, and its tokens there."""
 
     def begin(self, batch: StepBatch) -> tuple[DevicePrefillChunks, Past | None] | None:
         """A step begins. None: all of its prompts begin and end with it.
@@ -74,39 +77,42 @@ class LanePrompts:
             return None
         ((span, index),) = under_way
         begin = span.begin
-        past, new = int(begin.num_past[index]), int(begin.num_new[index])
-        sequence_id = int(begin.sequence_ids[index])
-        num_here = self._note(lane, sequence_id, past, new)
+        new = int(begin.num_new[index])
         first = span.rows.start + int(begin.num_new[:index].sum())
-        rows = slice(first, first + new)
+        rows, past = slice(first, first + new), int(batch.positions[first])
+        parts = _parts(batch, span, index, rows)
+        num_here = self._note(lane, frozenset(part.sequence_id for part in parts), past, new)
         slots = torch.arange(base, base + past + new, device=self._cache.pool.device)
         stored = ((rows, slots[past:]),)
         later: tuple[tuple[Prompt, ...], ...] = ()
         if past:
-            later = ((Prompt(rows, slots),),)
+            # No row sees tokens before the first part that is named.
+            later = ((Prompt(rows, slots[parts[0].tokens.start :]),),)
             batch = _attended_here(batch, span)
-        missing = range(num_here, past)
-        lacking = Past(self._cache, span.holder, sequence_id, missing, slots) if missing else None
+        missing = [x for part in parts if (x := part.behind(num_here)).tokens]
+        lacking = Past(self._cache, span.holder, missing, slots) if missing else None
         return DevicePrefillChunks(batch, self._cache, stored, later, ()), lacking
 
     def _under_way(self, batch: StepBatch, span: HolderSpan) -> list[int]:
         """Which of a holder's sequences were begun before, or don't end here."""
         begin = span.begin
-        if (begin.num_new < 2).any():
+        if (begin.num_new[begin.num_new > 0] < 2).any():
             raise ProtocolError("a step of prompts has a row that decodes")
         first = int(np.searchsorted(batch.last_rows, span.rows.start))
-        draws = batch.draws[first : first + len(begin.num_new)]
-        under_way: list[int] = np.flatnonzero((begin.num_past > 0) | ~draws).tolist()
+        draws = batch.draws[first : first + int(np.count_nonzero(begin.num_new))]
+        own = begin.num_new > 0  # closed parts are behind them
+        past = batch.positions[span.rows.start + np.cumsum(begin.num_new[own]) - begin.num_new[own]]
+        under_way: list[int] = np.flatnonzero((past > 0) | ~draws).tolist()
         return under_way
 
-    def _note(self, lane: int, sequence_id: int, past: int, new: int) -> int:
+    def _note(self, lane: int, part_ids: frozenset[int], past: int, new: int) -> int:
         """A lane's prompt goes on, or begins. How many of the tokens before it are in
         the room; more may be, of a step that counts no more."""
-        there, num_there = self._rooms.get(lane, (None, 0))
-        num_here = min(past, num_there) if there == sequence_id else 0
+        there, num_there = self._rooms.get(lane, (frozenset(), 0))
+        num_here = min(past, num_there) if there & part_ids else 0
         if past + new > self._most_tokens:
             raise ProtocolError(f"a prompt of {past + new} tokens; {self._most_tokens} is the most")
-        self._rooms[lane] = sequence_id, past + new
+        self._rooms[lane] = part_ids, past + new
         return num_here
 
 
@@ -114,11 +120,72 @@ def _attended_here(batch: StepBatch, span: HolderSpan) -> StepBatch:
     """The step, as its holders see it: none attends anything, and what goes on
     from an earlier step, the only one of its kind, isn't attended to itself alone."""
     rows = slice(span.rows.start, span.rows.start)
-    begin = replace(span.begin, num_queries=np.zeros_like(span.begin.num_queries), want_lse=False)
-    own = replace(span, begin=begin, query_rows=rows)
-    spans = tuple(own if one is span else one for one in batch.spans)
+    own = replace(_without_closed(span), query_rows=rows)
+    begin = own.begin
+    begin = replace(begin, num_queries=np.zeros_like(begin.num_queries), want_lse=False)
+    own = replace(own, begin=begin)
+    growing = [one for one in batch.spans if one.rows.start < one.rows.stop]
+    spans = tuple(own if one is span else _without_closed(one) for one in growing)
     local: tuple[LocalSpan, ...] = tuple(one for one in batch.local if not one.merge)
-    return replace(batch, spans=spans, local=local)
+    return replace(batch, spans=spans, local=local, closed=())
+
+
+def _without_closed(span: HolderSpan) -> HolderSpan:
+    """The span without closed parts, which no holder attends."""
+    if not span.closed:
+        return span
+    begin, own = span.begin, span.begin.num_new > 0
+    begin = replace(
+        begin,
+        sequence_ids=begin.sequence_ids[own],
+        num_past=begin.num_past[own],
+        num_new=begin.num_new[own],
+        num_queries=begin.num_queries[own],
+        num_visible=begin.num_visible[own],
+        num_beyond=None,
+        want_lse=False,
+    )
+    return replace(span, begin=begin, closed=())
+
+
+@dataclass(frozen=True)
+class PastPart:
+    """Where consecutive tokens of a sequence are cached."""
+
+    holder: HolderId
+    sequence_id: int
+    """What the part is called there."""
+    first_token: int
+    """Of the part."""
+    tokens: range
+    """Which tokens, counted in the sequence."""
+
+    def behind(self, num_tokens: int) -> PastPart:
+        """Without a sequence's first tokens."""
+        return replace(self, tokens=range(max(self.tokens.start, num_tokens), self.tokens.stop))
+
+
+def _parts(batch: StepBatch, span: HolderSpan, index: int, rows: slice) -> list[PastPart]:
+    """Where the tokens before a chunk are cached that its rows see: closed parts, and
+    the one that grows.
+
+    Raises:
+        ProtocolError: other tokens come between them.
+    """
+    begin, past = span.begin, int(batch.positions[rows.start])
+    parts = []
+    for part in sorted(batch.closed, key=lambda part: part.part):
+        if part.first_row == rows.start:
+            end = past + part.num_rows - part.num_beyond
+            first = end - part.num_tokens
+            parts.append(PastPart(part.holder, part.part_id, first, range(first, end)))
+    first = past - int(begin.num_past[index])
+    own = PastPart(span.holder, int(begin.sequence_ids[index]), first, range(first, past))
+    parts.append(own)
+    follow = [a.tokens.stop == b.tokens.start for a, b in itertools.pairwise(parts)]
+    if not all(follow) or parts[0].tokens.start < 0:
+        raise ProtocolError("a prompt came whose parts do not follow upon each other")
+    return parts
 
 
 class Past:
@@ -126,29 +193,32 @@ class Past:
 
     Args:
         cache: gets them.
-        holder: has them.
-        missing: which tokens.
+        home: the holder that gets the tokens of the step.
+        missing: where they are.
         slots: in the cache, int64 [L], of all of its tokens.
     """
 
     def __init__(
-        self, cache: PagedKV, holder: HolderId, sequence_id: int, missing: range, slots: Tensor
+        self, cache: PagedKV, home: HolderId, missing: Seq[PastPart], slots: Tensor
     ) -> None:
-        self.holder = holder
+        self.home = home
+        self.holders = frozenset(part.holder for part in missing)
+        """They have them."""
         self._slots, self._kv, self._chunks = slots, cache.kv, DeviceChunks(cache)
-        self._sequence_id, self._missing = sequence_id, missing
+        self._missing = {part.sequence_id: part for part in missing}
         kv = cache.kv
         shape = ChunkShape(layout_of(kv), ChunkForm.TOKENS, 1, kv.num_kv_heads, 1)
         self._most = max(1, (MAX_CHUNK_BYTES - shape.padding_bytes) // shape.unit_bytes)
-        self._num_due = dict.fromkeys(range(kv.num_layers), len(missing))  # tokens, by layer
+        num_tokens = sum(len(part.tokens) for part in missing)
+        self._num_due = dict.fromkeys(range(kv.num_layers), num_tokens)  # by layer
 
     def questions(self, step: int, lane: int) -> Iterator[FetchPast]:
         """For all layers, the first one first."""
-        for layer in self._num_due:
-            for first in range(self._missing.start, self._missing.stop, self._most):
-                num_tokens = min(self._most, self._missing.stop - first)
-                at = step, lane, layer, self._sequence_id, first, num_tokens
-                yield FetchPast(0, *at, self.holder)
+        for layer, part in itertools.product(self._num_due, self._missing.values()):
+            for first in part.tokens[:: self._most]:
+                num_tokens = min(self._most, part.tokens.stop - first)
+                at = step, lane, layer, part.sequence_id, first - part.first_token, num_tokens
+                yield FetchPast(0, *at, part.holder)
 
     def is_here(self, layer: int) -> bool:
         """Whether all of a layer has come."""
@@ -161,7 +231,8 @@ class Past:
             ProtocolError: it isn't what was asked for.
         """
         asked, first_head = past.asked, 0
-        slots = self._slots[asked.first_token : asked.first_token + asked.num_tokens].cpu()
+        first = self._missing[asked.sequence_id].first_token + asked.first_token
+        slots = self._slots[first : first + asked.num_tokens].cpu()
         for data in past.parts:
             chunk = self._chunk(asked, data, first_head)
             self._chunks.place(chunk, slots.numpy())
@@ -222,9 +293,11 @@ class PastStep(RemoteStep):
         self._chunks, self._past = chunks, past
         self._waiting: tuple[Tensor, Tensor, Tensor] | None = None
         """q, k and v of a layer whose past isn't here."""
+        self._is_over = False
+        """Part of the past is lost: the prompt's rows mean nothing any more."""
         begin = chunks.batch.spans[0].begin
         for question in past.questions(begin.step, begin.lane):
-            plan.fleet.send(past.holder, question)
+            plan.fleet.send(HolderId(question.holder), question)
 
     def scatter(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
@@ -242,24 +315,31 @@ class PastStep(RemoteStep):
 
     def deliver_past(self, holder: HolderId, past: PastTokens) -> None:
         """See ``ReadsPast``."""
-        if holder != self._past.holder:
+        if holder not in self._past.holders:
             raise ProtocolError(f"holder {holder} sent tokens that another one was asked for")
         self._past.place(past)
         self._go_on()
 
+    def lose(self, holder: HolderId) -> None:
+        """See ``LaneAttention``. Without its past, a prompt's rows mean nothing."""
+        super().lose(holder)
+        self._is_over = self._is_over or holder in self._past.holders
+        self._go_on()
+
     def _go_on(self) -> None:
         """Attend the prompt once its past is here; until then the layer isn't ready."""
-        holder, layer = self._past.holder, self._layer
-        if self._waiting is None or holder in self._lost:
+        home, layer = self._past.home, self._layer
+        if self._waiting is None or home in self._lost:
             return
-        if not self._past.is_here(layer):
-            self._awaited.add(holder)
-            return
-        self._chunks.run(layer, *self._waiting, self._o)
+        if not self._is_over:
+            if not self._past.is_here(layer):
+                self._awaited.add(home)
+                return
+            self._chunks.run(layer, *self._waiting, self._o)
         self._waiting = None
-        part = self._holders[holder]
+        part = self._holders[home]
         if layer - part.last_layer <= part.may_owe:
-            self._awaited.discard(holder)
+            self._awaited.discard(home)
 
 
 class ApartAttention:

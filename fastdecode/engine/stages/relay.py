@@ -20,7 +20,9 @@ from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replacements import Replacements
 from fastdecode.engine.fleet.resharing import GROUP
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
+from fastdecode.engine.stages.pool import StagePool, member_rows
 from fastdecode.engine.step.arrivals import News
+from fastdecode.engine.step.remote import LaneAttention
 from fastdecode.wire.kv.exporting import ExportSequence, Pull, Pulled
 from fastdecode.wire.kv.replicating import Replicate
 from fastdecode.wire.kv.reserving import Accepted, Refused
@@ -150,6 +152,7 @@ class Relay:
     """Passes messages on, in their order.
 
     Args:
+        stage: which it is.
         pool: the columns.
         links: to the first stage.
         session: of their caches.
@@ -158,12 +161,15 @@ class Relay:
 
     def __init__(
         self,
+        stage: int,
         pool: HolderPool,
         links: StageLinks,
         session: int,
         regreeting: Regreeting | None = None,
     ) -> None:
+        self._stage = stage
         self._pool = pool
+        assert isinstance(pool.members, StagePool)
         self._members = pool.members
         self._links = links
         self._session = session
@@ -189,6 +195,11 @@ class Relay:
         """Whether an R-worker is lost that may be replaced."""
         return self._regreeting is not None and bool(self._gone)
 
+    def is_stored(self, step: LaneAttention) -> bool:
+        """Whether the stage has done its part of a step, whose last layer has run. The
+        step behind it in its lane waits for answers that are still due."""
+        return True
+
     def obey(self, message: FromAnyStage) -> None:
         """The first stage has sent this.
 
@@ -199,6 +210,9 @@ class Relay:
             case PlaceColumn():
                 holder, worker = self._checked(message.column), self._checked(message.worker)
                 self._members.placement.place(holder, worker)
+            case ColumnLost() if message.stage >= 0:
+                error = WorkerError(message.message, code=message.code)
+                self._members.give_up_number(message, error)
             case ColumnLost():
                 error = WorkerError(message.message, code=message.code)
                 worker = self._checked(message.column)
@@ -271,7 +285,9 @@ class Relay:
         if not self._num_due[column]:
             self._regreeting.answered()
             what = answer.num_blocks, answer.block_size, answer.has_tier
-            self._links.tell(FIRST_STAGE, ColumnWelcome(column, self._numbers[column], *what))
+            members = member_rows(self._stage, self._pool, [column])
+            welcome = ColumnWelcome(column, self._numbers[column], *what, members)
+            self._links.tell(FIRST_STAGE, welcome)
 
     def _checked(self, column: int) -> HolderId:
         if not 0 <= column < len(self._pool):

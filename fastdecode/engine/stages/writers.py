@@ -16,13 +16,15 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fastdecode.core.errors import FastDecodeError, ProtocolError
+from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import HeadShare, Shard
 from fastdecode.engine.fleet.groups import CacheGroup, GroupPool
 from fastdecode.engine.fleet.pool import RHub
+from fastdecode.engine.fleet.replacements import Places
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.engine.stages.pool import StagePool
+from fastdecode.engine.step.remote import LaneAttention
 from fastdecode.wire.messages import Attend, BeginStep, FetchPast, StorePrompt, ToRWorker
 from fastdecode.wire.stages import FIRST_STAGE, ColumnLost, MemberField
 
@@ -46,7 +48,9 @@ class WriterMembers(StagePool):
         timeout_s, silence_s: see ``WorkerPool``.
         stages: the other stages.
         written: the token stages that keep its layers.
-        num_columns: see ``StagePool``.
+        num_columns, absent: see ``StagePool``.
+        at_addresses: connects again to the address of a lost one; None: no address has
+            another process.
     """
 
     def __init__(
@@ -58,12 +62,17 @@ class WriterMembers(StagePool):
         stages: StageLinks,
         written: Iterable[int],
         num_columns: int,
+        absent: Mapping[int, WorkerError] | None = None,
+        at_addresses: Places[Any] | None = None,
     ) -> None:
         self._written = tuple(written)
         num_r_workers = len(hub.connections) - len(stages)
         self.num_each: Final = num_r_workers // len(self._written)
         """R-workers of each stage."""
-        super().__init__(hub, timeout_s, silence_s, stages=stages, num_columns=num_columns)
+        super().__init__(
+            hub, timeout_s, silence_s, absent=absent, stages=stages, num_columns=num_columns
+        )
+        self._at_addresses = at_addresses
         self.sessions: tuple[int, ...] = ()
         """By token stage: of its R-workers' caches; known before the first step."""
 
@@ -81,6 +90,17 @@ class WriterMembers(StagePool):
         assert isinstance(message, StorePrompt | FetchPast), type(message).__name__
         stage, name = self.origin(holder)
         super().send(holder, replace(message, session=self.sessions[stage], holder=name))
+
+    def meet(self, index: int, num_replaced: int) -> None:
+        """So often an R-worker was replaced by now: write to the one that is there."""
+        if num_replaced == self.num_replaced[index]:
+            return
+        self.num_replaced[index] = num_replaced
+        if (places := self._at_addresses) is not None:
+            places.replace(index, places.reconnect(index))
+            self.gone.pop(index, None)
+            self.pending.forget(index)
+            self._untold = [lost for lost in self._untold if lost != index]
 
     def _lose(self, index: int, error: FastDecodeError) -> None:
         # At the end of a job token stages let R-workers go before this one ends. What is
@@ -138,6 +158,14 @@ class WriterPool(GroupPool):
                 self.revive(group.holder)
         return changed
 
+    @property
+    def is_written(self) -> bool:
+        """Whether a member of a lost group still stores what it was sent before."""
+        owed, members = self.pending.is_owed_by, self.members
+        lost = (group for group in self.groups if group.holder in self.lost)
+        kept = (member for group in lost for member in group.shards)
+        return any(not members.is_lost(x) and owed(members.placement[x]) for x in kept)
+
     def _group_of(self, member: HolderId) -> CacheGroup | None:
         return next((group for group in self.groups if member in group.shards), None)
 
@@ -146,9 +174,10 @@ class WriterPool(GroupPool):
 
     def _member(self, row: Sequence[int]) -> tuple[HolderId, Shard]:
         """Place a member, which keeps this."""
-        _, stage, name, worker, first, num = row
-        member = self.writers.member(stage, name)
-        self.writers.placement.place(member, self.writers.member(stage, worker))
+        _, stage, name, worker, num_replaced, first, num = row
+        member, index = (self.writers.member(stage, number) for number in (name, worker))
+        self.writers.meet(index, num_replaced)
+        self.writers.placement.place(member, index)
         heads = slice(first, first + num)
         shared = HeadShare(heads, heads) if num else None  # nothing is queried
         return member, Shard(shared, self._layers[stage])
@@ -175,9 +204,16 @@ class WriterRelay:
     def __init__(self, pool: WriterPool, links: StageLinks) -> None:
         self.regroup: Final = pool.regroup
         """See ``Relay``."""
+        self._pool = pool
         self._members = pool.writers
         self._links = links
-        self._reported: set[int] = set()
+        self._reported: set[tuple[int, int]] = set()
+        """R-workers, and how often each had been replaced when it was lost."""
+
+    def is_stored(self, step: LaneAttention) -> bool:
+        """Whether R-workers have stored all of a step. Those that are left of a lost group
+        may be greeted again then: what they were sent has to be there before."""
+        return step.settled and not self._pool.is_written
 
     def obey(self, message: FromAnyStage) -> None:
         """Raises ProtocolError: the first stage has nothing else to say."""
@@ -185,11 +221,14 @@ class WriterRelay:
 
     def pass_on(self, news: object) -> None:
         """Report the R-workers that are lost."""
-        gone = self._members.gone
-        for index in gone.keys() - self._reported:
-            self._reported.add(index)
-            (stage, column), error = self._members.origin(index), gone[index]
-            self._links.tell(FIRST_STAGE, ColumnLost(column, error.code, error.message, stage))
+        members = self._members
+        for index, error in members.gone.items():
+            lost = index, members.num_replaced[index]
+            if lost not in self._reported:
+                self._reported.add(lost)
+                stage, number = members.origin(index)
+                told = ColumnLost(number, error.code, error.message, stage, lost[1])
+                self._links.tell(FIRST_STAGE, told)
 
 
 def _stored(attend: Attend, begin: BeginStep) -> StorePrompt:

@@ -36,8 +36,6 @@ from fastdecode.wire.kv.chunks import ChunkForm, FetchChunk, FetchedChunk
 from fastdecode.wire.traits import Asking, Role
 
 Activations: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
-MAX_FEEDERS: Final = 64
-"""Of one cache."""
 FEEDING_LINE: Final = 0
 """Of the links over which they come, where links have numbers."""
 
@@ -63,7 +61,8 @@ class AttendResult:
 
 
 class OfWriter(Asking):
-    """What a prompt stage says. It names the cache by itself: none is its own."""
+    """What a prompt stage says, from its first message on. It names the cache by itself:
+    none is its own."""
 
     said_by = frozenset({Role.FEEDER})
 

@@ -17,6 +17,7 @@ from fastdecode.core.errors import ConfigError, Given, ProtocolError, WorkerErro
 from fastdecode.core.os_errors import explained
 from fastdecode.wire import codec
 from fastdecode.wire.instances.messages import InstanceHello
+from fastdecode.wire.kv.attending import OfWriter
 from fastdecode.wire.messages import FromRWorker, Greeting, Hello, Message, ToRWorker
 from fastdecode.wire.patience import Pump
 from fastdecode.wire.traits import MOST_PEERS, Role
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _PUMP_INTERVAL_S: Final = 0.01
 _FRAMES_A_TURN: Final = 256
-_GREETINGS: Final = (*get_args(Greeting), InstanceHello)
+_GREETINGS: Final = (*get_args(Greeting), InstanceHello, OfWriter)
 
 
 class PeerListener(Generic[SendT, ReceiveT]):
@@ -211,18 +212,16 @@ class PeerListener(Generic[SendT, ReceiveT]):
             line.arrive(frame)
             return
         head = self._strangers.head_of(identity, frame)
-        if head is not None and head.kind in _GREETINGS:
+        if head is not None and issubclass(head.kind, _GREETINGS):
             self._greet(identity, frame, head)
 
     def _greet(self, identity: bytes, frame: zmq.Frame, head: codec.Head) -> None:
         """Somebody says who it is. It gets a connection, if there is room for its role."""
         try:
-            greeting, _ = codec.decode(np.frombuffer(frame, np.uint8))
+            role = _role_of(head, frame)
         except ProtocolError as error:
             self._strangers.refuse(identity, frame, error)
             return
-        assert isinstance(greeting, _GREETINGS)
-        role = _role_of(greeting)
         taken = self._places.open_in(role)
         if len(taken) >= self._most_peers.get(role, 0):
             whom = f" ({', '.join(connection.peer for connection in taken)})" if taken else ""
@@ -249,7 +248,13 @@ def _polled(index: int, peer: ListenerPeer[SendT, ReceiveT]) -> ReceiveT | None:
         raise PeerLostError(index, error) from None
 
 
-def _role_of(greeting: Any) -> Role:
+def _role_of(head: codec.Head, frame: zmq.Frame) -> Role:
+    """Who begins so. A prompt stage's message may be in several frames, of which this is
+    the first. Raises ProtocolError: another message can't be read."""
+    if issubclass(head.kind, OfWriter):
+        return Role.FEEDER
+    greeting, _ = codec.decode(np.frombuffer(frame, np.uint8))
+    assert isinstance(greeting, _GREETINGS)
     if isinstance(greeting, InstanceHello):
         return Role.CONTROLLER
     return greeting.role if isinstance(greeting, Hello) else Role.READER
