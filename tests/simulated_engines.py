@@ -169,10 +169,13 @@ class ListeningLosses(Losses):
 
 def _listen(listener: ZmqListener, executors: Sequence[AttentionExecutor]) -> None:
     """R-workers at one address, one after the other."""
+    from fastdecode.wire.zmq.neighbours import ZmqNeighbours
+
     address, name = listener.address, threading.current_thread().name
     for executor in executors:
-        with contextlib.closing(listener):
-            serve(listener, RWorkerState(name, kv_bytes=KV_BYTES), executor)
+        with contextlib.closing(listener), contextlib.closing(ZmqNeighbours(None)) as others:
+            state = RWorkerState(name, kv_bytes=KV_BYTES)
+            serve(listener, state, executor, neighbours=others)
         if executor is not executors[-1]:
             listener = type(listener)(address, name)
 

@@ -149,7 +149,8 @@ def _lanes(
 def _prompt_lane(options: ScheduleOptions, index: int) -> Lane:
     """It runs nothing but prompts, a step's tokens of them at a time."""
     most = min(options.batching.chunk_tokens(), options.batching.step_tokens)
-    budget = PrefillBudget(most, most, whole_prompts=True, past_alone=True)
+    split = options.split_tokens
+    budget = PrefillBudget(most, most, part_tokens=split, whole_prompts=True, past_alone=True)
     return Lane(Greedy(), budget, index=index, runs_prompts_only=True)
 
 

@@ -50,8 +50,8 @@ class PrefillBudget:
         part_tokens: sequences that are split have parts of so many tokens.
         whole_prompts: a prompt begins in a step that has room for all of it, or
             in one in which no other runs.
-        past_alone: a prompt that goes on behind cached tokens begins in a step in
-            which no other runs.
+        past_alone: a prompt that goes on behind cached tokens, at once or in its next
+            chunk, begins in a step in which no other runs.
     """
 
     def __init__(
@@ -97,8 +97,7 @@ class PrefillBudget:
         taken = self._num_booked(ahead)
         if self.whole_prompts and taken and taken + num_tokens > self._max_step_tokens:
             return ()
-        if self._past_alone and taken and first:
-            return ()
+        first_token = first
         while num_tokens:
             step = ahead + len(chunks)
             booked = self._booked[step] if step < len(self._booked) else _Booked()
@@ -115,6 +114,8 @@ class PrefillBudget:
             chunks.append(chunk)
             num_tokens -= chunk
             first += chunk
+        if self._past_alone and taken and (first_token or len(chunks) > 1):
+            return ()
         return tuple(chunks)
 
     def _num_booked(self, step: int) -> int:

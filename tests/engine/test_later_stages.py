@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from state_machine import HELLO
 
 from fastdecode.core.clock import Clock

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from checkpoints import FEW_FAMILIES, prompts
 from mixed_requests import OPTIONS, mixed_requests, tokens
+from simulated_engines import ListeningLosses
 from trouble import crash_after
 
 from examples import TRIES_ALL
@@ -214,6 +215,51 @@ def test_a_lost_r_worker_is_recovered(
         assert tokens(llm, mixed_requests()) == expected
         assert llm.stats.num_recomputed > 0
         assert llm.snapshot().engine.workers == (3, 4)
+        assert tokens(llm, mixed_requests()) == expected
+
+
+KEPT_ELSEWHERE: list[tuple[str, int, dict[str, Any]]] = [
+    ("s1-r0", 9, {"r_workers": 1, "spare_r_workers": 1}),
+    ("s1-r1", 25, {"r_partition": "heads"}),
+    ("s1-r1", 25, {"r_workers": 3, "split_tokens": 16, "block_size": 16}),
+]
+MORE_KEPT_ELSEWHERE: list[tuple[str, int, dict[str, Any]]] = [
+    ("r1", 25, {"r_partition": "heads"}),
+    ("s1-r0", 30, {"r_partition": "heads", "spare_r_workers": 1}),
+]
+
+
+@pytest.mark.parametrize(
+    ("lost", "after", "others"), KEPT_ELSEWHERE + MORE_KEPT_ELSEWHERE * TRIES_ALL, ids=str
+)
+def test_prompts_go_to_whoever_keeps_the_layers_of_a_later_stage(
+    lost: str,
+    after: int,
+    others: dict[str, Any],
+    llama: str,
+    expected: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A standby R-worker there, or the ones that are left and share the heads anew."""
+    crash_after(monkeypatch, {lost: after})
+    options = {"pp": 2, "prompt_pp": 1, "r_workers": 2, "prefill_chunk": 16, **others}
+    with LLM(llama, **OPTIONS, **options) as llm:
+        assert tokens(llm, mixed_requests()) == expected
+        assert llm.stats.num_recomputed > 0
+        assert tokens(llm, mixed_requests()) == expected
+
+
+@pytest.mark.parametrize(("pp", "lost"), [(1, 0), (2, 1)])
+def test_prompts_go_to_the_replacement_at_a_lost_r_workers_address(
+    pp: int, lost: int, llama: str, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each stage has one R-worker: nobody else can keep the sequences."""
+    cluster = ListeningLosses(monkeypatch, lost, after=25)
+    addresses = tuple(f"tcp://127.0.0.1:{5600 + number}" for number in range(pp))
+    options = {"dtype": "float32", "r_worker_addresses": addresses, "prefill_chunk": 16}
+    with LLM(llama, **options, pp=pp, prompt_pp=2) as llm:
+        assert tokens(llm, mixed_requests()) == expected
+        assert cluster.num_lost == llm.stats.num_rejoined == 1
         assert tokens(llm, mixed_requests()) == expected
 
 

@@ -25,7 +25,6 @@ from fastdecode.wire.messages import MAX_BLOCKS, Hello
 from fastdecode.wire.stages import StageHello, StageWelcome
 from sworker.dtypes import torch_dtype
 from sworker.paged import PagedKV
-from sworker.ranks.group import Ranks
 from sworker.worker import SWorker
 
 

@@ -177,9 +177,7 @@ class StageSetup:
         with typed_failures():
             stage.run()
 
-    def _regreeting(
-        self, workers: Reached, fleet: HolderPool, hello: Hello
-    ) -> Regreeting | None:
+    def _regreeting(self, workers: Reached, fleet: HolderPool, hello: Hello) -> Regreeting | None:
         """What greets R-workers again after a loss, as they were greeted first; None:
         nothing does."""
         cluster = self.resolved.config.cluster

@@ -348,9 +348,7 @@ def reach_addresses(
         hub.close()
 
     replacements = partial(HubReplacements, hub)
-    return Reached(
-        hub, close, absent, replacements, addresses=tuple(addresses), at_addresses=hub
-    )
+    return Reached(hub, close, absent, replacements, addresses=tuple(addresses), at_addresses=hub)
 
 
 def _part_with(

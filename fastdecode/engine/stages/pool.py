@@ -33,14 +33,14 @@ from fastdecode.wire.kv.reserving import Accepted, Refused
 from fastdecode.wire.kv.taking_over import DropCache, TakenOver
 from fastdecode.wire.messages import Answer, FromRWorker, Hello, ToRWorker, Welcome
 from fastdecode.wire.stages import (
+    FIRST_STAGE,
+    NO_MEMBERS,
     ColumnLost,
     ColumnReady,
     ColumnTakenOver,
     ColumnVacant,
     ColumnWelcome,
     GreetColumn,
-    FIRST_STAGE,
-    NO_MEMBERS,
     MemberField,
     OfMember,
     PlaceColumn,
@@ -388,16 +388,12 @@ class ColumnPool(GroupPool):
         return member_rows(FIRST_STAGE, self, self.holders)
 
 
-def member_rows(
-    stage: int, fleet: HolderPool, columns: Iterable[HolderId]
-) -> NDArray[np.int32]:
+def member_rows(stage: int, fleet: HolderPool, columns: Iterable[HolderId]) -> NDArray[np.int32]:
     """Which R-workers keep columns, as a stage sees them; see ``StagePass.members``."""
     pool = fleet.members
     assert isinstance(pool, StagePool)
     rows = [
-        row
-        for column in columns
-        for row in pool.rows_of(stage, column, fleet.shards_of(column))
+        row for column in columns for row in pool.rows_of(stage, column, fleet.shards_of(column))
     ]
     return np.array(rows, np.int32).reshape(len(rows), len(MemberField))
 

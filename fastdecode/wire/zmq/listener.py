@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Final, Generic, get_args
+from typing import Final, Generic, get_args
 
 import numpy as np
 import zmq
