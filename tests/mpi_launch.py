@@ -214,8 +214,8 @@ class Running:
 
 def _is_r_worker(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
-        words = process.cmdline()
-        return "python" in Path(words[0]).name and "r-worker" in words[1:4]
+        words = process.cmdline()  # none of a process that ends or begins
+        return bool(words) and "python" in Path(words[0]).name and "r-worker" in words[1:4]
     return False
 
 
