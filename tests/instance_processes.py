@@ -92,5 +92,5 @@ def assert_all_is_free(llm: NewsLLM) -> None:
 
 
 def _used(running: Any, number: int) -> int | None:
-    figures = running._seen[number].figures
+    figures = running.engine.remote[number].figures()
     return None if figures is None else sum(x.kv_blocks_used for x in figures.r_workers)

@@ -12,7 +12,7 @@ import numpy as np
 
 from fastdecode.core.errors import FastDecodeError, WorkerError
 from fastdecode.engine.instances.addresses import InstanceHub, InstanceListener
-from fastdecode.engine.instances.remote import packed, unpacked
+from fastdecode.engine.instances.remote_engine import packed, unpacked
 from fastdecode.wire.instances.messages import (
     InstanceHello,
     InstanceStatus,

@@ -31,7 +31,7 @@ from fastdecode.core.errors import WorkerError
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.engine.instances.addresses import InstanceListener
 from fastdecode.engine.instances.connections import Heartbeat
-from fastdecode.engine.instances.remote import packed, unpacked
+from fastdecode.engine.instances.remote_engine import packed, unpacked
 from fastdecode.wire.instances.messages import (
     InstanceHello,
     InstanceWelcome,

@@ -18,7 +18,7 @@ from fastdecode.cli.main import main
 from fastdecode.core.delta import DeltaQueue, OutputFold
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.sequence import Request, RequestOutput
-from fastdecode.engine.instances.running import InstancesEngine
+from fastdecode.engine.instances.running import RunningInstances
 from fastdecode.schedule.life.lifecycle import Lifecycle
 
 BOTH = {"prefill_instances": 1, "decode_instances": 1}
@@ -32,9 +32,9 @@ def four(model: str) -> Iterator[LLM]:
 
 
 def engines(llm: LLM) -> list[Any]:
-    controller = llm._running.engine
-    assert isinstance(controller, InstancesEngine)
-    return [each.engine for each in controller._all._running]
+    running = llm._running
+    assert isinstance(running, RunningInstances)
+    return [each.running.engine for each in running.engines]
 
 
 def assert_nothing_is_left(llm: LLM) -> None:
@@ -45,8 +45,8 @@ def assert_nothing_is_left(llm: LLM) -> None:
     assert not dispatcher.num_waiting and not dispatcher.num_offered
     assert not any(queue.num_tokens for queue in dispatcher.prefill)
     assert not any(room.num_tokens or room.num_sequences for room in dispatcher.decode)
-    for service in controller._all._services:
-        service.call(_check_empty)
+    for each in llm._running.engines:
+        each.service.call(_check_empty)
 
 
 def _check_empty(running: Any) -> None:
@@ -67,7 +67,7 @@ def test_tokens_are_those_of_one_engine(one: LLM, four: LLM, n: int) -> None:
     assert four.stats.num_recomputed == 0
     assert_nothing_is_left(four)
     figures = four._running.engine.figures()
-    names = [f"R-worker {name}-r{i}" for name in ("p0", "p1", "d0", "d1") for i in range(2)]
+    names = [f"R-worker {name}-r{i}" for name in ("d0", "d1", "p0", "p1") for i in range(2)]
     assert [each.name for each in figures.r_workers] == names
 
 

@@ -25,7 +25,7 @@ FEW = {"dtype": "float32", "block_size": 16, "kv_memory_gb": 0.02}
 def each_stats(llm: LLM, number: int):  # type: ignore[no-untyped-def]
     """Of one instance; prefill instances come first."""
     assert isinstance(llm._running, RunningInstances)
-    return llm._running._running[number].engine.stats
+    return llm._running.engines[number].running.engine.stats
 
 
 @pytest.mark.parametrize("seed", range(examples(6, share=2)))

@@ -13,7 +13,7 @@ import pytest
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.engine.figures import EngineFigures, HolderFigures
-from fastdecode.engine.instances.remote import packed, unpacked
+from fastdecode.engine.instances.remote_engine import packed, unpacked
 from fastdecode.engine.instances.status_report import (
     status_from_json,
     status_to_json,

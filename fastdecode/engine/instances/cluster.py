@@ -7,7 +7,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +22,7 @@ from fastdecode.core.errors import (
 )
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.model.identity import Identity, identify
-from fastdecode.engine.figures import EngineFigures
+from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.instances.connections import (
     FromInstance,
     InstanceConnectionHub,
@@ -31,11 +30,9 @@ from fastdecode.engine.instances.connections import (
     Reconnector,
 )
 from fastdecode.engine.instances.controller import Controller
-from fastdecode.engine.instances.remote import RemoteInstance, unpacked
-from fastdecode.engine.instances.status_report import status_from_json, sum_figures, sum_stats
+from fastdecode.engine.instances.remote_engine import RemoteEngine, unpacked
 from fastdecode.engine.replanning.starting import start_replanning
 from fastdecode.engine.service import EngineService
-from fastdecode.engine.stats import EngineStats
 from fastdecode.text.codec import TextCodec
 from fastdecode.wire.instances.messages import (
     InstanceHello,
@@ -56,33 +53,6 @@ NO_R_WORKER: Final = "no_r_worker"
 _REACH_S = 20.0
 """For instances that are being started at the same time, and whose models are
 loaded."""
-
-
-@dataclass
-class _InstanceState:
-    """What an instance has told of itself last."""
-
-    welcome: InstanceWelcome | None
-    """None: it hasn't been there."""
-    stats: EngineStats
-    figures: EngineFigures | None = None
-    num_steps: int = 0
-    num_live_r_workers: int | None = None
-    """None: it hasn't reported that."""
-
-    @property
-    def is_stranded(self) -> bool:
-        """Whether it has lost all of its R-workers; one with KV on its device has none to lose."""
-        began_with = 0 if self.welcome is None else self.welcome.num_r_workers
-        return began_with > 0 and self.num_live_r_workers == 0
-
-    def update(self, message: InstanceStatus) -> None:
-        """Take in its status. Raises ProtocolError: it can't be."""
-        stats, figures = status_from_json(unpacked(message.said))
-        most = 0 if self.welcome is None else self.welcome.num_r_workers
-        message.check(most)
-        self.stats, self.figures = stats, figures or self.figures
-        self.num_steps, self.num_live_r_workers = message.num_steps, message.num_live_r_workers
 
 
 class RunningCluster:
@@ -132,10 +102,9 @@ class RunningCluster:
             what = "is not connected yet" if found is None else f"{found.name}, {found.role.value}"
             tell(f"instance {address}: {what}")
         absent = [number for number in range(len(addresses)) if number not in welcomes]
-        self._seen = [_InstanceState(welcomes.get(i), EngineStats()) for i in range(len(addresses))]
         timeout_s = cluster.worker_timeout_s
         self._lines = InstanceConnections(self._hub, hello, absent, self, timeout_s, finder)
-        self.engine = ClusterEngine(self, config, addresses, welcomes, self._lines)
+        self.engine = ClusterEngine(config, self.spec, addresses, welcomes, self._lines)
         self._lines.start()
         kv = self.spec.kv_spec(self.identity.kv_dtype)
         self._replanning = start_replanning(config, self.engine, kv.token_bytes, tell, self._post)
@@ -159,17 +128,9 @@ class RunningCluster:
             deltas = [delta_from_json(delta) for delta in said]
             self._post(lambda running: running.engine.heard(number, deltas))
         elif isinstance(message, InstanceStatus):
-            self._hear_status(number, message)
+            self._post(lambda running: running.engine.hear_status(number, message))
         else:
             raise ProtocolError(f"an instance sent {type(message).__name__}, unasked")
-
-    def _hear_status(self, number: int, message: InstanceStatus) -> None:
-        seen = self._seen[number]
-        was_stranded = seen.is_stranded
-        seen.update(message)
-        is_stranded = seen.is_stranded
-        if is_stranded != was_stranded:
-            self._post(lambda running: running.engine.set_stranded(number, is_stranded))
 
     def failed(self, error: FastDecodeError) -> None:
         """See ``ConnectionListener``."""
@@ -183,28 +144,13 @@ class RunningCluster:
         """See ``ConnectionListener``."""
         if _identity(welcome) != self.identity:
             return False
-        seen = self._seen[number]
-        seen.welcome, seen.num_live_r_workers = welcome, None
         self._post(lambda running: running.engine.find_again(number, welcome))
         return True
 
     @property
-    def stats(self) -> EngineStats:
-        """Of all instances together, as far as each has told."""
-        return sum_stats([seen.stats for seen in self._seen])
-
-    def figures(self) -> EngineFigures:
-        """Likewise."""
-        return sum_figures([seen.figures for seen in self._seen if seen.figures is not None])
-
-    @property
-    def num_steps(self) -> int:
-        return sum(seen.num_steps for seen in self._seen)
-
-    @property
     def welcomes(self) -> tuple[InstanceWelcome, ...]:
         """Of all that have been there."""
-        return tuple(seen.welcome for seen in self._seen if seen.welcome is not None)
+        return tuple(each.welcome for each in self.engine.remote if each.welcome is not None)
 
     @property
     def num_r_workers(self) -> int:
@@ -213,9 +159,7 @@ class RunningCluster:
     @property
     def num_live_r_workers(self) -> int:
         """As far as is known: instances report it now and then, lost ones have none."""
-        every = zip(self._seen, self.engine.remote, strict=True)
-        there = [seen for seen, instance in every if instance.broken is None]
-        return sum(_num_live(seen) for seen in there)
+        return sum(each.num_live_r_workers for each in self.engine.remote)
 
     @property
     def has_hung_r_workers(self) -> bool:
@@ -234,29 +178,28 @@ class ClusterEngine(Controller):
     """The controller of instances elsewhere, as ``LLM`` asks an engine.
 
     Args:
-        running: the connections.
         config: what the user chose.
+        spec: of the model.
         addresses: of the instances, or what else they are called.
         welcomes: of those that are there.
-        lines: to them.
+        connections: to them.
     """
 
     def __init__(
         self,
-        running: RunningCluster,
         config: EngineConfig,
+        spec: ModelSpec,
         addresses: Sequence[str],
         welcomes: dict[int, InstanceWelcome],
-        lines: InstanceConnections,
+        connections: InstanceConnections,
     ) -> None:
-        self._all = running
-        self._lines = lines
-        self._num_steps = 0
+        self._spec = spec
+        self._connections = connections
         any_of_them = next(iter(welcomes.values()))
         every = [welcomes.get(number, any_of_them) for number in range(len(addresses))]
         self.remote = [
-            RemoteInstance(number, address, lines.post, welcome)
-            for number, (address, welcome) in enumerate(zip(addresses, every, strict=True))
+            RemoteEngine(number, address, connections.post, welcomes.get(number), room)
+            for number, (address, room) in enumerate(zip(addresses, every, strict=True))
         ]
         pairs = list(zip(self.remote, every, strict=True))
         super().__init__(
@@ -266,9 +209,8 @@ class ClusterEngine(Controller):
             block_size=max(welcome.block_size for welcome in every),
             local_below=config.instances.local_prefill_below,
         )
-        for number, instance in enumerate(self.remote):
-            if number not in welcomes:
-                instance.broken = WorkerError(f"instance {instance.name} is not connected yet")
+        for instance in self.remote:
+            if instance.broken is not None:
                 self.router.lose(instance)
 
     def heard(self, number: int, deltas: Sequence[Delta]) -> None:
@@ -281,7 +223,7 @@ class ClusterEngine(Controller):
         else:
             self.arrived(deltas)
 
-    def _check(self, instance: RemoteInstance, deltas: Sequence[Delta]) -> None:
+    def _check(self, instance: RemoteEngine, deltas: Sequence[Delta]) -> None:
         """Raises ProtocolError: these can't be true. What is said of requests that
         the instance hasn't got any more counts for nothing."""
         runs = []
@@ -292,7 +234,7 @@ class ClusterEngine(Controller):
                 continue
             if self.router.where(run) is not instance:
                 raise ProtocolError("says something of a request that another instance has")
-            run.claims.add(delta, self._all.spec)
+            run.claims.add(delta, self._spec)
             runs.append(run.claims)
         for claims in runs:
             claims.check_offer()
@@ -302,14 +244,21 @@ class ClusterEngine(Controller):
         if not isinstance(error, FastDecodeError):
             logger.error("what an instance said can't be read", exc_info=error)
             error = ProtocolError(f"says what can't be read: {type(error).__name__}: {error}")
-        self._lines.give_up(number, self.remote[number].turn, error)
+        self._connections.give_up(number, self.remote[number].turn, error)
         self.lose(number, error)
 
-    def set_stranded(self, number: int, is_stranded: bool) -> None:
-        """Whether an instance has no R-worker, by its own report."""
+    def hear_status(self, number: int, status: InstanceStatus) -> None:
+        """An instance's own report. If it can't be true, the instance is lost."""
         instance = self.remote[number]
-        if instance.broken is not None or is_stranded == (instance.stranded is not None):
+        try:
+            instance.update(status)
+        except Exception as error:
+            self._give_up(number, error)
             return
+        if instance.broken is None and instance.has_no_r_worker != (instance.stranded is not None):
+            self._set_stranded(instance, is_stranded=instance.has_no_r_worker)
+
+    def _set_stranded(self, instance: RemoteEngine, *, is_stranded: bool) -> None:
         if is_stranded:
             instance.stranded = WorkerError("no R-worker of it is left", code=NO_R_WORKER)
             self.strand(instance, instance.stranded)
@@ -333,36 +282,6 @@ class ClusterEngine(Controller):
         instance.came_back(welcome, role)
         logger.warning("instance %s is there again", instance.name)
         self.came_back(instance)
-
-    @property
-    def stats(self) -> EngineStats:
-        """Of all instances together."""
-        stats = self._all.stats
-        stats.num_handed_over, stats.num_moved = self.num_handed_over, self.num_moved
-        stats.num_failed_fetches = self.num_failed_fetches
-        stats.num_role_changes = self.num_role_changes
-        return stats
-
-    @property
-    def each_stats(self) -> dict[str, EngineStats]:
-        """See ``fastdecode.engine.replanning.replanner.Controls``."""
-        every = zip(self.remote, self._all._seen, strict=True)
-        return {instance.name: seen.stats for instance, seen in every}
-
-    def look(self) -> None:
-        """Instances look after themselves. A step of one of them is a step."""
-        num_steps = self._all.num_steps
-        self.has_work = self.has_work or num_steps != self._num_steps
-        self._num_steps = num_steps
-
-    def figures(self) -> EngineFigures:
-        """See ``RunningCluster.figures``."""
-        return self._all.figures()
-
-    def end_conversation(self, token_ids: Sequence[int], salt: str) -> None:
-        """Nobody goes on with a conversation that has come to these tokens."""
-        for instance in self.remote:
-            instance.end_conversation(token_ids, salt)
 
 
 def service_of_cluster(
@@ -397,13 +316,6 @@ def _open_hub(
     key = None if cluster.key is None else ClusterKey.read(Path(cluster.key), cluster.link_security)
     hub = InstanceHub(instances.instance_addresses, key, cluster.worker_silence_s)
     return hub, instances.instance_addresses, hub
-
-
-def _num_live(seen: _InstanceState) -> int:
-    """R-workers of an instance that is there: all, unless it has reported fewer."""
-    if seen.num_live_r_workers is not None:
-        return seen.num_live_r_workers
-    return 0 if seen.welcome is None else seen.welcome.num_r_workers
 
 
 def _identity(welcome: InstanceWelcome) -> Identity:

@@ -29,8 +29,12 @@ from fastdecode.core.errors import (
     without_frames,
 )
 from fastdecode.core.sequence import Request
+from fastdecode.engine.figures import EngineFigures
+from fastdecode.engine.instances.engine_client import EngineClient
 from fastdecode.engine.instances.routed_request import RequestObserver, RequestStage, RoutedRequest
-from fastdecode.engine.instances.router import Instance, RoutedRequests, Router
+from fastdecode.engine.instances.router import RoutedRequests, Router
+from fastdecode.engine.instances.status_report import sum_figures, sum_stats
+from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.life.handing import HANDED_OVER_LOST
 
 logger = logging.getLogger(__name__)
@@ -49,8 +53,8 @@ class Controller:
 
     def __init__(
         self,
-        prefill: Sequence[Instance],
-        decode: Sequence[Instance],
+        prefill: Sequence[EngineClient],
+        decode: Sequence[EngineClient],
         *,
         batch_tokens: int,
         block_size: int,
@@ -68,6 +72,8 @@ class Controller:
         self._broken: FastDecodeError | None = None
         self.has_work = False
         """Something has been said since the last step."""
+        self._num_steps = 0
+        """Of all instances, when they were looked at last."""
         self.num_handed_over = 0
         """Requests whose prompts were fetched."""
         self.num_failed_fetches = 0
@@ -124,7 +130,35 @@ class Controller:
             raise self._broken
 
     def look(self) -> None:
-        """Instances look after themselves."""
+        """Instances look after themselves. A step of one of them is a step: callers
+        that ask whether this engine hangs hear of those."""
+        num_steps = sum(each.num_steps for each in self.router.instances)
+        self.has_work = self.has_work or num_steps != self._num_steps
+        self._num_steps = num_steps
+
+    @property
+    def stats(self) -> EngineStats:
+        """Of all instances together, as far as each has reported."""
+        stats = sum_stats(list(self.each_stats.values()))
+        stats.num_handed_over, stats.num_moved = self.num_handed_over, self.num_moved
+        stats.num_failed_fetches = self.num_failed_fetches
+        stats.num_role_changes = self.num_role_changes
+        return stats
+
+    @property
+    def each_stats(self) -> dict[str, EngineStats]:
+        """Of the instances, by name."""
+        return {each.name: each.stats for each in self.router.instances}
+
+    def figures(self) -> EngineFigures:
+        """Of all instances together, as far as each has reported."""
+        each = [instance.figures() for instance in self.router.instances]
+        return sum_figures([figures for figures in each if figures is not None])
+
+    def end_conversation(self, token_ids: Sequence[int], salt: str) -> None:
+        """Nobody goes on with a conversation that has come to these tokens."""
+        for instance in self.router.instances:
+            instance.end_conversation(token_ids, salt)
 
     def arrived(self, deltas: Iterable[Delta]) -> None:
         """What an instance says of its requests. All that is said of tokens
@@ -203,7 +237,7 @@ class Controller:
             logger.warning("instance %s has failed a request: %s", where.name, error)
             self._go_on(routed, failed=(run.instance, error))
 
-    def lost(self, lost: Instance, error: FastDecodeError) -> None:
+    def lost(self, lost: EngineClient, error: FastDecodeError) -> None:
         """An instance is broken: all that it had goes on elsewhere."""
         logger.error("instance %s is lost: %s", lost.name, error)
         had = self.router.lose(lost)
@@ -213,7 +247,7 @@ class Controller:
             return
         self._go_on_elsewhere(had)
 
-    def strand(self, instance: Instance, error: FastDecodeError) -> None:
+    def strand(self, instance: EngineClient, error: FastDecodeError) -> None:
         """An instance has no R-worker any more: all that it had goes on elsewhere,
         and where no other instance can run it, waits."""
         logger.error("instance %s runs nothing for now: %s", instance.name, error)
@@ -228,7 +262,7 @@ class Controller:
         self.router.look()
         self._check_waiting()
 
-    def came_back(self, instance: Instance) -> None:
+    def came_back(self, instance: EngineClient) -> None:
         """One that was lost or stranded can run requests again, and has none."""
         self.router.registry.come_and_go(instance, is_there=True)
         self.router.look()

@@ -18,7 +18,7 @@ from fastdecode.core.errors import (
 )
 from fastdecode.core.sequence import Request, validate_for_vocab
 from fastdecode.engine.instances.connections import FromInstance
-from fastdecode.engine.instances.remote import packed, unpacked
+from fastdecode.engine.instances.remote_engine import packed, unpacked
 from fastdecode.engine.instances.status_report import status_to_json
 from fastdecode.engine.service import EngineService
 from fastdecode.engine.stats import EngineStats

@@ -18,12 +18,8 @@ from fastdecode.core.errors import ConfigError, FastDecodeError, Given, WorkerEr
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.instances.instance_server import InstanceServer
-from fastdecode.engine.instances.running import (
-    batch_tokens,
-    for_batches,
-    size_of,
-    with_r_workers_here,
-)
+from fastdecode.engine.instances.local_engine import size_of
+from fastdecode.engine.instances.running import batch_tokens, for_batches, with_r_workers_here
 from fastdecode.engine.service import EngineService
 from fastdecode.engine.setup.devices import choose_device
 from fastdecode.engine.setup.launch import RunningEngine

@@ -6,13 +6,13 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Protocol
 
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.delta import Delta, Listener
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import Request
 from fastdecode.engine.instances.claims import Claims
+from fastdecode.engine.instances.engine_client import EngineClient
 from fastdecode.engine.instances.routed_request import InstanceRun, RequestStage, RoutedRequest
 from fastdecode.schedule.dispatch import (
     AssignDecode,
@@ -25,39 +25,6 @@ from fastdecode.schedule.dispatch import (
 
 Failed = Callable[[RoutedRequest, Delta], None]
 """A run of a request has ended with an error."""
-
-
-class Instance(Protocol):
-    """A whole engine, as far as its controller is concerned. Nothing waits."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def num_tokens(self) -> int:
-        """Of KV that it has room for."""
-
-    @property
-    def max_sequences(self) -> int:
-        """That it runs at once."""
-
-    @property
-    def broken(self) -> FastDecodeError | None:
-        """Why it can't go on; None: it can."""
-
-    @property
-    def stranded(self) -> FastDecodeError | None:
-        """Why it runs nothing for now, though it lives: it has no R-worker. None: it
-        runs what it is given."""
-
-    def submit(self, request: Request, *, every_step: bool) -> None:
-        """Run a request. Raises FastDecodeError: it is broken."""
-
-    def cancel(self, request_id: str) -> None:
-        """End a request, and let go of what it holds."""
-
-    def give_role(self, role: InstanceRole) -> None:
-        """What it will be given from now on."""
 
 
 class RoutedRequests:
@@ -128,7 +95,7 @@ class InstanceRegistry:
 
     def __init__(
         self,
-        instances: Sequence[Instance],
+        instances: Sequence[EngineClient],
         roles: Sequence[InstanceRole],
         dispatcher: Dispatcher,
     ) -> None:
@@ -143,7 +110,7 @@ class InstanceRegistry:
         """Whether no instance is left."""
         return all(each.broken is not None for each in self.all)
 
-    def come_and_go(self, instance: Instance, *, is_there: bool) -> None:
+    def come_and_go(self, instance: EngineClient, *, is_there: bool) -> None:
         """One is lost, or is there again."""
         self._is_there[self.all.index(instance)] = is_there
         self._set_open()
@@ -185,7 +152,7 @@ class Router:
     def __init__(
         self,
         routed_requests: RoutedRequests,
-        instances: Sequence[Instance],
+        instances: Sequence[EngineClient],
         roles: Sequence[InstanceRole],
         batch_tokens: int,
         failed: Failed,
@@ -202,7 +169,7 @@ class Router:
         """What is to be carried out, its room booked already."""
         self._is_at_work = False
 
-    def where(self, run: InstanceRun) -> Instance:
+    def where(self, run: InstanceRun) -> EngineClient:
         """Who has a run."""
         return self.instances[run.instance]
 
@@ -306,7 +273,7 @@ class Router:
             self._routed_requests.end(offering)
             self.where(offering).cancel(offering.name)
 
-    def lose(self, lost: Instance) -> list[RoutedRequest]:
+    def lose(self, lost: EngineClient) -> list[RoutedRequest]:
         """An instance is broken or stranded: nothing more is given to it. Returns
         the requests that it had, and that are to go on elsewhere."""
         self.registry.come_and_go(lost, is_there=False)

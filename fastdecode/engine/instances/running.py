@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,15 +18,12 @@ from fastdecode.core.config.instances import InstanceRole, Instances
 from fastdecode.core.delta import Delta
 from fastdecode.core.errors import ConfigError, FastDecodeError, Given
 from fastdecode.core.host.machine import available_cores
-from fastdecode.engine.figures import EngineFigures
 from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.instances.controller import Controller
-from fastdecode.engine.instances.local import LocalInstance
-from fastdecode.engine.instances.status_report import sum_figures, sum_stats
+from fastdecode.engine.instances.local_engine import LocalEngine
 from fastdecode.engine.replanning.starting import start_replanning
 from fastdecode.engine.service import EngineService
 from fastdecode.engine.setup.launch import RunningEngine
-from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.times import MeasuredTimes
 from fastdecode.wire.messages import Welcome
 from fastdecode.wire.mpi.launcher import launched_size
@@ -37,12 +34,6 @@ logger = logging.getLogger(__name__)
 Post = Callable[[Callable[["RunningInstances"], None]], None]
 """Has something done by the thread that owns the instances' controller, between
 two of its steps."""
-
-
-@dataclass(frozen=True)
-class Size:
-    num_tokens: int
-    max_sequences: int
 
 
 class RunningInstances:
@@ -76,23 +67,31 @@ class RunningInstances:
             )
         self._post = post
         self._services: list[EngineService[RunningEngine]] = []
-        self._running: list[RunningEngine] = []
-        self._figures: dict[str, EngineFigures] = {}
+        self.engines: list[LocalEngine] = []
+        """All of them; those that prefill come first."""
         self._replanning = contextlib.ExitStack()
         try:
             self._open(_each(config), _roles(wanted), tell, times)
-            self.engine = InstancesEngine(self, config)
-            kv = self._running[0].spec.kv_spec(self._running[0].resolved.kv_dtype)
+            self.engine = Controller(
+                self.engines[: wanted.prefill_instances],
+                self.engines[wanted.prefill_instances :],
+                batch_tokens=batch_tokens(config),
+                block_size=config.r_part.block_size,
+                local_below=wanted.local_prefill_below,
+            )
+            first = self.engines[0].running
+            kv = first.spec.kv_spec(first.resolved.kv_dtype)
             self._replanning = start_replanning(config, self.engine, kv.token_bytes, tell, post)
         except BaseException:
             self.close()
             raise
-        decode = self._running[wanted.prefill_instances :]
-        self.welcomes: tuple[Welcome, ...] = tuple(x for each in decode for x in each.welcomes)
+        decode = self.engines[wanted.prefill_instances :]
+        self.welcomes: tuple[Welcome, ...] = tuple(
+            welcome for each in decode for welcome in each.running.welcomes
+        )
         """Of the R-workers of those that decode, whose room is what requests have."""
-        first = self._running[0]
         self.spec, self.codec, self.resolved = first.spec, first.codec, first.resolved
-        self.num_r_workers = sum(each.num_r_workers for each in self._running)
+        self.num_r_workers = sum(each.running.num_r_workers for each in self.engines)
         self.load_s = time.perf_counter() - started
 
     def _open(
@@ -109,43 +108,18 @@ class RunningInstances:
             colocation = Colocation(neighbours, name, len(configs), role)
             service = EngineService(partial(_make, config, told, times, colocation, num_threads))
             self._services.append(service)
-            self._running.append(service.open())
-            service.call(partial(self._take_figures, name))
-
-    def instances(self, wanted: Instances) -> tuple[list[LocalInstance], list[LocalInstance]]:
-        """Those that prefill, and those that decode."""
-        names = list(_names(wanted))
-        every = [
-            LocalInstance(name, service, size_of(running), self._arrived)
-            for name, service, running in zip(names, self._services, self._running, strict=True)
-        ]
-        return every[: wanted.prefill_instances], every[wanted.prefill_instances :]
+            self.engines.append(LocalEngine(name, service, service.open(), self._arrived))
 
     def _arrived(self, deltas: Sequence[Delta]) -> None:
         self._post(lambda running: running.engine.arrived(deltas))
 
     @property
-    def stats(self) -> EngineStats:
-        """Of all instances together."""
-        return sum_stats([each.engine.stats for each in self._running])
-
-    @property
     def num_live_r_workers(self) -> int:
-        return sum(each.num_live_r_workers for each in self._running)
+        return sum(each.running.num_live_r_workers for each in self.engines)
 
     @property
     def has_hung_r_workers(self) -> bool:
-        return any(each.has_hung_r_workers for each in self._running)
-
-    def figures(self) -> EngineFigures:
-        """Of all instances together, as far as each has told by now; each tells
-        more between two of its steps."""
-        for name, service in zip(list(self._figures), self._services, strict=True):
-            service.look(partial(self._take_figures, name))
-        return sum_figures(list(self._figures.values()))
-
-    def _take_figures(self, name: str, running: RunningEngine) -> None:
-        self._figures[name] = running.engine.figures()
+        return any(each.running.has_hung_r_workers for each in self.engines)
 
     def close(self) -> None:
         """Stop all instances. Safe to call twice.
@@ -164,60 +138,6 @@ class RunningInstances:
                 failed.append(error)
         if failed:
             raise failed[0]
-
-
-class InstancesEngine(Controller):
-    """The controller of instances in this process, as ``LLM`` asks an engine.
-
-    Args:
-        running: the instances.
-        config: what the user chose, for all together.
-    """
-
-    def __init__(self, running: RunningInstances, config: EngineConfig) -> None:
-        wanted = config.instances
-        self._all = running
-        prefill, decode = running.instances(wanted)
-        self._local = [*prefill, *decode]
-        self._num_steps = 0
-        super().__init__(
-            prefill,
-            decode,
-            batch_tokens=batch_tokens(config),
-            block_size=config.r_part.block_size,
-            local_below=wanted.local_prefill_below,
-        )
-
-    @property
-    def stats(self) -> EngineStats:
-        """Of all instances together."""
-        stats = self._all.stats
-        stats.num_handed_over, stats.num_moved = self.num_handed_over, self.num_moved
-        stats.num_failed_fetches = self.num_failed_fetches
-        stats.num_role_changes = self.num_role_changes
-        return stats
-
-    @property
-    def each_stats(self) -> dict[str, EngineStats]:
-        """See ``fastdecode.engine.replanning.replanner.Controls``."""
-        every = zip(self._local, self._all._running, strict=True)
-        return {instance.name: running.engine.stats for instance, running in every}
-
-    def look(self) -> None:
-        """Instances look after themselves. A step of one of them is a step: who
-        asks whether this hangs is told of those."""
-        num_steps = sum(each.service.snapshot().engine.num_steps for each in self._local)
-        self.has_work = self.has_work or num_steps != self._num_steps
-        self._num_steps = num_steps
-
-    def figures(self) -> EngineFigures:
-        """See ``RunningInstances.figures``."""
-        return self._all.figures()
-
-    def end_conversation(self, token_ids: Sequence[int], salt: str) -> None:
-        """Nobody goes on with a conversation that has come to these tokens."""
-        for instance in self._local:
-            instance.end_conversation(token_ids, salt)
 
 
 def service_of_instances(
@@ -294,9 +214,3 @@ def batch_tokens(config: EngineConfig) -> int:
     batching = config.batching
     room = batching.step_tokens - batching.max_num_sequences
     return config.instances.prefill_batch_tokens or room
-
-
-def size_of(running: RunningEngine) -> Size:
-    num_blocks = sum(welcome.num_blocks for welcome in running.welcomes)
-    config = running.resolved.config
-    return Size(num_blocks * config.r_part.block_size, config.batching.max_num_sequences)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.delta import Delta, DeltaQueue
 from fastdecode.core.errors import ConfigError, FastDecodeError
 from fastdecode.core.sequence import Request
+from fastdecode.engine.figures import EngineFigures
 from fastdecode.engine.service import EngineService
+from fastdecode.engine.setup.launch import RunningEngine
+from fastdecode.engine.stats import EngineStats
 
 Arrived = Callable[[Sequence[Delta]], None]
 """Is told what requests say; by the instance's thread, and never waits."""
@@ -26,32 +30,26 @@ class _Reader(DeltaQueue):
         self._arrived(list(deltas))
 
 
-class _Sized(Protocol):
-    """What an engine has room for."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def max_sequences(self) -> int: ...
-
-
-class LocalInstance:
-    """See ``fastdecode.engine.instances.controller.Instance``.
+class LocalEngine:
+    """See ``EngineClient``.
 
     Args:
         name: what it is called towards people.
-        service: runs its engine; it is open.
-        size: what it has room for.
+        service: runs the engine; it is open.
+        running: what the service has made.
         arrived: is told what its requests say.
     """
 
     def __init__(
-        self, name: str, service: EngineService[Any], size: _Sized, arrived: Arrived
+        self, name: str, service: EngineService[Any], running: RunningEngine, arrived: Arrived
     ) -> None:
         self.name = name
         self.service = service
+        self.running = running
+        size = size_of(running)
         self.num_tokens, self.max_sequences = size.num_tokens, size.max_sequences
+        self._figures: EngineFigures | None = None
+        service.call(self._take_figures)
         self._readers = {every: _Reader(arrived, every_step=every) for every in (True, False)}
 
     @property
@@ -80,3 +78,35 @@ class LocalInstance:
     def end_conversation(self, token_ids: Sequence[int], salt: str) -> None:
         """Nobody goes on with a conversation that has come to these tokens."""
         self.service.look(lambda served: served.engine.end_conversation(token_ids, salt))
+
+    @property
+    def num_steps(self) -> int:
+        """That were made."""
+        return self.service.snapshot().engine.num_steps
+
+    @property
+    def stats(self) -> EngineStats:
+        """Its totals."""
+        return self.running.engine.stats
+
+    def figures(self) -> EngineFigures | None:
+        """As it has reported them by now; it reports more between two of its steps."""
+        self.service.look(self._take_figures)
+        return self._figures
+
+    def _take_figures(self, running: RunningEngine) -> None:
+        self._figures = running.engine.figures()
+
+
+@dataclass(frozen=True)
+class Size:
+    """What an engine has room for."""
+
+    num_tokens: int
+    max_sequences: int
+
+
+def size_of(running: RunningEngine) -> Size:
+    num_blocks = sum(welcome.num_blocks for welcome in running.welcomes)
+    config = running.resolved.config
+    return Size(num_blocks * config.r_part.block_size, config.batching.max_num_sequences)

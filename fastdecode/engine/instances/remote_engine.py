@@ -9,12 +9,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from fastdecode.core.config.instances import InstanceRole
-from fastdecode.core.errors import FastDecodeError, ProtocolError
+from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.sequence import Request
+from fastdecode.engine.figures import EngineFigures
+from fastdecode.engine.instances.status_report import status_from_json
+from fastdecode.engine.stats import EngineStats
 from fastdecode.wire.arrays import Array
 from fastdecode.wire.instances.messages import (
     CancelRequests,
     EndConversation,
+    InstanceStatus,
     InstanceWelcome,
     RunRequests,
     SetInstanceRole,
@@ -29,28 +33,65 @@ class Post(Protocol):
     def __call__(self, number: int, turn: int, message: ToInstance) -> None: ...
 
 
-class RemoteInstance:
-    """See ``fastdecode.engine.instances.router.Instance``. Belongs to the thread
-    that owns the controller.
+class RemoteEngine:
+    """See ``EngineClient``. Belongs to the thread that owns the controller.
 
     Args:
-        number: of its line.
+        number: of its connection.
         address: of it, by which people know it.
         post: sends to it.
-        welcome: what it has said it is.
+        welcome: what it has said it is; None: it is not connected yet.
+        room: what it has room for as long as it is not.
     """
 
-    def __init__(self, number: int, address: str, post: Post, welcome: InstanceWelcome) -> None:
+    def __init__(
+        self,
+        number: int,
+        address: str,
+        post: Post,
+        welcome: InstanceWelcome | None,
+        room: InstanceWelcome,
+    ) -> None:
         self.number = number
         self.name = address
         self._post = post
         self.turn = 0
         """How often it was there before."""
+        self.welcome = welcome
         self.broken: FastDecodeError | None = None
         """Why it is lost; None: it isn't."""
+        if welcome is None:
+            self.broken = WorkerError(f"instance {address} is not connected yet")
         self.stranded: FastDecodeError | None = None
         """Why it runs nothing for now, though it lives; None: it runs what it is given."""
-        self.num_tokens, self.max_sequences = welcome.num_tokens, welcome.max_sequences
+        self.num_tokens, self.max_sequences = room.num_tokens, room.max_sequences
+        self.num_steps = 0
+        self.stats = EngineStats()
+        self._figures: EngineFigures | None = None
+        self._num_live: int | None = None  # R-workers; None: it hasn't reported any
+
+    def figures(self) -> EngineFigures | None:
+        """As it has reported them last."""
+        return self._figures
+
+    @property
+    def num_live_r_workers(self) -> int:
+        """All of one that is there, unless it has reported fewer."""
+        if self.broken is not None or self.welcome is None:
+            return 0
+        return self.welcome.num_r_workers if self._num_live is None else self._num_live
+
+    @property
+    def has_no_r_worker(self) -> bool:
+        """Whether it has lost all; one with KV on its device has none to lose."""
+        return self.welcome is not None and self.welcome.num_r_workers > 0 and self._num_live == 0
+
+    def update(self, status: InstanceStatus) -> None:
+        """Take in its status. Raises ProtocolError: it can't be."""
+        stats, figures = status_from_json(unpacked(status.said))
+        status.check(0 if self.welcome is None else self.welcome.num_r_workers)
+        self.stats, self._figures = stats, figures or self._figures
+        self.num_steps, self._num_live = status.num_steps, status.num_live_r_workers
 
     def submit(self, request: Request, *, every_step: bool) -> None:
         """Have it run a request. Raises FastDecodeError: it is lost, or stranded."""
@@ -74,7 +115,8 @@ class RemoteInstance:
     def came_back(self, welcome: InstanceWelcome, role: InstanceRole) -> None:
         """It was lost, and is there again."""
         self.turn += 1
-        self.broken = self.stranded = None
+        self.broken = self.stranded = self._num_live = None
+        self.welcome = welcome
         self.num_tokens, self.max_sequences = welcome.num_tokens, welcome.max_sequences
         if role is not welcome.role:
             self.give_role(role)
