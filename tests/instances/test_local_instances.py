@@ -187,7 +187,7 @@ def test_kv_may_be_on_both_sides_of_each(model: str, one: LLM) -> None:
         assert_alike(llm.generate(asked, how), one.generate(asked, how))
         assert llm.stats.num_recomputed == llm._running.engine.num_failed_fetches == 0
         assert llm.stats.fetched_bytes > 0
-        sides = [each.engine.stats.hybrid.steps for each in llm._running._running]
+        sides = [each.stats.hybrid.steps for each in llm._running.engines]
         assert any(set(steps) - {"gpu-only"} for steps in sides), sides
         assert_nothing_is_left(llm)
 
