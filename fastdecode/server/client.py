@@ -122,7 +122,7 @@ class OpenRequests:
         self._watcher.tokens(num_tokens, None if before is None else now - before)
 
 
-class EngineClient:
+class RequestTable:
     """Open requests, by their ids in the engine.
 
     Args:

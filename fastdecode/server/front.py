@@ -16,7 +16,7 @@ from fastdecode.core.sequence import Request
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.openai.requests import RequestReader
 from fastdecode.server.admission import QueueAdmission
-from fastdecode.server.client import EngineClient, OpenRequests
+from fastdecode.server.client import OpenRequests, RequestTable
 from fastdecode.server.health import Outlook, trouble
 from fastdecode.server.messages import Opening
 from fastdecode.server.observations import Observations, line_of
@@ -65,7 +65,7 @@ class Front:
     options: ServeOptions
     codec: TextCodec
     template: ChatTemplate | None
-    client: EngineClient
+    client: RequestTable
     log: RequestLog
     conversations: Conversations = field(default_factory=Conversations)
     threads: Threads = field(default_factory=Threads)

@@ -33,7 +33,7 @@ from fastdecode.core.model.local_models import find_model
 from fastdecode.core.os_errors import explained
 from fastdecode.core.secret_file import exposure
 from fastdecode.server.channel import AsyncChannel
-from fastdecode.server.client import EngineClient
+from fastdecode.server.client import RequestTable
 from fastdecode.server.front import Front, draining_error
 from fastdecode.server.http.app import make_app
 from fastdecode.server.http.connection import check_version
@@ -203,7 +203,7 @@ def _open_front(opening: Opening, options: ServeOptions, channel: AsyncChannel) 
     template = ChatTemplate.load(model, None if template_file is None else Path(template_file))
     log = RequestLog(options.request_log)
     conversations = Keeping(**opening.keeping).open(model)
-    client = EngineClient(channel.send)
+    client = RequestTable(channel.send)
     return Front(opening, options, codec, template, client, log, conversations)
 
 

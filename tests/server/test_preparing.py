@@ -20,7 +20,7 @@ from fastdecode.core.delta import Delta
 from fastdecode.core.sequence import SamplingParams
 from fastdecode.openai.requests import CHAT_URL, COMPLETIONS_URL
 from fastdecode.server.admission import QueueAdmission
-from fastdecode.server.client import EngineClient
+from fastdecode.server.client import RequestTable
 from fastdecode.server.front import Front
 from fastdecode.server.health import Outlook
 from fastdecode.server.http.bodies import Disconnected
@@ -102,7 +102,7 @@ class Setting:
             ServeOptions(max_queued_requests=self.num_queued),
             self.codec,
             self.template,  # type: ignore[arg-type]  # as far as a front goes
-            EngineClient(self.send),
+            RequestTable(self.send),
             RequestLog(None),
         )
         self.front.admission = self.queue = Queue(self.num_queued)

@@ -26,7 +26,7 @@ from server_process import CHECKPOINT, PATHS, scripted_server
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.secret_file import exposure
-from fastdecode.server.client import EngineClient
+from fastdecode.server.client import RequestTable
 from fastdecode.server.front import Front
 from fastdecode.server.http.app import make_app
 from fastdecode.server.http.errors import HttpRefusal
@@ -51,7 +51,7 @@ KEY_FILE = "keys"
 def test_every_route_is_in_the_table_and_protected_as_it_says() -> None:
     opening = Opening("m", {}, {}, 64, 10, 16, ())
     front = Front(
-        opening, ServeOptions(), TextCodec(None), None, EngineClient(print), RequestLog(None)
+        opening, ServeOptions(), TextCodec(None), None, RequestTable(print), RequestLog(None)
     )
     routes = {route.path: route for route in make_app(front).routes}  # type: ignore[attr-defined]
     assert set(routes) == set(EXPECTED)
