@@ -5,19 +5,22 @@
 
 A Llama-shaped random checkpoint of 32 M parameters (or ``--model DIR``). Instances
 are processes at addresses, each on a core of its own; the controller is this
-process, on whichever core is free, or beside them (``controller``: the part of a core that it
+process, on whichever core is free, or on theirs (``controller``: the part of a core that it
 took). The ways: one instance for both phases, two of them, and a prefill beside a
 decode instance; each with short and with longer prompts.
 
 Instances are **observed** first: other requests than those that count run at about
-``OBSERVED_AT`` of what is carried, and what the instances' own totals say of steps
-and fetches is what the simulator is given, as ``--replan`` does it
-(``cost_model/goodput/replanning``). What that carries within the SLO is
-**predicted**. **measured**: the same requests, sent at those moments, and the same
-bisection over rates. ``error``: predicted over measured, less 1. ``seen``: TTFT and
-TPOT at the quantile of the SLO, simulated and measured, at the last rate that was
-carried. The SLO of a workload is so many times (``--slack``) what a request by
-itself takes by the first way's times, and the same for all ways.
+``OBSERVED_AT`` of what is carried. The simulator is given lines fitted to the instances'
+own totals, as ``--replan`` does it (``cost_model/goodput/replanning``), but to the CPU
+time of each instance's process in place of the time of its steps: an instance has a core,
+which also sends and receives KV between steps. The controller and the clients (this
+process) take the cores that no instance has, and then an equal part of each instance's
+(``SharedCores``). What that carries within the SLO is **predicted**. **measured**: the
+same requests, sent at those moments, and the same bisection over rates. ``error``:
+predicted over measured, less 1. ``seen``: TTFT and TPOT at the quantile of the SLO,
+simulated and measured, at the last rate that was carried. The SLO of a workload is so
+many times (``--slack``) what a request by itself takes by the first way's times, and the
+same for all ways.
 
 ``--quick`` runs each row at two rates in place of a bisection: so far below and above the
 prediction that both tell whether the measured rate is within ``--tolerance`` of it.
@@ -30,12 +33,13 @@ import argparse
 import itertools
 import json
 import math
+import os
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +57,7 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.core.delta import DeltaQueue
 from fastdecode.core.sequence import Request
 from fastdecode.engine.replanning.replanner import totals_of
+from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.simulation.instance_time import InstanceTime
 
 WAYS = {"one": Roles(0, 0, 1), "two": Roles(0, 0, 2), "apart": Roles(1, 1)}
@@ -62,6 +67,8 @@ PRECISION = 0.06
 LOOK_S = 0.2
 OBSERVED_AT = 0.8
 ATTAINMENT = 0.9
+MOST_TAKEN = 0.9
+"""Of an instance's core, by the controller: beyond that nothing is carried anyway."""
 
 
 def asked(name: str, num_prompt: int, num_tokens: int) -> Request:
@@ -71,28 +78,82 @@ def asked(name: str, num_prompt: int, num_tokens: int) -> Request:
     return Request(name, prompt, params, num_tokens, seed=0)
 
 
-class Driver:
-    """Sends requests to an LLM at their moments, and notes when tokens come."""
+def cpu_s(process: psutil.Process) -> float:
+    """CPU seconds of a process since it began."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
-    def __init__(self, llm: LLM) -> None:
+
+@dataclass(frozen=True)
+class SharedCores:
+    """Cores of a machine that instances share with their controller and clients.
+
+    Args:
+        num_cores: of the machine.
+        token_s: CPU seconds that the controller and the clients take for each output token.
+    """
+
+    num_cores: int
+    token_s: float
+
+    def slowed(self, alike: Alike, num_instances: int, tokens_per_s: float) -> Alike:
+        """The instances at this rate, each on a core of its own, without what the controller
+        takes of their cores."""
+        free = self.num_cores - num_instances
+        taken = max(0.0, tokens_per_s * self.token_s - free) / num_instances
+        slower = 1 / (1 - min(taken, MOST_TAKEN))
+        names = ("step_s", "token_s", "cached_s", "prompt_s")
+        longer = {name: slower * getattr(alike.times, name) for name in names}
+        return replace(alike, times=replace(alike.times, **longer))
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What instances are like, and the cores that they run on."""
+
+    alike: Alike
+    cores: SharedCores
+
+    def run(self, roles: Roles, draw: Draw, rate: float, num: int) -> GoodputRun:
+        """Simulate so many requests."""
+        alike = self.cores.slowed(self.alike, roles.num, rate * draw.mean_output)
+        return simulation_of(alike, roles)(draw.at(rate, num))
+
+
+class Driver:
+    """Sends requests to an LLM at their moments, and notes when tokens come.
+
+    Args:
+        llm: the controller.
+        processes: of the instances, by address.
+    """
+
+    def __init__(self, llm: LLM, processes: Mapping[str, psutil.Process]) -> None:
         self._llm = llm
+        self._processes = processes
         self._numbers = itertools.count()
 
-    def observe(self, requests: Sequence[tuple[float, int, int]]) -> Alike:
-        """What the instances' own totals say of these."""
-        log = StepLog()
+    def observe(self, requests: Sequence[tuple[float, int, int]]) -> Observed:
+        """Fit lines to the instances' totals and CPU time while these requests run."""
+        log, seen = StepLog(), dict[str, EngineStats]()
         running = self._llm._running
         token_bytes = running.spec.kv_spec(running.identity.kv_dtype).token_bytes
 
         def look() -> None:
             for name, stats in running.engine.each_stats.items():
-                log.look(name, totals_of(stats, token_bytes))
+                if stats is not seen.get(name):  # a new status: its CPU time is of this moment
+                    seen[name] = stats
+                    totals = totals_of(stats, token_bytes)
+                    log.look(name, replace(totals, seconds=cpu_s(self._processes[name])))
 
+        before_s = cpu_s(psutil.Process())
         self.run(requests, look)
+        token_s = (cpu_s(psutil.Process()) - before_s) / sum(x[2] for x in requests)
         measured = log.measured()
         assert measured is not None, "too few steps: --requests"
         sizes = running.engine.remote[0]
-        return Alike(measured.times, BATCH_TOKENS, sizes.num_tokens, sizes.max_sequences)
+        alike = Alike(measured.times, BATCH_TOKENS, sizes.num_tokens, sizes.max_sequences)
+        return Observed(alike, SharedCores(len(os.sched_getaffinity(0)), token_s))
 
     def run(
         self,
@@ -155,9 +216,8 @@ def judged(run: GoodputRun, slo: Slo) -> bool:
     return slo.is_attained(run.times) and run.is_sustained
 
 
-def predict(alike: Alike, roles: Roles, draw: Draw, slo: Slo, num: int) -> float:
-    run = simulation_of(alike, roles)
-    return greatest(lambda rate: judged(run(draw.at(rate, num)), slo), 5.0)
+def predict(observed: Observed, roles: Roles, draw: Draw, slo: Slo, num: int) -> float:
+    return greatest(lambda rate: judged(observed.run(roles, draw, rate, num), slo), 5.0)
 
 
 def slo_of(fitted: LinearTimes, draw: Draw, slack: float) -> Slo:
@@ -180,11 +240,9 @@ class Measuring:
     def is_carried(self, rate: float) -> bool:
         requests = self._draw.at(rate, self._num)
         process, began_s = psutil.Process(), time.perf_counter()
-        before = process.cpu_times()
+        before_s = cpu_s(process)
         run = GoodputRun(times_of(requests, self._driver.run(requests)))
-        after, seconds = process.cpu_times(), time.perf_counter() - began_s
-        used_s = after.user + after.system - before.user - before.system
-        self.controller.append(used_s / seconds)
+        self.controller.append((cpu_s(process) - before_s) / (time.perf_counter() - began_s))
         print(f"  {rate:.2f}/s: {self._slo.share(run.times):.0%}", file=sys.stderr)
         is_carried = judged(run, self._slo)
         if is_carried and (self.carried is None or rate > self.carried[0]):
@@ -217,19 +275,19 @@ def measure(
     draw = drawn(lengths[0], lengths[1], 1.0, num, options.seed)
     other = drawn(lengths[0], lengths[1], 1.0, num, options.seed + 1)
     rough = driver.observe(other.at(options.first_rate * roles.num, num))
-    slo = slo or slo_of(rough.times, draw, options.slack)
+    slo = slo or slo_of(rough.alike.times, draw, options.slack)
     about = predict(rough, roles, other, slo, num)
-    alike = driver.observe(other.at(OBSERVED_AT * max(about, 0.5), num))
-    predicted = predict(alike, roles, draw, slo, num)
+    observed = driver.observe(other.at(OBSERVED_AT * max(about, 0.5), num))
+    predicted = predict(observed, roles, draw, slo, num)
     measuring = Measuring(driver, draw, slo, num)
     row: dict[str, Any] = {
-        "workload": workload, "slo": asdict(slo), "alike": asdict(alike), "predicted": predicted,
+        "workload": workload, "slo": asdict(slo), **asdict(observed), "predicted": predicted,
         **(bracketed if options.quick else bisected)(measuring, predicted, options.tolerance),
         "controller": max(measuring.controller),
     }  # fmt: skip
     if measuring.carried is not None:
         rate, run = measuring.carried
-        simulated = simulation_of(alike, roles)(draw.at(rate, num))
+        simulated = observed.run(roles, draw, rate, num)
         row["seen"] = {
             "rate": rate,
             "simulated": slo.quantiles(simulated.times),
@@ -262,10 +320,10 @@ def main() -> int:
             named = zip(("prefill", "decode", "both"), roles.each, strict=True)
             each = [name for name, count in named for _ in range(count)]
             with (
-                pinned_instances(model, each, *engine) as addresses,
-                LLM(model, instance_addresses=addresses) as llm,
+                pinned_instances(model, each, *engine) as processes,
+                LLM(model, instance_addresses=list(processes)) as llm,
             ):
-                driver = Driver(llm)
+                driver = Driver(llm, processes)
                 driver.run([(0.1 * i, 100 + 40 * i, 8) for i in range(16)])  # compiles
                 for workload in WORKLOADS:
                     slo = slos.get(workload)

@@ -1,20 +1,19 @@
-"""What prompts do to tokens that decode beside them: one engine for both, and
-instances of their own.
+"""What prompts do to tokens that decode beside them: on instances for both phases, and
+on a prefill and a decode instance.
 
     python benchmarks/instances.py --out benchmarks/results/instances.json
 
 A Llama-shaped random checkpoint of 32 M parameters (or ``--model DIR``), greedy.
 Some sequences decode all the time, and a prompt of ``--prompt`` tokens comes
 every ``--every-s`` seconds, which generates a few tokens. The ways take turns, in
-another order in every round.
+another order in every round. Both have two instances, processes on a core each; the
+controller and the clients (this process) run on the same cores.
 
 ``gap_s``: the time between two tokens of a sequence that decodes, over all of
-them and all rounds; ``ratio``: its 99th percentile over its median.
+them and all rounds; ``ratio``: its 99th percentile over its median (goal: 1.5, apart).
 ``second_s``: from the first to the second token of a prompt that came, and
 ``first_s`` from its coming to its first. ``fetch_bytes_per_s``: K and V of prompts
 over the time that each took to fetch.
-Both ways have as many cores, R-workers and KV blocks in all: on a machine that one
-engine keeps busy, two can only share it out otherwise.
 """
 
 from __future__ import annotations
@@ -34,16 +33,14 @@ from typing import Any
 from end_to_end import VOCAB
 from percentiles import percentile
 from provenance import keep, provenance
-from r_worker_processes import add_model_options, model_or_random
+from r_worker_processes import add_model_options, model_or_random, pinned_instances
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.delta import DeltaQueue
 from fastdecode.core.sequence import Request
 
-WAYS: dict[str, dict[str, Any]] = {
-    "one engine": {"r_workers": 2},
-    "instances": {"prefill_instances": 1, "decode_instances": 1},
-}
+WAYS = {"both": ("both", "both"), "apart": ("prefill", "decode")}
+"""The roles of the instances."""
 
 
 def asked(name: str, num_prompt: int, num_tokens: int, seed: int) -> Request:
@@ -112,11 +109,10 @@ def row(way: str, llm: LLM, found: dict[str, list[float]]) -> dict[str, Any]:
 
 def measure(model: str, options: argparse.Namespace) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
-        common = {"dtype": options.dtype, "kv_memory_gb": 0.3, "prefix_cache": "off"}
-        common["r_threads"] = 1
-        llms = {
-            way: stack.enter_context(LLM(model, **common, **given)) for way, given in WAYS.items()
-        }
+        llms = {}
+        for way, roles in WAYS.items():
+            processes = stack.enter_context(pinned_instances(model, roles, "--kv-memory-gb", "0.3"))
+            llms[way] = stack.enter_context(LLM(model, instance_addresses=list(processes)))
         found: dict[str, dict[str, list[float]]] = {way: {} for way in WAYS}
         for number in range(-1, options.rounds):  # the first one compiles
             for way in list(WAYS)[:: 1 if number % 2 else -1]:
@@ -132,7 +128,6 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_model_options(parser)
-    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--sequences", type=int, default=4)

@@ -52,9 +52,11 @@ def r_workers(number: int, kv_memory_gb: float) -> Iterator[RWorkers]:
 
 
 @contextlib.contextmanager
-def pinned_instances(model: str, roles: Sequence[str], *options: str) -> Iterator[list[str]]:
-    """Instances of these roles, of one thread for each part, on a core each: the
-    first ones of those that there are. Gives their addresses.
+def pinned_instances(
+    model: str, roles: Sequence[str], *options: str
+) -> Iterator[dict[str, psutil.Process]]:
+    """Start instances of these roles, of one thread for each part, each on a core of its
+    own: the first cores that this process may use. Gives the processes by address.
 
     Raises:
         RuntimeError: there are fewer cores.
@@ -80,7 +82,7 @@ def pinned_instances(model: str, roles: Sequence[str], *options: str) -> Iterato
             stack.callback(process.wait)
             stack.callback(process.kill)
             processes.append(process)
-        yield [_address_of(process) for process in processes]
+        yield {_address_of(process): psutil.Process(process.pid) for process in processes}
 
 
 def _address_of(process: subprocess.Popen[str]) -> str:
