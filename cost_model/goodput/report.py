@@ -89,11 +89,13 @@ class Answer:
         words = "disaggregate" if best.kind == "disaggregated" else "don't disaggregate"
         if other is None:
             return f"{words}: the other way, no instance keeps the SLO"
-        ratio = f"{round_to(best.gpu_goodput / other.gpu_goodput, 3):g}"
         if not self.keeps(other):
             return (
                 f"{words}: the other way takes {counted(other.num_gpus, 'GPU')}, or misses the SLO"
             )
+        if _gpus(best) == _gpus(other):
+            return f"{words}: either way takes {_gpus(best)}"
+        ratio = f"{round_to(best.gpu_goodput / other.gpu_goodput, 3):g}"
         beside = f"{_gpus(best)} instead of {_gpus(other)}"
         if best.num_gpus == other.num_gpus:
             return f"{words}: {beside}"

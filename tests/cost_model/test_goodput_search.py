@@ -178,6 +178,15 @@ def test_no_verdict_depends_on_where_the_search_ends() -> None:
     assert not trees[0][1]
 
 
+def test_the_same_hardware_either_way_is_named_once() -> None:
+    found = answer(question())
+    assert found.colocated is not None
+    twin = replace(found.colocated, kind="disaggregated")
+    verdict = replace(found, disaggregated=twin).verdict
+    assert verdict.startswith("don't disaggregate: either way takes 1 GPU")
+    assert "instead of" not in verdict
+
+
 def test_says_where_the_search_ends_too_soon() -> None:
     long = Load(drawn(Lengths(2048), Lengths(400), 1.0, 300, 0), Slo(2.0, 0.2, 0.9))
     few = replace(hardware(gpus=4), max_sockets=1, mean_prompt=2048.0)
