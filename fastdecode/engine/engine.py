@@ -55,7 +55,7 @@ from fastdecode.engine.step.lane_step import LaneStep
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.schedule.life import events
-from fastdecode.schedule.plan import Chunk
+from fastdecode.schedule.plan import Chunk, num_in_prompts
 from fastdecode.wire.kv.taking_over import SESSION_RESUMED
 from sworker.failures import typed_failures
 from sworker.worker import SWorker
@@ -446,10 +446,9 @@ class Engine:
             extension.completed(step, time.perf_counter() - began_s)
 
     def _count_load(self, wanted: Seq[Chunk]) -> None:
-        load = self._lifecycle.sequences.num_cached_tokens + sum(
-            [chunk.num_tokens for chunk in wanted]
-        )
-        self.stats.count_load(load, sum([chunk.num_in_prompt for chunk in wanted]))
+        num_tokens = sum([chunk.num_tokens for chunk in wanted])
+        load = self._lifecycle.sequences.num_cached_tokens + num_tokens
+        self.stats.count_load(load, num_in_prompts(wanted))
         if self._trace is not None:
             scheduler, now = self._lifecycle.scheduler, time.perf_counter()
             self._trace.load(now, scheduler.num_running, len(scheduler.waiting), load)

@@ -92,7 +92,7 @@ class PendingSamples:
             return None
         logits = step.logits if len(rows) == len(chunks) else step.logits[list(rows)]
         started_s, chunks = time.perf_counter(), [chunks[row] for row in rows]
-        states = [self._requests.generation(chunk.sequence).sampling for chunk in chunks]
+        states = [one.sampling for one in self._requests.generations_of(chunks)]
         drawing = self._s_worker.draw(logits, states, step.lane)
         is_done = drawing.done
         # Where nobody's token can be another one than the device believes, and
@@ -114,7 +114,7 @@ class PendingSamples:
         lives = self._lives
         wanted = (lives.awaiting if tokens.goes_ahead else lives.wanted)(tokens.chunks)
         rows = _rows_of(tokens.chunks, wanted)
-        generations = [self._requests.generation(tokens.chunks[row].sequence) for row in rows]
+        generations = self._requests.generations_of([tokens.chunks[row] for row in rows])
         return self._requests.accept(generations, [sampled[row] for row in rows], self._stats, now)
 
 

@@ -12,6 +12,7 @@ from fastdecode.core.sequence import FinishReason, Request, Sequence, TokenLogpr
 from fastdecode.engine.prompt_logprobs import PromptLogprobs, PromptQuestions
 from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.life.events import Drawn
+from fastdecode.schedule.plan import Chunk
 from fastdecode.text.codec import SequenceText, TextCodec
 from fastdecode.text.grammar_masks import GrammarMasks
 from sworker.sampling.sampler import NON_FINITE, SampledToken, SamplingState
@@ -204,9 +205,10 @@ class Requests:
         self._groups[request.request_id] = group
         self._generations.update((one.sequence.sequence_id, one) for one in generations)
 
-    def generation(self, sequence: Sequence) -> Generation:
-        """What a sequence has generated."""
-        return self._generations[sequence.sequence_id]
+    def generations_of(self, chunks: Iterable[Chunk]) -> list[Generation]:
+        """What the chunks' sequences have generated."""
+        known = self._generations
+        return [known[chunk.sequence.sequence_id] for chunk in chunks]
 
     def accept(
         self,

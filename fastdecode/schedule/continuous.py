@@ -48,7 +48,7 @@ from fastdecode.schedule.reserving.holder_choice import HolderChoice
 from fastdecode.schedule.reserving.ledger import BlockLedger
 from fastdecode.schedule.reserving.outgrown import Outgrown
 from fastdecode.schedule.reserving.starts import Starts
-from fastdecode.schedule.running import Lane, LaneShares, Parked, RunningSequence
+from fastdecode.schedule.running import NOT_BOOKED, Lane, LaneShares, Parked, RunningSequence
 from fastdecode.schedule.waiting_queue import WaitingQueue
 
 
@@ -153,7 +153,7 @@ class ContinuousScheduler:
         for run in suspended:
             self.waiting.come_back(run.sequence)
         for run in lane.running.values():
-            if run.first_step is None and not _book(lane, run, ahead=0):
+            if run.first_step == NOT_BOOKED and not _book(lane, run, ahead=0):
                 lane.postpone(run, 1)
         starts: Seq[Start] = ()
         if may_start and self.waiting:
@@ -180,7 +180,8 @@ class ContinuousScheduler:
             for run in due:
                 if not run.is_open:
                     _put_off(lane, run)
-        return tuple([chunk for run in able for chunk in run.next_chunks()])
+        of_runs = [run.next_prompt_chunks() if run.prefill else (run.decode,) for run in able]
+        return tuple(itertools.chain.from_iterable(of_runs))
 
     def granted(self, sequence: Sequence) -> None:
         """A running sequence has all the room that was planned for it."""
@@ -200,11 +201,11 @@ class ContinuousScheduler:
             lane = back_to_prompts(self.lanes, lane, run)
         if num_uncached == (sum(run.prefill) or 1):
             return
-        if run.prefill and run.first_step is not None:
+        if run.prefill and run.first_step != NOT_BOOKED:
             ahead = max(run.first_step - lane.step, 0 if lane.is_planned else 1)
             lane.budget.unbook(run.prefill, sequence.num_cached, ahead=ahead)
         run.prefill = deque([num_uncached] if num_uncached > 1 else [])
-        run.first_step = None  # it is booked with the lane's next plan
+        run.first_step = NOT_BOOKED  # it is booked with the lane's next plan
         lane.postpone(run, 1)
 
     def finish(self, sequence: Sequence) -> None:
@@ -334,7 +335,7 @@ def _ends(run: RunningSequence, step: int) -> bool:
     """Whether this step of its lane is its last for certain."""
     sequence = run.sequence
     is_last = not run.prefill and sequence.num_generated + 1 >= sequence.request.max_tokens
-    return is_last and run.is_open and run.is_due(step)
+    return is_last and run.is_open and run.first_step <= step
 
 
 def _put_off(lane: Lane, run: RunningSequence) -> None:
@@ -351,7 +352,7 @@ def _book(lane: Lane, run: RunningSequence, ahead: int) -> bool:
         first, parts = run.sequence.num_cached, _parts(run)
         chunks = lane.budget.chunks(sum(run.prefill), first, parts=parts, ahead=ahead)
         if not chunks:
-            run.first_step = None
+            run.first_step = NOT_BOOKED
             return False
         if lane.runs_prompts_only:
             chunks = without_last_token(chunks)

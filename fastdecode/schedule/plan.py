@@ -8,6 +8,7 @@ batch at every step (continuous batching).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fastdecode.core.holders import HolderId, KVSource, Part, Residence
@@ -133,6 +134,17 @@ class Chunk:
     def num_in_prompt(self) -> int:
         """Tokens of it that are of the prompt; before its step is over."""
         return min(self.num_tokens, max(0, self.sequence.num_prompt_tokens - self.first))
+
+
+def num_in_prompts(chunks: Iterable[Chunk]) -> int:
+    """Tokens of a step that are of prompts; before the step is over. Of what decodes
+    nothing is asked but how much is cached."""
+    prompts = [
+        chunk
+        for chunk in chunks
+        if chunk.sequence.num_cached < len(chunk.sequence.request.prompt_token_ids)
+    ]
+    return sum([chunk.num_in_prompt for chunk in prompts])
 
 
 @dataclass(frozen=True)

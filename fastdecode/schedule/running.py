@@ -3,10 +3,12 @@ to them, and the lanes they are in."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from fastdecode.core.holders import HolderId, Residence
 from fastdecode.core.sequence import Sequence
@@ -15,6 +17,9 @@ from fastdecode.schedule.admission.policies import Admission
 from fastdecode.schedule.plan import Chunk
 from fastdecode.schedule.prefill import PrefillBudget
 from fastdecode.schedule.reserving.ledger import BlockLedger
+
+NOT_BOOKED: Final = sys.maxsize
+"""Of a sequence that has no first step: later than any."""
 
 
 @dataclass(eq=False)
@@ -26,9 +31,9 @@ class RunningSequence:
     """Its load from its start, or from when it outlived what was projected first."""
     prefill: deque[int]
     """Chunks that are still booked."""
-    first_step: int | None
-    """Of its lane: what is booked begins there. None: nothing is, for want of
-    room; so it can't step."""
+    first_step: int
+    """Of its lane: what is booked begins there. ``NOT_BOOKED``: nothing is, for want
+    of room; so it can't step."""
     until: int
     """It may have so many tokens cached before it needs more room, or another projection."""
     is_open: bool = False
@@ -50,20 +55,14 @@ class RunningSequence:
         """Of each part."""
         return self.residence.holders
 
-    def next_chunks(self) -> tuple[Chunk, ...]:
-        """What of it runs in the next step."""
-        if not self.prefill:
-            return (self.decode,)
+    def next_prompt_chunks(self) -> tuple[Chunk, ...]:
+        """What of its prompt runs in the next step. Some is booked."""
         sequence, num_tokens = self.sequence, self.prefill.popleft()
         num_filling = min(num_tokens, len(sequence.gap))
         if not 0 < num_filling < num_tokens:
             return (Chunk(sequence, num_tokens),)
         rest = num_tokens - num_filling
         return Chunk(sequence, num_filling), Chunk(sequence, rest, is_behind_gap=True)
-
-    def is_due(self, step: int) -> bool:
-        """Whether it was to run in this step of its lane."""
-        return self.first_step is not None and self.first_step <= step
 
 
 @dataclass(eq=False)
@@ -90,7 +89,8 @@ class Lane:
     @property
     def due(self) -> list[RunningSequence]:
         """Those that were to run in its present step."""
-        due = [run for run in self.running.values() if run.is_due(self.step)]
+        step = self.step
+        due = [run for run in self.running.values() if run.first_step <= step]
         return [run for run in due if run.prefill] if self.runs_prompts_only else due
 
     @property

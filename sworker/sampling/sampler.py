@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,9 +40,9 @@ NON_FINITE = "non_finite_logits"
 """The error code of a row that holds NaN or Inf."""
 
 
-@dataclass(frozen=True)
-class SampledToken:
-    """What one row gave: a token, or the error that this row alone met."""
+class SampledToken(NamedTuple):
+    """What one row gave: a token, or the error that this row alone met. A tuple,
+    since there are many in every step."""
 
     token_id: int
     """-1 if there is an error."""
@@ -136,8 +137,9 @@ class Drawing:
         fetch: Callable[[Tensor], Fetched],
     ) -> None:
         self._logits, self._states, self._fetch = logits, states, fetch
-        self._chosen = _choose(logits, states, short_list)
-        self.is_sure = _is_sure(states, short_list, logits.shape[1])
+        whole, truncated = _split(states)
+        self._chosen = _choose(logits, states, whole, truncated, short_list)
+        self.is_sure = _is_sure(states, truncated, short_list, logits.shape[1])
         """No row can need a second pass: ``tokens`` are what ``result`` will say."""
         self._fetched = fetch(self._chosen.packed)
 
@@ -167,7 +169,9 @@ class Drawing:
             redone = Drawing(rows, states, logits.shape[1], self._fetch).result()
             for row, result in zip(again, redone, strict=True):
                 results[row] = result
-        return [_sure(result) for result in results]
+        sure = [result for result in results if result is not None]
+        assert len(sure) == len(results), "no row of the whole vocabulary is left undecided"
+        return sure
 
 
 def draw(
@@ -189,7 +193,7 @@ def draw(
         fetch: takes what was drawn to the host, in one copy.
     """
     assert logits.dtype == torch.float32 and logits.dim() == 2 and len(states) == logits.shape[0]
-    assert all(state.vocab_size == logits.shape[1] for state in states)
+    assert {state.vocab_size for state in states} == {logits.shape[1]}
     # A list: a generator would be entered once a row.
     if [True for state in states if state.is_adjusted or state.grammar is not None]:
         adjust(logits, states)
@@ -199,11 +203,6 @@ def draw(
 def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
     """``draw``, and wait: one result a row, in order."""
     return draw(logits, states).result() if states else []
-
-
-def _sure(result: SampledToken | None) -> SampledToken:
-    assert result is not None, "a list as long as the vocabulary leaves no row undecided"
-    return result
 
 
 @dataclass(frozen=True)
@@ -239,14 +238,19 @@ class _Chosen:
         ]
 
 
-def _choose(logits: Tensor, states: Sequence[SamplingState], short_list: int) -> _Chosen:
-    """Draw from adjusted logits [B, V]."""
+def _choose(
+    logits: Tensor,
+    states: Sequence[SamplingState],
+    whole: NDArray[np.int64],
+    truncated: NDArray[np.int64],
+    short_list: int,
+) -> _Chosen:
+    """Draw from adjusted logits [B, V]; ``whole``, ``truncated``: see ``_split``."""
     num_rows, vocab_size = logits.shape
     device = logits.device
     most = MAX_BLOCK_ELEMENTS if device.type != "cpu" else MAX_CPU_BLOCK_ELEMENTS
     is_few = device.type == "cpu" and logits.numel() <= FEW_ELEMENTS
     greatest, tokens = greatest_of(logits)  # [B], [B]
-    whole, truncated = _split(states)
     for rows in _blocks(whole, vocab_size, most):
         at = _index(rows, device)
         drawn_from = [states[row] for row in rows.tolist()]
@@ -284,12 +288,16 @@ def _index(rows: NDArray[np.int64], device: torch.device) -> slice | Tensor:
     return to_device(rows, device)
 
 
-def _is_sure(states: Sequence[SamplingState], short_list: int, vocab_size: int) -> bool:
+def _is_sure(
+    states: Sequence[SamplingState],
+    truncated: NDArray[np.int64],
+    short_list: int,
+    vocab_size: int,
+) -> bool:
     """Whether the short list is enough for every row, whatever its logits."""
     if short_list >= vocab_size:
         return True
-    truncated = [states[row].params for row in _split(states)[1].tolist()]
-    return all(0 < params.top_k <= short_list for params in truncated)
+    return all(0 < states[row].params.top_k <= short_list for row in truncated.tolist())
 
 
 def _split(states: Sequence[SamplingState]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

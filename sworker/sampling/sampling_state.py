@@ -73,6 +73,7 @@ class SamplingState:
         "grammar",
         "history",
         "is_adjusted",
+        "is_greedy",
         "num_generated",
         "params",
         "stream",
@@ -102,6 +103,8 @@ class SamplingState:
         grammar can't be followed."""
         self._bad_words = BadWords(bad_words) if any(len(x) > 1 for x in bad_words) else None
         self.params = params
+        self.is_greedy = params.temperature == 0 or params.top_k == 1
+        """The likeliest token is taken, whatever the random number."""
         self.vocab_size = vocab_size
         self.num_generated = 0
         self.stream = _stream_key(seed, sample_index)
@@ -126,11 +129,6 @@ class SamplingState:
         """Its logits aren't taken as they are, even without a grammar."""
         for token in output_token_ids:
             self.observe(token)
-
-    @property
-    def is_greedy(self) -> bool:
-        """The likeliest token is taken, whatever the random number."""
-        return self.params.temperature == 0 or self.params.top_k == 1
 
     def mask(self) -> NDArray[np.int32] | None:
         """The tokens that it may draw now (``token_masks``); None: all. Waits

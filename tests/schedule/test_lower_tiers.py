@@ -17,14 +17,15 @@ from schedule_choices import options
 from traffic import Harness
 
 from examples import examples
-from fastdecode.core.holders import HolderId
-from fastdecode.core.sequence import CacheUse
+from fastdecode.core.holders import HolderId, SequenceId
+from fastdecode.core.sequence import CacheUse, Request, SamplingParams, Sequence
 from fastdecode.schedule.cache.retention import POLICIES, policy_of
 from fastdecode.schedule.cache.tiers.offload_jobs import Rates, TierCounts
 from fastdecode.schedule.life.events import Fetching, Stocked
 from fastdecode.schedule.life.restores import Progress, Restores
 from fastdecode.schedule.life.sequences import SequenceState
 from fastdecode.schedule.modes import make_scheduler
+from fastdecode.schedule.plan import Chunk
 
 BLOCKS = (12, 20)
 briefly = settings(max_examples=examples(25, share=8), deadline=None)
@@ -208,7 +209,8 @@ class Fetched:
         self.restores.begin(self._life, start)
 
     def begin_step(self, lane: int, num_in_prompt: int) -> None:
-        chunk: Any = SimpleNamespace(num_in_prompt=num_in_prompt)
+        request = Request("a", tuple(range(num_in_prompt)), SamplingParams(), 1, seed=0)
+        chunk = Chunk(Sequence.of(SequenceId(0), request, 0), max(1, num_in_prompt))
         self.restores.begin_step(lane, (chunk,))
 
     def joins(self) -> bool:

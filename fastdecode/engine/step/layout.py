@@ -120,7 +120,10 @@ class Columns:
     """First rows."""
 
     @classmethod
-    def of(cls, chunks: Seq[Chunk], homes: Seq[Part], keys: Seq[int]) -> Columns:
+    def of(
+        cls, chunks: Seq[Chunk], firsts: Seq[int], homes: Seq[Part], keys: Seq[int]
+    ) -> Columns:
+        """``firsts``: of each chunk, its first token."""
         holders, kinds = np.divmod(np.array(keys, np.int64), NUM_KINDS)
         first_tokens = np.array([part.first_token for part in homes], np.int32)
         lengths = np.array([chunk.num_tokens for chunk in chunks], np.int32)
@@ -129,7 +132,7 @@ class Columns:
             kinds,
             part_ids=np.array([part.part_id for part in homes], np.int64),
             first_tokens=first_tokens,
-            past=np.array([chunk.first for chunk in chunks], np.int32) - first_tokens,
+            past=np.array(firsts, np.int32) - first_tokens,
             lengths=lengths,
             starts=np.cumsum(lengths, dtype=np.int64) - lengths,
         )
@@ -326,7 +329,8 @@ class StepBatch:
         homes, keys = _homes(chunks, holders)
         order = sorted(range(len(keys)), key=keys.__getitem__)
         ordered = tuple([chunks[i] for i in order])
-        columns = Columns.of(ordered, [homes[i] for i in order], [keys[i] for i in order])
+        firsts = [chunk.first for chunk in ordered]
+        columns = Columns.of(ordered, firsts, [homes[i] for i in order], [keys[i] for i in order])
         num_known = np.array([len(chunk.sequence.token_ids) for chunk in ordered])
         # A part that begins later comes behind a closed one.
         has_closed = columns.first_tokens.any()
@@ -334,7 +338,7 @@ class StepBatch:
         spans, local = columns.lay_out(step, lane, closed)
         return cls(
             ordered,
-            _tokens(ordered),
+            _tokens(ordered, firsts),
             columns.positions,
             spans,
             local,
@@ -392,10 +396,10 @@ def _homes(chunks: Seq[Chunk], holders: Seq[Holder]) -> tuple[list[Part], list[i
     return homes, keys
 
 
-def _tokens(chunks: Iterable[Chunk]) -> NDArray[np.int64]:
+def _tokens(chunks: Iterable[Chunk], firsts: Iterable[int]) -> NDArray[np.int64]:
+    """``firsts``: of each chunk, its first token."""
     tokens: list[int] = []
-    for chunk in chunks:
-        first = chunk.first
+    for chunk, first in zip(chunks, firsts, strict=True):
         if chunk.num_tokens == 1:
             tokens.append(chunk.sequence.token_ids[first])
         else:

@@ -21,7 +21,7 @@ from typing import TypeAlias
 from fastdecode.schedule.cache.tiers.offload_manager import OffloadManager
 from fastdecode.schedule.life.events import Fetching, Moved
 from fastdecode.schedule.life.sequences import SequenceRecord, SequenceState
-from fastdecode.schedule.plan import Chunk, Start
+from fastdecode.schedule.plan import Chunk, Start, num_in_prompts
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,7 @@ class Restores:
         if self:
             self._beside.add(lane)
         if self._traffic.has_lower:
-            num_in_prompts = sum([chunk.num_in_prompt for chunk in chunks])
-            took_s = self._traffic.rates.under_way_s(num_in_prompts)
+            took_s = self._traffic.rates.under_way_s(num_in_prompts(chunks))
             self._ends_s[lane] = self._traffic.now_s() + took_s
 
     def end_step(self, lane: int) -> None:
