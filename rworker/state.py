@@ -231,7 +231,9 @@ class RWorkerState:
         )
 
     def _dispatch(self, number: int, message: ToRWorker) -> tuple[Instruction, ...]:
-        peer = self._peers.setdefault(number, _Peer())
+        peer = self._peers.get(number)
+        if peer is None:
+            peer = self._peers[number] = _Peer()
         _check_speaker(peer, message)
         match message:
             case Attend():

@@ -228,8 +228,7 @@ class Pass:
         """rows: token ids and positions, int64 [2, T], on the host; ``feed``:
         token ids that the host doesn't know; ``x``: see ``SWorker.go_on``."""
         self._model = worker.model
-        # Of a ModuleList a length or an item takes microseconds.
-        self._layers = tuple(worker.model.layers)
+        self._layers = worker.model.step_layers
         self._upload = worker.upload
         self._timer = DeviceTimer(worker.gpu)
         self._layers_timer = DeviceTimer(worker.gpu, every=TIMED_LAYERS)

@@ -6,20 +6,20 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from sworker.model.linear import ACTIVATIONS, Gated
+from sworker.model.linear import ACTIVATIONS, MLP, Gated
 from sworker.model.moe import Experts, Products
 from sworker.model.norms import RMSNorm
 from sworker.model.rope import RotaryTable
-from sworker.model.skeleton import QKV, AddNorm, Layer, Model, RotateSplit
+from sworker.model.skeleton import QKV, AddNorm, Layer, LayerRoom, Model, RotateSplit
 
 logger = logging.getLogger(__name__)
 
-_GATES = {ACTIVATIONS["silu"]: True, ACTIVATIONS["gelu_tanh"]: False}
+GATES = {ACTIVATIONS["silu"]: True, ACTIVATIONS["gelu_tanh"]: False}
 """Activations that the kernel knows: whether it is SiLU."""
 _ROWS = 3
 _ROUNDING = 2**-5
@@ -64,18 +64,25 @@ class Kernels(Protocol):
         size]. SiLU, or GELU by tanh."""
 
 
+class CpuKernels(Kernels, Protocol):
+    """``fused_numba``."""
+
+    def rotate_heads(self, heads: Tensor, positions: Tensor, table: Tensor, out: QKV) -> None:
+        """``rotate_split`` of heads [T, (Hq + 2 Hkv) · D], dense: of q, then k, then v."""
+
+
 class FusedRotary(nn.Module):
     """``RotaryTable`` in one kernel."""
 
     def __init__(self, table: RotaryTable, kernels: Kernels) -> None:
         super().__init__()
         self.unfused = table
-        self._kernels = kernels
+        self.kernels = kernels
 
     def forward(
         self, x: Tensor, positions: Tensor
     ) -> Tensor:  # x [T, H, D], positions [T] → [T, H, D]
-        return self._kernels.rotate(x, positions, self.unfused.table) if x.shape[0] else x
+        return self.kernels.rotate(x, positions, self.unfused.table) if x.shape[0] else x
 
 
 class FusedRMSNorm(nn.Module):
@@ -89,6 +96,87 @@ class FusedRMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # [T, size] or [T, H, size] → same
         norm = self.unfused
         return self._kernels.norm(x, norm.weight, norm.eps, norm.offset) if x.shape[0] else x
+
+
+class LayerCalls:
+    """What ``Layer`` does, in few calls, of one whose parts are all products and fused
+    kernels (``has_kernels``): norm and q, k, v; rotary; o, norm, gate and up; gate and
+    down. On a CPU.
+
+    A module looks up its parts in three tables, and asks for hooks before it runs.
+    Where a step decodes a few rows, that takes as long as a small product. It holds no
+    layer: a cycle would keep weights alive.
+
+    Args:
+        layer: its weights stay where they are.
+    """
+
+    def __init__(self, layer: Layer) -> None:
+        rope, mlp = cast("FusedRotary", layer.rope), cast("MLP", layer.mlp)
+        self._kernels = cast("CpuKernels", rope.kernels)
+        self._norm = layer.attn_norm.forward
+        self._attn_norm, self._mlp_norm = _numbers(layer.attn_norm), _numbers(layer.mlp_norm)
+        self._qkv, self._o = layer.qkv.forward, layer.o.forward
+        self._up, self._down = mlp.up.forward, mlp.down.forward
+        self._table, self._is_silu = rope.unfused.table, GATES[mlp.act]
+        self._sizes = layer.num_q_heads, layer.num_kv_heads, layer.head_dim
+
+    def pre_attention(self, x: Tensor, positions: Tensor) -> QKV:
+        """See ``Layer``."""
+        return self.pre_attention_of_sum(x, None, positions)[1]
+
+    def pre_attention_of_sum(
+        self, x: Tensor, added: Tensor | None, positions: Tensor, room: LayerRoom | None = None
+    ) -> tuple[Tensor, QKV]:
+        """See ``Layer``."""
+        if added is None:
+            h = self._norm(x)
+        else:
+            place = None if room is None else room.x
+            x, h = self._kernels.add_norm(x, added, *self._attn_norm, place)
+        heads = self._qkv(h)  # [T, (Hq + 2 Hkv) · D]
+        if room is None:
+            num_q, num_kv, size = self._sizes
+            k = h.new_empty((h.shape[0], num_kv, size))
+            qkv = h.new_empty((h.shape[0], num_q, size)), k, torch.empty_like(k)
+        else:
+            qkv = room.qkv
+        self._kernels.rotate_heads(heads, positions, self._table, qkv)
+        return x, qkv
+
+    def post_attention(self, x: Tensor, o: Tensor) -> Tensor:
+        """See ``Layer``."""
+        x, added = self.post_attention_apart(x, o)
+        return x + added
+
+    def post_attention_apart(self, x: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``Layer``."""
+        x, h = self._kernels.add_norm(x, self._o(o.flatten(1)), *self._mlp_norm)
+        return x, self._down(self._kernels.gate(self._up(h), is_silu=self._is_silu))
+
+
+def call_layers(model: Model) -> None:
+    """From now on steps run each layer in few calls that has kernels for all of its
+    parts. Weights are packed by now, and kernels chosen."""
+    model.step_layers = tuple(
+        LayerCalls(layer) if _has_kernels(layer) else layer for layer in model.layers
+    )
+
+
+def _has_kernels(layer: Layer) -> bool:
+    """Whether all of a layer is products and fused kernels."""
+    is_plain = layer.placement == "pre" and not layer.parallel and layer.residual_scale == 1.0
+    has_more = (layer.q_norm, layer.k_norm, layer.qkv_clip, layer.growth, layer.gate)
+    kernels = (layer.add_norm_kernel, layer.attn_add_norm_kernel, layer.rotate_split_kernel)
+    if not is_plain or any(part is not None for part in has_more) or None in kernels:
+        return False
+    return type(layer.mlp) is MLP and layer.mlp.gate_kernel is not None
+
+
+def _numbers(norm: nn.Module) -> tuple[Tensor, float, float]:
+    """What ``add_norm`` takes of a norm."""
+    assert isinstance(norm, FusedRMSNorm)
+    return norm.unfused.weight, norm.unfused.eps, norm.unfused.offset
 
 
 def fuse(model: Model, device: torch.device) -> bool:
@@ -224,11 +312,11 @@ def _rotate_split_of(rope: nn.Module | None, kernels: Kernels) -> RotateSplit:
 def _gated(layer: Layer) -> list[Gated]:
     """The parts of a layer's MLP whose gate has a kernel: none with a limit has."""
     parts = [part for part in layer.mlp.modules() if isinstance(part, Gated)]
-    return [part for part in parts if part.gated and not part.limit and part.act in _GATES]
+    return [part for part in parts if part.gated and not part.limit and part.act in GATES]
 
 
 def _gate_of(mlp: Gated, kernels: Kernels) -> Callable[[Tensor], Tensor]:
-    is_silu = _GATES[mlp.act]
+    is_silu = GATES[mlp.act]
 
     def gated(h: Tensor) -> Tensor:  # [T, 2 · intermediate] → [T, intermediate]
         return kernels.gate(h, is_silu=is_silu) if h.shape[0] else h[:, : h.shape[1] // 2]

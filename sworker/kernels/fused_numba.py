@@ -30,14 +30,13 @@ from sworker.kernels.row_loops import (
     run_job,
 )
 from sworker.kernels.threads import openmp_library
+from sworker.model.skeleton import QKV
 
 ELEMENTS_ALONE: Final = 3 << 14
 """Fewer than so many aren't worth a second thread."""
 _ELEMENTS_AT_ONCE: Final = 1 << 13
 """That a thread takes at a time."""
 _JOB: Final = Struct(f"<{NUM_FIELDS}q2d{NEXT - 8 * (NUM_FIELDS + 2)}xq")
-_NUM_GIVEN: Final = NUM_FIELDS - 4
-"""Fields of a job that say which tensors it is about."""
 
 
 @cache
@@ -84,16 +83,40 @@ def is_possible(dtype: torch.dtype) -> bool:
 
 
 def _run(
-    kind: int, num_rows: int, row_elements: int, *fields: int, eps: float = 0.0, offset: float = 0.0
+    kind: int,
+    is_wide: bool,
+    num_rows: int,
+    row_elements: int,
+    size: int,
+    num_heads: int,
+    x: int,
+    x_row: int,
+    x_head: int,
+    y: int,
+    y_row: int,
+    weight: int,
+    total: int,
+    out: int,
+    flag: int,
+    k_out: int = 0,
+    v_out: int = 0,
+    num_k: int = 0,
+    v: int = 0,
+    v_row: int = 0,
+    v_head: int = 0,
+    eps: float = 0.0,
+    offset: float = 0.0,
 ) -> None:
-    """Have a job done. ``fields``: those of ``row_loops``, from _SIZE on, but _IS_WIDE first."""
+    """Have a job done; its fields are those of ``row_loops``."""
     num_threads = torch.get_num_threads()
-    at_once = max(1, min(_ELEMENTS_AT_ONCE // row_elements, -(-num_rows // num_threads)))
-    is_wide, *others = fields
-    others += [0] * (_NUM_GIVEN - len(others))
+    share, most = -(-num_rows // num_threads), _ELEMENTS_AT_ONCE // row_elements
+    at_once = (share if share < most else most) or 1
     _JOB.pack_into(
-        _job.memory, _job.offset, kind, is_wide, num_rows, at_once, *others, eps, offset, 0
-    )  # the last: no block of rows is taken yet
+        _job.memory, _job.offset, kind, is_wide, num_rows, at_once, size, num_heads, x, x_row,
+        x_head, y, y_row, weight, total, out, flag, k_out, v_out, num_k, v, v_row, v_head, eps,
+        offset, 0,
+    )  # fmt: skip
+    # The last: no block of rows is taken yet.
     _job.run(num_threads, num_rows * row_elements)
 
 
@@ -103,9 +126,8 @@ def norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     num_rows, size = x.shape[0], x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype)
     _run(
-        NORM, num_rows, heads * size, x.dtype == torch.float32, size, heads,
-        x.data_ptr(), x.stride(0), x_head, 0, 0, weight.data_ptr(), 0, out.data_ptr(), 0, eps=eps,
-        offset=offset,
+        NORM, x.dtype == torch.float32, num_rows, heads * size, size, heads, x.data_ptr(),
+        x.stride(0), x_head, 0, 0, weight.data_ptr(), 0, out.data_ptr(), 0, eps=eps, offset=offset,
     )  # fmt: skip
     return out
 
@@ -121,10 +143,10 @@ def add_norm(
     """See ``fused_triton.add_norm``."""
     num_rows, size = x.shape
     if total is None:
-        total = torch.empty(x.shape, dtype=x.dtype)
-    out = torch.empty(x.shape, dtype=x.dtype)
+        total = torch.empty_like(x)
+    out = torch.empty_like(x)
     _run(
-        NORM, num_rows, size, x.dtype == torch.float32, size, 1, x.data_ptr(), x.stride(0), 0,
+        NORM, x.dtype == torch.float32, num_rows, size, size, 1, x.data_ptr(), x.stride(0), 0,
         added.data_ptr(), added.stride(0), weight.data_ptr(), total.data_ptr(), out.data_ptr(), 0,
         eps=eps, offset=offset,
     )  # fmt: skip
@@ -143,18 +165,40 @@ def rotate_split(
     v: Tensor,
     positions: Tensor,
     table: Tensor,
-    out: tuple[Tensor, Tensor, Tensor],
+    out: QKV,
 ) -> None:
     """See ``fused_triton.rotate_split``."""
-    num_rows, num_heads, size = qk.shape
-    num_k = v.shape[1]
-    num_q = num_heads - num_k
+    num_heads, num_k = qk.shape[1], v.shape[1]
+    strides = qk.stride(0), qk.stride(1), v.stride(0), v.stride(1)
+    _rotate_split(qk, qk.data_ptr(), v.data_ptr(), strides, num_heads - num_k, positions, table, out)
+
+
+def rotate_heads(heads: Tensor, positions: Tensor, table: Tensor, out: QKV) -> None:
+    """See ``fused.CpuKernels``."""
+    row, (num_q, size), num_k = heads.shape[1], out[0].shape[1:], out[1].shape[1]
+    qk = heads.data_ptr()
+    v = qk + (num_q + num_k) * size * heads.itemsize
+    _rotate_split(heads, qk, v, (row, size, row, size), num_q, positions, table, out)
+
+
+def _rotate_split(
+    like: Tensor,
+    qk: int,
+    v: int,
+    strides: tuple[int, int, int, int],
+    num_q: int,
+    positions: Tensor,
+    table: Tensor,
+    out: QKV,
+) -> None:
+    """``qk``, ``v``: addresses; ``strides``: from row to row and head to head of each."""
     assert positions.dtype == torch.int64 and positions.is_contiguous()
+    num_rows, num_k, size = out[1].shape
     _run(
-        ROTATE_SPLIT, num_rows, (num_heads + num_k) * size, qk.dtype == torch.float32, size, num_q,
-        qk.data_ptr(), qk.stride(0), qk.stride(1), positions.data_ptr(), 0, table.data_ptr(), 0,
-        out[0].data_ptr(), table.shape[1] // 2, out[1].data_ptr(), out[2].data_ptr(), num_k,
-        v.data_ptr(), v.stride(0), v.stride(1),
+        ROTATE_SPLIT, like.dtype == torch.float32, num_rows, (num_q + 2 * num_k) * size, size,
+        num_q, qk, strides[0], strides[1], positions.data_ptr(), 0, table.data_ptr(), 0,
+        out[0].data_ptr(), table.shape[1] // 2, out[1].data_ptr(), out[2].data_ptr(), num_k, v,
+        strides[2], strides[3],
     )  # fmt: skip
 
 
@@ -162,7 +206,7 @@ def _rotate(x: Tensor, positions: Tensor, table: Tensor, out: Tensor) -> None:
     num_rows, heads, size = x.shape
     assert positions.dtype == torch.int64 and positions.is_contiguous()
     _run(
-        ROTATE, num_rows, heads * size, x.dtype == torch.float32, size, heads, x.data_ptr(),
+        ROTATE, x.dtype == torch.float32, num_rows, heads * size, size, heads, x.data_ptr(),
         x.stride(0), x.stride(1), positions.data_ptr(), 0, table.data_ptr(), 0, out.data_ptr(),
         table.shape[1] // 2,
     )  # fmt: skip
@@ -171,9 +215,9 @@ def _rotate(x: Tensor, positions: Tensor, table: Tensor, out: Tensor) -> None:
 def gate(h: Tensor, *, is_silu: bool) -> Tensor:
     """See ``fused_triton.gate``."""
     num_rows, size = h.shape[0], h.shape[1] // 2
-    out = torch.empty((num_rows, size), dtype=h.dtype)
+    out = h.new_empty((num_rows, size))
     _run(
-        GATE, num_rows, size, h.dtype == torch.float32, size, 1, h.data_ptr(), h.stride(0), 0, 0, 0,
-        0, 0, out.data_ptr(), is_silu,
+        GATE, h.dtype == torch.float32, num_rows, size, size, 1, h.data_ptr(), h.stride(0), 0, 0,
+        0, 0, 0, out.data_ptr(), is_silu,
     )  # fmt: skip
     return out

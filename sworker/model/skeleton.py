@@ -56,6 +56,24 @@ class LayerRoom:
     qkv: QKV
 
 
+class LayerHalves(Protocol):
+    """A layer as steps run it: a ``Layer``, or what a device has in place of one."""
+
+    def pre_attention(self, x: Tensor, positions: Tensor) -> QKV:
+        """See ``Layer``."""
+
+    def pre_attention_of_sum(
+        self, x: Tensor, added: Tensor | None, positions: Tensor, room: LayerRoom | None = None
+    ) -> tuple[Tensor, QKV]:
+        """See ``Layer``."""
+
+    def post_attention(self, x: Tensor, o: Tensor) -> Tensor:
+        """See ``Layer``."""
+
+    def post_attention_apart(self, x: Tensor, o: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See ``Layer``."""
+
+
 class Layer(nn.Module):
     """One layer of any family; which norms there are and where, biases and
     residuals, is by the spec's flags."""
@@ -240,6 +258,9 @@ class Model(nn.Module):
                 for layer, rope in enumerate(spec.ropes)
             ),
         )
+        # Of a ModuleList a length or an item takes microseconds.
+        self.step_layers: Sequence[LayerHalves] = tuple(self.layers)
+        """The layers, as steps run them one by one."""
         if with_head:
             self._make_head(spec)
 

@@ -19,7 +19,16 @@ from triton_interpreter import interpret_kernels
 from cpu_kernels.codegen.kept import KeptCode
 from sworker.graphs import StepGraphs
 from sworker.kernels import fused, fused_numba, row_loops
-from sworker.kernels.fused import FusedRMSNorm, FusedRotary, Kernels, fuse, fuse_checked
+from sworker.kernels.fused import (
+    FusedRMSNorm,
+    FusedRotary,
+    Kernels,
+    LayerCalls,
+    call_layers,
+    fuse,
+    fuse_checked,
+)
+from sworker.kernels.packing import pack
 from sworker.load.weights import load_model
 from sworker.worker import SWorker
 
@@ -92,6 +101,41 @@ def test_fused_layers_say_the_same(
     tolerance = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}[case.dtype]
     for plain, other in zip(*found, strict=True):
         torch.testing.assert_close(other.float(), plain.float(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_layers_in_few_calls_say_the_same_to_the_bit(
+    dtype: torch.dtype, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    spec, model = load_model(tiny_checkpoint("llama"), device=CPU, dtype=dtype)
+    fuse(model, CPU)
+    pack(model)
+    found, worker = [], SWorker(spec, model, CPU)
+    for is_called in (False, True):
+        if is_called:
+            call_layers(model)
+            assert all(isinstance(layer, LayerCalls) for layer in model.step_layers)
+        step = worker.begin(np.arange(5, 12), np.arange(40, 47))
+        seen, goes_on = [step.q, step.k, step.v], True
+        while goes_on:
+            goes_on = step.advance(step.q.clone())
+            seen += [step.q, step.k, step.v] if goes_on else []
+        found.append([*seen, step.logits(np.arange(7))])
+    assert len(found[0]) == 3 * spec.num_layers + 1
+    for plain, other in zip(*found, strict=True):
+        assert plain.is_contiguous() == other.is_contiguous() and torch.equal(plain, other)
+
+
+# Norms of heads; norms after the parts; LayerNorms.
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2"])
+def test_layers_with_other_parts_stay_as_they_are(
+    family: str, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    _, model = load_model(tiny_checkpoint(family), device=CPU, dtype=torch.float32)
+    fuse(model, CPU)
+    call_layers(model)
+    assert model.step_layers == tuple(model.layers)
 
 
 @dataclass

@@ -18,7 +18,7 @@ from fastdecode.engine.setup.resolve import ResolvedConfig
 from fastdecode.engine.setup.steps import lane_graphs
 from sworker.device import feed_gpu
 from sworker.graphs import StepGraphs
-from sworker.kernels.fused import fuse
+from sworker.kernels.fused import call_layers, fuse
 from sworker.kernels.packing import pack
 from sworker.kernels.spinning import IdleThreads, watch_idle_threads
 from sworker.kernels.threads import openmp_library
@@ -74,6 +74,8 @@ def prepare(model: Model, resolved: ResolvedConfig, ranks: Ranks | None) -> Step
         parallelize(model, ranks.shard, ranks.add_up)
     elif device.type == "cpu":
         pack(model)
+    if device.type == "cpu":
+        call_layers(model)
     return step_graphs(model, resolved, ranks)
 
 
