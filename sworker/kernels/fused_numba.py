@@ -170,7 +170,8 @@ def rotate_split(
     """See ``fused_triton.rotate_split``."""
     num_heads, num_k = qk.shape[1], v.shape[1]
     strides = qk.stride(0), qk.stride(1), v.stride(0), v.stride(1)
-    _rotate_split(qk, qk.data_ptr(), v.data_ptr(), strides, num_heads - num_k, positions, table, out)
+    q_address, v_address, num_q = qk.data_ptr(), v.data_ptr(), num_heads - num_k
+    _rotate_split(qk, q_address, v_address, strides, num_q, positions, table, out)
 
 
 def rotate_heads(heads: Tensor, positions: Tensor, table: Tensor, out: QKV) -> None:
