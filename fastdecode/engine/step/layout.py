@@ -120,9 +120,7 @@ class Columns:
     """First rows."""
 
     @classmethod
-    def of(
-        cls, chunks: Seq[Chunk], firsts: Seq[int], homes: Seq[Part], keys: Seq[int]
-    ) -> Columns:
+    def of(cls, chunks: Seq[Chunk], firsts: Seq[int], homes: Seq[Part], keys: Seq[int]) -> Columns:
         """``firsts``: of each chunk, its first token."""
         holders, kinds = np.divmod(np.array(keys, np.int64), NUM_KINDS)
         first_tokens = np.array([part.first_token for part in homes], np.int32)
