@@ -154,6 +154,8 @@ class PagedKV:
         self._device = device
         if dtype is None:
             dtype = torch_dtype(kv.dtype) if kv.dtype.is_float else torch.float32
+        self.dtype = dtype
+        """Of activations."""
         # The trial's memory is given back before the cache takes all that is left.
         self.kernels = self._tried(kernels or _kernels_of(device), dtype)
         """None: there are none, or they failed their trial: K and V of decoded

@@ -18,7 +18,9 @@ from examples import TRIES_ALL
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.sequence import PromptRequest
+from fastdecode.engine.setup import reach
 from fastdecode.engine.step.layout import StepBatch
+from fastdecode.engine.step.torch_executor import TorchExecutor
 from rworker.attention import AttentionExecutor
 from sworker.worker import Pass, SWorker
 
@@ -75,6 +77,51 @@ def test_ways_to_run_them(way: dict[str, Any], llama: str, expected: Any) -> Non
     with LLM(llama, **OPTIONS, pp=2, prompt_pp=2, **way) as llm:
         assert tokens(llm, mixed_requests()) == expected
         assert tokens(llm, mixed_requests()) == expected
+
+
+ON_DEVICES: list[dict[str, Any]] = [
+    {"pp": 2, "prompt_pp": 2, "pp_layers": "1,2", "prefill_chunk": 7},
+    {"kv_dtype": "int8", "prefill_chunk": 16},
+]
+MORE_ON_DEVICES: list[dict[str, Any]] = [
+    {"kv_dtype": "bfloat16", "max_num_sequences": 2, "prefill_chunk": 5},
+    {"kv_dtype": "int4", "prompt_pp": 2, "prefill_chunk": 16},
+    {"pp": 3, "pp_layers": "1,1,1", "lanes": 2, "prefill_chunk": 16},
+]
+
+
+@pytest.mark.parametrize("way", ON_DEVICES + MORE_ON_DEVICES * TRIES_ALL, ids=str)
+def test_prompts_go_to_the_devices_of_stages(
+    way: dict[str, Any], llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No stage that decodes runs a prompt: all their K and V comes. A prompt that begins
+    with kept blocks reads them."""
+    stored = []
+    compute = TorchExecutor.compute
+
+    def counted(self: TorchExecutor, asked: Any) -> Any:
+        stored.append(len(asked.k))
+        return compute(self, asked)
+
+    monkeypatch.setattr(TorchExecutor, "compute", counted)
+    on_device = {"dtype": "float32", "device": "cpu", "kv_placement": "gpu", "kv_memory_gb": 0.01}
+    shared = {**on_device, "kv_dtype": way.get("kv_dtype", "auto"), "block_size": 16}
+    asked = mixed_requests()
+    first = max((prompt for prompt, _ in asked), key=len)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    follow = [(first[:32] + prompts((9,))[0], params), (first, params)]
+    with LLM(llama, **shared) as llm:
+        expected = [tokens(llm, asked), tokens(llm, follow)]
+    assert not stored
+    with LLM(llama, **{**shared, "prompt_pp": 1, **way}) as llm:
+        assert [tokens(llm, asked), tokens(llm, follow)] == expected
+        assert sum(stored) >= 3 * sum(len(prompt) - 1 for prompt, _ in asked if len(prompt) > 2)
+
+
+def test_ranks_of_a_job_do_not_reach_devices(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reach, "has_stage_ranks", lambda resolved: True)
+    with pytest.raises(ConfigError, match=r"prompt_pp=1 with kv_placement='gpu' .* without mpirun"):
+        LLM(llama, kv_placement="gpu", device="cpu", kv_memory_gb=0.01, prompt_pp=1)
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "bfloat16"])
@@ -286,7 +333,8 @@ def test_what_isnt_there_with_prompt_stages_is_refused_by_name(llama: str) -> No
         ({"spare_r_workers": 1, "replicas": 1}, "spare_r_workers=1 .* prompt_pp=1 and replicas"),
         ({"r_partition": "heads", "replicas": 1}, "r_partition='heads' .* prompt_pp=1 and"),
         ({"kv_placement": "hybrid"}, "kv_placement"),
-        ({"kv_placement": "gpu"}, "kv_placement"),
+        ({"kv_placement": "gpu", "tp": 2}, "kv_placement='gpu'"),
+        ({"kv_placement": "gpu", "swap": True, "pp": 3}, "swap"),
         ({"prompt_attention": "r"}, "prompt_attention"),
         ({"prefill_instances": 1, "decode_instances": 1}, "prefill_instances"),
         ({"prefill_chunk": 1}, "prefill_chunk"),

@@ -146,6 +146,13 @@ class EngineConfig:
         stages = Given("prompt_pp", prompt_pp) if prompt_pp else Given("pp", pp)
         others = [Given("spare_r_workers", spares)] if spares else []
         others += [Given("r_partition", "heads")] if self.r_part.r_partition == "heads" else []
+        if prompt_pp and self.s_part.tp > 1 and self.r_part.kv_placement == "gpu":
+            raise ConfigError(
+                stages, " is not supported with ", Given("tp", self.s_part.tp), " and ",
+                Given("kv_placement", "gpu"),
+                " yet: prompt stages would write to one of a stage's devices alone. Remove one of "
+                "them",
+            )  # fmt: skip
         if self.s_part.num_stages > 1 and replicas and others:
             raise ConfigError(
                 others[0], " is not supported with ", stages, " and ",

@@ -119,7 +119,6 @@ def _pairs(
 
 
 _OWN_ENGINE = "other engines cannot fetch from such a cache yet"
-_WHOLE_PROMPTS = "prompt stages run whole prompts and only write to R-workers"
 _BOTH_SIDES = "the rule for hybrid KV chooses lanes, starts and places by itself"
 _NO_R_WORKERS = "KV on the device needs no R-workers"
 _OF_R_WORKERS = "addresses, MPI, R-workers attend prompts, shared heads, split sequences, standby"
@@ -141,7 +140,8 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
         _pairs("stages", "hybrid KV", "each stage keeps whole sequences"),
         _pairs("hybrid KV", "tensor parallelism, shared heads, split sequences, load limit, "
                "stabilized, synchronized, fixed lanes", _BOTH_SIDES),
-        _pairs("prompt stages", "device KV, hybrid KV, swap, host tier", _WHOLE_PROMPTS),
+        _pairs("prompt stages", "hybrid KV", _BOTH_SIDES),
+        _pairs("prompt stages", "swap", "each lane has KV blocks of its own"),
         _pairs("prompt stages", "R-workers attend prompts",
                "prompt stages attend prompts by themselves", is_contradiction=True),
         _pairs("replicas", "device KV, swap, host tier",

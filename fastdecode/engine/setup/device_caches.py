@@ -18,6 +18,7 @@ from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.wire.joined import HubBehind
 from fastdecode.wire.transport import SoleHub
 from rworker.tiers.disk import Disk
+from rworker.transfers.neighbours import ThreadNeighbours
 from sworker.device import Gpu
 from sworker.paged import BlockKernels
 
@@ -31,6 +32,8 @@ def reach_device(
     disk: Disk | None = None,
     beside: Colocation | None = None,
     stage: int = 0,
+    *,
+    is_written: bool = False,
 ) -> Reached:
     """The device in the place of R-workers.
 
@@ -42,29 +45,39 @@ def reach_device(
         host_bytes, disk: where kept blocks are offloaded to; see ``TorchExecutor``.
         beside: other engines, which read from this cache; None: there are none.
         stage: whose it is.
+        is_written: prompt stages write to it.
     """
     executor = TorchExecutor(device, gpu, kernels, host_bytes, disk)
-    connection = device_worker(executor, kv_bytes, beside, stage)
-    addresses = (connection.address,) if isinstance(connection, ReachedDevice) else ()
+    connection = device_worker(executor, kv_bytes, beside, stage, is_written=is_written)
+    reached = [connection] if isinstance(connection, ReachedDevice) else []
     return Reached(
         SoleHub(connection),
         lambda lost, timeout_s: connection.close(),
         kind=HolderKind.DEVICE,
         answers_at_once=True,
-        addresses=addresses,
+        addresses=[device.address for device in reached],
+        doors=[device.door for device in reached],
         attention=partial(LocalAttention, connection),
     )
 
 
 def device_worker(
-    executor: TorchExecutor, kv_bytes: int, beside: Colocation | None = None, stage: int = 0
+    executor: TorchExecutor,
+    kv_bytes: int,
+    beside: Colocation | None = None,
+    stage: int = 0,
+    *,
+    is_written: bool = False,
 ) -> DeviceWorker:
-    """What has the cache. ``beside``: other engines, which read from it; ``stage``: whose
-    it is."""
-    if beside is None or beside.neighbours is None:
+    """What has the cache. ``beside``, ``stage``, ``is_written``: see ``reach_device``."""
+    neighbours = None if beside is None else beside.neighbours
+    if neighbours is None and is_written:
+        neighbours = ThreadNeighbours()
+    if neighbours is None:
         return DeviceWorker(executor, kv_bytes)
-    name = f"{beside.name}-{f's{stage}-' if stage else ''}device"
-    return ReachedDevice(executor, kv_bytes, name, beside.neighbours)
+    engine = "" if beside is None else f"{beside.name}-"
+    name = f"{engine}{f's{stage}-' if stage else ''}device"
+    return ReachedDevice(executor, kv_bytes, name, neighbours)
 
 
 def reach_swapped(

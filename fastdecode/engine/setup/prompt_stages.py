@@ -11,7 +11,7 @@ from typing import Any
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import Holder
 from fastdecode.engine.fleet.groups import HolderPool
-from fastdecode.engine.setup.reach import reach_stage_addresses
+from fastdecode.engine.setup.reach import check_written, reach_stage_addresses
 from fastdecode.engine.setup.resolve import kv_spec
 from fastdecode.engine.setup.stages import StageSetup
 from fastdecode.engine.setup.workers import LEAST_STUCK_S, Reached, reach_stage_ranks
@@ -77,6 +77,7 @@ class PromptStageSetup(StageSetup):
         from fastdecode.wire.mpi import joining
         from fastdecode.wire.mpi.stages import connect_stage
 
+        check_written(self.resolved)
         job, ranks = joining.join(), self.resolved.ranks
         silence_s = self.resolved.config.cluster.worker_silence_s
         if self.resolved.transport == "zmq":

@@ -9,6 +9,7 @@ import torch
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.instances import InstanceRole
+from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.holders import Holder, HolderKind
 from fastdecode.core.model.checkpoint import Checkpoint
 from fastdecode.core.model.spec import ModelSpec
@@ -212,12 +213,29 @@ def reach_own_device(
         disk=disk,
         beside=beside,
         stage=stage,
+        is_written=bool(resolved.prompt_layers),
     )
+
+
+def check_written(resolved: ResolvedConfig) -> None:
+    """
+    Raises:
+        ConfigError: prompt stages that are ranks of a job do not reach devices.
+    """
+    if resolved.transport == "local" and resolved.prompt_layers:
+        raise ConfigError(
+            Given("prompt_pp", len(resolved.prompt_layers)),
+            " with ",
+            Given("kv_placement", "gpu"),
+            " is not supported in an MPI job yet: prompt stages write to devices of their own "
+            "process. Start it without mpirun",
+        )
 
 
 def reach_stage(resolved: ResolvedConfig, stage: int) -> Reached:
     """A stage's R-workers, or what is in their place, and the other stages,
     which are ranks of this job."""
+    check_written(resolved)
     workers = None
     if resolved.transport == "zmq":
         workers = reach_stage_addresses(resolved, stage)

@@ -1,5 +1,6 @@
 """The KV cache on the S-worker's device as an R-worker that others reach: it exports
-prompts, and fetches what other engines' R-workers export.
+prompts, fetches what other engines' R-workers export, and takes K and V of prompts that
+other stages run.
 
 The S-worker still works in its own thread (``fastdecode.engine.step.local``). A second
 thread does what happens behind compute: it answers readers and writes what is fetched.
@@ -61,6 +62,8 @@ class ReachedDevice(DeviceWorker):
         reaches = neighbours.add(name, self._hub)
         self._behind = self._transfers = BackgroundTransfers(executor, reaches, self._tell)
         self._pause_s: float | None = None  # of the thread, until it looks after transfers
+        self.door: Final = self._hub
+        """Where others are connected to it."""
         self.address: Final = neighbours.address_of(name)
         """What others reach it by."""
         self._thread = threading.Thread(target=self._serve, name=f"rworker-{name}", daemon=True)

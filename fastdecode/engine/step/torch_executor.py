@@ -7,10 +7,10 @@ once the executor has prepared its step.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn
 
 import torch
 
@@ -24,7 +24,7 @@ from fastdecode.engine.step.device_memory import DeviceMemory
 from fastdecode.engine.step.host_tier import HostTier
 from fastdecode.wire.arrays import Array
 from fastdecode.wire.kv.tiers import Stocked
-from fastdecode.wire.messages import BeginStep
+from fastdecode.wire.messages import AttendResult, BeginStep
 from rworker.blocks.appending import Appended
 from rworker.blocks.kv_store import KVStore
 from rworker.instructions import (
@@ -39,6 +39,7 @@ from rworker.instructions import (
 )
 from rworker.tiers.disk import Disk
 from rworker.tiers.tiers import Tiers
+from sworker.buffers import as_tensor, to_device
 from sworker.device import Gpu
 from sworker.dtypes import torch_dtype
 from sworker.host_blocks import BlockMemory, HostBlocks
@@ -102,13 +103,25 @@ class TorchExecutor:
         """See ``RWorkerExecutor``."""
         self.caches[copy.holder].copy_blocks(copy.source_ids, copy.target_ids)
 
-    def compute(self, compute: Compute) -> NoReturn:
-        """The S-worker attends by itself.
+    def compute(self, compute: Compute) -> AttendResult:
+        """Store a layer's K and V of prompts that other stages run. The S-worker stores and
+        attends by itself what it runs.
 
         Raises:
-            ProtocolError: always.
+            ProtocolError: there are queries.
         """
-        raise _not_here(compute)
+        plan, cache = compute.plan, self.caches[compute.holder]
+        if plan.num_queries:
+            raise _not_here(compute)
+        started, device = time.perf_counter(), cache.pool.device
+        k, v = (
+            to_device(as_tensor(x, cache.dtype), device, self.gpu) for x in (compute.k, compute.v)
+        )
+        cache.store(compute.layer, k, v, to_device(torch.from_numpy(plan.slots), device, self.gpu))
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # others' streams read it next
+        seconds = time.perf_counter() - started
+        return AttendResult(plan.step, plan.lane, compute.layer, compute.q, None, seconds)
 
     def place(self, place: PlaceChunk) -> None:
         """See ``RWorkerExecutor``."""
