@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.spec import KVSpec
@@ -19,7 +21,7 @@ from fastdecode.wire.kv.chunks import (
     StoreChunk,
 )
 from rworker.stream.chunks import ChunkShape, layout_of
-from rworker.stream.pieces import Box, Piece
+from rworker.stream.pieces import Piece
 
 
 @dataclass(frozen=True)
@@ -45,24 +47,29 @@ class CacheKind:
                 raise ConfigError(f"K and V of {what} {given} can't go to a cache of {wanted}")
 
 
-@dataclass(frozen=True)
-class TokenRun:
-    """Consecutive tokens of one sequence, as both sides call and count them."""
+@dataclass(frozen=True, eq=False)
+class TokenRuns:
+    """Consecutive tokens of N sequences, as both sides call and count them."""
 
-    source_id: int
-    target_id: int
-    at_source: int
-    at_target: int
-    num_tokens: int
+    source_ids: NDArray[np.int64]  # [N]
+    target_ids: NDArray[np.int64]  # [N]
+    at_source: NDArray[np.int32]  # [N]
+    at_target: NDArray[np.int32]  # [N]
+    num_tokens: NDArray[np.int32]  # [N]
 
-    def part(self, start: int, end: int) -> TokenRun:
-        """Some of its tokens."""
-        return replace(
-            self,
-            at_source=self.at_source + start,
-            at_target=self.at_target + start,
-            num_tokens=end - start,
+    def part(self, starts: NDArray[np.int32], ends: NDArray[np.int32]) -> TokenRuns:
+        """Some tokens of each, [N]; runs of which there are none are left out."""
+        some = ends > starts
+        starts, num_tokens = starts[some], (ends - starts)[some]
+        ids = self.source_ids[some], self.target_ids[some]
+        return TokenRuns(
+            *ids, self.at_source[some] + starts, self.at_target[some] + starts, num_tokens
         )
+
+    @cached_property
+    def total(self) -> int:
+        """Tokens of all."""
+        return int(self.num_tokens.sum(dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -84,9 +91,7 @@ def cut_pieces(
     target: CacheKind,
     most_bytes: int = MAX_CHUNK_BYTES,
 ) -> Iterator[ChunkCut]:
-    """Chunks of all pieces from one cache to another, layer by layer where more
-    than one chunk is needed. Whole blocks travel as they lie, if both caches'
-    blocks are of one size; what else there is, as tokens.
+    """Chunks of all pieces from one cache to another, as ``cut_runs`` has them.
 
     Args:
         pieces: of each part, tokens from one on only (``turns``).
@@ -96,57 +101,65 @@ def cut_pieces(
         ConfigError: the target can't take what the source has.
     """
     target.check_takes(source)
-    block_size = source.kv.block_size
-    as_blocks = block_size == target.kv.block_size
     for (layers, to_layers, heads, to_heads), runs in _by_sides(pieces).items():
-        forms = _forms(runs, block_size if as_blocks else None)
-        cutter = _Cutter(source, target, most_bytes, forms, heads, to_heads)
-        yield from cutter.cut(layers, to_layers)
+        sides = (layers, to_layers[0]), (heads, to_heads[0])
+        yield from cut_runs(runs, source, target, *sides, most_bytes)
 
 
-def _by_sides(pieces: Sequence[Piece]) -> dict[tuple[range, range, range, range], list[TokenRun]]:
+def cut_runs(
+    runs: TokenRuns,
+    source: CacheKind,
+    target: CacheKind,
+    layers: tuple[range, int],
+    heads: tuple[range, int],
+    most_bytes: int = MAX_CHUNK_BYTES,
+) -> Iterator[ChunkCut]:
+    """Chunks of all runs, layer by layer where more than one chunk is needed. Whole
+    blocks travel as they lie, if both caches' blocks are of one size; what else there
+    is, as tokens.
+
+    Args:
+        layers, heads: of the source, and where the target's begin.
+        most_bytes: of a chunk.
+    """
+    block_size = source.kv.block_size
+    forms = _forms(runs, block_size if block_size == target.kv.block_size else None)
+    yield from _Cutter(source, target, most_bytes, forms, *heads).cut(*layers)
+
+
+def _by_sides(pieces: Sequence[Piece]) -> dict[tuple[range, range, range, range], TokenRuns]:
     """Runs that may share chunks: they have layers and heads in common."""
-    sides: dict[tuple[range, range, range, range], list[TokenRun]] = {}
+    sides: dict[tuple[range, range, range, range], list[tuple[int, ...]]] = {}
     for piece in pieces:
         here, there = piece.at_source, piece.at_target
         both = here.layers, there.layers, here.heads, there.heads
-        sides.setdefault(both, []).append(_run(piece, here, there))
-    return sides
+        ids = int(piece.source.part_id), int(piece.target.part_id)
+        run = *ids, here.tokens.start, there.tokens.start, len(here.tokens)
+        sides.setdefault(both, []).append(run)
+    dtypes = np.int64, np.int64, np.int32, np.int32, np.int32
+    return {
+        both: TokenRuns(*map(np.array, zip(*runs, strict=True), dtypes))
+        for both, runs in sides.items()
+    }
 
 
-def _run(piece: Piece, here: Box, there: Box) -> TokenRun:
-    return TokenRun(
-        int(piece.source.part_id),
-        int(piece.target.part_id),
-        here.tokens.start,
-        there.tokens.start,
-        len(here.tokens),
-    )
-
-
-def _forms(
-    runs: Sequence[TokenRun], block_size: int | None
-) -> list[tuple[ChunkForm, list[TokenRun]]]:
+def _forms(runs: TokenRuns, block_size: int | None) -> list[tuple[ChunkForm, TokenRuns]]:
     """In the order in which tokens follow: what precedes whole blocks, whole
     blocks, what is left."""
-    before: list[TokenRun] = []
-    whole: list[TokenRun] = []
-    after: list[TokenRun] = []
-    for run in runs:
-        start, end = 0, 0
-        if block_size is not None and (run.at_source - run.at_target) % block_size == 0:
-            start = min(-run.at_source % block_size, run.num_tokens)
-            end = start + (run.num_tokens - start) // block_size * block_size
-        if end == start:
-            start = end = 0
-        if start:
-            before.append(run.part(0, start))
-        if end:
-            whole.append(run.part(start, end))
-        if end < run.num_tokens:
-            after.append(run.part(end, run.num_tokens))
-    forms = [ChunkForm.TOKENS, ChunkForm.BLOCKS, ChunkForm.TOKENS]
-    return [(form, some) for form, some in zip(forms, (before, whole, after), strict=True) if some]
+    ends = runs.num_tokens
+    if block_size is None or (ends < block_size).all():
+        return [(ChunkForm.TOKENS, runs)]
+    starts = np.minimum(-runs.at_source % block_size, ends)
+    stops = starts + (ends - starts) // block_size * block_size
+    fits = (stops > starts) & ((runs.at_source - runs.at_target) % block_size == 0)
+    starts, stops = starts * fits, stops * fits
+    none = np.zeros_like(starts)
+    forms = [
+        (ChunkForm.TOKENS, runs.part(none, starts)),
+        (ChunkForm.BLOCKS, runs.part(starts, stops)),
+        (ChunkForm.TOKENS, runs.part(stops, ends)),
+    ]
+    return [(form, some) for form, some in forms if len(some.num_tokens)]
 
 
 @dataclass(frozen=True)
@@ -156,57 +169,56 @@ class _Cutter:
     source: CacheKind
     target: CacheKind
     most_bytes: int
-    forms: list[tuple[ChunkForm, list[TokenRun]]]
+    forms: list[tuple[ChunkForm, TokenRuns]]
     heads: range
-    to_heads: range
+    to_head: int
 
-    def cut(self, layers: range, to_layers: range) -> Iterator[ChunkCut]:
+    def cut(self, layers: range, to_layer: int) -> Iterator[ChunkCut]:
         """As many layers to a chunk as it holds with all tokens, else one."""
         num_bytes = sum(self._shape(form, 1, runs).num_bytes for form, runs in self.forms)
         step = max(1, self.most_bytes // num_bytes)
         for first in range(0, len(layers), step):
             group = layers[first : first + step]
             for form, runs in self.forms:
-                yield from self._cut_form(form, runs, group, to_layers[first])
+                yield from self._cut_form(form, runs, group, to_layer + first)
 
     def _cut_form(
-        self, form: ChunkForm, runs: list[TokenRun], layers: range, to_layer: int
+        self, form: ChunkForm, runs: TokenRuns, layers: range, to_layer: int
     ) -> Iterator[ChunkCut]:
         shape = self._shape(form, len(layers), runs)
         room = self.most_bytes - shape.padding_bytes
         # Fewer heads only where a single block or token of all is too much.
         width = len(self.heads)
-        while width > 1 and replace(shape, num_heads=width).unit_bytes > room:
+        head_bytes = shape.unit_bytes // width
+        while width > 1 and head_bytes * width > room:
             width = -(-width // 2)
-        num_units = max(1, room // replace(shape, num_heads=width).unit_bytes)
+        num_units = max(1, room // (head_bytes * width))
         unit = self.source.kv.block_size if form is ChunkForm.BLOCKS else 1
         for first in range(0, len(self.heads), width):
             heads = self.heads[first : first + width]
             for lot in _fill(runs, num_units * unit):
-                yield self._cut(form, lot, (layers, to_layer), (heads, self.to_heads[first]))
+                yield self._cut(form, lot, (layers, to_layer), (heads, self.to_head + first))
 
-    def _shape(self, form: ChunkForm, num_layers: int, runs: Sequence[TokenRun]) -> ChunkShape:
-        num_tokens = sum(run.num_tokens for run in runs)
+    def _shape(self, form: ChunkForm, num_layers: int, runs: TokenRuns) -> ChunkShape:
         layout = layout_of(self.source.kv)
-        return ChunkShape(layout, form, num_layers, len(self.heads), num_tokens)
+        return ChunkShape(layout, form, num_layers, len(self.heads), runs.total)
 
     def _cut(
         self,
         form: ChunkForm,
-        runs: Sequence[TokenRun],
+        runs: TokenRuns,
         layers: tuple[range, int],
         heads: tuple[range, int],
     ) -> ChunkCut:
-        counts = np.array([run.num_tokens for run in runs], np.int32)
         request = FetchChunk(
             form,
             layers[0].start,
             len(layers[0]),
             heads[0].start,
             len(heads[0]),
-            np.array([run.source_id for run in runs], np.int64),
-            np.array([run.at_source for run in runs], np.int32),
-            counts,
+            runs.source_ids,
+            runs.at_source,
+            runs.num_tokens,
         )
         header = StoreChunk(
             self.target.model_hash,
@@ -216,30 +228,27 @@ class _Cutter:
             len(layers[0]),
             heads[1],
             len(heads[0]),
-            np.array([run.target_id for run in runs], np.int64),
-            np.array([run.at_target for run in runs], np.int32),
-            counts,
+            runs.target_ids,
+            runs.at_target,
+            runs.num_tokens,
             _NO_DATA,
         )
         return ChunkCut(request, header)
 
 
-def _fill(runs: Sequence[TokenRun], most_tokens: int) -> Iterator[list[TokenRun]]:
+def _fill(runs: TokenRuns, most_tokens: int) -> Iterator[TokenRuns]:
     """Runs, cut where one has to be, so that no lot has more tokens."""
-    lot: list[TokenRun] = []
-    room = most_tokens
-    for run in runs:
-        start = 0
-        while start < run.num_tokens:
-            end = min(run.num_tokens, start + room)
-            lot.append(run.part(start, end))
-            room -= end - start
-            start = end
-            if room == 0 or len(lot) == MAX_PIECES:
-                yield lot
-                lot, room = [], most_tokens
-    if lot:
-        yield lot
+    if runs.total <= most_tokens and len(runs.num_tokens) <= MAX_PIECES:
+        yield runs
+        return
+    ends = np.cumsum(runs.num_tokens, dtype=np.int64)
+    begins, at = ends - runs.num_tokens, 0
+    while at < runs.total:
+        last = min(int(ends.searchsorted(at, "right")) + MAX_PIECES, len(ends)) - 1
+        stop = min(at + most_tokens, int(ends[last]))
+        cuts = [np.clip(x - begins, 0, runs.num_tokens).astype(np.int32) for x in (at, stop)]
+        yield runs.part(*cuts)
+        at = stop
 
 
 _NO_DATA = np.zeros(0, np.uint8)

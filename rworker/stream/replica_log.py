@@ -42,6 +42,7 @@ from fastdecode.wire.messages import (
 from rworker.cache_state import CacheState
 from rworker.stream.changes import Change
 from rworker.stream.chunks import ChunkShape, expectation, layout_of
+from rworker.stream.cutting import CacheKind, TokenRuns, cut_runs
 from rworker.stream.kept_log import KeptLog
 
 ToNeighbour: TypeAlias = Change | ExpectTokens | StoreChunk
@@ -76,9 +77,10 @@ class ReplicaLog:
         self._books = books
         self._source = source
         self._kv = kv = books.hello.kv
+        self._kind = CacheKind(books.hello.model_hash, kv)
         self._kept = KeptLog(books.store.cached, kv.block_size)
         one = ChunkShape(layout_of(kv), ChunkForm.TOKENS, kv.num_layers, kv.num_kv_heads, 1)
-        self._most_tokens = max(1, (MAX_CHUNK_BYTES - one.padding_bytes) // one.unit_bytes)
+        self._most_tokens = max(1, MAX_CHUNK_BYTES // one.unit_bytes)
         self._sent: dict[int, int] = {}
         self._announced: dict[int, int] = {}
 
@@ -173,19 +175,27 @@ class ReplicaLog:
         return dict(zip(ids[some].tolist(), behind[some].tolist(), strict=True))
 
     def fitting(self, behind: dict[int, int]) -> dict[int, int]:
-        """Of those that are behind: as many as one chunk takes."""
-        room = self._most_tokens
+        """Of those that are behind: as many as one chunk takes. A sequence that is cut ends
+        with a block, if it can: whole blocks travel as they lie."""
+        room, size = self._most_tokens, self._kv.block_size
         tokens: dict[int, int] = {}
         for sequence, count in behind.items():
             if not room or len(tokens) == MAX_PIECES:
                 break
-            tokens[sequence] = min(room, count)
-            room -= tokens[sequence]
+            num_tokens = min(room, count)
+            rest = (self._sent[sequence] + num_tokens) % size
+            if rest < num_tokens < count:
+                num_tokens -= rest
+                room = num_tokens  # what is left holds no block
+            tokens[sequence] = num_tokens
+            room -= num_tokens
         return tokens
 
     def num_bytes(self, tokens: dict[int, int]) -> int:
         """K and V of so many tokens of sequences, in all layers."""
-        return self._num_bytes(self._kv.num_layers, tokens)
+        kv, num_tokens = self._kv, sum(tokens.values())
+        sides = kv.num_layers, kv.num_kv_heads
+        return ChunkShape(layout_of(kv), ChunkForm.TOKENS, *sides, num_tokens).num_bytes
 
     def send(self, tokens: dict[int, int]) -> Iterator[ToNeighbour]:
         """The next tokens of sequences, so many of each."""
@@ -231,24 +241,18 @@ class ReplicaLog:
     def _chunks(
         self, tokens: dict[int, int], slots: NDArray[np.int64] | None = None
     ) -> Iterator[StoreChunk]:
-        """In one chunk, but where one token is too large for it. ``slots``: where the
-        tokens are, [T], if they are no sequence's of the cache."""
-        kv = self._kv
-        step = kv.num_layers
-        while step > 1 and self._num_bytes(step, tokens) > MAX_CHUNK_BYTES:
-            step = -(-step // 2)
+        """In as few chunks as hold them. ``slots``: where the tokens are, [T], if they are
+        none of a sequence's of the cache."""
+        kv, kind = self._kv, self._kind
         ids = np.fromiter(tokens, np.int64, len(tokens))
         counts = np.fromiter(tokens.values(), np.int32, len(tokens))
         first = np.array([self._sent.get(sequence, 0) for sequence in tokens], np.int32)
-        for layer in range(0, kv.num_layers, step):
-            layers = min(step, kv.num_layers - layer)
-            where = ChunkForm.TOKENS, layer, layers, 0, kv.num_kv_heads, ids, first, counts
-            request = FetchChunk(*where)
-            self._source.ask(request) if slots is None else self._source.ask_slots(request, slots)
-            data = self._source.fetch()
-            yield StoreChunk(self._books.hello.model_hash, kv, *where, data)
-
-    def _num_bytes(self, num_layers: int, tokens: dict[int, int]) -> int:
-        kv, num_tokens = self._kv, sum(tokens.values())
-        shape = ChunkShape(layout_of(kv), ChunkForm.TOKENS, num_layers, kv.num_kv_heads, num_tokens)
-        return shape.num_bytes
+        runs = TokenRuns(ids, ids, first, first, counts)
+        sides = (range(kv.num_layers), 0), (range(kv.num_kv_heads), 0)
+        for cut in cut_runs(runs, kind, kind, *sides):
+            if slots is None:
+                self._source.ask(cut.request)
+            else:
+                at, count = int(cut.request.first_tokens[0]), int(cut.request.num_tokens[0])
+                self._source.ask_slots(cut.request, slots[at : at + count])
+            yield cut.filled(self._source.fetch())

@@ -14,7 +14,7 @@ from stream_suite import Memory
 from examples import examples
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
-from fastdecode.wire.kv.chunks import ChunkStored, ExpectTokens, StoreChunk
+from fastdecode.wire.kv.chunks import ChunkForm, ChunkStored, ExpectTokens, StoreChunk
 from fastdecode.wire.kv.kept import (
     EndSequence,
     ForgetBlocks,
@@ -31,6 +31,7 @@ from fastdecode.wire.messages import (
     OpenSequence,
     Refused,
 )
+from rworker.stream.chunks import layout_of
 from rworker.stream.mirror import Mirror
 from rworker.stream.taking_over import take_over
 
@@ -86,6 +87,25 @@ def test_without_credit_nothing_is_read_and_later_it_all_leaves_together() -> No
     rest = mirror.next()
     assert isinstance(rest, StoreChunk)
     assert (rest.first_tokens.tolist(), rest.num_tokens.tolist()) == ([2], [3])
+
+
+@pytest.mark.parametrize("most_blocks", [64, 5])
+def test_whole_blocks_travel_as_they_lie(most_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many a chunk takes; ends of sequences, as tokens, come with their blocks."""
+    block_bytes = layout_of(KV).block_bytes * KV.num_layers
+    monkeypatch.setattr("rworker.stream.replica_log.MAX_CHUNK_BYTES", most_blocks * block_bytes)
+    owner = Memory(KV, 64)
+    owner.fill({7: 9 * KV.block_size + 3, 8: KV.block_size - 1}, seed=2)
+    mirror = Mirror(HolderId(0), owner.books, owner)
+    num_tokens: dict[ChunkForm, int] = {}
+    while (message := mirror.next()) is not None:
+        if isinstance(message, StoreChunk):
+            added = int(message.num_tokens.sum())
+            num_tokens[message.form] = num_tokens.get(message.form, 0) + added
+    assert num_tokens == {
+        ChunkForm.BLOCKS: 9 * KV.block_size,
+        ChunkForm.TOKENS: 3 + KV.block_size - 1,
+    }
 
 
 def test_a_neighbour_that_says_something_else_keeps_no_copy() -> None:
