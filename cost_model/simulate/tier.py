@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import heapq
-import math
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fastdecode.schedule.cache.retention import TierPolicy
 
 _FIRST_ROWS: Final = 64
-_MOST_QUEUED: Final = 64
 
 
 @dataclass(eq=False)
@@ -23,18 +19,6 @@ class _Held:
     row: int
     blocks: list[int]
     last_s: float
-
-
-@dataclass(eq=False)
-class _Queue:
-    """Who is next, as of a moment: a heap of (score, conversation)."""
-
-    now_s: float
-    heap: list[tuple[float, int]]
-    most: float
-    """All others have no lower score."""
-    latest: dict[int, float]
-    """Of each that is in it, by conversation."""
 
 
 class Tier:
@@ -58,7 +42,6 @@ class Tier:
         self._first_costs = np.ones(0)
         self._counts = np.zeros(0)
         self._last_s = np.zeros(0)
-        self._queue: _Queue | None = None
 
     def blocks(self, conversation: int) -> list[int]:
         """What it has of a conversation, in order; not to be changed."""
@@ -93,48 +76,21 @@ class Tier:
 
     def _next(self, now_s: float) -> int | None:
         """Who has the lowest score, and of these who appeared first."""
-        queue = self._queue
-        if queue is None or queue.now_s != now_s:
-            queue = self._queue = self._look(now_s)
-        while self._held:
-            while queue.heap:
-                score, conversation = queue.heap[0]
-                if queue.latest.get(conversation) == score:
-                    return conversation
-                heapq.heappop(queue.heap)
-            queue = self._queue = self._look(now_s)
-        return None
-
-    def _look(self, now_s: float) -> _Queue:
-        """At all of them."""
+        if not self._held:
+            return None
         scores = self._policy.score(self._first_costs, self._counts, self._last_s, now_s)
         scores = np.where(self._counts > 0, scores, np.inf)
-        most = math.inf
-        if len(scores) > _MOST_QUEUED:
-            most = float(np.partition(scores, _MOST_QUEUED)[_MOST_QUEUED])
-        rows: NDArray[np.int64] = np.flatnonzero((scores <= most) & (self._counts > 0))
-        columns = scores[rows].tolist(), self._conversations[rows].tolist()
-        heap: list[tuple[float, int]] = list(zip(*columns, strict=True))
-        heapq.heapify(heap)
-        return _Queue(now_s, heap, most, {conversation: score for score, conversation in heap})
+        return int(self._conversations[scores == scores.min()].min())
 
     def _changed(self, conversation: int, held: _Held) -> None:
         """What is there of a conversation, or when it was active."""
-        row, queue = held.row, self._queue
+        row = held.row
         self._counts[row] = len(held.blocks)
-        if queue is not None:
-            queue.latest.pop(conversation, None)
         if not held.blocks:
             del self._held[conversation]
             self._free.append(row)
             return
-        cost = self._cost(held.blocks[0])
-        self._first_costs[row], self._last_s[row] = cost, held.last_s
-        if queue is not None:
-            score = self._policy.score(cost, float(len(held.blocks)), held.last_s, queue.now_s)
-            if score <= queue.most:
-                queue.latest[conversation] = score
-                heapq.heappush(queue.heap, (score, conversation))
+        self._first_costs[row], self._last_s[row] = self._cost(held.blocks[0]), held.last_s
 
     def _cost(self, block: int) -> float:
         while len(self._costs) <= block:
