@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from random import Random
 
+from shared_device import SharedDevice
+
 from cost_model.arrivals import arrivals
 from cost_model.hardware import Hardware
 from cost_model.predict import System
@@ -30,7 +32,6 @@ from fastdecode.schedule.hybrid.rule import Margins, choose
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.schedule.simulation.clock import VirtualClock
-from fastdecode.schedule.simulation.resources import SharedDevice
 from fastdecode.schedule.simulation.simulation import Simulation, SimulationOutcome
 from fastdecode.schedule.simulation.trace import RequestTrace, TracedRequest
 from fastdecode.schedule.times import Prompts, StepTime, num_tokens_of

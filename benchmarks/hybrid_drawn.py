@@ -8,6 +8,8 @@ import math
 from dataclasses import dataclass, replace
 from random import Random
 
+from shared_device import SharedDevice
+
 from fastdecode.core.config.groups import Batching
 from fastdecode.core.holders import HolderId
 from fastdecode.schedule.hybrid.control import HybridControl, HybridOptions
@@ -15,7 +17,6 @@ from fastdecode.schedule.hybrid.inputs import Guess
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.schedule.simulation.clock import VirtualClock
-from fastdecode.schedule.simulation.resources import SharedDevice
 from fastdecode.schedule.simulation.simulation import Simulation, SimulationOutcome
 from fastdecode.schedule.simulation.trace import RequestTrace, TracedRequest
 from fastdecode.schedule.times import Prompts, StepTime, num_tokens_of

@@ -31,12 +31,12 @@ from fastdecode.schedule.hybrid.guard import HybridGuard
 from fastdecode.schedule.hybrid.rule import Margins, choose
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import ScheduleOptions
-from fastdecode.schedule.simulation.resources import SharedDevice
 from fastdecode.schedule.simulation.simulation import Simulation
 from fastdecode.schedule.simulation.trace import RequestTrace, TracedRequest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from hybrid_drawn import draw, judge, run
+from shared_device import SharedDevice
 
 NOW = Course(Layout.SPLIT_1)
 

@@ -2,7 +2,7 @@
 
 clock        calls at times
 steps        runs of decode steps that are one event
-resources    how fast lanes go that share a device, R-workers and links
+resources    how fast lanes go that share the S-worker, R-workers and links
 trace        requests by their lengths and arrival
 simulation   a trace, run by the real scheduler and lifecycle
 """
