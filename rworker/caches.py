@@ -47,7 +47,7 @@ class HolderCache:
         return self.owner == NOBODY and self.books.hello.outlives
 
     def may_be_resumed(self, hello: Hello) -> bool:
-        """Whether it was kept for whoever greets so, and is what that wants."""
+        """Whether it was kept for the S-worker that greets so, and is what that wants."""
         own = self.books.hello
         is_alike = (own.model_hash, own.kv, own.attention, own.activation_dtype) == (
             hello.model_hash,
@@ -55,7 +55,8 @@ class HolderCache:
             hello.attention,
             hello.activation_dtype,
         )
-        return self.is_of(hello.session) and own.outlives and is_alike
+        fits = not hello.max_blocks or self.books.store.num_blocks <= hello.max_blocks
+        return self.is_of(hello.session) and own.outlives and is_alike and fits
 
 
 class Caches:
@@ -112,6 +113,7 @@ class Caches:
         if cache is None or not cache.may_be_resumed(hello):
             return None
         before, cache.owner = cache.owner, peer
+        cache.books.hello = replace(cache.books.hello, feeders=hello.feeders)
         cache.plans.clear()
         cache.is_replicated = False
         were_moving = bool(cache.books.moving)

@@ -327,12 +327,14 @@ class RWorkerState:
         self.is_deserted = self.is_deserted and not peer.has_job
         num_blocks = cache.books.store.num_blocks
         mine = (self.name, num_blocks, kv.block_size, self._num_threads)
-        told = Send(number, Welcome(*mine, has_tier=self._has_tier))
+        is_resumed = resumed is not None
+        told = Send(number, Welcome(*mine, has_tier=self._has_tier, is_resumed=is_resumed))
+        admit = (Admit(hello.feeders),) if hello.feeders else ()
         if resumed is not None:
-            return (Unlink(cache.holder, resumed[2]), told, *_fence(self.name, number, resumed[1]))
+            fence = _fence(self.name, number, resumed[1])
+            return (Unlink(cache.holder, resumed[2]), told, *admit, *fence)
         specs = (hello.attention, hello.activation_dtype)
-        prepare = Prepare(cache.holder, layout, num_blocks, *specs)
-        return (prepare, told, Admit(hello.feeders)) if hello.feeders else (prepare, told)
+        return (Prepare(cache.holder, layout, num_blocks, *specs), told, *admit)
 
     def _take_over(self, number: int, peer: _Peer, message: TakeOver) -> tuple[Instruction, ...]:
         """Whoever had the cache before has none any more: it is hung up on."""

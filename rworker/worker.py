@@ -155,13 +155,11 @@ def serve_next(
             logger.info("R-worker %s goes on without a peer: %s", state.name, error)
         else:
             _tell(hub, error.index, last_words(state.name, error))
-        return obey(
-            (HangUp(error.index, may_return=error.code == CLOSED),),
-            hub.connections,
-            state,
-            executor,
-            behind,
-        )
+        hang_up = HangUp(error.index, may_return=error.code == CLOSED)
+        goes_on = obey((hang_up,), hub.connections, state, executor, behind)
+        if state.kept:
+            logger.info("R-worker %s keeps the KV cache of a lost S-worker", state.name)
+        return goes_on
     except WorkerError as error:
         if error.code == TIMEOUT and waits_s:
             if links is not None and link_wait_s is not None:

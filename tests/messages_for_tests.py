@@ -204,7 +204,7 @@ def to_r_worker() -> list[ToRWorker]:
 
 def from_r_worker() -> list[FromRWorker]:
     return [
-        Welcome("a worker", 100, 32, 4),
+        Welcome("a worker", 100, 32, 4, is_resumed=True),
         Report(
             "a worker",
             1,
@@ -245,6 +245,7 @@ def between_stages() -> list[StageMessage | FromStage]:
     return [
         hello,
         dataclasses.replace(hello, stage=2, sessions=(7, 1 << 62)),
+        dataclasses.replace(hello, session=1 << 62, resumes=True),
         StageWelcome(1, (100, 0), 1 << 62, ("s1-r0", "é"), np.eye(7, dtype=np.int32)),
         StagePass(7, 1, x, ids, counts, counts, counts + 1, marks, none),
         StagePass(

@@ -20,16 +20,6 @@ def why_no_kv(config: EngineConfig) -> str:
     return ""
 
 
-def why_no_session(config: EngineConfig) -> str:
-    """Why a job that is resumed finds no KV at R-workers at addresses, and what to do;
-    empty: it finds what they have kept."""
-    if config.s_part.pp > 1:
-        return "R-workers of several stages keep no KV for --resume yet. To resume KV, remove pp"
-    if config.r_part.replicas:
-        return "R-workers with replicas keep no KV for --resume yet. To resume KV, remove replicas"
-    return why_no_kv(config)
-
-
 def why_none_of(cache: CacheUse, of_all: str) -> str:
     """The same of one turn.
 

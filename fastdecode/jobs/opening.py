@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from fastdecode.conversations.reuse import why_no_session, why_none
+from fastdecode.conversations.reuse import why_no_kv, why_none
 from fastdecode.conversations.turn_log import TurnLog, identity_of
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError
@@ -172,7 +172,7 @@ def _open_job(
         options, find_model(config.model), held, recovered, are_wanted=found.num_turns > 0
     )
     session = _session(options, config, held, recovered)
-    if session is not None and options.begin == "resume" and (why := why_no_session(config)):
+    if session is not None and options.begin == "resume" and (why := why_no_kv(config)):
         tell(f"going on without KV of the run before: {why}")
     journal = Journal(
         options.output,
@@ -200,7 +200,7 @@ def _session(
     options: JobOptions, config: EngineConfig, held: HeldOutput, recovered: Recovered
 ) -> JobSession | None:
     """That of R-workers at addresses, which outlive the job; None: there are none."""
-    addresses = config.cluster.r_worker_addresses
+    addresses = _addresses_by_holder(config)
     if not addresses:
         return None
 
@@ -209,12 +209,25 @@ def _session(
         return number.isdecimal() and int(number) not in recovered.done
 
     try:
-        is_resumed = options.begin == "resume"
-        path = session_path(options.output)
-        return JobSession(path, addresses, counts if is_resumed else None)
+        return JobSession(
+            session_path(options.output),
+            addresses,
+            counts if options.begin == "resume" else None,
+            num_replicas=config.r_part.replicas,
+        )
     except BaseException:
         held.let_go()
         raise
+
+
+def _addresses_by_holder(config: EngineConfig) -> list[tuple[str, ...]]:
+    """Where the R-workers are that keep each holder, one of every stage; those that
+    share heads all keep the same one."""
+    addresses = config.cluster.r_worker_addresses
+    num_holders = len(addresses) // config.s_part.pp
+    if config.r_part.r_partition == "heads":
+        num_holders = min(1, num_holders)
+    return [addresses[index::num_holders] for index in range(num_holders)]
 
 
 def _turns_path(output: Path) -> Path:

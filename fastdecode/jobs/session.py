@@ -7,7 +7,7 @@ for each start and one for each step::
 
     0    magic, zeros to 64 bytes
     64   records (``fastdecode.conversations.records``):
-           the session: JSON, its number and the R-workers' addresses
+           the session: JSON, its number and each holder's addresses
            a place: length of JSON (4 bytes), JSON, all tokens so far (int32)
            tokens: sequences (int64), places in them (int32), tokens (int32)
 
@@ -26,7 +26,7 @@ import os
 import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,6 +49,8 @@ _PLACE: Final = 2
 _TOKENS: Final = 3
 _TOKEN_BYTES: Final = 16
 _Held = dict[int, HeldSequence]
+Addresses = tuple[str, ...]
+"""Of the R-workers that keep one holder."""
 
 
 def session_path(output: Path) -> Path:
@@ -56,12 +58,24 @@ def session_path(output: Path) -> Path:
     return output.with_name(output.name + ".session")
 
 
+@dataclass(frozen=True)
+class _Recorded:
+    """What the file of a session says; see ``JobSession``."""
+
+    number: int
+    addresses: Sequence[Addresses] = ()
+    num_replicas: int = 0
+    held: Sequence[HeldSequence] = ()
+
+
 class JobSession:
     """See the module, and ``fastdecode.core.resuming.Session``.
 
     Args:
         path: of the file.
-        addresses: of the R-workers, in the order of holders.
+        addresses: of each holder's R-workers, in the order of holders.
+        num_replicas: that R-workers keep of each cache; it says how much of their memory
+            a cache has, so nothing is resumed that was kept with another number.
         counts: whether a request of this id is unfinished; None: no request
             that is on record is gone on with.
         most_more_bytes: that may be written before what is over is thrown away;
@@ -74,26 +88,31 @@ class JobSession:
     def __init__(
         self,
         path: Path,
-        addresses: Sequence[str],
+        addresses: Sequence[Addresses],
         counts: Callable[[str], bool] | None,
         *,
+        num_replicas: int = 0,
         most_more_bytes: int = 16 << 20,
     ) -> None:
         self._most_more_bytes = most_more_bytes
         self._path = path
-        self._addresses = tuple(addresses)
+        self._addresses = list(addresses)
+        self._num_replicas = num_replicas
         self._fd: int | None = None
         self._end = self._condensed_at = 0
         self._num_known: dict[SequenceId, int] = {}
         """Tokens on record, of the sequences that have a place."""
         found = _read(path)
-        self.is_resumed = found is not None and counts is not None
-        number, before, held = found or (1 + secrets.randbelow((1 << 63) - 1), (), [])
-        self.number: int = number
+        before = found or _Recorded(1 + secrets.randbelow((1 << 63) - 1))
+        self.number: int = before.number
         """Also an output that is begun anew has the caches that are kept for it."""
         self.held: list[HeldSequence] = []
+        fits = before.num_replicas == num_replicas
+        self.is_resumed = found is not None and counts is not None and fits
         if counts is not None:
-            self.held = [_still_at(x, before, addresses) for x in held if counts(x.request_id)]
+            there = addresses if fits else ()
+            held = [x for x in before.held if counts(x.request_id)]
+            self.held = [_still_at(x, before.addresses, there) for x in held]
         self.begun: dict[str, BegunRequest] = begun_requests(self.held)
         if found is None:
             try:
@@ -192,7 +211,11 @@ class JobSession:
         self._fd, self._end, self._condensed_at = fd, end, end
 
     def _records(self, sequences: list[TokenSequence]) -> Iterator[bytes]:
-        said = {"session": self.number, "addresses": self._addresses}
+        said = {
+            "session": self.number,
+            "addresses": self._addresses,
+            "replicas": self._num_replicas,
+        }
         yield make_record(_SESSION, json.dumps(said).encode())
         come = {sequence.request.request_id for sequence in sequences}
         for number, held in enumerate(self.held, 1):
@@ -273,9 +296,8 @@ def _write_records(fd: int, records: Iterable[bytes]) -> int:
     return end
 
 
-def _read(path: Path) -> tuple[int, tuple[str, ...], list[HeldSequence]] | None:
-    """A session's number, its R-workers' addresses, and what is on record; None:
-    there is none, or none that can be read."""
+def _read(path: Path) -> _Recorded | None:
+    """What is on record of a session; None: there is none, or none that can be read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -295,7 +317,7 @@ def _read(path: Path) -> tuple[int, tuple[str, ...], list[HeldSequence]] | None:
     return None
 
 
-def _taken_in(fd: int) -> tuple[int, tuple[str, ...], list[HeldSequence]]:
+def _taken_in(fd: int) -> _Recorded:
     """Raises LookupError, TypeError, ValueError: that isn't a session."""
     known: _Held = {}
     tokens_of: dict[int, list[int]] = {}
@@ -314,7 +336,8 @@ def _taken_in(fd: int) -> tuple[int, tuple[str, ...], list[HeldSequence]]:
         (held.request_id, held.index): replace(held, token_ids=tuple(tokens_of[key]))
         for key, held in known.items()
     }
-    return number, tuple(map(str, session["addresses"])), list(latest.values())
+    addresses = tuple(tuple(map(str, each)) for each in session["addresses"])
+    return _Recorded(number, addresses, int(session["replicas"]), list(latest.values()))
 
 
 def _take_place(payload: bytes, known: _Held, tokens_of: dict[int, list[int]]) -> None:
@@ -351,7 +374,9 @@ def _take_tokens(payload: bytes, known: _Held, tokens_of: dict[int, list[int]]) 
             so_far.append(token)
 
 
-def _still_at(held: HeldSequence, before: Sequence[str], now: Sequence[str]) -> HeldSequence:
-    """With those parts alone whose holders' R-workers are asked at the same place."""
+def _still_at(
+    held: HeldSequence, before: Sequence[Addresses], now: Sequence[Addresses]
+) -> HeldSequence:
+    """With those parts alone whose holders' R-workers have the same addresses."""
     there = [i for i in range(min(len(before), len(now))) if before[i] == now[i]]
     return replace(held, parts=tuple(part for part in held.parts if part.holder in there))

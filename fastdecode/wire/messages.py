@@ -176,6 +176,8 @@ class Welcome(Worded):
     num_threads: int
     has_tier: bool = False
     """Whether kept blocks may go to a lower tier (``UseTier``)."""
+    is_resumed: bool = False
+    """Whether the cache is one that was kept (``Hello.resumes``)."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,8 @@ class Hello(ForHolder):
     outlives: bool = False
     """The cache is kept for the session when its S-worker is lost."""
     resumes: bool = False
-    """Go on with such a cache; if there is none, with a new one."""
+    """Go on with such a cache; if there is none, or it has more blocks than are
+    wanted, with a new one."""
     feeders: tuple[str, ...] = ()
     """Addresses of those that bring prompts (``StorePrompt``), in the session's
     name; none: nobody else does."""
@@ -265,7 +268,11 @@ class Hello(ForHolder):
     def join(self, answers: Sequence[Any]) -> Welcome:
         welcomes: Sequence[Welcome] = answers
         least = min(welcomes, key=lambda welcome: welcome.num_blocks)
-        return replace(least, has_tier=all(welcome.has_tier for welcome in welcomes))
+        return replace(
+            least,
+            has_tier=all(welcome.has_tier for welcome in welcomes),
+            is_resumed=all(welcome.is_resumed for welcome in welcomes),
+        )
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ each have some of the layers, and R-workers of their own.
 =============  ===========  ====================================================
 message        direction    meaning, and the answer
 =============  ===========  ====================================================
-``StageHello`` first → p    what the stage is to be; it has loaded its layers and
-                            greeted its R-workers → ``StageWelcome``
+``StageHello`` first → p    what the stage is to be; it has loaded its layers, and
+                            greets its R-workers → ``StageWelcome``
 relayed        first → p    what the stage sends its R-worker of a column
                             (``Relayed``); the stage relays answers, as
                             ``StageAnswer`` and ``ColumnTakenOver``, and reports
@@ -262,6 +262,10 @@ class StageHello(Asking):
     kv_dtype: DType
     sessions: tuple[int, ...] = ()
     """Of a prompt stage: in whose names R-workers take prompts, by token stage."""
+    session: int = 0
+    """In which the caches of its R-workers outlive it; 0: they do not."""
+    resumes: bool = False
+    """Its R-workers go on with such caches, if they have any."""
 
     answers = (StageWelcome,)
 

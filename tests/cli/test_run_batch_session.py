@@ -44,12 +44,25 @@ def _answers(output: Path) -> dict[str, Any]:
 
 HYBRID = ("--kv-placement", "hybrid", "--device", "cpu", "--device-kv-gb", "0.00004")
 """The device has room for the shortest alone."""
+REPLICAS = ("--replicas", "1")
+CASES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "r-workers": (2, ()),
+    "stages, replicas": (4, ("--pp", "2", *REPLICAS)),
+    "hybrid": (2, HYBRID),
+    "stages": (2, ("--pp", "2")),
+    "replicas": (2, REPLICAS),
+    "hybrid, replicas": (2, (*HYBRID, *REPLICAS)),
+    "heads, replicas": (2, ("--r-partition", "heads", *REPLICAS)),
+    "prompt stages": (2, ("--prompt-pp", "1")),
+    "stages, heads": (4, ("--pp", "2", "--r-partition", "heads")),
+}
+"""By name: R-workers, and options."""
+RUN = list(CASES)[: len(CASES) if TRIES_ALL else 2]
 
 
-@pytest.mark.parametrize(
-    "more", [(), *[HYBRID] * TRIES_ALL], ids=["r-workers", "hybrid"][: 1 + TRIES_ALL]
-)
+@pytest.mark.parametrize(("num_r_workers", "more"), [CASES[name] for name in RUN], ids=RUN)
 def test_another_s_worker_goes_on_with_what_r_workers_have_kept(
+    num_r_workers: int,
     more: tuple[str, ...],
     tiny_checkpoint: Callable[..., Path],
     tmp_path: Path,
@@ -62,23 +75,27 @@ def test_another_s_worker_goes_on_with_what_r_workers_have_kept(
     plain, output = tmp_path / "plain.jsonl", tmp_path / "out.jsonl"
     assert main(["run-batch", *model, str(plain), "--kv-memory-gb", "0.01"]) == 0
     summary, session = tmp_path / "summary.json", tmp_path / "out.jsonl.session"
-    with r_workers("*", "*", options=("--log-level", "info")) as (jobs, addresses):
+    places = r_workers(*"*" * num_r_workers, options=("--log-level", "info"))
+    with places as (jobs, addresses):
         command = ["run-batch", *model, str(output), *at(addresses), *more]
-        limit.allow(50)  # of two lanes: the first line is done then, and no other
+        # Of two lanes, and one of prompts: the first line is done then, and no other.
+        limit.allow(90 if "--prompt-pp" in more else 50)
         with running([*limit.fastdecode, *command], **PATHS) as s_worker:
             s_worker.wait_for_text(output)
             s_worker.process.send_signal(signal.SIGKILL)
             s_worker.wait()
         assert session.stat().st_mode & 0o777 == 0o600
         for job in jobs:  # until then it serves the one that was killed
-            job.wait_until(lambda job=job: "goes on without a peer" in job.output())
+            job.wait_until(lambda job=job: "keeps the KV cache" in job.output())
         capsys.readouterr()
-        stranger = ["generate", *model, str(tmp_path / "other.jsonl"), *at(addresses)]
+        stranger = ["generate", *model, str(tmp_path / "other.jsonl"), *at(addresses), *more]
         assert main(stranger) == 4
         assert "keeps the KV cache of a job whose S-worker is lost" in capsys.readouterr().err
         assert main([*command, "--resume", "--summary", str(summary)]) == 0
-        assert [job.wait().exit_code for job in jobs] == [0, 0]
+        assert {job.wait().exit_code for job in jobs} == {0}
     assert _answers(output) == _answers(plain)
     found = json.loads(summary.read_text())["session"]
-    assert found["sequences_kept"] and found["tokens_kept"] > found["tokens"] // 2, found
+    assert found["sequences_kept"] and found["tokens_kept"], found
+    if more[:4] != HYBRID[:4]:  # there, when prompts begin is a matter of time
+        assert found["tokens_kept"] > found["tokens"] // 2, found
     assert not session.exists()

@@ -146,6 +146,7 @@ class Trial:
             link_bytes = chance.choice([1, 2000, 1 << 20])
             links = LinkOptions(names, link_bytes, TIMEOUT_S, hello.session)
             welcomes, self.replicas = replicate(fleet, hello, welcomes, links, network.time)
+            self.replicas.begin()
         replacements = None
         deadlines = Deadlines(TIMEOUT_S, SILENCE_S, network.time)
         if self.returns or self.num_spares:
@@ -192,6 +193,7 @@ class Trial:
         again = greet(fleet, hello)
         if replicated:
             again, self.replicas = replicate(fleet, hello, again, links, network.time)
+            self.replicas.begin()
         options: dict[str, Any] = {"cache_identity": "model" if self.keeps else None}
         if self.chance.random() < 0.3:
             options["length_quantile"] = 0.1  # rooms turn out too small

@@ -26,6 +26,8 @@ from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replacements import HubReplacements
+from fastdecode.engine.fleet.replicas import limits, replicate
+from fastdecode.engine.fleet.ring import LinkOptions
 from fastdecode.engine.session.attach import attach
 from fastdecode.jobs.session import JobSession
 from fastdecode.text.codec import TextCodec
@@ -35,6 +37,7 @@ TIMEOUT_S = 8.0
 KEEP_S = 40.0
 MOST_STEPS = 20_000
 NUM_SEEDS = 60
+PLACES = [("0",), ("1",)]
 
 
 class Returns:
@@ -48,6 +51,8 @@ class Returns:
         self.chance = chance = random.Random(seed)
         self._path = path
         self._num_workers = chance.randint(1, 3)
+        self._names = [str(number) for number in range(self._num_workers)]
+        self._is_replicated = self._num_workers > 1 and seed % 2 == 0
         self._blocks = chance.choice([12, 24, 64])
         kv_bytes = self._blocks * KV.block_bytes
         self.network = Network(self._num_workers, kv_bytes, chance, KEEP_S)
@@ -66,8 +71,12 @@ class Returns:
     def live(self, *, is_last: bool) -> bool:
         """An S-worker's life. Whether it came to the job's end."""
         chance, network = self.chance, self.network
-        names = [str(number) for number in range(self._num_workers)]
-        session = JobSession(self._path, names, lambda name: name not in self.tokens)
+        session = JobSession(
+            self._path,
+            [(name,) for name in self._names],
+            lambda name: name not in self.tokens,
+            num_replicas=self._is_replicated,
+        )
         rig = self._start(session)
         late = [one for one in self.asked if one.request_id not in self.tokens]
         most = MOST_STEPS if is_last else int(2 ** chance.uniform(0, 7))
@@ -122,11 +131,18 @@ class Returns:
         network, chance = self.network, self.chance
         fleet = WorkerPool(network, TIMEOUT_S, SILENCE_S, network.time)
         hello = replace(HELLO, session=session.number, outlives=self._keeps)
+        greeting = replace(hello, resumes=session.is_resumed and self._keeps)
         for number in range(self._num_workers):
             self._come_back(number)
-        welcomes = greet(fleet, replace(hello, resumes=session.is_resumed and self._keeps))
+        welcomes = greet(fleet, greeting)
+        replicas = None
+        if self._is_replicated and len(welcomes) > 1:
+            links = LinkOptions(self._names, 1 << 20, TIMEOUT_S, session.number)
+            welcomes, replicas = replicate(fleet, greeting, welcomes, links, network.time)
         deadlines = Deadlines(TIMEOUT_S, SILENCE_S, network.time)
         replacements = HubReplacements(cast(Any, network), hello, deadlines)
+        if replicas is not None:
+            replacements.limit(limits(welcomes, self._num_workers))
         blocks = tuple(
             welcomes[holder].num_blocks if holder in welcomes else self._blocks
             for holder in range(len(fleet))
@@ -137,6 +153,7 @@ class Returns:
             chance.randint(1, 3),
             replacements,
             network.time,
+            replicas,
             cache_identity="model" if self._keeps else None,
             session=session,
             split_tokens=self._split,
@@ -147,6 +164,8 @@ class Returns:
             self.num_known += counts.num_tokens
         else:
             session.begin()
+        if replicas is not None:
+            replicas.begin()
         return rig
 
 
@@ -183,7 +202,7 @@ def test_only_what_is_not_held_runs_again(tmp_path: Path) -> None:
     token of it twice but the last."""
     network = Network(2, 64 * KV.block_bytes, random.Random(1), KEEP_S)
     path, asked = tmp_path / "job.session", [request("a", 40, 30), request("bb", 21, 30)]
-    first = _rig(network, JobSession(path, ["0", "1"], lambda name: True))
+    first = _rig(network, JobSession(path, PLACES, lambda name: True))
     for one in asked:
         first.submit(one)
     for _ in range(20):
@@ -191,7 +210,7 @@ def test_only_what_is_not_held_runs_again(tmp_path: Path) -> None:
     ran = {life.sequence.request.request_id: life.sequence.num_cached
            for life in first.lifecycle.sequences.by_sequence.values()}  # fmt: skip
     network.forsake(is_seen=False)
-    session = JobSession(path, ["0", "1"], lambda name: True)
+    session = JobSession(path, PLACES, lambda name: True)
     second = _rig(network, session)
     counts = attach(second.fleet, second.lifecycle.scheduler.ledger.cache, session)
     assert counts.num_sequences == counts.num_held_sequences == 2
@@ -225,13 +244,13 @@ def _rig(network: Network, session: JobSession) -> Rig:
 def test_the_first_s_worker_ends_when_a_second_goes_on(tmp_path: Path) -> None:
     network = Network(2, 64 * KV.block_bytes, random.Random(1), KEEP_S)
     path = tmp_path / "job.session"
-    first = _rig(network, JobSession(path, ["0", "1"], lambda name: True))
+    first = _rig(network, JobSession(path, PLACES, lambda name: True))
     first.submit(request("a", 40, 60))
     for _ in range(20):
         first.engine.step()
     links = network._links
     network._links = [type(links[0])(network, number) for number in range(2)]
-    session = JobSession(path, ["0", "1"], lambda name: True)
+    session = JobSession(path, PLACES, lambda name: True)
     second = _rig(network, session)
     attach(second.fleet, second.lifecycle.scheduler.ledger.cache, session)
     seconds, network._links = network._links, links

@@ -4,6 +4,7 @@ torn, damaged or another one's."""
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,26 +14,27 @@ from full_disk import files_of_at_most
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.holders import HolderId, Part, PartId, Residence, SequenceId
 from fastdecode.core.resuming import HeldSequence
-from fastdecode.core.sequence import COMING, CacheUse, Request, SamplingParams, Sequence
+from fastdecode.core.sequence import COMING, CacheUse, Request, SamplingParams
+from fastdecode.core.sequence import Sequence as TokenSequence
 from fastdecode.jobs import session as module
-from fastdecode.jobs.session import JobSession
+from fastdecode.jobs.session import Addresses, JobSession
 
-ADDRESSES = ("tcp://h1:1", "tcp://h2:1")
+ADDRESSES = (("tcp://h1:1", "tcp://h1:2"), ("tcp://h2:1", "tcp://h2:2"))
 
 
 def sequence(
     number: int, name: str = "1.0", index: int = 0, cache: CacheUse | None = None
-) -> Sequence:
+) -> TokenSequence:
     """Of three tokens' prompt, on holder 1."""
     params = SamplingParams(n=2, max_tokens=100)
     request = Request(name, (5, 6, 7), params, 100, 0, cache or CacheUse(salt="a salt"))
-    made = Sequence.of(SequenceId(number), request, index)
+    made = TokenSequence.of(SequenceId(number), request, index)
     made.residence = Residence((Part(PartId(40 + number), HolderId(1), 0, 64),))
     return made
 
 
-def opened(path: Path, addresses: tuple[str, ...] = ADDRESSES) -> JobSession:
-    return JobSession(path, addresses, lambda name: name != "done.0")
+def opened(path: Path, addresses: Sequence[Addresses] = ADDRESSES, **options: int) -> JobSession:
+    return JobSession(path, addresses, lambda name: name != "done.0", **options)
 
 
 def known(session: JobSession) -> dict[tuple[str, int], HeldSequence]:
@@ -160,8 +162,19 @@ def test_r_workers_at_other_places_hold_nothing_that_is_known(tmp_path: Path) ->
     session.begin()
     session.place(sequence(0))
     assert known(opened(path, ADDRESSES))["1.0", 0].parts
-    assert not known(opened(path, (ADDRESSES[0], "tcp://h3:1")))["1.0", 0].parts
-    assert not known(opened(path, ADDRESSES[:1]))["1.0", 0].parts
+    for others in ((ADDRESSES[0], ("tcp://h2:1", "tcp://h3:2")), ADDRESSES[:1]):
+        assert not known(opened(path, others))["1.0", 0].parts
+
+
+def test_caches_that_have_another_share_of_memory_are_not_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "out.session"
+    session = opened(path, num_replicas=1)
+    session.begin()
+    session.place(sequence(0))
+    assert opened(path, num_replicas=1).is_resumed
+    without = opened(path)
+    assert without.number == session.number and not without.is_resumed
+    assert known(without)["1.0", 0].token_ids == (5, 6, 7)
 
 
 def test_what_leaves_nothing_to_others_is_nowhere(tmp_path: Path) -> None:

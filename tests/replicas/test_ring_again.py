@@ -40,6 +40,7 @@ class Job:
         hello = replace(HELLO, session=7)
         links = LinkOptions([str(i) for i in range(NUM_WORKERS)], 1 << 20, TIMEOUT_S, 7)
         welcomes, self.replicas = replicate(fleet, hello, greet(fleet, hello), links, network.time)
+        self.replicas.begin()
         replacements = None
         if returns:
             deadlines = Deadlines(TIMEOUT_S, 1.0, network.time)

@@ -19,7 +19,7 @@ from fastdecode.wire.kv.taking_over import SESSION_RESUMED, TakenOver, TakeOver
 from fastdecode.wire.kv.tiers import FetchBlocks, StoreBlocks
 from fastdecode.wire.messages import Failed, Hello, OpenSequence, Shutdown, Welcome
 from rworker.grace_period import GracePeriod
-from rworker.instructions import Drop, HangUp, LinkReplica, Prepare, Send, Stop, Unlink
+from rworker.instructions import Admit, Drop, HangUp, LinkReplica, Prepare, Send, Stop, Unlink
 from rworker.serving_terms import ServingTerms
 from rworker.tiers.tiers import Done
 
@@ -76,10 +76,19 @@ def test_another_s_worker_of_the_session_goes_on_with_what_is_there_in_every_lay
     peers = Peers()
     assert peers.lose(FIRST) == (Unlink(HolderId(0)),) and peers.state.is_deserted
     unlink, welcome = peers.say(SECOND, RESUMING)  # and no Prepare, which would empty it
-    assert unlink == Unlink(HolderId(0)) and isinstance(welcome.message, Welcome)
+    assert unlink == Unlink(HolderId(0)) and welcome.message.is_resumed
     assert not peers.state.is_deserted
     assert peers.hold(SECOND, _9=40, _4=2, _5=8) == [20, 2, -1]
     peers.run(SECOND, step_of((9, 20, 1), (4, 2, 1)))
+
+
+def test_a_resumed_cache_takes_prompts_from_the_stages_that_the_second_has() -> None:
+    peers = Peers()
+    peers.lose(FIRST)
+    _, welcome, admit = peers.say(SECOND, replace(RESUMING, feeders=("prompt stage 0",)))
+    assert welcome.message.is_resumed and admit == Admit(("prompt stage 0",))
+    assert peers.hold(SECOND, _9=40) == [20]
+    assert peers.state._caches.fed(0, SESSION).owner == SECOND
 
 
 def test_what_is_not_named_is_closed_and_what_was_kept_is_forgotten() -> None:
@@ -128,13 +137,14 @@ def test_a_stranger_beside_one_that_lives_is_refused_too() -> None:
         replace(RESUMING, model_hash="another"),
         replace(RESUMING, kv=replace(KV, block_size=2 * KV.block_size)),
         replace(OURS),
+        replace(RESUMING, max_blocks=1),
     ],
 )
-def test_whoever_wants_another_cache_of_the_session_gets_a_new_one(other: Hello) -> None:
+def test_an_s_worker_of_the_session_that_wants_another_cache_gets_a_new_one(other: Hello) -> None:
     peers = Peers()
     peers.lose(FIRST)
     prepare, welcome = peers.say(SECOND, other)
-    assert isinstance(prepare, Prepare) and isinstance(welcome.message, Welcome)
+    assert isinstance(prepare, Prepare) and not welcome.message.is_resumed
     assert peers.hold(SECOND, _9=40) == [-1]
 
 

@@ -24,9 +24,9 @@ def test_golden_bytes_of_a_message_without_fields() -> None:
 
 def test_golden_bytes_of_numbers_before_text() -> None:
     head = unhex(
-        "46445750 0e00 41 00 00000000 3c000000 0000000000000000"  # header: Welcome, 60 bytes
+        "46445750 0e00 41 00 00000000 3d000000 0000000000000000"  # header: Welcome, 61 bytes
         "6400000000000000 2000000000000000 0800000000000000"  # num_blocks, block_size, num_threads
-        "03000000 72c3a9 00"  # worker, has_tier
+        "03000000 72c3a9 00 00"  # worker, has_tier, is_resumed
     )
     assert in_one_piece(Welcome("ré", 100, 32, 8)).tobytes() == with_crc(head)
 

@@ -85,7 +85,7 @@ class EngineConfig:
     @property
     def outlives_its_process(self) -> bool:
         """Whether another process may go on with the KV of one that was lost."""
-        return self.keeps_blocks and not self.r_part.replicas
+        return self.keeps_blocks
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:

@@ -562,8 +562,8 @@ def replicate(
     clock: Clock = time.monotonic,
     circle: Sequence[HolderId] | None = None,
 ) -> tuple[dict[HolderId, Welcome], Replicas]:
-    """Have every R-worker that is there offer half of its KV blocks, and keep a
-    replica of its neighbour's in the other half.
+    """Have every R-worker that is there offer half of its KV blocks: in the other half
+    it keeps a replica of its neighbour's, once the replicas begin.
 
     Args:
         hello: what all were greeted with.
@@ -583,21 +583,21 @@ def replicate(
     else:
         copied = {holder: welcome for holder, welcome in welcomes.items() if holder in circle}
         again = {**welcomes, **offer_halves(fleet, hello, copied)}
-    replicas = kind(fleet, [(circle, options)], clock)
-    replicas.begin()
-    return again, replicas
+    return again, kind(fleet, [(circle, options)], clock)
 
 
 def offer_halves(
     fleet: HolderPool, hello: Hello, welcomes: Mapping[HolderId, Welcome]
 ) -> dict[HolderId, Welcome]:
     """Have every R-worker that is there offer half of its KV blocks; see
-    ``replicate``."""
+    ``replicate``. One whose cache is resumed has offered half before, and stays."""
     there = sorted(welcomes)
     if len(there) == 1 < len(fleet):
         return dict(welcomes)  # all others are lost, and it goes on alone
-    offered = num_offered([welcomes[holder].num_blocks for holder in there])
-    return greet(fleet, hello, dict(zip(there, offered, strict=True)))
+    wholes = [welcomes[x].num_blocks * (1 + welcomes[x].is_resumed) for x in there]
+    offered = dict(zip(there, num_offered(wholes), strict=True))
+    resumed = {x: welcomes[x].num_blocks for x in there if welcomes[x].is_resumed}
+    return greet(fleet, hello, offered | resumed)
 
 
 def limits(welcomes: Mapping[HolderId, Welcome], num_holders: int) -> dict[int, int]:

@@ -67,13 +67,19 @@ def offer_room(
     fleet: GroupPool, hello: Hello, welcomes: Mapping[HolderId, Welcome]
 ) -> dict[HolderId, Welcome]:
     """Have each member offer room for its own shard and its neighbour's replica. If
-    one is lost meanwhile, the others share its heads.
+    one is lost meanwhile, the others share its heads. Members that are all resumed have
+    offered that before, and stay.
 
     Raises:
         ConfigError: there is to be a single one, or one hasn't the memory.
         WorkerError: none is left.
     """
     neighbour(HolderId(0), len(fleet.members))  # or there is none
+    if hello.resumes:
+        if welcomes and welcomes[GROUP].is_resumed:
+            return dict(welcomes)
+        hello = replace(hello, resumes=False)
+        welcomes = greet_members(fleet, hello)
     again: dict[HolderId, Welcome] = {}
     while not again:
         if welcomes:

@@ -52,8 +52,8 @@ from fastdecode.engine.setup.reach import (
 )
 from fastdecode.engine.setup.replicas import (
     about_replicas,
-    begin_replicas,
-    begin_stage_replicas,
+    make_replicas,
+    make_stage_replicas,
 )
 from fastdecode.engine.setup.s_worker import make_s_worker
 from fastdecode.engine.setup.scheduling import lane_control, measured_times, schedule_for
@@ -169,8 +169,7 @@ class RunningEngine:
         self._device = device_beside(self.resolved, colocation)
         if self._device is not None:
             self._opened.callback(self._device.close)
-        is_kept = self.resolved.transport == "zmq" and len(self.resolved.layers) == 1
-        self._session = session if is_kept else None
+        self._session = session if self.resolved.transport == "zmq" else None
         pool, self._fleet = pool_of(
             self._workers.hub,
             cluster.worker_timeout_s,
@@ -199,27 +198,28 @@ class RunningEngine:
         deadlines = Deadlines(cluster.worker_timeout_s, cluster.worker_silence_s)
         replacements = self._replacements(hello, deadlines)
         resumes = self._session is not None and self._session.is_resumed and hello.outlives
-        welcomes = self._greet(replace(hello, resumes=resumes), replacements)
+        greeting = replace(hello, resumes=resumes)
+        welcomes = self._greet(greeting, replacements)
         replicas = None
         if self.resolved.config.r_part.replicas:
             all_blocks = welcomes
             if workers.stages is None:
-                welcomes, replicas = begin_replicas(self._fleet, hello, welcomes, workers, cluster)
+                welcomes, replicas = make_replicas(
+                    self._fleet, greeting, welcomes, workers, cluster
+                )
             else:
-                welcomes = offer_halves(self._fleet, hello, welcomes)
+                welcomes = offer_halves(self._fleet, greeting, welcomes)
             tell(about_replicas(all_blocks, welcomes))
             if replacements is not None:
                 r_workers = {x: welcomes[x] for x in welcomes if x < workers.num_holders}
                 replacements.limit(limits(r_workers, workers.num_holders))
         if workers.stages is not None:
-            others = self._greet_stages(workers.stages, hello.session)
+            others = self._greet_stages(workers.stages, greeting)
             for other in others:  # of threads they are known, and kept up to date
                 self._stage_addresses.setdefault(other.stage, other.addresses)
             welcomes = self._in_columns(welcomes, others)
             if self.resolved.config.r_part.replicas:
-                replicas = begin_stage_replicas(
-                    self._fleet, hello.session, workers, cluster, others
-                )
+                replicas = make_stage_replicas(self._fleet, hello.session, workers, cluster, others)
         self.welcomes = tuple(welcomes.values())
         blocks = tuple(
             welcomes[i].num_blocks if i in welcomes else 0
@@ -284,10 +284,11 @@ class RunningEngine:
         self._opened.callback(stages.close)
         return stages
 
-    def _greet_stages(self, links: StageLinks, session: int) -> tuple[StageWelcome, ...]:
-        """What later stages answer. ``session``: of the first stage's caches."""
+    def _greet_stages(self, links: StageLinks, hello: Hello) -> tuple[StageWelcome, ...]:
+        """What later stages answer. ``hello``: what the first stage's R-workers were
+        greeted with."""
         setups = later_setups(self._checkpoint, self.spec, self.resolved)
-        return greet_stages(self._fleet, links, setups, session)
+        return greet_stages(self._fleet, links, setups, hello)
 
     def _in_columns(
         self, welcomes: dict[HolderId, Welcome], others: Seq[StageWelcome]
@@ -419,6 +420,8 @@ class RunningEngine:
         state = EngineState(fleet, lifecycle, requests)
         state.stats.swap = swap_figures(attention)
         state.stats.attached = self._attach(scheduler.ledger.cache)
+        if replicas is not None:
+            replicas.begin()  # of what is attached, too
         recovery = recovery_of(state, replicas, replacements)
         extensions = self._extensions(state, times)
         return Engine(s_worker, pipeline, state, recovery, extensions, trace)

@@ -18,11 +18,11 @@ from fastdecode.wire.stages import StageWelcome
 Welcomes = Mapping[HolderId, Welcome]
 
 
-def begin_replicas(
+def make_replicas(
     fleet: HolderPool, hello: Hello, welcomes: Welcomes, workers: Reached, cluster: Cluster
 ) -> tuple[dict[HolderId, Welcome], Replicas]:
-    """Have every R-worker keep its neighbour's replica. A cache on the device beside
-    them has none.
+    """Have every R-worker offer room for its neighbour's replica, too. A cache on the
+    device beside them has none.
 
     Raises:
         ConfigError: there is to be a single one, or one hasn't the memory.
@@ -32,7 +32,7 @@ def begin_replicas(
     return replicate(fleet, hello, welcomes, options, circle=circle)
 
 
-def begin_stage_replicas(
+def make_stage_replicas(
     fleet: HolderPool, session: int, workers: Reached, cluster: Cluster, others: Seq[StageWelcome]
 ) -> Replicas:
     """The same, of each stage's R-workers, which have offered half of their room.
@@ -45,9 +45,7 @@ def begin_stage_replicas(
         circle = [members.member(stage, column) for column in range(members.num_columns)]
         named = dict(zip(circle, addresses, strict=True))
         rings.append((circle, _options(each, named, cluster)))
-    replicas = Replicas(fleet, rings)
-    replicas.begin()
-    return replicas
+    return Replicas(fleet, rings)
 
 
 def about_replicas(welcomes: Welcomes, again: Welcomes) -> str:

@@ -156,14 +156,17 @@ class StageSetup:
             if resolved.config.s_part.tp > 1:
                 met.append(meet_ranks(resolved))
             ranks = met[0] if met else None
-            model = self._load_model(ranks)
+            s_worker = make_s_worker(self.spec, self._load_model(ranks), resolved, ranks)
             greeting = self.make_greeting(ranks)
-            welcome = self.greet(workers, fleet, greeting)
-            s_worker = make_s_worker(self.spec, model, resolved, ranks)
-            attention = self.make_attention(workers, fleet, s_worker)
-        asked = _introduce(self, fleet, links, welcome)
+        asked = _await_hello(self, fleet, links)
         if asked is None:
             return
+        session = asked.session or greeting.session
+        greeting = replace(greeting, session=session, outlives=bool(asked.session))
+        with typed_start():
+            welcome = self.greet(workers, fleet, replace(greeting, resumes=asked.resumes))
+            attention = self.make_attention(workers, fleet, s_worker)
+        links.tell(FIRST_STAGE, welcome)
         stage = LaterStage(
             self.number,
             self.before,
@@ -188,7 +191,8 @@ class StageSetup:
         return None if places is None else ColumnRegreeting(fleet.members, hello, places)
 
     def make_greeting(self, ranks: Ranks | None = None) -> Hello:
-        """What it greets its R-workers with, now and after a loss."""
+        """What it greets its R-workers with, now and after a loss; in another session, if
+        the first stage asks for that."""
         hello = make_hello(self.checkpoint, self.own_spec, self.resolved)
         return agreed_hello(hello, self.resolved, ranks)
 
@@ -237,10 +241,8 @@ class StageSetup:
         )[1]
 
 
-def _introduce(
-    setup: StageSetup, fleet: HolderPool, links: StageLinks, welcome: StageWelcome
-) -> StageHello | None:
-    """Wait for the first stage's greeting, and answer. None: it lets go.
+def _await_hello(setup: StageSetup, fleet: HolderPool, links: StageLinks) -> StageHello | None:
+    """Wait for the first stage's greeting. None: it lets go.
 
     Raises:
         ConfigError: it expects another stage than this one.
@@ -253,7 +255,7 @@ def _introduce(
     expected = setup.hello(len(fleet))
     if (
         not isinstance(hello, StageHello)
-        or replace(hello, num_lanes=expected.num_lanes, sessions=()) != expected
+        or _without_sessions(hello, expected.num_lanes) != expected
         or not 1 <= hello.num_lanes <= MAX_LANES
         or rest
     ):
@@ -261,23 +263,36 @@ def _introduce(
             f"the first stage wants {hello}, and {setup.name} is {expected}: start all "
             "stages with the same options and the same model"
         )
-    links.tell(FIRST_STAGE, welcome)
     return hello
 
 
+def _without_sessions(hello: StageHello, num_lanes: int) -> StageHello:
+    """The same, with so many lanes, and in no session."""
+    return replace(hello, num_lanes=num_lanes, sessions=(), session=0, resumes=False)
+
+
 def greet_stages(
-    fleet: HolderPool, links: StageLinks, setups: Seq[StageSetup], session: int
+    fleet: HolderPool, links: StageLinks, setups: Seq[StageSetup], hello: Hello
 ) -> tuple[StageWelcome, ...]:
-    """Tell the later stages what they are to be, and wait until they are that.
-    Those that run prompts come last: they are told in whose names R-workers take
-    them, of which ``session`` is the first stage's. What the others have said.
+    """Send the later stages what they are to be, and wait until they are that. Those
+    that run prompts come last: they get the sessions in which R-workers take prompts.
+    What the others have answered.
+
+    Args:
+        hello: what the first stage's R-workers were greeted with; those of later stages
+            outlive them, and are resumed, as these are.
 
     Raises:
         WorkerError: one can't.
     """
     of_tokens = [setup for setup in setups if setup.number < links.first_prompt_stage]
-    welcomes = _welcomed(fleet, links, {x.number: x.hello(len(fleet)) for x in of_tokens})
-    sessions = (session, *(welcome.session for welcome in welcomes))
+    kept = hello.session if hello.outlives else 0
+    asked = {
+        x.number: replace(x.hello(len(fleet)), session=kept, resumes=hello.resumes)
+        for x in of_tokens
+    }
+    welcomes = _welcomed(fleet, links, asked)
+    sessions = (hello.session, *(welcome.session for welcome in welcomes))
     of_prompts = [setup for setup in setups if setup not in of_tokens]
     hellos = {x.number: replace(x.hello(len(fleet)), sessions=sessions) for x in of_prompts}
     _welcomed(fleet, links, hellos)

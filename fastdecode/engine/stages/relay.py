@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,9 @@ from fastdecode.wire.stages import (
     StageAnswer,
 )
 from fastdecode.wire.traits import THE_ONLY
+
+Relayed: TypeAlias = Room | Replicate | ExportSequence | Pull | TakeOver | DropCache
+"""What the first stage sends a later one's R-worker."""
 
 
 class ColumnRegreeting:
@@ -220,14 +223,13 @@ class Relay:
                     self._pool.lose(worker, error)
             case GreetColumn():
                 self._greet(self._checked(message.column), message.number)
-            case TakeOver() | DropCache():
-                own = replace(message, session=self._session)
-                self._pool.send(self._checked(message.holder), own)
-            case _ if isinstance(message, Room | Replicate | ExportSequence | Pull):
-                column = self._checked(message.holder)
+            case _ if isinstance(message, Relayed):
+                column, own = self._checked(message.holder), message
+                if isinstance(own, TakeOver | DropCache):
+                    own = replace(own, session=self._session)
                 if self._pool is not self._members:  # each member has a name of its own
-                    message = cast(Room, message).for_holder(THE_ONLY)
-                self._pool.send(column, message)
+                    own = own.for_holder(THE_ONLY)
+                self._pool.send(column, own)
             case _:
                 raise ProtocolError(f"the first stage sent {type(message).__name__}")
 
