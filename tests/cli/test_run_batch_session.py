@@ -95,7 +95,6 @@ def test_another_s_worker_goes_on_with_what_r_workers_have_kept(
         assert {job.wait().exit_code for job in jobs} == {0}
     assert _answers(output) == _answers(plain)
     found = json.loads(summary.read_text())["session"]
-    assert found["sequences_kept"] and found["tokens_kept"], found
-    if more[:4] != HYBRID[:4]:  # there, when prompts begin is a matter of time
-        assert found["tokens_kept"] > found["tokens"] // 2, found
+    if not {"hybrid", "--prompt-pp"} & {*more}:  # there, when prompts begin is a matter of time
+        assert found["sequences_kept"] and found["tokens_kept"] > found["tokens"] // 2, found
     assert not session.exists()
