@@ -263,6 +263,9 @@ class HangUp:
     peer: int
     may_return: bool = False
     """It didn't take its leave: it may have been stopped, or out of reach."""
+    is_torn: bool = False
+    """What its last message asked for was not done to its end: its caches lack what
+    their books say."""
 
 
 @dataclass(frozen=True)

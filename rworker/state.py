@@ -173,12 +173,14 @@ class RWorkerState:
         told = moved(cache, news)
         return (Send(news.to, told),) if cache.owner == news.to else ()
 
-    def lost(self, peer: int, *, may_return: bool = False) -> tuple[Instruction, ...]:
+    def lost(
+        self, peer: int, *, may_return: bool = False, is_torn: bool = False
+    ) -> tuple[Instruction, ...]:
         """A peer is gone, or was hung up on: its caches go with it, but for those
-        that it may come back for."""
+        that it may come back for. See ``HangUp``."""
         gone = self._peers.pop(peer, _Peer())
         done: list[Instruction] = []
-        if gone.role is Role.NEIGHBOUR and self._has_session(gone.session):
+        if gone.role is Role.NEIGHBOUR and self._has_session(gone.session) and not is_torn:
             self._caches.leave(peer)  # its replicas are what the session goes on with
         if gone.has_job and may_return:
             self.num_lost += 1

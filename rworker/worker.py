@@ -173,7 +173,8 @@ def serve_next(
         return obey(state.handle(peer, message), hub.connections, state, executor, behind)
     except Exception as error:
         _tell(hub, peer, last_words(state.name, error))
-        return obey((HangUp(peer),), hub.connections, state, executor, behind)
+        torn = HangUp(peer, is_torn=True)
+        return obey((torn,), hub.connections, state, executor, behind)
 
 
 def tell_moved(
@@ -239,9 +240,9 @@ def obey(
                 if behind is not None:
                     behind.drop(instruction.holder)
                 _let_go(instruction, executor)
-            case HangUp(peer, may_return):
+            case HangUp(peer, may_return, is_torn):
                 peers[peer].close()
-                gone = state.lost(peer, may_return=may_return)
+                gone = state.lost(peer, may_return=may_return, is_torn=is_torn)
                 if not obey(gone, peers, state, executor, behind):
                     return False
             case Stop():

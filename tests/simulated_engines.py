@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+import torch
 from simulated_cluster import Network
 from trouble import Trouble, crash, give
 
@@ -28,6 +29,7 @@ from rworker.attention import AttentionExecutor
 from rworker.instructions import Compute
 from rworker.state import RWorkerState
 from rworker.worker import serve
+from sworker.paged import PagedKV
 
 if TYPE_CHECKING:
     from fastdecode.wire.zmq.listener import ZmqListener
@@ -178,6 +180,23 @@ def _listen(listener: ZmqListener, executors: Sequence[AttentionExecutor]) -> No
             serve(listener, state, executor, neighbours=others)
         if executor is not executors[-1]:
             listener = type(listener)(address, name)
+
+
+class DeviceLosses(Losses):
+    """Devices that keep KV run out of memory after so many layers that they attend."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+        left, attend = after, PagedKV.attend
+
+        def counted(cache: PagedKV, *args: Any) -> torch.Tensor:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                self.num_lost += left == -1
+                raise torch.OutOfMemoryError("the device is full")
+            return attend(cache, *args)
+
+        monkeypatch.setattr(PagedKV, "attend", counted)
 
 
 class ThreadLosses(Losses):

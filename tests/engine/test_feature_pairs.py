@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 from checkpoints import prompts
-from simulated_engines import THREADED, ListeningLosses, Losses, SimulatedCluster, ThreadLosses
+from simulated_engines import (
+    THREADED,
+    DeviceLosses,
+    ListeningLosses,
+    Losses,
+    SimulatedCluster,
+    ThreadLosses,
+)
 
 pytest.importorskip("zmq")
 
@@ -30,9 +37,9 @@ NOTHING_TO_LOSE = {
     "swap": "the cache is on the S-worker's device, and in its host's memory",
     "host tier": "the cache is on the S-worker's device, and in its host's memory",
 }
-"""Features without R-workers, and why."""
+"""Features without R-workers, and why. With replicas, the device is lost."""
 AFTER = 14
-"""Layers that the R-worker computes before it is lost: it decodes by then."""
+"""Layers that the R-worker, or the device, computes before it is lost: it decodes by then."""
 
 SMALL: dict[str, dict[str, Any]] = {
     "host tier": {"cache_memory_gb": 0.001, "prefix_cache": "on"},
@@ -141,7 +148,11 @@ def test_a_loss_changes_no_token(
     expected = plain(options)
     stage = 1 if {one, other} & {"stages", "swap"} and "prompt stages" not in (one, other) else 0
     cluster: Losses
-    if {one, other} == {"prompt stages", "addresses"}:
+    has_device = bool(NOTHING_TO_LOSE.keys() & {one, other})
+    loses_device = has_device and "replicas" in (one, other)
+    if loses_device:
+        cluster = DeviceLosses(monkeypatch, AFTER)
+    elif {one, other} == {"prompt stages", "addresses"}:
         cluster = ListeningLosses(monkeypatch, 1, AFTER)
     elif THREADED & {one, other}:
         whose = "d0-" if "instances" in (one, other) else ""
@@ -151,8 +162,8 @@ def test_a_loss_changes_no_token(
         cluster = SimulatedCluster(monkeypatch, (stage, 1), AFTER)
     with LLM(model, **options) as llm:
         assert _tokens(llm) == expected
-        assert bool(llm._running.num_r_workers) != bool(NOTHING_TO_LOSE.keys() & {one, other})
-    assert cluster.num_lost == bool(llm._running.num_r_workers)
+        assert bool(llm._running.num_r_workers) != has_device
+    assert cluster.num_lost == (loses_device or not has_device)
 
 
 def test_every_feature_is_run_or_is_said_not_to_be() -> None:

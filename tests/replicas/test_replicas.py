@@ -9,7 +9,6 @@ import pytest
 from replica_jobs import run
 from trouble import crash_after
 
-from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError
 
 
@@ -60,8 +59,3 @@ def test_a_single_r_worker_has_nobody_to_keep_its_replica(
 ) -> None:
     with pytest.raises(ConfigError, match=r"needs a second R-worker.*r_workers=2"):
         run(tiny_checkpoint("llama"), r_workers=1)
-
-
-def test_what_there_are_no_replicas_with_is_said() -> None:
-    with pytest.raises(ConfigError, match=r"replicas.*kv.placement|kv.placement.*replicas"):
-        EngineConfig.of("model", replicas=1, kv_placement="gpu")

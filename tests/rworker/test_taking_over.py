@@ -25,8 +25,10 @@ from fastdecode.wire.messages import (
     Welcome,
 )
 from fastdecode.wire.traits import Role
+from rworker.attention import AttentionExecutor
 from rworker.instructions import Drop, HangUp, Send, Stop
 from rworker.stream.chunks import expectation
+from rworker.worker import serve_next
 
 S_WORKER, NEIGHBOUR, STRANGER = range(3)
 SESSION = 77
@@ -132,6 +134,48 @@ def test_a_stranger_takes_nothing(peers: Peers, session: int, is_lost: bool) -> 
     busy = peers.from_peer(STRANGER, replace(other, holder=0))
     assert isinstance(busy, Failed) and busy.code == "busy"
     assert counts(peers.from_peer(S_WORKER, take((1, 9)))) == [5]
+
+
+class _Line:
+    """A hub's connection to a peer, and the hub of all of them."""
+
+    peer = "a peer"
+
+    def __init__(self, message: Any = None) -> None:
+        self.message, self.sent, self.is_closed = message, [], False
+
+    @property
+    def connections(self) -> list[_Line]:
+        return [self] * 3
+
+    def receive_any(self, timeout_s: float | None) -> tuple[int, Any]:
+        return NEIGHBOUR, self.message
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class _Full(AttentionExecutor):
+    """Has no memory."""
+
+    def compute(self, compute: Any) -> Any:
+        raise MemoryError("no more memory")
+
+
+def test_a_replica_that_lacks_what_its_books_say_is_not_taken_over(peers: Peers) -> None:
+    begin = stored((1, 0, 5))
+    peers.say(NEIGHBOUR, begin)
+    for layer in range(NUM_LAYERS - 1):
+        peers.say(NEIGHBOUR, attend(begin, layer))
+    executor, line = _Full(num_threads=1), _Line(attend(begin, NUM_LAYERS - 1))
+    executor.drop = lambda drop: None  # type: ignore[method-assign]
+    assert serve_next(line, peers.state, executor, None)  # type: ignore[arg-type]
+    assert isinstance(line.sent[0], Failed) and line.is_closed
+    failed = peers.from_peer(S_WORKER, take((1, 5)))
+    assert isinstance(failed, Failed) and "no cache of this session" in failed.message
 
 
 def test_a_neighbour_takes_nothing_over(peers: Peers) -> None:

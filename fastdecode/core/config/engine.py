@@ -270,6 +270,7 @@ class EngineConfig:
                     ": KV on the device needs no R-workers. Remove one of them",
                 )
 
+        self._check_device_replica()
         if self.s_part.tp > 1 and self.cache.cache_disk is not None:
             raise ConfigError(
                 Given("cache_disk", self.cache.cache_disk),
@@ -280,6 +281,24 @@ class EngineConfig:
                 " yet: only the first S-worker of a stage would store its heads. Remove one of "
                 "them",
             )
+
+    def _check_device_replica(self) -> None:
+        """Only the one cache of a single device has a replica."""
+        if not self.r_part.replicas:
+            return
+        others = (("tp", self.s_part.tp > 1), ("pp", self.s_part.pp > 1),
+                  ("prompt_pp", self.s_part.prompt_pp > 0),
+                  ("prefill_instances", self.instances.number > 0))  # fmt: skip
+        for name, is_given in others:
+            if is_given:
+                raise ConfigError(
+                    Given(name, self.options[name]),
+                    " is not supported with ",
+                    Given("replicas", self.r_part.replicas),
+                    " and ",
+                    Given("kv_placement", "gpu"),
+                    " yet: only a single device's cache is replicated. Remove one of them",
+                )
 
     def _check_one_side(self) -> None:
         for name in ("device_kv_gb", "away_tpot_s"):

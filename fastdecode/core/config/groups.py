@@ -108,7 +108,8 @@ class RPart:
     replicas: int = option(
         0,
         "copies of each R-worker's KV cache, kept by another R-worker; with 1, sequences continue"
-        " from the copy after a loss; takes half of the KV memory",
+        " from the copy after a loss; takes half of the KV memory (with KV on the device: as much"
+        " host memory as the device's cache)",
         low=0,
         high=1,
         common=True,

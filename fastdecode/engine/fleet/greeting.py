@@ -13,7 +13,11 @@ from fastdecode.wire.messages import Hello, Welcome
 
 
 def greet(
-    fleet: HolderPool, hello: Hello, max_blocks: Mapping[HolderId, int] | None = None
+    fleet: HolderPool,
+    hello: Hello,
+    max_blocks: Mapping[HolderId, int] | None = None,
+    *,
+    among: Iterable[HolderId] | None = None,
 ) -> dict[HolderId, Welcome]:
     """Say Hello to every holder's R-worker and collect the answers of those
     that are there. An R-worker compiles its kernels before it answers, so this
@@ -22,13 +26,14 @@ def greet(
     Args:
         hello: to all.
         max_blocks: the most that each is to offer; None: as many as it can.
+        among: greets these; None: all holders.
 
     Raises:
         ConfigError: an R-worker hasn't the memory for one KV block, or can't
             hold such a cache.
     """
     with fleet.pending.within(fleet.pending.deadlines.while_greeting()):
-        for holder in fleet.holders:
+        for holder in fleet.holders if among is None else among:
             most = (max_blocks or {}).get(holder, hello.max_blocks)
             fleet.send(holder, replace(hello, max_blocks=most))
         welcomes = _welcomed(fleet)

@@ -43,19 +43,21 @@ class Placement:
 
     Args:
         workers: their indices; each keeps the holder of that number at first.
+        keepers: those of them that only keep replicas. Their numbers are no holders'.
     """
 
-    def __init__(self, workers: Iterable[int]) -> None:
+    def __init__(self, workers: Iterable[int], keepers: Collection[int] = ()) -> None:
         self._worker_of = {HolderId(index): index for index in workers}
+        self._holders = [one for one in self._worker_of if one not in keepers]
         self._former: set[tuple[int, HolderId]] = set()
         self.has_moved = False
         """A worker may keep several holders, or another than its own."""
 
     def __len__(self) -> int:
-        return len(self._worker_of)
+        return len(self._holders)
 
     def __iter__(self) -> Iterator[HolderId]:
-        return iter(self._worker_of)
+        return iter(self._holders)
 
     def __getitem__(self, holder: HolderId) -> int:
         """The index of the worker that keeps a holder."""
@@ -63,7 +65,7 @@ class Placement:
 
     def kept_by(self, index: int) -> list[HolderId]:
         """The holders that a worker keeps."""
-        return [holder for holder, worker in self._worker_of.items() if worker == index]
+        return [holder for holder in self._holders if self._worker_of[holder] == index]
 
     def keeps(self, index: int, holder: int) -> bool:
         """Whether the worker keeps the holder; there needn't be one of that number."""
@@ -182,6 +184,7 @@ class WorkerPool:
         num_others: the hub's last connections, which aren't to R-workers.
         num_relayed: workers that are reached over those. Their indices are the
             last.
+        num_keepers: the last R-workers that are connected here only keep replicas.
     """
 
     def __init__(
@@ -194,6 +197,7 @@ class WorkerPool:
         device: RConnection | None = None,
         num_others: int = 0,
         num_relayed: int = 0,
+        num_keepers: int = 0,
     ) -> None:
         self._hub = hub
         self._device = device
@@ -201,7 +205,8 @@ class WorkerPool:
         self.num_workers: Final = num_peers - num_others
         """R-workers that are connected here, and the device beside them."""
         relayed = range(num_peers, num_peers + num_relayed)
-        self.placement: Final = Placement([*range(self.num_workers), *relayed])
+        keepers = range(self.num_workers - num_keepers, self.num_workers)
+        self.placement: Final = Placement([*range(self.num_workers), *relayed], keepers)
         """Which worker keeps which holder."""
         self.pending: Final = PendingReplies(
             num_peers + num_relayed, Deadlines(timeout_s, silence_s, clock), self._heard_s
@@ -238,6 +243,9 @@ class WorkerPool:
     def is_owed_at_once(self) -> bool:
         """Whether an answer is owed by the device beside R-workers, which answers at once."""
         return False
+
+    def hear_reports(self) -> None:
+        """Take in what has been reported by workers that nobody waits for."""
 
     def tier_of(self, holder: HolderId, message: UseTier) -> UseTier:
         """What a holder is sent to open its lower tier."""
@@ -450,14 +458,18 @@ class MixedPool(WorkerPool):
     """R-workers, and the cache on the S-worker's device as the last; see ``WorkerPool``."""
 
     @property
+    def _device_index(self) -> int:
+        return self.num_workers - 1
+
+    @property
     def is_owed_at_once(self) -> bool:
         """See ``WorkerPool``."""
-        return self.pending.owes_answer(self.num_workers - 1)
+        return self.pending.owes_answer(self._device_index)
 
     def receive(self, *, most_s: float = math.inf) -> tuple[HolderId, Answer] | None:
         """See ``WorkerPool``. While the device fetches, R-workers are waited for in short turns."""
         if not self._early:
-            index = self.num_workers - 1
+            index = self._device_index
             device = self._connection(index)
             if self.is_owed_at_once:
                 return self._taken(index, device.receive())
@@ -467,6 +479,39 @@ class MixedPool(WorkerPool):
                     return self._taken(index, report)
                 most_s = min(most_s, _LOOK_S)
         return super().receive(most_s=most_s)
+
+
+class ProtectedPool(MixedPool):
+    """The cache on the S-worker's device, which is the first worker, and R-workers that
+    only keep replicas. The device may be lost. See ``WorkerPool``."""
+
+    _device_index = 0
+
+    def hear_reports(self) -> None:
+        """See ``WorkerPool``. Steps on the device wait for nobody."""
+        if self._device_index in self.gone:
+            return
+        device = self._connection(self._device_index)
+        try:
+            while (message := device.poll()) is not None:
+                self._sort(message)
+        except WorkerError as error:
+            self._lose(self._device_index, error)
+
+    def wait_for_report(self, timeout_s: float) -> None:
+        """Wait until the device has reported something.
+
+        Raises:
+            WorkerError: it has not within ``timeout_s`` seconds.
+        """
+        self._sort(self._connection(self._device_index).receive(timeout_s))
+
+    def _sort(self, message: FromRWorker) -> None:
+        """Keep what the device said until it is asked for."""
+        if isinstance(message, ReplicationNews):
+            self.events.hear_replica(self._device_index, message)
+        else:
+            self._early.append((self._device_index, message))
 
 
 def last_words(connection: Connection[Any, Any]) -> Failed | None:

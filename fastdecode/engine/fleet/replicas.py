@@ -25,14 +25,15 @@ from typing import Any, Final
 import numpy as np
 
 from fastdecode.core.clock import Clock
+from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.groups import GroupPool, HolderPool
 from fastdecode.engine.fleet.handovers import Handovers
-from fastdecode.engine.fleet.pool import WorkerPool
+from fastdecode.engine.fleet.pool import ProtectedPool, WorkerPool
 from fastdecode.engine.fleet.replacements import HubReplacements, Replacements
 from fastdecode.engine.fleet.resharing import GROUP, Resharing, offer_room
-from fastdecode.engine.fleet.ring import LinkOptions, Ring
+from fastdecode.engine.fleet.ring import KeptApart, LinkOptions, Ring
 from fastdecode.schedule.life import events
 from fastdecode.schedule.ring import ResumePoint, num_offered
 from fastdecode.wire.kv.kept import words_of
@@ -124,7 +125,8 @@ class Failovers:
     ) -> None:
         self._fleet = fleet
         self._clock = clock
-        self._ring = Ring(fleet, options, clock, fleet.pending.deadlines)
+        ring = Ring if options.keepers is None else KeptApart
+        self._ring = ring(fleet, options, clock, fleet.pending.deadlines)
         self.circle = list(circle)
         """The ring's holders, lost ones included."""
         self._is_broken = False  # somebody has left the ring, or come
@@ -136,6 +138,12 @@ class Failovers:
         self._counts_links = figures is None
         self.figures = figures or ReplicaFigures(lags=self._ring.protection.lags)
         """What happened to replicas so far."""
+
+    @property
+    def is_beginning(self) -> bool:
+        """Whether a replica is to be kept of which nothing was heard yet."""
+        protection = self._ring.protection
+        return any(not protection.is_cut(holder) for holder in protection.bare)
 
     def hand_over_to(self, replacements: HubReplacements[Any] | None) -> None:
         """From now on, neighbours give what they took over to the replacements of
@@ -391,6 +399,7 @@ class Replicas:
     def take_news(self, last_step: int) -> None:
         """Take in what members have reported of their replicas. ``last_step``: that
         has begun."""
+        self._fleet.members.hear_reports()
         heard = self._fleet.members.events.take_replicas()
         for ring in self.rings:
             ring.take_news(last_step, [x for x in heard if x.holder in ring.circle])
@@ -549,6 +558,24 @@ class HeadReplicas(Replicas):
             super().mend()
 
 
+class DeviceReplicas(Replicas):
+    """Of the cache on the S-worker's device."""
+
+    def begin(self) -> None:
+        """See ``Replicas``. Waits until the replica is there: nobody else could go on for
+        a device that fails before that.
+
+        Raises:
+            WorkerError: the R-worker that is to keep it does not answer.
+        """
+        super().begin()
+        pool = self._fleet.members
+        assert isinstance(pool, ProtectedPool)
+        while self.rings[0].is_beginning:
+            pool.wait_for_report(pool.pending.deadlines.while_greeting().timeout_s)
+            self.take_news(0)
+
+
 def new_session() -> int:
     """Secret of a run."""
     return 1 + secrets.randbelow(MAX_ID)
@@ -584,6 +611,43 @@ def replicate(
         copied = {holder: welcome for holder, welcome in welcomes.items() if holder in circle}
         again = {**welcomes, **offer_halves(fleet, hello, copied)}
     return again, kind(fleet, [(circle, options)], clock)
+
+
+def replicate_apart(
+    fleet: ProtectedPool,
+    hello: Hello,
+    welcomes: Mapping[HolderId, Welcome],
+    options: LinkOptions,
+    clock: Clock = time.monotonic,
+) -> tuple[dict[HolderId, Welcome], Replicas]:
+    """Have R-workers that have no holders offer room for the holders' replicas
+    (``options.keepers``).
+
+    Args:
+        hello, welcomes, clock: see ``replicate``.
+        options: of the links.
+
+    Raises:
+        ConfigError: a keeper hasn't the memory for a replica.
+        WorkerError: a keeper is lost, or does not answer.
+    """
+    keepers = options.keepers or {}
+    rooms = greet(fleet, hello, among=keepers.values())
+    for keeper in keepers.values():
+        if keeper not in rooms:
+            raise fleet.members.gone[fleet.members.placement[keeper]]
+    # A keeper's own cache, which the session needs, has one block.
+    offered = {
+        holder: min(welcome.num_blocks, rooms[keepers[holder]].num_blocks - 1)
+        for holder, welcome in welcomes.items()
+    }
+    if min(offered.values()) < 1:
+        raise ConfigError(
+            "the host has no memory for a replica of a KV block: raise ", Given("kv_memory_gb")
+        )
+    greet(fleet, hello, dict.fromkeys(keepers.values(), 1), among=keepers.values())
+    again = greet(fleet, hello, offered)
+    return again, DeviceReplicas(fleet, [(sorted(keepers), options)], clock)
 
 
 def offer_halves(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -42,6 +42,9 @@ class LinkOptions:
     """How long a neighbour may take to make room."""
     session: int
     """Secret of this run, in which holders were greeted."""
+    keepers: Mapping[HolderId, HolderId] | None = None
+    """Which R-workers, that have no holders, keep each one's replica; None: the holders'
+    R-workers, in a ring."""
 
 
 class Links:
@@ -116,7 +119,7 @@ class Ring:
     def make_way(self, members: Sequence[HolderId]) -> bool:
         """End what would be in the way of a ring of these. Whether all of that
         is over; if not, ask again."""
-        wanted = _pairs(members)
+        wanted = self._pairs(members)
         for holder, keeper in list(self._keepers.items()):
             if wanted.get(holder) != keeper:
                 self._end(holder)
@@ -143,7 +146,7 @@ class Ring:
     def close(self, members: Sequence[HolderId]) -> None:
         """From now on these are the ring."""
         self.members = tuple(members)
-        before, self._keepers = self._keepers, _pairs(members)
+        before, self._keepers = self._keepers, self._pairs(members)
         if not self._keepers:
             logger.warning("no replicas: all R-workers but one are lost")
         self.protection.only(self._keepers.keys(), members)
@@ -152,12 +155,22 @@ class Ring:
             self.links.next_line(holder)
             self._begin(holder)
         for holder, keeper in self._keepers.items():
-            guest = self.beside(holder, -1)
-            if holder in new or guest in new:
-                names = self.options.addresses
-                expected = names[guest] if guest in new else ""
-                self.links.tell(holder, names[keeper], expected, self.links.line(guest))
+            self._link(holder, keeper, new)
         self.protection.count()
+
+    def _link(self, holder: HolderId, keeper: HolderId, new: Collection[HolderId]) -> None:
+        """Begin a holder's link, and expect its guest's, where they are new ones."""
+        guest = self.beside(holder, -1)
+        if holder in new or guest in new:
+            names = self.options.addresses
+            expected = names[guest] if guest in new else ""
+            self.links.tell(holder, names[keeper], expected, self.links.line(guest))
+
+    def _pairs(self, members: Sequence[HolderId]) -> dict[HolderId, HolderId]:
+        """Who keeps whose replica; of a single one nobody does."""
+        if len(members) < 2:
+            return {}
+        return dict(zip(members, [*members[1:], members[0]], strict=True))
 
     def beside(self, holder: HolderId, step: int) -> HolderId:
         """Who keeps a member's replica (1), or whose is kept there (-1)."""
@@ -257,11 +270,35 @@ class Ring:
             self.links.tell(holder, "", "")
 
 
-def _pairs(members: Sequence[HolderId]) -> dict[HolderId, HolderId]:
-    """Who keeps whose replica; of a single one nobody does."""
-    if len(members) < 2:
-        return {}
-    return dict(zip(members, [*members[1:], members[0]], strict=True))
+class KeptApart(Ring):
+    """Holders whose replicas are kept by R-workers that have no holders: the KV cache on
+    a device, by an R-worker in the host's memory. No neighbour is any holder's."""
+
+    def _pairs(self, members: Sequence[HolderId]) -> dict[HolderId, HolderId]:
+        gone = self._fleet.gone
+        return {one: self._keeper(one) for one in members if self._keeper(one) not in gone}
+
+    def _link(self, holder: HolderId, keeper: HolderId, new: Collection[HolderId]) -> None:
+        if holder in new:
+            self.links.tell(holder, self.options.addresses[keeper], "")
+
+    def beside(self, holder: HolderId, step: int) -> HolderId:
+        """See ``Ring``. Nobody's replica is kept by a holder."""
+        assert step == 1, "a holder on a device keeps no replica"
+        return self._keeper(holder)
+
+    def plan(self, holder: HolderId) -> RecoveryPlan | None:
+        """See ``Ring``: of the holder and its keeper alone."""
+        is_bare = holder in self.protection.bare or self._keeper(holder) in self._fleet.gone
+        if holder not in self.members or is_bare:
+            return None
+        acked = self.protection.held(holder)
+        lanes = [acked.get(lane, -1) for lane in range(1 + max(acked, default=0))]
+        return plan_recovery(2, [HolderId(0)], lanes)
+
+    def _keeper(self, holder: HolderId) -> HolderId:
+        assert self.options.keepers is not None
+        return self.options.keepers[holder]
 
 
 def _may_be(news: Replicated) -> bool:

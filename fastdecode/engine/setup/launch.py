@@ -179,9 +179,10 @@ class RunningEngine:
             self._workers.stages,
             self.resolved.layers,
             shares_heads=config.r_part.r_partition == "heads",
+            num_keepers=len(self._workers.keepers or ()),
         )
         self._gone = pool.gone  # as it is, whenever they are closed
-        if config.r_part.replicas:
+        if config.r_part.replicas and self._workers.keepers is None:
             neighbour(HolderId(0), self._workers.num_holders)  # or it is refused
 
     def _start(
@@ -209,7 +210,7 @@ class RunningEngine:
                 )
             else:
                 welcomes = offer_halves(self._fleet, greeting, welcomes)
-            tell(about_replicas(all_blocks, welcomes))
+            tell(about_replicas(all_blocks, welcomes, workers))
             if replacements is not None:
                 r_workers = {x: welcomes[x] for x in welcomes if x < workers.num_holders}
                 replacements.limit(limits(r_workers, workers.num_holders))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,13 +11,19 @@ from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.holders import Holder, HolderKind
+from fastdecode.core.host.machine import default_kv_bytes
 from fastdecode.core.model.checkpoint import Checkpoint
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.fleet.replicas import new_session
 from fastdecode.engine.kv_exchange import ExportAddresses
-from fastdecode.engine.setup.device_caches import device_worker, reach_device, reach_swapped
+from fastdecode.engine.setup.device_caches import (
+    ReplicaKeeper,
+    device_worker,
+    reach_device,
+    reach_swapped,
+)
 from fastdecode.engine.setup.ranks import agree_on_kv
 from fastdecode.engine.setup.resolve import (
     ResolvedConfig,
@@ -78,23 +84,18 @@ def make_attention(
     token_bytes = kept_by_rank(spec, resolved, 0)[0].token_bytes
     holder = Holder(workers.kind, resolved.prompts_on_r, workers.answers_at_once, token_bytes)
     if workers.attention is not None:
-        return workers.attention(fleet, holder, s_worker)
+        local = workers.attention(fleet, holder, s_worker)
+        if workers.protect is None:
+            return local
+        return workers.protect(local, _plan(fleet, spec, resolved, s_worker, (holder,)))
     holders = (holder,) * len(fleet)
     if device is not None:
         on_device = replace(
             holder, kind=HolderKind.DEVICE, attends_prompts=False, answers_at_once=True
         )
         holders = (*holders[:-1], on_device)
-    plan = AttentionPlan(
-        spec.attention,
-        resolved.kv_dtype,
-        fleet,
-        s_worker.device,
-        holders,
-        slot_bytes=resolved.slot_bytes(spec),
-        sinks=s_worker.model.sinks,
-        prompts=_held_prompts(spec, resolved, s_worker),
-    )
+    held = _held_prompts(spec, resolved, s_worker)
+    plan = _plan(fleet, spec, resolved, s_worker, holders, held)
     plan.prepare(resolved.most_lanes)
     if device is None:
         return plan
@@ -102,6 +103,27 @@ def make_attention(
     if whole is not None:
         whole.prepare(only_lane=DEVICE_LANE)
     return MixedAttention(plan, device, home=DeviceLane(whole))
+
+
+def _plan(
+    fleet: HolderPool,
+    spec: ModelSpec,
+    resolved: ResolvedConfig,
+    s_worker: SWorker,
+    holders: Sequence[Holder],
+    prompts: DevicePrefill | None = None,
+) -> AttentionPlan:
+    """Attention at R-workers."""
+    return AttentionPlan(
+        spec.attention,
+        resolved.kv_dtype,
+        fleet,
+        s_worker.device,
+        holders,
+        slot_bytes=resolved.slot_bytes(spec),
+        sinks=s_worker.model.sinks,
+        prompts=prompts,
+    )
 
 
 def reach_workers(
@@ -214,6 +236,7 @@ def reach_own_device(
         beside=beside,
         stage=stage,
         is_written=bool(resolved.prompt_layers),
+        keeper=_replica_keeper(resolved),
     )
 
 
@@ -230,6 +253,16 @@ def check_written(resolved: ResolvedConfig) -> None:
             " is not supported in an MPI job yet: prompt stages write to devices of their own "
             "process. Start it without mpirun",
         )
+
+
+def _replica_keeper(resolved: ResolvedConfig) -> ReplicaKeeper | None:
+    """What keeps a replica of the device's KV cache; None: there is to be none."""
+    if not resolved.config.r_part.replicas:
+        return None
+    kv_bytes = resolved.kv_bytes
+    if resolved.free.device_bytes is not None:
+        kv_bytes = min(kv_bytes, default_kv_bytes(1, resolved.free.host_bytes))
+    return ReplicaKeeper(kv_bytes, resolved.r_threads)
 
 
 def reach_stage(resolved: ResolvedConfig, stage: int) -> Reached:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 from fastdecode.core.config.groups import Cluster
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.groups import HolderPool
-from fastdecode.engine.fleet.replicas import Replicas, replicate
+from fastdecode.engine.fleet.pool import ProtectedPool
+from fastdecode.engine.fleet.replicas import Replicas, replicate, replicate_apart
 from fastdecode.engine.fleet.ring import LinkOptions
 from fastdecode.engine.setup.workers import Reached
 from fastdecode.engine.stages.pool import StagePool
@@ -28,6 +30,10 @@ def make_replicas(
         ConfigError: there is to be a single one, or one hasn't the memory.
     """
     options = _options(hello.session, workers.addresses, cluster)
+    if workers.keepers is not None:
+        assert isinstance(fleet, ProtectedPool)
+        options = replace(options, keepers=workers.keepers)
+        return replicate_apart(fleet, hello, welcomes, options)
     circle = fleet.members.holders[: workers.num_holders]
     return replicate(fleet, hello, welcomes, options, circle=circle)
 
@@ -48,14 +54,14 @@ def make_stage_replicas(
     return Replicas(fleet, rings)
 
 
-def about_replicas(welcomes: Welcomes, again: Welcomes) -> str:
+def about_replicas(welcomes: Welcomes, again: Welcomes, workers: Reached) -> str:
     """What room replicas leave, for people."""
+    keeps = "each R-worker keeps its neighbour's in as many"
+    if workers.keepers is not None:
+        keeps = "the host's memory has a replica of all of them"
     num_blocks = sum(welcome.num_blocks for welcome in welcomes.values())
     offered = sum(welcome.num_blocks for welcome in again.values())
-    return (
-        f"replicas: sequences have {offered} of {num_blocks} KV blocks; each R-worker keeps its "
-        "neighbour's in as many"
-    )
+    return f"replicas: sequences have {offered} of {num_blocks} KV blocks; {keeps}"
 
 
 def _options(

@@ -171,7 +171,10 @@ class Steps:
         of_stage = r_part.r_workers + self.config.cluster.spare_r_workers
         num_threads = of_stage * self.config.s_part.pp
         stored_bytes = self.kv_token_bytes * schedule.stored_tokens(r_part.block_size)
-        in_process = {"local": self.num_stages_here, "inline": num_threads, "inproc": num_threads}
+        # With replicas each device's cache has another one, on the host.
+        on_host = 1 + r_part.replicas if self.free.device_bytes is None else 1
+        of_devices = self.num_stages_here * on_host
+        in_process = {"local": of_devices, "inline": num_threads, "inproc": num_threads}
         return KVDemand(
             on_device=self.transport == "local",
             num_caches=in_process.get(self.transport, 0),

@@ -23,7 +23,7 @@ from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.spec import Shard
 from fastdecode.engine.fleet.groups import CacheGroup, GroupPool, HolderPool
-from fastdecode.engine.fleet.pool import MixedPool, RConnection, RHub, WorkerPool
+from fastdecode.engine.fleet.pool import MixedPool, ProtectedPool, RConnection, RHub, WorkerPool
 from fastdecode.engine.fleet.resharing import in_heads, share_out_heads
 from fastdecode.engine.fleet.spares import SpareHub
 from fastdecode.engine.stages.later import LaterStages
@@ -428,9 +428,13 @@ def pool_of(
     layers: Sequence[range],
     *,
     shares_heads: bool,
+    num_keepers: int = 0,
 ) -> tuple[WorkerPool, HolderPool]:
     """The R-workers of an engine, and its holders; with other stages, of the first one.
-    ``layers``: of each stage that decodes."""
+    ``layers``: of each stage that decodes; ``num_keepers``: see ``WorkerPool``."""
+    if num_keepers:
+        protected = ProtectedPool(hub, timeout_s, silence_s, absent=absent, num_keepers=num_keepers)
+        return protected, protected
     if stages is None:
         make = WorkerPool if device is None else MixedPool
         pool = make(hub, timeout_s, silence_s, absent=absent, device=device)

@@ -98,6 +98,10 @@ class DeviceWorker(InlineConnection):
         tables = _tables(begin, appended, store)
         return BegunStep(tables, own.books, self._executor.caches[own.holder])
 
+    def end_step(self, begin: BeginStep) -> None:
+        """All layers of a step are done, or queued on the device."""
+        self._state.cache_of(WORKER, begin.holder).books.steps.finish(begin.lane, begin.step)
+
 
 @dataclass(frozen=True, eq=False)
 class BegunStep:
@@ -155,14 +159,15 @@ class LocalAttention:
         self.fleet = fleet
         self.holders = (device,)
         self._connection = connection
-        self._whole = whole_steps(s_worker, connection)
-        if self._whole is not None:
+        self.whole = whole_steps(s_worker, connection)
+        """Runs decode steps as one graph; None: they run layer by layer."""
+        if self.whole is not None:
             with s_worker.together():
-                self._whole.prepare()
+                self.whole.prepare()
         connection.keep_on_host(s_worker)
 
     def begin(self, batch: StepBatch) -> LocalStep:
-        return LocalStep(self._connection, batch, self._whole)
+        return LocalStep(self._connection, batch, self.whole)
 
 
 def whole_steps(s_worker: SWorker, connection: DeviceWorker) -> WholeSteps | None:
@@ -184,6 +189,7 @@ class LocalStep:
     ) -> None:
         (span,) = batch.spans
         self.batch = batch
+        self._connection = connection
         self._begin, self._holder = span.begin, span.holder
         begun = connection.begin_step(span.begin)
         self._tables, self._books, self._cache = begun.tables, begun.books, begun.cache
@@ -198,13 +204,13 @@ class LocalStep:
 
     def run_through(self, s_worker: SWorker) -> Pass | None:
         """See ``LaneAttention``."""
-        batch, begin = self.batch, self._begin
-        self._books.steps.finish(begin.lane, begin.step)
         inputs = self._inputs()
         run = partial(
-            run_step, s_worker, self._whole, inputs, self._paged, self._attend, batch.feed
+            run_step, s_worker, self._whole, inputs, self._paged, self._attend, self.batch.feed
         )
-        return s_worker.run_through(run, inputs)
+        forward = s_worker.run_through(run, inputs)
+        self._connection.end_step(self._begin)
+        return forward
 
     def _inputs(self) -> StepInputs:
         batch = self.batch

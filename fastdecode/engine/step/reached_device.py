@@ -26,7 +26,7 @@ from fastdecode.wire.kv.replicating import ReplicationNews
 from fastdecode.wire.messages import BeginStep, Failed, FromRWorker, Inspect, ToRWorker
 from fastdecode.wire.transport import CLOSED, TIMEOUT, PeerLostError, timeout_error
 from rworker.inline import WORKER
-from rworker.instructions import HangUp, Instruction
+from rworker.instructions import EndStep, HangUp, Instruction
 from rworker.state import RWorkerState
 from rworker.transfers.background_transfers import BackgroundTransfers
 from rworker.transfers.neighbours import Neighbourhood
@@ -73,6 +73,20 @@ class ReachedDevice(DeviceWorker):
         """See ``DeviceWorker``."""
         with self._changed:
             return super().begin_step(begin)
+
+    def end_step(self, begin: BeginStep) -> None:
+        """See ``DeviceWorker``. The replica follows, if there is one."""
+        with self._changed:
+            super().end_step(begin)
+            cache = self._state.cache_of(WORKER, begin.holder)
+            if cache.is_replicated:
+                self._obey((EndStep(cache.holder, begin.lane, begin.step),))
+                self._wake_up()
+
+    def fail(self) -> None:
+        """The device has failed: its caches are gone, and their memory is free."""
+        self.close()
+        self._executor.drop_all()
 
     def send(self, message: ToRWorker) -> None:
         """See ``InlineConnection``, but it is done at once: readers wait for what is
@@ -124,6 +138,10 @@ class ReachedDevice(DeviceWorker):
 
     def _handle(self, message: ToRWorker, state: RWorkerState, executor: RWorkerExecutor) -> None:
         super()._handle(message, state, executor)
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        """Have the thread look after transfers, if it would do so later than they are due."""
         wait_s = self._transfers.wait_s
         if wait_s is not None and (self._pause_s is None or wait_s < self._pause_s):
             self._pause_s = wait_s

@@ -151,6 +151,11 @@ class TorchExecutor:
         tier = HostTier(cache, partial(self.memories.__getitem__, wanted.holder))
         return self.tiers.use(wanted.holder, tier, tier.num_slots)
 
+    def drop_all(self) -> None:
+        """Free every cache."""
+        for holder in list(self.caches):
+            self._forget(holder)
+
     def _forget(self, holder: HolderId) -> None:
         self.tiers.close(holder)
         self.caches.pop(holder, None)

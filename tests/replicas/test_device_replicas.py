@@ -1,0 +1,195 @@
+"""The KV cache on the S-worker's device has a replica in the host's memory. When the
+device fails, sequences go on from it, and no token changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from disk_talks import talk_in_turns
+from replica_jobs import GREEDY, run
+from simulated_engines import DeviceLosses
+from trouble import Trouble
+
+from examples import examples
+from fastdecode import LLM
+from fastdecode.core.config.engine import EngineConfig
+from fastdecode.core.errors import ConfigError, WorkerError
+from fastdecode.engine.setup import device_caches
+from rworker.worker import WorkerThread, start_worker_thread
+from sworker.paged import PagedKV
+
+ON_DEVICE: dict[str, Any] = {
+    "kv_placement": "gpu", "r_workers": 1, "r_threads": None, "lanes": None, "device": "cpu",
+    "prefix_cache": "off",
+}  # fmt: skip
+SMALL: dict[str, Any] = {
+    "dtype": "float32", "kv_placement": "gpu", "device": "cpu", "block_size": 16,
+    "kv_memory_gb": 0.0002, "max_num_sequences": 2, "prefix_cache": "on",
+}  # fmt: skip
+"""16 blocks."""
+MANY = 1 << 30
+NUM_SEEDS = 300
+
+
+@pytest.fixture(scope="module")
+def model(tiny_checkpoint: Callable[..., Path]) -> Path:
+    return tiny_checkpoint("llama")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[tuple[int, ...]]]:
+    """Of an engine without replicas that nothing disturbs."""
+    return run(model, **ON_DEVICE, replicas=0)[0]
+
+
+@pytest.fixture(scope="module")
+def said(model: Path) -> Any:
+    """The same of conversations."""
+    with LLM(str(model), **SMALL) as llm:
+        return talk_in_turns(llm)
+
+
+def crash_keeper(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """The R-worker that keeps the replica crashes after so many layers that it computes."""
+
+    def start(name: str, **options: Any) -> WorkerThread:
+        return start_worker_thread(name, **options, executor=Trouble(after))
+
+    monkeypatch.setattr(device_caches, "start_worker_thread", start)
+
+
+@pytest.mark.parametrize("num_layers", [0, 1, 40])
+def test_a_device_that_fails_changes_no_token(
+    model: Path, expected: Any, monkeypatch: pytest.MonkeyPatch, num_layers: int
+) -> None:
+    losses = DeviceLosses(monkeypatch, num_layers)
+    tokens, stats = run(model, **ON_DEVICE)
+    assert tokens == expected
+    assert losses.num_lost == 1 and stats.replicas is not None
+    (failover,) = stats.replicas.failovers
+    assert (failover.worker, failover.keeper) == ("the KV cache on cpu", "R-worker replica")
+    assert stats.replicas.num_recomputed_holders == stats.num_recomputed == 0
+
+
+def test_only_tokens_that_the_replica_lacks_run_again(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    DeviceLosses(monkeypatch, 40)
+    _, stats = run(model, **ON_DEVICE)
+    assert stats.replicas is not None
+    resumed, longest_lag = stats.resumed, max(stats.replicas.lags, default=0)
+    assert resumed.num_sequences >= 5 and resumed.num_tokens > 0
+    # Every sequence has at most a chunk of 8 tokens in a step, and a step may be in flight.
+    assert resumed.num_tokens_lost <= resumed.num_sequences * 8 * (longest_lag + 1)
+
+
+def test_a_replica_costs_no_token_while_nothing_fails(model: Path, expected: Any) -> None:
+    tokens, stats = run(model, **ON_DEVICE)
+    assert tokens == expected
+    assert stats.replicas is not None and not stats.replicas.failovers
+    assert stats.replicas.lags, "the replica was never reported"
+
+
+@pytest.mark.parametrize("tier", ["host tier", "disk", None])
+def test_conversations_go_on_with_what_the_replica_keeps(
+    model: Path, said: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tier: str | None
+) -> None:
+    options: dict[str, Any] = {"replicas": 1}
+    if tier == "host tier":
+        options["cache_memory_gb"] = 0.001
+    elif tier == "disk":
+        options |= {"cache_disk": str(tmp_path), "cache_disk_gb": 0.001}
+    losses = DeviceLosses(monkeypatch, 60)
+    with LLM(str(model), **{**SMALL, **options}) as llm:
+        assert talk_in_turns(llm) == said
+        num_reused = llm.stats.num_cached_prompt_tokens
+        assert talk_in_turns(llm) == said, "new requests start on the R-worker that took over"
+        assert llm.stats.num_cached_prompt_tokens > num_reused
+    assert losses.num_lost == 1
+
+
+def test_a_lost_keeper_costs_the_replica_alone(
+    model: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed = _crash_while_it_copies(monkeypatch, 5)
+    tokens, stats = run(model, **ON_DEVICE)
+    assert tokens == expected
+    assert placed[0] > 5 and stats.replicas is not None and stats.replicas.unprotected_s > 0
+
+
+def _crash_while_it_copies(monkeypatch: pytest.MonkeyPatch, after: int) -> list[int]:
+    """The R-worker that keeps the replica crashes after so many chunks that it writes."""
+    placed = [0]
+
+    class Crashes(Trouble):
+        def place(self, place: Any) -> None:
+            placed[0] += 1
+            if placed[0] > after:
+                raise MemoryError("no more memory")
+            super().place(place)
+
+    def start(name: str, **options: Any) -> WorkerThread:
+        return start_worker_thread(name, **options, executor=Crashes(MANY))
+
+    monkeypatch.setattr(device_caches, "start_worker_thread", start)
+    return placed
+
+
+def test_the_job_ends_when_the_keeper_is_lost_after_the_device(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    DeviceLosses(monkeypatch, 20)
+    crash_keeper(monkeypatch, 12)
+    with LLM(str(model), **{**SMALL, "replicas": 1}) as llm:
+        outputs = llm.generate([[5] * 9], GREEDY)
+        assert isinstance(outputs[0].error, WorkerError)
+        assert "failed: OutOfMemoryError" in outputs[0].error.message
+
+
+def test_a_mistake_is_no_failure_of_the_device(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(cache: PagedKV, *args: Any) -> None:
+        raise KeyError("a mistake")
+
+    monkeypatch.setattr(PagedKV, "attend", wrong)
+    with LLM(str(model), **{**SMALL, "replicas": 1}) as llm, pytest.raises(KeyError):
+        llm.generate([[5] * 9], GREEDY)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"tp": 2}, {"pp": 2}, {"prompt_pp": 1}, {"prefill_instances": 1, "decode_instances": 1}],
+)
+def test_only_a_single_device_is_replicated(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="only a single device's cache is replicated"):
+        EngineConfig.of(model="x", kv_placement="gpu", replicas=1, **options)
+
+
+@pytest.mark.parametrize("seed", range(examples(NUM_SEEDS, share=50)))
+def test_losses_at_drawn_moments_change_no_token(
+    model: Path, expected: Any, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """The device fails at a drawn layer; in some draws the replica had ended before that,
+    or the R-worker that took over crashes later."""
+    chance = random.Random(seed)
+    losses = DeviceLosses(monkeypatch, chance.randrange(60))
+    keeper = chance.choice(["lives", "lives", "lives", "crashes early", "crashes late"])
+    if keeper == "crashes early":
+        _crash_while_it_copies(monkeypatch, chance.randrange(8))
+    elif keeper == "crashes late":
+        crash_keeper(monkeypatch, chance.randrange(60))
+    chosen: dict[str, Any] = {
+        "prefill_chunk": chance.choice([4, 8, 32]), "block_size": chance.choice([16, 32]),
+        "link_bytes": chance.choice([1 << 16, 1 << 26]),
+    }  # fmt: skip
+    tokens, stats = run(model, **{**ON_DEVICE, **chosen})
+    assert stats.replicas is not None and losses.num_lost == 1
+    if keeper == "lives":
+        assert len(stats.replicas.failovers) == 1
+    if keeper == "lives" or all(tokens):
+        assert tokens == expected
