@@ -20,6 +20,7 @@ from cpu_kernels.codegen.amx import TILE_ROWS
 from cpu_kernels.codegen.compiled import address_of
 from cpu_kernels.isa import ISA_VARIABLE, Isa, default_level, find_level, host_levels
 from cpu_kernels.layout import DTYPES, BlockLayout, aligned_bytes
+from cpu_kernels.prefetch import PREFETCH_T0
 from cpu_kernels.read_kernel import copy_unit, read_unit
 from cpu_kernels.shape import SHAPE_FIELDS
 from cpu_kernels.team import SCRATCH_BYTES, Team
@@ -34,16 +35,12 @@ Comparison: TypeAlias = Callable[[str, str], str]
 
 _MOST_ROWS = 8
 _MOST_SPREAD = 4
-MIN_AMX_ROWS = 8
-"""Query heads a KV head from which products are made in AMX tiles. By
-reasoning, not by measurement: a product of tiles takes as long for one row as
-for 16, and up to here plain vectors keep up with memory."""
 
 
-def _fits_amx(layout: BlockLayout, group_size: int, source: str, ragged: bool) -> bool:
-    """Other sources need queries in two planes; other blocks, a step that ends beyond them."""
-    exact = layout.dtype == source == "bfloat16" and layout.block_size % 32 == 0
-    return exact and (ragged or group_size >= MIN_AMX_ROWS)
+def _fits_amx(layout: BlockLayout, source: str) -> bool:
+    """Whether products are made in AMX tiles, from one query row on. Other sources need
+    queries and weights in two planes; other blocks, a step that ends beyond them."""
+    return layout.dtype == source == "bfloat16" and layout.block_size % 32 == 0
 
 
 def _amx_variant(layout: BlockLayout, group_size: int, isa: Isa, ragged: bool) -> Variant:
@@ -95,7 +92,7 @@ def choose_variant(
         ragged: some sequence has more than one query; rows then come by the
             dozen.
     """
-    if isa.tiles and _fits_amx(layout, group_size, source, ragged):
+    if isa.tiles and _fits_amx(layout, source):
         return _amx_variant(layout, group_size, isa, ragged)
     dot = _choose_dot(layout.dtype, isa)
     score_vectors, value_vectors = layout.padded_tokens // isa.lanes, layout.tile_dims // isa.lanes
@@ -201,6 +198,7 @@ def plan_attend(
     ragged: bool,
     level: str | None,
     compare: Comparison,
+    hint: int = PREFETCH_T0,
 ) -> AttendPlan:
     """The kernel for calls of this shape, compiled. Tiles must have proved
     themselves in a comparison, unless ``level`` names them."""
@@ -208,6 +206,7 @@ def plan_attend(
     variant = choose_variant(layout, group_size, isa, source, ragged=ragged)
     if variant.tiles and not level and not tiles_work(isa, compare):
         variant = choose_variant(layout, group_size, replace(isa, tiles=""), source, ragged=ragged)
+    variant = replace(variant, hint=hint)
     return AttendPlan(attend_entry(variant), variant.product_rows, shape_record(layout, source))
 
 

@@ -30,6 +30,7 @@ from cpu_kernels.dispatch import (
     thread_scratch,
 )
 from cpu_kernels.layout import CARRIERS, BlockLayout
+from cpu_kernels.prefetch import DEFAULT_PREFETCH, Prefetch
 from cpu_kernels.team import OpenMPTeam, Team
 from cpu_kernels.tokens.append import run_append
 from cpu_kernels.tokens.gather import run_gather
@@ -164,6 +165,7 @@ def attend(
     num_threads: int = 1,
     team: Team | OpenMPTeam | None = None,
     level: str | None = None,
+    prefetch: Prefetch = DEFAULT_PREFETCH,
 ) -> None:
     """o = softmax(f(scale · q·kᵀ) + bias) · v of every query over its own
     sequence's cached tokens.
@@ -200,6 +202,7 @@ def attend(
         team: ``num_threads`` threads in place of the process's own helpers.
         level: one of ``isa.LEVELS``' names; None: the host's best, or what the
             environment forces.
+        prefetch: how memory is prefetched. It changes no result.
 
     Bit by bit means: among calls that all have one query a sequence, or among
     those that don't.
@@ -224,7 +227,13 @@ def attend(
     check_score_options(num_q_heads, scale, sliding_window, alibi_slopes, logit_softcap)
     ragged = num_rows > context_lens.shape[0]
     plan = plan_attend(
-        layout, num_q_heads // layout.num_kv_heads, source, ragged, level, compare_levels
+        layout,
+        num_q_heads // layout.num_kv_heads,
+        source,
+        ragged,
+        level,
+        compare_levels,
+        prefetch.hint,
     )
     k, v = last or (_NO_ROWS[q.dtype], _NO_ROWS[q.dtype])
     room, code, index = 0, driver.MORE_ROOM, 0
@@ -252,6 +261,7 @@ def attend(
             0 if last is None else append_row_entry(),
             k,
             v,
+            prefetch.pieces_ahead,
         )
         room = index
     if code != driver.OK:

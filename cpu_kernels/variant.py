@@ -21,6 +21,8 @@ from numba.extending import (
     unbox,
 )
 
+from cpu_kernels.prefetch import PREFETCH_T0
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -51,6 +53,8 @@ class Variant:
     """Register tiles of rows that are multiplied as one."""
     tiles: str = ""
     """What makes the products where ``dot`` is "amx": a key of ``amx.TILE_UNITS``."""
+    hint: int = PREFETCH_T0
+    """How lines are prefetched: NO_PREFETCH, PREFETCH_T0 or PREFETCH_T1."""
 
     @property
     def pack(self) -> int:

@@ -14,11 +14,14 @@ within each, in the order in which they lie in memory::
             state   = state · rescale + weights · V
 
 K and V of one head and block are **pieces** of memory, and memory is kept busy
-all the time: while scores are made, the head's V is asked for, and while V is
-multiplied, the next head's K. Everything a row keeps (running max, sum,
-weighted values) is float32. A sequence longer than a chunk gives one partial
-result a chunk; whoever finishes the last chunk merges them, in the order of the
-chunks, so that a result depends on the sequence alone.
+all the time: while scores are made, the head's V is prefetched, and while V is
+multiplied, the next head's K; or each a piece further. Which hint and which
+distance are best depends on the CPU and the layout (``cpu_kernels.prefetch``).
+Of a block that is at most half full, only the lines that hold its tokens are
+prefetched and read. Everything a row keeps (running max, sum, weighted values)
+is float32. A sequence longer than a chunk gives one partial result a chunk; the
+unit that finishes the last chunk merges them, in the order of the chunks, so
+that a result depends on the sequence alone.
 
 Where a call brings each sequence's last token with it, the unit that walks to
 that token writes it, a head at a time, right before that head's scores: the
@@ -38,7 +41,7 @@ from cpu_kernels.attention.operands import (
     UNIT,
     store_query,
 )
-from cpu_kernels.attention.products import add_block, score_block
+from cpu_kernels.attention.products import add_block, ask_keys, ask_values, score_block
 from cpu_kernels.attention.softmax import (
     LOG2_E,
     find_maxima,
@@ -62,6 +65,7 @@ from cpu_kernels.codegen.memory import (
 )
 from cpu_kernels.codegen.rows import clear_tail, fill_row, read_row
 from cpu_kernels.codegen.simd import maximum, splat
+from cpu_kernels.prefetch import NO_PREFETCH
 from cpu_kernels.team import SCRATCH_BYTES, call_entry, fetch_add
 from cpu_kernels.tokens.append import APPEND_SCRATCH_BYTES
 
@@ -82,6 +86,7 @@ JOB = np.dtype(
             "source", "num_q_heads", "num_kv_heads", "head_dim", "block_size", "max_blocks",
             "window", "block_bytes", "head_bytes", "v_offset", "scale_offset", "padded_tokens",
             "padded_dims", "dim_words", "tile_dims", "tile_bytes", "chunk_blocks",
+            "pieces_ahead",
         )
     ]
     + [("scale", np.float32), ("softcap", np.float32)],
@@ -165,11 +170,42 @@ def _round_up(number, multiple):
 
 
 @part
-def _count_scores(variant, num_tokens):
-    """Scores that a row needs of a block with so many tokens of its sequence: of
-    whole steps of the product with V, and of whole register tiles."""
+def _tokens_to_read(job, num_tokens):
+    """Of a block with so many tokens of its sequence, the tokens that are prefetched and
+    read. More than half a block is read whole: whole register tiles are that much quicker.
+    """
+    return num_tokens if 2 * num_tokens <= job.padded_tokens else job.block_size
+
+
+@part
+def _count_scores(variant, job, num_tokens):
+    """Scores that a row needs of a block with so many tokens of its sequence: of whole
+    steps of the product with V, and of whole vectors or, where the block is read whole,
+    register tiles."""
     weights = _round_up(num_tokens, variant.pack * variant.step_words)
+    if _tokens_to_read(job, num_tokens) == num_tokens:
+        return _round_up(weights, variant.lanes)
     return _round_up(weights, variant.score_vectors * variant.lanes)
+
+
+@part
+def _ask(variant, job, keys, of_values, num_tokens):
+    """Whether a product has to prefetch the whole of one piece while it runs. It hasn't
+    where the walk has ended, or where the piece has few tokens: their lines are prefetched
+    here.
+
+    Args:
+        keys: where the piece's head begins.
+        of_values: whether the piece is V.
+        num_tokens: the sequence's tokens of that block; 0: the walk has ended.
+    """
+    if _tokens_to_read(job, num_tokens) == job.block_size:
+        return variant.hint != NO_PREFETCH
+    if of_values:
+        ask_values(variant, job, keys + job.v_offset, num_tokens)
+    else:
+        ask_keys(variant, job, keys, num_tokens)
+    return False
 
 
 @entry
@@ -251,9 +287,10 @@ def attend_unit(variant, job_address, unit_index, scratch):
     for b in range(first_block, end_block):
         first = b * job.block_size
         num_tokens = min(high - first, job.block_size)
-        num_scores = _count_scores(variant, num_tokens)
-        next_block = block
+        num_scores = _count_scores(variant, job, num_tokens)
+        next_block, next_tokens = block, np.int64(0)
         if b + 1 < end_block:
+            next_tokens = min(high - first - job.block_size, job.block_size)
             next_block = (
                 job.pool + np.int64(load_i32(table + 4 * (b + 1))) * job.block_bytes + heads_offset
             )
@@ -267,23 +304,31 @@ def attend_unit(variant, job_address, unit_index, scratch):
         for h in range(num_heads):
             keys = block + h * job.head_bytes
             values, scales = keys + job.v_offset, keys + job.scale_offset
-            next_keys = keys + job.head_bytes if h + 1 < num_heads else next_block
+            next_keys, tokens_after = keys + job.head_bytes, num_tokens
+            if h + 1 == num_heads:
+                next_keys, tokens_after = next_block, next_tokens
             if variant.is_quantized:
-                for line in range(0, 8 * job.padded_tokens, 64):
+                for line in range(0, 4 * num_scores, 64):
                     prefetch(scales + line)
+                    prefetch(scales + 4 * job.padded_tokens + line)
             head_tiles = h * num_tiles
             if job.append_entry != 0 and first + job.block_size >= context_len:
                 row = sequence * job.num_kv_heads + head_begin + h
                 spare = scratch + (SCRATCH_BYTES - APPEND_SCRATCH_BYTES)
                 call_entry(job.append_entry, job.append_job, row, spare)
+            ahead, is_asking = values, False
+            if job.pieces_ahead == 1:
+                is_asking = _ask(variant, job, keys, True, num_tokens)
+            else:
+                ahead, is_asking = next_keys, _ask(variant, job, next_keys, False, tokens_after)
             score_block(
-                variant, job, file, keys, values, queries + head_tiles * rows * ROW_BYTES, scores,
-                num_scores, num_tiles,
+                variant, job, file, keys, is_asking, ahead,
+                queries + head_tiles * rows * ROW_BYTES, scores, num_scores, num_tiles,
             )  # fmt: skip
             value_unit = np.float32(1)
             if variant.is_quantized:
                 v_rows = scales + 4 * job.padded_tokens
-                value_unit = scale_values(variant, job.padded_tokens, v_rows, num_tokens, v_scales)
+                value_unit = scale_values(variant, num_scores, v_rows, num_tokens, v_scales)
             for tile in range(num_tiles):
                 tile_scores = scores + tile * rows * ROW_BYTES
                 row_offset = 4 * tile * rows
@@ -301,8 +346,11 @@ def attend_unit(variant, job_address, unit_index, scratch):
                     totals + (head_tiles + tile) * _ROW_STATE, factors + tile * 2 * FACTOR_BYTES,
                     weights + tile * rows * ROW_BYTES,
                 )  # fmt: skip
+            of_values = job.pieces_ahead > 1
+            is_asking = _ask(variant, job, next_keys, of_values, tokens_after)
+            ahead = next_keys + job.v_offset if of_values else next_keys
             add_block(
-                variant, job, file, values, num_tokens, next_keys, weights, factors,
+                variant, job, file, values, num_tokens, is_asking, ahead, weights, factors,
                 state + head_tiles * rows * state_bytes, num_tiles, last_step,
             )  # fmt: skip
         block = next_block

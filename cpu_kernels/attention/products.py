@@ -2,7 +2,7 @@
 # Everything here runs inside Numba's type inference and code generation, whose
 # types are not Python's.
 """A unit's products with one head's K and V of one block, tile by tile, while
-memory that is needed next is asked for."""
+the memory that is needed next is prefetched."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from cpu_kernels.attention.tiles import (
     prefetch_share,
     store_scores,
     zero_scores,
+    zero_vector_scores,
 )
 from cpu_kernels.codegen.compiled import part
+from cpu_kernels.codegen.memory import LINE_BYTES, prefetch_line
 
 
 @part
 def _ask(variant, tile, ahead, tile_index, num_products, share_bytes):
-    """Ask for a step's share of what lies ``ahead``: of the tile's own part, and
-    of those for which there are no tiles, should there be fewer than parts."""
+    """Prefetch a step's share of the piece ``ahead``: the tile's own share, and the
+    shares that no tile has where there are fewer tiles than shares."""
     prefetch_share(variant, tile, ahead)
     if variant.spread > 1:
         for _ in range(tile_index + num_products, variant.spread, num_products):
@@ -33,17 +35,78 @@ def _ask(variant, tile, ahead, tile_index, num_products, share_bytes):
 
 
 @part
-def score_block(variant, job, file, keys, ahead, queries, scores, num_scores, num_tiles):
+def ask_keys(variant, job, keys, num_tokens):
+    """Prefetch the lines that hold a block's first ``num_tokens`` tokens of one head's K."""
+    num_bytes = num_tokens * variant.cell_bytes
+    for w in range(job.dim_words):
+        row = keys + w * job.padded_tokens * variant.cell_bytes
+        for offset in range(0, num_bytes, LINE_BYTES):
+            prefetch_line(variant, row + offset)
+
+
+@part
+def ask_values(variant, job, values, num_tokens):
+    """Prefetch the lines that hold a block's first ``num_tokens`` tokens of one head's V."""
+    num_words = (num_tokens + variant.pack - 1) // variant.pack
+    num_bytes = num_words * job.tile_dims * variant.cell_bytes
+    for _ in range(0, job.padded_dims, job.tile_dims):
+        for offset in range(0, num_bytes, LINE_BYTES):
+            prefetch_line(variant, values + offset)
+        values += job.tile_bytes
+
+
+@part
+def score_block(variant, job, file, keys, is_asking, ahead, queries, scores, num_scores, num_tiles):
     """Dot products of all rows with the first ``num_scores`` tokens of one
-    block's K: float32 [rows][num_scores]; asks for the piece ``ahead``."""
+    block's K: float32 [rows][num_scores]; prefetches the piece ``ahead`` if ``is_asking``.
+
+    What is left of the tokens after whole register tiles is read a vector at a time: a
+    block that has few tokens isn't read beyond them.
+    """
+    step = variant.score_vectors * variant.lanes
+    whole = num_scores // step * step
+    row_bytes = job.padded_tokens * variant.cell_bytes
+    _score_tiles(
+        variant, job, file, keys, is_asking, ahead, queries, scores, whole, num_tiles,
+    )  # fmt: skip
+    if variant.score_vectors > 1:
+        for t in range(whole, num_scores, variant.lanes):
+            _score_vector(
+                variant, job, file, keys + t * variant.cell_bytes, row_bytes, queries,
+                scores + 4 * t, num_tiles,
+            )  # fmt: skip
+
+
+@part
+def _score_vector(variant, job, file, keys, row_bytes, queries, scores, num_tiles):
+    """Dot products of all rows with one vector of tokens."""
+    for tile_index in range(num_tiles // variant.product_tiles):
+        offset = tile_index * variant.product_rows * ROW_BYTES
+        tile = zero_vector_scores(variant, file)
+        for plane in range(variant.passes):
+            words = queries + offset + plane * PLANE_BYTES
+            if plane > 0:
+                tile = begin_low_scores(tile)
+            for w in range(0, job.dim_words, variant.step_words):
+                tile = accumulate_scores(
+                    variant, tile, words + w * variant.word_bytes, keys + w * row_bytes,
+                    row_bytes, job.dim_words - w,
+                )  # fmt: skip
+        store_scores(variant, tile, queries + offset, scores + offset)
+
+
+@part
+def _score_tiles(
+    variant, job, file, keys, is_asking, ahead, queries, scores, num_scores, num_tiles
+):
+    """``score_block`` of whole register tiles."""
     row_bytes = job.padded_tokens * variant.cell_bytes
     step = variant.score_vectors * variant.lanes
     step_bytes = step * variant.cell_bytes * variant.step_words // variant.spread
     num_products = num_tiles // variant.product_tiles
+    num_asking = variant.spread if is_asking else 0
     num_steps = (
-        (num_scores + step - 1)
-        // step
-        * ((job.dim_words + variant.step_words - 1) // variant.step_words)
+        num_scores // step * ((job.dim_words + variant.step_words - 1) // variant.step_words)
     )
     for tile_index in range(num_products):
         operands = queries + tile_index * variant.product_rows * ROW_BYTES
@@ -55,7 +118,7 @@ def score_block(variant, job, file, keys, ahead, queries, scores, num_scores, nu
                 words = operands + plane * PLANE_BYTES
                 if plane > 0:
                     tile = begin_low_scores(tile)
-                if plane == 0 and tile_index < variant.spread:
+                if plane == 0 and tile_index < num_asking:
                     for w in range(0, job.dim_words, variant.step_words):
                         _ask(variant, tile, ahead, tile_index, num_products, num_steps * step_bytes)
                         ahead += step_bytes
@@ -74,16 +137,17 @@ def score_block(variant, job, file, keys, ahead, queries, scores, num_scores, nu
 
 @part
 def _add_values(
-    variant, job, file, values, tile_bytes, num_words, ahead, weights, factors, state, num_tiles,
-    rescaling
+    variant, job, file, values, tile_bytes, num_words, is_asking, ahead, weights, factors, state,
+    num_tiles, rescaling,
 ):  # fmt: skip
     """state = state · rescale + weights · V, over the first words of one
-    block's V; asks for what lies ``ahead``."""
+    block's V; prefetches the piece ``ahead`` if ``is_asking``."""
     row_bytes = job.tile_dims * variant.cell_bytes
     state_bytes = job.padded_dims * 4
     step = variant.value_vectors * variant.lanes
     step_bytes = step * variant.cell_bytes * variant.step_words // variant.spread
     num_products = num_tiles // variant.product_tiles
+    num_asking = variant.spread if is_asking else 0
     num_steps = (
         (job.padded_dims + step - 1)
         // step
@@ -102,7 +166,7 @@ def _add_values(
                 operands = rows + plane * PLANE_BYTES
                 if plane > 0:
                     tile = begin_low_values(tile)
-                if plane == 0 and tile_index < variant.spread:
+                if plane == 0 and tile_index < num_asking:
                     for w in range(0, num_words, variant.step_words):
                         _ask(variant, tile, ahead, tile_index, num_products, num_steps * step_bytes)
                         ahead += step_bytes
@@ -122,27 +186,39 @@ def _add_values(
 @part
 def _copy_last_step(variant, job, values, first_word, num_tokens, target):
     """The words of V from ``first_word`` on that a step takes, with zeros
-    beyond the first ``num_tokens`` tokens."""
+    beyond the first ``num_tokens`` tokens, whose memory isn't read."""
     tile_bytes = variant.step_words * job.tile_dims * 4
     for w in range(variant.step_words):
         held = num_tokens - 2 * w
         mask = 0xFFFFFFFF if held > 1 else 0xFFFF if held == 1 else 0
+        word = first_word + (w if held > 0 else 0)
         for d in range(0, job.padded_dims, 16):
             tile, cell = d // job.tile_dims, 4 * (d % job.tile_dims)
-            source = values + tile * job.tile_bytes + 4 * (first_word + w) * job.tile_dims + cell
+            source = values + tile * job.tile_bytes + 4 * word * job.tile_dims + cell
             copy_masked(source, target + tile * tile_bytes + 4 * w * job.tile_dims + cell, mask)
 
 
 @part
 def add_block(
-    variant, job, file, values, num_tokens, ahead, weights, factors, state, num_tiles, spare
+    variant,
+    job,
+    file,
+    values,
+    num_tokens,
+    is_asking,
+    ahead,
+    weights,
+    factors,
+    state,
+    num_tiles,
+    spare,
 ):
-    """state = state · rescale + weights · V over one block, of which
+    """state = state · rescale + weights · V over one block, of which the first
     ``num_tokens`` are the sequence's.
 
-    What isn't the sequence's holds whatever its block held before, perhaps NaN.
-    A step of a product that would take in some of it (half a word of bfloat16,
-    or half an AMX tile) is copied away, to ``spare``, and taken from there.
+    The other tokens hold what the block held before, perhaps NaN. A step of a product
+    that takes in some of them (half a word of bfloat16, or a part of an AMX tile) is
+    made on a copy in ``spare``.
     """
     num_words = (num_tokens + variant.pack - 1) // variant.pack
     rescaling = True
@@ -153,11 +229,11 @@ def add_block(
         last = weights + num_words * variant.word_bytes
         tile_bytes = 4 * variant.step_words * job.tile_dims
         _add_values(
-            variant, job, file, spare, tile_bytes, variant.step_words, ahead, last, factors, state,
-            num_tiles, rescaling,
+            variant, job, file, spare, tile_bytes, variant.step_words, False,
+            ahead, last, factors, state, num_tiles, rescaling,
         )  # fmt: skip
         rescaling = False
     _add_values(
-        variant, job, file, values, job.tile_bytes, num_words, ahead, weights, factors, state,
-        num_tiles, rescaling,
+        variant, job, file, values, job.tile_bytes, num_words, is_asking, ahead, weights, factors,
+        state, num_tiles, rescaling,
     )  # fmt: skip

@@ -91,7 +91,7 @@ def shape_scores(
 
 
 @part
-def scale_values(variant, padded_tokens, scales, num_tokens, v_scales):
+def scale_values(variant, num_scores, scales, num_tokens, v_scales):
     """V's scales (a token's scale goes into its weight), made so that the
     largest uses all of an integer weight.
 
@@ -100,7 +100,7 @@ def scale_values(variant, padded_tokens, scales, num_tokens, v_scales):
     """
     zero, end = fill_lanes(variant, np.float32(0)), fill_lanes(variant, np.float32(num_tokens))
     top = zero
-    for t in range(0, padded_tokens, variant.lanes):
+    for t in range(0, num_scores, variant.lanes):
         known = keep_within(
             load_lanes(variant, scales + 4 * t), count_lanes(variant, np.float32(t)), zero, end
         )
@@ -113,7 +113,7 @@ def scale_values(variant, padded_tokens, scales, num_tokens, v_scales):
     factors = fill_lanes(
         variant, np.float32(variant.max_weight) / most if most > _TINY else np.float32(0)
     )
-    for t in range(0, padded_tokens, variant.lanes):
+    for t in range(0, num_scores, variant.lanes):
         store_lanes(load_lanes(variant, v_scales + 4 * t) * factors, v_scales + 4 * t)
     return most * np.float32(1.0 / variant.max_weight)
 

@@ -15,6 +15,8 @@ take 16 steps at once.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -27,7 +29,7 @@ from cpu_kernels.attention.amx_products import (
     zero_totals,
 )
 from cpu_kernels.attention.operands import BF16, BIAS, FACTOR_BYTES, PLANE_BYTES, ROW_BYTES, UNIT
-from cpu_kernels.codegen.memory import emit_prefetch
+from cpu_kernels.codegen.memory import emit_prefetches
 from cpu_kernels.codegen.simd import (
     F32,
     I8,
@@ -59,18 +61,26 @@ def values_type(shape) -> TileType | AmxTileType:
     return TileType(shape.rows, shape.value_vectors, shape.lanes, shape.dot == "int8")
 
 
-@intrinsic
-def zero_scores(typingctx, variant, file):
-    """The tile that queries · K is added to. ``file``: the thread's AMX tiles,
-    where these are used."""
-    result = scores_type(variant.variant)
+def _zero(result_of):
+    @intrinsic
+    def zero(typingctx, variant, file):
+        result = result_of(variant.variant)
 
-    def codegen(context, builder, signature, args):
-        if isinstance(result, AmxTileType):
-            return zero_totals(context, builder, variant.variant, result, args[1])
-        return ir.Constant(result.value, None)
+        def codegen(context, builder, signature, args):
+            if isinstance(result, AmxTileType):
+                return zero_totals(context, builder, variant.variant, result, args[1])
+            return ir.Constant(result.value, None)
 
-    return result(variant, types.int64), codegen
+        return result(variant, types.int64), codegen
+
+    return zero
+
+
+zero_scores = _zero(scores_type)
+"""The tile that queries · K is added to. ``file``: the thread's AMX tiles, where these are
+used."""
+zero_vector_scores = _zero(lambda shape: scores_type(replace(shape, score_vectors=1)))
+"""The same of one vector of tokens."""
 
 
 # --- cells → operands of a product
@@ -258,14 +268,13 @@ begin_low_values = _low_plane(8)
 
 @intrinsic
 def prefetch_share(typingctx, variant, tile, address):
-    """Ask for as many lines as the cells of a step cover, shared out over
+    """Prefetch as many lines as the cells of a step cover, shared out over
     ``variant.spread`` tiles of rows."""
     shape = variant.variant
     num_bytes = tile.vectors * tile.lanes * shape.cell_bytes * shape.step_words // shape.spread
 
     def codegen(context, builder, signature, args):
-        for offset in range(0, num_bytes, 64):
-            emit_prefetch(builder, args[2], offset)
+        emit_prefetches(builder, args[2], num_bytes, shape.hint)
         return context.get_dummy_value()
 
     return types.void(variant, tile, types.int64), codegen

@@ -27,12 +27,34 @@ from cpu_kernels.codegen.simd import (
     pointer,
     store_at,
 )
+from cpu_kernels.prefetch import NO_PREFETCH, PREFETCH_T0
+
+LINE_BYTES = 64
 
 
 def emit_prefetch(builder, address, offset: int = 0, locality: int = 3) -> None:
     target = pointer(builder, address, I8, offset)
     suffix = ".p0" if llvm.llvm_version_info[0] >= 15 else ".p0i8"
     call(builder, f"llvm.prefetch{suffix}", ir.VoidType(), [target, I32(0), I32(locality), I32(1)])
+
+
+def emit_prefetches(builder, address, num_bytes: int, hint: int) -> None:
+    """The lines of ``num_bytes`` from ``address`` on; none where the hint is NO_PREFETCH."""
+    if hint == NO_PREFETCH:
+        return
+    for offset in range(0, num_bytes, LINE_BYTES):
+        emit_prefetch(builder, address, offset, locality=3 if hint == PREFETCH_T0 else 2)
+
+
+@intrinsic
+def prefetch_line(typingctx, variant, address):
+    """Prefetch one line, with the variant's hint."""
+
+    def codegen(context, builder, signature, args):
+        emit_prefetches(builder, args[1], LINE_BYTES, variant.variant.hint)
+        return context.get_dummy_value()
+
+    return types.void(variant, types.int64), codegen
 
 
 @intrinsic

@@ -17,6 +17,7 @@ import numpy as np
 from cpu_kernels.codegen.compiled import entry, part
 from cpu_kernels.codegen.elements import float_to_brain, float_to_half, read_row
 from cpu_kernels.codegen.memory import (
+    LINE_BYTES,
     as_record,
     bits_of,
     keep_alive,
@@ -47,7 +48,6 @@ from cpu_kernels.tokens.job import (
     shift_of,
 )
 
-LINE_BYTES = 64
 APPEND_SCRATCH_BYTES = 16 << 10
 """What ``append_row`` and ``append_unit`` take of a thread's memory."""
 TOKENS_AHEAD = 2

@@ -11,6 +11,7 @@ import cpu_kernels
 from cpu_kernels import BlockLayout, allocate_pool, dispatch, reference
 from cpu_kernels.attention.driver import MAX_PARTIALS
 from cpu_kernels.isa import host_levels
+from cpu_kernels.prefetch import DEFAULT_PREFETCH, PREFETCHES
 from examples import TRIES_ALL
 
 SEED = 20240321
@@ -51,7 +52,7 @@ def random_batch(rng, layout, num_q_heads, context_lens, num_queries, source, st
 
 def compare(
     layout, num_q_heads, context_lens, num_queries, source="float32", tolerance=2e-6, seed=SEED,
-    level=None, stale=None, **options,
+    level=None, stale=None, prefetch=DEFAULT_PREFETCH, **options,
 ):  # fmt: skip
     """Append and attend with the kernels and with their twins. Returns the kernels' o and lse."""
     rng = np.random.default_rng(seed)
@@ -63,7 +64,8 @@ def compare(
     reference.append(layout, twin_pool[0], k, v, slots, source=source)
     np.testing.assert_array_equal(pool, twin_pool)
     results = []
-    for attend in (partial(cpu_kernels.attend, level=level), reference.attend):
+    own = partial(cpu_kernels.attend, level=level, prefetch=prefetch)
+    for attend in (own, reference.attend):
         out = (
             np.full(q.shape, 0x7FC0, q.dtype)
             if source != "float32"
@@ -138,6 +140,24 @@ def test_every_dtype_and_source(dtype, source):
     block_size = 16 if dtype == source == "bfloat16" else 64
     layout = BlockLayout(2, HEAD_DIM, dtype, block_size)
     compare(layout, 2 * GROUP_SIZE, [1, 17, 70, 0], NUM_QUERIES, source)
+
+
+def test_results_do_not_depend_on_prefetching():
+    """Blocks that are full, half full, and nearly empty."""
+    results = [
+        compare(
+            BlockLayout(2, HEAD_DIM, "int8"),
+            2 * GROUP_SIZE,
+            [1, 64, 96, 130, 1217],
+            [1, 1, 1, 1, 1],
+            prefetch=prefetch,
+            stale=0xFF,
+        )
+        for prefetch in PREFETCHES
+    ]
+    for out, lse in results[1:]:
+        np.testing.assert_array_equal(out, results[0][0])
+        np.testing.assert_array_equal(lse, results[0][1])
 
 
 # Nearly each pair is a kernel to compile, so not all of them.
