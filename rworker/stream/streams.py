@@ -4,18 +4,15 @@ to get them."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import repeat
-from typing import Final, TypeAlias, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 from fastdecode.core.holders import HolderId
 from fastdecode.wire.kv.chunks import MAX_CHUNK_BYTES
 from rworker.stream.chunk_endpoints import ChunkSink, ChunkSource
-from rworker.stream.cutting import ChunkCut, cut_pieces
-from rworker.stream.pieces import Piece, turns
-
-T = TypeVar("T")
-_Cuts: TypeAlias = "Iterator[tuple[ChunkCut, ChunkSink]]"
+from rworker.stream.cutting import ChunkCut
+from rworker.stream.pieces import Piece
+from rworker.stream.transfer_plan import TransferPlan
 
 READ_AHEAD: Final = 2
 """Chunks asked for before the one that is being sent."""
@@ -51,67 +48,33 @@ def stream_out(
         ConfigError: a target can't take what a source has.
         WorkerError: one of them is gone, or refuses.
     """
+    plan = TransferPlan(pieces, lambda way: (sources[way[0]].kind, sinks[way[1]].kind), most_bytes)
+    asked: dict[HolderId, deque[tuple[ChunkCut, ChunkSink]]] = {}
     num_bytes = 0
-    for turn in turns(pieces):
-        ways: dict[HolderId, list[_Cuts]] = {}
-        for (source, target), some in _by_way(turn).items():
-            kinds = sources[source].kind, sinks[target].kind
-            cuts = cut_pieces(some, *kinds, most_bytes)
-            ways.setdefault(source, []).append(zip(cuts, repeat(sinks[target])))
-        outlets = [_Outlet(sources[source], in_turns(some)) for source, some in ways.items()]
-        num_bytes += sum(in_turns([outlet.send_all() for outlet in outlets]))
+    while not plan.is_over:
+        plan.begin_turn()
+        while _ask_ahead(plan, asked, sources, sinks):
+            for source in list(asked):
+                cut, sink = asked[source].popleft()
+                chunk = cut.filled(sources[source].fetch())
+                sink.flush(chunk)
+                num_bytes += len(chunk.data)
+                if not asked[source]:
+                    del asked[source]
     for sink in sinks.values():
         sink.finish()
     return num_bytes
 
 
-def _by_way(pieces: Sequence[Piece]) -> dict[tuple[HolderId, HolderId], list[Piece]]:
-    """From which cache, and to which."""
-    ways: dict[tuple[HolderId, HolderId], list[Piece]] = {}
-    for piece in pieces:
-        ways.setdefault((piece.source.holder, piece.target.holder), []).append(piece)
-    return ways
-
-
-class _Outlet:
-    """All that one cache sends.
-
-    Args:
-        cuts: what, and where to; in this order.
-    """
-
-    def __init__(self, source: ChunkSource, cuts: _Cuts) -> None:
-        self._source = source
-        self._cuts = cuts
-        self._asked: deque[tuple[ChunkCut, ChunkSink]] = deque()
-
-    def send_all(self) -> Iterator[int]:
-        """One chunk at a time: how many bytes it had."""
-        while self._ask():
-            cut, sink = self._asked.popleft()
-            chunk = cut.filled(self._source.fetch())
-            sink.flush(chunk)
-            yield len(chunk.data)
-
-    def _ask(self) -> bool:
-        """Ask for the chunks ahead. False: none is left."""
-        while len(self._asked) <= READ_AHEAD:
-            due = next(self._cuts, None)
-            if due is None:
-                break
-            self._source.ask(due[0].request)
-            self._asked.append(due)
-        return bool(self._asked)
-
-
-def in_turns(iterators: Sequence[Iterator[T]]) -> Iterator[T]:
-    """One of each, again and again, until all have ended."""
-    waiting = deque(iterators)
-    while waiting:
-        iterator = waiting.popleft()
-        try:
-            item = next(iterator)
-        except StopIteration:
-            continue
-        waiting.append(iterator)
-        yield item
+def _ask_ahead(
+    plan: TransferPlan,
+    asked: dict[HolderId, deque[tuple[ChunkCut, ChunkSink]]],
+    sources: Mapping[HolderId, ChunkSource],
+    sinks: Mapping[HolderId, ChunkSink],
+) -> bool:
+    """Ask each source for the chunks ahead. False: nothing of this turn is left."""
+    while taken := plan.take(lambda source: len(asked.get(source, ())) <= READ_AHEAD):
+        (source, target), cut = taken
+        sources[source].ask(cut.request)
+        asked.setdefault(source, deque()).append((cut, sinks[target]))
+    return bool(asked)

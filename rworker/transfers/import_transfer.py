@@ -20,11 +20,13 @@ from fastdecode.wire.kv.exporting import (
 )
 from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker
 from rworker.instructions import BeginPull
-from rworker.stream.cutting import ChunkCut
+from rworker.stream.chunks import ChunkShape, layout_of
+from rworker.stream.cutting import CacheKind, ChunkCut
 from rworker.stream.local_cache import LocalCache
+from rworker.stream.transfer_plan import TransferPlan
+from rworker.transfers.import_plan import kind_of_export, plan_import
 from rworker.transfers.peer_link import PeerLink, Take
 from rworker.transfers.throttle import Throttle
-from rworker.transfers.transfer_plan import TransferPlan
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +62,8 @@ class ImportTransfer:
         self._began_s = clock()
         self._not_yet: list[int] = []  # sources that don't know their tickets yet
         self._ask_again_s = 0.0
-        self._plan = TransferPlan(order)
+        self._kinds: dict[int, CacheKind] = {}  # of the sources
+        self._plan: TransferPlan | None = None  # until all of them are known
         self._num_due = 0
         self._num_bytes = 0  # that have come
         self._failure: FastDecodeError | None = None
@@ -69,7 +72,7 @@ class ImportTransfer:
     @property
     def is_done(self) -> bool:
         """See ``Transfer``."""
-        return self._plan.are_all_taken and not self._num_due
+        return self._plan is not None and self._plan.is_over and not self._num_due
 
     def uses(self, place: Place) -> bool:
         """Whether a source is there."""
@@ -117,14 +120,17 @@ class ImportTransfer:
     def _ask_next(self) -> int:
         """Ask for a chunk, if one is left to be asked for, and its link has credit: how
         many bytes it has; 0: none was."""
+        plan = self._plan
+        if plan is None:
+            return 0
         if not self._num_due:
-            self._plan.begin_turn()
-        taken = self._plan.take(lambda index: self._link(index).has_credit)
+            plan.begin_turn()
+        taken = plan.take(lambda source: self._link(source).has_credit)
         if taken is None:
             return 0
-        index, cut = taken
+        (index, _), cut = taken
         self._ask(index, self._request(index, cut), partial(self._came, cut))
-        return self._plan.num_bytes(index, cut)
+        return ChunkShape.of(layout_of(self._kinds[index].kv), cut.request).num_bytes
 
     def _ask_again(self) -> None:
         asked, self._not_yet = self._not_yet, []
@@ -158,7 +164,11 @@ class ImportTransfer:
             return
         if not isinstance(answer, ExportDescription):
             raise ProtocolError(f"{peer} answered {type(answer).__name__} to DescribeExport")
-        self._plan.learn(index, answer, peer)
+        kind = kind_of_export(self._sources[index], answer, peer)
+        self._sink.kind.check_takes(kind)
+        self._kinds[index] = kind
+        if len(self._kinds) == len(self._sources):
+            self._plan = plan_import(self.order.message, self._sink.kind, self._kinds)
 
     def _request(self, index: int, cut: ChunkCut) -> ReadExport:
         """A chunk of one sequence, by its ticket."""
