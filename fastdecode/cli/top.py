@@ -1,7 +1,8 @@
 """``fastdecode top``: watch a command that writes ``--status``, or a server.
 
-Exit codes: 0 what was watched has ended, or was shown ``--once``; 2 there is
-nothing to watch.
+Exit codes: 0 what was watched has ended, was shown ``--once``, or ctrl-C; 2 there
+is nothing to watch. Without ``--once``, a file or a server that is not there yet
+is waited for.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import shutil
 import sys
 import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from fastdecode.cli.options import add_log_level_option
 from fastdecode.core.errors import ConfigError
@@ -24,6 +26,12 @@ from fastdecode.core.words import printable
 
 MAX_STATUS_BYTES = 8 << 20
 ANSWERS_WITHIN_S = 5.0
+Look: TypeAlias = Callable[[], dict[str, Any]]
+"""Reads the status. It raises ConfigError: there is none."""
+
+
+class NotYetError(ConfigError):
+    """The command that is to be watched has not started yet."""
 
 
 def add_top(commands: Any) -> None:
@@ -33,7 +41,7 @@ def add_top(commands: Any) -> None:
         help="watch a running command or server",
         description="Watch a command that was started with --status FILE, or a server at "
         "http://HOST:PORT: progress, tokens/s of the last minute, shares of S-worker and "
-        "R-workers, KV caches. Ends when that ends.",
+        "R-workers, KV caches. Waits until it has started, and ends when it ends.",
     )
     parser.set_defaults(run=run_top)
     parser.add_argument("place", metavar="FILE|URL", help="the status file, or a server's address")
@@ -48,27 +56,48 @@ def add_top(commands: Any) -> None:
 
 
 def run_top(args: argparse.Namespace) -> int:
-    """Show until what is watched has ended. Returns the exit code."""
-    from fastdecode.measure.live_view import LiveView
-
+    """Show until what is watched has ended, or ctrl-C. Returns the exit code."""
     if not 0.1 <= args.every <= 3600:
         raise ConfigError(f"--every {args.every} is not a number of seconds from 0.1 to 3600")
-    view, look = LiveView(), _looker(args.place, args.api_key_file)
-    is_first = True
+    look = _looker(args.place, args.api_key_file)
+    try:
+        first = look() if args.once else _wait_for(look, args.every)
+        _watch(args.place, first, look, None if args.once else args.every)
+    except KeyboardInterrupt:
+        print()
+    return 0
+
+
+def _wait_for(look: Look, every_s: float) -> dict[str, Any]:
+    """The first status: ``top`` may start before the command does."""
+    has_said = False
     while True:
         try:
-            status = look()
-            view.add(status)
-        except ConfigError:
-            if is_first:
-                raise
-            print(f"{args.place} no longer answers")
-            return 0
+            return look()
+        except NotYetError as error:
+            if not has_said:
+                print(f"waiting: {error} (ctrl-C ends this)", flush=True)
+            has_said = True
+        time.sleep(every_s)
+
+
+def _watch(place: str, status: dict[str, Any], look: Look, every_s: float | None) -> None:
+    """Show one status after the other; ``every_s`` None: the first alone."""
+    from fastdecode.measure.live_view import LiveView
+
+    view, is_first = LiveView(), True
+    while True:
+        view.add(status, time.time())
         show(view.lines(shutil.get_terminal_size().columns), is_first=is_first)
-        if args.once or str(status["state"]).startswith("ended"):
-            return 0
+        if every_s is None or str(status["state"]).startswith("ended"):
+            return
         is_first = False
-        time.sleep(args.every)
+        time.sleep(every_s)
+        try:
+            status = look()
+        except ConfigError:
+            print(f"{place} no longer answers")
+            return
 
 
 def show(lines: list[str], *, is_first: bool) -> None:
@@ -81,12 +110,17 @@ def show(lines: list[str], *, is_first: bool) -> None:
         print("\n".join(map(printable, lines)), end="\n\n", flush=True)
 
 
-def _looker(place: str, key_file: Path | None) -> Callable[[], dict[str, Any]]:
-    """Reads the status. It raises ConfigError: there is none."""
+def _looker(place: str, key_file: Path | None) -> Look:
     if place.startswith(("http://", "https://")):
         key = None if key_file is None else _read(key_file).decode().strip()
         return lambda: _checked(_fetch(place, key), place)
-    return lambda: _checked(_read(Path(place)), place)
+    return lambda: _checked(_read_status(Path(place)), place)
+
+
+def _read_status(path: Path) -> bytes:
+    if path.parent.is_dir() and not os.path.lexists(path):
+        raise NotYetError(f"{path} is not there yet: a command writes it with --status {path}")
+    return _read(path)
 
 
 def _read(path: Path) -> bytes:
@@ -105,6 +139,8 @@ def _fetch(url: str, key: str | None) -> bytes:
             content: bytes = answer.read(MAX_STATUS_BYTES)
             return content
     except (OSError, ValueError) as error:
+        if isinstance(getattr(error, "reason", None), ConnectionRefusedError):
+            raise NotYetError(f"no server listens at {url} yet") from None
         raise ConfigError(
             f"can't read {url}: {error}; check the address, and --api-key-file"
         ) from None

@@ -10,6 +10,9 @@ from typing import Any, Final
 from fastdecode.core.progress import bar
 
 WINDOW_S: Final = 60.0
+SILENT_S: Final = 10.0
+"""A command writes its status once a second. Clocks of two machines differ, and a
+busy machine is late."""
 
 
 class LiveView:
@@ -18,11 +21,18 @@ class LiveView:
 
     def __init__(self) -> None:
         self._seen: deque[Mapping[str, Any]] = deque()
+        self._age_s = 0.0
 
-    def add(self, status: Mapping[str, Any]) -> None:
-        """One more; another process's begins anew."""
-        if self._seen and status["time_s"] < self._seen[-1]["time_s"]:
+    def add(self, status: Mapping[str, Any], now_s: float | None = None) -> None:
+        """One more; another process's begins anew.
+
+        Args:
+            now_s: of ``time.time()``, to say how old the status of a file is.
+        """
+        if self._seen and _is_of_another_process(status, self._seen[-1]):
             self._seen.clear()
+        written_s = status.get("written")
+        self._age_s = 0.0 if written_s is None or now_s is None else now_s - written_s
         self._seen.append(status)
         while self._seen[0]["time_s"] < status["time_s"] - WINDOW_S and len(self._seen) > 2:
             self._seen.popleft()
@@ -30,17 +40,29 @@ class LiveView:
     def lines(self, width: int = 100) -> list[str]:
         """What is to be shown, none longer than ``width``."""
         now = self._seen[-1]
-        every = (
-            self._head(now), *self._phase(now), *self._job(now), *self._rates(now),
-            *self._parts(now),
-            *self._r_workers(now),
+        parts = (
+            self._head, self._silence, self._phase, self._job, self._rates, self._parts,
+            self._r_workers,
         )  # fmt: skip
+        every = [line for part in parts for line in part(now)]
         return [line[:width] for line in every]
 
-    def _head(self, now: Mapping[str, Any]) -> str:
+    def _head(self, now: Mapping[str, Any]) -> list[str]:
         what = now.get("command", "serve")
         model = f"{now['model']}  " if now.get("model") else ""
-        return f"fastdecode {what}  {model}{now['state']}  up {_duration(now['uptime_s'])}"
+        return [f"fastdecode {what}  {model}{now['state']}  up {_duration(now['uptime_s'])}"]
+
+    def _silence(self, now: Mapping[str, Any]) -> list[str]:
+        """Of a file that is no longer written."""
+        if self._age_s < SILENT_S:
+            return []
+        age = _duration(self._age_s)
+        if str(now["state"]).startswith("ended"):
+            return [f"it ended {age} ago"]
+        return [
+            f"nothing was written for {age}: process {now['pid']} was killed or stopped, or a "
+            "step takes long"
+        ]
 
     def _phase(self, now: Mapping[str, Any]) -> list[str]:
         """Of a command that measures."""
@@ -89,11 +111,11 @@ class LiveView:
         if not workers:
             return []
         live = f"{now['num_live_r_workers']}/{now['num_r_workers']}"
+        names = [each["name"].removeprefix("R-worker ") for each in workers]
+        width = max(map(len, names))
         told = [f"R-workers {live}"]
-        for each in workers:
-            used = each["kv_blocks_used"] / max(1, each["kv_blocks"])
-            state = f"lost: {each['lost']}" if each["lost"] else f"{each['load_tokens']} tokens"
-            told.append(f"  {each['name']:<24.24} {bar(used)} {used:>4.0%}  {state}")
+        for name, each in zip(names, workers, strict=True):
+            told.append(f"  {name:<{width}} {_state_of(each)}")
         return told
 
     def _prompt_rate(self) -> float:
@@ -116,6 +138,23 @@ class LiveView:
         first, last = self._seen[0].get("figures") or {}, self._seen[-1]["figures"]
         before = 0.0 if len(self._seen) == 1 else first.get(name, 0.0)
         return max(0.0, float(last[name] - before))
+
+
+def _state_of(worker: Mapping[str, Any]) -> str:
+    if worker["lost"]:
+        why = str(worker["lost"]).removeprefix(f"{worker['name']} is lost: ")
+        return f"lost: {why}"
+    used = worker["kv_blocks_used"] / max(1, worker["kv_blocks"])
+    return f"{bar(used)} {used:>4.0%}  {worker['load_tokens']} tokens"
+
+
+def _is_of_another_process(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
+    """The clock of one machine goes on from one process to the next."""
+    return bool(
+        new.get("pid") != old.get("pid")
+        or new["time_s"] < old["time_s"]
+        or new["uptime_s"] < old["uptime_s"]
+    )
 
 
 def _duration(seconds: float) -> str:

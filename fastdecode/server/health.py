@@ -39,7 +39,7 @@ def trouble(
             long.
     """
     seen = outlook.seen
-    if outlook.is_lost or (seen is not None and seen.state in ("broken", "closed")):
+    if outlook.is_lost or (seen is not None and _has_failed(seen, outlook.is_draining)):
         return "broken"
     if outlook.is_draining:
         return "draining"
@@ -49,6 +49,13 @@ def trouble(
     if is_silent or _is_stalled(seen, waiting_since_s, now, stall_s):
         return "stalled"
     return None if seen.num_live_r_workers or not seen.num_r_workers else "no_r_worker"
+
+
+def _has_failed(seen: StatusReport, is_draining: bool) -> bool:
+    """An engine that was drained is closed, too, but has done its work."""
+    if seen.state == "closed":
+        return seen.error is not None or not is_draining
+    return seen.state == "broken"
 
 
 def _is_stalled(

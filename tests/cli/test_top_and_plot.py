@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import pytest
 
 from fastdecode.cli.main import main
+from fastdecode.core.kv_use import kv_used
 from fastdecode.measure.live_view import LiveView
-from fastdecode.measure.run_plot import read_events, shares_over_time
+from fastdecode.measure.run_plot import TraceSeries, read_events
 from fastdecode.server.activity import Activity, ActivityLines
 
 MODEL = Path(__file__).parents[2] / "examples/model/checkpoint"
@@ -77,11 +79,26 @@ def test_a_view_tells_rates_and_shares_of_the_last_minute() -> None:
     assert "tokens/s 20 generated, 12 of prompts; 1000 generated in all" in view.lines()
 
 
-def test_a_lost_r_worker_is_named_with_its_reason() -> None:
-    lost = {**WORKER, "lost": "it was killed"}
+def test_a_lost_r_worker_has_no_room_for_kv() -> None:
+    lost = {**WORKER, "lost": "it was killed", "kv_blocks_used": 0}
+    assert kv_used({"r_workers": [WORKER, lost]}) == 0.5 and kv_used({"r_workers": [lost]}) == 0.0
+
+
+def test_r_workers_of_one_host_differ_by_their_ports() -> None:
+    workers = [{**WORKER, "name": f"R-worker tcp://10.0.0.17:{port}"} for port in (7411, 7412)]
     view = LiveView()
-    view.add({**STATUS, "figures": {**STATUS["figures"], "r_workers": [lost]}})
-    assert view.lines()[-1].endswith("lost: it was killed")
+    view.add({**STATUS, "figures": {**STATUS["figures"], "r_workers": workers}})
+    assert [line.split()[0] for line in view.lines(80)[-2:]] == [
+        "tcp://10.0.0.17:7411", "tcp://10.0.0.17:7412"
+    ]  # fmt: skip
+
+
+def test_a_lost_r_worker_is_named_with_its_reason() -> None:
+    for reason in ("it was killed", "r0 is lost: it was killed"):
+        lost = {**WORKER, "lost": reason}
+        view = LiveView()
+        view.add({**STATUS, "figures": {**STATUS["figures"], "r_workers": [lost]}})
+        assert view.lines()[-1] == "  r0 lost: it was killed"
 
 
 @pytest.fixture
@@ -121,7 +138,78 @@ def test_what_is_no_status_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
         (tmp_path / "file").write_text(content)
         assert main(["top", str(tmp_path / "file")]) == 2
         assert "is no status" in capsys.readouterr().err
-    assert main(["top", str(tmp_path / "none")]) == 2
+    assert main(["top", str(tmp_path / "none"), "--once"]) == 2
+    assert main(["top", str(tmp_path / "none" / "file")]) == 2, "nobody can write that file"
+
+
+def test_a_file_that_is_not_there_yet_is_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, slept = tmp_path / "status.json", list[float]()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            path.write_text(json.dumps(STATUS))
+        if len(slept) == 5:
+            path.write_text(json.dumps({**STATUS, "state": "ended", "time_s": 101.0}))
+
+    monkeypatch.setattr("fastdecode.cli.top.time.sleep", sleep)
+    assert main(["top", str(path), "--every", "2"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith(f"waiting: {path} is not there yet") and slept == [2.0] * 5
+    assert sum(line.startswith("waiting") for line in told) == 1
+    assert sum(line.startswith("fastdecode generate") for line in told) == 3
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_ctrl_c_ends_watching(
+    is_there: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    if is_there:
+        (tmp_path / "status.json").write_text(json.dumps(STATUS))
+    monkeypatch.setattr("fastdecode.cli.top.time.sleep", interrupt)
+    assert main(["top", str(tmp_path / "status.json")]) == 0
+    assert capsys.readouterr().err == "", "watching has no output to speak of"
+
+
+def test_a_server_that_does_not_listen_yet_is_waited_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+    calls = list[float]()
+
+    def sleep(seconds: float) -> None:
+        calls.append(seconds)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("fastdecode.cli.top.time.sleep", sleep)
+    assert main(["top", f"http://127.0.0.1:{port}"]) == 0
+    assert f"no server listens at http://127.0.0.1:{port}" in capsys.readouterr().out
+    assert main(["top", f"http://127.0.0.1:{port}", "--once"]) == 2
+
+
+def test_a_status_that_is_no_longer_written_says_its_age() -> None:
+    view = LiveView()
+    view.add({**STATUS, "pid": 7, "written": 1000.0}, 1002.0)
+    assert view.lines()[1].startswith("lines "), "it is two seconds old"
+    view.add({**STATUS, "pid": 7, "written": 1000.0}, 1075.0)
+    assert view.lines()[1].startswith("nothing was written for 0:01:15: process 7 was killed")
+    view.add({**STATUS, "pid": 7, "written": 1000.0, "state": "ended"}, 91000.0)
+    assert view.lines()[1] == "it ended 1 day, 1:00:00 ago"
+
+
+def test_a_restarted_command_is_no_part_of_the_last_minute() -> None:
+    view = LiveView()
+    view.add({**STATUS, "pid": 7})
+    view.add({**STATUS, "pid": 8, "time_s": 110.0, "uptime_s": 5.0, "generation_tokens": 50})
+    assert "tokens/s 10 generated" in "\n".join(view.lines()), "50 tokens in its 5 s"
 
 
 def test_pictures_of_a_summary_and_of_a_trace(
@@ -142,8 +230,37 @@ def test_shares_of_a_trace_that_was_cut_off(tmp_path: Path) -> None:
 
     lines = [span(1, 1, 0, 100), span(1, 0, 50, 25), span(2, 0, 0, 50), span(2, 1, 25, 50)]
     (tmp_path / "trace").write_text("[\n" + "".join(lines) + '{"ph": "X", "pi')
-    _, s_shares, r_shares = shares_over_time(list(read_events(tmp_path / "trace")), 4)
-    assert s_shares == [1, 1, 0, 1] and r_shares == [0.5, 1, 0.5, 0]
+    series = _series(read_events(tmp_path / "trace"), 4, 25.0)
+    assert series.s_shares() == [1, 1, 0, 1] and series.r_shares() == [0.5, 1, 0.5, 0]
+
+
+def _series(events: Iterable[dict[str, Any]], num_bins: int, width_us: float) -> TraceSeries:
+    series = TraceSeries(num_bins, width_us)
+    for event in events:
+        series.add(event)
+    return series
+
+
+def test_a_long_trace_has_fewer_and_longer_parts() -> None:
+    """What each part says is the same, however often its width was doubled."""
+    spans = [{"ph": "X", "pid": 1, "tid": 0, "ts": at, "dur": at / 2} for at in range(1, 900, 7)]
+    late, early = _series(spans, 8, 1.0), _series(spans, 8, 256.0)
+    assert (
+        late.seconds()
+        == early.seconds()
+        == pytest.approx([128e-6, 384e-6, 640e-6, 896e-6, 1152e-6, 1408e-6])
+    )
+    assert late.s_shares() == pytest.approx(early.s_shares())
+
+
+def test_a_counter_holds_until_the_next() -> None:
+    def counter(at: float, running: int) -> dict[str, Any]:
+        args = {"running": running, "waiting": 0}
+        return {"ph": "C", "name": "sequences", "ts": at, "args": args}
+
+    span = {"ph": "X", "pid": 1, "tid": 1, "ts": 0, "dur": 100}
+    series = _series([counter(0, 4), counter(30, 8), span], 4, 25.0)
+    assert series.levels("running") == pytest.approx([4, 0.2 * 4 + 0.8 * 8, 8, 8])
 
 
 def test_a_server_that_works_says_so_every_ten_seconds() -> None:

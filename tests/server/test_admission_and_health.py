@@ -65,6 +65,10 @@ def test_health_says_the_first_thing_that_keeps_tokens_from_coming() -> None:
     assert of(replace(good, is_draining=True)) == "draining"
     assert of(replace(good, is_lost=True)) == "broken"
     assert of(replace(good, seen=replace(seen, state="broken"))) == "broken"
+    closed = replace(good, seen=replace(seen, state="closed"))
+    assert of(closed) == "broken" and of(replace(closed, is_draining=True)) == "draining"
+    failed = replace(seen, state="closed", error="workers_lost")
+    assert of(replace(good, seen=failed, is_draining=True)) == "broken"
     assert of(replace(good, seen=replace(seen, num_live_r_workers=1))) is None
     assert of(replace(good, seen=replace(seen, num_live_r_workers=0))) == "no_r_worker"
     assert of(good, now=121.0) == "stalled", "nothing was heard of it"

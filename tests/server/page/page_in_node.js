@@ -14,6 +14,7 @@ function makeElement() {
     set textContent(text) { this.own = String(text); this.children = []; },
     set innerHTML(text) { throw new Error("text is set as HTML"); },
     get firstElementChild() { return this.children[0] || null; },
+    get lastChild() { return this.children[this.children.length - 1]; },
     appendChild(child) { this.children.push(child); return child; },
     replaceChildren(...children) { this.children = children; },
     attributes: {},

@@ -79,7 +79,7 @@ def test_its_script_shows_what_the_server_says() -> None:
     *grid, area, line = told["paths"][0]
     assert len(grid) == 3 and line == "M296,95L297,95 298,15M299,35L300,35", "with its gap"
     assert area == "M296,95L297,95 298,15V100H296ZM299,35L300,35V100H299Z"
-    assert str(told["workers"]["text"]).startswith("R-worker <b>r0</b>|alive|")
+    assert str(told["workers"]["text"]).startswith("<b>r0</b>|alive|")
     told = shown(second, lost)
     assert told["state"]["kind"] == "bad" and "1 of 1 R-workers lost" in str(told["state"]["text"])
     assert told["workers"]["kinds"] == ["lost"]

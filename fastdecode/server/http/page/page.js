@@ -137,6 +137,9 @@ function rate(status, pick) {
   return Math.max(0, (pick(status) - pick(before)) / (status.time_s - before.time_s));
 }
 
+// Without the word that stands above the table.
+const workerName = (worker) => worker.name.replace(/^R-worker /, "");
+
 function showWorkers(status) {
   const now = status.figures.r_workers || [];
   const earlier = (before && before.figures.r_workers) || [];
@@ -146,10 +149,11 @@ function showWorkers(status) {
     const busy = earlier[place] && status.time_s > before.time_s
       ? Math.min(1, (worker.busy_s - earlier[place].busy_s) / (status.time_s - before.time_s)) : 0;
     const cells = worker.lost === null
-      ? [worker.name, "alive", `${few(used)} of ${count(worker.kv_blocks)} blocks`, `${count(worker.load_tokens)} tokens`, percent(Math.max(0, busy))]
-      : [worker.name, `lost: ${worker.lost}`, "–", "–", "–"];
+      ? [workerName(worker), "alive", `${few(used)} of ${count(worker.kv_blocks)} blocks`, `${count(worker.load_tokens)} tokens`, percent(Math.max(0, busy))]
+      : [workerName(worker), `lost: ${worker.lost.replace(`${worker.name} is lost: `, "")}`];
     if (worker.lost !== null) row.className = "lost";
     for (const text of cells) row.appendChild(document.createElement("td")).textContent = text;
+    if (worker.lost !== null) row.lastChild.colSpan = 4;
     return row;
   });
   element("workers").replaceChildren(...rows);
