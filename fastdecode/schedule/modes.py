@@ -9,6 +9,7 @@ from typing import Any
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.config.groups import Batching
+from fastdecode.core.holders import HolderId
 from fastdecode.schedule.admission.by_forecast import ByForecast, stabilizing_gain
 from fastdecode.schedule.admission.policies import Admission, FixedF, Greedy, Synchronized
 from fastdecode.schedule.admission.stabilized import Stabilized
@@ -69,7 +70,9 @@ def make_scheduler(
     ledger = _ledger(options, blocks, block_size, cache, swap_threshold)
     return ContinuousScheduler(
         ledger,
-        _lane_maker(options, blocks, block_size, times, has_home=hybrid is not None),
+        _lane_maker(
+            options, blocks, block_size, times, home=None if hybrid is None else hybrid.device
+        ),
         lengths,
         num_lanes=options.num_all_lanes,
         max_num_sequences=options.batching.max_num_sequences,
@@ -92,13 +95,13 @@ def _lane_maker(
     block_size: int,
     times: StepTime | None,
     *,
-    has_home: bool,
+    home: HolderId | None,
 ) -> Callable[[int], list[Lane]]:
-    """What makes so many lanes. With a home lane there are no shares: that one
-    may have all."""
+    """What makes so many lanes. With a home lane, of the holder ``home``, there are no
+    shares: that one may have all."""
     capacity = tuple(num_blocks * block_size for num_blocks in blocks)
-    sharing = options.with_lanes(1) if has_home else options
-    return partial(_lanes, sharing, capacity, times, are_shares=not has_home)
+    sharing = options if home is None else options.with_lanes(1)
+    return partial(_lanes, sharing, capacity, times, home=home)
 
 
 def _ledger(
@@ -120,12 +123,13 @@ def _lanes(
     times: StepTime | None,
     num_lanes: int,
     *,
-    are_shares: bool,
+    home: HolderId | None,
 ) -> list[Lane]:
-    """So many lanes. ``are_shares``: each has its part of what there may be in
-    all; else each may have all of it."""
+    """So many lanes. Each has its part of what there may be in all; with a home lane,
+    each may have all of it, but for a load limit, which away lanes share."""
     num_prompt_lanes = options.num_prompt_lanes
-    one = options.with_lanes(num_lanes - num_prompt_lanes) if are_shares else options
+    one = options.with_lanes(num_lanes - num_prompt_lanes) if home is None else options
+    num_limited = one.num_lanes if home is None else max(1, num_lanes - 1)
     budget = (
         one.batching.step_tokens - one.lane_size,
         one.batching.chunk_tokens(),
@@ -136,7 +140,7 @@ def _lanes(
     decodes_only = num_prompt_lanes > 0
     lanes = [
         Lane(
-            _admission(one, capacity, times),
+            _admission(one, capacity, times, num_limited, home),
             PrefillBudget(*budget),
             index=index,
             decodes_only=decodes_only,
@@ -178,9 +182,14 @@ def _control(
 
 
 def _admission(
-    options: ScheduleOptions, capacity: tuple[int, ...], times: StepTime | None
+    options: ScheduleOptions,
+    capacity: tuple[int, ...],
+    times: StepTime | None,
+    num_limited: int,
+    home: HolderId | None,
 ) -> Admission:
-    """One lane's policy."""
+    """One lane's policy. ``num_limited``: lanes that share a load limit, which does not
+    hold for what is on ``home``."""
     batching = options.batching
     if batching.schedule == "greedy" or (batching.schedule == "auto" and times is None):
         return Greedy()
@@ -190,12 +199,16 @@ def _admission(
         return FixedF(options.fixed_interval())
     headroom = batching.cold_start == "headroom"
     if batching.load_limit is not None:
-        limits = _shares(batching.load_limit // options.num_lanes, capacity, times)
+        limits = _shares(batching.load_limit // num_limited, capacity, times, home)
         limited = f"the load limit of {batching.load_limit}"
-        if options.num_lanes > 1:
-            limited += f", shared out to {options.num_lanes} lanes,"
+        if num_limited > 1:
+            limited += f", shared out to {num_limited} lanes,"
         return Stabilized(
-            capacity, options.lane_size, limits=limits, limited=limited, headroom=headroom
+            capacity,
+            options.lane_size,
+            limits=limits,
+            limited=limited,
+            headroom=headroom and home is None,
         )
 
     def balance() -> tuple[int, ...] | None:
@@ -211,17 +224,19 @@ def _admission(
     return Stabilized(capacity, size, balance=balance, headroom=headroom)
 
 
-def _shares(limit: int, capacity: tuple[int, ...], times: StepTime | None) -> tuple[int, ...]:
+def _shares(
+    limit: int, capacity: tuple[int, ...], times: StepTime | None, home: HolderId | None
+) -> tuple[int, ...]:
     """A lane's load limit dealt out to R-workers by their speed, or else by
-    their memory; none gets more than it holds."""
+    their memory; none gets more than it holds. What ``home`` holds is not limited."""
     weights = [float(tokens) for tokens in capacity]
     if times is not None:
         weights = [
             1 / max(times.r_part_s(worker, tokens) / max(1, tokens), 1e-30)
             for worker, tokens in enumerate(capacity)
         ]
-    total = sum(weights)
+    total = sum(weight for worker, weight in enumerate(weights) if worker != home)
     return tuple(
-        max(1, min(tokens, int(limit * weight / total)))
-        for tokens, weight in zip(capacity, weights, strict=True)
+        tokens if worker == home else max(1, min(tokens, int(limit * weights[worker] / total)))
+        for worker, tokens in enumerate(capacity)
     )

@@ -81,6 +81,9 @@ SHAPES = {
         1, prompt_pp=1, num_columns=4, num_spares=1, options=HEADS
     ),
     "prompts to standby": Shape(1, prompt_pp=2, num_spares=1),
+    "prompts to later standby": Shape(2, prompt_pp=1, num_spares=1),
+    "prompts to later heads": Shape(2, prompt_pp=1, options=HEADS),
+    "prompts to split": Shape(1, prompt_pp=1, options=("--split-tokens", "64")),
     "prompts to replicas": Shape(2, prompt_pp=1, options=("--replicas", "1")),
     "swap": Shape(3, num_columns=0, options=(*ON_DEVICES, "--swap")),
     "on devices": Shape(2, num_columns=0, options=ON_DEVICES),

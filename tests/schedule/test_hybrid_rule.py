@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -35,7 +36,7 @@ from fastdecode.schedule.simulation.simulation import Simulation
 from fastdecode.schedule.simulation.trace import RequestTrace, TracedRequest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from hybrid_drawn import draw, judge, run
+from hybrid_drawn import DrawnCase, draw, judge, run
 from shared_device import SharedDevice
 
 NOW = Course(Layout.SPLIT_1)
@@ -243,6 +244,49 @@ def test_the_rule_is_asked_at_admission_and_every_64_steps() -> None:
     ).run()  # fmt: skip
     # When two of four have started and the others wait; then for the whole.
     assert asked_at[:5] == [1, 1, 65, 129, 193]
+
+
+def most_away(case: DrawnCase, load_limit: int | None) -> int:
+    """Most cached tokens that R-workers attend in the last steps of all lanes."""
+    schedule = "greedy" if load_limit is None else "stabilized"
+    batching = Batching(
+        max_num_sequences=case.most_running, schedule=schedule, load_limit=load_limit, lanes=1
+    )
+    options = HybridOptions(case.device, measured_steps=0, error=0.0, clock=lambda: 0.0)
+    scheduler = make_scheduler(
+        ScheduleOptions(batching), case.blocks, 16, case.times, hybrid=options
+    )
+    control, most, loads = scheduler.hybrid, [0], dict[int, int]()
+    assert control is not None
+    observe = control.observe
+
+    def noted(lane: int, num_decoding: int, of_holders: Mapping[int, int]) -> None:
+        observe(lane, num_decoding, of_holders)
+        loads[lane] = sum(x for holder, x in of_holders.items() if holder != case.device)
+        most[0] = max(most[0], sum(loads.values()))
+
+    control.observe = noted  # type: ignore[method-assign]
+    Simulation(
+        case.trace, scheduler, SharedDevice(case.times, case.device), worker_blocks=case.blocks,
+        block_size=16,
+    ).run()  # fmt: skip
+    return most[0]
+
+
+def longest(case: DrawnCase) -> int:
+    requests = case.trace.requests
+    return max(one.num_prompt_tokens + one.num_output_tokens for one in requests)
+
+
+def is_much_away(case: DrawnCase) -> bool:
+    return most_away(case, None) > 6 * longest(case)
+
+
+def test_a_load_limit_holds_for_what_is_on_r_workers() -> None:
+    """Over all lanes. The device has a load of its own."""
+    case = next(x for x in map(draw, map(Random, range(40))) if is_much_away(x))
+    limit = 3 * longest(case)
+    assert 0 < most_away(case, limit) <= limit < most_away(case, None)
 
 
 def test_where_all_fits_on_the_device_nothing_changes() -> None:
