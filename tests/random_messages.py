@@ -186,7 +186,7 @@ def stage_passes(draw: st.DrawFn) -> StagePass:
     if draw(st.booleans()):
         return passed
     parts = draw(arrays_of(np.int64, (3,))), draw(arrays_of(np.int32, (3, 6)))
-    passed = dataclasses.replace(passed, members=parts[1])
+    passed = dataclasses.replace(passed, members=draw(arrays_of(np.int32, (2, 7))))
     return dataclasses.replace(passed, first_tokens=counts[0], closed_ids=parts[0], closed=parts[1])
 
 

@@ -136,7 +136,7 @@ class StageWelcome:
     """Of its R-workers' caches; 0: they take no prompts, and keep no replicas."""
     addresses: tuple[str, ...] = ()
     """What its R-workers call each other, where they can reach one another."""
-    members: Annotated[NDArray[np.int32], "M F"] = field(default_factory=lambda: NO_MEMBERS)
+    members: Annotated[NDArray[np.int32], "M G"] = field(default_factory=lambda: NO_MEMBERS)
     """Which of its R-workers keep the columns; see ``StagePass.members``."""
 
 
@@ -223,7 +223,7 @@ class ColumnWelcome(OfColumns):
     num_blocks: int
     block_size: int
     has_tier: bool
-    members: Annotated[NDArray[np.int32], "M F"] = field(default_factory=lambda: NO_MEMBERS)
+    members: Annotated[NDArray[np.int32], "M G"] = field(default_factory=lambda: NO_MEMBERS)
     """Which of the stage's R-workers keep the column now."""
 
 
@@ -306,7 +306,7 @@ class StagePass(Asking):
     """Closed parts that rows attend, by holder and part."""
     closed: Annotated[NDArray[np.int32] | None, "P F"] = None
     """Of each, the fields ``CLOSED_FIELDS``."""
-    members: Annotated[NDArray[np.int32], "M F"] = field(default_factory=lambda: NO_MEMBERS)
+    members: Annotated[NDArray[np.int32], "M G"] = field(default_factory=lambda: NO_MEMBERS)
     """For prompt stages: who keeps the columns, a row a member (``MemberField``)."""
 
     answers = (StageDone,)

@@ -292,7 +292,6 @@ def test_what_the_device_could_never_hold_goes_to_r_workers(
         {"lanes": 2},
         {"split_tokens": 32},
         {"schedule": "stabilized"},
-        {"load_limit": 100},
         {"r_partition": "heads"},
         {"tp": 2},
         {"kv_dtype": "int4"},
