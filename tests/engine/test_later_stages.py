@@ -20,6 +20,8 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.trace import NoTrace
+from fastdecode.engine.fleet.pending import Deadlines
+from fastdecode.engine.fleet.resharing import GROUP, Resharing
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.pool import ColumnPool, StagePool
 from fastdecode.engine.stages.relay import Relay
@@ -65,6 +67,8 @@ class Stages:
     hub: InprocHub[Any, Any] = field(default_factory=InprocHub)
     clock: Clock = time.monotonic
     first_prompt_stage: int = 3
+    shares_heads: bool = False
+    """The R-workers of each stage share the heads of the one column."""
 
     def __post_init__(self) -> None:
         names = ("r0", "r1", "stage 1", "stage 2")
@@ -77,9 +81,14 @@ class Stages:
         layers = [range(2), range(2, 4), range(4, 6)][: self.first_prompt_stage]
         relayed = range(1, len(layers))
         self.members = StagePool(
-            self.hub, 60.0, clock=self.clock, stages=self.links, relayed=relayed
+            self.hub,
+            60.0,
+            clock=self.clock,
+            stages=self.links,
+            relayed=relayed,
+            num_columns=1 if self.shares_heads else None,
         )
-        self.fleet = ColumnPool(self.members, self.links, layers)
+        self.fleet = ColumnPool(self.members, self.links, layers, shares_heads=self.shares_heads)
         self.later = self.fleet.later
         self.answers: deque[Any] = deque()
 
@@ -120,10 +129,11 @@ def a_pass() -> StagePass:
 
 def greet(stages: Stages) -> None:
     """The later stages are greeted, and answer."""
-    hello = StageHello(1, "", 1, 2, 1, 0, 3, 4, 16, DType.FLOAT32, DType.FLOAT32)
+    blocks = (9,) * len(stages.fleet)
+    hello = StageHello(1, "", 1, len(blocks), 1, 0, 3, 4, 16, DType.FLOAT32, DType.FLOAT32)
     stages.later.greet({1: hello, 2: replace(hello, stage=2, num_layers=2)})
-    stages.say(1, StageWelcome(1, (9, 9)))
-    stages.say(2, StageWelcome(2, (9, 9)))
+    stages.say(1, StageWelcome(1, blocks))
+    stages.say(2, StageWelcome(2, blocks))
     assert stages.later.welcomes((1, 2)) is not None
 
 
@@ -204,6 +214,23 @@ def test_what_a_column_was_asked_before_it_is_greeted_again_is_void() -> None:
     stages.say(2, ColumnWelcome(W, 2, 5, *room))
     assert group.welcome is not None and group.welcome.num_blocks == 4
     assert not stages.answers and not stages.fleet.is_owed and not stages.fleet.gone
+
+
+def test_heads_are_shared_anew_though_no_answer_is_owed_when_a_stage_is_ready() -> None:
+    """Nobody receives then but who looks for replacements."""
+    stages = Stages(shares_heads=True)
+    stages.fleet.send(GROUP, HELLO)
+    for own in (V, W):
+        stages.own(own, Welcome(f"r{own}", 9, HELLO.kv.block_size, 1))
+    greet(stages)
+    stages.say(1, ColumnLost(GROUP, "worker_lost", "it is gone"))
+    assert [holder for holder, _ in stages.fleet.take_losses()] == [GROUP]
+    resharing = Resharing(stages.fleet, HELLO, Deadlines(60.0, 60.0))
+    assert not resharing.look([GROUP])
+    assert isinstance(stages.heard(1), StageHello) and stages.heard(1) is None
+    stages.ends[2].send(ColumnReady(GROUP))
+    assert not stages.fleet.is_owed and not resharing.look([GROUP])
+    assert stages.heard(1) == GreetColumn(GROUP, 1)
 
 
 def test_a_step_learns_of_a_lost_column_once() -> None:

@@ -223,6 +223,7 @@ class Resharing:
     def _let_in(self) -> bool:
         """Replacements that wait are members from now on. False: some have been
         greeted and haven't answered, or a later stage has none for a lost member."""
+        self._take_in()  # later stages report their replacements
         if self._places is not None:
             self._limit()
             gone = map(HolderId, self._members.gone)
