@@ -71,8 +71,10 @@ class _Layer:
 
     pool: NDArray[np.uint8]  # [num_blocks, block_bytes]
     spec: AttentionSpec
-    options: dict[str, Any]
-    """Keyword arguments of ``attend``."""
+    appending: dict[str, Any]
+    """Keyword arguments of ``append``."""
+    attending: dict[str, Any]
+    """And of ``attend``."""
 
 
 @dataclass
@@ -83,7 +85,8 @@ class _Cache:
     pool: NDArray[np.uint8]  # [num_layers, num_blocks, block_bytes]
     layers: list[_Layer]
     # Outputs are lent to the peer until the lane's next Attend, and written again then.
-    outputs: dict[int, NDArray[Any]] = field(default_factory=dict)  # by lane
+    # By lane: memory, and the o that was lent of it last.
+    outputs: dict[int, tuple[NDArray[Any], NDArray[Any]]] = field(default_factory=dict)
 
 
 class AttentionExecutor:
@@ -149,7 +152,7 @@ class AttentionExecutor:
                 f"{total_bytes} bytes for the KV cache can't be had from this host ({error}): "
                 "give the R-worker less KV memory"
             ) from error
-        layers = [_make_layer(*x) for x in zip(pool, prepare.attention, strict=True)]
+        layers = [self._make_layer(prepare, *x) for x in zip(pool, prepare.attention, strict=True)]
         self._caches[prepare.holder] = _Cache(prepare, pool, layers)
         logger.info(
             "KV cache of %d blocks of %d tokens (%d layers, %s, %.1f GB); kernels ready after "
@@ -225,13 +228,11 @@ class AttentionExecutor:
         v: Activations,
     ) -> tuple[Activations, NDArray[np.float32] | None]:
         """o [T_q, Hq, D], and lse float32 [T_q, Hq] if the step wants it."""
-        prepare = cache.prepared
-        source = prepare.activation_dtype.value
-        num_last = plan.num_last
+        layout, num_last = cache.prepared.layout, plan.num_last
         if num_last < len(plan.slots):
             self._kernels.append(
-                prepare.layout, layer.pool, k[num_last:], v[num_last:], plan.slots[num_last:],
-                source=source, **self._threads,
+                layout, layer.pool, k[num_last:], v[num_last:], plan.slots[num_last:],
+                **layer.appending,
             )  # fmt: skip
         spec = layer.spec
         o = _output(cache, plan, q.dtype, (plan.num_queries, spec.num_q_heads, spec.head_dim))
@@ -240,7 +241,7 @@ class AttentionExecutor:
             starts = plan.query_starts[group.start : group.stop + 1]
             rows = slice(starts[0], starts[-1])
             self._kernels.attend(
-                prepare.layout,
+                layout,
                 layer.pool,
                 q[rows],
                 plan.block_tables[group],
@@ -250,9 +251,7 @@ class AttentionExecutor:
                 out=o[rows],
                 lse=None if lse is None else lse[rows],
                 last=(k[:num_last], v[:num_last]) if num_last and group.start == 0 else None,
-                source=source,
-                **self._threads,
-                **layer.options,
+                **layer.attending,
             )
         return o, lse
 
@@ -270,12 +269,23 @@ class AttentionExecutor:
         began_s = self._clock()
         for number, (spec, num_tokens, want_lse) in enumerate(cases, 1):
             self._report_compiling(number, len(cases), self._clock() - began_s)
-            layer = _make_layer(pool[0], spec)
+            layer = self._make_layer(prepare, pool[0], spec)
             cache = _Cache(prepare, pool, [layer])
             kv = np.zeros((num_tokens, layout.num_kv_heads, layout.head_dim), carrier)
             q = np.zeros((num_tokens, spec.num_q_heads, layout.head_dim), carrier)
             self._run(cache, _first_step(num_tokens, want_lse), layer, q, kv, kv)
         self._kernels.copy_blocks(pool, np.array([0], np.int64), np.array([1], np.int64))
+
+    def _make_layer(self, prepare: Prepare, pool: NDArray[np.uint8], spec: AttentionSpec) -> _Layer:
+        slopes = None if spec.alibi_slopes is None else np.array(spec.alibi_slopes, np.float32)
+        appending = {"source": prepare.activation_dtype.value, **self._threads}
+        scores = {
+            "scale": spec.scale,
+            "sliding_window": spec.sliding_window,
+            "alibi_slopes": slopes,
+            "logit_softcap": spec.logit_softcap,
+        }
+        return _Layer(pool, spec, appending, appending | scores)
 
     def _report_compiling(self, number: int, total: int, passed_s: float) -> None:
         """Kernels that are on disk load in less than this; then nothing is said."""
@@ -286,23 +296,17 @@ class AttentionExecutor:
 def _output(
     cache: _Cache, plan: StepPlan, dtype: np.dtype[Any], shape: tuple[int, int, int]
 ) -> NDArray[Any]:
-    """Room for a lane's o: the same memory in every layer, so that no page is faulted in anew."""
+    """Room for a lane's o: the same memory in every layer, so that no page is faulted in anew;
+    and the same array, while steps are alike."""
+    room, o = cache.outputs.get(plan.lane) or (np.empty(0, dtype), None)
+    if o is not None and o.shape == shape:
+        return o
     size = shape[0] * shape[1] * shape[2]
-    room = cache.outputs.get(plan.lane)
-    if room is None or room.size < size:
-        room = cache.outputs[plan.lane] = np.empty(size, dtype)
-    return room[:size].reshape(shape)
-
-
-def _make_layer(pool: NDArray[np.uint8], spec: AttentionSpec) -> _Layer:
-    slopes = None if spec.alibi_slopes is None else np.array(spec.alibi_slopes, np.float32)
-    options = {
-        "scale": spec.scale,
-        "sliding_window": spec.sliding_window,
-        "alibi_slopes": slopes,
-        "logit_softcap": spec.logit_softcap,
-    }
-    return _Layer(pool, spec, options)
+    if room.size < size:
+        room = np.empty(size, dtype)
+    o = room[:size].reshape(shape)
+    cache.outputs[plan.lane] = room, o
+    return o
 
 
 def _first_step(num_tokens: int, want_lse: bool) -> StepPlan:

@@ -94,7 +94,7 @@ class StepPlan:
     """Sequences in front whose new token is the last that they see, and lies at
     the same place of ``slots``: attention itself writes it."""
 
-    @property
+    @cached_property
     def num_queries(self) -> int:
         """T_q."""
         return int(self.query_starts[-1])

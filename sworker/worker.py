@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode.core.model.spec import ModelSpec
-from sworker.buffers import Fetch, Fetched, to_device
+from sworker.buffers import KEPT_ROWS, LENT_LAYERS, Fetch, Fetched, to_device
 from sworker.device import Gpu, Mark, gpu_of
 from sworker.feed import Feed
 from sworker.graphs import StepGraphs
 from sworker.host_blocks import BlockMemory
 from sworker.kernels.spinning import IdleThreads
-from sworker.model.skeleton import Model
+from sworker.model.skeleton import LayerRoom, Model, make_room
 from sworker.paged import PagedKV
 from sworker.sampling.sampler import Drawing, SampledToken, SamplingState, draw
 from sworker.step_tables import StepInputs
@@ -36,6 +36,7 @@ from sworker.swap.swapped import LaneMover, SwappedKV
 _DRAWN_BYTES = 64 << 10
 """Of what is drawn for a lane, to begin with: 2,700 tokens, fewer with
 logprobs."""
+_NO_ROOM = (None,)
 TIMED_LAYERS = 8
 """Of so many layers one is timed: a mark takes a microsecond or two of the
 thread that feeds the GPU."""
@@ -73,6 +74,7 @@ class SWorker:
         self.graphs = graphs
         self._fetches: dict[int, Callable[[Tensor], Fetched]] = {}  # by lane
         self._outputs: dict[int, Fetch] = {}  # by lane
+        self._rooms: dict[int, tuple[LayerRoom, ...]] = {}  # by lane
         for lane in range(num_lanes):
             self._fetch(lane)
 
@@ -104,7 +106,18 @@ class SWorker:
         self.look_at_cores()
         if self.graphs is not None and rows.shape[1] <= self.graphs.buckets.max_rows:
             return PaddedPass(self, self.graphs, lane, rows, feed, x)
-        return Pass(self, rows, feed, x)
+        return Pass(self, rows, feed, x, self._rooms_of(lane, rows.shape[1]))
+
+    def _rooms_of(self, lane: int, num_rows: int) -> Sequence[LayerRoom | None]:
+        """On a CPU memory of a lane's own for layers of so many rows, as many as may be on
+        loan; None: memory of each layer's own."""
+        if self.gpu is not None or num_rows > KEPT_ROWS:
+            return _NO_ROOM
+        rooms = self._rooms.get(lane)
+        if rooms is None or rooms[0].x.shape[0] != num_rows:
+            rooms = tuple(make_room(self.model, num_rows) for _ in range(LENT_LAYERS))
+            self._rooms[lane] = rooms
+        return rooms
 
     def look_at_cores(self) -> None:
         """Before a step: adapt to whether others want the cores."""
@@ -223,10 +236,17 @@ class Pass:
 
     @torch.inference_mode()
     def __init__(
-        self, worker: SWorker, rows: Tensor, feed: Feed | None = None, x: Tensor | None = None
+        self,
+        worker: SWorker,
+        rows: Tensor,
+        feed: Feed | None = None,
+        x: Tensor | None = None,
+        rooms: Sequence[LayerRoom | None] = _NO_ROOM,
     ) -> None:
         """rows: token ids and positions, int64 [2, T], on the host; ``feed``:
-        token ids that the host doesn't know; ``x``: see ``SWorker.go_on``."""
+        token ids that the host doesn't know; ``x``: see ``SWorker.go_on``; ``rooms``: for
+        layer i that of i modulo their number."""
+        self._rooms = rooms
         self._model = worker.model
         self._layers = worker.model.step_layers
         self._upload = worker.upload
@@ -280,7 +300,9 @@ class Pass:
             self._x = self._model.embed(token_ids, self._positions)  # [T, hidden]
         else:
             self._x = self._upload(x)
-        self.q, self.k, self.v = self._layers[0].pre_attention(self._x, self._positions)
+        self._x, (self.q, self.k, self.v) = self._layers[0].pre_attention_of_sum(
+            self._x, None, self._positions, self._rooms[0]
+        )
 
     def _advance(self, o: Tensor, is_last: bool) -> None:
         layers = self._layers
@@ -288,8 +310,9 @@ class Pass:
             self._x = layers[self.layer].post_attention(self._x, o)
             return
         x, added = layers[self.layer - 1].post_attention_apart(self._x, o)
+        room = self._rooms[self.layer % len(self._rooms)]
         self._x, (self.q, self.k, self.v) = layers[self.layer].pre_attention_of_sum(
-            x, added, self._positions
+            x, added, self._positions, room
         )
 
 

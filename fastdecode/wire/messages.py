@@ -346,6 +346,12 @@ class Attend(ForHolder):
     answers = (AttendResult,)
     repeated = ("step", "lane", "layer")
 
+    def check(self, answer: Any) -> None:
+        """See ``Asking``; there is one in every layer."""
+        of_answer = (answer.step, answer.lane, answer.layer) if type(answer) in self.answers else ()
+        if of_answer != (self.step, self.lane, self.layer):
+            super().check(answer)
+
     def part(self, shard: Shard) -> Attend:
         if (heads := shard.heads) is None:
             return self

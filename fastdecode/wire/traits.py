@@ -23,6 +23,8 @@ class Role(Enum):
     FEEDER = "prompt stage"
     CONTROLLER = "controller"
 
+    __hash__ = object.__hash__  # of members there is one each; an Enum's own is a call in Python
+
 
 MAX_FEEDERS: Final = 64
 """Prompt stages that write to one cache."""

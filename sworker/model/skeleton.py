@@ -56,6 +56,17 @@ class LayerRoom:
     qkv: QKV
 
 
+def make_room(model: Model, num_rows: int) -> LayerRoom:
+    """Memory for any layer of a model."""
+    spec, like = model.spec, next(model.parameters())
+    kv = num_rows, spec.num_kv_heads, spec.head_dim
+    q, k, v = (
+        like.new_empty(shape, dtype=model.dtype)
+        for shape in ((num_rows, spec.num_q_heads, spec.head_dim), kv, kv)
+    )
+    return LayerRoom(like.new_empty((num_rows, spec.hidden_size), dtype=model.dtype), (q, k, v))
+
+
 class LayerHalves(Protocol):
     """A layer as steps run it: a ``Layer``, or what a device has in place of one."""
 

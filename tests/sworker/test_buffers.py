@@ -10,7 +10,7 @@ import pytest
 import torch
 from recorded_gpu import RecordedGpu
 
-from sworker.buffers import GpuStaging, Room, Share, Staging
+from sworker.buffers import KEPT_ROWS, LENT_LAYERS, GpuStaging, Room, Share, Staging
 
 
 def test_rooms_grow_and_stay() -> None:
@@ -67,6 +67,44 @@ def test_out_and_back(dtype: torch.dtype, direct_bytes: int | None) -> None:
     assert torch.equal(o, expected)
     own = staging.begin_layer(q.shape, dtype)
     assert staging.begin_layer(q.shape, dtype).data_ptr() == own.data_ptr()
+
+
+@torch.inference_mode()
+def test_a_lanes_own_memory_is_cut_once_for_all_steps_that_are_alike() -> None:
+    """But no more layers are kept than may be on loan, none with closed parts, none that is
+    copied, and no large one: that would keep its memory."""
+    staging, (q, k, v) = Staging(), (torch.randn(9, heads, 4) for heads in (6, 2, 2))
+    alike = [Share(SHARES[0].queries, (), SHARES[0].rows, SHARES[0].answered)]
+    staging.begin_step(alike[:])
+    staged = staging.send(q, k, v)
+    staging.begin_step(alike[:])
+    assert staging.send(q, k, v) is staged
+    assert staging.send(q, k.clone(), v) is not staged
+    shipments = staging.send(q, k, v).shipments
+    q.zero_()
+    assert not shipments[0][0].any(), "what is kept is a view"
+
+    staging.begin_step(SHARES[2:])
+    assert staging.send(q, k, v).shipments[0][0].shape[0] == 1
+    staging.begin_step(SHARES)
+    assert staging.send(q, k, v) is not staging.send(q, k, v)
+
+    staging.begin_step(alike)
+    for num_rows, is_kept in ((KEPT_ROWS, True), (KEPT_ROWS + 1, False)):
+        large = torch.zeros(num_rows, 6, 4)
+        assert (staging.send(large, large, large) is staging.send(large, large, large)) == is_kept
+    wide = torch.zeros(9, 8, 4)[:, :6]
+    assert staging.send(wide, k, v) is not staging.send(wide, k, v)
+    gone = [weakref.ref(x) for x in _send_layers(staging, 2 * LENT_LAYERS)]
+    assert sum(x() is not None for x in gone) <= 3 * LENT_LAYERS
+
+
+def _send_layers(staging: Staging, num_layers: int) -> list[torch.Tensor]:
+    """Send so many layers, each in other memory."""
+    layers = [torch.zeros(9, 6, 4) for _ in range(3 * num_layers)]
+    for layer in range(num_layers):
+        staging.send(*layers[3 * layer : 3 * layer + 3])
+    return layers
 
 
 @torch.inference_mode()

@@ -29,7 +29,14 @@ from fastdecode.engine.fleet.pending import Deadlines, PendingReplies
 from fastdecode.wire.kv.exporting import MoveNews
 from fastdecode.wire.kv.replicating import ReplicationNews
 from fastdecode.wire.kv.tiers import UseTier
-from fastdecode.wire.messages import Answer, Failed, FromRWorker, Hello, ToRWorker
+from fastdecode.wire.messages import (
+    Answer,
+    AttendResult,
+    Failed,
+    FromRWorker,
+    Hello,
+    ToRWorker,
+)
 from fastdecode.wire.transport import TIMEOUT, Connection, Hub, PeerLostError, loss
 
 logger = logging.getLogger(__name__)
@@ -407,19 +414,25 @@ class WorkerPool:
     def _taken(self, index: int, message: FromRWorker) -> tuple[HolderId, Answer] | None:
         if index in self.gone:
             return None  # it was given up, and answers after all
+        if type(message) is AttendResult:  # as nearly all are
+            return self._answered(index, message)
         if isinstance(message, Failed):
             self._lose(index, failure(f"R-worker {message.worker}", message))
         elif isinstance(message, ReplicationNews):
             self.events.hear_replica(index, message)
         elif not isinstance(message, MoveNews):
-            try:
-                return self.pending.take(index, message), message
-            except ProtocolError as lie:
-                self._lied(index, lie.message)
+            return self._answered(index, message)
         elif self.pending.transfers.take(index, message):
             self.events.hear_tier(index, message)
         else:
             self._lied(index, f"sent {type(message).__name__}, which nobody asked for")
+        return None
+
+    def _answered(self, index: int, answer: Answer) -> tuple[HolderId, Answer] | None:
+        try:
+            return self.pending.take(index, answer), answer
+        except ProtocolError as lie:
+            self._lied(index, lie.message)
         return None
 
     def _find_closed(self) -> None:
