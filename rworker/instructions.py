@@ -273,12 +273,10 @@ class Stop:
     """Leave the loop."""
 
 
-Instruction: TypeAlias = (
-    Send
-    | TellAboutHost
+Occasional: TypeAlias = (
+    TellAboutHost
     | Prepare
     | CopyBlocks
-    | Compute
     | PlaceChunk
     | ReadChunk
     | LinkReplica
@@ -295,3 +293,5 @@ Instruction: TypeAlias = (
     | HangUp
     | Stop
 )
+"""What no plain decode step needs."""
+Instruction: TypeAlias = Compute | Send | Occasional

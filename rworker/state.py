@@ -39,6 +39,7 @@ from fastdecode.wire.kv.tiers import (
 )
 from fastdecode.wire.messages import (
     MAX_ID,
+    AboutCaches,
     Accepted,
     Attend,
     BeginStep,
@@ -242,6 +243,12 @@ class RWorkerState:
                 return attend(number, self._caches.of(number, message.holder), message)
             case BeginStep():
                 return begin_step(self._caches.of(number, message.holder), message)
+            case _:
+                return self._manage(number, peer, message)
+
+    def _manage(self, number: int, peer: _Peer, message: AboutCaches) -> tuple[Instruction, ...]:
+        """What a message between steps asks for."""
+        match message:
             case OpenSequence() | ForkSequence() | ExtendSequence() | ResumeSequence():
                 cache = self._caches.of(number, message.holder)
                 return _answered(number, cache, message, cache.books.reserve(message))

@@ -46,6 +46,7 @@ from rworker.instructions import (
     Instruction,
     LinkReplica,
     MoveBlocks,
+    Occasional,
     OpenTier,
     PlaceChunk,
     Prepare,
@@ -151,15 +152,7 @@ def serve_next(
     try:
         peer, message = hub.receive_any(min(waits_s, default=None))
     except PeerLostError as error:
-        if error.code == CLOSED:
-            logger.info("R-worker %s goes on without a peer: %s", state.name, error)
-        else:
-            _tell(hub, error.index, last_words(state.name, error))
-        hang_up = HangUp(error.index, may_return=error.code == CLOSED)
-        goes_on = obey((hang_up,), hub.connections, state, executor, behind)
-        if state.kept:
-            logger.info("R-worker %s keeps the KV cache of a lost S-worker", state.name)
-        return goes_on
+        return _lose_peer(error, hub, state, executor, behind)
     except WorkerError as error:
         if error.code == TIMEOUT and waits_s:
             if links is not None and link_wait_s is not None:
@@ -175,6 +168,25 @@ def serve_next(
         _tell(hub, peer, last_words(state.name, error))
         torn = HangUp(peer, is_torn=True)
         return obey((torn,), hub.connections, state, executor, behind)
+
+
+def _lose_peer(
+    error: PeerLostError,
+    hub: Hub[FromRWorker, ToRWorker],
+    state: RWorkerState,
+    executor: RWorkerExecutor,
+    behind: BackgroundTransfers | None,
+) -> bool:
+    """Go on without a peer. False: leave the loop."""
+    if error.code == CLOSED:
+        logger.info("R-worker %s goes on without a peer: %s", state.name, error)
+    else:
+        _tell(hub, error.index, last_words(state.name, error))
+    hang_up = HangUp(error.index, may_return=error.code == CLOSED)
+    goes_on = obey((hang_up,), hub.connections, state, executor, behind)
+    if state.kept:
+        logger.info("R-worker %s keeps the KV cache of a lost S-worker", state.name)
+    return goes_on
 
 
 def tell_moved(
@@ -216,39 +228,53 @@ def obey(
                     return False
             case Send(to, message):
                 _answer(state.name, peers[to], message)
-            case TellAboutHost(to, num_threads, kv_bytes, model_hash):
-                report = Report(
-                    state.name, PROTOCOL_VERSION, this_host(), num_threads, kv_bytes, model_hash
-                )
-                _send(peers[to], report)
-            case PlaceChunk():
-                executor.place(instruction)
-                _send(peers[instruction.to], ChunkStored(len(instruction.chunk.data)))
-            case ReadChunk():
-                _send(peers[instruction.to], FetchedChunk(executor.read(instruction)))
-            case CopyBlocks():
-                executor.copy_blocks(instruction)
-            case Prepare():
-                if behind is not None:
-                    behind.drop(instruction.holder)
-                executor.prepare(instruction)
-            case LinkReplica() | Follow() | EndStep() | BeginPull() | EndPull() | Admit():
-                _obey_link(instruction, peers, behind)
-            case OpenTier() | MoveBlocks() | DropStored():
-                _obey_tier(instruction, peers, executor)
-            case Unlink() | Drop():
-                if behind is not None:
-                    behind.drop(instruction.holder)
-                _let_go(instruction, executor)
-            case HangUp(peer, may_return, is_torn):
-                peers[peer].close()
-                gone = state.lost(peer, may_return=may_return, is_torn=is_torn)
-                if not obey(gone, peers, state, executor, behind):
-                    return False
-            case Stop():
-                return False
             case _:
-                assert_never(instruction)
+                if not _obey_occasional(instruction, peers, state, executor, behind):
+                    return False
+    return True
+
+
+def _obey_occasional(
+    instruction: Occasional,
+    peers: Sequence[Peer],
+    state: RWorkerState,
+    executor: RWorkerExecutor,
+    behind: BackgroundTransfers | None,
+) -> bool:
+    """Carry out one instruction. False: leave the loop."""
+    match instruction:
+        case TellAboutHost(to, num_threads, kv_bytes, model_hash):
+            report = Report(
+                state.name, PROTOCOL_VERSION, this_host(), num_threads, kv_bytes, model_hash
+            )
+            _send(peers[to], report)
+        case PlaceChunk():
+            executor.place(instruction)
+            _send(peers[instruction.to], ChunkStored(len(instruction.chunk.data)))
+        case ReadChunk():
+            _send(peers[instruction.to], FetchedChunk(executor.read(instruction)))
+        case CopyBlocks():
+            executor.copy_blocks(instruction)
+        case Prepare():
+            if behind is not None:
+                behind.drop(instruction.holder)
+            executor.prepare(instruction)
+        case LinkReplica() | Follow() | EndStep() | BeginPull() | EndPull() | Admit():
+            _obey_link(instruction, peers, behind)
+        case OpenTier() | MoveBlocks() | DropStored():
+            _obey_tier(instruction, peers, executor)
+        case Unlink() | Drop():
+            if behind is not None:
+                behind.drop(instruction.holder)
+            _let_go(instruction, executor)
+        case HangUp(peer, may_return, is_torn):
+            peers[peer].close()
+            gone = state.lost(peer, may_return=may_return, is_torn=is_torn)
+            return obey(gone, peers, state, executor, behind)
+        case Stop():
+            return False
+        case _:
+            assert_never(instruction)
     return True
 
 

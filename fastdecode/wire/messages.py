@@ -381,7 +381,7 @@ class Shutdown(Asking):
     said_by = ANYBODY
 
 
-ToRWorker: TypeAlias = (
+AboutCaches: TypeAlias = (
     Hello
     | OpenSequence
     | ForkSequence
@@ -389,8 +389,6 @@ ToRWorker: TypeAlias = (
     | CloseSequence
     | KeptToRWorker
     | TierToRWorker
-    | BeginStep
-    | Attend
     | ChunkToRWorker
     | StorePrompt
     | FetchPast
@@ -400,6 +398,8 @@ ToRWorker: TypeAlias = (
     | Inspect
     | Shutdown
 )
+"""What an R-worker gets between steps, and beside them."""
+ToRWorker: TypeAlias = BeginStep | Attend | AboutCaches
 Room: TypeAlias = (
     OpenSequence
     | ForkSequence

@@ -207,12 +207,12 @@ class Regrouped:
     num_lanes: int
 
 
-Event: TypeAlias = (
-    "Submitted | LaneIdle | LaneReady | Opened | Refused | StepDone | Came | Lost | Interrupted | "
-    "Leaving | TakenOver | Reopened | Joined | Cancelled | Ended | Regrouped | Fetching | Moved | "
-    "Pulled | "
-    "Stocked"
+BetweenSteps: TypeAlias = (
+    "Submitted | Opened | Refused | Lost | Interrupted | Leaving | TakenOver | Reopened | Joined | "
+    "Cancelled | Ended | Regrouped | Fetching | Moved | Pulled | Stocked"
 )
+"""What happens beside the steps of lanes."""
+Event: TypeAlias = "LaneIdle | LaneReady | StepDone | Came | BetweenSteps"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from fastdecode.schedule.life.adoption import Adoptions
 from fastdecode.schedule.life.coming import ComingTokens
 from fastdecode.schedule.life.endings import Endings
 from fastdecode.schedule.life.events import (
+    BetweenSteps,
     Came,
     Cancelled,
     Ended,
@@ -113,6 +114,20 @@ class Lifecycle:
                 self._plan(event.lane)
             case LaneReady():
                 self._run(event.lane)
+            case _:
+                self._take(event)
+        if self._fails_over and self.adoptions and not self._flying:
+            self._ask_adopters()
+        if self.keeps_blocks:
+            self._out += self._cache.stock.orders.take()
+            self._out += self._cache.stock.orders.take_fetches()
+        instructions = self._out.copy()
+        self._out.clear()
+        return instructions
+
+    def _take(self, event: BetweenSteps) -> None:
+        """Something has happened beside the steps of lanes."""
+        match event:
             case Opened():
                 self._opened(event.part_id)
             case Refused():
@@ -138,17 +153,13 @@ class Lifecycle:
                 self.scheduler.regroup(event.num_lanes)
             case _:
                 assert_never(event)
-        if self._fails_over and self.adoptions and not self._flying:
-            for holder in self.adoptions.about_to_leave:
-                self.handing.interrupt(holder)  # what it exports or imports doesn't move with it
-            self.adoptions.ask()
-            self.starting.restores.forget_lost()
-        if self.keeps_blocks:
-            self._out += self._cache.stock.orders.take()
-            self._out += self._cache.stock.orders.take_fetches()
-        instructions = self._out.copy()
-        self._out.clear()
-        return instructions
+
+    def _ask_adopters(self) -> None:
+        """No step is in flight: those that take holders over are asked what they have."""
+        for holder in self.adoptions.about_to_leave:
+            self.handing.interrupt(holder)  # what it exports or imports doesn't move with it
+        self.adoptions.ask()
+        self.starting.restores.forget_lost()
 
     def _about_holder(
         self, event: Lost | Interrupted | Leaving | TakenOver | Reopened | Joined
