@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from disk_talks import talk_in_turns
-from replica_jobs import GREEDY, run
+from replica_jobs import FORKED, GREEDY, run
 from simulated_engines import DeviceLosses
 from trouble import Trouble
 
@@ -20,6 +21,7 @@ from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, WorkerError
 from fastdecode.engine.setup import device_caches
 from rworker.worker import WorkerThread, start_worker_thread
+from sworker.host_blocks import HostBlocks
 from sworker.paged import PagedKV
 
 ON_DEVICE: dict[str, Any] = {
@@ -73,6 +75,30 @@ def test_a_device_that_fails_changes_no_token(
     (failover,) = stats.replicas.failovers
     assert (failover.worker, failover.keeper) == ("the KV cache on cpu", "R-worker replica")
     assert stats.replicas.num_recomputed_holders == stats.num_recomputed == 0
+
+
+@pytest.mark.parametrize("does", ["shares blocks", "moves blocks"])
+def test_a_device_that_fails_between_layers_changes_no_token(
+    model: Path, said: Any, monkeypatch: pytest.MonkeyPatch, does: str
+) -> None:
+    """It copies a block that sequences share, before a step; or kept blocks to the host."""
+
+    def fail(*args: Any, **named: Any) -> None:
+        raise torch.OutOfMemoryError("the device is full")
+
+    with LLM(str(model), **{**SMALL, "prefix_cache": "off"}) as llm:
+        forked = llm.generate([[7] * 21], FORKED)[0].completions
+    options: dict[str, Any] = {**SMALL, "replicas": 1}
+    if does == "moves blocks":
+        options["cache_memory_gb"] = 0.001
+        monkeypatch.setattr(HostBlocks, "copy", fail)
+    else:
+        monkeypatch.setattr(PagedKV, "copy_blocks", fail)
+    with LLM(str(model), **options) as llm:
+        assert talk_in_turns(llm) == said
+        completions = llm.generate([[7] * 21], FORKED)[0].completions
+        assert [x.token_ids for x in completions] == [x.token_ids for x in forked]
+        assert llm.stats.replicas is not None and len(llm.stats.replicas.failovers) == 1
 
 
 def test_only_tokens_that_the_replica_lacks_run_again(

@@ -502,14 +502,13 @@ class ProtectedPool(MixedPool):
 
     def hear_reports(self) -> None:
         """See ``WorkerPool``. Steps on the device wait for nobody."""
-        if self._device_index in self.gone:
-            return
-        device = self._connection(self._device_index)
+        index = self._device_index
+        device = self._connection(index)
         try:
-            while (message := device.poll()) is not None:
+            while index not in self.gone and (message := device.poll()) is not None:
                 self._sort(message)
         except WorkerError as error:
-            self._lose(self._device_index, error)
+            self._lose(index, error)
 
     def wait_for_report(self, timeout_s: float) -> None:
         """Wait until the device has reported something.
@@ -521,8 +520,8 @@ class ProtectedPool(MixedPool):
 
     def _sort(self, message: FromRWorker) -> None:
         """Keep what the device said until it is asked for."""
-        if isinstance(message, ReplicationNews):
-            self.events.hear_replica(self._device_index, message)
+        if isinstance(message, (Failed, ReplicationNews)):
+            self._taken(self._device_index, message)
         else:
             self._early.append((self._device_index, message))
 

@@ -58,6 +58,8 @@ class ProtectedAttention:
 
     def begin(self, batch: StepBatch) -> LocalStep | RemoteStep:
         """See ``Attention``."""
+        if self._local is not None and not self._connection.is_open:
+            self._give_up()  # it failed between two steps
         if self._local is None:
             return self._plan.begin(batch)
         try:
@@ -70,11 +72,13 @@ class ProtectedAttention:
 
     def lose(self, holder: HolderId, error: Exception) -> None:
         """The device has failed. Its memory is free from now on."""
-        self._local = None
-        peer = self._connection.peer
-        self._connection.fail()
-        text = f"{peer} failed: {type(error).__name__}: {error}"
+        self._give_up()
+        text = f"{self._connection.peer} failed: {type(error).__name__}: {error}"
         self.fleet.lose(holder, WorkerError(text, code="device_failed"))
+
+    def _give_up(self) -> None:
+        self._local = None
+        self._connection.fail()
 
 
 class _Step(LocalStep):
