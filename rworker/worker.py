@@ -166,8 +166,7 @@ def serve_next(
         return obey(state.handle(peer, message), hub.connections, state, executor, behind)
     except Exception as error:
         _tell(hub, peer, last_words(state.name, error))
-        torn = HangUp(peer, is_torn=True)
-        return obey((torn,), hub.connections, state, executor, behind)
+        return obey((HangUp(peer, is_torn=True),), hub.connections, state, executor, behind)
 
 
 def _lose_peer(
