@@ -336,7 +336,6 @@ def test_what_isnt_there_with_prompt_stages_is_refused_by_name(llama: str) -> No
         ({"kv_placement": "gpu", "tp": 2}, "kv_placement='gpu'"),
         ({"kv_placement": "gpu", "swap": True, "pp": 3}, "swap"),
         ({"prompt_attention": "r"}, "prompt_attention"),
-        ({"prefill_instances": 1, "decode_instances": 1}, "prefill_instances"),
         ({"prefill_chunk": 1}, "prefill_chunk"),
         ({"prompt_pp": 4}, "prompt_pp=4.* 3 layers"),
     ):

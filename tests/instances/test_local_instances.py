@@ -165,6 +165,23 @@ def test_layers_may_be_on_stages(model: str, one: LLM) -> None:
         assert_nothing_is_left(llm)
 
 
+ON_A_DEVICE = {"kv_placement": "gpu", "device": "cpu", "r_threads": None}
+
+
+@pytest.mark.parametrize("where", [{"pp": 2, "r_workers": 2}, ON_A_DEVICE], ids=str)
+def test_prompts_may_run_on_stages_of_their_own(
+    model: str, one: LLM, where: dict[str, Any]
+) -> None:
+    """Others fetch what prompt stages have written."""
+    asked, how = prompts(8, seed=17), params(8, seed=17, n=2)
+    with LLM(model, **{**OPTIONS, **BOTH, "prompt_pp": 1, **where}) as llm:
+        for _ in range(2):
+            assert_alike(llm.generate(asked, how), one.generate(asked, how))
+        assert llm.stats.num_recomputed == llm._running.engine.num_failed_fetches == 0
+        assert llm.stats.fetched_bytes > 0
+        assert_nothing_is_left(llm)
+
+
 @pytest.mark.parametrize("more", [{}, {"cache_memory_gb": 0.01, "prefix_cache": "on"}], ids=str)
 def test_kv_may_be_on_the_device_of_each(model: str, one: LLM, more: dict[str, Any]) -> None:
     asked, how = prompts(16, seed=7), params(16, seed=7, n=2)

@@ -170,7 +170,7 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
                is_contradiction=True),
         _pairs("instance ranks", "tensor parallelism, stages",
                "each instance has its own: ROLE:R_WORKERS:tp=N:pp=N", is_contradiction=True),
-        _pairs("instances", "prompt stages, swap", _OWN_ENGINE),
+        _pairs("instances", "swap", _OWN_ENGINE),
         _pairs("instance ranks", "prompt stages, device KV, hybrid KV, swap, host tier",
                _OWN_ENGINE),
         _pairs("instance ranks", "replicas, standby, disk tier",
