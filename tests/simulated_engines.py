@@ -183,9 +183,18 @@ def _listen(listener: ZmqListener, executors: Sequence[AttentionExecutor]) -> No
 
 
 class DeviceLosses(Losses):
-    """Devices that keep KV run out of memory after so many layers that they attend."""
+    """Devices that keep KV run out of memory after so many layers that they attend.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    Args:
+        before: is called first.
+    """
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        after: int,
+        before: Callable[[], object] = lambda: None,
+    ) -> None:
         left, attend = after, PagedKV.attend
 
         def counted(cache: PagedKV, *args: Any) -> torch.Tensor:
@@ -193,6 +202,7 @@ class DeviceLosses(Losses):
             left -= 1
             if left < 0:
                 self.num_lost += left == -1
+                before()
                 raise torch.OutOfMemoryError("the device is full")
             return attend(cache, *args)
 
