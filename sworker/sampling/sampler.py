@@ -246,11 +246,33 @@ def _choose(
     short_list: int,
 ) -> _Chosen:
     """Draw from adjusted logits [B, V]; ``whole``, ``truncated``: see ``_split``."""
-    num_rows, vocab_size = logits.shape
-    device = logits.device
-    most = MAX_BLOCK_ELEMENTS if device.type != "cpu" else MAX_CPU_BLOCK_ELEMENTS
-    is_few = device.type == "cpu" and logits.numel() <= FEW_ELEMENTS
+    most = MAX_BLOCK_ELEMENTS if logits.device.type != "cpu" else MAX_CPU_BLOCK_ELEMENTS
     greatest, tokens = greatest_of(logits)  # [B], [B]
+    if len(whole) or len(truncated):
+        _draw_rows(logits, states, whole, truncated, short_list, most, greatest, tokens)
+    packed = torch.stack([tokens.double(), greatest.double()]).view(-1)
+    asking = [row for row, state in enumerate(states) if state.params.logprobs is not None]
+    blocks: tuple[tuple[NDArray[np.int64], int], ...] = ()
+    if asking:
+        found, blocks = _logprobs(logits, states, asking, most, greatest, tokens)
+        packed = torch.cat([packed, *found])
+    return _Chosen(tokens, packed, len(logits), blocks)
+
+
+def _draw_rows(
+    logits: Tensor,
+    states: Sequence[SamplingState],
+    whole: NDArray[np.int64],
+    truncated: NDArray[np.int64],
+    short_list: int,
+    most: int,
+    greatest: Tensor,
+    tokens: Tensor,
+) -> None:
+    """Draw the rows that aren't greedy into ``tokens`` [B], at most so many elements of
+    logits at once; ``greatest`` [B]: of each row."""
+    vocab_size, device = logits.shape[1], logits.device
+    is_few = device.type == "cpu" and logits.numel() <= FEW_ELEMENTS
     for rows in _blocks(whole, vocab_size, most):
         at = _index(rows, device)
         drawn_from = [states[row] for row in rows.tolist()]
@@ -264,19 +286,26 @@ def _choose(
         columns = _num_columns([states[row].params.top_k for row in rows], short_list, vocab_size)
         controls = controls_of(states, rows, device)
         tokens[at] = draw_truncated(logits[at], greatest[at, None], controls, columns)
-    drawn = torch.stack([tokens.double(), greatest.double()])
-    asking = np.array(
-        [row for row, state in enumerate(states) if state.params.logprobs is not None], np.int64
-    )
-    pieces, blocks = [drawn.view(-1)], []
-    for rows in _blocks(asking, vocab_size, most):
-        at = _index(rows, device)
+
+
+def _logprobs(
+    logits: Tensor,
+    states: Sequence[SamplingState],
+    asking: Sequence[int],
+    most: int,
+    greatest: Tensor,
+    tokens: Tensor,
+) -> tuple[list[Tensor], tuple[tuple[NDArray[np.int64], int], ...]]:
+    """Of the rows that ask for them, in blocks, each flat; and which rows each block has,
+    and how many columns."""
+    vocab_size, pieces, blocks = logits.shape[1], [], []
+    for rows in _blocks(np.array(asking, np.int64), vocab_size, most):
+        at = _index(rows, logits.device)
         count = min(vocab_size, max(states[row].params.logprobs or 0 for row in rows))
         found = logprobs_of(logits[at], greatest[at, None], tokens[at, None].clamp(min=0), count)
         pieces.append(found.view(-1))
         blocks.append((rows, found.shape[1]))
-    packed = torch.cat(pieces) if blocks else pieces[0]
-    return _Chosen(tokens, packed, num_rows, tuple(blocks))
+    return pieces, tuple(blocks)
 
 
 def _index(rows: NDArray[np.int64], device: torch.device) -> slice | Tensor:

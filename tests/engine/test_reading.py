@@ -17,7 +17,7 @@ PATH = (ROOT / "docs" / "design" / "reading.md").read_text("utf-8")
 ROW = re.compile(r"^\| \d+ \| `(?P<file>\S+)` \| `(?P<function>\S+)` \|", re.MULTILINE)
 
 MOST_FILES = 57
-MOST_LINES = 2_942
+MOST_LINES = 2_908
 """Lower them when a change makes them smaller; the goal is 45 and 2,000."""
 
 
