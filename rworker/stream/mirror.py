@@ -108,7 +108,10 @@ class Mirror:
         while not self._ready:
             if not (self._make_changes() if self._changes else self._read_on()):
                 return None
-        message = self._ready.popleft()
+        message = self._ready[0]
+        if isinstance(message, StoreChunk) and not self._has_credit(len(message.data)):
+            return None  # several were read at once
+        self._ready.popleft()
         if isinstance(message, StoreChunk):
             num_bytes = len(message.data)
             self.num_unacknowledged += num_bytes

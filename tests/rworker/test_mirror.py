@@ -108,6 +108,21 @@ def test_whole_blocks_travel_as_they_lie(most_blocks: int, monkeypatch: pytest.M
     }
 
 
+def test_chunks_that_are_read_at_once_leave_one_by_one_without_credit() -> None:
+    owner = Memory(KV, 64)
+    owner.fill({7: 2 * KV.block_size + 1}, seed=2)
+    mirror = Mirror(HolderId(0), owner.books, owner, link_bytes=1)
+    assert isinstance(mirror.next(), OpenSequence)
+    mirror.take(Accepted(7))
+    assert isinstance(mirror.next(), ExpectTokens)
+    for form in (ChunkForm.BLOCKS, ChunkForm.TOKENS):
+        chunk = mirror.next()
+        assert isinstance(chunk, StoreChunk) and chunk.form is form
+        assert mirror.next() is None and mirror.num_unacknowledged == len(chunk.data)
+        mirror.take(ChunkStored(len(chunk.data)))
+    assert mirror.is_whole
+
+
 def test_a_neighbour_that_says_something_else_keeps_no_copy() -> None:
     owner = Memory(KV, 64)
     owner.open(7, 20)
