@@ -211,18 +211,9 @@ def attend(
         ValueError: an argument doesn't fit; nothing was written.
     """
     check_attend(
-        layout,
-        pool_layer,
-        q,
-        block_tables,
-        query_starts,
-        query_positions,
-        context_lens,
-        out,
-        lse,
-        last,
-        source,
-    )
+        layout, pool_layer, q, block_tables, query_starts, query_positions, context_lens, out,
+        lse, last, source,
+    )  # fmt: skip
     num_rows, num_q_heads, _ = q.shape
     check_score_options(num_q_heads, scale, sliding_window, alibi_slopes, logit_softcap)
     ragged = num_rows > context_lens.shape[0]
@@ -239,30 +230,14 @@ def attend(
     room, code, index = 0, driver.MORE_ROOM, 0
     while code == driver.MORE_ROOM:
         code, index = run_attend(
-            plan.entry,
-            plan.tile_rows,
-            _team_address(num_threads, team),
-            num_threads,
-            thread_scratch(),
-            thread_partials(room),
-            plan.shape,
-            pool_layer,
-            q,
-            block_tables,
-            query_starts,
-            query_positions,
-            context_lens,
+            plan.entry, plan.tile_rows, _team_address(num_threads, team), num_threads,
+            thread_scratch(), thread_partials(room), plan.shape, pool_layer, q, block_tables,
+            query_starts, query_positions, context_lens,
             _NO_SLOPES if alibi_slopes is None else alibi_slopes,
-            out,
-            _NO_LSE if lse is None else lse,
-            float(scale),
-            float(logit_softcap or 0.0),
+            out, _NO_LSE if lse is None else lse, float(scale), float(logit_softcap or 0.0),
             min(sliding_window or 0, driver.MAX_POSITION),
-            0 if last is None else append_row_entry(),
-            k,
-            v,
-            prefetch.pieces_ahead,
-        )
+            0 if last is None else append_row_entry(), k, v, prefetch.pieces_ahead,
+        )  # fmt: skip
         room = index
     if code != driver.OK:
         raise_bad_value(

@@ -252,6 +252,7 @@ def attend(
     source: str = "float32",
     num_threads: int = 1,
     team: object = None,
+    prefetch: object = None,
 ) -> None:
     """See ``cpu_kernels.attend``. Computes in float64."""
     if last is not None:

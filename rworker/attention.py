@@ -41,6 +41,7 @@ from rworker.tiers.tiers import Tiers
 
 if TYPE_CHECKING:
     from cpu_kernels.team import OpenMPTeam
+    from rworker.prefetching import PrefetchChoices
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ class AttentionExecutor:
         kernels: ``cpu_kernels`` by default.
         free_bytes: memory that this process may still take.
         tiers: where kept blocks go beside the caches; None: nowhere.
+        prefetches: how attention prefetches; None: by default.
         report: takes a line of progress while kernels are compiled; None: nobody reads it.
     """
 
@@ -112,9 +114,11 @@ class AttentionExecutor:
         kernels: Kernels = cpu_kernels,
         free_bytes: Callable[[], int] = free_memory_bytes,
         tiers: Tiers | None = None,
+        prefetches: PrefetchChoices | None = None,
         report: Callable[[str], None] | None = None,
     ) -> None:
         self._report = report
+        self._prefetches = prefetches
         self._free_bytes = free_bytes
         self.tiers = tiers or Tiers()
         self._threads: dict[str, Any] = {"num_threads": num_threads}
@@ -153,6 +157,7 @@ class AttentionExecutor:
                 "give the R-worker less KV memory"
             ) from error
         layers = [self._make_layer(prepare, *x) for x in zip(pool, prepare.attention, strict=True)]
+        self._set_prefetches(prepare, layers, total_bytes)
         self._caches[prepare.holder] = _Cache(prepare, pool, layers)
         logger.info(
             "KV cache of %d blocks of %d tokens (%d layers, %s, %.1f GB); kernels ready after "
@@ -164,6 +169,18 @@ class AttentionExecutor:
             pool.nbytes / 1e9,
             warm - started,
         )
+
+    def _set_prefetches(self, prepare: Prepare, layers: list[_Layer], cache_bytes: int) -> None:
+        if self._prefetches is None:
+            return
+        source = prepare.activation_dtype.value
+        for num_q_heads in {layer.spec.num_q_heads for layer in layers}:
+            prefetch = self._prefetches.choose(
+                prepare.layout, num_q_heads, source, cache_bytes, self._threads
+            )
+            for layer in layers:
+                if layer.spec.num_q_heads == num_q_heads:
+                    layer.attending["prefetch"] = prefetch
 
     def copy_blocks(self, copy: CopyBlocks) -> None:
         self._kernels.copy_blocks(self._caches[copy.holder].pool, copy.source_ids, copy.target_ids)

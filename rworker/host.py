@@ -55,6 +55,7 @@ def make_worker(
     """
     # Numba counts CPUs when it is imported, so that comes after they have been bound.
     from rworker.attention import AttentionExecutor
+    from rworker.prefetching import PrefetchChoices
     from rworker.state import RWorkerState
     from rworker.tiers.tiers import Tiers
 
@@ -72,7 +73,10 @@ def make_worker(
         has_tier=disk is not None,
         serving=serving,
     )
-    return state, AttentionExecutor(num_threads=threads, tiers=Tiers(disk), report=report)
+    return state, AttentionExecutor(
+        num_threads=threads, tiers=Tiers(disk), prefetches=PrefetchChoices.of_host(report=report),
+        report=report,
+    )  # fmt: skip
 
 
 def kv_bytes_of(kv_memory_gb: float | None, num_sharing: int) -> int:

@@ -17,6 +17,7 @@ from typing import Final
 from fastdecode.wire.messages import Failed, FromRWorker, ToRWorker
 from fastdecode.wire.transport import closed_error, timeout_error
 from rworker.attention import AttentionExecutor
+from rworker.prefetching import PrefetchChoices
 from rworker.state import RWorkerState
 from rworker.tiers.disk import Disk
 from rworker.tiers.tiers import Tiers
@@ -184,6 +185,7 @@ def make_inline_worker(
         except OSError as error:
             logger.info("R-worker %s has threads of its own: %s", name, error)
     executor = AttentionExecutor(
-        num_threads=num_threads, team=team, tiers=Tiers(disk), report=report
-    )
+        num_threads=num_threads, team=team, tiers=Tiers(disk),
+        prefetches=PrefetchChoices.of_host(report=report), report=report,
+    )  # fmt: skip
     return InlineConnection(state, executor)

@@ -56,6 +56,7 @@ from rworker.instructions import (
     TellAboutHost,
     Unlink,
 )
+from rworker.prefetching import PrefetchChoices
 from rworker.state import RWorkerState
 from rworker.tiers.disk import Disk
 from rworker.tiers.tiers import Tiers
@@ -434,8 +435,9 @@ def start_worker_thread(
         name, kv_bytes=kv_bytes, num_threads=num_threads, has_tier=disk is not None
     )
     runner = executor or AttentionExecutor(
-        num_threads=num_threads, clock=clock, tiers=Tiers(disk), report=report
-    )
+        num_threads=num_threads, clock=clock, tiers=Tiers(disk),
+        prefetches=PrefetchChoices.of_host(report=report), report=report,
+    )  # fmt: skip
     peers: InprocHub[FromRWorker, ToRWorker] = InprocHub(keeps_places=False)
     here, _ = connect(
         InprocHub() if hub is None else hub, "the S-worker", peers, f"R-worker {name}"

@@ -21,7 +21,7 @@ from numba import njit
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 
-from cpu_kernels.codegen.kept import keep
+from cpu_kernels.codegen.kept import digest, keep
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -57,6 +57,11 @@ class _PartCompiler(Compiler):
 @cache
 def _sources():
     return sorted(_PACKAGE.rglob("*.py"))
+
+
+def sources_digest() -> str:
+    """It changes with this package's sources and Numba's version."""
+    return digest(*_sources())
 
 
 def entry(function):

@@ -36,7 +36,7 @@ _LOOK_EVERY_S = 0.02
 
 
 @cache
-def _digest(*sources: Path) -> str:
+def digest(*sources: Path) -> str:
     """Of these files, and Numba's version."""
     found = sha256(numba.__version__.encode())
     for path in sources:
@@ -73,20 +73,20 @@ class _KeptFiles(IndexDataCacheFile):
         )
 
 
-class _Turn:
-    """The right to compile one function, which one process of a host has at a time. It
-    ends with the process at the latest.
+class Turn:
+    """The right to do some work, such as to compile one function, which one process of a
+    host has at a time. It ends with the process at the latest.
 
     Args:
         path: of the file that is locked, and removed at the end. Where it can't be made,
-            every process may compile.
+            every process may do the work.
     """
 
-    def __init__(self, path):
+    def __init__(self, path: str) -> None:
         self._path = path
         self._fd = None
 
-    def take(self):
+    def take(self) -> None:
         """Wait until no other process has it, or for as long as one may take."""
         end_s = time.monotonic() + _LONGEST_WAIT_S
         with contextlib.suppress(OSError):
@@ -94,14 +94,14 @@ class _Turn:
             while not self._is_locked() and time.monotonic() < end_s:
                 time.sleep(_LOOK_EVERY_S)
 
-    def _is_locked(self):
+    def _is_locked(self) -> bool:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True
 
-    def give_back(self):
+    def give_back(self) -> None:
         if self._fd is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
@@ -133,7 +133,7 @@ class KeptCode(FunctionCache):
         found = self._loaded(sig, target_context)
         if found is None:
             key = self._index_key(sig, target_context.codegen())
-            turn = _Turn(self._cache_file.lock_path(key))
+            turn = Turn(self._cache_file.lock_path(key))
             turn.take()
             found = self._loaded(sig, target_context)  # the process before may have saved it
             if found is None:
@@ -166,7 +166,7 @@ def keep(compiler, function, *sources):
         sources: the files of all that it is made from.
     """
     try:
-        compiler._cache = KeptCode(function, _digest(*sources))
+        compiler._cache = KeptCode(function, digest(*sources))
     except (OSError, RuntimeError) as error:  # no directory can be written to
         _complain(error)
 

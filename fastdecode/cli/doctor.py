@@ -116,6 +116,7 @@ def run_doctor(args: argparse.Namespace) -> int:
             findings.add(finding)
         places = {one.peer: place for place, one in enumerate(reached.asked)}
     workers.sort(key=lambda facts: places[facts.peer])
+    findings.add(*_prefetches())
     findings.add(*_interfaces(len({w.report.host.host for w in workers if w.report is not None})))
     if args.conversations is not None:
         findings.add(_conversations(args.conversations))
@@ -176,6 +177,17 @@ def _conversations(directory: Path) -> Finding:
     if free_gb < _LITTLE_DISK_GB:
         return Finding("WARN", check, text, "make room: turns that can't be kept fail")
     return Finding("PASS", check, text)
+
+
+def _prefetches() -> Iterator[Finding]:
+    """How R-workers on this host prefetch, as far as they have measured it."""
+    from fastdecode.measure.doctor import Finding
+    from rworker.prefetching import PREFETCH_VARIABLE, kept_trials, user_directory
+
+    if named := os.environ.get(PREFETCH_VARIABLE):
+        yield Finding("PASS", "prefetch", f"{PREFETCH_VARIABLE} names {named}")
+    for kept in kept_trials(user_directory()):
+        yield Finding("PASS", "prefetch", kept.text())
 
 
 def _cache_disk(directory: Path) -> Finding:
