@@ -7,6 +7,9 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
+
+from fastdecode.wire.mpi.launcher import repeats_other_rank
 
 EXIT_UNEXPECTED = 1
 EXIT_INFEASIBLE = 1
@@ -25,6 +28,12 @@ def duration(text: str) -> float:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no time: give seconds, or like 5ms"
         ) from None
+
+
+def is_said_by_other_rank() -> bool:
+    """Whether a rank before this one, with the same command line, says what is wrong
+    with that. All ranks of an MPI job then end together."""
+    return find_spec("mpi4py") is not None and repeats_other_rank()
 
 
 def add_log_level_option(parser: argparse.ArgumentParser, default: str = "warning") -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from fastdecode import __version__
 from fastdecode.cli.commands import COMMANDS
-from fastdecode.cli.common import EXIT_WORKERS_LOST, tell
+from fastdecode.cli.common import EXIT_WORKERS_LOST, is_said_by_other_rank, tell
 from fastdecode.cli.parser import Parser
 from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, RequestError
 from fastdecode.core.files import open_output, write_whole
@@ -100,7 +100,9 @@ def _run(args: argparse.Namespace, argv: list[str]) -> int:
     except FastDecodeError as error:
         from fastdecode.cli.errors import as_typed
 
-        tell(f"fastdecode {args.command}: {as_typed(error, vars(args))}")
+        is_everywhere = isinstance(error, ConfigError) and error.is_of_command_line
+        if not (is_everywhere and is_said_by_other_rank()):
+            tell(f"fastdecode {args.command}: {as_typed(error, vars(args))}")
         # Whatever ends a command here has let it do nothing: 3 is for a request among others.
         return 2 if isinstance(error, (RequestError, CapacityError)) else error.exit_code
     except KeyboardInterrupt:

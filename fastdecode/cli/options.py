@@ -274,8 +274,12 @@ def check_options(args: argparse.Namespace) -> SamplingParams:
     Raises:
         ConfigError: names the bad option.
     """
-    EngineConfig.of(args.model, **engine_options(args))
-    return sampling_defaults(args)
+    try:
+        EngineConfig.of(args.model, **engine_options(args))
+        return sampling_defaults(args)
+    except ConfigError as error:
+        error.is_of_command_line = True
+        raise
 
 
 def leave_summary(command: str, path: Path | None, summary: dict[str, Any]) -> int:

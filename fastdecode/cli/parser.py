@@ -11,16 +11,14 @@ from __future__ import annotations
 import argparse
 import difflib
 import itertools
-import os
 import re
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, NoReturn
 
-from fastdecode.wire.mpi.launcher import repeats_other_rank
+from fastdecode.cli.common import is_said_by_other_rank
 
 ALL = "all"
 ELSEWHERE = {
@@ -124,8 +122,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print what is wrong, then the usage in one line, and exit with code 2. In an
         MPI job, whose ranks end together, only the first with a command line prints it."""
-        ends_together = find_spec("mpi4py") is not None
-        if not (ends_together and repeats_other_rank(os.environ)):
+        if not is_said_by_other_rank():
             said = f"{self.prog}: {_worded(message)}\n{self.format_usage()}"
             print(said, file=sys.stderr, end="")
         sys.exit(2)

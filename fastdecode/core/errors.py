@@ -102,6 +102,8 @@ class ConfigError(FastDecodeError):
 
     default_code = "invalid_config"
     exit_code = 2
+    is_of_command_line = False
+    """Every rank with the same command line finds it, on any host."""
 
 
 class MissingExtraError(ConfigError):

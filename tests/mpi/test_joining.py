@@ -43,6 +43,13 @@ def test_a_rank_with_a_bad_command_keeps_nobody_waiting(
     assert told in outcome.output and "Traceback" not in outcome.output
 
 
+def test_ranks_with_one_bad_command_say_it_once() -> None:
+    command = [*FASTDECODE, *REQUIRED, "--top-p", "7"]
+    outcome = run([mpirun(), *open_mpi_options(), "-n", "3", *command], timeout_s=120, **PATHS)
+    assert (outcome.exit_code, outcome.orphans) == (2, []), outcome
+    assert outcome.output.count("--top-p 7") == 1, outcome
+
+
 THREADS = """
 from fastdecode.wire.mpi import hub, joining
 from fastdecode.wire.mpi.library import MPI
