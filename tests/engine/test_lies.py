@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from checkpoints import prompts
 from safetensors.torch import load_file, save_file
 from state_machine import HELLO
@@ -40,6 +41,7 @@ from rworker.attention import AttentionExecutor
 from rworker.instructions import Compute
 from rworker.state import RWorkerState
 from rworker.worker import serve, start_worker_thread
+from sworker.buffers import LENT_LAYERS, Staging
 
 WAIT_S = 60.0
 PROMPTS = prompts([3, 30, 90, 45, 7], seed=2)
@@ -68,10 +70,45 @@ def test_a_holder_that_only_stores_answers_each_layer_once() -> None:
         return part.owed(AttendResult(7, 0, layer, np.zeros((0, 1, 1)), None, 0.0))
 
     assert [owed(0), owed(1)] == [0, 1]
-    part.stored.add(1)  # any order is right
+    part.take(1)  # any order is right
     assert [owed(0), owed(1), owed(2), owed(-1)] == [0, 0, 2, 0]
-    part.stored.add(0)
+    part.take(0)
     assert owed(0) == 2
+
+
+def test_no_layer_is_written_over_one_that_is_still_lent() -> None:
+    """Members of a holder that only stores answer in any order. Memory of a layer is used again
+    ``LENT_LAYERS`` later: the first one must have been stored by then, not only as many."""
+    begin = SimpleNamespace(step=7, lane=0, want_lse=False)
+    span: Any = SimpleNamespace(
+        query_rows=slice(0, 0), closed=(), begin=begin, rows=slice(0, 4), holder=HolderId(0)
+    )
+    sent: list[Any] = []
+    plan: Any = SimpleNamespace(
+        checks=SimpleNamespace(begin=lambda batch: None),
+        staging=lambda lane: Staging(),
+        fleet=SimpleNamespace(send=lambda holder, message: sent.append(message)),
+        sinks=None,
+        specs=(None,) * 9,
+    )
+    batch: Any = SimpleNamespace(spans=(span,), local=())
+    step = remote.RemoteStep(plan, batch)
+    for layer in range(LENT_LAYERS):
+        step.scatter(layer, *torch.zeros(3, 4, 1, 8))
+        assert step.ready == (layer < LENT_LAYERS - 1)
+        if layer == 2:  # a later stage's member is quicker than the first one's
+            step.deliver(HolderId(0), stored(2))
+            step.deliver(HolderId(0), stored(1))
+    step.deliver(HolderId(0), stored(3))
+    assert not step.ready and not step.settled
+    step.deliver(HolderId(0), stored(0))
+    assert step.ready and not step.settled
+    step.deliver(HolderId(0), stored(4))
+    assert step.settled
+
+
+def stored(layer: int) -> AttendResult:
+    return AttendResult(7, 0, layer, np.zeros((0, 1, 8), np.float32), None, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ nothing has to be rolled back.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Collection
@@ -196,9 +195,11 @@ class _HolderStep:
     may_owe: int = field(init=False)
     """Layers that it may be behind with its answers, in which it only stores."""
     last_layer: int = -1
-    """The last layer that it has answered; where it only stores, as many have been."""
-    stored: set[int] = field(default_factory=set)
-    """Of a holder that only stores: the layers that it has answered, in any order."""
+    """The last layer that it has answered, like all before it: their q, k and v are no
+    longer lent."""
+    early: set[int] = field(default_factory=set)
+    """Of a holder that only stores: layers that it has answered before an earlier one. Its
+    members answer in any order."""
     answer: tuple[tuple[int, ...], np.dtype[Any]] | None = None
     """Shape and dtype of what it answers, once it has."""
 
@@ -212,9 +213,15 @@ class _HolderStep:
 
     def owed(self, result: AttendResult) -> int:
         """Of a holder that only stores: the answer's layer if it is owed, or else one that is."""
-        if result.layer >= 0 and result.layer not in self.stored:
-            return result.layer
-        return next(layer for layer in itertools.count() if layer not in self.stored)
+        is_owed = result.layer > self.last_layer and result.layer not in self.early
+        return result.layer if is_owed else self.last_layer + 1
+
+    def take(self, layer: int) -> None:
+        """It has answered this layer."""
+        self.early.add(layer)
+        while self.last_layer + 1 in self.early:
+            self.last_layer += 1
+            self.early.remove(self.last_layer)
 
 
 class RemoteStep:
@@ -320,9 +327,10 @@ class RemoteStep:
                 f"{result.layer}, where (step, layer) {due} was due: are both ends of the same "
                 "version?"
             )
-        part.last_layer += 1
         if part.may_owe:
-            part.stored.add(result.layer)
+            part.take(result.layer)
+        else:
+            part.last_layer += 1
         self.r_compute_s[holder] += result.compute_s
         if self._layer - part.last_layer <= part.may_owe:
             self._awaited.discard(holder)
