@@ -3,7 +3,7 @@
     python examples/replicas.py [MODEL_DIR]
 
 Three R-workers run as processes of their own. ``replicas=1`` keeps every KV
-cache a second time, on another R-worker. One process is killed after a few
+cache a second time, on another R-worker. One process is killed after a third of the
 tokens. Its sequences go on from the replica, and end with the tokens of an
 undisturbed run.
 """
@@ -54,9 +54,11 @@ def run_with_a_loss() -> list[str]:
         llm = stack.enter_context(LLM(MODEL, r_worker_addresses=addresses, replicas=1))
         requests = [PromptRequest(str(i), prompt, PARAMS) for i, prompt in enumerate(PROMPTS)]
         texts = dict.fromkeys((request.request_id for request in requests), "")
-        for number, delta in enumerate(llm.deltas(requests)):
+        num_left = 240  # tokens until the loss, of 720
+        for delta in llm.deltas(requests):
             texts[delta.request_id] += delta.text
-            if number == 20:
+            num_left -= len(delta.token_ids)
+            if num_left <= 0:
                 workers[1][0].kill()
         stats = llm.stats
         print(f"resumed from replicas: {stats.resumed.num_sequences} sequences, ", end="")
