@@ -18,6 +18,7 @@ PROMISED = {
     "sizing.py": "A10",
     "conversation.py": "Falivith: I live in Whitehill.",
     "replicas.py": "12 answers; equal to the undisturbed run: True",
+    "systems.py": "FastDecode's schedule says what a plain engine says: True",
     "stages.py": "two stages say what one says: True",
     "instances.py": "prompts fetched by the decode instance: 4",
     "hybrid.py": "32 of 32 answered",
@@ -52,6 +53,8 @@ def test_a_program(
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         output = capsys.readouterr().out
     assert PROMISED[name] in output
+    if name == "systems.py":
+        assert output.count("says what a plain engine says: True") == 5
     if name == "replicas.py":
         assert int(output.split("resumed from replicas: ")[1].split()[0]) > 0
 
