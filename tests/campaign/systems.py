@@ -63,6 +63,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 ON_DISK = ("Pensieve + DejaVu",)
 """Their R-workers keep blocks on disk, and have memory for few."""
+BAD = ("hung", "failed", "changed", "kept")
 NUM_R_WORKERS = {"DejaVu": 4}
 """Two of each stage; else three."""
 
@@ -265,13 +266,14 @@ def run(options: argparse.Namespace) -> bool:
                 left[name] = options.each - counts[name]["blows"]
                 print(name, dict(counts[name]), flush=True)
                 _write(options, counts)
-    bad = ("hung", "failed", "changed", "kept")
-    return not any(each[what] for each in counts.values() for what in bad)
+    return not any(each[what] for each in counts.values() for what in BAD)
 
 
 def _write(options: argparse.Namespace, counts: dict[str, Counter[str]]) -> None:
     if options.out is not None:
-        found = {**provenance(), "seed": options.seed, "systems": counts}
+        none = dict.fromkeys(BAD, 0)
+        systems = {name: {**none, **found} for name, found in counts.items()}
+        found = {**provenance(), "seed": options.seed, "systems": systems}
         options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
