@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fastdecode.conversations.keeping import Keeping
 from fastdecode.core import errors
 from fastdecode.core.config.engine import GROUPS
-from fastdecode.core.config.features import FEATURES, REFUSALS, refused_pairs
+from fastdecode.core.config.features import FEATURES, REFUSALS, TRIPLES, refused_pairs
 from fastdecode.core.config.options import Declared, declared
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.model.families import ROWS
@@ -131,7 +131,7 @@ def features_page() -> Iterator[str]:
         f"{len(FEATURES)} features make {num_pairs} pairs:",
         f"{num_pairs - len(REFUSALS)} are accepted, {len(built)} are not built yet, and",
         f"{len(REFUSALS) - len(built)} contradict each other.",
-        "`fastdecode doctor --features` prints the same. An engine refuses a pair at its start,",
+        "`fastdecode doctor --features` prints the same. An engine refuses them at its start,",
         "before anything is loaded.",
         "",
         "✓ accepted · – not built yet · ✗ contradiction; columns have the rows' numbers",
@@ -147,6 +147,9 @@ def features_page() -> Iterator[str]:
         yield from ("", f"## {title}", "", "| features | why |", "|---|---|")
         for one, other, reason in refused_pairs(is_contradiction=is_contradiction):
             yield f"| {one}, {other} | {reason} |"
+    yield from ("", "## Not all three yet", "", "| features | why |", "|---|---|")
+    for each in TRIPLES:
+        yield f"| {', '.join(each.names)} | {each.reason} |"
 
 
 def _mark(one: str, other: str) -> str:

@@ -221,8 +221,8 @@ def _session(
 
 
 def _addresses_by_holder(config: EngineConfig) -> list[tuple[str, ...]]:
-    """Where the R-workers are that keep each holder, one of every stage; those that
-    share heads all keep the same one."""
+    """Where the R-workers are that keep each holder, one of every stage. R-workers that
+    share heads all keep the same holder."""
     addresses = config.cluster.r_worker_addresses
     num_holders = len(addresses) // config.s_part.pp
     if config.r_part.r_partition == "heads":

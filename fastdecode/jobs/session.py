@@ -377,6 +377,6 @@ def _take_tokens(payload: bytes, known: _Held, tokens_of: dict[int, list[int]]) 
 def _still_at(
     held: HeldSequence, before: Sequence[Addresses], now: Sequence[Addresses]
 ) -> HeldSequence:
-    """With those parts alone whose holders' R-workers have the same addresses."""
+    """Only with parts of holders whose R-workers have the same addresses."""
     there = [i for i in range(min(len(before), len(now))) if before[i] == now[i]]
     return replace(held, parts=tuple(part for part in held.parts if part.holder in there))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fastdecode.core.config.engine import EngineConfig
-from fastdecode.core.config.features import FEATURES, REFUSALS, features_on
+from fastdecode.core.config.features import FEATURES, REFUSALS, TRIPLES, Triple, features_on
 from fastdecode.core.config.groups import Cluster
 from fastdecode.core.config.options import declared
 from fastdecode.core.errors import ConfigError
@@ -77,12 +77,12 @@ def test_an_unknown_dtype_is_answered_with_all_that_an_option_takes(option: str)
         EngineConfig.of("dir", **{option: "float31"})
 
 
-def test_a_standby_with_stages_and_replicas_is_refused() -> None:
-    with pytest.raises(ConfigError, match="only a neighbour takes over"):
-        EngineConfig.of("dir", pp=2, spare_r_workers=1, replicas=1)
-    EngineConfig.of("dir", pp=2, spare_r_workers=1)
-    with pytest.raises(ConfigError, match="only a neighbour takes over"):
-        EngineConfig.of("dir", pp=2, r_partition="heads", replicas=1)
+@pytest.mark.parametrize("triple", TRIPLES, ids=lambda triple: ", ".join(triple.names))
+def test_three_features_are_refused_of_which_any_two_work(triple: Triple) -> None:
+    with pytest.raises(ConfigError, match=f" yet: {triple.reason}. Remove one of them"):
+        EngineConfig.of("dir", **options_of(*triple.names))
+    for pair in itertools.combinations(triple.names, 2):
+        EngineConfig.of("dir", **options_of(*pair))
 
 
 def test_the_help_of_a_key_that_only_authenticates_says_what_others_can_read() -> None:

@@ -17,8 +17,7 @@ from trouble import Trouble
 
 from examples import examples
 from fastdecode import LLM
-from fastdecode.core.config.engine import EngineConfig
-from fastdecode.core.errors import ConfigError, WorkerError
+from fastdecode.core.errors import WorkerError
 from fastdecode.engine.setup import device_caches
 from fastdecode.engine.step.reached_device import ReachedDevice
 from fastdecode.wire.patience import look_until_found
@@ -208,15 +207,6 @@ def test_a_mistake_is_no_failure_of_the_device(
     monkeypatch.setattr(PagedKV, "attend", wrong)
     with LLM(str(model), **{**SMALL, "replicas": 1}) as llm, pytest.raises(KeyError):
         llm.generate([[5] * 9], GREEDY)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"tp": 2}, {"pp": 2}, {"prompt_pp": 1}, {"prefill_instances": 1, "decode_instances": 1}],
-)
-def test_only_a_single_device_is_replicated(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="only a single device's cache is replicated"):
-        EngineConfig.of(model="x", kv_placement="gpu", replicas=1, **options)
 
 
 @pytest.mark.parametrize("seed", range(examples(NUM_SEEDS, share=50)))

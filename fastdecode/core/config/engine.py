@@ -82,11 +82,6 @@ class EngineConfig:
             return self.cache.prefix_cache == "on"
         return self.r_part.kv_placement != "auto"
 
-    @property
-    def outlives_its_process(self) -> bool:
-        """Whether another process may go on with the KV of one that was lost."""
-        return self.keeps_blocks
-
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError("model is empty: give the path of a Hugging Face model directory")
@@ -130,7 +125,6 @@ class EngineConfig:
 
     def _check_stages(self) -> None:
         """Every stage has as many R-workers."""
-        self._check_triples()
         addresses = self.cluster.r_worker_addresses
         if len(addresses) % self.s_part.pp:
             raise ConfigError(
@@ -138,27 +132,6 @@ class EngineConfig:
                 f" needs as many R-workers for each stage, and {len(addresses)} addresses are "
                 f"not a multiple of {self.s_part.pp}: add or remove addresses",
             )
-
-    def _check_triples(self) -> None:
-        """Features that work together in pairs, and not all three."""
-        pp, prompt_pp = self.s_part.pp, self.s_part.prompt_pp
-        replicas, spares = self.r_part.replicas, self.cluster.spare_r_workers
-        stages = Given("prompt_pp", prompt_pp) if prompt_pp else Given("pp", pp)
-        others = [Given("spare_r_workers", spares)] if spares else []
-        others += [Given("r_partition", "heads")] if self.r_part.r_partition == "heads" else []
-        if prompt_pp and self.s_part.tp > 1 and self.r_part.kv_placement == "gpu":
-            raise ConfigError(
-                stages, " is not supported with ", Given("tp", self.s_part.tp), " and ",
-                Given("kv_placement", "gpu"),
-                " yet: prompt stages would write to one of a stage's devices alone. Remove one of "
-                "them",
-            )  # fmt: skip
-        if self.s_part.num_stages > 1 and replicas and others:
-            raise ConfigError(
-                others[0], " is not supported with ", stages, " and ",
-                Given("replicas", replicas),
-                " yet: only a neighbour takes over a column's member, whole. Remove one of them",
-            )  # fmt: skip
 
     def _check_key(self) -> None:
         has_addresses = self.cluster.r_worker_addresses or self.instances.instance_addresses
@@ -268,36 +241,6 @@ class EngineConfig:
                     " contradicts ",
                     Given("kv_placement", "gpu"),
                     ": KV on the device needs no R-workers. Remove one of them",
-                )
-
-        self._check_device_replica()
-        if self.s_part.tp > 1 and self.cache.cache_disk is not None:
-            raise ConfigError(
-                Given("cache_disk", self.cache.cache_disk),
-                " is not supported with ",
-                Given("tp", self.s_part.tp),
-                " and ",
-                Given("kv_placement", "gpu"),
-                " yet: only the first S-worker of a stage would store its heads. Remove one of "
-                "them",
-            )
-
-    def _check_device_replica(self) -> None:
-        """Only the one cache of a single device has a replica."""
-        if not self.r_part.replicas:
-            return
-        others = (("tp", self.s_part.tp > 1), ("pp", self.s_part.pp > 1),
-                  ("prompt_pp", self.s_part.prompt_pp > 0),
-                  ("prefill_instances", self.instances.number > 0))  # fmt: skip
-        for name, is_given in others:
-            if is_given:
-                raise ConfigError(
-                    Given(name, self.options[name]),
-                    " is not supported with ",
-                    Given("replicas", self.r_part.replicas),
-                    " and ",
-                    Given("kv_placement", "gpu"),
-                    " yet: only a single device's cache is replicated. Remove one of them",
                 )
 
     def _check_one_side(self) -> None:

@@ -1,16 +1,16 @@
-"""Which features work together: one table.
+"""Which features work together.
 
 ``FEATURES`` are switches of an engine, each turned on by one option.
 ``REFUSALS`` are the pairs that an engine refuses, with the reason: either the
-two contradict each other, or nobody has built the pair yet. Every other pair
-is accepted. ``EngineConfig`` checks the table, ``fastdecode doctor --features`` and
-``docs/reference/features.md`` print it.
+two contradict each other, or nobody has built the pair yet. ``TRIPLES`` work in
+pairs alone. Everything else is accepted. ``EngineConfig`` checks the tables,
+``fastdecode doctor --features`` and ``docs/reference/features.md`` print them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -180,6 +180,35 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
 """By pair of names. What is not here works."""
 
 
+@dataclass(frozen=True)
+class Triple:
+    """Three features that work together in pairs, but not all three yet."""
+
+    names: tuple[str, str, str]
+    """As an error lists them."""
+    reason: str
+
+
+def _triples(firsts: str, second: str, third: str, reason: str) -> Iterator[Triple]:
+    for first in firsts.split(", "):
+        yield Triple((FEATURES[first].name, FEATURES[second].name, FEATURES[third].name), reason)
+
+
+_WHOLE_MEMBERS = "only a neighbour takes over a column's member, whole"
+
+TRIPLES: Sequence[Triple] = (
+    *_triples("standby, shared heads", "prompt stages", "replicas", _WHOLE_MEMBERS),
+    *_triples("standby, shared heads", "stages", "replicas", _WHOLE_MEMBERS),
+    *_triples("prompt stages", "tensor parallelism", "device KV",
+              "prompt stages would write to one of a stage's devices alone"),
+    *_triples("disk tier", "tensor parallelism", "device KV",
+              "only the first S-worker of a stage would store its heads"),
+    *_triples("tensor parallelism, stages, prompt stages, instances", "replicas", "device KV",
+              "only a single device's cache is replicated"),
+)  # fmt: skip
+"""What an engine refuses besides pairs."""
+
+
 def features_on(options: Options) -> list[Feature]:
     """The features that are on, in the table's order.
 
@@ -197,18 +226,27 @@ def refusal(one: Feature, other: Feature) -> Refusal | None:
 def check_features(options: Options) -> None:
     """
     Raises:
-        ConfigError: two features are on that do not work together.
+        ConfigError: two or three features are on that do not work together.
     """
-    for one, other in itertools.combinations(features_on(options), 2):
+    on = features_on(options)
+    given = {each.name: Given(each.option, options[each.option]) for each in on}
+    for one, other in itertools.combinations(on, 2):
         found = refusal(one, other)
         if found is None:
             continue
         raise ConfigError(
-            Given(one.option, options[one.option]),
+            given[one.name],
             " contradicts " if found.is_contradiction else " is not supported with ",
-            Given(other.option, options[other.option]),
+            given[other.name],
             f"{'' if found.is_contradiction else ' yet'}: {found.reason}. Remove one of them",
         )
+    for triple in TRIPLES:
+        if given.keys() >= set(triple.names):
+            first, second, third = (given[name] for name in triple.names)
+            raise ConfigError(
+                first, " is not supported with ", second, " and ", third,
+                f" yet: {triple.reason}. Remove one of them",
+            )  # fmt: skip
 
 
 def refused_pairs(*, is_contradiction: bool) -> list[tuple[str, str, str]]:
@@ -228,4 +266,6 @@ def refusals_as_text() -> str:
         pairs = refused_pairs(is_contradiction=is_contradiction)
         lines = [f"  {one} + {other}: {reason}" for one, other, reason in pairs]
         sections.append("\n".join([f"{title} ({len(pairs)} pairs):", *lines]))
-    return "\n\n".join([*sections, "every other pair is accepted"])
+    triples = [f"  {' + '.join(each.names)}: {each.reason}" for each in TRIPLES]
+    sections.append("\n".join([f"not all three yet ({len(triples)} triples):", *triples]))
+    return "\n\n".join([*sections, "everything else is accepted"])

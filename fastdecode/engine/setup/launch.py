@@ -259,7 +259,7 @@ class RunningEngine:
         session = self._session
         if session is None:
             return None
-        if session.is_resumed and self.resolved.config.outlives_its_process:
+        if session.is_resumed and self.resolved.config.keeps_blocks:
             return attach(self._fleet, cache, session)
         session.begin()
         return None
@@ -491,5 +491,5 @@ def _for_session(hello: Hello, session: Session | None, config: EngineConfig) ->
     return replace(
         hello,
         session=hello.session if session is None else session.number,
-        outlives=session is not None and config.outlives_its_process,
+        outlives=session is not None and config.keeps_blocks,
     )
