@@ -138,7 +138,7 @@ def _through_layers(model: Model, x: torch.Tensor, o: torch.Tensor) -> torch.Ten
     """All units between the first and the last, as they are → hidden states."""
     positions = torch.arange(len(x), device=x.device)
     for before, after in zip(model.layers, list(model.layers)[1:], strict=False):
-        x, _ = after.pre_attention_of_sum(*before.post_attention_apart(x, o), positions)
+        x, _ = after.pre_attention(*before.post_attention(x, o), positions)
     return x
 
 

@@ -98,13 +98,13 @@ def even(num_stages: int) -> str:
 
 def sleeping() -> None:
     """Every layer takes ``LAYER_S`` longer, without a core."""
-    post_attention_apart = Layer.post_attention_apart
+    post_attention = Layer.post_attention
 
     def slow(self: Layer, x: Any, o: Any) -> Any:
         time.sleep(LAYER_S)
-        return post_attention_apart(self, x, o)
+        return post_attention(self, x, o)
 
-    Layer.post_attention_apart = slow  # type: ignore[method-assign]
+    Layer.post_attention = slow  # type: ignore[method-assign]
 
 
 def on_the_same_cores(model: str, rounds: int) -> dict[str, Any]:

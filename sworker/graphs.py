@@ -340,11 +340,11 @@ class StepGraphs:
             has_tokens = self.model.with_embedding
             y = self.model.embed(lane.token_ids[rows], positions) if has_tokens else x
         else:
-            y, added = layers[unit - 1].post_attention_apart(x, lane.o[rows])
+            y, added = layers[unit - 1].post_attention(x, lane.o[rows])
         if unit < len(layers):
             q, k, v = lane.outputs(unit)
             room = LayerRoom(x, (q[rows], k[rows], v[rows]))
-            layers[unit].pre_attention_of_sum(y, added, positions, room)
+            layers[unit].pre_attention(y, added, positions, room)
         elif added is None:
             x.copy_(y)
         else:

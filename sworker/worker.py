@@ -300,18 +300,18 @@ class Pass:
             self._x = self._model.embed(token_ids, self._positions)  # [T, hidden]
         else:
             self._x = self._upload(x)
-        self._x, (self.q, self.k, self.v) = self._layers[0].pre_attention_of_sum(
+        self._x, (self.q, self.k, self.v) = self._layers[0].pre_attention(
             self._x, None, self._positions, self._rooms[0]
         )
 
     def _advance(self, o: Tensor, is_last: bool) -> None:
         layers = self._layers
+        x, added = layers[self.layer - 1 + is_last].post_attention(self._x, o)
         if is_last:
-            self._x = layers[self.layer].post_attention(self._x, o)
+            self._x = x if added is None else x + added
             return
-        x, added = layers[self.layer - 1].post_attention_apart(self._x, o)
         room = self._rooms[self.layer % len(self._rooms)]
-        self._x, (self.q, self.k, self.v) = layers[self.layer].pre_attention_of_sum(
+        self._x, (self.q, self.k, self.v) = layers[self.layer].pre_attention(
             x, added, self._positions, room
         )
 

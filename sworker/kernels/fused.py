@@ -15,7 +15,7 @@ from sworker.model.linear import ACTIVATIONS, MLP, Gated
 from sworker.model.moe import Experts, Products
 from sworker.model.norms import RMSNorm
 from sworker.model.rope import RotaryTable
-from sworker.model.skeleton import QKV, AddNorm, Layer, LayerRoom, Model, RotateSplit
+from sworker.model.skeleton import QKV, AddNorm, Layer, LayerRoom, Model, RotateSplit, new_qkv
 
 logger = logging.getLogger(__name__)
 
@@ -121,35 +121,21 @@ class LayerCalls:
         self._table, self._is_silu = rope.unfused.table, GATES[mlp.act]
         self._sizes = layer.num_q_heads, layer.num_kv_heads, layer.head_dim
 
-    def pre_attention(self, x: Tensor, positions: Tensor) -> QKV:
-        """See ``Layer``."""
-        return self.pre_attention_of_sum(x, None, positions)[1]
-
-    def pre_attention_of_sum(
+    def pre_attention(
         self, x: Tensor, added: Tensor | None, positions: Tensor, room: LayerRoom | None = None
     ) -> tuple[Tensor, QKV]:
-        """See ``Layer``."""
+        """See ``Layer``; but x stays where it is where nothing is added."""
         if added is None:
             h = self._norm(x)
         else:
             place = None if room is None else room.x
             x, h = self._kernels.add_norm(x, added, *self._attn_norm, place)
         heads = self._qkv(h)  # [T, (Hq + 2 Hkv) · D]
-        if room is None:
-            num_q, num_kv, size = self._sizes
-            k = h.new_empty((h.shape[0], num_kv, size))
-            qkv = h.new_empty((h.shape[0], num_q, size)), k, torch.empty_like(k)
-        else:
-            qkv = room.qkv
+        qkv = new_qkv(h, *self._sizes) if room is None else room.qkv
         self._kernels.rotate_heads(heads, positions, self._table, qkv)
         return x, qkv
 
-    def post_attention(self, x: Tensor, o: Tensor) -> Tensor:
-        """See ``Layer``."""
-        x, added = self.post_attention_apart(x, o)
-        return x + added
-
-    def post_attention_apart(self, x: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
+    def post_attention(self, x: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
         """See ``Layer``."""
         x, h = self._kernels.add_norm(x, self._o(o.flatten(1)), *self._mlp_norm)
         return x, self._down(self._kernels.gate(self._up(h), is_silu=self._is_silu))

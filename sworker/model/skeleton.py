@@ -56,32 +56,27 @@ class LayerRoom:
     qkv: QKV
 
 
+def new_qkv(like: Tensor, num_q_heads: int, num_kv_heads: int, head_dim: int) -> QKV:
+    """Memory for q, k and v of as many rows as ``like`` has, each dense."""
+    k = like.new_empty((like.shape[0], num_kv_heads, head_dim))
+    return like.new_empty((like.shape[0], num_q_heads, head_dim)), k, torch.empty_like(k)
+
+
 def make_room(model: Model, num_rows: int) -> LayerRoom:
-    """Memory for any layer of a model."""
-    spec, like = model.spec, next(model.parameters())
-    kv = num_rows, spec.num_kv_heads, spec.head_dim
-    q, k, v = (
-        like.new_empty(shape, dtype=model.dtype)
-        for shape in ((num_rows, spec.num_q_heads, spec.head_dim), kv, kv)
-    )
-    return LayerRoom(like.new_empty((num_rows, spec.hidden_size), dtype=model.dtype), (q, k, v))
+    """Memory for any layer of a model on a CPU."""
+    spec, x = model.spec, torch.empty((num_rows, model.spec.hidden_size), dtype=model.dtype)
+    return LayerRoom(x, new_qkv(x, spec.num_q_heads, spec.num_kv_heads, spec.head_dim))
 
 
 class LayerHalves(Protocol):
     """A layer as steps run it: a ``Layer``, or what a device has in place of one."""
 
-    def pre_attention(self, x: Tensor, positions: Tensor) -> QKV:
-        """See ``Layer``."""
-
-    def pre_attention_of_sum(
+    def pre_attention(
         self, x: Tensor, added: Tensor | None, positions: Tensor, room: LayerRoom | None = None
     ) -> tuple[Tensor, QKV]:
         """See ``Layer``."""
 
-    def post_attention(self, x: Tensor, o: Tensor) -> Tensor:
-        """See ``Layer``."""
-
-    def post_attention_apart(self, x: Tensor, o: Tensor) -> tuple[Tensor, Tensor | None]:
+    def post_attention(self, x: Tensor, o: Tensor) -> tuple[Tensor, Tensor | None]:
         """See ``Layer``."""
 
 
@@ -126,16 +121,12 @@ class Layer(nn.Module):
         self.o = Linear(spec.num_q_heads * spec.head_dim, (spec.hidden_size,), spec.o_bias)
         self.mlp = MLP(spec, limit=mlp_limit) if moe is None else Experts(spec, moe)
 
-    def pre_attention(self, x: Tensor, positions: Tensor) -> QKV:
-        """x [T, hidden], positions [T] → q [T, Hq, D], k and v [T, Hkv, D],
-        ready to be cached and attended."""
-        return self.pre_attention_of_sum(x, None, positions)[1]
-
-    def pre_attention_of_sum(
+    def pre_attention(
         self, x: Tensor, added: Tensor | None, positions: Tensor, room: LayerRoom | None = None
     ) -> tuple[Tensor, QKV]:
-        """``pre_attention`` of x + added [T, hidden], and that sum. With a
-        room, both are there."""
+        """x and what is added to it, if anything is, [T, hidden], positions [T]
+        → the sum, and q [T, Hq, D], k and v [T, Hkv, D] of it, ready to be
+        cached and attended. With a room, all are there."""
         total, h = self._summed(x, added, None if room is None else room.x)
         heads = self.qkv(h).unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D]
         qk, v = heads.tensor_split((self.num_q_heads + self.num_kv_heads,), dim=1)
@@ -144,7 +135,8 @@ class Layer(nn.Module):
         if self.qkv_clip is not None:
             qk, v = (part.clamp(-self.qkv_clip, self.qkv_clip) for part in (qk, v))
         if self.rotate_split_kernel is not None:
-            qkv = _room_for(qk, v) if room is None else room.qkv
+            sizes = self.num_q_heads, self.num_kv_heads, self.head_dim
+            qkv = new_qkv(v, *sizes) if room is None else room.qkv
             self.rotate_split_kernel(qk, v, positions, qkv)
             return total, qkv
         if self.rope is not None:
@@ -166,15 +158,10 @@ class Layer(nn.Module):
         q, k = qk.tensor_split((self.num_q_heads,), dim=1)
         return torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
 
-    def post_attention(self, x: Tensor, o: Tensor) -> Tensor:
+    def post_attention(self, x: Tensor, o: Tensor) -> tuple[Tensor, Tensor | None]:
         """The layer's input x [T, hidden] and attention's output o [T, Hq, D] →
-        the next layer's input [T, hidden]."""
-        x, added = self.post_attention_apart(x, o)
-        return x if added is None else x + added
-
-    def post_attention_apart(self, x: Tensor, o: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``post_attention`` before its last sum: x and what is to be added to
-        it, if anything is."""
+        x, and what is to be added to it, if anything is: the next layer's
+        input [T, hidden] is their sum."""
         if self.gate is not None:
             h = x if self.placement in _UNNORMED else self.attn_norm(x)
             o = self.gate(h, o)
@@ -215,13 +202,6 @@ class Layer(nn.Module):
         else:
             total = x if room is None else room.copy_(x)
         return total, total if self.placement in _UNNORMED else self.attn_norm(total)
-
-
-def _room_for(qk: Tensor, v: Tensor) -> QKV:
-    """Memory for q and k [T, Hq + Hkv, D] and v [T, Hkv, D], each dense."""
-    num_rows, num_k, size = v.shape
-    q = qk.new_empty((num_rows, qk.shape[1] - num_k, size))
-    return q, qk.new_empty(v.shape), qk.new_empty(v.shape)
 
 
 class Model(nn.Module):
@@ -348,7 +328,7 @@ def run_layers(model: Model, x: Tensor, positions: Tensor, attend: Attend) -> Te
     """``forward`` from the first layer's input x [T, hidden] on."""
     added = None
     for index, layer in enumerate(model.layers):
-        x, (q, k, v) = layer.pre_attention_of_sum(x, added, positions)
+        x, (q, k, v) = layer.pre_attention(x, added, positions)
         o = attend(index, q, k, v)
-        x, added = layer.post_attention_apart(x, o)
+        x, added = layer.post_attention(x, o)
     return x if added is None else x + added

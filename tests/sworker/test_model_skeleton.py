@@ -28,15 +28,16 @@ def test_shapes_without_data(family: str, tiny_checkpoint: Make) -> None:
     with torch.device("meta"):
         model = Model(spec)
         tokens, positions = torch.empty(7, dtype=torch.int64), torch.empty(7, dtype=torch.int64)
-    x = model.embed(tokens, positions)
+    x, added = model.embed(tokens, positions), None
     assert x.shape == (7, spec.hidden_size)
     for layer in model.layers:
         assert not hasattr(layer, "attention")
-        q, k, v = layer.pre_attention(x, positions)
+        x, (q, k, v) = layer.pre_attention(x, added, positions)
         assert q.shape == (7, spec.num_q_heads, spec.head_dim)
         assert k.shape == v.shape == (7, spec.num_kv_heads, spec.head_dim)
-        x = layer.post_attention(x, torch.empty_like(q))
+        x, added = layer.post_attention(x, torch.empty_like(q))
         assert x.shape == (7, spec.hidden_size)
+        assert added is None or added.shape == x.shape
     logits = model.logits(x[:2])
     assert (logits.shape, logits.dtype) == ((2, spec.vocab_size), torch.float32)
 
@@ -57,13 +58,20 @@ def test_16_bit_floats(family: str, dtype: torch.dtype, tiny_checkpoint: Make) -
     x, y = wide.embed(tokens, positions), narrow.embed(tokens, positions)
     _assert_near(y, x, dtype)
     for a, b in zip(wide.layers, narrow.layers, strict=True):
-        qkv, narrow_qkv = a.pre_attention(x, positions), b.pre_attention(x.to(dtype), positions)
+        _, qkv = a.pre_attention(x, None, positions)
+        y, narrow_qkv = b.pre_attention(x.to(dtype), None, positions)
         for exact, rounded in zip(qkv, narrow_qkv, strict=True):
             _assert_near(rounded, exact, dtype)
-        x, y = a.post_attention(x, qkv[0]), b.post_attention(x.to(dtype), qkv[0].to(dtype))
+        x, y = _sum(a.post_attention(x, qkv[0])), _sum(b.post_attention(y, qkv[0].to(dtype)))
         _assert_near(y, x, dtype)
     assert narrow.logits(y).dtype == torch.float32
     assert narrow.logits(y).shape == (9, spec.vocab_size)
+
+
+def _sum(halves: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
+    """The next layer's input."""
+    x, added = halves
+    return x if added is None else x + added
 
 
 def _assert_near(rounded: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
