@@ -16,7 +16,7 @@ from fastdecode.core.dtype import DType
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.holders import HolderId, PartId, SequenceId
 from fastdecode.core.spec import AttentionSpec, KVSpec
-from fastdecode.wire.kv.chunks import FetchChunk, StoreChunk
+from fastdecode.wire.kv.chunks import StoreChunk
 from fastdecode.wire.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -27,9 +27,8 @@ from fastdecode.wire.messages import (
 )
 from rworker.cache_state import CacheState
 from rworker.stream.chunk_endpoints import ChunkSink, ChunkSource, MemoryCache, WorkerCache
-from rworker.stream.chunks import ChunkShape, layout_of
+from rworker.stream.chunks import layout_of
 from rworker.stream.cutting import CacheKind, cut_pieces
-from rworker.stream.memory import scatter
 from rworker.stream.pieces import Box, Piece, Region, redistribute
 from rworker.stream.streams import expect_pieces, stream_out
 
@@ -69,18 +68,7 @@ class Memory(MemoryCache):
         self.pool = cpu_kernels.allocate_pool(self.layout, kv.num_layers, num_blocks)
         self.pool[:] = np.random.default_rng(3).integers(0, 256, self.layout.block_bytes, np.uint8)
         super().__init__(self.books, self.pool)
-        self.read: Any = None
         self.sink: ChunkSink = self
-
-    def ask_slots(self, request: FetchChunk, slots: np.ndarray) -> None:
-        """What lies in these slots is fetched next."""
-        shape = ChunkShape.of(self.layout, request, len(slots))
-        self.read = np.empty(shape.num_bytes, np.uint8)
-        scatter(self.layout, self.pool, request, slots, self.read)
-
-    def fetch(self) -> Any:
-        read, self.read = self.read, None
-        return super().fetch() if read is None else read
 
     def open(self, sequence: int, num_reserved: int) -> None:
         assert self.books.reserve(OpenSequence(sequence, num_reserved)) == Accepted(sequence)

@@ -9,7 +9,9 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from cpu_kernels import BlockLayout
 from fastdecode.core.errors import ProtocolError, WorkerError
+from fastdecode.core.holders import HolderId
 from fastdecode.wire.arrays import Array
 from fastdecode.wire.buffers import BufferPool
 from fastdecode.wire.kv.chunks import (
@@ -23,6 +25,7 @@ from fastdecode.wire.kv.chunks import (
 from fastdecode.wire.messages import Failed, FromRWorker, ToRWorker
 from fastdecode.wire.transport import Connection
 from rworker.cache_state import CacheState
+from rworker.instructions import PlaceChunk, ReadChunk
 from rworker.stream.checks import expect_tokens, fetch_chunk, store_chunk
 from rworker.stream.chunks import ChunkShape, expectation, layout_of
 from rworker.stream.cutting import CacheKind
@@ -31,6 +34,8 @@ from rworker.stream.memory import gather, scatter
 LINK_BYTES: Final = 64 << 20
 """That may be under way on one connection, unanswered."""
 ANSWER_TIMEOUT_S: Final = 60.0
+_NO_PEER: Final = -1
+"""No peer waits for an answer."""
 
 
 class ChunkSource(Protocol):
@@ -71,8 +76,68 @@ class ChunkSink(Protocol):
         """Wait until all that was sent is there. Raises as ``flush``."""
 
 
-class MemoryCache:
-    """A cache of this process, as source and sink.
+class ChunkMemory(Protocol):
+    """Reads and writes K and V in the memory of an R-worker's caches."""
+
+    def read(self, read: ReadChunk) -> Array: ...
+
+    def place(self, place: PlaceChunk) -> None: ...
+
+
+class LocalCache:
+    """A cache of this R-worker.
+
+    Args:
+        holder: the cache, as ``memory`` calls it.
+        books: the cache's.
+        memory: of its blocks.
+    """
+
+    def __init__(self, holder: HolderId, books: CacheState, memory: ChunkMemory) -> None:
+        self.kind: Final = CacheKind(books.hello.model_hash, books.hello.kv)
+        self._holder = holder
+        self._books = books
+        self._memory = memory
+        self._asked: deque[ReadChunk] = deque()
+
+    def ask(self, request: FetchChunk) -> None:
+        """See ``ChunkSource``."""
+        self.ask_slots(request, fetch_chunk(self._books, request))
+
+    def ask_slots(self, request: FetchChunk, slots: NDArray[np.int64]) -> None:
+        """Ask for what lies in these slots, [T], be it any sequence's or none's."""
+        self._asked.append(ReadChunk(_NO_PEER, self._holder, request, slots))
+
+    def fetch(self) -> Array:
+        """See ``ChunkSource``."""
+        return self._memory.read(self._asked.popleft())
+
+    def flush(self, chunk: StoreChunk) -> None:
+        """Write a chunk that sequences expect. Raises ProtocolError: none does."""
+        slots = store_chunk(self._books, chunk)
+        self._memory.place(PlaceChunk(_NO_PEER, self._holder, chunk, slots))
+
+
+class _PoolMemory:
+    """One cache's blocks, in memory of this process."""
+
+    def __init__(self, layout: BlockLayout, pool: NDArray[np.uint8], num_threads: int) -> None:
+        self._where = layout, pool
+        self._num_threads = num_threads
+        self._buffers = BufferPool()
+
+    def read(self, read: ReadChunk) -> Array:
+        shape = ChunkShape.of(self._where[0], read.request, len(read.slots))
+        data = self._buffers.take(shape.num_bytes)
+        scatter(*self._where, read.request, read.slots, data, num_threads=self._num_threads)
+        return data
+
+    def place(self, place: PlaceChunk) -> None:
+        gather(*self._where, place.chunk, place.slots, num_threads=self._num_threads)
+
+
+class MemoryCache(LocalCache):
+    """A cache in memory of this process, and of no R-worker, as source and sink.
 
     Args:
         books: whose blocks are in ``pool``.
@@ -81,31 +146,13 @@ class MemoryCache:
     """
 
     def __init__(self, books: CacheState, pool: NDArray[np.uint8], num_threads: int = 1) -> None:
-        self.kind: Final = CacheKind(books.hello.model_hash, books.hello.kv)
-        self._books = books
+        memory = _PoolMemory(layout_of(books.hello.kv), pool, num_threads)
+        super().__init__(HolderId(0), books, memory)
         self._pool = pool
-        self._layout = layout_of(books.hello.kv)
-        self._num_threads = num_threads
-        self._buffers = BufferPool()
-        self._asked: deque[FetchChunk] = deque()
-
-    def ask(self, request: FetchChunk) -> None:
-        self._asked.append(request)
-
-    def fetch(self) -> Array:
-        request = self._asked.popleft()
-        slots = fetch_chunk(self._books, request)
-        data = self._buffers.take(ChunkShape.of(self._layout, request, len(slots)).num_bytes)
-        scatter(self._layout, self._pool, request, slots, data, num_threads=self._num_threads)
-        return data
 
     def expect(self, sequence_id: int, num_tokens: int) -> None:
         appended = expect_tokens(self._books, expectation({sequence_id: num_tokens}))
         self._pool[:, appended.copy_targets] = self._pool[:, appended.copy_sources]
-
-    def flush(self, chunk: StoreChunk) -> None:
-        slots = store_chunk(self._books, chunk)
-        gather(self._layout, self._pool, chunk, slots, num_threads=self._num_threads)
 
     def finish(self) -> None:
         """All is there."""

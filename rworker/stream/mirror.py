@@ -39,8 +39,8 @@ from fastdecode.wire.messages import (
 from fastdecode.wire.traits import THE_ONLY, Role
 from rworker.cache_state import CacheState
 from rworker.stream.changes import Change
-from rworker.stream.chunk_endpoints import LINK_BYTES
-from rworker.stream.replica_log import CARRIER, ReplicaLog, SlotSource, ToNeighbour
+from rworker.stream.chunk_endpoints import LINK_BYTES, LocalCache
+from rworker.stream.replica_log import CARRIER, ReplicaLog, ToNeighbour
 
 UNANSWERED: Final = (ExpectTokens, CloseSequence, KeepBlocks, ForgetBlocks)
 """Messages to the neighbour that it doesn't answer."""
@@ -70,7 +70,7 @@ class Mirror:
     """
 
     def __init__(
-        self, holder: HolderId, books: CacheState, source: SlotSource, link_bytes: int = LINK_BYTES
+        self, holder: HolderId, books: CacheState, source: LocalCache, link_bytes: int = LINK_BYTES
     ) -> None:
         self._link_bytes = link_bytes
         hello = books.hello

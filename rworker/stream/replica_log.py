@@ -9,18 +9,16 @@ kept blocks are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fastdecode.wire.arrays import Array
 from fastdecode.wire.kv.chunks import (
     MAX_CHUNK_BYTES,
     MAX_PIECES,
     ChunkForm,
     ExpectTokens,
-    FetchChunk,
     StoreChunk,
 )
 from fastdecode.wire.kv.kept import (
@@ -41,6 +39,7 @@ from fastdecode.wire.messages import (
 )
 from rworker.cache_state import CacheState
 from rworker.stream.changes import Change
+from rworker.stream.chunk_endpoints import LocalCache
 from rworker.stream.chunks import ChunkShape, expectation, layout_of
 from rworker.stream.cutting import CacheKind, TokenRuns, cut_runs
 from rworker.stream.kept_log import KeptLog
@@ -49,19 +48,6 @@ ToNeighbour: TypeAlias = Change | ExpectTokens | StoreChunk
 
 CARRIER: Final = MAX_ID
 """Id of the sequence that brings the replica kept blocks that no other one brings."""
-
-
-class SlotSource(Protocol):
-    """A cache in this process that chunks are read from."""
-
-    def ask(self, request: FetchChunk) -> None:
-        """Ask for tokens of sequences."""
-
-    def ask_slots(self, request: FetchChunk, slots: NDArray[np.int64]) -> None:
-        """Ask for what lies in these slots, [T], be it any sequence's or none's."""
-
-    def fetch(self) -> Array:
-        """The data of what was asked for last."""
 
 
 class ReplicaLog:
@@ -73,7 +59,7 @@ class ReplicaLog:
         source: reads K and V out of it, at once.
     """
 
-    def __init__(self, books: CacheState, source: SlotSource) -> None:
+    def __init__(self, books: CacheState, source: LocalCache) -> None:
         self._books = books
         self._source = source
         self._kv = kv = books.hello.kv

@@ -38,7 +38,7 @@ from rworker.instructions import (
     Follow,
     LinkReplica,
 )
-from rworker.stream.local_cache import ChunkMemory, LocalCache
+from rworker.stream.chunk_endpoints import ChunkMemory, LocalCache
 from rworker.transfers.import_transfer import ImportTransfer, Place
 from rworker.transfers.neighbours import Neighbours
 from rworker.transfers.peer_link import PeerLink

@@ -20,9 +20,9 @@ from fastdecode.wire.kv.exporting import (
 )
 from fastdecode.wire.messages import PROTOCOL_VERSION, FromRWorker
 from rworker.instructions import BeginPull
+from rworker.stream.chunk_endpoints import LocalCache
 from rworker.stream.chunks import ChunkShape, layout_of
 from rworker.stream.cutting import CacheKind, ChunkCut
-from rworker.stream.local_cache import LocalCache
 from rworker.stream.transfer_plan import TransferPlan
 from rworker.transfers.import_plan import kind_of_export, plan_import
 from rworker.transfers.peer_link import PeerLink, Take

@@ -12,8 +12,8 @@ from fastdecode.wire.kv.replicating import NO_STEP, Replicated, Unprotected
 from fastdecode.wire.messages import FromRWorker, Welcome
 from rworker.instructions import LinkReplica
 from rworker.stream.changes import Change
+from rworker.stream.chunk_endpoints import LocalCache
 from rworker.stream.mirror import UNANSWERED, Mirror
-from rworker.stream.replica_log import SlotSource
 from rworker.transfers.peer_link import PeerLink
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class ReplicaTransfer:
         WorkerError: the neighbour is gone.
     """
 
-    def __init__(self, order: LinkReplica, source: SlotSource, link: PeerLink) -> None:
+    def __init__(self, order: LinkReplica, source: LocalCache, link: PeerLink) -> None:
         self.to: Final = order.to
         self._holder, self._number = order.holder, order.number
         self._mirror = Mirror(order.holder, order.books, source, order.link_bytes)
