@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Final, TypeAlias
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import FastDecodeError, ProtocolError
+from fastdecode.core.holders import HolderId, PartId, SequenceId
 from fastdecode.wire.kv.chunks import FetchedChunk
 from fastdecode.wire.kv.exporting import (
     DescribeExport,
     ExportDescription,
     ExportExpired,
     KVSource,
+    Pull,
     Pulled,
     ReadExport,
 )
@@ -23,8 +25,8 @@ from rworker.instructions import BeginPull
 from rworker.stream.chunk_endpoints import LocalCache
 from rworker.stream.chunks import ChunkShape, layout_of
 from rworker.stream.cutting import CacheKind, ChunkCut
+from rworker.stream.pieces import Box, Region, redistribute
 from rworker.stream.transfer_plan import TransferPlan
-from rworker.transfers.import_plan import kind_of_export, plan_import
 from rworker.transfers.peer_link import PeerLink, Take
 from rworker.transfers.throttle import Throttle
 
@@ -34,6 +36,9 @@ OFFERED_WITHIN_S: Final = 1.0
 """An export and the import of it come over different connections: the export may come
 so much later."""
 _ASK_AGAIN_S: Final = 5e-3
+_SEQUENCE: Final = SequenceId(0)
+"""As both sides' parts are called in a plan."""
+_HERE: Final = HolderId(-1)
 
 Place: TypeAlias = tuple[str, int]
 """An address, and a line."""
@@ -164,11 +169,11 @@ class ImportTransfer:
             return
         if not isinstance(answer, ExportDescription):
             raise ProtocolError(f"{peer} answered {type(answer).__name__} to DescribeExport")
-        kind = kind_of_export(self._sources[index], answer, peer)
+        kind = _kind_of_export(self._sources[index], answer, peer)
         self._sink.kind.check_takes(kind)
         self._kinds[index] = kind
         if len(self._kinds) == len(self._sources):
-            self._plan = plan_import(self.order.message, self._sink.kind, self._kinds)
+            self._plan = _plan_import(self.order.message, self._sink.kind, self._kinds)
 
     def _request(self, index: int, cut: ChunkCut) -> ReadExport:
         """A chunk of one sequence, by its ticket."""
@@ -192,3 +197,44 @@ class ImportTransfer:
             raise ProtocolError(f"{type(answer).__name__} came where a chunk was due")
         self._sink.flush(cut.filled(answer.data))
         self._num_bytes += len(answer.data)
+
+
+def _kind_of_export(source: KVSource, export: ExportDescription, peer: str) -> CacheKind:
+    """The kind of cache that a source has. Raises ProtocolError: it isn't what is wanted."""
+    kind = CacheKind(export.model_hash, export.kv)
+    if kind.kv.num_kv_heads != source.num_heads:
+        raise ProtocolError(f"{peer} has {kind.kv.num_kv_heads} heads, not {source.num_heads}")
+    if export.num_tokens < source.num_tokens:
+        raise ProtocolError(
+            f"{peer} has {export.num_tokens} tokens on offer, not {source.num_tokens}"
+        )
+    return kind
+
+
+def _plan_import(order: Pull, own: CacheKind, kinds: Mapping[int, CacheKind]) -> TransferPlan:
+    """All that has to come; each source's index is its holder in the plan.
+
+    Args:
+        own: the cache's kind.
+        kinds: the sources', by index.
+
+    Raises:
+        ConfigError: the sources don't have it all.
+    """
+    here = _region(_HERE, order.sequence_id, own, order)
+    there = [
+        _region(HolderId(index), 0, kinds[index], source)
+        for index, source in enumerate(order.sources)
+    ]
+    pieces = redistribute({_SEQUENCE: there}, {_SEQUENCE: [here]})
+    return TransferPlan(pieces, lambda way: (kinds[int(way[0])], own))
+
+
+def _region(holder: HolderId, part_id: int, kind: CacheKind, of: Pull | KVSource) -> Region:
+    """What a cache of this kind has, or is to get, of the sequence."""
+    sides = (
+        (of.first_layer, kind.kv.num_layers),
+        (of.first_head, kind.kv.num_kv_heads),
+        (of.first_token, of.num_tokens),
+    )
+    return Region(holder, PartId(part_id), Box(*[range(at, at + num) for at, num in sides]))
