@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +37,7 @@ from fastdecode.core.host.interrupts import interrupt
 from fastdecode.core.model.checkpoint import check_model
 from fastdecode.core.model.local_models import find_model
 from fastdecode.core.progress import Bar, Progress
-from fastdecode.jobs.stopping import EXIT_INTERRUPTED, Stopping, asked_by_signals, stop_signals
+from fastdecode.jobs.stopping import EXIT_INTERRUPTED, Stopping, stop_signals
 
 if TYPE_CHECKING:
     from fastdecode.jobs.job import JobResult
@@ -84,11 +83,9 @@ def _generate(args: argparse.Namespace) -> int:
     serve_if_r_rank(args, engine_options(args))
     with imports_for("fastdecode generate (an S-worker)"):
         load_engine(args)
-        from fastdecode.engine.llm import LLM
+        from fastdecode.cli.job_run import run_job
         from fastdecode.jobs.opening import JobOptions, open_ordered_job
-        from fastdecode.measure.chrome_trace import open_trace
-        from fastdecode.measure.status_file import RunningEngineStatus, StatusFile
-        from fastdecode.measure.summary import render, summarise
+        from fastdecode.measure.summary import render
     check_paths(
         args.input, output=args.output, summary=args.summary, trace=args.trace, status=args.status
     )
@@ -100,39 +97,17 @@ def _generate(args: argparse.Namespace) -> int:
     options = JobOptions(
         args.input, args.output, sampling_given(args), model_defaults(args), skip_bad_lines=True
     )
-    with contextlib.ExitStack() as stack:
-        trace = stack.enter_context(open_trace(args.trace))
-        progress = stack.enter_context(Progress(sys.stderr))
+    progress = Progress(sys.stderr)
 
-        def show(prompt: str | None, line: dict[str, Any]) -> None:
-            progress.print(_shown(prompt, line))
+    def show(prompt: str | None, line: dict[str, Any]) -> None:
+        progress.print(_shown(prompt, line))
 
-        with Bar(sys.stderr, "checking") as bar:
-            opened = open_ordered_job(
-                options, find_model(args.model), tell, show if args.show else None, bar.update
-            )
-        job = stack.enter_context(opened)
-        llm = stack.enter_context(
-            LLM(
-                args.model,
-                progress=tell,
-                trace=trace,
-                **engine_options(args),
-                **given(args, Keeping),
-            )
+    with Bar(sys.stderr, "checking") as bar:
+        opened = open_ordered_job(
+            options, find_model(args.model), tell, show if args.show else None, bar.update
         )
-        stopping = Stopping(grace_s=0)
-        watched = RunningEngineStatus.of(llm, lambda: progress.state)
-        status = StatusFile(args.status, "generate", watched, tell)
-        with status, asked_by_signals(stopping, COMMAND):
-            result = job.run(llm, stopping, progress)
-        args.has_hung_workers = llm.snapshot().engine.has_hung_r_workers
-        summary = summarise(
-            llm,
-            started_s=args.started_s,
-            num_requests=result.num_run,
-            num_failed=result.num_run_failed,
-        )
+    with opened as job:
+        result, summary = run_job(job, args, Stopping(grace_s=0), progress, **given(args, Keeping))
     code = leave_summary(COMMAND, args.summary, summary)
     tell(render(summary))
     return _ended(result, args.output) or code

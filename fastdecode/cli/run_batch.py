@@ -43,7 +43,7 @@ from fastdecode.core.files import STANDARD, check_paths
 from fastdecode.core.host.interrupts import interrupt
 from fastdecode.core.progress import Bar, Progress
 from fastdecode.jobs.shard import WHOLE, Shard
-from fastdecode.jobs.stopping import EXIT_INTERRUPTED, Stopping, asked_by_signals, stop_signals
+from fastdecode.jobs.stopping import EXIT_INTERRUPTED, Stopping, stop_signals
 from fastdecode.text.chat_format import (
     AUTO,
     REASONING_PARSER_HELP,
@@ -163,6 +163,7 @@ def run_run_batch(args: argparse.Namespace) -> int:
     serve_if_r_rank(args, engine_options(args))
     with imports_for(f"{COMMAND} (an S-worker)"):
         load_engine(args)
+        from fastdecode.cli.job_run import run_job
         from fastdecode.jobs.opening import open_job
         from fastdecode.measure.summary import render
     check_paths(
@@ -175,43 +176,13 @@ def run_run_batch(args: argparse.Namespace) -> int:
         if job.num_pending == 0:
             tell(f"{COMMAND}: nothing is left to do")
             return _report(job, job.result(), args)
-        result, summary = _run(job, config, args)
+        leaving.before_leaving_stuck(lambda _: tell(f"to go on: {resume_command(args.argv)}"))
+        result, summary = run_job(
+            job, args, Stopping(args.grace_s), Progress(sys.stderr), session=job.session
+        )
     code = leave_summary(COMMAND, args.summary, summary)
     tell(render(summary))
     return _report(job, result, args) or code
-
-
-def _run(
-    job: BatchJob, config: EngineConfig, args: argparse.Namespace
-) -> tuple[JobResult, dict[str, Any]]:
-    from fastdecode.engine.llm import LLM
-    from fastdecode.measure.chrome_trace import open_trace
-    from fastdecode.measure.status_file import RunningEngineStatus, StatusFile
-    from fastdecode.measure.summary import summarise
-
-    stopping = Stopping(args.grace_s)
-    leaving.before_leaving_stuck(lambda _: tell(f"to go on: {resume_command(args.argv)}"))
-    with (
-        open_trace(args.trace) as trace,
-        LLM(
-            args.model, progress=tell, trace=trace, session=job.session, **engine_options(args)
-        ) as llm,
-        Progress(sys.stderr) as progress,
-        StatusFile(
-            args.status,
-            "run-batch",
-            RunningEngineStatus.of(llm, lambda: progress.state),
-            tell,
-        ),
-        asked_by_signals(stopping, COMMAND),
-    ):
-        result = job.run(llm, stopping, progress)
-        return result, summarise(
-            llm,
-            started_s=args.started_s,
-            num_requests=result.num_run,
-            num_failed=result.num_run_failed,
-        )
 
 
 def _job_options(args: argparse.Namespace) -> JobOptions:
