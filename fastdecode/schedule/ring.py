@@ -1,55 +1,15 @@
-"""Who keeps whose replica, and what happens when holders are lost.
+"""Who keeps whose replica, and how many KV blocks each R-worker may offer.
 
 R-workers form a ring: the neighbour of one is the next, of the last the first.
-A neighbour keeps a replica of the holder's cache, and says up to which step of
-each lane it has it (**acked**). Nothing here talks to anybody.
+A neighbour keeps a replica of the holder's cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from fastdecode.core.errors import ConfigError, Given
 from fastdecode.core.holders import HolderId
-
-
-@dataclass(frozen=True)
-class Copy:
-    """One cache, sent whole to whoever comes in a lost holder's place."""
-
-    source: HolderId
-    """Where it is sent from."""
-    target: HolderId
-    owner: HolderId
-    """Whose cache it is: the target's own, whose replica the source keeps; or
-    the source's own, whose replica the target is to keep."""
-
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """The first step of a lane that has to run again, in the order in which
-    lanes take turns."""
-
-    lane: int
-    step: int
-
-
-@dataclass(frozen=True)
-class RecoveryPlan:
-    """What becomes of lost holders."""
-
-    adopted: dict[HolderId, HolderId]
-    """Lost holders whose neighbour goes on with the replica, and that neighbour."""
-    recomputed: tuple[HolderId, ...]
-    """Those whose cache is nowhere: its sequences are recomputed from their tokens."""
-    copies: tuple[Copy, ...]
-    """That replacements of all lost holders need before the ring is closed again."""
-    resume: ResumePoint | None
-    """None: nothing goes on from a replica."""
-    tell: tuple[HolderId, ...]
-    """Holders that have to agree on it, once there is somebody for each: all of
-    them, or none."""
 
 
 def neighbour(holder: HolderId, num_holders: int) -> HolderId:
@@ -114,61 +74,3 @@ def num_shared(num_blocks: Sequence[int], block_bytes: Sequence[int]) -> int:
             "R-workers more memory (--kv-memory-gb)"
         )
     return least
-
-
-def plan_recovery(
-    num_holders: int,
-    failed: Collection[HolderId],
-    acked: Sequence[int],
-    without_replica: Collection[HolderId] = (),
-) -> RecoveryPlan:
-    """What becomes of the holders that are lost, all of them looked at together.
-
-    Args:
-        failed: all that are lost and were not recovered yet.
-        acked: of each lane, the last step that every neighbour of a failed
-            holder has; -1: none.
-        without_replica: holders whose neighbour has no whole copy at the
-            moment.
-
-    Raises:
-        ConfigError: there is a single holder.
-    """
-    lost = sorted(set(failed))
-    adopted: dict[HolderId, HolderId] = {}
-    recomputed = []
-    for holder in lost:
-        keeper = neighbour(holder, num_holders)
-        if keeper in failed or holder in without_replica:
-            recomputed.append(holder)
-        else:
-            adopted[holder] = keeper
-    copies = [copy for holder in lost for copy in _copies(holder, num_holders, failed, adopted)]
-    resume = _resume_point(acked) if adopted else None
-    everybody = tuple(HolderId(holder) for holder in range(num_holders))
-    return RecoveryPlan(
-        adopted, tuple(recomputed), tuple(copies), resume, everybody if adopted else ()
-    )
-
-
-def _copies(
-    holder: HolderId,
-    num_holders: int,
-    failed: Collection[HolderId],
-    adopted: dict[HolderId, HolderId],
-) -> list[Copy]:
-    """For the replacement of a lost holder: its own cache, and the one whose
-    replica it is to keep."""
-    copies = []
-    if holder in adopted:
-        copies.append(Copy(adopted[holder], holder, holder))
-    before = HolderId((holder - 1) % num_holders)
-    if before not in failed:
-        copies.append(Copy(before, holder, before))
-    return copies
-
-
-def _resume_point(acked: Sequence[int]) -> ResumePoint:
-    """Of all (step, lane) in the order in which they run, the first that wasn't acked."""
-    step, lane = min((last + 1, lane) for lane, last in enumerate(acked))
-    return ResumePoint(lane, step)

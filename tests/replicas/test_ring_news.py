@@ -117,6 +117,24 @@ def test_a_replica_is_there_when_its_owner_has_said_so() -> None:
     assert ring.replicas.figures.num_recomputed_holders == 1
 
 
+@pytest.mark.parametrize(
+    ("lost", "can_go_on"),
+    [([1, 2], [False, True]), ([2, 1], [True, False]), ([0, 1, 2], [False, False, False])],
+)
+def test_a_replica_is_lost_with_its_keeper(lost: list[int], can_go_on: list[bool]) -> None:
+    """R-worker 1's replica is at R-worker 2, and that one's at R-worker 0."""
+    ring = Ring()
+    for holder in HOLDERS:
+        ring.say(holder, 0, NO_STEP)
+    for holder in lost:
+        ring.ends[holder].close()
+    ring.fleet.look()
+    assert {holder for holder, _ in ring.fleet.take_losses()} == set(lost)
+    found = [ring.replicas.lose(HolderId(holder), is_used=True) for holder in lost]
+    assert found == can_go_on
+    assert ring.replicas.figures.num_recomputed_holders == can_go_on.count(False)
+
+
 def test_time_without_a_replica_counts_from_the_beginning() -> None:
     ring = Ring()
     for holder in HOLDERS:

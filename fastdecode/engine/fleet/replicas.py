@@ -33,9 +33,9 @@ from fastdecode.engine.fleet.handovers import Handovers
 from fastdecode.engine.fleet.pool import ProtectedPool, WorkerPool
 from fastdecode.engine.fleet.replacements import HubReplacements, Replacements
 from fastdecode.engine.fleet.resharing import GROUP, Resharing, offer_room
-from fastdecode.engine.fleet.ring import KeptApart, LinkOptions, Ring
+from fastdecode.engine.fleet.ring import LinkOptions, Ring
 from fastdecode.schedule.life import events
-from fastdecode.schedule.ring import ResumePoint, num_offered
+from fastdecode.schedule.ring import num_offered
 from fastdecode.wire.kv.kept import words_of
 from fastdecode.wire.kv.replicating import ReplicationNews
 from fastdecode.wire.kv.taking_over import MISSING, TakenOver, TakeOver
@@ -50,8 +50,6 @@ class Failover:
 
     worker: str
     keeper: str
-    resume: ResumePoint | None
-    """The first step that the neighbour hadn't said it has."""
     noticed_s: float
     """When the loss was noticed, by the clock."""
     drain_s: float = 0.0
@@ -125,8 +123,7 @@ class Failovers:
     ) -> None:
         self._fleet = fleet
         self._clock = clock
-        ring = Ring if options.keepers is None else KeptApart
-        self._ring = ring(fleet, options, clock, fleet.pending.deadlines)
+        self._ring = Ring(fleet, options, clock, fleet.pending.deadlines)
         self.circle = list(circle)
         """The ring's holders, lost ones included."""
         self._is_broken = False  # somebody has left the ring, or come
@@ -196,15 +193,16 @@ class Failovers:
         if holder in self.adopted:
             name = self._fleet.peer(holder)
             if self._handovers is not None and self._handovers.has_second_copy(holder):
-                self.failing[holder] = Failover(name, "", None, self._clock())
+                self.failing[holder] = Failover(name, "", self._clock())
                 return True
         was_adopted = holder in self.adopted
         self.adopted.discard(holder)
-        plan = self._ring.plan(holder)
+        is_bare = holder in self._ring.protection.bare
+        keeper = None if is_bare else self._ring.keeper_of(holder)
         self._ring.lose(holder)
-        if is_used and plan is not None and not was_adopted:
-            names = self._fleet.peer(holder), self._fleet.peer(self._ring.beside(holder, 1))
-            self.failing[holder] = Failover(*names, plan.resume, self._clock())
+        if is_used and keeper is not None and not was_adopted:
+            names = self._fleet.peer(holder), self._fleet.peer(keeper)
+            self.failing[holder] = Failover(*names, self._clock())
             return True
         self._ring.forget(holder)
         if is_used:
@@ -236,8 +234,8 @@ class Failovers:
             if self._handovers is not None:
                 self._handovers.cancel(holder)
             return not self._fleet.is_lost(holder)
-        keeper = self._ring.beside(holder, 1)
-        if keeper in self._fleet.gone:
+        keeper = self._ring.keeper_of(holder)
+        if keeper is None:
             return False
         self._fleet.placement.move(holder, keeper)
         return True

@@ -12,7 +12,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from fastdecode.core.clock import Clock
@@ -21,7 +21,6 @@ from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.protection import Protection
-from fastdecode.schedule.ring import RecoveryPlan, plan_recovery
 from fastdecode.wire.kv.replicating import NO_STEP, Dropped, Replicate, Replicated, ReplicationNews
 from fastdecode.wire.kv.taking_over import DropCache
 from fastdecode.wire.messages import MAX_ID, MAX_LANES
@@ -42,9 +41,9 @@ class LinkOptions:
     """How long a neighbour may take to make room."""
     session: int
     """Secret of this run, in which holders were greeted."""
-    keepers: Mapping[HolderId, HolderId] | None = None
-    """Which R-workers, that have no holders, keep each one's replica; None: the holders'
-    R-workers, in a ring."""
+    keepers: Mapping[HolderId, HolderId] = field(default_factory=dict)
+    """The R-worker without a holder that keeps each holder's replica; empty: the holders'
+    own R-workers keep the replicas, in a ring."""
 
 
 class Links:
@@ -106,7 +105,6 @@ class Ring:
         self._fleet = fleet
         self._deadlines = replace(deadlines)  # it looks at moments of its own
         self.options: Final = options
-        self.members: tuple[HolderId, ...] = ()
         # Who keeps each one's replica. A holder may be its own: whoever has come
         # in its place does, while a neighbour goes on for it.
         self._keepers: dict[HolderId, HolderId] = {}
@@ -132,7 +130,7 @@ class Ring:
         return not self._dropping
 
     def _give_up_silent(self) -> None:
-        """Placement that are to drop a replica, and hang. They owe no answer: where
+        """Keepers that are to drop a replica, and hang. They owe no answer: where
         no step is under way, nobody else would miss them."""
         deadlines, heard_s = self._deadlines, self._fleet.pending.heard_s
         now = deadlines.begin_look()
@@ -145,7 +143,6 @@ class Ring:
 
     def close(self, members: Sequence[HolderId]) -> None:
         """From now on these are the ring."""
-        self.members = tuple(members)
         before, self._keepers = self._keepers, self._pairs(members)
         if not self._keepers:
             logger.warning("no replicas: all R-workers but one are lost")
@@ -154,41 +151,33 @@ class Ring:
         for holder in new:
             self.links.next_line(holder)
             self._begin(holder)
-        for holder, keeper in self._keepers.items():
-            self._link(holder, keeper, new)
+        guests = {keeper: holder for holder, keeper in self._keepers.items()}
+        for holder in self._keepers:
+            self._link(holder, guests.get(holder), new)
         self.protection.count()
 
-    def _link(self, holder: HolderId, keeper: HolderId, new: Collection[HolderId]) -> None:
-        """Begin a holder's link, and expect its guest's, where they are new ones."""
-        guest = self.beside(holder, -1)
+    def _link(self, holder: HolderId, guest: HolderId | None, new: Collection[HolderId]) -> None:
+        """Begin a holder's link, and expect the link of its guest, if there is one, where
+        they are new."""
         if holder in new or guest in new:
             names = self.options.addresses
-            expected = names[guest] if guest in new else ""
-            self.links.tell(holder, names[keeper], expected, self.links.line(guest))
+            expected = names[guest] if guest is not None and guest in new else ""
+            guest_line = 0 if guest is None else self.links.line(guest)
+            self.links.tell(holder, names[self._keepers[holder]], expected, guest_line)
 
     def _pairs(self, members: Sequence[HolderId]) -> dict[HolderId, HolderId]:
-        """Who keeps whose replica; of a single one nobody does."""
+        """Who keeps whose replica; of a single one in a ring nobody does."""
+        keepers, gone = self.options.keepers, self._fleet.gone
+        if keepers:
+            return {one: keepers[one] for one in members if keepers[one] not in gone}
         if len(members) < 2:
             return {}
         return dict(zip(members, [*members[1:], members[0]], strict=True))
 
-    def beside(self, holder: HolderId, step: int) -> HolderId:
-        """Who keeps a member's replica (1), or whose is kept there (-1)."""
-        return self.members[(self.members.index(holder) + step) % len(self.members)]
-
-    def plan(self, holder: HolderId) -> RecoveryPlan | None:
-        """What becomes of the members that are lost, by their places in the
-        ring, with the point from which this one goes on; None: its neighbour
-        can't go on for it."""
-        if holder not in self.members or len(self.members) < 2:
-            return None
-        bare, gone, keepers = self.protection.bare, self._fleet.gone, self._fleet.placement
-        acked = self.protection.held(holder)
-        lanes = [acked.get(lane, -1) for lane in range(1 + max(acked, default=0))]
-        failed = [HolderId(place) for place, one in enumerate(self.members) if keepers[one] in gone]
-        without = [HolderId(place) for place, one in enumerate(self.members) if one in bare]
-        plan = plan_recovery(len(self.members), failed, lanes, without)
-        return plan if HolderId(self.members.index(holder)) in plan.adopted else None
+    def keeper_of(self, holder: HolderId) -> HolderId | None:
+        """The R-worker that keeps a holder's replica; None: there is none, or it is lost."""
+        keeper = self._keepers.get(holder)
+        return None if keeper in self._fleet.gone else keeper
 
     def lose(self, holder: HolderId) -> None:
         """A holder is lost: its replica is the last of it, and the one that it
@@ -268,37 +257,6 @@ class Ring:
         if holder not in self._fleet.lost:
             self.links.begin(holder)
             self.links.tell(holder, "", "")
-
-
-class KeptApart(Ring):
-    """Holders whose replicas are kept by R-workers that have no holders: the KV cache on
-    a device, by an R-worker in the host's memory. No neighbour is any holder's."""
-
-    def _pairs(self, members: Sequence[HolderId]) -> dict[HolderId, HolderId]:
-        gone = self._fleet.gone
-        return {one: self._keeper(one) for one in members if self._keeper(one) not in gone}
-
-    def _link(self, holder: HolderId, keeper: HolderId, new: Collection[HolderId]) -> None:
-        if holder in new:
-            self.links.tell(holder, self.options.addresses[keeper], "")
-
-    def beside(self, holder: HolderId, step: int) -> HolderId:
-        """See ``Ring``. Nobody's replica is kept by a holder."""
-        assert step == 1, "a holder on a device keeps no replica"
-        return self._keeper(holder)
-
-    def plan(self, holder: HolderId) -> RecoveryPlan | None:
-        """See ``Ring``: of the holder and its keeper alone."""
-        is_bare = holder in self.protection.bare or self._keeper(holder) in self._fleet.gone
-        if holder not in self.members or is_bare:
-            return None
-        acked = self.protection.held(holder)
-        lanes = [acked.get(lane, -1) for lane in range(1 + max(acked, default=0))]
-        return plan_recovery(2, [HolderId(0)], lanes)
-
-    def _keeper(self, holder: HolderId) -> HolderId:
-        assert self.options.keepers is not None
-        return self.options.keepers[holder]
 
 
 def _may_be(news: Replicated) -> bool:
