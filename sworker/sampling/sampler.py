@@ -246,15 +246,14 @@ def _choose(
     short_list: int,
 ) -> _Chosen:
     """Draw from adjusted logits [B, V]; ``whole``, ``truncated``: see ``_split``."""
-    most = MAX_BLOCK_ELEMENTS if logits.device.type != "cpu" else MAX_CPU_BLOCK_ELEMENTS
     greatest, tokens = greatest_of(logits)  # [B], [B]
     if len(whole) or len(truncated):
-        _draw_rows(logits, states, whole, truncated, short_list, most, greatest, tokens)
+        _draw_rows(logits, states, whole, truncated, short_list, greatest, tokens)
     packed = torch.stack([tokens.double(), greatest.double()]).view(-1)
     asking = [row for row, state in enumerate(states) if state.params.logprobs is not None]
     blocks: tuple[tuple[NDArray[np.int64], int], ...] = ()
     if asking:
-        found, blocks = _logprobs(logits, states, asking, most, greatest, tokens)
+        found, blocks = _logprobs(logits, states, asking, greatest, tokens)
         packed = torch.cat([packed, *found])
     return _Chosen(tokens, packed, len(logits), blocks)
 
@@ -265,15 +264,13 @@ def _draw_rows(
     whole: NDArray[np.int64],
     truncated: NDArray[np.int64],
     short_list: int,
-    most: int,
     greatest: Tensor,
     tokens: Tensor,
 ) -> None:
-    """Draw the rows that aren't greedy into ``tokens`` [B], at most so many elements of
-    logits at once; ``greatest`` [B]: of each row."""
+    """Draw the rows that aren't greedy into ``tokens`` [B]; ``greatest`` [B]: of each row."""
     vocab_size, device = logits.shape[1], logits.device
     is_few = device.type == "cpu" and logits.numel() <= FEW_ELEMENTS
-    for rows in _blocks(whole, vocab_size, most):
+    for rows in _blocks(whole, logits):
         at = _index(rows, device)
         drawn_from = [states[row] for row in rows.tolist()]
         if is_few and not any(state.params.min_p for state in drawn_from):
@@ -281,7 +278,7 @@ def _draw_rows(
         else:
             controls = controls_of(states, rows, device)
             tokens[at] = draw_whole(logits[at], greatest[at, None], controls)
-    for rows in _blocks(truncated, vocab_size, most):
+    for rows in _blocks(truncated, logits):
         at = _index(rows, device)
         columns = _num_columns([states[row].params.top_k for row in rows], short_list, vocab_size)
         controls = controls_of(states, rows, device)
@@ -292,14 +289,13 @@ def _logprobs(
     logits: Tensor,
     states: Sequence[SamplingState],
     asking: Sequence[int],
-    most: int,
     greatest: Tensor,
     tokens: Tensor,
 ) -> tuple[list[Tensor], tuple[tuple[NDArray[np.int64], int], ...]]:
     """Of the rows that ask for them, in blocks, each flat; and which rows each block has,
     and how many columns."""
     vocab_size, pieces, blocks = logits.shape[1], [], []
-    for rows in _blocks(np.array(asking, np.int64), vocab_size, most):
+    for rows in _blocks(np.array(asking, np.int64), logits):
         at = _index(rows, logits.device)
         count = min(vocab_size, max(states[row].params.logprobs or 0 for row in rows))
         found = logprobs_of(logits[at], greatest[at, None], tokens[at, None].clamp(min=0), count)
@@ -347,7 +343,9 @@ def _num_columns(top_ks: list[int], short_list: int, vocab_size: int) -> int:
     return min(short_list, vocab_size, max(top_k or vocab_size for top_k in top_ks))
 
 
-def _blocks(rows: NDArray[np.int64], vocab_size: int, most: int) -> Iterator[NDArray[np.int64]]:
-    size = max(1, most // vocab_size)
+def _blocks(rows: NDArray[np.int64], logits: Tensor) -> Iterator[NDArray[np.int64]]:
+    """Rows of logits that are worked on at once."""
+    most = MAX_CPU_BLOCK_ELEMENTS if logits.device.type == "cpu" else MAX_BLOCK_ELEMENTS
+    size = max(1, most // logits.shape[1])
     for start in range(0, len(rows), size):
         yield rows[start : start + size]

@@ -146,9 +146,9 @@ class SwappedKV:
         return [slot.cache for slot in self.slots]
 
     def enter(self, lane: int, past: Blocks) -> PagedKV:
-        """A lane's step begins that sees these blocks, beside what it stores.
-        They are copied in, as far as they aren't on their way. Returns where
-        they are, and what is stored goes; ``wait`` says when."""
+        """Begin a lane's step that sees these blocks, and what it stores itself.
+        Those that aren't on their way are copied in. Returns the cache that has
+        them, and takes what is stored; ``wait`` says when they are there."""
         slot = self._slot_for(lane)
         self._present = self.slots.index(slot)
         self.figures.num_late_blocks += self._copy_in(slot, past)
