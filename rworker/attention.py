@@ -75,7 +75,7 @@ class _Layer:
     appending: dict[str, Any]
     """Keyword arguments of ``append``."""
     attending: dict[str, Any]
-    """And of ``attend``."""
+    """Keyword arguments of ``attend``."""
 
 
 @dataclass
@@ -174,13 +174,14 @@ class AttentionExecutor:
         if self._prefetches is None:
             return
         source = prepare.activation_dtype.value
-        for num_q_heads in {layer.spec.num_q_heads for layer in layers}:
-            prefetch = self._prefetches.choose(
-                prepare.layout, num_q_heads, source, cache_bytes, self._threads
+        chosen = {
+            num_q_heads: self._prefetches.choose(
+                prepare.layout, num_q_heads, source, cache_bytes, self._threads, self._report
             )
-            for layer in layers:
-                if layer.spec.num_q_heads == num_q_heads:
-                    layer.attending["prefetch"] = prefetch
+            for num_q_heads in {layer.spec.num_q_heads for layer in layers}
+        }
+        for layer in layers:
+            layer.attending["prefetch"] = chosen[layer.spec.num_q_heads]
 
     def copy_blocks(self, copy: CopyBlocks) -> None:
         self._kernels.copy_blocks(self._caches[copy.holder].pool, copy.source_ids, copy.target_ids)

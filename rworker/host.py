@@ -73,10 +73,10 @@ def make_worker(
         has_tier=disk is not None,
         serving=serving,
     )
+    prefetches = PrefetchChoices.of_host()
     return state, AttentionExecutor(
-        num_threads=threads, tiers=Tiers(disk), prefetches=PrefetchChoices.of_host(report=report),
-        report=report,
-    )  # fmt: skip
+        num_threads=threads, tiers=Tiers(disk), prefetches=prefetches, report=report
+    )
 
 
 def kv_bytes_of(kv_memory_gb: float | None, num_sharing: int) -> int:

@@ -186,6 +186,6 @@ def make_inline_worker(
             logger.info("R-worker %s has threads of its own: %s", name, error)
     executor = AttentionExecutor(
         num_threads=num_threads, team=team, tiers=Tiers(disk),
-        prefetches=PrefetchChoices.of_host(report=report), report=report,
+        prefetches=PrefetchChoices.of_host(), report=report,
     )  # fmt: skip
     return InlineConnection(state, executor)

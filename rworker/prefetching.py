@@ -60,7 +60,6 @@ class PrefetchChoices:
         directory: where measurements are kept.
         named: a way's name, or "auto".
         measure: ``prefetch_trial.measure_prefetch`` by default.
-        report: takes a line of progress.
 
     Raises:
         ConfigError: there is no way of that name.
@@ -71,9 +70,8 @@ class PrefetchChoices:
         directory: Path,
         named: str = "auto",
         measure: Callable[..., Trial] | None = None,
-        report: Callable[[str], None] | None = None,
     ) -> None:
-        self._directory, self._measure, self._report = directory, measure, report
+        self._directory, self._measure = directory, measure
         self._named: Prefetch | None = None
         if named != "auto":
             try:
@@ -82,15 +80,13 @@ class PrefetchChoices:
                 raise ConfigError(f"{PREFETCH_VARIABLE}: {error}, or auto") from None
 
     @classmethod
-    def of_host(
-        cls, environ: Mapping[str, str] = os.environ, report: Callable[[str], None] | None = None
-    ) -> PrefetchChoices:
+    def of_host(cls, environ: Mapping[str, str] = os.environ) -> PrefetchChoices:
         """As the environment says; measurements are kept in this user's cache directory.
 
         Raises:
             ConfigError: the environment names a way that there isn't.
         """
-        return cls(user_directory(environ), environ.get(PREFETCH_VARIABLE) or "auto", report=report)
+        return cls(user_directory(environ), environ.get(PREFETCH_VARIABLE) or "auto")
 
     def choose(
         self,
@@ -99,6 +95,7 @@ class PrefetchChoices:
         source: str,
         cache_bytes: int,
         threads: Mapping[str, Any],
+        report: Callable[[str], None] | None = None,
     ) -> Prefetch:
         """The way for one layout. Of an R-workers' host one process measures, and the others
         wait for it.
@@ -106,6 +103,7 @@ class PrefetchChoices:
         Args:
             cache_bytes: of the whole cache.
             threads: ``attend``'s ``num_threads`` and ``team``.
+            report: takes a line of progress.
         """
         if self._named is not None:
             return self._named
@@ -119,6 +117,8 @@ class PrefetchChoices:
             with _turn_of(path):
                 kept = _read(path)  # the process before may have written it
                 if kept is None:
+                    if report is not None:
+                        report("measuring how to prefetch (kept for the next start)")
                     kept = self._try_all(path, case, (layout, num_q_heads, source), threads)
         logger.debug("attention prefetches %s", kept.text())
         return find_prefetch(kept.chosen)
@@ -130,8 +130,6 @@ class PrefetchChoices:
         next start measures again."""
         from cpu_kernels.prefetch_trial import measure_prefetch
 
-        if self._report is not None:
-            self._report("measuring how to prefetch (kept for the next start)")
         measure = self._measure or measure_prefetch
         trial = measure(*measured, num_bytes=_trial_bytes(), **threads)
         kept = KeptTrial(cpu_name(), case, _versions(), trial.chosen.name, trial.gb_per_s)
@@ -139,7 +137,6 @@ class PrefetchChoices:
             logger.debug("how attention prefetches isn't kept: the host is busy")
             return kept
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, asdict(kept), "prefetch")
         except (OSError, ConfigError) as error:
             logger.info("how attention prefetches isn't kept: %s", error)
@@ -200,10 +197,10 @@ def _turn_of(path: Path) -> Iterator[None]:
         turn.give_back()
 
 
-def _trial_bytes(l3_file: Path = _L3_FILE) -> int:
+def _trial_bytes() -> int:
     """Twice the last cache, within limits."""
     try:
-        l3_bytes = int(l3_file.read_text().strip().removesuffix("K")) << 10
+        l3_bytes = int(_L3_FILE.read_text().strip().removesuffix("K")) << 10
     except (OSError, ValueError):
         l3_bytes = 0
     return min(max(_MIN_TRIAL_BYTES, 2 * l3_bytes), _MAX_TRIAL_BYTES)

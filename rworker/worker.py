@@ -436,7 +436,7 @@ def start_worker_thread(
     )
     runner = executor or AttentionExecutor(
         num_threads=num_threads, clock=clock, tiers=Tiers(disk),
-        prefetches=PrefetchChoices.of_host(report=report), report=report,
+        prefetches=PrefetchChoices.of_host(), report=report,
     )  # fmt: skip
     peers: InprocHub[FromRWorker, ToRWorker] = InprocHub(keeps_places=False)
     here, _ = connect(

@@ -45,8 +45,12 @@ def choose(
 
 def test_a_measurement_is_kept_on_disk(tmp_path: Path) -> None:
     measured = Measured("t1")
-    assert choose(PrefetchChoices(tmp_path, measure=measured)) == "t1"
-    assert choose(PrefetchChoices(tmp_path, measure=measured)) == "t1"
+    lines: list[str] = []
+    for _ in range(2):
+        choices = PrefetchChoices(tmp_path, measure=measured)
+        way = choices.choose(LAYOUT, 32, "bfloat16", 1 << 35, THREADS, lines.append)
+        assert way.name == "t1"
+    assert lines == ["measuring how to prefetch (kept for the next start)"]
     assert measured.calls == [(LAYOUT, 32, "bfloat16")]
     (kept,) = kept_trials(tmp_path)
     assert kept.text() == (
