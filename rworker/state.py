@@ -337,13 +337,13 @@ class RWorkerState:
         num_blocks = cache.books.store.num_blocks
         mine = (self.name, num_blocks, kv.block_size, self._num_threads)
         is_resumed = resumed is not None
-        told = Send(number, Welcome(*mine, has_tier=self._has_tier, is_resumed=is_resumed))
+        welcome = Send(number, Welcome(*mine, has_tier=self._has_tier, is_resumed=is_resumed))
         admit = (Admit(hello.feeders),) if hello.feeders else ()
         if resumed is not None:
             fence = _fence(self.name, number, resumed[1])
-            return (Unlink(cache.holder, resumed[2]), told, *admit, *fence)
+            return (Unlink(cache.holder, resumed[2]), welcome, *admit, *fence)
         specs = (hello.attention, hello.activation_dtype)
-        return (Prepare(cache.holder, layout, num_blocks, *specs), told, *admit)
+        return (Prepare(cache.holder, layout, num_blocks, *specs), welcome, *admit)
 
     def _take_over(self, number: int, peer: _Peer, message: TakeOver) -> tuple[Instruction, ...]:
         """Whoever had the cache before has none any more: it is hung up on."""

@@ -1,5 +1,4 @@
-"""Cuts pieces into chunks: what to ask a source for, and what the target is
-then told."""
+"""Cuts pieces into chunks: what to ask a source for, and what to send the target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a neighbour has to be told so that its replica of a cache keeps up.
+"""What to send a neighbour so that its replica of a cache keeps up.
 
 State changes (opened, forked, enlarged, truncated, closed) are sent in the order
 in which the cache accepted them, always. K and V follow as chunks read out of
@@ -13,8 +13,8 @@ Blocks that the cache keeps beyond their sequences are kept by the replica, too
 A cache that holds something already is mirrored in the same way: its sequences
 are opened and forked as they share blocks, and everything is behind.
 
-Nothing here does I/O: whoever serves the link sends ``next`` for as long as it
-gives something, and hands in what the neighbour answers.
+Nothing here does I/O: the link's owner sends ``next`` for as long as it gives
+something, and hands in what the neighbour answers.
 """
 
 from __future__ import annotations
@@ -147,11 +147,6 @@ class Mirror:
         self._held |= self._due.popleft().steps
         if isinstance(due, ChunkStored):
             self.num_unacknowledged -= due.num_bytes
-
-    @property
-    def is_owed(self) -> bool:
-        """Whether the neighbour owes an answer."""
-        return bool(self._due)
 
     @property
     def is_whole(self) -> bool:

@@ -161,7 +161,7 @@ class ReplicaLog:
         return dict(zip(ids[some].tolist(), behind[some].tolist(), strict=True))
 
     def fitting(self, behind: dict[int, int]) -> dict[int, int]:
-        """Of those that are behind: as many as one chunk takes. A sequence that is cut ends
+        """Of tokens that are behind: as many as one chunk takes. A sequence that is cut ends
         with a block, if it can: whole blocks travel as they lie."""
         room, size = self._most_tokens, self._kv.block_size
         tokens: dict[int, int] = {}
@@ -171,8 +171,8 @@ class ReplicaLog:
             num_tokens = min(room, count)
             rest = (self._sent[sequence] + num_tokens) % size
             if rest < num_tokens < count:
-                num_tokens -= rest
-                room = num_tokens  # what is left holds no block
+                tokens[sequence] = num_tokens - rest
+                break  # what room is left holds no block
             tokens[sequence] = num_tokens
             room -= num_tokens
         return tokens

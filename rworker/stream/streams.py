@@ -1,11 +1,10 @@
-"""Carries out a plan: pieces, from the caches that have them to those that are
-to get them."""
+"""Streams K and V between caches, as planned."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 from fastdecode.core.holders import HolderId
 from fastdecode.wire.kv.chunks import MAX_CHUNK_BYTES
@@ -16,11 +15,13 @@ from rworker.stream.transfer_plan import TransferPlan
 
 READ_AHEAD: Final = 2
 """Chunks asked for before the one that is being sent."""
+_Asked: TypeAlias = dict[HolderId, deque[tuple[ChunkCut, ChunkSink]]]
+"""Of each source, in order: what is asked for, and where it goes."""
 
 
 def expect_pieces(pieces: Sequence[Piece], sinks: Mapping[HolderId, ChunkSink]) -> None:
-    """Tell the targets what is going to come. Each sequence is open there, with
-    room, and has all tokens before those."""
+    """Have the targets expect what is going to come. Each sequence is open there, with
+    room, and has all tokens before it."""
     ends: dict[tuple[HolderId, int], tuple[int, int]] = {}
     for piece in pieces:
         part = piece.target.holder, int(piece.target.part_id)
@@ -49,18 +50,17 @@ def stream_out(
         WorkerError: one of them is gone, or refuses.
     """
     plan = TransferPlan(pieces, lambda way: (sources[way[0]].kind, sinks[way[1]].kind), most_bytes)
-    asked: dict[HolderId, deque[tuple[ChunkCut, ChunkSink]]] = {}
+    asked: _Asked = {source: deque() for source in sources}
     num_bytes = 0
     while not plan.is_over:
         plan.begin_turn()
         while _ask_ahead(plan, asked, sources, sinks):
-            for source in list(asked):
-                cut, sink = asked[source].popleft()
-                chunk = cut.filled(sources[source].fetch())
-                sink.flush(chunk)
-                num_bytes += len(chunk.data)
-                if not asked[source]:
-                    del asked[source]
+            for source, due in asked.items():
+                if due:
+                    cut, sink = due.popleft()
+                    chunk = cut.filled(sources[source].fetch())
+                    sink.flush(chunk)
+                    num_bytes += len(chunk.data)
     for sink in sinks.values():
         sink.finish()
     return num_bytes
@@ -68,13 +68,13 @@ def stream_out(
 
 def _ask_ahead(
     plan: TransferPlan,
-    asked: dict[HolderId, deque[tuple[ChunkCut, ChunkSink]]],
+    asked: _Asked,
     sources: Mapping[HolderId, ChunkSource],
     sinks: Mapping[HolderId, ChunkSink],
 ) -> bool:
     """Ask each source for the chunks ahead. False: nothing of this turn is left."""
-    while taken := plan.take(lambda source: len(asked.get(source, ())) <= READ_AHEAD):
+    while taken := plan.take(lambda source: len(asked[source]) <= READ_AHEAD):
         (source, target), cut = taken
         sources[source].ask(cut.request)
-        asked.setdefault(source, deque()).append((cut, sinks[target]))
-    return bool(asked)
+        asked[source].append((cut, sinks[target]))
+    return any(asked.values())

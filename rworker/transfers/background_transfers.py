@@ -30,14 +30,7 @@ from fastdecode.core.holders import HolderId
 from fastdecode.wire.kv.attending import FEEDING_LINE
 from fastdecode.wire.kv.exporting import Pulled
 from fastdecode.wire.kv.replicating import Replicated, Unprotected
-from rworker.instructions import (
-    Admit,
-    BeginPull,
-    EndPull,
-    EndStep,
-    Follow,
-    LinkReplica,
-)
+from rworker.instructions import Admit, BeginPull, EndPull, EndStep, Follow, LinkReplica
 from rworker.stream.chunk_endpoints import ChunkMemory, LocalCache
 from rworker.transfers.import_transfer import ImportTransfer, Place
 from rworker.transfers.neighbours import Neighbours
@@ -113,8 +106,6 @@ class BackgroundTransfers:
     def wait_s(self) -> float | None:
         """How long to wait for others' messages before ``work``; None: for as
         long as it takes."""
-        if not self.is_used:
-            return None
         waits_s = [replica.wait_s for replica in self._replicas.values()]
         if self._is_importing:
             waits_s.append(max(LOOK_S, self._throttle.rest_s))

@@ -39,7 +39,6 @@ class PeerLink:
         self._since_s = clock()
         self._is_reached = False
         self.timeout_s = timeout_s
-        """How long it may stay silent while it owes an answer."""
 
     @property
     def peer(self) -> str:

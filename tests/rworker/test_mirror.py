@@ -149,7 +149,7 @@ def sent(mirror: Mirror) -> list[Any]:
     messages = []
     while (message := mirror.next()) is not None:
         messages.append(message)
-        while mirror.is_owed:
+        while mirror._due:
             mirror.take(mirror._due[0].answer)
     return messages
 
