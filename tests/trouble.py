@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -54,16 +55,18 @@ class NotFinite(AttentionExecutor):
 
 
 def give(
-    monkeypatch: pytest.MonkeyPatch, executors: Mapping[str, Callable[[], AttentionExecutor]]
+    monkeypatch: pytest.MonkeyPatch,
+    executors: Mapping[str, Callable[[], AttentionExecutor]],
+    starter: ModuleType = workers,
 ) -> None:
-    """Have R-workers that start from now on, by name, work with these."""
+    """Have R-workers that ``starter`` starts from now on, by name, work with these."""
 
     def start(name: str, **options: Any) -> WorkerThread:
         return start_worker_thread(
             name, **options, executor=executors[name]() if name in executors else None
         )
 
-    monkeypatch.setattr(workers, "start_worker_thread", start)
+    monkeypatch.setattr(starter, "start_worker_thread", start)
 
 
 def crash_after(monkeypatch: pytest.MonkeyPatch, layers: Mapping[str, int]) -> None:

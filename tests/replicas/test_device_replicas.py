@@ -13,7 +13,7 @@ import torch
 from disk_talks import talk_in_turns
 from replica_jobs import FORKED, GREEDY, run
 from simulated_engines import DeviceLosses
-from trouble import Trouble
+from trouble import Trouble, give
 
 from examples import examples
 from fastdecode import LLM
@@ -21,7 +21,6 @@ from fastdecode.core.errors import WorkerError
 from fastdecode.engine.setup import device_caches
 from fastdecode.engine.step.reached_device import ReachedDevice
 from fastdecode.wire.patience import look_until_found
-from rworker.worker import WorkerThread, start_worker_thread
 from sworker.host_blocks import HostBlocks
 from sworker.paged import PagedKV
 
@@ -58,11 +57,7 @@ def said(model: Path) -> Any:
 
 def crash_keeper(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     """The R-worker that keeps the replica crashes after so many layers that it computes."""
-
-    def start(name: str, **options: Any) -> WorkerThread:
-        return start_worker_thread(name, **options, executor=Trouble(after))
-
-    monkeypatch.setattr(device_caches, "start_worker_thread", start)
+    give(monkeypatch, {"replica": lambda: Trouble(after)}, device_caches)
 
 
 @pytest.mark.parametrize("num_layers", [0, 1, 40])
@@ -181,10 +176,7 @@ def _crash_while_it_copies(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
                 raise MemoryError("no more memory")
             super().place(place)
 
-    def start(name: str, **options: Any) -> WorkerThread:
-        return start_worker_thread(name, **options, executor=Crashes(MANY))
-
-    monkeypatch.setattr(device_caches, "start_worker_thread", start)
+    give(monkeypatch, {"replica": lambda: Crashes(MANY)}, device_caches)
 
 
 def test_the_job_ends_when_the_keeper_is_lost_after_the_device(

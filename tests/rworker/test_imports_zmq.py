@@ -1,14 +1,14 @@
-"""Fetches over real sockets."""
+"""Imports over real sockets."""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from listening import listening
 from stream_suite import (
     ALL_KV,
     KV,
@@ -36,31 +36,9 @@ from fastdecode.wire.kv.exporting import (
 from fastdecode.wire.messages import PROTOCOL_VERSION, CloseSequence, Failed
 from fastdecode.wire.patience import look_until_found
 from rworker.attention import AttentionExecutor
-from rworker.state import RWorkerState
-from rworker.worker import serve, start_worker_thread
+from rworker.worker import start_worker_thread
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
-
-
-@contextlib.contextmanager
-def r_worker(name: str) -> Iterator[str]:
-    """In a thread that listens at an address, and reaches others."""
-    from fastdecode.wire.zmq.listener import ZmqListener
-    from fastdecode.wire.zmq.neighbours import ZmqNeighbours
-
-    listener, neighbours = ZmqListener("tcp://127.0.0.1:*", name), ZmqNeighbours(None)
-    state = RWorkerState(name, kv_bytes=16 << 20)
-    runs = AttentionExecutor(kernels=reference)
-    args = listener, state, runs, None, neighbours
-    thread = threading.Thread(target=serve, args=args, daemon=True)
-    thread.start()
-    try:
-        yield listener.address
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
-    finally:
-        neighbours.close()
-        listener.close()
 
 
 @contextlib.contextmanager
@@ -84,6 +62,22 @@ def pulled(worker: Any, sequence: int, address: str, ticket: str, num_tokens: in
     return news
 
 
+def check_import(kv: KVSpec, p: Worker, address: str, d: Worker) -> None:
+    """One gets what the other, at an address, exports, until the sequence is closed."""
+    home, back, lengths = Memory(kv), Memory(kv), {0: 61}
+    home.fill(lengths, seed=3)
+    move(pieces_between(lengths, kv), home, p)
+    ticket = secrets.token_hex(16)
+    p.connection.send(ExportSequence(0, ticket))
+    d.open(5, 64)
+    assert pulled(d, 5, address, ticket, 61).reason == ""
+    move(pieces_between({5: 61}, kv, by=-5), d.source(), back)
+    assert_same(home, back, lengths)
+    p.connection.send(CloseSequence(0))
+    d.open(6, 64)
+    assert "released" in pulled(d, 6, address, ticket, 61).reason
+
+
 @contextlib.contextmanager
 def behind_a_gate(name: str, kv: KVSpec) -> Iterator[tuple[str, Worker]]:
     """In a thread of this process; others read it at a gate's address."""
@@ -102,19 +96,8 @@ def behind_a_gate(name: str, kv: KVSpec) -> Iterator[tuple[str, Worker]]:
 
 @pytest.mark.parametrize("kv", ALL_KV, ids=lambda kv: kv.dtype.value)
 def test_threads_behind_export_servers(kv: KVSpec) -> None:
-    home, back, lengths = Memory(kv), Memory(kv), {0: 61}
-    home.fill(lengths, seed=3)
     with behind_a_gate("p", kv) as (address, p), behind_a_gate("d", kv) as (_, d):
-        move(pieces_between(lengths, kv), home, p)
-        ticket = secrets.token_hex(16)
-        p.connection.send(ExportSequence(0, ticket))
-        d.open(5, 64)
-        assert pulled(d, 5, address, ticket, 61).reason == ""
-        move(pieces_between({5: 61}, kv, by=-5), d.source(), back)
-        assert_same(home, back, lengths)
-        p.connection.send(CloseSequence(0))
-        d.open(6, 64)
-        assert "released" in pulled(d, 6, address, ticket, 61).reason
+        check_import(kv, p, address, d)
 
 
 def test_a_gate_is_for_readers_alone() -> None:
@@ -178,21 +161,10 @@ def test_ports_follow_upon_the_first() -> None:
 
 @pytest.mark.parametrize("kv", [ALL_KV[0], ALL_KV[-1]], ids=lambda kv: kv.dtype.value)
 def test_over_sockets(kv: KVSpec) -> None:
-    home, back, lengths = Memory(kv), Memory(kv), {0: 61}
-    home.fill(lengths, seed=3)
     with (
-        r_worker("p") as address,
-        r_worker("d") as other,
-        reached(address, kv) as p,
-        reached(other, kv) as d,
+        listening("p") as one,
+        listening("d") as other,
+        reached(one.address, kv) as p,
+        reached(other.address, kv) as d,
     ):
-        move(pieces_between(lengths, kv), home, p)
-        ticket = secrets.token_hex(16)
-        p.connection.send(ExportSequence(0, ticket))
-        d.open(5, 64)
-        assert pulled(d, 5, address, ticket, 61).reason == ""
-        move(pieces_between({5: 61}, kv, by=-5), d.source(), back)
-        assert_same(home, back, lengths)
-        p.connection.send(CloseSequence(0))
-        d.open(6, 64)
-        assert "released" in pulled(d, 6, address, ticket, 61).reason
+        check_import(kv, p, one.address, d)

@@ -4,11 +4,11 @@ at an address."""
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from listening import listening
 from stream_suite import (
     ALL_KV,
     NUM_BLOCKS,
@@ -23,10 +23,9 @@ from stream_suite import (
 from cpu_kernels import reference
 from fastdecode.core.spec import KVSpec
 from rworker.attention import AttentionExecutor
-from rworker.state import RWorkerState
 from rworker.stream.chunk_endpoints import ChunkSource
 from rworker.stream.files import KVFileWriter, read_file, stream_in
-from rworker.worker import serve, start_worker_thread
+from rworker.worker import start_worker_thread
 
 KV_BYTES = 16 << 20
 
@@ -85,25 +84,6 @@ class TestThread(StreamSuite):
         return make
 
 
-@contextlib.contextmanager
-def listening() -> Iterator[str]:
-    """An R-worker in a thread that listens at an address."""
-    pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
-    from fastdecode.wire.zmq.listener import ZmqListener
-
-    listener = ZmqListener("tcp://127.0.0.1:*", "r0")
-    state = RWorkerState("r0", kv_bytes=KV_BYTES)
-    executor = AttentionExecutor(kernels=reference)
-    thread = threading.Thread(target=serve, args=(listener, state, executor), daemon=True)
-    thread.start()
-    try:
-        yield listener.address
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
-    finally:
-        listener.close()
-
-
 class TestZmq(StreamSuite):
     @pytest.fixture
     def make_place(self) -> MakePlace:
@@ -111,10 +91,10 @@ class TestZmq(StreamSuite):
         def make(kv: KVSpec) -> Iterator[Worker]:
             from fastdecode.wire.zmq.hub import ZmqHub
 
-            with listening() as address:
+            with listening("r0") as one:
                 hub = ZmqHub()
                 try:
-                    worker = Worker(hub.add(address), kv)
+                    worker = Worker(hub.add(one.address), kv)
                     yield worker
                     worker.leave()
                 finally:
