@@ -145,12 +145,10 @@ class Staging:
         self._shares: Sequence[Share] = ()
         self._sent: dict[int, tuple[Tensor, Tensor, Tensor, Staged]] = {}
         """By q's identity: a layer in the lane's own memory, and what is sent of it."""
-        self._has_closed = False
 
     def begin_step(self, shares: Sequence[Share]) -> None:
         """The layers from now on are of a step that has these shares."""
-        self._has_closed = any(share.closed for share in shares)
-        if self._has_closed or shares != self._shares:
+        if any(share.closed for share in shares) or shares != self._shares:
             self._sent.clear()
         self._shares = shares
 
@@ -166,7 +164,8 @@ class Staging:
     def _stage(self, q: Tensor, k: Tensor, v: Tensor) -> Staged:
         dense = q.contiguous(), k.contiguous(), v.contiguous()
         staged = Staged(self.shipments(*map(as_array, dense)), None)
-        are_views = all(map(operator.is_, dense, (q, k, v))) and not self._has_closed
+        has_closed = any(share.closed for share in self._shares)
+        are_views = all(map(operator.is_, dense, (q, k, v))) and not has_closed
         if are_views and q.shape[0] <= KEPT_ROWS:
             if len(self._sent) == LENT_LAYERS:
                 self._sent.clear()  # it is other memory in each layer

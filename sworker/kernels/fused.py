@@ -19,7 +19,7 @@ from sworker.model.skeleton import QKV, AddNorm, Layer, LayerRoom, Model, Rotate
 
 logger = logging.getLogger(__name__)
 
-GATES = {ACTIVATIONS["silu"]: True, ACTIVATIONS["gelu_tanh"]: False}
+_GATES = {ACTIVATIONS["silu"]: True, ACTIVATIONS["gelu_tanh"]: False}
 """Activations that the kernel knows: whether it is SiLU."""
 _ROWS = 3
 _ROUNDING = 2**-5
@@ -99,9 +99,9 @@ class FusedRMSNorm(nn.Module):
 
 
 class LayerCalls:
-    """What ``Layer`` does, in few calls, of one whose parts are all products and fused
-    kernels (``has_kernels``): norm and q, k, v; rotary; o, norm, gate and up; gate and
-    down. On a CPU.
+    """What ``Layer`` does on a CPU where all of its parts are products and fused kernels
+    (``_has_kernels``), in few calls: norm and q, k, v; rotary; o, norm, gate and up; gate
+    and down.
 
     A module looks up its parts in three tables, and asks for hooks before it runs.
     Where a step decodes a few rows, that takes as long as a small product. It holds no
@@ -118,7 +118,7 @@ class LayerCalls:
         self._attn_norm, self._mlp_norm = _numbers(layer.attn_norm), _numbers(layer.mlp_norm)
         self._qkv, self._o = layer.qkv.forward, layer.o.forward
         self._up, self._down = mlp.up.forward, mlp.down.forward
-        self._table, self._is_silu = rope.unfused.table, GATES[mlp.act]
+        self._table, self._is_silu = rope.unfused.table, _GATES[mlp.act]
         self._sizes = layer.num_q_heads, layer.num_kv_heads, layer.head_dim
 
     def pre_attention(
@@ -142,8 +142,8 @@ class LayerCalls:
 
 
 def call_layers(model: Model) -> None:
-    """From now on steps run each layer in few calls that has kernels for all of its
-    parts. Weights are packed by now, and kernels chosen."""
+    """From now on steps run each layer that has kernels for all of its parts in few
+    calls. Weights are packed before, and kernels chosen."""
     model.step_layers = tuple(
         LayerCalls(layer) if _has_kernels(layer) else layer for layer in model.layers
     )
@@ -298,11 +298,11 @@ def _rotate_split_of(rope: nn.Module | None, kernels: Kernels) -> RotateSplit:
 def _gated(layer: Layer) -> list[Gated]:
     """The parts of a layer's MLP whose gate has a kernel: none with a limit has."""
     parts = [part for part in layer.mlp.modules() if isinstance(part, Gated)]
-    return [part for part in parts if part.gated and not part.limit and part.act in GATES]
+    return [part for part in parts if part.gated and not part.limit and part.act in _GATES]
 
 
 def _gate_of(mlp: Gated, kernels: Kernels) -> Callable[[Tensor], Tensor]:
-    is_silu = GATES[mlp.act]
+    is_silu = _GATES[mlp.act]
 
     def gated(h: Tensor) -> Tensor:  # [T, 2 · intermediate] → [T, intermediate]
         return kernels.gate(h, is_silu=is_silu) if h.shape[0] else h[:, : h.shape[1] // 2]

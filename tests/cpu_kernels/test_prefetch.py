@@ -1,4 +1,4 @@
-"""What attention prefetches and reads: never more of a block than it has tokens."""
+"""What attention prefetches and reads of a block that is at most half full."""
 
 from __future__ import annotations
 
