@@ -1,5 +1,5 @@
-"""What an engine tells of itself beside its numbers: totals, and how each
-holder is. Values only, that another thread or process may look at."""
+"""What an engine reports besides its numbers: totals, and how each holder is.
+Values only, that another thread or process may look at."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.continuous import ContinuousScheduler
+from fastdecode.wire.transport import loss
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class HolderFigures:
 
     name: str
     lost: str | None
-    """Why it is lost; None: it isn't."""
+    """Why it is lost, without its name; None: it isn't."""
     kv_blocks: int
     kv_blocks_used: int
     """Reserved, or in use: not those that are only kept for requests to come."""
@@ -78,7 +79,7 @@ def _holder(
     num_blocks = scheduler.ledger.capacity.blocks(holder)
     used = num_blocks - scheduler.ledger.available_blocks(holder) if lost is None else 0
     name = fleet.peer(holder)
-    why = None if lost is None else lost.message
+    why = None if lost is None else loss(name, lost).removeprefix(f"{name} is lost: ")
     return HolderFigures(name, why, num_blocks, used, load, stats.r_busy_each_s[holder])
 
 

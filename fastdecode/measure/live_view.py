@@ -142,8 +142,7 @@ class LiveView:
 
 def _state_of(worker: Mapping[str, Any]) -> str:
     if worker["lost"]:
-        why = str(worker["lost"]).removeprefix(f"{worker['name']} is lost: ")
-        return f"lost: {why}"
+        return f"lost: {worker['lost']}"
     used = worker["kv_blocks_used"] / max(1, worker["kv_blocks"])
     return f"{bar(used)} {used:>4.0%}  {worker['load_tokens']} tokens"
 

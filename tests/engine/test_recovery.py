@@ -15,6 +15,7 @@ from trouble import Trouble, crash_after, give
 
 from fastdecode import LLM, SamplingParams
 from fastdecode.core.errors import CapacityError, WorkerError
+from fastdecode.engine.figures import EngineFigures
 from rworker.blocks.kv_store import KVStore
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -74,6 +75,20 @@ def test_a_crashed_worker_changes_no_token(
     tokens, num_recomputed = run(path, lanes)
     assert tokens == expected
     assert num_recomputed > 0
+
+
+def test_figures_say_once_which_r_worker_is_lost(
+    monkeypatch: pytest.MonkeyPatch, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    crash_after(monkeypatch, {"r1": 0})
+    options = {"dtype": "float32", "r_threads": 1, "kv_memory_gb": 0.01, "r_workers": 2}
+    with LLM(str(tiny_checkpoint("llama")), **options) as llm:
+        llm.generate(prompts([3, 5]), GREEDY)
+        figures: list[EngineFigures] = []
+        llm.service.call(lambda running: figures.append(running.engine.figures()))
+    alive, lost = figures[0].r_workers
+    assert alive.lost is None and lost.lost is not None
+    assert lost.name not in lost.lost and lost.lost.startswith("it "), lost
 
 
 def test_two_of_three_may_go(

@@ -150,7 +150,7 @@ function showWorkers(status) {
       ? Math.min(1, (worker.busy_s - earlier[place].busy_s) / (status.time_s - before.time_s)) : 0;
     const cells = worker.lost === null
       ? [workerName(worker), "alive", `${few(used)} of ${count(worker.kv_blocks)} blocks`, `${count(worker.load_tokens)} tokens`, percent(Math.max(0, busy))]
-      : [workerName(worker), `lost: ${worker.lost.replace(`${worker.name} is lost: `, "")}`];
+      : [workerName(worker), `lost: ${worker.lost}`];
     if (worker.lost !== null) row.className = "lost";
     for (const text of cells) row.appendChild(document.createElement("td")).textContent = text;
     if (worker.lost !== null) row.lastChild.colSpan = 4;
