@@ -140,7 +140,8 @@ class Driver:
         token_bytes = running.spec.kv_spec(running.identity.kv_dtype).token_bytes
 
         def look() -> None:
-            for name, stats in running.engine.each_stats.items():
+            for each in running.engine.remote:
+                name, stats = each.name, each.stats
                 if stats is not seen.get(name):  # a new status: its CPU time is of this moment
                     seen[name] = stats
                     totals = totals_of(stats, token_bytes)

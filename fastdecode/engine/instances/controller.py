@@ -130,8 +130,8 @@ class Controller:
             raise self._broken
 
     def look(self) -> None:
-        """Instances look after themselves. A step of one of them is a step: callers
-        that ask whether this engine hangs hear of those."""
+        """Instances look after themselves. A step of one of them is a step, for a caller
+        that asks whether this engine hangs."""
         num_steps = sum(each.num_steps for each in self.router.instances)
         self.has_work = self.has_work or num_steps != self._num_steps
         self._num_steps = num_steps
@@ -139,16 +139,11 @@ class Controller:
     @property
     def stats(self) -> EngineStats:
         """Of all instances together, as far as each has reported."""
-        stats = sum_stats(list(self.each_stats.values()))
+        stats = sum_stats([each.stats for each in self.router.instances])
         stats.num_handed_over, stats.num_moved = self.num_handed_over, self.num_moved
         stats.num_failed_fetches = self.num_failed_fetches
         stats.num_role_changes = self.num_role_changes
         return stats
-
-    @property
-    def each_stats(self) -> dict[str, EngineStats]:
-        """Of the instances, by name."""
-        return {each.name: each.stats for each in self.router.instances}
 
     def figures(self) -> EngineFigures:
         """Of all instances together, as far as each has reported."""

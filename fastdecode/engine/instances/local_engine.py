@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fastdecode.core.config.instances import InstanceRole
@@ -16,7 +15,7 @@ from fastdecode.engine.setup.launch import RunningEngine
 from fastdecode.engine.stats import EngineStats
 
 Arrived = Callable[[Sequence[Delta]], None]
-"""Is told what requests say; by the instance's thread, and never waits."""
+"""Takes what requests say, from the instance's thread. It never waits."""
 
 
 class _Reader(DeltaQueue):
@@ -37,7 +36,7 @@ class LocalEngine:
         name: what it is called towards people.
         service: runs the engine; it is open.
         running: what the service has made.
-        arrived: is told what its requests say.
+        arrived: takes what its requests say.
     """
 
     def __init__(
@@ -46,8 +45,8 @@ class LocalEngine:
         self.name = name
         self.service = service
         self.running = running
-        size = size_of(running)
-        self.num_tokens, self.max_sequences = size.num_tokens, size.max_sequences
+        self.num_tokens = num_tokens_of(running)
+        self.max_sequences = running.resolved.config.batching.max_num_sequences
         self._figures: EngineFigures | None = None
         service.call(self._take_figures)
         self._readers = {every: _Reader(arrived, every_step=every) for every in (True, False)}
@@ -98,15 +97,7 @@ class LocalEngine:
         self._figures = running.engine.figures()
 
 
-@dataclass(frozen=True)
-class Size:
-    """What an engine has room for."""
-
-    num_tokens: int
-    max_sequences: int
-
-
-def size_of(running: RunningEngine) -> Size:
+def num_tokens_of(running: RunningEngine) -> int:
+    """Of KV that an engine has room for."""
     num_blocks = sum(welcome.num_blocks for welcome in running.welcomes)
-    config = running.resolved.config
-    return Size(num_blocks * config.r_part.block_size, config.batching.max_num_sequences)
+    return num_blocks * running.resolved.config.r_part.block_size

@@ -18,7 +18,7 @@ from fastdecode.core.errors import ConfigError, FastDecodeError, Given, WorkerEr
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.instances.instance_server import InstanceServer
-from fastdecode.engine.instances.local_engine import size_of
+from fastdecode.engine.instances.local_engine import num_tokens_of
 from fastdecode.engine.instances.running import batch_tokens, for_batches, with_r_workers_here
 from fastdecode.engine.service import EngineService
 from fastdecode.engine.setup.devices import choose_device
@@ -270,7 +270,6 @@ def _with_role(config: EngineConfig, role: InstanceRole) -> EngineConfig:
 def welcome_of(running: RunningEngine, name: str, role: InstanceRole) -> InstanceWelcome:
     """What an instance says of itself."""
     identity, config = running.resolved.identity, running.resolved.config
-    size = size_of(running)
     return InstanceWelcome(
         name,
         role,
@@ -278,9 +277,9 @@ def welcome_of(running: RunningEngine, name: str, role: InstanceRole) -> Instanc
         identity.dtype,
         identity.kv_dtype,
         identity.max_model_len,
-        size.num_tokens,
+        num_tokens_of(running),
         config.r_part.block_size,
-        size.max_sequences,
+        config.batching.max_num_sequences,
         batch_tokens(config),
         running.num_r_workers,
         max(welcome.num_threads for welcome in running.welcomes),

@@ -68,7 +68,7 @@ class RunningInstances:
         self._post = post
         self._services: list[EngineService[RunningEngine]] = []
         self.engines: list[LocalEngine] = []
-        """All of them; those that prefill come first."""
+        """All of them; prefill instances come first."""
         self._replanning = contextlib.ExitStack()
         try:
             self._open(_each(config), _roles(wanted), tell, times)

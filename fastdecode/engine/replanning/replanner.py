@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable
 
 from cost_model.goodput.replanning.asking import RoleQuestion
 from cost_model.goodput.replanning.measured import InstanceTotals, StepLog
@@ -16,8 +15,8 @@ from cost_model.goodput.replanning.traffic_watch import Due, TrafficWatch
 from cost_model.goodput.slo import RequestTimes
 from fastdecode.core.clock import Clock
 from fastdecode.core.config.instances import InstanceRole
+from fastdecode.engine.instances.controller import Controller
 from fastdecode.engine.instances.routed_request import RoutedRequest
-from fastdecode.engine.instances.router import Router
 from fastdecode.engine.replanning.planner import Planner
 from fastdecode.engine.stats import EngineStats
 from fastdecode.schedule.role_changes import role_changes
@@ -26,37 +25,25 @@ logger = logging.getLogger(__name__)
 
 LOOKS_EVERY_S = 1.0
 _MOST_LENGTHS = 2000
-"""Of a window, that a planner is told."""
-
-
-class Controls(Protocol):
-    """A controller, as far as its instances' roles are concerned."""
-
-    router: Router
-
-    @property
-    def each_stats(self) -> Mapping[str, EngineStats]:
-        """Of the instances, by name; of those that have told."""
-
-    def set_role(self, name: str, role: InstanceRole) -> None: ...
+"""Of a window, that a planner gets."""
 
 
 class Replanner:
     """Belongs to the thread that owns the controller. Close it when done.
 
     Args:
-        controls: whose instances these are.
+        controller: of the instances.
         watch: decides when to look.
         applies: whether roles are changed, or only said.
         batch_tokens: of prompts that an instance runs at once.
         token_bytes: K and V of a token, all layers.
-        tell: is told what was found, one line at a time.
+        tell: reports what was found, one line at a time.
         clock: seconds.
     """
 
     def __init__(
         self,
-        controls: Controls,
+        controller: Controller,
         watch: TrafficWatch,
         *,
         applies: bool,
@@ -65,7 +52,7 @@ class Replanner:
         tell: Callable[[str], None],
         clock: Clock,
     ) -> None:
-        self._controls = controls
+        self._controller = controller
         self._watch = watch
         self._applies = applies
         self._batch_tokens = batch_tokens
@@ -104,8 +91,8 @@ class Replanner:
             logger.exception("roles aren't looked at this time")
 
     def _look(self) -> None:
-        for name, stats in self._controls.each_stats.items():
-            self._log.look(name, totals_of(stats, self._token_bytes))
+        for each in self._controller.router.instances:
+            self._log.look(each.name, totals_of(each.stats, self._token_bytes))
         if self._asked is not None:
             if self._planner.is_over:
                 self._take(self._asked)
@@ -135,7 +122,7 @@ class Replanner:
         measured, present = self._log.measured(), self._present()
         if measured is None or present.num < 2:
             return None
-        alive = [each for each in self._controls.router.registry.all if each.broken is None]
+        alive = [each for each in self._controller.router.registry.all if each.broken is None]
         alike = Alike(
             measured.times,
             self._batch_tokens,
@@ -162,7 +149,7 @@ class Replanner:
             self._change(judged.best)
 
     def _change(self, best: Roles) -> None:
-        router = self._controls.router
+        router = self._controller.router
         places = [i for i, each in enumerate(router.registry.all) if each.broken is None]
         dispatcher = router.dispatcher
         busy = [
@@ -174,11 +161,11 @@ class Replanner:
         changes = role_changes([router.registry.roles[i] for i in places], wanted, busy)
         for index, role in changes.items():
             name = router.registry.all[places[index]].name
-            self._controls.set_role(name, role)
+            self._controller.set_role(name, role)
             self._tell(f"roles: instance {name} is for {role.value} from now on")
 
     def _present(self) -> Roles:
-        router = self._controls.router
+        router = self._controller.router
         pairs = zip(router.registry.all, router.registry.roles, strict=True)
         roles = [role for each, role in pairs if each.broken is None]
         return Roles(*(roles.count(role) for role in _ORDER))

@@ -5,21 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from cost_model.goodput.replanning.traffic_watch import TrafficWatch, WatchRules
 from cost_model.goodput.slo import Slo
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.instances import Instances
-from fastdecode.engine.instances.routed_request import RequestObserver
-from fastdecode.engine.replanning.replanner import Controls, Replanner, Ticking
-
-
-class Watched(Controls, Protocol):
-    """A controller whose requests are watched."""
-
-    observer: RequestObserver | None
-
+from fastdecode.engine.instances.controller import Controller
+from fastdecode.engine.replanning.replanner import Replanner, Ticking
 
 Post = Callable[[Callable[[Any], None]], None]
 """Has something done by the thread that owns the controller."""
@@ -33,7 +26,7 @@ def slo_of(wanted: Instances) -> Slo:
 
 def start_replanning(
     config: EngineConfig,
-    engine: Watched,
+    controller: Controller,
     token_bytes: int,
     tell: Callable[[str], None],
     post: Post,
@@ -41,7 +34,7 @@ def start_replanning(
     """Have roles looked at, if that is wanted. Close what it returns to end that.
 
     Args:
-        engine: the controller, which is told who observes it.
+        controller: gets the replanner as its observer.
         token_bytes: K and V of a token, all layers.
     """
     stack, wanted = contextlib.ExitStack(), config.instances
@@ -49,15 +42,15 @@ def start_replanning(
         return stack
     rules = WatchRules(period_s=wanted.replan_every_s, window_s=wanted.replan_window_s)
     replanner = Replanner(
-        engine,
+        controller,
         TrafficWatch(slo_of(wanted), rules, time.monotonic()),
         applies=wanted.replan == "apply",
-        batch_tokens=engine.router.dispatcher.prefill[0].batch_tokens,
+        batch_tokens=controller.router.dispatcher.prefill[0].batch_tokens,
         token_bytes=token_bytes,
         tell=tell,
         clock=time.monotonic,
     )
-    engine.observer = replanner
+    controller.observer = replanner
     stack.callback(replanner.close)
     ticking = Ticking(lambda: post(lambda running: replanner.look()))
     ticking.start()
