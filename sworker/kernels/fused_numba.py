@@ -168,10 +168,8 @@ def rotate_split(
     out: QKV,
 ) -> None:
     """See ``fused_triton.rotate_split``."""
-    num_heads, num_k = qk.shape[1], v.shape[1]
     strides = qk.stride(0), qk.stride(1), v.stride(0), v.stride(1)
-    q_address, v_address, num_q = qk.data_ptr(), v.data_ptr(), num_heads - num_k
-    _rotate_split(qk, q_address, v_address, strides, num_q, positions, table, out)
+    _rotate_split(qk.data_ptr(), v.data_ptr(), strides, positions, table, out)
 
 
 def rotate_heads(heads: Tensor, positions: Tensor, table: Tensor, out: QKV) -> None:
@@ -179,24 +177,22 @@ def rotate_heads(heads: Tensor, positions: Tensor, table: Tensor, out: QKV) -> N
     row, (num_q, size), num_k = heads.shape[1], out[0].shape[1:], out[1].shape[1]
     qk = heads.data_ptr()
     v = qk + (num_q + num_k) * size * heads.itemsize
-    _rotate_split(heads, qk, v, (row, size, row, size), num_q, positions, table, out)
+    _rotate_split(qk, v, (row, size, row, size), positions, table, out)
 
 
 def _rotate_split(
-    like: Tensor,
     qk: int,
     v: int,
     strides: tuple[int, int, int, int],
-    num_q: int,
     positions: Tensor,
     table: Tensor,
     out: QKV,
 ) -> None:
     """``qk``, ``v``: addresses; ``strides``: from row to row and head to head of each."""
     assert positions.dtype == torch.int64 and positions.is_contiguous()
-    num_rows, num_k, size = out[1].shape
+    num_q, (num_rows, num_k, size) = out[0].shape[1], out[1].shape
     _run(
-        ROTATE_SPLIT, like.dtype == torch.float32, num_rows, (num_q + 2 * num_k) * size, size,
+        ROTATE_SPLIT, out[1].dtype == torch.float32, num_rows, (num_q + 2 * num_k) * size, size,
         num_q, qk, strides[0], strides[1], positions.data_ptr(), 0, table.data_ptr(), 0,
         out[0].data_ptr(), table.shape[1] // 2, out[1].data_ptr(), out[2].data_ptr(), num_k, v,
         strides[2], strides[3],
