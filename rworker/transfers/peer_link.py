@@ -37,7 +37,6 @@ class PeerLink:
         self._clock = clock
         self._due: deque[Take] = deque()
         self._since_s = clock()
-        self._is_reached = False
         self.timeout_s = timeout_s
 
     @property
@@ -99,7 +98,7 @@ class PeerLink:
             raise ProtocolError(f"{answer.worker} says: {answer.message}", code=answer.code)
         if not self._due:
             raise ProtocolError(f"{self.peer} sent {type(answer).__name__}, unasked")
-        self._since_s, self._is_reached = self._clock(), True
+        self._since_s = self._clock()
         self._due.popleft()(answer)
         return True
 
@@ -108,7 +107,7 @@ class PeerLink:
         reach_s = min(REACH_S, self.timeout_s)
         if waited_s <= reach_s:
             return
-        if not (self._is_reached or self._connection.is_reached):
+        if not self._connection.is_reached:
             raise WorkerError(f"{self.peer} can't be reached within {reach_s:g} s")
         if waited_s > self.timeout_s:
             raise WorkerError(
