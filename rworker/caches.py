@@ -16,7 +16,7 @@ from rworker.cache_state import CacheState, blocks_within
 from rworker.instructions import StepPlan
 
 NOBODY: Final = -1
-"""In the place of a peer: whoever used the cache is gone, and it may be taken over."""
+"""As owner of a cache: the peer that used it is gone, and it may be taken over."""
 
 
 @dataclass(eq=False)
@@ -31,7 +31,7 @@ class HolderCache:
     plans: dict[int, StepPlan] = field(default_factory=dict)
     """Of the open steps, by lane."""
     is_replicated: bool = False
-    """A neighbour is told of every change."""
+    """A neighbour gets every change."""
     kept_for_s: float = math.inf
     """While it is kept: from now on."""
     pulled: set[int] = field(default_factory=set)
@@ -97,15 +97,15 @@ class Caches:
         except CapacityError:
             for cache in self:
                 if cache.owner != peer:
-                    told = "it serves another S-worker, which has its memory"
-                    raise _busy(cache, told) from None
+                    reason = "it serves another S-worker, which has its memory"
+                    raise _busy(cache, reason) from None
             raise
         books = CacheState(hello, num_blocks, max_sequences=self._max_sequences)
         self._caches[holder] = HolderCache(holder, peer, books, num_blocks * block_bytes)
         return self._caches[holder]
 
     def resume(self, peer: int, hello: Hello) -> tuple[HolderCache, int, bool] | None:
-        """The cache that outlives whoever used it is the peer's from now on:
+        """The cache that outlives the peer that used it is this peer's from now on:
         the cache, whose it was, and whether blocks of it were on their way to
         its lower tier, or from there. They, and what isn't a sequence's, are
         forgotten. None: there is no such cache."""
@@ -122,7 +122,7 @@ class Caches:
         return cache, before, were_moving
 
     def at(self, holder: int) -> HolderCache | None:
-        """A holder's cache, whoever's it is."""
+        """A holder's cache, any peer's."""
         return self._caches.get(HolderId(holder))
 
     def of(self, peer: int, holder: int) -> HolderCache:
@@ -154,7 +154,7 @@ class Caches:
         """The cache into which prompts come that others have run.
 
         Raises:
-            ProtocolError: there is none, or not for whoever names that session.
+            ProtocolError: there is none, or it is of another session.
         """
         cache = self._caches.get(HolderId(holder))
         if cache is None or not cache.is_of(session) or not cache.books.hello.feeders:
@@ -180,7 +180,7 @@ class Caches:
         return cache, before
 
     def remove(self, peer: int, holder: int, session: int) -> HolderCache | None:
-        """A cache is over, whoever uses it. Which it was; None: there is none.
+        """A cache is over, whichever peer uses it. Which it was; None: there is none.
 
         Raises:
             ProtocolError: it is of another session.
@@ -228,9 +228,9 @@ class Caches:
         return dropped
 
 
-def _busy(cache: HolderCache, told: str) -> ProtocolError:
-    """Why a peer can't have what a cache has that isn't its own; ``told``: where
-    somebody uses it."""
+def _busy(cache: HolderCache, reason: str) -> ProtocolError:
+    """Why a peer can't have what a cache has that isn't its own; ``reason``:
+    where an S-worker uses it."""
     if cache.is_kept:
         left = f"{cache.kept_for_s:.0f} s more" if math.isfinite(cache.kept_for_s) else "a while"
         return ProtocolError(
@@ -239,7 +239,7 @@ def _busy(cache: HolderCache, told: str) -> ProtocolError:
             "--overwrite with its output), or wait",
             code="session_kept",
         )
-    return ProtocolError(told, code="busy")
+    return ProtocolError(reason, code="busy")
 
 
 def _may_replace(present: HolderCache, peer: int, hello: Hello) -> bool:

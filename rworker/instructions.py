@@ -150,20 +150,20 @@ class ReadChunk:
 @dataclass(frozen=True, eq=False)
 class LinkReplica:
     """Have a neighbour keep a replica of a holder's cache from now on, in the
-    place of whoever did so."""
+    place of the neighbour that did so before."""
 
     to: int
-    """Who is told how far the replica has come."""
+    """The peer that gets reports of how far the replica has come."""
     holder: HolderId
     books: CacheState
     keeper: str
     """The neighbour's address; empty: nobody keeps one any more."""
     guest: str
-    """Of whoever has its replica kept here; empty: nobody new."""
+    """Address of an R-worker that will have its replica kept here; empty: none."""
     link_bytes: int
     number: int
     timeout_s: float
-    """That the neighbour may take to make room."""
+    """How long the neighbour may stay silent while it owes an answer."""
     line: int = 0
     """See ``Replicate``."""
     guest_line: int = 0
@@ -241,7 +241,7 @@ class Admit:
 
 @dataclass(frozen=True)
 class Unlink:
-    """A holder's cache has no replica any more, and nobody is told."""
+    """A holder's cache has no replica any more; nobody gets a report."""
 
     holder: HolderId
     ends_moves: bool = False
@@ -258,7 +258,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class HangUp:
-    """Close the connection to a peer; the state is told that it is lost."""
+    """Close the connection to a peer; the state notes that it is lost."""
 
     peer: int
     may_return: bool = False

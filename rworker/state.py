@@ -167,12 +167,12 @@ class RWorkerState:
         return self._caches.of(peer, holder)
 
     def moved(self, news: Done | Further) -> tuple[Instruction, ...]:
-        """A job of a cache is over, or has come further. Whoever asked for it
+        """A job of a cache is over, or has come further. The peer that asked for it
         may be gone."""
         cache = self._caches.at(news.holder)
         assert cache is not None, "with a cache its jobs go"
-        told = moved(cache, news)
-        return (Send(news.to, told),) if cache.owner == news.to else ()
+        report = moved(cache, news)
+        return (Send(news.to, report),) if cache.owner == news.to else ()
 
     def lost(
         self, peer: int, *, may_return: bool = False, is_torn: bool = False
@@ -198,8 +198,8 @@ class RWorkerState:
 
     @property
     def kept(self) -> list[HolderCache]:
-        """The caches that are kept for S-workers that are lost; whoever has a
-        clock says for how long (``kept_for_s``)."""
+        """The caches that are kept for S-workers that are lost; a grace period
+        says for how long (``kept_for_s``)."""
         return [cache for cache in self._caches if cache.is_kept]
 
     def forget_kept(self, holders: Iterable[HolderId]) -> tuple[Instruction, ...]:
@@ -305,7 +305,7 @@ class RWorkerState:
         )
 
     def _leave(self, number: int, peer: _Peer) -> Instruction:
-        """Whoever leaves takes only its own with it; the last S-worker ends the R-worker."""
+        """A peer that leaves takes only its own with it; the last S-worker ends the R-worker."""
         others = any(other.has_job for key, other in self._peers.items() if key != number)
         is_needed = others or self._serving.keeps_serving or bool(self.kept)
         may_end = peer.role in (None, Role.S_WORKER) and not is_needed
@@ -346,29 +346,29 @@ class RWorkerState:
         return (Prepare(cache.holder, layout, num_blocks, *specs), welcome, *admit)
 
     def _take_over(self, number: int, peer: _Peer, message: TakeOver) -> tuple[Instruction, ...]:
-        """Whoever had the cache before has none any more: it is hung up on."""
+        """The peer that had the cache before has none any more: it is hung up on."""
         if peer.role is None:
             raise ProtocolError("the first message must be Hello")
         wanted = wanted_of(message)
         cache, before = self._caches.take_over(number, message.holder, message.session)
         answer, changes = take_over(cache.books, *wanted)
-        told: list[Instruction] = [Send(number, answer)]
-        told += [Follow(cache.holder, change) for change in changes if cache.is_replicated]
-        told += [HangUp(before)] if before not in (number, NOBODY) else []
-        return tuple(told)
+        done: list[Instruction] = [Send(number, answer)]
+        done += [Follow(cache.holder, change) for change in changes if cache.is_replicated]
+        done += [HangUp(before)] if before not in (number, NOBODY) else []
+        return tuple(done)
 
     def _drop(self, number: int, peer: _Peer, message: DropCache) -> tuple[Instruction, ...]:
-        """Whoever else used the cache is hung up on."""
+        """Another peer that used the cache is hung up on."""
         if peer.role is None:
             raise ProtocolError("the first message must be Hello")
         session = check_integer("session", message.session, 0, MAX_ID)
         found = self._caches.remove(number, message.cache, session)
-        told = Send(number, Dropped(message.holder, message.cache))
+        answer = Send(number, Dropped(message.holder, message.cache))
         if found is None:
-            return (told,)
+            return (answer,)
         if found.owner in (number, NOBODY):
-            return Drop(found.holder), told
-        return Drop(found.holder), HangUp(found.owner), told
+            return Drop(found.holder), answer
+        return Drop(found.holder), HangUp(found.owner), answer
 
 
 def _about_chunk(
@@ -387,7 +387,7 @@ def _about_chunk(
 
 
 def _fence(name: str, number: int, before: int) -> tuple[Instruction, ...]:
-    """Hang up on whoever had a cache that a peer has resumed."""
+    """Hang up on the peer that had a cache which another has resumed."""
     if before in (number, NOBODY):
         return ()
     reason = "another S-worker goes on with this session: there is to be one at a time"
@@ -395,7 +395,7 @@ def _fence(name: str, number: int, before: int) -> tuple[Instruction, ...]:
 
 
 def _check_speaker(peer: _Peer, message: ToRWorker) -> None:
-    """Raises ProtocolError: whoever the peer is may not say that. One that
+    """Raises ProtocolError: a peer of this role may not say that. One that
     hasn't said who it is has no cache either."""
     said_by = getattr(message, "said_by", ANYBODY)  # at run time it may be no message at all
     if peer.role is not None and peer.role not in said_by:
@@ -410,8 +410,8 @@ def _followed(cache: HolderCache, change: Change) -> tuple[Instruction, ...]:
 def _answered(
     to: int, cache: HolderCache, change: Change, answer: Accepted | Refused
 ) -> tuple[Instruction, ...]:
-    told = Send(to, answer)
-    return (told, *_followed(cache, change)) if isinstance(answer, Accepted) else (told,)
+    send = Send(to, answer)
+    return (send, *_followed(cache, change)) if isinstance(answer, Accepted) else (send,)
 
 
 def _unknown(message: NoReturn) -> ProtocolError:

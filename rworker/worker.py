@@ -112,7 +112,7 @@ def serve(
     ``grace_period`` says for how long a state awaits the return of S-workers.
     Replicas are kept by R-workers that are reached through ``neighbours``.
 
-    Whatever goes wrong with one peer is logged, and told to that peer as
+    Whatever goes wrong with one peer is logged, and sent to that peer as
     ``Failed`` before its connection closes. The others go on.
     """
     logger.info("R-worker %s serves", state.name)
@@ -285,7 +285,7 @@ def _compute(
     executor: RWorkerExecutor,
     behind: BackgroundTransfers | None,
 ) -> bool:
-    """Answer with a layer. What has failed of the blocks that it read is told
+    """Answer with a layer. What has failed of the blocks that it read is reported
     before. False: leave the loop."""
     result = executor.compute(compute)
     if behind is not None and behind.is_used:
@@ -367,7 +367,7 @@ def _tell(
     try:
         peer.send(message)
     except WorkerError:
-        logger.info("%s is gone, and can't be told", peer.peer)
+        logger.info("%s is gone, and gets no report", peer.peer)
 
 
 @dataclass(frozen=True)

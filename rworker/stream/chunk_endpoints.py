@@ -48,11 +48,10 @@ class ChunkSource(Protocol):
         """Ask for a chunk. Never waits."""
 
     def fetch(self) -> Array:
-        """The data of the chunk that was asked for first, of those that haven't
-        been fetched.
+        """The data of the oldest chunk that was asked for and not fetched.
 
         Raises:
-            WorkerError: whoever has it is gone, or refuses.
+            WorkerError: the R-worker that has it is gone, or refuses.
         """
 
 
@@ -69,7 +68,7 @@ class ChunkSink(Protocol):
         """Send a chunk. Waits only while there is no credit left.
 
         Raises:
-            WorkerError: whoever is to have it is gone, or refuses.
+            WorkerError: the R-worker that is to have it is gone, or refuses.
         """
 
     def finish(self) -> None:

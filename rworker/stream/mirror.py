@@ -89,7 +89,7 @@ class Mirror:
         self._due: deque[_Due] = deque()
         self._ended: Steps = {}  # that aren't all read
         self._read: Steps = {}  # that are there with the last that is ready
-        self._held: Steps = {}  # that the neighbour has, and nobody was told
+        self._held: Steps = {}  # that the neighbour has, and not yet taken (``take_held``)
         self.num_unacknowledged = 0
         """Bytes of K and V that the neighbour hasn't answered for."""
         self._has_caught_up = False  # once, all kept blocks that were there before are sent

@@ -1,4 +1,4 @@
-"""What is left of a cache for whoever takes it over."""
+"""What is left of a cache for the S-worker that takes it over."""
 
 from __future__ import annotations
 

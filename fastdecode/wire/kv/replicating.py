@@ -46,7 +46,7 @@ class Replicate(ForHolder):
     """Number of the link, in what is said of it. The link of this number stays
     as it is, or over; another one begins anew."""
     timeout_s: float
-    """How long the neighbour may take to make room."""
+    """How long the neighbour may stay silent while it owes an answer."""
     holder: int = THE_ONLY
     line: int = 0
     """Of the link to the neighbour, for transports over which two links between
