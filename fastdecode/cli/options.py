@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
@@ -143,15 +143,43 @@ def add_status_option(arguments: argparse._ActionsContainer) -> None:
     )  # fmt: skip
 
 
-_COMMON_SAMPLING = frozenset(("temperature", "top_p", "seed", "max_tokens"))
+_COMMON_SAMPLING = frozenset(("--temperature", "--top-p", "--seed", "--max-tokens", "--stop"))
 """Sampling parameters that the short help shows."""
+_VALUES: Sequence[tuple[str, type, str, str]] = (
+    ("--temperature", float, "X", "0 is greedy"),
+    ("--top-k", int, "K", "keep the k likeliest tokens; 0 keeps all"),
+    ("--top-p", float, "X", "keep the likeliest tokens up to this probability"),
+    ("--min-p", float, "X", "keep tokens this likely, relative to the likeliest"),
+    ("--repetition-penalty", float, "X", "on tokens of prompt and output"),
+    ("--presence-penalty", float, "X", "on tokens of the output"),
+    ("--frequency-penalty", float, "X", "on tokens of the output, each time"),
+    ("--seed", int, "N", "same seed, same tokens, whatever else is in the batch"),
+    ("--max-tokens", int, "N", "most tokens to generate"),
+    ("--min-tokens", int, "N", "fewest tokens to generate"),
+    ("--logprobs", int, "K", "also give logprobs, and those of the K likeliest"),
+    ("--prompt-logprobs", int, "K", "the same of the prompt's tokens"),
+    ("--n", int, "N", "completions of each prompt"),
+)
+_LISTS: Sequence[tuple[str, type, str, str]] = (
+    ("--stop", str, "TEXT", "stop before this text"),
+    ("--stop-token-ids", int, "ID", "stop at this token"),
+    ("--allowed-token-ids", int, "ID", "generate this token and no others"),
+    ("--bad-words", str, "TEXT", "never generate this text"),
+)
+_SWITCHES = (
+    ("--ignore-eos", "continue after the end-of-sequence token"),
+    ("--no-detokenize", "give token ids only, without text"),
+    ("--include-stop-str-in-output",
+     "keep the stop text, or the text of the stop token, in the text"),
+    ("--no-skip-special-tokens", "keep the names of special tokens in the text"),
+)  # fmt: skip
 
 
 def add_sampling_options(
     parser: argparse.ArgumentParser, askers: str = "lines", *, has_chats: bool = False
 ) -> None:
     """One option for each field of ``SamplingParams`` that makes sense for every
-    line of a file, or whatever else asks. ``has_chats``: some may be chats,
+    line of a file, or for every request. ``has_chats``: some may be chats,
     which have no limit of their own."""
     group = parser.add_argument_group("sampling", f"defaults for {askers} that do not set them")
     default = SamplingParams()
@@ -160,60 +188,21 @@ def add_sampling_options(
     if has_chats:
         defaults["max_tokens"] = f"{default.max_tokens}; of chats: the model's limit"
 
-    def add(flag: str, kind: Callable[[str], Any], text: str, metavar: str = "X") -> None:
-        name = flag.removeprefix("--").replace("-", "_")
+    def add(flag: str, text: str, **options: Any) -> None:
+        shown = text if flag in _COMMON_SAMPLING else Rare(text)
+        group.add_argument(flag, default=argparse.SUPPRESS, help=shown, **options)
+
+    for flag, kind, metavar, text in _VALUES:
+        name = _name_of(flag)
         said = f"{text} (default: {defaults.get(name, getattr(default, name))})"
-        group.add_argument(
-            flag,
-            type=kind,
-            default=argparse.SUPPRESS,
-            metavar=metavar,
-            help=said if name in _COMMON_SAMPLING else Rare(said),
-        )
-
-    add("--temperature", float, "0 is greedy")
-    add("--top-k", int, "keep the k likeliest tokens; 0 keeps all", "K")
-    add("--top-p", float, "keep the likeliest tokens up to this probability")
-    add("--min-p", float, "keep tokens this likely, relative to the likeliest")
-    add("--repetition-penalty", float, "on tokens of prompt and output")
-    add("--presence-penalty", float, "on tokens of the output")
-    add("--frequency-penalty", float, "on tokens of the output, each time")
-    add("--seed", int, "same seed, same tokens, whatever else is in the batch", "N")
-    add("--max-tokens", int, "most tokens to generate", "N")
-    add("--min-tokens", int, "fewest tokens to generate", "N")
-    add("--logprobs", int, "also give logprobs, and those of the K likeliest", "K")
-    add("--prompt-logprobs", int, "the same of the prompt's tokens", "K")
-    add("--n", int, "completions of each prompt", "N")
-
-    def repeat(flag: str, kind: Callable[[str], Any], text: str, metavar: str) -> None:
-        said = f"{text}; repeatable"
-        group.add_argument(
-            flag, action="append", type=kind, default=argparse.SUPPRESS, metavar=metavar,
-            help=said if flag == "--stop" else Rare(said),
-        )  # fmt: skip
-
-    def switch(flag: str, text: str) -> None:
-        name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+        add(flag, said, type=kind, metavar=metavar)
+    for flag, kind, metavar, text in _LISTS:
+        add(flag, f"{text}; repeatable", action="append", type=kind, metavar=metavar)
+    for flag, text in _SWITCHES:
         action = "store_false" if flag.startswith("--no-") else "store_true"
-        group.add_argument(
-            flag, action=action, dest=name, default=argparse.SUPPRESS, help=Rare(text)
-        )
-
-    repeat("--stop", str, "stop before this text", "TEXT")
-    repeat("--stop-token-ids", int, "stop at this token", "ID")
-    repeat("--allowed-token-ids", int, "generate this token and no others", "ID")
-    repeat("--bad-words", str, "never generate this text", "TEXT")
-    switch("--ignore-eos", "continue after the end-of-sequence token")
-    switch("--no-detokenize", "give token ids only, without text")
-    switch(
-        "--include-stop-str-in-output",
-        "keep the stop text, or the text of the stop token, in the text",
-    )
-    switch("--no-skip-special-tokens", "keep the names of special tokens in the text")
-    group.add_argument(
-        "--truncate-prompt-tokens", type=int, default=argparse.SUPPRESS, metavar="N",
-        help=Rare("keep the last N tokens of each prompt; -1: as many as fit"),
-    )  # fmt: skip
+        add(flag, text, action=action, dest=_name_of(flag))
+    last = "keep the last N tokens of each prompt; -1: as many as fit"
+    add("--truncate-prompt-tokens", last, type=int, metavar="N")
     group.add_argument(
         "--generation-config",
         choices=GENERATION_CONFIGS,
@@ -222,6 +211,10 @@ def add_sampling_options(
         help="auto: the defaults of the model's generation_config.json, not for greedy "
         f"{askers}; ignore: none (default: auto)",
     )
+
+
+def _name_of(flag: str) -> str:
+    return flag.removeprefix("--").removeprefix("no-").replace("-", "_")
 
 
 def load_engine(args: argparse.Namespace) -> None:
