@@ -76,9 +76,10 @@ def test_ranks_are_known_by_the_same_variables_everywhere() -> None:
 
 RANKS = """
 import os, subprocess, sys
-wait = "import sys; sys.stdin.read()"
+wait = "import sys; print(flush=True); sys.stdin.read()"
+pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
 for environ in ({"OMPI_COMM_WORLD_RANK": "1"}, {"PATH": os.environ["PATH"]}):
-    subprocess.Popen([sys.executable, "-c", wait], stdin=subprocess.PIPE, env=environ)
+    subprocess.Popen([sys.executable, "-c", wait], env=environ, **pipes).stdout.readline()
 print(flush=True)
 if sys.stdin.readline() == "hang\\n":
     sys.stdin.read()
@@ -109,12 +110,14 @@ def test_its_ranks_end_whether_it_hangs_or_not(says: bytes, hanging: psutil.Pope
 
 JOB = """
 import os, subprocess, sys
-wait = "import sys; sys.stdin.read()"
+wait = "import sys; print(flush=True); sys.stdin.read()"
+pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
 ranks = [
-    subprocess.Popen([sys.executable, "-c", wait], stdin=subprocess.PIPE,
-                     env={"OMPI_COMM_WORLD_RANK": rank})
+    subprocess.Popen([sys.executable, "-c", wait], env={"OMPI_COMM_WORLD_RANK": rank}, **pipes)
     for rank in "01"
 ]
+for rank in ranks:
+    rank.stdout.readline()
 print(flush=True)
 sys.exit([rank.wait() for rank in ranks][0])
 """

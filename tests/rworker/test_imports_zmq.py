@@ -74,6 +74,7 @@ def check_import(kv: KVSpec, p: Worker, address: str, d: Worker) -> None:
     move(pieces_between({5: 61}, kv, by=-5), d.source(), back)
     assert_same(home, back, lengths)
     p.connection.send(CloseSequence(0))
+    p.open(1, 16)  # accepted once the sequence before it is closed
     d.open(6, 64)
     assert "released" in pulled(d, 6, address, ticket, 61).reason
 
