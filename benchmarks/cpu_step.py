@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 import tempfile
-from collections import Counter
+from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 from end_to_end import MODELS, make_checkpoint
+from host_loop import calls_of
 from provenance import keep, provenance
 
 from fastdecode import LLM, SamplingParams
@@ -31,21 +29,12 @@ PROMPT_TOKENS, NEW_TOKENS, STEP = 32, 16, 10
 
 
 def count_calls(model: Path, num_sequences: int) -> dict[str, int]:
-    """Calls of one step, ``call`` and ``c_call``."""
-    calls: Counter[str] = Counter()
-    num_steps, step = 0, Engine.step
+    """Calls of one step, in Python and in C."""
+    calls: list[tuple[int, int]] = []
+    run_step = Engine.step
 
-    def listen(frame: FrameType, event: str, argument: object) -> None:
-        calls[event] += 1
-
-    def counted(engine: Engine, *arguments: Any) -> None:
-        nonlocal num_steps
-        num_steps += 1
-        sys.setprofile(listen if num_steps == STEP else None)
-        try:
-            step(engine, *arguments)
-        finally:
-            sys.setprofile(None)
+    def step(engine: Engine) -> None:
+        calls.append(calls_of(partial(run_step, engine)))
 
     draw = random.Random(0)
     prompts = [
@@ -56,9 +45,10 @@ def count_calls(model: Path, num_sequences: int) -> dict[str, int]:
         pytest.MonkeyPatch.context() as patch,
         LLM(str(model), dtype="bfloat16", kv_memory_gb=1, prefix_cache="off") as llm,
     ):
-        patch.setattr(Engine, "step", counted)
+        patch.setattr(Engine, "step", step)
         llm.generate(prompts, params)
-    return {"sequences": num_sequences, "python": calls["call"], "c": calls["c_call"]}
+    in_python, in_c = calls[STEP - 1]
+    return {"sequences": num_sequences, "python": in_python, "c": in_c}
 
 
 def main() -> None:

@@ -78,12 +78,6 @@ def asked(name: str, num_prompt: int, num_tokens: int) -> Request:
     return Request(name, prompt, params, num_tokens, seed=0)
 
 
-def cpu_s(process: psutil.Process) -> float:
-    """CPU seconds of a process since it began."""
-    times = process.cpu_times()
-    return float(times.user + times.system)
-
-
 @dataclass(frozen=True)
 class SharedCores:
     """Cores of a machine that instances share with their controller and clients.
@@ -145,11 +139,12 @@ class Driver:
                 if stats is not seen.get(name):  # a new status: its CPU time is of this moment
                     seen[name] = stats
                     totals = totals_of(stats, token_bytes)
-                    log.look(name, replace(totals, seconds=cpu_s(self._processes[name])))
+                    seconds = sum(self._processes[name].cpu_times()[:2])
+                    log.look(name, replace(totals, seconds=seconds))
 
-        before_s = cpu_s(psutil.Process())
+        before_s = time.process_time()
         self.run(requests, look)
-        token_s = (cpu_s(psutil.Process()) - before_s) / sum(x[2] for x in requests)
+        token_s = (time.process_time() - before_s) / sum(x[2] for x in requests)
         measured = log.measured()
         assert measured is not None, "too few steps: --requests"
         sizes = running.engine.remote[0]
@@ -240,10 +235,10 @@ class Measuring:
 
     def is_carried(self, rate: float) -> bool:
         requests = self._draw.at(rate, self._num)
-        process, began_s = psutil.Process(), time.perf_counter()
-        before_s = cpu_s(process)
+        before_s, began_s = time.process_time(), time.perf_counter()
         run = GoodputRun(times_of(requests, self._driver.run(requests)))
-        self.controller.append((cpu_s(process) - before_s) / (time.perf_counter() - began_s))
+        used_s, seconds = time.process_time() - before_s, time.perf_counter() - began_s
+        self.controller.append(used_s / seconds)
         print(f"  {rate:.2f}/s: {self._slo.share(run.times):.0%}", file=sys.stderr)
         is_carried = judged(run, self._slo)
         if is_carried and (self.carried is None or rate > self.carried[0]):

@@ -1,5 +1,5 @@
-"""What prompts do to tokens that decode beside them: on instances for both phases, and
-on a prefill and a decode instance.
+"""How much prompts delay tokens that decode at the same time: on instances for both phases,
+and on a prefill and a decode instance.
 
     python benchmarks/instances.py --out benchmarks/results/instances.json
 

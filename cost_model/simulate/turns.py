@@ -227,9 +227,7 @@ def _turn(fields: Mapping[str, Any], where: str) -> TracedTurn:
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{where}: conversation={name!r} is no name")
     num_prompt, num_output = (count(fields, each, where) for each in _FIELDS[1:3])
-    arrival_s = 0.0
-    if "arrival_s" in fields:
-        arrival_s = number(fields, "arrival_s", where, may_be_0=True)
+    arrival_s = number({"arrival_s": 0, **fields}, "arrival_s", where, may_be_0=True)
     return TracedTurn(name, num_prompt, num_output, arrival_s)
 
 
