@@ -398,7 +398,7 @@ AboutCaches: TypeAlias = (
     | Inspect
     | Shutdown
 )
-"""What an R-worker gets between steps, and beside them."""
+"""What an R-worker gets between steps, and during them."""
 ToRWorker: TypeAlias = BeginStep | Attend | AboutCaches
 Room: TypeAlias = (
     OpenSequence

@@ -108,7 +108,7 @@ class OfColumns:
 
 
 class MemberField(IntEnum):
-    """What a row of ``StagePass.members`` tells."""
+    """What is in a row of ``StagePass.members``."""
 
     COLUMN = 0
     STAGE = 1

@@ -217,7 +217,7 @@ def test_what_a_column_was_asked_before_it_is_greeted_again_is_void() -> None:
 
 
 def test_heads_are_shared_anew_though_no_answer_is_owed_when_a_stage_is_ready() -> None:
-    """Nobody receives then but who looks for replacements."""
+    """Only the search for replacements receives then."""
     stages = Stages(shares_heads=True)
     stages.fleet.send(GROUP, HELLO)
     for own in (V, W):
@@ -354,7 +354,7 @@ def test_an_r_worker_that_a_prompt_stage_cannot_reach_is_given_up_everywhere() -
 
 
 def kept(*workers: tuple[int, int, int]) -> NDArray[np.int32]:
-    """What a stage tells of its R-workers: (column, number, how often replaced) of each."""
+    """A stage's report on its R-workers: (column, number, how often replaced) of each."""
     rows = [(column, 1, column, *worker, 0, 0) for column, *worker in workers]
     return np.array(rows, np.int32)
 
@@ -386,7 +386,7 @@ def test_prompt_stages_get_to_know_who_keeps_columns() -> None:
     for member in (W, later):
         members.lose(member, WorkerError("it left", code="gone"))
         members.revive(member)
-    assert stages.fleet.members_as_rows()[2:, :5].tolist() == [[W, 0, W, 1, 1]], "not told yet"
+    assert stages.fleet.members_as_rows()[2:, :5].tolist() == [[W, 0, W, 1, 1]], "not reported yet"
     members.note_kept(1, kept((W, 2, 0)))
     assert stages.fleet.members_as_rows()[2:, :5].tolist() == [[W, 0, W, 1, 1], [W, 1, W, 2, 0]]
     members.placement.place(later, members.member(1, V))
@@ -495,7 +495,7 @@ class TestRelay:
         here, self.first = connect(hub, "stage 1", self.first_hub, "the first stage")
         links = StageLinks({0: here}, is_asked=True)
         self.pool = StagePool(hub, 60.0, stages=links)
-        self.relay = Relay(1, self.pool, links, session=5)
+        self.relay = Relay(self.pool, links, session=5)
 
     def test_a_column_is_placed_and_its_cache_is_the_stages_own(self) -> None:
         self.relay.obey(PlaceColumn(W, V))

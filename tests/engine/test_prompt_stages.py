@@ -279,7 +279,7 @@ MORE_KEPT_ELSEWHERE: list[tuple[str, int, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("lost", "after", "others"), KEPT_ELSEWHERE + MORE_KEPT_ELSEWHERE * TRIES_ALL, ids=str
 )
-def test_prompts_go_to_whoever_keeps_the_layers_of_a_later_stage(
+def test_prompts_go_to_the_r_workers_that_keep_the_layers_of_a_later_stage(
     lost: str,
     after: int,
     others: dict[str, Any],
@@ -300,7 +300,7 @@ def test_prompts_go_to_whoever_keeps_the_layers_of_a_later_stage(
 def test_prompts_go_to_the_replacement_at_a_lost_r_workers_address(
     pp: int, lost: int, llama: str, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each stage has one R-worker: nobody else can keep the sequences."""
+    """Each stage has one R-worker: no other can keep the sequences."""
     cluster = ListeningLosses(monkeypatch, lost, after=25)
     addresses = tuple(f"tcp://127.0.0.1:{5600 + number}" for number in range(pp))
     options = {"dtype": "float32", "r_worker_addresses": addresses, "prefill_chunk": 16}

@@ -379,11 +379,15 @@ class WorkerPool:
         ``Welcome``; it keeps the holder from now on."""
         self.placement.give_back(holder)
         index = self.placement[holder]
+        self._forget_loss(index)
+        for message in self.told_first:
+            self.send(holder, message)
+
+    def _forget_loss(self, index: int) -> None:
+        """Another worker is in a lost one's place."""
         self.gone.pop(index, None)
         self.pending.forget(index)
         self._untold = [lost for lost in self._untold if lost != index]
-        for message in self.told_first:
-            self.send(holder, message)
 
     def revive_elsewhere(self, holders: Iterable[HolderId]) -> bool:
         """Lost ones of these that later stages keep go on at their replacements, if all

@@ -207,7 +207,7 @@ class StageSetup:
         if resolved.config.r_part.replicas:
             welcomes = offer_halves(fleet, hello, welcomes)
         blocks = [welcomes[i].num_blocks if i in welcomes else 0 for i in fleet.holders]
-        members = member_rows(self.number, fleet, fleet.holders)
+        members = member_rows(fleet, fleet.holders)
         return StageWelcome(self.number, tuple(blocks), hello.session, addresses, members)
 
     def make_attention(self, workers: Reached, fleet: HolderPool, s_worker: SWorker) -> Attention:
@@ -224,7 +224,7 @@ class StageSetup:
     ) -> StageRelay:
         """Between the first stage, which has said what it is to be, and its R-workers."""
         regreeting = self._regreeting(workers, fleet, greeting)
-        return Relay(self.number, fleet, links, greeting.session, regreeting)
+        return Relay(fleet, links, greeting.session, regreeting)
 
     def _load_model(self, ranks: Ranks | None) -> Model:
         """Its layers; of several S-workers that act as one, this one's share."""

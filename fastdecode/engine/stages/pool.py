@@ -51,6 +51,8 @@ from fastdecode.wire.stages import (
 _NUM_ANSWERS: Final = 2
 """That a relayed answer may take the time of: the stage has to give its R-worker up
 before the first one gives the stage up."""
+_KEEPER: Final = slice(MemberField.WORKER, MemberField.NUM_REPLACED + 1)
+"""Of a row for a member: the R-worker that keeps it."""
 
 
 class StagePool(WorkerPool):
@@ -93,7 +95,7 @@ class StagePool(WorkerPool):
         self.num_replaced: Counter[int] = Counter()
         """How often each R-worker of this stage was replaced, by its place."""
         self._kept: dict[HolderId, NDArray[np.int32]] = {}
-        """Which R-workers keep each member of a later stage, as that stage last told."""
+        """Which R-workers keep each member of a later stage, by that stage's last report."""
         num_relayed = len(self._relayed) * self.num_columns
         super().__init__(
             hub,
@@ -135,40 +137,35 @@ class StagePool(WorkerPool):
         self.num_replaced[self.placement[holder]] += 1
 
     def note_kept(self, stage: int, rows: NDArray[np.int32]) -> None:
-        """A later stage has told which of its R-workers keep columns; see
+        """A later stage has reported which of its R-workers keep columns; see
         ``StagePass.members``.
 
         Raises:
-            WorkerError: it tells what can't be.
+            WorkerError: that can't be.
         """
         if rows.shape[1:] != NO_MEMBERS.shape[1:] or (rows < 0).any():
             raise self._stages.loss(stage, ProtocolError(f"has members {rows.tolist()[:9]}"))
         for column in np.unique(rows[:, MemberField.COLUMN]).tolist():
             own = rows[rows[:, MemberField.COLUMN] == column]
-            own[:, MemberField.STAGE] = stage
+            own[:, MemberField.STAGE] = stage  # each stage names the first
             self._kept[self._member_of(stage, column)] = own
 
-    def rows_of(
-        self, stage: int, column: HolderId, members: Mapping[HolderId, Shard]
-    ) -> list[list[int]]:
-        """A row each (``MemberField``) for the R-workers that keep a column's members;
-        ``stage``: this one."""
+    def rows_of(self, column: HolderId, members: Mapping[HolderId, Shard]) -> list[list[int]]:
+        """A row each (``MemberField``) for the R-workers that keep a column's members."""
         rows: list[list[int]] = []
         for member, shard in members.items():
             index = self.placement[member]
-            if not self.is_here(member):
+            if self.is_here(member):
+                worker = self.number_of(index), self.num_replaced[index]
+                rows.append([column, FIRST_STAGE, member, *worker, *_heads(shard)])
+            else:
                 rows += self._relayed_rows(member, HolderId(index))
-                continue
-            worker = self.number_of(index), self.num_replaced[index]
-            rows.append([column, stage, member, *worker, *_heads(shard)])
         return rows
 
     def _relayed_rows(self, member: HolderId, place: HolderId) -> list[list[int]]:
         """Of a later stage's member, which the R-worker of a place keeps."""
         rows = self._kept.get(member, NO_MEMBERS).copy()
-        if place != member:
-            kept = slice(MemberField.WORKER, MemberField.NUM_REPLACED + 1)
-            rows[:, kept] = self._kept.get(place, NO_MEMBERS)[:, kept]
+        rows[:, _KEEPER] = self._kept.get(place, NO_MEMBERS)[:, _KEEPER]
         found: list[list[int]] = rows.tolist()
         return found
 
@@ -272,13 +269,11 @@ class StagePool(WorkerPool):
         """A prompt stage has lost a later stage's R-worker: its members are lost, and that
         stage gives it up, unless it was replaced since."""
         worker = [lost.column, lost.num_replaced]
-        kept = slice(MemberField.WORKER, MemberField.NUM_REPLACED + 1)
-        for member, rows in list(self._kept.items()):
-            index, (stage, _) = int(member), self.origin(member)
-            is_its = bool((rows[:, kept] == worker).all(1).any())
-            if stage == lost.stage and is_its and index not in self.gone:
-                self._stages.tell(stage, replace(lost, message=error.message))
-                super()._lose(index, error)
+        for member, rows in self._kept.items():
+            is_its = (rows[:, _KEEPER] == worker).all(1).any()
+            if self.origin(member)[0] == lost.stage and is_its and member not in self.gone:
+                self._stages.tell(lost.stage, replace(lost, message=error.message))
+                super()._lose(member, error)
 
     def _take_relayed(self, stage: int, said: OfMember) -> tuple[HolderId, Answer] | None:
         """An answer, or a report, of a later stage's R-worker.
@@ -385,16 +380,14 @@ class ColumnPool(GroupPool):
 
     def members_as_rows(self) -> NDArray[np.int32]:
         """See ``StagePass.members``."""
-        return member_rows(FIRST_STAGE, self, self.holders)
+        return member_rows(self, self.holders)
 
 
-def member_rows(stage: int, fleet: HolderPool, columns: Iterable[HolderId]) -> NDArray[np.int32]:
+def member_rows(fleet: HolderPool, columns: Iterable[HolderId]) -> NDArray[np.int32]:
     """Which R-workers keep columns, as a stage sees them; see ``StagePass.members``."""
     pool = fleet.members
     assert isinstance(pool, StagePool)
-    rows = [
-        row for column in columns for row in pool.rows_of(stage, column, fleet.shards_of(column))
-    ]
+    rows = [row for column in columns for row in pool.rows_of(column, fleet.shards_of(column))]
     return np.array(rows, np.int32).reshape(len(rows), len(MemberField))
 
 

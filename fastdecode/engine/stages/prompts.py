@@ -95,13 +95,12 @@ class LanePrompts:
 
     def _under_way(self, batch: StepBatch, span: HolderSpan) -> list[int]:
         """Which of a holder's sequences were begun before, or don't end here."""
-        begin = span.begin
-        if (begin.num_new[begin.num_new > 0] < 2).any():
+        num_new = span.begin.num_new[span.begin.num_new > 0]  # closed parts are behind them
+        if (num_new < 2).any():
             raise ProtocolError("a step of prompts has a row that decodes")
         first = int(np.searchsorted(batch.last_rows, span.rows.start))
-        draws = batch.draws[first : first + int(np.count_nonzero(begin.num_new))]
-        own = begin.num_new > 0  # closed parts are behind them
-        past = batch.positions[span.rows.start + np.cumsum(begin.num_new[own]) - begin.num_new[own]]
+        draws = batch.draws[first : first + len(num_new)]
+        past = batch.positions[span.rows.start + np.cumsum(num_new) - num_new]
         under_way: list[int] = np.flatnonzero((past > 0) | ~draws).tolist()
         return under_way
 
@@ -119,11 +118,10 @@ class LanePrompts:
 def _attended_here(batch: StepBatch, span: HolderSpan) -> StepBatch:
     """The step, as its holders see it: none attends anything, and what goes on
     from an earlier step, the only one of its kind, isn't attended to itself alone."""
-    rows = slice(span.rows.start, span.rows.start)
-    own = replace(_without_closed(span), query_rows=rows)
-    begin = own.begin
-    begin = replace(begin, num_queries=np.zeros_like(begin.num_queries), want_lse=False)
-    own = replace(own, begin=begin)
+    own = _without_closed(span)
+    nothing = np.zeros_like(own.begin.num_queries)
+    begin = replace(own.begin, num_queries=nothing, want_lse=False)
+    own = replace(own, begin=begin, query_rows=slice(span.rows.start, span.rows.start))
     growing = [one for one in batch.spans if one.rows.start < one.rows.stop]
     spans = tuple(own if one is span else _without_closed(one) for one in growing)
     local: tuple[LocalSpan, ...] = tuple(one for one in batch.local if not one.merge)
@@ -184,7 +182,7 @@ def _parts(batch: StepBatch, span: HolderSpan, index: int, rows: slice) -> list[
     parts.append(own)
     follow = [a.tokens.stop == b.tokens.start for a, b in itertools.pairwise(parts)]
     if not all(follow) or parts[0].tokens.start < 0:
-        raise ProtocolError("a prompt came whose parts do not follow upon each other")
+        raise ProtocolError("a prompt came with tokens missing between its parts")
     return parts
 
 

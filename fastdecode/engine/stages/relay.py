@@ -155,7 +155,6 @@ class Relay:
     """Passes messages on, in their order.
 
     Args:
-        stage: which it is.
         pool: the columns.
         links: to the first stage.
         session: of their caches.
@@ -164,13 +163,11 @@ class Relay:
 
     def __init__(
         self,
-        stage: int,
         pool: HolderPool,
         links: StageLinks,
         session: int,
         regreeting: Regreeting | None = None,
     ) -> None:
-        self._stage = stage
         self._pool = pool
         assert isinstance(pool.members, StagePool)
         self._members = pool.members
@@ -287,7 +284,7 @@ class Relay:
         if not self._num_due[column]:
             self._regreeting.answered()
             what = answer.num_blocks, answer.block_size, answer.has_tier
-            members = member_rows(self._stage, self._pool, [column])
+            members = member_rows(self._pool, [column])
             welcome = ColumnWelcome(column, self._numbers[column], *what, members)
             self._links.tell(FIRST_STAGE, welcome)
 

@@ -98,9 +98,7 @@ class WriterMembers(StagePool):
         self.num_replaced[index] = num_replaced
         if (places := self._at_addresses) is not None:
             places.replace(index, places.reconnect(index))
-            self.gone.pop(index, None)
-            self.pending.forget(index)
-            self._untold = [lost for lost in self._untold if lost != index]
+            self._forget_loss(index)
 
     def _lose(self, index: int, error: FastDecodeError) -> None:
         # At the end of a job token stages let R-workers go before this one ends. What is
@@ -211,8 +209,8 @@ class WriterRelay:
         """R-workers, and how often each had been replaced when it was lost."""
 
     def is_stored(self, step: LaneAttention) -> bool:
-        """Whether R-workers have stored all of a step. Those that are left of a lost group
-        may be greeted again then: what they were sent has to be there before."""
+        """Whether R-workers have stored all of a step. What is left of a lost group may
+        be greeted again then, and must have stored what it was sent before."""
         return step.settled and not self._pool.is_written
 
     def obey(self, message: FromAnyStage) -> None:
@@ -227,8 +225,8 @@ class WriterRelay:
             if lost not in self._reported:
                 self._reported.add(lost)
                 stage, number = members.origin(index)
-                told = ColumnLost(number, error.code, error.message, stage, lost[1])
-                self._links.tell(FIRST_STAGE, told)
+                report = ColumnLost(number, error.code, error.message, stage, lost[1])
+                self._links.tell(FIRST_STAGE, report)
 
 
 def _stored(attend: Attend, begin: BeginStep) -> StorePrompt:

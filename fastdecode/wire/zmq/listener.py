@@ -249,8 +249,8 @@ def _polled(index: int, peer: ListenerPeer[SendT, ReceiveT]) -> ReceiveT | None:
 
 
 def _role_of(head: codec.Head, frame: zmq.Frame) -> Role:
-    """Who begins so. A prompt stage's message may be in several frames, of which this is
-    the first. Raises ProtocolError: another message can't be read."""
+    """Of the peer whose first message this is. A prompt stage's may be in several frames,
+    of which this is the first. Raises ProtocolError: another message can't be read."""
     if issubclass(head.kind, OfWriter):
         return Role.FEEDER
     greeting, _ = codec.decode(np.frombuffer(frame, np.uint8))
