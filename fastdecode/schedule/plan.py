@@ -137,14 +137,15 @@ class Chunk:
 
 
 def num_in_prompts(chunks: Iterable[Chunk]) -> int:
-    """Tokens of a step that are of prompts; before the step is over. Of what decodes
-    nothing is asked but how much is cached."""
-    prompts = [
-        chunk
-        for chunk in chunks
-        if chunk.sequence.num_cached < len(chunk.sequence.request.prompt_token_ids)
-    ]
-    return sum([chunk.num_in_prompt for chunk in prompts])
+    """Tokens of a step that are of prompts, before the step is over. A sequence that
+    decodes has its whole prompt cached."""
+    return sum(
+        [
+            chunk.num_in_prompt
+            for chunk in chunks
+            if chunk.sequence.num_cached < len(chunk.sequence.request.prompt_token_ids)
+        ]
+    )
 
 
 @dataclass(frozen=True)

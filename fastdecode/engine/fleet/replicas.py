@@ -18,7 +18,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, Final
 
@@ -588,7 +588,8 @@ def replicate(
     circle: Sequence[HolderId] | None = None,
 ) -> tuple[dict[HolderId, Welcome], Replicas]:
     """Have every R-worker that is there offer half of its KV blocks: in the other half
-    it keeps a replica of its neighbour's, once the replicas begin.
+    it keeps a replica of its neighbour's, once the replicas begin. Where R-workers without
+    holders keep the replicas, holders offer what those have room for.
 
     Args:
         hello: what all were greeted with.
@@ -599,37 +600,33 @@ def replicate(
 
     Raises:
         ConfigError: there is to be a single one, or one hasn't the memory.
-        WorkerError: of a group that shares heads, none is left.
+        WorkerError: of a group that shares heads, none is left; or see ``offer_as_kept``.
     """
     circle = fleet.members.holders if circle is None else circle
-    kind = HeadReplicas if isinstance(fleet, GroupPool) else Replicas
-    if isinstance(fleet, GroupPool):
-        again = offer_room(fleet, hello, welcomes)
+    kind: type[Replicas] = Replicas
+    if options.keepers:
+        kind, again = DeviceReplicas, offer_as_kept(fleet, hello, welcomes, options.keepers)
+    elif isinstance(fleet, GroupPool):
+        kind, again = HeadReplicas, offer_room(fleet, hello, welcomes)
     else:
         copied = {holder: welcome for holder, welcome in welcomes.items() if holder in circle}
         again = {**welcomes, **offer_halves(fleet, hello, copied)}
     return again, kind(fleet, [(circle, options)], clock)
 
 
-def replicate_apart(
-    fleet: ProtectedPool,
+def offer_as_kept(
+    fleet: HolderPool,
     hello: Hello,
     welcomes: Mapping[HolderId, Welcome],
-    options: LinkOptions,
-    clock: Clock = time.monotonic,
-) -> tuple[dict[HolderId, Welcome], Replicas]:
-    """Have R-workers that have no holders offer room for the holders' replicas
-    (``options.keepers``).
-
-    Args:
-        hello, welcomes, clock: see ``replicate``.
-        options: of the links.
+    keepers: Mapping[HolderId, HolderId],
+) -> dict[HolderId, Welcome]:
+    """Have each holder offer as many KV blocks as its keeper, an R-worker without a holder,
+    has room for.
 
     Raises:
         ConfigError: a keeper hasn't the memory for a replica.
         WorkerError: a keeper is lost, or does not answer.
     """
-    keepers = options.keepers or {}
     rooms = greet(fleet, hello, among=keepers.values())
     for keeper in keepers.values():
         if keeper not in rooms:
@@ -643,9 +640,8 @@ def replicate_apart(
         raise ConfigError(
             "the host has no memory for a replica of a KV block: raise ", Given("kv_memory_gb")
         )
-    greet(fleet, hello, dict.fromkeys(keepers.values(), 1), among=keepers.values())
-    again = greet(fleet, hello, offered)
-    return again, DeviceReplicas(fleet, [(sorted(keepers), options)], clock)
+    greet(fleet, replace(hello, max_blocks=1), among=keepers.values())
+    return greet(fleet, hello, offered)
 
 
 def offer_halves(

@@ -14,7 +14,6 @@ from fastdecode.core.holders import HolderId, HolderKind
 from fastdecode.engine.fleet.colocation import Colocation
 from fastdecode.engine.setup.workers import Reached
 from fastdecode.engine.step.local import DeviceWorker, LocalAttention
-from fastdecode.engine.step.protected import ProtectedAttention
 from fastdecode.engine.step.reached_device import ReachedDevice
 from fastdecode.engine.step.swapped import SwapExecutor, SwappedAttention, lane_workers
 from fastdecode.engine.step.torch_executor import TorchExecutor
@@ -113,7 +112,6 @@ def _reach_protected(executor: TorchExecutor, kv_bytes: int, keeper: ReplicaKeep
         addresses=(connection.address, neighbours.address_of(thread.name)),
         attention=partial(LocalAttention, connection),
         keepers={HolderId(0): HolderId(KEEPER)},
-        protect=partial(ProtectedAttention, connection=connection),
     )
 
 

@@ -179,10 +179,10 @@ class RunningEngine:
             self._workers.stages,
             self.resolved.layers,
             shares_heads=config.r_part.r_partition == "heads",
-            num_keepers=len(self._workers.keepers or ()),
+            num_keepers=len(self._workers.keepers),
         )
         self._gone = pool.gone  # as it is, whenever they are closed
-        if config.r_part.replicas and self._workers.keepers is None:
+        if config.r_part.replicas and not self._workers.keepers:
             neighbour(HolderId(0), self._workers.num_holders)  # or it is refused
 
     def _start(

@@ -44,8 +44,9 @@ from fastdecode.engine.setup.workers import (
     with_spares,
 )
 from fastdecode.engine.step.device_prefill import DevicePrefill
-from fastdecode.engine.step.local import DeviceWorker, whole_steps
+from fastdecode.engine.step.local import DeviceWorker, LocalAttention, whole_steps
 from fastdecode.engine.step.mixed_step import DEVICE_LANE, DeviceLane, MixedAttention
+from fastdecode.engine.step.protected import ProtectedAttention
 from fastdecode.engine.step.remote import Attention, AttentionPlan
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.wire.inproc import InprocHub
@@ -85,9 +86,10 @@ def make_attention(
     holder = Holder(workers.kind, resolved.prompts_on_r, workers.answers_at_once, token_bytes)
     if workers.attention is not None:
         local = workers.attention(fleet, holder, s_worker)
-        if workers.protect is None:
+        if not workers.keepers:
             return local
-        return workers.protect(local, _plan(fleet, spec, resolved, s_worker, (holder,)))
+        assert isinstance(local, LocalAttention)
+        return ProtectedAttention(local, _plan(fleet, spec, resolved, s_worker, (holder,)))
     holders = (holder,) * len(fleet)
     if device is not None:
         on_device = replace(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
 from fastdecode.core.config.groups import Cluster
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.groups import HolderPool
-from fastdecode.engine.fleet.pool import ProtectedPool
-from fastdecode.engine.fleet.replicas import Replicas, replicate, replicate_apart
+from fastdecode.engine.fleet.replicas import Replicas, replicate
 from fastdecode.engine.fleet.ring import LinkOptions
 from fastdecode.engine.setup.workers import Reached
 from fastdecode.engine.stages.pool import StagePool
@@ -23,17 +21,13 @@ Welcomes = Mapping[HolderId, Welcome]
 def make_replicas(
     fleet: HolderPool, hello: Hello, welcomes: Welcomes, workers: Reached, cluster: Cluster
 ) -> tuple[dict[HolderId, Welcome], Replicas]:
-    """Have every R-worker offer room for its neighbour's replica, too. A cache on the
-    device beside them has none.
+    """Have every holder offer what leaves room for the replicas. With R-workers, a cache
+    on the device has none.
 
     Raises:
-        ConfigError: there is to be a single one, or one hasn't the memory.
+        ConfigError, WorkerError: see ``replicate``.
     """
-    options = _options(hello.session, workers.addresses, cluster)
-    if workers.keepers is not None:
-        assert isinstance(fleet, ProtectedPool)
-        options = replace(options, keepers=workers.keepers)
-        return replicate_apart(fleet, hello, welcomes, options)
+    options = _options(hello.session, workers.addresses, cluster, workers.keepers)
     circle = fleet.members.holders[: workers.num_holders]
     return replicate(fleet, hello, welcomes, options, circle=circle)
 
@@ -50,14 +44,14 @@ def make_stage_replicas(
     for stage, addresses, each in stages:
         circle = [members.member(stage, column) for column in range(members.num_columns)]
         named = dict(zip(circle, addresses, strict=True))
-        rings.append((circle, _options(each, named, cluster)))
+        rings.append((circle, _options(each, named, cluster, {})))
     return Replicas(fleet, rings)
 
 
 def about_replicas(welcomes: Welcomes, again: Welcomes, workers: Reached) -> str:
     """What room replicas leave, for people."""
     keeps = "each R-worker keeps its neighbour's in as many"
-    if workers.keepers is not None:
+    if workers.keepers:
         keeps = "the host's memory has a replica of all of them"
     num_blocks = sum(welcome.num_blocks for welcome in welcomes.values())
     offered = sum(welcome.num_blocks for welcome in again.values())
@@ -65,6 +59,9 @@ def about_replicas(welcomes: Welcomes, again: Welcomes, workers: Reached) -> str
 
 
 def _options(
-    session: int, addresses: Seq[str] | Mapping[HolderId, str], cluster: Cluster
+    session: int,
+    addresses: Seq[str] | Mapping[HolderId, str],
+    cluster: Cluster,
+    keepers: Mapping[HolderId, HolderId],
 ) -> LinkOptions:
-    return LinkOptions(addresses, cluster.link_bytes, cluster.worker_timeout_s, session)
+    return LinkOptions(addresses, cluster.link_bytes, cluster.worker_timeout_s, session, keepers)

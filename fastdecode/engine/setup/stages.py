@@ -190,7 +190,7 @@ class StageSetup:
             return HeadsRegreeting(fleet, hello, deadlines, places)
         return None if places is None else ColumnRegreeting(fleet.members, hello, places)
 
-    def make_greeting(self, ranks: Ranks | None = None) -> Hello:
+    def make_greeting(self, ranks: Ranks | None) -> Hello:
         """What it greets its R-workers with, now and after a loss; in another session, if
         the first stage asks for that."""
         hello = make_hello(self.checkpoint, self.own_spec, self.resolved)
@@ -255,7 +255,8 @@ def _await_hello(setup: StageSetup, fleet: HolderPool, links: StageLinks) -> Sta
     expected = setup.hello(len(fleet))
     if (
         not isinstance(hello, StageHello)
-        or _without_sessions(hello, expected.num_lanes) != expected
+        or replace(hello, num_lanes=expected.num_lanes, sessions=(), session=0, resumes=False)
+        != expected
         or not 1 <= hello.num_lanes <= MAX_LANES
         or rest
     ):
@@ -264,11 +265,6 @@ def _await_hello(setup: StageSetup, fleet: HolderPool, links: StageLinks) -> Sta
             "stages with the same options and the same model"
         )
     return hello
-
-
-def _without_sessions(hello: StageHello, num_lanes: int) -> StageHello:
-    """The same, with so many lanes, and in no session."""
-    return replace(hello, num_lanes=num_lanes, sessions=(), session=0, resumes=False)
 
 
 def greet_stages(

@@ -30,7 +30,7 @@ from rworker.transfers.neighbours import Neighbourhood, ThreadNeighbours
 from rworker.worker import start_worker_thread
 
 if TYPE_CHECKING:
-    from fastdecode.engine.step.remote import Attention, AttentionPlan
+    from fastdecode.engine.step.remote import Attention
     from fastdecode.wire.mpi.connection import MpiConnection
     from fastdecode.wire.mpi.roles import StageRanks
     from sworker.worker import SWorker
@@ -72,19 +72,15 @@ class Reached:
     """R-workers beside those of the hub, that come when one is lost."""
     attention: Callable[[HolderPool, Holder, SWorker], Attention] | None = None
     """Makes what attends, where that isn't done by sending q, k and v."""
-    protect: Callable[[Any, AttentionPlan], Attention] | None = None
-    """Has attention go on at the R-worker that takes over from the device: given what
-    ``attention`` has made, and attention at R-workers. None: none takes over."""
     stages: StageLinks | None = None
     """Other stages of the pipeline: the hub's last connections."""
-    keepers: Mapping[HolderId, HolderId] | None = None
-    """Which of the hub's last R-workers keep the holders' replicas, and nothing else;
-    None: none does."""
+    keepers: Mapping[HolderId, HolderId] = field(default_factory=dict)
+    """Which of the hub's last R-workers keep the holders' replicas, and nothing else."""
 
     @property
     def num_holders(self) -> int:
         """R-workers, or what is in their place; of several stages, this one's."""
-        return len(self._r_workers) - len(self.keepers or ())
+        return len(self._r_workers) - len(self.keepers)
 
     @property
     def _r_workers(self) -> Sequence[RConnection]:

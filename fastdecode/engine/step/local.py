@@ -102,6 +102,11 @@ class DeviceWorker(InlineConnection):
         """All layers of a step are done, or queued on the device."""
         self._state.cache_of(WORKER, begin.holder).books.steps.finish(begin.lane, begin.step)
 
+    def fail(self) -> None:
+        """The device has failed: its caches are gone, and their memory is free."""
+        self.close()
+        self._executor.drop_all()
+
 
 @dataclass(frozen=True, eq=False)
 class BegunStep:
@@ -158,7 +163,7 @@ class LocalAttention:
     ) -> None:
         self.fleet = fleet
         self.holders = (device,)
-        self._connection = connection
+        self.connection = connection
         self.whole = whole_steps(s_worker, connection)
         """Runs decode steps as one graph; None: they run layer by layer."""
         if self.whole is not None:
@@ -167,7 +172,7 @@ class LocalAttention:
         connection.keep_on_host(s_worker)
 
     def begin(self, batch: StepBatch) -> LocalStep:
-        return LocalStep(self._connection, batch, self.whole)
+        return LocalStep(self.connection, batch, self.whole)
 
 
 def whole_steps(s_worker: SWorker, connection: DeviceWorker) -> WholeSteps | None:

@@ -15,8 +15,7 @@ from fastdecode.core.errors import WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.step.layout import StepBatch
-from fastdecode.engine.step.local import LocalAttention, LocalStep
-from fastdecode.engine.step.reached_device import ReachedDevice
+from fastdecode.engine.step.local import DeviceWorker, LocalAttention, LocalStep
 from fastdecode.engine.step.remote import AttentionPlan, RemoteStep
 from sworker.failures import is_failure
 from sworker.whole import WholeSteps
@@ -42,14 +41,11 @@ class ProtectedAttention:
     Args:
         local: on the device.
         plan: on the R-worker that takes over.
-        connection: to the device's cache.
     """
 
-    def __init__(
-        self, local: LocalAttention, plan: AttentionPlan, connection: ReachedDevice
-    ) -> None:
+    def __init__(self, local: LocalAttention, plan: AttentionPlan) -> None:
         self.holders = local.holders
-        self._plan, self._connection = plan, connection
+        self._plan, self._connection = plan, local.connection
         self._local: LocalAttention | None = local  # None: the device has failed
 
     @property
@@ -86,7 +82,7 @@ class _Step(LocalStep):
 
     def __init__(
         self,
-        connection: ReachedDevice,
+        connection: DeviceWorker,
         batch: StepBatch,
         whole: WholeSteps | None,
         attention: ProtectedAttention,

@@ -83,11 +83,6 @@ class ReachedDevice(DeviceWorker):
                 self._obey((EndStep(cache.holder, begin.lane, begin.step),))
                 self._wake_up()
 
-    def fail(self) -> None:
-        """The device has failed: its caches are gone, and their memory is free."""
-        self.close()
-        self._executor.drop_all()
-
     def send(self, message: ToRWorker) -> None:
         """See ``InlineConnection``, but it is done at once: readers wait for what is
         exported, while the S-worker may not look for long."""
