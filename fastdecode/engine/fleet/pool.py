@@ -50,7 +50,7 @@ class Placement:
 
     Args:
         workers: their indices; each keeps the holder of that number at first.
-        keepers: those of them that only keep replicas. Their numbers are no holders'.
+        keepers: the workers that only keep replicas: no holder has their numbers.
     """
 
     def __init__(self, workers: Iterable[int], keepers: Collection[int] = ()) -> None:
@@ -252,7 +252,7 @@ class WorkerPool:
         return False
 
     def hear_reports(self) -> None:
-        """Take in what has been reported by workers that nobody waits for."""
+        """Take in reports of workers from which no answer is awaited."""
 
     def tier_of(self, holder: HolderId, message: UseTier) -> UseTier:
         """What a holder is sent to open its lower tier."""
@@ -505,7 +505,7 @@ class ProtectedPool(MixedPool):
     _device_index = 0
 
     def hear_reports(self) -> None:
-        """See ``WorkerPool``. Steps on the device wait for nobody."""
+        """See ``WorkerPool``. Steps on the device never receive."""
         index = self._device_index
         device = self._connection(index)
         try:
@@ -523,7 +523,7 @@ class ProtectedPool(MixedPool):
         self._sort(self._connection(self._device_index).receive(timeout_s))
 
     def _sort(self, message: FromRWorker) -> None:
-        """Keep what the device said until it is asked for."""
+        """Take in a report of the device; keep an answer for ``receive``."""
         if isinstance(message, (Failed, ReplicationNews)):
             self._taken(self._device_index, message)
         else:

@@ -35,7 +35,7 @@ class Protection:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._states: dict[HolderId, _Replica] = {}
-        self._held: dict[HolderId, dict[int, int]] = {}  # what each one's keeper has: lane, step
+        self._caught_up: set[HolderId] = set()
         self._unprotected_since_s: float | None = None
         self.unprotected_s = 0.0
         """In which some R-worker had no replica, up to the last ``count``."""
@@ -51,7 +51,7 @@ class Protection:
     def begin(self, holder: HolderId) -> None:
         """A new replica is to be kept, of which nothing was heard yet."""
         self._states[holder] = _Replica.NEW
-        self._held.pop(holder, None)
+        self._caught_up.discard(holder)
 
     def end(self, holder: HolderId) -> None:
         """Its replica isn't kept up to date any more."""
@@ -68,13 +68,9 @@ class Protection:
         holder = HolderId(news.holder)
         if self._states.get(holder) is _Replica.NEW:
             self._states[holder] = _Replica.KEPT
-        self._held.setdefault(holder, {})[news.lane] = news.step
         if news.step != NO_STEP:
+            self._caught_up.add(holder)
             self.lags[min(max(0, last_step - news.step), MOST_LAG)] += 1
-
-    def held(self, holder: HolderId) -> dict[int, int]:
-        """Of each lane of which anything was said, the last step that the replica has."""
-        return self._held.get(holder, {})
 
     def is_cut(self, holder: HolderId) -> bool:
         """Whether there is no replica, or it isn't kept up to date any more."""
@@ -82,7 +78,7 @@ class Protection:
 
     def has_caught_up(self, holder: HolderId) -> bool:
         """Whether the replica has had all that was cached at the end of some step."""
-        return max(self.held(holder).values(), default=NO_STEP) > NO_STEP
+        return holder in self._caught_up
 
     def count(self) -> None:
         """Count the time in which some R-worker has no replica, up to now."""

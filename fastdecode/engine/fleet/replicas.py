@@ -560,8 +560,8 @@ class DeviceReplicas(Replicas):
     """Of the cache on the S-worker's device."""
 
     def begin(self) -> None:
-        """See ``Replicas``. Waits until the replica is there: nobody else could go on for
-        a device that fails before that.
+        """See ``Replicas``. Waits until the replica is there: no R-worker could take
+        over from a device that failed before that.
 
         Raises:
             WorkerError: the R-worker that is to keep it does not answer.
@@ -589,7 +589,7 @@ def replicate(
 ) -> tuple[dict[HolderId, Welcome], Replicas]:
     """Have every R-worker that is there offer half of its KV blocks: in the other half
     it keeps a replica of its neighbour's, once the replicas begin. Where R-workers without
-    holders keep the replicas, holders offer what those have room for.
+    holders keep the replicas, holders offer what these R-workers have room for.
 
     Args:
         hello: what all were greeted with.

@@ -51,7 +51,7 @@ class PromptStageSetup(StageSetup):
         """The R-workers that keep its layers, of a stage that is a thread.
 
         Args:
-            hub: its own, without connections; gets those to R-workers that are threads.
+            hub: its own, without connections; gets connections to R-workers that are threads.
             reached: the R-workers of each token stage.
         """
         if self.resolved.transport == "zmq":

@@ -222,7 +222,7 @@ class StageSetup:
         greeting: Hello,
         asked: StageHello,
     ) -> StageRelay:
-        """Between the first stage, which has said what it is to be, and its R-workers."""
+        """Between the first stage, which sent ``asked``, and its R-workers."""
         regreeting = self._regreeting(workers, fleet, greeting)
         return Relay(fleet, links, greeting.session, regreeting)
 
@@ -270,13 +270,13 @@ def _await_hello(setup: StageSetup, fleet: HolderPool, links: StageLinks) -> Sta
 def greet_stages(
     fleet: HolderPool, links: StageLinks, setups: Seq[StageSetup], hello: Hello
 ) -> tuple[StageWelcome, ...]:
-    """Send the later stages what they are to be, and wait until they are that. Those
-    that run prompts come last: they get the sessions in which R-workers take prompts.
-    What the others have answered.
+    """Send the later stages what they are to be, and wait until they are that. Prompt
+    stages come last: they get the sessions in which R-workers take prompts. What the
+    others have answered.
 
     Args:
-        hello: what the first stage's R-workers were greeted with; those of later stages
-            outlive them, and are resumed, as these are.
+        hello: what the first stage's R-workers were greeted with; R-workers of later
+            stages are kept and resumed as these are.
 
     Raises:
         WorkerError: one can't.

@@ -211,7 +211,7 @@ BetweenSteps: TypeAlias = (
     "Submitted | Opened | Refused | Lost | Interrupted | Leaving | TakenOver | Reopened | Joined | "
     "Cancelled | Ended | Regrouped | Fetching | Moved | Pulled | Stocked"
 )
-"""What happens beside the steps of lanes."""
+"""Events that are no part of a lane's step."""
 Event: TypeAlias = "LaneIdle | LaneReady | StepDone | Came | BetweenSteps"
 
 

@@ -126,7 +126,7 @@ class Lifecycle:
         return instructions
 
     def _take(self, event: BetweenSteps) -> None:
-        """Something has happened beside the steps of lanes."""
+        """An event that is no part of a lane's step."""
         match event:
             case Opened():
                 self._opened(event.part_id)
@@ -155,7 +155,7 @@ class Lifecycle:
                 assert_never(event)
 
     def _ask_adopters(self) -> None:
-        """No step is in flight: those that take holders over are asked what they have."""
+        """No step is in flight: ask the R-workers that take holders over what they have."""
         for holder in self.adoptions.about_to_leave:
             self.handing.interrupt(holder)  # what it exports or imports doesn't move with it
         self.adoptions.ask()
