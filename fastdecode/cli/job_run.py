@@ -31,7 +31,14 @@ def run_job(
     """
     with (
         open_trace(args.trace) as trace,
-        LLM(args.model, progress=tell, trace=trace, **engine_options(args), **options) as llm,
+        LLM(
+            args.model,
+            progress=tell,
+            trace=trace,
+            generation_config="ignore",  # requests bring its defaults
+            **engine_options(args),
+            **options,
+        ) as llm,
         progress,
         StatusFile(
             args.status, args.command, RunningEngineStatus.of(llm, lambda: progress.state), tell

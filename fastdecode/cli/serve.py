@@ -206,7 +206,10 @@ def _start(
         with stops.put_off(), imports_for(f"{COMMAND} (an S-worker)"):
             load_engine(args)
             from fastdecode.engine.llm import LLM
-        with LLM(args.model, progress=tell, **engine_options(args)) as llm:
+        # Requests bring the defaults of generation_config.json.
+        with LLM(
+            args.model, progress=tell, generation_config="ignore", **engine_options(args)
+        ) as llm:
             stack.enter_context(stops_noted(wishes))
             if stops.num and not wishes.num_stops:
                 wishes.num_stops = 1

@@ -51,7 +51,7 @@ _QUANTISED = (
     "docs/guides/quantised.md"
 )
 _LOCAL = "give the model as a directory, or as NAME@REVISION of the local Hugging Face cache"
-_SPECULATIVE = "speculative decoding isn't there: the batch is what makes decoding fast here"
+_SPECULATIVE = "there is no speculative decoding: larger batches make decoding fast here"
 _NO_LORA = "adapters are not applied: merge them into the weights first"
 _NO_OFFLOAD = "weights stay on the S-worker's devices: split them with tp or pp"
 
@@ -170,6 +170,20 @@ ARGUMENTS_NOT_SUPPORTED: Final[Mapping[str, tuple[Collection[object], str]]] = {
     "guided_options_request": ((), "give structured_outputs to SamplingParams"),
 }
 """The same for arguments of ``LLM.generate`` and ``LLM.chat``."""
+
+_CLOSE: Final = "close the LLM: that frees its memory"
+_TRACE: Final = "fastdecode generate --trace FILE records every step"
+_COUNTERS: Final = "LLM.stats and LLM.snapshot() have the counters"
+
+METHODS_NOT_SUPPORTED: Final[Mapping[str, str]] = {
+    "beam_search": _NO_BEAMS,
+    **dict.fromkeys(("embed", "encode", "classify", "score", "reward"), _NO_POOLING),
+    **dict.fromkeys(("sleep", "wake_up"), _CLOSE),
+    **dict.fromkeys(("start_profile", "stop_profile"), _TRACE),
+    **dict.fromkeys(("get_metrics", "llm_engine"), _COUNTERS),
+    "reset_prefix_cache": "give requests a new cache_salt: they share no earlier blocks",
+}
+"""vLLM's attribute of an ``LLM`` → what is there instead."""
 
 
 class ArgumentsNotSupported(TypedDict, total=False):

@@ -55,7 +55,12 @@ from fastdecode.core.sequence import (
     TokenLogprob,
 )
 from fastdecode.core.trace import Trace
-from fastdecode.core.vllm_names import ArgumentsNotSupported, engine_options, refuse_arguments
+from fastdecode.core.vllm_names import (
+    METHODS_NOT_SUPPORTED,
+    ArgumentsNotSupported,
+    engine_options,
+    refuse_arguments,
+)
 from fastdecode.engine.checker import RequestChecker
 from fastdecode.engine.facts import facts_of
 from fastdecode.engine.instances.opening import make_service
@@ -175,6 +180,16 @@ class LLM:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    if not TYPE_CHECKING:  # mypy refuses the names itself
+
+        def __getattr__(self, name: str) -> Any:
+            """Raises AttributeError: also for vLLM's methods that LLM lacks, with what it
+            has instead."""
+            if name in METHODS_NOT_SUPPORTED:
+                instead = METHODS_NOT_SUPPORTED[name]
+                raise AttributeError(f"LLM.{name} is not supported: {instead}")
+            return object.__getattribute__(self, name)
 
     def close(self) -> None:
         """Stop the engine and the R-workers. Safe to call twice."""

@@ -115,7 +115,7 @@ class ChatTemplate:
             ConfigError: ``override`` can't be read.
         """
         config = read_model_json(model_dir / "tokenizer_config.json")
-        special_tokens = _special_tokens_of(model_dir, config)
+        special_tokens = special_tokens_of(model_dir)
         if override is not None:
             try:
                 return cls(_read_override(override), str(override), special_tokens)
@@ -141,9 +141,8 @@ class ChatTemplate:
     @classmethod
     def of_model(cls, model_dir: Path, source: str, origin: str) -> ChatTemplate:
         """A Jinja program in place of the model's own. Raises as ``load``."""
-        config = read_model_json(model_dir / "tokenizer_config.json")
         try:
-            return cls(source, origin, _special_tokens_of(model_dir, config))
+            return cls(source, origin, special_tokens_of(model_dir))
         except CheckpointError as error:
             raise ConfigError(Given("chat_template"), f": {error}") from None
 
@@ -216,8 +215,9 @@ class ChatTemplate:
         self._child.close()
 
 
-def _special_tokens_of(model_dir: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """``config``: of ``tokenizer_config.json``."""
+def special_tokens_of(model_dir: Path) -> dict[str, str]:
+    """``{"bos_token": "<s>", …}``, as far as the model's files name them."""
+    config = read_model_json(model_dir / "tokenizer_config.json")
     # Where transformers finds added_tokens_decoder, it doesn't read the older file.
     older = (
         {}

@@ -7,13 +7,28 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 from fastdecode.core.errors import ConfigError
-from fastdecode.text.chat_template import ChatTemplate
+from fastdecode.text.chat_template import ChatTemplate, special_tokens_of
 from fastdecode.text.codec import TextCodec
 from fastdecode.text.detokenizer import Vocabulary
 from fastdecode.text.rendering import Rendering
+
+T = TypeVar("T")
+
+
+class Encoding(dict[str, T]):
+    """``input_ids`` and ``attention_mask`` of a text, or lists of them of several: by key,
+    or as attributes."""
+
+    @property
+    def input_ids(self) -> T:
+        return self["input_ids"]
+
+    @property
+    def attention_mask(self) -> T:
+        return self["attention_mask"]
 
 
 class ModelTokenizer:
@@ -56,6 +71,39 @@ class ModelTokenizer:
             return None
         return self._tokens.tokenizer.id_to_token(self.eos_token_id)
 
+    @cached_property
+    def special_tokens_map(self) -> dict[str, str]:
+        """``bos_token``, ``eos_token``, ``pad_token`` and so on, as far as the model's
+        files name them."""
+        return special_tokens_of(self._model)
+
+    @property
+    def bos_token(self) -> str | None:
+        return self.special_tokens_map.get("bos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._id_of(self.bos_token)
+
+    @property
+    def pad_token(self) -> str | None:
+        return self.special_tokens_map.get("pad_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return self._id_of(self.pad_token)
+
+    @property
+    def unk_token(self) -> str | None:
+        return self.special_tokens_map.get("unk_token")
+
+    @property
+    def unk_token_id(self) -> int | None:
+        return self._id_of(self.unk_token)
+
+    def _id_of(self, token: str | None) -> int | None:
+        return None if token is None else self._tokens.tokenizer.token_to_id(token)
+
     @property
     def vocab_size(self) -> int:
         """Without added tokens."""
@@ -81,18 +129,18 @@ class ModelTokenizer:
         return self._codec.encode(text, add_special_tokens=add_special_tokens)
 
     @overload
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]: ...
+    def __call__(self, text: str, add_special_tokens: bool = True) -> Encoding[list[int]]: ...
     @overload
     def __call__(
         self, text: list[str], add_special_tokens: bool = True
-    ) -> dict[str, list[list[int]]]: ...
-    def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> dict[str, Any]:
-        """``{"input_ids", "attention_mask"}`` of a text, or lists of them of several."""
+    ) -> Encoding[list[list[int]]]: ...
+    def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> Encoding[Any]:
+        """Raises RequestError: a text can't be encoded."""
         if isinstance(text, str):
             ids = self.encode(text, add_special_tokens)
-            return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+            return Encoding(input_ids=ids, attention_mask=[1] * len(ids))
         several = [self.encode(one, add_special_tokens) for one in text]
-        return {"input_ids": several, "attention_mask": [[1] * len(ids) for ids in several]}
+        return Encoding(input_ids=several, attention_mask=[[1] * len(ids) for ids in several])
 
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)

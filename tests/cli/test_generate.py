@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -48,6 +49,17 @@ def run(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Run:
         ]
 
     return run
+
+
+def test_the_models_defaults_are_named_once(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(tiny_checkpoint("llama"), tmp_path / "model")
+    (model / "generation_config.json").write_text('{"do_sample": true, "top_k": 3}')
+    (tmp_path / "in.jsonl").write_text(line("a", prompt_token_ids=[5]))
+    files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    assert main(["generate", str(model), *files, "--kv-memory-gb", "0.01"]) == 0
+    assert capfd.readouterr().err.count("defaults of generation_config.json: top_k 3") == 1
 
 
 def test_lines_come_from_a_pipe_and_answers_go_to_one(

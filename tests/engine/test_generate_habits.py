@@ -328,6 +328,21 @@ def test_arguments_that_arent_there_say_what_is(
             call(PROMPTS if call == llm.generate else CHAT, **{name: value})  # type: ignore[operator]
 
 
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("beam_search", "no beam search"),
+        ("embed", "generate text"),
+        ("sleep", "close the LLM"),
+        ("generat", "has no attribute 'generat'"),
+    ],
+)
+def test_methods_that_arent_there_say_what_is(llm: LLM, name: str, instead: str) -> None:
+    assert not hasattr(llm, name)
+    with pytest.raises(AttributeError, match=instead):
+        getattr(llm, name)
+
+
 CHAT = [{"role": "user", "content": "Who lived in the mill?"}]
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -413,7 +428,11 @@ def test_the_tokenizer_is_transformers(llm: LLM) -> None:
     assert ours.decode([1, *ids], skip_special_tokens=True) == text
     assert ours.convert_ids_to_tokens(ids) == oracle.convert_ids_to_tokens(ids)
     assert ours.convert_tokens_to_ids(ours.tokenize(text)) == ids[1:]  # without <|begin|>
-    assert (ours.eos_token_id, ours.eos_token) == (oracle.eos_token_id, oracle.eos_token)
+    for name in ("eos_token", "bos_token", "pad_token", "unk_token"):
+        assert getattr(ours, name) == getattr(oracle, name), name
+        assert getattr(ours, f"{name}_id") == getattr(oracle, f"{name}_id"), name
+    assert ours.bos_token_id == ours(text).input_ids[0] and ours.special_tokens_map
+    assert ours([text]).attention_mask == oracle([text]).attention_mask
     assert (len(ours), ours.get_vocab()) == (len(oracle), oracle.get_vocab())
     chat = [{"role": "user", "content": "hello"}]
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
