@@ -27,6 +27,8 @@ help:
 $(VENV)/.base: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "FastDecode needs Python 3.10 or newer; run: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
+	@echo "installing torch and the rest into $(VENV): about 3 GB from PyPI, since its torch for Linux has CUDA"
+	@echo "(for CPUs alone about 0.3 GB: set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu)"
 	@# torch alone, and first, so that no other package's needs choose its build.
 	$(PIP) install -c constraints.txt 'torch==2.13.0'
 	$(PIP) install -c constraints.txt -e '.[sworker]'

@@ -58,6 +58,6 @@ class ActivityLines:
         live, num = now.workers
         workers = f", R-workers {live}/{num}" if num else ""
         self._tell(
-            f"{now.num_running} sequences run, {now.num_waiting} wait, "
+            f"{now.num_running} running, {now.num_waiting} waiting, "
             f"{(now.output_tokens - tokens) / elapsed_s:.0f} tok/s{workers}"
         )

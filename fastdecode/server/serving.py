@@ -113,7 +113,7 @@ class Serving:
             self._tell("the HTTP process reads again")
 
     def _drain(self, timeout_s: float) -> Ending:
-        self._tell(f"finishing what runs, for {timeout_s:g} s at most; again to stop at once")
+        self._tell(f"finishing running requests for up to {timeout_s:g} s; ask again to stop at once")
         self._bridge.send(Drain(timeout_s))
         end_s = time.monotonic() + timeout_s
         while (
@@ -152,7 +152,7 @@ def _ending(num_cut: int, *, is_heard: bool) -> str:
         return "ended; the HTTP process didn't say in time how many requests were cut off"
     if num_cut:
         return f"ended; {num_cut} {'request was' if num_cut == 1 else 'requests were'} cut off"
-    return "ended; all that ran was answered"
+    return "ended; all running requests were answered"
 
 
 def _told(error: FastDecodeError | None) -> str:

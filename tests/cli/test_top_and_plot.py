@@ -273,10 +273,10 @@ def test_a_server_that_works_says_so_every_ten_seconds() -> None:
     for second in range(25, 35):
         now[0] = float(second)
         lines.turn()
-    assert told == ["5 sequences run, 3 wait, 120 tok/s, R-workers 1/2"]
+    assert told == ["5 running, 3 waiting, 120 tok/s, R-workers 1/2"]
     state[0] = Activity(0, 0, 1300, (1, 2))
     now[0] = 45.0
     lines.turn()
     now[0] = 60.0
     lines.turn()
-    assert told[1:] == ["0 sequences run, 0 wait, 7 tok/s, R-workers 1/2"], "once more, then quiet"
+    assert told[1:] == ["0 running, 0 waiting, 7 tok/s, R-workers 1/2"], "once more, then quiet"

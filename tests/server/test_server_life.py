@@ -127,7 +127,7 @@ def test_a_drain_finishes_what_runs() -> None:
         assert said[-1] == "[DONE]" and said[-2]["choices"][0]["finish_reason"] == "length"
         outcome = server.job.wait(120, grace_s=30)
         assert (outcome.exit_code, outcome.orphans) == (0, [])
-        assert "ended; all that ran was answered" in outcome.output
+        assert "ended; all running requests were answered" in outcome.output
 
 
 @pytest.mark.parametrize("second", [False, True])
