@@ -49,7 +49,8 @@ class Stopping:
         self._asked += 1 if self._asked or self._grace_s else 2
         if self._asked == 1:
             self._since = self._clock()
-            return f"finishing running requests for up to {self._grace_s:g} s; ask again to stop at once"
+            grace = f"{self._grace_s:g} s at most"
+            return f"finishing requests for {grace}; a second signal stops at once"
         if self._asked == 2:
             return "stopping after this step; again to leave it in the middle"
         # Something hangs, maybe for ever. The output takes no harm: every line in it is whole.

@@ -113,7 +113,7 @@ class Serving:
             self._tell("the HTTP process reads again")
 
     def _drain(self, timeout_s: float) -> Ending:
-        self._tell(f"finishing running requests for up to {timeout_s:g} s; ask again to stop at once")
+        self._tell(f"finishing requests for {timeout_s:g} s at most; a second signal stops at once")
         self._bridge.send(Drain(timeout_s))
         end_s = time.monotonic() + timeout_s
         while (

@@ -266,7 +266,7 @@ def _stop(process: subprocess.Popen[str], stop: signal.Signals, limit: StepLimit
     """Ask a job to stop; it goes on once it has said that it will."""
     process.send_signal(stop)
     assert process.stderr is not None
-    assert any("finishing running requests" in line for line in process.stderr)  # reads no further
+    assert any("finishing requests" in line for line in process.stderr)  # reads no further
     limit.lift()
 
 

@@ -90,7 +90,7 @@ def test_when_the_s_worker_is_killed_the_job_has_failed(asked: Asked, limit: Ste
     assert "the S-worker has died" in outcome.output
 
 
-FINISHING = ("finishing running requests", "to go on:")
+FINISHING = ("finishing requests", "to go on:")
 STOPS = [
     ("run-batch", signal.SIGINT, FINISHING),
 ]
