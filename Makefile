@@ -25,7 +25,7 @@ help:
 
 # A stamp a set of packages; it is renewed when what it was made from changes.
 $(VENV)/.base: setup.cfg pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "FastDecode needs Python 3.10 or newer; run: make PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "FastDecode needs Python 3.10 or newer; run: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing torch and the rest into $(VENV): about 3 GB from PyPI, since its torch for Linux has CUDA"
 	@echo "(for CPUs alone about 0.3 GB: set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu)"
