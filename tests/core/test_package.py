@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,15 @@ def test_every_file_of_the_packages_is_built(tmp_path: Path) -> None:
         if name and (ROOT / name).exists() and not (tmp_path / "built" / name).exists()
     ]
     assert not missing
+
+
+def test_an_editable_install_is_a_path_that_type_checkers_follow(tmp_path: Path) -> None:
+    build = "import setuptools; setuptools.setup()"
+    where = ["egg_info", "--egg-base", str(tmp_path), "editable_wheel", "--dist-dir", str(tmp_path)]
+    command = [sys.executable, "-c", build, *where]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        (name,) = [name for name in files.namelist() if name.endswith(".pth")]
+        assert Path(files.read(name).decode().strip()) == ROOT
