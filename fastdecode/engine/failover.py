@@ -104,8 +104,6 @@ class ReplicaRecovery(Recovery):
         if not self._state.lifecycle.adoptions:
             leaving = replicas.leaving(self._is_used)
         joined = list(self._joined(vacant))
-        for _ in joined:
-            replicas.joined()
         yield from map(Leaving, leaving)
         yield from joined
 

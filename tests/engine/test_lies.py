@@ -262,8 +262,7 @@ def test_who_lies_in_a_group_is_given_up_alone(
     expected, _ = answers(model, **options)
     give(monkeypatch, {"r1": OfAnotherDtypeLater})
     assert answers(model, **options) == (expected, 2)
-    assert "R-worker r1 is lost: it answered o of uint16 (" in caplog.text
-    assert caplog.text.count("its heads of every sequence with it") == 1
+    assert caplog.text.count("R-worker r1 is lost: it answered o of uint16 (") == 1
 
 
 def answers(model: Path, **options: Any) -> tuple[list[Any], int]:

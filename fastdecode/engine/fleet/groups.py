@@ -82,12 +82,17 @@ class CacheGroup:
         self.greets_all = False
         """A greeting goes to members in every stage, not in the first alone: it isn't
         the first one, which each stage has seen to by itself."""
+        self.loss: WorkerError | None = None
+        """Why it is lost, until it is revived; None: it isn't, or nobody has taken that
+        loss (``WorkerPool.take_losses``)."""
         self.begin(shards)
 
     def begin(self, shards: Shards) -> None:
         """From now on these are the members. What was asked before is forgotten."""
         pool = self._pool
         self.shards = dict(shards)
+        self.lost_members: list[HolderId] = []
+        """Those of which a loss was taken that nobody has seen to."""
         self.moves = JoinedMoves(self.holder, self.shards)
         """What members report of tiers and transfers."""
         self._asked = {
@@ -258,8 +263,6 @@ class GroupPool:
         self.moves: Final = GroupMoves(self.groups, self._take_moves)
         self.told_first: tuple[ToRWorker, ...] = ()
         """What a group is sent first that replaces a lost one."""
-        self._lost: dict[HolderId, WorkerError] = {}  # until they are revived
-        self._lost_members: dict[HolderId, list[HolderId]] = {}  # by group
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -282,9 +285,7 @@ class GroupPool:
     @property
     def lost(self) -> dict[HolderId, WorkerError]:
         """The groups that are lost, and why."""
-        if not self.gone and not self._lost:
-            return {}
-        found = {group.holder: self._lost.get(group.holder, group.broken) for group in self.groups}
+        found = {group.holder: group.loss or group.broken for group in self.groups}
         return {holder: error for holder, error in found.items() if error is not None}
 
     @property
@@ -312,7 +313,7 @@ class GroupPool:
         for member, error in self.members.take_losses():
             group = self._group_of(member)
             if group is not None:
-                self._lost_members.setdefault(group.holder, []).append(member)
+                group.lost_members.append(member)
                 if self.give_up(group.holder, error):
                     told.append((group.holder, error))
         return told
@@ -331,7 +332,9 @@ class GroupPool:
 
     def take_lost_members(self, holder: HolderId) -> list[HolderId]:
         """See ``WorkerPool``."""
-        return self._lost_members.pop(holder, [])
+        group = self.groups[holder]
+        lost, group.lost_members = group.lost_members, []
+        return lost
 
     def go_on(self, holder: HolderId) -> None:
         """See ``WorkerPool``."""
@@ -344,7 +347,7 @@ class GroupPool:
         group = self.groups[holder]
         if isinstance(message, Hello):
             self._begin(group, message)
-        elif holder in self._lost:
+        elif group.loss is not None:
             return
         group.send(message)
 
@@ -376,17 +379,16 @@ class GroupPool:
     def give_up(self, holder: HolderId, error: WorkerError | None = None) -> bool:
         """A group is lost until it is revived. Whether it wasn't before. ``error``:
         None: since a member is."""
-        if holder in self._lost:
-            return False
         group = self.groups[holder]
-        error = error or group.broken or WorkerError(f"{group.peer} is incomplete")
-        self._lost[holder] = error
+        if group.loss is not None:
+            return False
+        group.loss = error or group.broken or WorkerError(f"{group.peer} is incomplete")
         group.moves.news.clear()
         return True
 
     def revive(self, holder: HolderId) -> None:
         """A group goes on, with other members or with members at other R-workers."""
-        self._lost.pop(holder, None)
+        self.groups[holder].loss = None
         for message in self.told_first:
             own = self.tier_of(holder, message) if isinstance(message, UseTier) else message
             self.send(holder, own)
@@ -404,14 +406,14 @@ class GroupPool:
     def _take(self, member: HolderId, answer: Answer) -> tuple[HolderId, Answer] | None:
         group = self._group_of(member)
         joined = None if group is None else group.take(member, answer)
-        if group is None or joined is None or group.holder in self._lost:
+        if group is None or joined is None or group.loss is not None:
             return None
         return group.holder, joined
 
     def _take_moves(self) -> None:
         for news in self.members.events.take_tiers():
             group = self._group_of(HolderId(news.holder))
-            if group is not None and group.holder not in self._lost:
+            if group is not None and group.loss is None:
                 group.take_moved(HolderId(news.holder), news)
 
 

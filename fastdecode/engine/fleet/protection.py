@@ -21,6 +21,8 @@ class _Replica(Enum):
     NEW = "new"
     """To be kept; its keeper has reported nothing yet."""
     KEPT = "kept"
+    CAUGHT_UP = "caught up"
+    """It has had all that was cached at the end of some step."""
     ENDED = "ended"
     """There is none, or it isn't kept up to date any more."""
 
@@ -35,7 +37,6 @@ class Protection:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._states: dict[HolderId, _Replica] = {}
-        self._caught_up: set[HolderId] = set()
         self._unprotected_since_s: float | None = None
         self.unprotected_s = 0.0
         """In which some R-worker had no replica, up to the last ``count``."""
@@ -46,12 +47,17 @@ class Protection:
     @property
     def bare(self) -> set[HolderId]:
         """Those that have no replica that could be gone on with."""
-        return {holder for holder, state in self._states.items() if state is not _Replica.KEPT}
+        kept = _Replica.KEPT, _Replica.CAUGHT_UP
+        return {holder for holder, state in self._states.items() if state not in kept}
+
+    @property
+    def members(self) -> set[HolderId]:
+        """Those that are to have replicas, or had until they were lost."""
+        return set(self._states)
 
     def begin(self, holder: HolderId) -> None:
         """A new replica is to be kept, of which nothing was heard yet."""
         self._states[holder] = _Replica.NEW
-        self._caught_up.discard(holder)
 
     def end(self, holder: HolderId) -> None:
         """Its replica isn't kept up to date any more."""
@@ -66,10 +72,10 @@ class Protection:
     def hear(self, news: Replicated, last_step: int) -> None:
         """How far a replica is. ``last_step``: that has begun."""
         holder = HolderId(news.holder)
-        if self._states.get(holder) is _Replica.NEW:
-            self._states[holder] = _Replica.KEPT
-        if news.step != NO_STEP:
-            self._caught_up.add(holder)
+        has_caught_up = news.step != NO_STEP
+        if self._states.get(holder) in (_Replica.NEW, _Replica.KEPT):
+            self._states[holder] = _Replica.CAUGHT_UP if has_caught_up else _Replica.KEPT
+        if has_caught_up:
             self.lags[min(max(0, last_step - news.step), MOST_LAG)] += 1
 
     def is_cut(self, holder: HolderId) -> bool:
@@ -77,8 +83,8 @@ class Protection:
         return self._states.get(holder) is _Replica.ENDED
 
     def has_caught_up(self, holder: HolderId) -> bool:
-        """Whether the replica has had all that was cached at the end of some step."""
-        return holder in self._caught_up
+        """See ``CAUGHT_UP``."""
+        return self._states.get(holder) is _Replica.CAUGHT_UP
 
     def count(self) -> None:
         """Count the time in which some R-worker has no replica, up to now."""

@@ -126,7 +126,6 @@ class Failovers:
         self._ring = Ring(fleet, options, clock, fleet.pending.deadlines)
         self.circle = list(circle)
         """The ring's holders, lost ones included."""
-        self._is_broken = False  # somebody has left the ring, or come
         self.failing: dict[HolderId, Failover] = {}
         """Lost holders that others can go on for, and don't yet."""
         self.adopted: set[HolderId] = set()
@@ -188,7 +187,6 @@ class Failovers:
     def lose(self, holder: HolderId, *, is_used: bool) -> bool:
         """A holder is lost, which sequences are on, or not (``is_used``).
         Whether another R-worker can go on for it."""
-        self._is_broken = True
         self.failing.pop(holder, None)
         if holder in self.adopted:
             name = self._fleet.peer(holder)
@@ -264,7 +262,6 @@ class Failovers:
         assert self._handovers is not None
         handover = self._handovers.end(holder)
         self.adopted.discard(holder)
-        self._is_broken = True
         if not is_planned:
             return
         assert handover.leaves_s is not None and handover.asked_s is not None
@@ -295,22 +292,16 @@ class Failovers:
             self._fleet.placement.give_back(holder)
         self.adopted.clear()
         self.failing.clear()
-        self._is_broken = True
         return self._ring.make_way(())
-
-    def joined(self) -> None:
-        """An R-worker has come in the place of a lost one."""
-        self._is_broken = True
 
     def mend(self) -> None:
         """Close the ring again over those that are there, once no neighbour has
         anything of a lost one."""
-        if not self._is_broken or self.failing or self.adopted:
+        if self.failing or self.adopted:
             return
         lost = self._fleet.lost
         there = [one for one in self.circle if one not in lost]
-        if there and self._ring.make_way(there):
-            self._is_broken = False
+        if there and not self._ring.is_closed_over(there) and self._ring.make_way(there):
             self.figures.num_rings += self._counts_links
             self._ring.close(there)
             if len(there) > 1:
@@ -492,10 +483,6 @@ class Replicas:
             self._ring_of[member].give_up(member)
         self._fleet.give_up(holder)
 
-    def joined(self) -> None:
-        """A replacement has joined."""
-        self.rings[0].joined()
-
     def mend(self) -> None:
         """Close the rings again over the members that are present, once no neighbour has
         anything of a lost one."""
@@ -508,13 +495,10 @@ class HeadReplicas(Replicas):
     member over, or nothing is left of what one took over, all replicas end, and the
     remaining members share the heads anew (``Resharing``)."""
 
-    _is_over = False
-    """Replicas end, or have."""
-
     @property
     def adopted(self) -> set[HolderId]:
         """See ``Replicas``."""
-        return set() if self._is_over else self._adopted
+        return self._adopted
 
     def hand_over_to(self, replacements: Replacements | None) -> None:
         """See ``Replicas``."""
@@ -523,16 +507,10 @@ class HeadReplicas(Replicas):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the heads are to be shared anew, and nothing is left of replicas."""
-        if not self._is_over:
-            return False
+        """Whether nothing is left of replicas, once the group is given up."""
         self._fleet.look()  # no step awaits an answer to what was asked before
         self.take_news(0)
         return self.rings[0].end_all()
-
-    def _lose_members(self, holder: HolderId, *, is_used: bool) -> list[bool]:
-        kept = super()._lose_members(holder, is_used=is_used)
-        return [] if self._is_over else kept
 
     def reopened(self) -> list[HolderId]:
         """See ``Replicas``. The heads are shared anew instead."""
@@ -540,19 +518,12 @@ class HeadReplicas(Replicas):
 
     def emptied(self, holder: HolderId) -> None:
         """See ``Replicas``."""
-        self._is_over = True
         self.rings[0].end_all()
         self._fleet.give_up(holder)
 
-    def joined(self) -> None:
-        """The heads are shared anew."""
-        self._is_over = False
-        self._fleet.take_lost_members(GROUP)  # they are no members any more
-        super().joined()
-
     def mend(self) -> None:
-        """See ``Replicas``."""
-        if not self._is_over:
+        """See ``Replicas``. The members of a lost group are no ring."""
+        if GROUP not in self._fleet.lost:
             super().mend()
 
 

@@ -108,7 +108,6 @@ def _begin_again(fleet: GroupPool) -> None:
         WorkerError: none is.
     """
     fleet.take_losses()
-    fleet.take_lost_members(GROUP)
     if len(fleet.gone) == len(fleet.members):
         raise next(iter(fleet.gone.values()))
     fleet.revive(GROUP)
@@ -156,7 +155,6 @@ class Resharing:
         """Those of the members' answers; None: nobody is being greeted."""
         self._most_blocks = 0  # that they were greeted with
         self._welcome: Welcome | None = None
-        self._logged: set[int] = set()  # lost workers
 
     @property
     def timeout_s(self) -> float:
@@ -193,7 +191,6 @@ class Resharing:
             if self._usual is None or self._group.broken is not None:
                 if self._usual is not None and not self._let_in():
                     break
-                self._log_lost()
                 self._greet(0)
             self._take_in()
             if self._group.broken is None:
@@ -234,12 +231,6 @@ class Resharing:
                 self._places.admit(place)
                 self._members.revive(HolderId(place))
         return self._members.revive_elsewhere(self._group.shards)
-
-    def _log_lost(self) -> None:
-        for index in sorted(self._members.gone.keys() - self._logged):
-            peer = self._members.peer(HolderId(index))
-            logger.error("%s is lost, its heads of every sequence with it", peer)
-        self._logged = set(self._members.gone)
 
     def _greet(self, most: int) -> None:
         """``most``: blocks; 0: as many as they have."""

@@ -141,6 +141,13 @@ class Ring:
                 self._fleet.lose(keeper, error)
         deadlines.end_look()
 
+    def is_closed_over(self, members: Sequence[HolderId]) -> bool:
+        """Whether these are the ring, or a loss is still to be reported to it (``lose``)."""
+        gone = self._fleet.gone
+        if gone and any(gone.keys() & pair for pair in self._keepers.items()):
+            return True
+        return self._keepers == self._pairs(members) and self.protection.members == set(members)
+
     def close(self, members: Sequence[HolderId]) -> None:
         """From now on these are the ring."""
         before, self._keepers = self._keepers, self._pairs(members)
