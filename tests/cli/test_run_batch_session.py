@@ -4,14 +4,14 @@ job whose S-worker was killed."""
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from limited_steps import StepLimit
-from mpi_launch import running
+from mpi_launch import mpirun, needs_mpi, open_mpi_options, run, running
+from stage_ranks import FASTDECODE
 from zmq_r_workers import PATHS, at, r_workers
 
 from examples import TRIES_ALL
@@ -45,8 +45,11 @@ def _answers(output: Path) -> dict[str, Any]:
 HYBRID = ("--kv-placement", "hybrid", "--device", "cpu", "--device-kv-gb", "0.00004")
 """The device has room for the shortest alone."""
 REPLICAS = ("--replicas", "1")
+TWO_RANKS = [mpirun(), *open_mpi_options(), "-n", "2"]
+"""The S-workers of a job; R-workers have addresses."""
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "r-workers": (2, ()),
+    "stages as ranks, replicas": (4, ("--pp", "2", *REPLICAS)),
     "stages, replicas": (4, ("--pp", "2", *REPLICAS)),
     "hybrid": (2, HYBRID),
     "stages": (2, ("--pp", "2")),
@@ -57,13 +60,26 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "stages, heads": (4, ("--pp", "2", "--r-partition", "heads")),
 }
 """By name: R-workers, and options."""
-RUN = list(CASES)[: len(CASES) if TRIES_ALL else 2]
+RUN = [
+    pytest.param(*CASES[name], "ranks" in name, id=name, marks=[needs_mpi] * ("ranks" in name))
+    for name in list(CASES)[: len(CASES) if TRIES_ALL else 2]
+]
 
 
-@pytest.mark.parametrize(("num_r_workers", "more"), [CASES[name] for name in RUN], ids=RUN)
+def _run(command: Sequence[str], *, as_ranks: bool) -> int | None:
+    """The exit code of a command."""
+    if not as_ranks:
+        return main(command)
+    outcome = run([*TWO_RANKS, *FASTDECODE, *command], timeout_s=240.0, **PATHS)
+    assert not outcome.orphans, outcome.output
+    return outcome.exit_code
+
+
+@pytest.mark.parametrize(("num_r_workers", "more", "as_ranks"), RUN)
 def test_another_s_worker_goes_on_with_what_r_workers_have_kept(
     num_r_workers: int,
     more: tuple[str, ...],
+    as_ranks: bool,
     tiny_checkpoint: Callable[..., Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -80,10 +96,10 @@ def test_another_s_worker_goes_on_with_what_r_workers_have_kept(
         command = ["run-batch", *model, str(output), *at(addresses), *more]
         # Of two lanes, and one of prompts: the first line is done then, and no other.
         limit.allow(90 if "--prompt-pp" in more else 50)
-        with running([*limit.fastdecode, *command], **PATHS) as s_worker:
-            s_worker.wait_for_text(output)
-            s_worker.process.send_signal(signal.SIGKILL)
-            s_worker.wait()
+        launched = TWO_RANKS if as_ranks else []
+        with running([*launched, *limit.fastdecode, *command], **PATHS) as s_workers:
+            s_workers.wait_for_text(output)
+            s_workers.kill()
         assert session.stat().st_mode & 0o777 == 0o600
         for job in jobs:  # until then it serves the one that was killed
             job.wait_until(lambda job=job: "keeps the KV cache" in job.output())
@@ -91,7 +107,8 @@ def test_another_s_worker_goes_on_with_what_r_workers_have_kept(
         stranger = ["generate", *model, str(tmp_path / "other.jsonl"), *at(addresses), *more]
         assert main(stranger) == 4
         assert "keeps the KV cache of a job whose S-worker is lost" in capsys.readouterr().err
-        assert main([*command, "--resume", "--summary", str(summary)]) == 0
+        going_on = [*command, "--resume", "--summary", str(summary)]
+        assert _run(going_on, as_ranks=as_ranks) == 0
         assert {job.wait().exit_code for job in jobs} == {0}
     assert _answers(output) == _answers(plain)
     found = json.loads(summary.read_text())["session"]

@@ -24,7 +24,7 @@ from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.resharing import GROUP, Resharing
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.pool import ColumnPool, StagePool
-from fastdecode.engine.stages.relay import Relay
+from fastdecode.engine.stages.relay import ColumnRegreeting, Relay
 from fastdecode.engine.step.arrivals import Arrivals
 from fastdecode.engine.step.lanes import Lanes
 from fastdecode.wire.inproc import InprocHub, connect
@@ -45,6 +45,7 @@ from fastdecode.wire.stages import (
     ColumnLost,
     ColumnReady,
     ColumnTakenOver,
+    ColumnVacant,
     ColumnWelcome,
     GreetColumn,
     PlaceColumn,
@@ -196,7 +197,7 @@ def test_what_a_column_was_asked_before_it_is_greeted_again_is_void() -> None:
     stages.say(1, ColumnReady(W))
     stages.fleet.take_losses()
     group, member = stages.fleet.groups[W], stages.members.member(1, W)
-    assert stages.members.replaceable == {member}
+    assert stages.members.has_replacement == {member: True}
     stages.members.revive(member)
     greet(stages)
     for _ in range(2):
@@ -493,9 +494,9 @@ class TestRelay:
         self.first_hub: InprocHub[Any, Any] = InprocHub()
         self.workers = [connect(hub, "stage 1", InprocHub(), f"r{i}")[1] for i in range(2)]
         here, self.first = connect(hub, "stage 1", self.first_hub, "the first stage")
-        links = StageLinks({0: here}, is_asked=True)
-        self.pool = StagePool(hub, 60.0, stages=links)
-        self.relay = Relay(self.pool, links, session=5)
+        self.links = StageLinks({0: here}, is_asked=True)
+        self.pool = StagePool(hub, 60.0, stages=self.links)
+        self.relay = Relay(self.pool, self.links, session=5)
 
     def test_a_column_is_placed_and_its_cache_is_the_stages_own(self) -> None:
         self.relay.obey(PlaceColumn(W, V))
@@ -517,6 +518,26 @@ class TestRelay:
         assert self.first.poll() == ColumnLost(V, "gone", "it is silent")
         self.relay.pass_on([])
         assert self.first.poll() is None
+
+    def test_it_is_reported_once_whether_a_lost_r_worker_has_a_replacement(self) -> None:
+        waiting: dict[int, Any] = {}
+        places: Any = SimpleNamespace(look=lambda lost: waiting, timeout_s=1.0)
+        self.relay = Relay(self.pool, self.links, 5, ColumnRegreeting(self.pool, HELLO, places))
+        self.relay.obey(ColumnLost(W, "gone", "it left"))
+        self.relay.pass_on(self.pool.take_losses())
+        assert self.heard() == [ColumnLost(W, "gone", "it left")]
+        waiting[W] = None
+        assert (self.heard(), self.heard()) == ([ColumnReady(W)], [])
+        waiting.clear()
+        places.timeout_s = 0.0
+        assert (self.heard(), self.heard()) == ([ColumnVacant(W)], [])
+        self.relay.obey(GreetColumn(W, 1))
+        assert self.heard() == [ColumnLost(W, "gone", "it left"), ColumnVacant(W)]
+
+    def heard(self) -> list[Any]:
+        """By the first stage, after the relay has passed on what there is."""
+        self.relay.pass_on([])
+        return list(iter(self.first.poll, None))
 
     def test_an_r_worker_is_given_up_by_its_number(self) -> None:
         """Unless another process has it by now."""

@@ -191,6 +191,20 @@ def test_the_ring_is_closed_again_when_nothing_is_left_of_what_was_taken_over() 
     assert not ring.told(0) and not ring.told(2), "once"
 
 
+def test_the_ring_is_not_closed_over_others_before_it_knows_of_a_loss() -> None:
+    """Or the replica of the lost one would be dropped."""
+    ring = Ring()
+    for holder in HOLDERS:
+        ring.say(holder, 0, NO_STEP)
+        ring.told(holder)
+    ring.ends[1].close()
+    ring.fleet.look()
+    ring.replicas.mend()
+    assert not ring.told(0) and not ring.told(2)
+    ((lost, _),) = ring.fleet.take_losses()
+    assert ring.replicas.lose(lost, is_used=True)
+
+
 def test_what_is_said_of_a_link_that_is_over_counts_no_more() -> None:
     ring = closed_again()
     ring.say(0, 0, 5, link=1)

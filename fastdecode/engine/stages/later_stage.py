@@ -164,8 +164,7 @@ class LaterStage:
     def _forget(self, column: HolderId) -> None:
         """A column is greeted again: no step in flight gets an answer of it any more."""
         if self._relay.forgets_answers:
-            for step in self._pipeline.in_flight:
-                step.remote.lose(column)
+            self._pipeline.lose(column)
 
     def _launch(self) -> None:
         """Start the steps whose lanes are idle."""
@@ -179,16 +178,13 @@ class LaterStage:
 
     def _start(self, passed: StagePass) -> None:
         for column in self._relay.regroup(passed.members):
-            for step in self._pipeline.in_flight:
-                step.remote.lose(column)
+            self._pipeline.lose(column)
         x = as_tensor(passed.x, self._s_worker.model.dtype)
         batch = StepBatch.passed_on(passed, self._holders, x)
         self._passed[passed.lane] = passed
         self._pipeline.launch(passed.lane, batch, batch.last_rows[batch.draws])
-        for step in self._pipeline.in_flight:
-            if step.lane == passed.lane:
-                for column in self._fleet.lost:
-                    step.remote.lose(column)
+        for column in self._fleet.lost:
+            self._pipeline.lose(column)
 
     def _check(self, passed: StagePass) -> None:
         """

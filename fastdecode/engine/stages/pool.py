@@ -84,10 +84,9 @@ class StagePool(WorkerPool):
         self._first_relayed = len(hub.connections)
         self._placed: dict[HolderId, int] = {}
         """Members of later stages that their stage knows at another R-worker than their own."""
-        self.replaceable: set[HolderId] = set()
-        """Lost members of later stages whose replacements wait there."""
-        self.vacant: set[HolderId] = set()
-        """Lost members of later stages that have no replacement."""
+        self.has_replacement: dict[HolderId, bool] = {}
+        """Of lost members of later stages: whether a replacement waits there (True), or none
+        comes any more (False). Of others neither was reported."""
         self._greetings: Counter[HolderId] = Counter()  # of members of later stages
         self._void: set[HolderId] = set()
         """Members of later stages that have not answered to the last greeting: what
@@ -130,8 +129,7 @@ class StagePool(WorkerPool):
 
     def revive(self, holder: HolderId) -> None:
         """See ``WorkerPool``."""
-        self.replaceable.discard(holder)
-        self.vacant.discard(holder)
+        self.has_replacement.pop(holder, None)
         self._kept.pop(holder, None)
         super().revive(holder)
         self.num_replaced[self.placement[holder]] += 1
@@ -172,7 +170,7 @@ class StagePool(WorkerPool):
     def revive_elsewhere(self, holders: Iterable[HolderId]) -> bool:
         """See ``WorkerPool``."""
         lost = [x for x in holders if not self.is_here(x) and self.is_lost(x)]
-        if not self.replaceable.issuperset(lost):
+        if not all(map(self.has_replacement.get, lost)):
             return False
         for member in lost:
             self.revive(member)
@@ -235,10 +233,9 @@ class StagePool(WorkerPool):
             self._stages.keep(stage, said)
         elif isinstance(said, ColumnLost):
             self._take_lost(stage, said)
-        elif isinstance(said, ColumnReady):
-            self.replaceable.add(self.member(stage, said.column))
-        elif isinstance(said, ColumnVacant):
-            self.vacant.add(self.member(stage, said.column))
+        elif isinstance(said, ColumnReady | ColumnVacant):
+            member = self.member(stage, said.column)
+            self.has_replacement[member] = isinstance(said, ColumnReady)
         else:
             return self._take_relayed(stage, said)
         return None
@@ -249,8 +246,9 @@ class StagePool(WorkerPool):
         name = stage_name(stage, self._stages.first_prompt_stage)
         error = WorkerError(f"{name}: {lost.message}", code=lost.code)
         if stage in self._relayed:
-            self.replaceable.discard(self.member(stage, lost.column))
-            super()._lose(self.member(stage, lost.column), error)
+            member = self.member(stage, lost.column)
+            self.has_replacement.pop(member, None)
+            super()._lose(member, error)
         elif lost.stage in self._relayed:
             self._take_unwritten(lost, error)
         elif not lost.stage:

@@ -63,14 +63,10 @@ class ColumnRegreeting:
         self._pool = pool
         self._hello = hello
         self._places = places
-        self._found: set[int] = set()
 
     def found(self) -> list[int]:
-        """Columns that are lost and may be greeted again; each is reported once."""
-        waiting = self._places.look(self._pool.gone.keys()).keys()
-        new = sorted(waiting - self._found)
-        self._found = set(waiting)
-        return new
+        """Columns that are lost and may be greeted again."""
+        return sorted(self._places.look(self._pool.gone.keys()))
 
     @property
     def is_over(self) -> bool:
@@ -81,7 +77,6 @@ class ColumnRegreeting:
         """Greet a column's R-worker; if it is lost, its replacement, if that waits."""
         if column in self._pool.gone and column in self._places.look([column]):
             self._places.admit(column)
-            self._found.discard(column)
             self._pool.revive(column)
         self._pool.send(column, self._hello)
 
@@ -112,7 +107,6 @@ class HeadsRegreeting:
         self._hello = hello
         self._deadlines = deadlines
         self._places = places
-        self._is_found = False
 
     def found(self) -> list[int]:
         """See ``ColumnRegreeting``.
@@ -129,16 +123,14 @@ class HeadsRegreeting:
             if self._places is None or not self._places.timeout_s:
                 raise copy(next(iter(gone.values())))
             return []
-        if self._is_found or GROUP not in self._fleet.lost:
+        if GROUP not in self._fleet.lost:
             return []
-        self._is_found = True
         self.answered()  # or will never
         return [GROUP]
 
     def greet(self, column: HolderId) -> None:
         """See ``ColumnRegreeting``. Members may have to compile kernels for other numbers
         of heads."""
-        self._is_found = False
         self._members.pending.deadlines = self._deadlines.while_greeting()
         self._fleet.revive(column)
         self._fleet.send(column, self._hello)
@@ -174,8 +166,8 @@ class Relay:
         self._links = links
         self._session = session
         self._regreeting = regreeting
-        self._reported: set[int] = set()  # lost R-workers
-        self._vacant: set[int] = set()  # lost R-workers that were reported to have no replacement
+        self._reported: dict[int, type[ColumnReady | ColumnVacant]] = {}
+        """Of lost R-workers: what was reported last of their replacements."""
         self._numbers: dict[int, int] = {}  # of each column's last greeting
         self._num_due: Counter[int] = Counter()  # greetings that R-workers have not answered
 
@@ -238,6 +230,7 @@ class Relay:
     def pass_on(self, news: Iterable[News]) -> None:
         """Send the first stage what R-workers have answered and reported, and which
         are lost."""
+        losses = []
         for column, answer in news:
             if isinstance(answer, Accepted | Refused):
                 self._links.tell(FIRST_STAGE, _answer(column, answer))
@@ -247,35 +240,44 @@ class Relay:
                 )
             elif isinstance(answer, Welcome):
                 self._take_welcome(column, answer)
+            else:
+                losses.append((column, answer))
         for moved in self._pool.moves.take_tiers():
             if isinstance(moved, Moved | Stocked | Pulled):
                 self._links.tell(FIRST_STAGE, moved)
         for replicated in self._members.events.take_replicas():
             self._links.tell(FIRST_STAGE, replicated)
-        gone = self._gone
-        for worker in gone.keys() - self._reported:
-            self._reported.add(worker)
-            del self._num_due[worker]
-            error = gone[worker]
-            self._links.tell(FIRST_STAGE, ColumnLost(worker, error.code, error.message))
-        if self._regreeting is not None and gone:
-            for ready in self._regreeting.found():
-                self._links.tell(FIRST_STAGE, ColumnReady(ready))
+        for column, error in losses:
+            self._report_lost(column, error)
+        if self._regreeting is not None and (gone := self._gone):
+            ready = self._regreeting.found()
+            self._report(ColumnReady, ready)
             if self._regreeting.is_over:
-                for worker in gone.keys() - self._vacant:
-                    self._links.tell(FIRST_STAGE, ColumnVacant(worker))
-                self._vacant.update(gone)
+                self._report(ColumnVacant, gone.keys() - ready)
+
+    def _report_lost(self, worker: int, error: WorkerError) -> None:
+        self._reported.pop(worker, None)
+        del self._num_due[worker]
+        self._links.tell(FIRST_STAGE, ColumnLost(worker, error.code, error.message))
+
+    def _report(self, what: type[ColumnReady | ColumnVacant], workers: Iterable[int]) -> None:
+        """Whether lost R-workers have replacements, unless it was reported last."""
+        for worker in workers:
+            if self._reported.get(worker) is not what:
+                self._reported[worker] = what
+                self._links.tell(FIRST_STAGE, what(worker))
 
     def _greet(self, column: HolderId, number: int) -> None:
         """Greet the R-worker of a column again, or its replacement; if there is
         none, it is lost once more."""
         assert self._regreeting is not None
-        self._reported.discard(column)
-        self._vacant.discard(column)
+        self._reported.pop(column, None)
         self._numbers[column] = number
         forgets = self.forgets_answers or column in self._gone
         self._num_due[column] = 1 if forgets else self._num_due[column] + 1
         self._regreeting.greet(column)
+        if (error := self._gone.get(column)) is not None:
+            self._report_lost(column, error)
 
     def _take_welcome(self, column: HolderId, answer: Welcome) -> None:
         """A column's R-worker has answered to a greeting: the first stage hears of the last."""

@@ -69,7 +69,10 @@ class ColumnReplacements:
         members = self._fleet.of_stages
         lost = filter(members.is_lost, group.shards)
         has_places = bool(self._places.timeout_s)
-        return any(not has_places if members.is_here(x) else x in members.vacant for x in lost)
+        may_come = (
+            has_places if members.is_here(x) else members.has_replacement.get(x, True) for x in lost
+        )
+        return not all(may_come)
 
     def _let_in(self, group: CacheGroup) -> bool:
         """Whether each lost member of a column has been replaced: from now on its

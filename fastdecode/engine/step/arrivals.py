@@ -78,8 +78,7 @@ class Arrivals:
             return
         self._news += self._fleet.take_losses()
         for holder in self._fleet.lost:
-            for step in self._lanes.in_flight:
-                step.remote.lose(holder)
+            self._lanes.lose(holder)
 
     def note_done(self) -> None:
         """Tell the steps in flight what later stages have done of them."""

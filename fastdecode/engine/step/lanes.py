@@ -6,6 +6,7 @@ import time
 from collections import deque
 from typing import Final
 
+from fastdecode.core.holders import HolderId
 from fastdecode.engine.step.lane_step import LaneStep
 
 
@@ -55,6 +56,11 @@ class Lanes:
     def first_unsent(self) -> LaneStep | None:
         """The step whose q, k and v are to be sent next."""
         return self._unsent[0] if self._unsent else None
+
+    def lose(self, holder: HolderId) -> None:
+        """A holder answers nothing of the steps in flight any more."""
+        for step in self.in_flight:
+            step.remote.lose(holder)
 
     def scattered(self, step: LaneStep) -> None:
         """A layer of it is on its way to the host, to be sent then; never too few times."""

@@ -25,7 +25,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fastdecode.core.holders import Holder
+from fastdecode.core.holders import Holder, HolderId
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.step.arrivals import Arrival, Arrivals, LaneWait, News
 from fastdecode.engine.step.lane_step import HostCopy, LaneStep, NextStage
@@ -151,6 +151,10 @@ class Pipeline:
         """What has come in the meantime that is no part of a step, in its
         order. Each is told once."""
         return self._arrivals.take_news()
+
+    def lose(self, holder: HolderId) -> None:
+        """A holder answers nothing of the steps in flight any more."""
+        self._lanes.lose(holder)
 
     def receive(self, most_s: float = math.inf) -> None:
         """Wait for a message, so many seconds at most, and take it in. One is owed."""
