@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import socket
 import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -156,7 +157,7 @@ class ListeningLosses(Losses):
         """The address of an R-worker that is started."""
         from fastdecode.wire.zmq.listener import ZmqListener
 
-        listener = ZmqListener("tcp://127.0.0.1:*", f"r{number}")
+        listener = ZmqListener(f"tcp://127.0.0.1:{_kept_port()}", f"r{number}")
         executors = [AttentionExecutor(num_threads=1)]
         if number == self._number:
             executors.insert(0, Trouble(self._after, self._crash))
@@ -167,6 +168,16 @@ class ListeningLosses(Losses):
     def _crash(self) -> None:
         self.num_lost = 1  # a peer may ask it for more before it ends
         crash()
+
+
+def _kept_port() -> int:
+    """A free port that systems don't hand out by themselves: nothing takes it between one
+    R-worker there and the next."""
+    for port in random.SystemRandom().sample(range(10_000, 30_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 def _listen(listener: ZmqListener, executors: Sequence[AttentionExecutor]) -> None:

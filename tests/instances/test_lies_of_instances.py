@@ -58,5 +58,6 @@ def test_a_lie_costs_no_request_and_no_healthy_instance(
             assert llm.until(lambda: not any(
                 each.broken or each.stranded for each in engine(llm).remote))  # fmt: skip
             outputs = llm.generate(asked, how)
+            assert not [output.error for output in outputs if output.error]
             assert tokens(outputs) == expected
             assert_all_is_free(llm)
