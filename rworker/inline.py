@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 from fastdecode.wire.messages import Failed, FromRWorker, ToRWorker
@@ -21,8 +21,7 @@ from rworker.prefetching import PrefetchChoices
 from rworker.state import RWorkerState
 from rworker.tiers.disk import Disk
 from rworker.tiers.tiers import Tiers
-from rworker.transfers.background_transfers import BackgroundTransfers
-from rworker.worker import Peer, RWorkerExecutor, last_words, obey, tell_moved
+from rworker.worker import Peer, RWorker, RWorkerExecutor, last_words
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +45,9 @@ class InlineConnection:
     def __init__(self, state: RWorkerState, executor: RWorkerExecutor) -> None:
         self.peer = f"R-worker {state.name}"
         self._name = state.name
-        self._worker: tuple[RWorkerState, RWorkerExecutor] | None = (
-            state,
-            executor,
-        )  # None: it has ended
         self._answers = _Answers()
-        self._behind: BackgroundTransfers | None = None  # it reaches no others
+        # None: it has ended. It reaches no others.
+        self._worker: RWorker | None = RWorker(self._answers, state, executor)
         self._requests: deque[ToRWorker] = deque()
         self._closed = False
 
@@ -66,7 +62,7 @@ class InlineConnection:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while (answer := self.poll()) is None:
             assert self._worker is not None
-            tiers = self._worker[1].tiers
+            tiers = self._worker.executor.tiers
             left_s = None if deadline is None else deadline - time.monotonic()
             assert tiers.is_busy, f"{self.peer} owes no answer"
             if left_s is not None and left_s <= 0:
@@ -79,9 +75,9 @@ class InlineConnection:
             raise closed_error(self.peer, by_peer=False)
         answers = self._answers.queue
         while not answers and self._requests and self._worker is not None:
-            self._handle(self._requests.popleft(), *self._worker)
-        if self._worker is not None and self._worker[1].tiers.is_busy:
-            tell_moved(self._peers, *self._worker, self._behind)
+            self._handle(self._requests.popleft(), self._worker)
+        if self._worker is not None and self._worker.executor.tiers.is_busy:
+            self._worker.tell_moved()
         if answers:
             return answers.popleft()
         if self._worker is None:
@@ -97,22 +93,16 @@ class InlineConnection:
     def work(self) -> None:
         """Do all that was sent."""
         while self._requests and self._worker is not None:
-            self._handle(self._requests.popleft(), *self._worker)
-
-    @property
-    def _peers(self) -> Sequence[Peer]:
-        """By their numbers; the first is ``WORKER``."""
-        return (self._answers,)
+            self._handle(self._requests.popleft(), self._worker)
 
     @property
     def is_open(self) -> bool:
         return not self._closed and self._worker is not None
 
-    def _handle(self, message: ToRWorker, state: RWorkerState, executor: RWorkerExecutor) -> None:
+    def _handle(self, message: ToRWorker, worker: RWorker) -> None:
         goes_on = False
         try:
-            instructions = state.handle(WORKER, message)
-            goes_on = obey(instructions, self._peers, state, executor, self._behind)
+            goes_on = worker.obey(worker.state.handle(WORKER, message))
             goes_on = goes_on and not self._answers.are_over
         except Exception as error:
             self._answers.send(last_words(self._name, error))
@@ -127,7 +117,7 @@ class InlineConnection:
 
     def _end(self) -> None:
         if self._worker is not None:
-            self._worker[1].tiers.close_all()
+            self._worker.executor.tiers.close_all()
         self._worker = None
         self._requests.clear()
 
@@ -141,6 +131,11 @@ class _Answers:
         self.queue: deque[FromRWorker] = deque()
         self.are_over = False
         """Whether the R-worker has hung up; what it answered before is still to be received."""
+
+    @property
+    def connections(self) -> tuple[Peer, ...]:
+        """See ``Peers``: this is ``WORKER``."""
+        return (self,)
 
     def send(self, message: FromRWorker) -> None:
         self.queue.append(message)

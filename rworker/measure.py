@@ -40,7 +40,7 @@ from fastdecode.wire.messages import (
 )
 from rworker.attention import AttentionExecutor
 from rworker.state import RWorkerState
-from rworker.worker import obey
+from rworker.worker import Peer, RWorker
 
 T = TypeVar("T")
 
@@ -298,7 +298,7 @@ class _Worker:
     def _obey(self, message: ToRWorker) -> float:
         """Hand the state a message and carry out what it says. The seconds of the kernels."""
         answers = _Answers()
-        obey(self._state.handle(0, message), (answers,), self._state, self._executor)
+        RWorker(answers, self._state, self._executor).obey(self._state.handle(0, message))
         return answers.seconds
 
 
@@ -308,6 +308,11 @@ class _Answers:
     peer = "whoever measures"
     seconds = 0.0
     """Of the kernels."""
+
+    @property
+    def connections(self) -> tuple[Peer, ...]:
+        """See ``rworker.worker.Peers``."""
+        return (self,)
 
     def send(self, message: FromRWorker) -> None:
         """

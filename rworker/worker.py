@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 from fastdecode.core.clock import Clock
@@ -99,6 +98,163 @@ class Peer(Protocol):
     def close(self) -> None: ...
 
 
+class Peers(Protocol):
+    """Where an R-worker's peers are: a hub, as far as instructions need it."""
+
+    @property
+    def connections(self) -> Sequence[Peer]:
+        """By their numbers."""
+
+
+@dataclass(eq=False)
+class RWorker:
+    """An R-worker at work: its state decides, its executor computes, its peers get answers.
+
+    Args:
+        behind: what is done behind compute; None: it can't reach other R-workers.
+    """
+
+    peers: Peers
+    state: RWorkerState
+    executor: RWorkerExecutor
+    behind: BackgroundTransfers | None = None
+
+    def obey(self, instructions: tuple[Instruction, ...]) -> bool:
+        """Carry out instructions in order. False: leave the loop.
+
+        A peer that is gone costs only what was to be sent to it: the instructions
+        behind that concern other peers and the caches, and are carried out. The hub
+        reports the lost peer next.
+        """
+        for instruction in instructions:
+            match instruction:
+                case Compute():
+                    if not self._compute(instruction):
+                        return False
+                case Send(to, message):
+                    self._answer(to, message)
+                case _:
+                    if not self._obey_occasional(instruction):
+                        return False
+        return True
+
+    def tell_moved(self) -> bool:
+        """Report moves between tiers to the peers that asked for them. False: leave
+        the loop."""
+        tiers = self.executor.tiers
+        for news in tiers.take_news() if tiers.is_busy else ():
+            if not self.obey(self.state.moved(news)):
+                return False
+        return True
+
+    def lose(self, error: PeerLostError) -> bool:
+        """Go on without a peer. False: leave the loop."""
+        if error.code == CLOSED:
+            logger.info("R-worker %s goes on without a peer: %s", self.state.name, error)
+        else:
+            self.tell(error.index, last_words(self.state.name, error))
+        goes_on = self.obey((HangUp(error.index, may_return=error.code == CLOSED),))
+        if self.state.kept:
+            logger.info("R-worker %s keeps the KV cache of a lost S-worker", self.state.name)
+        return goes_on
+
+    def tell(self, index: int, message: Failed | ReplicationNews | Pulled) -> None:
+        """Send a peer what it didn't ask for, unless it is gone."""
+        peer = self.peers.connections[index]
+        try:
+            peer.send(message)
+        except WorkerError:
+            logger.info("%s is gone, and gets no report", peer.peer)
+
+    def _compute(self, compute: Compute) -> bool:
+        """Answer with a layer. What has failed of the blocks that it read is reported
+        before. False: leave the loop."""
+        result = self.executor.compute(compute)
+        if self.behind is not None and self.behind.is_used:
+            self.behind.attended()
+        if compute.plan.coming and not self.tell_moved():
+            return False
+        self._send(compute.to, result)
+        return True
+
+    def _answer(self, to: int, message: FromRWorker) -> None:
+        if isinstance(message, Failed):
+            name, peer = self.state.name, self.peers.connections[to].peer
+            logger.error("R-worker %s gives up on %s: %s", name, peer, message.message)
+        self._send(to, message)
+
+    def _send(self, to: int, message: FromRWorker) -> None:
+        """Unless the peer is gone. Raises WorkerError: sending failed otherwise."""
+        peer = self.peers.connections[to]
+        try:
+            peer.send(message)
+        except WorkerError as error:
+            if error.code != CLOSED:
+                raise
+            logger.info("%s is gone: it gets no %s", peer.peer, type(message).__name__)
+
+    def _obey_occasional(self, instruction: Occasional) -> bool:
+        """Carry out one instruction. False: leave the loop."""
+        executor = self.executor
+        match instruction:
+            case TellAboutHost(to, num_threads, kv_bytes, model_hash):
+                offered = num_threads, kv_bytes, model_hash
+                report = Report(self.state.name, PROTOCOL_VERSION, this_host(), *offered)
+                self._send(to, report)
+            case PlaceChunk():
+                executor.place(instruction)
+                self._send(instruction.to, ChunkStored(len(instruction.chunk.data)))
+            case ReadChunk():
+                self._send(instruction.to, FetchedChunk(executor.read(instruction)))
+            case CopyBlocks():
+                executor.copy_blocks(instruction)
+            case Prepare():
+                if self.behind is not None:
+                    self.behind.drop(instruction.holder)
+                executor.prepare(instruction)
+            case LinkReplica() | Follow() | EndStep() | BeginPull() | EndPull() | Admit():
+                self._obey_link(instruction)
+            case OpenTier():
+                for page in executor.open_tier(instruction):
+                    self._send(instruction.to, page)
+            case MoveBlocks():
+                executor.tiers.begin(instruction)
+            case DropStored():
+                executor.tiers.drop(instruction)
+            case Unlink() | Drop():
+                self._let_go(instruction)
+            case HangUp(peer, may_return, is_torn):
+                self.peers.connections[peer].close()
+                return self.obey(self.state.lost(peer, may_return=may_return, is_torn=is_torn))
+            case Stop():
+                return False
+            case _:
+                assert_never(instruction)
+        return True
+
+    def _let_go(self, instruction: Unlink | Drop) -> None:
+        if self.behind is not None:
+            self.behind.drop(instruction.holder)
+        if isinstance(instruction, Drop):
+            self.executor.drop(instruction)
+        elif instruction.ends_moves:
+            self.executor.tiers.close(instruction.holder)
+
+    def _obey_link(
+        self, instruction: LinkReplica | Follow | EndStep | BeginPull | EndPull | Admit
+    ) -> None:
+        if self.behind is not None:
+            self.behind.obey(instruction)
+            return
+        reason = "this R-worker can't reach others"
+        if isinstance(instruction, LinkReplica):
+            unprotected = Unprotected(instruction.holder, reason, instruction.number)
+            self._send(instruction.to, unprotected)
+        elif isinstance(instruction, BeginPull):
+            sequence = instruction.message.sequence_id
+            self._send(instruction.to, Pulled(instruction.holder, sequence, 0, 0.0, reason))
+
+
 def serve(
     hub: Hub[FromRWorker, ToRWorker],
     state: RWorkerState,
@@ -116,9 +272,12 @@ def serve(
     ``Failed`` before its connection closes. The others go on.
     """
     logger.info("R-worker %s serves", state.name)
-    behind = BackgroundTransfers(executor, neighbours or NoNeighbours(), partial(_tell, hub))
+    worker = RWorker(hub, state, executor)
+    worker.behind = behind = BackgroundTransfers(
+        executor, neighbours or NoNeighbours(), worker.tell
+    )
     try:
-        while serve_next(hub, state, executor, grace_period, behind):
+        while serve_next(hub, worker, grace_period):
             pass
         logger.info("R-worker %s has stopped", state.name)
     finally:
@@ -129,22 +288,17 @@ def serve(
 
 
 def serve_next(
-    hub: Hub[FromRWorker, ToRWorker],
-    state: RWorkerState,
-    executor: RWorkerExecutor,
-    grace_period: GracePeriod | None,
-    behind: BackgroundTransfers | None = None,
+    hub: Hub[FromRWorker, ToRWorker], worker: RWorker, grace_period: GracePeriod | None
 ) -> bool:
-    """Deal with what comes next; ``grace_period``: for how long lost
-    S-workers are waited for, None: for ever; ``behind``: what is done behind compute, if
-    there may be anything. False: leave the loop."""
+    """Deal with what comes next; ``grace_period``: for how long lost S-workers are
+    waited for, None: for ever. False: leave the loop."""
+    state, tiers, behind = worker.state, worker.executor.tiers, worker.behind
     links = behind if behind is not None and behind.is_used else None
     if links is not None and links.is_late:
         links.work()
     if grace_period is not None and (over := grace_period.end(state)):
-        return obey(over, hub.connections, state, executor, behind)
-    tiers = executor.tiers
-    if tiers.is_used and not tell_moved(hub.connections, state, executor, behind):
+        return worker.obey(over)
+    if tiers.is_used and not worker.tell_moved():
         return False
     link_wait_s = None if links is None else links.wait_s
     away_s = None if grace_period is None else grace_period.wait_s(state)
@@ -153,7 +307,7 @@ def serve_next(
     try:
         peer, message = hub.receive_any(min(waits_s, default=None))
     except PeerLostError as error:
-        return _lose_peer(error, hub, state, executor, behind)
+        return worker.lose(error)
     except WorkerError as error:
         if error.code == TIMEOUT and waits_s:
             if links is not None and link_wait_s is not None:
@@ -164,191 +318,10 @@ def serve_next(
     if grace_period is not None:
         grace_period.look(state)
     try:
-        return obey(state.handle(peer, message), hub.connections, state, executor, behind)
+        return worker.obey(state.handle(peer, message))
     except Exception as error:
-        _tell(hub, peer, last_words(state.name, error))
-        return obey((HangUp(peer, is_torn=True),), hub.connections, state, executor, behind)
-
-
-def _lose_peer(
-    error: PeerLostError,
-    hub: Hub[FromRWorker, ToRWorker],
-    state: RWorkerState,
-    executor: RWorkerExecutor,
-    behind: BackgroundTransfers | None,
-) -> bool:
-    """Go on without a peer. False: leave the loop."""
-    if error.code == CLOSED:
-        logger.info("R-worker %s goes on without a peer: %s", state.name, error)
-    else:
-        _tell(hub, error.index, last_words(state.name, error))
-    hang_up = HangUp(error.index, may_return=error.code == CLOSED)
-    goes_on = obey((hang_up,), hub.connections, state, executor, behind)
-    if state.kept:
-        logger.info("R-worker %s keeps the KV cache of a lost S-worker", state.name)
-    return goes_on
-
-
-def tell_moved(
-    peers: Sequence[Peer],
-    state: RWorkerState,
-    executor: RWorkerExecutor,
-    behind: BackgroundTransfers | None = None,
-) -> bool:
-    """Report moves between tiers to the peers that asked for them. False: leave
-    the loop."""
-    tiers = executor.tiers
-    for news in tiers.take_news() if tiers.is_busy else ():
-        if not obey(state.moved(news), peers, state, executor, behind):
-            return False
-    return True
-
-
-def obey(
-    instructions: tuple[Instruction, ...],
-    peers: Sequence[Peer],
-    state: RWorkerState,
-    executor: RWorkerExecutor,
-    behind: BackgroundTransfers | None = None,
-) -> bool:
-    """Carry out instructions in order. False: leave the loop.
-
-    A peer that is gone costs only what was to be sent to it: the instructions
-    behind that concern other peers and the caches, and are carried out. The hub
-    reports the lost peer next.
-
-    Args:
-        behind: what is done behind compute; None: of a worker that can't reach
-            others.
-    """
-    for instruction in instructions:
-        match instruction:
-            case Compute():
-                if not _compute(instruction, peers, state, executor, behind):
-                    return False
-            case Send(to, message):
-                _answer(state.name, peers[to], message)
-            case _:
-                if not _obey_occasional(instruction, peers, state, executor, behind):
-                    return False
-    return True
-
-
-def _obey_occasional(
-    instruction: Occasional,
-    peers: Sequence[Peer],
-    state: RWorkerState,
-    executor: RWorkerExecutor,
-    behind: BackgroundTransfers | None,
-) -> bool:
-    """Carry out one instruction. False: leave the loop."""
-    match instruction:
-        case TellAboutHost(to, num_threads, kv_bytes, model_hash):
-            report = Report(
-                state.name, PROTOCOL_VERSION, this_host(), num_threads, kv_bytes, model_hash
-            )
-            _send(peers[to], report)
-        case PlaceChunk():
-            executor.place(instruction)
-            _send(peers[instruction.to], ChunkStored(len(instruction.chunk.data)))
-        case ReadChunk():
-            _send(peers[instruction.to], FetchedChunk(executor.read(instruction)))
-        case CopyBlocks():
-            executor.copy_blocks(instruction)
-        case Prepare():
-            if behind is not None:
-                behind.drop(instruction.holder)
-            executor.prepare(instruction)
-        case LinkReplica() | Follow() | EndStep() | BeginPull() | EndPull() | Admit():
-            _obey_link(instruction, peers, behind)
-        case OpenTier() | MoveBlocks() | DropStored():
-            _obey_tier(instruction, peers, executor)
-        case Unlink() | Drop():
-            if behind is not None:
-                behind.drop(instruction.holder)
-            _let_go(instruction, executor)
-        case HangUp(peer, may_return, is_torn):
-            peers[peer].close()
-            gone = state.lost(peer, may_return=may_return, is_torn=is_torn)
-            return obey(gone, peers, state, executor, behind)
-        case Stop():
-            return False
-        case _:
-            assert_never(instruction)
-    return True
-
-
-def _compute(
-    compute: Compute,
-    peers: Sequence[Peer],
-    state: RWorkerState,
-    executor: RWorkerExecutor,
-    behind: BackgroundTransfers | None,
-) -> bool:
-    """Answer with a layer. What has failed of the blocks that it read is reported
-    before. False: leave the loop."""
-    result = executor.compute(compute)
-    if behind is not None and behind.is_used:
-        behind.attended()
-    if compute.plan.coming and not tell_moved(peers, state, executor, behind):
-        return False
-    _send(peers[compute.to], result)
-    return True
-
-
-def _obey_tier(
-    instruction: OpenTier | MoveBlocks | DropStored,
-    peers: Sequence[Peer],
-    executor: RWorkerExecutor,
-) -> None:
-    match instruction:
-        case OpenTier():
-            for page in executor.open_tier(instruction):
-                _send(peers[instruction.to], page)
-        case MoveBlocks():
-            executor.tiers.begin(instruction)
-        case DropStored():
-            executor.tiers.drop(instruction)
-
-
-def _let_go(instruction: Unlink | Drop, executor: RWorkerExecutor) -> None:
-    if isinstance(instruction, Drop):
-        executor.drop(instruction)
-    elif instruction.ends_moves:
-        executor.tiers.close(instruction.holder)
-
-
-def _answer(name: str, peer: Peer, message: FromRWorker) -> None:
-    if isinstance(message, Failed):
-        logger.error("R-worker %s gives up on %s: %s", name, peer.peer, message.message)
-    _send(peer, message)
-
-
-def _send(peer: Peer, message: FromRWorker) -> None:
-    """Unless the peer is gone. Raises WorkerError: sending failed otherwise."""
-    try:
-        peer.send(message)
-    except WorkerError as error:
-        if error.code != CLOSED:
-            raise
-        logger.info("%s is gone: it gets no %s", peer.peer, type(message).__name__)
-
-
-def _obey_link(
-    instruction: LinkReplica | Follow | EndStep | BeginPull | EndPull | Admit,
-    peers: Sequence[Peer],
-    behind: BackgroundTransfers | None,
-) -> None:
-    if behind is not None:
-        behind.obey(instruction)
-        return
-    reason = "this R-worker can't reach others"
-    if isinstance(instruction, LinkReplica):
-        unprotected = Unprotected(instruction.holder, reason, instruction.number)
-        _send(peers[instruction.to], unprotected)
-    elif isinstance(instruction, BeginPull):
-        sequence = instruction.message.sequence_id
-        _send(peers[instruction.to], Pulled(instruction.holder, sequence, 0, 0.0, reason))
+        worker.tell(peer, last_words(state.name, error))
+        return worker.obey((HangUp(peer, is_torn=True),))
 
 
 def last_words(name: str, error: Exception) -> Failed:
@@ -358,16 +331,6 @@ def last_words(name: str, error: Exception) -> Failed:
         return Failed(name, error.code, error.message)
     logger.error("R-worker %s crashed", name, exc_info=error)
     return Failed(name, "worker_failed", f"{type(error).__name__}: {error}")
-
-
-def _tell(
-    hub: Hub[FromRWorker, ToRWorker], index: int, message: Failed | ReplicationNews | Pulled
-) -> None:
-    peer = hub.connections[index]
-    try:
-        peer.send(message)
-    except WorkerError:
-        logger.info("%s is gone, and gets no report", peer.peer)
 
 
 @dataclass(frozen=True)

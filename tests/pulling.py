@@ -33,7 +33,7 @@ from rworker.state import RWorkerState
 from rworker.stream.chunks import ChunkShape, expectation, layout_of
 from rworker.transfers.background_transfers import BackgroundTransfers
 from rworker.transfers.neighbours import NeighbourConnection
-from rworker.worker import obey
+from rworker.worker import RWorker
 
 TIMEOUT_S = 60.0
 TURN_S = 5e-3
@@ -116,7 +116,8 @@ class Host:
         return True
 
     def _obey(self, instructions: Any) -> None:
-        assert obey(instructions, self.hub.connections, self.state, self.executor, self.behind)
+        worker = RWorker(self.hub, self.state, self.executor, self.behind)
+        assert worker.obey(instructions)
         self.state.check_invariants()
 
     def tell(self, message: ToRWorker) -> None:

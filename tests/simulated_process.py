@@ -22,7 +22,7 @@ from rworker.instructions import Compute
 from rworker.serving_terms import ServingTerms
 from rworker.state import RWorkerState
 from rworker.transfers.background_transfers import BackgroundTransfers
-from rworker.worker import serve_next
+from rworker.worker import RWorker, serve_next
 
 
 class End(Enum):
@@ -142,10 +142,14 @@ class Process:
             return
         if not self._inbox:  # else what neighbours say waits
             self._has_answers = False
-        if not serve_next(self, self.state, self.executor, self._grace_period, self.links):
+        if not self._serve_next():
             self.crash()
         self._await_returns()
         self._go_on()
+
+    def _serve_next(self) -> bool:
+        worker = RWorker(self, self.state, self.executor, self.links)
+        return serve_next(self, worker, self._grace_period)
 
     def _await_returns(self) -> None:
         """Look again when an S-worker that is lost has been for too long."""
@@ -157,7 +161,7 @@ class Process:
     def _look_again(self) -> None:
         self._awaits = False
         if self.is_up and not self._is_busy:
-            serve_next(self, self.state, self.executor, self._grace_period, self.links)
+            self._serve_next()
             self._await_returns()
 
     def _tell(self, peer: int, news: ReplicationNews) -> None:

@@ -16,6 +16,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ from rworker.instructions import HangUp
 from rworker.serving_terms import ServingTerms
 from rworker.state import RWorkerState
 from rworker.stream.mirror import Mirror
-from rworker.worker import obey, serve
+from rworker.worker import RWorker, serve
 
 SMALL = replace(HELLO, max_blocks=16)
 SESSION = 77
@@ -190,11 +191,13 @@ class Served:
         self.tell(self.HONEST, said[0])
         self.expected = self.honest_answers()
 
+    def at_work(self) -> RWorker:
+        peers: Any = SimpleNamespace(connections=self.peers)
+        return RWorker(peers, self.state, self.executor)
+
     def tell(self, peer: int, message: ToRWorker) -> None:
         """What a peer says. What isn't answered with Failed, but raised, is a defect."""
-        ends: Any = self.peers
-        instructions = self.state.handle(peer, message)
-        obey(instructions, ends, self.state, self.executor)
+        self.at_work().obey(self.state.handle(peer, message))
         self.state.check_invariants()
 
     def honest_answers(self) -> list[AttendResult]:
@@ -231,8 +234,7 @@ def to_state(number: int, chance: random.Random) -> Counter[str]:
                 served.tell(peer, found)
             if end.answers and type(end.answers[-1]).__name__ == "Failed":
                 break
-        ends: Any = served.peers
-        obey((HangUp(peer),), ends, served.state, served.executor)
+        served.at_work().obey((HangUp(peer),))
         del served.peers[peer]
         if peer % 20 == 0:
             counts["changed"] += not served.is_unchanged()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, get_args
 
 from damaged_frames import SESSION, SMALL, Served, _End, damaged, read
@@ -27,7 +28,7 @@ from rworker.attention import AttentionExecutor
 from rworker.serving_terms import ServingTerms
 from rworker.state import RWorkerState
 from rworker.transfers.background_transfers import BackgroundTransfers
-from rworker.worker import obey
+from rworker.worker import RWorker
 
 LINK_BYTES = 1 << 20
 DAMAGED = 0.1
@@ -111,14 +112,16 @@ class Keeper:
     def expect(self, address: str, line: int) -> None:
         pass
 
+    def _at_work(self) -> RWorker:
+        peers: Any = SimpleNamespace(connections=self.ends)
+        return RWorker(peers, self._state, self._executor)
+
     def tell(self, peer: int, message: ToRWorker) -> None:
-        ends: Any = self.ends
-        obey(self._state.handle(peer, message), ends, self._state, self._executor)
+        self._at_work().obey(self._state.handle(peer, message))
         self._state.check_invariants()
 
     def lose(self, peer: int) -> None:
-        ends: Any = self.ends
-        obey(self._state.lost(peer), ends, self._state, self._executor)
+        self._at_work().obey(self._state.lost(peer))
         self._state.check_invariants()
 
     def serves(self) -> bool:
@@ -142,9 +145,9 @@ class Owner(Served):
         )
 
     def tell(self, peer: int, message: ToRWorker) -> None:
-        ends: Any = self.peers
-        instructions = self.state.handle(peer, message)
-        obey(instructions, ends, self.state, self.executor, self.links)
+        peers: Any = SimpleNamespace(connections=self.peers)
+        at_work = RWorker(peers, self.state, self.executor, self.links)
+        at_work.obey(self.state.handle(peer, message))
         self.state.check_invariants()
         if self.links is not None:
             self.links.work()

@@ -13,7 +13,7 @@ from fastdecode.wire.messages import Failed, FromRWorker, Inspect, Report, ToRWo
 from rworker.attention import AttentionExecutor
 from rworker.serving_terms import ServingTerms
 from rworker.state import RWorkerState
-from rworker.worker import serve_next
+from rworker.worker import RWorker, serve_next
 
 WAIT_S = 60.0
 OURS = replace(HELLO, session=77, outlives=True)
@@ -34,7 +34,8 @@ class Loop:
         return here
 
     def turn(self) -> None:
-        assert serve_next(self.hub, self._state, self._executor, None)
+        worker = RWorker(self.hub, self._state, self._executor)
+        assert serve_next(self.hub, worker, None)
 
 
 def test_an_s_worker_is_fenced_though_the_one_that_resumed_is_gone() -> None:

@@ -28,7 +28,7 @@ from fastdecode.wire.traits import Role
 from rworker.attention import AttentionExecutor
 from rworker.instructions import Drop, HangUp, Send, Stop
 from rworker.stream.chunks import expectation
-from rworker.worker import serve_next
+from rworker.worker import RWorker, serve_next
 
 S_WORKER, NEIGHBOUR, STRANGER = range(3)
 SESSION = 77
@@ -172,7 +172,8 @@ def test_a_replica_that_lacks_what_its_books_say_is_not_taken_over(peers: Peers)
         peers.say(NEIGHBOUR, attend(begin, layer))
     executor, line = _Full(num_threads=1), _Line(attend(begin, NUM_LAYERS - 1))
     executor.drop = lambda drop: None  # type: ignore[method-assign]
-    assert serve_next(line, peers.state, executor, None)  # type: ignore[arg-type]
+    worker = RWorker(line, peers.state, executor)  # type: ignore[arg-type]
+    assert serve_next(line, worker, None)  # type: ignore[arg-type]
     assert isinstance(line.sent[0], Failed) and line.is_closed
     failed = peers.from_peer(S_WORKER, take((1, 5)))
     assert isinstance(failed, Failed) and "no cache of this session" in failed.message

@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from fastdecode.core.errors import WorkerError
@@ -27,16 +28,28 @@ from fastdecode.wire.messages import BeginStep, Failed, FromRWorker, Inspect, To
 from fastdecode.wire.transport import CLOSED, TIMEOUT, PeerLostError, timeout_error
 from rworker.inline import WORKER
 from rworker.instructions import EndStep, HangUp, Instruction
-from rworker.state import RWorkerState
 from rworker.transfers.background_transfers import BackgroundTransfers
 from rworker.transfers.neighbours import Neighbourhood
-from rworker.worker import Peer, RWorkerExecutor, last_words, obey
+from rworker.worker import Peer, RWorker, last_words
 
 logger = logging.getLogger(__name__)
 
 _LOOK_UP: Final = Inspect()
 """From the S-worker's side: the thread has something to do."""
 _ENDS_WITHIN_S: Final = 5.0
+
+
+@dataclass(frozen=True, eq=False)
+class _Peers:
+    """The S-worker, which is the first, and others that reach the device's cache."""
+
+    s_worker: Peer
+    hub: InprocHub[FromRWorker, ToRWorker]
+
+    @property
+    def connections(self) -> Sequence[Peer]:
+        """See ``rworker.worker.Peers``."""
+        return (self.s_worker, *self.hub.connections[1:])
 
 
 class ReachedDevice(DeviceWorker):
@@ -60,7 +73,9 @@ class ReachedDevice(DeviceWorker):
         # The first of the hub's connections is the S-worker's, which only wakes the thread.
         self._wake, _ = connect(InprocHub(), name, self._hub, "the S-worker")
         reaches = neighbours.add(name, self._hub)
-        self._behind = self._transfers = BackgroundTransfers(executor, reaches, self._tell)
+        self._transfers = BackgroundTransfers(executor, reaches, self._tell)
+        peers = _Peers(self._answers, self._hub)
+        self._worker = self._at_work = RWorker(peers, self._state, executor, self._transfers)
         self._pause_s: float | None = None  # of the thread, until it looks after transfers
         self.door: Final = self._hub
         """Where others are connected to it."""
@@ -80,7 +95,7 @@ class ReachedDevice(DeviceWorker):
             super().end_step(begin)
             cache = self._state.cache_of(WORKER, begin.holder)
             if cache.is_replicated:
-                self._obey((EndStep(cache.holder, begin.lane, begin.step),))
+                self._at_work.obey((EndStep(cache.holder, begin.lane, begin.step),))
                 self._wake_up()
 
     def send(self, message: ToRWorker) -> None:
@@ -127,12 +142,8 @@ class ReachedDevice(DeviceWorker):
             timeout_s = tier_s if timeout_s is None else min(tier_s, timeout_s)
         self._changed.wait(timeout_s)
 
-    @property
-    def _peers(self) -> Sequence[Peer]:
-        return (self._answers, *self._hub.connections[1:])
-
-    def _handle(self, message: ToRWorker, state: RWorkerState, executor: RWorkerExecutor) -> None:
-        super()._handle(message, state, executor)
+    def _handle(self, message: ToRWorker, worker: RWorker) -> None:
+        super()._handle(message, worker)
         self._wake_up()
 
     def _wake_up(self) -> None:
@@ -151,7 +162,7 @@ class ReachedDevice(DeviceWorker):
             logger.exception("%s and other R-workers do not reach each other any more", self.peer)
         finally:
             with self._changed:
-                self._behind = None  # what is asked for from now on is refused
+                self._at_work.behind = None  # what is asked for from now on is refused
                 self._transfers.give_up(f"{self.peer} does not reach other R-workers any more")
             self._hub.close()
 
@@ -182,15 +193,12 @@ class ReachedDevice(DeviceWorker):
         """Do what a reader's message comes to. A mistake of ours costs that reader alone."""
         with self._changed:
             try:
-                self._obey(decide())
+                self._at_work.obey(decide())
             except Exception as error:
                 self._tell(peer, last_words(self.peer, error))
-                self._obey((HangUp(peer),))
-
-    def _obey(self, instructions: tuple[Instruction, ...]) -> None:
-        obey(instructions, self._peers, self._state, self._executor, self._transfers)
+                self._at_work.obey((HangUp(peer),))
 
     def _tell(self, peer: int, news: ReplicationNews | Pulled | Failed) -> None:
         with contextlib.suppress(WorkerError):  # a reader is gone: the hub says so next
-            self._peers[peer].send(news)
+            self._at_work.peers.connections[peer].send(news)
         self._changed.notify_all()
