@@ -338,5 +338,6 @@ def _first_step(num_tokens: int, want_lse: bool) -> StepPlan:
         query_positions=np.zeros(1, np.int32),
         context_lens=np.full(1, num_tokens, np.int32),
         want_lse=want_lse,
+        num_single=int(num_tokens == 1),
         num_last=int(num_tokens == 1),
     )

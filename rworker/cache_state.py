@@ -103,10 +103,9 @@ class OpenSteps:
             )
         return step
 
-    def finish_layer(self, lane: int, step_number: int, layer: int) -> bool:
-        """A layer, which is due, has been attended. Returns whether it was the
-        last, which ends the step."""
-        step = self.due(lane, step_number, layer)
+    def finish_layer(self, lane: int, step: OpenStep) -> bool:
+        """The layer of a lane's step that was due has been attended. Returns whether it was
+        the last, which ends the step."""
         step.next_layer += 1
         if step.next_layer < self._num_layers:
             return False
@@ -117,8 +116,9 @@ class OpenSteps:
 
     def finish(self, lane: int, step_number: int) -> None:
         """The same of all layers at once: none has been attended yet."""
-        self.due(lane, step_number, 0).next_layer = self._num_layers - 1
-        self.finish_layer(lane, step_number, self._num_layers - 1)
+        step = self.due(lane, step_number, 0)
+        step.next_layer = self._num_layers - 1
+        self.finish_layer(lane, step)
 
     def give_up(self) -> None:
         """No step is under way any more."""
@@ -250,15 +250,14 @@ class CacheState:
         check_integer("lane", begin.lane, 0, MAX_LANES - 1)
         self.steps.check_idle(begin.lane, begin.step)
         sequence_ids = self._check_members(begin)
-        num_past = self._num_past(begin)
-        check_counts(begin, num_past)
+        settled = self.store.num_tokens(begin.sequence_ids)
+        check_counts(begin, self._past_beside_gaps(begin) if self.store.tables.gaps else settled)
         num_queries = int(begin.num_queries.sum())
         if num_queries and self.hello.role is Role.NEIGHBOUR:
             raise ProtocolError(
                 "a neighbour's replica is stored, and not attended: num_queries must be 0"
             )
         growing = begin.num_new > 0
-        settled = self.store.num_tokens(begin.sequence_ids)
         appended = self.store.append(
             begin.sequence_ids[growing], begin.num_new[growing], begin.num_past[growing]
         )
@@ -279,7 +278,7 @@ class CacheState:
         )
         check_array("k", attend.k, self._carrier, kv_shape)
         check_array("v", attend.v, self._carrier, kv_shape)
-        return self.steps.finish_layer(attend.lane, attend.step, attend.layer)
+        return self.steps.finish_layer(attend.lane, step)
 
     def check_invariants(self) -> None:
         """For tests and debugging."""
@@ -309,12 +308,10 @@ class CacheState:
                 f"{message.parent_id}, which has {settled} in every layer until its open step ends"
             )
 
-    def _num_past(self, begin: BeginStep) -> NDArray[np.int64]:
+    def _past_beside_gaps(self, begin: BeginStep) -> NDArray[np.int64]:
         """Tokens that come before each row's, [N]. What appends nothing sees
         nothing behind a gap."""
         tables = self.store.tables
-        if not tables.gaps:
-            return self.store.num_tokens(begin.sequence_ids)
         num_past = np.where(begin.num_new > 0, begin.num_past, -1)
         return past_of(tables, tables.rows(begin.sequence_ids), num_past)
 

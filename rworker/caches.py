@@ -132,22 +132,18 @@ class Caches:
             ProtocolError: the peer has no such cache, or several and names
                 none.
         """
-        if holder != THE_ONLY:
-            cache = self._caches.get(HolderId(holder))
-            if cache is None or cache.owner != peer:
-                raise ProtocolError(f"holder {holder!r} is not one that this peer has opened")
+        caches = self._caches
+        # Most have one, whose holder isn't named; and it is asked for every message.
+        named = next(iter(caches)) if holder == THE_ONLY and len(caches) == 1 else holder
+        cache = caches.get(HolderId(named))
+        if cache is not None and cache.owner == peer:
             return cache
-        if len(self._caches) == 1:  # as it is for most, and it is asked for every message
-            (only,) = self._caches.values()
-            if only.owner == peer:
-                return only
+        if holder != THE_ONLY:
+            raise ProtocolError(f"holder {holder!r} is not one that this peer has opened")
         owned = [cache for cache in self if cache.owner == peer]
         if len(owned) != 1:
-            raise ProtocolError(
-                f"it names no holder, but has {len(owned)}"
-                if owned
-                else "the first message must be Hello"
-            )
+            why = f"it names no holder, but has {len(owned)}"
+            raise ProtocolError(why if owned else "the first message must be Hello")
         return owned[0]
 
     def fed(self, holder: int, session: int) -> HolderCache:

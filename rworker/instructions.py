@@ -88,6 +88,8 @@ class StepPlan:
     query_positions: NDArray[np.int32]  # [N] of each sequence's first query
     context_lens: NDArray[np.int32]  # [N] keys visible at most
     want_lse: bool
+    num_single: int
+    """Sequences in front that have one query each."""
     coming: AwaitedBlocks | None = None
     """None: all that it reads is there."""
     num_last: int = 0
@@ -98,12 +100,6 @@ class StepPlan:
     def num_queries(self) -> int:
         """T_q."""
         return int(self.query_starts[-1])
-
-    @cached_property
-    def num_single(self) -> int:
-        """Sequences in front that have one query each."""
-        single = np.diff(self.query_starts) == 1
-        return len(single) if single.all() else int(single.argmin())
 
     @cached_property
     def groups(self) -> tuple[slice, ...]:

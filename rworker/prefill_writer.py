@@ -143,4 +143,5 @@ def _plan(message: StorePrompt, slots: NDArray[np.int64]) -> StepPlan:
         query_positions=none,
         context_lens=none,
         want_lse=False,
+        num_single=0,
     )

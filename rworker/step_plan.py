@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fastdecode.wire.messages import Attend, BeginStep
 from rworker.blocks.appending import Appended
@@ -18,7 +19,6 @@ def begin_step(cache: HolderCache, begin: BeginStep) -> tuple[Instruction, ...]:
     """A lane's step is open from now on."""
     appended = cache.books.begin_step(begin)
     plan = _plan(begin, appended, cache.books.store)
-    plan = replace(plan, num_last=_num_last(begin, plan, cache.books.store.block_size))
     if cache.books.moving.moves:
         plan, appended = _with_coming(plan, appended, cache)
     cache.plans[begin.lane] = plan
@@ -39,6 +39,8 @@ def _plan(begin: BeginStep, appended: Appended, store: KVStore) -> StepPlan:
     query_ends = begin.num_past + begin.num_new
     if begin.num_beyond is not None:
         query_ends += begin.num_beyond
+    single = num_queries == 1
+    num_single = len(single) if single.all() else int(single.argmin())
     return StepPlan(
         step=begin.step,
         lane=begin.lane,
@@ -48,26 +50,22 @@ def _plan(begin: BeginStep, appended: Appended, store: KVStore) -> StepPlan:
         query_positions=query_ends[with_queries] - num_queries,
         context_lens=begin.num_visible[with_queries],
         want_lse=begin.want_lse,
+        num_single=num_single,
+        num_last=_num_last(begin, query_ends, num_single),
     )
 
 
-def _num_last(begin: BeginStep, plan: StepPlan, block_size: int) -> int:
+def _num_last(begin: BeginStep, query_ends: NDArray[np.int32], num_single: int) -> int:
     """See ``StepPlan.num_last``: all sequences that have one query, or none.
 
     A sequence may bring two tokens apart from each other, each with a query, and
     the later one sees the earlier: then all tokens are written before any is read.
     """
-    num_single = plan.num_single
-    ids = begin.sequence_ids[:num_single]
-    brings_one = (begin.num_new[:num_single] == 1) & (begin.num_queries[:num_single] == 1)
-    if not num_single or not brings_one.all() or len(set(ids.tolist())) < num_single:
-        return 0
-    last = plan.context_lens[:num_single].astype(np.int64) - 1
-    if (last != plan.query_positions[:num_single]).any():
-        return 0
-    blocks = plan.block_tables[np.arange(num_single), last // block_size].astype(np.int64)
-    is_there = plan.slots[:num_single] == blocks * block_size + last % block_size
-    return num_single if is_there.all() else 0
+    first = slice(num_single)
+    brings_one = (begin.num_new[first] == 1) & (begin.num_queries[first] == 1)
+    sees_it_last = begin.num_visible[first] == query_ends[first]
+    are_different = len(set(begin.sequence_ids[first].tolist())) == num_single
+    return num_single if are_different and (brings_one & sees_it_last).all() else 0
 
 
 def _with_coming(

@@ -218,14 +218,13 @@ class LocalStep:
         return forward
 
     def _inputs(self) -> StepInputs:
-        batch = self.batch
-        rows = torch.from_numpy(np.stack((batch.token_ids, batch.positions)))
-        return StepInputs(self._begin.lane, rows, self._tables, batch.hidden)
+        return StepInputs(self._begin.lane, self.batch.rows, self._tables, self.batch.hidden)
 
     def scatter(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
     ) -> bool:
-        self._books.steps.finish_layer(self._begin.lane, self._begin.step, layer)
+        steps, lane = self._books.steps, self._begin.lane
+        steps.finish_layer(lane, steps.due(lane, self._begin.step, layer))
         self._o = self._attend(layer, q, k, v, place)
         return True
 
