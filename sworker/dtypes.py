@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any, Final
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from fastdecode.core.dtype import DType
+
+CARRIERS: Final[dict[torch.dtype, np.dtype[Any]]] = {
+    torch.float32: np.dtype(np.float32),
+    torch.float16: np.dtype(np.uint16),
+    torch.bfloat16: np.dtype(np.uint16),
+}
+"""The dtype of NumPy arrays that carry tensors of each dtype."""
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:

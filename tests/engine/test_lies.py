@@ -85,14 +85,13 @@ def test_no_layer_is_written_over_one_that_is_still_lent() -> None:
     )
     sent: list[Any] = []
     plan: Any = SimpleNamespace(
-        checks=SimpleNamespace(begin=lambda batch: None),
         staging=lambda lane: Staging(),
         fleet=SimpleNamespace(send=lambda holder, message: sent.append(message)),
         sinks=None,
         specs=(None,) * 9,
     )
     batch: Any = SimpleNamespace(spans=(span,), local=())
-    step = remote.RemoteStep(plan, batch)
+    step = remote.MergingStep(plan, batch)
     for layer in range(LENT_LAYERS):
         step.scatter(layer, *torch.zeros(3, 4, 1, 8))
         assert step.ready == (layer < LENT_LAYERS - 1)

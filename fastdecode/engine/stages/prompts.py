@@ -29,7 +29,7 @@ from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.step.device_chunks import DeviceChunks
 from fastdecode.engine.step.device_prefill import DevicePrefillChunks
 from fastdecode.engine.step.layout import HolderSpan, LocalSpan, StepBatch
-from fastdecode.engine.step.remote import Attention, AttentionPlan, LaneAttention, RemoteStep
+from fastdecode.engine.step.remote import Attention, AttentionPlan, LaneAttention, MergingStep
 from fastdecode.wire.kv.attending import PastTokens
 from fastdecode.wire.kv.chunks import MAX_CHUNK_BYTES, ChunkForm, StoreChunk
 from fastdecode.wire.messages import AttendResult, FetchPast
@@ -265,19 +265,19 @@ class PromptPlan(AttentionPlan):
 
     rooms: LanePrompts | None = None
 
-    def begin(self, batch: StepBatch) -> RemoteStep:
+    def begin(self, batch: StepBatch) -> MergingStep:
         """See ``Attention``."""
         assert self.rooms is not None
         begun = self.rooms.begin(batch)
         if begun is None:
-            return RemoteStep(self, batch)
+            return MergingStep(self, batch)
         chunks, past = begun
-        return (
-            RemoteStep(self, chunks.batch, chunks) if past is None else PastStep(self, chunks, past)
-        )
+        if past is not None:
+            return PastStep(self, chunks, past)
+        return MergingStep(self, chunks.batch, chunks)
 
 
-class PastStep(RemoteStep):
+class PastStep(MergingStep):
     """A step with a prompt whose past is fetched: each layer waits for its part of it.
 
     Args:
@@ -385,9 +385,7 @@ class Elsewhere:
 
     def run_through(self, s_worker: SWorker) -> Pass:
         """See ``LaneAttention``."""
-        batch = self.batch
-        rows = torch.from_numpy(np.stack((batch.token_ids, batch.positions)))
-        return s_worker.embed(rows, batch.spans[0].begin.lane)
+        return s_worker.embed(self.batch.rows, self.batch.spans[0].begin.lane)
 
     def scatter(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ from sworker.buffers import (
     to_device,
 )
 from sworker.device import Gpu, gpu_of
+from sworker.dtypes import CARRIERS
 from sworker.prefill import as_cached, local_causal_attention, merge_attention
 from sworker.sinks import add_sinks
 from sworker.worker import Pass, SWorker
@@ -160,11 +161,15 @@ class AttentionPlan:
 
     def begin(self, batch: StepBatch) -> RemoteStep:
         held = None if self.prompts is None else self.prompts.begin(batch)
+        checks = self.checks.begin(batch)
+        is_whole = not batch.local and not batch.closed
+        if is_whole and held is None and checks is None and self.sinks is None:
+            return RemoteStep(self, batch)
         seen = batch if held is None else held.batch
         if self.sinks is not None:
             spans = (replace(x, begin=replace(x.begin, want_lse=True)) for x in seen.spans)
             seen = replace(seen, spans=tuple(spans))
-        return RemoteStep(self, seen, held)
+        return MergingStep(self, seen, held, checks)
 
     def prepare(self, num_lanes: int) -> None:
         """Take the memory of so many lanes, which may stop the device, before
@@ -177,6 +182,143 @@ class AttentionPlan:
         if lane not in self._staging:
             self._staging[lane] = make_staging(self.gpu or gpu_of(self.device), self.slot_bytes)
         return self._staging[lane]
+
+
+class RemoteStep:
+    """One lane's step on holders that attend all of their rows."""
+
+    in_s_part_s = 0.0
+
+    def __init__(self, plan: AttentionPlan, batch: StepBatch) -> None:
+        self._plan, self.batch = plan, batch
+        self._spans = {span.holder: span for span in batch.spans}
+        self._lost: set[HolderId] = set()
+        self._layer = -1
+        self._awaited: set[HolderId] = set()
+        """Holders without whose answers the layer isn't ready."""
+        self._o = torch.empty(0)
+        self._unsent: deque[tuple[int, Staged]] = deque()
+        self.r_compute_s = dict.fromkeys(self._spans, 0.0)
+        self.sent_s: list[float] = []
+        self._staging = plan.staging(batch.spans[0].begin.lane)
+        self._staging.begin_step(self._shares())
+        for span in batch.spans:
+            plan.fleet.send(span.holder, span.begin)
+
+    def _shares(self) -> list[Share]:
+        return [Share(x.query_rows, (), x.rows, x.query_rows) for x in self.batch.spans]
+
+    def run_through(self, s_worker: SWorker) -> Pass | None:
+        """See ``LaneAttention``."""
+        return None
+
+    def scatter(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
+    ) -> bool:
+        """Send a layer's q [T, Hq, D], k and v [T, Hkv, D] on their way. See
+        ``LaneAttention``."""
+        self._layer = layer
+        self._awaited = self._spans.keys() - self._lost
+        self._o = self._staging.begin_layer(q.shape, q.dtype, place)
+        self._unsent.append((layer, self._staging.send(q, k, v)))
+        self.dispatch()
+        return not self._unsent
+
+    def dispatch(self) -> bool:
+        """See ``LaneAttention``."""
+        if not self._unsent:
+            return True
+        layer, staged = self._unsent[0]
+        if not staged.done:
+            return False
+        self._unsent.popleft()
+        for span, shipment in zip(self.batch.spans, staged.shipments, strict=True):
+            begin = span.begin
+            self._plan.fleet.send(span.holder, Attend(begin.step, begin.lane, layer, *shipment))
+        self.sent_s.append(time.perf_counter())
+        return True
+
+    def wait_for_copy(self) -> None:
+        """See ``LaneAttention``."""
+        if self._unsent:
+            self._unsent[0][1].wait()
+
+    def deliver(self, holder: HolderId, result: AttendResult) -> None:
+        """Take in a holder's answer to the layer.
+
+        Raises:
+            ProtocolError: it isn't the answer that was due.
+        """
+        span = self._spans[holder] if holder in self._awaited else None
+        due = None if span is None else (span.begin.step, self._layer)
+        if span is None or (result.step, result.layer) != due:
+            raise self._not_due(holder, result, due)
+        self._awaited.discard(holder)
+        self.r_compute_s[holder] += result.compute_s
+        rows = span.query_rows
+        self._check_arrays(span, rows.stop - rows.start, result)
+        if self._staging.is_home and rows == slice(0, self._o.shape[0]):
+            # Lent until the lane's next Attend: o is used by then.
+            self._o = as_tensor(result.o, self._o.dtype)
+        else:
+            self._staging.receive(result.o, self._o, rows)
+
+    def _not_due(
+        self, holder: HolderId, result: AttendResult, due: tuple[int, int | None] | None
+    ) -> ProtocolError:
+        return ProtocolError(
+            f"{self._plan.fleet.peer(holder)} answered for step {result.step}, layer "
+            f"{result.layer}, where (step, layer) {due} was due: are both ends of the same version?"
+        )
+
+    def _check_arrays(self, span: HolderSpan, num_rows: int, result: AttendResult) -> None:
+        """Raises ProtocolError."""
+        shape, dtype = (num_rows, *self._o.shape[1:]), CARRIERS[self._o.dtype]
+        try:
+            result.check_arrays(shape, dtype, want_lse=span.begin.want_lse)
+        except ProtocolError as lie:
+            raise ProtocolError(f"{self._plan.fleet.peer(span.holder)} {lie.message}") from None
+
+    def lose(self, holder: HolderId) -> None:
+        """See ``LaneAttention``."""
+        if holder in self._spans:
+            self._lost.add(holder)
+            self._awaited.discard(holder)
+
+    @property
+    def lost(self) -> Collection[HolderId]:
+        """See ``LaneAttention``."""
+        return self._lost
+
+    @property
+    def ready(self) -> bool:
+        """Whether every row of the layer's o is there, and no holder is too far
+        behind with storing."""
+        return not self._awaited
+
+    @property
+    def num_awaited(self) -> int:
+        """See ``LaneAttention``."""
+        return len(self._awaited)
+
+    @property
+    def settled(self) -> bool:
+        """Whether every holder has answered everything: the step may end."""
+        return not self._awaited
+
+    def take(self) -> Tensor:
+        """The layer's o [T, Hq, D]; zeros in the rows of holders that are lost.
+        Only when ``ready``."""
+        self._staging.join()
+        if self._lost:
+            self._zero_lost()
+        return self._o
+
+    def _zero_lost(self) -> None:
+        if len(self._spans) == 1:
+            self._o = torch.zeros_like(self._o)  # lent memory is never written
+        for holder in self._lost:
+            self._o[self._spans[holder].rows] = 0
 
 
 @dataclass(eq=False)
@@ -200,8 +342,6 @@ class _HolderStep:
     early: set[int] = field(default_factory=set)
     """Of a holder that only stores: layers that it has answered before an earlier one. Its
     members answer in any order."""
-    answer: tuple[tuple[int, ...], np.dtype[Any]] | None = None
-    """Shape and dtype of what it answers, once it has."""
 
     def __post_init__(self) -> None:
         queries = self.span.query_rows
@@ -224,58 +364,48 @@ class _HolderStep:
             self.early.remove(self.last_layer)
 
 
-class RemoteStep:
-    """One lane's step on the holders."""
+class MergingStep(RemoteStep):
+    """A step of which the S-worker attends rows too, or several holders the same rows, or
+    whose answers are looked at.
+
+    Args:
+        held: rows that the device attends in a cache of its own; None: none.
+        checks: of the sequences that are looked at; None: none is.
+    """
 
     def __init__(
-        self, plan: AttentionPlan, batch: StepBatch, held: DevicePrefillChunks | None = None
+        self,
+        plan: AttentionPlan,
+        batch: StepBatch,
+        held: DevicePrefillChunks | None = None,
+        checks: StepChecks | None = None,
     ) -> None:
-        self._plan = plan
-        self.batch = batch
-        self._held = held
         self._holders = {x.holder: _HolderStep(x, _later_chunks(batch, x)) for x in batch.spans}
-        self._lost: set[HolderId] = set()
-        self._layer = -1
-        self._awaited: set[HolderId] = set()
-        """Holders without whose answers the layer isn't ready."""
+        super().__init__(plan, batch)
+        self._held, self._checks = held, checks
         self._local_lse: dict[int, Tensor] = {}
         has_closed = any(span.closed for span in batch.spans)
         self._closed = ClosedPartMerge(batch, plan.device, plan.gpu) if has_closed else None
-        self._o = torch.empty(0)
         self._lse: Tensor | None = None
         """Where there are sinks, float32 [T, Hq] of what o holds by now."""
-        self._checks = plan.checks.begin(batch)
-        self._staging = plan.staging(batch.spans[0].begin.lane)
-        self._staging.begin_step([_share(x) for x in self._holders.values()])
         self._may_lend = self._closed is None and self._staging.is_home
-        self._unsent: deque[tuple[int, Staged]] = deque()
-        self.r_compute_s = dict.fromkeys(self._holders, 0.0)
-        self.in_s_part_s = 0.0
-        self.sent_s: list[float] = []
-        for span in batch.spans:
-            plan.fleet.send(span.holder, span.begin)
 
-    def run_through(self, s_worker: SWorker) -> Pass | None:
-        """See ``LaneAttention``."""
-        return None
+    def _shares(self) -> list[Share]:
+        return [_share(part) for part in self._holders.values()]
 
     def scatter(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
     ) -> bool:
-        """Send a layer's q [T, Hq, D], k and v [T, Hkv, D] on their way; attend
-        the prompt chunks' own tokens here. See ``LaneAttention``."""
-        self._layer = layer
+        """As ``RemoteStep``; attend the prompt chunks' own tokens here."""
+        is_sent = super().scatter(layer, q, k, v, place)
         self._awaited = {
             holder
             for holder, part in self._holders.items()
             if layer - part.last_layer > part.may_owe and holder not in self._lost
         }
-        self._o = self._staging.begin_layer(q.shape, q.dtype, place)
         if self._plan.sinks is not None:
             # Rows that the device's own cache attends have had their sinks.
             self._lse = torch.full(q.shape[:2], torch.inf, device=q.device)
-        self._unsent.append((layer, self._staging.send(q, k, v)))
-        self.dispatch()
         if self._held is not None:
             self._held.run(layer, q, k, v, self._o)
         spec = self._plan.specs[layer]
@@ -287,30 +417,14 @@ class RemoteStep:
                 self._local_lse[local.rows.start] = lse
             elif self._lse is not None and lse is not None:
                 self._lse[local.rows] = lse
-        return not self._unsent
+        return is_sent
 
     def dispatch(self) -> bool:
         """See ``LaneAttention``."""
-        if not self._unsent:
-            return True
-        layer, staged = self._unsent[0]
-        if not staged.done:
-            return False
-        self._unsent.popleft()
-        if self._checks is not None:
-            self._checks.sent(
-                self.batch.spans, staged.shipments, self._o.dtype, self._plan.kv_dtype
-            )
-        for span, shipment in zip(self.batch.spans, staged.shipments, strict=True):
-            begin = span.begin
-            self._plan.fleet.send(span.holder, Attend(begin.step, begin.lane, layer, *shipment))
-        self.sent_s.append(time.perf_counter())
-        return True
-
-    def wait_for_copy(self) -> None:
-        """See ``LaneAttention``."""
-        if self._unsent:
-            self._unsent[0][1].wait()
+        if self._checks is not None and self._unsent and self._unsent[0][1].done:
+            shipments = self._unsent[0][1].shipments
+            self._checks.sent(self.batch.spans, shipments, self._o.dtype, self._plan.kv_dtype)
+        return super().dispatch()
 
     def deliver(self, holder: HolderId, result: AttendResult) -> None:
         """Take in the next layer's answer, or any layer's of a holder that only stores.
@@ -322,11 +436,7 @@ class RemoteStep:
         layer = None if part is None else part.owed(result) if part.may_owe else part.last_layer + 1
         due = None if part is None else (part.span.begin.step, layer)
         if part is None or (result.step, result.layer) != due or result.layer > self._layer:
-            raise ProtocolError(
-                f"{self._plan.fleet.peer(holder)} answered for step {result.step}, layer "
-                f"{result.layer}, where (step, layer) {due} was due: are both ends of the same "
-                "version?"
-            )
+            raise self._not_due(holder, result, due)
         if part.may_owe:
             part.take(result.layer)
         else:
@@ -340,18 +450,13 @@ class RemoteStep:
     def _take_in(self, part: _HolderStep, result: AttendResult) -> None:
         """Raises ProtocolError."""
         span = part.span
-        if part.answer is None:
-            part.answer = (part.num_queries, *self._o.shape[1:]), _carrier(self._o.dtype)
-        try:
-            result.check_arrays(*part.answer, want_lse=span.begin.want_lse)
-        except ProtocolError as lie:
-            raise ProtocolError(f"{self._plan.fleet.peer(span.holder)} {lie.message}") from None
+        self._check_arrays(span, part.num_queries, result)
         if self._checks is not None:
             self._check_finite(self._checks, span, result)
         if self._closed is not None:
             result = self._closed.arrive(span, result, self._o.dtype)
         if part.num_own:
-            self._place(part, result)
+            self._merge_in(part, result)
 
     def _check_finite(self, checks: StepChecks, span: HolderSpan, result: AttendResult) -> None:
         """Raises ProtocolError."""
@@ -363,54 +468,23 @@ class RemoteStep:
             self._plan.fleet.lose_heads(span.holder, heads, reason)
             raise ProtocolError(f"{self._plan.fleet.peer(span.holder)} {reason}")
 
-    def lose(self, holder: HolderId) -> None:
-        """See ``LaneAttention``."""
-        if holder in self._holders:
-            self._lost.add(holder)
-            self._awaited.discard(holder)
-
-    @property
-    def lost(self) -> Collection[HolderId]:
-        """See ``LaneAttention``."""
-        return self._lost
-
-    @property
-    def ready(self) -> bool:
-        """Whether every row of the layer's o is there, and no holder is too far
-        behind with storing."""
-        return not self._awaited
-
-    @property
-    def num_awaited(self) -> int:
-        """See ``LaneAttention``."""
-        return len(self._awaited)
-
     @property
     def settled(self) -> bool:
-        """Whether every holder has answered everything: the step may end."""
+        """See ``LaneAttention``."""
         return all(
             holder in self._lost or part.last_layer == self._layer
             for holder, part in self._holders.items()
         )
 
     def take(self) -> Tensor:
-        """The layer's o [T, Hq, D]; zeros in the rows of holders that are lost.
-        Only when ``ready``."""
-        self._staging.join()
-        if self._lost:
-            self._zero_lost()
+        """See ``LaneAttention``."""
+        super().take()
         if self._closed is not None:
             self._closed.merge_into(self._o, self._lse)
         if self._lse is not None and self._plan.sinks is not None:
             self._o = self._o.clone() if self._may_lend else self._o
             add_sinks(self._o, self._lse, self._plan.sinks[self._layer])
         return self._o
-
-    def _zero_lost(self) -> None:
-        if len(self._holders) == 1:
-            self._o = torch.zeros_like(self._o)  # lent memory is never written
-        for holder in self._lost:
-            self._o[self._holders[holder].span.rows] = 0
 
     def _attend_locally(
         self, local: LocalSpan, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor
@@ -424,7 +498,7 @@ class RemoteStep:
             want_lse=local.merge or self._lse is not None,
         )  # fmt: skip
 
-    def _place(self, part: _HolderStep, result: AttendResult) -> None:
+    def _merge_in(self, part: _HolderStep, result: AttendResult) -> None:
         """Copy a holder's o to its rows, merging the later chunks' with what was attended here."""
         later, rows = part.later, part.answered_rows
         if self._lse is not None:
@@ -454,11 +528,6 @@ class RemoteStep:
             self._closed.lse[later.rows] = lse
         if self._lse is not None:
             self._lse[later.rows] = lse
-
-
-def _carrier(dtype: torch.dtype) -> np.dtype[Any]:
-    """Of arrays that carry tensors of it."""
-    return np.dtype(np.float32 if dtype == torch.float32 else np.uint16)
 
 
 def _share(part: _HolderStep) -> Share:
