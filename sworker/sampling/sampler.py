@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -138,15 +137,22 @@ class Drawing:
     ) -> None:
         self._logits, self._states, self._fetch = logits, states, fetch
         whole, truncated = _split(states)
-        self._chosen = _choose(logits, states, whole, truncated, short_list)
         self.is_sure = _is_sure(states, truncated, short_list, logits.shape[1])
         """No row can need a second pass: ``tokens`` are what ``result`` will say."""
-        self._fetched = fetch(self._chosen.packed)
-
-    @property
-    def tokens(self) -> Tensor:
-        """int64 [B], on the device; of a row that met an error, any."""
-        return self._chosen.tokens
+        greatest, self.tokens = greatest_of(logits)  # [B], [B]
+        """``tokens``: on the device; of a row that met an error, any; -1: the short list
+        wasn't enough to draw it."""
+        if len(whole) or len(truncated):
+            _draw_rows(logits, states, whole, truncated, short_list, greatest, self.tokens)
+        # Float64: the tokens [B], the greatest logits [B], then blocks of logprobs, flat.
+        packed = torch.stack([self.tokens.double(), greatest.double()]).view(-1)
+        asking = [row for row, state in enumerate(states) if state.params.logprobs is not None]
+        self._blocks: tuple[tuple[NDArray[np.int64], int], ...] = ()
+        """Rows that ask for logprobs [m], and how many numbers each has."""
+        if asking:
+            found, self._blocks = _logprobs(logits, states, asking, greatest, self.tokens)
+            packed = torch.cat([packed, *found])
+        self._fetched = fetch(packed)
 
     @property
     def done(self) -> bool:
@@ -160,8 +166,8 @@ class Drawing:
     def result(self) -> list[SampledToken]:
         """One a row, in order. Waits for the device if there is something to
         wait for; only rows that outran ``SHORT_LIST`` take a second pass."""
-        self.wait()
-        results = self._chosen.results(self._fetched.host, self._states)
+        self._fetched.wait()
+        results = self._results(self._fetched.host.tolist())
         again = [row for row, result in enumerate(results) if result is None]
         if again:
             logits, states = self._logits, [self._states[row] for row in again]
@@ -172,6 +178,23 @@ class Drawing:
         sure = [result for result in results if result is not None]
         assert len(sure) == len(results), "no row of the whole vocabulary is left undecided"
         return sure
+
+    def _results(self, numbers: list[float]) -> list[SampledToken | None]:
+        """``numbers``: what was packed. None: the short list wasn't enough to decide."""
+        num_rows = len(self._states)
+        tokens, tops = numbers[:num_rows], numbers[num_rows : 2 * num_rows]
+        logprobs: dict[int, list[float]] = {}
+        first = 2 * num_rows
+        for rows, width in self._blocks:
+            for row in rows.tolist():
+                logprobs[row] = numbers[first : first + width]
+                first += width
+        return [
+            sampled_token(state, int(token), top, logprobs.get(row))
+            if token >= 0 or not math.isfinite(top)
+            else None
+            for row, (state, token, top) in enumerate(zip(self._states, tokens, tops, strict=True))
+        ]
 
 
 def draw(
@@ -203,59 +226,6 @@ def draw(
 def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
     """``draw``, and wait: one result a row, in order."""
     return draw(logits, states).result() if states else []
-
-
-@dataclass(frozen=True)
-class _Chosen:
-    """What was drawn."""
-
-    tokens: Tensor
-    """int64 [B], on the device."""
-    packed: Tensor
-    """float64, on the device: of each row token (-1: the short list wasn't
-    enough to draw it) and greatest logit, [2, B]; then the blocks of logprobs,
-    one after another, flat."""
-    num_rows: int
-    blocks: tuple[tuple[NDArray[np.int64], int], ...]
-    """Rows that ask for logprobs [m], and how many numbers each has."""
-
-    def results(self, host: Tensor, states: Sequence[SamplingState]) -> list[SampledToken | None]:
-        """``host``: what was packed, there. None: the short list wasn't enough
-        to decide."""
-        numbers = host.tolist()
-        tokens, tops = (numbers[i * self.num_rows : (i + 1) * self.num_rows] for i in range(2))
-        logprobs: dict[int, list[float]] = {}
-        first = 2 * self.num_rows
-        for rows, width in self.blocks:
-            for row in rows.tolist():
-                logprobs[row] = numbers[first : first + width]
-                first += width
-        return [
-            sampled_token(state, int(token), top, logprobs.get(row))
-            if token >= 0 or not math.isfinite(top)
-            else None
-            for row, (state, token, top) in enumerate(zip(states, tokens, tops, strict=True))
-        ]
-
-
-def _choose(
-    logits: Tensor,
-    states: Sequence[SamplingState],
-    whole: NDArray[np.int64],
-    truncated: NDArray[np.int64],
-    short_list: int,
-) -> _Chosen:
-    """Draw from adjusted logits [B, V]; ``whole``, ``truncated``: see ``_split``."""
-    greatest, tokens = greatest_of(logits)  # [B], [B]
-    if len(whole) or len(truncated):
-        _draw_rows(logits, states, whole, truncated, short_list, greatest, tokens)
-    packed = torch.stack([tokens.double(), greatest.double()]).view(-1)
-    asking = [row for row, state in enumerate(states) if state.params.logprobs is not None]
-    blocks: tuple[tuple[NDArray[np.int64], int], ...] = ()
-    if asking:
-        found, blocks = _logprobs(logits, states, asking, greatest, tokens)
-        packed = torch.cat([packed, *found])
-    return _Chosen(tokens, packed, len(logits), blocks)
 
 
 def _draw_rows(
