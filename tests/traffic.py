@@ -92,7 +92,7 @@ class Harness:
 
     @property
     def num_suspended(self) -> int:
-        return self.lifecycle.num_suspended
+        return self.lifecycle.sequences.counts.num_suspended
 
     def arrive(
         self,

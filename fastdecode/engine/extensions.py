@@ -47,6 +47,7 @@ class EngineState:
             resumed=self.lifecycle.adoptions.counts,
             tiers=self.lifecycle.scheduler.ledger.cache.stock.traffic.counts,
         )
+        self.lifecycle.sequences.counts = self.stats
 
 
 class Extension:

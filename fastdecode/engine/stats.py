@@ -14,25 +14,20 @@ from fastdecode.engine.session.counts import AttachedCounts
 from fastdecode.schedule.cache.tiers.offload_jobs import TierCounts
 from fastdecode.schedule.hybrid.control import HybridCounts
 from fastdecode.schedule.life.adoption import AdoptionCounts
+from fastdecode.schedule.life.sequences import SequenceCounts
 
 if TYPE_CHECKING:
     from sworker.swap.figures import SwapFigures  # would bring torch to who controls instances
 
 
 @dataclass
-class EngineStats:
+class EngineStats(SequenceCounts):
     """Totals since the engine started. Wall time while any lane runs part of a
     prompt counts as prefill, the rest as decode."""
 
     num_steps: int = 0
     num_prompt_tokens: int = 0
     """Prompt tokens run; those of a shared prompt count once, its last token once a sequence."""
-    num_cached_prompt_tokens: int = 0
-    """Tokens that sequences started with, and others had run: a prompt's, and
-    those of recomputed ones."""
-    num_gap_tokens: int = 0
-    """Tokens that were run again since their blocks had been given up, with kept
-    ones behind them."""
     num_output_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -51,8 +46,6 @@ class EngineStats:
     """From a request's submission to the first token, of every sequence that has one."""
     tpot: LatencyHistogram = field(default_factory=LatencyHistogram)
     """(end to end - TTFT) / (n - 1) of every sequence that ended with n > 1 tokens."""
-    num_recomputed: int = 0
-    """Sequences that were started again: their R-worker was lost, or is doubted."""
     num_rejoined: int = 0
     """R-workers that took the place of lost ones."""
     replicas: ReplicaFigures | None = None
@@ -70,8 +63,6 @@ class EngineStats:
     swap: SwapFigures | None = None
     """What was copied of lanes' KV, in the first stage; None: nothing is
     swapped."""
-    num_suspended: int = 0
-    """Sequences whose blocks were taken back for others, to be recomputed later."""
     num_handed_over: int = 0
     """With several instances: requests whose prompts were fetched by another one."""
     num_failed_fetches: int = 0
@@ -109,10 +100,10 @@ class EngineStats:
     def load_mean(self) -> float:
         return self.load_sum / max(self.num_steps, 1)
 
-    def count_step(self, r_compute_s: float, each_s: Mapping[HolderId, float]) -> None:
-        """A step is over. The busiest R-worker computed so long for it, and each holder."""
+    def count_step(self, each_s: Mapping[HolderId, float]) -> None:
+        """A step is over, for which each holder computed so long."""
         self.num_steps += 1
-        self.r_compute_s += r_compute_s
+        self.r_compute_s += max(each_s.values(), default=0.0)
         self.r_busy_s += sum(each_s.values())
         for holder, busy_s in each_s.items():
             self.r_busy_each_s[holder] += busy_s

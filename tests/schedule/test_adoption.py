@@ -72,7 +72,7 @@ def taken_over(life: Lifecycle, found: Sequence[int | None]) -> list[Instruction
 def test_a_sequence_goes_on_with_what_all_of_its_parts_have(life: Lifecycle) -> None:
     told = taken_over(life, [0, 0, 0])
     assert [type(one) for one in told] == [Extend] * NUM_PARTS
-    assert only(life).state is SequenceState.RUNNING and not life.endings.num_recomputed
+    assert only(life).state is SequenceState.RUNNING and not life.sequences.counts.num_recomputed
     assert life.adoptions.counts.num_sequences == 1
 
 
@@ -82,7 +82,7 @@ def test_a_sequence_of_which_parts_are_missing_waits_again_once(
 ) -> None:
     told = taken_over(life, found)
     assert only(life).state is SequenceState.REQUEUED
-    assert life.endings.num_recomputed == 1
+    assert life.sequences.counts.num_recomputed == 1
     assert len(life.scheduler.waiting) == 1 and not life.adoptions
     assert not [one for one in told if not isinstance(one, Close)]
 

@@ -151,7 +151,10 @@ def test_who_comes_runs_when_its_prompt_is_here() -> None:
     assert isinstance(fetched, HasFetched) and not life.handing.is_importing
     (run,) = tell(life, LaneReady(0))
     assert isinstance(run, Run) and [chunk.num_tokens for chunk in run.chunks] == [1]
-    assert life.endings.num_recomputed == 0 and life.starting.num_reused_tokens == 0
+    assert (
+        life.sequences.counts.num_recomputed == 0
+        and life.sequences.counts.num_cached_prompt_tokens == 0
+    )
 
 
 def test_what_is_offered_is_needed_until_all_siblings_have_begun() -> None:
@@ -175,7 +178,7 @@ def test_what_is_offered_is_needed_until_all_siblings_have_begun() -> None:
     fetched = [place for place, one in enumerate(told) if isinstance(one, HasFetched)]
     begun = [place for place, one in enumerate(told) if isinstance(one, (Open, Fork))]
     assert len(fetched) == 1 and len(begun) == 3 and fetched[0] >= begun[-1] - 1
-    assert pulls >= 1 and life.endings.num_recomputed == 0
+    assert pulls >= 1 and life.sequences.counts.num_recomputed == 0
 
 
 def test_who_cannot_be_fetched_is_recomputed() -> None:
@@ -189,7 +192,7 @@ def test_who_cannot_be_fetched_is_recomputed() -> None:
     open_all(life)
     (run,) = tell(life, LaneReady(0))
     assert isinstance(run, Run) and run.chunks[0].first == 0, "from its beginning"
-    assert life.endings.num_recomputed == 1
+    assert life.sequences.counts.num_recomputed == 1
 
 
 @pytest.mark.parametrize("second", ["", "gone"], ids=["fetched", "failed"])
@@ -214,7 +217,7 @@ def test_a_failed_import_leaves_the_prompt_to_a_sibling_that_imports_it(
         assert isinstance(*tell(life, Opened(other.part.part_id)), Pull)
     told = tell(life, Pulled(other.part.part_id, second))
     assert [each.failed for each in told if isinstance(each, HasFetched)] == [True]
-    assert life.endings.num_recomputed == 1 + bool(second)
+    assert life.sequences.counts.num_recomputed == 1 + bool(second)
 
 
 def test_who_is_cancelled_or_lost_while_it_is_fetched() -> None:

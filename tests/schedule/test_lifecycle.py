@@ -155,7 +155,7 @@ def test_what_befalls_a_sequence_in_flight_is_carried_out_at_the_end_of_its_step
         assert isinstance(x, Open)
         tell(life, Opened(x.part.part_id))
     (run,) = tell(life, LaneReady(0))
-    assert tell(life, Lost(HolderId(1))) == [] and life.endings.num_recomputed == 1
+    assert tell(life, Lost(HolderId(1))) == [] and life.sequences.counts.num_recomputed == 1
     assert life.sequences.is_on(HolderId(1)), "nobody may come in its place yet"
     assert tell(life, Cancelled("long")) == []
     assert end(life, run) == [Close(opened[0].part)]  # type: ignore[union-attr]
@@ -245,7 +245,7 @@ def test_a_doubted_sequence_starts_again_from_its_first_token_beside_no_sibling(
     assert tell(life, StepDone(1, (Drawn(second, is_doubted=True),))) == [Close(fork.part)]
     assert (second.is_checked, second.num_cached) == (True, 0)
     assert life.sequences.state(second.sequence_id) is SequenceState.REQUEUED
-    assert life.endings.num_recomputed == 1
+    assert life.sequences.counts.num_recomputed == 1
     (again,) = tell(life, LaneIdle(1))
     assert isinstance(again, Open)
 

@@ -41,8 +41,6 @@ class Endings:
         self._grants = grants
         self._out = out
         self._cache = scheduler.ledger.cache
-        self.num_recomputed = 0
-        """Sequences that had to start again: a holder was lost, or is doubted."""
         self.looks_for_room = False
         """Some that wait may fit nowhere any more."""
         self.was_refused = False
@@ -75,7 +73,7 @@ class Endings:
         """It has to start again."""
         if life.pending in (None, PendingAction.RECOVER):
             self._table.set_pending(life, PendingAction.REQUEUE)
-            self.num_recomputed += 1
+            self._table.counts.num_recomputed += 1
         self.settle(life)
 
     def settle(self, life: SequenceRecord) -> None:

@@ -75,8 +75,6 @@ class Lifecycle:
         """The state of each."""
         self.sequences = SequenceTable()
         self.grants = Grants()
-        self.num_suspended = 0
-        """Sequences whose blocks were taken back for others."""
         self._out: list[Instruction] = []
         self.endings = Endings(scheduler, self.sequences, self.grants, self._out)
         """What becomes of sequences."""
@@ -195,7 +193,7 @@ class Lifecycle:
             self._out += self._cache.stock.orders.take()
         for suspend in plan.suspends:
             life = self.sequences.by_sequence[suspend.sequence.sequence_id]
-            self.num_suspended += 1
+            self.sequences.counts.num_suspended += 1
             self.sequences.tell(life, "suspended")
             self.sequences.move(life, SequenceState.REQUEUED)
             self.endings.set_aside(life)

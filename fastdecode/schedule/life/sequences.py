@@ -127,10 +127,27 @@ class Stories:
         return [what for i, what in self._told if i == sequence_id]
 
 
+@dataclass
+class SequenceCounts:
+    """What has happened to sequences, in numbers."""
+
+    num_cached_prompt_tokens: int = 0
+    """Tokens that sequences started with, and others had run: a prompt's, and
+    those of recomputed ones."""
+    num_gap_tokens: int = 0
+    """Tokens that were run again since their blocks had been given up, with kept
+    ones behind them."""
+    num_recomputed: int = 0
+    """Sequences that were started again: their R-worker was lost, or is doubted."""
+    num_suspended: int = 0
+    """Sequences whose blocks were taken back for others, to be recomputed later."""
+
+
 class SequenceTable:
     """Every sequence that isn't over: its state, what was asked for it, and what is pending."""
 
     def __init__(self) -> None:
+        self.counts = SequenceCounts()
         self.num_cached_tokens = 0
         """The load W: of all sequences."""
         self.by_sequence: dict[SequenceId, SequenceRecord] = {}

@@ -43,10 +43,6 @@ class Starting:
         self._grants = grants
         self._endings = endings
         self._out = out
-        self.num_reused_tokens = 0
-        """Tokens with which sequences started, since their KV blocks were kept."""
-        self.num_gap_tokens = 0
-        """Tokens missing before some of those."""
 
     def start(self, life: SequenceRecord, start: Start) -> None:
         """A sequence has its place: it is opened, or waits for blocks."""
@@ -55,8 +51,8 @@ class Starting:
         if start.parent is not None and sequence.sources:
             self._handing.started(life)
         if start.parent is None and not start.sources:
-            self.num_reused_tokens += start.num_shared_tokens
-            self.num_gap_tokens += len(start.gap)
+            self._table.counts.num_cached_prompt_tokens += start.num_shared_tokens
+            self._table.counts.num_gap_tokens += len(start.gap)
             if life.state is SequenceState.WAITING:
                 sequence.num_reused = min(start.num_shared_tokens, sequence.num_prompt_tokens)
         num_leading = start.num_shared_tokens - len(start.behind_gap)
@@ -97,8 +93,8 @@ class Starting:
 
     def _start_again(self, life: SequenceRecord, start: Start) -> None:
         self._table.tell(life, "blocks that it waited for didn't come")
-        self.num_reused_tokens -= start.num_shared_tokens
-        self.num_gap_tokens -= len(start.gap)
+        self._table.counts.num_cached_prompt_tokens -= start.num_shared_tokens
+        self._table.counts.num_gap_tokens -= len(start.gap)
         life.sequence.num_reused = 0
         self._table.set_pending(life, PendingAction.REQUEUE)
         self._endings.settle(life)

@@ -167,7 +167,7 @@ class Simulation:
             )
             if self._coming:
                 self._sleep_until(self._coming[0].arrival)
-        self.outcome.num_suspended = self._lifecycle.num_suspended
+        self.outcome.num_suspended = self._lifecycle.sequences.counts.num_suspended
         self.outcome.total_s = self.clock.now
         return self.outcome
 
