@@ -145,7 +145,7 @@ class Instant:
     def _run_step(self, batches: list[StepBatch]) -> None:
         for lane, batch in enumerate(batches):
             self._pipeline.launch(lane, batch, np.arange(0))
-        while self._pipeline.in_flight:
+        while self._pipeline.lanes.in_flight:
             self._pipeline.run()
 
     def _run_units(self) -> None:

@@ -138,7 +138,7 @@ def steps(pipeline: Pipeline, holders: Any, num_steps: int) -> Iterator[Callable
 def _run_step(pipeline: Pipeline, batches: Sequence[StepBatch]) -> None:
     for lane, batch in enumerate(batches):
         pipeline.launch(lane, batch, np.arange(0))
-    while pipeline.in_flight:
+    while pipeline.lanes.in_flight:
         pipeline.run()
 
 

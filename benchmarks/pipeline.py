@@ -168,7 +168,7 @@ class Bench:
 
     @property
     def lanes(self) -> int:
-        return len(self._engine._pipeline._lanes)
+        return len(self._engine._pipeline.lanes)
 
     def start(self, prompt_len: int) -> None:
         """A batch, its prompts run."""

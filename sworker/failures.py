@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, NoReturn
 
 import torch
 from torch import distributed as dist
@@ -23,20 +23,16 @@ _BARE_STARTS: Final = ("CUDA error", "CUDA driver error", "cuDNN error")
 _NO_MEMORY: Final = ("DefaultCPUAllocator", "out of memory")
 
 
-@contextlib.contextmanager
-def typed_failures() -> Iterator[None]:
-    """Inside, what the S-worker fails with has a type of ours.
+def raise_typed(error: Exception) -> NoReturn:
+    """Raise what ended a step, the S-worker's failures as errors of ours.
 
     Raises:
         WorkerError: (code ``s_worker_failed``) its device, its memory, or a
             rank that it computes with has failed.
     """
-    try:
-        yield
-    except Exception as error:
-        if not is_failure(error):
-            raise
+    if is_failure(error):
         raise WorkerError(f"the S-worker failed: {error}", code="s_worker_failed") from None
+    raise error
 
 
 @contextlib.contextmanager

@@ -82,15 +82,13 @@ def _time_step(
     spec = worker.spec
     token_ids = rng.integers(0, spec.vocab_size, batch)
     positions = np.full(batch, min(POSITION, spec.max_model_len - 1), np.int64)
+    rows = torch.from_numpy(np.stack((token_ids, positions)))
     states = [_greedy(spec.vocab_size) for _ in range(batch)]
     times = [_now(worker, clock)]
     with torch.inference_mode():
-        worker.model.embed(
-            torch.from_numpy(token_ids).to(worker.device),
-            torch.from_numpy(positions).to(worker.device),
-        )
+        worker.model.embed(*rows.to(worker.device))
     times.append(_now(worker, clock))
-    step = worker.begin(token_ids, positions)
+    step = worker.begin(rows)
     o = torch.zeros_like(step.q)
     while step.advance(o):
         pass

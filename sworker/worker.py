@@ -82,27 +82,17 @@ class SWorker:
     """Whether a step may begin with tokens that only the device knows."""
 
     def begin(
-        self,
-        token_ids: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        lane: int = 0,
-        feed: Feed | None = None,
+        self, rows: Tensor, lane: int = 0, feed: Feed | None = None, x: Tensor | None = None
     ) -> Pass:
-        """Embed a step's rows and run the first layer up to its attention.
-        token_ids, positions: [T]; ``feed``: token ids that the host doesn't
-        know. At most one step of a lane is under way."""
-        return self.begin_rows(torch.from_numpy(np.stack((token_ids, positions))), lane, feed)
+        """Run a step up to its first layer's attention. At most one step of a lane is
+        under way.
 
-    def go_on(self, x: Tensor, positions: NDArray[np.int64], lane: int = 0) -> Pass:
-        """``begin`` where the stage before has ended: x [T, hidden], its last
-        layer's output, on the host; positions [T]."""
-        return self.begin_rows(without_tokens(positions), lane, x=x)
-
-    def begin_rows(
-        self, rows: Tensor, lane: int, feed: Feed | None = None, x: Tensor | None = None
-    ) -> Pass:
-        """``begin``, or ``go_on`` with x; rows: token ids, which x takes the
-        place of, and positions, int64 [2, T], on the host."""
+        Args:
+            rows: token ids and positions, int64 [2, T], on the host.
+            feed: token ids that the host doesn't know.
+            x: the output [T, hidden] of the stage before, on the host; token ids don't
+                count then.
+        """
         self.look_at_cores()
         if self.graphs is not None and rows.shape[1] <= self.graphs.buckets.max_rows:
             return PaddedPass(self, self.graphs, lane, rows, feed, x)
@@ -135,7 +125,7 @@ class SWorker:
 
     def embed(self, rows: Tensor, lane: int) -> Pass:
         """A step whose layers run in other stages: its rows are embedded, and nothing
-        more. rows: see ``begin_rows``."""
+        more. rows: see ``begin``."""
 
         def embed() -> Tensor:
             token_ids, positions = self.upload(rows)
@@ -166,9 +156,9 @@ class SWorker:
         return lanes
 
     def begin_here(self, inputs: StepInputs, feed: Feed | None = None) -> Pass:
-        """``begin``, or ``go_on``, of a step that attends on this device layer by layer:
-        q, k and v are of the heads that it keeps."""
-        return self.begin_rows(inputs.rows, inputs.lane, feed, inputs.x)
+        """``begin`` a step that attends on this device layer by layer: q, k and v are of
+        the heads that it keeps."""
+        return self.begin(inputs.rows, inputs.lane, feed, inputs.x)
 
     def together(self) -> AbstractContextManager[object]:
         """Within, all S-workers that act as one compute."""
@@ -213,13 +203,6 @@ class SWorker:
         return self._fetches[lane]
 
 
-def without_tokens(positions: NDArray[np.int64]) -> Tensor:
-    """A step's rows (``SWorker.begin_rows``) where x takes the tokens' place."""
-    rows = torch.zeros((2, len(positions)), dtype=torch.int64)
-    rows[1] = torch.from_numpy(positions)
-    return rows
-
-
 class Pass:
     """One step between two layers: ``q``, ``k``, ``v`` of ``layer`` wait for their attention."""
 
@@ -244,7 +227,7 @@ class Pass:
         rooms: Sequence[LayerRoom | None] = _NO_ROOM,
     ) -> None:
         """rows: token ids and positions, int64 [2, T], on the host; ``feed``:
-        token ids that the host doesn't know; ``x``: see ``SWorker.go_on``; ``rooms``: for
+        token ids that the host doesn't know; ``x``: see ``SWorker.begin``; ``rooms``: for
         layer i that of i modulo their number."""
         self._rooms = rooms
         self._model = worker.model

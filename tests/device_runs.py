@@ -131,12 +131,12 @@ class LoggedSWorker(SWorker):
 
     def begin(
         self,
-        token_ids: np.ndarray,
-        positions: np.ndarray,
+        rows: torch.Tensor,
         lane: int = 0,
         feed: Feed | None = None,
+        x: torch.Tensor | None = None,
     ) -> Pass:
-        step = super().begin(token_ids, positions, lane, feed)
+        step = super().begin(rows, lane, feed, x)
         advance = step.advance
         self._log.append(f"launch {'ABC'[lane]}0")
 
@@ -227,7 +227,7 @@ class Run:
                     if fed_by is not None:
                         batch = replace(batch, feed=self.feed(fed_by.tokens))
                     pipeline.launch(lane, batch, np.arange(1), fed_by=fed_by)
-                while pipeline.in_flight:
+                while pipeline.lanes.in_flight:
                     finished = pipeline.run(
                         self._draw if self.draws or self.feeds else None, self.take_in
                     )

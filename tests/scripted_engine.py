@@ -115,6 +115,8 @@ class ScriptedSWorker:
     """Stands in for ``SWorker``. ``fails_at``: a request that meets an error at
     its token of this number."""
 
+    gpu = None
+
     def __init__(
         self, fails_at: dict[str, int] | None = None, attention: AttentionSpec = SPEC
     ) -> None:
@@ -126,13 +128,11 @@ class ScriptedSWorker:
         self._num_drawn: dict[int, int] = {}
         self._fails_at = fails_at or {}
 
-    def begin(
-        self, token_ids: np.ndarray, positions: np.ndarray, lane: int, feed: None
-    ) -> ScriptedPass:
+    def begin(self, rows: Tensor, lane: int, feed: None, x: None) -> ScriptedPass:
         if self.failure is not None:
             raise self.failure
         self.lanes.append(lane)
-        return ScriptedPass(token_ids, positions, self._num_heads)
+        return ScriptedPass(*rows.numpy(), self._num_heads)
 
     def draw(self, logits: Tensor, states: Sequence[Any], lane: int) -> ScriptedDrawing:
         assert len(logits) == len(states)

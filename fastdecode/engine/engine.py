@@ -57,7 +57,7 @@ from fastdecode.engine.step.pipeline import Pipeline
 from fastdecode.schedule.life import events
 from fastdecode.schedule.plan import Chunk, num_in_prompts
 from fastdecode.wire.kv.taking_over import SESSION_RESUMED
-from sworker.failures import typed_failures
+from sworker.failures import raise_typed
 from sworker.worker import SWorker
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,6 @@ class Engine:
 
     def figures(self) -> EngineFigures:
         """What it reports of itself, between two steps."""
-        self._count_sequences()
         return figures_of(self.stats, self._lifecycle.scheduler, self._fleet)
 
     def give_role(self, role: InstanceRole) -> None:
@@ -221,18 +220,17 @@ class Engine:
         self._fleet.look()
         self._take_news()
         self._recovery.is_stranded()
-        self._count_sequences()
 
     def set_num_lanes(self, num_lanes: int) -> None:
         """Go on with so many lanes, when the steps in flight have ended."""
-        if num_lanes == self._pipeline.num_lanes:
+        if num_lanes == len(self._pipeline.lanes):
             return
-        while self._pipeline.in_flight:
+        while self._pipeline.lanes.in_flight:
             self._run_on()
         self._take_in_all()
-        logger.info("%d lanes from now on, in place of %d", num_lanes, self._pipeline.num_lanes)
+        logger.info("%d lanes from now on, in place of %d", num_lanes, len(self._pipeline.lanes))
         self._apply(events.Regrouped(num_lanes))
-        self._pipeline.set_num_lanes(num_lanes)
+        self._pipeline.lanes.resize(num_lanes)
         for extension in self._extensions:
             extension.regrouped(num_lanes)
 
@@ -244,9 +242,10 @@ class Engine:
             WorkerError: no R-worker is left, or the S-worker failed.
                 ``abandon`` is all that can be done then.
         """
-        with typed_failures():
+        try:
             self._step()
-        self._count_sequences()
+        except Exception as error:
+            raise_typed(error)
 
     def _step(self) -> None:
         stats, pipeline = self.stats, self._pipeline
@@ -262,7 +261,7 @@ class Engine:
                 self._is_idle = True
                 return
             is_prefill = _runs_prompt(pipeline)
-            runs = bool(pipeline.in_flight)
+            runs = bool(pipeline.lanes.in_flight)
             self._run_on()
             if not runs:  # what was waited for before a step is none of its time
                 began, began_wait_s = time.perf_counter(), pipeline.wait_s
@@ -277,13 +276,13 @@ class Engine:
     def _has_pending(self) -> bool:
         """Whether a step is in flight, tokens are on their way to the host, or
         an answer about a room is owed."""
-        return bool(self._pipeline.in_flight or self._coming or self._lifecycle.is_owed)
+        return bool(self._pipeline.lanes.in_flight or self._coming or self._lifecycle.is_owed)
 
     def _choose_lanes(self) -> None:
-        num_lanes = self._pipeline.num_lanes
+        num_lanes = len(self._pipeline.lanes)
         for extension in self._extensions:
             num_lanes = extension.num_lanes(num_lanes)
-        if num_lanes != self._pipeline.num_lanes:
+        if num_lanes != len(self._pipeline.lanes):
             self.set_num_lanes(num_lanes)
 
     def _launch_idle(self) -> None:
@@ -293,14 +292,14 @@ class Engine:
                 extension.listen()
         self._take_news()
         if not self._recovery.is_stranded():
-            for lane in self._pipeline.idle_lanes:
+            for lane in self._pipeline.lanes.idle:
                 self._launch(lane)
-        for lane in set(self._coming).intersection(self._pipeline.idle_lanes):
+        for lane in set(self._coming).intersection(self._pipeline.lanes.idle):
             self._take_in(lane)  # nobody steps with them
 
     def _run_on(self) -> None:
         """Run until some lane has finished its step, or there is news."""
-        if not self._pipeline.in_flight and self._coming:
+        if not self._pipeline.lanes.in_flight and self._coming:
             self._take_in_all()
             return
         finished = self._pipeline.run(self._samples.draw, self._take_in)
@@ -316,7 +315,7 @@ class Engine:
         Raises:
             WorkerError: another S-worker goes on with this session.
         """
-        for holder, news in self._pipeline.take_news():
+        for holder, news in self._pipeline.arrivals.take_news():
             if isinstance(news, WorkerError):
                 if news.code == SESSION_RESUMED:
                     raise copy(news)
@@ -372,7 +371,8 @@ class Engine:
         """Plan and start a lane's step, as far as anybody has room."""
         started, waited = time.perf_counter(), self._pipeline.wait_s
         self._apply(events.LaneIdle(lane))
-        self._await_rooms()
+        if self._lifecycle.grants.asked:
+            self._await_rooms()
         for run in self._lifecycle.handle(events.LaneReady(lane)):
             assert isinstance(run, events.Run)
             step, holders = self._state.num_launched, self._pipeline.holders
@@ -407,7 +407,7 @@ class Engine:
             for holder, seconds in step.remote.r_compute_s.items()
             if holder in self._timed
         }
-        self.stats.count_step(max(each_s.values(), default=0.0), each_s)
+        self.stats.count_step(each_s)
         wanted = self._lifecycle.sequences.wanted(step.batch.chunks)
         for extension in self._extensions:
             extension.ran(wanted)
@@ -453,17 +453,10 @@ class Engine:
             scheduler, now = self._lifecycle.scheduler, time.perf_counter()
             self._trace.load(now, scheduler.num_running, len(scheduler.waiting), load)
 
-    def _count_sequences(self) -> None:
-        stats, lifecycle = self.stats, self._lifecycle
-        stats.num_recomputed = lifecycle.endings.num_recomputed
-        stats.num_suspended = lifecycle.num_suspended
-        stats.num_cached_prompt_tokens = lifecycle.starting.num_reused_tokens
-        stats.num_gap_tokens = lifecycle.starting.num_gap_tokens
-
 
 def _runs_prompt(pipeline: Pipeline) -> bool:
     """Whether part of a prompt runs in any step in flight."""
-    return any(step.batch.num_prompt_tokens for step in pipeline.in_flight)
+    return any(step.batch.num_prompt_tokens for step in pipeline.lanes.in_flight)
 
 
 def _timed_holders(pipeline: Pipeline) -> frozenset[HolderId]:

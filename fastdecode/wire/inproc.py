@@ -11,10 +11,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from enum import Enum
 from queue import Empty, SimpleQueue
-from typing import Generic, Protocol, TypeAlias
+from typing import Final, Generic, Protocol, TypeAlias
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.errors import WorkerError
@@ -45,17 +44,13 @@ class InprocConnection(Generic[SendT, ReceiveT]):
     """One side of a pair; see ``fastdecode.wire.transport.Connection``. Made by ``connect``."""
 
     def __init__(self, peer: str, hub: InprocHub[SendT, ReceiveT]) -> None:
-        self._peer = peer
+        self.peer: Final = peer
         self._hub = hub
         self.index = -1
         """Its place among the hub's; given by that."""
         self._remote: _Remote[SendT] | None = None
         self._closed = False
         self._ended = False  # the end has been taken from the queue
-
-    @property
-    def peer(self) -> str:
-        return self._peer
 
     heard_s = None
     """A thread ends with its process."""
@@ -64,9 +59,9 @@ class InprocConnection(Generic[SendT, ReceiveT]):
     def send(self, message: SendT) -> None:
         assert self._remote is not None
         if self._closed:
-            raise closed_error(self._peer, by_peer=False)
+            raise closed_error(self.peer, by_peer=False)
         if not self._remote.deliver(message):
-            raise closed_error(self._peer, by_peer=True)
+            raise closed_error(self.peer, by_peer=True)
 
     def receive(self, timeout_s: float | None = None) -> ReceiveT:
         return self._hub.receive_from(self, timeout_s)
@@ -92,13 +87,13 @@ class InprocConnection(Generic[SendT, ReceiveT]):
         """What arrived here, if it is a message; the end is noted, and raised."""
         if isinstance(arrival, _End):
             self._ended = True
-            raise closed_error(self._peer, by_peer=arrival is _End.CLOSED_BY_PEER)
+            raise closed_error(self.peer, by_peer=arrival is _End.CLOSED_BY_PEER)
         return arrival
 
     def check_open(self) -> None:
         """Raises WorkerError if this side is closed, or nothing more will come from the peer."""
         if self._closed or self._ended:
-            raise closed_error(self._peer, by_peer=not self._closed)
+            raise closed_error(self.peer, by_peer=not self._closed)
 
     @property
     def is_open(self) -> bool:
@@ -127,7 +122,7 @@ class InprocHub(Generic[SendT, ReceiveT]):
         self._clock = clock
         self._keeps_places = keeps_places
         self._adding = threading.Lock()
-        self._connections: list[InprocConnection[SendT, ReceiveT]] = []
+        self.connections: Final[list[InprocConnection[SendT, ReceiveT]]] = []
         self._arrivals: SimpleQueue[_Arrival[SendT, ReceiveT]] = SimpleQueue()
         self._pending: deque[_Arrival[SendT, ReceiveT]] = deque()
         self._is_closed = False
@@ -141,13 +136,9 @@ class InprocHub(Generic[SendT, ReceiveT]):
         """Its thread ends: close all connections, and later ones at once."""
         with self._adding:
             self._is_closed = True
-            connections = list(self._connections)
+            connections = list(self.connections)
         for connection in connections:
             connection.close()
-
-    @property
-    def connections(self) -> Sequence[InprocConnection[SendT, ReceiveT]]:
-        return self._connections  # itself: it is asked for with every message
 
     def add(self, peer: str) -> InprocConnection[SendT, ReceiveT]:
         """This hub's side of a new pair; ``connect`` joins it to the other. From
@@ -155,12 +146,12 @@ class InprocHub(Generic[SendT, ReceiveT]):
         connection = InprocConnection(peer, self)
         with self._adding:
             connection.index = self._free_place()
-            self._connections[connection.index : connection.index + 1] = [connection]
+            self.connections[connection.index : connection.index + 1] = [connection]
         return connection
 
     def _free_place(self) -> int:
-        over = [] if self._keeps_places else [x.index for x in self._connections if x.is_closed]
-        return over[0] if over else len(self._connections)
+        over = [] if self._keeps_places else [x.index for x in self.connections if x.is_closed]
+        return over[0] if over else len(self.connections)
 
     def arrive(
         self, connection: InprocConnection[SendT, ReceiveT], message: ReceiveT | _End
@@ -174,10 +165,10 @@ class InprocHub(Generic[SendT, ReceiveT]):
             if self._pending:
                 connection, message = self._pending.popleft()
             else:
-                still_open = [x.peer for x in self._connections if x.is_open]
+                still_open = [x.peer for x in self.connections if x.is_open]
                 if not still_open:
                     raise closed_error(
-                        ", ".join(x.peer for x in self._connections) or "every peer", by_peer=True
+                        ", ".join(x.peer for x in self.connections) or "every peer", by_peer=True
                     )
                 try:
                     connection, message = self._next_arrival(deadline)

@@ -54,6 +54,8 @@ class Asking:
     answers: ClassVar[tuple[type[Any], ...]] = ()
     """The kinds of answer that it gets, one of them and one each time; none: it isn't answered."""
     said_by: ClassVar[frozenset[Role]] = S_WORKERS
+    is_transfer: ClassVar[bool] = False
+    """Reports tell of it, unasked, until it is over."""
     repeated: ClassVar[tuple[str, ...]] = ()
     """Its fields that an answer repeats."""
     in_every_stage: ClassVar[bool] = False

@@ -68,7 +68,7 @@ from sworker.sampling.sampler import Drawing, SampledToken
 from sworker.step_tables import StepInputs, StepTables
 from sworker.swap.swapped import LaneMover, SwappedKV
 from sworker.whole import WholeSteps, run_step
-from sworker.worker import Pass, SWorker, without_tokens
+from sworker.worker import Pass, SWorker
 
 
 class ParallelPass(Pass):
@@ -115,14 +115,14 @@ class GatheredPass(ParallelPass):
         rows: Tensor,
         x: Tensor | None = None,
     ) -> None:
-        """rows, x: see ``SWorker.begin_rows``."""
+        """rows, x: see ``SWorker.begin``."""
         ranks = worker.ranks
         with ranks.peers.exchanging():
             ranks.tell(BEGIN if x is None else GO_ON, lane, rows.shape[1])
             ranks.share(rows)
             if x is not None:
                 ranks.share(x)
-            super().__init__(worker, lane, worker.begin_rows(rows, lane, x=x))
+            super().__init__(worker, lane, SWorker.begin(worker, rows, lane, x=x))
             self._gather()
 
     def advance(self, o: Tensor) -> bool:
@@ -197,17 +197,10 @@ class ParallelSWorker(SWorker):
     """Other ranks are told a step's tokens by the host."""
 
     def begin(
-        self,
-        token_ids: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        lane: int = 0,
-        feed: Feed | None = None,
+        self, rows: Tensor, lane: int = 0, feed: Feed | None = None, x: Tensor | None = None
     ) -> Pass:
         assert feed is None
-        return GatheredPass(self, lane, torch.from_numpy(np.stack((token_ids, positions))))
-
-    def go_on(self, x: Tensor, positions: NDArray[np.int64], lane: int = 0) -> Pass:
-        return GatheredPass(self, lane, without_tokens(positions), x.contiguous())
+        return GatheredPass(self, lane, rows, None if x is None else x.contiguous())
 
     def run_through(self, run: Callable[[], Tensor], inputs: StepInputs | None = None) -> Pass:
         """See ``SWorker``; the other ranks do the same."""
@@ -248,7 +241,8 @@ class ParallelSWorker(SWorker):
         (``together``): the other ranks run them at once."""
         assert feed is None
         _announce(self.ranks, inputs)
-        return ParallelLayersPass(self, inputs.lane, super().begin_here(inputs))
+        own = super().begin(inputs.rows, inputs.lane, x=inputs.x)
+        return ParallelLayersPass(self, inputs.lane, own)
 
     def together(self) -> AbstractContextManager[object]:
         """See ``SWorker``."""
@@ -316,7 +310,7 @@ class _Follower:
         elif operation in (BEGIN, GO_ON):
             rows = self._rows(num_rows)
             x = self._hidden(num_rows) if operation == GO_ON else None
-            passes[lane] = step = self._worker.begin_rows(rows, lane, x=x)
+            passes[lane] = step = self._worker.begin(rows, lane, x=x)
             ranks.gather(torch.cat((step.q, step.k, step.v), dim=1))
         elif operation == COME_HOME:
             passes[lane].come_home(self._hidden(num_rows))

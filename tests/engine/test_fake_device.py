@@ -115,6 +115,11 @@ def decode_step(gpu: FakeGpu, *, with_prompts: bool) -> PagedStep:
     )  # fmt: skip
 
 
+def twice(rows: np.ndarray) -> Tensor:
+    """As token ids, and as positions."""
+    return torch.from_numpy(np.stack((rows, rows)))
+
+
 def rows_of(num_rows: int) -> np.ndarray:
     return np.arange(num_rows, dtype=np.int64)
 
@@ -166,8 +171,7 @@ def run_with_r_workers(spec: ModelSpec, model: Model, num_lanes: int, max_graphs
                     add_sinks(o, lse, model.sinks[forward.layer])
                 return o
 
-            rows = rows_of(num_rows)
-            through(s_worker.begin(rows, rows, num_lanes - 1), attend)
+            through(s_worker.begin(twice(rows_of(num_rows)), num_lanes - 1), attend)
     assert gpu.waits == [] and gpu.num_operators > 100
 
 
@@ -230,14 +234,14 @@ def run_on_device(spec: ModelSpec, model: Model, cache: PagedKV, gpu: FakeGpu) -
     s_worker = SWorker(spec, model, CUDA, None, gpu, 1)
     step, rows = decode_step(gpu, with_prompts=True), rows_of(NUM_DECODED + LATER + FIRST)
     through(
-        s_worker.begin(rows, rows),
+        s_worker.begin(twice(rows)),
         lambda forward: cache.attend(forward.layer, forward.q, forward.k, forward.v, step),
     )
     if cache.kernels is not None:
         graphs = StepGraphs(model, CUDA, capture=True, max_rows=8, max_graphs=1, gpu=gpu)
         whole = WholeSteps(graphs, cache, 64)
         whole.prepare(only_lane=0)
-        both = torch.from_numpy(np.stack((rows_of(NUM_DECODED),) * 2))
+        both = twice(rows_of(NUM_DECODED))
         x = whole.run(0, both, decode_step(gpu, with_prompts=False))
         assert x.device == CUDA
 

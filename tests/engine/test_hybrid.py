@@ -211,9 +211,7 @@ class ReportingPool:
 
 def test_a_report_on_a_transfer_ends_the_wait() -> None:
     """Between two steps nothing else may come: the wait would never end."""
-    lanes = SimpleNamespace(
-        first_unsent=None, in_flight=(), any_can_go_on=False, dispatch=lambda: False
-    )
+    lanes = SimpleNamespace(unsent=(), in_flight=(), any_can_go_on=False, dispatch=lambda: False)
     pool = ReportingPool()
     wait = LaneWait(cast(Any, pool), cast(Any, lanes), is_hybrid=True)
     assert wait.first_to_come() is None and pool.moves.has_moves

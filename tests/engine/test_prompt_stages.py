@@ -313,14 +313,14 @@ def test_prompts_go_to_the_replacement_at_a_lost_r_workers_address(
 def test_a_prompt_stage_that_breaks_down_ends_the_job_by_name(
     llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on = SWorker.go_on
+    begin = SWorker.begin
 
     def broken(self: SWorker, *args: Any) -> Pass:
         if threading.current_thread().name == "prompt stage 1":
             raise RuntimeError("the lights went out")
-        return go_on(self, *args)
+        return begin(self, *args)
 
-    monkeypatch.setattr(SWorker, "go_on", broken)
+    monkeypatch.setattr(SWorker, "begin", broken)
     with LLM(llama, **OPTIONS, pp=2, prompt_pp=2) as llm:
         (output,) = llm.generate(prompts((5,)), SamplingParams(max_tokens=5))
         assert output.error is not None

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from checkpoints import FAMILIES, FEW_FAMILIES, prompts
 from mixed_requests import OPTIONS, mixed_requests, tokens
+from torch import Tensor
 from trouble import crash_after
 from zmq_r_workers import r_workers
 
@@ -192,10 +193,14 @@ def test_a_stage_without_standby_r_workers_ends_the_job_at_once(
 def test_a_stage_that_breaks_down_ends_the_job_by_name(
     llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def go_on(self: SWorker, *args: Any) -> Pass:
-        raise RuntimeError("the lights went out")
+    begin = SWorker.begin
 
-    monkeypatch.setattr(SWorker, "go_on", go_on)
+    def broken(self: SWorker, rows: Tensor, lane: int, feed: Any, x: Tensor | None) -> Pass:
+        if x is not None:
+            raise RuntimeError("the lights went out")
+        return begin(self, rows, lane, feed, x)
+
+    monkeypatch.setattr(SWorker, "begin", broken)
     with LLM(llama, **OPTIONS, pp=2) as llm:
         (output,) = llm.generate(prompts((5,)), SamplingParams(max_tokens=5))
         assert output.error is not None

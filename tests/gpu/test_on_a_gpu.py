@@ -57,7 +57,7 @@ def test_fused_kernels(dtype: torch.dtype, tiny_checkpoint: Callable[..., Path])
     for is_fused in (False, True):
         spec, model = load_model(tiny_checkpoint("gemma2"), device=CUDA, dtype=dtype)
         assert not is_fused or fuse(model, CUDA)
-        steps.append(SWorker(spec, model, CUDA).begin(np.arange(9), np.arange(9)))
+        steps.append(SWorker(spec, model, CUDA).begin(torch.arange(9).repeat(2, 1)))
     plain, fused = steps
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(fused.q, plain.q, atol=tolerance, rtol=tolerance)

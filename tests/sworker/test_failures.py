@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 from fastdecode.core.errors import CapacityError, ConfigError, FastDecodeError, WorkerError
-from sworker.failures import typed_failures, typed_start
+from sworker.failures import raise_typed, typed_start
 
 
 def fail(error: BaseException) -> Callable[[], Any]:
@@ -29,6 +30,14 @@ def triton_error(message: str) -> Exception:
 
 
 SHARED_MEMORY = "out of resource: shared memory, Required: 151620, Hardware limit: 101376"
+
+
+@contextmanager
+def typed_step() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise_typed(error)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +61,7 @@ def test_what_fails_is_typed(
     in_a_step: type[FastDecodeError] | None,
     at_start: type[FastDecodeError] | None,
 ) -> None:
-    for typed, kind in ((typed_failures, in_a_step), (typed_start, at_start)):
+    for typed, kind in ((typed_step, in_a_step), (typed_start, at_start)):
         with pytest.raises(BaseException) as caught, typed():
             act()
         assert type(caught.value) is kind or (

@@ -36,6 +36,8 @@ from sworker.worker import SWorker
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda") if torch.cuda.is_available() else CPU
+ROWS = torch.stack((torch.arange(5, 12), torch.arange(40, 47)))
+"""Token ids and positions."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def test_fused_layers_say_the_same(
             )
             assert (last.add_norm_kernel is not None) == adds
             assert isinstance(last.q_norm, FusedRMSNorm) == (family == "qwen3")
-        step = SWorker(spec, model, case.device).begin(np.arange(5, 12), np.arange(40, 47))
+        step = SWorker(spec, model, case.device).begin(ROWS)
         seen, goes_on = [step.q, step.k, step.v], True
         while goes_on:
             goes_on = step.advance(step.q.clone())
@@ -118,7 +120,7 @@ def test_layers_in_few_calls_say_the_same_to_the_bit(
         if is_called:
             call_layers(model)
             assert all(isinstance(layer, LayerCalls) for layer in model.step_layers)
-        step = worker.begin(np.arange(5, 12), np.arange(40, 47))
+        step = worker.begin(ROWS)
         seen, goes_on = [step.q, step.k, step.v], True
         while goes_on:
             goes_on = step.advance(step.q.clone())
@@ -141,8 +143,8 @@ def test_a_lane_writes_q_k_and_v_to_memory_of_its_own(
     worker = SWorker(spec, model, CPU)
     seen = []
     for num_rows in (KEPT_ROWS, KEPT_ROWS, KEPT_ROWS + 1):
-        rows = np.zeros(num_rows, np.int64)
-        step, other = worker.begin(rows, rows), worker.begin(rows, rows, lane=1)
+        rows = torch.zeros((2, num_rows), dtype=torch.int64)
+        step, other = worker.begin(rows), worker.begin(rows, lane=1)
         layers = [(step.q, step.k, step.v)]
         while step.advance(step.q.clone()):
             layers.append((step.q, step.k, step.v))

@@ -205,8 +205,8 @@ def test_what_cannot_be_captured_runs_as_it_is(
     with mock.patch.object(gpu, "capture", side_effect=RuntimeError("no\nreason")) as capture:
         graphs = StepGraphs(model, CPU, capture=True, num_lanes=2, max_rows=8, gpu=gpu)
         graphs.prepare()
-        ids = np.arange(5)
-        found, expected = (SWorker(spec, model, CPU, how).begin(ids, ids) for how in (graphs, None))
+        rows = torch.arange(5).repeat(2, 1)
+        found, expected = (SWorker(spec, model, CPU, how).begin(rows) for how in (graphs, None))
         for _ in range(3):
             assert found.advance(expected.q) == expected.advance(expected.q)
             torch.testing.assert_close(found.q, expected.q, atol=1e-5, rtol=1e-4)
@@ -258,8 +258,8 @@ def test_two_lanes_of_other_sizes_at_every_step(tiny_checkpoint: Callable[..., P
     for sizes in ((11, 40), (3, 17), (1, 40), (40, 2), (41, 9)):
         steps = []
         for lane, size in enumerate(sizes):
-            ids, positions = rng.integers(0, spec.vocab_size, (2, size))
-            steps.append((plain.begin(ids, positions), padded.begin(ids, positions, lane)))
+            rows = torch.from_numpy(rng.integers(0, spec.vocab_size, (2, size)))
+            steps.append((plain.begin(rows), padded.begin(rows, lane)))
         assert [isinstance(step, PaddedPass) for _, step in steps] == [size <= 40 for size in sizes]
         goes_on = True
         while goes_on:

@@ -48,7 +48,7 @@ def run_passes(worker: SWorker, passes: int = 2) -> list[torch.Tensor]:
         lanes = []
         for lane, attend in enumerate(attends):
             positions = attend.begin_step(range(3), [len(one) for one in new]).numpy()
-            lanes.append((worker.begin(ids, positions, lane), attend))
+            lanes.append((worker.begin(torch.from_numpy(np.stack((ids, positions))), lane), attend))
         goes_on = [True, True]
         while any(goes_on):
             for i, (forward, attend) in enumerate(lanes):
@@ -68,7 +68,8 @@ def run_stage(worker: SWorker) -> tuple[torch.Tensor, torch.Tensor]:
     attend = ReferenceAttention(worker.spec.attention)
     positions = attend.begin_step([0], [3]).numpy()
     x = torch.linspace(-1, 1, 3 * worker.spec.hidden_size).view(3, -1)
-    forward = worker.go_on(x, positions)
+    rows = torch.from_numpy(np.stack((positions, positions)))
+    forward = worker.begin(rows, x=x)
     goes_on = True
     while goes_on:
         goes_on = forward.advance(attend(forward.layer, forward.q, forward.k, forward.v))
@@ -207,11 +208,11 @@ def test_a_rank_that_is_lost_in_the_middle_of_a_step(
                 else r"S-worker 1 of 2 doesn't go on, or not within 2 s .*: [A-Z].*out"
             )
             with pytest.raises(WorkerError, match=says) as caught:
-                worker.begin(np.arange(3), np.arange(3))
+                worker.begin(torch.arange(3).repeat(2, 1))
             assert caught.value.code == "tp_rank_lost"
             if is_killed:  # from now on that is known beforehand
                 with pytest.raises(WorkerError, match=r"S-worker 1 of 2 has ended\. Without"):
-                    worker.begin(np.arange(3), np.arange(3))
+                    worker.begin(torch.arange(3).repeat(2, 1))
         finally:
             ranks.close()  # doesn't wait for who hangs
             process.kill()
@@ -240,7 +241,7 @@ def test_an_error_of_its_own_is_not_blamed_on_another_rank(
             # begun, and nothing makes up for it.
             for _ in range(2):
                 with pytest.raises(WorkerError, match="S-worker 0 of 2 failed in an earlier step"):
-                    worker.begin(np.arange(3), np.arange(3))
+                    worker.begin(torch.arange(3).repeat(2, 1))
         finally:
             ranks.close()
             process.kill()

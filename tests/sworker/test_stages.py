@@ -68,7 +68,7 @@ def test_a_step_through_stages_is_the_whole_step(
     path = tiny_checkpoint(family)
     spec, whole = load_model(path, device="cpu", dtype=torch.float32)
     (text,) = prompts((9,))
-    tokens, positions = np.array(text), np.arange(9)
+    rows = torch.stack((torch.tensor(text), torch.arange(9)))
     attention = ReferenceAttention(spec.attention)
     x = forward(whole, torch.tensor(text), attention.begin_step((0,), (9,)), attention)
     expected = whole.logits(x[[3, 8]])
@@ -79,12 +79,8 @@ def test_a_step_through_stages_is_the_whole_step(
         worker = SWorker(spec, model, CPU, graphs)
         attention = ReferenceAttention(stage_spec(spec, layers).attention)
         attention.begin_step((0,), (9,))
-        first = not begun
-        step = (
-            worker.begin(tokens, positions)
-            if first
-            else worker.go_on(begun[-1].output.clone(), positions)
-        )
+        x = begun[-1].output.clone() if begun else None
+        step = worker.begin(rows, x=x)
         begun.append(run(worker, step, attention))
     home = begun[0]
     home.come_home(begun[-1].output[[3, 8]])

@@ -16,7 +16,7 @@ from fastdecode.core.clock import Clock
 from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.wire.kv.exporting import MoveNews, Pull, Pulled
-from fastdecode.wire.kv.tiers import FetchBlocks, Fetching, Moved, Stocked, StoreBlocks, UseTier
+from fastdecode.wire.kv.tiers import FetchBlocks, Fetching, Moved, Stocked, StoreBlocks
 from fastdecode.wire.messages import FromRWorker, ToRWorker, Welcome
 
 GREETING_TIMEOUT_S: Final = 300.0
@@ -143,16 +143,14 @@ class PendingTransfers:
         self._of[index] = {job: s for job, s in self._of[index].items() if not which(job)}
 
 
-def job_of(message: ToRWorker) -> int | None:
-    """The number of the job that a message asks for, if it asks for one."""
+def job_of(message: ToRWorker) -> int:
+    """The number of the job that a message asks for which is a transfer."""
     match message:
         case StoreBlocks() | FetchBlocks():
             return message.job
-        case UseTier():
-            return _OPENING
         case Pull():
             return _pull(message.sequence_id)
-    return None
+    return _OPENING
 
 
 def number_of(news: MoveNews) -> int:
@@ -227,8 +225,8 @@ class PendingReplies:
         if message.answers:
             due = _Due(self.deadlines.clock(), holder, message.answers, message)
             self._due[index].append(due)
-        elif (job := job_of(message)) is not None:
-            self.transfers.begin(index, job)
+        elif message.is_transfer:
+            self.transfers.begin(index, job_of(message))
 
     def allow(self, index: int, num_answers: int) -> None:
         """What a peer owes last may take as long as so many answers."""
@@ -295,12 +293,12 @@ class PendingReplies:
     def wait_s(self, most_s: float = math.inf) -> float:
         """How long to wait for answers until the first peer may have to be
         given up, and ``most_s`` at most; ``deadlines.end_look`` after the wait."""
-        if not self.any_owed:
-            return most_s
         now = self.deadlines.begin_look()
         if most_s <= 0.0:  # once an answer: don't ask every peer
             return 0.0
         until_s = self._first_end_s
+        if until_s == math.inf:  # no peer owes anything, or it may take for ever
+            return most_s
         if until_s <= now:  # some have given signs of life since, or may take longer
             until_s = min(end_s for _, end_s, _ in self._ends())
         return min(most_s, self.deadlines.wait_s(now, until_s), _MOST_WAIT_S)

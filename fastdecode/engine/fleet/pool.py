@@ -457,11 +457,7 @@ class WorkerPool:
         return self._connection(index).peer
 
     def _connection(self, index: int) -> RConnection:
-        connections = self._hub.connections
-        if index < len(connections):
-            return connections[index]
-        assert self._device is not None
-        return self._device
+        return self._hub.connections[index]
 
     def _heard_s(self, index: int) -> float | None:
         return self._connection(index).heard_s
@@ -477,6 +473,11 @@ class MixedPool(WorkerPool):
     @property
     def _device_index(self) -> int:
         return self.num_workers - 1
+
+    def _connection(self, index: int) -> RConnection:
+        if self._device is not None and index == self._device_index:
+            return self._device
+        return super()._connection(index)
 
     @property
     def is_owed_at_once(self) -> bool:

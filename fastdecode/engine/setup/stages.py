@@ -47,7 +47,7 @@ from fastdecode.wire.messages import (
 )
 from fastdecode.wire.stages import FIRST_STAGE, StageHello, StageWelcome, stage_name
 from sworker.dtypes import torch_dtype
-from sworker.failures import typed_failures, typed_start
+from sworker.failures import raise_typed, typed_start
 from sworker.load.weights import load_model
 from sworker.model.skeleton import Model
 from sworker.ranks.group import Ranks
@@ -177,8 +177,10 @@ class StageSetup:
             asked.num_lanes,
             self.make_relay(workers, fleet, links, greeting, asked),
         )
-        with typed_failures():
+        try:
             stage.run()
+        except Exception as error:
+            raise_typed(error)
 
     def _regreeting(self, workers: Reached, fleet: HolderPool, hello: Hello) -> Regreeting | None:
         """What greets R-workers again after a loss, as they were greeted first; None:

@@ -88,7 +88,7 @@ class LaterStage:
             self._launch()
             if self._is_over or self._links.has_heard:
                 continue
-            if self._pipeline.in_flight:
+            if self._pipeline.lanes.in_flight:
                 self._pipeline.run()
             else:
                 awaits = self._relay.awaits_replacements
@@ -139,7 +139,7 @@ class LaterStage:
 
     def _tell_news(self) -> None:
         """What R-workers have answered, and which of them are lost."""
-        self._relay.pass_on(self._pipeline.take_news())
+        self._relay.pass_on(self._pipeline.arrivals.take_news())
 
     def _take_orders(self) -> None:
         for stage, message in self._links.take_heard():
@@ -164,13 +164,13 @@ class LaterStage:
     def _forget(self, column: HolderId) -> None:
         """A column is greeted again: no step in flight gets an answer of it any more."""
         if self._relay.forgets_answers:
-            self._pipeline.lose(column)
+            self._pipeline.lanes.lose(column)
 
     def _launch(self) -> None:
         """Start the steps whose lanes are idle."""
         later: deque[StagePass] = deque()
         for passed in self._waiting:
-            if passed.lane in self._pipeline.idle_lanes:
+            if passed.lane in self._pipeline.lanes.idle:
                 self._start(passed)
             else:  # its last layer isn't stored yet
                 later.append(passed)
@@ -178,13 +178,13 @@ class LaterStage:
 
     def _start(self, passed: StagePass) -> None:
         for column in self._relay.regroup(passed.members):
-            self._pipeline.lose(column)
+            self._pipeline.lanes.lose(column)
         x = as_tensor(passed.x, self._s_worker.model.dtype)
         batch = StepBatch.passed_on(passed, self._holders, x)
         self._passed[passed.lane] = passed
         self._pipeline.launch(passed.lane, batch, batch.last_rows[batch.draws])
         for column in self._fleet.lost:
-            self._pipeline.lose(column)
+            self._pipeline.lanes.lose(column)
 
     def _check(self, passed: StagePass) -> None:
         """

@@ -185,7 +185,7 @@ class LaneWait:
         """No lane can go on: wait for an answer or for a copy to the host,
         whichever is first, for the one while the other is here would keep a
         lane from running. An answer is returned, what is copied is sent."""
-        fleet, unsent = self._fleet, self._lanes.first_unsent
+        fleet, unsent = self._fleet, self._lanes.unsent[0] if self._lanes.unsent else None
         # Others go on by answers alone, and weren't able to when the pipeline looked.
         with_copies = [
             step

@@ -19,7 +19,8 @@ class Lanes:
         """The steps, by lane. A list that was taken stays as it is."""
         self.ready: Final[deque[LaneStep]] = deque()
         """Steps that can go on, in the order in which they became able to."""
-        self._unsent: deque[LaneStep] = deque()  # scattered, but not on the host yet; once a layer
+        self.unsent: Final[deque[LaneStep]] = deque()
+        """Steps that are scattered, and not on the host yet; once a layer."""
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -46,16 +47,12 @@ class Lanes:
         """It is over. What isn't sent by now was for holders that are lost;
         others may be in their place soon."""
         self._put(step.lane, None)
-        self._unsent = deque(other for other in self._unsent if other is not step)
+        while step in self.unsent:
+            self.unsent.remove(step)
 
     def _put(self, lane: int, step: LaneStep | None) -> None:
         self._steps[lane] = step
         self.in_flight = [step for step in self._steps if step is not None]
-
-    @property
-    def first_unsent(self) -> LaneStep | None:
-        """The step whose q, k and v are to be sent next."""
-        return self._unsent[0] if self._unsent else None
 
     def lose(self, holder: HolderId) -> None:
         """A holder answers nothing of the steps in flight any more."""
@@ -64,18 +61,18 @@ class Lanes:
 
     def scattered(self, step: LaneStep) -> None:
         """A layer of it is on its way to the host, to be sent then; never too few times."""
-        self._unsent.append(step)
+        self.unsent.append(step)
 
     def dispatch(self) -> bool:
         """Send what has come to the host, in the order in which it was
         computed. Whether anything went."""
         sent = False
-        while self._unsent:
-            step, started = self._unsent[0], time.perf_counter()
+        while self.unsent:
+            step, started = self.unsent[0], time.perf_counter()
             if not step.remote.dispatch():
                 break
             step.s_compute_s += time.perf_counter() - started
-            self._unsent.popleft()
+            self.unsent.popleft()
             sent = True
         return sent
 

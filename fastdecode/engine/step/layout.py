@@ -40,9 +40,10 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -104,8 +105,7 @@ class LocalSpan:
     """Later chunks: merge with what the holder says of their past."""
 
 
-@dataclass(frozen=True)
-class Columns:
+class Columns(NamedTuple):
     """Chunks in the order of their rows, as arrays [N]."""
 
     holders: NDArray[np.int64]
@@ -195,22 +195,9 @@ class Columns:
     def by_holder(self) -> Iterable[tuple[HolderId, Columns]]:
         """Each holder's chunks."""
         ids, firsts = np.unique(self.holders, return_index=True)
-        for holder, first, end in zip(
-            ids.tolist(), firsts, (*firsts[1:], len(self.holders)), strict=True
-        ):
-            members = slice(first, end)
-            yield (
-                HolderId(holder),
-                Columns(
-                    self.holders[members],
-                    self.kinds[members],
-                    self.part_ids[members],
-                    self.first_tokens[members],
-                    self.past[members],
-                    self.lengths[members],
-                    self.starts[members],
-                ),
-            )
+        ends = (*firsts[1:], len(self.holders))
+        for holder, first, end in zip(ids.tolist(), firsts, ends, strict=True):
+            yield HolderId(holder), Columns(*[column[first:end] for column in self])
 
 
 def _span(holder: HolderId, columns: Columns, step: int, lane: int) -> HolderSpan:
@@ -295,6 +282,11 @@ class StepBatch:
     the first stage knows chunks and token ids."""
     closed: tuple[ClosedPart, ...] = ()
     """Closed parts that rows attend, by holder and part."""
+
+    @property
+    def rows(self) -> Tensor:
+        """Token ids and positions, int64 [2, T], on the host."""
+        return torch.from_numpy(np.stack((self.token_ids, self.positions)))
 
     @property
     def num_prompt_tokens(self) -> int:

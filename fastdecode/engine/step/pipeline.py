@@ -20,19 +20,20 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from fastdecode.core.holders import Holder, HolderId
+from fastdecode.core.holders import Holder
 from fastdecode.core.trace import NoTrace, Trace
-from fastdecode.engine.step.arrivals import Arrival, Arrivals, LaneWait, News
+from fastdecode.engine.step.arrivals import Arrival, Arrivals, LaneWait
 from fastdecode.engine.step.lane_step import HostCopy, LaneStep, NextStage
 from fastdecode.engine.step.lanes import Lanes
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.remote import Attention
-from sworker.worker import Pass, SWorker
+from sworker.worker import SWorker
 
 Draw: TypeAlias = "Callable[[LaneStep], HostCopy | None]"
 TakeIn: TypeAlias = "Callable[[int], object]"
@@ -57,34 +58,19 @@ class Pipeline:
         self._onward = onward
         self._s_worker = s_worker
         self._attention = attention
-        self._lanes = Lanes(num_lanes)
-        self._arrivals = Arrivals(attention.fleet, self._lanes, trace or NoTrace(), onward)
+        self.holders: Final[Seq[Holder]] = attention.holders
+        """What they are, by their ids."""
+        self.lanes: Final = Lanes(num_lanes)
+        self.arrivals: Final = Arrivals(attention.fleet, self.lanes, trace or NoTrace(), onward)
         # Some lanes wait for R-workers, and one never does.
         self._is_hybrid = len({holder.kind for holder in attention.holders}) > 1
-        self._waiting = LaneWait(attention.fleet, self._lanes, is_hybrid=self._is_hybrid)
+        self._fed: list[LaneStep] = []  # the host doesn't know yet what they embed
+        self._first_to_come: Callable[[], Arrival | None] = attention.fleet.receive
+        if s_worker.gpu is not None or onward is not None or self._is_hybrid:
+            waits = LaneWait(attention.fleet, self.lanes, is_hybrid=self._is_hybrid)
+            self._first_to_come = waits.first_to_come
         self.wait_s = 0.0
         """Time in which the S-worker had nothing to do but wait for R-workers, in all."""
-
-    @property
-    def holders(self) -> Seq[Holder]:
-        """What they are, by their ids."""
-        return self._attention.holders
-
-    @property
-    def num_lanes(self) -> int:
-        return len(self._lanes)
-
-    def set_num_lanes(self, num_lanes: int) -> None:
-        """From now on there are so many. No step is in flight."""
-        self._lanes.resize(num_lanes)
-
-    @property
-    def idle_lanes(self) -> list[int]:
-        return self._lanes.idle
-
-    @property
-    def in_flight(self) -> list[LaneStep]:
-        return self._lanes.in_flight
 
     def launch(
         self,
@@ -101,19 +87,21 @@ class Pipeline:
         started = time.perf_counter()
         remote = self._attention.begin(batch)
         whole = remote.run_through(self._s_worker)
-        forward = whole or begin_pass(self._s_worker, batch, lane)
+        forward = whole or self._s_worker.begin(batch.rows, lane, batch.feed, batch.hidden)
         step = LaneStep(lane, batch, logit_rows, remote, forward, s_compute_s=planned_s)
         step.is_whole, step.fed_by = forward.is_over, fed_by
         if batch.asks is not None:
             step.asked_rows = batch.asked_rows
-        self._lanes.enter(step)
+        self.lanes.enter(step)
+        if fed_by is not None:
+            self._fed.append(step)
         if not step.is_whole:
             self._scatter(step)
         step.count_s_part(0, started, self._trace)
 
     def run(self, draw: Draw | None = None, take_in: TakeIn | None = None) -> LaneStep | None:
-        """Go on until some lane has finished its step, or there is news
-        (``take_news``) or an order (``NextStage``); then None.
+        """Go on until some lane has finished its step, or there is news (``arrivals``)
+        or an order (``NextStage``); then None.
 
         Args:
             draw: called with a step as soon as it has logits. It starts to
@@ -121,10 +109,12 @@ class Pipeline:
             take_in: called with a lane as soon as the tokens that its step was
                 fed are on the host; before it draws others.
         """
-        lanes, arrivals = self._lanes, self._arrivals
+        lanes, arrivals = self.lanes, self.arrivals
         while True:
-            lanes.dispatch()
-            self._take_in_fed(take_in)
+            if lanes.unsent:
+                lanes.dispatch()
+            if self._fed:
+                self._take_in_fed(take_in)
             arrivals.note_losses()
             if self._onward is not None:
                 arrivals.note_done()
@@ -136,7 +126,7 @@ class Pipeline:
             if arrivals.has_news:
                 return None
             if not lanes.ready:
-                self._wait(self._waiting.first_to_come)
+                self._wait(self._first_to_come)
                 continue
             step = lanes.take_ready()
             if step.logits is None:
@@ -147,41 +137,29 @@ class Pipeline:
                 lanes.leave(step)
                 return step
 
-    def take_news(self) -> list[News]:
-        """What has come in the meantime that is no part of a step, in its
-        order. Each is told once."""
-        return self._arrivals.take_news()
-
-    def lose(self, holder: HolderId) -> None:
-        """A holder answers nothing of the steps in flight any more."""
-        self._lanes.lose(holder)
-
     def receive(self, most_s: float = math.inf) -> None:
         """Wait for a message, so many seconds at most, and take it in. One is owed."""
         self._wait(partial(self._attention.fleet.receive, most_s=most_s))
 
     def _take_in_fed(self, take_in: TakeIn | None) -> None:
-        for step in self._lanes.in_flight:
-            if step.fed_by is not None and step.fed_by.done:
+        for step in self._fed.copy():
+            if step.has_come:
+                self._fed.remove(step)
                 step.fed_by = None
                 assert take_in is not None
                 take_in(step.lane)
 
     def _advance(self, step: LaneStep) -> None:
-        started = time.perf_counter()
-        if step.passage is not None:
-            step.logits = step.passage.go_on()
-            step.count_s_part(None, started, self._trace)
-        elif not step.is_whole and step.forward.advance(step.remote.take()):
+        started, layer = time.perf_counter(), None
+        is_here = step.passage is None and not step.is_whole
+        if is_here and step.forward.advance(step.remote.take()):
             self._scatter(step)
-            step.count_s_part(step.forward.layer, started, self._trace)
-        else:
-            step.passage = None if self._onward is None else self._onward.leave(step)
-            if step.passage is not None:
-                step.count_s_part(None, started, self._trace)
-                return
+            layer = step.forward.layer
+        elif self._onward is None:
             step.logits = step.forward.logits(step.logit_rows)
-            step.count_s_part(None, started, self._trace)
+        else:
+            step.logits = _pass_on(step, self._onward)
+        step.count_s_part(layer, started, self._trace)
 
     def _draw(self, step: LaneStep, draw: Draw | None) -> None:
         step.is_drawn = True
@@ -193,7 +171,7 @@ class Pipeline:
     def _scatter(self, step: LaneStep) -> None:
         forward = step.forward
         if not step.remote.scatter(forward.layer, forward.q, forward.k, forward.v, forward.place):
-            self._lanes.scattered(step)
+            self.lanes.scattered(step)
 
     def _wait(self, wait: Callable[[], Arrival | None]) -> None:
         started = time.perf_counter()
@@ -203,12 +181,13 @@ class Pipeline:
         if self._trace is not None:
             self._trace.waited(started, now)
         if received is not None:
-            self._arrivals.take_in(*received, now)
-            self._arrivals.take_in_until_ready()
+            self.arrivals.take_in(*received, now)
+            self.arrivals.take_in_until_ready()
 
 
-def begin_pass(s_worker: SWorker, batch: StepBatch, lane: int) -> Pass:
-    """A step up to its first layer's attention, wherever it begins."""
-    if batch.hidden is not None:
-        return s_worker.go_on(batch.hidden, batch.positions, lane)
-    return s_worker.begin(batch.token_ids, batch.positions, lane, batch.feed)
+def _pass_on(step: LaneStep, onward: NextStage) -> Tensor | None:
+    """This stage's layers are done. The step's logits [R, vocab], once there are any."""
+    if step.passage is not None:
+        return step.passage.go_on()
+    step.passage = onward.leave(step)
+    return step.forward.logits(step.logit_rows) if step.passage is None else None

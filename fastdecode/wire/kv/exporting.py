@@ -105,6 +105,7 @@ class Pull(ForHolder):
     holder: int = THE_ONLY
 
     said_by = S_WORKERS
+    is_transfer = True
     in_every_stage = True
 
     def part(self, shard: Shard) -> Pull:

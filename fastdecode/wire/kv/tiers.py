@@ -52,6 +52,7 @@ class UseTier(ForHolder):
     holder: int = THE_ONLY
 
     said_by = S_WORKERS
+    is_transfer = True
     in_every_stage = True
 
     def part(self, shard: Shard) -> UseTier:
@@ -80,6 +81,7 @@ class StoreBlocks(ForHolder):
     holder: int = THE_ONLY
 
     said_by = S_WORKERS
+    is_transfer = True
     in_every_stage = True
 
 
@@ -90,6 +92,7 @@ class FetchBlocks(ForHolder):
     holder: int = THE_ONLY
 
     said_by = S_WORKERS
+    is_transfer = True
     in_every_stage = True
 
 
