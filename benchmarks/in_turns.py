@@ -34,7 +34,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -299,9 +299,12 @@ def pipelines(trees: dict[str, Path], rounds: int) -> dict[str, Any]:
     return _in_turns_by(cycles, trees, rounds)
 
 
-def transports(trees: dict[str, Path], rounds: int) -> dict[str, Any]:
+def transports(trees: dict[str, Path], rounds: int, kinds: Sequence[str] = ()) -> dict[str, Any]:
+    """``kinds``: of transports; none: all."""
+
     def trips(tree: Path) -> dict[str, float]:
-        rows = _run_own(tree, "transport.py", "--r-workers", "1", "3")["rows"]
+        only = ["--transports", *kinds] if kinds else []
+        rows = _run_own(tree, "transport.py", "--r-workers", "1", "3", *only)["rows"]
         return {
             f"{row['transport']}, {row['r_workers']} x {row['bytes_out']} bytes: {side}_us":
             row[f"{side}_s"] * 1e6
@@ -339,6 +342,7 @@ def main() -> None:
     parser.add_argument(
         "--part", nargs="+", default=[], choices=PARTS, help="these parts, and no whole engine"
     )
+    parser.add_argument("--transports", nargs="+", default=[], help="with that part; default: all")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--workloads", nargs="+", default=["A", "C"], choices=WORKLOADS)
     parser.add_argument("--rounds", type=int, default=8)
@@ -354,7 +358,8 @@ def main() -> None:
     if options.add and options.out is not None and options.out.exists():
         rows = json.loads(options.out.read_text())["rows"]
     sitting = {"provenance": provenance(), "before": before.stdout.strip()}
-    parts = ({"part": name, **PARTS[name](trees, options.rounds)} for name in options.part)
+    chosen = {**PARTS, "transport": partial(transports, kinds=options.transports)}
+    parts = ({"part": name, **chosen[name](trees, options.rounds)} for name in options.part)
     for row in parts if options.part else end_to_end(trees, options):
         rows.append({**row, **sitting})
         keep({"rows": rows}, options.out)

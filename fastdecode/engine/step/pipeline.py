@@ -150,16 +150,16 @@ class Pipeline:
                 take_in(step.lane)
 
     def _advance(self, step: LaneStep) -> None:
-        started, layer = time.perf_counter(), None
-        is_here = step.passage is None and not step.is_whole
-        if is_here and step.forward.advance(step.remote.take()):
+        started = time.perf_counter()
+        is_layered = step.passage is None and not step.is_whole
+        goes_on = is_layered and step.forward.advance(step.remote.take())
+        if goes_on:
             self._scatter(step)
-            layer = step.forward.layer
         elif self._onward is None:
             step.logits = step.forward.logits(step.logit_rows)
         else:
             step.logits = _pass_on(step, self._onward)
-        step.count_s_part(layer, started, self._trace)
+        step.count_s_part(step.forward.layer if goes_on else None, started, self._trace)
 
     def _draw(self, step: LaneStep, draw: Draw | None) -> None:
         step.is_drawn = True
