@@ -65,10 +65,9 @@ class Pipeline:
         # Some lanes wait for R-workers, and one never does.
         self._is_hybrid = len({holder.kind for holder in attention.holders}) > 1
         self._fed: list[LaneStep] = []  # the host doesn't know yet what they embed
-        self._first_to_come: Callable[[], Arrival | None] = attention.fleet.receive
-        if s_worker.gpu is not None or onward is not None or self._is_hybrid:
-            waits = LaneWait(attention.fleet, self.lanes, is_hybrid=self._is_hybrid)
-            self._first_to_come = waits.first_to_come
+        self._waiting = LaneWait(attention.fleet, self.lanes, is_hybrid=self._is_hybrid)
+        # Else lanes wait for answers alone.
+        self._copies = s_worker.gpu is not None or onward is not None or self._is_hybrid
         self.wait_s = 0.0
         """Time in which the S-worker had nothing to do but wait for R-workers, in all."""
 
@@ -126,7 +125,8 @@ class Pipeline:
             if arrivals.has_news:
                 return None
             if not lanes.ready:
-                self._wait(self._first_to_come)
+                copies = self._copies or lanes.unsent
+                self._wait(self._waiting.first_to_come if copies else self._attention.fleet.receive)
                 continue
             step = lanes.take_ready()
             if step.logits is None:
