@@ -260,7 +260,9 @@ def between_stages() -> list[StageMessage | FromStage]:
         GreetColumn(1, 2),
         ColumnReady(1),
         ColumnVacant(1),
-        ColumnWelcome(1, 2, 100, 16, has_tier=True, members=np.eye(7, dtype=np.int32)),
+        ColumnWelcome(
+            1, 2, 100, 16, has_tier=True, members=np.eye(7, dtype=np.int32), address="r1"
+        ),
     ]
 
 

@@ -70,7 +70,12 @@ class ReplicaRecovery(Recovery):
         yield from self._emptied()
         yield from map(Reopened, self._reopened())
         yield from self._returned()
-        self._replicas.mend()
+        self._replicas.mend(super()._vacant if self._replacements is not None else ())
+
+    @property
+    def _vacant(self) -> list[HolderId]:
+        """See ``Recovery``. Rings are closed without those that are greeted again."""
+        return [holder for holder in super()._vacant if not self._replicas.is_in_ring(holder)]
 
     def _emptied(self) -> Iterator[Event]:
         """Holders that neighbours took over, and that nobody uses any more: from now

@@ -225,6 +225,9 @@ class ColumnWelcome(OfColumns):
     has_tier: bool
     members: Annotated[NDArray[np.int32], "M G"] = field(default_factory=lambda: NO_MEMBERS)
     """Which of the stage's R-workers keep the column now."""
+    address: str = ""
+    """What other R-workers call the one that keeps it; empty: several do, or they do not
+    reach each other."""
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,6 @@ from fastdecode.schedule.times import MeasuredTimes  # noqa: E402
 SILENCE_S = 2.0
 BLOWS_AN_ENGINE = 4
 """R-workers that are lost again and again are asked back ever less often."""
-ONE_BLOW = ("DejaVu",)
-"""Where a neighbour has taken over a part of a stage, no replacement joins that stage."""
 NUM_CONVERSATIONS, NUM_TURNS, NUM_NEW, NUM_DRAWN = 6, 3, 20, 40
 COMMON: dict[str, Any] = {"dtype": "float32", "block_size": 16, "max_num_sequences": 8}
 SYSTEMS: dict[str, dict[str, Any]] = {
@@ -135,8 +133,8 @@ class Systems:
         """Of one system so many blows, with an engine for a few of them each."""
         counts: Counter[str] = Counter()
         while counts["blows"] < number and not counts["hung"]:
-            most = 1 if system in ONE_BLOW else BLOWS_AN_ENGINE
-            self._run_engine(system, min(most, number - counts["blows"]), counts)
+            most = min(BLOWS_AN_ENGINE, number - counts["blows"])
+            self._run_engine(system, most, counts)
         return counts
 
     def _run_engine(self, system: str, number: int, counts: Counter[str]) -> None:

@@ -25,6 +25,7 @@ from fastdecode.engine.fleet.resharing import GROUP, Resharing
 from fastdecode.engine.stages.links import StageLinks
 from fastdecode.engine.stages.pool import ColumnPool, StagePool
 from fastdecode.engine.stages.relay import ColumnRegreeting, Relay
+from fastdecode.engine.stages.replacements import ColumnReplacements
 from fastdecode.engine.step.arrivals import Arrivals
 from fastdecode.engine.step.lanes import Lanes
 from fastdecode.wire.inproc import InprocHub, connect
@@ -215,6 +216,19 @@ def test_what_a_column_was_asked_before_it_is_greeted_again_is_void() -> None:
     stages.say(2, ColumnWelcome(W, 2, 5, *room))
     assert group.welcome is not None and group.welcome.num_blocks == 4
     assert not stages.answers and not stages.fleet.is_owed and not stages.fleet.gone
+
+
+def test_a_column_that_is_greeted_again_offers_no_more_than_before() -> None:
+    """The rest is for its neighbour's replica."""
+    stages = Stages()
+    greet(stages)
+    places: Any = SimpleNamespace(look=dict.fromkeys, admit=id, limit=id, timeout_s=1.0)
+    replacements = ColumnReplacements(stages.fleet, HELLO, places, 60.0)
+    replacements.limit({V: 7, W: 5})
+    stages.fleet.lose(W, WorkerError("it left"))
+    stages.fleet.take_losses()
+    replacements.look([W])
+    assert stages.heard_own(W).max_blocks == 5
 
 
 def test_heads_are_shared_anew_though_no_answer_is_owed_when_a_stage_is_ready() -> None:
@@ -533,6 +547,25 @@ class TestRelay:
         assert (self.heard(), self.heard()) == ([ColumnVacant(W)], [])
         self.relay.obey(GreetColumn(W, 1))
         assert self.heard() == [ColumnLost(W, "gone", "it left"), ColumnVacant(W)]
+
+    def test_the_first_stage_learns_what_others_call_a_replacement(self) -> None:
+        welcome = Welcome("r1", 9, HELLO.kv.block_size, 1)
+        places: Any = SimpleNamespace(
+            look=lambda lost: {W: welcome}, admit=id, limit=id, timeout_s=1.0
+        )
+        regreeting = ColumnRegreeting(self.pool, HELLO, places, {W: 9})
+        self.relay = Relay(self.pool, self.links, 5, regreeting, ["first", "standby"])
+        self.relay.obey(ColumnLost(W, "gone", "it left"))
+        self.relay.pass_on(self.pool.take_losses())
+        self.relay.obey(GreetColumn(W, 1))
+        hello: Any = self.workers[W].poll()
+        assert hello.max_blocks == 9
+        self.workers[W].send(welcome)  # type: ignore[arg-type]
+        received = self.pool.receive()
+        assert received is not None
+        self.relay.pass_on([received])
+        *_, told = iter(self.first.poll, None)
+        assert (told.num_blocks, told.address) == (9, "standby")
 
     def heard(self) -> list[Any]:
         """By the first stage, after the relay has passed on what there is."""

@@ -330,7 +330,6 @@ def test_a_prompt_stage_that_breaks_down_ends_the_job_by_name(
 
 def test_what_isnt_there_with_prompt_stages_is_refused_by_name(llama: str) -> None:
     for options, named in (
-        ({"spare_r_workers": 1, "replicas": 1}, "spare_r_workers=1 .* prompt_pp=1 and replicas"),
         ({"r_partition": "heads", "replicas": 1}, "r_partition='heads' .* prompt_pp=1 and"),
         ({"kv_placement": "hybrid"}, "kv_placement"),
         ({"kv_placement": "gpu", "tp": 2}, "kv_placement='gpu'"),

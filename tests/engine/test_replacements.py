@@ -6,16 +6,13 @@ import threading
 from typing import Any
 
 import pytest
-from state_machine import HELLO
 
 pytest.importorskip("zmq")
 
-from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.dtype import DType
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.replacements import HubReplacements
-from fastdecode.engine.setup.workers import Reached
 from fastdecode.wire.messages import PROTOCOL_VERSION, Hello, Welcome
 from fastdecode.wire.transport import SoleHub
 from fastdecode.wire.zmq.hub import ZmqHub
@@ -69,18 +66,3 @@ def test_one_that_was_given_up_though_it_lives_may_come_back(
         hub.close()
         thread.join(30)
         listener.close()
-
-
-@pytest.mark.parametrize(
-    ("pp", "replicas", "has_places"), [(1, 0, True), (1, 1, True), (2, 0, True), (2, 1, False)]
-)
-def test_no_replacement_joins_stages_whose_columns_may_be_taken_over(
-    pp: int, replicas: int, has_places: bool
-) -> None:
-    """A job that has lost all R-workers of a stage ends then; it doesn't wait for one."""
-    hub: Any = None
-    places: Any = object()
-    reached = Reached(hub, lambda lost, s: None, replacements=lambda hello, deadlines: places)
-    config = EngineConfig.of("model", pp=pp, replicas=replicas, r_workers=2)
-    found = reached.places(config, HELLO, Deadlines(1.0, 1.0))
-    assert found is (places if has_places else None)

@@ -153,7 +153,8 @@ class Trial:
             kind = SpareReplacements if self.num_spares else HubReplacements
             replacements = kind(hub, hello, deadlines)
             if self.replicas is not None:
-                replacements.limit(limits(welcomes, len(fleet)))
+                blocks_of = {x: y.num_blocks for x, y in welcomes.items()}
+                replacements.limit(limits(blocks_of, len(fleet)))
         blocks = tuple(
             welcomes[holder].num_blocks if holder in welcomes else num_blocks
             for holder in range(len(fleet))

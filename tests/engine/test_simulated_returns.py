@@ -142,7 +142,8 @@ class Returns:
         deadlines = Deadlines(TIMEOUT_S, SILENCE_S, network.time)
         replacements = HubReplacements(cast(Any, network), hello, deadlines)
         if replicas is not None:
-            replacements.limit(limits(welcomes, self._num_workers))
+            blocks_of = {x: y.num_blocks for x, y in welcomes.items()}
+            replacements.limit(limits(blocks_of, self._num_workers))
         blocks = tuple(
             welcomes[holder].num_blocks if holder in welcomes else self._blocks
             for holder in range(len(fleet))

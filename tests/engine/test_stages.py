@@ -212,7 +212,6 @@ def test_what_isnt_there_with_stages_is_refused_by_name(llama: str) -> None:
     for options, named in (
         ({"r_partition": "heads", "replicas": 1}, "r_partition"),
         ({"kv_placement": "hybrid"}, "kv_placement"),
-        ({"spare_r_workers": 1, "replicas": 1}, "spare_r_workers"),
         ({"r_worker_addresses": ("tcp://127.0.0.1:5555",)}, "a multiple of 2"),
         ({"tp": 2}, "needs an MPI launcher: mpirun -n 4 "),
         ({"pp_layers": "1,2,3"}, "pp_layers"),

@@ -45,7 +45,8 @@ class Job:
         if returns:
             deadlines = Deadlines(TIMEOUT_S, 1.0, network.time)
             replacements = HubReplacements(cast(Any, network), hello, deadlines)
-            replacements.limit(limits(welcomes, NUM_WORKERS))
+            blocks_of = {x: y.num_blocks for x, y in welcomes.items()}
+            replacements.limit(limits(blocks_of, NUM_WORKERS))
         blocks = tuple(welcomes[HolderId(i)].num_blocks for i in range(NUM_WORKERS))
         back = (replacements, network.time, self.replicas)
         self.rig: Rig = assemble(fleet, blocks, 2, *back)

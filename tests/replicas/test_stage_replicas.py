@@ -3,17 +3,20 @@ stage has, and the other stages forget what didn't count."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import prompts
 from replica_jobs import GREEDY, run
-from trouble import crash_after
+from trouble import Trouble, crash_after, give
 
 from examples import TRIES_ALL
 from fastdecode import LLM
 from fastdecode.core.sequence import RequestOutput
+from fastdecode.wire.patience import look_until_found
 
 Losses = dict[str, int]
 ONE: list[Losses] = [{"s1-r1": 30}, *[{"r1": 30}, {"s1-r0": 9}, {"r0": 50}] * TRIES_ALL]
@@ -54,6 +57,39 @@ def test_others_start_on_a_column_that_goes_on_where_there_is_no_other(
         first, second = ([o.completions[0].token_ids for o in answers(llm)] for _ in range(2))
         assert first == second and all(len(tokens) == 24 for tokens in first)
         assert llm.stats.replicas is not None and len(llm.stats.replicas.failovers) == 2
+
+
+def test_a_standby_r_worker_joins_once_nothing_is_left_of_what_was_taken_over(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then every cache has a replica again: the next loss costs no recomputation."""
+    other = Trouble(1 << 30)
+    give(monkeypatch, {"s1-r1": lambda: Trouble(20), "r0": lambda: other})
+    options = {"dtype": "float32", "kv_memory_gb": 0.01, "r_threads": 1, "spare_r_workers": 1}
+    with LLM(str(path), **options, pp=2, r_workers=2, replicas=1) as llm:
+        first = [output.completions[0].token_ids for output in answers(llm)]
+        assert look_until_found(lambda: is_protected(llm), 30.0)
+        assert llm.stats.num_rejoined == 1
+        other._left = 20
+        assert [output.completions[0].token_ids for output in answers(llm)] == first
+        assert llm.stats.replicas is not None
+        assert (len(llm.stats.replicas.failovers), llm.stats.num_recomputed) == (2, 0)
+
+
+def is_protected(llm: LLM) -> bool | None:
+    """True: every R-worker has a replica, in every stage."""
+    found: list[bool] = []
+    has_looked = threading.Event()
+
+    def look(running: Any) -> None:
+        running.engine.look()
+        rings = running.engine._recovery._replicas.rings
+        found.append(not any(ring._ring.protection.bare for ring in rings))
+        has_looked.set()
+
+    llm.service.look(look)
+    assert has_looked.wait(30.0), "the engine's thread hangs"
+    return found[0] or None
 
 
 def answers(llm: LLM) -> list[RequestOutput]:

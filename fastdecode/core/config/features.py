@@ -197,8 +197,8 @@ def _triples(firsts: str, second: str, third: str, reason: str) -> Iterator[Trip
 _WHOLE_MEMBERS = "only a neighbour takes over a column's member, whole"
 
 TRIPLES: Sequence[Triple] = (
-    *_triples("standby, shared heads", "prompt stages", "replicas", _WHOLE_MEMBERS),
-    *_triples("standby, shared heads", "stages", "replicas", _WHOLE_MEMBERS),
+    *_triples("shared heads", "prompt stages", "replicas", _WHOLE_MEMBERS),
+    *_triples("shared heads", "stages", "replicas", _WHOLE_MEMBERS),
     *_triples("prompt stages", "tensor parallelism", "device KV",
               "prompt stages would write to one of a stage's devices alone"),
     *_triples("disk tier", "tensor parallelism", "device KV",

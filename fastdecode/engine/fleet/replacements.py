@@ -53,6 +53,11 @@ class Replacements(Protocol):
         """From now on the hub's connection of that number is the new R-worker's."""
 
 
+def limited(hello: Hello, most_blocks: Mapping[int, int], worker: int) -> Hello:
+    """A greeting of an R-worker that offers so many KV blocks at most."""
+    return replace(hello, max_blocks=most_blocks.get(worker, hello.max_blocks))
+
+
 class NewConnection(RConnection, Protocol):
     """To an R-worker that may come."""
 
@@ -287,8 +292,7 @@ class HubReplacements(Generic[ConnectionT]):
     def _greet(self, worker: int) -> None:
         candidate = self._candidates.get(worker)
         if candidate is not None:
-            most = self._most_blocks.get(worker, self._hello.max_blocks)
-            hello = replace(self._hello, holder=worker, max_blocks=most)
+            hello = replace(limited(self._hello, self._most_blocks, worker), holder=worker)
             candidate.is_greeted, candidate.since_s = True, self._clock()
             self._tell(worker, hello.part(self._shards.get(HolderId(worker), Shard())))
 

@@ -17,7 +17,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, Final
@@ -294,14 +294,19 @@ class Failovers:
         self.failing.clear()
         return self._ring.make_way(())
 
-    def mend(self) -> None:
-        """Close the ring again over those that are there, once no neighbour has
-        anything of a lost one."""
+    def is_member(self, holder: HolderId) -> bool:
+        """Whether a holder has a replica in the ring, or keeps another's."""
+        return self._ring.has(holder)
+
+    def mend(self, without: Collection[HolderId] = ()) -> None:
+        """Close the ring again over those that are there, and aren't to be left out, once
+        no neighbour has anything of a lost one."""
         if self.failing or self.adopted:
             return
         lost = self._fleet.lost
-        there = [one for one in self.circle if one not in lost]
-        if there and not self._ring.is_closed_over(there) and self._ring.make_way(there):
+        present = [one for one in self.circle if one not in lost]
+        there = [one for one in present if one not in without]
+        if present and not self._ring.is_closed_over(there) and self._ring.make_way(there):
             self.figures.num_rings += self._counts_links
             self._ring.close(there)
             if len(there) > 1:
@@ -483,11 +488,25 @@ class Replicas:
             self._ring_of[member].give_up(member)
         self._fleet.give_up(holder)
 
-    def mend(self) -> None:
+    def is_in_ring(self, holder: HolderId) -> bool:
+        """Whether a member of a lost holder is there, and has part in a ring still: it would
+        forget the replica that it keeps when it is greeted again."""
+        lost = self._fleet.members.is_lost
+        members = self._fleet.members_of(holder)
+        return any(not lost(x) and self._ring_of[x].is_member(x) for x in members)
+
+    def mend(self, vacant: Collection[HolderId] = ()) -> None:
         """Close the rings again over the members that are present, once no neighbour has
-        anything of a lost one."""
+        anything of a lost one. ``vacant``: holders that are to be greeted again, with
+        replacements of members that they have lost."""
+        leaving: list[HolderId] = []
+        for holder in vacant:
+            members = self._fleet.members_of(holder)
+            if len(members) > 1:  # some may have been lost since
+                self._lose_members(holder, is_used=False)
+            leaving += members
         for ring in self.rings:
-            ring.mend()
+            ring.mend(leaving)
 
 
 class HeadReplicas(Replicas):
@@ -521,7 +540,7 @@ class HeadReplicas(Replicas):
         self.rings[0].end_all()
         self._fleet.give_up(holder)
 
-    def mend(self) -> None:
+    def mend(self, vacant: Collection[HolderId] = ()) -> None:
         """See ``Replicas``. The members of a lost group are no ring."""
         if GROUP not in self._fleet.lost:
             super().mend()
@@ -629,14 +648,14 @@ def offer_halves(
     return greet(fleet, hello, offered | resumed)
 
 
-def limits(welcomes: Mapping[HolderId, Welcome], num_holders: int) -> dict[int, int]:
-    """The KV blocks that each R-worker may offer when it comes later: as many as
-    the one in whose place it is did, or else as any; of none there is nothing to
-    go by."""
-    if not welcomes:
-        return {}
-    least = min(welcome.num_blocks for welcome in welcomes.values())
-    return {
-        index: welcomes[holder].num_blocks if (holder := HolderId(index)) in welcomes else least
-        for index in range(num_holders)
-    }
+def limits(num_blocks: Mapping[HolderId, int], num_workers: int) -> dict[int, int]:
+    """The KV blocks that each R-worker may offer when it is greeted later.
+
+    Args:
+        num_blocks: what R-workers that were present have offered. One that was absent may
+            offer as many as each of them; if all were, as many as it has.
+        num_workers: the first of ``num_blocks``; others are no R-workers.
+    """
+    offered = {index: num_blocks.get(HolderId(index), 0) for index in range(num_workers)}
+    least = min(filter(None, offered.values()), default=0)
+    return {index: number or least for index, number in offered.items()} if least else {}

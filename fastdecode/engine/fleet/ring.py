@@ -181,6 +181,10 @@ class Ring:
             return {}
         return dict(zip(members, [*members[1:], members[0]], strict=True))
 
+    def has(self, holder: HolderId) -> bool:
+        """Whether a holder has a replica, or keeps another's."""
+        return any(holder in pair for pair in self._keepers.items())
+
     def keeper_of(self, holder: HolderId) -> HolderId | None:
         """The R-worker that keeps a holder's replica; None: there is none, or it is lost."""
         keeper = self._keepers.get(holder)

@@ -212,8 +212,8 @@ class RunningEngine:
                 welcomes = offer_halves(self._fleet, greeting, welcomes)
             tell(about_replicas(all_blocks, welcomes, workers))
             if replacements is not None:
-                r_workers = {x: welcomes[x] for x in welcomes if x < workers.num_holders}
-                replacements.limit(limits(r_workers, workers.num_holders))
+                blocks_of = {x: y.num_blocks for x, y in welcomes.items()}
+                replacements.limit(limits(blocks_of, workers.num_holders))
         if workers.stages is not None:
             others = self._greet_stages(workers.stages, greeting)
             for other in others:  # of threads they are known, and kept up to date

@@ -161,6 +161,7 @@ class PromptStageSetup(StageSetup):
         links: StageLinks,
         greeting: Hello,
         asked: StageHello,
+        num_blocks: Seq[int],
     ) -> StageRelay:
         """See ``StageSetup``.
 

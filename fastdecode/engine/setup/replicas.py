@@ -38,13 +38,13 @@ def make_stage_replicas(
     """The same, of each stage's R-workers, which have offered half of their room.
     ``others``: later stages."""
     assert isinstance(fleet.members, StagePool)
-    members, rings = fleet.members, []
-    stages = [(0, workers.addresses, session)]
-    stages += [(other.stage, other.addresses, other.session) for other in others]
-    for stage, addresses, each in stages:
-        circle = [members.member(stage, column) for column in range(members.num_columns)]
-        named = dict(zip(circle, addresses, strict=True))
-        rings.append((circle, _options(each, named, cluster, {})))
+    members, columns = fleet.members, range(fleet.members.num_columns)
+    own = [members.member(0, column) for column in columns]
+    rings = [(own, _options(session, workers.addresses, cluster, {}))]
+    for other in others:
+        circle = [members.member(other.stage, column) for column in columns]
+        members.addresses.update(zip(circle, other.addresses, strict=True))
+        rings.append((circle, _options(other.session, members.addresses, cluster, {})))
     return Replicas(fleet, rings)
 
 

@@ -16,7 +16,7 @@ from fastdecode.core.model.stages import stage_spec
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.groups import GroupPool, HolderPool
 from fastdecode.engine.fleet.pending import Deadlines
-from fastdecode.engine.fleet.replicas import offer_halves
+from fastdecode.engine.fleet.replicas import limits, offer_halves
 from fastdecode.engine.fleet.resharing import greet_members, in_heads
 from fastdecode.engine.setup.ranks import meet_ranks
 from fastdecode.engine.setup.reach import (
@@ -175,14 +175,16 @@ class StageSetup:
             attention,
             links,
             asked.num_lanes,
-            self.make_relay(workers, fleet, links, greeting, asked),
+            self.make_relay(workers, fleet, links, greeting, asked, welcome.num_blocks),
         )
         try:
             stage.run()
         except Exception as error:
             raise_typed(error)
 
-    def _regreeting(self, workers: Reached, fleet: HolderPool, hello: Hello) -> Regreeting | None:
+    def _regreeting(
+        self, workers: Reached, fleet: HolderPool, hello: Hello, num_blocks: Seq[int]
+    ) -> Regreeting | None:
         """What greets R-workers again after a loss, as they were greeted first; None:
         nothing does."""
         cluster = self.resolved.config.cluster
@@ -190,7 +192,11 @@ class StageSetup:
         places = workers.places(self.resolved.config, hello, deadlines)
         if isinstance(fleet, GroupPool):
             return HeadsRegreeting(fleet, hello, deadlines, places)
-        return None if places is None else ColumnRegreeting(fleet.members, hello, places)
+        if places is None:
+            return None
+        offered = dict(zip(fleet.holders, num_blocks, strict=True))
+        most = limits(offered, len(fleet)) if self.resolved.config.r_part.replicas else {}
+        return ColumnRegreeting(fleet.members, hello, places, most)
 
     def make_greeting(self, ranks: Ranks | None) -> Hello:
         """What it greets its R-workers with, now and after a loss; in another session, if
@@ -223,10 +229,13 @@ class StageSetup:
         links: StageLinks,
         greeting: Hello,
         asked: StageHello,
+        num_blocks: Seq[int],
     ) -> StageRelay:
-        """Between the first stage, which sent ``asked``, and its R-workers."""
-        regreeting = self._regreeting(workers, fleet, greeting)
-        return Relay(fleet, links, greeting.session, regreeting)
+        """Between the first stage, which sent ``asked``, and its R-workers, which offered
+        so many KV blocks."""
+        regreeting = self._regreeting(workers, fleet, greeting, num_blocks)
+        addresses = () if isinstance(fleet, GroupPool) else workers.addresses
+        return Relay(fleet, links, greeting.session, regreeting, addresses)
 
     def _load_model(self, ranks: Ranks | None) -> Model:
         """Its layers; of several S-workers that act as one, this one's share."""

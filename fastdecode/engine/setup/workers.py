@@ -92,8 +92,6 @@ class Reached:
     ) -> Replacements | None:
         """R-workers that may replace lost ones; None: there are none, or the R-workers
         that are left share the heads anew at once."""
-        if config.s_part.pp > 1 and config.r_part.replicas:
-            return None  # a column of which a neighbour has taken a part over has none
         waits = config.r_part.replicas or config.cluster.spare_r_workers
         if self.replacements is None or (config.r_part.r_partition == "heads" and not waits):
             return None

@@ -93,6 +93,8 @@ class StagePool(WorkerPool):
         they say was asked before, or is of a greeting before."""
         self.num_replaced: Counter[int] = Counter()
         """How often each R-worker of this stage was replaced, by its place."""
+        self.addresses: dict[HolderId, str] = {}
+        """What the R-workers that keep later stages' members call each other."""
         self._kept: dict[HolderId, NDArray[np.int32]] = {}
         """Which R-workers keep each member of a later stage, by that stage's last report."""
         num_relayed = len(self._relayed) * self.num_columns
@@ -306,6 +308,7 @@ class StagePool(WorkerPool):
                 return TakenOver(said.num_tokens, said.is_kept)
             case ColumnWelcome():
                 self.note_kept(stage, said.members)
+                self.addresses[member] = said.address
                 return Welcome(
                     self._name(member), said.num_blocks, said.block_size, 1, said.has_tier
                 )

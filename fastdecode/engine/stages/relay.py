@@ -17,7 +17,7 @@ from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.groups import GroupPool, HolderPool
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.pool import WorkerPool
-from fastdecode.engine.fleet.replacements import Replacements
+from fastdecode.engine.fleet.replacements import Replacements, limited
 from fastdecode.engine.fleet.resharing import GROUP
 from fastdecode.engine.stages.links import FromAnyStage, StageLinks
 from fastdecode.engine.stages.pool import StagePool, member_rows
@@ -54,15 +54,24 @@ class ColumnRegreeting:
         pool: the R-workers, one a column.
         hello: what they are greeted with.
         places: R-workers that may replace a lost one.
+        most_blocks: of each; none: as many as it has.
     """
 
     forgets_answers = False
     """To what its R-workers were asked before."""
 
-    def __init__(self, pool: WorkerPool, hello: Hello, places: Replacements) -> None:
+    def __init__(
+        self,
+        pool: WorkerPool,
+        hello: Hello,
+        places: Replacements,
+        most_blocks: Mapping[int, int] | None = None,
+    ) -> None:
         self._pool = pool
         self._hello = hello
         self._places = places
+        self._most_blocks = most_blocks or {}
+        places.limit(self._most_blocks)
 
     def found(self) -> list[int]:
         """Columns that are lost and may be greeted again."""
@@ -78,7 +87,7 @@ class ColumnRegreeting:
         if column in self._pool.gone and column in self._places.look([column]):
             self._places.admit(column)
             self._pool.revive(column)
-        self._pool.send(column, self._hello)
+        self._pool.send(column, limited(self._hello, self._most_blocks, column))
 
     def answered(self) -> None:
         """The greeted R-workers have answered."""
@@ -151,6 +160,8 @@ class Relay:
         links: to the first stage.
         session: of their caches.
         regreeting: greets R-workers again; None: lost ones have no replacements.
+        addresses: what the R-workers that keep columns call each other, as it is; empty:
+            they do not reach each other.
     """
 
     def __init__(
@@ -159,6 +170,7 @@ class Relay:
         links: StageLinks,
         session: int,
         regreeting: Regreeting | None = None,
+        addresses: Sequence[str] = (),
     ) -> None:
         self._pool = pool
         assert isinstance(pool.members, StagePool)
@@ -166,6 +178,7 @@ class Relay:
         self._links = links
         self._session = session
         self._regreeting = regreeting
+        self._addresses = addresses
         self._reported: dict[int, type[ColumnReady | ColumnVacant]] = {}
         """Of lost R-workers: what was reported last of their replacements."""
         self._numbers: dict[int, int] = {}  # of each column's last greeting
@@ -287,7 +300,8 @@ class Relay:
             self._regreeting.answered()
             what = answer.num_blocks, answer.block_size, answer.has_tier
             members = member_rows(self._pool, [column])
-            welcome = ColumnWelcome(column, self._numbers[column], *what, members)
+            address = self._addresses[column] if self._addresses else ""
+            welcome = ColumnWelcome(column, self._numbers[column], *what, members, address)
             self._links.tell(FIRST_STAGE, welcome)
 
     def _checked(self, column: int) -> HolderId:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.groups import CacheGroup
-from fastdecode.engine.fleet.replacements import Replacements
+from fastdecode.engine.fleet.replacements import Replacements, limited
 from fastdecode.engine.stages.pool import ColumnPool
 from fastdecode.wire.messages import Hello, Welcome
 
@@ -33,6 +33,7 @@ class ColumnReplacements:
         self._places = places
         self._timeout_s = timeout_s
         self._greeting: set[HolderId] = set()
+        self._most_blocks: Mapping[int, int] = {}
 
     @property
     def timeout_s(self) -> float:
@@ -41,7 +42,8 @@ class ColumnReplacements:
         return 0.0 if all(map(self._is_vacant, groups)) else self._timeout_s
 
     def limit(self, num_blocks: Mapping[int, int]) -> None:
-        """See ``Replacements``."""
+        """See ``Replacements``. The members that are left offer no more, either."""
+        self._most_blocks = num_blocks
         self._places.limit(num_blocks)
 
     def look(self, lost: Collection[int]) -> dict[int, Welcome]:
@@ -56,7 +58,7 @@ class ColumnReplacements:
                 self._greeting.discard(holder)
             if holder not in self._greeting and self._let_in(group):
                 self._greeting.add(holder)
-                self._fleet.send(holder, self._hello)
+                self._fleet.send(holder, limited(self._hello, self._most_blocks, holder))
         found = {holder: self._fleet.groups[holder].welcome for holder in self._greeting}
         return {holder: welcome for holder, welcome in found.items() if welcome is not None}
 
