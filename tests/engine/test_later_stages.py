@@ -521,6 +521,16 @@ class TestRelay:
         self.relay.obey(DropCache(9, W, V))
         assert self.workers[V].poll() == DropCache(5, W, V)
 
+    def test_a_column_that_was_taken_over_is_lost_once_its_cache_is_dropped(self) -> None:
+        """The step in flight would ask for a cache that is not there any more."""
+        self.relay.obey(ColumnLost(W, "gone", "it left"))
+        self.relay.obey(PlaceColumn(W, V))
+        assert not self.pool.is_lost(W)
+        self.relay.obey(DropCache(9, W, V))
+        assert self.pool.is_lost(W) and not self.pool.is_lost(V)
+        self.pool.send(W, CloseSequence(7))
+        assert list(iter(self.workers[V].poll, None)) == [DropCache(5, W, V)]
+
     def test_answers_and_losses_are_passed_on_in_their_order(self) -> None:
         self.relay.obey(OpenSequence(7, 100, V))
         self.workers[V].send(Refused(7, *FULL))  # type: ignore[arg-type]

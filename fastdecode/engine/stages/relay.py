@@ -227,6 +227,8 @@ class Relay:
                 self._greet(self._checked(message.column), message.number)
             case _ if isinstance(message, Relayed):
                 column, own = self._checked(message.holder), message
+                if isinstance(own, DropCache):
+                    self._stop_serving(self._checked(own.cache), column)
                 if isinstance(own, TakeOver | DropCache):
                     own = replace(own, session=self._session)
                 if self._pool is not self._members:  # each member has a name of its own
@@ -234,6 +236,13 @@ class Relay:
                 self._pool.send(column, own)
             case _:
                 raise ProtocolError(f"the first stage sent {type(message).__name__}")
+
+    def _stop_serving(self, column: HolderId, worker: HolderId) -> None:
+        """An R-worker is to drop the cache of a lost column that it has taken over: steps
+        in flight, which still have rows of that column, send it nothing of them."""
+        placement = self._members.placement
+        if column != worker and placement[column] == placement[worker]:
+            placement.give_back(column)
 
     def regroup(self, members: NDArray[np.int32]) -> Sequence[HolderId]:
         """The first stage says which R-workers keep the columns; a stage that decodes
