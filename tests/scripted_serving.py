@@ -23,6 +23,7 @@ from fastdecode.core.delta import Delta, DeltaQueue, Listener
 from fastdecode.core.errors import CapacityError, FastDecodeError
 from fastdecode.core.host.logs import keep_traces_out
 from fastdecode.core.sequence import Request, SamplingParams
+from fastdecode.engine.instances.engine_server import RequestLimits
 from fastdecode.engine.service import EngineService
 from fastdecode.server.bridge import Bridge
 from fastdecode.server.messages import Opening, Ready
@@ -185,7 +186,8 @@ def main() -> int:
 
     signal.signal(signal.SIGTERM, stop)
     service.open()
-    bridge = Bridge(service, http.channel, VOCAB, figures, Silence(options.write_timeout_s))
+    silence = Silence(options.write_timeout_s)
+    bridge = Bridge(service, http.channel, RequestLimits(VOCAB, 4096), figures, silence)
     bridge.start()
     if not args.never_ready:
         bridge.send(Ready(args.kv_tokens))

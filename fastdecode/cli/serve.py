@@ -224,6 +224,7 @@ def _start(
 def _serve(
     args: argparse.Namespace, llm: LLM, http: HttpProcess, options: ServeOptions, wishes: Wishes
 ) -> Ending:
+    from fastdecode.engine.instances.engine_server import RequestLimits
     from fastdecode.measure.status_file import RunningEngineStatus, StatusFile
     from fastdecode.server.activity import ActivityLines
     from fastdecode.server.bridge import Bridge
@@ -232,7 +233,8 @@ def _serve(
     from fastdecode.server.silence import Silence
 
     silence = Silence(options.write_timeout_s)
-    bridge = Bridge(llm.service, http.channel, llm.facts.vocab_size, _figures, silence)
+    limits = RequestLimits(llm.facts.vocab_size, llm.facts.max_model_len)
+    bridge = Bridge(llm.service, http.channel, limits, _figures, silence)
     bridge.start()
     kv_tokens = llm.facts.num_kv_blocks * llm.config.r_part.block_size
     bridge.send(Ready(kv_tokens))

@@ -69,13 +69,13 @@ class Delta:
             self.text + later.text,
             self.token_ids + later.token_ids,
             logprobs,
-            later.finish_reason,
+            later.finish_reason or self.finish_reason,
             later.error,
-            later.num_cached_tokens,
+            later.num_cached_tokens or self.num_cached_tokens,
             later.sources or self.sources,
             later.has_fetched or self.has_fetched,
             later.fetch_failed or self.fetch_failed,
-            later.stop_reason,
+            self.stop_reason if later.stop_reason is None else later.stop_reason,
             self.prompt_logprobs or later.prompt_logprobs,
         )
 

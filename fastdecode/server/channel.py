@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
 import socket
 import threading
+import time
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.server.messages import Message, from_json, to_json
@@ -36,11 +38,18 @@ def _length(head: bytes) -> int:
 
 
 class Channel:
-    """The engine's side. One thread receives, any may send."""
+    """The engine's side. One thread receives, any may send, wake and close."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
-        self._sending = threading.Lock()
+        self._sending, self._receiving = threading.Lock(), threading.Lock()
+        self._received = bytearray()
+        self._waker, self._woken = socket.socketpair()
+        self._waker.setblocking(False)
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
+        self._poll.register(self._woken, select.POLLIN)
+        self._is_closed = False
 
     def send(self, message: Message) -> None:
         """Waits until the other side has room for it. Raises OSError: it is gone."""
@@ -48,29 +57,58 @@ class Channel:
         with self._sending:
             self._socket.sendall(raw)
 
-    def receive(self) -> Message | None:
-        """The next message; None: the other side is gone. Raises ProtocolError."""
-        head = self._read(LENGTH.size)
-        raw = None if head is None else self._read(_length(head))
-        return None if raw is None else _parsed(raw)
+    def receive(self, timeout_s: float | None = None) -> Message | None:
+        """The next message; None: none came in time, or ``wake`` was called. Raises
+        OSError: the other side is gone; ProtocolError."""
+        with self._receiving:
+            end_s = None if timeout_s is None else time.monotonic() + timeout_s
+            while (raw := self._framed()) is None:
+                if not self._read(None if end_s is None else max(0.0, end_s - time.monotonic())):
+                    return None
+        return _parsed(raw)
+
+    def wake(self) -> None:
+        """Have ``receive`` return, or its next call."""
+        with contextlib.suppress(OSError):  # full: it will return
+            self._waker.send(b"\0")
 
     def close(self) -> None:
-        """Ends whoever waits in it, too. Safe to call twice."""
+        """Ends ``receive`` and ``send``, too. Safe to call twice."""
+        self._is_closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        self.wake()
+        with self._receiving:
+            for each in (self._socket, self._waker, self._woken):
+                each.close()
 
-    def _read(self, num_bytes: int) -> bytes | None:
-        raw = bytearray()
-        while len(raw) < num_bytes:
-            try:
-                piece = self._socket.recv(min(num_bytes - len(raw), 1 << 20))
-            except OSError:
-                return None
+    def _framed(self) -> bytes | None:
+        """The next whole message; None: more of it has to come."""
+        head = LENGTH.size
+        if len(self._received) < head:
+            return None
+        end = head + _length(bytes(self._received[:head]))
+        if len(self._received) < end:
+            return None
+        raw = bytes(self._received[head:end])
+        del self._received[:end]
+        return raw
+
+    def _read(self, timeout_s: float | None) -> bool:
+        """Wait for more. False: nothing came, or ``wake`` was called."""
+        if self._is_closed:
+            raise BrokenPipeError("the channel is closed")
+        own = self._socket.fileno()
+        ready = [fd for fd, _ in self._poll.poll(None if timeout_s is None else timeout_s * 1e3)]
+        if own in ready:
+            piece = self._socket.recv(1 << 20)
             if not piece:
-                return None
-            raw += piece
-        return bytes(raw)
+                raise BrokenPipeError("the other side is gone")
+            self._received += piece
+            return True
+        if ready:
+            self._woken.recv(1 << 12)
+        return False
 
 
 class AsyncChannel:

@@ -27,9 +27,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
-from fastdecode.core.delta import Delta
 from fastdecode.core.errors import ProtocolError, RequestError
-from fastdecode.core.sequence import Request
+from fastdecode.wire.instances.engine_messages import Cancel as Cancel
+from fastdecode.wire.instances.engine_messages import Deltas as Deltas
+from fastdecode.wire.instances.engine_messages import StatusReport as StatusReport
+from fastdecode.wire.instances.engine_messages import Submit as Submit
 from fastdecode.wire.instances.request_json import (
     delta_from_json,
     delta_to_json,
@@ -74,43 +76,6 @@ class Unfit:
 class Ready:
     kv_tokens: int
     """What the KV caches hold together."""
-
-
-@dataclass(frozen=True)
-class Submit:
-    requests: Sequence[Request]
-
-
-@dataclass(frozen=True)
-class Cancel:
-    request_ids: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Deltas:
-    deltas: Sequence[Delta]
-
-
-@dataclass(frozen=True)
-class StatusReport:
-    """``time.monotonic`` is the same for all processes of a host."""
-
-    state: str
-    """That of a ``Snapshot``."""
-    num_steps: int = 0
-    stepped_s: float | None = None
-    """When the last step ended."""
-    longest_step_s: float = 0.0
-    """Of those lately."""
-    num_running: int = 0
-    """Sequences."""
-    num_waiting: int = 0
-    num_r_workers: int = 0
-    num_live_r_workers: int = 0
-    error: str | None = None
-    """The code of what broke it."""
-    figures: Mapping[str, Any] = field(default_factory=dict)
-    """``EngineFigures``, as of the last time that a step ended."""
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,11 @@ noticing, and a request that can't be read costs no other."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from counting_engine import Counting
 
 from fastdecode.core.delta import MOST_VALUES, Delta, DeltaQueue
 from fastdecode.core.sequence import Request, SamplingParams, TokenLogprob
+from fastdecode.engine.instances.engine_server import RequestLimits
 from fastdecode.engine.service import EngineService
 from fastdecode.server.bridge import Bridge
 from fastdecode.server.messages import Deltas, Submit
@@ -30,11 +32,15 @@ class Channel:
         self.heard: SimpleQueue[Any] = SimpleQueue()
         self.refuses: Exception | None = None
 
-    def receive(self) -> Any:
-        said = self.said.get()
-        if isinstance(said, Exception):
-            raise said
-        return said
+    def receive(self, timeout_s: float) -> Any:
+        with contextlib.suppress(Empty):
+            said = self.said.get(timeout=timeout_s)
+            if isinstance(said, Exception):
+                raise said
+            return said
+
+    def wake(self) -> None:
+        self.said.put(None)
 
     def send(self, message: Any) -> None:
         if self.refuses is not None:
@@ -54,11 +60,11 @@ def service() -> Iterator[EngineService[Counting]]:
 def channel() -> Iterator[Channel]:
     channel = Channel()
     yield channel
-    channel.said.put(None)
+    channel.said.put(BrokenPipeError())
 
 
 def bridge_of(service: EngineService[Counting], channel: Channel) -> Bridge:
-    bridge = Bridge(service, channel, 100)  # type: ignore[arg-type]
+    bridge = Bridge(service, channel, RequestLimits(100, 100))  # type: ignore[arg-type]
     bridge.start()
     return bridge
 

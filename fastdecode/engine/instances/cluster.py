@@ -30,17 +30,17 @@ from fastdecode.engine.instances.connections import (
     Reconnector,
 )
 from fastdecode.engine.instances.controller import Controller
-from fastdecode.engine.instances.remote_engine import RemoteEngine, unpacked
+from fastdecode.engine.instances.remote_engine import RemoteEngine
 from fastdecode.engine.replanning.starting import start_replanning
 from fastdecode.engine.service import EngineService
 from fastdecode.text.codec import TextCodec
+from fastdecode.wire.instances.engine_messages import deltas_of
 from fastdecode.wire.instances.messages import (
     InstanceHello,
     InstanceStatus,
     InstanceWelcome,
     RequestDeltas,
 )
-from fastdecode.wire.instances.request_json import delta_from_json
 from fastdecode.wire.messages import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
@@ -122,10 +122,7 @@ class RunningCluster:
     def heard(self, number: int, message: FromInstance) -> None:
         """See ``ConnectionListener``."""
         if isinstance(message, RequestDeltas):
-            said = unpacked(message.said)
-            if not isinstance(said, list):
-                raise ProtocolError("what should be news of requests is none")
-            deltas = [delta_from_json(delta) for delta in said]
+            deltas = deltas_of(message)
             self._post(lambda running: running.engine.heard(number, deltas))
         elif isinstance(message, InstanceStatus):
             self._post(lambda running: running.engine.hear_status(number, message))

@@ -17,6 +17,7 @@ from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.errors import ConfigError, FastDecodeError, Given, WorkerError, imports_for
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.engine.fleet.colocation import Colocation
+from fastdecode.engine.instances.engine_server import RequestLimits
 from fastdecode.engine.instances.instance_server import InstanceServer
 from fastdecode.engine.instances.local_engine import num_tokens_of
 from fastdecode.engine.instances.running import batch_tokens, for_batches, with_r_workers_here
@@ -98,8 +99,7 @@ def serve_instance(
         listener = InstanceListener(place.bind, place.name, key=key, silence_s=silence_s)
         stack.callback(listener.close)
         welcome = welcome_of(running, place.name, place.role)
-        vocab_size = running.spec.vocab_size
-        serving = InstanceServer(listener, service, running, welcome, vocab_size)
+        serving = InstanceServer(listener, service, running, welcome, _limits(running))
         listening(listener.address, serving)
         return serving.run()
 
@@ -182,9 +182,8 @@ def _serve_controller(
     with contextlib.closing(service):
         running = service.open()
         welcome = welcome_of(running, colocation.name, colocation.role)
-        vocab_size = running.spec.vocab_size
-        serving = InstanceServer(hub, service, running, welcome, vocab_size, only_once=True)
-        return serving.run()
+        limits = _limits(running)
+        return InstanceServer(hub, service, running, welcome, limits, only_once=True).run()
 
 
 def _follow_leader(
@@ -265,6 +264,10 @@ def _with_role(config: EngineConfig, role: InstanceRole) -> EngineConfig:
     """With steps that have room for what it is given at first."""
     is_for_batches = role is InstanceRole.PREFILL or config.instances.prefill_batch_tokens
     return for_batches(config) if is_for_batches else config
+
+
+def _limits(running: RunningEngine) -> RequestLimits:
+    return RequestLimits(running.spec.vocab_size, running.resolved.identity.max_model_len)
 
 
 def welcome_of(running: RunningEngine, name: str, role: InstanceRole) -> InstanceWelcome:

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Protocol
 
 from fastdecode.core.config.instances import InstanceRole
-from fastdecode.core.errors import FastDecodeError, ProtocolError, WorkerError
+from fastdecode.core.errors import FastDecodeError, WorkerError
 from fastdecode.core.sequence import Request
 from fastdecode.engine.figures import EngineFigures
 from fastdecode.engine.instances.status_report import status_from_json
 from fastdecode.engine.stats import EngineStats
-from fastdecode.wire.arrays import Array
-from fastdecode.wire.instances.messages import (
-    CancelRequests,
+from fastdecode.wire.instances.engine_messages import (
+    Cancel,
     EndConversation,
-    InstanceStatus,
-    InstanceWelcome,
-    RunRequests,
-    SetInstanceRole,
-    ToInstance,
+    SetRole,
+    Submit,
+    ToEngine,
+    to_wire,
 )
-from fastdecode.wire.instances.request_json import request_to_json
+from fastdecode.wire.instances.messages import InstanceStatus, InstanceWelcome, ToInstance
+from fastdecode.wire.instances.request_json import unpacked
 
 
 class Post(Protocol):
@@ -98,19 +94,19 @@ class RemoteEngine:
         refusal = self.broken or self.stranded
         if refusal is not None:
             raise refusal
-        self._send(RunRequests(every_step, packed([request_to_json(request)])))
+        self._send(Submit([request], every_step))
 
     def cancel(self, request_id: str) -> None:
         """End a request, and let go of what it holds."""
-        self._send(CancelRequests((request_id,)))
+        self._send(Cancel((request_id,)))
 
     def give_role(self, role: InstanceRole) -> None:
         """What it will be given from now on."""
-        self._send(SetInstanceRole(role))
+        self._send(SetRole(role))
 
     def end_conversation(self, token_ids: Sequence[int], salt: str) -> None:
         """Nobody goes on with a conversation that has come to these tokens."""
-        self._send(EndConversation(np.asarray(token_ids, np.int64), salt))
+        self._send(EndConversation(tuple(token_ids), salt))
 
     def came_back(self, welcome: InstanceWelcome, role: InstanceRole) -> None:
         """It was lost, and is there again."""
@@ -121,21 +117,7 @@ class RemoteEngine:
         if role is not welcome.role:
             self.give_role(role)
 
-    def _send(self, message: ToInstance) -> None:
-        """What is lost on the way to one that is gone, nobody misses."""
+    def _send(self, message: ToEngine) -> None:
+        """Lost if the instance is gone."""
         if self.broken is None:
-            self._post(self.number, self.turn, message)
-
-
-def packed(said: Any) -> Array:
-    """In JSON's types → uint8 [N]."""
-    raw = json.dumps(said, ensure_ascii=False, separators=(",", ":"))
-    return np.frombuffer(raw.encode("utf-8", "surrogatepass"), np.uint8)
-
-
-def unpacked(raw: Array) -> Any:
-    """The other way. Raises ProtocolError: it is no JSON."""
-    try:
-        return json.loads(raw.tobytes().decode("utf-8", "surrogatepass"))
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"what should be JSON is none: {error}") from None
+            self._post(self.number, self.turn, to_wire(message))
