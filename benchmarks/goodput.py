@@ -54,6 +54,7 @@ from cost_model.goodput.simulator import GoodputRun
 from cost_model.goodput.slo import RequestTimes, Slo
 from cost_model.goodput.workload import Draw, Lengths, drawn
 from fastdecode import LLM, SamplingParams
+from fastdecode.core.config.groups import Batching
 from fastdecode.core.delta import DeltaQueue
 from fastdecode.core.sequence import Request
 from fastdecode.engine.replanning.replanner import totals_of
@@ -310,7 +311,8 @@ def main() -> int:
     slos: dict[str, Slo] = {}
     with tempfile.TemporaryDirectory() as directory:
         model = model_or_random(options.model, options.shape, directory)
-        engine = ("--kv-memory-gb", "0.5", "--prefill-batch-tokens", str(BATCH_TOKENS))
+        step_tokens = Batching.max_num_sequences + BATCH_TOKENS
+        engine = ("--kv-memory-gb", "0.5", "--max-step-tokens", str(step_tokens))
         for way in options.ways:
             roles = WAYS[way]
             named = zip(("prefill", "decode", "both"), roles.each, strict=True)

@@ -6,7 +6,7 @@ token, if it steps while later layers are still read, and if all is read first.
 
 A Llama-shaped random checkpoint of 100 M parameters (or ``--model DIR``) in
 bfloat16, greedy, all cores. One process has two engines, ``pipelined`` and
-``whole`` (``--cache-restore``), with memory for two conversations each and a
+``whole``, with memory for two conversations each and a
 disk for all; their turns alternate, and which is first changes. A turn brings
 as many new tokens as have a step take as long, beside the others, as its history
 takes to be read (``--new-tokens 0``: found by a few turns before).
@@ -30,11 +30,13 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
+from unittest.mock import patch
 
 from end_to_end import MODELS, VOCAB, make_checkpoint
 from provenance import keep, provenance
@@ -43,6 +45,8 @@ from fastdecode import LLM, SamplingParams
 from fastdecode.core.delta import Delta, DeltaQueue
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.sequence import CacheUse, Request
+from fastdecode.engine.setup import launch
+from fastdecode.schedule.life.lifecycle import Lifecycle
 
 MODES = ("pipelined", "whole")
 OFF = CacheUse(is_off=True)
@@ -230,6 +234,13 @@ def _p90(values: list[float]) -> float:
     return quantiles(values, n=10)[8] if len(values) > 1 else values[0]
 
 
+def lifecycle_of(mode: str) -> Callable[..., Lifecycle]:
+    """``whole``: requests wait until all of their blocks are read."""
+    if mode != "whole":
+        return Lifecycle
+    return lambda scheduler, joins_early: Lifecycle(scheduler, joins_early=False)
+
+
 def open_engine(
     mode: str, model: str, directory: Path, options: argparse.Namespace, stack: ExitStack
 ) -> Engine:
@@ -238,6 +249,7 @@ def open_engine(
     token_bytes = spec.kv_spec(spec.choose_dtype("auto")).token_bytes
     beside = options.others * (OTHERS_TOKENS + 100)
     (directory / mode).mkdir(mode=0o700)
+    stack.enter_context(patch.object(launch, "Lifecycle", lifecycle_of(mode)))
     llm = LLM(
         model,
         kv_memory_gb=(2 * (options.history + GROWTH) + beside) * token_bytes / 1e9,
@@ -246,7 +258,6 @@ def open_engine(
         swap_threshold=1.0,
         cache_disk=str(directory / mode),
         cache_disk_gb=3 * NUM_CONVERSATIONS * options.history * token_bytes / 1e9,
-        cache_restore=mode,
     )
     return Engine(stack.enter_context(llm), random.Random(7))
 

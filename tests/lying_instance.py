@@ -12,7 +12,6 @@ import numpy as np
 
 from fastdecode.core.errors import FastDecodeError, WorkerError
 from fastdecode.engine.instances.addresses import InstanceHub, InstanceListener
-from fastdecode.engine.instances.remote_engine import packed, unpacked
 from fastdecode.wire.instances.messages import (
     InstanceHello,
     InstanceStatus,
@@ -20,6 +19,7 @@ from fastdecode.wire.instances.messages import (
     RequestDeltas,
     RunRequests,
 )
+from fastdecode.wire.instances.request_json import packed, unpacked
 from fastdecode.wire.messages import Failed
 from fastdecode.wire.transport import PeerLostError
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastdecode.core.config.groups import Batching
+from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.options import ScheduleOptions
 
 MAX_SEQUENCES = 7
@@ -32,3 +33,10 @@ def schedule_options(
     """Of a user's choices by name."""
     chosen = Batching(schedule=mode, lanes=num_lanes, **batching)
     return ScheduleOptions(chosen, split_tokens, max_closed_rows)
+
+
+def without_headroom(scheduler: ContinuousScheduler) -> ContinuousScheduler:
+    """The same with load limits alone: starts leave no room for later ones."""
+    for lane in scheduler.lanes:
+        lane.admission._headroom = None  # type: ignore[attr-defined]
+    return scheduler

@@ -185,7 +185,7 @@ def run_calibrate_s(args: argparse.Namespace) -> int:
         )
     tell(
         f"  {ENOUGH:.0%} of the most prompt tokens a second are run {profile.batch_tokens} at a "
-        f"time: --prefill-batch-tokens {profile.batch_tokens}"
+        f"time: --max-step-tokens {profile.batch_tokens} more than --max-num-sequences"
     )
     tell(f"wrote {args.out}; use it with: fastdecode size --gpu {args.out}")
     return 0

@@ -34,7 +34,6 @@ class LLMOptions(TypedDict, total=False):
     r_threads: int | None
     kv_memory_gb: float | None
     device_kv_gb: float | None
-    away_tpot_s: float | None
     block_size: int
     replicas: int
     max_num_sequences: int
@@ -45,18 +44,14 @@ class LLMOptions(TypedDict, total=False):
     load_limit: int | None
     target_length: int | None
     interval: int | None
-    cold_start: str
     learn_lengths: bool
     length_quantile: float | None
-    reserve: float
     expected_output_tokens: int | None
     prefix_cache: str
     cache_policy: str
-    cache_costs: str | None
     cache_disk: str | None
     cache_disk_gb: float | None
     cache_memory_gb: float | None
-    cache_restore: str
     swap_threshold: float
     transport: str
     r_worker_addresses: Sequence[str]
@@ -64,21 +59,15 @@ class LLMOptions(TypedDict, total=False):
     link_security: str
     worker_silence_s: float
     worker_timeout_s: float
-    link_bytes: int
     min_r_workers: int
     spare_r_workers: int
     prefill_instances: int
     decode_instances: int
     instance_addresses: Sequence[str]
     instance_ranks: Sequence[str]
-    prefill_batch_tokens: int | None
-    local_prefill_below: int
     fetch_gbps: float | None
     replan: str
     replan_slo: str | None
-    replan_attainment: float
-    replan_every_s: float
-    replan_window_s: float
     conversations: str | None
     conversation_ttl_s: float | None
     max_conversations: int

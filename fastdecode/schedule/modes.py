@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from fastdecode.core.clock import Clock
 from fastdecode.core.config.groups import Batching
@@ -27,6 +27,10 @@ from fastdecode.schedule.running import Lane
 from fastdecode.schedule.times import StepTime, balanced_loads
 
 __all__ = ["ScheduleOptions", "make_scheduler"]
+
+RESERVE: Final = 0.1
+"""With a length quantile: requests start only while more than this share of a holder's
+blocks is free, since running ones may outgrow what was reserved."""
 
 
 def make_scheduler(
@@ -112,7 +116,7 @@ def _ledger(
     swap_threshold: float,
 ) -> BlockLedger:
     batching, split = options.batching, options.split_tokens
-    reserve = 0.0 if batching.length_quantile is None else batching.reserve
+    reserve = 0.0 if batching.length_quantile is None else RESERVE
     most_rows = options.max_closed_rows
     return BlockLedger(blocks, block_size, split, most_rows, cache, reserve, swap_threshold)
 
@@ -197,7 +201,6 @@ def _admission(
         return Synchronized()
     if batching.schedule == "fixed-f":
         return FixedF(options.fixed_interval())
-    headroom = batching.cold_start == "headroom"
     if batching.load_limit is not None:
         limits = _shares(batching.load_limit // num_limited, capacity, times, home)
         limited = f"the load limit of {batching.load_limit}"
@@ -208,7 +211,7 @@ def _admission(
             options.lane_size,
             limits=limits,
             limited=limited,
-            headroom=headroom and home is None,
+            headroom=home is None,
         )
 
     def balance() -> tuple[int, ...] | None:
@@ -217,11 +220,8 @@ def _admission(
     size = options.lane_size
     if batching.schedule == "auto" and times is not None:
         gain = partial(stabilizing_gain, times, size, capacity)
-        return ByForecast(
-            capacity, size, balance=balance, gain=gain, num_lanes=options.num_lanes,
-            headroom=headroom,
-        )  # fmt: skip
-    return Stabilized(capacity, size, balance=balance, headroom=headroom)
+        return ByForecast(capacity, size, balance=balance, gain=gain, num_lanes=options.num_lanes)
+    return Stabilized(capacity, size, balance=balance)
 
 
 def _shares(

@@ -320,7 +320,6 @@ def test_too_few_that_are_there_are_refused(
         ),
         (["--worker-silence-s", "nan"], "--worker-silence-s nan"),
         (["--worker-silence-s", "0.4"], "--worker-silence-s 0.4"),
-        (["--link-bytes", "65535"], "--link-bytes 65535"),
     ],
 )
 def test_options_that_are_refused(
@@ -334,6 +333,5 @@ def test_options_that_are_refused(
     assert match in capsys.readouterr().err
 
 
-def test_the_least_silence_and_the_least_on_a_link() -> None:
-    cluster = Cluster(worker_silence_s=0.5, link_bytes=1 << 16)
-    assert (cluster.worker_silence_s, cluster.link_bytes) == (0.5, 1 << 16)
+def test_the_least_silence() -> None:
+    assert Cluster(worker_silence_s=0.5).worker_silence_s == 0.5

@@ -303,9 +303,6 @@ def test_what_is_for_one_side_is_refused(
         LLM(str(tiny_checkpoint("llama")), **{**SHARED, **HYBRID, **options})
 
 
-@pytest.mark.parametrize("option", ["device_kv_gb", "away_tpot_s"])
-def test_what_is_for_both_sides_is_refused_on_one(
-    option: str, tiny_checkpoint: Callable[..., Path]
-) -> None:
+def test_what_is_for_both_sides_is_refused_on_one(tiny_checkpoint: Callable[..., Path]) -> None:
     with pytest.raises(ConfigError, match="needs kv_placement='hybrid'"):
-        LLM(str(tiny_checkpoint("llama")), **SHARED, **{option: 1.0})
+        LLM(str(tiny_checkpoint("llama")), **SHARED, device_kv_gb=1.0)

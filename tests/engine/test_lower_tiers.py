@@ -61,7 +61,6 @@ MORE_WAYS: list[dict[str, Any]] = [
     {"r_workers": 2, "r_partition": "heads", "lanes": 2, "kv_memory_gb": 0.0001},
     {"block_size": 32, "kv_memory_gb": 0.0003},
     {"split_tokens": 32, "prompt_attention": "r", "r_workers": 2, "kv_memory_gb": 0.0001},
-    {"cache_restore": "whole"},
 ]  # fmt: skip
 SOME_FAMILIES = ("gemma2",)
 """Windows in every other layer."""

@@ -22,6 +22,7 @@ from trouble import give
 from examples import TRIES_ALL
 from fastdecode import LLM
 from fastdecode.engine import engine as engine_module
+from fastdecode.engine.setup import launch
 from fastdecode.schedule.life.lifecycle import Lifecycle
 from rworker.attention import AttentionExecutor
 from rworker.tiers.disk import Disk
@@ -159,8 +160,9 @@ def test_what_is_read_before_a_step_is_none_of_its_time(
     monkeypatch.setattr(engine_module, "time", clock)
     monkeypatch.setattr(SlotFile, "read", far_away)
     monkeypatch.setattr(Lifecycle, "stepped", note)
-    options = {**OPTIONS, "r_workers": 1, "cache_restore": "whole"}
-    with LLM(model, **options, cache_disk=str(tmp_path)) as llm:
+    whole = partial(Lifecycle, joins_early=False)
+    monkeypatch.setattr(launch, "Lifecycle", lambda scheduler, **_: whole(scheduler))
+    with LLM(model, **{**OPTIONS, "r_workers": 1}, cache_disk=str(tmp_path)) as llm:
         until_some_are_fetched(llm, lambda: talk_in_turns(llm))
         assert llm.stats.tiers.num_fetched > 0 and steps_s
     assert away_s[0] >= 1000.0 > max(steps_s)

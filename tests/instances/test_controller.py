@@ -185,7 +185,7 @@ def rng(request: pytest.FixtureRequest) -> random.Random:
 
 
 def test_cancelling_and_losses_at_any_stage(rng: random.Random) -> None:
-    world = World(rng.randint(1, 3), rng.randint(1, 3), local_below=rng.choice([0, 0, 9]))
+    world = World(rng.randint(1, 3), rng.randint(1, 3))
     left = len(world.prefill) + len(world.decode) - 1
     for number in range(40):
         world.submit(f"r{number}", rng)
@@ -204,7 +204,7 @@ def test_cancelling_and_losses_at_any_stage(rng: random.Random) -> None:
 
 def test_instances_without_r_workers_that_come_back_at_any_stage(rng: random.Random) -> None:
     """Also where none has one for a while: requests wait then."""
-    world = World(rng.randint(1, 3), rng.randint(1, 3), local_below=rng.choice([0, 0, 9]))
+    world = World(rng.randint(1, 3), rng.randint(1, 3))
     every = [*world.prefill, *world.decode]
     for number in range(40):
         world.submit(f"r{number}", rng)

@@ -31,14 +31,18 @@ from fastdecode.core.errors import WorkerError
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.engine.instances.addresses import InstanceListener
 from fastdecode.engine.instances.connections import Heartbeat
-from fastdecode.engine.instances.remote_engine import packed, unpacked
 from fastdecode.wire.instances.messages import (
     InstanceHello,
     InstanceWelcome,
     RequestDeltas,
     RunRequests,
 )
-from fastdecode.wire.instances.request_json import delta_to_json, request_from_json
+from fastdecode.wire.instances.request_json import (
+    delta_to_json,
+    packed,
+    request_from_json,
+    unpacked,
+)
 from fastdecode.wire.transport import TIMEOUT, PeerLostError
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")

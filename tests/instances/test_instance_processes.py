@@ -43,9 +43,13 @@ from fastdecode.core.errors import ConfigError, RequestError, WorkerError
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.sequence import Request, RequestOutput, SamplingParams
 from fastdecode.engine.instances.addresses import InstanceHub, greet
-from fastdecode.engine.instances.remote_engine import packed, unpacked
 from fastdecode.wire.instances.messages import InstanceHello, RequestDeltas, RunRequests
-from fastdecode.wire.instances.request_json import delta_from_json, request_to_json
+from fastdecode.wire.instances.request_json import (
+    delta_from_json,
+    packed,
+    request_to_json,
+    unpacked,
+)
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from instance_runs import OPTIONS, answers, assert_alike, params, prompts, reque
 
 from cost_model.goodput.replanning.asking import RoleQuestion, question_to_json
 from cost_model.goodput.replanning.roles import JudgedRoles, Roles
+from cost_model.goodput.replanning.traffic_watch import WatchRules
 from examples import TRIES_ALL
 from fastdecode import LLM
 from fastdecode.cli.main import main
 from fastdecode.core.errors import ConfigError
-from fastdecode.engine.replanning import planner, replanner
+from fastdecode.engine.replanning import planner, replanner, starting
 
 SLO = "ttft=5s,tpot=1s"
 WAIT_S = 120.0
@@ -108,10 +110,11 @@ def watched(
     many times. Gives what was answered, and the instances' roles."""
     monkeypatch.setattr(replanner, "Planner", planned)
     monkeypatch.setattr(replanner, "LOOKS_EVERY_S", 0.05)
+    monkeypatch.setattr(starting, "WatchRules", partial(WatchRules, window_s=1.0))
     asked, how = prompts(60, seed=5), params(60, seed=5)
     end_s = time.monotonic() + WAIT_S
     with LLM(model, prefill_instances=2, decode_instances=2, replan=replan, replan_slo=SLO,
-             replan_window_s=1.0, progress=told.append, **OPTIONS) as llm:  # fmt: skip
+             progress=told.append, **OPTIONS) as llm:  # fmt: skip
         while sum("come, " in line for line in told) < looks:
             assert time.monotonic() < end_s, "nobody looks at roles"
             found = llm.generate(asked, how)
@@ -165,11 +168,12 @@ def test_what_goes_wrong_with_looking_ends_nothing(
 ) -> None:
     monkeypatch.setattr(replanner, "Planner", planned := Unable(Roles(3, 1), 0.5))
     monkeypatch.setattr(replanner, "LOOKS_EVERY_S", 0.05)
+    monkeypatch.setattr(starting, "WatchRules", partial(WatchRules, window_s=1.0))
     asked, how = prompts(60, seed=5), params(60, seed=5)
     expected = one.generate(asked, how)
     end_s = time.monotonic() + WAIT_S
     with LLM(model, prefill_instances=2, decode_instances=2, replan="apply", replan_slo=SLO,
-             replan_window_s=1.0, **OPTIONS) as llm:  # fmt: skip
+             **OPTIONS) as llm:  # fmt: skip
         while not planned.asked:
             assert time.monotonic() < end_s, "nobody looks at roles"
             assert_alike(llm.generate(asked, how), expected)

@@ -13,7 +13,6 @@ import pytest
 
 from fastdecode.core.errors import ProtocolError
 from fastdecode.engine.figures import EngineFigures, HolderFigures
-from fastdecode.engine.instances.remote_engine import packed, unpacked
 from fastdecode.engine.instances.status_report import (
     status_from_json,
     status_to_json,
@@ -22,6 +21,7 @@ from fastdecode.engine.instances.status_report import (
 )
 from fastdecode.engine.stats import EngineStats
 from fastdecode.wire.instances.messages import InstanceStatus
+from fastdecode.wire.instances.request_json import packed, unpacked
 
 FIGURES = EngineFigures(
     1, 2, 3, 0.5, 0.25, 0.125, 1, 0, 0,

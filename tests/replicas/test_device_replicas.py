@@ -19,6 +19,7 @@ from examples import examples
 from fastdecode import LLM
 from fastdecode.core.errors import WorkerError
 from fastdecode.engine.setup import device_caches
+from fastdecode.engine.setup import replicas as replicas_setup
 from fastdecode.engine.step.reached_device import ReachedDevice
 from fastdecode.wire.patience import look_until_found
 from sworker.host_blocks import HostBlocks
@@ -216,8 +217,8 @@ def test_losses_at_drawn_moments_change_no_token(
         crash_keeper(monkeypatch, chance.randrange(60))
     chosen: dict[str, Any] = {
         "prefill_chunk": chance.choice([4, 8, 32]), "block_size": chance.choice([16, 32]),
-        "link_bytes": chance.choice([1 << 16, 1 << 26]),
     }  # fmt: skip
+    monkeypatch.setattr(replicas_setup, "LINK_BYTES", chance.choice([1 << 16, 1 << 26]))
     tokens, stats = run(model, **{**ON_DEVICE, **chosen})
     assert stats.replicas is not None and losses.num_lost == 1
     if keeper == "lives":

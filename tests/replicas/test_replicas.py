@@ -10,6 +10,7 @@ from replica_jobs import run
 from trouble import crash_after
 
 from fastdecode.core.errors import ConfigError
+from fastdecode.engine.setup import replicas as replicas_setup
 
 
 def test_a_lost_r_worker_costs_no_token_that_its_neighbour_has(
@@ -18,7 +19,8 @@ def test_a_lost_r_worker_costs_no_token_that_its_neighbour_has(
     path = tiny_checkpoint("llama")
     expected, _ = run(path, replicas=0)
     crash_after(monkeypatch, {"r1": 40})
-    tokens, stats = run(path, link_bytes=1 << 16)
+    monkeypatch.setattr(replicas_setup, "LINK_BYTES", 1 << 16)
+    tokens, stats = run(path)
     assert tokens == expected
     assert stats.replicas is not None
     (failover,) = stats.replicas.failovers

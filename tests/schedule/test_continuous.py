@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_traffic import Requests, play, relaxed, traffic
 from remembering_store import BLOCK_SIZE, Store
-from schedule_choices import MAX_SEQUENCES, MAX_STEP_TOKENS, options
+from schedule_choices import MAX_SEQUENCES, MAX_STEP_TOKENS, options, without_headroom
 from traffic import Harness
 
-from fastdecode.core.config.groups import COLD_STARTS
 from fastdecode.core.errors import CapacityError
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
 from fastdecode.schedule.life.sequences import SequenceState
@@ -44,19 +43,15 @@ def test_every_policy_serves_everyone_within_its_blocks(
     st.data(),
     traffic(forks=True),
     st.integers(1, 2),
-    st.sampled_from(COLD_STARTS),
     st.integers(150, 320),
 )
 def test_the_load_never_exceeds_its_limit_when_lengths_are_bounds(
     data: st.DataObject,
     requests: Requests,
     num_lanes: int,
-    cold_start: str,
     load_limit: int,
 ) -> None:
-    chosen = options(
-        "stabilized", num_lanes, load_limit=load_limit, cold_start=cold_start, learn_lengths=False
-    )
+    chosen = options("stabilized", num_lanes, load_limit=load_limit, learn_lengths=False)
     scheduler = make_scheduler(chosen, WORKER_BLOCKS, BLOCK_SIZE)
     limits = [control.limit for control in scheduler.lanes[0].admission._controls]  # type: ignore[attr-defined]
     assert sum(limits) * num_lanes <= load_limit
@@ -161,9 +156,8 @@ def test_a_sequence_above_a_measured_limit_runs_alone() -> None:
 
 
 def test_what_ends_early_makes_room_at_once() -> None:
-    scheduler = make_scheduler(
-        options("stabilized", 1, load_limit=20, cold_start="none"), (20,), BLOCK_SIZE
-    )
+    chosen = options("stabilized", 1, load_limit=20)
+    scheduler = without_headroom(make_scheduler(chosen, (20,), BLOCK_SIZE))
     harness = Harness(scheduler, [Store(20)], 1, [20])
     harness.arrive(1, (3,), 20)
     harness.arrive(1, (20,), 20)

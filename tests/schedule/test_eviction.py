@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-import pytest
 from holdings import Holding, victim_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from published_configs import LLAMA2_7B, MISTRAL_7B
 
 from examples import examples
-from fastdecode.core.errors import ConfigError
 from fastdecode.core.model.families import read_model_spec
-from fastdecode.schedule.cache.costs import CostTable, costs_of, measured_costs
+from fastdecode.schedule.cache.costs import CostTable, costs_of
 from fastdecode.schedule.cache.idle.blocks import IdleBlocks
 from fastdecode.schedule.cache.index import BlockIndex
 from fastdecode.schedule.cache.kept import KeptBlock, Use
@@ -288,15 +286,6 @@ def test_found_ahead_they_go_in_the_order_of_looking_at_all_for_each(
     assert chains[0].give_up(999, now_s + 1, only_unhit=False) == chains[1].give_up(
         999, now_s + 1, only_unhit=False
     )
-
-
-def test_measured_costs_are_what_a_token_more_adds() -> None:
-    costs = measured_costs({64: 1.0, 128: 2.0, 256: 5.0, 512: 4.0})
-    assert costs(96) == 1 / 64 and costs(192) == 3 / 128
-    assert costs(144) == (1 / 64 + 3 / 128) / 2 and costs(384) == costs(999) == 3 / 128
-    for told in ({64: 1.0, 128: 2.0}, {64: 1.0, 128: 1.0, 256: 0.9}):
-        with pytest.raises(ConfigError, match="lengths don't tell"):
-            measured_costs(told)
 
 
 def test_costs_follow_from_the_model() -> None:

@@ -103,12 +103,6 @@ def test_r_workers_that_are_faster_than_the_device_get_all() -> None:
     assert course.num_away == 16 and not course.home_is_open
 
 
-def test_who_is_away_gets_tokens_in_time_or_stays() -> None:
-    course = choose(known(64, 256), NOW, costs(), Margins(most_tpot_s=0.012))
-    assert course.num_away == 0
-    assert choose(known(64, 256), NOW, costs(), Margins(most_tpot_s=10)).num_away > 0
-
-
 def test_guesses_have_to_pay_at_their_worst() -> None:
     near = known(128, 128)
     for r_s in (1e-8, 1e-7, 1e-6, 1e-5):

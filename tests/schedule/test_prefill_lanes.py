@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_traffic import Requests, play, relaxed, traffic
 from remembering_store import BLOCK_SIZE, Store
-from schedule_choices import MAX_SEQUENCES, options
+from schedule_choices import MAX_SEQUENCES, options, without_headroom
 from traffic import Harness
 
 from fastdecode.core.holders import HolderId
@@ -159,11 +159,9 @@ def test_who_can_never_be_a_fork_runs_the_prompt() -> None:
 @pytest.mark.parametrize("num_lanes", [1, 2])
 def test_a_load_limit_holds_over_what_decodes(num_lanes: int) -> None:
     """Prompts run ahead, and wait for the others' load to fall before they decode."""
-    chosen = replace(
-        options("stabilized", num_lanes, load_limit=30 * num_lanes, cold_start="none"),
-        num_prompt_lanes=1,
-    )
-    scheduler = make_scheduler(chosen, (200,), BLOCK_SIZE)
+    limited = options("stabilized", num_lanes, load_limit=30 * num_lanes)
+    chosen = replace(limited, num_prompt_lanes=1)
+    scheduler = without_headroom(make_scheduler(chosen, (200,), BLOCK_SIZE))
     harness = ApartHarness(
         scheduler, [Store(200)], num_lanes + 1, first_prompt_lane=num_lanes, lane_limits=[30]
     )

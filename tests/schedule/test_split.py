@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_traffic import Requests, play, relaxed, traffic
 from remembering_store import BLOCK_SIZE, Store
-from schedule_choices import options
+from schedule_choices import options, without_headroom
 from traffic import Harness
 
 from fastdecode.core.errors import CapacityError
@@ -70,10 +70,8 @@ def test_each_part_counts_as_load_where_it_is(
 
 
 def test_parts_on_one_r_worker_are_weighed_together() -> None:
-    chosen = options(
-        "stabilized", 1, load_limit=30, cold_start="none", learn_lengths=False, split_tokens=8
-    )
-    scheduler = make_scheduler(chosen, (20,), BLOCK_SIZE)
+    chosen = options("stabilized", 1, load_limit=30, learn_lengths=False, split_tokens=8)
+    scheduler = without_headroom(make_scheduler(chosen, (20,), BLOCK_SIZE))
     harness = Harness(scheduler, [Store(20)], 1, [30])
     assert not harness.arrive(20, (12,), 12), "31 tokens, in parts of 8, are above the limit of 30"
     assert harness.arrive(4, (13,), 13) and harness.arrive(4, (13,), 13)

@@ -8,7 +8,6 @@ from fastdecode.core.config.options import check_options, option
 from fastdecode.core.errors import ConfigError, Given
 
 PREFIX_CACHES = ("auto", "on", "off")
-CACHE_RESTORES = ("pipelined", "whole")
 CACHE_POLICIES = ("retention", "lru", "size-idle")
 
 
@@ -32,12 +31,6 @@ class Cache:
         choices=CACHE_POLICIES,
         metavar="NAME",
     )
-    cache_costs: str | None = option(
-        None,
-        "with --cache-policy retention: a profile of fastdecode calibrate s, with measured costs "
-        "of computing a block again; default: from the model's floating-point operations",
-        metavar="FILE",
-    )
     cache_disk: str | None = option(
         None,
         "directory where R-workers keep copies of blocks, also across restarts",
@@ -53,13 +46,6 @@ class Cache:
         high=1e6,
         unit="GB",
         metavar="GB",
-    )
-    cache_restore: str = option(
-        "pipelined",
-        "when a request starts whose blocks are on disk: pipelined (each layer waits for its own "
-        "blocks), whole (when all are read)",
-        choices=CACHE_RESTORES,
-        metavar="MODE",
     )
     swap_threshold: float = option(
         0.25,

@@ -28,10 +28,9 @@ LEAST_SWAPPED = 3
 _OF_A_CONTROLLER = frozenset(
     (
         "instance_addresses", "key", "link_security", "worker_silence_s", "worker_timeout_s",
-        "max_model_len", "load_format", "local_prefill_below", "max_num_sequences",
+        "max_model_len", "load_format", "max_num_sequences",
         "learn_lengths", "length_quantile", "expected_output_tokens", "dtype", "kv_dtype",
         "replan", "replan_slo",
-        "replan_attainment", "replan_every_s", "replan_window_s",
     )
 )  # fmt: skip
 """Options that a controller of instances at addresses has."""
@@ -244,9 +243,8 @@ class EngineConfig:
                 )
 
     def _check_one_side(self) -> None:
-        for name in ("device_kv_gb", "away_tpot_s"):
-            if getattr(self.r_part, name) is not None:
-                raise ConfigError(Given(name), " needs ", Given("kv_placement", "hybrid"))
+        if self.r_part.device_kv_gb is not None:
+            raise ConfigError(Given("device_kv_gb"), " needs ", Given("kv_placement", "hybrid"))
 
     def _changed(self) -> Iterator[tuple[str, Any]]:
         """Options that differ from their defaults."""

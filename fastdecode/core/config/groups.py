@@ -22,7 +22,6 @@ TRANSPORTS = ("auto", "inproc", "mpi", "zmq")
 KV_PLACEMENTS = ("r", "gpu", "hybrid", "auto")
 PROMPT_ATTENTION = ("auto", "s", "r")
 SCHEDULES = ("auto", "stabilized", "fixed-f", "greedy", "synchronized")
-COLD_STARTS = ("headroom", "none")
 
 
 def _gigabytes(help: str, **more: Any) -> Any:
@@ -94,15 +93,6 @@ class RPart:
     device_kv_gb: float | None = _gigabytes(
         "with hybrid KV: memory for the KV cache on the device, in GB of 1e9 bytes; default: all "
         "that is free there; on a CPU as much as each R-worker has"
-    )
-    away_tpot_s: float | None = option(
-        None,
-        "with hybrid KV: most seconds per token for a sequence on an R-worker; a slower one waits"
-        " for room on the device; default: no limit",
-        low=1e-4,
-        high=3600,
-        unit="s",
-        metavar="S",
     )
     block_size: int = option(64, "tokens in a KV block; a multiple of 16", low=16, high=256)
     replicas: int = option(
@@ -201,13 +191,6 @@ class Batching:
         high=1 << 40,
         metavar="F",
     )
-    cold_start: str = option(
-        "headroom",
-        "how the stabilized schedule fills an empty lane: headroom (leaves room for later "
-        "sequences), none (fills it at once)",
-        choices=COLD_STARTS,
-        metavar="HOW",
-    )
     learn_lengths: bool = option(
         True, "project the load by the lengths of finished requests instead of max_tokens"
     )
@@ -219,15 +202,6 @@ class Batching:
         high=1.0,
         unit="all lengths",
         metavar="Q",
-    )
-    reserve: float = option(
-        0.1,
-        "with --length-quantile: start requests only while more than this share of an R-worker's "
-        "KV blocks is free",
-        low=0.0,
-        high=0.9,
-        unit="all KV blocks",
-        metavar="SHARE",
     )
     expected_output_tokens: int | None = option(
         None,
@@ -322,13 +296,6 @@ class Cluster:
         high=1e6,
         unit="s",
         metavar="S",
-    )
-    link_bytes: int = option(
-        64 << 20,
-        "with --replicas: most bytes of K and V in flight to a neighbour",
-        low=1 << 16,
-        high=1 << 30,
-        unit="bytes",
     )
     min_r_workers: int = option(
         1,

@@ -90,19 +90,6 @@ class Instances:
         "prefill:1:tp=2,decode:2; rank 0 is the controller; see fastdecode launch --placement",
         metavar="RANKS",
     )
-    prefill_batch_tokens: int | None = option(
-        None,
-        "most prompt tokens that a prefill instance runs at once; a longer prompt runs alone; "
-        "default: what a step has room for",
-        low=1,
-        high=1 << 24,
-    )
-    local_prefill_below: int = option(
-        0,
-        "prompts of fewer tokens run on the decode instance that continues them",
-        low=0,
-        high=1 << 24,
-    )
     fetch_gbps: float | None = option(
         None,
         "most Gbit/s that each R-worker of a decode instance fetches; default: all it can while "
@@ -123,25 +110,6 @@ class Instances:
         None,
         "limits that --replan judges by, such as ttft=400ms,tpot=40ms",
         metavar="LIMITS",
-    )
-    replan_attainment: float = option(
-        0.9, "share of requests that must keep the limits", low=0.01, high=1.0, metavar="X"
-    )
-    replan_every_s: float = option(
-        3600.0,
-        "reconsider roles after this long even if traffic does not shift",
-        low=1.0,
-        high=1e7,
-        unit="seconds",
-        metavar="S",
-    )
-    replan_window_s: float = option(
-        300.0,
-        "traffic of this long, and at least 100 requests, is judged",
-        low=1.0,
-        high=1e6,
-        unit="seconds",
-        metavar="S",
     )
 
     def __post_init__(self) -> None:

@@ -204,7 +204,6 @@ class ClusterEngine(Controller):
             [instance for instance, welcome in pairs if welcome.role.decodes],
             batch_tokens=min(welcome.batch_tokens for welcome in every),
             block_size=max(welcome.block_size for welcome in every),
-            local_below=config.instances.local_prefill_below,
         )
         for instance in self.remote:
             if instance.broken is not None:

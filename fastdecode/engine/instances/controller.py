@@ -48,7 +48,6 @@ class Controller:
         decode: go on with them; whoever is among both does both.
         batch_tokens: of prompts that a prefill instance runs at once.
         block_size: in which room is counted.
-        local_below: prompts shorter than that are run by who goes on with them.
     """
 
     def __init__(
@@ -58,9 +57,7 @@ class Controller:
         *,
         batch_tokens: int,
         block_size: int,
-        local_below: int = 0,
     ) -> None:
-        self._local_below = local_below
         self.routed_requests = RoutedRequests(block_size)
         """All requests that aren't over."""
         every = [*decode, *(each for each in prefill if each not in decode)]
@@ -118,7 +115,7 @@ class Controller:
         if self.observer is not None:
             routed.is_observed = True
             self.observer.arrived(routed)
-        if routed.job.prompt_tokens < self._local_below or request.drawn:
+        if request.drawn:
             self.router.wait(routed, is_first=False)
         else:
             self.router.arrive(routed)

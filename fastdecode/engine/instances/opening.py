@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from cost_model.goodput.slo import Slo
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, Given, imports_for
 from fastdecode.core.host.openmp import spin_longer
@@ -36,11 +35,9 @@ def make_service(
         MissingExtraError: a package is missing.
     """
     if config.instances.replan != "off":
-        Slo.parse(
-            config.instances.replan_slo or "",
-            config.instances.replan_attainment,
-            option="replan_slo",
-        )
+        from fastdecode.engine.replanning.starting import slo_of
+
+        slo_of(config.instances)
     if config.instances.is_several and not isinstance(trace, (NoTrace, type(None))):
         raise ConfigError(Given("trace"), " is of one engine: leave out the instances")
     if config.instances.is_elsewhere:

@@ -262,8 +262,7 @@ def _own(config: EngineConfig, role: InstanceRole, *, is_here: bool) -> EngineCo
 
 def _with_role(config: EngineConfig, role: InstanceRole) -> EngineConfig:
     """With steps that have room for what it is given at first."""
-    is_for_batches = role is InstanceRole.PREFILL or config.instances.prefill_batch_tokens
-    return for_batches(config) if is_for_batches else config
+    return for_batches(config) if role is InstanceRole.PREFILL else config
 
 
 def _limits(running: RunningEngine) -> RequestLimits:

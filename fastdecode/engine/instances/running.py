@@ -77,7 +77,6 @@ class RunningInstances:
                 self.engines[wanted.prefill_instances :],
                 batch_tokens=batch_tokens(config),
                 block_size=config.r_part.block_size,
-                local_below=wanted.local_prefill_below,
             )
             first = self.engines[0].running
             kv = first.spec.kv_spec(first.resolved.kv_dtype)
@@ -212,5 +211,4 @@ def for_batches(config: EngineConfig) -> EngineConfig:
 def batch_tokens(config: EngineConfig) -> int:
     """Of prompts that a prefill instance runs at once."""
     batching = config.batching
-    room = batching.step_tokens - batching.max_num_sequences
-    return config.instances.prefill_batch_tokens or room
+    return batching.step_tokens - batching.max_num_sequences

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from cost_model.goodput.replanning.traffic_watch import TrafficWatch, WatchRules
 from cost_model.goodput.slo import Slo
@@ -14,6 +14,8 @@ from fastdecode.core.config.instances import Instances
 from fastdecode.engine.instances.controller import Controller
 from fastdecode.engine.replanning.replanner import Replanner, Ticking
 
+ATTAINMENT: Final = 0.9
+"""Share of requests that are to keep the limits."""
 Post = Callable[[Callable[[Any], None]], None]
 """Has something done by the thread that owns the controller."""
 
@@ -21,7 +23,7 @@ Post = Callable[[Callable[[Any], None]], None]
 def slo_of(wanted: Instances) -> Slo:
     """What requests are to keep. Raises ConfigError: it is none."""
     assert wanted.replan_slo is not None
-    return Slo.parse(wanted.replan_slo, wanted.replan_attainment, option="replan_slo")
+    return Slo.parse(wanted.replan_slo, ATTAINMENT, option="replan_slo")
 
 
 def start_replanning(
@@ -40,10 +42,9 @@ def start_replanning(
     stack, wanted = contextlib.ExitStack(), config.instances
     if wanted.replan == "off":
         return stack
-    rules = WatchRules(period_s=wanted.replan_every_s, window_s=wanted.replan_window_s)
     replanner = Replanner(
         controller,
-        TrafficWatch(slo_of(wanted), rules, time.monotonic()),
+        TrafficWatch(slo_of(wanted), WatchRules(), time.monotonic()),
         applies=wanted.replan == "apply",
         batch_tokens=controller.router.dispatcher.prefill[0].batch_tokens,
         token_bytes=token_bytes,

@@ -409,9 +409,7 @@ class RunningEngine:
         # What a later stage cannot read is known too late for a step that has begun;
         # and a step on the device runs all layers without a look at the disk.
         joins_early = (
-            resolved.config.cache.cache_restore == "pipelined"
-            and resolved.config.s_part.num_stages == 1
-            and self._workers.kind is not HolderKind.DEVICE
+            resolved.config.s_part.num_stages == 1 and self._workers.kind is not HolderKind.DEVICE
         )
         lifecycle = Lifecycle(scheduler, joins_early=joins_early)
         eos = _eos_token_ids(self.spec, self.codec)

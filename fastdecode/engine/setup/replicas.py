@@ -14,6 +14,7 @@ from fastdecode.engine.setup.workers import Reached
 from fastdecode.engine.stages.pool import StagePool
 from fastdecode.wire.messages import Hello, Welcome
 from fastdecode.wire.stages import StageWelcome
+from rworker.stream.chunk_endpoints import LINK_BYTES
 
 Welcomes = Mapping[HolderId, Welcome]
 
@@ -64,4 +65,4 @@ def _options(
     cluster: Cluster,
     keepers: Mapping[HolderId, HolderId],
 ) -> LinkOptions:
-    return LinkOptions(addresses, cluster.link_bytes, cluster.worker_timeout_s, session, keepers)
+    return LinkOptions(addresses, LINK_BYTES, cluster.worker_timeout_s, session, keepers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Seq
 
 from fastdecode.core.holders import Holder, HolderId
@@ -82,5 +81,4 @@ def _hybrid_options(resolved: ResolvedConfig, holders: Seq[Holder]) -> HybridOpt
     if resolved.config.r_part.kv_placement != "hybrid":
         return None
     device = HolderId(len(holders) - 1)
-    most_tpot_s = resolved.config.r_part.away_tpot_s or math.inf
-    return HybridOptions(device, Guess(holders[device].token_bytes), most_tpot_s)
+    return HybridOptions(device, Guess(holders[device].token_bytes))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from fastdecode.core.errors import ConfigError
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.core.spec import AttentionSpec
 
@@ -50,31 +48,6 @@ def costs_of(spec: ModelSpec) -> CostTable:
     for length in _LENGTHS:
         attention = sum(_flops(layer, length) for layer in spec.attention)
         costs[length] = 1 + attention / weights
-    return CostTable(costs)
-
-
-def measured_costs(seconds: Mapping[int, float]) -> CostTable:
-    """By what whole prompts took, of three lengths at least: between two lengths
-    a token costs what it adds. None costs less than one before it, whatever
-    disturbed the clock.
-
-    Args:
-        seconds: tokens of a prompt → what it took.
-
-    Raises:
-        ConfigError: there are too few, or longer ones took no longer.
-    """
-    costs: dict[int, float] = {}
-    highest = 0.0
-    for (low, low_s), (high, high_s) in itertools.pairwise(sorted(seconds.items())):
-        highest = max(highest, (high_s - low_s) / (high - low))
-        if highest > 0:
-            costs[(low + high) // 2] = highest
-    if len(costs) < 2:
-        raise ConfigError(
-            f"prompts of {len(seconds)} lengths don't tell what a token costs by where it stands: "
-            "measure three at least, the longest of which take longer (calibrate s --prompts)"
-        )
     return CostTable(costs)
 
 

@@ -55,8 +55,6 @@ class HybridOptions:
     """All other holders are R-workers."""
     guess: Guess | None = None
     """Of R-workers, until times are known of them; None: they are known."""
-    most_tpot_s: float = math.inf
-    """A token of a sequence that is away may take so long."""
     error: float = _GUESSED_ERROR
     """How far costs may be off, until R-workers have been measured."""
     measured_steps: int = _MEASURED_STEPS
@@ -217,8 +215,7 @@ class HybridControl:
         error = _MEASURED_ERROR if is_measured else self._options.error
         lanes, waiting = self._view()
         known = self._inputs.known(lanes, waiting)
-        margins = Margins(error=error, most_tpot_s=self._options.most_tpot_s)
-        self._course = self._options.rule(known, self._course, costs, margins)
+        self._course = self._options.rule(known, self._course, costs, Margins(error=error))
         num_leaving = forecast.num_leaving(known, self._course)
         self._leaving = {one.sequence_id for one in waiting[:num_leaving]}
         now_s = self._clock()

@@ -28,7 +28,6 @@ from fastdecode.schedule.hybrid.forecast import (
     Work,
     coarse,
     finish_s,
-    paces,
 )
 
 _MOST_ENDS = 64
@@ -45,8 +44,6 @@ class Margins:
     must save this part of the time."""
     error: float = 0.0
     """Costs may be off by this part, up or down, each by itself."""
-    most_tpot_s: float = math.inf
-    """Seconds that a token of a sequence that is away may take."""
 
 
 def choose(known: Known, now: Course, costs: Costs, margins: Margins) -> Course:
@@ -62,8 +59,6 @@ def choose(known: Known, now: Course, costs: Costs, margins: Margins) -> Course:
     step_s = costs.home_s(*_size(known.home)) if known.home else 0.0
     best, best_gain = stay, 0.0
     for course in _courses(known, now):
-        if not _keeps_pace(known, course, corners[0], margins):
-            continue
         gain = math.inf
         for corner, stay_s in zip(corners, staying_s, strict=True):
             # What gains less than another is of no use, by however much.
@@ -139,15 +134,6 @@ def _num_startable(known: Known) -> int:
         heapreplace(free, free[0] + work.num_blocks)
         number += 1
     return number
-
-
-def _keeps_pace(known: Known, course: Course, costs: Costs, margins: Margins) -> bool:
-    """Whether those that are away get their tokens in time."""
-    if margins.most_tpot_s == math.inf:
-        return True
-    away = (*known.away, *known.waiting[: course.num_away])
-    found = paces(costs, course.layout, _size(known.home), _size(away))
-    return not away or found.away_s <= margins.most_tpot_s
 
 
 def _size(works: Iterable[Work]) -> tuple[int, float]:
