@@ -220,7 +220,7 @@ def simulate(job: Job, times: TabledTimes) -> dict[str, float]:
         max_step_tokens=job.batch + 2048,
         lanes=NUM_LANES,
         load_limit=job.limit,
-        target_length=job.length,
+        expected_output_tokens=job.length,
         interval=job.interval,
     )
     scheduler = make_scheduler(ScheduleOptions(batching), blocks, BLOCK_SIZE, times)

@@ -43,7 +43,7 @@ def total_s(mode: str, lengths: list[int], times: TabledTimes) -> float:
         max_num_sequences=BATCH,
         max_step_tokens=BATCH + 512,
         lanes=LANES,
-        target_length=LENGTH,
+        expected_output_tokens=LENGTH,
     )
     scheduler = make_scheduler(ScheduleOptions(batching), BLOCKS, BLOCK_SIZE, times)
     simulation = Simulation(

@@ -121,7 +121,7 @@ def run_job(job: Job) -> dict[str, Any]:
     records = Records()
     options: dict[str, Any] = {
         "dtype": "float32", "transport": "mpi", "lanes": NUM_LANES, "max_num_sequences": job.batch,
-        "schedule": job.mode, "load_limit": job.limit, "target_length": job.length,
+        "schedule": job.mode, "load_limit": job.limit, "expected_output_tokens": job.length,
         "interval": job.interval, "block_size": BLOCK_SIZE,
     }  # fmt: skip
     with LLM(job.model, trace=records, times=Times(records), prefix_cache="off", **options) as llm:

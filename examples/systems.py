@@ -34,9 +34,7 @@ def systems(disk: str) -> dict[str, dict[str, Any]]:
         "Pensieve + DejaVu": {**kept_twice, "cache_disk": disk, "cache_disk_gb": 0.1},
         "Pensieve on two devices": {**device, "pp": 2},
         "hybrid KV": {**kept_twice, "kv_placement": "hybrid", "device_kv_gb": 0.004},
-        "FastDecode's schedule": {
-            "prompt_pp": 1, "schedule": "stabilized", "target_length": 40, "interval": 10,
-        },
+        "FastDecode's schedule": {"prompt_pp": 1, "schedule": "stabilized"},
     }  # fmt: skip
 
 

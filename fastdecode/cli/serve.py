@@ -78,10 +78,9 @@ def add_serve(commands: Any) -> None:
     server = parser.add_argument_group("server")
     add_options(server, ServeOptions)
     add_status_option(server)
-    unlearned = "with --no-learn-lengths by max_tokens"
     add_engine_options(parser, {
-        "length_quantile": f"{LENGTH_QUANTILE}; {unlearned}",
-        "expected_output_tokens": f"{EXPECTED_OUTPUT_TOKENS}; {unlearned}",
+        "length_quantile": str(LENGTH_QUANTILE),
+        "expected_output_tokens": str(EXPECTED_OUTPUT_TOKENS),
     })  # fmt: skip
     add_options(parser.add_argument_group("conversations"), Keeping)
     add_sampling_options(parser, "requests", has_chats=True)
@@ -277,9 +276,9 @@ def _figures(running: RunningEngine) -> dict[str, Any]:
 def _expect_lengths(args: argparse.Namespace) -> None:
     """Clients seldom say max_tokens, which then is all that the model can. So
     room is reserved for what is expected."""
-    if args.learn_lengths and args.length_quantile is None:
+    if args.length_quantile is None:
         args.length_quantile = LENGTH_QUANTILE
-    if args.learn_lengths and args.expected_output_tokens is None:
+    if args.expected_output_tokens is None:
         args.expected_output_tokens = EXPECTED_OUTPUT_TOKENS
 
 

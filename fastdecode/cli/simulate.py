@@ -272,6 +272,6 @@ def _names(text: str, known: Sequence[str], option: str) -> list[str]:
 def _options(args: argparse.Namespace, mode: str, mean_length: int) -> ScheduleOptions:
     chosen = {each.name: getattr(args, each.name) for each in declared(Batching)}
     chosen["schedule"] = mode
-    if args.target_length is None:
-        chosen["target_length"] = mean_length
+    if mode == "fixed-f" and args.expected_output_tokens is None:
+        chosen["expected_output_tokens"] = mean_length
     return ScheduleOptions(Batching(**chosen))

@@ -42,9 +42,7 @@ class LLMOptions(TypedDict, total=False):
     lanes: int | None
     schedule: str
     load_limit: int | None
-    target_length: int | None
     interval: int | None
-    learn_lengths: bool
     length_quantile: float | None
     expected_output_tokens: int | None
     prefix_cache: str

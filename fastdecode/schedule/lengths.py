@@ -24,20 +24,6 @@ class LengthPredictor(Protocol):
         """The sequence is over."""
 
 
-class LongestLengths:
-    """Every sequence may run to its max_tokens. Neither load nor blocks are
-    ever more than what was projected."""
-
-    def expected(self, sequence: Sequence) -> int:
-        return sequence.request.max_tokens
-
-    def safe(self, sequence: Sequence) -> int:
-        return sequence.request.max_tokens
-
-    def observe(self, sequence: Sequence) -> None:
-        pass
-
-
 class LearntLengths:
     """Mean and quantile of the lengths seen lately, among those that got longer
     than the sequence at hand is.

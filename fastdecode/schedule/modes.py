@@ -18,7 +18,7 @@ from fastdecode.schedule.cache.retention import Policy
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.hybrid.control import HybridControl, HybridOptions
 from fastdecode.schedule.hybrid.inputs import HybridInputs
-from fastdecode.schedule.lengths import LearntLengths, LengthPredictor, LongestLengths
+from fastdecode.schedule.lengths import LearntLengths, LengthPredictor
 from fastdecode.schedule.options import ScheduleOptions
 from fastdecode.schedule.prefill import PrefillBudget
 from fastdecode.schedule.reserving.holder_choice import HolderChoice
@@ -47,6 +47,7 @@ def make_scheduler(
     swap_threshold: float = 0.25,
     first_part_id: int = 0,
     places: HolderChoice | None = None,
+    lengths: LengthPredictor | None = None,
     clock: Clock = time.monotonic,
 ) -> ContinuousScheduler:
     """A scheduler for holders of ``blocks`` KV blocks each, of ``block_size`` tokens.
@@ -64,12 +65,15 @@ def make_scheduler(
         cache_policy, window: see ``PrefixCache``; split sequences are kept as a
             whole, whatever the window.
         swap_threshold: see ``BlockLedger``.
+        lengths: forecasts what sequences generate; None: it is learned.
         clock: by which kept blocks are idle.
 
     Raises:
         ConfigError, CapacityError: see ``ScheduleOptions.fixed_interval``.
     """
-    lengths = _lengths(options.batching)
+    if lengths is None:
+        guess = options.batching.expected_output_tokens
+        lengths = LearntLengths(options.batching.length_quantile, first_guess=guess)
     cache = _cache(options, window, len(blocks), block_size, cache_identity, cache_policy, clock)
     ledger = _ledger(options, blocks, block_size, cache, swap_threshold)
     return ContinuousScheduler(
@@ -160,13 +164,6 @@ def _prompt_lane(options: ScheduleOptions, index: int) -> Lane:
     split = options.split_tokens
     budget = PrefillBudget(most, most, part_tokens=split, whole_prompts=True, past_alone=True)
     return Lane(Greedy(), budget, index=index, runs_prompts_only=True)
-
-
-def _lengths(batching: Batching) -> LengthPredictor:
-    if not batching.learn_lengths:
-        return LongestLengths()
-    guess = batching.expected_output_tokens
-    return LearntLengths(batching.length_quantile, first_guess=guess)
 
 
 def _control(

@@ -76,7 +76,7 @@ class ScheduleOptions:
             CapacityError: the load limit is too low for even one sequence every
                 F steps.
         """
-        length, limit = self.batching.target_length, self.batching.load_limit
+        length, limit = self.batching.expected_output_tokens, self.batching.load_limit
         assert length is not None
         interval = self.batching.interval or -(-length // min(_MICRO_BATCHES, self.lane_size))
         a_lanes = None if limit is None else limit // self.num_lanes

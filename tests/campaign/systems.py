@@ -55,7 +55,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "kv_placement": "hybrid", "device_kv_gb": 0.001, "prefix_cache": "on", "replicas": 1,
     },
     "FastDecode's schedule on prompt stages": {
-        "prompt_pp": 1, "schedule": "stabilized", "target_length": 160, "interval": 20,
+        "prompt_pp": 1, "schedule": "stabilized",
     },
 }  # fmt: skip
 ON_DISK = ("Pensieve + DejaVu",)

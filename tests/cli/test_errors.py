@@ -20,7 +20,7 @@ PARAMETERS = {
     "kv_memory_gb",
     "device",
     "lanes",
-    "learn_lengths",
+    "key",
     "length_quantile",
     "r_worker_addresses",
     "model",
@@ -36,9 +36,9 @@ PARAMETERS = {
             "--kv-memory-gb 1e-05 is not enough",
         ),
         (
-            (Given("length_quantile", 0.5), " needs ", Given("learn_lengths")),
-            "length_quantile=0.5 needs learn_lengths",
-            "--length-quantile 0.5 needs --learn-lengths",
+            (Given("length_quantile", 0.5), " needs ", Given("key")),
+            "length_quantile=0.5 needs key",
+            "--length-quantile 0.5 needs --key",
         ),
         (
             (Given("device", ""), " is none; use ", Given("device", "cpu"), ", or"),
@@ -75,7 +75,7 @@ def test_parameters_become_options(
         (["--kv-memory-gb", "0.0000001"], "--kv-memory-gb 1e-07 is not a number of GB"),
         (["--lanes", "0"], "--lanes 0 is not a whole number from 1 to 64"),
         (["--transport", "zmq"], "--transport zmq needs --r-worker"),
-        (["--schedule", "fixed-f"], "fixed intervals need --target-length"),
+        (["--schedule", "fixed-f"], "fixed intervals need --expected-output-tokens"),
         (
             ["--kv-placement", "gpu", "--r-workers", "2"],
             "--r-workers 2 contradicts --kv-placement gpu: KV on the device needs no R-workers",

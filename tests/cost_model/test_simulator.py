@@ -9,12 +9,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_choices import schedule_options
+from schedule_choices import LongestLengths, schedule_options
 
 from cost_model.simulate.report import as_json, as_text, summarise
 from cost_model.simulate.tables import Table, TabledTimes
 from examples import examples
 from fastdecode.schedule.admission.load_control import FixedInterval
+from fastdecode.schedule.lengths import LengthPredictor
 from fastdecode.schedule.modes import make_scheduler
 from fastdecode.schedule.options import MODES
 from fastdecode.schedule.simulation.resources import Rounds
@@ -38,6 +39,7 @@ def simulate(
     blocks: int = 10_000,
     block_size: int = 32,
     link_s: float = 0.0,
+    lengths: LengthPredictor | None = None,
     **more: object,
 ) -> SimulationOutcome:
     chosen: dict[str, object] = {
@@ -46,7 +48,7 @@ def simulate(
     }
     options = schedule_options(mode, lanes, **(chosen | more))
     worker_blocks = (blocks,) * len(times.r_parts)
-    scheduler = make_scheduler(options, worker_blocks, block_size, times)
+    scheduler = make_scheduler(options, worker_blocks, block_size, times, lengths=lengths)
     ordered = tuple(sorted(requests, key=lambda request: request.arrival))
     times = replace(times, way_s=link_s)
     simulator = Simulation(
@@ -125,7 +127,7 @@ def papers_workload(mode: str, lanes: int, **more: object) -> SimulationOutcome:
         lanes=lanes,
         max_num_sequences=32,
         max_step_tokens=32 + 512,
-        target_length=128,
+        expected_output_tokens=128,
         **more,
     )
 
@@ -188,7 +190,7 @@ def test_learnt_lengths_make_up_for_high_max_tokens() -> None:
             max_num_sequences=64,
             max_step_tokens=64 + 512,
             load_limit=1000,
-            learn_lengths=i < 2,
+            lengths=None if i < 2 else LongestLengths(),
         )
         for i in range(3)
     )
@@ -248,7 +250,7 @@ def test_every_mode_serves_every_request_on_random_traces(
         max_num_sequences=6,
         max_step_tokens=6 + 20,
         prefill_chunk=16,
-        target_length=40,
+        expected_output_tokens=40 if mode == "fixed-f" else None,
         length_quantile=0.5 if learn else None,
     )
     assert len(outcome.served) == len(requests)

@@ -106,4 +106,4 @@ def test_lanes_adapt_where_the_parts_have_hardware_of_their_own(
     assert resolved() == (1, False)
     assert resolved(transport="mpi") == (2, True)
     assert resolved(transport="mpi", lanes=3) == (3, False)
-    assert resolved(transport="mpi", schedule="fixed-f", target_length=32) == (2, False)
+    assert resolved(transport="mpi", schedule="fixed-f", expected_output_tokens=32) == (2, False)

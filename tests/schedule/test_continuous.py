@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_traffic import Requests, play, relaxed, traffic
 from remembering_store import BLOCK_SIZE, Store
-from schedule_choices import MAX_SEQUENCES, MAX_STEP_TOKENS, options, without_headroom
+from schedule_choices import (
+    MAX_SEQUENCES,
+    MAX_STEP_TOKENS,
+    LongestLengths,
+    options,
+    without_headroom,
+)
 from traffic import Harness
 
 from fastdecode.core.errors import CapacityError
@@ -51,8 +57,8 @@ def test_the_load_never_exceeds_its_limit_when_lengths_are_bounds(
     num_lanes: int,
     load_limit: int,
 ) -> None:
-    chosen = options("stabilized", num_lanes, load_limit=load_limit, learn_lengths=False)
-    scheduler = make_scheduler(chosen, WORKER_BLOCKS, BLOCK_SIZE)
+    chosen = options("stabilized", num_lanes, load_limit=load_limit)
+    scheduler = make_scheduler(chosen, WORKER_BLOCKS, BLOCK_SIZE, lengths=LongestLengths())
     limits = [control.limit for control in scheduler.lanes[0].admission._controls]  # type: ignore[attr-defined]
     assert sum(limits) * num_lanes <= load_limit
     harness = Harness(scheduler, [Store(blocks) for blocks in WORKER_BLOCKS], num_lanes, limits)

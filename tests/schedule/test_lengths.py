@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdecode.core.sequence import Request, SamplingParams, Sequence
-from fastdecode.schedule.lengths import LearntLengths, LongestLengths
+from fastdecode.schedule.lengths import LearntLengths
 
 
 def sequence(num_generated: int, max_tokens: int, params: SamplingParams | None = None) -> Sequence:
@@ -14,12 +14,6 @@ def sequence(num_generated: int, max_tokens: int, params: SamplingParams | None 
     made = Sequence(0, request, 0)
     made.token_ids.extend([0] * num_generated)
     return made
-
-
-def test_without_a_forecast_every_sequence_may_run_to_its_max_tokens() -> None:
-    assert (
-        LongestLengths().expected(sequence(5, 70)) == LongestLengths().safe(sequence(5, 70)) == 70
-    )
 
 
 def test_learns_mean_and_quantile_of_those_that_got_as_far() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_traffic import Requests, play, relaxed, traffic
 from remembering_store import BLOCK_SIZE, Store
-from schedule_choices import options, without_headroom
+from schedule_choices import LongestLengths, options, without_headroom
 from traffic import Harness
 
 from fastdecode.core.errors import CapacityError
@@ -60,18 +60,17 @@ def test_each_part_counts_as_load_where_it_is(
         "stabilized",
         num_lanes,
         load_limit=load_limit,
-        learn_lengths=False,
         split_tokens=split_tokens,
     )
-    scheduler = make_scheduler(chosen, SPLIT_BLOCKS, BLOCK_SIZE)
+    scheduler = make_scheduler(chosen, SPLIT_BLOCKS, BLOCK_SIZE, lengths=LongestLengths())
     limits = [control.limit for control in scheduler.lanes[0].admission._controls]  # type: ignore[attr-defined]
     harness = Harness(scheduler, [Store(blocks) for blocks in SPLIT_BLOCKS], num_lanes, limits)
     play(data, harness, requests, lose=False)
 
 
 def test_parts_on_one_r_worker_are_weighed_together() -> None:
-    chosen = options("stabilized", 1, load_limit=30, learn_lengths=False, split_tokens=8)
-    scheduler = without_headroom(make_scheduler(chosen, (20,), BLOCK_SIZE))
+    chosen, lengths = options("stabilized", 1, load_limit=30, split_tokens=8), LongestLengths()
+    scheduler = without_headroom(make_scheduler(chosen, (20,), BLOCK_SIZE, lengths=lengths))
     harness = Harness(scheduler, [Store(20)], 1, [30])
     assert not harness.arrive(20, (12,), 12), "31 tokens, in parts of 8, are above the limit of 30"
     assert harness.arrive(4, (13,), 13) and harness.arrive(4, (13,), 13)
@@ -112,8 +111,8 @@ def test_a_split_sequence_above_measured_limits_runs_alone() -> None:
 
 def test_a_split_sequence_ends_once() -> None:
     """Early, and that is noted once, not once for each part."""
-    chosen = options("stabilized", 1, learn_lengths=False, split_tokens=8)
-    scheduler = make_scheduler(chosen, (20, 20), BLOCK_SIZE)
+    chosen = options("stabilized", 1, split_tokens=8)
+    scheduler = make_scheduler(chosen, (20, 20), BLOCK_SIZE, lengths=LongestLengths())
     headroom = scheduler.lanes[0].admission._headroom  # type: ignore[attr-defined]
     harness = Harness(scheduler, [Store(20), Store(20)], 1)
     harness.arrive(4, (1,), 24)

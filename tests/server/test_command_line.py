@@ -130,7 +130,7 @@ def test_help_tells_the_defaults_of_a_server(capsys: pytest.CaptureFixture[str])
     assert "defaults for requests that do not set them" in told
     assert "(default: 16; of chats: the model's limit)" in told
     for default in ("0.9", "256"):
-        assert f"; default: {default}; with --no-learn-lengths by max_tokens" in told
+        assert f"; default: {default}" in told
     assert "default: its max_tokens" not in told and "default: for max_tokens" not in told
 
 

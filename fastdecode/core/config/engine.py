@@ -29,7 +29,7 @@ _OF_A_CONTROLLER = frozenset(
     (
         "instance_addresses", "key", "link_security", "worker_silence_s", "worker_timeout_s",
         "max_model_len", "load_format", "max_num_sequences",
-        "learn_lengths", "length_quantile", "expected_output_tokens", "dtype", "kv_dtype",
+        "length_quantile", "expected_output_tokens", "dtype", "kv_dtype",
         "replan", "replan_slo",
     )
 )  # fmt: skip

@@ -176,13 +176,6 @@ class Batching:
         high=1 << 40,
         metavar="W",
     )
-    target_length: int | None = option(
-        None,
-        "with --schedule fixed-f: tokens that a sequence typically generates, S",
-        low=1,
-        high=1 << 40,
-        metavar="S",
-    )
     interval: int | None = option(
         None,
         "with --schedule fixed-f: steps between micro-batches, F; default: S/16, or S over a "
@@ -190,9 +183,6 @@ class Batching:
         low=1,
         high=1 << 40,
         metavar="F",
-    )
-    learn_lengths: bool = option(
-        True, "project the load by the lengths of finished requests instead of max_tokens"
     )
     length_quantile: float | None = option(
         None,
@@ -205,8 +195,8 @@ class Batching:
     )
     expected_output_tokens: int | None = option(
         None,
-        "tokens a sequence is expected to generate until enough have finished; default: its "
-        "max_tokens",
+        "tokens a sequence is expected to generate until enough have finished, and with "
+        "--schedule fixed-f always, S; default: its max_tokens",
         low=1,
         high=1 << 24,
     )
@@ -220,20 +210,10 @@ class Batching:
                 Given("max_num_sequences", self.max_num_sequences),
                 ": every running sequence decodes one token a step, and prompts need the rest",
             )
-        if self.length_quantile is not None and not self.learn_lengths:
-            raise ConfigError(
-                Given("length_quantile", self.length_quantile), " needs ", Given("learn_lengths")
-            )
-        if self.expected_output_tokens is not None and not self.learn_lengths:
-            raise ConfigError(
-                Given("expected_output_tokens", self.expected_output_tokens),
-                " needs ",
-                Given("learn_lengths"),
-            )
-        if self.schedule == "fixed-f" and self.target_length is None:
+        if self.schedule == "fixed-f" and self.expected_output_tokens is None:
             raise ConfigError(
                 "fixed intervals need ",
-                Given("target_length"),
+                Given("expected_output_tokens"),
                 ": tokens that a sequence typically generates",
             )
 
