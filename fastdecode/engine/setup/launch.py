@@ -402,6 +402,7 @@ class RunningEngine:
             attention.holders,
             blocks,
             times,
+            is_instance=self._is_instance,
             cache_identity=cache_identity(resolved, self._checkpoint),
             # No part is called what another run has called one in the same caches.
             first_part_id=0 if self._session is None else secrets.randbelow(1 << 30) << 32,

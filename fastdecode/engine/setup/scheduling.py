@@ -25,6 +25,7 @@ def schedule_for(
     blocks: tuple[int, ...],
     times: MeasuredTimes | None,
     *,
+    is_instance: bool,
     cache_identity: str | None,
     first_part_id: int,
 ) -> ContinuousScheduler:
@@ -33,6 +34,7 @@ def schedule_for(
         spec: of the whole model.
         blocks: KV blocks of each of ``holders``; 0: it is lost.
         times: of steps, as ``measured_times`` makes them.
+        is_instance: others fetch its prompts.
         cache_identity, first_part_id: see ``make_scheduler``.
     """
     at_once = all(holder.answers_at_once for holder in holders)
@@ -45,18 +47,18 @@ def schedule_for(
         hybrid=_hybrid_options(resolved, holders),
         cache_identity=cache_identity,
         cache_policy=eviction_policy(resolved.config, spec),
-        window=_window(resolved, spec),
+        window=_window(resolved, spec, is_instance=is_instance),
         swap_threshold=resolved.config.cache.swap_threshold,
         first_part_id=first_part_id,
         places=OwnHolders() if resolved.config.s_part.swap else None,
     )
 
 
-def _window(resolved: ResolvedConfig, spec: ModelSpec) -> int | None:
-    """Tokens that the layer sees which sees most; None: all, or sequences have
-    to be whole for those who read them."""
+def _window(resolved: ResolvedConfig, spec: ModelSpec, *, is_instance: bool) -> int | None:
+    """Tokens that the layer with the widest view sees; None: all, or other stages or
+    instances read sequences, which are whole for that."""
     stages = (*resolved.layers, *resolved.prompt_layers)
-    is_whole = resolved.config.instances.number or len(stages) > 1
+    is_whole = is_instance or len(stages) > 1
     return None if is_whole else longest_window(spec.attention)
 
 
