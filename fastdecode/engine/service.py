@@ -23,13 +23,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import Generic, Literal
+from typing import Any, Generic, Literal
 
 from fastdecode.core.delta import Delta, DeltaQueue
 from fastdecode.core.errors import ConfigError, FastDecodeError
@@ -37,6 +37,7 @@ from fastdecode.core.host.interrupts import Interrupted
 from fastdecode.core.sequence import Request
 from fastdecode.engine.engine_thread import EngineNumbers, EngineThread, T
 from fastdecode.engine.loop import EngineLoop
+from fastdecode.wire.instances.engine_messages import StatusReport
 
 LEAVING_S = 10.0
 """How long a process that ends waits for the thread of an engine that nobody closed."""
@@ -53,6 +54,22 @@ class Snapshot:
     engine: EngineNumbers
     error: FastDecodeError | None = None
     """Why it is broken."""
+
+    def report(self, figures: Mapping[str, Any]) -> StatusReport:
+        """The same as others report it, with what the engine has said between two steps."""
+        numbers, error = self.engine, self.error
+        return StatusReport(
+            self.state,
+            numbers.num_steps,
+            numbers.stepped_s,
+            numbers.longest_step_s,
+            numbers.num_running,
+            numbers.num_waiting,
+            numbers.num_r_workers,
+            numbers.num_live_r_workers,
+            None if error is None else error.code,
+            figures,
+        )
 
 
 class EngineService(Generic[T]):

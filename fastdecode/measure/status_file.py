@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from fastdecode import __version__
-from fastdecode.core.kv_use import kv_used
 from fastdecode.core.os_errors import explained
 
 if TYPE_CHECKING:
@@ -104,19 +103,14 @@ class RunningEngineStatus:
         self._figures = asdict(running.engine.figures())
 
     def fields(self) -> Mapping[str, Any]:
-        now, stats, figures = self._service.snapshot().engine, self._stats(), self._figures
+        stats = self._stats()
         return {
             "model": self._model,
             **self._progress(),
-            "num_running": now.num_running,
-            "num_waiting": now.num_waiting,
-            "num_r_workers": now.num_r_workers,
-            "num_live_r_workers": now.num_live_r_workers,
+            **self._service.snapshot().report(self._figures).fields,
             "generation_tokens": stats.num_output_tokens,
             "prompt_tokens": stats.num_prompt_tokens + stats.num_cached_prompt_tokens,
             "cached_tokens": stats.num_cached_prompt_tokens,
-            "kv_used": kv_used(figures),
-            "figures": figures,
         }
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from fastdecode.core.kv_use import kv_used as kv_used
 from fastdecode.core.sequence import Request
 from fastdecode.server.client import OpenRequests
 from fastdecode.server.messages import StatusReport
@@ -100,8 +98,8 @@ class Observations:
 
     def see(self, now_s: float, seen: StatusReport) -> None:
         """The engine has said how it is: a sample for the history."""
-        tokens, used = self.generation_tokens.total, kv_used(seen.figures)
-        self.history.note(now_s, tokens, seen.num_running, seen.num_waiting, used)
+        tokens = self.generation_tokens.total
+        self.history.note(now_s, tokens, seen.num_running, seen.num_waiting, seen.kv_used)
 
     def families(self, seen: StatusReport | None) -> dict[str, Counter | Histogram | Gauge]:
         """All of them by name, with what was last seen of the engine."""
@@ -135,12 +133,13 @@ def _gauges(seen: StatusReport) -> dict[str, Counter | Histogram | Gauge]:
         "vllm:num_requests_running": now("Sequences that run.", seen.num_running),
         "vllm:num_requests_waiting": now("Sequences that wait.", seen.num_waiting),
         "fastdecode:r_workers": workers,
-        **_of_figures(seen.figures),
+        **_of_figures(seen),
     }
 
 
-def _of_figures(figures: Mapping[str, Any]) -> dict[str, Counter | Histogram | Gauge]:
+def _of_figures(seen: StatusReport) -> dict[str, Counter | Histogram | Gauge]:
     """What only the engine knows; nothing before its first step."""
+    figures = seen.figures
     if not figures:
         return {}
 
@@ -161,7 +160,7 @@ def _of_figures(figures: Mapping[str, Any]) -> dict[str, Counter | Histogram | G
     loads = [({"worker": worker["name"]}, worker["load_tokens"]) for worker in workers]
     return {
         "vllm:kv_cache_usage_perc": Gauge(
-            "Part of the KV blocks that is reserved; 1 is all.", ({}, kv_used(figures))
+            "Part of the KV blocks that is reserved; 1 is all.", ({}, seen.kv_used)
         ),
         "vllm:num_preemptions_total": counter(
             "Sequences whose blocks were taken back for others.", "num_suspended"

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from fastdecode.cli.main import main
-from fastdecode.core.kv_use import kv_used
 from fastdecode.measure.live_view import LiveView
 from fastdecode.measure.run_plot import TraceSeries, read_events
 from fastdecode.server.activity import Activity, ActivityLines
+from fastdecode.wire.instances.engine_messages import StatusReport
 
 MODEL = Path(__file__).parents[2] / "examples/model/checkpoint"
 WORKER = {"name": "r0", "lost": None, "kv_blocks": 10, "kv_blocks_used": 5, "load_tokens": 77}
@@ -81,7 +81,8 @@ def test_a_view_tells_rates_and_shares_of_the_last_minute() -> None:
 
 def test_a_lost_r_worker_has_no_room_for_kv() -> None:
     lost = {**WORKER, "lost": "it was killed", "kv_blocks_used": 0}
-    assert kv_used({"r_workers": [WORKER, lost]}) == 0.5 and kv_used({"r_workers": [lost]}) == 0.0
+    for workers, used in (([WORKER, lost], 0.5), ([lost], 0.0)):
+        assert StatusReport("ready", figures={"r_workers": workers}).kv_used == used
 
 
 def test_r_workers_of_one_host_differ_by_their_ports() -> None:

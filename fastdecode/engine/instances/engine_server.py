@@ -215,20 +215,7 @@ class EngineServer:
 
     def _report(self) -> StatusReport:
         self._is_answered = False
-        snapshot = self._service.snapshot()
-        numbers = snapshot.engine
-        return StatusReport(
-            snapshot.state,
-            numbers.num_steps,
-            numbers.stepped_s,
-            numbers.longest_step_s,
-            numbers.num_running,
-            numbers.num_waiting,
-            numbers.num_r_workers,
-            numbers.num_live_r_workers,
-            None if snapshot.error is None else snapshot.error.code,
-            self._figures,
-        )
+        return self._service.snapshot().report(self._figures)
 
 
 def _set_role(served: Any, role: InstanceRole) -> None:

@@ -12,8 +12,8 @@ from fastdecode import __version__
 from fastdecode.server.front import Front
 from fastdecode.server.http.errors import HttpRefusal
 from fastdecode.server.http.exchange import Exchange
+from fastdecode.server.messages import StatusReport
 from fastdecode.server.metrics import CONTENT_TYPE, exposition
-from fastdecode.server.observations import kv_used
 
 _PAGE: Mapping[str, tuple[str, str]] = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -90,7 +90,6 @@ async def history(front: Front, exchange: Exchange) -> None:
 
 def _status(front: Front) -> dict[str, Any]:
     seen, observed, now_s = front.outlook.seen, front.observations, time.monotonic()
-    figures: dict[str, Any] = {} if seen is None else dict(seen.figures)
     return {
         "model": front.names[0],
         "version": __version__,
@@ -100,10 +99,7 @@ def _status(front: Front) -> dict[str, Any]:
         "num_tasks": len(asyncio.all_tasks()),
         "num_open": front.client.num_open,
         "num_queued": front.admission.num_requests,
-        "num_running": 0 if seen is None else seen.num_running,
-        "num_waiting": 0 if seen is None else seen.num_waiting,
-        "num_r_workers": 0 if seen is None else seen.num_r_workers,
-        "num_live_r_workers": 0 if seen is None else seen.num_live_r_workers,
+        **(seen or StatusReport("starting")).fields,
         "generation_tokens": observed.generation_tokens.total,
         "num_succeeded": observed.succeeded.total,
         "num_failed": observed.ended.of("error"),
@@ -111,10 +107,8 @@ def _status(front: Front) -> dict[str, Any]:
         "num_rejected": observed.rejected.total,
         "prompt_tokens": observed.prompt_tokens.total,
         "cached_tokens": observed.cached_tokens.total,
-        "kv_used": kv_used(figures),
         "ttft_s": observed.lately_ttft.quantiles(now_s, 0.5, 0.99),
         "tpot_s": observed.lately_tpot.quantiles(now_s, 0.5, 0.99),
-        "figures": figures,
     }
 
 

@@ -87,6 +87,25 @@ class StatusReport:
     figures: Mapping[str, Any] = field(default_factory=dict)
     """What the engine has reported between two steps; empty: nothing yet."""
 
+    @property
+    def kv_used(self) -> float:
+        """Share of the live R-workers' KV blocks that is reserved, 0 to 1."""
+        workers = [each for each in self.figures.get("r_workers", ()) if not each.get("lost")]
+        total = sum(worker["kv_blocks"] for worker in workers)
+        return sum(worker["kv_blocks_used"] for worker in workers) / total if total else 0.0
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """As ``/status.json``, status files and the page have it."""
+        return {
+            "num_running": self.num_running,
+            "num_waiting": self.num_waiting,
+            "num_r_workers": self.num_r_workers,
+            "num_live_r_workers": self.num_live_r_workers,
+            "kv_used": self.kv_used,
+            "figures": self.figures,
+        }
+
 
 ToEngine: TypeAlias = Submit | Cancel | SetRole | EndConversation
 FromEngine: TypeAlias = Deltas | StatusReport
