@@ -10,7 +10,7 @@ from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, Given, WorkerError, imports_for
 from fastdecode.wire.mpi import job as mpi_job
 from fastdecode.wire.mpi import joining, launcher, leaving
-from fastdecode.wire.mpi.roles import InstanceRanks
+from fastdecode.wire.mpi.roles import InstanceRanks, RankRole, StageRanks
 
 logger = logging.getLogger(__name__)
 
@@ -19,10 +19,7 @@ def serve_other_rank(config: EngineConfig, tell: Callable[[str], None]) -> None:
     """Serve, if this process is a rank of an MPI job that has another role than
     to run the program; then it doesn't return.
 
-    Every rank but the first is an R-worker. With ``tp`` 2 the second mirrors the
-    first; with ``pp`` 2 it is the second stage; with both the third is, and the
-    fourth mirrors that. With ``prompt_pp`` such stages follow the others. With
-    ``instance_ranks`` those say what each rank is.
+    What each rank is: see ``fastdecode.wire.mpi.roles``.
 
     Raises:
         ConfigError: there are ranks for which there is no role.
@@ -31,10 +28,10 @@ def serve_other_rank(config: EngineConfig, tell: Callable[[str], None]) -> None:
         _serve_if_placed(config, tell)
         return
     s_part = config.s_part
-    num_s_ranks = (s_part.pp + s_part.prompt_pp) * s_part.tp
+    ranks = StageRanks(s_part.pp, s_part.tp, s_part.prompt_pp)
     num_ranks = launcher.launched_size() or 1
     placement = config.r_part.kv_placement
-    if placement == "gpu" and num_ranks > 1 and num_ranks != num_s_ranks:
+    if placement == "gpu" and num_ranks > 1 and num_ranks != ranks.num_s_ranks:
         raise ConfigError(
             Given("kv_placement", placement),
             " has no R-workers for the other ranks to be: start it without a launcher, or one "
@@ -44,11 +41,11 @@ def serve_other_rank(config: EngineConfig, tell: Callable[[str], None]) -> None:
             Given("tp"),
             ")",
         )
-    if num_s_ranks > 1 and launcher.launched_size() is not None:
-        rank = joining.join().rank
-        if 0 < rank < num_s_ranks and rank % s_part.tp:
+    if ranks.num_s_ranks > 1 and launcher.launched_size() is not None:
+        role = ranks.role(joining.join().rank)
+        if role is RankRole.MIRROR:
             _mirror_leader(config)
-        elif 0 < rank < num_s_ranks:
+        elif role is RankRole.STAGE:
             _serve_stage(config)
     if _has_r_ranks(config):
         _serve_if_r_worker(config)
@@ -78,10 +75,11 @@ def _serve_if_r_worker(config: EngineConfig) -> None:
 
 def _serve_if_placed(config: EngineConfig, tell: Callable[[str], None]) -> None:
     """Rank 0 controls the instances, which the others are: it alone returns."""
-    job = joining.join()
-    if job.rank == mpi_job.S_RANK:
+    job, instances = joining.join(), InstanceRanks(config.instances.placed)
+    role = instances.role(job.rank)
+    if role is RankRole.CONTROLLER:
         return
-    if InstanceRanks(config.instances.placed).is_s_rank(job.rank):
+    if role is not RankRole.R_WORKER:
         _serve_instance(config, tell)
     from rworker.host import serve_rank
 
@@ -89,7 +87,7 @@ def _serve_if_placed(config: EngineConfig, tell: Callable[[str], None]) -> None:
         job,
         kv_memory_gb=config.r_part.kv_memory_gb,
         num_threads=config.r_part.r_threads,
-        instances=InstanceRanks(config.instances.placed),
+        instances=instances,
         silence_s=config.cluster.worker_silence_s,
     )
 

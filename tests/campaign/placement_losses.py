@@ -30,7 +30,7 @@ from small_jobs import (
 
 from fastdecode.core.config.instances import Instances, PlacedInstance
 from fastdecode.core.config.placement import PLACEMENT_FORMAT
-from fastdecode.wire.mpi.roles import InstanceRanks
+from fastdecode.wire.mpi.roles import InstanceRanks, RankRole
 
 TRANSPORTS = ("launch", "mpi")
 SHAPES = {
@@ -111,7 +111,7 @@ def _blows(
     for instance, phase in zip(hit, phases, strict=True):
         of_kind = chance.choice((ranks.s_ranks(instance), ranks.r_ranks(instance)))
         rank = chance.choice(of_kind)
-        kind = "S-worker" if ranks.is_s_rank(rank) else "R-worker"
+        kind = "R-worker" if ranks.role(rank) is RankRole.R_WORKER else "S-worker"
         whom = f"{placed[instance].role.value}'s {kind}"
         trouble = chance.choice(("SIGKILL", "SIGSTOP"))
         found.append(Blow(phase, trouble, rank, whom))

@@ -13,7 +13,7 @@ from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.config.instances import InstanceRole, PlacedInstance
 from fastdecode.core.config.placement import PLACEMENT_FORMAT, read_placement
 from fastdecode.core.errors import ConfigError
-from fastdecode.wire.mpi.roles import InstanceRanks
+from fastdecode.wire.mpi.roles import InstanceRanks, RankRole
 
 PREFILL, DECODE = (
     {"role": role, "tp": 1, "pp": 1, "r_worker_sockets": sockets}
@@ -115,7 +115,8 @@ def test_ranks_of_instances_with_several_s_workers() -> None:
     assert [list(ranks.s_ranks(i)) for i in range(2)] == [[1, 2], [4, 5, 6, 7]]
     assert [list(ranks.r_ranks(i)) for i in range(2)] == [[3], [8, 9, 10, 11]]
     assert [ranks.s_rank_of(rank) for rank in (3, 8, 9, 10, 11)] == [1, 4, 4, 6, 6]
-    assert [rank for rank in range(1, 12) if ranks.is_s_rank(rank)] == [1, 2, 4, 5, 6, 7]
+    s_ranks = [rank for rank in range(12) if ranks.role(rank).name in ("LEADER", "STAGE", "MIRROR")]
+    assert s_ranks == [1, 2, 4, 5, 6, 7] and ranks.role(0) is RankRole.CONTROLLER
     stages = ranks.stages(1)
     assert [(stages.stage(rank), stages.place(rank)) for rank in range(4, 8)] == [
         (0, 0), (0, 1), (1, 0), (1, 1),

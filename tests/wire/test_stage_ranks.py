@@ -40,6 +40,9 @@ def test_several_s_workers_of_a_stage_stand_side_by_side() -> None:
     assert [(ranks.stage(rank), ranks.place(rank)) for rank in range(4)] == [
         (0, 0), (0, 1), (1, 0), (1, 1)
     ]  # fmt: skip
+    assert [ranks.role(rank).name for rank in range(5)] == [
+        "LEADER", "MIRROR", "STAGE", "MIRROR", "R_WORKER",
+    ]  # fmt: skip
     assert [ranks.leader(stage) for stage in range(2)] == [0, 2]
     job = cast(Any, Job(6))
     assert [list(ranks.r_workers(job, stage)) for stage in range(2)] == [[4], [5]]

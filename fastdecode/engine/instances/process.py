@@ -29,6 +29,7 @@ from fastdecode.wire.instances.messages import InstanceWelcome, ToInstance
 from fastdecode.wire.messages import Failed
 from fastdecode.wire.mpi.job import S_RANK
 from fastdecode.wire.mpi.launcher import launched_size, local_rank, local_size
+from fastdecode.wire.mpi.roles import RankRole
 
 if TYPE_CHECKING:
     from fastdecode.engine.instances.connections import FromInstance
@@ -126,7 +127,7 @@ def serve_instance_rank(config: EngineConfig, tell: Callable[[str], None]) -> bo
     if config.instances.replan == "apply":  # then any of them may come to run prompts
         own = for_batches(own)
     colocation = _colocation(own, job, ranks, role)
-    if job.rank == ranks.leaders[number]:
+    if ranks.role(job.rank) is RankRole.LEADER:
         return _lead_instance(own, colocation, job, tell)
     return _follow_leader(own, colocation, job, tell)
 
@@ -200,7 +201,7 @@ def _follow_leader(
     _share_cores(colocation)
     resolve = partial(resolve_beside, colocation=colocation)
     try:
-        if colocation.ranks.place(job.rank):
+        if colocation.ranks.role(job.rank) is RankRole.MIRROR:
             mirror_leader(own, resolve)
         else:
             serve_stage(own, resolve)

@@ -1,10 +1,25 @@
-"""What the ranks of an MPI job are. Whoever asks needs no MPI."""
+"""What the ranks of an MPI job are, in their order. Needs no MPI.
+
+======================  ====================================================
+job                     ranks
+======================  ====================================================
+one engine              for each stage ``tp`` S-workers, the first of which
+                        leads; then likewise the stages that run prompts
+                        only; then R-workers, as many for each stage of the
+                        others, by stage
+several instances       the controller; then of each instance its S-workers
+                        and its R-workers, in the same order
+======================  ====================================================
+
+Rank 0 runs the program.
+"""
 
 from __future__ import annotations
 
 import bisect
 import itertools
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from fastdecode.core.config.instances import PlacedInstance
 from fastdecode.core.errors import ConfigError, Given
@@ -16,9 +31,23 @@ def link_address(rank: int) -> str:
     return f"rank {rank}"
 
 
+class RankRole(Enum):
+    """What a rank does."""
+
+    CONTROLLER = auto()
+    """Gives requests to instances."""
+    LEADER = auto()
+    """The first S-worker of an engine."""
+    STAGE = auto()
+    """The first S-worker of a later stage."""
+    MIRROR = auto()
+    """Another S-worker of a stage, which acts as one with its first."""
+    R_WORKER = auto()
+
+
 @dataclass(frozen=True)
 class StageRanks:
-    """Which ranks of a job are what."""
+    """The ranks of an engine."""
 
     num_stages: int
     tp: int = 1
@@ -45,6 +74,14 @@ class StageRanks:
     def place(self, rank: int) -> int:
         """Which of its stage's an S-worker is; 0 leads."""
         return (rank - self.first) % self.tp
+
+    def role(self, rank: int) -> RankRole:
+        """Of a rank of this engine's."""
+        if rank - self.first >= self.num_s_ranks:
+            return RankRole.R_WORKER
+        if self.place(rank):
+            return RankRole.MIRROR
+        return RankRole.STAGE if self.stage(rank) else RankRole.LEADER
 
     def leader(self, stage: int) -> int:
         """A stage's first rank."""
@@ -101,8 +138,7 @@ class StageRanks:
 
 @dataclass(frozen=True)
 class InstanceRanks:
-    """Which ranks of a job of instances are what: the first controls them, and
-    behind it stand each one's S-workers and then its R-workers."""
+    """The ranks of a job of instances."""
 
     placed: tuple[PlacedInstance, ...]
 
@@ -147,9 +183,9 @@ class InstanceRanks:
         others = [i for i in range(len(self.placed)) if i != instance]
         return [rank for other in others for rank in self.r_ranks(other)]
 
-    def is_s_rank(self, rank: int) -> bool:
-        """Whether a rank, which isn't the first, is an S-worker."""
-        return rank in self.s_ranks(self.instance_of(rank))
+    def role(self, rank: int) -> RankRole:
+        """Of any rank."""
+        return self.stages(self.instance_of(rank)).role(rank) if rank else RankRole.CONTROLLER
 
     def place_on_host(self, rank: int, local_rank: int) -> int:
         """How many S-workers come before one on its host, whose ranks follow upon
@@ -158,7 +194,8 @@ class InstanceRanks:
 
     def num_s_ranks_in(self, ranks: range) -> int:
         """How many of these ranks are S-workers of instances."""
-        return sum(rank > 0 and self.is_s_rank(rank) for rank in ranks)
+        others = (RankRole.CONTROLLER, RankRole.R_WORKER)
+        return sum(self.role(rank) not in others for rank in ranks)
 
     def check(self, job: MpiJob) -> None:
         """Raises ConfigError: the job has others."""
