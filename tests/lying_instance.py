@@ -65,7 +65,7 @@ def _of_status(change: Callable[[dict[str, Any]], None]) -> Lie:
         if not isinstance(message, InstanceStatus):
             return None
         said = unpacked(message.said)
-        if said["figures"] is None:
+        if said.get("figures") is None:
             return None
         change(said)
         raw = bytes(packed(said)).replace(b"Infinity", b"1e999")

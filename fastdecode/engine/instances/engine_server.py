@@ -78,10 +78,15 @@ class _Outlet(DeltaQueue):
         self._wake = wake
 
     def put(self, deltas: Iterable[Delta]) -> None:
+        """By the engine's thread."""
         fresh = list(deltas)
         self._noted(fresh)
         super().put(fresh)
         self._wake()
+
+    def refuse(self, requests: Sequence[Request], error: FastDecodeError) -> None:
+        """End requests that the engine has not got, by the thread that takes deltas."""
+        super().put(Delta(each.request_id, 0, error=without_frames(error)) for each in requests)
 
 
 class EngineServer:
@@ -166,7 +171,7 @@ class EngineServer:
         try:
             self._service.submit(fit, outlet)
         except FastDecodeError as error:
-            outlet.put([_ended(request, error) for request in fit])
+            outlet.refuse(fit, error)
 
     def _fits(self, request: Request, outlet: _Outlet) -> bool:
         """Whether the model can run it. The client has checked already, but others
@@ -174,12 +179,12 @@ class EngineServer:
         try:
             self._limits.check(request)
         except RequestError as error:
-            outlet.put([_ended(request, error)])
+            outlet.refuse([request], error)
             return False
         except Exception as error:
             logger.exception("a request of a client can't be read")
             what = f"it can't be read: {type(error).__name__}: {error}"
-            outlet.put([_ended(request, RequestError(what, code="invalid_token_id"))])
+            outlet.refuse([request], RequestError(what, code="invalid_token_id"))
             return False
         return True
 
@@ -189,7 +194,8 @@ class EngineServer:
         if self._totals is not None and any(
             x.finish_reason or x.error or x.sources or x.has_fetched for x in deltas
         ):
-            self._answer(self._totals())
+            unsent = self._figures if self._is_answered else {}
+            self._answer({**unsent, **self._totals()})
 
     def _answer(self, figures: Mapping[str, Any]) -> None:
         self._figures, self._is_answered = figures, True
@@ -224,7 +230,3 @@ def _set_role(served: Any, role: InstanceRole) -> None:
 
 def _end_conversation(served: Any, token_ids: Sequence[int], salt: str) -> None:
     served.engine.end_conversation(token_ids, salt)
-
-
-def _ended(request: Request, error: FastDecodeError) -> Delta:
-    return Delta(request.request_id, 0, error=without_frames(error))

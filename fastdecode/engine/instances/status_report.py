@@ -45,21 +45,21 @@ def sum_figures(each: Sequence[EngineFigures]) -> EngineFigures:
 def status_to_json(stats: EngineStats, figures: EngineFigures | None) -> dict[str, Any]:
     """Totals, and figures if they are told this time."""
     values = {field.name: getattr(stats, field.name) for field in fields(EngineStats)}
-    return {
+    said: dict[str, Any] = {
         "totals": {name: x for name, x in values.items() if isinstance(x, (int, float))},
         "times": {
             name: list(x.counts.items())
             for name, x in values.items()
             if isinstance(x, LatencyHistogram)
         },
-        "figures": None if figures is None else asdict(figures),
     }
+    return said if figures is None else {**said, "figures": asdict(figures)}
 
 
 def status_from_json(said: Any) -> tuple[EngineStats, EngineFigures | None]:
     """Raises ProtocolError: no instance can have seen that."""
     try:
-        return _stats(said["totals"], said["times"]), _figures(said["figures"])
+        return _stats(said["totals"], said["times"]), _figures(said.get("figures"))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ProtocolError(f"what should be an instance's totals is none: {error}") from None
 
