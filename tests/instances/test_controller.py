@@ -284,6 +284,24 @@ def test_a_request_whose_only_place_is_lost_for_good_fails() -> None:
     world.check()
 
 
+def test_a_prompt_is_fetched_and_its_request_over_in_one_delta() -> None:
+    """A controller that is slow to read finds one delta a sequence."""
+    rng, world = random.Random(14), World(1, 1)
+    request = Request("a", (5,) * 9, SamplingParams(max_tokens=9), 9, seed=1)
+    world.requests["a"], world.said["a"] = request, []
+    world.controller.submit(request, Listener(world.said["a"].append, every_step=True))
+    while not world.decode[0].asked:
+        assert world.turn(rng)
+    (name,), queue = world.decode[0].asked, DeltaQueue()
+    while told := world.decode[0].step(name):
+        queue.put(told)
+    (delta,) = queue.take(0)
+    assert delta.has_fetched and delta.finish_reason is not None
+    world.controller.arrived([delta])
+    assert world.controller.num_handed_over == 1
+    world.check()
+
+
 def test_roles_that_change_at_any_stage(rng: random.Random) -> None:
     world = World(rng.randint(1, 3), rng.randint(1, 3))
     every = [*world.prefill, *world.decode]

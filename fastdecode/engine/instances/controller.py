@@ -160,6 +160,8 @@ class Controller:
         for delta in told:
             routed = self.routed_requests.by_run.get(delta.request_id)
             if routed is not None and delta.error is None:
+                self.num_handed_over += delta.has_fetched and not delta.fetch_failed
+                self.num_failed_fetches += delta.fetch_failed
                 routed.tell(delta)
                 if self.observer is not None:
                     self.observer.told(routed)
@@ -198,11 +200,10 @@ class Controller:
         """What a delta means for where a request is."""
         if delta.error is not None:
             self._failed(routed, delta)
-        elif delta.has_fetched:
-            self.num_handed_over += not delta.fetch_failed
-            self.num_failed_fetches += delta.fetch_failed
+            return
+        if delta.has_fetched:
             self.router.release(routed)
-        elif routed.is_over:
+        if routed.is_over:
             if self.observer is not None:
                 self.observer.over(routed)
             self.router.end(routed)
