@@ -10,7 +10,7 @@ import pytest
 
 from examples import examples
 from fastdecode.core.config.instances import InstanceRole
-from fastdecode.core.delta import CANCELLED, Delta, Listener
+from fastdecode.core.delta import CANCELLED, Delta, DeltaQueue, Listener
 from fastdecode.core.errors import (
     CapacityError,
     ConfigError,
