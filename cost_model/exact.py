@@ -11,12 +11,12 @@ from fastdecode.core.errors import ConfigError, Given
 LARGEST = 1e15
 
 
-def as_typed(value: float) -> Fraction:
+def as_typed(value: float | Fraction) -> Fraction:
     """The number with the fewest digits that is read as this one."""
-    return Fraction(repr(float(value)))
+    return value if isinstance(value, Fraction) else Fraction(repr(float(value)))
 
 
-def exact(name: str, value: float, *, least: float = 0.0, above: bool = True) -> Fraction:
+def exact(name: str, value: float | Fraction, *, least: float = 0.0, above: bool = True) -> Fraction:
     """The number as it was typed.
 
     Args:

@@ -69,6 +69,11 @@ def json_text(answer: Any) -> str:
     return json.dumps(json_tree(answer), indent=2)
 
 
+def picked(value: Any, names: str) -> dict[str, Any]:
+    """These fields and properties of ``value``; ``names`` are separated by spaces."""
+    return {name: getattr(value, name) for name in names.split()}
+
+
 def json_tree(value: Any) -> Any:
     """Dataclasses as objects, fractions as numbers, enums as their values; an infinite or
     undefined number is null, which JSON has no word for."""

@@ -4,18 +4,17 @@ tokens in one pipeline, in several of them side by side, or each in their own
 
 from __future__ import annotations
 
-import heapq
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Literal
 
-from cost_model.disaggregate.profile import MachineProfile, MeasuredMicrobatch
+from cost_model.disaggregate.profile import MachineProfile
 from cost_model.simulate.pipelines import (
     NO_FAILURES,
     Failures,
-    MachineTimes,
     Microbatch,
     PipelineRun,
     run_colocated,
@@ -42,13 +41,17 @@ class PipelineLayout:
     """Of each pipeline; of the one with prompts, where it is disaggregated."""
     token_stages: int
 
+    @property
+    def machines(self) -> int:
+        more = self.prompt_stages if self.kind == "disaggregated" else 0
+        return self.pipelines * self.token_stages + more
+
     def __str__(self) -> str:
-        if self.kind == "disaggregated":
-            stages = f"{self.prompt_stages} + {self.token_stages}"
-        elif self.kind == "data-parallel":
-            stages = f"{self.pipelines} x {self.token_stages}"
-        else:
-            stages = str(self.token_stages)
+        stages = {
+            "one pipeline": f"{self.token_stages}",
+            "data-parallel": f"{self.pipelines} x {self.token_stages}",
+            "disaggregated": f"{self.prompt_stages} + {self.token_stages}",
+        }[self.kind]
         return f"{stages}, {self.microbatch}"
 
 
@@ -100,14 +103,10 @@ class Comparison:
         outputs = max(request.num_output_tokens for request in self._trace.requests)
         return self._profile.prompt_tokens + outputs
 
-    def layouts(
-        self, kind: Kind, machines: int
-    ) -> Iterator[tuple[PipelineLayout, MeasuredMicrobatch]]:
+    def layouts(self, kind: Kind, machines: int) -> Iterator[PipelineLayout]:
         """All that use so many machines and fit."""
-        for point in self._profile.microbatches:
-            for layout in _layouts(kind, machines, point.sequences):
-                if self._fits(layout):
-                    yield layout, point
+        for size in self._profile.microbatches:
+            yield from filter(self._fits, _layouts(kind, machines, size))
 
     def best(
         self, kind: Kind, machines: int, progress: Callable[[], object] = lambda: None
@@ -118,17 +117,13 @@ class Comparison:
         Args:
             progress: called after each that was run.
         """
-        heap = [
-            (self._least_s(layout, point), order, layout, point)
-            for order, (layout, point) in enumerate(self.layouts(kind, machines))
-        ]
-        heapq.heapify(heap)
+        every = enumerate(self.layouts(kind, machines))
+        ordered = sorted((self._least_s(layout), order, layout) for order, layout in every)
         best: tuple[float, int, Simulated] | None = None
-        while heap:
-            least_s, order, layout, point = heapq.heappop(heap)
+        for least_s, order, layout in ordered:
             if best is not None and least_s > best[0]:
                 break  # nor can any of the others be better
-            found = self.simulate(layout, point)
+            found = self.simulate(layout)
             if best is None or (found.makespan_s, order) < best[:2]:
                 best = (found.makespan_s, order, found)
             progress()
@@ -137,37 +132,29 @@ class Comparison:
     def with_failures(self, one: Simulated, failures: Failures) -> dict[str, Simulated]:
         """One pipeline that loses a stage at these moments: with what is lost computed
         again, and with replicas."""
-        point = self._profile.of(one.layout.microbatch)
         return {
-            "failures": self.simulate(one.layout, point, failures),
-            "with replicas": self.simulate(one.layout, point, replace(failures, has_replicas=True)),
+            "failures": self.simulate(one.layout, failures),
+            "with replicas": self.simulate(one.layout, replace(failures, has_replicas=True)),
         }
 
-    def simulate(
-        self, layout: PipelineLayout, point: MeasuredMicrobatch, failures: Failures = NO_FAILURES
-    ) -> Simulated:
+    def simulate(self, layout: PipelineLayout, failures: Failures = NO_FAILURES) -> Simulated:
         """``failures``: of one pipeline."""
         microbatches = self._grouped(layout.microbatch)
-        runs = self._run(layout, point, failures)
+        runs = self._run(layout, failures)
         finished_s = [each for run in runs for each in run.finished_s]
-        per_token = sorted(
+        per_token = [
             (end_s - each.arrived_s) / each.num_tokens
             for end_s, each in zip(finished_s, microbatches, strict=True)
-        )
+        ]
         makespan_s = max(run.makespan_s for run in runs)
         busy_s = sum(sum(run.busy_s) for run in runs)
-        machines = machines_of(layout)
-        middle = len(per_token) // 2
-        median_s = (per_token[middle] + per_token[-1 - middle]) / 2
-        return Simulated(layout, makespan_s, median_s, busy_s / (machines * makespan_s))
+        busy_share = busy_s / (layout.machines * makespan_s)
+        return Simulated(layout, makespan_s, statistics.median(per_token), busy_share)
 
-    def _run(
-        self, layout: PipelineLayout, point: MeasuredMicrobatch, failures: Failures
-    ) -> list[PipelineRun]:
+    def _run(self, layout: PipelineLayout, failures: Failures) -> list[PipelineRun]:
         """One run for each pipeline that shares the trace."""
-        microbatches, prompt_tokens = self._grouped(layout.microbatch), self._profile.prompt_tokens
-        step_time = replace(point, streamed_s=self._transfer_s)
-        times = MachineTimes.of(step_time, layout.microbatch, prompt_tokens, prompt_tokens)
+        microbatches = self._grouped(layout.microbatch)
+        times = replace(self._profile.of(layout.microbatch), transfer_s=self._transfer_s)
         if layout.kind == "data-parallel":
             return run_data_parallel(microbatches, layout.pipelines, layout.token_stages, times)
         if layout.kind == "one pipeline":
@@ -175,10 +162,11 @@ class Comparison:
         stages = (layout.prompt_stages, layout.token_stages)
         return [run_disaggregated(microbatches, *stages, times)]
 
-    def _least_s(self, layout: PipelineLayout, point: MeasuredMicrobatch) -> float:
+    def _least_s(self, layout: PipelineLayout) -> float:
         """No run can be shorter: the work of the busiest stage. A little less,
         for rounding."""
         microbatches = self._grouped(layout.microbatch)
+        point = self._profile.of(layout.microbatch)
         tokens = sum(each.num_tokens for each in microbatches)
         prompts_s = len(microbatches) * point.prompt_s / layout.prompt_stages
         tokens_s = tokens * point.token_s / layout.token_stages
@@ -213,21 +201,11 @@ def grouped(trace: RequestTrace, size: int) -> Iterable[Microbatch]:
         yield Microbatch(tokens, max(request.arrival for request in group))
 
 
-def machines_of(layout: PipelineLayout) -> int:
-    if layout.kind == "disaggregated":
-        return layout.prompt_stages + layout.token_stages
-    return layout.pipelines * layout.token_stages
-
-
 def _layouts(kind: Kind, machines: int, size: int) -> Sequence[PipelineLayout]:
     if kind == "one pipeline":
         return [PipelineLayout(kind, size, 1, machines, machines)]
     if kind == "data-parallel":
-        counts = [count for count in range(2, machines + 1) if machines % count == 0]
-        return [
-            PipelineLayout(kind, size, count, machines // count, machines // count)
-            for count in counts
-        ]
-    return [
-        PipelineLayout(kind, size, 1, prompts, machines - prompts) for prompts in range(1, machines)
-    ]
+        counts = (count for count in range(2, machines + 1) if machines % count == 0)
+        each = ((count, machines // count) for count in counts)
+        return [PipelineLayout(kind, size, count, stages, stages) for count, stages in each]
+    return [PipelineLayout(kind, size, 1, few, machines - few) for few in range(1, machines)]

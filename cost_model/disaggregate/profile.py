@@ -19,7 +19,7 @@ where the numbers come from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from cost_model.step_time import SystemTime
 from cost_model.workload import Workload
 from fastdecode.core.errors import ConfigError
 from fastdecode.core.json_file import read_object
-from fastdecode.schedule.times import Prompts, StepTime
 
 MAX_BYTES = 1 << 20
 MAX_SIZES = 64
@@ -41,46 +40,20 @@ _POINT_FIELDS = ("sequences", "prompt_s", "token_s")
 
 
 @dataclass(frozen=True)
-class MeasuredMicrobatch(StepTime):
-    """Seconds of one machine with all layers, for this many sequences; attention
-    is in them."""
-
-    sequences: int
-    prompt_s: float
-    token_s: float
-    streamed_s: float = 0.0
-    """What streaming K and V adds to each prompt stage."""
-
-    def s_part_s(self, num_decoding: int, prompts: Prompts = ()) -> float:
-        """As ``StepTime``: of all sequences."""
-        return self.prompt_s if prompts else self.token_s
-
-    def r_part_s(self, worker: int, load_tokens: float, num_sequences: float = 1.0) -> float:
-        """As ``StepTime``."""
-        return 0.0
-
-    def transfer_s(self, num_tokens: float) -> float:
-        """As ``StepTime``."""
-        return self.streamed_s
-
-
-@dataclass(frozen=True)
 class MachineProfile:
     """See this module."""
 
     prompt_tokens: int
     memory: ModelMemory
-    microbatches: tuple[MeasuredMicrobatch, ...]
-    """By size."""
+    microbatches: Mapping[int, MachineTimes]
+    """By the number of sequences, smallest first."""
 
-    def of(self, sequences: int) -> MeasuredMicrobatch:
+    def of(self, sequences: int) -> MachineTimes:
         """Raises ConfigError: microbatches of this size weren't measured."""
-        sizes = {point.sequences: point for point in self.microbatches}
-        if sequences not in sizes:
-            raise ConfigError(
-                f"--batch {sequences}: --profile has microbatches of {', '.join(map(str, sizes))}"
-            )
-        return sizes[sequences]
+        if sequences not in self.microbatches:
+            sizes = ", ".join(map(str, self.microbatches))
+            raise ConfigError(f"--batch {sequences}: --profile has microbatches of {sizes}")
+        return self.microbatches[sequences]
 
 
 def machine_on(system: System, sizes: Sequence[int]) -> MachineProfile:
@@ -88,19 +61,18 @@ def machine_on(system: System, sizes: Sequence[int]) -> MachineProfile:
     times; of prompts and contexts of the system's workload.
 
     Args:
-        sizes: of microbatches, in sequences.
+        sizes: of microbatches, in sequences; rising.
     """
-    workload, costs = system.workload, system.costs
+    workload, costs, most = system.workload, system.costs, system.s.max_batch
     alone = SystemTime(replace(system.on_device(), workload=Workload(0, 1)), 1)
     mean = workload.mean_context_tokens
-    points = []
-    for size in sizes:
-        if system.s.max_batch is not None and size > system.s.max_batch:
-            continue
-        times = MachineTimes.of(alone, size, workload.prompt_tokens, mean)
-        points.append(MeasuredMicrobatch(size, times.prompt_s, times.token_s))
+    points = {
+        size: MachineTimes.of(alone, size, workload.prompt_tokens, mean)
+        for size in sizes
+        if most is None or size <= most
+    }
     memory = ModelMemory.given(costs.weight_bytes / 1e9, costs.kv_bytes / 1e9)
-    return MachineProfile(workload.prompt_tokens, memory, tuple(points))
+    return MachineProfile(workload.prompt_tokens, memory, points)
 
 
 def read_machine_profile(path: Path) -> MachineProfile:
@@ -123,22 +95,19 @@ def read_machine_profile(path: Path) -> MachineProfile:
         raise ConfigError(
             f'{where}: "microbatches" must be a list of 1 to {MAX_SIZES} measurements'
         )
-    found = [_point(each, f"{where}: microbatches[{i}]") for i, each in enumerate(points)]
-    if len({point.sequences for point in found}) < len(found):
+    found = dict(_point(each, f"{where}: microbatches[{i}]") for i, each in enumerate(points))
+    if len(found) < len(points):
         raise ConfigError(f'{where}: "microbatches" has a size twice; give each once')
     return MachineProfile(
         count(tree, "prompt_tokens", where),
         ModelMemory.given(number(tree, "model_gb", where), number(tree, "kv_gb_per_token", where)),
-        tuple(sorted(found, key=lambda point: point.sequences)),
+        dict(sorted(found.items())),
     )
 
 
-def _point(tree: Any, where: str) -> MeasuredMicrobatch:
+def _point(tree: Any, where: str) -> tuple[int, MachineTimes]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{where} must be an object with {', '.join(_POINT_FIELDS)}")
     check_known(tree, _POINT_FIELDS, where)
-    return MeasuredMicrobatch(
-        count(tree, "sequences", where),
-        number(tree, "prompt_s", where),
-        number(tree, "token_s", where),
-    )
+    times = MachineTimes(number(tree, "prompt_s", where), number(tree, "token_s", where))
+    return count(tree, "sequences", where), times

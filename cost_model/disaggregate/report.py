@@ -7,11 +7,11 @@ from dataclasses import asdict
 from fractions import Fraction
 from typing import Any
 
-from cost_model.disaggregate.compare import Simulated, machines_of
+from cost_model.disaggregate.compare import Simulated
 from cost_model.disaggregate.memory import StageMemory
 from cost_model.disaggregate.split import Disaggregation, Split
 from cost_model.disaggregate.swap import CORRECTED, PRINTED, Swapping
-from cost_model.printing import table
+from cost_model.printing import picked, table
 from cost_model.quantities import counted, round_to, seconds_text
 
 
@@ -20,16 +20,11 @@ def split_as_json(
 ) -> dict[str, Any]:
     """Seconds and machines; None where there is no such number."""
     first = best[0] if best else None
-    needs = ("layers", "min_prompt_machines", "min_token_machines", "equation_2", "equation_3")
+    needs = "layers min_prompt_machines min_token_machines equation_2 equation_3"
     return {
         "format": "fastdecode.plan.disaggregate",
         "version": 1,
-        "machines": asked.machines,
-        "tokens": asked.tokens,
-        "prompt_s": asked.prompt_s,
-        "token_s": asked.token_s,
-        "overhead": asked.overhead,
-        "colocated_s": asked.colocated_s,
+        **picked(asked, "machines tokens prompt_s token_s overhead colocated_s"),
         "continuous": {
             "prompt_machines": asked.continuous_prompt_machines,
             "token_machines": asked.continuous_token_machines,
@@ -37,10 +32,10 @@ def split_as_json(
             "wins": asked.continuous_wins,
             "break_even_prompt_over_token": asked.break_even_ratio,
         },
-        "splits": [[split.prompt_machines, split.token_machines] for split in best],
+        "splits": [(split.prompt_machines, split.token_machines) for split in best],
         "interval_s": first and first.interval_s,
         "wins": first is not None and asked.wins(first),
-        "memory": memory and {name: getattr(memory, name) for name in needs},
+        "memory": memory and picked(memory, needs),
     }
 
 
@@ -136,18 +131,13 @@ def _split_verdict(asked: Disaggregation, best: Sequence[Split]) -> str:
 
 
 def swap_as_json(asked: Swapping) -> dict[str, Any]:
-    readings = [
-        {"reading": each.name, "swapped_s": each.swapped_s, "pays": each.pays}
-        for each in asked.readings()
-    ]
     return {
         "format": "fastdecode.plan.swap",
         "version": 1,
-        "prompt_tokens": asked.prompt_tokens,
-        "tokens": asked.tokens,
-        "batch": asked.batch,
-        "unswapped_s": asked.unswapped_s,
-        "readings": readings,
+        **picked(asked, "prompt_tokens tokens batch unswapped_s"),
+        "readings": [
+            {"reading": each.name, **picked(each, "swapped_s pays")} for each in asked.readings()
+        ],
         "crossover_tokens": asked.crossover(),
         "crossover_tokens_2b": asked.crossover(2),
     }
@@ -215,7 +205,7 @@ def cost(found: Simulated, price: float | None) -> float | None:
     """Of all machines until the end; ``price``: of one, an hour."""
     if price is None:
         return None
-    return found.makespan_s / 3600 * machines_of(found.layout) * price
+    return found.makespan_s / 3600 * found.layout.machines * price
 
 
 def pipelines_as_text(

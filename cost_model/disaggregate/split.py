@@ -26,23 +26,11 @@ MAX_MACHINES = 10_000
 MAX_TOKENS = 10_000_000
 
 
-@dataclass(frozen=True)
-class Overhead:
-    """What streaming K and V does to prompts: m."""
-
-    factor: Fraction
-
-    @classmethod
-    def given(cls, factor: float) -> Overhead:
-        """Raises ConfigError if it is below 1."""
-        return cls(exact("overhead", factor, least=1.0, above=False))
-
-    @classmethod
-    def of_transfer(cls, transfer_s: Fraction, prompt_time: float) -> Overhead:
-        """Layers are streamed while later ones run: only what takes longer than
-        the prompt counts. (Appendix H.4 has the ratio alone, which is below 1
-        on fast networks.)"""
-        return cls(max(Fraction(1), transfer_s / exact("prompt_time", prompt_time)))
+def streaming_overhead(transfer_s: Fraction, prompt_time: float) -> Fraction:
+    """m, of a transfer of K and V. Layers are streamed while later ones run: only
+    what takes longer than the prompt counts. (Appendix H.4 has the ratio alone, which
+    is below 1 on fast networks.)"""
+    return max(Fraction(1), transfer_s / exact("prompt_time", prompt_time))
 
 
 def transfer_s(kv_gb: float, bandwidth_gbps: float) -> Fraction:
@@ -73,7 +61,7 @@ class Disaggregation:
         prompt_time: Y, seconds of a stage for a microbatch's prompt.
         token_time: t, seconds of a stage for one token of a microbatch.
         tokens: N, that a microbatch generates.
-        overhead: m.
+        overhead: m, at least 1.
 
     Raises:
         ConfigError: a number makes no sense; names it.
@@ -85,13 +73,13 @@ class Disaggregation:
         prompt_time: float,
         token_time: float,
         tokens: int,
-        overhead: Overhead | None = None,
+        overhead: float | Fraction = 1,
     ) -> None:
         self.machines = whole_number("machines", machines, 1, MAX_MACHINES)
         self.tokens = whole_number("tokens", tokens, 1, MAX_TOKENS)
         self.prompt_s = exact("prompt_time", prompt_time)
         self.token_s = exact("token_time", token_time)
-        self.overhead = (overhead or Overhead(Fraction(1))).factor
+        self.overhead = exact("overhead", overhead, least=1.0, above=False)
 
     @property
     def colocated_s(self) -> Fraction:
@@ -132,43 +120,21 @@ class Disaggregation:
         denominator = self.machines * (2 - self.overhead) - 1
         return Fraction(self.machines - 1) / denominator if denominator > 0 else None
 
-    def splits(
-        self,
-        memory: StageMemory | None = None,
-        *,
-        min_prompt_machines: int = 1,
-        min_token_machines: int = 1,
-    ) -> list[Split]:
-        """All that fit, by machines for prompts."""
+    def splits(self, memory: StageMemory | None = None) -> list[Split]:
+        """All that fit, by machines for prompts. ``memory``: what a stage must hold;
+        None: anything fits."""
         found = []
-        for prompt_machines in range(min_prompt_machines, self.machines - min_token_machines + 1):
+        for prompt_machines in range(1, self.machines):
             token_machines = self.machines - prompt_machines
             if memory is None or memory.fits(prompt_machines, token_machines):
                 interval_s = self.interval_s(prompt_machines, token_machines)
                 found.append(Split(prompt_machines, token_machines, interval_s))
         return found
 
-    def best(
-        self,
-        memory: StageMemory | None = None,
-        *,
-        min_prompt_machines: int = 1,
-        min_token_machines: int = 1,
-    ) -> list[Split]:
-        """Those that none is better than: one, several that tie, or none if
-        nothing fits.
-
-        Args:
-            memory: what a stage must hold. None: anything fits.
-            min_prompt_machines, min_token_machines: known from elsewhere.
-        """
-        splits = self.splits(
-            memory,
-            min_prompt_machines=whole_number(
-                "min_prompt_machines", min_prompt_machines, 1, 1 << 30
-            ),
-            min_token_machines=whole_number("min_token_machines", min_token_machines, 1, 1 << 30),
-        )
+    def best(self, memory: StageMemory | None = None) -> list[Split]:
+        """The splits that none is better than: one, several that tie, or none if
+        nothing fits."""
+        splits = self.splits(memory)
         least_s = min((split.interval_s for split in splits), default=None)
         return [split for split in splits if split.interval_s == least_s]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cost_model.plans.search import Plan
 from cost_model.plans.size import Sizing
@@ -115,31 +115,26 @@ def _throughput(axes: Axes, sizing: Sizing, plan: Plan, steps: list[StepPredicti
     from matplotlib.ticker import MaxNLocator
 
     sockets = [step.sockets for step in steps]
-    slow, fast = ([s.tokens_per_s for s in _band(sizing, plan, sockets, sign)] for sign in (+1, -1))
+    slow, fast = (
+        [system.predict(plan.lane_batch, plan.lanes, count).tokens_per_s for count in sockets]
+        for system in (sizing.system.scaled(+1), sizing.system.scaled(-1))
+    )
     axes.fill_between(sockets, slow, fast, color=_THROUGHPUT, alpha=0.15, linewidth=0)
     axes.plot(sockets, [step.tokens_per_s for step in steps], color=_THROUGHPUT, linewidth=2.2)
     axes.plot([plan.sockets], [plan.expected.tokens_per_s], "o", color=_THROUGHPUT, markersize=9)
-    axes.annotate(
-        f"{counted(plan.sockets, 'socket')}: {rate_text(plan.expected.tokens_per_s)} tokens/s",
-        (plan.sockets, plan.expected.tokens_per_s),
-        xytext=(8, -16),
-        textcoords="offset points",
-        color=_THROUGHPUT,
-    )
+    best = f"{counted(plan.sockets, 'socket')}: {rate_text(plan.expected.tokens_per_s)} tokens/s"
+    at = (plan.sockets, plan.expected.tokens_per_s)
+    axes.annotate(best, at, color=_THROUGHPUT, xytext=(8, -16), textcoords="offset points")
+    rival = 0.0
     if sizing.gpu_only is not None:
         rival = sizing.gpu_only.tokens_per_s
         axes.axhline(rival, color=_RIVAL, linestyle="--", linewidth=1.2)
+        alone = f"GPU alone: {rate_text(rival)} tokens/s"
+        end, above = (len(steps) + 0.4, rival), (0, 4)
         axes.annotate(
-            f"GPU alone: {rate_text(rival)} tokens/s",
-            (len(steps) + 0.4, rival),
-            xytext=(0, 4),
-            ha="right",
-            textcoords="offset points",
-            color=_RIVAL,
+            alone, end, color=_RIVAL, xytext=above, ha="right", textcoords="offset points"
         )
-    axes.set_ylim(
-        0, 1.25 * max(*fast, 0.0 if sizing.gpu_only is None else sizing.gpu_only.tokens_per_s)
-    )
+    axes.set_ylim(0, 1.25 * max(*fast, rival))
     axes.set_xlabel("R-worker sockets")
     axes.set_ylabel("tokens/s", color=_THROUGHPUT)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -163,13 +158,5 @@ def _tpot(axes: Axes, sizing: Sizing, steps: list[StepPrediction]) -> None:
     axes.set_ylabel("ms a token", color=_TPOT)
     if sizing.goal.tpot_s is not None:
         axes.axhline(1e3 * sizing.goal.tpot_s, color=_TPOT, linewidth=0.8)
-        axes.annotate(
-            f"asked: {seconds_text(sizing.goal.tpot_s)}",
-            (0.6, 1e3 * sizing.goal.tpot_s),
-            color=_TPOT,
-        )
-
-
-def _band(sizing: Sizing, plan: Plan, sockets: list[int], sign: int) -> list[Any]:
-    system = sizing.system.scaled(sign)
-    return [system.predict(plan.lane_batch, plan.lanes, count) for count in sockets]
+        asked = f"asked: {seconds_text(sizing.goal.tpot_s)}"
+        axes.annotate(asked, (0.6, 1e3 * sizing.goal.tpot_s), color=_TPOT)

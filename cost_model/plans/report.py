@@ -11,11 +11,19 @@ from cost_model.plans.hybrid import Hybrid
 from cost_model.plans.inputs import about_weights, inputs_of
 from cost_model.plans.search import Plan
 from cost_model.plans.size import Headline, Job, Sizing
-from cost_model.printing import json_tree, labelled, paragraph, table
+from cost_model.printing import json_tree, labelled, paragraph, picked, table
 from cost_model.quantities import bytes_text, counted, rate_text, round_to, seconds_text
 
 FORMAT = "fastdecode.plan"
 VERSION = 1
+_ANSWER = (
+    "feasible headline most_tokens_per_s in_the_way over_sockets what_ifs gpu_only hybrid verdict "
+    "cost job"
+)
+_PLAN = (
+    "batch lanes lane_batch sockets spare_sockets hosts sockets_per_host kv_bytes kv_bytes_per_host "
+    "s_memory_bytes load_limit_tokens constraints expected fast slow"
+)
 
 
 def as_text(sizing: Sizing, *, explain: bool = False) -> str:
@@ -32,70 +40,30 @@ def as_text(sizing: Sizing, *, explain: bool = False) -> str:
 
 def as_json(sizing: Sizing) -> dict[str, Any]:
     """The same, for machines: units in the names, null where there is none."""
-    setup, goal, plan = sizing.setup, sizing.goal, sizing.plan
-    workload = setup.workload
+    setup, goal, plan, system = sizing.setup, sizing.goal, sizing.plan, sizing.system
+    quantisation, lane_batch = setup.spec.quantisation, 1 if plan is None else plan.lane_batch
+    question = {
+        "model": setup.spec.name,
+        **picked(setup, "dtype kv_dtype keeps_quantised num_gpus num_nics"),
+        "quantised": quantisation and quantisation.name,
+        "gpu": system.s.name,
+        "cpu": system.r.name,
+        "nic": system.link.name,
+        **asdict(setup.workload),
+        **asdict(goal),
+    }
     tree = {
         "format": FORMAT,
         "version": VERSION,
-        "feasible": sizing.feasible,
-        "question": {
-            "model": setup.spec.name,
-            "dtype": setup.dtype.value,
-            "kv_dtype": setup.kv_dtype,
-            "quantised": None if setup.spec.quantisation is None else setup.spec.quantisation.name,
-            "keeps_quantised": setup.keeps_quantised,
-            "gpu": sizing.system.s.name,
-            "num_gpus": setup.num_gpus,
-            "cpu": sizing.system.r.name,
-            "nic": sizing.system.link.name,
-            "num_nics": setup.num_nics,
-            "prompt_tokens": workload.prompt_tokens,
-            "output_tokens": workload.output_tokens,
-            "start_interval_steps": workload.start_interval_steps,
-            "prefix_hit": workload.prefix_hit,
-            **asdict(goal),
-        },
-        "headline": sizing.headline,
-        "most_tokens_per_s": sizing.most_tokens_per_s,
-        "plan": None if plan is None else _plan_json(plan),
-        "in_the_way": [asdict(row) for row in sizing.in_the_way],
-        "nearest": sizing.nearest or None,
-        "over_sockets": [asdict(step) for step in sizing.over_sockets],
-        "what_ifs": [asdict(row) for row in sizing.what_ifs],
-        "gpu_only": None if sizing.gpu_only is None else asdict(sizing.gpu_only),
-        "hybrid": None if sizing.hybrid is None else asdict(sizing.hybrid),
+        "question": question,
+        **picked(sizing, _ANSWER),
+        "plan": plan and {**picked(plan, _PLAN), "binding": plan.binding.name},
         "kv_placement": sizing.placement,
-        "verdict": None if sizing.verdict is None else asdict(sizing.verdict),
-        "cost": None if sizing.cost is None else asdict(sizing.cost),
-        "job": None if sizing.job is None else asdict(sizing.job),
-        "inputs": [
-            asdict(row)
-            for row in inputs_of(setup, goal, sizing.system, 1 if plan is None else plan.lane_batch)
-        ],
+        "nearest": sizing.nearest or None,
+        "inputs": inputs_of(setup, goal, system, lane_batch),
     }
     printed: dict[str, Any] = json_tree(tree)
     return printed
-
-
-def _plan_json(plan: Plan) -> dict[str, Any]:
-    return {
-        "batch": plan.batch,
-        "lanes": plan.lanes,
-        "lane_batch": plan.lane_batch,
-        "sockets": plan.sockets,
-        "spare_sockets": plan.spare_sockets,
-        "hosts": plan.hosts,
-        "sockets_per_host": plan.sockets_per_host,
-        "kv_bytes": plan.kv_bytes,
-        "kv_bytes_per_host": plan.kv_bytes_per_host,
-        "s_memory_bytes": plan.s_memory_bytes,
-        "load_limit_tokens": plan.load_limit_tokens,
-        "binding": plan.binding.name,
-        "constraints": [asdict(row) for row in plan.constraints],
-        "expected": asdict(plan.expected),
-        "fast": asdict(plan.fast),
-        "slow": asdict(plan.slow),
-    }
 
 
 # --- text
@@ -142,22 +110,14 @@ def _answer(sizing: Sizing) -> str:
         rows.append(("Job", _job(sizing, sizing.job)))
     if plan is not None:
         rows += _plan_rows(sizing, plan)
-    if sizing.gpu_only is None:
-        rows.append(
-            (
-                "GPU alone",
-                "can't run this: no room for one sequence beside the weights, or not fast enough",
-            )
+    alone = "can't run this: no room for one sequence beside the weights, or not fast enough"
+    if sizing.gpu_only is not None:
+        gpu = sizing.gpu_only
+        alone = (
+            f"{rate_text(gpu.tokens_per_s)} tokens/s, {seconds_text(gpu.tpot_s)} a token, "
+            f"{counted(gpu.batch, 'sequence')} at once ({gpu.limit} allows no more)"
         )
-    else:
-        alone = sizing.gpu_only
-        rows.append(
-            (
-                "GPU alone",
-                f"{rate_text(alone.tokens_per_s)} tokens/s, {seconds_text(alone.tpot_s)} a token, "
-                f"{counted(alone.batch, 'sequence')} at once ({alone.limit} allows no more)",
-            )
-        )
+    rows.append(("GPU alone", alone))
     if sizing.hybrid is not None:
         rows.append(("Both sides", _hybrid(sizing.hybrid)))
     if sizing.verdict is not None:
@@ -283,22 +243,13 @@ def _over_sockets(sizing: Sizing) -> str:
 def _what_ifs(sizing: Sizing) -> str:
     rows = []
     for row in sizing.what_ifs:
-        if row.tokens_per_s is None or row.tpot_s is None:
-            rows.append((row.change, "-", "-", "-", row.note))
-        else:
+        cells = ("-", "-", "-")
+        if row.tokens_per_s is not None and row.tpot_s is not None:
             sockets = f"{row.sockets:,}" if row.sockets else "none"
-            rows.append(
-                (
-                    row.change,
-                    sockets,
-                    rate_text(row.tokens_per_s),
-                    seconds_text(row.tpot_s),
-                    row.note,
-                )
-            )
-    return "\n".join(
-        ["What if", *table(("change", "sockets", "tokens/s", "a token", ""), rows, left=(0, 4))]
-    )
+            cells = (sockets, rate_text(row.tokens_per_s), seconds_text(row.tpot_s))
+        rows.append((row.change, *cells, row.note))
+    header = ("change", "sockets", "tokens/s", "a token", "")
+    return "\n".join(["What if", *table(header, rows, left=(0, 4))])
 
 
 def _inputs(sizing: Sizing, explain: bool) -> str:

@@ -188,9 +188,7 @@ def size(
         gpu_only=gpu_only,
         hybrid=hybrid,
         verdict=None if plan is None else _verdict(setup, goal, plan, hybrid, gpu_only, prices),
-        cost=None
-        if plan is None or prices is None
-        else _cost(setup, system, plan, gpu_only, prices),
+        cost=None if plan is None or prices is None else _cost(setup, plan, gpu_only, prices),
         job=None,
         most_tokens_per_s=most,
     )
@@ -218,13 +216,9 @@ def _both_sides(search: Search, plan: Plan | None, alone: GpuOnly | None) -> Hyb
 def _over_sockets(system: System, plan: Plan) -> tuple[StepPrediction, ...]:
     """The plan's batch over sockets: powers of two up to twice the plan's, the
     plan's, and where the limit moves."""
-    counts = {
-        plan.sockets,
-        2 * plan.sockets,
-        max(1, plan.sockets // 2),
-        max(1, plan.sockets * 3 // 4),
-    }
-    counts |= {1 << i for i in range((2 * plan.sockets).bit_length()) if 1 << i <= 2 * plan.sockets}
+    own = plan.sockets
+    counts = {own, 2 * own, max(1, own // 2), max(1, own * 3 // 4)}
+    counts |= {1 << i for i in range((2 * own).bit_length())}
     steps = {count: system.predict(plan.lane_batch, plan.lanes, count) for count in counts}
     known = sorted(steps)
     for low, high in itertools.pairwise(known):
@@ -340,23 +334,18 @@ def _verdict(
     return Verdict(True, gain, break_even, reason)
 
 
-def _cost(
-    setup: Setup, system: System, plan: Plan, gpu_only: GpuOnly | None, prices: Prices
-) -> Cost:
-    gpus_per_hour = setup.num_gpus * prices.gpu(_gpu_name(setup))
-    per_hour = gpus_per_hour + plan.sockets * prices.socket(_cpu_name(setup))
+def _cost(setup: Setup, plan: Plan, gpu_only: GpuOnly | None, prices: Prices) -> Cost:
+    per_hour, alone = _per_hour(setup, plan.sockets, prices), None
+    if gpu_only is not None:
+        alone = _per_hour(setup, 0, prices) / (gpu_only.tokens_per_s * 3600) * 1e6
+    a_million = per_hour / (plan.expected.tokens_per_s * 3600) * 1e6
+    return Cost(prices.currency, per_hour, a_million, alone)
 
-    def per_million(money_per_hour: float, tokens_per_s: float) -> float:
-        return money_per_hour / (tokens_per_s * 3600) * 1e6
 
-    return Cost(
-        currency=prices.currency,
-        per_hour=per_hour,
-        per_million_tokens=per_million(per_hour, plan.expected.tokens_per_s),
-        gpu_only_per_million_tokens=None
-        if gpu_only is None
-        else per_million(gpus_per_hour, gpu_only.tokens_per_s),
-    )
+def _per_hour(setup: Setup, sockets: int, prices: Prices) -> float:
+    """Money for the GPUs and so many sockets. Raises ConfigError: a price is missing."""
+    gpus = setup.num_gpus * prices.gpu(_gpu_name(setup))
+    return gpus + (sockets * prices.socket(_cpu_name(setup)) if sockets else 0.0)
 
 
 def job(sizing: Sizing, headline: Headline, num_tokens: float, prices: Prices | None) -> Job:
@@ -370,14 +359,10 @@ def job(sizing: Sizing, headline: Headline, num_tokens: float, prices: Prices | 
     power_w = s.power_w
     if headline.sockets and power_w is not None:
         power_w = None if r.power_w is None else power_w + headline.sockets * r.power_w
-    per_hour = None
-    if prices is not None:
-        per_hour = setup.num_gpus * prices.gpu(_gpu_name(setup))
-        per_hour += headline.sockets * prices.socket(_cpu_name(setup)) if headline.sockets else 0.0
     return Job(
         hours,
         None if power_w is None else power_w * hours / 1000.0,
-        None if per_hour is None else per_hour * hours,
+        None if prices is None else _per_hour(setup, headline.sockets, prices) * hours,
     )
 
 

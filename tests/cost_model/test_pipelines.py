@@ -180,8 +180,8 @@ def test_best_layouts_are_those_of_all(tmp_path: Path) -> None:
     for machines in (1, 2, 3, 6):
         for kind in KINDS:
             all_s = [
-                comparison.simulate(layout, point).makespan_s
-                for layout, point in comparison.layouts(kind, machines)
+                comparison.simulate(layout).makespan_s
+                for layout in comparison.layouts(kind, machines)
             ]
             best = comparison.best(kind, machines)
             assert (None if best is None else best.makespan_s) == min(all_s, default=None)
@@ -192,7 +192,7 @@ def test_memory_excludes_layouts(tmp_path: Path) -> None:
 
     def sizes(kind: Kind, machines: int, gb: int) -> set[int]:
         comparison = Comparison(trace(), profile, Fraction(gb))
-        return {layout.microbatch for layout, _ in comparison.layouts(kind, machines)}
+        return {layout.microbatch for layout in comparison.layouts(kind, machines)}
 
     # 140 tokens at the end: 100/2 + 0.01·140·8 = 61.2 GB; prompts alone: 58 GB.
     assert sizes("one pipeline", 2, 61) == {4} and sizes("one pipeline", 2, 62) == {4, 8}

@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from cost_model.disaggregate.memory import ModelMemory
-from cost_model.disaggregate.split import Overhead, transfer_s
+from cost_model.disaggregate.split import streaming_overhead, transfer_s
 from cost_model.exact import as_typed
 
 PROMPT_TOKENS, TOTAL_TOKENS = 1000, 2000
@@ -164,7 +164,7 @@ def table_6_row(bandwidth_gbps: float) -> tuple[Fraction, Fraction, Fraction]:
     """Transfer, extra time, and m."""
     took_s = transfer_s(TABLE_6_KV_GB, bandwidth_gbps)
     extra_s = max(Fraction(0), took_s - as_typed(TABLE_6_PROMPT_S))
-    return took_s, extra_s, Overhead.of_transfer(took_s, TABLE_6_PROMPT_S).factor
+    return took_s, extra_s, streaming_overhead(took_s, TABLE_6_PROMPT_S)
 
 
 def _table_6() -> Iterator[Compared]:

@@ -7,6 +7,7 @@ Exit codes: 0 an answer; 1 no split fits; 2 usage.
 from __future__ import annotations
 
 import argparse
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from fastdecode.cli.options import EXIT_INFEASIBLE, add_log_level_option
@@ -15,7 +16,6 @@ from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from cost_model.disaggregate.memory import StageMemory
-    from cost_model.disaggregate.split import Overhead
 
 _MEMORY = ("layers", "weights_gb", "prompt_kv_gb", "token_kv_gb", "memory_gb")
 
@@ -124,21 +124,21 @@ def _fill_times(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{option} is missing: give it, --profile, or --model and --gpu")
 
 
-def _overhead(args: argparse.Namespace) -> Overhead | None:
-    from cost_model.disaggregate.split import Overhead, transfer_s
+def _overhead(args: argparse.Namespace) -> float | Fraction:
+    from cost_model.disaggregate.split import streaming_overhead, transfer_s
 
     sizes = (args.kv_gb, args.bandwidth_gbps)
     if args.overhead is not None:
         if sizes != (None, None):
             raise ConfigError("give --overhead, or --kv-gb and --bandwidth-gbps, not both")
-        return Overhead.given(args.overhead)
+        return float(args.overhead)
     if sizes == (None, None):
-        return None
+        return 1.0
     if None in sizes:
         raise ConfigError(
             "how long does streaming take? Give --kv-gb and --bandwidth-gbps together"
         )
-    return Overhead.of_transfer(transfer_s(*sizes), args.prompt_time)
+    return streaming_overhead(transfer_s(*sizes), args.prompt_time)
 
 
 def _memory(args: argparse.Namespace) -> StageMemory | None:
