@@ -128,16 +128,8 @@ class System:
     def scaled(self, sign: int) -> System:
         """Everything slower (+1) or faster (-1) by its own relative error, to
         bound a prediction."""
-
-        def pace(relative_error: float) -> float:
-            return (1.0 + relative_error) ** sign
-
-        return replace(
-            self,
-            s=replace(self.s, pace=self.s.pace * pace(self.s.relative_error)),
-            r=replace(self.r, pace=self.r.pace * pace(self.r.relative_error)),
-            link=replace(self.link, pace=self.link.pace * pace(self.link.relative_error)),
-        )
+        s, r, link = self.s.scaled(sign), self.r.scaled(sign), self.link.scaled(sign)
+        return replace(self, s=s, r=r, link=link)
 
     @cached_property
     def prompt_s(self) -> float:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from cost_model.hardware import Cpu, Gpu, Nic
 from cost_model.workload import TokenCosts
@@ -36,6 +36,25 @@ class Provenance(str, Enum):
 
     def __str__(self) -> str:
         return self.value
+
+
+_Own = TypeVar("_Own", bound="HardwarePart")
+
+
+@dataclass(frozen=True)
+class HardwarePart:
+    """What is known of one part of the hardware, and how well."""
+
+    name: str
+    provenance: Provenance
+    source: str
+    relative_error: float = field(kw_only=True)
+    pace: float = field(default=1.0, kw_only=True)
+    """Multiplies every time, to ask what if it is slower or faster than thought."""
+
+    def scaled(self: _Own, sign: int) -> _Own:
+        """Slower (+1) or faster (-1) by its own relative error."""
+        return replace(self, pace=self.pace * (1.0 + self.relative_error) ** sign)
 
 
 @dataclass(frozen=True)
@@ -107,12 +126,9 @@ class _Roofline:
 
 
 @dataclass(frozen=True)
-class SPartModel:
+class SPartModel(HardwarePart):
     """The S-part of one model on one set of GPUs."""
 
-    name: str
-    provenance: Provenance
-    source: str
     num_layers: int
     layer_s: TimeOf
     """Of one layer over tokens in the batch."""
@@ -126,12 +142,9 @@ class SPartModel:
     host_link_bytes_per_s: float | None
     """PCIe, one direction; None if it is part of what was measured."""
     power_w: float | None
-    relative_error: float
     max_batch: int | None = None
     """The largest that was measured: beyond it nothing is known. None: a
     formula, which has no end."""
-    pace: float = 1.0
-    """Multiplies every time, to ask what if it is slower or faster than thought."""
     prompts_on_r: bool = False
     """R-workers attend prompts: their q and o cross the network, too."""
 
@@ -215,13 +228,10 @@ class SPartModel:
 
 
 @dataclass(frozen=True)
-class RPartModel:
+class RPartModel(HardwarePart):
     """The R-part of one layer on one R-worker: one CPU socket of a datasheet,
-    or one measured host."""
+    or one measured host. Its pace leaves the read ceiling as it is."""
 
-    name: str
-    provenance: Provenance
-    source: str
     call_s: float
     """Of one call, beside what it works on."""
     sequence_s: float
@@ -235,9 +245,6 @@ class RPartModel:
     memory_bytes: float
     sockets_per_host: int
     power_w: float | None
-    relative_error: float
-    pace: float = 1.0
-    """Multiplies every time but the read ceiling's."""
 
     def r_s(self, num_sequences: float, num_tokens: float) -> float:
         """Seconds of one layer for one R-worker that holds so many sequences
@@ -276,7 +283,7 @@ class RPartModel:
         room = s.usable_memory_bytes - costs.weight_bytes
         return cls(
             s.name, s.provenance, s.source, 0.0, 0.0, token_s, token_s, room, room, 1, s.power_w,
-            s.relative_error, s.pace,
+            relative_error=s.relative_error, pace=s.pace,
         )  # fmt: skip
 
     @classmethod
@@ -326,20 +333,15 @@ class RPartModel:
 
 
 @dataclass(frozen=True)
-class LinkModel:
+class LinkModel(HardwarePart):
     """A port of an S-worker or of an R-worker's host."""
 
-    name: str
-    provenance: Provenance
-    source: str
     bytes_per_s: float
     """Payload each way, both at once."""
     round_trip_s: float
     """A small message there and back."""
     message_s: float
     """What one message out and its answer cost the S-worker's thread, the bytes aside."""
-    relative_error: float
-    pace: float = 1.0
 
     def transfer_s(self, num_bytes: float) -> float:
         """Seconds that so many bytes take one way, latency aside."""
@@ -354,15 +356,15 @@ class LinkModel:
         """R-workers are threads of the S-worker's process: what messages cost
         is in its profile's ``host`` times."""
         source = "R-workers are threads of the S-worker's process"
-        return cls("in one process", Provenance.GIVEN, source, float("inf"), 0.0, 0.0, 0.0)
+        far = float("inf")
+        return cls("in one process", Provenance.GIVEN, source, far, 0.0, 0.0, relative_error=0.0)
 
     @classmethod
     def from_nic(cls, nic: Nic) -> LinkModel:
-        source = f"{nic.source}; round trip: {nic.round_trip_source}"
         return cls(
             name=nic.name,
             provenance=Provenance.DATASHEET,
-            source=source,
+            source=f"{nic.source}; round trip: {nic.round_trip_source}",
             bytes_per_s=nic.bytes_per_s,
             round_trip_s=nic.round_trip_s,
             message_s=nic.message_s,
@@ -377,14 +379,12 @@ class LinkModel:
         curve = fit_curve(profile.transfer)
         largest = max(point.size for point in profile.transfer)
         slope = curve.last_slope or curve(largest) / largest
-        error = max(curve.relative_error, profile.round_trip.spread)
-        source = f"{len(profile.transfer)} message sizes over {profile.transport}"
         return cls(
             name=profile.transport,
             provenance=Provenance.MEASURED,
-            source=source,
+            source=f"{len(profile.transfer)} message sizes over {profile.transport}",
             bytes_per_s=1.0 / slope,
             round_trip_s=profile.round_trip.median_s,
             message_s=profile.message.median_s,
-            relative_error=error,
+            relative_error=max(curve.relative_error, profile.round_trip.spread),
         )

@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from cost_model.fields import count, number
 from cost_model.printing import table
-from cost_model.simulate.tier import Tier
 from cost_model.simulate.trace import bounded, read_file, records
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.cache.costs import CostTable
@@ -66,6 +67,67 @@ class _Conversation:
     num_tokens: int = 0
     last_s: float = 0.0
     """When it was last active."""
+
+
+class Tier:
+    """What one tier has of conversations, which are numbered as they appear.
+
+    Args:
+        policy: says whose blocks leave next, and which of them.
+        block_size: tokens in a block.
+    """
+
+    def __init__(self, policy: TierPolicy, block_size: int) -> None:
+        self._policy = policy
+        self._size = block_size
+        self.num_blocks = 0
+        """Of all conversations."""
+        self._held: dict[int, list[int]] = {}
+        self._costs: list[float] = []  # of blocks, by number
+        # By conversation.
+        self._first_costs, self._counts, self._last_s = np.ones(64), np.zeros(64), np.zeros(64)
+
+    def blocks(self, conversation: int) -> list[int]:
+        """What it has of a conversation, in order; not to be changed."""
+        return self._held.get(conversation, [])
+
+    def hold(self, conversation: int, blocks: list[int], last_s: float) -> None:
+        """From now on it has these blocks, in order, and no other of a
+        conversation that was active then."""
+        while conversation >= len(self._counts):
+            self._first_costs, self._counts, self._last_s = (
+                np.pad(each, (0, len(each)))
+                for each in (self._first_costs, self._counts, self._last_s)
+            )
+        self._last_s[conversation] = last_s
+        self._set(conversation, blocks)
+
+    def leave(self, now_s: float) -> tuple[int, list[int]] | None:
+        """The conversation with the lowest score, of equal ones the first that appeared, gives
+        up blocks; None: there are none."""
+        held = np.flatnonzero(self._counts)
+        if not len(held):
+            return None
+        rows = (self._first_costs[held], self._counts[held], self._last_s[held])
+        conversation = int(held[np.argmin(self._policy.score(*rows, now_s))])
+        blocks = self._held[conversation]
+        leaving = self._policy.leaving(blocks)
+        num = len(leaving)
+        self._set(conversation, blocks[num:] if leaving[0] == blocks[0] else blocks[:-num])
+        return conversation, leaving
+
+    def _set(self, conversation: int, blocks: list[int]) -> None:
+        self.num_blocks += len(blocks) - int(self._counts[conversation])
+        self._counts[conversation] = len(blocks)
+        self._held.pop(conversation, None)
+        if blocks:
+            self._held[conversation] = blocks
+            self._first_costs[conversation] = self._cost(blocks[0])
+
+    def _cost(self, block: int) -> float:
+        while len(self._costs) <= block:
+            self._costs.append(self._policy.cost_of((len(self._costs) + 1) * self._size))
+        return self._costs[block]
 
 
 class TierSimulator:

@@ -31,9 +31,9 @@ def ideal_system(
     source = (Provenance.GIVEN, "")
     return System(
         s=SPartModel("s", *source, SPEC.num_layers, lambda _: t_of_b, lambda _: 0.0,
-                     lambda n: 1e-3 * n, 1e15, 1e12, None, None, 0.1),
-        r=RPartModel("r", *source, 0.0, 0.0, r_s, r_s / 2, 1e15, 1e15, 2, None, 0.1),
-        link=LinkModel("net", *source, network_bytes_per_s, 0.0, 0.0, 0.1),
+                     lambda n: 1e-3 * n, 1e15, 1e12, None, None, relative_error=0.1),
+        r=RPartModel("r", *source, 0.0, 0.0, r_s, r_s / 2, 1e15, 1e15, 2, None, relative_error=0.1),
+        link=LinkModel("net", *source, network_bytes_per_s, 0.0, 0.0, relative_error=0.1),
         num_nics=1,
         costs=TokenCosts(SPEC, DType.FLOAT16, "float16"),
         workload=Workload(0, seq_len),
