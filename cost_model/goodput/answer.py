@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from cost_model.goodput.hardware import InstanceHardware
-from cost_model.goodput.placements import Degrees, PlacementPrices
+from cost_model.goodput.placements import Degrees, PlacementPlan, PlacementPrices
+from cost_model.goodput.queueing import crossing, mean_ttft_s
 from cost_model.goodput.rates import Load
-from cost_model.goodput.report import Answer, Nearest, queueing_notes
 from cost_model.goodput.search import (
     Affinity,
     Objective,
@@ -18,7 +19,8 @@ from cost_model.goodput.search import (
     plan_low_affinity,
 )
 from cost_model.goodput.simulator import simulate
-from cost_model.quantities import counted
+from cost_model.goodput.slo import Slo
+from cost_model.quantities import counted, round_to, seconds_text
 from fastdecode.core.errors import ConfigError
 
 _SLACK = 1.05
@@ -46,11 +48,122 @@ class Question:
     prices: PlacementPrices
     described: str
 
+    @property
+    def num_gpus(self) -> int:
+        """That there are."""
+        return self.hardware.cluster.num_gpus
+
     def __post_init__(self) -> None:
         if not 1e-6 <= self.rate <= 1e6:
             raise ConfigError(
                 f"--rate {self.rate!r} is not a number of requests a second from 1e-6 to 1e6"
             )
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """A TTFT and a TPOT that could be kept, by requests that never wait."""
+
+    ttft_s: float
+    tpot_s: float
+    degrees: Degrees
+    """Of the instance that keeps the TPOT."""
+    sockets: int | None
+    """Of it; 0: its K and V are on the GPU; None: no instance decodes."""
+    is_bound: bool
+    """More sockets would make it shorter, and there may be none."""
+
+    @property
+    def told(self) -> str:
+        """On what the TPOT is kept."""
+        if self.sockets is None:
+            return ""
+        if not self.sockets:
+            return f", the latter on {self.degrees} with KV on the GPU"
+        more = ", which are all that there may be: more make it shorter" if self.is_bound else ""
+        return f", the latter on {self.degrees} and {counted(self.sockets, 'socket')}{more}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Both kinds of plan, and which one it is to be."""
+
+    question: Question
+    disaggregated: PlacementPlan | None
+    colocated: PlacementPlan | None
+    nearest: Nearest | None
+    """Where no plan keeps the SLO."""
+    provenance: str
+    notes: tuple[str, ...]
+    limits: tuple[str, ...]
+    """Of the search, that bind."""
+
+    @property
+    def slo(self) -> Slo:
+        return self.question.load.slo
+
+    @property
+    def plans(self) -> list[PlacementPlan]:
+        return [plan for plan in (self.disaggregated, self.colocated) if plan is not None]
+
+    def keeps(self, plan: PlacementPlan) -> bool:
+        """It keeps the SLO at the asked rate, on the GPUs that there are."""
+        enough = plan.num_gpus <= self.question.num_gpus
+        return enough and plan.is_carried
+
+    @property
+    def best(self) -> PlacementPlan | None:
+        """The cheapest that keeps the SLO: by GPUs, or by price. None: none does."""
+        fitting = [plan for plan in self.plans if self.keeps(plan)]
+        return min(fitting, key=self._cost, default=None)
+
+    def _cost(self, plan: PlacementPlan) -> tuple[float, float, bool]:
+        gpus, price = float(plan.num_gpus), plan.price(self.question.prices)
+        first, second = (gpus, price) if self.question.objective == "gpu" else (price, gpus)
+        return first, second, plan.kind == "disaggregated"
+
+    @property
+    def verdict(self) -> str:
+        best = self.best
+        if best is None:
+            return self._infeasible()
+        other = self.colocated if best is self.disaggregated else self.disaggregated
+        words = "disaggregate" if best.kind == "disaggregated" else "don't disaggregate"
+        if other is None:
+            return f"{words}: the other way, no instance keeps the SLO"
+        if not self.keeps(other):
+            return (
+                f"{words}: the other way takes {counted(other.num_gpus, 'GPU')}, or misses the SLO"
+            )
+        if hardware_text(best) == hardware_text(other):
+            return f"{words}: either way takes {hardware_text(best)}"
+        ratio = f"{round_to(best.gpu_goodput / other.gpu_goodput, 3):g}"
+        beside = f"{hardware_text(best)} instead of {hardware_text(other)}"
+        if best.num_gpus == other.num_gpus:
+            return f"{words}: {beside}"
+        return f"{words}: {ratio} times the goodput a GPU of the other way; {beside}"
+
+    def _infeasible(self) -> str:
+        gpus, rate = self.question.num_gpus, f"{self.question.rate:g} requests a second"
+        if self.nearest is not None:
+            ttft, tpot = seconds_text(self.nearest.ttft_s), seconds_text(self.nearest.tpot_s)
+            return (
+                f"no instance keeps the SLO, at any rate; the nearest that one keeps: "
+                f"ttft={ttft.replace(' ', '')},tpot={tpot.replace(' ', '')}{self.nearest.told}"
+            )
+        least = min(plan.num_gpus for plan in self.plans)
+        if least <= gpus:
+            return f"the SLO is missed at {rate}; try a lower --rate"
+        most = round_to(max(plan.carried_by(gpus) for plan in self.plans), 3)
+        carried = f"which carry about {most:g}: give more, or lower --rate"
+        too_few = "too few for any instance that keeps the SLO: give more"
+        needed = f"{rate} take {counted(least, 'GPU')} and there are {gpus}"
+        return f"{needed}, {carried if most else too_few}"
+
+
+def hardware_text(plan: PlacementPlan) -> str:
+    sockets = f" and {counted(plan.num_sockets, 'socket')}" if plan.num_sockets else ""
+    return f"{counted(plan.num_gpus, 'GPU')}{sockets}"
 
 
 def answer(question: Question, progress: Callable[[str], object] = lambda _: None) -> Answer:
@@ -76,13 +189,10 @@ def answer(question: Question, progress: Callable[[str], object] = lambda _: Non
         apart = plan_low_affinity(search, question.sockets_per_node)
     nearest = None if colocated or apart else _nearest(search)
     system = hardware.system(1)
-    return Answer(
-        question.model, question.load.slo, question.load.how, question.rate,
-        hardware.cluster.num_gpus, question.prices, question.objective, apart, colocated, nearest,
-        f"{system.s.name} ({system.s.provenance}), {system.r.name} ({system.r.provenance}), "
-        f"{system.link.name} ({system.link.provenance})",
-        question.described, tuple(_notes(search)), tuple(_limits(search, question)),
-    )  # fmt: skip
+    parts = (system.s, system.r, system.link)
+    times = ", ".join(f"{part.name} ({part.provenance})" for part in parts)
+    limits = tuple(_limits(search, question))
+    return Answer(question, apart, colocated, nearest, times, tuple(_notes(search)), limits)
 
 
 def _nearest(search: Search) -> Nearest:
@@ -130,17 +240,24 @@ def _limits(search: Search, question: Question) -> list[str]:
     ]
 
 
-def _notes(search: Search) -> list[str]:
+def _notes(search: Search) -> Iterator[str]:
+    """What closed forms say of a mean prompt, and its batches."""
     hardware, (one, *more) = search.hardware, search.degrees()
-    prompt = [max(1, round(hardware.mean_prompt))]
+    mean_prompt = [max(1, round(hardware.mean_prompt))]
 
     def prompt_s(degrees: Degrees) -> float:
-        return hardware.prefill(degrees).times.prefill_s(prompt)
+        return hardware.prefill(degrees).times.prefill_s(mean_prompt)
 
-    twice = [each for each in more if each.pp == one.pp and each.tp == 2 * one.tp]
-    two_gpus_s = prompt_s(twice[0]) if twice and one == Degrees(1, 1) else None
-    batch = hardware.prefill(one).batch_tokens
-    return [
-        f"batches of prompts: up to {batch} tokens ({one})",
-        *queueing_notes(prompt_s(one), two_gpus_s, search.rate),
-    ]
+    batch, prompt = hardware.prefill(one).batch_tokens, prompt_s(one)
+    mean_s = mean_ttft_s(prompt, prompt, search.rate)
+    mean = seconds_text(mean_s) if math.isfinite(mean_s) else "grows without end"
+    yield f"batches of prompts: up to {batch} tokens ({one})"
+    yield f"one GPU, prompts alone, closed form: mean TTFT {mean} at {search.rate:g}/s"
+    two = Degrees(2, 1)
+    speed_up = prompt / prompt_s(two) if one == Degrees(1, 1) and two in more else 0.0
+    if 1.0 <= speed_up <= 2.0:
+        below = round_to(crossing(speed_up) / prompt, 3)
+        yield (
+            f"two GPUs: tensor parallel is {round_to(speed_up, 3):g} times as fast, better than a "
+            f"pipeline below {below:g} requests a second"
+        )

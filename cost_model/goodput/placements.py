@@ -12,11 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Literal
 
+from cost_model.goodput.rates import Load
 from cost_model.goodput.simulator import GoodputRun
-from cost_model.goodput.slo import RequestTimes, Slo
+from cost_model.goodput.slo import RequestTimes
 
 
 @dataclass(frozen=True, order=True)
@@ -35,10 +37,7 @@ class Degrees:
         """As of a ``Pair``."""
         return self
 
-    @property
-    def decode(self) -> Degrees:
-        """As of a ``Pair``."""
-        return self
+    decode = prefill
 
     def __str__(self) -> str:
         return f"tp {self.tp}" + (f" pp {self.pp}" if self.pp > 1 else "")
@@ -157,18 +156,11 @@ class PlacementPlan:
 
     kind: Literal["disaggregated", "colocated"]
     instances: tuple[InstanceGroup, ...]
-    rate: float
-    """That they were made for."""
     goodput: float
     """Requests a second that they carry."""
+    load: Load
     run: GoodputRun
-    """At that rate."""
-    share: float
-    """Of its requests that keep the SLO."""
-    is_carried: bool
-    """Enough of them, and they don't wait longer and longer."""
-    counted: tuple[RequestTimes, ...]
-    """Those of the run that say so."""
+    """At the rate that they were made for."""
     segments: int = 1
     """Nodes that a pair is spread over."""
 
@@ -180,9 +172,31 @@ class PlacementPlan:
     def num_sockets(self) -> int:
         return sum(each.num_sockets for each in self.instances)
 
-    def quantiles(self, slo: Slo) -> tuple[float, float]:
+    @cached_property
+    def counted(self) -> list[RequestTimes]:
+        """The requests of the run that say whether the SLO is kept."""
+        return self.run.counted(self.load.residence_s)
+
+    @property
+    def share(self) -> float:
+        """The part of the requests that keep the SLO."""
+        return self.load.slo.share(self.counted)
+
+    @cached_property
+    def is_carried(self) -> bool:
+        """Enough requests keep the SLO, and they don't wait longer and longer."""
+        return self.load.is_carried(self.run)
+
+    @cached_property
+    def quantiles(self) -> tuple[float, float]:
         """TTFT and TPOT at the attainment."""
-        return slo.quantiles(self.counted)
+        return self.load.slo.quantiles(self.counted)
+
+    @property
+    def binds(self) -> str:
+        """Which limit the requests come nearer to."""
+        (ttft_s, tpot_s), slo = self.quantiles, self.load.slo
+        return "ttft" if ttft_s / slo.ttft_s >= tpot_s / slo.tpot_s else "tpot"
 
     @property
     def gpu_goodput(self) -> float:

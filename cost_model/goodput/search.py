@@ -265,7 +265,8 @@ def plan_colocated(search: Search, sockets_per_node: int | None = None) -> Place
         return None
     outcome = phase.simulated(chosen.what, chosen.sockets).run(requests, chosen.count)
     group = _group(search, "both", phase, chosen)
-    return _plan(search, "colocated", (group,), chosen.count * group.goodput, outcome)
+    goodput = chosen.count * group.goodput
+    return PlacementPlan("colocated", (group,), goodput, search.load, outcome)
 
 
 def _group(search: Search, role: Role, phase: Phase, chosen: Chosen) -> InstanceGroup:
@@ -274,23 +275,6 @@ def _group(search: Search, role: Role, phase: Phase, chosen: Chosen) -> Instance
     goodput = max(phase.goodput(what, sockets), search.rate / chosen.count)
     degrees = what.prefill if role == "prefill" else what.decode
     return InstanceGroup(role, degrees, chosen.count, sockets, goodput)
-
-
-def _plan(
-    search: Search,
-    kind: Literal["disaggregated", "colocated"],
-    instances: tuple[InstanceGroup, ...],
-    goodput: float,
-    run: GoodputRun,
-    segments: int = 1,
-) -> PlacementPlan:
-    load = search.load
-    counted = tuple(run.counted(load.residence_s))
-    carried = load.is_carried(run)
-    share = load.slo.share(counted)
-    return PlacementPlan(
-        kind, instances, search.rate, goodput, run, share, carried, counted, segments
-    )
 
 
 def plan_high_affinity(search: Search) -> PlacementPlan | None:
@@ -323,7 +307,7 @@ def _together(search: Search, prefill: InstanceGroup, decode: InstanceGroup) -> 
         more = replace(more, count=more.count + 1)
         prefill, decode = (more, decode) if is_first_late else (prefill, more)
     goodput = min(each.count * each.goodput for each in (prefill, decode))
-    return _plan(search, "disaggregated", (prefill, decode), goodput, run)
+    return PlacementPlan("disaggregated", (prefill, decode), goodput, load, run)
 
 
 def _slow_first_tokens(load: Load, run: GoodputRun) -> float:
@@ -350,4 +334,4 @@ def plan_low_affinity(search: Search, sockets_per_node: int) -> PlacementPlan | 
     roles: tuple[Role, ...] = ("prefill", "decode")
     groups = tuple(_group(search, role, search.phase(role), chosen) for role in roles)
     goodput = max(search.rate, chosen.count * phase.goodput(pair, chosen.sockets))
-    return _plan(search, "disaggregated", groups, goodput, outcome, pair.pp_cross)
+    return PlacementPlan("disaggregated", groups, goodput, search.load, outcome, pair.pp_cross)

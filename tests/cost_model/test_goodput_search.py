@@ -14,7 +14,7 @@ from cost_model.goodput.answer import Question, answer
 from cost_model.goodput.hardware import InstanceHardware, batch_tokens
 from cost_model.goodput.placements import Degrees, Pair, PlacementPrices
 from cost_model.goodput.rates import Load, greatest_rate
-from cost_model.goodput.report import as_json, as_text, binds, placement_file
+from cost_model.goodput.report import as_json, as_text, placement_file
 from cost_model.goodput.search import STEP_TOKENS, Chosen, Phase, Search, plan_colocated
 from cost_model.goodput.simulator import PrefillSpec, simulate, simulate_colocated
 from cost_model.goodput.slo import Slo
@@ -91,7 +91,7 @@ def test_a_placement_that_keeps_the_slo() -> None:
     assert best is not None and best.num_gpus <= 2 and best.share >= 0.9
     tree = as_json(found)
     assert tree["chosen"] == best.kind and tree["plans"][best.kind]["keeps_slo"]
-    assert binds(best, found.slo) in as_text(found, explain=True)
+    assert f"{best.binds} binds" in as_text(found, explain=True)
     again = answer(question())
     assert as_json(again) == tree and as_text(again) == as_text(found)
     placed = placement_file(found)
@@ -104,7 +104,7 @@ def test_kv_stays_on_the_gpu_where_it_has_room(objective: str) -> None:
     found = answer(question(objective=objective))
     assert found.best is not None and found.best.num_sockets == 0
     assert all(each.is_on_device for each in found.best.instances)
-    tpot_s = found.best.quantiles(found.slo)[1]
+    tpot_s = found.best.quantiles[1]
     # Weights and K and V are read once a token, and chunks of prompts come between.
     setup, gpu = hardware().setup, Catalogue.load().gpu("A10")
     read_s = setup.costs.weight_bytes / (gpu.memory_bytes_per_s * gpu.memory_efficiency.value)
@@ -204,6 +204,14 @@ def test_what_gpus_carry_that_are_too_few() -> None:
     # What is said they carry, they do; and little more.
     assert answer(replace(asked, rate=0.9 * most)).best is not None
     assert answer(replace(asked, rate=1.15 * most)).best is None
+
+
+def test_too_few_gpus_for_one_of_each_role_are_named() -> None:
+    asked = question()
+    found = answer(asked)
+    one = replace(asked, hardware=replace(asked.hardware, num_nodes=1, gpus_per_node=1))
+    verdict = replace(found, question=one, colocated=None).verdict
+    assert verdict.startswith(f"{asked.rate:g} requests a second take 2 GPUs and there are 1, too")
 
 
 def test_says_the_nearest_slo_or_rate() -> None:

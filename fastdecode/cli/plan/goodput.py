@@ -21,9 +21,8 @@ from fastdecode.cli.size import add_hardware_file, read_part_of_setup
 from fastdecode.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cost_model.goodput.answer import Question
+    from cost_model.goodput.answer import Answer, Question
     from cost_model.goodput.placements import PlacementPrices
-    from cost_model.goodput.report import Answer
     from cost_model.goodput.workload import Draw
     from cost_model.plans.question import Setup
 
