@@ -29,7 +29,6 @@ class SystemTime(StepTime):
     _lanes: dict[int, LaneTimes] = field(default_factory=dict)
 
     def s_part_s(self, num_decoding: int, prompts: Prompts = ()) -> float:
-        """As ``StepTime``."""
         if not num_decoding:
             return self._prompts_alone_s(prompts)
         return self._layers * self._lane(num_decoding).s_s + self._prompts_s(prompts)
@@ -56,22 +55,19 @@ class SystemTime(StepTime):
         return max(prompts_s, kv_bytes / s.host_link_bytes_per_s)
 
     def r_part_s(self, worker: int, load_tokens: float, num_sequences: float = 1.0) -> float:
-        """As ``StepTime``."""
         attended = load_tokens
         if self._windows and num_sequences:
             attended = num_sequences * self._attended(load_tokens / num_sequences)
         return self._layers * self.system.r.r_s(num_sequences, attended)
 
     def link_s(self, num_tokens: int) -> float:
-        """As ``StepTime``: of ports, I/O threads, and the S-worker's thread."""
+        """Of ports, I/O threads, and the S-worker's thread."""
         return self._layers * self._lane(num_tokens).link_s
 
     def trip_s(self, num_tokens: int) -> float:
-        """As ``StepTime``."""
         return self._layers * self._lane(num_tokens).trip_s
 
     def transfer_s(self, num_tokens: float) -> float:
-        """As ``StepTime``."""
         return num_tokens * self.system.costs.kv_bytes / self.transfer_bytes_per_s
 
     @cached_property

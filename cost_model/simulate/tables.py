@@ -69,13 +69,10 @@ class TabledTimes(StepTime):
     """Of a lane's step, to R-workers and back."""
 
     def s_part_s(self, num_decoding: int, prompts: Prompts = ()) -> float:
-        """As ``StepTime``."""
         return self.s_part(num_tokens_of(num_decoding, prompts))
 
     def r_part_s(self, worker: int, load_tokens: float, num_sequences: float = 1.0) -> float:
-        """As ``StepTime``."""
         return self.r_parts[worker](load_tokens)
 
     def trip_s(self, num_tokens: int) -> float:
-        """As ``StepTime``."""
         return self.way_s

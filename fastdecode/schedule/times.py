@@ -159,11 +159,11 @@ class MeasuredTimes(StepTime):
             self._trip_s = min(self._trip_s * _FORGET, round_trip_s)
 
     def trip_s(self, num_tokens: int) -> float:
-        """As ``StepTime``: the least that was seen lately, whatever the batch."""
+        """The least that was seen lately, whatever the batch."""
         return self._trip_s
 
     def s_part_s(self, num_decoding: int, prompts: Prompts = (), *, hopeful: bool = False) -> float:
-        """As ``StepTime``. While all batches had one size, the time is taken to be
+        """While all batches had one size, the time is taken to be
         the same for any: the weights are read for any batch. ``hopeful``: or in
         proportion, if that is less. A step of another size measures it."""
         line, num_tokens = self._s_part, num_tokens_of(num_decoding, prompts)
@@ -173,7 +173,6 @@ class MeasuredTimes(StepTime):
         return line.at(num_tokens, slope_if_unknown=slope)
 
     def r_part_s(self, worker: int, load_tokens: float, num_sequences: float = 1.0) -> float:
-        """As ``StepTime``."""
         line = self._r_part.get(worker)
         if line is None or line.num_observed < self._min_observed:
             return 0.0

@@ -33,8 +33,12 @@ from cost_model.goodput.replanning.roles import (
     Roles,
     simulation_of,
 )
-from cost_model.goodput.replanning.traffic import FinishedRequest, traffic
-from cost_model.goodput.replanning.traffic_watch import TrafficWatch, WatchRules
+from cost_model.goodput.replanning.traffic_watch import (
+    FinishedRequest,
+    TrafficWatch,
+    WatchRules,
+    traffic,
+)
 from cost_model.goodput.simulator import (
     DecodeSpec,
     GoodputRun,

@@ -55,16 +55,14 @@ class LinearTimes(StepTime):
     """To fetch K and V of a token from another instance; 0: none were fetched."""
 
     def s_part_s(self, num_decoding: int, prompts: Prompts = ()) -> float:
-        """As ``StepTime``. Prompts alone draw a token each."""
+        """Prompts alone draw a token each."""
         num_drawn, run = num_decoding or len(prompts), sum(new for _, new in prompts)
         return self.step_s + self.token_s * num_drawn + self.prompt_s * run
 
     def r_part_s(self, worker: int, load_tokens: float, num_sequences: float = 1.0) -> float:
-        """As ``StepTime``."""
         return self.cached_s * load_tokens
 
     def transfer_s(self, num_tokens: float) -> float:
-        """As ``StepTime``."""
         return self.fetched_s * num_tokens
 
 

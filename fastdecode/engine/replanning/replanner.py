@@ -10,8 +10,7 @@ from collections.abc import Callable
 from cost_model.goodput.replanning.asking import RoleQuestion
 from cost_model.goodput.replanning.measured import InstanceTotals, StepLog
 from cost_model.goodput.replanning.roles import Alike, Comes, JudgedRoles, Roles
-from cost_model.goodput.replanning.traffic import FinishedRequest
-from cost_model.goodput.replanning.traffic_watch import Due, TrafficWatch
+from cost_model.goodput.replanning.traffic_watch import Due, FinishedRequest, TrafficWatch
 from cost_model.goodput.slo import RequestTimes
 from fastdecode.core.clock import Clock
 from fastdecode.core.config.instances import InstanceRole

@@ -42,18 +42,15 @@ class GuessedTime(StepTime):
     device: HolderId
 
     def s_part_s(self, num_decoding: int, prompts: Prompts = ()) -> float:
-        """As ``StepTime``."""
         return self.measured.s_part_s(num_decoding, prompts)
 
     def r_part_s(self, worker: int, load_tokens: float, num_sequences: float = 1.0) -> float:
-        """As ``StepTime``."""
         measured_s = self.measured.r_part_s(worker, load_tokens, num_sequences)
         if measured_s or worker == self.device:
             return measured_s
         return load_tokens * self.guess.token_bytes / self.guess.bytes_per_s
 
     def trip_s(self, num_tokens: int) -> float:
-        """As ``StepTime``."""
         measured_s = self.measured.trip_s(num_tokens)
         return measured_s if measured_s < math.inf else self.guess.round_trip_s
 
