@@ -16,7 +16,9 @@ def as_typed(value: float | Fraction) -> Fraction:
     return value if isinstance(value, Fraction) else Fraction(repr(float(value)))
 
 
-def exact(name: str, value: float | Fraction, *, least: float = 0.0, above: bool = True) -> Fraction:
+def exact(
+    name: str, value: float | Fraction, *, least: float = 0.0, above: bool = True
+) -> Fraction:
     """The number as it was typed.
 
     Args:

@@ -154,31 +154,20 @@ def sort_choices(found: Iterable[Choice], by: str) -> list[Choice]:
 
 def choices_text(found: Sequence[Choice], title: str, prices: Prices | None) -> str:
     """For people: one line each."""
-    currency = "" if prices is None else prices.currency
-    header: tuple[str, ...] = (
-        "", "KV", "tokens/s", "a token", "sequences", "sockets", f"{currency} a million".strip(),
-        "kWh a million",
-    )  # fmt: skip
-    rows: list[tuple[str, ...]] = [
-        (
-            each.name,
-            _WHERE[each.headline.kv_placement],
-            rate_text(each.tokens_per_s),
-            seconds_text(each.tpot_s),
-            f"{each.systems * each.headline.batch:,}",
-            f"{each.systems * each.headline.sockets:,}",
-            _number(each.job.money),
-            _number(each.job.kwh),
-        )
-        for each in found
+    columns: list[tuple[str, Callable[[Choice], str]]] = [
+        ("", lambda each: each.name),
+        ("KV", lambda each: _WHERE[each.headline.kv_placement]),
+        ("tokens/s", lambda each: rate_text(each.tokens_per_s)),
+        ("a token", lambda each: seconds_text(each.tpot_s)),
+        ("sequences", lambda each: f"{each.systems * each.headline.batch:,}"),
+        ("sockets", lambda each: f"{each.systems * each.headline.sockets:,}"),
+        ("kWh a million", lambda each: _number(each.job.kwh)),
     ]
-    if prices is None:
-        header, rows = _without(header, 6), [_without(row, 6) for row in rows]
-    return "\n".join([title, *table(header, rows, left=(0, 1))])
-
-
-def _without(row: tuple[str, ...], index: int) -> tuple[str, ...]:
-    return row[:index] + row[index + 1 :]
+    if prices is not None:
+        money = f"{prices.currency} a million"
+        columns.insert(-1, (money, lambda each: _number(each.job.money)))
+    rows = [[cell(each) for _, cell in columns] for each in found]
+    return "\n".join([title, *table([head for head, _ in columns], rows, left=(0, 1))])
 
 
 def _number(value: float | None) -> str:

@@ -21,8 +21,8 @@ _ANSWER = (
     "cost job"
 )
 _PLAN = (
-    "batch lanes lane_batch sockets spare_sockets hosts sockets_per_host kv_bytes kv_bytes_per_host "
-    "s_memory_bytes load_limit_tokens constraints expected fast slow"
+    "batch lanes lane_batch sockets spare_sockets hosts sockets_per_host kv_bytes "
+    "kv_bytes_per_host s_memory_bytes load_limit_tokens constraints expected fast slow"
 )
 
 

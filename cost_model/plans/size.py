@@ -242,28 +242,24 @@ def _limit_moves(system: System, plan: Plan, low: int, high: int) -> int | None:
 
 def _what_ifs(setup: Setup, goal: Goal, plan: Plan, hardware: Hardware | None) -> Iterator[WhatIf]:
     """As many tokens a second with one thing changed at a time; the last one without offloading."""
-    lanes, batch = plan.lanes, plan.lane_batch
+    lanes = plan.lanes
     # Of a measured R-part nothing is known but in its own KV dtype.
     smaller = (
         ()
         if isinstance(setup.cpu, RProfile)
         else {"int8": ("int4",), "int4": ()}.get(setup.kv_dtype, ("int8", "int4"))
     )
-    for kv_dtype in smaller:
-        changed = replace(setup, kv_dtype=kv_dtype)
-        yield _what_if(f"KV cache in {kv_dtype}", changed, goal, plan, batch, lanes)
+    changes = [(f"KV cache in {each}", replace(setup, kv_dtype=each), lanes) for each in smaller]
     if lanes < MAX_LANES:
-        yield _what_if(f"one lane more ({lanes + 1})", setup, goal, plan, batch, lanes + 1)
+        changes.append((f"one lane more ({lanes + 1})", setup, lanes + 1))
     if lanes > 1:
-        yield _what_if(f"one lane fewer ({lanes - 1})", setup, goal, plan, batch, lanes - 1)
-    faster = (
-        hardware.faster_nic(setup.nic)
-        if hardware is not None and isinstance(setup.nic, Nic)
-        else None
-    )
-    if faster is not None:
-        changed = replace(setup, nic=faster)
-        yield _what_if(f"NIC of {faster.name}", changed, goal, plan, batch, lanes)
+        changes.append((f"one lane fewer ({lanes - 1})", setup, lanes - 1))
+    if hardware is not None and isinstance(setup.nic, Nic):
+        faster = hardware.faster_nic(setup.nic)
+        if faster is not None:
+            changes.append((f"NIC of {faster.name}", replace(setup, nic=faster), lanes))
+    for change, changed, count in changes:
+        yield _what_if(change, changed, goal, plan, count)
     if isinstance(setup.gpu, Gpu):
         yield _gpus_alone(setup.fp8_rival(), goal, f"{setup.gpu.name} alone, FP8 weights and KV")
         for num_gpus in split_counts(setup.spec, setup.num_gpus)[:1]:
@@ -281,10 +277,8 @@ def _gpus_alone(setup: Setup, goal: Goal, how: str) -> WhatIf:
     return WhatIf(change, 0, alone.tokens_per_s, alone.tpot_s, counted(alone.batch, "sequence"))
 
 
-def _what_if(
-    change: str, setup: Setup, goal: Goal, plan: Plan, lane_batch: int, lanes: int
-) -> WhatIf:
-    system = setup.system()
+def _what_if(change: str, setup: Setup, goal: Goal, plan: Plan, lanes: int) -> WhatIf:
+    system, lane_batch = setup.system(), plan.lane_batch
     search = Search(system, replace(goal, max_sockets=None), goal.promises(system))
     rows = search.rows(lane_batch, lanes, plan.expected.tokens_per_s, search.promises)
     sockets = sockets_of(rows)

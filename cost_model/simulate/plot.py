@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from cost_model.simulate.report import summarise
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.simulation.simulation import SimulationOutcome
+
+_CURVES = (
+    ("step_s", 3, "lightgray", "step"),
+    ("s_part_s", 0.8, "tab:green", "S-part"),
+    ("r_part_s", 0.8, "tab:orange", "R-part"),
+)
 
 
 def plot(outcomes: Mapping[str, SimulationOutcome], path: Path) -> None:
@@ -22,26 +29,12 @@ def plot(outcomes: Mapping[str, SimulationOutcome], path: Path) -> None:
     axes = figure.subplots(2, len(outcomes), sharey="row", sharex="col", squeeze=False)
     for (mode, outcome), load, latency in zip(outcomes.items(), axes[0], axes[1], strict=True):
         steps = outcome.steps
-        tokens_per_s = sum(served.traced.num_output_tokens for served in outcome.served) / max(
-            outcome.total_s, 1e-12
-        )
+        tokens_per_s = summarise(outcome)["output_tokens_per_s"]
         load.set_title(f"{mode}\n{tokens_per_s:.0f} tokens/s")
         load.plot([step.load_tokens for step in steps], color="tab:blue", linewidth=0.8)
-        latency.plot(
-            [1e3 * step.step_s for step in steps], color="lightgray", linewidth=3, label="step"
-        )
-        latency.plot(
-            [1e3 * step.s_part_s for step in steps],
-            color="tab:green",
-            linewidth=0.8,
-            label="S-part",
-        )
-        latency.plot(
-            [1e3 * step.r_part_s for step in steps],
-            color="tab:orange",
-            linewidth=0.8,
-            label="R-part",
-        )
+        for name, width, color, label in _CURVES:
+            times_ms = [1e3 * getattr(step, name) for step in steps]
+            latency.plot(times_ms, color=color, linewidth=width, label=label)
         latency.set_xlabel("step")
     for row in axes:
         row[0].set_ylim(bottom=0)  # the row shares it

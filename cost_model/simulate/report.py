@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from cost_model.printing import table
+from cost_model.printing import picked, table
 from cost_model.quantities import times_text
 from fastdecode.schedule.simulation.simulation import SimulationOutcome
 
 _PERCENTILES = (50, 90, 99)
+_COLUMNS = "started_s step_s s_part_s r_part_s load_tokens num_running num_tokens"
 
 
 def summarise(outcome: SimulationOutcome) -> dict[str, Any]:
@@ -41,23 +42,12 @@ def summarise(outcome: SimulationOutcome) -> dict[str, Any]:
 
 def as_json(outcomes: Mapping[str, SimulationOutcome]) -> dict[str, Any]:
     """Each mode's summary, and its steps as columns."""
-    return {
-        "modes": {
-            mode: {
-                "summary": summarise(outcome),
-                "steps": {
-                    "started_s": [step.started_s for step in outcome.steps],
-                    "step_s": [step.step_s for step in outcome.steps],
-                    "s_part_s": [step.s_part_s for step in outcome.steps],
-                    "r_part_s": [step.r_part_s for step in outcome.steps],
-                    "load_tokens": [step.load_tokens for step in outcome.steps],
-                    "num_running": [step.num_running for step in outcome.steps],
-                    "num_tokens": [step.num_tokens for step in outcome.steps],
-                },
-            }
-            for mode, outcome in outcomes.items()
-        }
-    }
+    modes = {}
+    for mode, outcome in outcomes.items():
+        steps = [picked(step, _COLUMNS) for step in outcome.steps]
+        columns = {name: [step[name] for step in steps] for name in _COLUMNS.split()}
+        modes[mode] = {"summary": summarise(outcome), "steps": columns}
+    return {"modes": modes}
 
 
 def as_text(outcomes: Mapping[str, SimulationOutcome]) -> str:
@@ -83,12 +73,9 @@ def as_text(outcomes: Mapping[str, SimulationOutcome]) -> str:
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:
-    if not values:
-        return {f"p{p}": 0.0 for p in _PERCENTILES} | {"max": 0.0}
-    found = np.percentile(values, _PERCENTILES).tolist()
-    return {f"p{p}": value for p, value in zip(_PERCENTILES, found, strict=True)} | {
-        "max": max(values)
-    }
+    found = np.percentile(values or [0.0], _PERCENTILES).tolist()
+    named = {f"p{p}": value for p, value in zip(_PERCENTILES, found, strict=True)}
+    return {**named, "max": max(values, default=0.0)}
 
 
 def _typical_and_worst(percentiles: Mapping[str, float]) -> str:
