@@ -135,8 +135,6 @@ class Cpu:
 
 @dataclass(frozen=True)
 class Nic:
-    """One port."""
-
     name: str
     source: str
     line_bits_per_s: float

@@ -53,7 +53,6 @@ class LaneTimes:
 
     @property
     def chain_s(self) -> float:
-        """All of it, one after the other."""
         return self.s_s + self.trip_s + self.r_s
 
     def cycle_s(self, lanes: int) -> float:
@@ -61,7 +60,6 @@ class LaneTimes:
         return cycle_s(lanes, self.s_s, self.r_s, self.trip_s, self.link_s)
 
     def limit(self, lanes: int) -> str:
-        """What sets the cycle."""
         bounds = self._bounds(lanes)
         return max(bounds, key=bounds.__getitem__)
 
@@ -79,8 +77,6 @@ class LaneTimes:
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """A plan's steady state."""
-
     batch: int
     """Sequences that run at once, in all lanes."""
     lanes: int

@@ -65,7 +65,6 @@ def table(
 
 
 def json_text(answer: Any) -> str:
-    """An answer as indented JSON."""
     return json.dumps(json_tree(answer), indent=2)
 
 

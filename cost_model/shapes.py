@@ -42,13 +42,11 @@ class KnownModel:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """What it is called."""
         return (self.name,) if self.id is None else (self.name, self.id, self.id.split("/")[1])
 
 
 @cache
 def known_models() -> Mapping[str, KnownModel]:
-    """By name."""
     text = resources.files("cost_model").joinpath("models.json").read_text("utf-8")
     tree = json.loads(text)
     models: dict[str, KnownModel] = {}

@@ -28,8 +28,6 @@ class SteadyBatch:
 
 @dataclass(frozen=True)
 class Quantity:
-    """One line of the comparison."""
-
     name: str
     predicted: float
     measured: float
@@ -62,8 +60,6 @@ def predict_steady(system: System, steady: SteadyBatch) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """What a plan.json says about its batch."""
-
     model: str
     dtype: str
     kv_dtype: str

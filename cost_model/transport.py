@@ -17,13 +17,10 @@ _MEASURED: Final = (
 
 @dataclass(frozen=True)
 class Transport:
-    """What carries messages on the S-worker's host."""
-
     name: str
     thread_bytes_per_s: float
     """That one I/O thread carries, both directions together; infinity: there are none."""
     work: str
-    """What those threads do."""
     source: str
     num_threads: int = 1
     """Most I/O threads; never more than R-workers, as each connection has one."""

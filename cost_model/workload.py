@@ -137,7 +137,6 @@ class WeightBytes:
 
     @classmethod
     def decoded(cls, dtype: DType) -> WeightBytes:
-        """All in one dtype."""
         return cls(dtype.size_bytes, dtype.size_bytes, dtype.size_bytes)
 
     @classmethod
@@ -189,7 +188,6 @@ class TokenCosts:
         return sum(count * self.layer_bytes(layer) for layer, count in self.layer_kinds)
 
     def layer_bytes(self, layer: int) -> float:
-        """All weights of one layer."""
         return self.layer_read_bytes(layer, math.inf)
 
     def layer_read_bytes(self, layer: int, batch: float) -> float:

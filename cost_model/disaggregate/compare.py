@@ -30,8 +30,6 @@ KINDS: tuple[Kind, ...] = ("one pipeline", "data-parallel", "disaggregated")
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    """How machines are used."""
-
     kind: Kind
     microbatch: int
     """Sequences."""
@@ -57,8 +55,6 @@ class PipelineLayout:
 
 @dataclass(frozen=True)
 class Simulated:
-    """A layout, and how long it takes for the trace."""
-
     layout: PipelineLayout
     makespan_s: float
     token_latency_s: float

@@ -41,8 +41,6 @@ _POINT_FIELDS = ("sequences", "prompt_s", "token_s")
 
 @dataclass(frozen=True)
 class MachineProfile:
-    """See this module."""
-
     prompt_tokens: int
     memory: ModelMemory
     microbatches: Mapping[int, MachineTimes]

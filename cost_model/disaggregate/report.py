@@ -211,7 +211,6 @@ def cost(found: Simulated, price: float | None) -> float | None:
 def pipelines_as_text(
     rows: Sequence[tuple[int, dict[str, Simulated | None]]], price: float | None
 ) -> str:
-    """A line for each number of machines and kind."""
     heads = ["machines", "kind", "stages, microbatch", "makespan", "s/token", "busy"]
     heads += [] if price is None else ["cost"]
     lines = [

@@ -45,8 +45,6 @@ def transfer_s(kv_gb: float, bandwidth_gbps: float) -> Fraction:
 
 @dataclass(frozen=True)
 class Split:
-    """So many machines for each, and what comes of it."""
-
     prompt_machines: int
     token_machines: int
     interval_s: Fraction
@@ -88,7 +86,6 @@ class Disaggregation:
         return bubbles_s + self.prompt_s + self.tokens * self.token_s
 
     def interval_s(self, prompt_machines: int, token_machines: int) -> Fraction:
-        """With so many machines for each."""
         prompts_s = self.overhead * self.machines * self.prompt_s / prompt_machines
         tokens_s = self.tokens * self.machines * self.token_s / token_machines
         return max(prompts_s, tokens_s)

@@ -40,8 +40,6 @@ class Reading:
 
 @dataclass(frozen=True)
 class Swapping:
-    """The question."""
-
     prompt_tokens: int
     tokens: int
     token_s: Fraction

@@ -50,7 +50,6 @@ class Question:
 
     @property
     def num_gpus(self) -> int:
-        """That there are."""
         return self.hardware.cluster.num_gpus
 
     def __post_init__(self) -> None:
@@ -86,8 +85,6 @@ class Nearest:
 
 @dataclass(frozen=True)
 class Answer:
-    """Both kinds of plan, and which one it is to be."""
-
     question: Question
     disaggregated: PlacementPlan | None
     colocated: PlacementPlan | None
@@ -107,7 +104,6 @@ class Answer:
         return [plan for plan in (self.disaggregated, self.colocated) if plan is not None]
 
     def keeps(self, plan: PlacementPlan) -> bool:
-        """It keeps the SLO at the asked rate, on the GPUs that there are."""
         enough = plan.num_gpus <= self.question.num_gpus
         return enough and plan.is_carried
 

@@ -112,7 +112,6 @@ class InstanceHardware:
         )
 
     def _kv_bytes(self, degrees: Degrees, sockets: int) -> float:
-        """Room for K and V of one instance."""
         if sockets:
             return sockets * self.system(degrees.tp).r.capacity_bytes
         return degrees.pp * self._room_bytes(degrees)

@@ -190,7 +190,6 @@ class DecodeInstance:
         self._begin(self._times.decode_s(len(self._running), self._context, num_steps))
 
     def _begin(self, steps_s: np.ndarray) -> None:
-        """Steps that take so long each."""
         self._began_s = self._clock.now
         self._await(np.cumsum(steps_s))
 

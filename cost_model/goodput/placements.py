@@ -126,8 +126,6 @@ class PlacementPrices:
 
 @dataclass(frozen=True)
 class InstanceGroup:
-    """So many alike for one role."""
-
     role: Literal["prefill", "decode", "both"]
     degrees: Degrees
     count: int
@@ -152,8 +150,6 @@ class InstanceGroup:
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """Instances that carry a rate together."""
-
     kind: Literal["disaggregated", "colocated"]
     instances: tuple[InstanceGroup, ...]
     goodput: float

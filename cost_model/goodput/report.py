@@ -14,7 +14,6 @@ from fastdecode.core.config.placement import PLACEMENT_FORMAT
 
 
 def as_json(answer: Answer) -> dict[str, Any]:
-    """For machines; None where there is no such thing."""
     asked, best = answer.question, answer.best
     return {
         "format": "fastdecode.plan.goodput",

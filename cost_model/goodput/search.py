@@ -47,8 +47,6 @@ STEP_TOKENS = 512
 
 @dataclass(frozen=True)
 class Simulated:
-    """Instances, or pairs of them, that are alike."""
-
     run: Callable[[Requests, int], GoodputRun]
     """Requests through so many of them."""
     most: float
@@ -108,8 +106,6 @@ class Phase:
 
 @dataclass(frozen=True)
 class Chosen:
-    """So many of an instance, or of a pair, that carry the rate."""
-
     what: What
     sockets: int
     """Of each that decodes; 0: K and V are on its GPUs."""
@@ -118,8 +114,6 @@ class Chosen:
 
 @dataclass
 class Search:
-    """What instances and pairs carry, and which are the cheapest."""
-
     hardware: InstanceHardware
     load: Load
     rate: float

@@ -43,8 +43,6 @@ MIN_WARMED_UP = 200
 
 @dataclass(frozen=True)
 class PrefillSpec:
-    """A prefill instance."""
-
     times: InstanceTime
     batch_tokens: int
     buffer_tokens: int = _UNLIMITED
@@ -64,8 +62,6 @@ class DecodeSpec:
 
 @dataclass
 class GoodputRun:
-    """What came of it."""
-
     times: list[RequestTimes]
     """Of the requests, in order of arrival."""
     total_s: float = 0.0
@@ -114,8 +110,6 @@ class _Request:
 
 
 class _Cluster:
-    """Instances, and the dispatcher before them."""
-
     def __init__(self, prefill: Sequence[PrefillSpec], decode: Sequence[DecodeSpec]) -> None:
         self.clock = VirtualClock()
         self.requests: dict[int, _Request] = {}

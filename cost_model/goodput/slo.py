@@ -34,8 +34,6 @@ _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 @dataclass(frozen=True)
 class RequestTimes:
-    """What a request saw."""
-
     arrived_s: float
     ttft_s: float
     tpot_s: float | None
@@ -44,8 +42,6 @@ class RequestTimes:
 
 @dataclass(frozen=True)
 class Slo:
-    """What enough requests are to keep."""
-
     ttft_s: float
     tpot_s: float
     attainment: float = 0.9

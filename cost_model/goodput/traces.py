@@ -52,8 +52,6 @@ class Format:
 
 @dataclass(frozen=True)
 class ReadTrace:
-    """What a file holds."""
-
     trace: RequestTrace
     """By arrival; the first arrives at 0."""
     form: str

@@ -66,8 +66,6 @@ class Draw:
 
 @dataclass(frozen=True)
 class Fit:
-    """What a trace is like."""
-
     num_requests: int
     rate: float | None
     """Requests a second. None: all arrive at once, so the trace doesn't say."""

@@ -24,8 +24,6 @@ _WHERE = {"gpu": "GPU", "r": "R-workers", "hybrid": "both"}
 
 @dataclass(frozen=True)
 class Choice:
-    """One way."""
-
     name: str
     headline: Headline
     """Of one system."""
@@ -148,12 +146,10 @@ def check_sort(by: str, prices: Prices | None) -> None:
 
 
 def sort_choices(found: Iterable[Choice], by: str) -> list[Choice]:
-    """The best first."""
     return sorted(found, key=lambda choice: (SORTS[by](choice), -choice.tokens_per_s))
 
 
 def choices_text(found: Sequence[Choice], title: str, prices: Prices | None) -> str:
-    """For people: one line each."""
     columns: list[tuple[str, Callable[[Choice], str]]] = [
         ("", lambda each: each.name),
         ("KV", lambda each: _WHERE[each.headline.kv_placement]),

@@ -18,15 +18,12 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Constraint:
-    """One line of the answer."""
-
     name: str
     min_sockets: int | None
     """0: satisfied without any. None: no number of sockets satisfies it."""
     detail: str
     """The numbers behind it, in words."""
     mend: str
-    """What else would help."""
 
 
 @dataclass(frozen=True)

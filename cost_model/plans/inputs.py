@@ -17,8 +17,6 @@ _GIVEN, _DEFAULT = Provenance.GIVEN, Provenance.DEFAULT
 
 @dataclass(frozen=True)
 class Input:
-    """One input of a plan."""
-
     name: str
     value: str
     provenance: Provenance
@@ -83,7 +81,6 @@ def _model_inputs(setup: Setup, system: System, lane_batch: int) -> Iterator[Inp
 
 
 def _part(name: str, efficiency: Efficiency, peak: str) -> Input:
-    """The part of a peak that is expected."""
     return Input(name, f"{efficiency.value:.0%} of {peak}", _DEFAULT, efficiency.source)
 
 

@@ -47,7 +47,6 @@ class PlacementRates:
 
     @property
     def best(self) -> str | None:
-        """None: nothing can run."""
         return next(iter(self.ranking), None)
 
 

@@ -35,8 +35,6 @@ NicSource: TypeAlias = Nic | NetProfile
 
 @dataclass(frozen=True)
 class Setup:
-    """What is to run, on what."""
-
     spec: ModelSpec
     dtype: DType
     kv_dtype: str
@@ -171,7 +169,6 @@ class Goal:
         return 0.10 if self.max_sockets is None else 0.01
 
     def promises(self, system: System) -> Promises:
-        """What has to hold in every step."""
         step_limit_s = system.step_limit_s(self.latency_s, self.tpot_s)
         return Promises(step_limit_s, self.headroom, self.replicas)
 

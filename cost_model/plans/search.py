@@ -37,8 +37,6 @@ _NEAR_FEWEST = 1.25
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to run the workload."""
-
     lane_batch: int
     """Sequences that pass the GPU at once: the paper's B."""
     lanes: int

@@ -59,8 +59,6 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Cost:
-    """Money, when prices are given."""
-
     currency: str
     per_hour: float
     per_million_tokens: float
@@ -80,8 +78,6 @@ class Job:
 
 @dataclass(frozen=True)
 class Headline:
-    """What this hardware gives."""
-
     kv_placement: str
     """gpu, r or hybrid."""
     tokens_per_s: float

@@ -28,8 +28,6 @@ PlanOf: TypeAlias = Callable[[Setup, Goal], Sizing]
 
 @dataclass(frozen=True)
 class StageShare:
-    """What one stage has."""
-
     stage: int
     first_layer: int
     num_layers: int
@@ -42,8 +40,6 @@ class StageShare:
 
 @dataclass(frozen=True)
 class StagedPlan:
-    """All stages together."""
-
     stages: tuple[StageShare, ...]
     batch: int
     lanes: int
@@ -82,7 +78,6 @@ def _pace(sizing: Sizing) -> float:
 
 
 def _stage_goal(goal: Goal, num_stages: int) -> Goal:
-    """What is asked of one of so many stages."""
     for option, count in (("lanes", goal.lanes), ("max-sockets", goal.max_sockets)):
         if count is not None and count < num_stages:
             raise ConfigError(
@@ -135,7 +130,6 @@ def staged_plan(setup: Setup, num_stages: int, sizing: Sizing) -> StagedPlan | N
 
 
 def stages_text(setup: Setup, num_stages: int, sizing: Sizing) -> str:
-    """For people, before the plan of one stage."""
     return "\n".join(_lines(setup, num_stages, sizing))
 
 
@@ -161,6 +155,5 @@ def _lines(setup: Setup, num_stages: int, sizing: Sizing) -> Iterator[str]:
 
 
 def stages_json(setup: Setup, num_stages: int, sizing: Sizing) -> dict[str, Any] | None:
-    """The same, for machines."""
     staged = staged_plan(setup, num_stages, sizing)
     return None if staged is None else asdict(staged)

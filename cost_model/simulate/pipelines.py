@@ -28,8 +28,6 @@ from fastdecode.schedule.times import StepTime
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What it asks of a pipeline."""
-
     num_tokens: int
     """That it generates: passes of tokens after its prompt."""
     arrived_s: float = 0.0
@@ -81,12 +79,8 @@ NO_FAILURES = Failures(())
 
 @dataclass
 class PipelineRun:
-    """What came of it. Times are since the start."""
-
     finished_s: list[float]
-    """Of each microbatch."""
     busy_s: list[float]
-    """Of each stage."""
 
     @property
     def makespan_s(self) -> float:
@@ -236,7 +230,6 @@ class _Pipeline:
         return [(start, index) for index, start in sorted(admitted.items())]
 
     def restart(self, at: float, *, has_replicas: bool) -> None:
-        """After a failure now, stages run again at that time."""
         now = self._clock.now
         lost = {i: (token, left) for i, (token, left) in self._under_way.items() if left > now}
         for token, left in lost.values():

@@ -51,7 +51,6 @@ def as_json(outcomes: Mapping[str, SimulationOutcome]) -> dict[str, Any]:
 
 
 def as_text(outcomes: Mapping[str, SimulationOutcome]) -> str:
-    """The modes side by side."""
     summaries = {mode: summarise(outcome) for mode, outcome in outcomes.items()}
     rows = [
         ("output tokens/s", lambda s: f"{s['output_tokens_per_s']:.1f}"),

@@ -30,8 +30,6 @@ _FIELDS = ("conversation", "num_prompt_tokens", "num_output_tokens", "arrival_s"
 
 @dataclass(frozen=True)
 class TracedTurn:
-    """A turn, and what will come of it."""
-
     conversation: str
     num_prompt_tokens: int
     """That are new."""
@@ -299,7 +297,6 @@ def _number(seconds: float) -> int | float:
 
 
 def as_json(played: Mapping[str, TierSimulator]) -> dict[str, Any]:
-    """Policy → its rows and totals."""
     return {
         name: {"rows": tiers.rows, **asdict(tiers.totals), "hit_share": tiers.totals.hit_share}
         for name, tiers in played.items()
@@ -307,7 +304,6 @@ def as_json(played: Mapping[str, TierSimulator]) -> dict[str, Any]:
 
 
 def as_text(played: Mapping[str, TierSimulator]) -> str:
-    """A line a policy."""
     header = ("policy", "hits", "restored", "recomputed", "moved down", "dropped", "recompute cost")
     rows = [(name, *_cells(tiers.totals)) for name, tiers in played.items()]
     return "\n".join(table(header, rows, indent=0))

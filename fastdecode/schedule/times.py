@@ -94,8 +94,6 @@ def balanced_loads(
 
 @dataclass(frozen=True)
 class RPartTime:
-    """What one R-worker did for a lane's step."""
-
     load_tokens: int
     """Cached tokens that it attended to."""
     num_prompt_tokens: int

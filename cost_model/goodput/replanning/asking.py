@@ -22,20 +22,16 @@ _NICEST = 19
 
 @dataclass(frozen=True)
 class RoleQuestion:
-    """Which roles instances should have."""
-
     alike: Alike
     comes: Comes
     slo: Slo
     present: Roles
 
     def answer(self) -> JudgedRoles:
-        """Simulate."""
         return Judge(self.alike, self.comes, self.slo).judge(self.present)
 
 
 def question_to_json(question: RoleQuestion) -> str:
-    """On one line."""
     return json.dumps(asdict(question))
 
 
@@ -51,7 +47,6 @@ def question_from_json(text: str) -> RoleQuestion:
 
 
 def judged_to_json(judged: JudgedRoles) -> str:
-    """On one line."""
     return json.dumps(asdict(judged))
 
 
@@ -63,6 +58,5 @@ def judged_from_json(text: str) -> JudgedRoles:
 
 
 def main(asked: TextIO = sys.stdin, told: TextIO = sys.stdout) -> None:
-    """Answer one question."""
     os.nice(_NICEST)
     print(judged_to_json(question_from_json(asked.read()).answer()), file=told, flush=True)

@@ -34,7 +34,6 @@ class InstanceTotals:
     """In which any were being fetched."""
 
     def since(self, before: InstanceTotals) -> InstanceTotals:
-        """What came after it."""
         names = [field.name for field in fields(self)]
         return InstanceTotals(*(getattr(self, name) - getattr(before, name) for name in names))
 
@@ -68,8 +67,6 @@ class LinearTimes(StepTime):
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known of instances that are alike."""
-
     times: LinearTimes
     num_looks: int
 

@@ -34,8 +34,6 @@ _MOST_REQUESTS = 4000
 
 @dataclass(frozen=True, order=True)
 class Roles:
-    """How many have each."""
-
     prefill: int
     decode: int
     both: int = 0
@@ -60,8 +58,6 @@ class Roles:
 
 @dataclass(frozen=True)
 class Alike:
-    """What one of them is, whatever its role."""
-
     times: LinearTimes
     batch_tokens: int
     """Of prompts that one runs at once."""
@@ -71,8 +67,6 @@ class Alike:
 
 @dataclass(frozen=True)
 class Comes:
-    """What comes, for a simulation."""
-
     rate: float
     cv: float
     lengths: tuple[tuple[int, int], ...]
@@ -93,8 +87,6 @@ class Comes:
 
 @dataclass(frozen=True)
 class JudgedRoles:
-    """The present roles, and the best."""
-
     present: Roles
     present_goodput: float
     """Requests a second within the SLO, up to ``HEADROOM`` times what comes."""

@@ -26,8 +26,6 @@ _MEASURES = ("rate", "cv", "prompts", "outputs")
 
 @dataclass(frozen=True)
 class FinishedRequest:
-    """A request that is over."""
-
     times: RequestTimes
     prompt_tokens: int
     output_tokens: int
@@ -124,8 +122,6 @@ def _error_of_batches(values: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class WatchRules:
-    """Of a watch."""
-
     period_s: float = 3600.0
     """At the latest after so long, roles are looked at."""
     window_s: float = 300.0
@@ -143,8 +139,6 @@ class WatchRules:
 
 @dataclass(frozen=True)
 class Due:
-    """The roles are to be looked at."""
-
     reason: str
     traffic: Traffic
 
@@ -174,11 +168,9 @@ class TrafficWatch:
         """That the last window wants, and the next one is to want, too."""
 
     def arrived(self, now_s: float) -> None:
-        """A request has come."""
         self._arrived.append(now_s)
 
     def over(self, now_s: float, seen: FinishedRequest) -> None:
-        """A request has come to its end."""
         self._over.append((now_s, seen))
 
     def due(self, now_s: float) -> Due | None:
@@ -240,7 +232,6 @@ class TrafficWatch:
         return shifted
 
     def _forget(self, now_s: float) -> None:
-        """What is before the window."""
         begins_s, least = now_s - self.rules.window_s, self.rules.min_requests
         while len(self._arrived) > least and self._arrived[0] < begins_s:
             self._arrived.popleft()

@@ -49,8 +49,6 @@ View: TypeAlias = tuple[Seq[Lane], Seq[Sequence]]
 
 @dataclass(frozen=True)
 class HybridOptions:
-    """What a control is made by."""
-
     device: HolderId
     """All other holders are R-workers."""
     guess: Guess | None = None
@@ -66,8 +64,6 @@ class HybridOptions:
 
 @dataclass
 class HybridCounts:
-    """What was done."""
-
     steps: Counter[str] = field(default_factory=Counter)
     """Of the home lane, and of others while nobody is at home, by mode:
     gpu-only, mixed, split-1, split-2, R-only."""
@@ -202,7 +198,6 @@ class HybridControl:
         self._num_lanes = num_lanes
 
     def _ask(self) -> None:
-        """What is best from now on?"""
         self._asked_at, started_s = self._num_home_steps, self._clock()
         if started_s < self._ask_at_s:
             return

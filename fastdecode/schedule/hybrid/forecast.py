@@ -47,8 +47,6 @@ class Layout(Enum):
 
 @dataclass(frozen=True)
 class Work:
-    """A sequence, as a forecast knows it."""
-
     num_steps: int
     """Tokens that it is still to draw."""
     num_cached: int
@@ -116,8 +114,6 @@ class Costs:
 
 @dataclass(frozen=True)
 class Known:
-    """All sequences that aren't over."""
-
     home: tuple[Work, ...]
     away: tuple[Work, ...]
     waiting: tuple[Work, ...]
@@ -134,8 +130,6 @@ class Known:
 
 @dataclass(frozen=True)
 class Course:
-    """What is done from now on."""
-
     layout: Layout
     num_away: int = 0
     """So many waiting sequences, the first ones, go to R-workers now, up to

@@ -28,7 +28,6 @@ class HybridGuard:
 
     @property
     def is_closed(self) -> bool:
-        """Whether nobody is to go to R-workers."""
         return self._closed_for > 0
 
     def away_step(self, num_decoding: int) -> None:

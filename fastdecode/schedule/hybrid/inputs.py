@@ -83,7 +83,6 @@ class HybridInputs:
         self._max_num_sequences = max_num_sequences
 
     def known(self, lanes: Iterable[Lane], waiting: Iterable[Sequence]) -> Known:
-        """All sequences that aren't over."""
         home: list[Work] = []
         away: list[Work] = []
         for run in (run for lane in lanes for run in lane.running.values()):

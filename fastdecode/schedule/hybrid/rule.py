@@ -37,8 +37,6 @@ word for word."""
 
 @dataclass(frozen=True)
 class Margins:
-    """How sure a course has to be."""
-
     least_gain: float = 0.06
     """What sequences that are away cost counts so much more. Another layout
     must save this part of the time."""
@@ -94,7 +92,6 @@ def _corners(costs: Costs, margins: Margins) -> Iterator[Costs]:
 
 
 def _courses(known: Known, now: Course) -> Iterator[Course]:
-    """Those that are worth a look."""
     most = _num_startable(known)
     if not most and not known.away:
         return
