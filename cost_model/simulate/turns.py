@@ -19,7 +19,7 @@ import numpy as np
 
 from cost_model.fields import count, number
 from cost_model.printing import table
-from cost_model.simulate.trace import bounded, read_file, records
+from cost_model.traces import bounded, read_file, records
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.cache.costs import CostTable
 from fastdecode.schedule.cache.retention import TierPolicy, is_short

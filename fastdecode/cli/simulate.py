@@ -163,7 +163,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     from cost_model.plans.plot import check_plot
     from cost_model.simulate.plot import plot
     from cost_model.simulate.report import as_json, as_text
-    from cost_model.simulate.trace import read_trace
+    from cost_model.traces import read_trace
     from fastdecode.schedule.modes import make_scheduler
     from fastdecode.schedule.simulation.resources import Rounds
     from fastdecode.schedule.simulation.simulation import Simulation, SimulationOutcome

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cost_model.goodput.traces import read_any_trace
+from cost_model.traces import read_any_trace
 from fastdecode.core.errors import ConfigError
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens

@@ -52,8 +52,8 @@ def _drawn(args: argparse.Namespace) -> tuple[Draw, float | None, str]:
 
 def _traced(args: argparse.Namespace) -> tuple[Draw, float | None, str]:
     from cost_model.arrivals import GENERATOR
-    from cost_model.goodput.traces import read_any_trace
     from cost_model.goodput.workload import fit_trace, replayed, resampled
+    from cost_model.traces import read_any_trace
 
     if args.prompt_len is not None or args.output_len is not None:
         raise ConfigError("give --trace, or --prompt-len and --output-len, not both")

@@ -111,7 +111,7 @@ def run_pipelines(args: argparse.Namespace) -> int:
 
 def _trace(args: argparse.Namespace) -> RequestTrace:
     from cost_model.arrivals import GENERATOR, arrivals
-    from cost_model.simulate.trace import read_trace
+    from cost_model.traces import read_trace
     from fastdecode.schedule.simulation.trace import RequestTrace
 
     trace = read_trace(args.trace)
