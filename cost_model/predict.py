@@ -60,12 +60,8 @@ class LaneTimes:
         return cycle_s(lanes, self.s_s, self.r_s, self.trip_s, self.link_s)
 
     def limit(self, lanes: int) -> str:
-        bounds = self._bounds(lanes)
-        return max(bounds, key=bounds.__getitem__)
-
-    def _bounds(self, lanes: int) -> dict[str, float]:
-        # In order of precedence where two are equal.
-        return {
+        """What sets the cycle; of two that are equal, the first of these."""
+        bounds = {
             "S-part": lanes * self.s_s,
             "R-part": lanes * self.r_s,
             "network": lanes * max(self.out_s, self.back_s),
@@ -73,6 +69,7 @@ class LaneTimes:
             "ZeroMQ I/O": lanes * self.io_s,
             "round trip": self.chain_s,
         }
+        return max(bounds, key=bounds.__getitem__)
 
 
 @dataclass(frozen=True)

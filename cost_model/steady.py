@@ -6,8 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cost_model.closed_forms import at_most
-from cost_model.fields import count
+from cost_model.numbers import at_most, count
 from cost_model.predict import System
 from cost_model.workload import Workload
 from fastdecode.core.errors import ConfigError

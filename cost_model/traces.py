@@ -29,7 +29,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from cost_model.fields import MAX_TOKENS, check_known, count, number
+from cost_model.numbers import MAX_TOKENS, check_known, count, number
 from fastdecode.core.errors import ConfigError
 from fastdecode.schedule.simulation.trace import ArrivalUnit, RequestTrace, TracedRequest
 

@@ -21,7 +21,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from cost_model.exact import exact, whole_number
+from cost_model.numbers import exact, whole_number
 
 MAX_LAYERS = 10_000
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from cost_model.disaggregate.memory import ModelMemory
-from cost_model.fields import check_known, count, number
+from cost_model.numbers import check_known, count, number
 from cost_model.predict import System
 from cost_model.simulate.pipelines import MachineTimes
 from cost_model.step_time import SystemTime

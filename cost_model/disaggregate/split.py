@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from cost_model.disaggregate.memory import StageMemory
-from cost_model.exact import exact, whole_number
+from cost_model.numbers import exact, whole_number
 
 MAX_MACHINES = 10_000
 MAX_TOKENS = 10_000_000

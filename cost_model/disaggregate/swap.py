@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from cost_model.exact import exact, whole_number
+from cost_model.numbers import exact, whole_number
 
 MAX_TOKENS = 10_000_000
 MAX_SEQUENCES = 1 << 20

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cost_model.closed_forms import smallest
 from cost_model.goodput.simulator import GoodputRun
 from cost_model.goodput.slo import Attainment, Slo
 from cost_model.goodput.workload import Draw
+from cost_model.numbers import smallest
 
 PRECISION = 0.02
 """Of a rate that is found."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-from cost_model.closed_forms import largest, smallest, whole
 from cost_model.goodput.hardware import InstanceHardware, prompts_of
 from cost_model.goodput.placements import (
     Degrees,
@@ -31,6 +30,7 @@ from cost_model.goodput.simulator import (
     simulate,
     simulate_colocated,
 )
+from cost_model.numbers import largest, smallest, whole
 
 Role = Literal["prefill", "decode", "both"]
 Affinity = Literal["high", "low"]

@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from cost_model.closed_forms import at_most
+from cost_model.numbers import at_most
 from fastdecode.core.errors import ConfigError, Given
 
 Attainment = Literal["both", "each"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cost_model.closed_forms import at_most, smallest, whole
+from cost_model.numbers import at_most, smallest, whole
 from cost_model.predict import LaneTimes, System
 from cost_model.quantities import bytes_text, counted, seconds_text
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from cost_model.closed_forms import at_most, largest
+from cost_model.numbers import at_most, largest
 from cost_model.predict import System
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 
-from cost_model.closed_forms import at_most, smallest, whole
+from cost_model.numbers import at_most, smallest, whole
 from cost_model.plans.constraints import fastest
 from cost_model.plans.gpu_only import GpuOnly
 from cost_model.predict import System

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from cost_model.exact import number_within, whole_number
 from cost_model.hardware import Cpu, Gpu, Nic, parse_toml
+from cost_model.numbers import number_within, whole_number
 from cost_model.plans.constraints import MAX_SOCKETS, Promises
 from cost_model.predict import MAX_LANES, System
 from cost_model.stages import LinkModel, RPartModel, SPartModel

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from cost_model.closed_forms import at_most, largest, smallest
 from cost_model.hardware import Gpu
+from cost_model.numbers import at_most, largest, smallest
 from cost_model.plans.constraints import (
     MAX_SOCKETS,
     Constraint,

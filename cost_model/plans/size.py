@@ -13,8 +13,8 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from cost_model.closed_forms import smallest
 from cost_model.hardware import Gpu, Hardware, Nic
+from cost_model.numbers import smallest
 from cost_model.plans.constraints import Constraint
 from cost_model.plans.gpu_only import GpuOnly, best_gpu_only
 from cost_model.plans.hybrid import Hybrid, best_hybrid

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 
-from cost_model.exact import as_typed
+from cost_model.numbers import as_typed
 from fastdecode.schedule.simulation.clock import VirtualClock
 from fastdecode.schedule.times import StepTime
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from cost_model.fields import count, number
+from cost_model.numbers import count, number
 from cost_model.printing import table
 from cost_model.traces import bounded, read_file, records
 from fastdecode.core.errors import ConfigError

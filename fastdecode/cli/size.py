@@ -426,7 +426,7 @@ def read_goal(args: argparse.Namespace) -> Goal:
 
 
 def _transport(args: argparse.Namespace) -> Transport:
-    from cost_model.exact import whole_number
+    from cost_model.numbers import whole_number
     from cost_model.transport import MAX_IO_THREADS, TRANSPORTS
 
     whole_number("io_threads", args.io_threads, 1, MAX_IO_THREADS)

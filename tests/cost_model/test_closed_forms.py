@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles.sizing_forms import max_batch_within_latency, required_cpus
 
-from cost_model.closed_forms import largest, smallest, whole
+from cost_model.numbers import largest, smallest, whole
 from cost_model.workload import Workload
 from fastdecode.core.errors import ConfigError
 

@@ -16,7 +16,7 @@ from oracles.dejavu import TABLE_6, TABLES, compared, table_6_row, table_text
 from cost_model.disaggregate.memory import StageMemory
 from cost_model.disaggregate.split import Disaggregation, Split
 from cost_model.disaggregate.swap import Swapping
-from cost_model.exact import as_typed
+from cost_model.numbers import as_typed
 from fastdecode.core.errors import ConfigError
 
 DOCS = Path(__file__).parents[2] / "docs" / "design" / "disaggregation.md"

@@ -9,7 +9,6 @@ from itertools import product
 import pytest
 from fixed_time import fixed
 
-from cost_model.closed_forms import whole
 from cost_model.goodput.answer import Question, answer
 from cost_model.goodput.hardware import InstanceHardware, batch_tokens
 from cost_model.goodput.placements import Degrees, Pair, PlacementPrices
@@ -20,6 +19,7 @@ from cost_model.goodput.simulator import PrefillSpec, simulate, simulate_colocat
 from cost_model.goodput.slo import Slo
 from cost_model.goodput.workload import Lengths, drawn
 from cost_model.hardware import Hardware as Catalogue
+from cost_model.numbers import whole
 from cost_model.plans.question import Setup
 from cost_model.predict import MAX_LANES
 from cost_model.quantities import round_to

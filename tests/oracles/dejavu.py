@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from cost_model.disaggregate.memory import ModelMemory
 from cost_model.disaggregate.split import streaming_overhead, transfer_s
-from cost_model.exact import as_typed
+from cost_model.numbers import as_typed
 
 PROMPT_TOKENS, TOTAL_TOKENS = 1000, 2000
 MICROBATCHES = (2, 4, 8, 16, 32)

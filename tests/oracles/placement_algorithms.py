@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-from cost_model.closed_forms import at_most, whole
 from cost_model.goodput.placements import Degrees, Pair
+from cost_model.numbers import at_most, whole
 
 What = TypeVar("What", Degrees, Pair)
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from cost_model.closed_forms import at_most, whole
+from cost_model.numbers import at_most, whole
 from fastdecode.core.errors import ConfigError
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from cost_model.closed_forms import whole
 from cost_model.goodput.rates import PRECISION, Load, greatest_rate
 from cost_model.goodput.replanning.measured import LinearTimes
 from cost_model.goodput.simulator import (
@@ -20,6 +19,7 @@ from cost_model.goodput.simulator import (
 )
 from cost_model.goodput.slo import Slo
 from cost_model.goodput.workload import Draw, drawn_from
+from cost_model.numbers import whole
 from fastdecode.schedule.simulation.instance_time import InstanceTime
 
 HEADROOM = 1.2

@@ -105,7 +105,7 @@ def _fill_times(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: a number is missing, and nothing says it.
     """
-    from cost_model.exact import whole_number
+    from cost_model.numbers import whole_number
 
     machines = whole_number("machines", args.machines, 1, 1 << 16)
     if is_machine_given(args):

@@ -153,9 +153,9 @@ def _launchable(question: Question) -> dict[str, Any] | None:
 
 
 def _question(args: argparse.Namespace) -> Question:
-    from cost_model.exact import whole_number
     from cost_model.goodput.answer import Question
     from cost_model.goodput.hardware import InstanceHardware
+    from cost_model.numbers import whole_number
 
     if args.gpu is None:
         raise ConfigError("on which GPUs? Give --gpu: a name, or a profile of `calibrate s`")

@@ -76,7 +76,7 @@ def run_pipelines(args: argparse.Namespace) -> int:
     """Simulate and print. Returns the exit code."""
     from cost_model.disaggregate.compare import KINDS, Comparison
     from cost_model.disaggregate.report import pipelines_as_json, pipelines_as_text
-    from cost_model.exact import exact
+    from cost_model.numbers import exact
     from cost_model.printing import json_text
 
     counts = _machine_counts(args.machines)
@@ -128,7 +128,7 @@ def _trace(args: argparse.Namespace) -> RequestTrace:
 
 
 def _failures(args: argparse.Namespace) -> Failures | None:
-    from cost_model.exact import exact
+    from cost_model.numbers import exact
     from cost_model.simulate.pipelines import Failures
 
     restart_s = float(exact("restart_time", args.restart_time, above=False))

@@ -63,7 +63,7 @@ def _fill(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: a number is missing, and nothing says it.
     """
-    from cost_model.exact import whole_number
+    from cost_model.numbers import whole_number
 
     stages = whole_number("machines", args.machines, 1, 1 << 16)
     if is_machine_given(args):

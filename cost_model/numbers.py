@@ -1,0 +1,122 @@
+"""Numbers: exact as they were typed (0.1 is a tenth, so bounds and ties come out as on paper),
+whole but for rounding, within limits, and as fields of JSON objects that people or other programs
+wrote. An error names the value and where it was given."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping
+from fractions import Fraction
+from typing import Any
+
+from fastdecode.core.errors import ConfigError, Given
+
+LARGEST = 1e15
+MAX_TOKENS = 1 << 24
+# Far below anything that matters, far above what rounding adds to a handful of
+# products (a few 1e-16).
+_ROUNDING = 1e-12
+
+
+def whole(count: float) -> int:
+    """The least whole number that isn't below ``count``, but for rounding:
+    100.00000000000001 is 100. At least 1."""
+    nearest = round(count)
+    if math.isclose(count, nearest, rel_tol=_ROUNDING):
+        return max(1, nearest)
+    return max(1, math.ceil(count))
+
+
+def at_most(value: float, limit: float) -> bool:
+    """``value <= limit``, but for rounding."""
+    return value <= limit or math.isclose(value, limit, rel_tol=_ROUNDING)
+
+
+def smallest(holds: Callable[[int], bool], known: int, *, above: int = 0) -> int:
+    """The smallest whole number that holds, up to ``known``, which holds. All that follow a
+    number that holds must hold, too."""
+    return above + 1 + bisect_left(range(above + 1, known), True, key=holds)
+
+
+def largest(holds: Callable[[int], bool], most: int) -> int:
+    """The largest number from 1 to ``most`` that holds; 0: none does. All below a number that
+    holds must hold, too."""
+    low, high = 0, 1
+    while high <= most and holds(high):
+        low, high = high, 2 * high
+    return smallest(lambda number: not holds(number), min(high, most + 1), above=low) - 1
+
+
+def as_typed(value: float | Fraction) -> Fraction:
+    """The number with the fewest digits that is read as this one."""
+    return value if isinstance(value, Fraction) else Fraction(repr(float(value)))
+
+
+def exact(
+    name: str, value: float | Fraction, *, least: float = 0.0, above: bool = True
+) -> Fraction:
+    """The number as it was typed.
+
+    Args:
+        name: the parameter that it is a value of, for errors.
+        least: the value must lie above it, or with ``above`` false, at it or
+            above.
+
+    Raises:
+        ConfigError: it doesn't, or is no finite number below 1e15.
+    """
+    fits = math.isfinite(value) and (value > least if above else value >= least)
+    if isinstance(value, bool) or not fits or value >= LARGEST:
+        limit = "above" if above else "of at least"
+        raise ConfigError(
+            Given(name, value), f" is not a number {limit} {least:g} and below {LARGEST:g}"
+        )
+    return as_typed(value)
+
+
+def number_within(name: str, value: float, low: float, high: float, what: str = "number") -> float:
+    """Raises ConfigError if it isn't within these bounds. ``what``: with its unit."""
+    if isinstance(value, bool) or not math.isfinite(value) or not low <= value <= high:
+        raise ConfigError(Given(name, value), f" is not a {what} from {low:g} to {high:g}")
+    return value
+
+
+def whole_number(name: str, value: int, low: int, high: int) -> int:
+    """Raises ConfigError if it isn't within these bounds."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(Given(name, value), f" is not a whole number from {low} to {high}")
+    return value
+
+
+def count(
+    fields: Mapping[str, Any], name: str, where: str, low: int = 1, most: int = MAX_TOKENS
+) -> int:
+    """A whole number. Raises ConfigError."""
+    value = fields.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= most:
+        raise _refused(fields, name, where, f"a whole number from {low} to {most}")
+    return value
+
+
+def number(fields: Mapping[str, Any], name: str, where: str, *, may_be_0: bool = False) -> float:
+    """A number above 0, or of at least 0, and below 1e15. Raises ConfigError."""
+    value: Any = fields.get(name)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_number and (0 < value < LARGEST or (may_be_0 and value == 0)):
+        return float(value)
+    least = "of at least" if may_be_0 else "above"
+    raise _refused(fields, name, where, f"a number {least} 0 and below {LARGEST:g}")
+
+
+def _refused(fields: Mapping[str, Any], name: str, where: str, wanted: str) -> ConfigError:
+    if name not in fields:
+        return ConfigError(f"{where}: {name} is missing; give {wanted}")
+    return ConfigError(f"{where}: {name}={fields[name]!r} is not {wanted}")
+
+
+def check_known(fields: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Raises ConfigError: there is a field of another name."""
+    unknown = sorted(set(fields) - set(known))
+    if unknown:
+        raise ConfigError(f"{where}: unknown field {unknown[0]!r}; there are {', '.join(known)}")
