@@ -164,12 +164,14 @@ def _mend(row: Constraint) -> str:
 
 
 def _verdict(sizing: Sizing) -> str:
-    assert sizing.verdict is not None
-    if not sizing.verdict.offload:
+    verdict = sizing.verdict
+    assert verdict is not None
+    # Sockets that are at hand cost nothing more.
+    is_bought = sizing.cost is None and sizing.goal.max_sockets is None
+    if not verdict.offload:
         return "don't offload"
-    if sizing.cost is None and sizing.verdict.break_even_socket_price < 1.0:
-        return "offload, if sockets are cheap enough"
-    return "offload"
+    depends = is_bought and verdict.break_even_socket_price < 1.0
+    return "offload, if sockets are cheap enough" if depends else "offload"
 
 
 def _plan_rows(sizing: Sizing, plan: Plan) -> Iterator[tuple[str, str]]:

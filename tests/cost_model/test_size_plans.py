@@ -105,6 +105,8 @@ def test_too_few_sockets_for_a_busy_gpu_give_what_they_can() -> None:
     """8 sockets keep an A10 81% busy: that is the answer, not the 3,150 tokens/s at which a
     smaller batch would keep it busy."""
     free, few = size(ask(), Goal()), size(ask(), Goal(max_sockets=8))
+    assert "offload, if sockets are cheap enough" in as_text(free)
+    assert "Verdict      offload: " in as_text(few), "sockets at hand have no price"
     assert free.plan is not None and few.plan is not None and few.feasible
     assert few.plan.sockets == 8
     assert few.plan.expected.tokens_per_s >= max(step.tokens_per_s for step in few.over_sockets
