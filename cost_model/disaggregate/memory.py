@@ -18,7 +18,6 @@ microbatch more: every count is looked at by itself.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from fractions import Fraction
 
 from cost_model.numbers import exact, whole_number
@@ -26,36 +25,32 @@ from cost_model.numbers import exact, whole_number
 MAX_LAYERS = 10_000
 
 
-@dataclass(frozen=True)
 class StageMemory:
-    """A model and a machine, in gigabytes."""
+    """A model and a machine, in gigabytes.
 
-    layers: int
-    weights_gb: Fraction
-    """Of one layer."""
-    prompt_kv_gb: Fraction
-    """Of one layer, for a microbatch's prompt."""
-    token_kv_gb: Fraction
-    """Of one layer, for the tokens that a microbatch generates."""
-    machine_gb: Fraction
+    Args:
+        weights_gb: of one layer.
+        prompt_kv_gb: of one layer, for a microbatch's prompt.
+        token_kv_gb: of one layer, for the tokens that a microbatch generates.
+        memory_gb: of a machine.
 
-    @classmethod
-    def given(
-        cls,
+    Raises:
+        ConfigError: a number makes no sense; names it.
+    """
+
+    def __init__(
+        self,
         layers: int,
         weights_gb: float,
         prompt_kv_gb: float,
         token_kv_gb: float,
         memory_gb: float,
-    ) -> StageMemory:
-        """Raises ConfigError naming a number that makes no sense."""
-        return cls(
-            whole_number("layers", layers, 1, MAX_LAYERS),
-            exact("weights_gb", weights_gb),
-            exact("prompt_kv_gb", prompt_kv_gb, above=False),
-            exact("token_kv_gb", token_kv_gb, above=False),
-            exact("memory_gb", memory_gb),
-        )
+    ) -> None:
+        self.layers = whole_number("layers", layers, 1, MAX_LAYERS)
+        self.weights_gb = exact("weights_gb", weights_gb)
+        self.prompt_kv_gb = exact("prompt_kv_gb", prompt_kv_gb, above=False)
+        self.token_kv_gb = exact("token_kv_gb", token_kv_gb, above=False)
+        self.machine_gb = exact("memory_gb", memory_gb)
 
     def fits(self, prompt_machines: int, token_machines: int) -> bool:
         return self.prompts_fit(prompt_machines) and self.tokens_fit(token_machines)
@@ -99,24 +94,23 @@ class StageMemory:
         return math.ceil(self.layers * self.weights_gb / room_gb) if room_gb > 0 else None
 
 
-@dataclass(frozen=True)
 class ModelMemory:
     """A whole model, and what its microbatches' sequences take on it: what is
     known of a model whose layers nobody has measured. The rule is that of the
     paper's simulator: weights in whole gigabytes, rounded up; each of a
     pipeline's stages holds its part of the layers for as many microbatches as
-    there are stages, so K and V take the same whatever their number."""
+    there are stages, so K and V take the same whatever their number.
 
-    model_gb: Fraction
-    kv_gb_per_token: Fraction
-    """Of one sequence's token, all layers."""
+    Args:
+        kv_gb_per_token: of one sequence's token, all layers.
 
-    @classmethod
-    def given(cls, model_gb: float, kv_gb_per_token: float) -> ModelMemory:
-        """Raises ConfigError naming a number that makes no sense."""
-        return cls(
-            exact("model_gb", model_gb), exact("kv_gb_per_token", kv_gb_per_token, above=False)
-        )
+    Raises:
+        ConfigError: a number makes no sense; names it.
+    """
+
+    def __init__(self, model_gb: float, kv_gb_per_token: float) -> None:
+        self.model_gb = exact("model_gb", model_gb)
+        self.kv_gb_per_token = exact("kv_gb_per_token", kv_gb_per_token, above=False)
 
     def stage_gb(self, stages: int, microbatch: int, tokens: int) -> Fraction:
         """What a stage holds with microbatches of so many sequences of so many tokens."""

@@ -69,7 +69,7 @@ def machine_on(system: System, sizes: Sequence[int]) -> MachineProfile:
         for size in sizes
         if most is None or size <= most
     }
-    memory = ModelMemory.given(costs.weight_bytes / 1e9, costs.kv_bytes / 1e9)
+    memory = ModelMemory(costs.weight_bytes / 1e9, costs.kv_bytes / 1e9)
     return MachineProfile(workload.prompt_tokens, memory, points)
 
 
@@ -98,7 +98,7 @@ def read_machine_profile(path: Path) -> MachineProfile:
         raise ConfigError(f'{where}: "microbatches" has a size twice; give each once')
     return MachineProfile(
         count(tree, "prompt_tokens", where),
-        ModelMemory.given(number(tree, "model_gb", where), number(tree, "kv_gb_per_token", where)),
+        ModelMemory(number(tree, "model_gb", where), number(tree, "kv_gb_per_token", where)),
         dict(sorted(found.items())),
     )
 

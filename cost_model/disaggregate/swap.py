@@ -38,35 +38,32 @@ class Reading:
     pays: bool
 
 
-@dataclass(frozen=True)
 class Swapping:
-    prompt_tokens: int
-    tokens: int
-    token_s: Fraction
-    batch: int
-    token_bytes: Fraction
-    """K and V of one token and sequence on a stage."""
-    bytes_per_s: Fraction
+    """Microbatches of ``batch`` sequences, or swapped ones of twice as many.
 
-    @classmethod
-    def given(
-        cls,
+    Args:
+        kv_kb: K and V of one token and sequence on a stage, in 1000 bytes.
+        bandwidth_gb: from the host's memory, in 10⁹ bytes a second.
+
+    Raises:
+        ConfigError: a number makes no sense; names it.
+    """
+
+    def __init__(
+        self,
         prompt_tokens: int,
         tokens: int,
         token_time: float,
         batch: int,
         kv_kb: float,
         bandwidth_gb: float,
-    ) -> Swapping:
-        """Raises ConfigError naming a number that makes no sense."""
-        return cls(
-            whole_number("prompt_tokens", prompt_tokens, 0, MAX_TOKENS),
-            whole_number("tokens", tokens, 1, MAX_TOKENS),
-            exact("token_time", token_time),
-            whole_number("batch", batch, 1, MAX_SEQUENCES),
-            exact("kv_kb", kv_kb) * 1000,
-            exact("bandwidth_gb", bandwidth_gb) * 10**9,
-        )
+    ) -> None:
+        self.prompt_tokens = whole_number("prompt_tokens", prompt_tokens, 0, MAX_TOKENS)
+        self.tokens = whole_number("tokens", tokens, 1, MAX_TOKENS)
+        self.token_s = exact("token_time", token_time)
+        self.batch = whole_number("batch", batch, 1, MAX_SEQUENCES)
+        self.token_bytes = exact("kv_kb", kv_kb) * 1000
+        self.bytes_per_s = exact("bandwidth_gb", bandwidth_gb) * 10**9
 
     @property
     def unswapped_s(self) -> Fraction:

@@ -89,7 +89,7 @@ def test_best_splits_are_those_of_all(
 
 
 def memory(machine_gb: float) -> StageMemory:
-    return StageMemory.given(70, 4.932501504, 0.917504, 0.917504, machine_gb)
+    return StageMemory(70, 4.932501504, 0.917504, 0.917504, machine_gb)
 
 
 def test_bounds_of_memory() -> None:
@@ -109,7 +109,7 @@ def test_memory_by_brute_force_and_monotone(
     layers: int, weights: float, prompt: float, token: float, machine: int, more: int, machines: int
 ) -> None:
     small, large = (
-        StageMemory.given(layers, weights, prompt, token, gb) for gb in (machine, machine + more)
+        StageMemory(layers, weights, prompt, token, gb) for gb in (machine, machine + more)
     )
     w, c, k = map(as_typed, (weights, prompt, token))
     for kind, least in (
@@ -129,7 +129,7 @@ def test_memory_by_brute_force_and_monotone(
 
 
 def test_swapping_by_every_reading() -> None:
-    question = Swapping.given(500, 500, 0.04, 8, 458.752, 12)
+    question = Swapping(500, 500, 0.04, 8, 458.752, 12)
     assert question.unswapped_s == 40
     assert [float(each.swapped_s) for each in question.readings()] == pytest.approx(
         [114.917376, 114.76445866666667, 229.834752, 229.52891733333335], rel=1e-9
@@ -145,7 +145,7 @@ def test_swapping_by_every_reading() -> None:
 def test_swapping_by_brute_force(
     prompt: int, tokens: int, token_time: float, batch: int, kv_kb: int, bandwidth: int
 ) -> None:
-    question = Swapping.given(prompt, tokens, token_time, batch, kv_kb, bandwidth)
+    question = Swapping(prompt, tokens, token_time, batch, kv_kb, bandwidth)
     t = as_typed(token_time)
     for (factor, first), each in zip(
         itertools.product((1, 2), (prompt, prompt + 1)), question.readings(), strict=True
@@ -197,8 +197,8 @@ def test_the_docs_have_this_table() -> None:
         ),
         (lambda: asked(2, 1, 0, 1), "token_time=0 is not"),
         (lambda: asked(2, 1, 1, 1, overhead=0.5), "overhead=0.5 is not a number of at least 1"),
-        (lambda: StageMemory.given(0, 1, 1, 1, 1), "layers=0"),
-        (lambda: Swapping.given(1, 1, 1, 1, 1, 0), "bandwidth_gb=0"),
+        (lambda: StageMemory(0, 1, 1, 1, 1), "layers=0"),
+        (lambda: Swapping(1, 1, 1, 1, 1, 0), "bandwidth_gb=0"),
     ],
 )
 def test_refuses_what_makes_no_sense(make: object, says: str) -> None:
@@ -214,5 +214,5 @@ def test_everything_is_json() -> None:
     question = asked(8, 100.0, 5.0, 200)
     tree = json.loads(json_text(split_as_json(question, question.best(), memory(640))))
     assert tree["splits"] == [[1, 7]] and tree["wins"] and tree["memory"]["min_token_machines"] == 1
-    swapped = json.loads(json_text(swap_as_json(Swapping.given(500, 500, 0.04, 8, 458.752, 12))))
+    swapped = json.loads(json_text(swap_as_json(Swapping(500, 500, 0.04, 8, 458.752, 12))))
     assert [each["pays"] for each in swapped["readings"]] == [False] * 4

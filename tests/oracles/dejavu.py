@@ -43,7 +43,7 @@ class PaperTable:
 
     @property
     def memory(self) -> ModelMemory:
-        return ModelMemory.given(self.model_gb, self.kv_gb_per_token)
+        return ModelMemory(self.model_gb, self.kv_gb_per_token)
 
     def largest_microbatch(self, stages: int, tokens: int = TOTAL_TOKENS) -> int | None:
         """Of those that were tried, the largest that fits. None: none does."""

@@ -150,4 +150,4 @@ def _memory(args: argparse.Namespace) -> StageMemory | None:
         return None
     if missing:
         raise ConfigError(f"does it fit? To know, {' and '.join(missing)} must be given as well")
-    return StageMemory.given(**values)
+    return StageMemory(**values)

@@ -50,7 +50,7 @@ def run_swap(args: argparse.Namespace) -> int:
     from cost_model.printing import json_text
 
     _fill(args)
-    asked = Swapping.given(
+    asked = Swapping(
         args.prompt_tokens, args.tokens, args.token_time, args.batch, args.kv_kb, args.bandwidth_gb
     )
     print(json_text(swap_as_json(asked)) if args.json else swap_as_text(asked))
