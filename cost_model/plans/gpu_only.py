@@ -18,7 +18,8 @@ class GpuOnly:
     tpot_s: float
     tokens_per_s: float
     limit: str
-    """What keeps the batch from growing: memory, latency, or that nothing larger was measured."""
+    """What keeps the batch from growing: memory, latency, ``--batch``, or that nothing larger was
+    measured."""
     kv_room_bytes: float
     """GPU memory left beside weights and activations."""
 
@@ -36,8 +37,14 @@ def gpu_only_memory_bytes(system: System, batch: int) -> float:
     return system.costs.weight_bytes + batch * system.costs.peak_activation_bytes + kv_bytes
 
 
-def best_gpu_only(system: System, step_limit_s: float) -> GpuOnly | None:
-    """The largest batch that fits and keeps the promise; None if not even one sequence does."""
+def best_gpu_only(
+    system: System, step_limit_s: float, most_sequences: int | None = None
+) -> GpuOnly | None:
+    """The largest batch that fits and keeps the promise; None if not even one sequence does.
+
+    Args:
+        most_sequences: that are to run at once; None: as many as fit.
+    """
 
     def fits(batch: int) -> bool:
         return gpu_only_memory_bytes(system, batch) <= system.s.usable_memory_bytes
@@ -45,20 +52,16 @@ def best_gpu_only(system: System, step_limit_s: float) -> GpuOnly | None:
     def fast(batch: int) -> bool:
         return at_most(gpu_only_step_s(system, batch), step_limit_s)
 
-    measured = system.s.max_batch or sys.maxsize
-    batch = largest(lambda batch: fits(batch) and fast(batch), measured)
+    measured, asked = system.s.max_batch or sys.maxsize, most_sequences or sys.maxsize
+    batch = largest(lambda batch: fits(batch) and fast(batch), min(measured, asked))
     if not batch:
         return None
     step_s = gpu_only_step_s(system, batch)
     used = system.costs.weight_bytes + batch * system.costs.peak_activation_bytes
-    return GpuOnly(
-        batch=batch,
-        tpot_s=step_s,
-        tokens_per_s=batch / step_s,
-        limit="memory"
-        if not fits(batch + 1)
-        else "latency"
-        if not fast(batch + 1)
-        else "what was measured",
-        kv_room_bytes=system.s.usable_memory_bytes - used,
-    )
+    limit = "--batch" if batch == asked else "what was measured"
+    if not fits(batch + 1):
+        limit = "memory"
+    elif not fast(batch + 1):
+        limit = "latency"
+    room_bytes = system.s.usable_memory_bytes - used
+    return GpuOnly(batch, step_s, batch / step_s, limit, room_bytes)

@@ -53,7 +53,7 @@ def best_hybrid(
     sockets: int,
     step_limit_s: float,
     *,
-    most_away: int | None = None,
+    most_sequences: int | None = None,
     part: float = MOST_OF_GAIN,
 ) -> Hybrid:
     """As few sequences on R-workers, in whatever lanes, as give nearly all that
@@ -63,7 +63,7 @@ def best_hybrid(
         alone: what the GPU does alone.
         sockets: R-workers that there are; fewer are taken where more only add messages.
         step_limit_s: promised of every token.
-        most_away: sequences that may be on R-workers; None: as many as fit.
+        most_sequences: that run at once, on both sides; None: as many as fit.
         part: of what R-workers can add, at least this much is reached.
     """
     nothing = Hybrid(
@@ -72,7 +72,7 @@ def best_hybrid(
     plans = [
         plan
         for plan in _plans(system, alone, sockets, step_limit_s)
-        if (most_away is None or plan.away <= most_away)
+        if (most_sequences is None or plan.batch <= most_sequences)
         and at_most(plan.tpot_s, step_limit_s)
         and plan.tokens_per_s > alone.tokens_per_s
     ]

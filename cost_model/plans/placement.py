@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from cost_model.hardware import Cpu, Efficiency, Gpu, Hardware, Nic
 from cost_model.plans.constraints import r_memory_bytes, s_worker_fits
-from cost_model.plans.gpu_only import GpuOnly, best_gpu_only, gpu_only_step_s
+from cost_model.plans.gpu_only import best_gpu_only
 from cost_model.plans.hybrid import best_hybrid
 from cost_model.predict import MAX_LANES, System
 
@@ -57,12 +57,7 @@ def placement_rates(system: System, sockets: int, most_sequences: int) -> Placem
         sockets: R-workers that there are, one a socket; 0: none.
         most_sequences: that may run at once.
     """
-    alone = best_gpu_only(system, math.inf)
-    if alone is not None and alone.batch > most_sequences:
-        step_s = gpu_only_step_s(system, most_sequences)
-        alone = replace(
-            alone, batch=most_sequences, tpot_s=step_s, tokens_per_s=most_sequences / step_s
-        )
+    alone = best_gpu_only(system, math.inf, most_sequences)
     gpu = None if alone is None else alone.tokens_per_s
     if not sockets:
         return PlacementRates(gpu, None, None)
@@ -72,9 +67,10 @@ def placement_rates(system: System, sockets: int, most_sequences: int) -> Placem
         if s_worker_fits(system, lane_batch, lanes)
         and r_memory_bytes(system, lane_batch, lanes) <= sockets * system.r.capacity_bytes
     )
-    return PlacementRates(
-        gpu, max(rates, default=None), _hybrid_rate(system, alone, sockets, most_sequences)
-    )
+    both = None
+    if alone is not None:
+        both = best_hybrid(system, alone, sockets, math.inf, most_sequences=most_sequences)
+    return PlacementRates(gpu, max(rates, default=None), both and both.tokens_per_s)
 
 
 def _lanes(most_sequences: int) -> Iterator[tuple[int, int]]:
@@ -83,15 +79,6 @@ def _lanes(most_sequences: int) -> Iterator[tuple[int, int]]:
         most = most_sequences // lanes
         powers = [1 << i for i in range(most.bit_length()) if 1 << i < most]
         yield from ((lane_batch, lanes) for lane_batch in (*powers, most) if lane_batch)
-
-
-def _hybrid_rate(
-    system: System, alone: GpuOnly | None, sockets: int, most_sequences: int
-) -> float | None:
-    if alone is None:
-        return None
-    most_away = most_sequences - alone.batch
-    return best_hybrid(system, alone, sockets, math.inf, most_away=most_away).tokens_per_s
 
 
 # --- hardware, as far as an engine knows it

@@ -17,7 +17,7 @@ from cost_model.hardware import Gpu, Hardware, Nic
 from cost_model.numbers import smallest
 from cost_model.plans.constraints import Constraint
 from cost_model.plans.gpu_only import GpuOnly, best_gpu_only
-from cost_model.plans.hybrid import Hybrid, best_hybrid
+from cost_model.plans.hybrid import MOST_OF_GAIN, Hybrid, best_hybrid
 from cost_model.plans.placement import PlacementRates
 from cost_model.plans.question import Goal, Prices, Setup, split_counts
 from cost_model.plans.search import Plan, Search, diagnose, sockets_of
@@ -169,7 +169,7 @@ def size(
     nearest = ""
     if plan is None:
         in_the_way, nearest, plan = diagnose(setup, search)
-    gpu_only = best_gpu_only(system, search.promises.step_limit_s)
+    gpu_only = best_gpu_only(system, search.promises.step_limit_s, goal.batch)
     hybrid = _both_sides(search, plan, gpu_only)
     sizing = Sizing(
         setup=setup,
@@ -203,10 +203,10 @@ def _both_sides(search: Search, plan: Plan | None, alone: GpuOnly | None) -> Hyb
     if plan is None or alone is None:
         return None
     goal, limit_s = search.goal, search.promises.step_limit_s
-    if goal.max_sockets is None:
-        return best_hybrid(search.system, alone, plan.sockets, limit_s)
-    part = 1.0 - goal.gain
-    return best_hybrid(search.system, alone, search.most_sockets, limit_s, part=part)
+    sockets, part = plan.sockets, MOST_OF_GAIN
+    if goal.max_sockets is not None:
+        sockets, part = search.most_sockets, 1.0 - goal.gain
+    return best_hybrid(search.system, alone, sockets, limit_s, most_sequences=goal.batch, part=part)
 
 
 def _over_sockets(system: System, plan: Plan) -> tuple[StepPrediction, ...]:
@@ -266,7 +266,8 @@ def _what_ifs(setup: Setup, goal: Goal, plan: Plan, hardware: Hardware | None) -
 
 def _gpus_alone(setup: Setup, goal: Goal, how: str) -> WhatIf:
     system = setup.system()
-    alone = best_gpu_only(system, system.step_limit_s(goal.latency_s, goal.tpot_s))
+    step_limit_s = system.step_limit_s(goal.latency_s, goal.tpot_s)
+    alone = best_gpu_only(system, step_limit_s, goal.batch)
     change = f"{setup.num_gpus} x {how}"
     if alone is None:
         return WhatIf(change, None, None, None, "too small or too slow")

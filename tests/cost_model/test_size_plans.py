@@ -123,6 +123,17 @@ def test_a_given_batch_has_the_lanes_that_save_sockets() -> None:
     assert plan.expected.tokens_per_s > 0.98 * size(ask(), Goal(batch=1024)).most_tokens_per_s
 
 
+def test_a_given_batch_binds_the_gpu_alone_and_both_sides() -> None:
+    """One sequence on an A10 reads 16.1 GB of weights a token: 33.5 ms, and no offload helps."""
+    one = size(ask("Llama-3 8B"), Goal(batch=1))
+    assert one.gpu_only is not None and one.gpu_only.batch == 1
+    assert one.headline is not None and one.headline.kv_placement == "gpu"
+    assert one.headline.tpot_s == pytest.approx(16.1e9 / 480e9, rel=0.1)
+    assert "1 sequence at once (--batch allows no more)" in as_text(one)
+    some = size(ask("Llama-3 8B"), Goal(batch=150)).hybrid
+    assert some is not None and some.away and some.batch <= 150
+
+
 def test_no_room_for_the_batch_names_the_nearest_that_has() -> None:
     sizing = size(ask(), Goal(batch=1024, max_sockets=1))
     assert not sizing.feasible and "at hand" in sizing.in_the_way[0].detail
