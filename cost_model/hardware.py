@@ -307,7 +307,9 @@ def _nic_family(nic: Nic) -> str:
     return next((kind for kind in ("GbE", "EFA") if kind in nic.name), "InfiniBand")
 
 
-_NOISE = re.compile(r"\((r|tm)\)|\bcpu @.*|\b\d+-core processor.*|\b(nvidia|amd|intel|cpu|tesla)\b")
+_NOISE = re.compile(
+    r"\((r|tm)\)|\bcpu @.*|\b\d+-core processor.*|\b(nvidia|amd|intel|cpu|tesla|infiniband)\b"
+)
 """Of names as nvidia-smi, rocm-smi and lscpu print them."""
 
 

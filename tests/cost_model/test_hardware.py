@@ -150,6 +150,10 @@ def test_names_as_lscpu_prints_them(printed: str, name: str) -> None:
     assert HARDWARE.cpu(printed).name == name
 
 
+def test_a_network_may_be_named_with_its_kind() -> None:
+    assert HARDWARE.nic("InfiniBand XDR").name == "XDR"
+
+
 MINE = """
 [gpu."My card"]
 like = "A10"
