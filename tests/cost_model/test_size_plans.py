@@ -363,7 +363,7 @@ def test_a_plan_of_weights_that_stay_quantised() -> None:
         for keeps in (False, True)
     )
     assert decoded.gpu_only is not None and kept.gpu_only is not None
-    assert kept.gpu_only.batch > 2 * decoded.gpu_only.batch
+    assert kept.gpu_only.kv_room_bytes > 2 * decoded.gpu_only.kv_room_bytes
     assert kept.system.costs.weight_bytes < 0.53 * decoded.system.costs.weight_bytes
     assert "doesn't do yet" in as_text(kept)
     assert "34.3 GB" in as_text(decoded) and "65.5 GB" in as_text(decoded)
