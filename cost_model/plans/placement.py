@@ -70,7 +70,8 @@ def placement_rates(system: System, sockets: int, most_sequences: int) -> Placem
     both = None
     if alone is not None:
         both = best_hybrid(system, alone, sockets, math.inf, most_sequences=most_sequences)
-    return PlacementRates(gpu, max(rates, default=None), both and both.tokens_per_s)
+    added = None if both is None else both.tokens_per_s
+    return PlacementRates(gpu, max(rates, default=None), added)
 
 
 def _lanes(most_sequences: int) -> Iterator[tuple[int, int]]:
