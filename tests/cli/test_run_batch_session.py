@@ -48,9 +48,9 @@ REPLICAS = ("--replicas", "1")
 TWO_RANKS = [mpirun(), *open_mpi_options(), "-n", "2"]
 """The S-workers of a job; R-workers have addresses."""
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
-    "r-workers": (2, ()),
-    "stages as ranks, replicas": (4, ("--pp", "2", *REPLICAS)),
     "stages, replicas": (4, ("--pp", "2", *REPLICAS)),
+    "stages as ranks, replicas": (4, ("--pp", "2", *REPLICAS)),
+    "r-workers": (2, ()),
     "hybrid": (2, HYBRID),
     "stages": (2, ("--pp", "2")),
     "replicas": (2, REPLICAS),

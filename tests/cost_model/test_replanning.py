@@ -259,9 +259,9 @@ def test_roles_are_simulated_as_the_instances_that_they_are() -> None:
 
 
 def test_nothing_is_applied_in_a_stationary_day() -> None:
-    """24 hours, in ``make test`` 8, gaps with a coefficient of variation of 4: windows
+    """24 hours, in ``make test`` 4, gaps with a coefficient of variation of 4: windows
     differ widely."""
-    rate, cv, hours = 0.02, 4.0, examples(24, share=3)
+    rate, cv, hours = 0.02, 4.0, examples(24, share=6)
     draw = drawn(Lengths(1024, 0.8), Lengths(128, 0.8), cv, int(rate * hours * 3600), 5)
     asked = draw.at(rate)
     present = Judge(ALIKE, Comes(rate, cv, draw.lengths[:4000]), STRICT).judge(Roles(0, 0, 2)).best

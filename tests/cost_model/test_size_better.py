@@ -86,7 +86,7 @@ BETTER: dict[str, Callable[[Setup, float], Setup]] = {
 }
 
 
-@settings(max_examples=examples(2000, share=20), deadline=None)
+@settings(max_examples=examples(2000, share=40), deadline=None)
 @given(setups, goals, st.sampled_from(sorted(BETTER)), st.floats(1.01, 8.0))
 def test_a_better_machine_never_gives_less(
     setup: Setup, goal: Goal, what: str, factor: float

@@ -99,8 +99,20 @@ NUM_QUERIES = [1, 1, 11, 1]
 """Rows of one register tile, and of several."""
 
 
-@pytest.mark.parametrize("dtype", cpu_kernels.DTYPES)
-@pytest.mark.parametrize("level", [isa.name for isa in host_levels()[:-1]])
+# Every instruction set and every dtype; what an instruction set has to convert itself, with it.
+OLDER = {
+    "generic": ("float16", "int8"),
+    "avx2": ("float32", "bfloat16", "int4"),
+    "avx512": ("bfloat16", "int8", "int4"),
+}
+OLDER_CASES = [
+    (isa.name, dtype)
+    for isa in host_levels()[:-1]
+    for dtype in (cpu_kernels.DTYPES if TRIES_ALL else OLDER.get(isa.name, cpu_kernels.DTYPES))
+]
+
+
+@pytest.mark.parametrize(("level", "dtype"), OLDER_CASES)
 def test_instruction_sets_that_are_not_the_best_that_this_host_has(level, dtype):
     compare(
         BlockLayout(2, HEAD_DIM, dtype),
@@ -112,7 +124,11 @@ def test_instruction_sets_that_are_not_the_best_that_this_host_has(level, dtype)
     )
 
 
-@pytest.mark.parametrize("dtype", cpu_kernels.DTYPES)
+WIDE = ("float32", "bfloat16", "int4") if not TRIES_ALL else cpu_kernels.DTYPES
+"""Products of floats, of pairs and of whole numbers."""
+
+
+@pytest.mark.parametrize("dtype", WIDE)
 def test_wide_groups_long_contexts_threads_and_nan_in_what_blocks_held_before(dtype):
     """Contexts of several chunks and of odd lengths; where one thread and two
     leave the same bits."""
@@ -231,12 +247,19 @@ def test_partial_results_of_many_long_sequences_share_bounded_memory():
     assert dispatch.thread_partials(0) is kept
 
 
-@pytest.mark.parametrize("block_size", [64, 16])
-@pytest.mark.parametrize("dtype", cpu_kernels.DTYPES)
+# Kernels that other tests compile, too, and one of three vectors of dims.
+LAST = [(64, dtype, HEAD_DIM) for dtype in cpu_kernels.DTYPES]
+LAST += [(64, "float32", 40), (16, "float32", HEAD_DIM), (16, "int4", HEAD_DIM)]
+MORE_LAST = [(64, dtype, 40) for dtype in cpu_kernels.DTYPES[1:]]
+MORE_LAST += [(16, dtype, 40) for dtype in cpu_kernels.DTYPES]
+
+
+@pytest.mark.parametrize(("block_size", "dtype", "head_dim"), LAST + MORE_LAST * TRIES_ALL)
 @pytest.mark.parametrize("source", ["float32", "bfloat16"])
-def test_attention_writes_the_last_tokens_itself(source, dtype, block_size):
+def test_attention_writes_the_last_tokens_itself(source, block_size, dtype, head_dim):
     """The same bits, in the cache and in o, as ``append`` before it."""
-    layout, lens = BlockLayout(2, 40, dtype, block_size), [1, 5, 64, 65, 130, 1024, 1025, 2100]
+    layout = BlockLayout(2, head_dim, dtype, block_size)
+    lens = [1, 5, 64, 65, 130, 1024, 1025, 2100]
     rng = np.random.default_rng(SEED)
     pool, k, v, slots, q, tables, starts, positions, lens = random_batch(
         rng, layout, 6, lens, [1] * len(lens), source

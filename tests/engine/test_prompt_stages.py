@@ -124,7 +124,7 @@ def test_ranks_of_a_job_do_not_reach_devices(llama: str, monkeypatch: pytest.Mon
         LLM(llama, kv_placement="gpu", device="cpu", kv_memory_gb=0.01, prompt_pp=1)
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "bfloat16"])
+@pytest.mark.parametrize("kv_dtype", ["int8", *["bfloat16"] * TRIES_ALL])
 def test_prompts_see_what_is_cached_of_them(kv_dtype: str, llama: str) -> None:
     """K and V are rounded before a prompt attends to them, wherever it is cut."""
     narrow = {**OPTIONS, "kv_dtype": kv_dtype}

@@ -194,8 +194,13 @@ HEADS = ["--r-partition", "heads"]
 PARTS = ["--split-tokens", "64"]
 
 
-LOSSES = [(signal.SIGKILL, WHOLE), (signal.SIGSTOP, HEADS)]
-MORE_LOSSES = [(signal.SIGSTOP, WHOLE), (signal.SIGKILL, HEADS), (signal.SIGKILL, PARTS)]
+LOSSES = [(signal.SIGSTOP, HEADS)]
+MORE_LOSSES = [
+    (signal.SIGKILL, WHOLE),
+    (signal.SIGSTOP, WHOLE),
+    (signal.SIGKILL, HEADS),
+    (signal.SIGKILL, PARTS),
+]
 
 
 @pytest.mark.parametrize(("trouble", "partition"), LOSSES + MORE_LOSSES * TRIES_ALL)

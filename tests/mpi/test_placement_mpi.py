@@ -119,9 +119,10 @@ class Job:
 FEW, MANY = ("prefill:1", "decode:1"), ("prefill:1", "prefill:1", "decode:1", "decode:1")
 
 
+@pytest.mark.skipif(not TRIES_ALL, reason="make campaign: instances of several S-workers say it")
 @pytest.mark.parametrize(
     ("instances", "n"),
-    [(FEW, 1), (MANY, 3), *[(FEW, 3), (MANY, 1)] * TRIES_ALL],
+    [(FEW, 1), (FEW, 3), (MANY, 1), (MANY, 3)],
     ids=lambda x: f"{len(x) // 2}+{len(x) // 2}" if isinstance(x, tuple) else str(x),
 )
 def test_tokens_are_those_of_one_engine(
@@ -140,7 +141,9 @@ def test_each_instance_has_its_own_s_workers(model: str, tmp_path: Path) -> None
     """Prompts run on two that act as one, and decode on two stages."""
     job = Job(tmp_path, model, "prefill:1:tp=2", "decode:2:pp=2", silence_s=LOSES_NOBODY_S)
     write_prompts(job.source, 16, n=2)
-    counted = job.check(run(job.command, timeout_s=240.0, **PATHS))
+    outcome = run(job.command, timeout_s=240.0, **PATHS)
+    counted = job.check(outcome)
+    assert "has lost its controller" not in outcome.output
     assert counted["moved"] == counted["failed_fetches"] == 0
     assert counted["handed_over"] > 0 and counted["fetched_bytes"] > 0
 
@@ -159,11 +162,11 @@ def write_long_prompts(path: Path) -> None:
 
 
 LOST = {
-    "decode": (3, signal.SIGKILL),
     "R-worker of prefill": (2, signal.SIGKILL),
     "decode stopped": (5, signal.SIGSTOP),
 }
 MORE_LOST = {
+    "decode": (3, signal.SIGKILL),
     "prefill": (1, signal.SIGKILL),
     "R-worker of decode": (4, signal.SIGKILL),
     "R-worker of decode stopped": (4, signal.SIGSTOP),

@@ -95,13 +95,18 @@ def test_a_lost_prompt_stage_ends_the_job(
     assert exit_code_file(tmp_path).read_text().strip() == "4", outcome.output
 
 
-@pytest.mark.parametrize("victim", [1, *[0, 2, 3] * TRIES_ALL])
-def test_a_lost_r_worker_changes_no_token(victim: int, job: Job, limit: StepLimit) -> None:
+@pytest.mark.parametrize(
+    ("stages", "num_r_workers", "victim"),
+    [((2, 1), 2, 1), *[((2, 2), 4, victim) for victim in range(4)] * TRIES_ALL],
+)
+def test_a_lost_r_worker_changes_no_token(
+    stages: tuple[int, int], num_r_workers: int, victim: int, job: Job, limit: StepLimit
+) -> None:
     """While prompts arrive: chunks are small, and the queue is long."""
     more = ["--prefill-chunk", "2", "--max-num-sequences", "3"]
-    command, output, expected = job(2, 2, 4, 40, *more, limit=limit)
+    command, output, expected = job(*stages, num_r_workers, 40, *more, limit=limit)
     with running(command) as started:
-        workers = started.r_workers(4)
+        workers = started.r_workers(num_r_workers)
         workers = sorted(workers, key=lambda p: int(p.environ()["OMPI_COMM_WORLD_RANK"]))
         started.wait_for_text(output)
         limit.lose(workers[victim], signal.SIGKILL)

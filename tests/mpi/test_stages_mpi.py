@@ -86,12 +86,13 @@ def test_stages_as_ranks(num_stages: int, tp: int, num_r_workers: int, job: Job)
 
 
 def test_kv_on_each_stages_device(job: Job) -> None:
-    """No rank is an R-worker; one that is left over is told so."""
+    """No rank is an R-worker; in ``make campaign``, one that is left over is refused."""
     more = ["--kv-placement", "gpu", "--kv-memory-gb", "0.01"]
     command, output, expected = job(3, 1, 12, *more)
-    outcome = run(command, timeout_s=120)
-    assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome.output
-    assert "one rank for each S-worker" in outcome.output, outcome.output
+    if TRIES_ALL:  # test_generate_mpi.py refuses ranks that have nothing to do
+        outcome = run(command, timeout_s=120)
+        assert outcome.exit_code not in (0, None) and outcome.orphans == [], outcome.output
+        assert "one rank for each S-worker" in outcome.output, outcome.output
     for swap in ([], ["--swap"])[not TRIES_ALL :]:  # test_launch.py has the first
         outcome = run([*command[: command.index(":")], *swap], timeout_s=120)
         assert (outcome.exit_code, outcome.orphans) == (0, []), outcome.output
@@ -150,7 +151,8 @@ def test_a_lost_stage_ends_the_job(
     assert exit_code_file(tmp_path).read_text().strip() == "4", outcome.output
 
 
-@pytest.mark.parametrize("trouble", [signal.SIGKILL, *[signal.SIGSTOP] * TRIES_ALL])
+@pytest.mark.skipif(not TRIES_ALL, reason="make campaign: the same as without swapping")
+@pytest.mark.parametrize("trouble", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_stage_whose_kv_is_swapped_ends_the_job(
     trouble: signal.Signals, job: Job, tmp_path: Path, limit: StepLimit
 ) -> None:

@@ -79,6 +79,7 @@ def test_who_is_lost_before_the_greeting_is_done_without(
     assert outcome.exit_code is not None and outcome.orphans == [], outcome
 
 
+@pytest.mark.skipif(not TRIES_ALL, reason="make campaign: tests/cli/test_launch.py has it")
 def test_when_the_s_worker_is_killed_the_job_has_failed(asked: Asked, limit: StepLimit) -> None:
     options, output, _ = asked("generate", 60)
     command = [mpirun(), *open_mpi_options(), "-n", "1", *limit.fastdecode, *options]

@@ -177,7 +177,7 @@ def seen() -> Iterator[Counter[tuple[SequenceState, SequenceState]]]:
 
 
 @settings(
-    max_examples=examples(900, share=3),
+    max_examples=examples(900, share=8),
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

@@ -60,7 +60,7 @@ def test_it_starts_and_is_ready_only_then() -> None:
 
 
 def test_an_engine_that_is_stopped_is_stalled_and_comes_back() -> None:
-    with scripted_server("--stall-s", "3") as server:
+    with scripted_server("--stall-s", "1") as server:
         engine = server.process("engine")
         engine.suspend()
         server.wait_until(lambda: health(server) == (503, "stalled"))
@@ -69,7 +69,7 @@ def test_an_engine_that_is_stopped_is_stalled_and_comes_back() -> None:
 
 
 def test_a_step_that_never_ends_is_a_stall() -> None:
-    with scripted_server("--stall-s", "3") as server:
+    with scripted_server("--stall-s", "1") as server:
         stream = Stream(server)
         stream.first()
         server.wait_until(lambda: server.status()["state"] == "ready")
@@ -117,7 +117,7 @@ def test_either_process_is_killed(killed: str, code: int) -> None:
 
 def test_a_drain_finishes_what_runs() -> None:
     with scripted_server("--step-s", "0.02") as server:
-        stream = Stream(server, max_tokens=300)
+        stream = Stream(server, max_tokens=150)
         stream.first()
         server.process("engine").terminate()
         server.wait_until(lambda: health(server) == (503, "draining"))
@@ -179,12 +179,12 @@ def test_an_http_process_that_is_stopped_holds_up_no_end() -> None:
 
 
 def test_an_http_process_that_is_stopped_costs_its_requests_and_comes_back() -> None:
-    with scripted_server("--write-timeout-s", "2", "--step-s", "0.05") as server:
+    with scripted_server("--write-timeout-s", "1", "--step-s", "0.05") as server:
         stream = Stream(server)
         stream.first()
         http_process = server.process("http")
         http_process.suspend()
-        said = "the HTTP process has read nothing for 2 s: its requests are cancelled"
+        said = "the HTTP process has read nothing for 1 s: its requests are cancelled"
         server.wait_until(lambda: said in server.job.output())
         http_process.resume()
         assert stream.rest()[-1]["error"]["code"] == "http_stopped"
@@ -306,7 +306,7 @@ def test_a_full_queue_says_when_to_come_again(slow_server: Server) -> None:
 
 
 def test_time_limits() -> None:
-    limits = ("--queue-timeout-s", "2", "--request-timeout-s", "5", "--width", "1")
+    limits = ("--queue-timeout-s", "0.5", "--request-timeout-s", "3", "--width", "1")
     with scripted_server(*limits, "--step-s", "0.01") as server:
         stream = Stream(server)
         stream.first()

@@ -10,12 +10,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from examples import examples
 from fastdecode.core.sequence import SamplingParams
 from sworker.sampling.sampler import SamplingState, sample
 
 VOCAB = 128_256
 NOISE = 1e-5
-NUM_ROWS = 96
+NUM_ROWS = examples(96, share=3)
 
 
 def rows_of(kind: str) -> NDArray[np.float32]:
