@@ -67,8 +67,9 @@ def back(r_worker: Running, address: str, trouble: signal.Signals) -> Iterator[N
         yield
 
 
-LOSSES = [("prefill", signal.SIGSTOP), ("decode", signal.SIGKILL)]
-MORE_LOSSES = [("prefill", signal.SIGKILL), ("decode", signal.SIGSTOP)]
+LOSSES = [("decode", signal.SIGKILL)]
+MORE_LOSSES = [("prefill", signal.SIGSTOP), ("prefill", signal.SIGKILL), ("decode", signal.SIGSTOP)]
+"""In ``make test`` the server below has its R-workers stopped, one after the other."""
 
 
 @pytest.mark.parametrize(
