@@ -340,7 +340,7 @@ class MirrorMachine(RuleBasedStateMachine):
         books = self.owner.books
         step = books.steps.of_lane[lane].step
         for layer in range(KV.num_layers):
-            books.steps.finish_layer(lane, step, layer)
+            books.steps.finish_layer(lane, books.steps.due(lane, step, layer))
         for sequence in self.open_steps.pop(lane):
             self.note(sequence)
 

@@ -545,7 +545,7 @@ class TestRelay:
 
     def test_it_is_reported_once_whether_a_lost_r_worker_has_a_replacement(self) -> None:
         waiting: dict[int, Any] = {}
-        places: Any = SimpleNamespace(look=lambda lost: waiting, timeout_s=1.0)
+        places: Any = SimpleNamespace(look=lambda lost: waiting, limit=id, timeout_s=1.0)
         self.relay = Relay(self.pool, self.links, 5, ColumnRegreeting(self.pool, HELLO, places))
         self.relay.obey(ColumnLost(W, "gone", "it left"))
         self.relay.pass_on(self.pool.take_losses())

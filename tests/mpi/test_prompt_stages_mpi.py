@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import pytest
 from generate_jobs import answers_alone
-from limited_steps import StepLimit
+from limited_steps import FIRST_STEPS, StepLimit
 from mpi_launch import mpirun, needs_mpi, open_mpi_options, run, running
 from stage_ranks import FASTDECODE, R_WORKER, exit_code_file, write_some_forked
 
@@ -105,6 +105,7 @@ def test_a_lost_r_worker_changes_no_token(
     """While prompts arrive: chunks are small, and the queue is long."""
     more = ["--prefill-chunk", "2", "--max-num-sequences", "3"]
     command, output, expected = job(*stages, num_r_workers, 40, *more, limit=limit)
+    limit.allow(3 * FIRST_STEPS)  # some of other requests, while a short one's prompt arrives
     with running(command) as started:
         workers = started.r_workers(num_r_workers)
         workers = sorted(workers, key=lambda p: int(p.environ()["OMPI_COMM_WORLD_RANK"]))

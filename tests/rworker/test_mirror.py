@@ -52,7 +52,7 @@ def test_a_decode_step_is_one_announcement_and_one_chunk() -> None:
     owner.books.begin_step(begin)
     assert mirror.next() is None, "not before it is in every layer"
     for layer in range(KV.num_layers):
-        owner.books.steps.finish_layer(0, 0, layer)
+        owner.books.steps.finish_layer(0, owner.books.steps.due(0, 0, layer))
     announced, chunk = mirror.next(), mirror.next()
     assert isinstance(announced, ExpectTokens) and isinstance(chunk, StoreChunk)
     assert chunk.num_tokens.tolist() == [1] * 12 and chunk.num_layers == KV.num_layers
@@ -70,7 +70,7 @@ def test_without_credit_nothing_is_read_and_later_it_all_leaves_together() -> No
     def step(past: int, count: int) -> None:
         owner.books.begin_step(step_of((7, past, count), step=past, queries=[0]))
         for layer in range(KV.num_layers):
-            owner.books.steps.finish_layer(0, past, layer)
+            owner.books.steps.finish_layer(0, owner.books.steps.due(0, past, layer))
 
     step(0, 2)
     assert isinstance(mirror.next(), ExpectTokens)
@@ -169,7 +169,7 @@ def test_of_a_sequence_with_a_gap_only_kept_blocks_are_replicated() -> None:
     mirror.follow(resumed)
     owner.books.begin_step(step_of((7, size, size), queries=[0]))
     for layer in range(KV.num_layers):
-        owner.books.steps.finish_layer(0, 0, layer)
+        owner.books.steps.finish_layer(0, owner.books.steps.due(0, 0, layer))
     assert sent(mirror) == []
     message = KeepBlocks(7, 1, words_of(KEYS[3:4]))
     owner.books.keep(message)
