@@ -269,7 +269,7 @@ def test_a_job_starts_without_an_r_worker_that_joins_later(
         later = kept.getsockname()[1]
         command = [*limit.fastdecode, *options, *at([*addresses, f"tcp://127.0.0.1:{later}"])]
         command += ["--summary", str(summary), "--max-num-sequences", "1"]
-        command += ["--worker-timeout-s", "10"]  # for the one that isn't there
+        command += ["--worker-timeout-s", "10"]  # is how long it looks for the other
         with running(command, **PATHS) as s_worker:
             s_worker.wait_for_text(output)
             with r_workers(str(later)):
