@@ -385,6 +385,8 @@ class Request:
     by then: K and V of the prompt are kept, and offered, until it is cancelled."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """The tokens of ``params.bad_words``, a tuple for each way to write a word."""
+    only_kept: bool = False
+    """It is refused unless all of its prompt is kept, but for a block's tokens at most."""
 
 
 @dataclass(frozen=True)

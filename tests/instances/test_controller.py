@@ -23,6 +23,7 @@ from fastdecode.core.sequence import FinishReason, Request, SamplingParams
 from fastdecode.engine.instances.controller import Controller
 from fastdecode.engine.instances.routed_request import RequestStage
 from fastdecode.schedule.life.handing import HANDED_OVER_LOST
+from fastdecode.schedule.life.lifecycle import NOT_KEPT
 
 BLOCK_SIZE = 16
 SOURCE = KVSource("p-r0", 0, "ab" * 16, 0, 9, 0, 2)
@@ -46,7 +47,7 @@ class Scripted:
         self.asked: dict[str, Request] = {}
         self._drawn: dict[str, dict[int, int]] = {}
         self._told: dict[str, set[str]] = {}
-        self.most = 0
+        self.most = self.num_lent = 0
 
     def submit(self, request: Request, *, every_step: bool) -> None:
         assert self.stranded is None, "it has no R-worker, and is given a request"
@@ -71,6 +72,8 @@ class Scripted:
     def step(self, name: str) -> list[Delta]:
         """The next token of each of a request's sequences."""
         request, told = self.asked[name], []
+        if request.only_kept:
+            return self._lend(name)
         if request.sources and "fetched" not in self._told[name]:
             self._told[name].add("fetched")
             return [Delta(name, 0, has_fetched=True)]
@@ -93,6 +96,17 @@ class Scripted:
                 told.insert(0, Delta(name, 0, sources=(SOURCE,)))
         return told
 
+    def _lend(self, name: str) -> list[Delta]:
+        """Export what is kept of a prompt, unless it isn't."""
+        if random.Random(name).random() < 0.3:
+            del self.asked[name]
+            return [Delta(name, 0, error=CapacityError("not kept", code=NOT_KEPT))]
+        if "offered" in self._told[name]:
+            return []
+        self._told[name].add("offered")
+        self.num_lent += 1
+        return [Delta(name, 0, token_ids=(1,)), Delta(name, 0, sources=(SOURCE,))]
+
     def fail(self, error: FastDecodeError) -> list[Delta]:
         self.broken = error
         names, self.asked = list(self.asked), {}
@@ -114,8 +128,11 @@ class World:
 
     def submit(self, name: str, rng: random.Random) -> None:
         tokens = rng.randint(1, 20)
-        params = SamplingParams(n=rng.choice([1, 1, 3]), max_tokens=tokens)
-        prompt = (5,) * rng.randint(1, 30)
+        n = rng.choice([1, 1, 3])
+        params = SamplingParams(n=n, max_tokens=tokens)
+        # Long ones begin with what others have kept.
+        most = rng.choice([30, 110]) if n == 1 else 30
+        prompt = (5,) * rng.randint(1, most)
         request = Request(name, prompt, params, tokens, seed=rng.randrange(1 << 30))
         self.requests[name], self.said[name] = request, []
         listener = Listener(self.said[name].append, every_step=rng.random() < 0.5)

@@ -67,6 +67,7 @@ REQUESTS = st.builds(
     st.lists(SOURCES, max_size=2).map(tuple),
     st.booleans(),
     st.lists(TOKENS.filter(bool), max_size=2).map(tuple),
+    st.booleans(),
 )
 DELTAS = st.builds(
     Delta,

@@ -10,9 +10,9 @@ from typing import Protocol
 from fastdecode.core.delta import Delta, Listener
 from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.holders import KVSource
-from fastdecode.core.sequence import Request
+from fastdecode.core.sequence import Request, SamplingParams
 from fastdecode.engine.instances.claims import Claims
-from fastdecode.schedule.dispatch import DispatchJob
+from fastdecode.schedule.dispatch import AssignDecode, AssignPrefill, DispatchJob
 
 
 class RequestStage(Enum):
@@ -20,6 +20,8 @@ class RequestStage(Enum):
 
     QUEUED = "queued"
     """No instance has it."""
+    BORROWING = "borrowing"
+    """It is to run at one instance, with tokens that another one is asked for first."""
     PREFILL = "prefill"
     OFFERED = "offered"
     """Its prompt is done, and waits for an instance that has room."""
@@ -71,6 +73,16 @@ class RequestObserver(Protocol):
 
 
 @dataclass(eq=False)
+class Borrowing:
+    """The first tokens of a prompt, which another instance keeps and exports."""
+
+    run: InstanceRun
+    """At that instance."""
+    waiting: AssignPrefill | AssignDecode | None
+    """The run that is to import them; None: it has begun."""
+
+
+@dataclass(eq=False)
 class RoutedRequest:
     """One request.
 
@@ -87,6 +99,10 @@ class RoutedRequest:
     """Where its prompt is run, or kept."""
     decoding: InstanceRun | None = None
     sources: tuple[KVSource, ...] = ()
+    """Of its whole prompt."""
+    borrowing: Borrowing | None = None
+    borrowed: tuple[KVSource, ...] = ()
+    """Sources of its prompt's first tokens."""
     failure: FastDecodeError | None = None
     """Why the first instance that failed it did; None: none has."""
     said: list[_Reported] = field(init=False)
@@ -111,7 +127,7 @@ class RoutedRequest:
         return self.is_observed or (self.listener is not None and self.listener.every_step)
 
     def run_of(self, delta: Delta) -> InstanceRun | None:
-        """Which of its runs says so; None: none any more."""
+        """Which of its own runs says so; None: none any more."""
         for run in (self.offering, self.decoding):
             if run is not None and run.name == delta.request_id:
                 return run
@@ -127,6 +143,16 @@ class RoutedRequest:
         """Whether any token of it is known."""
         return any(said.token_ids for said in self.said)
 
+    def any_run_of(self, delta: Delta) -> InstanceRun | None:
+        """The same, or the one that exports its first tokens."""
+        if self.borrowing is not None and self.is_borrowed(delta):
+            return self.borrowing.run
+        return self.run_of(delta)
+
+    def is_borrowed(self, delta: Delta) -> bool:
+        """Whether the run says so that exports its first tokens."""
+        return self.borrowing is not None and self.borrowing.run.name == delta.request_id
+
     def fail_at(self, instance: int, error: FastDecodeError) -> None:
         """An instance has failed it, and isn't given it again."""
         self.failure = self.failure or error
@@ -135,7 +161,27 @@ class RoutedRequest:
     def prompt_run(self, name: str) -> Request:
         """What an instance is asked that runs its prompt, and no more."""
         hands_over = self.request.max_tokens > 1
-        return replace(self.request, request_id=name, max_tokens=1, hands_over=hands_over)
+        return replace(
+            self.request,
+            request_id=name,
+            max_tokens=1,
+            hands_over=hands_over,
+            sources=self.borrowed,
+        )
+
+    def prefix_run(self, name: str, num_tokens: int) -> Request:
+        """What an instance is asked that keeps so many of its prompt's first tokens: to
+        export them."""
+        return Request(
+            name,
+            self.request.prompt_token_ids[:num_tokens],
+            SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
+            max_tokens=1,
+            seed=0,
+            cache=self.request.cache,
+            hands_over=True,
+            only_kept=True,
+        )
 
     def whole_run(self, name: str) -> Request:
         """What an instance is asked that goes on with it to the end. Sequences
@@ -146,7 +192,8 @@ class RoutedRequest:
         }
         known = {index: tokens for index, tokens in drawn.items() if tokens}
         known = {**self.request.drawn, **known}
-        return replace(self.request, request_id=name, drawn=known, sources=self.sources)
+        sources = self.sources or self.borrowed
+        return replace(self.request, request_id=name, drawn=known, sources=sources)
 
     def tell(self, delta: Delta) -> None:
         """A run has said something: pass on what of it is new."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Final
 
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.delta import Delta, Listener
@@ -13,7 +14,12 @@ from fastdecode.core.errors import FastDecodeError
 from fastdecode.core.sequence import Request
 from fastdecode.engine.instances.claims import Claims
 from fastdecode.engine.instances.engine_client import EngineClient
-from fastdecode.engine.instances.routed_request import InstanceRun, RequestStage, RoutedRequest
+from fastdecode.engine.instances.routed_request import (
+    Borrowing,
+    InstanceRun,
+    RequestStage,
+    RoutedRequest,
+)
 from fastdecode.schedule.dispatch import (
     AssignDecode,
     AssignPrefill,
@@ -22,6 +28,10 @@ from fastdecode.schedule.dispatch import (
     DispatchJob,
     PrefillQueue,
 )
+from fastdecode.schedule.kept_prefixes import KeptPrefix, KeptPrefixes
+
+_LEAST_BORROWED: Final = 4
+"""Blocks: fewer are run again, since two instances would have to take a turn each."""
 
 Failed = Callable[[RoutedRequest, Delta], None]
 """A run of a request has ended with an error."""
@@ -35,7 +45,7 @@ class RoutedRequests:
     """
 
     def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+        self.block_size = block_size
         self._numbers = itertools.count()
         self.by_request: dict[str, RoutedRequest] = {}
         self.by_job: dict[int, RoutedRequest] = {}
@@ -44,7 +54,7 @@ class RoutedRequests:
     def make(self, request: Request, listener: Listener | None) -> RoutedRequest:
         """Of a request that isn't queued yet. All of its sequences are reserved
         whole."""
-        prompt, size = len(request.prompt_token_ids), self._block_size
+        prompt, size = len(request.prompt_token_ids), self.block_size
         blocks = -(-(prompt + request.max_tokens - 1) // size)
         reserved = request.params.n * blocks * size
         return RoutedRequest(request, listener, DispatchJob(next(self._numbers), prompt, reserved))
@@ -165,6 +175,8 @@ class Router:
         self.registry = InstanceRegistry(instances, roles, self.dispatcher)
         self.instances, self.roles = self.registry.all, self.registry.roles
         self._failed = failed
+        self._block_size = routed_requests.block_size
+        self._prefixes = KeptPrefixes(self._block_size)
         self._decided: deque[AssignPrefill | AssignDecode] = deque()
         """What is to be carried out, its room booked already."""
         self._is_at_work = False
@@ -214,6 +226,11 @@ class Router:
             and self.roles[decision.instance] is InstanceRole.BOTH
         ):
             decision = self._kept(decision)
+        if not self._borrows(routed, decision):
+            self._begin(routed, decision)
+
+    def _begin(self, routed: RoutedRequest, decision: AssignPrefill | AssignDecode) -> None:
+        """Submit a request to the instance that was decided on."""
         run = self._routed_requests.begin(routed, decision.instance)
         every_step = isinstance(decision, AssignPrefill) or routed.is_watched
         if isinstance(decision, AssignPrefill):
@@ -227,6 +244,72 @@ class Router:
             self.where(run).submit(asked, every_step=every_step)
         except FastDecodeError as error:
             self._failed(routed, Delta(run.name, 0, error=error))
+
+    def _borrows(self, routed: RoutedRequest, decision: AssignPrefill | AssignDecode) -> bool:
+        """Whether another instance is asked first for tokens that it may keep."""
+        prefix = self._kept_elsewhere(routed, decision.instance)
+        if prefix is None:
+            return False
+        run = self._routed_requests.begin(routed, prefix.instance)
+        asked = routed.prefix_run(run.name, prefix.num_tokens)
+        run.claims = Claims(asked)
+        routed.stage, routed.borrowing = RequestStage.BORROWING, Borrowing(run, decision)
+        try:
+            self.where(run).submit(asked, every_step=True)
+        except FastDecodeError:
+            self.give_back(routed)
+            return False
+        return True
+
+    def _kept_elsewhere(self, routed: RoutedRequest, instance: int) -> KeptPrefix | None:
+        """What another instance may keep of a prompt; None: not much more than this one."""
+        request, rooms = routed.request, self.dispatcher.decode
+        others = [i for i, room in enumerate(rooms) if room.is_there and i != instance]
+        needs_all = routed.sources or request.params.prompt_logprobs is not None
+        if needs_all or request.cache.is_off or not others:
+            return None
+        prompt, salt = request.prompt_token_ids, request.cache.salt
+        own = self._prefixes.longest(prompt, salt, (instance,))
+        found = self._prefixes.longest(prompt, salt, others)
+        is_worth_it = found.num_tokens >= own.num_tokens + _LEAST_BORROWED * self._block_size
+        job = DispatchJob(routed.job.job_id, 0, found.num_tokens)
+        return found if is_worth_it and rooms[found.instance].fits(job) else None
+
+    def lent(self, routed: RoutedRequest, delta: Delta) -> None:
+        """The run says something that exports the first tokens of a prompt."""
+        borrowing = routed.borrowing
+        assert borrowing is not None
+        if delta.sources:
+            routed.borrowed = delta.sources
+        elif delta.error is None and delta.finish_reason is None:
+            return  # it has drawn a token, which nobody wants
+        else:
+            self._forget(routed, borrowing.run)
+            self.give_back(routed)
+        waiting, borrowing.waiting = borrowing.waiting, None
+        if waiting is not None:
+            self._begin(routed, waiting)
+
+    def _forget(self, routed: RoutedRequest, run: InstanceRun) -> None:
+        """An instance doesn't keep what it was asked for."""
+        request = routed.request
+        self._prefixes.forget(request.prompt_token_ids, request.cache.salt, run.instance)
+
+    def give_back(self, routed: RoutedRequest) -> None:
+        """The tokens that another instance exports aren't needed any more."""
+        borrowing, routed.borrowing, routed.borrowed = routed.borrowing, None, ()
+        if borrowing is not None:
+            self._routed_requests.end(borrowing.run)
+            self.where(borrowing.run).cancel(borrowing.run.name)
+
+    def note_kept(self, routed: RoutedRequest) -> None:
+        """The instance that has a request keeps its tokens from now on."""
+        run, request = routed.decoding or routed.offering, routed.request
+        if run is None or request.cache.is_off:
+            return
+        for said in routed.said:
+            tokens = (*request.prompt_token_ids, *said.token_ids)
+            self._prefixes.note(tokens, request.cache.salt, run.instance)
 
     def _kept(self, bound: AssignPrefill) -> AssignPrefill | AssignDecode:
         """Whether the instance goes on with the prompt itself. It waits for no
@@ -247,9 +330,13 @@ class Router:
         stage, routed.stage = routed.stage, RequestStage.OVER
         offering, decoding = routed.offering, routed.decoding
         decided = next((one for one in self._decided if one.job is routed.job), None)
-        self.release(routed)
         if decided is not None:
             self._decided.remove(decided)
+        elif routed.borrowing is not None:
+            decided = routed.borrowing.waiting
+        self.give_back(routed)
+        self.release(routed)
+        if decided is not None:
             give_back = (
                 self.dispatcher.left
                 if isinstance(decided, AssignPrefill)
@@ -278,12 +365,29 @@ class Router:
         the requests that it had, and that are to go on elsewhere."""
         self.registry.come_and_go(lost, is_there=False)
         had = []
-        for routed in self._routed_requests.by_request.values():
+        for routed in list(self._routed_requests.by_request.values()):
+            if routed.borrowing is not None and self._is_lost_with(routed, routed.borrowing, lost):
+                had.append(routed)
+                continue
             # What is being fetched from it is another's, who looks after that himself.
             run = routed.decoding or routed.offering
             if run is not None and self.where(run) is lost:
                 had.append(routed)
         return had
+
+    def _is_lost_with(
+        self, routed: RoutedRequest, borrowing: Borrowing, lost: EngineClient
+    ) -> bool:
+        """Whether a request is to go on elsewhere since an instance is lost that was to run
+        it. If the one is lost that exports its first tokens, they are run again."""
+        waiting = borrowing.waiting
+        if waiting is not None and self.instances[waiting.instance] is lost:
+            return True
+        if self.where(borrowing.run) is lost:
+            self.give_back(routed)
+            if waiting is not None:
+                self._begin(routed, waiting)
+        return False
 
     def set_role(self, name: str, role: InstanceRole) -> bool:
         """What an instance is given from now on; what it has it goes on with.

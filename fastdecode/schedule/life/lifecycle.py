@@ -16,6 +16,7 @@ from typing import Final
 from fastdecode.core.errors import CapacityError, WorkerError
 from fastdecode.core.exhaustive import assert_never
 from fastdecode.core.holders import HolderId, PartId
+from fastdecode.core.sequence import Sequence
 from fastdecode.schedule.continuous import ContinuousScheduler
 from fastdecode.schedule.holder_states import HolderState
 from fastdecode.schedule.life.adoption import Adoptions
@@ -57,6 +58,8 @@ from fastdecode.schedule.plan import Chunk
 
 logger = logging.getLogger(__name__)
 
+NOT_KEPT: Final = "not_kept"
+"""Code of why a request is refused whose prompt was to be kept."""
 _NO_ROOM: Final = "its R-worker was lost, and no R-worker that is left has room for it"
 
 
@@ -132,6 +135,8 @@ class Lifecycle:
                 self._refused(event)
             case Submitted():
                 sequences = self.sequences.make(event.request)
+                if event.request.only_kept:
+                    self._check_kept(sequences[0])
                 self.scheduler.add(sequences)
                 self.sequences.add(event.request, sequences)
             case Lost() | Interrupted() | Leaving() | TakenOver() | Reopened() | Joined():
@@ -151,6 +156,19 @@ class Lifecycle:
                 self.scheduler.regroup(event.num_lanes)
             case _:
                 assert_never(event)
+
+    def _check_kept(self, sequence: Sequence) -> None:
+        """
+        Raises:
+            CapacityError: more than a block's tokens of its prompt would have to run.
+        """
+        sizes = self.scheduler.ledger.shape.sizes(sequence.max_cached_tokens)
+        wholes = [x for x in self._cache.reuses(sequence, sizes) if not (x.gap or x.first_token)]
+        num_kept = max([reuse.num_tokens for reuse in wholes], default=0)
+        if num_kept + self._cache.block_size < len(sequence.token_ids):
+            raise CapacityError(
+                f"{num_kept} of {len(sequence.token_ids)} tokens are kept", code=NOT_KEPT
+            )
 
     def _ask_adopters(self) -> None:
         """No step is in flight: ask the R-workers that take holders over what they have."""

@@ -59,7 +59,7 @@ def request_to_json(request: Request) -> list[Any]:
         request.request_id, request.prompt_token_ids, params, request.max_tokens, request.seed,
         request.cache.is_off, request.cache.salt, request.cache.turn,
         list(request.drawn.items()), [astuple(source) for source in request.sources],
-        request.hands_over, request.bad_words,
+        request.hands_over, request.bad_words, request.only_kept,
     ]  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def request_from_json(said: Any) -> Request:
     """Raises ProtocolError: it is no request."""
     try:
         request_id, token_ids, params, max_tokens, seed, is_off, salt, turn, *more = said
-        drawn, sources, hands_over, bad_words = more
+        drawn, sources, hands_over, bad_words, only_kept = more
         return Request(
             _text(request_id),
             _tokens(token_ids),
@@ -79,6 +79,7 @@ def request_from_json(said: Any) -> Request:
             _sources(sources),
             hands_over is True,
             _words(bad_words),
+            only_kept is True,
         )
     except (*_NOT_AS_EXPECTED, FastDecodeError) as error:
         raise ProtocolError(f"what should be a request is none: {error}") from None
