@@ -1,16 +1,16 @@
-"""The papers' whole systems, whose R-workers are killed at random moments of
-conversations.
+"""The papers' whole systems, disturbed at random moments of conversations.
 
     python tests/campaign/systems.py --each 40 --minutes 20 \\
         --out benchmarks/results/campaign_systems.json
 
-Each system is one configuration. Its R-workers are processes at addresses. One of them
-is killed (SIGKILL) a random while after a round of turns began, and another comes at
-its address. Turns, greedy and sampled, must equal the turns of an undisturbed engine of
-the same numbers without caches, stages or replicas. Hybrid KV is in float32 here: with
-int8, devices and R-workers round differently, so tokens depend on the side. Counted are
-turns that **failed** or were **changed**, rounds that **hung**, and KV blocks that are
-**kept** afterwards though no request wants them.
+Each system is one configuration. A blow comes a random while after a round of turns
+began (``BLOWS``): an R-worker, which is a process at an address, is killed, and another
+comes at its address; the device that keeps KV fails; or a turn is cancelled. Turns,
+greedy and sampled, must equal the turns of an undisturbed engine of the same numbers
+without caches, stages or replicas. Hybrid KV is in float32 here: with int8, devices and
+R-workers round differently, so tokens depend on the side. Counted are turns that
+**failed** or were **changed**, rounds that **hung**, and KV blocks that are **kept**
+afterwards though no request wants them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+import torch
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
@@ -42,44 +44,72 @@ from fastdecode import LLM, SamplingParams  # noqa: E402
 from fastdecode.schedule.hybrid.forecast import Costs, Course, Known, Layout  # noqa: E402
 from fastdecode.schedule.hybrid.rule import Margins  # noqa: E402
 from fastdecode.schedule.times import MeasuredTimes  # noqa: E402
+from sworker.paged import PagedKV  # noqa: E402
 
 SILENCE_S = 2.0
 BLOWS_AN_ENGINE = 4
 """R-workers that are lost again and again are asked back ever less often."""
 NUM_CONVERSATIONS, NUM_TURNS, NUM_NEW, NUM_DRAWN = 6, 3, 20, 40
-COMMON: dict[str, Any] = {"dtype": "float32", "block_size": 16, "max_num_sequences": 8}
-SYSTEMS: dict[str, dict[str, Any]] = {
-    "DejaVu": {"pp": 2, "prompt_pp": 1, "replicas": 1},
-    "Pensieve + DejaVu": {"prefix_cache": "on", "replicas": 1},
-    "hybrid, cache, replicas": {
-        "kv_placement": "hybrid", "device_kv_gb": 0.001, "prefix_cache": "on", "replicas": 1,
-    },
-    "FastDecode's schedule on prompt stages": {
-        "prompt_pp": 1, "schedule": "stabilized",
-    },
+COMMON: dict[str, Any] = {
+    "dtype": "float32", "block_size": 16, "max_num_sequences": 8, "device": "cpu",
 }  # fmt: skip
-ON_DISK = ("Pensieve + DejaVu",)
-"""Their R-workers keep blocks on disk, and have memory for few."""
 BAD = ("hung", "failed", "changed", "kept")
-NUM_R_WORKERS = {"DejaVu": 4}
-"""Two of each stage; else three."""
+Turns: TypeAlias = list[tuple[int, ...] | None]
 
 
-def talk(llm: LLM, name: str) -> list[tuple[int, ...] | None]:
-    """Tokens of all turns of new conversations; None: the turn failed."""
+@dataclass(frozen=True)
+class System:
+    """One configuration, and what befalls it."""
+
+    options: dict[str, Any]
+    blow: str = "R-worker"
+    """Of ``BLOWS``."""
+    num_r_workers: int = 3
+    """At addresses; 0: the device keeps KV."""
+    is_on_disk: bool = False
+    """R-workers keep blocks on disk, and have memory for few."""
+    blows_an_engine: int = BLOWS_AN_ENGINE
+
+
+_ON_DEVICE: dict[str, Any] = {
+    "kv_placement": "gpu", "kv_memory_gb": 0.006, "prefix_cache": "on", "cache_memory_gb": 0.05,
+}  # fmt: skip
+SYSTEMS: dict[str, System] = {
+    "DejaVu": System({"pp": 2, "prompt_pp": 1, "replicas": 1}, num_r_workers=4),
+    "DejaVu on devices": System(
+        {"pp": 3, "kv_placement": "gpu", "swap": True, "replicas": 1, "kv_memory_gb": 0.006},
+        "device", num_r_workers=0, blows_an_engine=1,
+    ),
+    "Pensieve + DejaVu": System({"prefix_cache": "on", "replicas": 1}, is_on_disk=True),
+    "Pensieve + DejaVu on two devices": System(
+        {**_ON_DEVICE, "pp": 2, "replicas": 1}, "device", num_r_workers=0, blows_an_engine=1
+    ),
+    "Pensieve on two devices": System(
+        {**_ON_DEVICE, "pp": 2}, "turn", num_r_workers=0, blows_an_engine=20
+    ),
+    "hybrid, cache, replicas": System(
+        {"kv_placement": "hybrid", "device_kv_gb": 0.001, "prefix_cache": "on", "replicas": 1}
+    ),
+    "FastDecode's schedule on prompt stages": System({"prompt_pp": 1, "schedule": "stabilized"}),
+}  # fmt: skip
+
+
+def talk(llm: LLM, name: str) -> Turns:
+    """Tokens of all turns of new conversations; None: the turn failed, or was cancelled."""
     params = [
         SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=NUM_DRAWN, ignore_eos=True)
         for i in range(NUM_CONVERSATIONS)
     ]
     names = [f"{name}-{i}" for i in range(NUM_CONVERSATIONS)]
-    said: list[tuple[int, ...] | None] = []
+    said: Turns = []
     for turn in range(NUM_TURNS):
         prompts = [
             [(11 * i + 5 * turn + 3 * j) % 500 + 1 for j in range(NUM_NEW)]
             for i in range(NUM_CONVERSATIONS)
         ]
         outputs = llm.generate(prompts, params, conversation_id=names)
-        said += [each.completions[0].token_ids if each.ok else None for each in outputs]
+        answers = [each.completions if each.ok else () for each in outputs]
+        said += [completions[0].token_ids if completions else None for completions in answers]
     return said
 
 
@@ -112,6 +142,61 @@ class Rack:
         return self._stack.enter_context(running(words, **PATHS))
 
 
+class Device:
+    """The devices that keep KV in this process, of which the next to attend may fail."""
+
+    def __init__(self) -> None:
+        self._fails = False
+        attend = PagedKV.attend
+
+        def fail_or_attend(cache: PagedKV, *args: Any) -> torch.Tensor:
+            if self._fails:
+                self._fails = False
+                raise torch.OutOfMemoryError("the device is full")
+            return attend(cache, *args)
+
+        PagedKV.attend = fail_or_attend  # type: ignore[method-assign]
+
+    def fail(self) -> None:
+        """At the next layer that it attends."""
+        self._fails = True
+
+    def spare(self) -> bool:
+        """Fail no more. Whether it has not failed since it was to."""
+        was_late, self._fails = self._fails, False
+        return was_late
+
+
+@dataclass
+class Disturbed:
+    """A system that runs."""
+
+    llm: LLM
+    rack: Rack
+    device: Device
+    chance: random.Random
+
+    def kill_r_worker(self) -> None:
+        self.rack.kill(self.chance.randrange(len(self.rack.workers)))
+
+    def fail_device(self) -> None:
+        self.device.fail()
+
+    def cancel_turn(self) -> int:
+        """Returns the conversation whose turn is cancelled, if it has one under way."""
+        whose = self.chance.randrange(NUM_CONVERSATIONS)
+        self.llm.service.cancel(str(whose))  # as ``LLM.generate`` numbers them
+        return whose
+
+
+BLOWS: dict[str, Callable[[Disturbed], int | None]] = {
+    "R-worker": Disturbed.kill_r_worker,
+    "device": Disturbed.fail_device,
+    "turn": Disturbed.cancel_turn,
+}
+"""Return the conversation that is disturbed, whose turns count no more; None: none may be."""
+
+
 class Systems:
     """Runs them.
 
@@ -123,77 +208,85 @@ class Systems:
     def __init__(self, directory: Path, chance: random.Random) -> None:
         self._directory = directory
         self._chance = chance
+        self._device = Device()
         self._model = directory / "model"
         self._model.mkdir()
         write_checkpoint(self._model, llama_config(**SHAPE, max_position_embeddings=2048), "random")
         with LLM(str(self._model), **COMMON, kv_memory_gb=0.02) as llm:
             self._undisturbed = talk(llm, "plain")
 
-    def run(self, system: str, number: int) -> Counter[str]:
+    def run(self, system: System, number: int) -> Counter[str]:
         """Of one system so many blows, with an engine for a few of them each."""
         counts: Counter[str] = Counter()
         while counts["blows"] < number and not counts["hung"]:
-            most = min(BLOWS_AN_ENGINE, number - counts["blows"])
-            self._run_engine(system, most, counts)
+            self._run_engine(system, min(system.blows_an_engine, number - counts["blows"]), counts)
         return counts
 
-    def _run_engine(self, system: str, number: int, counts: Counter[str]) -> None:
+    def _run_engine(self, system: System, number: int, counts: Counter[str]) -> None:
         with self._rack(system) as rack, self._engine(system, rack) as llm:
             began_s = time.monotonic()
             self._compare(talk(llm, "quiet"), counts)
             length_s = time.monotonic() - began_s
+            disturbed = Disturbed(llm, rack, self._device, self._chance)
             for blow in range(number):
-                self._strike(llm, rack, f"b{blow}", length_s, counts)
+                self._strike(system, disturbed, f"b{blow}", length_s, counts)
             self._compare(talk(llm, "after"), counts)
             counts["resumed"] += llm.stats.resumed.num_sequences
             counts["recomputed"] += llm.stats.num_recomputed
             counts["kept"] += _blocks_in_use(llm)
 
     def _strike(
-        self, llm: LLM, rack: Rack, name: str, length_s: float, counts: Counter[str]
+        self, system: System, disturbed: Disturbed, name: str, length_s: float, counts: Counter[str]
     ) -> None:
-        """A round of turns, in the middle of which an R-worker is killed."""
-        said: list[list[tuple[int, ...] | None]] = []
+        """A round of turns, in the middle of which the blow comes."""
+        said: list[Turns] = []
+        llm = disturbed.llm
         thread = threading.Thread(target=lambda: said.append(talk(llm, name)), daemon=True)
         thread.start()
         thread.join(self._chance.uniform(0, length_s))
-        was_under_way = thread.is_alive()
-        rack.kill(self._chance.randrange(len(rack.workers)))
+        is_late = not thread.is_alive()
+        whose = BLOWS[system.blow](disturbed)
         thread.join(LIMIT_S)
         if not said:
             counts["hung"] += 1
             return
-        counts["blows"] += was_under_way
-        counts["late"] += not was_under_way
-        self._compare(said[0], counts)
+        is_late = self._device.spare() or is_late
+        is_cut = self._compare(said[0], counts, whose)
+        is_late = is_late or (whose is not None and not is_cut)
+        counts["late" if is_late else "blows"] += 1
 
     @contextlib.contextmanager
-    def _rack(self, system: str) -> Iterator[Rack]:
+    def _rack(self, system: System) -> Iterator[Rack]:
         with tempfile.TemporaryDirectory(dir=self._directory) as directory:
             more = ["--kv-memory-gb", "0.02"]
-            if system in ON_DISK:
+            if system.is_on_disk:
                 more = ["--kv-memory-gb", "0.006", "--cache-disk", f"{directory}/kept"]
                 more += ["--cache-disk-gb", "0.05"]
-            rack = Rack(NUM_R_WORKERS.get(system, 3), more)
+            rack = Rack(system.num_r_workers, more)
             try:
                 yield rack
             finally:
                 rack.close()
 
-    def _engine(self, system: str, rack: Rack) -> LLM:
-        options = {**COMMON, **SYSTEMS[system], "worker_silence_s": SILENCE_S}
-        is_hybrid = options.get("kv_placement") == "hybrid"
-        llm = LLM(
-            str(self._model), transport="zmq", r_worker_addresses=tuple(rack.addresses),
-            **({"times": MeasuredTimes(min_observed=1)} if is_hybrid else {}), **options,
-        )  # fmt: skip
-        if is_hybrid:
-            _keep_away(llm)
+    def _engine(self, system: System, rack: Rack) -> LLM:
+        options = {**COMMON, **system.options, "worker_silence_s": SILENCE_S}
+        if rack.addresses:
+            options |= {"transport": "zmq", "r_worker_addresses": tuple(rack.addresses)}
+        if options.get("kv_placement") != "hybrid":
+            return LLM(str(self._model), **options)
+        llm = LLM(str(self._model), times=MeasuredTimes(min_observed=1), **options)
+        _keep_away(llm)
         return llm
 
-    def _compare(self, said: list[tuple[int, ...] | None], counts: Counter[str]) -> None:
-        for one, other in zip(said, self._undisturbed, strict=True):
-            counts["failed" if one is None else "right" if one == other else "changed"] += 1
+    def _compare(self, said: Turns, counts: Counter[str], whose: int | None = None) -> bool:
+        """``whose``: a conversation whose turns need not be right. Whether one is not."""
+        num_before = counts["cut short"]
+        for place, (one, other) in enumerate(zip(said, self._undisturbed, strict=True)):
+            if one != other and place % NUM_CONVERSATIONS == whose:
+                counts["cut short"] += 1
+            else:
+                counts["failed" if one is None else "right" if one == other else "changed"] += 1
+        return counts["cut short"] > num_before
 
 
 def _keep_away(llm: LLM) -> None:
@@ -207,7 +300,10 @@ def _keep_away(llm: LLM) -> None:
 
 
 def _blocks_in_use(llm: LLM) -> int:
-    """KV blocks that R-workers reserve for requests, when there are none."""
+    """KV blocks that R-workers reserve for requests, when there are none. Of an engine
+    that is broken 0: its turns have failed."""
+    if llm.service.snapshot().state == "broken":
+        return 0
     found: list[int] = []
     has_looked = threading.Event()
 
@@ -229,7 +325,7 @@ def main() -> None:
     parser.add_argument("--of", default="", help="systems whose names begin so")
     parser.add_argument("--minutes", type=float, default=60, help="begin nothing after so long")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="a file for the counts")
+    parser.add_argument("--out", type=Path, help="a file for the counts, behind those in it")
     options = parser.parse_args()
     hear_interrupts()
     sys.exit(0 if run(options) else 1)
@@ -240,24 +336,30 @@ def run(options: argparse.Namespace) -> bool:
     end_s = time.monotonic() + 60 * options.minutes
     chosen = [name for name in SYSTEMS if name.startswith(options.of)]
     counts: dict[str, Counter[str]] = {name: Counter() for name in chosen}
+    out = options.out
+    before = json.loads(out.read_text())["runs"] if out is not None and out.exists() else []
     with tempfile.TemporaryDirectory(prefix="fd", dir="/tmp") as directory:
         systems = Systems(Path(directory), random.Random(options.seed))
         left = dict.fromkeys(chosen, options.each)
         while time.monotonic() < end_s and any(number > 0 for number in left.values()):
             for name in (name for name in chosen if left[name] > 0):
-                counts[name] += systems.run(name, min(left[name], BLOWS_AN_ENGINE))
+                system = SYSTEMS[name]
+                number = max(system.blows_an_engine, BLOWS_AN_ENGINE)
+                counts[name] += systems.run(system, min(left[name], number))
                 left[name] = options.each - counts[name]["blows"]
                 print(name, dict(counts[name]), flush=True)
-                _write(options, counts)
+                _write(options, counts, before)
     return not any(each[what] for each in counts.values() for what in BAD)
 
 
-def _write(options: argparse.Namespace, counts: dict[str, Counter[str]]) -> None:
+def _write(
+    options: argparse.Namespace, counts: dict[str, Counter[str]], before: list[dict[str, Any]]
+) -> None:
     if options.out is not None:
         none = dict.fromkeys(BAD, 0)
         systems = {name: {**none, **found} for name, found in counts.items()}
         found = {**provenance(), "seed": options.seed, "systems": systems}
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        options.out.write_text(json.dumps({"runs": [*before, found]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
