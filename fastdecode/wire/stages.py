@@ -269,6 +269,8 @@ class StageHello(Asking):
     """In which the caches of its R-workers outlive it; 0: they do not."""
     resumes: bool = False
     """Its R-workers go on with such caches, if they have any."""
+    num_keepers: int = 0
+    """R-workers that only keep its columns' replicas."""
 
     answers = (StageWelcome,)
 
@@ -283,7 +285,7 @@ class StageHello(Asking):
             )
         if not all(0 <= num_blocks <= MAX_BLOCKS for num_blocks in welcome.num_blocks):
             raise ProtocolError(f"offers num_blocks={welcome.num_blocks[:9]}, which can't be")
-        if len(welcome.addresses) not in (0, self.num_columns):
+        if len(welcome.addresses) not in (0, self.num_columns + self.num_keepers):
             raise ProtocolError(f"has {len(welcome.addresses)} addresses of its R-workers")
 
 

@@ -34,6 +34,7 @@ class HostKV:
     """
 
     def __init__(self, like: PagedKV, gpu: Gpu | None) -> None:
+        self.kv = like.kv
         self.parts: list[Tensor] = []
         """As ``parts_of``, pinned."""
         self.mapped: list[Tensor] | None = None
@@ -46,6 +47,16 @@ class HostKV:
         views = [None if gpu is None else gpu.mapped(part) for part in self.parts]
         if all(view is not None for view in views):
             self.mapped = [view for view in views if view is not None]
+
+    @property
+    def pool(self) -> Tensor:
+        """See ``PagedKV``."""
+        return self.parts[-1]
+
+    @property
+    def scales(self) -> Tensor | None:
+        """See ``PagedKV``."""
+        return self.parts[0] if len(self.parts) > 1 else None
 
     def place(self, tokens: NDArray[np.int64], staged: Staged) -> None:
         """Take in what has come of tokens' slots [T], each at its own."""

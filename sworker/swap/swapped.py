@@ -190,6 +190,13 @@ class SwappedKV:
         self.figures.num_tokens_out += len(tokens)
         self.figures.num_copies_out += 1
 
+    def settle(self, lane: int) -> HostKV:
+        """A lane's K and V on the host, with all that its ended steps have stored."""
+        for slot in self.slots:
+            if slot.leaving is not None and slot.leaving.lane == lane:
+                self._place(slot)
+        return self.hosts[lane]
+
     def close(self) -> None:
         """What is under way has come, so memory may be given back: its owners
         know nothing of the streams."""
@@ -217,12 +224,10 @@ class SwappedKV:
         if not missing.size:
             return 0
         assert slot.lane is not None
-        for other in self.slots:
-            if other.leaving is not None and other.leaving.lane == slot.lane:
-                self._place(other)
+        host = self.settle(slot.lane)
         slot.is_here[missing] = True
         slot.is_unused[missing] = is_early
-        copy = self._copy_of(slot, self.hosts[slot.lane], missing)
+        copy = self._copy_of(slot, host, missing)
         if self._in is not None and slot.gathered is not None:
             self._in.wait_event(slot.gathered)
         with self._on(self._in):

@@ -54,7 +54,7 @@ def test_a_program(
         output = capsys.readouterr().out
     assert PROMISED[name] in output
     if name == "systems.py":
-        assert output.count("says what a plain engine says: True") == 5
+        assert output.count("says what a plain engine says: True") == 6
     if name == "replicas.py":
         assert int(output.split("resumed from replicas: ")[1].split()[0]) > 0
 

@@ -74,6 +74,28 @@ def test_a_device_that_fails_changes_no_token(
     assert stats.replicas.num_recomputed_holders == 0
 
 
+STAGES: dict[str, Any] = {**ON_DEVICE, "pp": 2, "pp_layers": "2,1"}
+SWAPPED: dict[str, Any] = {**STAGES, "pp": 3, "pp_layers": "1,1,1", "swap": True}
+
+
+@pytest.mark.parametrize("options", [STAGES, SWAPPED], ids=["stages", "swapped lanes"])
+@pytest.mark.parametrize("is_one", [True, False], ids=["one", "all"])
+def test_a_stages_device_that_fails_changes_no_token(
+    model: Path,
+    expected: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    is_one: bool,
+) -> None:
+    losses = DeviceLosses(monkeypatch, 41, is_one=is_one)
+    tokens, stats = run(model, **options)
+    assert tokens == expected
+    assert losses.num_lost == 1 and stats.replicas is not None
+    names = {failover.worker for failover in stats.replicas.failovers}
+    assert names, "an R-worker has taken over"
+    assert stats.resumed.num_tokens > 0, "with tokens that it had kept"
+
+
 @pytest.mark.parametrize("does", ["shares blocks", "moves blocks"])
 def test_a_device_that_fails_between_layers_changes_no_token(
     model: Path, said: Any, monkeypatch: pytest.MonkeyPatch, does: str
@@ -129,12 +151,14 @@ def test_a_replica_costs_no_token_while_nothing_fails(model: Path, expected: Any
     assert not stats.resumed.num_holders
 
 
-@pytest.mark.parametrize("tier", ["host tier", "disk", None])
+@pytest.mark.parametrize("tier", ["host tier", "stages' host tiers", "disk", None])
 def test_conversations_go_on_with_what_the_replica_keeps(
     model: Path, said: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tier: str | None
 ) -> None:
     options: dict[str, Any] = {"replicas": 1}
-    if tier == "host tier":
+    if tier == "stages' host tiers":
+        options |= {"pp": 2, "pp_layers": "2,1"}
+    if tier in ("host tier", "stages' host tiers"):
         options["cache_memory_gb"] = 0.001
     elif tier == "disk":
         options |= {"cache_disk": str(tmp_path), "cache_disk_gb": 0.001}

@@ -149,7 +149,6 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
         _pairs("prompt stages", "swap", "each lane has KV blocks of its own"),
         _pairs("prompt stages", "R-workers attend prompts",
                "prompt stages attend prompts by themselves", is_contradiction=True),
-        _pairs("replicas", "swap", "the KV of swapped lanes is not replicated"),
         _pairs("shared heads", "split sequences",
                "with shared heads every R-worker has a part of every sequence",
                is_contradiction=True),
@@ -203,8 +202,8 @@ TRIPLES: Sequence[Triple] = (
               "prompt stages would write to one of a stage's devices alone"),
     *_triples("disk tier", "tensor parallelism", "device KV",
               "only the first S-worker of a stage would store its heads"),
-    *_triples("tensor parallelism, stages, prompt stages, instances", "replicas", "device KV",
-              "only a single device's cache is replicated"),
+    *_triples("tensor parallelism, prompt stages, instances", "replicas", "device KV",
+              "a device's replica has all heads, and nobody else writes or reads it"),
 )  # fmt: skip
 """What an engine refuses besides pairs."""
 

@@ -340,7 +340,7 @@ class GroupPool:
         """See ``WorkerPool``."""
         group = self.groups[holder]
         group.begin(group.shards)
-        self.revive(holder)
+        group.loss = None
 
     def send(self, holder: HolderId, message: ToRWorker) -> None:
         """See ``WorkerPool``. A lost group is sent nothing but a greeting."""

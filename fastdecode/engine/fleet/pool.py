@@ -191,7 +191,7 @@ class WorkerPool:
         num_others: the hub's last connections, which aren't to R-workers.
         num_relayed: workers that are reached over those. Their indices are the
             last.
-        num_keepers: the last R-workers that are connected here only keep replicas.
+        keepers: workers that only keep replicas, by their indices.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class WorkerPool:
         device: RConnection | None = None,
         num_others: int = 0,
         num_relayed: int = 0,
-        num_keepers: int = 0,
+        keepers: Collection[int] = (),
     ) -> None:
         self._hub = hub
         self._device = device
@@ -212,7 +212,6 @@ class WorkerPool:
         self.num_workers: Final = num_peers - num_others
         """R-workers that are connected here, and the device beside them."""
         relayed = range(num_peers, num_peers + num_relayed)
-        keepers = range(self.num_workers - num_keepers, self.num_workers)
         self.placement: Final = Placement([*range(self.num_workers), *relayed], keepers)
         """Which worker keeps which holder."""
         self.pending: Final = PendingReplies(
@@ -500,35 +499,27 @@ class MixedPool(WorkerPool):
 
 
 class ProtectedPool(MixedPool):
-    """The cache on the S-worker's device, which is the first worker, and R-workers that
+    """The caches on the S-worker's device, which are the first workers, and R-workers that
     only keep replicas. The device may be lost. See ``WorkerPool``."""
 
     _device_index = 0
 
     def hear_reports(self) -> None:
         """See ``WorkerPool``. Steps on the device never receive."""
-        index = self._device_index
-        device = self._connection(index)
-        try:
-            while index not in self.gone and (message := device.poll()) is not None:
-                self._sort(message)
-        except WorkerError as error:
-            self._lose(index, error)
+        for index in map(int, self.placement):
+            device = self._connection(index)
+            try:
+                while index not in self.gone and (message := device.poll()) is not None:
+                    self._sort(index, message)
+            except WorkerError as error:
+                self._lose(index, error)
 
-    def wait_for_report(self, timeout_s: float) -> None:
-        """Wait until the device has reported something.
-
-        Raises:
-            WorkerError: it has not within ``timeout_s`` seconds.
-        """
-        self._sort(self._connection(self._device_index).receive(timeout_s))
-
-    def _sort(self, message: FromRWorker) -> None:
+    def _sort(self, index: int, message: FromRWorker) -> None:
         """Take in a report of the device; keep an answer for ``receive``."""
         if isinstance(message, (Failed, ReplicationNews)):
-            self._taken(self._device_index, message)
+            self._taken(index, message)
         else:
-            self._early.append((self._device_index, message))
+            self._early.append((index, message))
 
 
 def last_words(connection: Connection[Any, Any]) -> Failed | None:

@@ -25,12 +25,12 @@ from typing import Any, Final
 import numpy as np
 
 from fastdecode.core.clock import Clock
-from fastdecode.core.errors import ConfigError, Given
+from fastdecode.core.errors import ConfigError, Given, WorkerError
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.groups import GroupPool, HolderPool
 from fastdecode.engine.fleet.handovers import Handovers
-from fastdecode.engine.fleet.pool import ProtectedPool, WorkerPool
+from fastdecode.engine.fleet.pool import WorkerPool
 from fastdecode.engine.fleet.replacements import HubReplacements, Replacements
 from fastdecode.engine.fleet.resharing import GROUP, Resharing, offer_room
 from fastdecode.engine.fleet.ring import LinkOptions, Ring
@@ -40,6 +40,8 @@ from fastdecode.wire.kv.kept import words_of
 from fastdecode.wire.kv.replicating import ReplicationNews
 from fastdecode.wire.kv.taking_over import MISSING, TakenOver, TakeOver
 from fastdecode.wire.messages import MAX_ID, Hello, Welcome
+from fastdecode.wire.patience import look_until_found
+from fastdecode.wire.transport import TIMEOUT
 
 logger = logging.getLogger(__name__)
 
@@ -557,11 +559,17 @@ class DeviceReplicas(Replicas):
             WorkerError: the R-worker that is to keep it does not answer.
         """
         super().begin()
-        pool = self._fleet.members
-        assert isinstance(pool, ProtectedPool)
-        while self.rings[0].is_beginning:
-            pool.wait_for_report(pool.pending.deadlines.while_greeting().timeout_s)
-            self.take_news(0)
+        timeout_s = self._fleet.pending.deadlines.while_greeting().timeout_s
+        if not look_until_found(lambda: self._has_begun() or None, timeout_s):
+            raise WorkerError(
+                f"no replica of the device's KV cache was there within {timeout_s:g} s",
+                code=TIMEOUT,
+            )
+
+    def _has_begun(self) -> bool:
+        self._fleet.look()
+        self.take_news(0)
+        return not any(ring.is_beginning for ring in self.rings)
 
 
 def new_session() -> int:
@@ -593,15 +601,35 @@ def replicate(
         WorkerError: of a group that shares heads, none is left; or see ``offer_as_kept``.
     """
     circle = fleet.members.holders if circle is None else circle
-    kind: type[Replicas] = Replicas
-    if options.keepers:
-        kind, again = DeviceReplicas, offer_as_kept(fleet, hello, welcomes, options.keepers)
-    elif isinstance(fleet, GroupPool):
-        kind, again = HeadReplicas, offer_room(fleet, hello, welcomes)
-    else:
-        copied = {holder: welcome for holder, welcome in welcomes.items() if holder in circle}
-        again = {**welcomes, **offer_halves(fleet, hello, copied)}
-    return again, kind(fleet, [(circle, options)], clock)
+    if isinstance(fleet, GroupPool):
+        again = offer_room(fleet, hello, welcomes)
+        return again, HeadReplicas(fleet, [(circle, options)], clock)
+    copied = {holder: welcome for holder, welcome in welcomes.items() if holder in circle}
+    again = {**welcomes, **offer_for_replicas(fleet, hello, copied, options.keepers)}
+    return again, replicas_of(fleet, [(circle, options)], clock)
+
+
+def replicas_of(
+    fleet: HolderPool,
+    rings: Sequence[tuple[Sequence[HolderId], LinkOptions]],
+    clock: Clock = time.monotonic,
+) -> Replicas:
+    """Replicas of whole members, which have offered room for them; see ``Replicas``."""
+    kind = DeviceReplicas if rings[0][1].keepers else Replicas
+    return kind(fleet, rings, clock)
+
+
+def offer_for_replicas(
+    fleet: HolderPool,
+    hello: Hello,
+    welcomes: Mapping[HolderId, Welcome],
+    keepers: Mapping[HolderId, HolderId],
+) -> dict[HolderId, Welcome]:
+    """Have every R-worker that is there offer what leaves room for the replicas; see
+    ``offer_as_kept`` and ``offer_halves``. ``keepers``: see ``LinkOptions``."""
+    if keepers:
+        return offer_as_kept(fleet, hello, welcomes, keepers)
+    return offer_halves(fleet, hello, welcomes)
 
 
 def offer_as_kept(
@@ -617,10 +645,11 @@ def offer_as_kept(
         ConfigError: a keeper hasn't the memory for a replica.
         WorkerError: a keeper is lost, or does not answer.
     """
-    rooms = greet(fleet, hello, among=keepers.values())
+    members = fleet.members
+    rooms = greet(members, hello, among=keepers.values())
     for keeper in keepers.values():
         if keeper not in rooms:
-            raise fleet.members.gone[fleet.members.placement[keeper]]
+            raise members.gone[members.placement[keeper]]
     # A keeper's own cache, which the session needs, has one block.
     offered = {
         holder: min(welcome.num_blocks, rooms[keepers[holder]].num_blocks - 1)
@@ -630,7 +659,7 @@ def offer_as_kept(
         raise ConfigError(
             "the host has no memory for a replica of a KV block: raise ", Given("kv_memory_gb")
         )
-    greet(fleet, replace(hello, max_blocks=1), among=keepers.values())
+    greet(members, replace(hello, max_blocks=1), among=keepers.values())
     return greet(fleet, hello, offered)
 
 

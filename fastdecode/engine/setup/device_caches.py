@@ -3,19 +3,20 @@ swapped to the host's memory."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
 
 import torch
 
-from fastdecode.core.holders import HolderId, HolderKind
+from fastdecode.core.holders import Holder, HolderId, HolderKind
 from fastdecode.engine.fleet.colocation import Colocation
+from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.setup.workers import Reached
 from fastdecode.engine.step.local import DeviceWorker, LocalAttention
+from fastdecode.engine.step.protected import DeviceAttention
 from fastdecode.engine.step.reached_device import ReachedDevice
-from fastdecode.engine.step.swapped import SwapExecutor, SwappedAttention, lane_workers
+from fastdecode.engine.step.swapped import SwapExecutor, SwappedAttention
 from fastdecode.engine.step.torch_executor import TorchExecutor
 from fastdecode.wire.inproc import InprocHub
 from fastdecode.wire.joined import HubBehind
@@ -26,9 +27,8 @@ from rworker.transfers.neighbours import ThreadNeighbours
 from rworker.worker import start_worker_thread
 from sworker.device import Gpu
 from sworker.paged import BlockKernels
-
-KEEPER: Final = 1
-"""The index of the R-worker that keeps a device's replica."""
+from sworker.swap.swapped import NUM_SLOTS
+from sworker.worker import SWorker
 
 
 def reach_device(
@@ -59,7 +59,10 @@ def reach_device(
     """
     executor = TorchExecutor(device, gpu, kernels, host_bytes, disk)
     if keeper is not None:
-        return _reach_protected(executor, kv_bytes, keeper)
+        neighbours = ThreadNeighbours()
+        protected = ReachedDevice(executor, kv_bytes, f"{_of_stage(stage)}device", neighbours)
+        attention = partial(LocalAttention, protected)
+        return _with_keepers([protected], attention, keeper, neighbours, stage)
     connection = device_worker(executor, kv_bytes, beside, stage, is_written=is_written)
     reached = [connection] if isinstance(connection, ReachedDevice) else []
     return Reached(
@@ -75,7 +78,7 @@ def reach_device(
 
 @dataclass(frozen=True)
 class ReplicaKeeper:
-    """An R-worker of this process that keeps a device's replica."""
+    """An R-worker of this process that keeps the replica of a cache on the device."""
 
     kv_bytes: int
     """Memory for it."""
@@ -83,36 +86,52 @@ class ReplicaKeeper:
     """CPU threads that it attends with once it has taken over."""
 
 
-def _reach_protected(executor: TorchExecutor, kv_bytes: int, keeper: ReplicaKeeper) -> Reached:
-    """The device, and an R-worker that keeps its replica."""
-    neighbours = ThreadNeighbours()
-    connection = ReachedDevice(executor, kv_bytes, "device", neighbours)
+def _with_keepers(
+    devices: Sequence[ReachedDevice],
+    attention: Callable[[HolderPool, Holder, SWorker], DeviceAttention],
+    keeper: ReplicaKeeper,
+    neighbours: ThreadNeighbours,
+    stage: int,
+) -> Reached:
+    """A device's caches, and an R-worker for each that keeps its replica."""
     hub: InprocHub[ToRWorker, FromRWorker] = InprocHub()
-    thread = start_worker_thread(
-        "replica",
-        kv_bytes=keeper.kv_bytes,
-        num_threads=keeper.num_threads,
-        hub=hub,
-        neighbours=neighbours,
-    )
+    names = [f"{_of_stage(stage)}replica{number or ''}" for number in range(len(devices))]
+    threads = [
+        start_worker_thread(
+            name,
+            kv_bytes=keeper.kv_bytes,
+            num_threads=keeper.num_threads,
+            hub=hub,
+            neighbours=neighbours,
+        )
+        for name in names
+    ]
 
     def close(lost: Collection[int], timeout_s: float) -> None:
-        connection.close()
-        thread.stop()
-        if KEEPER in lost:
-            thread.connection.close()
-        else:
-            thread.join(timeout_s)
+        _close_all(devices)
+        for thread in threads:
+            thread.stop()
+        for index, thread in enumerate(threads, len(devices)):
+            if index in lost:
+                thread.connection.close()
+            else:
+                thread.join(timeout_s)
 
+    places = range(len(devices))
     return Reached(
-        HubBehind((connection,), hub),
+        HubBehind(devices, hub),
         close,
         kind=HolderKind.DEVICE,
         answers_at_once=True,
-        addresses=(connection.address, neighbours.address_of(thread.name)),
-        attention=partial(LocalAttention, connection),
-        keepers={HolderId(0): HolderId(KEEPER)},
+        addresses=(*(x.address for x in devices), *map(neighbours.address_of, names)),
+        attention=attention,
+        keepers={HolderId(i): HolderId(len(devices) + i) for i in places},
     )
+
+
+def _of_stage(stage: int) -> str:
+    """What names of a later stage's R-workers begin with."""
+    return f"s{stage}-" if stage else ""
 
 
 def device_worker(
@@ -130,8 +149,7 @@ def device_worker(
     if neighbours is None:
         return DeviceWorker(executor, kv_bytes)
     engine = "" if beside is None else f"{beside.name}-"
-    name = f"{engine}{f's{stage}-' if stage else ''}device"
-    return ReachedDevice(executor, kv_bytes, name, neighbours)
+    return ReachedDevice(executor, kv_bytes, f"{engine}{_of_stage(stage)}device", neighbours)
 
 
 def reach_swapped(
@@ -141,8 +159,12 @@ def reach_swapped(
     gpu: Gpu | None = None,
     kernels: BlockKernels | None = None,
     most_tokens: int = 0,
+    stage: int = 0,
+    *,
+    keeper: ReplicaKeeper | None = None,
 ) -> Reached:
-    """Lanes' KV in the place of R-workers.
+    """Lanes' KV in the place of R-workers, each lane's with as many blocks as one of the
+    device's slots has.
 
     Args:
         device: where two lanes' K and V are.
@@ -151,19 +173,40 @@ def reach_swapped(
         gpu: the device's driver, in place of the one that torch has.
         kernels: see ``PagedKV``.
         most_tokens: that a step stores.
+        stage: whose it is.
+        keeper: keeps a lane's replica; None: there are none.
     """
     swap = SwapExecutor(device, num_lanes, gpu, kernels, most_tokens)
-    workers = lane_workers(swap, kv_bytes)
+    lane_bytes, lanes = kv_bytes // NUM_SLOTS, range(num_lanes)
+    peers = [f"lane {lane}'s KV cache on {device}" for lane in lanes]
+    if keeper is None:
+        workers = [DeviceWorker(swap, lane_bytes, peer) for peer in peers]
+        reached = Reached(
+            HubBehind(workers),
+            lambda lost, timeout_s: _close_all(workers),
+            kind=HolderKind.DEVICE,
+            answers_at_once=True,
+            attention=partial(SwappedAttention, swap, workers),
+        )
+    else:
+        neighbours = ThreadNeighbours()
+        names = [f"{_of_stage(stage)}lane{lane}" for lane in lanes]
+        devices = [
+            ReachedDevice(swap, lane_bytes, name, neighbours, peer)
+            for name, peer in zip(names, peers, strict=True)
+        ]
+        attention = partial(SwappedAttention, swap, devices)
+        reached = _with_keepers(devices, attention, keeper, neighbours, stage)
 
     def close(lost: Collection[int], timeout_s: float) -> None:
-        swap.close()
-        for worker in workers:
-            worker.close()
+        try:
+            reached.close(lost, timeout_s)
+        finally:
+            swap.close()
 
-    return Reached(
-        HubBehind(workers),
-        close,
-        kind=HolderKind.DEVICE,
-        answers_at_once=True,
-        attention=partial(SwappedAttention, swap, workers),
-    )
+    return replace(reached, close=close)
+
+
+def _close_all(workers: Sequence[DeviceWorker]) -> None:
+    for worker in workers:
+        worker.close()

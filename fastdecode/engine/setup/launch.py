@@ -30,7 +30,7 @@ from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.groups import GroupPool
 from fastdecode.engine.fleet.pending import Deadlines
 from fastdecode.engine.fleet.replacements import Replacements
-from fastdecode.engine.fleet.replicas import Replicas, limits, offer_halves
+from fastdecode.engine.fleet.replicas import Replicas, limits, offer_for_replicas
 from fastdecode.engine.fleet.resharing import Resharing
 from fastdecode.engine.kv_exchange import KVExchange
 from fastdecode.engine.requests import Requests
@@ -209,7 +209,7 @@ class RunningEngine:
                     self._fleet, greeting, welcomes, workers, cluster
                 )
             else:
-                welcomes = offer_halves(self._fleet, greeting, welcomes)
+                welcomes = offer_for_replicas(self._fleet, greeting, welcomes, workers.keepers)
             tell(about_replicas(all_blocks, welcomes, workers))
             if replacements is not None:
                 blocks_of = {x: y.num_blocks for x, y in welcomes.items()}

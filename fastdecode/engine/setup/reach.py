@@ -44,7 +44,7 @@ from fastdecode.engine.setup.workers import (
     with_spares,
 )
 from fastdecode.engine.step.device_prefill import DevicePrefill
-from fastdecode.engine.step.local import DeviceWorker, LocalAttention, whole_steps
+from fastdecode.engine.step.local import DeviceWorker, whole_steps
 from fastdecode.engine.step.mixed_step import DEVICE_LANE, DeviceLane, MixedAttention
 from fastdecode.engine.step.protected import ProtectedAttention
 from fastdecode.engine.step.remote import Attention, AttentionPlan
@@ -88,8 +88,8 @@ def make_attention(
         local = workers.attention(fleet, holder, s_worker)
         if not workers.keepers:
             return local
-        assert isinstance(local, LocalAttention)
-        return ProtectedAttention(local, _plan(fleet, spec, resolved, s_worker, (holder,)))
+        plan = _plan(fleet, spec, resolved, s_worker, local.holders)
+        return ProtectedAttention(local, plan)
     holders = (holder,) * len(fleet)
     if device is not None:
         on_device = replace(
@@ -218,15 +218,18 @@ def reach_own_device(
 ) -> Reached:
     """The cache on this S-worker's device; or its lanes' caches, which are swapped.
     ``beside``: other engines, which read from it. ``stage``: whose it is."""
+    num_here = 1 if has_stage_ranks(resolved) else resolved.config.s_part.pp
+    num_here *= resolved.config.s_part.tp
+    keeper = _replica_keeper(resolved, num_here)
     if resolved.config.s_part.swap:
         return reach_swapped(
             resolved.device,
             resolved.kv_bytes,
             resolved.most_lanes,
             most_tokens=resolved.stored_tokens,
+            stage=stage,
+            keeper=keeper,
         )
-    num_here = 1 if has_stage_ranks(resolved) else resolved.config.s_part.pp
-    num_here *= resolved.config.s_part.tp
     num_engines = 1 if beside is None else beside.num_engines
     host_bytes = host_tier_bytes(resolved.config.cache, num_here * num_engines)
     disk = own_disk(resolved.config, num_engines)
@@ -238,7 +241,7 @@ def reach_own_device(
         beside=beside,
         stage=stage,
         is_written=bool(resolved.prompt_layers),
-        keeper=_replica_keeper(resolved),
+        keeper=keeper,
     )
 
 
@@ -257,13 +260,17 @@ def check_written(resolved: ResolvedConfig) -> None:
         )
 
 
-def _replica_keeper(resolved: ResolvedConfig) -> ReplicaKeeper | None:
-    """What keeps a replica of the device's KV cache; None: there is to be none."""
+def _replica_keeper(resolved: ResolvedConfig, num_here: int) -> ReplicaKeeper | None:
+    """What keeps a replica of a KV cache on the device; None: there is to be none.
+    ``num_here``: S-workers whose devices' replicas share this host's memory."""
     if not resolved.config.r_part.replicas:
         return None
-    kv_bytes = resolved.kv_bytes
+    kv_bytes, num_caches = resolved.kv_bytes, num_here
+    if resolved.config.s_part.swap:
+        kv_bytes, num_caches = kv_bytes // NUM_SLOTS, num_caches * resolved.most_lanes
     if resolved.free.device_bytes is not None:
-        kv_bytes = min(kv_bytes, default_kv_bytes(1, resolved.free.host_bytes))
+        left = resolved.free.host_bytes - resolved.memory.swapped_bytes * num_here
+        kv_bytes = min(kv_bytes, default_kv_bytes(num_caches, left))
     return ReplicaKeeper(kv_bytes, resolved.r_threads)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from fastdecode.core.config.groups import Cluster
 from fastdecode.core.holders import HolderId
 from fastdecode.engine.fleet.groups import HolderPool
-from fastdecode.engine.fleet.replicas import Replicas, replicate
+from fastdecode.engine.fleet.replicas import Replicas, replicas_of, replicate
 from fastdecode.engine.fleet.ring import LinkOptions
 from fastdecode.engine.setup.workers import Reached
 from fastdecode.engine.stages.pool import StagePool
@@ -39,14 +39,21 @@ def make_stage_replicas(
     """The same, of each stage's R-workers, which have offered half of their room.
     ``others``: later stages."""
     assert isinstance(fleet.members, StagePool)
-    members, columns = fleet.members, range(fleet.members.num_columns)
-    own = [members.member(0, column) for column in columns]
-    rings = [(own, _options(session, workers.addresses, cluster, {}))]
-    for other in others:
-        circle = [members.member(other.stage, column) for column in columns]
-        members.addresses.update(zip(circle, other.addresses, strict=True))
-        rings.append((circle, _options(other.session, members.addresses, cluster, {})))
-    return Replicas(fleet, rings)
+    members, rings = fleet.members, []
+    stages = [(0, workers.addresses, session)]
+    stages += [(other.stage, other.addresses, other.session) for other in others]
+    for stage, addresses, each in stages:
+        circle = [members.member(stage, column) for column in range(members.num_columns)]
+        keepers = {
+            members.member(stage, holder): members.member(stage, keeper)
+            for holder, keeper in workers.keepers.items()
+        }
+        named = zip([*circle, *keepers.values()], addresses, strict=True)
+        if stage:
+            members.addresses.update(named)
+        names = members.addresses if stage else addresses
+        rings.append((circle, _options(each, names, cluster, keepers)))
+    return replicas_of(fleet, rings)
 
 
 def about_replicas(welcomes: Welcomes, again: Welcomes, workers: Reached) -> str:

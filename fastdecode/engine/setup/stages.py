@@ -16,7 +16,7 @@ from fastdecode.core.model.stages import stage_spec
 from fastdecode.engine.fleet.greeting import greet
 from fastdecode.engine.fleet.groups import GroupPool, HolderPool
 from fastdecode.engine.fleet.pending import Deadlines
-from fastdecode.engine.fleet.replicas import limits, offer_halves
+from fastdecode.engine.fleet.replicas import limits, offer_for_replicas
 from fastdecode.engine.fleet.resharing import greet_members, in_heads
 from fastdecode.engine.setup.ranks import meet_ranks
 from fastdecode.engine.setup.reach import (
@@ -98,6 +98,8 @@ class StageSetup:
 
     def hello(self, num_columns: int) -> StageHello:
         """What the first stage tells it to be."""
+        is_device = self.resolved.transport == "local"
+        is_kept = is_device and self.resolved.config.r_part.replicas > 0
         return StageHello(
             PROTOCOL_VERSION,
             self.checkpoint.model_hash,
@@ -110,6 +112,7 @@ class StageSetup:
             block_size=self.resolved.config.r_part.block_size,
             activation_dtype=self.resolved.dtype,
             kv_dtype=self.resolved.kv_dtype,
+            num_keepers=num_columns if is_kept else 0,
         )
 
     def run(self, workers: Reached, links: StageLinks) -> None:
@@ -144,7 +147,13 @@ class StageSetup:
         timeouts = cluster.worker_timeout_s, cluster.worker_silence_s
         shares_heads = self.resolved.config.r_part.r_partition == "heads"
         num_columns = 1 if shares_heads else None
-        pool = StagePool(workers.hub, *timeouts, stages=links, num_columns=num_columns)
+        pool = StagePool(
+            workers.hub,
+            *timeouts,
+            stages=links,
+            num_columns=num_columns,
+            num_keepers=len(workers.keepers),
+        )
         return in_heads(pool) if shares_heads else pool
 
     def _run(
@@ -213,9 +222,9 @@ class StageSetup:
         else:
             welcomes = greet(fleet, hello)
         if resolved.config.r_part.replicas:
-            welcomes = offer_halves(fleet, hello, welcomes)
+            welcomes = offer_for_replicas(fleet, hello, welcomes, workers.keepers)
         blocks = [welcomes[i].num_blocks if i in welcomes else 0 for i in fleet.holders]
-        members = member_rows(fleet, fleet.holders)
+        members = member_rows(fleet, [*fleet.holders, *workers.keepers.values()])
         return StageWelcome(self.number, tuple(blocks), hello.session, addresses, members)
 
     def make_attention(self, workers: Reached, fleet: HolderPool, s_worker: SWorker) -> Attention:

@@ -30,7 +30,7 @@ from rworker.transfers.neighbours import Neighbourhood, ThreadNeighbours
 from rworker.worker import start_worker_thread
 
 if TYPE_CHECKING:
-    from fastdecode.engine.step.remote import Attention
+    from fastdecode.engine.step.protected import DeviceAttention
     from fastdecode.wire.mpi.connection import MpiConnection
     from fastdecode.wire.mpi.roles import StageRanks
     from sworker.worker import SWorker
@@ -70,7 +70,7 @@ class Reached:
     """Connects again to the address of a lost one; None: no address has another process."""
     num_spares: int = 0
     """R-workers beside those of the hub, that come when one is lost."""
-    attention: Callable[[HolderPool, Holder, SWorker], Attention] | None = None
+    attention: Callable[[HolderPool, Holder, SWorker], DeviceAttention] | None = None
     """Makes what attends, where that isn't done by sending q, k and v."""
     stages: StageLinks | None = None
     """Other stages of the pipeline: the hub's last connections."""
@@ -284,7 +284,7 @@ def beside_stages(
             close(lost, timeout_s)
 
     joined: RHub = JoinedHub(workers.hub, hub)
-    if workers.answers_at_once:
+    if workers.answers_at_once and not workers.keepers:
         joined = HubBehind(workers.hub.connections, hub)
     # A column answers when all stages have.
     return replace(

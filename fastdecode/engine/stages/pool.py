@@ -63,6 +63,7 @@ class StagePool(WorkerPool):
         stages: the other stages, which the hub's last connections are to.
         relayed: the stages whose R-workers this one reaches over their links.
         num_columns: None: as many as R-workers that are connected here.
+        num_keepers: the last R-workers of each stage only keep replicas: these are no columns.
     """
 
     def __init__(
@@ -76,9 +77,12 @@ class StagePool(WorkerPool):
         stages: StageLinks,
         relayed: Sequence[int] = (),
         num_columns: int | None = None,
+        num_keepers: int = 0,
     ) -> None:
         self._num_own: Final = len(hub.connections) - len(stages)
-        self.num_columns: Final = self._num_own if num_columns is None else num_columns
+        self._num_each: Final = self._num_own if num_columns is None else num_columns
+        """R-workers of each stage, as the first one knows them."""
+        self.num_columns: Final = self._num_each - num_keepers
         self._stages = stages
         self._relayed = tuple(relayed)
         self._first_relayed = len(hub.connections)
@@ -97,7 +101,9 @@ class StagePool(WorkerPool):
         """What the R-workers that keep later stages' members call each other."""
         self._kept: dict[HolderId, NDArray[np.int32]] = {}
         """Which R-workers keep each member of a later stage, by that stage's last report."""
-        num_relayed = len(self._relayed) * self.num_columns
+        num_relayed = len(self._relayed) * self._num_each
+        places = range(self.num_columns, self._num_each)
+        self._keepers = [self.member(stage, i) for stage in (0, *self._relayed) for i in places]
         super().__init__(
             hub,
             timeout_s,
@@ -106,6 +112,7 @@ class StagePool(WorkerPool):
             absent,
             num_others=len(stages),
             num_relayed=num_relayed,
+            keepers=self._keepers,
         )
         stages.join(self.pending, self._num_own, self.num_columns)
 
@@ -114,7 +121,7 @@ class StagePool(WorkerPool):
         if not stage:
             return HolderId(column)
         place = self._relayed.index(stage)
-        return HolderId(self._first_relayed + place * self.num_columns + column)
+        return HolderId(self._first_relayed + place * self._num_each + column)
 
     def begin_greeting(self, members: Iterable[HolderId]) -> None:
         """These are about to be greeted again; what later stages' members were asked
@@ -124,6 +131,11 @@ class StagePool(WorkerPool):
                 self.pending.forget(self.placement[member])
                 self._greetings[member] += 1
                 self._void.add(member)
+
+    @property
+    def own(self) -> list[HolderId]:
+        """The R-workers of this stage, by their first holders; keepers are the last."""
+        return [HolderId(index) for index in range(self._num_own)]
 
     def number_of(self, place: int) -> int:
         """The number of the R-worker in a place of this stage; standby ones are the last."""
@@ -169,6 +181,12 @@ class StagePool(WorkerPool):
         found: list[list[int]] = rows.tolist()
         return found
 
+    def take_losses(self) -> list[tuple[HolderId, WorkerError]]:
+        """See ``WorkerPool``. R-workers that only keep replicas are named, too: the first
+        stage knows each as a member."""
+        lost = [(x, self.gone[x]) for x in self._keepers if x in self._untold]
+        return [*super().take_losses(), *lost]
+
     def revive_elsewhere(self, holders: Iterable[HolderId]) -> bool:
         """See ``WorkerPool``."""
         lost = [x for x in holders if not self.is_here(x) and self.is_lost(x)]
@@ -182,7 +200,7 @@ class StagePool(WorkerPool):
         """The stage of an R-worker, and its number there: at first, its column."""
         if index < self._num_own:
             return 0, index
-        place, column = divmod(index - self._first_relayed, self.num_columns)
+        place, column = divmod(index - self._first_relayed, self._num_each)
         return self._relayed[place], column
 
     def send(self, holder: HolderId, message: ToRWorker) -> None:
@@ -201,7 +219,7 @@ class StagePool(WorkerPool):
         if self._placed.get(holder, holder) != index:
             self._placed[holder] = index
             self._stages.tell(stage, PlaceColumn(column, self.origin(index)[1]))
-        self._stages.tell(stage, self._in_columns(named, holder, column))
+        self._stages.tell(stage, self._places(named, holder, column))
 
     def lose(self, holder: HolderId, error: FastDecodeError) -> None:
         """See ``WorkerPool``."""
@@ -292,9 +310,9 @@ class StagePool(WorkerPool):
         return super()._taken(self.placement[member], self._in_members(stage, member, said))
 
     def _member_of(self, stage: int, column: int) -> HolderId:
-        if 0 <= column < self.num_columns:
+        if 0 <= column < self._num_each:
             return self.member(stage, column)
-        text = f"speaks of column {column}, and there are {self.num_columns}"
+        text = f"speaks of column {column}, and there are {self._num_each}"
         raise self._stages.loss(stage, ProtocolError(text))
 
     def _in_members(self, stage: int, member: HolderId, said: OfMember) -> FromRWorker:
@@ -316,7 +334,7 @@ class StagePool(WorkerPool):
                 return Dropped(member, self._member_of(stage, said.cache))
         return replace(said, holder=member)
 
-    def _in_columns(self, message: ToRWorker, member: HolderId, column: int) -> ToRWorker:
+    def _places(self, message: ToRWorker, member: HolderId, column: int) -> ToRWorker:
         """The same with columns' names in place of members'."""
         if isinstance(message, Hello):  # the stage has made its own
             return cast(ToRWorker, GreetColumn(column, self._greetings[member]))
@@ -425,9 +443,11 @@ def pool_of(
     num_keepers: int = 0,
 ) -> tuple[WorkerPool, HolderPool]:
     """The R-workers of an engine, and its holders; with other stages, of the first one.
-    ``layers``: of each stage that decodes; ``num_keepers``: see ``WorkerPool``."""
-    if num_keepers:
-        protected = ProtectedPool(hub, timeout_s, silence_s, absent=absent, num_keepers=num_keepers)
+    ``layers``: of each stage that decodes; ``num_keepers``: see ``StagePool``."""
+    if num_keepers and stages is None:
+        num_workers = len(hub.connections)
+        keepers = range(num_workers - num_keepers, num_workers)
+        protected = ProtectedPool(hub, timeout_s, silence_s, absent=absent, keepers=keepers)
         return protected, protected
     if stages is None:
         make = WorkerPool if device is None else MixedPool
@@ -442,5 +462,6 @@ def pool_of(
         stages=stages,
         relayed=range(1, len(layers)),
         num_columns=1 if shares_heads else None,
+        num_keepers=num_keepers,
     )
     return members, ColumnPool(members, stages, layers, shares_heads=shares_heads)

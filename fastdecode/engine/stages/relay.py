@@ -314,8 +314,9 @@ class Relay:
             self._links.tell(FIRST_STAGE, welcome)
 
     def _checked(self, column: int) -> HolderId:
-        if not 0 <= column < len(self._pool):
-            raise ProtocolError(f"there is no column {column}: there are {len(self._pool)}")
+        num_columns = len(self._members.own if self._pool is self._members else self._pool)
+        if not 0 <= column < num_columns:
+            raise ProtocolError(f"there is no column {column}: there are {num_columns}")
         return HolderId(column)
 
 

@@ -6,7 +6,7 @@ one another. Copies are queued behind the device's other work, and waited for.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from rworker.stream.stored_rows import StoredRows
 from sworker.buffers import to_device
 from sworker.device import Gpu
 from sworker.dtypes import pack_int4, torch_dtype, unpack_int4
-from sworker.paged import PagedKV
 
 _SIGN = 0x80
 """An R-worker stores int8 as value + 128."""
@@ -31,15 +30,27 @@ _CELL = 8
 """Elements of int4 that share 4 bytes in a stored row."""
 
 
+class StoredKV(Protocol):
+    """Where K and V are: a ``PagedKV``, or the same in the host's memory."""
+
+    kv: KVSpec
+
+    @property
+    def pool(self) -> Tensor: ...
+
+    @property
+    def scales(self) -> Tensor | None: ...
+
+
 class DeviceChunks:
     """Reads and writes chunks.
 
     Args:
-        cache: on the device.
+        cache: on the device, or what such a cache has in the host's memory.
         gpu: the device's driver, in place of torch's.
     """
 
-    def __init__(self, cache: PagedKV, gpu: Gpu | None = None) -> None:
+    def __init__(self, cache: StoredKV, gpu: Gpu | None = None) -> None:
         self._cache, self._gpu = cache, gpu
         self._buffers = BufferPool()
 

@@ -14,6 +14,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -163,7 +164,7 @@ class LocalAttention:
     ) -> None:
         self.fleet = fleet
         self.holders = (device,)
-        self.connection = connection
+        self.connections = (connection,)
         self.whole = whole_steps(s_worker, connection)
         """Runs decode steps as one graph; None: they run layer by layer."""
         if self.whole is not None:
@@ -172,7 +173,8 @@ class LocalAttention:
         connection.keep_on_host(s_worker)
 
     def begin(self, batch: StepBatch) -> LocalStep:
-        return LocalStep(self.connection, batch, self.whole)
+        (connection,) = self.connections
+        return LocalStep(connection, batch, self.whole)
 
 
 def whole_steps(s_worker: SWorker, connection: DeviceWorker) -> WholeSteps | None:
@@ -183,6 +185,14 @@ def whole_steps(s_worker: SWorker, connection: DeviceWorker) -> WholeSteps | Non
     if graphs is None or not has_kernels:
         return None
     return WholeSteps(graphs, cache, s_worker.spec.max_model_len)
+
+
+class AttendLayer(Protocol):
+    """See ``sworker.model.skeleton.Attend``. ``place``: where o [T, Hq, D] may be put."""
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
+    ) -> Tensor: ...
 
 
 class LocalStep:
@@ -200,6 +210,8 @@ class LocalStep:
         self._tables, self._books, self._cache = begun.tables, begun.books, begun.cache
         self._paged = self._tables.upload(connection.device, connection.gpu)
         self._whole = whole
+        self.attend: AttendLayer = self._attend
+        """Attends one layer, however steps run."""
         self._o = torch.empty(0)
         self._is_timed = self._cache.pool.device.type == "cpu"
         self.computed_s = {span.holder: 0.0}
@@ -211,11 +223,16 @@ class LocalStep:
         """See ``LaneAttention``."""
         inputs = self._inputs()
         run = partial(
-            run_step, s_worker, self._whole, inputs, self._paged, self._attend, self.batch.feed
+            run_step, s_worker, self._whole, inputs, self._paged, self.attend, self.batch.feed
         )
         forward = s_worker.run_through(run, inputs)
-        self._connection.end_step(self._begin)
+        if not self.lost:
+            self._end()
         return forward
+
+    def _end(self) -> None:
+        """All layers are done, or queued on the device."""
+        self._connection.end_step(self._begin)
 
     def _inputs(self) -> StepInputs:
         return StepInputs(self._begin.lane, self.batch.rows, self._tables, self.batch.hidden)
@@ -225,7 +242,7 @@ class LocalStep:
     ) -> bool:
         steps, lane = self._books.steps, self._begin.lane
         steps.finish_layer(lane, steps.due(lane, self._begin.step, layer))
-        self._o = self._attend(layer, q, k, v, place)
+        self._o = self.attend(layer, q, k, v, place)
         return True
 
     def _attend(
@@ -257,7 +274,9 @@ class LocalStep:
         )
 
     def lose(self, holder: HolderId) -> None:
-        raise AssertionError("the S-worker's device isn't lost alone")
+        """See ``LaneAttention``. Only a device that has a replica is lost alone."""
+        if holder == self._holder:
+            self.lost = (holder,)
 
     @property
     def ready(self) -> bool:

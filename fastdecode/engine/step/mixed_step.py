@@ -205,9 +205,6 @@ class DeviceStep(LocalStep):
             self._queued.append(self._gpu.current_stream().record_event())
         return True
 
-    def lose(self, holder: HolderId) -> None:
-        """An R-worker, which has nothing of this step."""
-
     @property
     def ready(self) -> bool:
         """See ``LaneAttention``."""

@@ -1,5 +1,5 @@
-"""Attention in a device's KV cache that has a replica: when the device fails, steps go
-on at the R-worker that takes the replica over.
+"""Attention in a device's KV caches that have replicas: when the device fails, steps go
+on at the R-workers that take the replicas over.
 
 The device fails where it makes room for a step, or attends a layer: it is out of memory,
 or refuses a kernel. The step then goes on without its rows, as every step does whose
@@ -8,30 +8,35 @@ R-worker is lost, and nothing of it counts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from fastdecode.core.errors import WorkerError
-from fastdecode.core.holders import HolderId
+from fastdecode.core.holders import Holder, HolderId
 from fastdecode.engine.fleet.groups import HolderPool
 from fastdecode.engine.step.layout import StepBatch
-from fastdecode.engine.step.local import DeviceWorker, LocalAttention, LocalStep
+from fastdecode.engine.step.local import DeviceWorker, LocalStep
 from fastdecode.engine.step.remote import AttentionPlan, RemoteStep
 from sworker.failures import is_failure
-from sworker.whole import WholeSteps
-from sworker.worker import Pass, SWorker
 
 
-class _DeviceFailedError(Exception):
-    """The device has failed in a step.
+class DeviceAttention(Protocol):
+    """Attention in the caches of one device; see ``fastdecode.engine.step.remote.Attention``."""
 
-    Args:
-        reason: why.
-    """
+    @property
+    def fleet(self) -> HolderPool: ...
 
-    def __init__(self, reason: Exception) -> None:
-        super().__init__(str(reason))
-        self.reason = reason
+    @property
+    def holders(self) -> Sequence[Holder]: ...
+
+    @property
+    def connections(self) -> Sequence[DeviceWorker]:
+        """The R-workers whose caches these are, by their holders."""
+
+    def begin(self, batch: StepBatch) -> LocalStep: ...
 
 
 class ProtectedAttention:
@@ -40,13 +45,14 @@ class ProtectedAttention:
 
     Args:
         local: on the device.
-        plan: on the R-worker that takes over.
+        plan: on the R-workers that take over.
     """
 
-    def __init__(self, local: LocalAttention, plan: AttentionPlan) -> None:
+    def __init__(self, local: DeviceAttention, plan: AttentionPlan) -> None:
         self.holders = local.holders
-        self._plan, self._connection = plan, local.connection
-        self._local: LocalAttention | None = local  # None: the device has failed
+        self._plan, self._connections = plan, local.connections
+        self.local: DeviceAttention | None = local
+        """None: the device has failed."""
 
     @property
     def fleet(self) -> HolderPool:
@@ -54,67 +60,49 @@ class ProtectedAttention:
 
     def begin(self, batch: StepBatch) -> LocalStep | RemoteStep:
         """See ``Attention``."""
-        if self._local is not None and not self._connection.is_open:
+        if self.local is not None and not all(x.is_open for x in self._connections):
             self._give_up()  # it failed between two steps
-        if self._local is None:
+        if self.local is None:
             return self._plan.begin(batch)
         try:
-            return _Step(self._connection, batch, self._local.whole, self)
+            step = self.local.begin(batch)
         except Exception as error:
-            if not is_failure(error):
-                raise
-            self.lose(batch.spans[0].holder, error)
+            self._fail(error)
             return self._plan.begin(batch)
+        self._guard(step)
+        return step
 
-    def lose(self, holder: HolderId, error: Exception) -> None:
-        """The device has failed. Its memory is free from now on."""
+    def _guard(self, step: LocalStep) -> None:
+        """A device that fails costs the step its rows, and no more."""
+        attend, holder = step.attend, step.batch.spans[0].holder
+
+        def attend_or_lose(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
+        ) -> Tensor:
+            if not step.lost:
+                try:
+                    return attend(layer, q, k, v, place)
+                except Exception as error:
+                    self._fail(error)
+                    step.lose(holder)
+            return torch.zeros_like(q)
+
+        step.attend = attend_or_lose
+
+    def _fail(self, error: Exception) -> None:
+        """The device has failed, and all caches on it are lost; or else the error is a
+        mistake, and raised."""
+        if not is_failure(error):
+            raise error
         self._give_up()
-        text = f"{self._connection.peer} failed: {type(error).__name__}: {error}"
-        self.fleet.lose(holder, WorkerError(text, code="device_failed"))
+        for index, connection in enumerate(self._connections):
+            text = f"{connection.peer} failed: {type(error).__name__}: {error}"
+            self.fleet.lose(HolderId(index), WorkerError(text, code="device_failed"))
 
     def _give_up(self) -> None:
-        self._local = None
-        self._connection.fail()
-
-
-class _Step(LocalStep):
-    """One lane's step on the device, until that fails."""
-
-    def __init__(
-        self,
-        connection: DeviceWorker,
-        batch: StepBatch,
-        whole: WholeSteps | None,
-        attention: ProtectedAttention,
-    ) -> None:
-        super().__init__(connection, batch, whole)
-        self._attention = attention
-
-    def run_through(self, s_worker: SWorker) -> Pass | None:
-        """See ``LaneAttention``."""
-        try:
-            return super().run_through(s_worker)
-        except _DeviceFailedError as failed:
-            self.lost = (self._holder,)
-            self._attention.lose(self._holder, failed.reason)
-            return None
-
-    def scatter(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
-    ) -> bool:
-        """See ``LaneAttention``: after a failure, as of any holder that is lost."""
-        self._o = torch.zeros_like(q)
-        return True
-
-    def lose(self, holder: HolderId) -> None:
-        """See ``LaneAttention``. It is known."""
-
-    def _attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
-    ) -> Tensor:
-        try:
-            return super()._attend(layer, q, k, v, place)
-        except Exception as error:
-            if is_failure(error):
-                raise _DeviceFailedError(error) from error
-            raise
+        """The device's memory is free from now on. Caches that are not lost yet are found
+        closed."""
+        self.local = None
+        for connection in self._connections:
+            connection.close()
+        self._connections[0].fail()

@@ -59,15 +59,21 @@ class ReachedDevice(DeviceWorker):
         executor, kv_bytes: see ``DeviceWorker``.
         name: by which others reach it.
         neighbours: the others.
+        peer: see ``DeviceWorker``.
 
     Raises:
         ConfigError: it can't be reached as ``neighbours`` say.
     """
 
     def __init__(
-        self, executor: TorchExecutor, kv_bytes: int, name: str, neighbours: Neighbourhood
+        self,
+        executor: TorchExecutor,
+        kv_bytes: int,
+        name: str,
+        neighbours: Neighbourhood,
+        peer: str | None = None,
     ) -> None:
-        super().__init__(executor, kv_bytes)
+        super().__init__(executor, kv_bytes, peer)
         self._changed = threading.Condition(threading.RLock())
         self._hub: InprocHub[FromRWorker, ToRWorker] = InprocHub(keeps_places=False)
         # The first of the hub's connections is the S-worker's, which only wakes the thread.

@@ -10,6 +10,7 @@ step began longest ago, of those that have anything to bring.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -19,9 +20,10 @@ from torch import Tensor
 
 from fastdecode.core.holders import Holder, HolderId
 from fastdecode.engine.fleet.groups import HolderPool
+from fastdecode.engine.step.device_chunks import DeviceChunks, StoredKV
 from fastdecode.engine.step.layout import StepBatch
 from fastdecode.engine.step.local import DeviceWorker, LocalStep
-from fastdecode.engine.step.remote import Attention
+from fastdecode.engine.step.protected import ProtectedAttention
 from fastdecode.engine.step.torch_executor import TorchExecutor, kv_spec_of
 from fastdecode.wire.messages import BeginStep
 from rworker.blocks.appending import Appended
@@ -31,7 +33,7 @@ from sworker.device import Gpu
 from sworker.dtypes import torch_dtype
 from sworker.paged import BlockKernels
 from sworker.swap.figures import SwapFigures
-from sworker.swap.swapped import NUM_SLOTS, Blocks, LaneMover, SwappedKV
+from sworker.swap.swapped import Blocks, LaneMover, SwappedKV
 from sworker.worker import Pass, SWorker
 
 
@@ -60,7 +62,8 @@ class SwapExecutor(TorchExecutor):
         self._stores: dict[int, KVStore] = {}  # of lanes that have begun a step
         self._kv: SwappedKV | None = None
         self._mover: LaneMover | None = None
-        self._stored = np.empty(0, np.int64)  # slots, by the step under way
+        self._moving = threading.Lock()  # replicas are read by other threads
+        self._stored_slots = np.empty(0, np.int64)  # slots, by the step under way
 
     @property
     def kv(self) -> SwappedKV:
@@ -93,20 +96,26 @@ class SwapExecutor(TorchExecutor):
             self._kv.close()
         self._kv = None
 
+    def drop_all(self) -> None:
+        """See ``TorchExecutor``. Lanes' memory on the host is free, too."""
+        super().drop_all()
+        self.close()
+
     def begin_step(
         self, holder: HolderId, begin: BeginStep, appended: Appended, store: KVStore
     ) -> None:
         """See ``TorchExecutor``; see ``SwappedKV.enter``."""
         self._stores[holder] = store
         past = blocks_of(store, begin.sequence_ids, begin.num_past)
-        self._stored = appended.slots
+        self._stored_slots = appended.slots
         if appended.copy_targets.size:
             past = np.union1d(np.setdiff1d(past, appended.copy_targets), appended.copy_sources)
             filled = filled_slots(store, begin, appended.copy_targets)
-            self._stored = np.concatenate((appended.slots, filled))
+            self._stored_slots = np.concatenate((appended.slots, filled))
         self._order.remove(holder)
         self._order.append(holder)
-        self.caches[holder] = self.mover.enter(holder, past)
+        with self._moving:
+            self.caches[holder] = self.mover.enter(holder, past)
         if appended.copy_targets.size:
             self.kv.wait_for_all()
         super().begin_step(holder, begin, appended, store)
@@ -115,26 +124,22 @@ class SwapExecutor(TorchExecutor):
         """All of the step is queued: what it has stored goes to the host, and the next
         lane's KV comes."""
         del self.caches[holder]
-        self.mover.leave(self._stored)
-        for lane in self._order[:-1]:
-            blocks = stored_blocks(self._stores[lane]) if lane in self._stores else self._stored[:0]
-            if blocks.size:
-                self.mover.prefetch(lane, blocks)
-                return
+        with self._moving:
+            self.mover.leave(self._stored_slots)
+            for lane in (x for x in self._order[:-1] if x in self._stores):
+                blocks = stored_blocks(self._stores[lane])
+                if blocks.size:
+                    self.mover.prefetch(lane, blocks)
+                    return
 
+    def _chunks(self, holder: HolderId) -> DeviceChunks:
+        with self._moving:
+            self.kv.settle(holder)
+        return super()._chunks(holder)
 
-def lane_workers(executor: SwapExecutor, kv_bytes: int) -> list[DeviceWorker]:
-    """One R-worker a lane, each with as many blocks as one of the device's slots has.
-
-    Args:
-        kv_bytes: of the device's memory, for all slots.
-    """
-    return [
-        DeviceWorker(
-            executor, kv_bytes // NUM_SLOTS, f"lane {lane}'s KV cache on {executor.device}"
-        )
-        for lane in range(executor.num_lanes)
-    ]
+    def _stored(self, holder: HolderId) -> StoredKV:
+        """See ``TorchExecutor``."""
+        return self.kv.hosts[holder]
 
 
 class SwappedAttention:
@@ -150,17 +155,18 @@ class SwappedAttention:
     ) -> None:
         self.fleet = fleet
         self.holders: Seq[Holder] = (device,) * len(workers)
-        self.swap, self._workers = swap, workers
+        self.swap, self.connections = swap, workers
         swap.share(s_worker)
 
     def begin(self, batch: StepBatch) -> SwappedStep:
         (span,) = batch.spans
-        return SwappedStep(self.swap, self._workers[span.holder], batch)
+        return SwappedStep(self.swap, self.connections[span.holder], batch)
 
 
-def swap_figures(attention: Attention) -> SwapFigures | None:
+def swap_figures(attention: object) -> SwapFigures | None:
     """What was copied so far, kept up to date; None: nothing is swapped."""
-    return attention.swap.kv.figures if isinstance(attention, SwappedAttention) else None
+    local = attention.local if isinstance(attention, ProtectedAttention) else attention
+    return local.swap.kv.figures if isinstance(local, SwappedAttention) else None
 
 
 class SwappedStep(LocalStep):
@@ -173,16 +179,16 @@ class SwappedStep(LocalStep):
     @torch.inference_mode()
     def run_through(self, s_worker: SWorker) -> Pass:
         """See ``LaneAttention``."""
-        begin = self._begin
-        self._books.steps.finish(begin.lane, begin.step)
         with s_worker.together():
             forward = s_worker.begin_here(self._inputs(), self.batch.feed)
             goes_on = True
             while goes_on:
-                o = self._attend(forward.layer, forward.q, forward.k, forward.v, forward.place)
+                o = self.attend(forward.layer, forward.q, forward.k, forward.v, forward.place)
                 goes_on = forward.advance(o)
         forward.is_over = True
-        self._swap.end_step(self._holder)
+        if not self.lost:
+            self._swap.end_step(self._holder)
+            self._end()
         return forward
 
     def _attend(

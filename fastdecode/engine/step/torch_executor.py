@@ -19,7 +19,7 @@ from fastdecode.core.errors import ProtocolError
 from fastdecode.core.holders import HolderId
 from fastdecode.core.model.block_keys import tier_identity
 from fastdecode.core.spec import KVSpec
-from fastdecode.engine.step.device_chunks import DeviceChunks
+from fastdecode.engine.step.device_chunks import DeviceChunks, StoredKV
 from fastdecode.engine.step.device_memory import DeviceMemory
 from fastdecode.engine.step.host_tier import HostTier
 from fastdecode.wire.arrays import Array
@@ -134,8 +134,12 @@ class TorchExecutor:
     def _chunks(self, holder: HolderId) -> DeviceChunks:
         found = self._chunks_of.get(holder)
         if found is None:
-            found = self._chunks_of[holder] = DeviceChunks(self.caches[holder], self.gpu)
+            found = self._chunks_of[holder] = DeviceChunks(self._stored(holder), self.gpu)
         return found
+
+    def _stored(self, holder: HolderId) -> StoredKV:
+        """Where a holder's K and V are, between two steps."""
+        return self.caches[holder]
 
     def drop(self, drop: Drop) -> None:
         """See ``RWorkerExecutor``."""
