@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -11,6 +13,8 @@ logger = logging.getLogger(__name__)
 
 _NAMES = ("libgomp", "libiomp5", "libomp")
 _MAPS = Path("/proc/self/maps")
+_SOFT: Final = 1
+"""``omp_pause_soft``: what the runtime was told stays as it is."""
 
 
 def openmp_library(maps: Path = _MAPS) -> str | None:
@@ -36,3 +40,19 @@ def openmp_library(maps: Path = _MAPS) -> str | None:
         )
         return None
     return chosen.pop()
+
+
+def end_own_threads() -> bool:
+    """End the threads that have run parallel regions of the calling thread, if the
+    runtime is GNU's; the next region starts new ones. Returns whether it was done.
+
+    Each thread that runs regions has threads of its own, and the runtime counts them
+    all. Where they are more than there are cores, idle threads sleep at once, so that
+    each region of a step has to wake its threads. A script that has used torch once
+    would slow down an engine that computes in another thread.
+    """
+    library = openmp_library()
+    if library is None or not Path(library).name.startswith("libgomp"):
+        return False
+    runtime = ctypes.CDLL(library)
+    return hasattr(runtime, "omp_pause_resource_all") and not runtime.omp_pause_resource_all(_SOFT)

@@ -1,12 +1,17 @@
-"""Which OpenMP runtime is torch's."""
+"""Which OpenMP runtime is torch's, and the threads of a thread's own regions."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import get_native_id
 
+import pytest
 import torch
 
-from sworker.kernels.threads import openmp_library
+from sworker.kernels.threads import end_own_threads, openmp_library
 
 OWN = Path(torch.__file__).parent / "lib" / "libgomp.so.1"
 
@@ -47,3 +52,26 @@ def test_not_known_which(tmp_path: Path) -> None:
     assert openmp_library(maps(tmp_path, "/opt/a/libgomp.so.1", "/opt/b/libgomp.so.1")) is None
     assert openmp_library(maps(tmp_path, "/usr/lib/libm.so.6")) is None
     assert openmp_library(tmp_path / "nowhere") is None
+
+
+def test_threads_of_own_regions_end_and_come_again() -> None:
+    library = openmp_library()
+    if library is None or "libgomp" not in library:
+        pytest.skip("needs torch with GNU's OpenMP runtime")
+    tasks = Path("/proc/self/task")
+    with ThreadPoolExecutor(1) as other:
+        for _ in range(2):
+            others = set(os.listdir(tasks))
+            other.submit(run_region, library).result()
+            helpers = set(os.listdir(tasks)) - others - {str(other.submit(get_native_id).result())}
+            assert len(helpers) == 2
+            end_own_threads()  # this thread's are not the other's
+            assert helpers <= set(os.listdir(tasks))
+            assert other.submit(end_own_threads).result()
+            assert not helpers & set(os.listdir(tasks))
+
+
+def run_region(library: str) -> None:
+    """A parallel region of three threads, which do nothing."""
+    nothing = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)
+    ctypes.CDLL(library).GOMP_parallel(nothing, None, 3, 0)

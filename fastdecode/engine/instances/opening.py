@@ -48,13 +48,17 @@ def make_service(
         with imports_for("an S-worker"):
             from fastdecode.engine.instances.running import service_of_instances
         return service_of_instances(config, progress, times)
-    if shares_thread(config):
+    computes_alone = shares_thread(config)
+    if computes_alone:
         spin_longer(os.environ, sys.modules)
     with imports_for("an S-worker"):
         from fastdecode.engine.setup.launch import RunningEngine
+        from sworker.kernels.threads import end_own_threads
 
     # An engine may have no thread of its own where MPI takes calls of the thread
     # alone that joined.
     own_thread = not mpi_job.takes_calls_of_one_thread()
+    if computes_alone and own_thread:
+        end_own_threads()  # this thread's; the engine's thread has its own
     make = partial(RunningEngine, config, progress, trace, times, session)
     return EngineService(make, own_thread=own_thread)
