@@ -233,21 +233,25 @@ class Pass:
         self._model = worker.model
         self._layers = worker.model.step_layers
         self._upload = worker.upload
+        self._inference = torch.inference_mode()
         self._timer = DeviceTimer(worker.gpu)
         self._layers_timer = DeviceTimer(worker.gpu, every=TIMED_LAYERS)
         self.layer = 0
         with self._timer:
             self._begin(rows, feed, x)
 
-    @torch.inference_mode()
     def advance(self, o: Tensor) -> bool:
         """Go on with the attention's output o [T, Hq, D]. True: the next
         layer's q, k, v are there; False: that was the last layer, and
         ``logits`` may be asked for, or ``output``."""
         is_last = self.layer + 1 == len(self._layers)
         self.layer += not is_last
-        with self._layers_timer:
-            self._advance(o, is_last)
+        with self._inference:  # as a decorator it would be made anew in each layer
+            if self._layers_timer.is_used:
+                with self._layers_timer:
+                    self._advance(o, is_last)
+            else:
+                self._advance(o, is_last)
         return not is_last
 
     @torch.inference_mode()
@@ -369,6 +373,11 @@ class DeviceTimer:
         self._num_blocks = 0
         self._spans: list[tuple[Mark, Mark]] = []
         self._start: Mark | None = None
+
+    @property
+    def is_used(self) -> bool:
+        """Whether it measures anything."""
+        return self._gpu is not None
 
     def __enter__(self) -> None:
         if self._gpu is not None:

@@ -151,7 +151,7 @@ class TextCodec:
                 to make text of tokens.
         """
         if not params.detokenize:
-            return SequenceText(NoDetokenizer())
+            return NoText()
         vocabulary = self.vocabulary_of(params)
         if vocabulary is not None:
             detokenizer = detokenizer_for(vocabulary, prompt_token_ids)
@@ -171,7 +171,7 @@ class TextCodec:
                 "stop_token_ids, or add the model's tokenizer.json",
                 code="no_tokenizer",
             )
-        return SequenceText(NoDetokenizer())
+        return NoText()
 
 
 class SequenceText:
@@ -316,6 +316,17 @@ class SequenceText:
         place, stop = min(found, key=lambda each: (each[0], len(each[1])))
         self.stopped_by = stop
         return place + len(stop) if self._keeps_stop else place
+
+
+class NoText(SequenceText):
+    """What a sequence has said, where nobody wants text or there is no tokenizer: nothing,
+    and nothing is looked at."""
+
+    def __init__(self) -> None:
+        super().__init__(NoDetokenizer())
+
+    def append(self, token_id: int) -> bool:
+        return False
 
 
 def _eos_token(path: Path) -> str | None:

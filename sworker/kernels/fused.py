@@ -64,13 +64,6 @@ class Kernels(Protocol):
         size]. SiLU, or GELU by tanh."""
 
 
-class CpuKernels(Kernels, Protocol):
-    """``fused_numba``."""
-
-    def rotate_heads(self, heads: Tensor, positions: Tensor, table: Tensor, out: QKV) -> None:
-        """``rotate_split`` of heads [T, (Hq + 2 Hkv) · D], dense: of q, then k, then v."""
-
-
 class FusedRotary(nn.Module):
     """``RotaryTable`` in one kernel."""
 
@@ -112,14 +105,19 @@ class LayerCalls:
     """
 
     def __init__(self, layer: Layer) -> None:
+        from sworker.kernels.fused_numba import AddNorm, Gate, RotateHeads
+
         rope, mlp = cast("FusedRotary", layer.rope), cast("MLP", layer.mlp)
-        self._kernels = cast("CpuKernels", rope.kernels)
+        table, attn_norm = rope.unfused.table, _numbers(layer.attn_norm)
+        dtype, mlp_norm = attn_norm[0].dtype, _numbers(layer.mlp_norm)
+        self._sizes = layer.num_q_heads, layer.num_kv_heads, layer.head_dim
         self._norm = layer.attn_norm.forward
-        self._attn_norm, self._mlp_norm = _numbers(layer.attn_norm), _numbers(layer.mlp_norm)
+        self._add_attn_norm, self._add_mlp_norm = AddNorm(*attn_norm), AddNorm(*mlp_norm)
+        self._rotate = RotateHeads(table, *self._sizes, dtype)
+        self._gate = Gate(mlp.up.splits[0], dtype, is_silu=_GATES[mlp.act])
         self._qkv, self._o = layer.qkv.forward, layer.o.forward
         self._up, self._down = mlp.up.forward, mlp.down.forward
-        self._table, self._is_silu = rope.unfused.table, _GATES[mlp.act]
-        self._sizes = layer.num_q_heads, layer.num_kv_heads, layer.head_dim
+        self._kept = table, attn_norm[0], mlp_norm[0]  # kernels have their addresses
 
     def pre_attention(
         self, x: Tensor, added: Tensor | None, positions: Tensor, room: LayerRoom | None = None
@@ -128,17 +126,16 @@ class LayerCalls:
         if added is None:
             h = self._norm(x)
         else:
-            place = None if room is None else room.x
-            x, h = self._kernels.add_norm(x, added, *self._attn_norm, place)
+            x, h = self._add_attn_norm(x, added, None if room is None else room.x)
         heads = self._qkv(h)  # [T, (Hq + 2 Hkv) · D]
         qkv = new_qkv(h, *self._sizes) if room is None else room.qkv
-        self._kernels.rotate_heads(heads, positions, self._table, qkv)
+        self._rotate(heads, positions, qkv)
         return x, qkv
 
     def post_attention(self, x: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
         """See ``Layer``."""
-        x, h = self._kernels.add_norm(x, self._o(o.flatten(1)), *self._mlp_norm)
-        return x, self._down(self._kernels.gate(self._up(h), is_silu=self._is_silu))
+        x, h = self._add_mlp_norm(x, self._o(o.flatten(1)), None)
+        return x, self._down(self._gate(self._up(h)))
 
 
 def call_layers(model: Model) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from struct import Struct
 from typing import Any, Final
@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from sworker.kernels import row_loops
 from sworker.kernels.row_loops import (
     GATE,
     JOB_BYTES,
@@ -172,14 +173,6 @@ def rotate_split(
     _rotate_split(qk.data_ptr(), v.data_ptr(), strides, positions, table, out)
 
 
-def rotate_heads(heads: Tensor, positions: Tensor, table: Tensor, out: QKV) -> None:
-    """See ``fused.CpuKernels``."""
-    row, (num_q, size), num_k = heads.shape[1], out[0].shape[1:], out[1].shape[1]
-    qk = heads.data_ptr()
-    v = qk + (num_q + num_k) * size * heads.itemsize
-    _rotate_split(qk, v, (row, size, row, size), positions, table, out)
-
-
 def _rotate_split(
     qk: int,
     v: int,
@@ -218,3 +211,123 @@ def gate(h: Tensor, *, is_silu: bool) -> Tensor:
         0, 0, 0, out.data_ptr(), is_silu,
     )  # fmt: skip
     return out
+
+
+class RowJob(Job):
+    """A job of one layer: what is the same in every step is laid out once for each
+    thread, and a call writes where the rows are.
+
+    Args:
+        fields: numbers of fields of ``row_loops``, and what they hold.
+        row_elements: that each row has.
+        eps, offset: see ``norm``.
+    """
+
+    def __init__(
+        self, fields: Mapping[int, int], row_elements: int, eps: float = 0.0, offset: float = 0.0
+    ) -> None:
+        super().__init__(run_job, JOB_BYTES)
+        job = memoryview(self.memory).cast("B")[self.offset : self.offset + JOB_BYTES]
+        Struct("<2d").pack_into(job, 8 * NUM_FIELDS, eps, offset)
+        self.fields = job.cast("q")
+        for field, number in fields.items():
+            self.fields[field] = number
+        self._row_elements = row_elements
+        self._most_rows = max(1, _ELEMENTS_AT_ONCE // row_elements)
+
+    def run_rows(self, num_rows: int) -> None:
+        """Have all rows done: more than none."""
+        fields, num_threads = self.fields, torch.get_num_threads()
+        share = -(-num_rows // num_threads)
+        fields[row_loops.NUM_ROWS] = num_rows
+        fields[row_loops.ROWS_AT_ONCE] = share if share < self._most_rows else self._most_rows
+        fields[NEXT // 8] = 0  # no block of rows is taken yet
+        self.run(num_threads, num_rows * self._row_elements)
+
+
+class AddNorm(RowJob):
+    """``add_norm`` of one layer.
+
+    Args:
+        weight: [size]; it stays where it is.
+    """
+
+    def __init__(self, weight: Tensor, eps: float, offset: float) -> None:
+        size = weight.shape[0]
+        fields = {
+            row_loops.KIND: NORM, row_loops.IS_WIDE: weight.dtype == torch.float32,
+            row_loops.SIZE: size, row_loops.NUM_HEADS: 1, row_loops.WEIGHT: weight.data_ptr(),
+        }  # fmt: skip
+        super().__init__(fields, size, eps, offset)
+
+    def __call__(
+        self, x: Tensor, added: Tensor, total: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See ``fused_triton.add_norm``."""
+        out, fields = torch.empty_like(added), self.fields
+        if total is None:
+            total = torch.empty_like(added)
+        fields[row_loops.X], fields[row_loops.X_ROW] = x.data_ptr(), x.stride(0)
+        fields[row_loops.Y], fields[row_loops.Y_ROW] = added.data_ptr(), added.stride(0)
+        fields[row_loops.TOTAL], fields[row_loops.OUT] = total.data_ptr(), out.data_ptr()
+        self.run_rows(x.shape[0])
+        return total, out
+
+
+class RotateHeads(RowJob):
+    """``rotate_split`` of one layer, of what its projection to q, k and v gives.
+
+    Args:
+        table: see ``fused_triton.rotate``; it stays where it is.
+        num_q_heads, num_kv_heads, head_dim: of the layer.
+        dtype: of what it turns.
+    """
+
+    def __init__(
+        self, table: Tensor, num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> None:
+        row = (num_q_heads + 2 * num_kv_heads) * head_dim
+        fields = {
+            row_loops.KIND: ROTATE_SPLIT, row_loops.IS_WIDE: dtype == torch.float32,
+            row_loops.SIZE: head_dim, row_loops.NUM_HEADS: num_q_heads,
+            row_loops.NUM_K: num_kv_heads, row_loops.X_ROW: row, row_loops.X_HEAD: head_dim,
+            row_loops.V_ROW: row, row_loops.V_HEAD: head_dim,
+            row_loops.WEIGHT: table.data_ptr(), row_loops.FLAG: table.shape[1] // 2,
+        }  # fmt: skip
+        self._v_bytes = (num_q_heads + num_kv_heads) * head_dim * dtype.itemsize
+        super().__init__(fields, row)
+
+    def __call__(self, heads: Tensor, positions: Tensor, out: QKV) -> None:
+        """heads [T, (Hq + 2 Hkv) · D], dense: of q, then k, then v; positions int64 [T],
+        dense; ``out``: each dense."""
+        first, fields = heads.data_ptr(), self.fields
+        fields[row_loops.X], fields[row_loops.V] = first, first + self._v_bytes
+        fields[row_loops.Y] = positions.data_ptr()
+        q, k, v = out
+        fields[row_loops.OUT] = q.data_ptr()
+        fields[row_loops.K_OUT], fields[row_loops.V_OUT] = k.data_ptr(), v.data_ptr()
+        self.run_rows(heads.shape[0])
+
+
+class Gate(RowJob):
+    """``gate`` of one layer.
+
+    Args:
+        size: of what comes out.
+        dtype: of both.
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype, *, is_silu: bool) -> None:
+        fields = {
+            row_loops.KIND: GATE, row_loops.IS_WIDE: dtype == torch.float32, row_loops.SIZE: size,
+            row_loops.NUM_HEADS: 1, row_loops.X_ROW: 2 * size, row_loops.FLAG: is_silu,
+        }  # fmt: skip
+        self._size = size
+        super().__init__(fields, size)
+
+    def __call__(self, h: Tensor) -> Tensor:
+        """See ``fused_triton.gate``; h is dense."""
+        out, fields = h.new_empty((h.shape[0], self._size)), self.fields
+        fields[row_loops.X], fields[row_loops.OUT] = h.data_ptr(), out.data_ptr()
+        self.run_rows(h.shape[0])
+        return out

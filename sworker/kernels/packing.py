@@ -27,9 +27,11 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.splits, self.bias = linear.splits, linear.bias
         self._weight: Any = torch.ops.mkldnn._reorder_linear_weight(linear.weight, None)
+        # The operator itself: through torch.ops each call would look for its overload.
+        self._multiply: Any = torch.ops.mkldnn._linear_pointwise.default._op
 
     def forward(self, x: Tensor) -> Tensor:  # [T, in_size] → [T, sum(splits)]
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
+        y: Tensor = self._multiply(x, self._weight, self.bias, "none", [], "")
         return y
 
 

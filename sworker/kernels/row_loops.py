@@ -22,13 +22,9 @@ from numba.extending import intrinsic
 from cpu_kernels.codegen.kept import keep
 
 # A job: int64 fields and two float64; the counter of blocks that are taken has
-# a cache line of its own. _K_OUT to _V_HEAD: only where a job splits.
-_KIND, _IS_WIDE, _NUM_ROWS, _ROWS_AT_ONCE, _SIZE, _NUM_HEADS, _X, _X_ROW, _X_HEAD, _Y, _Y_ROW = (
-    range(11)
-)
-_WEIGHT, _TOTAL, _OUT, _FLAG, _K_OUT, _V_OUT, _NUM_K, _V, _V_ROW, _V_HEAD, NUM_FIELDS = range(
-    11, 22
-)
+# a cache line of its own. K_OUT to V_HEAD: only where a job splits.
+KIND, IS_WIDE, NUM_ROWS, ROWS_AT_ONCE, SIZE, NUM_HEADS, X, X_ROW, X_HEAD, Y, Y_ROW = range(11)
+WEIGHT, TOTAL, OUT, FLAG, K_OUT, V_OUT, NUM_K, V, V_ROW, V_HEAD, NUM_FIELDS = range(11, 22)
 NEXT = 192
 JOB_BYTES = 256
 NORM, ROTATE, GATE, ROTATE_SPLIT = range(4)
@@ -131,7 +127,7 @@ def exp(x):
 @njit
 def _elements(job, field, first, size, dtype):
     """``size`` elements of a tensor, from number ``first`` on."""
-    itemsize = 4 if job[_IS_WIDE] else 2
+    itemsize = 4 if job[IS_WIDE] else 2
     return carray(pointer_to(job[field] + first * itemsize), (size,), dtype)
 
 
@@ -156,15 +152,15 @@ def _norm_row(x, added, weight, total, out, eps, offset):
 
 @njit
 def _norm_rows(dtype, job, numbers, first, last):
-    size, heads = job[_SIZE], job[_NUM_HEADS]
-    added_size = size if job[_Y] else 0
-    weight = _elements(job, _WEIGHT, 0, size, dtype)
+    size, heads = job[SIZE], job[NUM_HEADS]
+    added_size = size if job[Y] else 0
+    weight = _elements(job, WEIGHT, 0, size, dtype)
     for row in range(first, last):
-        added = _elements(job, _Y, row * job[_Y_ROW], added_size, dtype)
-        total = _elements(job, _TOTAL, row * size, added_size, dtype)
+        added = _elements(job, Y, row * job[Y_ROW], added_size, dtype)
+        total = _elements(job, TOTAL, row * size, added_size, dtype)
         for head in range(heads):
-            x = _elements(job, _X, row * job[_X_ROW] + head * job[_X_HEAD], size, dtype)
-            out = _elements(job, _OUT, (row * heads + head) * size, size, dtype)
+            x = _elements(job, X, row * job[X_ROW] + head * job[X_HEAD], size, dtype)
+            out = _elements(job, OUT, (row * heads + head) * size, size, dtype)
             _norm_row(x, added, weight, total, out, np.float32(numbers[0]), np.float32(numbers[1]))
 
 
@@ -181,33 +177,33 @@ def _rotate_head(x, table, out):
 
 @njit
 def _rotate_rows(dtype, job, first, last):
-    size, heads, num = job[_SIZE], job[_NUM_HEADS], job[_FLAG]
-    positions = carray(pointer_to(job[_Y]), (job[_NUM_ROWS],), np.int64)
+    size, heads, num = job[SIZE], job[NUM_HEADS], job[FLAG]
+    positions = carray(pointer_to(job[Y]), (job[NUM_ROWS],), np.int64)
     for row in range(first, last):
-        table = carray(pointer_to(job[_WEIGHT] + positions[row] * num * 8), (2 * num,), np.float32)
+        table = carray(pointer_to(job[WEIGHT] + positions[row] * num * 8), (2 * num,), np.float32)
         for head in range(heads):
-            x = _elements(job, _X, row * job[_X_ROW] + head * job[_X_HEAD], size, dtype)
-            out = _elements(job, _OUT, (row * heads + head) * size, size, dtype)
+            x = _elements(job, X, row * job[X_ROW] + head * job[X_HEAD], size, dtype)
+            out = _elements(job, OUT, (row * heads + head) * size, size, dtype)
             _rotate_head(x, table, out)
 
 
 @njit
 def _rotate_split_rows(dtype, job, first, last):
     """Of a row q and k are turned and v is copied, each to a tensor of its own."""
-    size, num_q, num_k, num = job[_SIZE], job[_NUM_HEADS], job[_NUM_K], job[_FLAG]
-    positions = carray(pointer_to(job[_Y]), (job[_NUM_ROWS],), np.int64)
+    size, num_q, num_k, num = job[SIZE], job[NUM_HEADS], job[NUM_K], job[FLAG]
+    positions = carray(pointer_to(job[Y]), (job[NUM_ROWS],), np.int64)
     for row in range(first, last):
-        table = carray(pointer_to(job[_WEIGHT] + positions[row] * num * 8), (2 * num,), np.float32)
-        x = row * job[_X_ROW]
+        table = carray(pointer_to(job[WEIGHT] + positions[row] * num * 8), (2 * num,), np.float32)
+        x = row * job[X_ROW]
         for head in range(num_q):
-            q = _elements(job, _X, x + head * job[_X_HEAD], size, dtype)
-            _rotate_head(q, table, _elements(job, _OUT, (row * num_q + head) * size, size, dtype))
+            q = _elements(job, X, x + head * job[X_HEAD], size, dtype)
+            _rotate_head(q, table, _elements(job, OUT, (row * num_q + head) * size, size, dtype))
         for head in range(num_k):
-            k = _elements(job, _X, x + (num_q + head) * job[_X_HEAD], size, dtype)
-            _rotate_head(k, table, _elements(job, _K_OUT, (row * num_k + head) * size, size, dtype))
+            k = _elements(job, X, x + (num_q + head) * job[X_HEAD], size, dtype)
+            _rotate_head(k, table, _elements(job, K_OUT, (row * num_k + head) * size, size, dtype))
         for head in range(num_k):
-            v = _elements(job, _V, row * job[_V_ROW] + head * job[_V_HEAD], size, dtype)
-            out = _elements(job, _V_OUT, (row * num_k + head) * size, size, dtype)
+            v = _elements(job, V, row * job[V_ROW] + head * job[V_HEAD], size, dtype)
+            out = _elements(job, V_OUT, (row * num_k + head) * size, size, dtype)
             for j in range(size):
                 out[j] = v[j]
 
@@ -232,12 +228,12 @@ def _gelu_row(gate, up, out):
 
 @njit
 def _gate_rows(dtype, job, first, last):
-    size = job[_SIZE]
+    size = job[SIZE]
     for row in range(first, last):
-        gate = _elements(job, _X, row * job[_X_ROW], size, dtype)
-        up = _elements(job, _X, row * job[_X_ROW] + size, size, dtype)
-        out = _elements(job, _OUT, row * size, size, dtype)
-        if job[_FLAG]:
+        gate = _elements(job, X, row * job[X_ROW], size, dtype)
+        up = _elements(job, X, row * job[X_ROW] + size, size, dtype)
+        out = _elements(job, OUT, row * size, size, dtype)
+        if job[FLAG]:
             _silu_row(gate, up, out)
         else:
             _gelu_row(gate, up, out)
@@ -245,11 +241,11 @@ def _gate_rows(dtype, job, first, last):
 
 @njit
 def _do_rows(dtype, job, numbers, first, last):
-    if job[_KIND] == NORM:
+    if job[KIND] == NORM:
         _norm_rows(dtype, job, numbers, first, last)
-    elif job[_KIND] == ROTATE:
+    elif job[KIND] == ROTATE:
         _rotate_rows(dtype, job, first, last)
-    elif job[_KIND] == ROTATE_SPLIT:
+    elif job[KIND] == ROTATE_SPLIT:
         _rotate_split_rows(dtype, job, first, last)
     else:
         _gate_rows(dtype, job, first, last)
@@ -260,11 +256,11 @@ def _run_job(address):
     job = carray(pointer_to(address), (NUM_FIELDS,), np.int64)
     numbers = carray(pointer_to(address + 8 * NUM_FIELDS), (2,), np.float64)
     while True:
-        first = claim(address + NEXT) * job[_ROWS_AT_ONCE]
-        if first >= job[_NUM_ROWS]:
+        first = claim(address + NEXT) * job[ROWS_AT_ONCE]
+        if first >= job[NUM_ROWS]:
             return
-        last = min(first + job[_ROWS_AT_ONCE], job[_NUM_ROWS])
-        if job[_IS_WIDE]:
+        last = min(first + job[ROWS_AT_ONCE], job[NUM_ROWS])
+        if job[IS_WIDE]:
             _do_rows(np.float32, job, numbers, first, last)
         else:
             _do_rows(np.uint16, job, numbers, first, last)

@@ -183,6 +183,9 @@ class Drawing:
         """``numbers``: what was packed. None: the short list wasn't enough to decide."""
         num_rows = len(self._states)
         tokens, tops = numbers[:num_rows], numbers[num_rows : 2 * num_rows]
+        are_plain = not self._blocks and min(tokens) >= 0 and all(map(math.isfinite, tops))
+        if are_plain and not [True for state in self._states if state.failure is not None]:
+            return [SampledToken(token) for token in map(int, tokens)]
         logprobs: dict[int, list[float]] = {}
         first = 2 * num_rows
         for rows, width in self._blocks:

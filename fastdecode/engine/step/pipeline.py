@@ -127,7 +127,8 @@ class Pipeline:
             if not lanes.ready:
                 copies = self._copies or lanes.unsent
                 self._wait(self._waiting.first_to_come if copies else self._attention.fleet.receive)
-                continue
+                if not lanes.ready:
+                    continue
             step = lanes.take_ready()
             if step.logits is None:
                 self._advance(step)
