@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import get_native_id
@@ -11,6 +12,7 @@ from threading import get_native_id
 import pytest
 import torch
 
+from fastdecode import LLM
 from sworker.kernels.threads import end_own_threads, openmp_library
 
 OWN = Path(torch.__file__).parent / "lib" / "libgomp.so.1"
@@ -69,6 +71,22 @@ def test_threads_of_own_regions_end_and_come_again() -> None:
             assert helpers <= set(os.listdir(tasks))
             assert other.submit(end_own_threads).result()
             assert not helpers & set(os.listdir(tasks))
+
+
+def test_an_engine_that_computes_alone_ends_those_of_its_caller(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    library = openmp_library()
+    if library is None or "libgomp" not in library:
+        pytest.skip("needs torch with GNU's OpenMP runtime")
+    tasks = Path("/proc/self/task")
+    end_own_threads()
+    before = set(os.listdir(tasks))
+    run_region(library)
+    helpers = set(os.listdir(tasks)) - before
+    assert len(helpers) == 2
+    with LLM(str(tiny_checkpoint("llama")), kv_memory_gb=0.01, device="cpu"):
+        assert not helpers & set(os.listdir(tasks))
 
 
 def run_region(library: str) -> None:
