@@ -256,19 +256,18 @@ class AttentionExecutor:
         o = _output(cache, plan, q.dtype, (plan.num_queries, spec.num_q_heads, spec.head_dim))
         lse = np.empty(o.shape[:2], np.float32) if plan.want_lse else None
         for group in plan.groups:
-            starts = plan.query_starts[group.start : group.stop + 1]
-            rows = slice(starts[0], starts[-1])
+            rows = group.rows
             self._kernels.attend(
                 layout,
                 layer.pool,
                 q[rows],
-                plan.block_tables[group],
-                starts - starts[0],
-                plan.query_positions[group],
-                plan.context_lens[group],
+                group.block_tables,
+                group.query_starts,
+                group.query_positions,
+                group.context_lens,
                 out=o[rows],
                 lse=None if lse is None else lse[rows],
-                last=(k[:num_last], v[:num_last]) if num_last and group.start == 0 else None,
+                last=(k[:num_last], v[:num_last]) if group.brings_last else None,
                 **layer.attending,
             )
         return o, lse

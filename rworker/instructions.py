@@ -102,12 +102,37 @@ class StepPlan:
         return int(self.query_starts[-1])
 
     @cached_property
-    def groups(self) -> tuple[slice, ...]:
-        """Sequences that are attended together: first those in front that have
-        one query each, then the others. Kernels for one query are their own, so
-        what a sequence decodes to doesn't depend on the prompts beside it."""
+    def groups(self) -> tuple[QueryGroup, ...]:
+        """First the sequences in front that have one query each, then the others. Kernels
+        for one query are their own, so what a sequence decodes to doesn't depend on the
+        prompts beside it."""
         both = slice(0, self.num_single), slice(self.num_single, len(self.context_lens))
-        return tuple(group for group in both if group.start < group.stop)
+        return tuple(self._group(group) for group in both if group.start < group.stop)
+
+    def _group(self, sequences: slice) -> QueryGroup:
+        starts = self.query_starts[sequences.start : sequences.stop + 1]
+        return QueryGroup(
+            slice(int(starts[0]), int(starts[-1])),
+            self.block_tables[sequences],
+            starts - starts[0],
+            self.query_positions[sequences],
+            self.context_lens[sequences],
+            brings_last=self.num_last > 0 and sequences.start == 0,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class QueryGroup:
+    """Sequences of a step that are attended together: the same in every layer."""
+
+    rows: slice
+    """Their queries."""
+    block_tables: NDArray[np.int32]  # [G, max_blocks]
+    query_starts: NDArray[np.int32]  # [G + 1] within these rows
+    query_positions: NDArray[np.int32]  # [G]
+    context_lens: NDArray[np.int32]  # [G]
+    brings_last: bool
+    """Attention writes each one's last token."""
 
 
 @dataclass(frozen=True, eq=False)
