@@ -38,7 +38,14 @@ from rworker.blocks.appending import Appended
 from rworker.blocks.gaps import past_of
 from rworker.blocks.kv_store import DEFAULT_MAX_SEQUENCES, KVStore
 from rworker.blocks.moving import Moving
-from rworker.checks import check_array, check_counts, check_integer, checked_gap, checked_keys
+from rworker.checks import (
+    check_array,
+    check_arrays,
+    check_counts,
+    check_integer,
+    checked_gap,
+    checked_keys,
+)
 from rworker.stream.arriving_sequences import ArrivingSequences
 from rworker.transfers.exports import Exports
 
@@ -273,11 +280,11 @@ class CacheState:
         step = self.steps.due(attend.lane, attend.step, attend.layer)
         spec: AttentionSpec = self.hello.attention[step.next_layer]
         kv_shape = (step.num_new, spec.num_kv_heads, spec.head_dim)
-        check_array(
-            "q", attend.q, self._carrier, (step.num_queries, spec.num_q_heads, spec.head_dim)
-        )
-        check_array("k", attend.k, self._carrier, kv_shape)
-        check_array("v", attend.v, self._carrier, kv_shape)
+        q_shape = (step.num_queries, spec.num_q_heads, spec.head_dim)
+        check_arrays(
+            self._carrier,
+            ("q", attend.q, q_shape), ("k", attend.k, kv_shape), ("v", attend.v, kv_shape),
+        )  # fmt: skip
         return self.steps.finish_layer(attend.lane, step)
 
     def check_invariants(self) -> None:

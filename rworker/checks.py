@@ -114,6 +114,16 @@ def check_array(
         raise ProtocolError(f"{name} must be C-contiguous")
 
 
+def check_arrays(
+    dtype: np.dtype[np.generic], *wanted: tuple[str, NDArray[np.generic], tuple[int, ...]]
+) -> None:
+    """``check_array`` for each, by its name and shape: it is called for those that look wrong."""
+    for name, array, shape in wanted:
+        is_right = type(array) is np.ndarray and array.dtype == dtype and array.shape == shape
+        if not is_right or not array.flags.c_contiguous:
+            check_array(name, array, dtype, shape)
+
+
 def checked_keys(keys: NDArray[np.int64]) -> list[bytes]:
     """Of blocks, at least one."""
     num_keys = len(keys) if np.ndim(keys) == 2 else 0
