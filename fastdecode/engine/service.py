@@ -81,10 +81,19 @@ class EngineService(Generic[T]):
         own_thread: whether the service has a thread of its own; without one,
             whoever calls ``open`` must also be who calls ``take``, ``call``,
             ``drain`` and ``close``.
+        in_callers_thread: called before the engine is made, and before requests are
+            queued; None: nothing is.
     """
 
-    def __init__(self, make: Callable[[], T], *, own_thread: bool = True) -> None:
+    def __init__(
+        self,
+        make: Callable[[], T],
+        *,
+        own_thread: bool = True,
+        in_callers_thread: Callable[[], object] | None = None,
+    ) -> None:
         self._make = make
+        self._in_callers_thread = in_callers_thread
         self._pid = os.getpid()
         self._loop: EngineLoop[T] = EngineLoop(lambda: atexit.unregister(self._leave))
         self._made: SimpleQueue[BaseException | None] = SimpleQueue()
@@ -101,6 +110,8 @@ class EngineService(Generic[T]):
         Raises:
             BaseException: what making it raised.
         """
+        if self._in_callers_thread is not None:
+            self._in_callers_thread()
         if self._thread is None:
             self._loop.owner = EngineThread(self._make())
         else:
@@ -121,6 +132,8 @@ class EngineService(Generic[T]):
                 another process's; nothing was queued.
         """
         self._check_usable()
+        if self._in_callers_thread is not None:
+            self._in_callers_thread()
         self._loop.put(partial(self._loop.owned.submit, list(requests), reader))
 
     def cancel(self, request_id: str) -> None:

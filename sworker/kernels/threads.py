@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -42,6 +44,18 @@ def openmp_library(maps: Path = _MAPS) -> str | None:
     return chosen.pop()
 
 
+@cache
+def _pause() -> Callable[[int], int] | None:
+    """``omp_pause_resource_all`` of GNU's runtime: ends the threads of the calling thread's
+    regions. Other runtimes end all."""
+    library = openmp_library()
+    if library is None or not Path(library).name.startswith("libgomp"):
+        return None
+    pause: Callable[[int], int] | None
+    pause = getattr(ctypes.CDLL(library), "omp_pause_resource_all", None)
+    return pause
+
+
 def end_own_threads() -> bool:
     """End the threads that have run parallel regions of the calling thread, if the
     runtime is GNU's; the next region starts new ones. Returns whether it was done.
@@ -51,8 +65,5 @@ def end_own_threads() -> bool:
     each region of a step has to wake its threads. A script that has used torch once
     would slow down an engine that computes in another thread.
     """
-    library = openmp_library()
-    if library is None or not Path(library).name.startswith("libgomp"):
-        return False
-    runtime = ctypes.CDLL(library)
-    return hasattr(runtime, "omp_pause_resource_all") and not runtime.omp_pause_resource_all(_SOFT)
+    pause = _pause()
+    return pause is not None and pause(_SOFT) == 0

@@ -12,7 +12,7 @@ from threading import get_native_id
 import pytest
 import torch
 
-from fastdecode import LLM
+from fastdecode import LLM, SamplingParams
 from sworker.kernels.threads import end_own_threads, openmp_library
 
 OWN = Path(torch.__file__).parent / "lib" / "libgomp.so.1"
@@ -80,12 +80,20 @@ def test_an_engine_that_computes_alone_ends_those_of_its_caller(
     if library is None or "libgomp" not in library:
         pytest.skip("needs torch with GNU's OpenMP runtime")
     tasks = Path("/proc/self/task")
+
+    def new_helpers() -> set[str]:
+        before = set(os.listdir(tasks))
+        run_region(library)
+        helpers = set(os.listdir(tasks)) - before
+        assert len(helpers) == 2
+        return helpers
+
     end_own_threads()
-    before = set(os.listdir(tasks))
-    run_region(library)
-    helpers = set(os.listdir(tasks)) - before
-    assert len(helpers) == 2
-    with LLM(str(tiny_checkpoint("llama")), kv_memory_gb=0.01, device="cpu"):
+    helpers = new_helpers()
+    with LLM(str(tiny_checkpoint("llama")), kv_memory_gb=0.01, device="cpu") as llm:
+        assert not helpers & set(os.listdir(tasks))
+        helpers = new_helpers()  # the script uses torch between two batches
+        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
         assert not helpers & set(os.listdir(tasks))
 
 

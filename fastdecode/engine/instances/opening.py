@@ -58,7 +58,7 @@ def make_service(
     # An engine may have no thread of its own where MPI takes calls of the thread
     # alone that joined.
     own_thread = not mpi_job.takes_calls_of_one_thread()
-    if computes_alone and own_thread:
-        end_own_threads()  # this thread's; the engine's thread has its own
     make = partial(RunningEngine, config, progress, trace, times, session)
+    if computes_alone and own_thread:
+        return EngineService(make, in_callers_thread=end_own_threads)
     return EngineService(make, own_thread=own_thread)
