@@ -70,7 +70,7 @@ class ReplicaRecovery(Recovery):
         yield from self._emptied()
         yield from map(Reopened, self._reopened())
         yield from self._returned()
-        self._replicas.mend(super()._vacant if self._replacements is not None else ())
+        self._replicas.mend(super()._vacant, may_return=self._replacements is not None)
 
     @property
     def _vacant(self) -> list[HolderId]:

@@ -15,6 +15,7 @@ from trouble import Trouble, crash_after, give
 
 from examples import TRIES_ALL
 from fastdecode import LLM
+from fastdecode.core.errors import WorkerError
 from fastdecode.core.sequence import RequestOutput
 from fastdecode.wire.patience import look_until_found
 
@@ -76,20 +77,48 @@ def test_a_standby_r_worker_joins_once_nothing_is_left_of_what_was_taken_over(
         assert (len(llm.stats.replicas.failovers), llm.stats.num_recomputed) == (2, 0)
 
 
+def test_rings_close_without_a_member_that_a_given_up_column_loses_later(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It kept a neighbour's replica, which is kept elsewhere then."""
+    crash_after(monkeypatch, {"r1": 20})
+    options = {"dtype": "float32", "kv_memory_gb": 0.01, "r_threads": 1}
+
+    def lose(engine: Any) -> None:
+        members = engine._fleet.members
+        members.lose(members.member(1, 1), WorkerError("it left"))
+
+    with LLM(str(path), **options, pp=2, r_workers=3, replicas=1) as llm:
+        answers(llm)
+        assert look_until_found(lambda: is_protected(llm), 30.0)
+        in_engine(llm, lose)
+        assert look_until_found(lambda: is_protected(llm), 30.0)
+
+
 def is_protected(llm: LLM) -> bool | None:
-    """True: every R-worker has a replica, in every stage."""
-    found: list[bool] = []
+    """True: rings have no lost R-workers, and all others have replicas in every stage."""
+
+    def look(engine: Any) -> bool:
+        engine.look()
+        protections = [ring._ring.protection for ring in engine._recovery._replicas.rings]
+        is_lost = engine._fleet.members.is_lost
+        return not any(each.bare or any(map(is_lost, each.members)) for each in protections)
+
+    return in_engine(llm, look) or None
+
+
+def in_engine(llm: LLM, ask: Callable[[Any], Any]) -> Any:
+    """The answer of an engine, in its thread."""
+    found: list[Any] = []
     has_looked = threading.Event()
 
     def look(running: Any) -> None:
-        running.engine.look()
-        rings = running.engine._recovery._replicas.rings
-        found.append(not any(ring._ring.protection.bare for ring in rings))
+        found.append(ask(running.engine))
         has_looked.set()
 
     llm.service.look(look)
     assert has_looked.wait(30.0), "the engine's thread hangs"
-    return found[0] or None
+    return found[0]
 
 
 def answers(llm: LLM) -> list[RequestOutput]:

@@ -497,16 +497,21 @@ class Replicas:
         members = self._fleet.members_of(holder)
         return any(not lost(x) and self._ring_of[x].is_member(x) for x in members)
 
-    def mend(self, vacant: Collection[HolderId] = ()) -> None:
+    def mend(self, vacant: Collection[HolderId] = (), *, may_return: bool = False) -> None:
         """Close the rings again over the members that are present, once no neighbour has
-        anything of a lost one. ``vacant``: holders that are to be greeted again, with
-        replacements of members that they have lost."""
+        anything of a lost one.
+
+        Args:
+            vacant: lost holders that nothing uses.
+            may_return: these are greeted again once their lost members have replacements:
+                the other members leave the rings before.
+        """
         leaving: list[HolderId] = []
         for holder in vacant:
             members = self._fleet.members_of(holder)
             if len(members) > 1:  # some may have been lost since
                 self._lose_members(holder, is_used=False)
-            leaving += members
+            leaving += members if may_return else ()
         for ring in self.rings:
             ring.mend(leaving)
 
@@ -542,7 +547,7 @@ class HeadReplicas(Replicas):
         self.rings[0].end_all()
         self._fleet.give_up(holder)
 
-    def mend(self, vacant: Collection[HolderId] = ()) -> None:
+    def mend(self, vacant: Collection[HolderId] = (), *, may_return: bool = False) -> None:
         """See ``Replicas``. The members of a lost group are no ring."""
         if GROUP not in self._fleet.lost:
             super().mend()
