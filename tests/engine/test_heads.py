@@ -85,7 +85,8 @@ def test_who_is_greeted(
 ) -> None:
     told: list[str] = []
     LLM(str(tiny_checkpoint("llama")), kv_memory_gb=0.01, progress=told.append, **options).close()
-    assert told[1:] == [line]
+    told = [each for each in told[1:] if not each.startswith("compiling kernels")]
+    assert told == [line]
 
 
 @pytest.mark.parametrize(
