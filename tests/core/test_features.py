@@ -59,8 +59,8 @@ def test_an_error_names_both_options_the_reason_and_the_mend() -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig.of("dir", pp=2, kv_placement="hybrid")
     assert caught.value.message == (
-        "pp=2 is not supported with kv_placement='hybrid' yet: each stage keeps whole sequences. "
-        "Remove one of them"
+        "pp=2 is not supported with kv_placement='hybrid' yet: beside R-workers, only the first "
+        "S-worker would keep KV on its device. Remove one of them"
     )
 
 

@@ -118,8 +118,10 @@ def _pairs(
         yield pair, Refusal(reason, is_contradiction=is_contradiction)
 
 
-_OWN_ENGINE = "other engines cannot fetch from such a cache yet"
+_RANKS_HAVE = "an instance of ranks keeps KV on R-workers alone"
 _BOTH_SIDES = "the rule for hybrid KV chooses lanes, starts and places by itself"
+_ONE_DEVICE = "beside R-workers, only the first S-worker would keep KV on its device"
+_OWN_CACHE = "a lane's load is levelled over all caches, and with swap each lane has one of its own"
 _NO_R_WORKERS = "KV on the device needs no R-workers"
 _OF_R_WORKERS = "addresses, MPI, R-workers attend prompts, shared heads, split sequences, standby"
 
@@ -131,14 +133,15 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
         _pairs("device KV", _OF_R_WORKERS, _NO_R_WORKERS, is_contradiction=True),
         _pairs("swap", _OF_R_WORKERS, _NO_R_WORKERS, is_contradiction=True),
         _pairs("host tier", _OF_R_WORKERS, _NO_R_WORKERS, is_contradiction=True),
-        _pairs("swap", "disk tier", "each lane has KV blocks of its own"),
+        _pairs("swap", "disk tier",
+               "a disk keeps the blocks of one cache, and with swap each lane has a cache"),
         _pairs("host tier", "disk tier", "a cache has one lower tier"),
         _pairs("int4 KV", "hybrid KV",
                "tokens would depend on the side, as the two round products of int4 differently"),
-        _pairs("swap", "load limit, stabilized", "each lane has KV blocks of its own"),
+        _pairs("swap", "load limit, stabilized", _OWN_CACHE),
         _pairs("swap", "host tier", "both keep KV in host memory, each in its own layout"),
-        _pairs("stages", "hybrid KV", "each stage keeps whole sequences"),
-        _pairs("hybrid KV", "tensor parallelism, shared heads, split sequences", _BOTH_SIDES),
+        _pairs("hybrid KV", "stages, tensor parallelism", _ONE_DEVICE),
+        _pairs("hybrid KV", "shared heads, split sequences", _BOTH_SIDES),
         _pairs("hybrid KV", "stabilized, synchronized",
                "the rule for hybrid KV decides when a sequence starts, and so does a schedule",
                is_contradiction=True),
@@ -146,7 +149,8 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
                "with hybrid KV the number of lanes says where sequences are: its rule decides it",
                is_contradiction=True),
         _pairs("prompt stages", "hybrid KV", _BOTH_SIDES),
-        _pairs("prompt stages", "swap", "each lane has KV blocks of its own"),
+        _pairs("prompt stages", "swap",
+               "a prompt joins a lane at its end, and with swap each lane has a cache of its own"),
         _pairs("prompt stages", "R-workers attend prompts",
                "prompt stages attend prompts by themselves", is_contradiction=True),
         _pairs("shared heads", "split sequences",
@@ -169,9 +173,10 @@ REFUSALS: Mapping[frozenset[str], Refusal] = dict(
                is_contradiction=True),
         _pairs("instance ranks", "tensor parallelism, stages",
                "each instance has its own: ROLE:R_WORKERS:tp=N:pp=N", is_contradiction=True),
-        _pairs("instances", "swap", _OWN_ENGINE),
-        _pairs("instance ranks", "prompt stages, device KV, hybrid KV, swap, host tier",
-               _OWN_ENGINE),
+        _pairs("instances", "swap", "other engines cannot fetch from swapped lanes"),
+        _pairs("instance ranks", "prompt stages",
+               "an instance of ranks has no stages but those of ROLE:R_WORKERS:tp=N:pp=N"),
+        _pairs("instance ranks", "device KV, hybrid KV, swap, host tier", _RANKS_HAVE),
         _pairs("instance ranks", "replicas, standby, disk tier",
                "only instances in one process or at addresses protect their R-workers"),
     )
@@ -188,16 +193,15 @@ class Triple:
     reason: str
 
 
-def _triples(firsts: str, second: str, third: str, reason: str) -> Iterator[Triple]:
-    for first in firsts.split(", "):
+def _triples(firsts: str, seconds: str, third: str, reason: str) -> Iterator[Triple]:
+    for first, second in itertools.product(firsts.split(", "), seconds.split(", ")):
         yield Triple((FEATURES[first].name, FEATURES[second].name, FEATURES[third].name), reason)
 
 
-_WHOLE_MEMBERS = "only a neighbour takes over a column's member, whole"
+_ALL_HEADS = "a stage's replica has all heads of its layers"
 
 TRIPLES: Sequence[Triple] = (
-    *_triples("shared heads", "prompt stages", "replicas", _WHOLE_MEMBERS),
-    *_triples("shared heads", "stages", "replicas", _WHOLE_MEMBERS),
+    *_triples("shared heads", "prompt stages, stages", "replicas", _ALL_HEADS),
     *_triples("prompt stages", "tensor parallelism", "device KV",
               "prompt stages would write to one of a stage's devices alone"),
     *_triples("disk tier", "tensor parallelism", "device KV",
