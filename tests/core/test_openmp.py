@@ -9,7 +9,13 @@ import sys
 
 import pytest
 
-from fastdecode.core.host.openmp import bound_spinning, spin_longer, spins_long, spins_on
+from fastdecode.core.host.openmp import (
+    bound_spinning,
+    is_spinning_chosen,
+    spin_longer,
+    spins_long,
+    spins_on,
+)
 
 
 def test_bounds_both_runtimes() -> None:
@@ -19,6 +25,7 @@ def test_bounds_both_runtimes() -> None:
     assert sorted(environ) == ["GOMP_SPINCOUNT", "KMP_BLOCKTIME"]
     assert not spins_on(environ)
     assert not spins_long(environ)
+    assert not is_spinning_chosen(environ)
     spin_longer(environ, modules={"torch": None})  # too late
     assert not spins_long(environ)
     spin_longer(environ, modules=())
@@ -36,6 +43,7 @@ def test_the_users_word_stands(name: str) -> None:
     spin_longer(environ, modules=())
     assert environ[name] == "7"
     assert spins_long(environ) == (name == "KMP_BLOCKTIME")
+    assert is_spinning_chosen(environ) == (name != "KMP_BLOCKTIME")
 
 
 def test_too_late_with_torch() -> None:

@@ -50,3 +50,9 @@ def spin_longer(environ: MutableMapping[str, str], modules: Container[str]) -> N
 def spins_long(environ: Mapping[str, str]) -> bool:
     """Whether GNU's threads spin for milliseconds, and the user hasn't said so."""
     return _POLICY not in environ and environ.get("GOMP_SPINCOUNT", _LONG) == _LONG
+
+
+def is_spinning_chosen(environ: Mapping[str, str]) -> bool:
+    """Whether the user has said how long GNU's threads spin."""
+    ours = (_SPINS["GOMP_SPINCOUNT"], _LONG)
+    return _POLICY in environ or environ.get("GOMP_SPINCOUNT", _LONG) not in ours

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastdecode.core.config.engine import EngineConfig
 from fastdecode.core.errors import ConfigError, Given, imports_for
-from fastdecode.core.host.openmp import spin_longer
+from fastdecode.core.host.openmp import is_spinning_chosen, spin_longer
 from fastdecode.core.resuming import Session
 from fastdecode.core.trace import NoTrace, Trace
 from fastdecode.engine.service import EngineService
@@ -59,6 +59,6 @@ def make_service(
     # alone that joined.
     own_thread = not mpi_job.takes_calls_of_one_thread()
     make = partial(RunningEngine, config, progress, trace, times, session)
-    if computes_alone and own_thread:
+    if computes_alone and own_thread and not is_spinning_chosen(os.environ):
         return EngineService(make, in_callers_thread=end_own_threads)
     return EngineService(make, own_thread=own_thread)

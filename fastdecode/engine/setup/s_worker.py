@@ -11,11 +11,12 @@ import os
 import torch
 
 from fastdecode.core.host.machine import available_cores
-from fastdecode.core.host.openmp import spins_long, spins_on
+from fastdecode.core.host.openmp import is_spinning_chosen, spins_long, spins_on
 from fastdecode.core.host.waits import shorten_sleeps, switch_threads_sooner
 from fastdecode.core.model.spec import ModelSpec
 from fastdecode.engine.setup.resolve import ResolvedConfig
 from fastdecode.engine.setup.steps import lane_graphs
+from fastdecode.engine.setup.transport import shares_thread
 from sworker.device import feed_gpu
 from sworker.graphs import StepGraphs
 from sworker.kernels.fused import call_layers, fuse
@@ -38,18 +39,21 @@ def make_s_worker(
     graphs = prepare(model, resolved, ranks)
     if ranks is not None:
         return ParallelSWorker(spec, model, ranks, graphs, resolved.most_lanes)
-    idle_threads = watch(resolved.device)
+    idle_threads = watch(resolved.device, computes_alone=shares_thread(resolved.config))
     return SWorker(
         spec, model, resolved.device, graphs, num_lanes=resolved.most_lanes,
         idle_threads=idle_threads,
     )  # fmt: skip
 
 
-def watch(device: torch.device) -> IdleThreads | None:
-    """What watches the threads that compute for this one, on a CPU; None: there
-    are none, or they spin for a moment only."""
+def watch(device: torch.device, *, computes_alone: bool) -> IdleThreads | None:
+    """What watches the threads that compute for this one, on a CPU; None: there are none,
+    the user has said how long they spin, or they spin for a moment only, beside R-workers
+    elsewhere."""
     num_threads = torch.get_num_threads()
-    if device.type != "cpu" or num_threads == 1 or not spins_long(os.environ):
+    if device.type != "cpu" or num_threads == 1 or is_spinning_chosen(os.environ):
+        return None
+    if not computes_alone and not spins_long(os.environ):
         return None
     idle_threads = watch_idle_threads(openmp_library(), num_threads, available_cores())
     if idle_threads is None and spins_on(os.environ):
