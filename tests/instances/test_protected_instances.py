@@ -66,8 +66,18 @@ def test_a_standby_joins_inside_an_instance(
     with LLM(
         model, prefill_instances=1, decode_instances=1, r_workers=3, spare_r_workers=1, **FEW
     ) as llm:
-        assert tokens(llm.generate(asked, how)) == tokens(one.generate(asked, how))
-        assert each_stats(llm, 1).num_rejoined == 1
+        _run_until_joined(llm, 1, asked, how, tokens(one.generate(asked, how)))
+
+
+def _run_until_joined(
+    llm: LLM, instance: int, asked: list[list[int]], how: list[SamplingParams], expected: object
+) -> None:
+    """The same requests again and again: a standby may be greeted when they are over."""
+    for _ in range(20):
+        assert tokens(llm.generate(asked, how)) == expected
+        if each_stats(llm, instance).num_rejoined:
+            break
+    assert each_stats(llm, instance).num_rejoined == 1
 
 
 def test_a_standby_of_a_later_stage_is_read_by_its_own_address(
@@ -79,8 +89,7 @@ def test_a_standby_of_a_later_stage_is_read_by_its_own_address(
     options = {**FEW, "r_workers": 1, "spare_r_workers": 1, "pp": 2}
     with LLM(model, prefill_instances=1, decode_instances=1, **options) as llm:
         expected = tokens(one.generate(asked, how))
-        assert tokens(llm.generate(asked, how)) == expected
-        assert each_stats(llm, 0).num_rejoined == 1
+        _run_until_joined(llm, 0, asked, how, expected)
         before = llm._running.engine.num_failed_fetches
         assert tokens(llm.generate(asked, how)) == expected
         assert llm._running.engine.num_failed_fetches == before
