@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--sequences", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--every-s", type=float, default=1.0)
     parser.add_argument("--out", type=Path)
