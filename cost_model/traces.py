@@ -13,8 +13,8 @@ splitwise  CSV ``…,arrival_timestamp,…,prompt_size,token_size`` (seconds)
 Own lines may have ``max_tokens``, all that the scheduler knows of the output's length (if
 absent, it knows the length), and ``arrival_s`` or ``arrival_step``, when the request arrives (0
 if absent; all lines have the same of the two). Requests without a prompt or without an answer
-are left out of the others, and counted: of a server's log those that failed, of others the
-failures that they record.
+are left out of the others, and counted: failed requests in a server's log, and the failures that
+other traces record.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def check_array(
 def check_arrays(
     dtype: np.dtype[np.generic], *wanted: tuple[str, NDArray[np.generic], tuple[int, ...]]
 ) -> None:
-    """``check_array`` for each, by its name and shape: it is called for those that look wrong."""
+    """``check_array`` for each, by its name and shape: called where one looks wrong."""
     for name, array, shape in wanted:
         is_right = type(array) is np.ndarray and array.dtype == dtype and array.shape == shape
         if not is_right or not array.flags.c_contiguous:

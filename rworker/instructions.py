@@ -104,8 +104,8 @@ class StepPlan:
     @cached_property
     def groups(self) -> tuple[QueryGroup, ...]:
         """First the sequences in front that have one query each, then the others. Kernels
-        for one query are their own, so what a sequence decodes to doesn't depend on the
-        prompts beside it."""
+        for one query are their own, so what a sequence decodes to doesn't depend on
+        prompts in the same step."""
         both = slice(0, self.num_single), slice(self.num_single, len(self.context_lens))
         return tuple(self._group(group) for group in both if group.start < group.stop)
 

@@ -1,8 +1,8 @@
 """What an error says to somebody at a command line.
 
 Errors speak of parameters of the Python API: ``kv_memory_gb=-1.0 is not …``,
-``… needs key``. Whoever typed options reads their names in the places
-of those: ``--kv-memory-gb -1.0 is not …``, ``… needs --key``.
+``… needs key``. At a command line options stand in their places:
+``--kv-memory-gb -1.0 is not …``, ``… needs --key``.
 """
 
 from __future__ import annotations

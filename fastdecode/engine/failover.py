@@ -74,7 +74,7 @@ class ReplicaRecovery(Recovery):
 
     @property
     def _vacant(self) -> list[HolderId]:
-        """See ``Recovery``. Rings are closed without those that are greeted again."""
+        """See ``Recovery``. Rings are closed without holders that are greeted again."""
         return [holder for holder in super()._vacant if not self._replicas.is_in_ring(holder)]
 
     def _emptied(self) -> Iterator[Event]:

@@ -9,7 +9,7 @@ says so when it is asked for them.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -17,14 +17,6 @@ from fastdecode.core.model.block_keys import block_keys, root_key
 
 _MOST_BLOCKS: Final = 1 << 16
 """That are remembered: of a million tokens or more."""
-
-
-@dataclass(frozen=True)
-class KeptPrefix:
-    """The first tokens of a prompt, which an instance may keep."""
-
-    instance: int
-    num_tokens: int
 
 
 @dataclass
@@ -64,21 +56,18 @@ class KeptPrefixes:
             if (block := self._blocks.get(key)) is not None:
                 block.tails.pop(instance, None)
 
-    def longest(self, token_ids: Sequence[int], salt: str, among: Collection[int]) -> KeptPrefix:
-        """Of a prompt: who may keep most of it, and how much; but for the last token, which
-        has to run. ``among``: instances; not empty."""
-        keys, best = self._keys(token_ids, salt), KeptPrefix(min(among), 0)
+    def kept(self, token_ids: Sequence[int], salt: str) -> dict[int, int]:
+        """Of a prompt: how many of its first tokens each instance may keep, but for the last
+        token, which has to run."""
+        keys, found = self._keys(token_ids, salt), dict[int, int]()
         for place in reversed(range(len(keys))):
             block = self._blocks.get(keys[place])
             for instance, tail in block.tails.items() if block is not None else ():
                 end = (place + 1) * self._block_size
                 if tail and tuple(token_ids[end : end + len(tail)]) == tail:
                     end += len(tail)
-                if instance in among and end > best.num_tokens:
-                    best = KeptPrefix(instance, end)
-            if best.num_tokens:
-                break
-        return KeptPrefix(best.instance, min(best.num_tokens, len(token_ids) - 1))
+                found.setdefault(instance, min(end, len(token_ids) - 1))
+        return found
 
     def _keys(self, token_ids: Sequence[int], salt: str) -> list[bytes]:
         return block_keys(root_key("", salt), token_ids, self._block_size)

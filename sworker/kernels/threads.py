@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 _NAMES = ("libgomp", "libiomp5", "libomp")
 _MAPS = Path("/proc/self/maps")
 _SOFT: Final = 1
-"""``omp_pause_soft``: what the runtime was told stays as it is."""
+"""``omp_pause_soft``: the runtime keeps its settings."""
 
 
 def openmp_library(maps: Path = _MAPS) -> str | None:

@@ -147,7 +147,7 @@ class SwappedKV:
 
     def enter(self, lane: int, past: Blocks) -> PagedKV:
         """Begin a lane's step that sees these blocks, and what it stores itself.
-        Those that aren't on their way are copied in. Returns the cache that has
+        Blocks that aren't on their way are copied in. Returns the cache that has
         them, and takes what is stored; ``wait`` says when they are there."""
         slot = self._slot_for(lane)
         self._present = self.slots.index(slot)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from fastdecode.schedule.kept_prefixes import KeptPrefix, KeptPrefixes
+from fastdecode.schedule.kept_prefixes import KeptPrefixes
 
 SIZE = 4
 
@@ -14,14 +14,13 @@ def test_the_longest_prefix_of_any_instance() -> None:
     prefixes.note(range(10), "", 0)
     prefixes.note(range(7), "", 1)
     asked = list(range(20))
-    assert prefixes.longest(asked, "", (0, 1)) == KeptPrefix(0, 10)
-    assert prefixes.longest(asked, "", (1,)) == KeptPrefix(1, 7)
-    assert prefixes.longest(asked, "another", (0, 1)).num_tokens == 0
-    assert prefixes.longest([9, *asked], "", (0, 1)).num_tokens == 0
-    assert prefixes.longest([*range(9), 77, 78], "", (0, 1)).num_tokens == 8, "another tail"
-    assert prefixes.longest(asked[:8], "", (0, 1)).num_tokens == 7, "the last token has to run"
+    assert prefixes.kept(asked, "") == {0: 10, 1: 7}
+    assert prefixes.kept(asked, "another") == {}
+    assert prefixes.kept([9, *asked], "") == {}
+    assert prefixes.kept([*range(9), 77, 78], "")[0] == 8, "another tail"
+    assert set(prefixes.kept(asked[:8], "").values()) == {7}, "the last token has to run"
     prefixes.forget(asked, "", 0)
-    assert prefixes.longest(asked, "", (0, 1)) == KeptPrefix(1, 7)
+    assert prefixes.kept(asked, "") == {1: 7}
 
 
 def test_against_plain_lists() -> None:
@@ -33,11 +32,11 @@ def test_against_plain_lists() -> None:
         prefixes.note(tokens, "", instance)
         noted.append((tokens, instance))
         asked = [chance.randrange(2) for _ in range(14)]
-        found = prefixes.longest(asked, "", (0, 1, 2))
-        shared = [_shared(asked, tokens) for tokens, who in noted if who == found.instance]
-        assert found.num_tokens <= max(shared, default=0), "nobody has run that"
-        whole = max(_shared(asked, tokens) // SIZE * SIZE for tokens, _ in noted)
-        assert found.num_tokens >= whole
+        kept = prefixes.kept(asked, "")
+        for who in range(3):
+            shared = [_shared(asked, tokens) for tokens, other in noted if other == who]
+            assert kept.get(who, 0) <= max(shared, default=0), "nobody has run that"
+            assert kept.get(who, 0) >= max(shared, default=0) // SIZE * SIZE
 
 
 def _shared(one: list[int], other: list[int]) -> int:

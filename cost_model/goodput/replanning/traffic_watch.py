@@ -59,7 +59,7 @@ class Traffic:
     """Tokens."""
     outputs: Estimate
     lengths: tuple[tuple[int, int], ...]
-    """Prompt and output tokens of those that are over."""
+    """Prompt and output tokens of requests that have ended."""
     kept: Estimate
     """The part of these that kept the SLO."""
 
@@ -86,7 +86,7 @@ def traffic(
 
     Args:
         arrived_s: of all that came in it, rising; two at least.
-        over: those that came to their end in it, by that; one at least.
+        over: requests that ended in it, in that order; one at least.
     """
     num = len(arrived_s)
     rate = num / max(now_s - arrived_s[0], 1e-9)

@@ -52,7 +52,7 @@ class Protection:
 
     @property
     def members(self) -> set[HolderId]:
-        """Those that are to have replicas, or had until they were lost."""
+        """Holders that are to have replicas, or had until they were lost."""
         return set(self._states)
 
     def begin(self, holder: HolderId) -> None:

@@ -301,8 +301,8 @@ class Failovers:
         return self._ring.has(holder)
 
     def mend(self, without: Collection[HolderId] = ()) -> None:
-        """Close the ring again over those that are there, and aren't to be left out, once
-        no neighbour has anything of a lost one."""
+        """Close the ring again over the present members, but for ``without``, once no
+        neighbour has anything of a lost one."""
         if self.failing or self.adopted:
             return
         lost = self._fleet.lost

@@ -28,7 +28,7 @@ from fastdecode.schedule.dispatch import (
     DispatchJob,
     PrefillQueue,
 )
-from fastdecode.schedule.kept_prefixes import KeptPrefix, KeptPrefixes
+from fastdecode.schedule.kept_prefixes import KeptPrefixes
 
 _LEAST_BORROWED: Final = 4
 """Blocks: fewer are run again, since two instances would have to take a turn each."""
@@ -250,8 +250,9 @@ class Router:
         prefix = self._kept_elsewhere(routed, decision.instance)
         if prefix is None:
             return False
-        run = self._routed_requests.begin(routed, prefix.instance)
-        asked = routed.prefix_run(run.name, prefix.num_tokens)
+        keeper, num_tokens = prefix
+        run = self._routed_requests.begin(routed, keeper)
+        asked = routed.prefix_run(run.name, num_tokens)
         run.claims = Claims(asked)
         routed.stage, routed.borrowing = RequestStage.BORROWING, Borrowing(run, decision)
         try:
@@ -261,19 +262,20 @@ class Router:
             return False
         return True
 
-    def _kept_elsewhere(self, routed: RoutedRequest, instance: int) -> KeptPrefix | None:
-        """What another instance may keep of a prompt; None: not much more than this one."""
+    def _kept_elsewhere(self, routed: RoutedRequest, instance: int) -> tuple[int, int] | None:
+        """Another instance, and how many first tokens of a prompt it may keep; None: not many
+        more than this one."""
         request, rooms = routed.request, self.dispatcher.decode
         others = [i for i, room in enumerate(rooms) if room.is_there and i != instance]
         needs_all = routed.sources or request.params.prompt_logprobs is not None
         if needs_all or request.cache.is_off or not others:
             return None
-        prompt, salt = request.prompt_token_ids, request.cache.salt
-        own = self._prefixes.longest(prompt, salt, (instance,))
-        found = self._prefixes.longest(prompt, salt, others)
-        is_worth_it = found.num_tokens >= own.num_tokens + _LEAST_BORROWED * self._block_size
-        job = DispatchJob(routed.job.job_id, 0, found.num_tokens)
-        return found if is_worth_it and rooms[found.instance].fits(job) else None
+        kept = self._prefixes.kept(request.prompt_token_ids, request.cache.salt)
+        keeper = max(others, key=lambda other: kept.get(other, 0))
+        num_tokens = kept.get(keeper, 0)
+        least = kept.get(instance, 0) + _LEAST_BORROWED * self._block_size
+        job = DispatchJob(routed.job.job_id, 0, num_tokens)
+        return (keeper, num_tokens) if num_tokens >= least and rooms[keeper].fits(job) else None
 
     def lent(self, routed: RoutedRequest, delta: Delta) -> None:
         """The run says something that exports the first tokens of a prompt."""
