@@ -4,22 +4,26 @@ once makes something else of it."""
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
+from raw_messages import RawDeltas, raw, raw_report
 
 from fastdecode.core.errors import FastDecodeError, WorkerError
 from fastdecode.engine.instances.addresses import InstanceHub, InstanceListener
 from fastdecode.wire.instances.messages import (
+    Deltas,
     InstanceHello,
-    InstanceStatus,
     InstanceWelcome,
-    RequestDeltas,
-    RunRequests,
+    StatusReport,
+    Submit,
 )
-from fastdecode.wire.instances.request_json import packed, unpacked
+from fastdecode.wire.instances.request_json import delta_to_json
+from fastdecode.wire.json_fields import packed
 from fastdecode.wire.messages import Failed
 from fastdecode.wire.transport import PeerLostError
 
@@ -42,54 +46,55 @@ class Heard:
         """It says nothing any more."""
 
 
-def _json(raw: bytes) -> Any:
-    return np.frombuffer(raw, np.uint8)
+def _said(message: Deltas) -> list[list[Any]]:
+    """In JSON's types, to be changed."""
+    said: list[list[Any]] = json.loads(json.dumps(list(map(delta_to_json, message.deltas))))
+    return said
 
 
 def _of_deltas(change: Callable[[list[Any], Heard], bool]) -> Lie:
     """A lie about the first delta that can be changed so."""
 
     def lie(message: Any, heard: Heard) -> list[Any] | None:
-        if not isinstance(message, RequestDeltas):
+        if not isinstance(message, Deltas):
             return None
-        deltas = unpacked(message.said)
+        deltas = _said(message)
         if not any(change(delta, heard) for delta in deltas):
             return None
-        return [RequestDeltas(packed(deltas))]
+        return [RawDeltas(packed(deltas))]
 
     return lie
 
 
 def _of_status(change: Callable[[dict[str, Any]], None]) -> Lie:
     def lie(message: Any, heard: Heard) -> list[Any] | None:
-        if not isinstance(message, InstanceStatus):
+        if not isinstance(message, StatusReport):
             return None
-        said = unpacked(message.said)
+        said = copy.deepcopy(dict(message.figures))
         if said.get("figures") is None:
             return None
         change(said)
-        raw = bytes(packed(said)).replace(b"Infinity", b"1e999")
-        return [InstanceStatus(message.num_steps, message.num_live_r_workers, _json(raw))]
+        return [raw_report(message, bytes(packed(said)).replace(b"Infinity", b"1e999"))]
 
     return lie
 
 
 def _live(number: int) -> Lie:
     def lie(message: Any, heard: Heard) -> list[Any] | None:
-        if not isinstance(message, InstanceStatus):
+        if not isinstance(message, StatusReport):
             return None
-        return [InstanceStatus(message.num_steps, number, message.said)]
+        return [replace(message, num_live_r_workers=number)]
 
     return lie
 
 
-def _raw(kind: type[Any], raw: bytes) -> Lie:
+def _raw(kind: type[Any], said: bytes) -> Lie:
     def lie(message: Any, heard: Heard) -> list[Any] | None:
         if not isinstance(message, kind):
             return None
-        if isinstance(message, InstanceStatus):
-            return [InstanceStatus(message.num_steps, message.num_live_r_workers, _json(raw))]
-        return [RequestDeltas(_json(raw))]
+        if isinstance(message, StatusReport):
+            return [raw_report(message, said)]
+        return [RawDeltas(raw(said))]
 
     return lie
 
@@ -160,28 +165,28 @@ def _has_fetched(delta: list[Any], heard: Heard) -> bool:
 
 def _unknown(message: Any, heard: Heard) -> list[Any] | None:
     """Requests that were never asked of it, and nothing else that is untrue."""
-    if not isinstance(message, RequestDeltas):
+    if not isinstance(message, Deltas):
         return None
-    delta = unpacked(message.said)[0]
+    delta = _said(message)[0]
     delta[0], delta[TOKENS] = "4711.4711", [7] * 9
-    return [message, RequestDeltas(packed([delta]))]
+    return [message, RawDeltas(packed([delta]))]
 
 
 def _breaks_down(message: Any, heard: Heard) -> list[Any] | None:
     """As an engine does that breaks down, and whose requests say so first."""
-    if not isinstance(message, RequestDeltas):
+    if not isinstance(message, Deltas):
         return None
     error = ["FastDecodeError", "a step broke down before: KeyError: 'x'", "internal_error"]
     ended = [[name, 0, "", [], None, None, error, 0, [], False, False] for name in heard.limits]
-    return [RequestDeltas(packed(ended)), Failed("liar", "internal_error", error[1])]
+    return [RawDeltas(packed(ended)), Failed("liar", "internal_error", error[1])]
 
 
 def _welcomes_again(message: Any, heard: Heard) -> list[Any] | None:
-    return [heard.welcome] if isinstance(message, RequestDeltas) else None  # type: ignore[attr-defined]
+    return [heard.welcome] if isinstance(message, Deltas) else None  # type: ignore[attr-defined]
 
 
 def _falls_silent(message: Any, heard: Heard) -> list[Any] | None:
-    if not isinstance(message, RequestDeltas):
+    if not isinstance(message, Deltas):
         return None
     heard.is_mute = True
     return []
@@ -196,13 +201,13 @@ LIES: Mapping[str, Lie] = {
     "figures as text": _of_status(lambda said: said["figures"].update(num_steps="many")),
     "figures without R-workers": _of_status(lambda said: said["figures"].update(r_workers=7)),
     "R-workers of nothing": _of_status(lambda said: said["figures"].update(r_workers=[None])),
-    "no status": _raw(InstanceStatus, b"[]"),
+    "no status": _raw(StatusReport, b"[]"),
     "no R-worker": _live(0),
     "R-workers below 0": _live(-1),
     "more R-workers than there are": _live(1 << 20),
-    "no JSON": _raw(RequestDeltas, b"{"),
-    "deep JSON": _raw(RequestDeltas, b"[" * 100_000),
-    "no list": _raw(RequestDeltas, b"7"),
+    "no JSON": _raw(Deltas, b"{"),
+    "deep JSON": _raw(Deltas, b"[" * 100_000),
+    "no list": _raw(Deltas, b"7"),
     "too many tokens": _of_deltas(_add_tokens),
     "tokens beyond the vocabulary": _of_deltas(_beyond),
     "tokens that are none": _of_deltas(_half_tokens),
@@ -288,9 +293,9 @@ class LyingInstance(threading.Thread):
             self._hang_up()
             self._controller, self._heard = peer, Heard()
             self._hub = InstanceHub([self._behind], None, self._silence_s)
-        if isinstance(message, RunRequests):
-            for request in unpacked(message.said):
-                self._heard.limits[request[0]] = request[3]
+        if isinstance(message, Submit):
+            for request in message.requests:
+                self._heard.limits[request.request_id] = request.max_tokens
         if self._hub is not None:
             with contextlib.suppress(WorkerError):
                 self._hub.connections[0].send(message)
@@ -313,7 +318,7 @@ class LyingInstance(threading.Thread):
             self._heard.welcome = message  # type: ignore[attr-defined]
         if self._heard.is_mute:
             return []
-        if isinstance(message, RequestDeltas) and self._after:
+        if isinstance(message, Deltas) and self._after:
             self._after -= 1
         elif self._lie is not None and not self._after:
             told = self._lie(message, self._heard)

@@ -10,20 +10,22 @@ from typing import Any
 import numpy as np
 
 from fastdecode.core.config.instances import InstanceRole
+from fastdecode.core.delta import Delta
 from fastdecode.core.dtype import DType
 from fastdecode.core.host.facts import HostFacts
+from fastdecode.core.sequence import Request, SamplingParams
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire import codec
 from fastdecode.wire.instances.messages import (
-    CancelRequests,
+    Cancel,
+    Deltas,
     EndConversation,
     InstanceHello,
     InstanceSays,
-    InstanceStatus,
     InstanceWelcome,
-    RequestDeltas,
-    RunRequests,
-    SetInstanceRole,
+    SetRole,
+    StatusReport,
+    Submit,
     ToInstance,
 )
 from fastdecode.wire.kv.chunks import (
@@ -268,7 +270,6 @@ def between_stages() -> list[StageMessage | FromStage]:
 
 def between_instances() -> list[ToInstance | InstanceSays]:
     """One of every kind that a controller and an instance say."""
-    said = np.frombuffer('[["é"]]'.encode(), np.uint8)
     welcome = InstanceWelcome(
         "p0", InstanceRole.PREFILL, "a hash", DType.FLOAT32, DType.INT8, 4096, 1 << 16, 16, 64, 512,
         2, 8,
@@ -276,12 +277,12 @@ def between_instances() -> list[ToInstance | InstanceSays]:
     return [
         InstanceHello(PROTOCOL_VERSION, "a hash"),
         welcome,
-        RunRequests(True, said),
-        CancelRequests(("0.1", "0.2")),
-        SetInstanceRole(InstanceRole.BOTH),
-        EndConversation(np.arange(3), "salt"),
-        RequestDeltas(said),
-        InstanceStatus(7, 2, said),
+        Submit((Request("0.1", (1, 2), SamplingParams(stop=("é",)), 3, seed=4),)),
+        Cancel(("0.1", "0.2")),
+        SetRole(InstanceRole.BOTH),
+        EndConversation((0, 1, 2), "salt"),
+        Deltas((Delta("0.1", 0, text="é", token_ids=(7,)),)),
+        StatusReport("ready", 7, num_live_r_workers=2, figures={"é": [1]}),
     ]
 
 

@@ -8,20 +8,21 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays as arrays_of
+from random_requests import DELTAS, REQUESTS, TOKENS
 
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.dtype import DType
 from fastdecode.core.host.facts import HostFacts
 from fastdecode.core.spec import AttentionSpec, KVSpec
 from fastdecode.wire.instances.messages import (
-    CancelRequests,
+    Cancel,
+    Deltas,
     EndConversation,
     InstanceHello,
-    InstanceStatus,
     InstanceWelcome,
-    RequestDeltas,
-    RunRequests,
-    SetInstanceRole,
+    SetRole,
+    StatusReport,
+    Submit,
 )
 from fastdecode.wire.kv.chunks import (
     ChunkForm,
@@ -306,10 +307,22 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         *[st.sampled_from(DType)] * 2,
         *[INTS] * 7,
     ),
-    RunRequests: st.builds(RunRequests, st.booleans(), arrays_of(np.uint8, (3,))),
-    CancelRequests: st.builds(CancelRequests, st.lists(TEXTS, max_size=3).map(tuple)),
-    SetInstanceRole: st.builds(SetInstanceRole, st.sampled_from(InstanceRole)),
-    EndConversation: st.builds(EndConversation, arrays_of(np.int64, (3,)), TEXTS),
-    RequestDeltas: st.builds(RequestDeltas, arrays_of(np.uint8, (3,))),
-    InstanceStatus: st.builds(InstanceStatus, INTS, INTS, arrays_of(np.uint8, (3,))),
+    Submit: st.builds(Submit, st.lists(REQUESTS, max_size=2).map(tuple), st.booleans()),
+    Cancel: st.builds(Cancel, st.lists(TEXTS, max_size=3).map(tuple)),
+    SetRole: st.builds(SetRole, st.sampled_from(InstanceRole)),
+    EndConversation: st.builds(EndConversation, TOKENS, TEXTS),
+    Deltas: st.builds(Deltas, st.lists(DELTAS, max_size=2).map(tuple)),
+    StatusReport: st.builds(
+        StatusReport,
+        TEXTS,
+        INTS,
+        st.none() | FLOATS,
+        FLOATS,
+        INTS,
+        INTS,
+        INTS,
+        INTS,
+        st.none() | TEXTS,
+        st.dictionaries(TEXTS, st.integers() | TEXTS, max_size=3),
+    ),
 }

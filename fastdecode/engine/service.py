@@ -37,7 +37,7 @@ from fastdecode.core.host.interrupts import Interrupted
 from fastdecode.core.sequence import Request
 from fastdecode.engine.engine_thread import EngineNumbers, EngineThread, T
 from fastdecode.engine.loop import EngineLoop
-from fastdecode.wire.instances.engine_messages import StatusReport
+from fastdecode.wire.instances.messages import StatusReport
 
 LEAVING_S = 10.0
 """How long a process that ends waits for the thread of an engine that nobody closed."""

@@ -24,20 +24,15 @@ Either end may close the socket: the other one ends, too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
 from fastdecode.core.errors import ProtocolError, RequestError
-from fastdecode.wire.instances.engine_messages import Cancel as Cancel
-from fastdecode.wire.instances.engine_messages import Deltas as Deltas
-from fastdecode.wire.instances.engine_messages import StatusReport as StatusReport
-from fastdecode.wire.instances.engine_messages import Submit as Submit
-from fastdecode.wire.instances.request_json import (
-    delta_from_json,
-    delta_to_json,
-    request_from_json,
-    request_to_json,
-)
+from fastdecode.wire.instances.messages import Cancel as Cancel
+from fastdecode.wire.instances.messages import Deltas as Deltas
+from fastdecode.wire.instances.messages import StatusReport as StatusReport
+from fastdecode.wire.instances.messages import Submit as Submit
+from fastdecode.wire.json_fields import AsJson, json_fields
 
 
 @dataclass(frozen=True)
@@ -122,25 +117,26 @@ _KINDS: Mapping[str, type[Any]] = {
 }  # fmt: skip
 
 
+_PLAIN = AsJson(lambda value: value, lambda said: said)
+_FIELDS: Mapping[str, Mapping[str, AsJson]] = {
+    name: {f.name: json_fields(kind).get(f.name, _PLAIN) for f in fields(kind)}
+    for name, kind in _KINDS.items()
+}
+
+
 def to_json(message: Message) -> dict[str, Any]:
     """A message in JSON's types."""
     kind = type(message).__name__
-    if isinstance(message, Deltas):
-        return {"kind": kind, "deltas": [delta_to_json(delta) for delta in message.deltas]}
-    if isinstance(message, Submit):
-        return {"kind": kind, "requests": [request_to_json(r) for r in message.requests]}
-    return {"kind": kind, **asdict(message)}
+    values = {name: x.to_json(getattr(message, name)) for name, x in _FIELDS[kind].items()}
+    return {"kind": kind, **values}
 
 
 def from_json(said: Any) -> Message:
     """Raises ProtocolError: it is no message."""
     try:
-        kind = _KINDS[said.pop("kind")]
-        if kind is Deltas:
-            return Deltas([delta_from_json(delta) for delta in said["deltas"]])
-        if kind is Submit:
-            return Submit([request_from_json(request) for request in said["requests"]])
-        message: Message = kind(**said)
+        kind = said.pop("kind")
+        values = {name: _FIELDS[kind][name].value(value) for name, value in said.items()}
+        message: Message = _KINDS[kind](**values)
         return message
     except (
         LookupError,

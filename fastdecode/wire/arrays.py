@@ -53,7 +53,8 @@ class Body(NamedTuple):
 
 @dataclass(frozen=True)
 class ArrayField:
-    """``name: Annotated[NDArray[...], "N D"]``, or with ``| None``."""
+    """``name: Annotated[NDArray[...], "N D"]``, or with ``| None``; or the bytes of a field
+    that travels as JSON (``fastdecode.wire.json_fields``)."""
 
     name: str
     dtypes: tuple[np.dtype[Any], ...]
@@ -63,6 +64,8 @@ class ArrayField:
     @classmethod
     def of(cls, name: str, hint: Any) -> ArrayField:
         array, dims = get_args(hint)
+        if not isinstance(dims, str):
+            return cls(name, (np.dtype("u1"),), (name,), False)
         members = get_args(array) if get_origin(array) in (Union, UnionType) else (array,)
         arrays = [member for member in members if member is not NoneType]
         dtypes = tuple(_dtype(member) for member in arrays)
@@ -85,7 +88,7 @@ def _dtype(array: Any) -> np.dtype[Any]:
 
 
 def is_array(hint: Any) -> bool:
-    """Whether a message's field is an array."""
+    """Whether a message's field travels as an array."""
     return get_origin(hint) is Annotated
 
 

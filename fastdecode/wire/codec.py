@@ -28,7 +28,7 @@ bounds; every dataclass valid in its own eyes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import lru_cache
 from operator import attrgetter, itemgetter
@@ -53,6 +53,7 @@ from fastdecode.wire.arrays import (
     is_array,
 )
 from fastdecode.wire.fields import Cursor, Kind, kind_of
+from fastdecode.wire.json_fields import AsJson, json_fields
 from fastdecode.wire.messages import PROTOCOL_VERSION, Message
 from fastdecode.wire.opcodes import OPCODES
 
@@ -180,6 +181,8 @@ class Head:
             return self._layout.make(*self._others, *arrays)
         except ConfigError as error:
             raise self._layout.refuse(f"makes no sense: {error}") from None
+        except ProtocolError as error:
+            raise self._layout.refuse(str(error)) from None
 
 
 class _Layout:
@@ -195,9 +198,10 @@ class _Layout:
         self.opcode = opcode
         self.arrays = ArrayLayout([ArrayField.of(name, hints[name]) for name in arrays])
         self.others: list[tuple[str, Kind]] = [(name, kind_of(hints[name])) for name in others]
-        self.get_arrays = _getter(arrays)
-        self.get_numbers = _getter(numbers)
-        self.make = _maker(kind, names, [*numbers, *others, *arrays])
+        as_json = json_fields(kind)
+        self.get_arrays = _getter(arrays, as_json)
+        self.get_numbers = _getter(numbers, {})
+        self.make = _maker(kind, names, [*numbers, *others, *arrays], as_json)
         letters = "".join("q" if hints[name] is int else "d" for name in numbers)
         self.start = Struct(f"{_HEADER_FORMAT}{self.arrays.num_words}I")
         self.numbers = Struct(f"<{letters}")
@@ -281,14 +285,30 @@ class _Layout:
         return tuple(values)
 
 
-def _getter(names: list[str]) -> Callable[[Message], tuple[Any, ...]]:
+def _getter(
+    names: list[str], as_json: Mapping[str, AsJson]
+) -> Callable[[Message], tuple[Any, ...]]:
+    if as_json:
+        said = [(name, as_json[name].write if name in as_json else _same) for name in names]
+        return lambda message: tuple([write(getattr(message, name)) for name, write in said])
     if len(names) >= 2:
         return attrgetter(*names)  # the fast way, for the messages that travel once a layer
     return lambda message: tuple([getattr(message, name) for name in names])
 
 
-def _maker(kind: type[Message], names: list[str], given: list[str]) -> Callable[..., Message]:
+def _same(value: Any) -> Any:
+    return value
+
+
+def _maker(
+    kind: type[Message], names: list[str], given: list[str], as_json: Mapping[str, AsJson]
+) -> Callable[..., Message]:
     """``kind``, for arguments in the order ``given`` instead of its own, ``names``."""
+    if as_json:
+        read = [as_json[name].read if name in as_json else _same for name in given]
+        return lambda *values: kind(
+            **{name: of(x) for name, of, x in zip(given, read, values, strict=True)}
+        )
     if names == given:
         return kind
     order = itemgetter(*[given.index(name) for name in names])

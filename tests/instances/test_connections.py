@@ -8,23 +8,22 @@ from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
-import numpy as np
 import pytest
 
 from fastdecode.core.config.instances import InstanceRole
 from fastdecode.core.errors import FastDecodeError, WorkerError
 from fastdecode.engine.instances.connections import InstanceConnections
 from fastdecode.wire.instances.messages import (
-    CancelRequests,
+    Cancel,
     InstanceHello,
-    InstanceStatus,
     InstanceWelcome,
-    SetInstanceRole,
+    SetRole,
+    StatusReport,
 )
 from fastdecode.wire.transport import timeout_error
 
 WAIT_S = 60.0
-SEEN = InstanceStatus(1, 1, np.zeros(0, np.uint8))
+SEEN = StatusReport("ready", 1, num_live_r_workers=1)
 
 
 class Line:
@@ -38,7 +37,7 @@ class Line:
         self.sent: list[Any] = []
 
     def send(self, message: Any) -> None:
-        if isinstance(message, SetInstanceRole):
+        if isinstance(message, SetRole):
             raise OverflowError("it doesn't fit")
         self.sent.append(message)
 
@@ -124,12 +123,12 @@ def test_an_instance_of_which_anything_is_raised_is_lost_alone(
 def test_what_cannot_be_sent_costs_that_instance_alone(
     lines: InstanceConnections, heard: Heard
 ) -> None:
-    lines.post(0, 0, SetInstanceRole(InstanceRole.BOTH))
+    lines.post(0, 0, SetRole(InstanceRole.BOTH))
     assert heard.news.get(timeout=WAIT_S)[:2] == ("lost", 0)
-    lines.post(1, 0, CancelRequests(("a",)))
+    lines.post(1, 0, Cancel(("a",)))
     lines._hub.arrivals.put((1, SEEN))  # type: ignore[attr-defined]
     assert heard.news.get(timeout=WAIT_S)[:2] == ("heard", 1)
-    assert lines._hub.connections[1].sent == [CancelRequests(("a",))]
+    assert lines._hub.connections[1].sent == [Cancel(("a",))]
 
 
 def test_a_thread_that_breaks_down_says_so(lines: InstanceConnections, heard: Heard) -> None:

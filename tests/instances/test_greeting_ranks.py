@@ -10,13 +10,13 @@ from messages_for_tests import between_instances
 
 from fastdecode.core.errors import WorkerError
 from fastdecode.wire.inproc import InprocHub, connect
-from fastdecode.wire.instances.messages import InstanceHello, InstanceStatus, InstanceWelcome
+from fastdecode.wire.instances.messages import InstanceHello, InstanceWelcome, StatusReport
 from fastdecode.wire.transport import CLOSED, TIMEOUT
 
 pytest.importorskip("mpi4py", reason="needs mpi4py: pip install mpi4py")
 
 WELCOME = next(x for x in between_instances() if isinstance(x, InstanceWelcome))
-SEEN = next(x for x in between_instances() if isinstance(x, InstanceStatus))
+SEEN = next(x for x in between_instances() if isinstance(x, StatusReport))
 HELLO = InstanceHello(1, WELCOME.model_hash)
 
 

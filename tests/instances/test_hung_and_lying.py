@@ -31,18 +31,7 @@ from fastdecode.core.errors import WorkerError
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.engine.instances.addresses import InstanceListener
 from fastdecode.engine.instances.connections import Heartbeat
-from fastdecode.wire.instances.messages import (
-    InstanceHello,
-    InstanceWelcome,
-    RequestDeltas,
-    RunRequests,
-)
-from fastdecode.wire.instances.request_json import (
-    delta_to_json,
-    packed,
-    request_from_json,
-    unpacked,
-)
+from fastdecode.wire.instances.messages import Deltas, InstanceHello, InstanceWelcome, Submit
 from fastdecode.wire.transport import TIMEOUT, PeerLostError
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
@@ -132,14 +121,12 @@ class Liar(threading.Thread):
                 self.greeted += 1
                 assert self.may_welcome.wait(WAIT_S)
                 self._listener.connections[peer].send(self._welcome())
-            elif isinstance(message, RunRequests):
-                request = request_from_json(unpacked(message.said)[0])
+            elif isinstance(message, Submit):
+                request = message.requests[0]
                 lie = Delta(request.request_id, request.params.n, token_ids=(7,))
                 self.may_welcome.clear()
                 with contextlib.suppress(WorkerError):  # the controller may have hung up by now
-                    self._listener.connections[peer].send(
-                        RequestDeltas(packed([delta_to_json(lie)]))
-                    )
+                    self._listener.connections[peer].send(Deltas([lie]))
 
     def _welcome(self) -> InstanceWelcome:
         role, dtype = InstanceRole.BOTH, DType("float32")

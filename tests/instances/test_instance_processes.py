@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from instance_processes import (
     ENGINE,
@@ -32,6 +31,7 @@ from instance_processes import (
 from instance_runs import OPTIONS, answers, params, prompts, requests_of, tokens
 from mpi_launch import running
 from news import WAIT_S, NewsLLM
+from raw_messages import RawSubmit, raw
 from zmq_r_workers import at, r_workers
 
 from examples import TRIES_ALL
@@ -43,13 +43,7 @@ from fastdecode.core.errors import ConfigError, RequestError, WorkerError
 from fastdecode.core.model.checkpoint import open_checkpoint
 from fastdecode.core.sequence import Request, RequestOutput, SamplingParams
 from fastdecode.engine.instances.addresses import InstanceHub, greet
-from fastdecode.wire.instances.messages import InstanceHello, RequestDeltas, RunRequests
-from fastdecode.wire.instances.request_json import (
-    delta_from_json,
-    packed,
-    request_to_json,
-    unpacked,
-)
+from fastdecode.wire.instances.messages import Deltas, InstanceHello, Submit
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
 
 pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
@@ -136,9 +130,9 @@ def test_nonsense_ends_the_controller_that_says_it(
         hub = InstanceHub([four[0].address], None, SILENCE_S)
         (line,) = hub.connections
         assert greet(line, hello, time.monotonic() + WAIT_S).role is InstanceRole.PREFILL
-        line.send(RunRequests(True, np.frombuffer(said, np.uint8)))
+        line.send(RawSubmit(raw(said)))  # type: ignore[arg-type]
         while not isinstance(refused := line.receive(WAIT_S), Failed):
-            assert not isinstance(refused, RequestDeltas)
+            assert not isinstance(refused, Deltas)
         assert refused.message
         hub.close()
     with controller(model, four) as llm:
@@ -160,13 +154,12 @@ def test_a_request_that_cannot_be_run_costs_no_other(model: str, four: list[Proc
     hub = InstanceHub([four[0].address], None, SILENCE_S)
     (line,) = hub.connections
     greet(line, hello, time.monotonic() + WAIT_S)
-    line.send(RunRequests(True, packed([request_to_json(each) for each in (*bad, good)])))
+    line.send(Submit([*bad, good]))
     ended: dict[str, bool] = {}
     while len(ended) < len(bad) + 1:
         message = line.receive(WAIT_S)
         assert not isinstance(message, Failed)
-        for said in unpacked(message.said) if isinstance(message, RequestDeltas) else ():
-            delta = delta_from_json(said)
+        for delta in message.deltas if isinstance(message, Deltas) else ():
             if delta.error is not None or delta.finish_reason is not None:
                 ended[delta.request_id] = isinstance(delta.error, RequestError)
     assert ended == {"good": False, **{each.request_id: True for each in bad}}

@@ -20,8 +20,8 @@ from fastdecode.engine.instances.status_report import (
     sum_stats,
 )
 from fastdecode.engine.stats import EngineStats
-from fastdecode.wire.instances.messages import InstanceStatus
-from fastdecode.wire.instances.request_json import packed, unpacked
+from fastdecode.wire.instances.messages import StatusReport
+from fastdecode.wire.json_fields import unpacked
 
 FIGURES = EngineFigures(
     1, 2, 3, 0.5, 0.25, 0.125, 1, 0, 0,
@@ -117,7 +117,7 @@ def test_what_is_left_out_or_elsewhere_is_refused(spoil: Callable[[Any], Any]) -
 def test_live_r_workers_are_at_most_those_it_began_with(
     steps: int, live: int, is_true: bool
 ) -> None:
-    seen = InstanceStatus(steps, live, packed(told()))
+    seen = StatusReport("ready", steps, num_live_r_workers=live, figures=told())
     if is_true:
         seen.check(2)
     else:

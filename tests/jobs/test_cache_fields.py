@@ -77,7 +77,7 @@ def test_answers_tell_what_was_reused_where_something_was() -> None:
 
 def test_a_servers_engine_is_told_and_tells_the_same() -> None:
     use = CacheUse(is_off=True, salt="tenant")
-    asked = Submit([Request("x", (1, 2), SamplingParams(), 4, 7, use)])
-    told = Deltas([Delta("x", 0, "a", (5,), finish_reason="stop", num_cached_tokens=3)])
+    asked = Submit((Request("x", (1, 2), SamplingParams(), 4, 7, use),))
+    told = Deltas((Delta("x", 0, "a", (5,), finish_reason="stop", num_cached_tokens=3),))
     for message in (asked, told):
         assert from_json(json.loads(json.dumps(to_json(message)))) == message

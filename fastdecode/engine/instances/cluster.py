@@ -34,12 +34,11 @@ from fastdecode.engine.instances.remote_engine import RemoteEngine
 from fastdecode.engine.replanning.starting import start_replanning
 from fastdecode.engine.service import EngineService
 from fastdecode.text.codec import TextCodec
-from fastdecode.wire.instances.engine_messages import deltas_of
 from fastdecode.wire.instances.messages import (
+    Deltas,
     InstanceHello,
-    InstanceStatus,
     InstanceWelcome,
-    RequestDeltas,
+    StatusReport,
 )
 from fastdecode.wire.messages import PROTOCOL_VERSION
 
@@ -121,10 +120,9 @@ class RunningCluster:
 
     def heard(self, number: int, message: FromInstance) -> None:
         """See ``ConnectionListener``."""
-        if isinstance(message, RequestDeltas):
-            deltas = deltas_of(message)
-            self._post(lambda running: running.engine.heard(number, deltas))
-        elif isinstance(message, InstanceStatus):
+        if isinstance(message, Deltas):
+            self._post(lambda running: running.engine.heard(number, message.deltas))
+        elif isinstance(message, StatusReport):
             self._post(lambda running: running.engine.hear_status(number, message))
         else:
             raise ProtocolError(f"an instance sent {type(message).__name__}, unasked")
@@ -243,7 +241,7 @@ class ClusterEngine(Controller):
         self._connections.give_up(number, self.remote[number].turn, error)
         self.lose(number, error)
 
-    def hear_status(self, number: int, status: InstanceStatus) -> None:
+    def hear_status(self, number: int, status: StatusReport) -> None:
         """An instance's own report. If it can't be true, the instance is lost."""
         instance = self.remote[number]
         try:

@@ -13,7 +13,6 @@ from fastdecode.engine.instances.engine_server import EngineServer, RequestLimit
 from fastdecode.engine.instances.status_report import status_to_json
 from fastdecode.engine.service import EngineService
 from fastdecode.engine.stats import EngineStats
-from fastdecode.wire.instances.engine_messages import from_engine_to_wire, from_wire
 from fastdecode.wire.instances.messages import InstanceHello, InstanceWelcome, ToInstance
 from fastdecode.wire.messages import PROTOCOL_VERSION, Failed
 from fastdecode.wire.transport import CLOSED, Connection, PeerLostError
@@ -104,7 +103,10 @@ class InstanceServer:
         try:
             peer, message = self._listener.receive_any(_LOOK_S)
         except PeerLostError as lost:
-            self._lose(lost.index, lost)
+            if lost.code == CLOSED:
+                self._lose(lost.index, lost)
+            else:
+                self._refuse(lost.index, lost)
             return
         except WorkerError:
             return  # woken, or nothing came
@@ -131,7 +133,7 @@ class InstanceServer:
             raise ProtocolError(f"{type(message).__name__} comes before InstanceHello")
         else:
             assert self._server is not None
-            self._server.obey(from_wire(message))
+            self._server.obey(message)
 
     def _greet(self, peer: int, hello: InstanceHello) -> None:
         if hello.protocol_version != PROTOCOL_VERSION:
@@ -171,7 +173,7 @@ class InstanceServer:
                 self._say(self._welcome)
         if self._server is not None and self._is_welcomed:
             for message in self._server.messages():
-                self._say(from_engine_to_wire(message))
+                self._say(message)
 
     def _lose(self, peer: int, error: FastDecodeError) -> None:
         """A peer is gone. If that is the controller, all that is run for it is

@@ -11,16 +11,16 @@ from fastdecode.core.sequence import Request
 from fastdecode.engine.figures import EngineFigures
 from fastdecode.engine.instances.status_report import status_from_json
 from fastdecode.engine.stats import EngineStats
-from fastdecode.wire.instances.engine_messages import (
+from fastdecode.wire.instances.messages import (
     Cancel,
     EndConversation,
+    InstanceWelcome,
     SetRole,
+    StatusReport,
     Submit,
     ToEngine,
-    to_wire,
+    ToInstance,
 )
-from fastdecode.wire.instances.messages import InstanceStatus, InstanceWelcome, ToInstance
-from fastdecode.wire.instances.request_json import unpacked
 
 
 class Post(Protocol):
@@ -82,9 +82,9 @@ class RemoteEngine:
         """Whether it has lost all; one with KV on its device has none to lose."""
         return self.welcome is not None and self.welcome.num_r_workers > 0 and self._num_live == 0
 
-    def update(self, status: InstanceStatus) -> None:
+    def update(self, status: StatusReport) -> None:
         """Take in its status. Raises ProtocolError: it can't be."""
-        stats, figures = status_from_json(unpacked(status.said))
+        stats, figures = status_from_json(status.figures)
         status.check(0 if self.welcome is None else self.welcome.num_r_workers)
         self.stats, self._figures = stats, figures or self._figures
         self.num_steps, self._num_live = status.num_steps, status.num_live_r_workers
@@ -120,4 +120,4 @@ class RemoteEngine:
     def _send(self, message: ToEngine) -> None:
         """Lost if the instance is gone."""
         if self.broken is None:
-            self._post(self.number, self.turn, to_wire(message))
+            self._post(self.number, self.turn, message)

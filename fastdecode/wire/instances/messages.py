@@ -1,5 +1,6 @@
-"""Every message between the controller of instances and an instance that is a
-process of its own. This docstring is the protocol.
+"""What a client says to an engine elsewhere, and what the engine answers. The client is
+the HTTP process (``fastdecode.server.messages``), or the controller of instances. This
+docstring is the protocol between a controller and an instance.
 
 ====================  ==========  ===================================================
 message               direction   meaning, and the answer
@@ -7,19 +8,19 @@ message               direction   meaning, and the answer
 ``InstanceHello``     C → I       which model is meant → ``InstanceWelcome``
 ``InstanceWelcome``   I → C       what it has room for, and its role; once its engine
                                   has forgotten what another controller wanted
-``RunRequests``       C → I       run these; what they say comes as ``RequestDeltas``
-``CancelRequests``    C → I       they aren't wanted any more; what they hold is let
+``Submit``            C → I       run these; what they say comes as ``Deltas``
+``Cancel``            C → I       they aren't wanted any more; what they hold is let
                                   go of; no answer, but what was on the way
-``SetInstanceRole``   C → I       what it will be given from now on; no answer
+``SetRole``           C → I       what it will be given from now on; no answer
 ``EndConversation``   C → I       nobody goes on with a conversation; no answer
-``RequestDeltas``     I → C       what requests have said since the last time
-``InstanceStatus``    I → C       how it is; now and then, and when nothing is left
+``Deltas``            I → C       what requests have said since the last time
+``StatusReport``      I → C       how it is; now and then, and when nothing is left
                                   to be done
 ``Failed``            I → C       it serves another controller (``busy``), or can't
                                   go on
 ====================  ==========  ===================================================
 
-``InstanceStatus`` comes twice a second, by an engine that isn't busy with a long
+``StatusReport`` comes twice a second, by an engine that isn't busy with a long
 step: an instance that lives and is silent for minutes hangs. One comes at once when
 the last R-worker is lost or the first is back. A controller cancels all that an
 instance without R-workers was asked, and gives it nothing until it has one.
@@ -30,30 +31,25 @@ A request that an instance can't run as it was asked comes to an error of its ow
 
 An instance serves one controller at a time. When that is gone, however it went,
 the instance forgets its requests, frees all that they held, and waits for the
-next. When an instance is gone, its requests go on elsewhere.
-
-``said`` is JSON in UTF-8: requests and deltas as
-``fastdecode.wire.instances.request_json`` has them. A request is known by a name that
-its controller gives to no other.
+next. When an instance is gone, its requests go on elsewhere. A request is known by
+a name that its controller gives to no other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
 from fastdecode.core.config.instances import InstanceRole
+from fastdecode.core.delta import Delta
 from fastdecode.core.dtype import DType
 from fastdecode.core.errors import ProtocolError
+from fastdecode.core.sequence import Request
 from fastdecode.core.spec import MAX_SEQUENCE_TOKENS
+from fastdecode.wire.instances.request_json import DELTAS, FIGURES, NAMES, REQUESTS, TOKENS
 from fastdecode.wire.traits import Asking, Role, Worded
 
-MAX_NAMES: Final = 1 << 12
-"""Of one ``CancelRequests``."""
 _MOST: Final = 1 << 40
 _CONTROLLERS: Final = frozenset({Role.CONTROLLER})
 
@@ -104,50 +100,93 @@ class InstanceHello(Asking):
     said_by = _CONTROLLERS
 
 
-@dataclass(frozen=True, eq=False)
-class RunRequests(Asking):
-    every_step: bool
-    """Tell after every step what they say; or of each sequence once it is over."""
-    said: Annotated[NDArray[np.uint8], "N"]
+@dataclass(frozen=True)
+class Submit(Asking):
+    """Run these requests."""
+
+    requests: Annotated[Sequence[Request], REQUESTS]
+    every_step: bool = True
+    """Report after each step, or each sequence once it is over."""
 
     said_by = _CONTROLLERS
 
 
 @dataclass(frozen=True)
-class CancelRequests(Asking):
-    names: tuple[str, ...]
+class Cancel(Asking):
+    """End these requests, and free what they hold."""
+
+    request_ids: Annotated[Sequence[str], NAMES]
 
     said_by = _CONTROLLERS
 
 
 @dataclass(frozen=True)
-class SetInstanceRole(Asking):
+class SetRole(Asking):
+    """What the engine is given from now on."""
+
     role: InstanceRole
 
     said_by = _CONTROLLERS
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class EndConversation(Asking):
-    token_ids: Annotated[NDArray[np.int64], "N"]
+    """Nothing continues a conversation that has come to these tokens."""
+
+    token_ids: Annotated[tuple[int, ...], TOKENS]
     salt: str
 
     said_by = _CONTROLLERS
 
 
-@dataclass(frozen=True, eq=False)
-class RequestDeltas:
-    said: Annotated[NDArray[np.uint8], "N"]
+@dataclass(frozen=True)
+class Deltas:
+    """New output of requests."""
+
+    deltas: Annotated[Sequence[Delta], DELTAS]
 
 
-@dataclass(frozen=True, eq=False)
-class InstanceStatus:
-    num_steps: int
-    num_live_r_workers: int
-    """0, of one that began with some: it can run nothing until one is back, and gives up
-    what it was asked."""
-    said: Annotated[NDArray[np.uint8], "N"]
-    """Its totals and figures."""
+@dataclass(frozen=True)
+class StatusReport:
+    """How an engine is. ``time.monotonic`` is the same for all processes of a host."""
+
+    state: str
+    """That of a ``Snapshot``."""
+    num_steps: int = 0
+    stepped_s: float | None = None
+    """When the last step ended."""
+    longest_step_s: float = 0.0
+    """Of the latest steps."""
+    num_running: int = 0
+    """Sequences."""
+    num_waiting: int = 0
+    num_r_workers: int = 0
+    num_live_r_workers: int = 0
+    """0, of one that began with some: it can run nothing until one is back, and an instance
+    gives up what it was asked."""
+    error: str | None = None
+    """The code of what broke it."""
+    figures: Annotated[Mapping[str, Any], FIGURES] = field(default_factory=dict)
+    """What the engine has reported between two steps; empty: nothing yet."""
+
+    @property
+    def kv_used(self) -> float:
+        """Share of the live R-workers' KV blocks that is reserved, 0 to 1."""
+        workers = [each for each in self.figures.get("r_workers", ()) if not each.get("lost")]
+        total = sum(worker["kv_blocks"] for worker in workers)
+        return sum(worker["kv_blocks_used"] for worker in workers) / total if total else 0.0
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """As ``/status.json``, status files and the page have it."""
+        return {
+            "num_running": self.num_running,
+            "num_waiting": self.num_waiting,
+            "num_r_workers": self.num_r_workers,
+            "num_live_r_workers": self.num_live_r_workers,
+            "kv_used": self.kv_used,
+            "figures": self.figures,
+        }
 
     def check(self, num_r_workers: int) -> None:
         """Raises ProtocolError: an instance with so many R-workers can't say that."""
@@ -159,19 +198,19 @@ class InstanceStatus:
             )
 
 
-ToInstance: TypeAlias = (
-    InstanceHello | RunRequests | CancelRequests | SetInstanceRole | EndConversation
-)
-InstanceSays: TypeAlias = InstanceWelcome | RequestDeltas | InstanceStatus
+ToEngine: TypeAlias = Submit | Cancel | SetRole | EndConversation
+FromEngine: TypeAlias = Deltas | StatusReport
+ToInstance: TypeAlias = InstanceHello | ToEngine
+InstanceSays: TypeAlias = InstanceWelcome | FromEngine
 
 INSTANCE_OPCODES: Final[Mapping[type[Any], int]] = {
     InstanceHello: 129,
-    RunRequests: 130,
-    CancelRequests: 131,
-    SetInstanceRole: 132,
+    Submit: 130,
+    Cancel: 131,
+    SetRole: 132,
     EndConversation: 133,
     InstanceWelcome: 193,
-    RequestDeltas: 194,
-    InstanceStatus: 195,
+    Deltas: 194,
+    StatusReport: 195,
 }
 """See ``fastdecode.wire.opcodes.OPCODES``; from 193 on, those that instances send."""

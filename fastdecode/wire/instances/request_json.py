@@ -3,12 +3,9 @@ another."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import astuple, fields
 from typing import Any, Final
-
-import numpy as np
 
 from fastdecode.core.delta import Delta
 from fastdecode.core.errors import (
@@ -22,7 +19,7 @@ from fastdecode.core.errors import (
 from fastdecode.core.holders import KVSource
 from fastdecode.core.sequence import MAX_N, CacheUse, Request, SamplingParams, TokenLogprob
 from fastdecode.core.spec import MAX_HEADS, MAX_LAYERS, MAX_SEQUENCE_TOKENS
-from fastdecode.wire.arrays import Array
+from fastdecode.wire.json_fields import AsJson
 from fastdecode.wire.kv.exporting import MAX_SOURCES, check_ticket
 
 _ERRORS: Final[Mapping[str, type[FastDecodeError]]] = {
@@ -34,20 +31,6 @@ _MAX_ADDRESS_CHARS: Final = 1 << 16
 """Of all sources of a prompt: they travel in one message's head."""
 _REASONS: Final = (None, "stop", "length")
 _NOT_AS_EXPECTED = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
-
-
-def packed(said: Any) -> Array:
-    """In JSON's types → uint8 [N]."""
-    raw = json.dumps(said, ensure_ascii=False, separators=(",", ":"))
-    return np.frombuffer(raw.encode("utf-8", "surrogatepass"), np.uint8)
-
-
-def unpacked(raw: Array) -> Any:
-    """The other way. Raises ProtocolError: it is no JSON."""
-    try:
-        return json.loads(raw.tobytes().decode("utf-8", "surrogatepass"))
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"what should be JSON is none: {error}") from None
 
 
 def request_to_json(request: Request) -> list[Any]:
@@ -225,3 +208,16 @@ def _plain(value: Any) -> str:
     if not _text(value).isprintable():  # nor half a pair of surrogates
         raise ValueError(f"{value!r:.80} is no address")
     return str(value)
+
+
+def _figures(said: Any) -> Mapping[str, Any]:
+    if not isinstance(said, dict):
+        raise ValueError("what should be figures are none")
+    return said
+
+
+REQUESTS: Final = AsJson.listed(request_to_json, request_from_json)
+DELTAS: Final = AsJson.listed(delta_to_json, delta_from_json)
+NAMES: Final = AsJson.listed(_text, _text)
+TOKENS: Final = AsJson(list, _tokens)
+FIGURES: Final = AsJson(dict, _figures)
