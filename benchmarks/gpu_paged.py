@@ -18,6 +18,7 @@ from sworker.graphs import StepGraphs
 from sworker.model.skeleton import Model, forward
 from sworker.paged import PagedKV, PagedStep
 from sworker.whole import WholeSteps
+from sworker.worker import SWorker
 
 BLOCK_SIZE = 64
 
@@ -137,9 +138,22 @@ def decode_ways(
     yield "layer by layer", layer_by_layer
     if cache.kernels is not None:
         graphs = StepGraphs(model, device, capture=capture)
+        buckets = [graphs.buckets.of(len(lens))]
+        graphs.prepare(buckets)
+        yield (
+            "unit by unit",
+            partial(_by_units, SWorker(model.spec, model, device, graphs), rows, attend),
+        )
         whole = WholeSteps(graphs, cache, max(lens))
-        whole.prepare([graphs.buckets.of(len(lens))])
+        whole.prepare(buckets)
         yield "one graph", partial(whole.run, 0, rows, step)
+
+
+def _by_units(worker: SWorker, rows: torch.Tensor, attend: Any) -> torch.Tensor:
+    forward = worker.begin(rows)
+    while forward.advance(attend(forward.layer, forward.q, forward.k, forward.v)):
+        pass
+    return forward.output
 
 
 def _without_kernels(cache: PagedKV, run: Any) -> Any:

@@ -381,7 +381,8 @@ def _units(setup: Setup, size: int) -> Found:
     one = SWorker(spec, plain, setup.device)
     other = SWorker(spec, model, setup.device, step_graphs)
     for _ in range(2):  # for other numbers in their memory than they were captured with
-        rows = torch.from_numpy(generator.integers(0, spec.vocab_size, (2, size)))
+        most = min(spec.vocab_size, spec.max_model_len)  # token ids and positions
+        rows = torch.from_numpy(generator.integers(0, most, (2, size)))
         a, b = one.begin(rows), other.begin(rows)
         goes_on = True
         while goes_on:

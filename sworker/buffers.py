@@ -241,16 +241,17 @@ class GpuStaging(Staging):
 
     def send(self, q: Tensor, k: Tensor, v: Tensor) -> Staged:
         step, gpu = self._step, self._gpu
+        computing = gpu.current_stream()
         sources = step.sources(q, k, v)
         slot = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
         size = torch.Size((step.num_elements(q, k),))
         packed, target = self._packed.take(size, q.dtype), slot.take(size, q.dtype)
         if self._copied is not None:
-            gpu.current_stream().wait_event(self._copied)  # of what was packed before
+            computing.wait_event(self._copied)  # of what was packed before
         if sources:
             torch.cat(sources, out=packed)
-        self._out_stream.wait_stream(gpu.current_stream())
+        self._out_stream.wait_stream(computing)
         with gpu.on(self._out_stream):
             target.copy_(packed, non_blocking=True)
         self._copied = self._out_stream.record_event()
@@ -278,8 +279,7 @@ class GpuStaging(Staging):
             for o, landing in self._step.arriving(landed):
                 o.copy_(landing, non_blocking=True)
             for rows, array in self._direct:
-                o = self._step.o[rows]
-                o.copy_(as_tensor(array, o.dtype), non_blocking=True)
+                self._step.place(rows).copy_(torch.from_numpy(array), non_blocking=True)
         self._gpu.current_stream().wait_stream(self._in_stream)
         # The layer before was computed, which came behind its copies: else none
         # of these answers would be here. So what it had is nobody's any more.
@@ -338,8 +338,8 @@ class _PackedStep:
         self._packed_from: tuple[Tensor, list[Tensor]] | None = None
         self._shipments: dict[int, list[Shipment]] = {}
         self._landed_at: tuple[Tensor, Tensor] | None = None
-        self.o = torch.empty(0)
-        """[T, Hq, D], on the device."""
+        self._o = torch.empty(0)  # as messages carry it
+        self._places: dict[int, Tensor] = {}
         self.landing: Activations = np.zeros(0, np.float32)
         """What has arrived of o, [T, Hq, D], on the host."""
         self._all_arriving: list[tuple[Tensor, Tensor]] = []
@@ -378,7 +378,8 @@ class _PackedStep:
         if before is not None and before[0] is landing and before[1] is o:
             return
         self._landed_at = landing, o
-        self.o, self.landing = o, as_array(landing)
+        self._o, self.landing = _carried(o), as_array(landing)
+        self._places.clear()
         stretches: list[slice] = []
         for share in self._shares:
             rows = share.answered
@@ -388,6 +389,14 @@ class _PackedStep:
                 rows = slice(stretches.pop().start, rows.stop)
             stretches.append(rows)
         self._all_arriving = [(o[rows], landing[rows]) for rows in stretches]
+
+    def place(self, rows: slice) -> Tensor:
+        """These rows of o on the device, as messages carry them. Shares don't overlap:
+        they are told apart by their first rows."""
+        place = self._places.get(rows.start)
+        if place is None or len(place) != rows.stop - rows.start:
+            place = self._places[rows.start] = self._o[rows]
+        return place
 
     def arriving(self, landed: Sequence[slice] | None) -> list[tuple[Tensor, Tensor]]:
         """Of o and of ``landing``, these rows; None: all that are answered, in
@@ -430,8 +439,13 @@ def as_tensor(array: Activations, dtype: torch.dtype) -> Tensor:
 
 def as_array(x: Tensor) -> Activations:
     """A tensor on the host as an array, without a copy."""
-    array: Activations = (x if x.dtype == torch.float32 else x.view(torch.uint16)).numpy()
+    array: Activations = _carried(x).numpy()
     return array
+
+
+def _carried(x: Tensor) -> Tensor:
+    """As messages carry it: NumPy has no bfloat16."""
+    return x if x.dtype == torch.float32 else x.view(torch.uint16)
 
 
 def to_device(host: Tensor, device: torch.device, gpu: Gpu | None = None) -> Tensor:

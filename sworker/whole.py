@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +22,6 @@ from sworker.buffers import to_device
 from sworker.feed import Feed
 from sworker.graphs import StepGraphs
 from sworker.kv_splits import Splits
-from sworker.model.skeleton import Attend, run_layers
 from sworker.paged import NOWHERE, PagedKV, PagedStep, Window
 from sworker.step_tables import StepInputs
 from sworker.worker import Pass, SWorker
@@ -210,6 +210,14 @@ class WholeSteps:
             graphs.unit(lane, layer + 1, bucket)
 
 
+class AttendLayer(Protocol):
+    """See ``sworker.model.skeleton.Attend``. ``place``: where o [T, Hq, D] may be put."""
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
+    ) -> Tensor: ...
+
+
 class SlicedPass(Pass):
     """A decode step slice by slice, attention included: ``advance`` runs the next
     one, whatever o it is given."""
@@ -254,13 +262,14 @@ def run_step(
     whole: WholeSteps | None,
     inputs: StepInputs,
     step: PagedStep,
-    attend: Attend,
+    attend: AttendLayer,
     feed: Feed | None = None,
 ) -> Tensor:
     """A step from its first to its last layer, which attends on the worker's device.
 
     Args:
-        whole: runs decode steps in fixed memory; None: every step runs layer by layer.
+        whole: runs decode steps as one graph; None: every step runs layer by layer, as
+            those do that have prompts among their rows: units as graphs, attention between.
         step: of ``inputs``, on the device.
         attend: of one layer, where steps run layer by layer.
         feed: token ids that the host does not know.
@@ -268,13 +277,12 @@ def run_step(
     Returns:
         Hidden states [T, hidden].
     """
+    rows, lane = inputs.rows, inputs.lane
     if whole is not None and whole.takes(step):
-        return whole.run(inputs.lane, inputs.rows, step, feed, inputs.x)
-    token_ids, positions = worker.upload(inputs.rows)
-    if feed is not None:
-        feed.put_into(token_ids, worker.upload)
-    if inputs.x is not None:
-        x = worker.upload(inputs.x)
-    else:
-        x = worker.model.embed(token_ids, positions)
-    return run_layers(worker.model, x, positions, attend)
+        return whole.run(lane, rows, step, feed, inputs.x)
+    forward = worker.layers(rows, lane, feed, inputs.x)
+    goes_on = True
+    while goes_on:
+        q, k, v, place = forward.q, forward.k, forward.v, forward.place
+        goes_on = forward.advance(attend(forward.layer, q, k, v, place))
+    return forward.output

@@ -94,6 +94,12 @@ class SWorker:
                 count then.
         """
         self.look_at_cores()
+        return self.layers(rows, lane, feed, x)
+
+    def layers(
+        self, rows: Tensor, lane: int, feed: Feed | None = None, x: Tensor | None = None
+    ) -> Pass:
+        """``begin`` of this one alone, whoever it acts as one with."""
         if self.graphs is not None and rows.shape[1] <= self.graphs.buckets.max_rows:
             return PaddedPass(self, self.graphs, lane, rows, feed, x)
         return Pass(self, rows, feed, x, self._rooms_of(lane, rows.shape[1]))

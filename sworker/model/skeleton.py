@@ -321,11 +321,7 @@ class Model(nn.Module):
 def forward(model: Model, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
     """One pass: token_ids [T], positions [T] → the last layer's output [T,
     hidden], for ``model.logits``."""
-    return run_layers(model, model.embed(token_ids, positions), positions, attend)
-
-
-def run_layers(model: Model, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-    """``forward`` from the first layer's input x [T, hidden] on."""
+    x = model.embed(token_ids, positions)
     added = None
     for index, layer in enumerate(model.layers):
         x, (q, k, v) = layer.pre_attention(x, added, positions)

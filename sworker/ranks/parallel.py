@@ -355,8 +355,10 @@ class _Follower:
             cache.copy_blocks(tables.copy_sources, tables.copy_targets)
         step = tables.upload(worker.device, worker.gpu)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return cache.attend(layer, q, k, v, step)
+        def attend(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
+        ) -> Tensor:
+            return cache.attend(layer, q, k, v, step, place)
 
         inputs = StepInputs(lane, rows, tables, x)
         if lanes is not None:

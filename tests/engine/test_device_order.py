@@ -246,7 +246,7 @@ def test_calls_a_lane_and_layer(num_holders: int, direct: bool) -> None:
         "wait_stream": 2, "on": 2, "aten::copy_": 2, "record_event": 1,  # out and back
     }  # fmt: skip
     if direct:
-        a_layer |= {"aten::copy_": 1 + num_holders, "view": 2 * num_holders}
+        a_layer |= {"aten::copy_": 1 + num_holders, "view": num_holders}
     assert +eight_layers == {name: 8 * num for name, num in a_layer.items()} | {"mark": 2}
 
 

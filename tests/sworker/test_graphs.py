@@ -80,9 +80,10 @@ def test_lanes_have_graphs_of_what_may_occur() -> None:
     assert [lane.num_graphs for lane in lane_graphs(config, 32, 2)] == [33, 33]
 
 
-def test_with_kv_on_the_device_a_step_is_one_graph() -> None:
+def test_with_kv_on_the_device_a_step_is_one_graph_or_units() -> None:
+    """Units are for steps with prompts among their rows."""
     config = EngineConfig.of(model="m", kv_placement="gpu", max_num_sequences=1000)
-    assert lane_graphs(config, 32, 1) == (LaneGraphs(MAX_GRAPH_ROWS, 1, 32 * LAYER_KERNELS),)
+    assert lane_graphs(config, 32, 1) == (LaneGraphs(MAX_GRAPH_ROWS, 34, 64 * LAYER_KERNELS),)
 
 
 def test_with_kv_on_both_sides_away_lanes_may_have_all() -> None:

@@ -100,8 +100,6 @@ def step_graphs(
     )
     graphs = StepGraphs(model, resolved.device, capture=True, lanes=lanes, max_graphs=max_graphs)
     gc.collect()  # what is left of an engine before this one: its graphs and weights
-    if resolved.transport == "local" and not resolved.config.s_part.swap:
-        return graphs  # whole steps are captured, once there is a cache
     with contextlib.nullcontext() if ranks is None else ranks.peers.exchanging():
         graphs.prepare()
     return graphs

@@ -236,17 +236,16 @@ def lane_graphs(
     """
     placement, most = config.r_part.kv_placement, config.batching.max_num_sequences
     is_whole = placement == "gpu" and not config.s_part.swap
-    num_graphs = 1 if is_whole else num_layers + 1
-    kernels = LAYER_KERNELS * num_layers
+    units, kernels = num_layers + 1, LAYER_KERNELS * num_layers
     lanes = []
     for lane in range(num_lanes):
         num_shares = max(1, lane) if placement == "hybrid" else lane + 1
         rows = min(MAX_GRAPH_ROWS, -(-most // num_shares) + _PROMPT_ROWS)
-        lanes.append(LaneGraphs(rows, num_graphs, kernels))
+        lanes.append(LaneGraphs(rows, units + is_whole, (1 + is_whole) * kernels))
     if placement == "hybrid":
-        home = num_graphs + 1 + len(slices_of(num_layers))
+        home = units + 1 + len(slices_of(num_layers))
         lanes[0] = LaneGraphs(lanes[0].max_rows, home, 3 * kernels)
-    lanes += [LaneGraphs(MAX_GRAPH_ROWS, num_graphs, kernels)] * num_prompt_lanes
+    lanes += [LaneGraphs(MAX_GRAPH_ROWS, units, kernels)] * num_prompt_lanes
     return tuple(lanes)
 
 

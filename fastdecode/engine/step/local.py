@@ -14,7 +14,6 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -36,7 +35,7 @@ from rworker.state import RWorkerState
 from sworker.device import Gpu
 from sworker.paged import PagedKV
 from sworker.step_tables import StepInputs, StepTables
-from sworker.whole import WholeSteps, run_step
+from sworker.whole import AttendLayer, WholeSteps, run_step
 from sworker.worker import Pass, SWorker
 
 
@@ -185,14 +184,6 @@ def whole_steps(s_worker: SWorker, connection: DeviceWorker) -> WholeSteps | Non
     if graphs is None or not has_kernels:
         return None
     return WholeSteps(graphs, cache, s_worker.spec.max_model_len)
-
-
-class AttendLayer(Protocol):
-    """See ``sworker.model.skeleton.Attend``. ``place``: where o [T, Hq, D] may be put."""
-
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, place: Tensor | None = None
-    ) -> Tensor: ...
 
 
 class LocalStep:
