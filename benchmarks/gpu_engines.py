@@ -123,9 +123,9 @@ def more_engines(setup: Setup) -> Rows:
     usual = setup.pick(USUAL, Workload(6, 20, 6))
     local = {**_base(setup), "kv_placement": "gpu", **_local_kv(setup)}
     more = [
-        Engine(WITHOUT_GRAPHS, {**local, "cuda_graphs": "off"}),
-        Engine(INT8, {**local, "kv_dtype": "int8"}),
         Engine(TRANSFORMERS, {"device": setup.device.type}),
+        Engine(INT8, {**local, "kv_dtype": "int8"}),
+        Engine(WITHOUT_GRAPHS, {**local, "cuda_graphs": "off"}),
     ]
     yield from _engines(setup, usual, more)
     long = setup.pick(LONG, Workload(3, 40, 4))

@@ -95,7 +95,9 @@ def test_a_whole_step_is_held_against_gathered_attention(rows_of: Any) -> None:
     """Steps are made before any is run: to capture one writes to the cache."""
     rows = rows_of("whole_steps")
     assert [(row["kv"], row["how"]) for row in rows] == [
-        (kv, how) for kv in ("bfloat16", "int8") for how in ("layer by layer", "one graph")
+        (kv, how)
+        for kv in ("bfloat16", "int8")
+        for how in ("layer by layer", "unit by unit", "one graph")
     ]
     assert all("step_us" in row and row["max_error"] < 0.05 for row in rows), rows
 
