@@ -339,7 +339,7 @@ class _PackedStep:
         self._shipments: dict[int, list[Shipment]] = {}
         self._landed_at: tuple[Tensor, Tensor] | None = None
         self._o = torch.empty(0)  # as messages carry it
-        self._places: dict[int, Tensor] = {}
+        self._places: dict[tuple[int, int], Tensor] = {}
         self.landing: Activations = np.zeros(0, np.float32)
         """What has arrived of o, [T, Hq, D], on the host."""
         self._all_arriving: list[tuple[Tensor, Tensor]] = []
@@ -391,11 +391,11 @@ class _PackedStep:
         self._all_arriving = [(o[rows], landing[rows]) for rows in stretches]
 
     def place(self, rows: slice) -> Tensor:
-        """These rows of o on the device, as messages carry them. Shares don't overlap:
-        they are told apart by their first rows."""
-        place = self._places.get(rows.start)
-        if place is None or len(place) != rows.stop - rows.start:
-            place = self._places[rows.start] = self._o[rows]
+        """These rows of o on the device, as messages carry them."""
+        ends = rows.start, rows.stop
+        place = self._places.get(ends)
+        if place is None:
+            place = self._places[ends] = self._o[rows]
         return place
 
     def arriving(self, landed: Sequence[slice] | None) -> list[tuple[Tensor, Tensor]]:
